@@ -18,23 +18,23 @@ import jax
 import numpy as np
 
 import megajax
-from megajax.config import Config
-from megajax.data.drawn import row_shape
-from megajax.generate.engine import Engine
-from megajax.generate.image_prompts import PromptImages, stack
-from megajax.generate.sampling import Sampling
-from megajax.generate.seen import PromptBatch
-from megajax.generate.weights import make_weights
-from megajax.hardware.records import hardware
-from megajax.hardware.targets import WITHOUT_GPU, gpu_devices
-from megajax.hlo.collectives import Collective, collectives
-from megajax.hlo.products import flops, products
-from megajax.hlo.program import Program
-from megajax.hlo.schedule import Sent, hidden_seconds, span
-from megajax.hlo.text import program_text
-from megajax.inspect.overlap import product_seconds
-from megajax.parallel.mesh import concrete, mesh_of
-from megajax.train.step import init_state
+from megajax.analysis.inspect.overlap import product_seconds
+from megajax.core.config import Config
+from megajax.core.hardware.records import hardware
+from megajax.core.hardware.targets import WITHOUT_GPU, gpu_devices
+from megajax.core.parallel.mesh import concrete, mesh_of
+from megajax.core.train.step import init_state
+from megajax.runtime.data.drawn import row_shape
+from megajax.runtime.generate.engine import Engine
+from megajax.runtime.generate.image_prompts import PromptImages, stack
+from megajax.runtime.generate.sampling import Sampling
+from megajax.runtime.generate.seen import PromptBatch
+from megajax.runtime.generate.weights import make_weights
+from megajax.xla.hlo.collectives import Collective, collectives
+from megajax.xla.hlo.products import flops, products
+from megajax.xla.hlo.program import Program
+from megajax.xla.hlo.schedule import Sent, hidden_seconds, span
+from megajax.xla.hlo.text import program_text
 
 TARGET, DEVICES = 'h100', 8
 PRESETS = 'qwen3_vl_8b', 'arr_coc_32b'

@@ -78,7 +78,7 @@ def make_state(megabytes: int) -> State:
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from megajax.parallel.mesh import make_mesh
+    from megajax.core.parallel.mesh import make_mesh
 
     mesh = make_mesh(2, 2)
     random = np.random.default_rng(0)
@@ -107,8 +107,8 @@ def orbax_saver(folder: Path) -> Callable[[Any, int], Callable[[], object]]:
 
 
 def megajax_saver(folder: Path) -> Callable[[Any, int], Callable[[], object]]:
-    from megajax.checkpoint.checkpoints import Checkpoints
-    from megajax.config import load
+    from megajax.core.config import load
+    from megajax.runtime.checkpoint.checkpoints import Checkpoints
 
     checkpoints = Checkpoints(folder, load('tiny'))
 
@@ -120,7 +120,7 @@ def megajax_saver(folder: Path) -> Callable[[Any, int], Callable[[], object]]:
 
 
 def report(seconds: dict[str, list[tuple[float, float]]], step: Path) -> None:
-    from megajax.checkpoint.digests import problems
+    from megajax.runtime.checkpoint.digests import problems
 
     size = sum(path.stat().st_size for path in step.rglob('*') if path.is_file())
     start = time.perf_counter()

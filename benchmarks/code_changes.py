@@ -78,8 +78,8 @@ class Change:
 
 
 def room_of(file: str) -> str:
-    """The folder of the package that holds a file; `megajax` for one that is in none."""
-    return Path(file).parts[1] if len(Path(file).parts) > 2 else 'megajax'
+    """The room of the package that holds a file, such as `core/train`; `megajax` for none."""
+    return '/'.join(Path(file).parent.parts[1:3]) or 'megajax'
 
 
 def changes_of(file: str, source: str) -> list[Change]:

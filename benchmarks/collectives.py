@@ -22,10 +22,10 @@ os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 import jax
 
 import megajax
-from megajax.config import presets
-from megajax.hardware.targets import num_hosts
-from megajax.inspect.audit import audit
-from megajax.inspect.compile import compile_for
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.compile import compile_for
+from megajax.core.config import presets
+from megajax.core.hardware.targets import num_hosts
 
 MESHES = (1, 2), (2, 4), (8, 8), (64, 8)
 SETTINGS = [*itertools.product((False, True), (1, 4), ('none', 'selective', 'full'))]

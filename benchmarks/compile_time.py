@@ -59,8 +59,8 @@ def one_turn(overrides: list[str]) -> dict[str, float]:
     import jax
 
     import megajax
-    from megajax.parallel.mesh import concrete, mesh_for
-    from megajax.train.feed import abstract_batch
+    from megajax.core.parallel.mesh import concrete, mesh_for
+    from megajax.core.train.feed import abstract_batch
 
     config = megajax.load(CONFIG[0], [*CONFIG[1:], *overrides])
     with jax.set_mesh(mesh_for(config)):

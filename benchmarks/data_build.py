@@ -40,8 +40,8 @@ def main() -> None:
 
 
 def make_corpus(folder: Path, size: int) -> int:
-    from megajax.data.text.corpus import read_documents
-    from megajax.data.text.tokenizer import train_bpe
+    from megajax.runtime.data.text.corpus import read_documents
+    from megajax.runtime.data.text.tokenizer import train_bpe
 
     texts = [document.text for document in read_documents('stdlib')]
     train_bpe(texts[::4], VOCAB).save(folder / 'tokenizer.json')

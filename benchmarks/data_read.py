@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 import megajax
-from megajax.data import load_data
-from megajax.data.tokens.indexed import write_index
+from megajax.runtime.data import load_data
+from megajax.runtime.data.tokens.indexed import write_index
 
 SETTINGS = [
     (length, order, mask)

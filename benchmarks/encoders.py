@@ -20,14 +20,14 @@ import jax
 from layouts import read
 
 import megajax
-from megajax.config import Config
-from megajax.counts import products as counts
-from megajax.counts.flops import uses_flash
-from megajax.hardware.targets import num_hosts
-from megajax.hlo.products import products
-from megajax.hlo.program import Program
-from megajax.inspect.audit import audit
-from megajax.inspect.compile import compile_for
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.compile import compile_for
+from megajax.core.config import Config
+from megajax.core.counts import products as counts
+from megajax.core.counts.flops import uses_flash
+from megajax.core.hardware.targets import num_hosts
+from megajax.xla.hlo.products import products
+from megajax.xla.hlo.program import Program
 
 PRESETS = 'qwen3_vl_2b', 'qwen3_vl_4b', 'qwen3_vl_8b', 'qwen3_vl_32b'
 # preset, target, data x model, sequence parallelism, and further overrides

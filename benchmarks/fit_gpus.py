@@ -9,12 +9,12 @@ import argparse
 import re
 from pathlib import Path
 
-from megajax.hardware.records import Efficiency, hardware
-from megajax.plan.fit import Residuals, fit, residuals
-from megajax.plan.predictions import predicted
-from megajax.plan.published_tables import rows_to_fit
+from megajax.analysis.plan.published.fit import Residuals, fit, residuals
+from megajax.analysis.plan.published.predictions import predicted
+from megajax.analysis.plan.published.tables import rows_to_fit
+from megajax.core.hardware.records import Efficiency, hardware
 
-FOLDER = Path(__file__).parents[1] / 'megajax/hardware/gpus'
+FOLDER = Path(__file__).parents[1] / 'megajax/core/hardware/gpus'
 # What each GPU's rows can tell. Only NVIDIA's rows of the H100 have cuDNN's attention, so half_size
 # is there that of the A100; those of the B200 say little of attention.
 FITTED = {

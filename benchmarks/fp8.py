@@ -18,14 +18,14 @@ import jax
 import numpy as np
 
 import megajax
-from megajax.data import load_data
-from megajax.parallel.mesh import mesh_for
-from megajax.parallel.placements import parameter_name
-from megajax.train.feed import place_batch
-from megajax.train.first_step import with_scales
-from megajax.train.gradients import make_gradients
-from megajax.train.scaling import scales_of
-from megajax.train.step import init_state
+from megajax.core.parallel.mesh import mesh_for
+from megajax.core.parallel.placements import parameter_name
+from megajax.core.train.feed import place_batch
+from megajax.core.train.first_step import with_scales
+from megajax.core.train.gradients import make_gradients
+from megajax.core.train.scaling import scales_of
+from megajax.core.train.step import init_state
+from megajax.runtime.data import load_data
 
 STEPS = 200
 DTYPES = 'bfloat16', 'fp8'

@@ -106,7 +106,7 @@ def megajax_run(*, dtype: str, model: int) -> Run:
     import numpy as np
 
     import megajax
-    from megajax.generate import Generator, Request, Sampling
+    from megajax.runtime.generate import Generator, Request, Sampling
 
     overrides = [
         'mesh.data=1',

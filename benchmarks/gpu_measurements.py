@@ -164,7 +164,7 @@ def step(size: str, folder: Path) -> Iterator[dict[str, Any]]:
         os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {choices}'.strip()
     import jax
 
-    from megajax.counts.flops import step_flops
+    from megajax.core.counts.flops import step_flops
 
     config = config_of(size)
     compiled, state, batch, compile_seconds = prepared(config)
@@ -200,7 +200,7 @@ def rates(
     """Tokens a second of a step, and its share of the peak with attention in full and as a causal
     mask leaves it.
     """
-    from megajax.hardware.records import hardware_of
+    from megajax.core.hardware.records import hardware_of
 
     known, seconds = hardware_of(kind), times['median_ms'] / 1e3
     peak = known.peak_flops['bfloat16'] if known else None
@@ -252,7 +252,7 @@ def torch_step(size: str) -> dict[str, Any]:
     """PyTorch's model of the same size, as transformers writes it, compiled, with fused AdamW."""
     import torch
 
-    from megajax.counts.flops import step_flops
+    from megajax.core.counts.flops import step_flops
 
     config = config_of(size)
     model, train = config.model, config.train
@@ -327,9 +327,9 @@ def kept(config: Any, compiled: Any, held: list[Any], batch: Any, folder: Path) 
     """
     import jax
 
-    from megajax.config import dump
-    from megajax.run.named import CONFIG
-    from megajax.run.profile import Profiler
+    from megajax.core.config import dump
+    from megajax.runtime.run.named import CONFIG
+    from megajax.runtime.run.profile import Profiler
 
     (folder / CONFIG).write_text(dump(config))
     with Profiler(folder, config) as profiler:

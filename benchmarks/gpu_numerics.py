@@ -58,7 +58,7 @@ def blocks(kernel: Any, q: Any, k: Any, v: Any, do: Any) -> Results:
     """
     import jax.numpy as jnp
 
-    from megajax.model.context import merge
+    from megajax.core.model.context import merge
 
     half = LENGTH // 2
     q, do = q[:, half:], do[:, half:]
@@ -85,7 +85,7 @@ def errors(way: Way, kernel: str, form: tuple[int, int, int]) -> dict[str, float
     import jax
     import jax.numpy as jnp
 
-    from megajax.model.kernels import KERNELS
+    from megajax.core.model.kernels import KERNELS
 
     heads, groups, size = form
     shapes = [(ROWS, LENGTH, n, size) for n in (heads, groups, groups, heads)]

@@ -46,7 +46,7 @@ def measure(how: str, rows: int, parts: int, slots: int | None) -> float:
     import numpy as np
 
     import megajax
-    from megajax.config import overlap_rules
+    from megajax.core.config import overlap_rules
 
     overlap_rules.PARTS = parts
     config = megajax.load(

@@ -70,7 +70,7 @@ def rank(job: str) -> dict[str, Any]:
         jax.config.update('jax_num_cpu_devices', config.mesh.num_devices)
     else:  # as many hosts, each of eight processes with one GPU
         jax.config.update('jax_mock_gpu_topology', f'{hosts}x8x1')
-    from megajax.parallel.mesh import axis_sizes, mesh_of
+    from megajax.core.parallel.mesh import axis_sizes, mesh_of
 
     # `make_mesh` would ask the other processes for their hosts, and there are none.
     devices = jax.devices()[: config.mesh.num_devices]
@@ -115,15 +115,15 @@ def planned(config: Any) -> dict[str, Any]:
 
 def traced(config: Any, compiled: Any, run: Any) -> dict[str, Any]:
     """Kernels that a step launches, by a trace of two, and those of the program that never ran."""
-    from megajax.config.overlap_rules import resolved
-    from megajax.hardware.records import hardware
-    from megajax.hlo.kernels import kernels
-    from megajax.hlo.program import Program
-    from megajax.hlo.text import program_text
-    from megajax.profile.measure import measure
-    from megajax.profile.predict import predictions
-    from megajax.profile.trace import read_trace
-    from megajax.profile.work import ProgramWork
+    from megajax.analysis.profile.measure import measure
+    from megajax.analysis.profile.predict import predictions
+    from megajax.analysis.profile.trace import read_trace
+    from megajax.analysis.profile.work import ProgramWork
+    from megajax.core.config.overlap_rules import resolved
+    from megajax.core.hardware.records import hardware
+    from megajax.xla.hlo.kernels import kernels
+    from megajax.xla.hlo.program import Program
+    from megajax.xla.hlo.text import program_text
 
     with tempfile.TemporaryDirectory() as folder:
         import jax

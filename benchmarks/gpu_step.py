@@ -57,7 +57,7 @@ def prepared(config: Any, mesh: Any = None) -> tuple[Any, Any, Any, float]:
     import numpy as np
 
     import megajax
-    from megajax.train.first_step import with_scales
+    from megajax.core.train.first_step import with_scales
 
     jax.set_mesh(mesh or megajax.make_mesh(1, 1))
     train = config.train

@@ -54,7 +54,7 @@ def make_step(*, guarded: bool) -> Callable[[], None]:
     if guarded:
         compiled = megajax.make_train_step(config).lower(state, batch).compile()
     else:
-        with patch('megajax.train.step.judge', take_every_step):
+        with patch('megajax.core.train.step.judge', take_every_step):
             compiled = megajax.make_train_step(config).lower(state, batch).compile()
     memory = compiled.memory_analysis()
     print(
@@ -98,7 +98,7 @@ def make_config() -> Any:
 def take_every_step(guard: Any, *_: Any, **__: Any) -> Any:
     import jax.numpy as jnp
 
-    from megajax.train.guard import Verdict
+    from megajax.core.train.guard import Verdict
 
     no = jnp.array(False)
     return Verdict(

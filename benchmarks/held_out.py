@@ -9,7 +9,7 @@ import csv
 import hashlib
 from pathlib import Path
 
-PAPERS = Path(__file__).parents[1] / 'megajax/plan/papers'
+PAPERS = Path(__file__).parents[1] / 'megajax/analysis/plan/published/papers'
 FOR_TESTS_ONLY = {'megatron_core_h100', 'narayanan_2021_pipeline'}
 OURS = 'fitted', 'held_out'  # columns that no paper has
 

@@ -51,10 +51,10 @@ def write(folder: Path, size: float, dtype: str) -> int:
     """A directory of about `size` bytes; its bytes."""
     import numpy as np
 
-    from megajax.interop.directories import EXPORT_DTYPES
+    from megajax.interop.huggingface.directories import EXPORT_DTYPES
+    from megajax.interop.huggingface.tensors import Tensor, write_tensors
     from megajax.interop.huggingface.weights import huggingface_pieces
     from megajax.interop.pieces import shapes_of
-    from megajax.interop.tensors import Tensor, write_tensors
 
     config = config_of(
         folder,
@@ -86,7 +86,7 @@ def write(folder: Path, size: float, dtype: str) -> int:
 
 
 def config_of(folder: Path, layers: int) -> Any:
-    from megajax.config import Config
+    from megajax.core.config import Config
 
     model = {
         'num_layers': layers,
@@ -115,9 +115,9 @@ def files(folder: Path) -> list[Path]:
 def compare(folder: Path, model: int, rounds: int) -> None:
     import jax
 
+    from megajax.core.parallel.mesh import make_mesh
+    from megajax.interop.huggingface.tensors import read_tensors
     from megajax.interop.huggingface.weights import from_huggingface
-    from megajax.interop.tensors import read_tensors
-    from megajax.parallel.mesh import make_mesh
 
     config = config_of(folder, json.loads((folder / 'layers.json').read_text()))
     config = config.model_copy(update={'mesh': config.mesh.model_copy(update={'model': model})})

@@ -23,13 +23,13 @@ os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 import jax
 
 import megajax
-from megajax.config.overlap_rules import resolved
-from megajax.counts.flops import step_flops
-from megajax.counts.parameters import num_parameters
-from megajax.hardware.records import FP8_SHARE
-from megajax.hlo.kernels import Kernel, kernels
-from megajax.hlo.program import Program
-from megajax.inspect.compile import compile_for
+from megajax.analysis.inspect.compile import compile_for
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.counts.flops import step_flops
+from megajax.core.counts.parameters import num_parameters
+from megajax.core.hardware.records import FP8_SHARE
+from megajax.xla.hlo.kernels import Kernel, kernels
+from megajax.xla.hlo.program import Program
 
 STEPS = """
 megatron_1.2b, 8 rows                 | megatron_1.2b 8

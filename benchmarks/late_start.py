@@ -4,7 +4,7 @@ Reduce-scatters whose operands are there from the start, then four products in a
 only then what needs the results. Compiled for 8 H100s (`pip install 'megajax[gpu-compile]'`), the
 transfer stands beside the last product and a half as long as one of two options is missing: to
 start early, and a limit of more than one collective in flight. With both it stands beside all of
-them. jax 0.10.2 and 0.12.0.1 agree. `train/overlap.py` sets both.
+them. jax 0.10.2 and 0.12.0.1 agree. `core/train/overlap.py` sets both.
 """
 
 import itertools
@@ -20,11 +20,11 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.hardware.targets import compile_without_gpu, gpu_devices
-from megajax.hlo.collectives import collectives
-from megajax.hlo.program import Program
-from megajax.hlo.text import program_text
-from megajax.train.overlap import EARLY, SLOTS
+from megajax.core.hardware.targets import compile_without_gpu, gpu_devices
+from megajax.core.train.overlap import EARLY, SLOTS
+from megajax.xla.hlo.collectives import collectives
+from megajax.xla.hlo.program import Program
+from megajax.xla.hlo.text import program_text
 
 
 def products_in_order(count: int, y: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:

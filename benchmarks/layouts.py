@@ -19,12 +19,12 @@ os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 import jax
 
 import megajax
-from megajax.config import Config
-from megajax.hardware.targets import num_hosts
-from megajax.inspect.audit import audit
-from megajax.inspect.compile import compile_for
-from megajax.plan.communication import wire_bytes
-from megajax.train.overlap import SLOTS
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.compile import compile_for
+from megajax.analysis.plan.communication import wire_bytes
+from megajax.core.config import Config
+from megajax.core.hardware.targets import num_hosts
+from megajax.core.train.overlap import SLOTS
 
 # name, preset, data, rows of the batch, further overrides, and options of XLA's in capitals
 STEPS = """

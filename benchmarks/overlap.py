@@ -20,15 +20,15 @@ os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 import jax
 
 import megajax
-from megajax.config import Config
-from megajax.hardware.targets import num_hosts
-from megajax.hlo.kernels import moved_without_products
-from megajax.hlo.program import Program
-from megajax.inspect.audit import audit
-from megajax.inspect.compile import compile_for
-from megajax.plan.layouts import changed
-from megajax.plan.published_tables import rows as published
-from megajax.train.overlap import EARLY, OPTIONS, SLOTS
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.compile import compile_for
+from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.published.tables import rows as published
+from megajax.core.config import Config
+from megajax.core.hardware.targets import num_hosts
+from megajax.core.train.overlap import EARLY, OPTIONS, SLOTS
+from megajax.xla.hlo.kernels import moved_without_products
+from megajax.xla.hlo.program import Program
 
 # name | preset, data x model, parallelism, rows of a data shard, further overrides; PLAIN is a loop
 # over layers in XLA's order, and a word that begins with NO takes away some of XLA's options.

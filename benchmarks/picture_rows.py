@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from megajax.data import Batches
-from megajax.data.image_rows import RowShape
-from megajax.data.image_text.load import load_image_text
-from megajax.data.patches import PatchSize
-from megajax.data.picture_batches import PictureBatches
-from megajax.data.pictures import lines_picture, word_picture
-from megajax.data.text.tokenizer import byte_tokenizer
+from megajax.runtime.data import Batches
+from megajax.runtime.data.image_rows import RowShape
+from megajax.runtime.data.image_text.load import load_image_text
+from megajax.runtime.data.patches import PatchSize
+from megajax.runtime.data.picture_batches import PictureBatches
+from megajax.runtime.data.pictures import lines_picture, word_picture
+from megajax.runtime.data.text.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer(('<image>',))
 IMAGE_TOKEN = 257

@@ -16,12 +16,12 @@ import jax
 from picture_rows import rows_a_second
 
 import megajax
-from megajax.config import Config
-from megajax.counts.flops import step_flops
-from megajax.data import Batches, load_data
-from megajax.parallel.mesh import make_mesh
-from megajax.train.feed import place_batch
-from megajax.train.step import init_state, make_train_step
+from megajax.core.config import Config
+from megajax.core.counts.flops import step_flops
+from megajax.core.parallel.mesh import make_mesh
+from megajax.core.train.feed import place_batch
+from megajax.core.train.step import init_state, make_train_step
+from megajax.runtime.data import Batches, load_data
 
 MESHES = (1, 1), (2, 2)
 ROWS = 32, 128

@@ -20,14 +20,14 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import megajax
-from megajax.config.overlap_rules import resolved
-from megajax.counts.flops import uses_flash
-from megajax.counts.products import products
-from megajax.hardware.records import hardware
-from megajax.hardware.targets import num_hosts
-from megajax.plan.communication import wire_bytes
-from megajax.plan.launches import num_launches
-from megajax.plan.memory import memory
+from megajax.analysis.plan.communication import wire_bytes
+from megajax.analysis.plan.launches import num_launches
+from megajax.analysis.plan.memory import memory
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.counts.flops import uses_flash
+from megajax.core.counts.products import products
+from megajax.core.hardware.records import hardware
+from megajax.core.hardware.targets import num_hosts
 
 # preset, data x model, sequence parallelism, recompute, rows of a microbatch, microbatches, other
 # overrides
@@ -320,11 +320,11 @@ def by_axis(figures: Mapping[str, float]) -> str:
 
 
 def measure(config: megajax.Config) -> Line:
-    from megajax.hlo import launches
-    from megajax.hlo.program import Program
-    from megajax.hlo.schedule import flops
-    from megajax.inspect.audit import audit
-    from megajax.inspect.compile import compile_for
+    from megajax.analysis.inspect.audit import audit
+    from megajax.analysis.inspect.compile import compile_for
+    from megajax.xla.hlo import launches
+    from megajax.xla.hlo.program import Program
+    from megajax.xla.hlo.schedule import flops
 
     compiled = compile_for(config, 'h100', num_hosts(config.mesh.num_devices))
     program = Program(compiled.text)

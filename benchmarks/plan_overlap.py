@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from megajax.config import Config, load
-from megajax.hardware.records import hardware
-from megajax.plan.communication import communication
-from megajax.plan.memory import memory
-from megajax.plan.network import Cluster
-from megajax.plan.overlap import beside
-from megajax.plan.search import usable_memory
+from megajax.analysis.plan.communication import communication
+from megajax.analysis.plan.memory import memory
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.overlap import beside
+from megajax.analysis.plan.search import usable_memory
+from megajax.core.config import Config, load
+from megajax.core.hardware.records import hardware
 
 RESULTS = Path(__file__).parent / 'results'
 

@@ -11,14 +11,14 @@ Tables of FSDP are left out: they are of programs that gather everything in 16 b
 from collections import defaultdict
 from collections.abc import Iterator
 
-from megajax.config import Config
-from megajax.hardware.records import hardware
-from megajax.plan.network import Cluster
-from megajax.plan.predictions import predicted
-from megajax.plan.programs import FSDP_IN_JAX
-from megajax.plan.published_rates import PublishedRate
-from megajax.plan.published_tables import rows
-from megajax.plan.search import Choice, search
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.programs import FSDP_IN_JAX
+from megajax.analysis.plan.published.predictions import predicted
+from megajax.analysis.plan.published.rates import PublishedRate
+from megajax.analysis.plan.published.tables import rows
+from megajax.analysis.plan.search import Choice, search
+from megajax.core.config import Config
+from megajax.core.hardware.records import hardware
 
 TABLES = 'scaling', 'megatron', 'narayanan', 'narayanan-pipeline', 'korthikanti', 'nvidia', 'core'
 NEAR = 0.03

@@ -1,7 +1,7 @@
 """Published rates beside what `megajax plan` predicts, as Markdown on standard output."""
 
-from megajax.plan.published_tables import TABLES
-from megajax.plan.tables import markdown, summary_rows
+from megajax.analysis.plan.published.comparison import markdown, summary_rows
+from megajax.analysis.plan.published.tables import TABLES
 
 HEAD = """# What `megajax plan` predicts of published rates
 

@@ -25,9 +25,9 @@ import jax
 import numpy as np
 
 import megajax
-from megajax.counts import chunks
-from megajax.inspect.emulated_step import EmulatedStep
-from megajax.inspect.limits import judged
+from megajax.analysis.inspect.emulated_step import EmulatedStep
+from megajax.analysis.inspect.limits import judged
+from megajax.core.counts import chunks
 
 TARGET = 'h100'
 MESHES = (1, 1), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2), (8, 1)

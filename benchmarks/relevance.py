@@ -81,7 +81,7 @@ def draw_levels() -> None:
     """Replace what is relevant by one region of each row, whatever is in it."""
     import jax
 
-    from megajax.model import relevance
+    from megajax.core.model.arr_coc import relevance
 
     assess = relevance.assess
 

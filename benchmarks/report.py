@@ -15,15 +15,15 @@ from typing import Any
 import jax
 
 import megajax
-from megajax.config import Config, dump
-from megajax.config.overlap_rules import resolved
-from megajax.hardware.targets import compile_without_gpu, gpu_devices
-from megajax.inspect.audit import audit
-from megajax.parallel.mesh import concrete, mesh_for, mesh_of
-from megajax.report import write_report
-from megajax.run.kept_step import PROGRAM, keep_step, read_step
-from megajax.train.compiled_step import CompiledStep
-from megajax.train.feed import abstract_batch
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.report import write_report
+from megajax.core.config import Config, dump
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.hardware.targets import compile_without_gpu, gpu_devices
+from megajax.core.parallel.mesh import concrete, mesh_for, mesh_of
+from megajax.core.train.compiled_step import CompiledStep
+from megajax.core.train.feed import abstract_batch
+from megajax.runtime.run.kept_step import PROGRAM, keep_step, read_step
 
 STEPS = [
     ('tiny', 'cpu', []),

@@ -12,8 +12,8 @@ os.environ |= {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
 import jax
 
 import megajax
-from megajax.inspect.emulated_step import EmulatedStep
-from megajax.inspect.limits import judged
+from megajax.analysis.inspect.emulated_step import EmulatedStep
+from megajax.analysis.inspect.limits import judged
 
 SIZES = (
     'model.hidden_size=128 model.num_heads=8 model.head_dim=16 model.ffn_size=256 '

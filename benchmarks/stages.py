@@ -19,19 +19,19 @@ import jax
 from layouts import read
 
 import megajax
-from megajax.config import Config
-from megajax.counts.schedule import schedule_of
-from megajax.hardware.targets import WITHOUT_GPU, gpu_devices, num_hosts
-from megajax.hlo.collectives import collectives
-from megajax.hlo.program import Program
-from megajax.inspect.audit import audit
-from megajax.inspect.compile import compile_for
-from megajax.parallel.mesh import concrete, mesh_of
-from megajax.train.compiler_options import step_options
-from megajax.train.feed import abstract_batch
-from megajax.train.gradients import make_loss_and_gradients
-from megajax.train.overlap import SLOTS
-from megajax.train.step import init_state
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.compile import compile_for
+from megajax.core.config import Config
+from megajax.core.counts.schedule import schedule_of
+from megajax.core.hardware.targets import WITHOUT_GPU, gpu_devices, num_hosts
+from megajax.core.parallel.mesh import concrete, mesh_of
+from megajax.core.train.compiler_options import step_options
+from megajax.core.train.feed import abstract_batch
+from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.core.train.overlap import SLOTS
+from megajax.core.train.step import init_state
+from megajax.xla.hlo.collectives import collectives
+from megajax.xla.hlo.program import Program
 
 # One row of a microbatch for each data shard; the second word is the number of microbatches.
 STEPS = """

@@ -4,32 +4,35 @@ The package exports the names that a notebook or a script needs. Each is importe
 that `import megajax` is quick. `train`, `inspect` and `plan` are callable packages.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megajax.old_names import OldNames
+
 if TYPE_CHECKING:
-    from megajax.config import Config as Config
-    from megajax.config import ConfigError as ConfigError
-    from megajax.config import RunError as RunError
-    from megajax.config import load as load
-    from megajax.inspect import Inspect
-    from megajax.model.loss import cross_entropy as cross_entropy
-    from megajax.model.transformer import Decoder as Decoder
-    from megajax.model.transformer import LanguageModel as LanguageModel
-    from megajax.parallel.layout import Layout as Layout
-    from megajax.parallel.mesh import make_mesh as make_mesh
-    from megajax.parallel.placements import placements as placements
-    from megajax.plan import PlanPackage
-    from megajax.run.run import Run as Run
-    from megajax.run.run import train as train
-    from megajax.run.start import load_params as load_params
-    from megajax.train.compiler_options import step_options as step_options
-    from megajax.train.custom import gradients as gradients
-    from megajax.train.custom import loss as loss
-    from megajax.train.feed import place_batch as place_batch
-    from megajax.train.step import TrainState as TrainState
-    from megajax.train.step import init_state as init_state
-    from megajax.train.step import make_train_step as make_train_step
+    from megajax.analysis.inspect import Inspect
+    from megajax.analysis.plan import PlanPackage
+    from megajax.core.config import Config as Config
+    from megajax.core.config import ConfigError as ConfigError
+    from megajax.core.config import RunError as RunError
+    from megajax.core.config import load as load
+    from megajax.core.model.loss import cross_entropy as cross_entropy
+    from megajax.core.model.transformer import Decoder as Decoder
+    from megajax.core.model.transformer import LanguageModel as LanguageModel
+    from megajax.core.parallel.layout import Layout as Layout
+    from megajax.core.parallel.mesh import make_mesh as make_mesh
+    from megajax.core.parallel.placements import placements as placements
+    from megajax.core.train.compiler_options import step_options as step_options
+    from megajax.core.train.custom import gradients as gradients
+    from megajax.core.train.custom import loss as loss
+    from megajax.core.train.feed import place_batch as place_batch
+    from megajax.core.train.step import TrainState as TrainState
+    from megajax.core.train.step import init_state as init_state
+    from megajax.core.train.step import make_train_step as make_train_step
+    from megajax.runtime.run.run import Run as Run
+    from megajax.runtime.run.run import train as train
+    from megajax.runtime.run.start import load_params as load_params
 
     inspect: Inspect
     plan: PlanPackage
@@ -61,27 +64,32 @@ __all__ = [
 ]
 
 _HOMES = {
-    'Config': 'megajax.config',
-    'ConfigError': 'megajax.config',
-    'Decoder': 'megajax.model.transformer',
-    'LanguageModel': 'megajax.model.transformer',
-    'Layout': 'megajax.parallel.layout',
-    'Run': 'megajax.run.run',
-    'RunError': 'megajax.config',
-    'TrainState': 'megajax.train.step',
-    'cross_entropy': 'megajax.model.loss',
-    'gradients': 'megajax.train.custom',
-    'init_state': 'megajax.train.step',
-    'load': 'megajax.config',
-    'load_params': 'megajax.run.start',
-    'loss': 'megajax.train.custom',
-    'make_mesh': 'megajax.parallel.mesh',
-    'make_train_step': 'megajax.train.step',
-    'place_batch': 'megajax.train.feed',
-    'placements': 'megajax.parallel.placements',
-    'step_options': 'megajax.train.compiler_options',
+    'Config': 'megajax.core.config',
+    'ConfigError': 'megajax.core.config',
+    'Decoder': 'megajax.core.model.transformer',
+    'LanguageModel': 'megajax.core.model.transformer',
+    'Layout': 'megajax.core.parallel.layout',
+    'Run': 'megajax.runtime.run.run',
+    'RunError': 'megajax.core.config',
+    'TrainState': 'megajax.core.train.step',
+    'cross_entropy': 'megajax.core.model.loss',
+    'gradients': 'megajax.core.train.custom',
+    'init_state': 'megajax.core.train.step',
+    'load': 'megajax.core.config',
+    'load_params': 'megajax.runtime.run.start',
+    'loss': 'megajax.core.train.custom',
+    'make_mesh': 'megajax.core.parallel.mesh',
+    'make_train_step': 'megajax.core.train.step',
+    'place_batch': 'megajax.core.train.feed',
+    'placements': 'megajax.core.parallel.placements',
+    'step_options': 'megajax.core.train.compiler_options',
 }
-_CALLED = {'inspect': 'megajax.inspect', 'plan': 'megajax.plan', 'train': 'megajax.train'}
+_CALLED = {
+    'inspect': 'megajax.analysis.inspect',
+    'plan': 'megajax.analysis.plan',
+    'train': 'megajax.core.train',
+}
+sys.meta_path.insert(0, OldNames())
 
 
 def __getattr__(name: str) -> Any:

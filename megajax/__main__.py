@@ -2,7 +2,7 @@
 
 import sys
 
-from megajax.processes.signals import leave_when_asked
+from megajax.runtime.processes.signals import leave_when_asked
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import megajax
-from megajax.config.schema import MeshConfig, OptimConfig, TrainConfig
-from megajax.plan import Plan
-from megajax.plan.advice import layout_keys
+from megajax.analysis.plan import Plan
+from megajax.analysis.plan.advice import layout_keys
+from megajax.core.config.schema import MeshConfig, OptimConfig, TrainConfig
 
 GPU, NAME = 'h100', 'H100'
 PRESETS = (

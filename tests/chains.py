@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from support import make_config, on_mesh
 
-from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.config import Config
-from megajax.data.text.tokenizer import byte_tokenizer
-from megajax.train.step import init_state
+from megajax.core.config import Config
+from megajax.core.train.step import init_state
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.data.text.tokenizer import byte_tokenizer
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"

@@ -10,11 +10,11 @@ import numpy as np
 from flax import nnx
 from support import abstract_state, make_config
 
-from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.checkpoint.unpadded import unpadded
-from megajax.config import Config
-from megajax.parallel.layout import Layout
-from megajax.train.step import TrainState
+from megajax.core.config import Config
+from megajax.core.parallel.layout import Layout
+from megajax.core.train.step import TrainState
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.unpadded import unpadded
 
 TINY = {'num_layers': 1, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300, 'dropout': 0.0}
 

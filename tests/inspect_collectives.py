@@ -1,7 +1,7 @@
 """Collectives over `model` made by hand."""
 
-from megajax.hlo.collectives import Collective
-from megajax.hlo.program import Array
+from megajax.xla.hlo.collectives import Collective
+from megajax.xla.hlo.program import Array
 
 
 def reduced(op_name: str, array: Array, *, times: int = 1) -> Collective:

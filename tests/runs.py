@@ -25,9 +25,9 @@ COMMAND = 'import os, signal, sys, time\n{fault}\nfrom megajax.commands.main imp
 # `megajax launch`, but for a command that has a fault in it.
 LAUNCH = """
 import sys
-from megajax.config import load
-from megajax.processes.launch import launch
-from megajax.processes.launch_plan import LaunchPlan, make_plan
+from megajax.core.config import load
+from megajax.runtime.processes.launch import launch
+from megajax.runtime.processes.launch_plan import LaunchPlan, make_plan
 processes, command, *arguments = sys.argv[1:]
 needed = load(arguments[1], arguments[2:]).mesh.num_devices
 plan = make_plan(arguments, processes=int(processes), needed=needed)
@@ -164,9 +164,9 @@ HASH_STATES = """
 import hashlib, jax, numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
-from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.checkpoint.unpadded import unpadded
-from megajax.parallel.layout import Layout
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.unpadded import unpadded
+from megajax.core.parallel.layout import Layout
 
 def hash_state(state, name, config):
     digest, layout = hashlib.sha256(), Layout.of(config)

@@ -1,6 +1,6 @@
 """Schedules written by hand: products, transfers between their start and their end, and a loop."""
 
-from megajax.hlo.program import Program
+from megajax.xla.hlo.program import Program
 
 DOT = 'f32[16,32]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}'
 FLOPS = 2 * 16 * 32 * 64

@@ -17,12 +17,12 @@ from support import (
     random_params,
 )
 
-from megajax.config import Config
-from megajax.train.evaluation import make_eval_step
-from megajax.train.feed import place_batch
-from megajax.train.gradients import make_loss_and_gradients
-from megajax.train.loss_scale import init_loss_scale
-from megajax.train.step import init_state, make_train_step
+from megajax.core.config import Config
+from megajax.core.train.evaluation import make_eval_step
+from megajax.core.train.feed import place_batch
+from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.core.train.loss_scale import init_loss_scale
+from megajax.core.train.step import init_state, make_train_step
 
 STEPS = 5
 MESH = (

@@ -28,15 +28,15 @@ import tokenizers
 from flax import nnx
 
 from megajax.commands.main import main
-from megajax.config import Config
-from megajax.counts.declaration import Parameter
-from megajax.counts.parameters import dim_sizes, shape_of
-from megajax.data.text.tokenizer import byte_tokenizer
-from megajax.model.parameters import map_parameters
-from megajax.model.transformer import LanguageModel, model_graph
-from megajax.parallel.layout import Layout
-from megajax.parallel.mesh import concrete, mesh_for
-from megajax.train.step import TrainState, init_state
+from megajax.core.config import Config
+from megajax.core.counts.declaration import Parameter
+from megajax.core.counts.parameters import dim_sizes, shape_of
+from megajax.core.model.parameters import map_parameters
+from megajax.core.model.transformer import LanguageModel, model_graph
+from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.mesh import concrete, mesh_for
+from megajax.core.train.step import TrainState, init_state
+from megajax.runtime.data.text.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 # Options with which a program is compiled as a user's is, not as quickly as `conftest.py` has it.

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from support import ROOT, load_script
 
-from megajax.config.rules import incompatibilities
-from megajax.profile import profile
+from megajax.analysis.profile import profile
+from megajax.core.config.rules import incompatibilities
 
 script, step = load_script('gpu'), load_script('gpu_step')
 rank = load_script('gpu_rank')

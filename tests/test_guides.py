@@ -11,7 +11,7 @@ from support import slow
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
-from megajax.hardware.records import Hardware, hardware
+from megajax.core.hardware.records import Hardware, hardware
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ['add_a_family', 'add_a_gpu', 'add_a_layout', 'add_a_parameter', 'add_an_activation']
@@ -51,7 +51,7 @@ def changed(guide: str, folder: Path) -> Path:
         apply(diff, folder)
     if guide == 'add_a_gpu':
         (text,) = blocks(guide, 'yaml')
-        (folder / 'megajax/hardware/gpus/l40s.yaml').write_text(text)
+        (folder / 'megajax/core/hardware/gpus/l40s.yaml').write_text(text)
     return folder
 
 
@@ -82,7 +82,7 @@ def test_the_change_of_a_guide_does_what_the_guide_says(guide: str, tmp_path: Pa
 
 STEP = """
 import jax, numpy as np, megajax
-from megajax.train.gradients import make_loss_and_gradients
+from megajax.core.train.gradients import make_loss_and_gradients
 tokens = np.random.default_rng(0).integers(0, 256, (4, 33), np.int32)
 mask = np.ones((4, 32), np.float32)
 batch = {'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': mask}
@@ -170,7 +170,7 @@ def diffs() -> list[tuple[str, str]]:
     found = [(guide, diff) for guide in GUIDES for diff in blocks(guide, 'diff')]
     (text,) = blocks('add_a_gpu', 'yaml')
     added = ''.join(f'+{line}\n' for line in text.splitlines())
-    return [*found, ('add_a_gpu', f'+++ b/megajax/hardware/gpus/l40s.yaml\n{added}')]
+    return [*found, ('add_a_gpu', f'+++ b/megajax/core/hardware/gpus/l40s.yaml\n{added}')]
 
 
 def test_the_files_and_lines_of_each_change_are_those_of_its_diff() -> None:

@@ -72,10 +72,10 @@ def files() -> list[str]:
     return [
         f'megajax/{name}.py'
         for name in (
-            'parallel/layout',
-            'parallel/mesh',
-            'render/console',
-            'train/guard',
+            'core/parallel/layout',
+            'core/parallel/mesh',
+            'base/render/console',
+            'core/train/guard',
             '__main__',
         )
     ]
@@ -85,10 +85,10 @@ def test_rooms_take_turns_and_leaving_one_out_changes_nothing_in_the_others(file
     drawn = [*itertools.islice(code.sample(ROOT, files, seed=1), 40)]
     assert len(set(drawn)) == 40
     counts = Counter(code.room_of(change.file) for change in drawn)
-    assert counts.keys() == {'parallel', 'render', 'train', 'megajax'}
-    assert max(counts.values()) - min(counts['parallel'], counts['train']) <= 1
-    alone = code.sample(ROOT, files, seed=1, rooms=['train'])
+    assert counts.keys() == {'core/parallel', 'base/render', 'core/train', 'megajax'}
+    assert max(counts.values()) - min(counts['core/parallel'], counts['core/train']) <= 1
+    alone = code.sample(ROOT, files, seed=1, rooms=['core/train'])
     assert [*itertools.islice(alone, 5)] == [
-        change for change in drawn if code.room_of(change.file) == 'train'
+        change for change in drawn if code.room_of(change.file) == 'core/train'
     ][:5]
     assert [*itertools.islice(code.sample(ROOT, files, seed=2), 40)] != drawn

@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 import megajax
-from megajax.report.page import _footer
+from megajax.analysis.report.page import _footer
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,7 +63,7 @@ def test_stored_results_that_notebooks_show_need_no_clone(installed: Path, tmp_p
     lines = [
         'import csv, megajax',
         'from pathlib import Path',
-        'from megajax.inspect.report import si',
+        'from megajax.analysis.inspect.report import si',
         'from rich.table import Table',
     ]
     for notebook in ('04_where_weights_live.ipynb', '05_stages.ipynb'):

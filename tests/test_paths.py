@@ -15,7 +15,7 @@ import pytest
 from runs import finish, losses, read_until, start, steps
 from support import ROOT, write_run
 
-from megajax.data.tokens.indexed import write_index
+from megajax.runtime.data.tokens.indexed import write_index
 
 pytestmark = pytest.mark.faults
 

@@ -7,7 +7,7 @@ from ruamel.yaml import YAML
 from support import ROOT, exhaustive, load_script, slow
 
 import megajax
-from megajax.config import Config
+from megajax.core.config import Config
 
 presets = load_script('presets', 'scripts')
 FAST = 'llama3_8b', 'qwen3_8b'

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megajax.data.pictures import draw_word, words
-from megajax.hardware.targets import has_compiler
+from megajax.core.hardware.targets import has_compiler
+from megajax.runtime.data.pictures import draw_word, words
 
 ROOT = Path(__file__).parents[1]
 SKIPPED = {

@@ -9,12 +9,12 @@ from checkpoints import make_state
 from support import on_mesh, slow
 
 import megajax
-from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.checkpoint.compare import read_parameter
-from megajax.config import Config, load, recipes
-from megajax.config.lora import without_adapters
-from megajax.data.text.tokenizer import byte_tokenizer
-from megajax.run.run import run
+from megajax.core.config import Config, load, recipes
+from megajax.core.config.lora import without_adapters
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.compare import read_parameter
+from megajax.runtime.data.text.tokenizer import byte_tokenizer
+from megajax.runtime.run.run import run
 
 SMALL = [
     'model.num_layers=1',

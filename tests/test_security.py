@@ -18,7 +18,7 @@ import pytest
 from runs import CONFIG, children, finish, read_until, start, steps, train
 from support import write_run
 
-from megajax.checkpoint.digests import write_sums
+from megajax.runtime.checkpoint.digests import write_sums
 
 pytestmark = pytest.mark.faults
 
@@ -37,8 +37,8 @@ UNSAFE = {
 # some harmless names and refuse all others. The second executes a model whose tensors are read from
 # safetensors.
 RESTRICTED = {
-    PACKAGE / 'interop/pickles.py': {'pickle'},
-    PACKAGE / 'compare/in_transformers.py': {'torch'},
+    PACKAGE / 'interop/megatron/pickles.py': {'pickle'},
+    PACKAGE / 'analysis/compare/in_transformers.py': {'torch'},
 }
 SECRETS = {
     'HF_TOKEN': 'hf_canary0a1b2c3d',
@@ -202,7 +202,7 @@ def test_a_path_in_a_manifest_stays_in_its_folder(folder: Path, checkpoint: Path
 def test_no_secret_of_the_environment_is_written_or_said(folder: Path, processes: int) -> None:
     said = train(folder, processes=processes, **SECRETS)
     fails = (
-        'from megajax.run import trainer\n'
+        'from megajax.runtime.run import trainer\n'
         'def fails(*_, **__): raise RuntimeError("of the step")\n'
         'trainer.Trainer._take_step = fails'
     )

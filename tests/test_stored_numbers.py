@@ -13,7 +13,7 @@ from support import slow
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
-from megajax.config import ConfigError
+from megajax.core.config import ConfigError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'

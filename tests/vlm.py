@@ -4,7 +4,7 @@ from typing import Any
 
 from support import make_config
 
-from megajax.config import Config
+from megajax.core.config import Config
 
 VISION = {
     'num_layers': 2,

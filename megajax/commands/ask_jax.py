@@ -12,9 +12,9 @@ def ask_jax() -> dict[str, Any]:
     """Return jax's devices by kind, and the attention kernel of the first one, for `diagnose`."""
     import jax
 
-    from megajax.miscompiles import target_of
-    from megajax.model.flash import can_flash
-    from megajax.processes.certificates import JAX_OPTION
+    from megajax.core.model.flash import can_flash
+    from megajax.runtime.processes.certificates import JAX_OPTION
+    from megajax.xla.miscompiles import target_of
 
     devices = jax.local_devices()
     kinds = [(device.platform, device.device_kind, _memory(device)) for device in devices]

@@ -8,12 +8,18 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from megajax.checkpoint.digests import find_foreign, find_step, find_steps, problems, read_sums
-from megajax.checkpoint.record import config_differences, read_record
-from megajax.config import CheckpointError, ConfigError
-from megajax.files.locks import folder_lock
-from megajax.render.folded import Folded
-from megajax.render.text import visible
+from megajax.base.files.locks import folder_lock
+from megajax.base.render.folded import Folded
+from megajax.base.render.text import visible
+from megajax.core.config import CheckpointError, ConfigError
+from megajax.runtime.checkpoint.digests import (
+    find_foreign,
+    find_step,
+    find_steps,
+    problems,
+    read_sums,
+)
+from megajax.runtime.checkpoint.record import config_differences, read_record
 
 checkpoint_app = typer.Typer(
     no_args_is_help=True,
@@ -100,7 +106,9 @@ def diff(
     for key, (old, new) in config_differences(read_record(a), read_record(b)).items():
         print(f'{key}: {old} -> {new}')
     os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them
-    from megajax.checkpoint.compare import parameter_differences  # here, because it imports jax
+    from megajax.runtime.checkpoint.compare import (
+        parameter_differences,  # here, because it imports jax
+    )
 
     for name, difference in parameter_differences(a, b):
         print(

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from megajax.config import ConfigError
-from megajax.files.outputs import check_outputs, with_folder
-from megajax.render.logs import log_to_terminal
+from megajax.base.files.outputs import check_outputs, with_folder
+from megajax.base.render.logs import log_to_terminal
+from megajax.core.config import ConfigError
 
 if TYPE_CHECKING:
-    from megajax.compare.difference import Comparison
+    from megajax.analysis.compare.difference import Comparison
 
 SUFFIX = '.npz'
 
@@ -79,7 +79,7 @@ def compare(
         _check_dump(sources, dump, of_b=b, is_compared=is_compared)
     check_outputs(dump, json)
     log_to_terminal()
-    from megajax.compare.compared import compare_sources, dump_source
+    from megajax.analysis.compare.compared import compare_sources, dump_source
 
     if dump is not None:
         overrides += a or ()
@@ -103,8 +103,8 @@ def compare(
 
 
 def _print(comparison: 'Comparison', *, every: bool) -> None:
-    from megajax.compare.report import to_text
-    from megajax.render.console import as_text
+    from megajax.analysis.compare.report import to_text
+    from megajax.base.render.console import as_text
 
     shown = to_text(comparison, every=every)
     if sys.stdout.isatty():

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from megajax.config import load
-from megajax.config.differences import differences
-from megajax.config.load import CONFIG
+from megajax.core.config import load
+from megajax.core.config.differences import differences
+from megajax.core.config.load import CONFIG
 
 Source = Annotated[str, typer.Argument(help='A preset, a YAML file or the folder of a run.')]
 

@@ -8,9 +8,9 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from megajax.config.keys import Key, keys_in
-from megajax.config.schema import SECTIONS
-from megajax.render.console import as_text
+from megajax.base.render.console import as_text
+from megajax.core.config.keys import Key, keys_in
+from megajax.core.config.schema import SECTIONS
 
 _UNWRAPPED = 1000  # columns
 _HEAD = """\

@@ -19,10 +19,10 @@ from rich.progress import (
 from rich.table import Column, Table
 from typer.core import TyperCommand
 
-from megajax.render.logs import log_to_terminal
+from megajax.base.render.logs import log_to_terminal
 
 if TYPE_CHECKING:
-    from megajax.data.build.describe import Description
+    from megajax.corpus.describe import Description
 
 data_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help='Build, describe and verify token files.'
@@ -116,8 +116,8 @@ def build(
 
     After a kill or an interrupt, the same command resumes the build.
     """
-    from megajax.data.build.build import build as run  # here, because it imports numpy
-    from megajax.data.build.job import Job
+    from megajax.corpus.build import build as run  # here, because it imports numpy
+    from megajax.corpus.job import Job
 
     log_to_terminal()
     logging.getLogger('megajax').setLevel(logging.INFO)
@@ -165,8 +165,8 @@ def info(
 
     The start of some documents is shown as text.
     """
-    from megajax.data.build.describe import decode_samples, describe
-    from megajax.data.text.tokenizer import load_tokenizer
+    from megajax.corpus.describe import decode_samples, describe
+    from megajax.runtime.data.text.tokenizer import load_tokenizer
 
     description = describe(prefix)
     console = Console(highlight=False, soft_wrap=True)
@@ -194,7 +194,7 @@ def verify(
 
     Exits with 2 at the first violation.
     """
-    from megajax.data.build.describe import verify as check
+    from megajax.corpus.describe import verify as check
 
     with _Progress() as progress:
         for line in check(prefix, vocab_size=vocab_size, progress=progress):

@@ -21,15 +21,15 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
+from megajax.base.errors import ConfigError
 from megajax.commands.ask_jax import MARK
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor_links import look_at_nccl
 from megajax.commands.doctor_ports import look_at_ports
-from megajax.config.errors import ConfigError
-from megajax.config.extras import install
-from megajax.hardware.targets import GPUS, has_compiler
-from megajax.hardware.visible import visible_gpus
-from megajax.processes.environment import check_host_name
+from megajax.core.config.extras import install
+from megajax.core.hardware.targets import GPUS, has_compiler
+from megajax.core.hardware.visible import visible_gpus
+from megajax.runtime.processes.environment import check_host_name
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 TIMEOUT = 120.0  # seconds for jax to start; a driver that hangs never returns
@@ -199,7 +199,7 @@ def _miscompiles(
         return
     # Not on the GPUs: they may be in use.
     environment = {**environ, 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
-    command = [sys.executable, '-m', 'megajax.miscompiles', *([target] if target else [])]
+    command = [sys.executable, '-m', 'megajax.xla.miscompiles', *([target] if target else [])]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=timeout, check=False

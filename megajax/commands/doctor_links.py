@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megajax.commands.diagnosis import Diagnosis
-from megajax.hardware.topology import Topology, topology_of_host
+from megajax.core.hardware.topology import Topology, topology_of_host
 
 PACKAGES = 'nvidia-nccl-cu12', 'nvidia-nccl-cu13'
 SHARED = Path('/dev/shm')

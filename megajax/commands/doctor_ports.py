@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
+from megajax.base.errors import ConfigError
 from megajax.commands.diagnosis import Diagnosis
-from megajax.config.errors import ConfigError
-from megajax.processes.certificates import CERTIFICATES, check_certificates
-from megajax.processes.environment import COORDINATOR, TOKEN
+from megajax.runtime.processes.certificates import CERTIFICATES, check_certificates
+from megajax.runtime.processes.environment import COORDINATOR, TOKEN
 
 NAME = 'between hosts'
 

@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-# Megatron-LM's arguments are no options of this command: `interop/megatron_line.py` reads them.
+# Megatron-LM's arguments are no options of this command: `interop/megatron/command_line/line.py`
+# reads them.
 SETTINGS = {'ignore_unknown_options': True}
 
 
@@ -23,7 +24,7 @@ def from_megatron(
     ] = None,
 ) -> None:
     """Print the config of a command of Megatron-LM."""
-    from megajax.interop.from_megatron import from_megatron
-    from megajax.interop.megatron_line import read_line
+    from megajax.interop.megatron.command_line.line import read_line
+    from megajax.interop.megatron.command_line.to_config import from_megatron
 
     print(from_megatron(read_line(arguments, world_size=gpus)), end='')

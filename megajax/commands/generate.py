@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from megajax.base.files.outputs import output_problems, with_folder
+from megajax.base.render.logs import log_to_terminal
 from megajax.commands.generate_chat import check_chat, check_unicode, converse
 from megajax.commands.generate_output import as_json, as_text, is_cut, note_cut
 from megajax.commands.generate_pictures import (
@@ -18,14 +20,12 @@ from megajax.commands.generate_pictures import (
     check_images,
     draw_budget,
 )
-from megajax.config import ConfigError
-from megajax.config.extras import install
-from megajax.files.outputs import output_problems, with_folder
-from megajax.render.logs import log_to_terminal
+from megajax.core.config import ConfigError
+from megajax.core.config.extras import install
 
 if TYPE_CHECKING:
-    from megajax.checkpoint.open import Opened
-    from megajax.generate import Continuation, Request
+    from megajax.runtime.checkpoint.open import Opened
+    from megajax.runtime.generate import Continuation, Request
 
 _OVERRIDE = re.compile(r'[a-z]+\.\w+=')
 
@@ -109,7 +109,7 @@ def generate(
 
     Without --prompts and --images, text is printed as it is generated.
     """
-    from megajax.data.text.prompts import read_prompts  # here, because it imports numpy
+    from megajax.runtime.data.text.prompts import read_prompts  # here, because it imports numpy
 
     of_pictures = {'--image': image, '--images': images, '--show-budget': show_budget}
     check_chat(chat, system, {'--prompts': prompts, **of_pictures})
@@ -124,7 +124,7 @@ def generate(
     if show_budget is not None:
         check_budget(show_budget, image or [])
     # Here, because it imports jax.
-    from megajax.generate import Request, Sampling
+    from megajax.runtime.generate import Request, Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
@@ -150,7 +150,7 @@ def _continue(
     as_lines: bool,
 ) -> 'Sequence[Continuation | None]':
     """Print the prompts with their continuations, as text or as lines of JSON; return these."""
-    from megajax.generate import Generator, PromptReader, encode_prompts
+    from megajax.runtime.generate import Generator, PromptReader, encode_prompts
 
     texts, pictures = texts or ['<image>' * len(image)], None
     if image:
@@ -215,7 +215,7 @@ def evaluate(
     with jax.set_mesh(opened.mesh):
         results: Mapping[str, Mapping[str, float | None]]
         if harness:
-            from megajax.evaluate.harness import evaluate_tasks
+            from megajax.runtime.evaluate.harness import evaluate_tasks
 
             results = evaluate_tasks(
                 *(opened.config, opened.params, tokenizer, harness.split(',')),
@@ -254,7 +254,7 @@ def _evaluate(
     task: str | None,
     stride: int | None,
 ) -> Any:
-    from megajax.evaluate import (
+    from megajax.runtime.evaluate import (
         Scorer,
         are_documents,
         document_perplexity,
@@ -320,6 +320,6 @@ def _open(run: Path, overrides: Sequence[str]) -> tuple['Opened', Any]:
     log_to_terminal()
     import jax
 
-    from megajax.checkpoint.open import open_model
+    from megajax.runtime.checkpoint.open import open_model
 
     return open_model(run, overrides), jax

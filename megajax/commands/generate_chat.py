@@ -9,14 +9,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from megajax.base.render.text import visible
 from megajax.commands.generate_output import note
-from megajax.config import ConfigError, Problem
-from megajax.render.text import visible
+from megajax.core.config import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from megajax.checkpoint.open import Opened
-    from megajax.generate import Request
-    from megajax.generate.conversation import Conversation
+    from megajax.runtime.checkpoint.open import Opened
+    from megajax.runtime.generate import Request
+    from megajax.runtime.generate.conversation import Conversation
 
 KEY = 'data.chat_template'
 PROMPT = '> '
@@ -61,9 +61,9 @@ def converse(
     """
     import jax
 
-    from megajax.data.image_text.load import open_chat
-    from megajax.generate import Generator
-    from megajax.generate.conversation import NO_IMAGE, Conversation
+    from megajax.runtime.data.image_text.load import open_chat
+    from megajax.runtime.generate import Generator
+    from megajax.runtime.generate.conversation import NO_IMAGE, Conversation
 
     tokenizer = opened.tokenizer
     if tokenizer is None:

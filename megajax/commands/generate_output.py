@@ -5,11 +5,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megajax.render.text import visible
+from megajax.base.render.text import visible
 
 if TYPE_CHECKING:
-    from megajax.config import Config
-    from megajax.generate import Continuation, Request
+    from megajax.core.config import Config
+    from megajax.runtime.generate import Continuation, Request
 
 
 def as_json(prompts: Sequence[str]) -> Any:

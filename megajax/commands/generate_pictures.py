@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megajax.base.files.outputs import output_problems, with_folder
 from megajax.commands.generate_output import is_cut, note_cut
-from megajax.config import ConfigError
-from megajax.files.outputs import output_problems, with_folder
+from megajax.core.config import ConfigError
 
 if TYPE_CHECKING:
-    from megajax.checkpoint.open import Opened
-    from megajax.config import Config
-    from megajax.generate import Continuation, Request
+    from megajax.core.config import Config
+    from megajax.runtime.checkpoint.open import Opened
+    from megajax.runtime.generate import Continuation, Request
 
 
 def check_budget(path: Path, images: Sequence[Path]) -> None:
@@ -30,8 +30,8 @@ def draw_budget(
     """Write the picture with the tokens that the only row's regions have."""
     from PIL import Image
 
-    from megajax.data.budget_sheet import write_budget
-    from megajax.data.images import read_image
+    from megajax.runtime.data.budget_sheet import write_budget
+    from megajax.runtime.data.images import read_image
 
     (row,) = rows
     assert row is not None
@@ -69,7 +69,13 @@ def _check_image_files(image: Sequence[Path], texts: Sequence[str]) -> None:
 
 def answer_all(opened: 'Opened', jax: Any, prompt: str, folder: Path, request: 'Request') -> None:
     """Print the answer for each picture of a folder as JSON, in order."""
-    from megajax.generate import Generator, PromptReader, answer_all, check_prompts, find_pictures
+    from megajax.runtime.generate import (
+        Generator,
+        PromptReader,
+        answer_all,
+        check_prompts,
+        find_pictures,
+    )
 
     reader = PromptReader(opened.config, opened.tokenizer)
     documents = check_prompts(reader, prompt, find_pictures(folder))

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from megajax.base.files.outputs import check_outputs, with_folder
 from megajax.commands.default_command import DefaultGroup
-from megajax.config import Config, ConfigError, load
-from megajax.config.records import read_record
-from megajax.files.outputs import check_outputs, with_folder
-from megajax.hardware.records import record_name
+from megajax.core.config import Config, ConfigError, load
+from megajax.core.config.records import read_record
+from megajax.core.hardware.records import record_name
 
 if TYPE_CHECKING:
-    from megajax.inspect.budget import Budget
-    from megajax.inspect.result import Inspection, StepRun
+    from megajax.analysis.inspect.budget import Budget
+    from megajax.analysis.inspect.result import Inspection, StepRun
 
 
 class _Group(DefaultGroup):
@@ -115,7 +115,7 @@ def step(
     _check_gpu(target, kernels=kernels, budget=budget)
     check_outputs(json, hlo)
     limits = _read_budget(budget) if budget else None
-    from megajax.inspect import inspect_with_text
+    from megajax.analysis.inspect import inspect_with_text
 
     inspection, text = inspect_with_text(config, target=target, hosts=hosts, scan=scan)
     inspection = _with_remedy(inspection, config)
@@ -123,7 +123,7 @@ def step(
         runs = _run_with_progress(config, target, bisect=bisect, reduce=reduce)
         inspection = inspection.model_copy(update={'runs': runs})
     if limits:
-        from megajax.inspect.budget import over_budget
+        from megajax.analysis.inspect.budget import over_budget
 
         findings = [*inspection.findings, *over_budget(inspection, limits)]
         inspection = inspection.model_copy(update={'findings': findings})
@@ -136,7 +136,7 @@ def step(
 
 
 def _read_budget(file: Path) -> 'Budget':
-    from megajax.inspect.budget import Budget  # here, because it imports jax
+    from megajax.analysis.inspect.budget import Budget  # here, because it imports jax
 
     return read_record(file, Budget)
 
@@ -162,10 +162,10 @@ def diff(
     target. Exits with 1 if there is a new error.
     """
     sources = _read_inspection(before), _read_inspection(after)
-    from megajax.inspect import inspect
-    from megajax.inspect.diff import difference
-    from megajax.inspect.diff_report import to_markdown, to_tables
-    from megajax.render.console import as_text
+    from megajax.analysis.inspect import inspect
+    from megajax.analysis.inspect.diff import difference
+    from megajax.analysis.inspect.diff_report import to_markdown, to_tables
+    from megajax.base.render.console import as_text
 
     old, new = (
         inspect(source, target=target) if isinstance(source, Config) else source
@@ -181,7 +181,7 @@ def _read_inspection(source: str) -> 'Inspection | Config':
     path = Path(source)
     if path.suffix != '.json':
         return load(source, ())
-    from megajax.inspect.result import Inspection
+    from megajax.analysis.inspect.result import Inspection
 
     try:
         return Inspection.model_validate_json(path.read_text())
@@ -196,7 +196,7 @@ def _read_inspection(source: str) -> 'Inspection | Config':
 
 def _with_remedy(inspection: 'Inspection', config: Config) -> 'Inspection':
     """Add what would make the step fit, if it does not fit the memory of a GPU."""
-    from megajax.plan.one_key import remedy
+    from megajax.analysis.plan.one_key import remedy
 
     if inspection.target == 'cpu':
         return inspection
@@ -206,7 +206,7 @@ def _with_remedy(inspection: 'Inspection', config: Config) -> 'Inspection':
 
 
 def _print(inspection: 'Inspection', *, kernels: bool, memory: bool) -> None:
-    from megajax.inspect.report import tables, to_text
+    from megajax.analysis.inspect.report import tables, to_text
 
     console = Console(highlight=False)
     console.print(
@@ -239,7 +239,7 @@ def _run_with_progress(
     config: Config, target: str, *, bisect: bool, reduce: bool
 ) -> 'list[StepRun]':
     """Execute the step in another process, which says on standard error how far it is."""
-    from megajax.inspect.step_run import run_in_child
+    from megajax.analysis.inspect.step_run import run_in_child
 
     progress = Console(stderr=True, highlight=False)
     return run_in_child(

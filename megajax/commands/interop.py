@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megajax.checkpoint.companions import TEMPLATE
+from megajax.base.render.logs import log_to_terminal
 from megajax.interop.huggingface.families import ARCHITECTURES
-from megajax.render.logs import log_to_terminal
+from megajax.runtime.checkpoint.companions import TEMPLATE
 
 import_app = typer.Typer(
     no_args_is_help=True,
@@ -62,8 +62,8 @@ def import_hf(
     HF_ENDPOINT and HF_HUB_OFFLINE count.
     """
     log_to_terminal()
-    from megajax.interop.directories import import_huggingface
     from megajax.interop.folder import check_new
+    from megajax.interop.huggingface.directories import import_huggingface
     from megajax.interop.huggingface.hub import find_source
 
     check_new(out)  # before the download
@@ -105,7 +105,7 @@ def export_hf(
 
         print(f'{out}: adapters of {export_adapters(source, out, base=base, family=family)}')
         return
-    from megajax.interop.directories import export_huggingface
+    from megajax.interop.huggingface.directories import export_huggingface
 
     as_family, in_dtype = export_huggingface(
         source, out, family=family, dtype=dtype, shard_bytes=int(shard_gb * 1e9)
@@ -133,8 +133,8 @@ def import_megatron_lm(
     too, with their virtual stages.
     """
     log_to_terminal()
-    from megajax.checkpoint.record import read_record
-    from megajax.interop.ranks import ITERATION, import_megatron
+    from megajax.interop.megatron.ranks import ITERATION, import_megatron
+    from megajax.runtime.checkpoint.record import read_record
 
     import_megatron(folder, out, overrides or (), ranks=tensor_parallel, stages=pipeline_parallel)
     record = read_record(out / 'checkpoints' / '0')
@@ -163,7 +163,7 @@ def export_megatron_lm(
     The directory appears when it is complete.
     """
     _on_the_host()
-    from megajax.interop.ranks import export_megatron
+    from megajax.interop.megatron.ranks import export_megatron
 
     export_megatron(
         source,

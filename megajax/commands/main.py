@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from megajax.base.render.folded import Folded
+from megajax.base.render.logs import log_to_terminal
 from megajax.commands.checkpoint import checkpoint_app
 from megajax.commands.compare import compare
 from megajax.commands.config_diff import config_diff
@@ -24,7 +26,7 @@ from megajax.commands.options import KeysGroup
 from megajax.commands.plan import plan_app
 from megajax.commands.profile import profile
 from megajax.commands.report import report
-from megajax.config import (
+from megajax.core.config import (
     Config,
     ConfigError,
     ModelConfig,
@@ -34,13 +36,11 @@ from megajax.config import (
     presets,
     recipes,
 )
-from megajax.config.combinations import COMBINATIONS
-from megajax.counts.parameters import num_parameters
-from megajax.processes.environment import read_start
-from megajax.processes.signals import leave_when_asked
-from megajax.render.folded import Folded
-from megajax.render.logs import log_to_terminal
-from megajax.run.named import config_of_overrides
+from megajax.core.config.combinations import COMBINATIONS
+from megajax.core.counts.parameters import num_parameters
+from megajax.runtime.processes.environment import read_start
+from megajax.runtime.processes.signals import leave_when_asked
+from megajax.runtime.run.named import config_of_overrides
 
 app = typer.Typer(
     cls=KeysGroup,
@@ -102,7 +102,7 @@ def train(
     ] = None,
 ) -> None:
     """Train the model of a config."""
-    leave_when_asked()  # until `run/stop.py` takes over, when there is a run to save
+    leave_when_asked()  # until `runtime/run/stop.py` takes over, when there is a run to save
     config, name = _read(arguments)
     log_to_terminal()
     logging.getLogger('megajax').setLevel(logging.INFO)
@@ -110,15 +110,15 @@ def train(
     start = read_start()
     # Here, because they import jax: an invalid config or environment fails before that.
     from megajax.commands.mesh_advice import mesh_advice
-    from megajax.processes.distributed import processes
-    from megajax.run.run import run
+    from megajax.runtime.processes.distributed import processes
+    from megajax.runtime.run.run import run
 
     with processes(start):
         run(config, name=name, advise=mesh_advice, at_end=_write_report)
 
 
 def _write_report(folder: Path) -> Path | None:
-    from megajax.report import write_at_end  # here, because only the end of a run needs it
+    from megajax.analysis.report import write_at_end  # here, because only the end of a run needs it
 
     return write_at_end(folder)
 
@@ -161,8 +161,8 @@ def launch(
             f'megajax launch --processes {processes} -- train CONFIG'
         )
     mesh = _read(rest)[0].mesh
-    from megajax.processes.launch import launch
-    from megajax.processes.launch_plan import make_plan
+    from megajax.runtime.processes.launch import launch
+    from megajax.runtime.processes.launch_plan import make_plan
 
     plan = make_plan(
         arguments,

@@ -6,8 +6,8 @@ import threading
 import jax
 from jax.sharding import Mesh
 
-from megajax.config import Config
-from megajax.hardware.records import hardware_of
+from megajax.core.config import Config
+from megajax.core.hardware.records import hardware_of
 
 PATIENCE = 2.0  # seconds that a run waits for the search of layouts
 
@@ -34,7 +34,7 @@ def mesh_advice(config: Config, mesh: Mesh) -> str:
 
 def _search(config: Config, kind: str, gpus_per_host: int | None, lines: list[str]) -> None:
     try:
-        from megajax.plan.advice import advice
+        from megajax.analysis.plan.advice import advice
 
         gpu = hardware_of(kind)
         assert gpu is not None

@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperGroup
 
-from megajax.config import ConfigError
-from megajax.config.load import KEYS
-from megajax.config.synonyms import key_of_option
+from megajax.core.config import ConfigError
+from megajax.core.config.load import KEYS
+from megajax.core.config.synonyms import key_of_option
 
 OVERRIDE = 'KEY=VALUE'
 _CONFIG = 'config', 'cfg', 'config_file', 'config_path', 'preset'

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from megajax.base.files.outputs import check_outputs, with_folder
+from megajax.base.render.folded import Folded
 from megajax.commands.default_command import DefaultGroup
-from megajax.config import Config, ConfigError, load
-from megajax.files.outputs import check_outputs, with_folder
-from megajax.hardware.records import record_name
-from megajax.render.folded import Folded
+from megajax.core.config import Config, ConfigError, load
+from megajax.core.hardware.records import record_name
 
 if TYPE_CHECKING:
-    from megajax.hardware.records import LinkName
-    from megajax.plan import Plan
+    from megajax.analysis.plan import Plan
+    from megajax.core.hardware.records import LinkName
 
 
 class _Group(DefaultGroup):
@@ -191,7 +191,7 @@ def calibrate(
     if out.suffix != '.yaml':
         raise ConfigError(f'{out}: give a file that ends in .yaml')
     check_outputs(out)
-    from megajax.plan.calibrate import calibrate as measure  # here, because it imports jax
+    from megajax.analysis.plan.calibrate import calibrate as measure  # here, because it imports jax
 
     for line in measure(out, seconds=seconds):
         print(line, flush=True)
@@ -206,8 +206,8 @@ def _config(source: str | None, overrides: list[str] | None) -> Config:
 
 
 def _show_table(name: str, console: Console) -> None:
-    from megajax.plan.published_tables import TABLES
-    from megajax.plan.tables import summary, table_of
+    from megajax.analysis.plan.published.comparison import summary, table_of
+    from megajax.analysis.plan.published.tables import TABLES
 
     if name not in (*TABLES, 'all'):
         raise ConfigError(f'--table {name}: choose among {", ".join(TABLES)}, all')
@@ -221,9 +221,9 @@ def _show_table(name: str, console: Console) -> None:
 def _planned(
     config: Config, gpu: str, verify: bool, failures: float | None, **asked: Any
 ) -> 'Plan':
-    from megajax.plan.faults import GPU_HOURS_TO_FAILURE
-    from megajax.plan.planning import plan
-    from megajax.plan.verify import check_verify, verified
+    from megajax.analysis.plan.faults import GPU_HOURS_TO_FAILURE
+    from megajax.analysis.plan.planning import plan
+    from megajax.analysis.plan.verify import check_verify, verified
 
     if verify:
         check_verify(gpu)
@@ -242,8 +242,8 @@ def _check_generation(generate: bool, of_training: object) -> None:
 
 
 def _show_generation(config: Config, console: Console, json: Path | None, **asked: Any) -> None:
-    from megajax.plan.generation import plan_generation
-    from megajax.plan.generation_report import generation_table
+    from megajax.analysis.plan.generation import plan_generation
+    from megajax.analysis.plan.generation_report import generation_table
 
     result = plan_generation(config, **asked)
     if json:
@@ -259,7 +259,7 @@ def _write(result: 'Plan', *, json: Path | None, layout: Path | None) -> None:
 
 
 def _show(result: 'Plan', console: Console) -> None:
-    from megajax.plan.report import tables
+    from megajax.analysis.plan.report import tables
 
     console.print(
         tables(result) if console.is_terminal else str(result),
@@ -272,7 +272,7 @@ def _checked_pictures(**paths: Path | None) -> dict[str, Path]:
     """Return the pictures to draw, by name; raise ConfigError if one cannot be written."""
     pictures = {name: path for name, path in paths.items() if path}
     if pictures:
-        from megajax.plan.plot import check_picture  # here, because it needs matplotlib
+        from megajax.analysis.plan.plot import check_picture  # here, because it needs matplotlib
 
         for path in pictures.values():
             check_picture(path)
@@ -282,9 +282,9 @@ def _checked_pictures(**paths: Path | None) -> dict[str, Path]:
 def _draw(pictures: dict[str, Path], result: 'Plan', gpu: str, link: 'LinkName | None') -> None:
     if not pictures:
         return
-    from megajax.hardware.records import hardware
-    from megajax.plan import plot, schedule_plot
-    from megajax.plan.network import Cluster
+    from megajax.analysis.plan import plot, schedule_plot
+    from megajax.analysis.plan.network import Cluster
+    from megajax.core.hardware.records import hardware
 
     config = result.planned()
     cluster = Cluster.of(hardware(gpu, link), result.gpus, result.gpus_per_host)

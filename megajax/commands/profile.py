@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megajax.files.outputs import check_outputs, with_folder
+from megajax.base.files.outputs import check_outputs, with_folder
 
 LONGEST = 10  # lines of a table that are shown unless --top says otherwise
 
@@ -32,9 +32,9 @@ def profile(
     idle time. A GPU's peak, inspect's roofline and plan stand beside what was measured.
     """
     check_outputs(json)
-    from megajax.profile import profile as read  # here, because it imports jax
-    from megajax.profile.report import tables
-    from megajax.render.console import as_text
+    from megajax.analysis.profile import profile as read  # here, because it imports jax
+    from megajax.analysis.profile.report import tables
+    from megajax.base.render.console import as_text
 
     result = read(run, gpu=gpu)
     if json:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from megajax.files.outputs import check_outputs
+from megajax.base.files.outputs import check_outputs
 
 
 def report(
@@ -30,6 +30,6 @@ def report(
     """
     check_outputs(out)
     os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them
-    from megajax.report import write_report  # here, because it imports jax
+    from megajax.analysis.report import write_report  # here, because it imports jax
 
     print(f'report     {write_report(runs, out, gpu=gpu)}')

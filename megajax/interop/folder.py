@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint.digests import find_steps
-from megajax.config import ConfigError
-from megajax.files.locks import lock
+from megajax.base.files.locks import lock
+from megajax.core.config import ConfigError
+from megajax.runtime.checkpoint.digests import find_steps
 
 SEQ_LEN = 1024  # tokens of a training sequence, unless the model's maximum is smaller
 

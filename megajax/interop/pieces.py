@@ -20,8 +20,8 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from megajax.config import ConfigError, ModelConfig
-from megajax.counts.parameters import dim_sizes, parameters, shape_of
+from megajax.core.config import ConfigError, ModelConfig
+from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
 
 # Elements of a tile's side: a cache line in fp32, with which numpy transposes several times faster.
 TILE = 16

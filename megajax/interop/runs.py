@@ -7,19 +7,19 @@ import jax
 import numpy as np
 from flax import nnx
 
-from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.checkpoint.companions import TEMPLATE, Companions
-from megajax.checkpoint.compare import parameter_shapes, read_parameter
-from megajax.checkpoint.digests import write_file
-from megajax.checkpoint.record import read_record
-from megajax.config import Config, ConfigError, LoraConfig, dump
-from megajax.data.masked import SPECIAL
-from megajax.data.text.tokenizer import make_tokenizer
+from megajax.base.render.text import typed
+from megajax.core.config import Config, ConfigError, LoraConfig, dump
+from megajax.core.parallel.mesh import mesh_for
 from megajax.interop.folder import tokenizer_of
 from megajax.interop.pieces import Pieces, cut
-from megajax.parallel.mesh import mesh_for
-from megajax.render.text import typed
-from megajax.run.lock import run_lock
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.companions import TEMPLATE, Companions
+from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
+from megajax.runtime.checkpoint.digests import write_file
+from megajax.runtime.checkpoint.record import read_record
+from megajax.runtime.data.masked import SPECIAL
+from megajax.runtime.data.text.tokenizer import make_tokenizer
+from megajax.runtime.run.lock import run_lock
 
 ADAPTER = '.adapter.'  # in the names of an adapter's matrices, after the linear layer's
 

@@ -8,8 +8,8 @@ import operator
 import re
 from collections.abc import Sequence
 
-from megajax.config import ConfigError
-from megajax.interop.shell import Expansion, Part, word_of
+from megajax.core.config import ConfigError
+from megajax.interop.megatron.command_line.shell import Expansion, Part, word_of
 
 MAX_CHARACTERS = 2**20  # of all words, when the variables are put in
 MAX_DEPTH = 20  # of commands within commands, and of defaults within defaults

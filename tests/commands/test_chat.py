@@ -17,7 +17,7 @@ from support import megajax
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
-from megajax.config import ConfigError
+from megajax.core.config import ConfigError
 
 SAID = b'H\x1b[1mi'
 SECONDS = 300  # until a process that hangs has failed

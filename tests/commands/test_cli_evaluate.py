@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from megajax.commands import generate as cli_generate
 from megajax.commands.main import app
-from megajax.config import ConfigError
-from megajax.config.extras import install
+from megajax.core.config import ConfigError
+from megajax.core.config.extras import install
 
 TWICE = 'would be read twice: name it, or the folder that holds it, once'
 
@@ -83,7 +83,7 @@ def test_a_task_gets_its_files_and_the_stride_if_one_is_given(
 ) -> None:
     for name in ('perplexity', 'wikitext', 'lambada'):
         monkeypatch.setattr(
-            f'megajax.evaluate.{name}',
+            f'megajax.runtime.evaluate.{name}',
             lambda scorer, tokenizer, files, name=name, **keys: (
                 name,
                 files,
@@ -92,8 +92,10 @@ def test_a_task_gets_its_files_and_the_stride_if_one_is_given(
                 tokenizer,
             ),
         )
-    monkeypatch.setattr('megajax.evaluate.are_documents', lambda scorer, files: False)
-    monkeypatch.setattr('megajax.evaluate.Scorer', lambda config, params: f'{params} of {config}')
+    monkeypatch.setattr('megajax.runtime.evaluate.are_documents', lambda scorer, files: False)
+    monkeypatch.setattr(
+        'megajax.runtime.evaluate.Scorer', lambda config, params: f'{params} of {config}'
+    )
     opened = SimpleNamespace(config='config', params='parameters', tokenizer='tokenizer')
     *found, scorer, tokenizer = cli_generate._evaluate(
         Path('run'), opened, [], ['a', 'b'], task, stride

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from megajax.commands import config_keys
 from megajax.commands.main import app
-from megajax.config import ConfigError
-from megajax.config.keys import keys_in
+from megajax.core.config import ConfigError
+from megajax.core.config.keys import keys_in
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,8 +18,8 @@ from megajax.commands import doctor
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor import diagnose
 from megajax.commands.main import app
-from megajax.hardware.targets import has_compiler
-from megajax.processes.certificates import JAX_OPTION
+from megajax.core.hardware.targets import has_compiler
+from megajax.runtime.processes.certificates import JAX_OPTION
 
 CPU = {
     name: value

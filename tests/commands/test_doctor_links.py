@@ -6,9 +6,9 @@ import pytest
 
 from megajax.commands import doctor_links
 from megajax.commands.diagnosis import Diagnosis
-from megajax.hardware.topology import read_topology
+from megajax.core.hardware.topology import read_topology
 
-TOPOLOGIES = Path(__file__).parents[1] / 'hardware/topologies'
+TOPOLOGIES = Path(__file__).parents[1] / 'core/hardware/topologies'
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor_ports import NAME, look_at_ports
-from megajax.processes.certificates import CERTIFICATES
+from megajax.runtime.processes.certificates import CERTIFICATES
 
 READABLE = dict.fromkeys(CERTIFICATES, __file__)
 

@@ -13,16 +13,16 @@ import pytest
 from runs import gone
 from support import more
 
-from megajax.config import ConfigError
-from megajax.processes.launch_plan import make_plan
-from megajax.processes.signals import SAME_SECONDS
+from megajax.core.config import ConfigError
+from megajax.runtime.processes.launch_plan import make_plan
+from megajax.runtime.processes.signals import SAME_SECONDS
 
 ROOT = Path(__file__).parents[2]
 # Process 0 and 1 of a plan that needs no jax: each runs its own line.
 PAIR = """
 import sys
-from megajax.processes.launch import launch
-from megajax.processes.launch_plan import LaunchPlan
+from megajax.runtime.processes.launch import launch
+from megajax.runtime.processes.launch_plan import LaunchPlan
 plan = LaunchPlan(
     command=(sys.executable, '-c', 'import os; exec(os.environ["DO"])'),
     variables=tuple({'DO': do} for do in sys.argv[1:]),
@@ -33,11 +33,11 @@ sys.exit(launch(plan, grace=1))
 HOST = """
 import sys
 from dataclasses import replace
-from megajax.processes.launch import launch
-from megajax.processes.launch_plan import make_plan
+from megajax.runtime.processes.launch import launch
+from megajax.runtime.processes.launch_plan import make_plan
 meet = (
-    'import jax; from megajax.processes.distributed import initialize; peers = initialize(); '
-    'print("met", jax.process_index(), jax.process_count(), len(jax.devices())); peers.done()'
+    'import jax; from megajax.runtime.processes.distributed import initialize; peers = initialize();
+    ' 'print("met", jax.process_index(), jax.process_count(), len(jax.devices())); peers.done()'
 )
 plan = make_plan([], processes=2, needed=4, hosts=2, host=int(sys.argv[1]))
 sys.exit(launch(replace(plan, command=(sys.executable, '-c', meet))))
@@ -98,9 +98,9 @@ def test_on_cpus_each_process_simulates_its_share_of_the_mesh_and_all_meet_on_lo
 
 
 def gpus(monkeypatch, *, plugin=True):
-    monkeypatch.setattr('megajax.processes.launch_plan.visible_gpus', lambda environ: 8)
+    monkeypatch.setattr('megajax.runtime.processes.launch_plan.visible_gpus', lambda environ: 8)
     monkeypatch.setattr(
-        'megajax.processes.launch_plan.entry_points',
+        'megajax.runtime.processes.launch_plan.entry_points',
         lambda group: [type('Plugin', (), {'name': 'xla_cuda12'})] if plugin else [],
     )
 

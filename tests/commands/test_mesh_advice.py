@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.analysis.plan import advice
 from megajax.commands import mesh_advice
-from megajax.config import load
-from megajax.hardware.records import hardware
-from megajax.parallel.mesh import mesh_for
-from megajax.plan import advice
-from megajax.run.log.report import Report
-from megajax.run.run import _describe
+from megajax.core.config import load
+from megajax.core.hardware.records import hardware
+from megajax.core.parallel.mesh import mesh_for
+from megajax.runtime.run.log.report import Report
+from megajax.runtime.run.run import _describe
 
 CONFIG = load('tiny', ['mesh.data=4', 'mesh.model=1'])
 

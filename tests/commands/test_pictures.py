@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from megajax.commands.generate_pictures import check_images
 from megajax.commands.main import app
-from megajax.config import ConfigError
+from megajax.core.config import ConfigError
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 258, max_seq_len: 64, \
@@ -247,7 +247,7 @@ def test_train_and_eval_refuse_a_bad_line_by_file_and_number(
 def test_train_and_eval_refuse_a_template_that_loops(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr('megajax.data.image_text.chat.MAX_SECONDS', 0.3)
+    monkeypatch.setattr('megajax.runtime.data.image_text.chat.MAX_SECONDS', 0.3)
     (tmp_path / 'chat.jinja').write_text(LOOP)
     data = tmp_path / 'data.jsonl'
     turns = [{'role': 'user', 'content': 'Hi.'}, {'role': 'assistant', 'content': 'Hi.'}]

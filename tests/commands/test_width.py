@@ -4,21 +4,21 @@ import pytest
 from rich.console import RenderableType
 
 from megajax import load, plan
+from megajax.analysis.inspect import report as inspect_report
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.compile import compile_step
+from megajax.analysis.inspect.result import Inspection
+from megajax.analysis.plan import report as plan_report
+from megajax.analysis.plan.generation import plan_generation
+from megajax.analysis.plan.generation_report import generation_table
+from megajax.analysis.plan.published.comparison import summary, table_of
+from megajax.analysis.plan.published.tables import TABLES
+from megajax.analysis.plan.result import Plan
+from megajax.base.render.console import as_text
+from megajax.base.render.folded import Folded
 from megajax.commands import main
-from megajax.config import presets
-from megajax.inspect import report as inspect_report
-from megajax.inspect.audit import audit
-from megajax.inspect.compile import compile_step
-from megajax.inspect.result import Inspection
-from megajax.parallel.mesh import mesh_for
-from megajax.plan import report as plan_report
-from megajax.plan.generation import plan_generation
-from megajax.plan.generation_report import generation_table
-from megajax.plan.published_tables import TABLES
-from megajax.plan.result import Plan
-from megajax.plan.tables import summary, table_of
-from megajax.render.console import as_text
-from megajax.render.folded import Folded
+from megajax.core.config import presets
+from megajax.core.parallel.mesh import mesh_for
 
 KEYS = ['mesh.sequence_parallel=true', 'model.num_layers=1', 'model.hidden_size=64']
 

@@ -3,7 +3,7 @@
     python tests/interop/make_dist_steps.py [FOLDER]
 
 needs torch, megatron-core, and the archives of make_torch_dist.py. The keys are those of
-tests/data/oracles/README.md, beside the arguments of the optimizer.
+tests/runtime/data/oracles/README.md, beside the arguments of the optimizer.
 
 A checkpoint of two tensor-parallel ranks is loaded by one, which does not pad the vocabulary: the
 softmax of megatron-core counts padding, that of megajax does not.

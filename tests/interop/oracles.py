@@ -1,5 +1,5 @@
-"""Checkpoints as Megatron-LM has them, of the models of `tests/data/oracles`; logits of runs, and
-training steps on the batch of an oracle.
+"""Checkpoints as Megatron-LM has them, of the models of `tests/runtime/data/oracles`; logits of
+runs, and training steps on the batch of an oracle.
 """
 
 import json
@@ -11,16 +11,16 @@ import numpy as np
 from flax import nnx
 from support import graph_of
 
-from megajax.checkpoint.open import open_model
-from megajax.config import Config
-from megajax.interop.megatron import to_megatron
-from megajax.interop.rank_files import FILE
-from megajax.interop.torch_files import Stored, torch_files
-from megajax.model.computation import Computation
-from megajax.train.feed import Batch, place_batch
-from megajax.train.step import init_state, make_train_step
+from megajax.core.config import Config
+from megajax.core.model.computation import Computation
+from megajax.core.train.feed import Batch, place_batch
+from megajax.core.train.step import init_state, make_train_step
+from megajax.interop.megatron.rank_files import FILE
+from megajax.interop.megatron.torch_files import Stored, torch_files
+from megajax.interop.megatron.weights import to_megatron
+from megajax.runtime.checkpoint.open import open_model
 
-ORACLES = Path(__file__).parents[1] / 'data' / 'oracles'
+ORACLES = Path(__file__).parents[1] / 'runtime/data' / 'oracles'
 
 Arrays = dict[str, np.ndarray]
 Steps = tuple[list[float], list[float], Arrays]

@@ -8,10 +8,10 @@ import numpy as np
 from flax import nnx
 from support import graph_of
 
-from megajax.config import Config
+from megajax.core.config import Config
+from megajax.core.model.computation import Computation
 from megajax.interop.huggingface.families import read_family
-from megajax.interop.tensors import read_tensors
-from megajax.model.computation import Computation
+from megajax.interop.huggingface.tensors import read_tensors
 
 DATA = Path(__file__).parent / 'data'
 NAMES = sorted(path.stem for path in DATA.glob('*.npz'))

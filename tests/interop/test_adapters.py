@@ -10,11 +10,11 @@ from checkpoints import make_state
 from safetensors.numpy import load_file
 from support import exhaustive, on_mesh, slow
 
-from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.config import Config, ConfigError, LoraConfig, load
-from megajax.interop.directories import export_huggingface, import_huggingface
+from megajax.core.config import Config, ConfigError, LoraConfig, load
+from megajax.core.model.parameters import map_parameters
 from megajax.interop.huggingface.adapters import export_adapters
-from megajax.model.parameters import map_parameters
+from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
 
 DATA = Path(__file__).parent / 'data'
 FAMILIES = ('gpt2', exhaustive('llama3'), slow('phi3'), exhaustive('qwen3'))

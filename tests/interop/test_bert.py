@@ -16,13 +16,13 @@ import pytest
 from flax import nnx
 from support import by_name, graph_of, on_mesh
 
-from megajax.config import Config, ConfigError
-from megajax.interop.directories import export_huggingface, import_huggingface
+from megajax.core.config import Config, ConfigError
+from megajax.core.model.computation import Computation
+from megajax.core.model.rows import Rows
+from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
 from megajax.interop.huggingface.families import read_family, write_family
+from megajax.interop.huggingface.tensors import read_tensors
 from megajax.interop.huggingface.weights import from_huggingface
-from megajax.interop.tensors import read_tensors
-from megajax.model.computation import Computation
-from megajax.model.rows import Rows
 
 BERT = Path(__file__).parent / 'bert'
 LIMIT = 2e-4  # of logits of size 1 to 10, in fp32

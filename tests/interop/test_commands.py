@@ -14,11 +14,11 @@ from runs import finish, losses, read_until, steps
 from support import by_name, on_mesh, write_run
 from typer.testing import CliRunner
 
-from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.checkpoint.open import open_model
 from megajax.commands.main import app
-from megajax.interop.directories import import_huggingface
-from megajax.train.step import init_state
+from megajax.core.train.step import init_state
+from megajax.interop.huggingface.directories import import_huggingface
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.open import open_model
 
 
 def megajax(*arguments: object) -> str:

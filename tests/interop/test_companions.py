@@ -13,14 +13,14 @@ import pytest
 from interop.stored import DATA
 from support import on_mesh, random_params, write_run
 
-from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.checkpoint.companions import Companions, companions_of_model, read_companions
-from megajax.checkpoint.digests import problems, sound_checkpoint
-from megajax.checkpoint.open import open_model
-from megajax.config import Config, ConfigError
-from megajax.data.image_text.chat import Template
-from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer
-from megajax.interop.directories import export_huggingface, import_huggingface
+from megajax.core.config import Config, ConfigError
+from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.companions import Companions, companions_of_model, read_companions
+from megajax.runtime.checkpoint.digests import problems, sound_checkpoint
+from megajax.runtime.checkpoint.open import open_model
+from megajax.runtime.data.image_text.chat import Template
+from megajax.runtime.data.text.tokenizer import byte_tokenizer, load_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
 FILES = {

@@ -11,12 +11,12 @@ from interop.dist_writer import Part, write_checkpoint
 from interop.oracles import Arrays, arguments_of, logits, oracle_of, weights_of
 from support import by_name, exhaustive, on_mesh, relative_error, slow
 
-from megajax.config import Config, ConfigError
-from megajax.interop.arguments import read_arguments
-from megajax.interop.dist_checkpoint import open_checkpoint
-from megajax.interop.dist_import import _blocks, merge_chunks
-from megajax.interop.megatron import from_megatron
-from megajax.interop.ranks import import_megatron
+from megajax.core.config import Config, ConfigError
+from megajax.interop.megatron.command_line.arguments import read_arguments
+from megajax.interop.megatron.dist_checkpoint import open_checkpoint
+from megajax.interop.megatron.dist_import import _blocks, merge_chunks
+from megajax.interop.megatron.ranks import import_megatron
+from megajax.interop.megatron.weights import from_megatron
 
 STORED = Path(__file__).parent / 'torch_dist'  # see make_torch_dist.py
 LIMIT = 2e-5  # relative, see support.relative_error

@@ -12,10 +12,10 @@ import pytest
 from interop.oracles import Arrays, batch_of, steps_of, under
 from support import assert_close, exhaustive, relative_error, slow
 
-from megajax.checkpoint.open import Opened, open_model
-from megajax.interop.megatron import to_megatron
-from megajax.interop.ranks import import_megatron
-from megajax.train.gradients import make_loss_and_gradients
+from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.interop.megatron.ranks import import_megatron
+from megajax.interop.megatron.weights import to_megatron
+from megajax.runtime.checkpoint.open import Opened, open_model
 
 STORED = Path(__file__).parent / 'torch_dist'  # see make_torch_dist.py and make_dist_steps.py
 LOSS_LIMIT, LIMIT = 1e-6, 2e-6  # relative, see support.relative_error

@@ -9,9 +9,9 @@ import pytest
 from interop.stored import DATA
 from safetensors.numpy import save_file
 
-from megajax.config import ConfigError
-from megajax.interop.directories import export_huggingface, import_huggingface
-from megajax.interop.tensors import SINGLE, read_tensors
+from megajax.core.config import ConfigError
+from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
+from megajax.interop.huggingface.tensors import SINGLE, read_tensors
 
 NAME = 'transformer.h.1.mlp.c_fc.weight'
 

@@ -6,8 +6,8 @@ import typing
 import pytest
 
 from megajax.commands.interop import Family
-from megajax.config import ConfigError, load
-from megajax.counts.parameters import dim_sizes, parameters, shape_of
+from megajax.core.config import ConfigError, load
+from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
 from megajax.interop.huggingface.families import ARCHITECTURES, FAMILIES, write_family
 from megajax.interop.huggingface.weights import huggingface_pieces
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.config import ConfigError
+from megajax.core.config import ConfigError
 from megajax.interop import folder
 from megajax.interop.folder import new_folder
 

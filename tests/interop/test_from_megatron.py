@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
-from megajax.config import Config, ConfigError, load
-from megajax.interop.from_megatron import from_megatron
-from megajax.interop.megatron_line import KNOWN, read_line
+from megajax.core.config import Config, ConfigError, load
+from megajax.interop.megatron.command_line.line import KNOWN, read_line
+from megajax.interop.megatron.command_line.to_config import from_megatron
 
 SMALL = (
     'pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 '
@@ -338,8 +338,8 @@ def test_a_script_is_read_without_running_it(tmp_path: Path) -> None:
 
 
 def test_no_argument_is_in_two_rows_of_the_table() -> None:
-    from megajax.interop.arguments import ONLY
-    from megajax.interop.megatron_table import known_names
+    from megajax.interop.megatron.command_line.arguments import ONLY
+    from megajax.interop.megatron.command_line.table import known_names
 
     names = [*known_names(), *(name for name in ONLY if name != 'rotary_percent')]
     assert sorted(names) == KNOWN

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megajax.config import ConfigError, reload
-from megajax.files.json_file import MAX_DEPTH, read_json
-from megajax.interop.directories import import_huggingface
+from megajax.base.files.json_file import MAX_DEPTH, read_json
+from megajax.core.config import ConfigError, reload
 from megajax.interop.folder import settings
+from megajax.interop.huggingface.directories import import_huggingface
 from megajax.interop.huggingface.families import read_config_json, read_family
 from megajax.interop.huggingface.preprocessor import read_preprocessor
-from megajax.interop.tensors import INDEX, read_tensors
+from megajax.interop.huggingface.tensors import INDEX, read_tensors
 
 HERE = Path(__file__).parent
 FILES = sorted(HERE.rglob('config.json'))

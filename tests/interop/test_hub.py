@@ -14,10 +14,10 @@ from interop.hub import COMMIT, NAME, TAG, serving
 from interop.stored import DATA
 from support import megajax, slow
 
-from megajax.checkpoint.record import read_record
-from megajax.config import ConfigError
-from megajax.interop.directories import REPOSITORY
+from megajax.core.config import ConfigError
+from megajax.interop.huggingface.directories import REPOSITORY
 from megajax.interop.huggingface.hub import find_source
+from megajax.runtime.checkpoint.record import read_record
 
 TOKEN = 'hf_' + 'x7' * 17
 REFUSED = 'http://127.0.0.1:9'  # the port of `discard`, where nobody listens

@@ -22,15 +22,15 @@ from interop.stored import DATA, LIMIT, NAMES, assert_same_tensors, config_of, l
 from safetensors.numpy import load_file, save_file
 from support import by_name, exhaustive, gather, on_mesh, slow
 
-from megajax.checkpoint.digests import find_steps
-from megajax.checkpoint.open import open_model
-from megajax.checkpoint.record import read_record
-from megajax.config import Config, ConfigError
-from megajax.counts.parameters import num_parameters
-from megajax.interop.directories import export_huggingface, import_huggingface
+from megajax.core.config import Config, ConfigError
+from megajax.core.counts.parameters import num_parameters
+from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
 from megajax.interop.huggingface.families import ARCHITECTURES, read_family, write_family
+from megajax.interop.huggingface.tensors import INDEX, SINGLE, read_tensors
 from megajax.interop.huggingface.weights import from_huggingface
-from megajax.interop.tensors import INDEX, SINGLE, read_tensors
+from megajax.runtime.checkpoint.digests import find_steps
+from megajax.runtime.checkpoint.open import open_model
+from megajax.runtime.checkpoint.record import read_record
 
 for_each_family = pytest.mark.parametrize('name', NAMES)
 
@@ -551,7 +551,9 @@ def test_an_export_that_is_killed_leaves_nothing_under_its_name(
     program = f"""
 import os, signal
 from pathlib import Path
-from megajax.interop import directories, folder, tensors
+from megajax.interop import folder
+from megajax.interop.huggingface import directories
+from megajax.interop.huggingface import tensors
 die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 if {moment!r} == 'config.json':
     directories.write_tensors = die

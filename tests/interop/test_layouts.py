@@ -8,12 +8,12 @@ import pytest
 from checkpoints import laid_out, make_state
 from support import exhaustive, gather, on_mesh, slow
 
-from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.config import load
-from megajax.interop.directories import export_huggingface
-from megajax.interop.ranks import export_megatron, find_ranks, import_megatron
-from megajax.interop.tensors import read_tensors
-from megajax.interop.torch_files import load_torch
+from megajax.core.config import load
+from megajax.interop.huggingface.directories import export_huggingface
+from megajax.interop.huggingface.tensors import read_tensors
+from megajax.interop.megatron.ranks import export_megatron, find_ranks, import_megatron
+from megajax.interop.megatron.torch_files import load_torch
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
 
 LAYOUTS = (
     'data=3 x model=2, weights',

@@ -1,6 +1,6 @@
 """megatron-core's weights give megatron-core's numbers, and come back bit for bit.
 
-See tests/data/oracles/README.md.
+See tests/runtime/data/oracles/README.md.
 """
 
 import functools
@@ -16,16 +16,16 @@ from flax import nnx
 from interop.oracles import ORACLES, Arrays, Steps, batch_of, steps_of, under
 from support import assert_close, exhaustive, graph_of, make_config, on_mesh, relative_error, slow
 
-from megajax.config import Config, ConfigError
-from megajax.counts.parameters import num_parameters
-from megajax.interop.megatron import from_megatron, megatron_pieces, to_megatron
+from megajax.core.config import Config, ConfigError
+from megajax.core.counts.parameters import num_parameters
+from megajax.core.model.computation import Computation
+from megajax.core.model.loss import Loss
+from megajax.core.parallel.layout import Layout
+from megajax.core.train.feed import Batch
+from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.core.train.step import init_state
+from megajax.interop.megatron.weights import from_megatron, megatron_pieces, to_megatron
 from megajax.interop.pieces import shapes_of
-from megajax.model.computation import Computation
-from megajax.model.loss import Loss
-from megajax.parallel.layout import Layout
-from megajax.train.feed import Batch
-from megajax.train.gradients import make_loss_and_gradients
-from megajax.train.step import init_state
 
 LIMIT = 2e-5  # relative, see support.relative_error
 
@@ -150,7 +150,7 @@ def double_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever megajax keeps or computes in fp32, in float64."""
     with jax.enable_x64(True):
         monkeypatch.setattr(jnp, 'float32', jnp.float64)
-        monkeypatch.setattr('megajax.train.zero.dtype_at_rest', lambda *_: 'float64')
+        monkeypatch.setattr('megajax.core.train.zero.dtype_at_rest', lambda *_: 'float64')
         yield
 
 

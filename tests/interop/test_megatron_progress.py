@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megajax.checkpoint.record import read_record
-from megajax.interop import dist_checkpoint
-from megajax.interop.rank_files import Progress, progress_of
-from megajax.interop.ranks import ITERATION, import_megatron
-from megajax.run.resumed_data import imported
+from megajax.interop.megatron import dist_checkpoint
+from megajax.interop.megatron.rank_files import Progress, progress_of
+from megajax.interop.megatron.ranks import ITERATION, import_megatron
+from megajax.runtime.checkpoint.record import read_record
+from megajax.runtime.run.resumed_data import imported
 
 STORED = Path(__file__).parent / 'torch_dist/gpt2.tar.xz'
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.config import ConfigError, load
-from megajax.interop.from_megatron import from_megatron
-from megajax.interop.megatron_line import read_line
-from megajax.train.optimizer import make_schedule
+from megajax.core.config import ConfigError, load
+from megajax.core.train.optimizer import make_schedule
+from megajax.interop.megatron.command_line.line import read_line
+from megajax.interop.megatron.command_line.to_config import from_megatron
 
 LR, LOW, BATCH, SHOWN = 1e-3, 1e-5, 8, 60
 LINE = (

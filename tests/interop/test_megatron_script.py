@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megajax.config import ConfigError
-from megajax.interop.from_megatron import from_megatron
-from megajax.interop.megatron_line import read_line
-from megajax.interop.megatron_script import find_launch
+from megajax.core.config import ConfigError
+from megajax.interop.megatron.command_line.line import read_line
+from megajax.interop.megatron.command_line.script import find_launch
+from megajax.interop.megatron.command_line.to_config import from_megatron
 from megajax.interop.shell_variables import plain
 
 ARGUMENTS = (

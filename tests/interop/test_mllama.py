@@ -12,11 +12,11 @@ from flax import nnx
 from support import exhaustive, make_config, on_mesh, relative_error, slow
 from vlm import CROSS_VISION, SP
 
-from megajax.config import Config
-from megajax.model.computation import IN_FP32
-from megajax.model.cross_attention import CrossAttention
-from megajax.model.parameters import Parameters
-from megajax.parallel.layout import Layout
+from megajax.core.config import Config
+from megajax.core.model.computation import IN_FP32
+from megajax.core.model.cross_attention import CrossAttention
+from megajax.core.model.parameters import Parameters
+from megajax.core.parallel.layout import Layout
 
 FILE = Path(__file__).parent / 'mllama.npz'
 LIMIT = 1e-5

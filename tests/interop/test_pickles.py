@@ -13,11 +13,11 @@ from interop.dist_writer import METADATA, Global, Object, program
 from interop.oracles import write_file
 from interop.test_ranks import write_zip
 
-from megajax.config import ConfigError
-from megajax.interop.dist_metadata import FILE, read_metadata
-from megajax.interop.pickles import Unpickler
-from megajax.interop.rank_files import read_rank
-from megajax.interop.torch_files import load_torch
+from megajax.core.config import ConfigError
+from megajax.interop.megatron.dist_metadata import FILE, read_metadata
+from megajax.interop.megatron.pickles import Unpickler
+from megajax.interop.megatron.rank_files import read_rank
+from megajax.interop.megatron.torch_files import load_torch
 
 
 def read(content: bytes) -> Any:

@@ -21,11 +21,11 @@ from interop.oracles import (
 )
 from support import gather
 
-from megajax.checkpoint.open import open_model
-from megajax.config import ConfigError
-from megajax.interop.rank_files import FILE
-from megajax.interop.ranks import export_megatron, import_megatron
-from megajax.interop.torch_files import Stored, load_torch, torch_files
+from megajax.core.config import ConfigError
+from megajax.interop.megatron.rank_files import FILE
+from megajax.interop.megatron.ranks import export_megatron, import_megatron
+from megajax.interop.megatron.torch_files import Stored, load_torch, torch_files
+from megajax.runtime.checkpoint.open import open_model
 
 LAYERS = 4
 LAYER = re.compile(r'decoder\.layers\.(\d+)\.')

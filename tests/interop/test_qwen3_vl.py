@@ -10,13 +10,13 @@ import pytest
 from safetensors.numpy import save_file
 from support import by_name, on_mesh, slow
 
-from megajax.config import Config, ConfigError, ModelConfig, load
-from megajax.interop.directories import export_huggingface, import_huggingface
+from megajax.core.config import Config, ConfigError, ModelConfig, load
 from megajax.interop.folder import settings
+from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
 from megajax.interop.huggingface.families import read_family, write_family
 from megajax.interop.huggingface.preprocessor import read_preprocessor, write_preprocessor
+from megajax.interop.huggingface.tensors import read_tensors
 from megajax.interop.huggingface.weights import from_huggingface
-from megajax.interop.tensors import read_tensors
 
 TEXT = {
     'model_type': 'qwen3_vl_text',

@@ -15,22 +15,22 @@ from flax import nnx
 from interop.stored import LIMIT
 from support import exhaustive, on_mesh, slow
 
-from megajax.config import Config
-from megajax.data.patches import PatchSize, place_images
-from megajax.generate.generator import Generator, PromptImages, Request
-from megajax.generate.sampling import Sampling
+from megajax.core.config import Config
+from megajax.core.model.computation import IN_FP32
+from megajax.core.model.images import Images
+from megajax.core.model.rows import Rows
+from megajax.core.model.shard_copies import copy_to_shards
+from megajax.core.model.transformer import model_graph
+from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.stages import over_shards
+from megajax.core.train.zero import gather_once
 from megajax.interop.folder import settings
 from megajax.interop.huggingface.families import read_family
+from megajax.interop.huggingface.tensors import read_tensors
 from megajax.interop.huggingface.weights import from_huggingface
-from megajax.interop.tensors import read_tensors
-from megajax.model.computation import IN_FP32
-from megajax.model.images import Images
-from megajax.model.rows import Rows
-from megajax.model.shard_copies import copy_to_shards
-from megajax.model.transformer import model_graph
-from megajax.parallel.layout import Layout
-from megajax.parallel.stages import over_shards
-from megajax.train.zero import gather_once
+from megajax.runtime.data.patches import PatchSize, place_images
+from megajax.runtime.generate.generator import Generator, PromptImages, Request
+from megajax.runtime.generate.sampling import Sampling
 
 FOLDER = Path(__file__).parent / 'qwen3_vl'
 GRIDS = [[4, 6], [2, 4]], [[2, 2], [6, 4]]  # as in make_qwen3_vl.py

@@ -24,12 +24,12 @@ from interop.oracles import (
 )
 from support import exhaustive, gather, relative_error, slow
 
-from megajax.checkpoint.open import open_model
-from megajax.config import Config, ConfigError, load
-from megajax.interop.arguments import read_arguments
-from megajax.interop.rank_files import find_ranks
-from megajax.interop.ranks import FILE, export_megatron, import_megatron
-from megajax.interop.torch_files import Inert, Namespace, load_torch
+from megajax.core.config import Config, ConfigError, load
+from megajax.interop.megatron.command_line.arguments import read_arguments
+from megajax.interop.megatron.rank_files import find_ranks
+from megajax.interop.megatron.ranks import FILE, export_megatron, import_megatron
+from megajax.interop.megatron.torch_files import Inert, Namespace, load_torch
+from megajax.runtime.checkpoint.open import open_model
 
 STORED = Path(__file__).parent / 'data' / 'torch.pt'
 LIMIT = 2e-5  # relative, see support.relative_error

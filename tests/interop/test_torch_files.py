@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megajax.interop.torch_files import _rebuild_tensor
+from megajax.interop.megatron.torch_files import _rebuild_tensor
 
 STORAGE = np.arange(12)
 

@@ -17,12 +17,12 @@ from interop.make_data import SIZES, logits_of, random_model  # noqa: E402
 from interop.stored import DATA, LIMIT, NAMES, assert_same_tensors, logits  # noqa: E402
 from support import on_mesh, random_params, start_token  # noqa: E402
 
-from megajax.checkpoint.checkpoints import Checkpoints  # noqa: E402
-from megajax.checkpoint.open import open_model  # noqa: E402
-from megajax.config import Config  # noqa: E402
-from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer  # noqa: E402
-from megajax.generate import encode_prompts  # noqa: E402
-from megajax.interop.directories import export_huggingface, import_huggingface  # noqa: E402
+from megajax.core.config import Config  # noqa: E402
+from megajax.interop.huggingface.directories import export_huggingface, import_huggingface  # noqa: E402
+from megajax.runtime.checkpoint.checkpoints import Checkpoints  # noqa: E402
+from megajax.runtime.checkpoint.open import open_model  # noqa: E402
+from megajax.runtime.data.text.tokenizer import byte_tokenizer, load_tokenizer  # noqa: E402
+from megajax.runtime.generate import encode_prompts  # noqa: E402
 
 ROPE = {
     'rope_type': 'llama3',

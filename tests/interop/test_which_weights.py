@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from megajax.config import ConfigError
-from megajax.data.text.tokenizer import load_tokenizer
-from megajax.files.pointers import POINTER
-from megajax.interop.directories import import_huggingface
+from megajax.base.files.pointers import POINTER
+from megajax.core.config import ConfigError
 from megajax.interop.huggingface.adapters import _family_of
+from megajax.interop.huggingface.directories import import_huggingface
 from megajax.interop.huggingface.hub import DESCRIPTION
-from megajax.interop.tensors import ADAPTER, read_tensors
+from megajax.interop.huggingface.tensors import ADAPTER, read_tensors
+from megajax.runtime.data.text.tokenizer import load_tokenizer
 
 INDEX = 'model.safetensors.index.json'
 

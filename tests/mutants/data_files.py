@@ -17,18 +17,18 @@ def write_configs(folder: Path) -> None:
 
 
 def read_config(path: Path) -> None:
-    from megajax.config import load
+    from megajax.core.config import load
 
     load(path)
 
 
 def write_gpu(folder: Path) -> None:
     for name in ('h100', 'a100'):
-        shutil.copy(ROOT / f'megajax/hardware/gpus/{name}.yaml', folder)
+        shutil.copy(ROOT / f'megajax/core/hardware/gpus/{name}.yaml', folder)
 
 
 def read_gpu(path: Path) -> None:
-    from megajax.hardware.records import hardware
+    from megajax.core.hardware.records import hardware
 
     hardware(path).ring_bandwidth(members=2, hosts=2)
 
@@ -41,8 +41,8 @@ def write_budget(folder: Path) -> None:
 
 
 def read_budget(path: Path) -> None:
-    from megajax.config.records import read_record
-    from megajax.inspect.budget import Budget
+    from megajax.analysis.inspect.budget import Budget
+    from megajax.core.config.records import read_record
 
     read_record(path, Budget)
 
@@ -66,10 +66,10 @@ def write_lines(folder: Path) -> None:
 
 
 def read_build_input(path: Path) -> None:
-    from megajax.data.build.inputs import find_inputs
-    from megajax.data.build.parse import parse
-    from megajax.data.build.pieces import Position
-    from megajax.data.build.read import read_pieces
+    from megajax.runtime.data.sources.inputs import find_inputs
+    from megajax.runtime.data.sources.parse import parse
+    from megajax.runtime.data.sources.pieces import Position
+    from megajax.runtime.data.sources.read import read_pieces
 
     for piece, _ in read_pieces(find_inputs([str(path)], None), 'text', Position(), 1 << 16):
         for text in parse(piece, 'text'):
@@ -77,8 +77,8 @@ def read_build_input(path: Path) -> None:
 
 
 def read_lines(path: Path) -> None:
-    from megajax.data.text.prompts import read_prompts
-    from megajax.evaluate.lambada import _read
+    from megajax.runtime.data.text.prompts import read_prompts
+    from megajax.runtime.evaluate.lambada import _read
 
     if path.stem == 'prompts':
         read_prompts(path)
@@ -109,9 +109,9 @@ def write_pair(folder: Path) -> None:
 
 
 def read_pair(path: Path) -> None:
-    from megajax.data.build.manifest import Manifest
-    from megajax.data.tokens import indexed
-    from megajax.data.tokens.token_ids import check_token_ids
+    from megajax.runtime.data.sources.manifest import Manifest
+    from megajax.runtime.data.tokens import indexed
+    from megajax.runtime.data.tokens.token_ids import check_token_ids
 
     if path.suffix == '.json':
         Manifest.read(path.with_name('pair'))
@@ -136,7 +136,7 @@ def write_pictures(folder: Path) -> None:
 
 
 def read_picture(path: Path) -> None:
-    from megajax.data.images import read_image, read_size
+    from megajax.runtime.data.images import read_image, read_size
 
     size = read_size(path)
     assert read_image(path).shape == (*size, 3)
@@ -155,11 +155,11 @@ def write_image_text(folder: Path) -> None:
 
 
 def read_image_text(path: Path) -> None:
-    from megajax.data.image_rows import RowShape
-    from megajax.data.image_text.chat import PlainChat
-    from megajax.data.image_text.documents import read_documents
-    from megajax.data.patches import PatchSize
-    from megajax.data.text.tokenizer import byte_tokenizer
+    from megajax.runtime.data.image_rows import RowShape
+    from megajax.runtime.data.image_text.chat import PlainChat
+    from megajax.runtime.data.image_text.documents import read_documents
+    from megajax.runtime.data.patches import PatchSize
+    from megajax.runtime.data.text.tokenizer import byte_tokenizer
 
     tokenizer = byte_tokenizer(('<image>',))
     patches = PatchSize(patch_size=2, merge_size=2, max_patches=24)
@@ -184,7 +184,7 @@ def write_template(folder: Path) -> None:
 
 
 def read_template(path: Path) -> None:
-    from megajax.data.image_text.chat import Request, TemplateChat, read_template
+    from megajax.runtime.data.image_text.chat import Request, TemplateChat, read_template
 
     messages = [{'role': 'user', 'content': 'é'}, {'role': 'assistant', 'content': [{'text': 'b'}]}]
     requests = [Request(messages=messages), Request(messages=messages[:1], begins=True)]
@@ -193,7 +193,7 @@ def read_template(path: Path) -> None:
 
 
 def write_tokenizers(folder: Path) -> None:
-    from megajax.data.text.tokenizer import byte_tokenizer, train_bpe
+    from megajax.runtime.data.text.tokenizer import byte_tokenizer, train_bpe
 
     byte_tokenizer(('[MASK]',)).save(folder / 'bytes.json')
     train_bpe([SENTENCES[0] * 20], 290).save(folder / 'bpe.json')
@@ -218,7 +218,7 @@ def write_tokenizers(folder: Path) -> None:
 
 
 def read_tokenizer(path: Path) -> None:
-    from megajax.data.text.tokenizer import encode_documents, load_tokenizer
+    from megajax.runtime.data.text.tokenizer import encode_documents, load_tokenizer
 
     tokenizer = load_tokenizer(str(path))
     ids, _ = encode_documents(SENTENCES, tokenizer)

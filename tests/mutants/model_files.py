@@ -28,12 +28,12 @@ def write_model(folder: Path) -> None:
 
 
 def read_model(path: Path) -> None:
-    from megajax.checkpoint.companions import companions_of_model
-    from megajax.config import reload
-    from megajax.files.json_file import read_json
+    from megajax.base.files.json_file import read_json
+    from megajax.core.config import reload
     from megajax.interop.folder import settings
     from megajax.interop.huggingface.families import read_family
     from megajax.interop.huggingface.preprocessor import read_preprocessor
+    from megajax.runtime.checkpoint.companions import companions_of_model
 
     folder = path.parent
     keys = read_json(folder / 'config.json')
@@ -46,7 +46,7 @@ def read_model(path: Path) -> None:
 
 
 def write_safetensors(folder: Path) -> None:
-    from megajax.interop.tensors import Tensor, write_tensors
+    from megajax.interop.huggingface.tensors import Tensor, write_tensors
 
     plan = [Tensor(name, x.shape, x.dtype) for name, x in _arrays().items()]
     for shard_bytes in (300, 10**6):
@@ -66,7 +66,7 @@ def _arrays() -> dict[str, np.ndarray]:
 
 
 def read_safetensors(path: Path) -> None:
-    from megajax.interop.tensors import read_tensors
+    from megajax.interop.huggingface.tensors import read_tensors
 
     for x in read_tensors(path.parent).values():
         x.copy()
@@ -86,8 +86,8 @@ def write_ranks(folder: Path) -> None:
 
 
 def read_ranks(path: Path) -> None:
-    from megajax.interop.arguments import read_arguments
-    from megajax.interop.rank_files import find_ranks, read_rank
+    from megajax.interop.megatron.command_line.arguments import read_arguments
+    from megajax.interop.megatron.rank_files import find_ranks, read_rank
 
     top = path.parents[2] if path.suffix == '.pt' else path.parent
     for rank, files in enumerate(find_ranks(top)):
@@ -114,9 +114,9 @@ def write_dist(folder: Path) -> None:
 def read_dist(path: Path) -> None:
     from interop.dist_writer import ITERATION
 
-    from megajax.interop.arguments import read_arguments
-    from megajax.interop.dist_checkpoint import open_checkpoint, open_chunks
-    from megajax.interop.rank_files import newest
+    from megajax.interop.megatron.command_line.arguments import read_arguments
+    from megajax.interop.megatron.dist_checkpoint import open_checkpoint, open_chunks
+    from megajax.interop.megatron.rank_files import newest
 
     top = path.parent.parent if path.parent.name == ITERATION else path.parent
     checkpoint = open_checkpoint(newest(top))
@@ -137,7 +137,7 @@ WORLD_SIZE=8 torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py ${ARGS[@]} $
 
 
 def write_script(folder: Path) -> None:
-    from megajax.data.text.tokenizer import byte_tokenizer
+    from megajax.runtime.data.text.tokenizer import byte_tokenizer
 
     (folder / 'train.sh').write_text(SCRIPT)
     (folder / 'other.sh').write_text(SCRIPT.replace('--vocab-size 300', ''))
@@ -145,8 +145,8 @@ def write_script(folder: Path) -> None:
 
 
 def read_script(path: Path) -> None:
-    from megajax.interop.from_megatron import from_megatron
-    from megajax.interop.megatron_line import read_line
+    from megajax.interop.megatron.command_line.line import read_line
+    from megajax.interop.megatron.command_line.to_config import from_megatron
 
     script = path if path.suffix == '.sh' else path.with_name('other.sh')
     with chdir(path.parent):
@@ -154,7 +154,7 @@ def read_script(path: Path) -> None:
 
 
 def write_recording(folder: Path) -> None:
-    from megajax.compare.recording import About, Recording, write_recording
+    from megajax.analysis.compare.recording import About, Recording, write_recording
 
     about = About(
         source='a', config={'model': {}}, executed_with='jax', megajax='1', platform='cpu',
@@ -166,7 +166,7 @@ def write_recording(folder: Path) -> None:
 
 
 def read_recording(path: Path) -> None:
-    from megajax.compare.recording import read_recording
+    from megajax.analysis.compare.recording import read_recording
 
     read_recording(path)
 
@@ -187,18 +187,18 @@ def write_run_folder(folder: Path) -> None:
 
 
 def read_run_folder(path: Path) -> None:
-    from megajax.report.write import write_report
+    from megajax.analysis.report.write import write_report
 
     run = next(parent for parent in path.parents if parent.name == 'run')
     write_report([run], run.with_name('report.html'), max_program=0)
 
 
 def read_checkpoint(path: Path) -> None:
-    from megajax.checkpoint.compare import parameter_shapes
-    from megajax.checkpoint.digests import find_foreign, find_steps, problems
-    from megajax.checkpoint.record import config_differences, other_differences, read_record
     from megajax.commands.checkpoint import ls
-    from megajax.config import reload
+    from megajax.core.config import reload
+    from megajax.runtime.checkpoint.compare import parameter_shapes
+    from megajax.runtime.checkpoint.digests import find_foreign, find_steps, problems
+    from megajax.runtime.checkpoint.record import config_differences, other_differences, read_record
 
     run = path.parents[2]
     with redirect_stdout(StringIO()):
@@ -214,6 +214,6 @@ def read_checkpoint(path: Path) -> None:
 
 
 def read_profile(path: Path) -> None:
-    from megajax.profile import profile
+    from megajax.analysis.profile import profile
 
     profile(next(parent for parent in path.parents if parent.name == 'run'))

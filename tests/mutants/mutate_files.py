@@ -30,7 +30,7 @@ from mutants import formats
 from mutants.mutations import Structure, mutate
 from proofs import circumstances, write_record
 
-from megajax.config.errors import RunError
+from megajax.base.errors import RunError
 
 MEMORY = 2 << 30  # bytes of address space that reading may add
 SECONDS = 30.0  # for one mutant, on a busy machine

@@ -12,7 +12,7 @@ from mutants import formats, mutate_files
 from mutants import mutations as by
 from support import slow
 
-from megajax.config import ConfigError
+from megajax.core.config import ConfigError
 
 QUICK = [name for name in formats.ALL if name not in ('run', 'checkpoint', 'profile')]
 

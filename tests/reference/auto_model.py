@@ -1,8 +1,8 @@
 """GPT under Auto axes: no line says what is sent, only the weights and the batch have a place, and
 XLA's partitioner does the rest.
 
-The model of `megajax/model` in plain functional JAX, with its parameters by their names: fused QKV,
-layers stacked and scanned, a tied embedding. `test_three_ways.py` holds it to megajax and to
+The model of `megajax/core/model` in plain functional JAX, with its parameters by their names: fused
+QKV, layers stacked and scanned, a tied embedding. `test_three_ways.py` holds it to megajax and to
 Megatron by hand.
 
 B batch, S (and T) sequence, D model, K key/value heads, G query heads per key/value head, C = G + 2
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from megajax.config import ModelConfig
+from megajax.core.config import ModelConfig
 
 Weights = dict[str, jax.Array]
 Constrain = Callable[[jax.Array], jax.Array]

@@ -1,8 +1,8 @@
 """Megatron-LM by hand: what one device computes, with every collective where the papers put it.
 
-Read it beside `megajax/model`, where XLA finds these collectives from the places of the weights;
-`test_by_hand.py` shows that outputs and gradients are the same. Tensor parallelism is that of
-Shoeybi et al. (2019); `sp` turns on the sequence parallelism of Korthikanti et al. (2022). Every
+Read it beside `megajax/core/model`, where XLA finds these collectives from the places of the
+weights; `test_by_hand.py` shows that outputs and gradients are the same. Tensor parallelism is that
+of Shoeybi et al. (2019); `sp` turns on the sequence parallelism of Korthikanti et al. (2022). Every
 function runs inside `jax.shard_map` and sees the shards of its device. Weights have megatron-core's
 names and layout: a linear weight is [out, in].
 
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import P, lax
 
-from megajax.config import ModelConfig
+from megajax.core.config import ModelConfig
 
 Weights = dict[str, jax.Array]
 

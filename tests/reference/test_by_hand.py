@@ -25,18 +25,18 @@ from support import (
     slow,
 )
 
-from megajax.config import Config
-from megajax.hlo.collectives import collectives
-from megajax.hlo.program import Program
-from megajax.interop.megatron import from_megatron, to_megatron
-from megajax.model.attention import attention_core
-from megajax.model.loss import Loss
-from megajax.model.transformer import LanguageModel
-from megajax.parallel.layout import Layout
-from megajax.train.feed import Batch, place_batch
-from megajax.train.gradients import make_loss_and_gradients
-from megajax.train.step import init_state
-from megajax.train.zero import between_steps
+from megajax.core.config import Config
+from megajax.core.model.attention import attention_core
+from megajax.core.model.loss import Loss
+from megajax.core.model.transformer import LanguageModel
+from megajax.core.parallel.layout import Layout
+from megajax.core.train.feed import Batch, place_batch
+from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.core.train.step import init_state
+from megajax.core.train.zero import between_steps
+from megajax.interop.megatron.weights import from_megatron, to_megatron
+from megajax.xla.hlo.collectives import collectives
+from megajax.xla.hlo.program import Program
 
 LIMIT = 1e-5  # relative, see support.relative_error
 

@@ -10,10 +10,10 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
-from megajax.hardware.targets import gpu_devices, has_compiler
-from megajax.hlo.collectives import collectives
-from megajax.hlo.program import Program
-from megajax.parallel.mesh import axis_sizes, make_mesh, mesh_of
+from megajax.core.hardware.targets import gpu_devices, has_compiler
+from megajax.core.parallel.mesh import axis_sizes, make_mesh, mesh_of
+from megajax.xla.hlo.collectives import collectives
+from megajax.xla.hlo.program import Program
 
 B, S, D, N, H = 8, 64, 256, 8, 32
 

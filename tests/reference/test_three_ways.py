@@ -18,8 +18,8 @@ from support import (
     relative_error,
 )
 
-from megajax.config import Config
-from megajax.hlo.collectives import Collective
+from megajax.core.config import Config
+from megajax.xla.hlo.collectives import Collective
 
 LIMIT = 1e-5  # relative, see support.relative_error
 VOCAB_SIZE = 1024  # what no way has to pad

@@ -16,12 +16,12 @@ from jax import P
 from reference import auto_model
 from reference import megatron_by_hand as by_hand
 
-from megajax.config import Config
-from megajax.hlo.collectives import Collective, collectives
-from megajax.hlo.program import Program
-from megajax.interop.megatron import to_megatron
-from megajax.train.feed import place_batch
-from megajax.train.gradients import make_loss_and_gradients
+from megajax.core.config import Config
+from megajax.core.train.feed import place_batch
+from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.interop.megatron.weights import to_megatron
+from megajax.xla.hlo.collectives import Collective, collectives
+from megajax.xla.hlo.program import Program
 
 
 class Way(NamedTuple):

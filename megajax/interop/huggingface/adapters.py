@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.digests import sound_checkpoint
-from megajax.checkpoint.record import FAMILY, RECORD, read_record
-from megajax.config import Config, ConfigError, ModelConfig, reload
-from megajax.config.lora import without_adapters
-from megajax.files.json_file import read_json
+from megajax.base.files.json_file import read_json
+from megajax.core.config import Config, ConfigError, ModelConfig, reload
+from megajax.core.config.lora import without_adapters
 from megajax.interop.folder import new_folder
 from megajax.interop.huggingface.families import FAMILIES, write_family
 from megajax.interop.huggingface.family import Family, There
+from megajax.interop.huggingface.tensors import INDEX, SINGLE, read_tensors
 from megajax.interop.pieces import cut, dims_here, groups_of, make_pieces
-from megajax.interop.tensors import INDEX, SINGLE, read_tensors
+from megajax.runtime.checkpoint.digests import sound_checkpoint
+from megajax.runtime.checkpoint.record import FAMILY, RECORD, read_record
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'  # of a module's name, within PEFT's model
@@ -71,9 +71,9 @@ def _check_base(checkpoint: Path, model: ModelConfig, base: str | None, family: 
     folder = Path(base or '')
     if not base or not any((folder / file).is_file() for file in (SINGLE, INDEX)):
         return
-    from megajax.checkpoint.compare import read_parameter
     from megajax.interop.huggingface.weights import huggingface_pieces, tensors_of_pieces
     from megajax.interop.runs import weight_shapes
+    from megajax.runtime.checkpoint.compare import read_parameter
 
     began = read_record(checkpoint).origin.get('checkpoint', 'unknown weights')
     fix = (
@@ -130,7 +130,7 @@ def _tensors(checkpoint: Path, config: Config, family: Family) -> Iterator[tuple
 
     The modules of one product here, such as queries, keys and values, have the same A.
     """
-    from megajax.checkpoint.compare import parameter_shapes, read_parameter
+    from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
 
     whole = {part: name for name, parts in family.joined.items() for part in parts}
     dims = dims_here(config.model)

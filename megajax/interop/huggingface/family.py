@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from megajax.config import ModelConfig
+from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.reader import Keys, Reader
 
 HEAD = 'lm_head.weight'

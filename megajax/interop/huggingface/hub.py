@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from megajax.checkpoint.companions import COMPANIONS, TEMPLATES
-from megajax.config import ConfigError
-from megajax.config.errors import reason
-from megajax.config.extras import install
-from megajax.files.json_file import read_json
+from megajax.base.errors import reason
+from megajax.base.files.json_file import read_json
+from megajax.base.render.text import in_line, typed
+from megajax.core.config import ConfigError
+from megajax.core.config.extras import install
 from megajax.interop.huggingface.preprocessor import FILE as PREPROCESSOR
-from megajax.interop.tensors import ADAPTER, INDEX, SINGLE, check_adapter
-from megajax.render.text import in_line, typed
+from megajax.interop.huggingface.tensors import ADAPTER, INDEX, SINGLE, check_adapter
+from megajax.runtime.checkpoint.companions import COMPANIONS, TEMPLATES
 
 DESCRIPTION = (
     'config.json',

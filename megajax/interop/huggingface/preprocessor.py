@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.config import ConfigError, VisionConfig
-from megajax.files.json_file import read_json
+from megajax.base.files.json_file import read_json
+from megajax.core.config import ConfigError, VisionConfig
 from megajax.interop.huggingface.reader import Keys, Reader
 
 FILE = 'preprocessor_config.json'

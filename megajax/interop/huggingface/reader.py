@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megajax.config.values import fault
-from megajax.render.text import shorten
+from megajax.base.render.text import shorten
+from megajax.core.config.values import fault
 
 # Keys that concern training or the tokenizer, or have no effect on the logits.
 INERT = frozenset(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megajax.config import ModelConfig
+from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.reader import Keys, Reader
 
 ROPE = frozenset(

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 from flax import nnx
 
-from megajax.checkpoint.open import abstract_params
-from megajax.config import Config, ConfigError, ModelConfig
+from megajax.core.config import Config, ConfigError, ModelConfig
+from megajax.core.parallel.layer_order import tree_on_stages
+from megajax.core.parallel.layout import Layout
 from megajax.interop.huggingface.families import FAMILIES
 from megajax.interop.huggingface.family import Family
 from megajax.interop.pieces import (
@@ -24,8 +25,7 @@ from megajax.interop.pieces import (
     shapes_of,
     tensors_of,
 )
-from megajax.parallel.layer_order import tree_on_stages
-from megajax.parallel.layout import Layout
+from megajax.runtime.checkpoint.open import abstract_params
 
 LAYER = re.compile(r'\.(\d+)\.')  # the index of a layer in the name of a tensor
 

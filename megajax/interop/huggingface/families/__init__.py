@@ -12,11 +12,11 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from megajax.config import ConfigError, ModelConfig, VisionConfig
-from megajax.files.json_file import read_json
+from megajax.base.files.json_file import read_json
+from megajax.base.render.text import shorten
+from megajax.core.config import ConfigError, ModelConfig, VisionConfig
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.reader import Keys, Reader
-from megajax.render.text import shorten
 
 POST_NORM = 'norms come after the residual connections, but only models with norms before them are'
 UNSUPPORTED = {  # what a user may well have, and why it is refused

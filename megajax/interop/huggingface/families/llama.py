@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megajax.config import ModelConfig
+from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.family import (
     GATE,
     HEAD,

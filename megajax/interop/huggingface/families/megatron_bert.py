@@ -2,7 +2,7 @@
 
 import re
 
-from megajax.config import ModelConfig
+from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.family import KEY, QUERIES, VALUE, Family, There
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.settings import read_dropouts, read_gelu

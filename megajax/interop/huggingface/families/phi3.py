@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from megajax.config import ModelConfig
+from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_rope

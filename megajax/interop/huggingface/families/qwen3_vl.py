@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from megajax.config import ModelConfig
+from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.family import HEAD, Family, There
 from megajax.interop.huggingface.reader import Keys, Reader

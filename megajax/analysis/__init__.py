@@ -1,0 +1,1 @@
+"""Studies of a step or a run: inspect, plan, compare, profile and report."""

@@ -1,0 +1,167 @@
+"""The numbers of one or two sources, and their comparison."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megajax.analysis.compare.difference import Comparison, compare, config_of
+from megajax.analysis.compare.in_transformers import check_installed, execute_with_transformers
+from megajax.analysis.compare.recording import Recording, read_recording, write_recording
+from megajax.analysis.compare.sides import WITHOUT_DROPOUT, Source, check_comparable
+from megajax.core.config import Config, ConfigError
+from megajax.core.config.lora import without_adapters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Side:
+    source: Source
+    config: Config
+    recording: Recording | None = None  # of a file
+    with_transformers: bool = False
+    is_merged: bool = False  # whether adapters are added to the weights
+
+    def record(self, batch: Mapping[str, np.ndarray]) -> Recording:
+        """Return the numbers of a pass over a batch."""
+        if self.recording is not None:
+            return self.recording
+        source = self.source
+        if self.with_transformers:
+            return execute_with_transformers(source, self.config, batch)
+        from megajax.analysis.compare.execute import execute
+
+        return execute(self.config, source.load, batch, source=source.name)
+
+
+def compare_sources(
+    a: str,
+    b: str,
+    *,
+    overrides: Sequence[str] = (),
+    of_a: Sequence[str] = (),
+    of_b: Sequence[str] = (),
+    transformers: str | None = None,
+    data: bool = False,
+    tolerance: float | None = None,
+) -> Comparison:
+    """Compute and compare the passes of two sources.
+
+    A source is a preset, a YAML file, a run, a Hugging Face directory or a file of `dump_source`.
+    `overrides` are of both, `of_a` and `of_b` of one. `transformers` is the letter of a Hugging
+    Face directory that transformers executes, in fp32 on the CPU and, like the other one, without
+    dropout. With `data` the batch is the first of A's training data, or of B's if A is a directory,
+    otherwise of random tokens. Raises ConfigError for what cannot be compared, before anything
+    compiles.
+    """
+    both = _of_both(overrides, bool(transformers))
+    with Source.opened(a, both, of_a) as first, Source.opened(b, both, of_b) as second:
+        if overrides and first.kind == second.kind == 'dump':
+            raise ConfigError(f'{a} and {b} are computed already: leave out {overrides[0]}')
+        sides = _with_like_adapters(_sides([first, second], transformers))
+        check_comparable(sides[0].config, sides[1].config, names=[a, b])
+        batch = _batch(sides, data=data)
+        _make_meshes(sides)
+        return compare(
+            *(side.record(batch) for side in sides),
+            tolerance=tolerance,
+            merged=[letter for letter, side in zip('AB', sides, strict=True) if side.is_merged],
+        )
+
+
+def dump_source(
+    name: str, file: Path, *, overrides: Sequence[str] = (), transformers: bool = False, data: bool
+) -> None:
+    """Write the numbers of a source's pass to a file that `compare_sources` reads."""
+    with Source.opened(name, _of_both(overrides, transformers)) as source:
+        if source.kind == 'dump':
+            raise ConfigError(f'{name} is a dump already: give a config, a run or a directory')
+        sides = _sides([source], 'a' if transformers else None)
+        write_recording(file, sides[0].record(_batch(sides, data=data)))
+
+
+def _of_both(overrides: Sequence[str], transformers: bool) -> Sequence[str]:
+    """Return the overrides, with those that transformers needs on both sides."""
+    if not transformers:
+        return overrides
+    check_installed()
+    return *overrides, *WITHOUT_DROPOUT
+
+
+def _sides(sources: Sequence[Source], transformers: str | None) -> list[_Side]:
+    """Read every config, those of Hugging Face directories after what they take keys from."""
+    for letter, source in zip('ab', sources, strict=False):
+        if letter == transformers and source.kind != 'huggingface':
+            raise ConfigError(
+                f'{source.name} is no Hugging Face directory, so transformers cannot execute it: '
+                'write one with megajax export hf'
+            )
+    recordings = {
+        index: read_recording(source.path)
+        for index, source in enumerate(sources)
+        if source.kind == 'dump'
+    }
+    configs = {index: config_of(recording) for index, recording in recordings.items()}
+    for index, source in enumerate(sources):
+        if source.kind in ('config', 'run'):
+            configs[index] = source.config()
+    like = next(iter(configs.values()), None)
+    for index, source in enumerate(sources):
+        if source.kind == 'huggingface':
+            configs[index] = source.config(like)
+    return [
+        _Side(
+            source=source,
+            config=configs[index],
+            recording=recordings.get(index),
+            with_transformers='ab'[index] == transformers,
+        )
+        for index, source in enumerate(sources)
+    ]
+
+
+def _with_like_adapters(sides: Sequence[_Side]) -> list[_Side]:
+    """Merge the adapters of a side that is to be computed if the other one has none."""
+    if all(side.config.lora is not None for side in sides):
+        return [*sides]
+    return [
+        side
+        if side.config.lora is None or side.recording is not None
+        else dataclasses.replace(side, config=without_adapters(side.config), is_merged=True)
+        for side in sides
+    ]
+
+
+def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
+    """Return the batch of both: that of a dump, of the data of one, or random tokens."""
+    for side in sides:
+        if side.recording is not None:
+            if data:
+                raise ConfigError(
+                    f'{side.source.name} was dumped with a batch of its own: leave out --data, or '
+                    'dump again with it'
+                )
+            return side.recording.batch
+    if data:
+        with_own = sorted(sides, key=lambda side: side.source.kind == 'huggingface')
+        found = next((side for side in with_own if side.source.has_data), None)
+        if found is None:
+            raise ConfigError(
+                f'--data: {sides[0].source.name} is a Hugging Face directory, which has no data; '
+                'set data.corpus, or leave out --data'
+            )
+        return found.source.data(found.config).train[0]
+    from megajax.analysis.inspect.random_batch import make_batch
+
+    return make_batch(sides[0].config)
+
+
+def _make_meshes(sides: Sequence[_Side]) -> None:
+    """Make the largest mesh first, which decides how many devices a CPU simulates."""
+    from megajax.core.parallel.mesh import mesh_for
+
+    executed = [
+        side.config for side in sides if side.recording is None and not side.with_transformers
+    ]
+    if executed:
+        mesh_for(max(executed, key=lambda config: config.mesh.num_devices))

@@ -1,0 +1,143 @@
+"""The forward pass of a model, site by site.
+
+The model's own modules run in the layout of a training step, one layer after the other, as each
+shard of a step runs them. What a step does in another way, its numbers do not depend on: halves
+that take turns, a loop over layers, recomputation, microbatches and stages.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import without_order
+from megajax.core.model.block import SUBLAYERS, Block
+from megajax.core.model.computation import Computation
+from megajax.core.model.grid import is_grid
+from megajax.core.model.loss import Loss
+from megajax.core.model.stack import run_layer
+from megajax.core.model.transformer import LanguageModel
+from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.stages import over_shards
+from megajax.core.train.feed import Batch, shard_order
+from megajax.core.train.microbatches import rows_of, split, with_weights
+from megajax.core.train.objective import Objective
+from megajax.core.train.zero import StepWeights
+
+Sites = dict[str, jax.Array]
+
+
+def layer_by_layer(config: Config) -> Config:
+    """Return the config with all layers on each device, each a step of one microbatch."""
+    mesh = config.mesh.model_copy(update={'stages': 1, 'virtual_stages': 1})
+    plain = without_order(config)
+    train = plain.train.model_copy(update={'microbatches': 1, 'recompute': 'none'})
+    return plain.model_copy(update={'mesh': mesh, 'train': train})
+
+
+def make_forward(config: Config) -> Callable[..., Sites]:
+    """Return a function of parameters, batch, dropout key and the scales of fp8.
+
+    It returns the result at each site, [*data shards, rows, tokens, ...], of which `on_host` makes
+    an array of the batch. `config` is one of `layer_by_layer`.
+    """
+    layout, objective = Layout.of(config), Objective.of(config, Layout.of(config))
+
+    def forward(
+        params: nnx.State, batch: Batch, key: jax.Array, scales: jax.Array | None = None
+    ) -> Sites:
+        weights, primals, _ = StepWeights.of(params, config, layout, scales)
+        shards = jax.tree.map(lambda x: split(x, 1, layout)[0], with_weights(batch, config, layout))
+
+        def of_shard(shard: Batch) -> Sites:
+            model, used = objective.model(primals, weights)
+            return _sites(model, used, objective.computation, shard, key)
+
+        return over_shards(of_shard, layout)(shards)
+
+    return forward
+
+
+def on_host(x: jax.Array, config: Config) -> np.ndarray:
+    """Return a result of `make_forward` as an array [rows, tokens, ...] in fp32."""
+    context, length = config.mesh.context, config.train.seq_len
+    array = np.asarray(x).astype(np.float32)
+    stacked = len(Layout.of(config).mapped)
+    rows, tokens = array.shape[stacked : stacked + 2]
+    array = array.reshape(-1, context, rows, tokens, *array.shape[stacked + 2 :])
+    array = np.moveaxis(array, 1, 2).reshape(-1, length, *array.shape[4:])
+    order = shard_order(length, context)
+    return array if order is None else array[:, np.argsort(order)]
+
+
+def _sites(
+    model: LanguageModel,
+    used: LanguageModel | None,
+    computation: Computation,
+    shard: Batch,
+    key: jax.Array,
+) -> Sites:
+    """Return the result at each site; `used` has the weights to compute with where they differ."""
+    rows = rows_of(shard, key)
+    x_BTD = model.embed(shard['tokens'], computation.dtype, rows)
+    sites = {'embedding': x_BTD}
+    for index in range(model.config.num_layers):
+        weights = None if used is None else _layer(used.layers, index)
+        block = computation.pair(weights, _layer(model.layers, index), model.layout)
+        taps = _tapped(block)
+        x_BTD = run_layer(block, x_BTD, rows, index, computation)
+        sites |= {f'layers.{index}.{name}': tap.result for name, tap in taps.items()}
+        sites[f'layers.{index}'] = x_BTD
+    sites['norm'] = model.finish(x_BTD)
+    sites['logits'] = _logits(model, sites['norm'])
+    return sites
+
+
+class _Tap:
+    """A module of a sublayer that saves the result of its call, or of its `with_bias`."""
+
+    result: jax.Array
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.result = self._module(*arguments)
+        return self.result
+
+    def with_bias(self, y: jax.Array) -> jax.Array:
+        self.result = self._module.with_bias(y)
+        return self.result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _tapped(block: Block) -> dict[str, _Tap]:
+    """Put a tap around the norm of each sublayer of a block, and around its last linear layer."""
+    taps = dict[str, _Tap]()
+    for name in SUBLAYERS:
+        sublayer = getattr(block, name)
+        for site, part in ((f'{name}.norm', 'norm'), (name, sublayer.LINEARS[1])):
+            taps[site] = _Tap(getattr(sublayer, part))
+            setattr(sublayer, part, nnx.static(taps[site]))
+    return taps
+
+
+def _layer(layers: Block, index: int) -> Block:
+    block: Block = jax.tree.map(lambda x: x[index], layers)
+    return block
+
+
+def _logits(model: LanguageModel, x_BTD: jax.Array) -> jax.Array:
+    x_BSD = model.before_head(x_BTD)
+    if not is_grid(model.layout):  # there the product gathers it, over both axes
+        x_BSD = jax.reshard(x_BSD, model.layout('BSd'))
+    size = model.config.vocab_size
+    logits_BSV = Loss(vocab_size=size, layout=model.layout).logits(
+        x_BSD, model.head_Vd.T.astype(x_BSD.dtype), model.head_bias_V
+    )
+    return logits_BSV

@@ -1,0 +1,160 @@
+"""The pass of a Hugging Face directory, executed by transformers itself.
+
+The modules are found by the names of their parameters in the family's table.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+import megajax
+from megajax.analysis.compare.order import site_names
+from megajax.analysis.compare.recording import About, Arrays, Recording
+from megajax.analysis.compare.sides import Source
+from megajax.core.config import Config, ConfigError, MeshConfig, OptimConfig
+from megajax.core.config.extras import install
+from megajax.interop.huggingface.families import FAMILIES
+
+EXTRA = 'test-hf'
+# A parameter of each site of a layer, and how many names below the site's module it is there.
+SITES = {
+    'attention.norm': ('layers.attention.norm.weight', 1),
+    'attention': ('layers.attention.out.weight', 2),
+    'mlp.norm': ('layers.mlp.norm.weight', 1),
+    'mlp': ('layers.mlp.down.weight', 2),
+}
+
+
+def check_installed() -> None:
+    """Raise ConfigError unless torch and transformers are installed."""
+    if missing := [name for name in ('torch', 'transformers') if find_spec(name) is None]:
+        raise ConfigError(
+            f'--transformers needs {" and ".join(missing)}, which '
+            f'{"is" if len(missing) == 1 else "are"} not installed: {install(EXTRA)}'
+        )
+
+
+def execute_with_transformers(
+    source: Source, config: Config, batch: Mapping[str, np.ndarray]
+) -> Recording:
+    """Return the numbers of a directory's pass over a batch, in fp32 on the CPU.
+
+    Weights and gradients are in the form of megajax's parameters. Raises ConfigError for a model
+    or a batch of which transformers' loss is another.
+    """
+    _check(source, config, batch)
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source.path,
+        dtype=torch.float32,
+        attn_implementation='eager',
+        use_safetensors=True,  # never a pickle
+    ).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # of which torch leaves out the gradient alone
+    forward = _forward(model, source, config, batch)
+    forward['loss'].backward()
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    of_parameters, weights = _as_parameters(source, config, gradients)
+    about = About(
+        source=source.name,
+        config=config.model_dump(mode='json'),
+        executed_with=f'transformers {transformers.__version__}',
+        megajax=megajax.__version__,
+        platform='cpu',
+        weights=weights,
+    )
+    return Recording(
+        about=about,
+        batch=dict(batch),
+        forward={name: _array(x) for name, x in forward.items()},
+        gradients=of_parameters,
+    )
+
+
+def _check(source: Source, config: Config, batch: Mapping[str, np.ndarray]) -> None:
+    if config.model.is_bert:
+        raise ConfigError(
+            f'{source.name}: the heads of {source.family} have other labels in transformers; '
+            'leave out --transformers'
+        )
+    if config.loss.label_smoothing or config.loss.z_loss or 'segment_ids' in batch:
+        raise ConfigError(
+            'transformers computes a plain cross entropy on rows of one document: set '
+            'loss.label_smoothing=0 loss.z_loss=0 data.document_mask=false, '
+            'or leave out --transformers'
+        )
+
+
+def _forward(
+    model: Any, source: Source, config: Config, batch: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Return the result of each site as a tensor, in the order of megajax."""
+    import torch
+
+    kept = dict[str, Any]()
+    for index in range(config.model.num_layers):
+        paths = {name: _path(source, *SITES[name]).format(index) for name in SITES}
+        layer = paths['attention'].rpartition('.')[0]
+        for name, path in paths.items():
+            _keep(model.get_submodule(path), kept, f'layers.{index}.{name}')
+        _keep(model.get_submodule(layer), kept, f'layers.{index}')
+        if index == 0:
+            _keep_input(model.get_submodule(layer), kept, 'embedding')
+    _keep(model.get_submodule(_path(source, 'norm.weight', 1)), kept, 'norm')
+    tokens, labels = (torch.from_numpy(batch[name]).long() for name in ('tokens', 'labels'))
+    kept['logits'] = model(tokens, use_cache=False).logits
+    mask = torch.from_numpy(np.array(batch['loss_mask']))
+    nll = torch.nn.functional.cross_entropy(
+        kept['logits'].flatten(0, 1), labels.flatten(), reduction='none'
+    )
+    kept['loss'] = (nll * mask.flatten()).sum() / mask.sum().clamp(min=1)
+    return {name: kept[name] for name in [*site_names(config.model.num_layers), 'loss']}
+
+
+def _path(source: Source, parameter: str, depth: int) -> str:
+    """Return the module, `depth` names above the tensor of a parameter; {} is the layer's index."""
+    assert source.family is not None
+    return FAMILIES[source.family].tensors[parameter][0].name.rsplit('.', depth)[0]
+
+
+def _keep(module: Any, kept: dict[str, Any], site: str) -> None:
+    def hook(_module: Any, _arguments: Any, result: Any) -> None:
+        kept[site] = result[0] if isinstance(result, tuple) else result
+
+    module.register_forward_hook(hook)
+
+
+def _keep_input(module: Any, kept: dict[str, Any], site: str) -> None:
+    def hook(_module: Any, arguments: Any, keywords: Any) -> None:
+        kept[site] = arguments[0] if arguments else keywords['hidden_states']
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _as_parameters(
+    source: Source, config: Config, gradients: Mapping[str, Any]
+) -> tuple[Arrays, dict[str, str]]:
+    """Return gradients by the names of megajax's parameters, and the digests of the weights."""
+    import jax
+
+    from megajax.analysis.compare.parameters import by_layer, digests
+    from megajax.core.parallel.mesh import mesh_for
+    from megajax.interop.huggingface.weights import from_huggingface
+
+    one = config.model_copy(update={'mesh': MeshConfig(), 'optim': OptimConfig()})
+    arrays = {name: _array(x) for name, x in gradients.items()}
+    with jax.set_mesh(mesh_for(one)):
+        where = f'the gradients of {source.name}'
+        state = from_huggingface(one, arrays, source=where, family=source.family)
+        return by_layer(state, one), digests(source.load(one), one)
+
+
+def _array(x: Any) -> np.ndarray:
+    return np.array(x.detach().float().numpy())

@@ -1,0 +1,180 @@
+"""The two that are compared: configs, runs, Hugging Face directories or files of `--dump`.
+
+Their configs are read and checked before anything compiles.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megajax.analysis.compare.recording import SUFFIX
+from megajax.core.config import Config, ConfigError, load, overridden, reload
+from megajax.interop.huggingface.families import read_config_json
+from megajax.runtime.checkpoint.digests import is_finished, readable, sound_checkpoint
+from megajax.runtime.checkpoint.record import RECORD, TOKENIZER, read_record
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from megajax.runtime.data import Data
+
+Kind = Literal['config', 'run', 'huggingface', 'dump']
+# A Hugging Face directory does not have these keys, a loss, and perhaps dropout: they are those of
+# the other side or, compared with another directory, these.
+SHARED = 'batch_size', 'seq_len', 'dtype', 'seed'
+ALONE = {'batch_size': 2, 'dtype': 'float32'}
+ALONE_TOKENS = 128  # of a sequence, unless the model's maximum is smaller
+DROPOUT = 'dropout', 'attention_dropout'
+WITHOUT_DROPOUT = tuple(f'model.{key}=0' for key in DROPOUT)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """One of the two that are compared, as the user named it."""
+
+    name: str
+    kind: Kind
+    path: Path  # of the checkpoint, the directory or the file; of a config, its name
+    overrides: tuple[str, ...]
+    family: str | None = None  # of a Hugging Face directory
+
+    @classmethod
+    @contextmanager
+    def opened(
+        cls, name: str, overrides: Sequence[str], own: Sequence[str] = ()
+    ) -> 'Iterator[Source]':
+        """Tell what a name stands for; `own` are overrides of this source alone.
+
+        The checkpoint of a run is not deleted during the block. Raises ConfigError if nothing is
+        there, if it must not be read, or for overrides of a dump alone.
+        """
+        path = Path(name)
+        if path.suffix == SUFFIX:
+            if own:
+                raise ConfigError(
+                    f'{name} holds numbers that are already computed, which {own[0]} cannot '
+                    'change: leave it out, or dump again with it'
+                )
+            yield cls(name=name, kind='dump', path=path, overrides=())
+            return
+        overrides = *overrides, *own
+        with readable(path):
+            is_huggingface = (path / 'config.json').is_file()
+            is_run = path.is_dir() or is_finished(path.parent / 'checkpoints' / path.name)
+        if is_huggingface:
+            family, _, _ = read_config_json(path)
+            yield cls(name=name, kind='huggingface', path=path, overrides=overrides, family=family)
+        elif is_run:
+            with sound_checkpoint(path) as checkpoint:
+                yield cls(name=name, kind='run', path=checkpoint, overrides=overrides)
+        else:
+            yield cls(name=name, kind='config', path=path, overrides=overrides)
+
+    def config(self, like: Config | None = None) -> Config:
+        """Return the config to execute.
+
+        A Hugging Face directory takes from `like` the keys that it does not have. Raises
+        ConfigError for what cannot be compared site by site.
+        """
+        if self.kind == 'config':
+            config = load(self.name, self.overrides)
+        elif self.kind == 'run':
+            record = read_record(self.path)
+            config = reload(record.config, self.overrides, place=str(self.path / RECORD))
+        else:
+            config = self._of_huggingface(like)
+        if config.vision is not None:
+            raise ConfigError(
+                f'{self.name}: its section vision puts an encoder of images before the layers, '
+                'whose sites compare does not know; compare text models'
+            )
+        return config
+
+    def _of_huggingface(self, like: Config | None) -> Config:
+        _, model, _ = read_config_json(self.path)
+        if 'vision' in model:
+            raise ConfigError(
+                f'{self.name}: {self.family} has an encoder of images, whose sites compare does '
+                'not know; compare text models'
+            )
+        longest = model.get('max_seq_len') or ALONE_TOKENS
+        train: Mapping[str, Any] = (
+            {**ALONE, 'seq_len': min(ALONE_TOKENS, longest)}
+            if like is None
+            else {key: getattr(like.train, key) for key in SHARED}
+        )
+        sections: dict[str, Any] = {'model': model, 'train': train}
+        if like is not None:
+            dropout = {key: getattr(like.model, key) for key in DROPOUT}
+            sections |= {
+                'model': model | dropout,
+                'loss': like.loss.model_dump(mode='json'),
+                'data': {'document_mask': like.data.document_mask},
+            }
+        place = str(self.path / 'config.json')
+        return reload(sections, self.overrides, place=place)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether training data are named; a Hugging Face directory has those of overrides."""
+        return self.kind != 'huggingface' or bool(overridden(self.overrides, 'data.corpus'))
+
+    def data(self, config: Config) -> 'Data':
+        """Return the data; a run and a directory have their own tokenizers, a run its template."""
+        from megajax.runtime.data import load_data
+
+        tokenizer = self.path / TOKENIZER
+        is_given = overridden(self.overrides, 'data.tokenizer') is not None
+        if self.kind == 'huggingface' and not is_given and tokenizer.is_file():
+            data = config.data.model_copy(update={'tokenizer': str(tokenizer)})
+            return load_data(config.model_copy(update={'data': data}))
+        if self.kind != 'run':
+            return load_data(config)
+        from megajax.runtime.checkpoint.companions import read_companions
+        from megajax.runtime.run.named import with_own_tokenizer
+
+        own = with_own_tokenizer(config, self.path.absolute().parent.parent)
+        if overridden(self.overrides, 'data.chat_template'):
+            return load_data(own)
+        template = read_companions(self.path).template(f'the chat template of {self.name}')
+        return load_data(own, template)
+
+    def load(self, config: Config) -> 'nnx.State':
+        """Return the parameters, placed on the current mesh as a config has them between steps."""
+        if self.kind == 'run':
+            from megajax.runtime.checkpoint.open import restore_params
+
+            return restore_params(self.path, config)
+        if self.kind == 'huggingface':
+            from megajax.interop.huggingface.tensors import read_tensors
+            from megajax.interop.huggingface.weights import from_huggingface
+
+            tensors = read_tensors(self.path)
+            return from_huggingface(config, tensors, source=self.name, family=self.family)
+        import jax
+
+        from megajax.core.train.step import make_params
+
+        return jax.jit(lambda: make_params(config))()
+
+
+def check_comparable(a: Config, b: Config, *, names: Sequence[str]) -> None:
+    """Raise ConfigError with every key whose value must be the same in both, and is not."""
+    must_agree = {
+        'model': ('num_layers', 'hidden_size', 'vocab_size', 'objective'),
+        'train': ('batch_size', 'seq_len'),
+    }
+    problems = []
+    for section, keys in must_agree.items():
+        for key in keys:
+            x, y = (getattr(getattr(each, section), key) for each in (a, b))
+            if x != y:
+                fix = f'; set --b {section}.{key}={x}' if section == 'train' else ''
+                problems.append(
+                    f'{section}.{key}: {x} in {names[0]}, {y} in {names[1]}, and the same sites '
+                    f'of the same batch are compared{fix}'
+                )
+    if problems:
+        raise ConfigError(*problems)

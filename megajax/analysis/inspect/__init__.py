@@ -1,0 +1,196 @@
+"""The collectives that XLA inserted, compared with those that Megatron places manually.
+
+`megajax.inspect(config)` compiles the training step and lists what it sends.
+`megajax.inspect.assert_collectives` checks the collectives of any function in a test.
+`megajax.inspect.run` executes the GPU program of any function and checks its results.
+"""
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megajax.analysis.inspect.child import compile_in_child
+from megajax.analysis.inspect.result import Inspection
+from megajax.core.config import Config, ConfigError
+from megajax.core.config.overlap_rules import in_a_loop, resolved
+from megajax.core.hardware.targets import check_target, num_hosts
+
+if TYPE_CHECKING:
+    from megajax.xla.emulate.arguments import AnyMesh
+    from megajax.xla.emulate.result import GpuRun
+
+__all__ = ['Inspection', 'assert_collectives', 'inspect', 'known_miscompiles', 'run']
+
+
+def inspect(
+    config: Config,
+    *,
+    target: str = 'cpu',
+    hosts: int | None = None,
+    run: bool = False,
+    scan: bool = False,
+) -> Inspection:
+    """Compile the training step of `config` for its mesh and compare its collectives to Megatron's.
+
+    The mesh is of `target` devices; nothing is allocated. Unless given, `hosts` is the smallest
+    number that the mesh needs with at most 8 devices each. With `run` the program for a GPU is also
+    executed, on simulated CPU devices, and compared with one device. With `scan` the layers are
+    in a loop also where a run compiles each on its own, which is quicker. Raises ConfigError for an
+    impossible target or number of hosts.
+    """
+    if run and target == 'cpu':
+        raise ConfigError(
+            "run=True executes the program for a GPU: give target='h100', or a100, h200, b200"
+        )
+    inspection, _ = inspect_with_text(config, target=target, hosts=hosts, scan=scan)
+    if not run:
+        return inspection
+    from megajax.analysis.inspect.step_run import run_in_child
+
+    runs = run_in_child(config, target, bisect=False, reduce=False, say=lambda line: None)
+    return inspection.model_copy(update={'runs': runs})
+
+
+def inspect_with_text(
+    config: Config, *, target: str, hosts: int | None, scan: bool = False
+) -> tuple[Inspection, str]:
+    """Do what `inspect` does, and return the compiled HLO too."""
+    check_target(target, config.train.dtype)
+    hosts = num_hosts(config.mesh.num_devices, hosts)
+    on_gpu = target != 'cpu'
+    config = resolved(config, on_gpu=on_gpu)
+    is_quick = scan and config.train.unroll is True
+    if is_quick:
+        config = in_a_loop(config, on_gpu=on_gpu)
+    compiled = compile_in_child(config, target, hosts, meanwhile=_import_audit)
+    from megajax.analysis.inspect.audit import audit  # here, because it imports jax
+
+    inspection = audit(config, compiled, target)
+    return inspection.model_copy(update={'scan': is_quick}), compiled.text
+
+
+def _import_audit() -> None:
+    importlib.import_module('megajax.analysis.inspect.audit')
+
+
+def assert_collectives(
+    function: Any,
+    /,
+    *args: Any,
+    mesh: Any = None,
+    trip_count: int | None = None,
+    permutes: dict[str, Any] | None = None,
+    **expected: dict[str, int],
+) -> None:
+    """Raise AssertionError unless the compiled `function(*args)` has exactly these collectives.
+
+    `function` is any function, jitted or not, with `args` that are arrays or
+    `jax.ShapeDtypeStruct`s with shardings; or, without `args`, a `jax.stages.Lowered` or
+    `Compiled`. The mesh is `mesh`, or the mesh of the arguments, or the current mesh. Each keyword
+    is a mesh axis, or several joined by `_and_`, with counts of arrays per run by kind:
+    `model={'all-reduce': 2}`. Single numbers are not counted. Where data decides which branch runs,
+    the branch that sends most is counted each time.
+
+    `trip_count` is the number of steps of loops whose length XLA does not know; without it, such a
+    loop is an error if it sends something.
+
+    A permute that leaves a device without a source gives it zeros, and is an error unless
+    `permutes` declares it. By mesh axis, `permutes` has 'chain' (i to i + 1 without wrapping),
+    'ring' (complete, in either direction), pairs of positions along the axis, or a list of these:
+    `permutes={'stage': [(0, 1), (1, 2)]}`. Permutes along a declared axis must have these pairs and
+    no others.
+    """
+    from megajax.analysis.inspect.check import check_collectives
+
+    check_collectives(function, args, expected, mesh=mesh, trip_count=trip_count, permutes=permutes)
+
+
+def known_miscompiles(program: Any) -> list[str]:
+    """Return a line for each instruction of a compiled program that matches a known XLA miscompile.
+
+    `program` is compiled HLO text or the result of `jax.jit(f).lower(...).compile()`.
+    `docs/miscompiles.md` lists the known miscompiles, and which findings a correct program may show
+    too.
+    """
+    from megajax.xla.miscompiles import detect
+
+    text = program if isinstance(program, str) else program.as_text()
+    return [str(finding) for finding in detect(text)]
+
+
+def run(
+    function: Any,
+    /,
+    *args: Any,
+    target: str = 'h100',
+    mesh: 'AnyMesh | None' = None,
+    reference: Callable[..., Any] | None = None,
+    exact: bool = False,
+    limit: float | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    bisect: bool = False,
+    seed: int = 0,
+) -> 'GpuRun':
+    """Compile `function(*args)` with XLA's GPU compiler, execute the program and check its outputs.
+
+    No GPU is needed: the program runs on simulated CPU devices, as many as the mesh has (see
+    `docs/run_the_gpu_program.md`). The mesh is the mesh of the arguments, or else `mesh`, or the
+    mesh of `jax.set_mesh`; an AbstractMesh will do.
+
+    Args:
+        function: a result of `jax.jit`, or a plain function, which is jitted.
+        args: arrays, or `jax.ShapeDtypeStruct`s with shardings, whose floating-point numbers are
+            drawn from a normal distribution by `seed`.
+        target: the GPU to compile for.
+        mesh: the mesh where neither the arguments nor `jax.set_mesh` have one.
+        reference: a correct function of the same arguments, run on one device. The default is
+            `function` itself on one device, or, if it has a `jax.shard_map`, on the mesh.
+        exact: compute everything in 16 bits in fp32 instead, in both programs.
+        limit: the largest error that passes; the default is 1e-5, with 16-bit numbers 3e-2, with
+            `exact` 2e-5.
+        compiler_options: XLA's options for the GPU program.
+        bisect: if an output is wrong, find the compiler pass after which it is wrong.
+        seed: the seed of the random arguments.
+
+    Raises ConfigError without XLA's GPU compiler, HloError for a program with an instruction that
+    has no translation, ValueError and TypeError for arguments that cannot be run.
+    """
+    from megajax.xla.emulate.jitted import run as run_jitted
+
+    return run_jitted(
+        function,
+        args,
+        target=target,
+        mesh=mesh,
+        reference=reference,
+        exact=exact,
+        limit=limit,
+        compiler_options=compiler_options,
+        bisect=bisect,
+        seed=seed,
+        detect=known_miscompiles,
+    )
+
+
+class Inspect(types.ModuleType):
+    """The type of this package, which makes it callable: `megajax.inspect(config)`."""
+
+    assert_collectives = staticmethod(assert_collectives)
+    known_miscompiles = staticmethod(known_miscompiles)
+    run = staticmethod(run)
+
+    def __call__(
+        self,
+        config: Config,
+        *,
+        target: str = 'cpu',
+        hosts: int | None = None,
+        run: bool = False,
+        scan: bool = False,
+    ) -> Inspection:
+        return inspect(config, target=target, hosts=hosts, run=run, scan=scan)
+
+
+sys.modules[__name__].__class__ = Inspect

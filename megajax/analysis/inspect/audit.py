@@ -1,0 +1,315 @@
+"""Inspection of a compiled step: a comparison with Megatron, the schedule, memory and lint."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from megajax.analysis.inspect.kept_weights import kept_weights
+from megajax.analysis.inspect.kernels import records
+from megajax.analysis.inspect.lint import known_miscompiles, lint, replicated_over_model
+from megajax.analysis.inspect.memory_result import Memory
+from megajax.analysis.inspect.moves import gathered_at_edges, kept_gradients, undeclared_permutes
+from megajax.analysis.inspect.overlap import rates_of, timeline_of, transfer_seconds
+from megajax.analysis.inspect.peak import at_peak
+from megajax.analysis.inspect.products import count_products, products_run_twice
+from megajax.analysis.inspect.result import (
+    CollectiveInstruction,
+    Inspection,
+    Overlap,
+    Pipeline,
+    Row,
+    Transfer,
+    Verdict,
+)
+from megajax.analysis.inspect.sites import ORDER, site_of
+from megajax.core.config import Config, dump
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.counts.collective import Expected, Site
+from megajax.core.counts.megatron import expected, stated
+from megajax.core.counts.stages import ticks
+from megajax.core.hardware.records import hardware
+from megajax.core.hardware.targets import GPUS
+from megajax.core.train.compiled_step import CompiledStep
+from megajax.xla.hlo.collectives import Collective, collectives
+from megajax.xla.hlo.groups import crosses_hosts, groups_text
+from megajax.xla.hlo.kernels import kernels
+from megajax.xla.hlo.program import Program
+
+NUM_REPLICATED = 5
+
+
+def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
+    """Return everything that `megajax inspect` reports on a compiled step."""
+    config = resolved(config, on_gpu=target != 'cpu')
+    program = Program(compiled.text)
+    every = collectives(program, compiled.mesh)
+    placed = [collective for collective in every if collective.times]
+    wanted = expected(config)
+    rows = _rows(config, placed, wanted)
+    schedule = _schedule(config, program, placed, target, compiled.devices_per_host)
+    times, launched = None, []
+    if target != 'cpu':
+        launched = [*kernels(program)]
+        times = timeline_of(program, placed, launched, target, compiled.devices_per_host)
+    products = count_products(config, program, target)
+    twice = () if target == 'cpu' else products_run_twice(config, program, products)
+    return Inspection(
+        config=dump(config),
+        target=target,
+        mesh=compiled.mesh,
+        devices_per_host=compiled.devices_per_host,
+        overlap=config.train.overlap,
+        unrolled=config.train.unroll is True,
+        jax_version=compiled.jax_version,
+        compile_seconds=compiled.seconds,
+        rows=rows,
+        pipeline=_pipeline(config),
+        collectives=_instructions(config, program, every),
+        ratios=_ratios(rows, compiled.mesh),
+        schedule=schedule,
+        overlapped_share={} if target == 'cpu' else _overlapped_share(placed, compiled.mesh),
+        rates=None if target == 'cpu' else rates_of(config, target),
+        compute_seconds=times and times.compute,
+        exposed_seconds=times and times.exposed,
+        wire_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.seconds),
+        hidden_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.hidden_seconds),
+        products=products,
+        kernels=records(program, launched, target) if launched else [],
+        memory=_memory(config, program, compiled, target),
+        findings=lint(
+            config,
+            compiled,
+            placed,
+            wanted,
+            [
+                *known_miscompiles(program, target),
+                *twice,
+                *kept_weights(config, program, placed),
+                *undeclared_permutes(compiled.mesh, placed),
+                *gathered_at_edges(
+                    placed, few_kv_heads=config.model.num_kv_heads < config.mesh.model
+                ),
+                *kept_gradients(config, program),
+            ],
+        ),
+    )
+
+
+def _rows(config: Config, placed: Sequence[Collective], wanted: Sequence[Expected]) -> list[Row]:
+    at = defaultdict[Site, list[Collective]](list)
+    for collective in placed:
+        at[site_of(collective, config)].append(collective)
+    allowed = stated(config)
+    sites = {*at, *(other.site for other in wanted)}
+    return [
+        _row(site, at[site], *([x for x in each if x.site == site] for each in (wanted, allowed)))
+        for site in sorted(sites, key=_place)
+    ]
+
+
+def _pipeline(config: Config) -> Pipeline | None:
+    mesh = config.mesh
+    if mesh.stages == 1:
+        return None
+    used, count = config.train.microbatches * mesh.virtual_stages, ticks(config)
+    return Pipeline(ticks=count, idle_ticks=count - used, bubble=count / used - 1)
+
+
+def _place(site: Site) -> tuple[int, int, str]:
+    phases = 'forward', 'recompute', 'backward', 'step'
+    return (
+        ORDER.index(site.name) if site.name in ORDER else len(ORDER),
+        phases.index(site.phase),
+        site.axis,
+    )
+
+
+def _instructions(
+    config: Config, program: Program, every: Sequence[Collective]
+) -> list[CollectiveInstruction]:
+    """A record for each collective instruction of the text."""
+    by_name = defaultdict[tuple[str, str], list[Collective]](list)
+    for collective in every:
+        by_name[collective.computation, collective.instruction].append(collective)
+    return [
+        CollectiveInstruction(
+            instruction=name,
+            computation=computation,
+            kind=' and '.join(dict.fromkeys(collective.kind for collective in arrays)),
+            axis=arrays[0].axis,
+            groups=groups_text(program.computations[computation].by_name[name]),
+            arrays=[str(collective.whole) for collective in arrays],
+            times=arrays[0].times,
+            at_most=arrays[0].at_most,
+            wire_bytes=sum(collective.times * collective.wire_bytes for collective in arrays),
+            op_name=' and '.join(dict.fromkeys(collective.op_name for collective in arrays)),
+            source=arrays[0].source,
+            site=' and '.join(
+                dict.fromkeys(site_of(collective, config).name for collective in arrays)
+            ),
+        )
+        for (computation, name), arrays in by_name.items()
+    ]
+
+
+def _row(
+    site: Site,
+    placed: Sequence[Collective],
+    wanted: Sequence[Expected],
+    allowed: Sequence[Expected] = (),
+) -> Row:
+    ours = sum(collective.wire_bytes * collective.times for collective in placed)
+    theirs, most = (
+        sum(transfer.wire_bytes * transfer.times for transfer in transfers)
+        for transfers in (wanted, allowed)
+    )
+    allowed, most = (allowed, most) if most > theirs else ([], 0.0)
+    # Single numbers are not counted against Megatron: each costs a latency, and XLA joins them.
+    scalars = all(collective.is_scalar for collective in placed)
+    verdict: Verdict = (
+        'equal'
+        if (scalars and not wanted) or abs(ours - theirs) <= 1e-6 * theirs
+        else 'less'
+        if ours < theirs
+        else 'stated'
+        if ours <= (1 + 1e-6) * most
+        else 'MORE'
+    )
+    return Row(
+        site=site.name,
+        phase=site.phase,
+        axis=site.axis,
+        placed=_transfers(
+            (
+                collective.kind,
+                collective.whole,
+                collective.times,
+                collective.wire_bytes,
+                collective.at_most,
+            )
+            for collective in placed
+        ),
+        megatron=_expected_transfers(wanted),
+        sources=_sources(wanted),
+        stated=_expected_transfers(allowed),
+        stated_sources=_sources(allowed),
+        wire_bytes=ours,
+        megatron_wire_bytes=theirs,
+        stated_wire_bytes=most,
+        verdict=verdict,
+    )
+
+
+def _expected_transfers(transfers: Iterable[Expected]) -> list[Transfer]:
+    return _transfers((x.kind, x.array, x.times, x.wire_bytes, False) for x in transfers)
+
+
+def _sources(transfers: Iterable[Expected]) -> list[str]:
+    return list(dict.fromkeys(transfer.source for transfer in transfers if transfer.source))
+
+
+def _transfers(parts: Iterable[tuple[str, object, int, float, bool]]) -> list[Transfer]:
+    times, wire = defaultdict[tuple[str, str], int](int), defaultdict[tuple[str, str], float](float)
+    at_most = set[tuple[str, str]]()
+    for kind, array, count, bytes_each, is_limit in parts:
+        times[kind, str(array)] += count
+        wire[kind, str(array)] += count * bytes_each
+        if is_limit:
+            at_most.add((kind, str(array)))
+    return [
+        Transfer(
+            kind=kind,
+            array=array,
+            times=times[kind, array],
+            wire_bytes=wire[kind, array],
+            at_most=(kind, array) in at_most,
+        )
+        for kind, array in times
+    ]
+
+
+def _ratios(rows: list[Row], mesh: dict[str, int]) -> dict[str, float | None]:
+    ratios: dict[str, float | None] = {}
+    for axis in mesh:
+        on_axis = [row for row in rows if axis in row.axis.split('+') and row.site != 'metrics']
+        ours, theirs = (
+            sum(row.wire_bytes for row in on_axis),
+            sum(row.megatron_wire_bytes for row in on_axis),
+        )
+        ratios[axis] = ours / theirs if theirs else None
+    return ratios
+
+
+def _schedule(
+    config: Config,
+    program: Program,
+    placed: list[Collective],
+    target: str,
+    devices_per_host: int,
+) -> list[Overlap]:
+    if target == 'cpu':
+        return []
+    seconds = transfer_seconds(program, placed, target, devices_per_host)
+    return [
+        Overlap(
+            site=site_of(collective, config).name,
+            phase=site_of(collective, config).phase,
+            axis=collective.axis,
+            transfer=Transfer(
+                kind=collective.kind,
+                array=str(collective.whole),
+                times=collective.times,
+                wire_bytes=collective.times * collective.wire_bytes,
+            ),
+            synchronous=collective.synchronous,
+            overlapped_gflops=collective.overlapped_flops / 1e9,
+            seconds=collective.times * on_wire,
+            hidden_seconds=collective.times * hidden,
+            crosses_hosts=crosses_hosts(collective.groups, devices_per_host),
+            source=collective.source,
+        )
+        for collective, (on_wire, hidden) in zip(placed, seconds, strict=True)
+        if not collective.is_scalar
+    ]
+
+
+def _by_axis(
+    mesh: dict[str, int],
+    schedule: list[Overlap],
+    seconds: Callable[[Overlap], float],
+) -> dict[str, float]:
+    on_axis = {
+        axis: [overlap for overlap in schedule if axis in overlap.axis.split('+')] for axis in mesh
+    }
+    return {axis: sum(map(seconds, over)) for axis, over in on_axis.items() if over}
+
+
+def _overlapped_share(placed: list[Collective], mesh: dict[str, int]) -> dict[str, float]:
+    shares = {}
+    for axis in mesh:
+        on_axis = [collective for collective in placed if axis in collective.axes]
+        total = sum(collective.wire_bytes * collective.times for collective in on_axis)
+        overlapped = sum(
+            collective.wire_bytes * collective.times
+            for collective in on_axis
+            if collective.overlapped_flops
+        )
+        if total:
+            shares[axis] = overlapped / total
+    return shares
+
+
+def _memory(config: Config, program: Program, compiled: CompiledStep, target: str) -> Memory:
+    replicated = sorted(
+        replicated_over_model(compiled), key=lambda placement: -placement.bytes_per_device
+    )
+    return Memory(
+        arguments=compiled.arguments,
+        temporaries=compiled.temporaries,
+        outputs=compiled.outputs,
+        device=hardware(target).memory if target in GPUS else None,
+        at_peak=at_peak(config, program, compiled) if compiled.buffers else [],
+        largest_replicated=[
+            (placement.name, placement.bytes_per_device)
+            for placement in replicated[:NUM_REPLICATED]
+        ],
+    )

@@ -1,0 +1,87 @@
+"""A child process in which to compile, so that the caller's backend and devices stay unchanged.
+
+The caller need not have imported jax.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megajax.core.config import Config, ConfigError
+from megajax.core.config.extras import install
+
+if TYPE_CHECKING:
+    from megajax.core.train.compiled_step import CompiledStep
+
+MARK = 'megajax config: '  # before each line of a ConfigError, since plugins write to stderr too
+
+
+def compile_in_child(
+    config: Config, target: str, hosts: int, meanwhile: Callable[[], object] = lambda: None
+) -> 'CompiledStep':
+    """Compile the training step in a child process, and call `meanwhile` while it does."""
+    with tempfile.TemporaryDirectory() as folder:
+        task, result = Path(folder, 'task'), Path(folder, 'result')
+        task.write_text(config.model_dump_json())
+        arguments = task, result, target, hosts
+        call_in_child(
+            'megajax.analysis.inspect.compile', *arguments, target=target, meanwhile=meanwhile
+        )
+        from megajax.core.train.compiled_step import CompiledStep  # here, because it imports jax
+
+        return CompiledStep.from_json(result.read_text())
+
+
+def call_in_child(
+    module: str,
+    *arguments: object,
+    target: str,
+    say: Callable[[str], None] | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> None:
+    """Run `python -m module arguments` on the CPU, and call `meanwhile` as soon as it has started;
+    `say` gets each line that it prints.
+
+    Raises ConfigError if cuDNN's library is missing or the child raises one, and RuntimeError with
+    the child's errors if it fails otherwise.
+    """
+    environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
+    command = [sys.executable, '-m', module, *map(str, arguments)]
+    with tempfile.TemporaryFile('w+') as errors:
+        child = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        assert child.stdout is not None
+        with child:
+            meanwhile()
+            for line in child.stdout:
+                if say is not None:
+                    say(line.rstrip())
+        errors.seek(0)
+        output = errors.read()
+    if 'cuDNN not found' in output:
+        raise ConfigError(
+            f"target {target}: flash attention needs cuDNN's library to compile: "
+            + install('gpu-compile')
+        )
+    if child.returncode == ConfigError.exit_code:
+        raise ConfigError(
+            *(line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK))
+        )
+    if child.returncode:
+        raise RuntimeError(f'the step did not compile for {target}:\n{output}')
+
+
+@contextlib.contextmanager
+def telling_parent() -> Iterator[None]:
+    """Pass a ConfigError from the child on to the parent, which raises it again."""
+    try:
+        yield
+    except ConfigError as error:
+        print(*(f'{MARK}{line}' for line in str(error).splitlines()), sep='\n', file=sys.stderr)
+        sys.exit(error.exit_code)

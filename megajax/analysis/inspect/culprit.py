@@ -1,0 +1,22 @@
+"""The pass of XLA's GPU compiler after which the step of a config is wrong."""
+
+import tempfile
+from pathlib import Path
+
+from megajax.analysis.inspect.emulated_step import EmulatedStep
+from megajax.analysis.inspect.limits import Say, judged
+from megajax.core.config import Config
+from megajax.xla.emulate.bisect import dump_options, first_wrong, modules
+
+
+def culprit(config: Config, target: str, *, exact: bool, say: Say) -> str:
+    """Compile again with a dump after every pass, and bisect by executing some of the dumps."""
+    with tempfile.TemporaryDirectory() as folder:
+        say('compiling with a dump of every pass ...')
+        step = EmulatedStep(config, target, dump_options(Path(folder)))
+
+        def is_right(text: str) -> bool:
+            differences = step.differences(exact=exact, text=text)
+            return all(result.ok for result in judged(differences, config, exact=exact))
+
+        return str(first_wrong(modules(Path(folder)), is_right, say))

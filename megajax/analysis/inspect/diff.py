@@ -1,0 +1,157 @@
+"""The differences of two inspections: of two commits, two configs or two versions of jax."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from ruamel.yaml import YAML
+
+from megajax.analysis.inspect.kernels import total, totals
+from megajax.analysis.inspect.peak_groups import by_file, grouped, total_bytes
+from megajax.analysis.inspect.result import Finding, Inspection
+
+LEAST = 1e-3  # of a step: smaller changes of its parts are left out
+LARGE = 10  # a ratio that is easier to read than a percentage
+
+
+class Change(NamedTuple):
+    """A number of both inspections; 0 where one of them does not have it."""
+
+    name: str
+    unit: str
+    before: float
+    after: float
+
+    @property
+    def is_change(self) -> bool:
+        """Whether they differ by more than rounding."""
+        return abs(self.after - self.before) > 1e-6 * max(abs(self.before), abs(self.after))
+
+    @property
+    def text(self) -> str:
+        """The relative change, in words where there is none or nothing to compare with."""
+        if not self.is_change:
+            return 'same'
+        if not self.before:
+            return 'new'
+        ratio = self.after / self.before
+        return 'gone' if not ratio else f'{ratio - 1:+.1%}' if ratio < LARGE else f'x {ratio:,.0f}'
+
+
+class Difference(NamedTuple):
+    """The differences of two inspections.
+
+    `totals` has all numbers of a step, and `memory` what a device holds when most is in use, by
+    use. `parts` and `arrays` have those parts of the two that differ by more than LEAST of the sum
+    of all parts. Arrays are told apart by use, part of the step and file, because lines move.
+    """
+
+    keys: list[tuple[str, str, str]]  # of the config, with both values
+    totals: list[Change]
+    parts: list[Change]
+    memory: list[Change]
+    arrays: list[Change]
+    new: list[Finding]
+    gone: list[Finding]
+
+
+def difference(before: Inspection, after: Inspection) -> Difference:
+    """Compare two inspections."""
+    return Difference(
+        keys=[
+            *_differing(_of_program(before), _of_program(after)),
+            *_differing(*(_flat(YAML(typ='safe').load(each.config)) for each in (before, after))),
+        ],
+        totals=[*_changes(before, after, _totals)],
+        parts=_large([*_changes(before, after, _parts)]),
+        memory=[*_changes(before, after, _memory)],
+        arrays=_large([*_changes(before, after, _arrays)]),
+        new=[each for each in after.findings if each not in before.findings],
+        gone=[each for each in before.findings if each not in after.findings],
+    )
+
+
+def _large(changes: list[Change]) -> list[Change]:
+    """Return the changes of more than LEAST of the sum of all numbers with the same unit."""
+    whole = defaultdict[str, float](float)
+    for change in changes:
+        whole[change.unit] += change.before
+    return [
+        change
+        for change in changes
+        if abs(change.after - change.before) > LEAST * whole[change.unit]
+    ]
+
+
+def _of_program(inspection: Inspection) -> dict[str, Any]:
+    names = 'target', 'jax_version', 'devices_per_host', 'scan'
+    return {name: getattr(inspection, name) for name in names}
+
+
+def _flat(values: Any, key: str = '') -> dict[str, Any]:
+    """Return nested values by their dotted keys."""
+    if not isinstance(values, dict) or not values:
+        return {key: values}
+    parts = (_flat(value, f'{key}.{name}' if key else name) for name, value in values.items())
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name in dict.fromkeys([*before, *after]):
+        values = (str(each.get(name, '-')) for each in (before, after))
+        old, new = values
+        if old != new:
+            yield name, old, new
+
+
+def _changes(
+    before: Inspection,
+    after: Inspection,
+    numbers: Callable[[Inspection], Iterator[tuple[str, str, float]]],
+) -> Iterator[Change]:
+    """Yield the numbers of both, in the order of the first of them that has each."""
+    old, new = (
+        {(name, unit): value for name, unit, value in numbers(each)} for each in (before, after)
+    )
+    for name, unit in dict.fromkeys([*old, *new]):
+        yield Change(name, unit, old.get((name, unit), 0.0), new.get((name, unit), 0.0))
+
+
+def _totals(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
+    """Yield the numbers of a step on one device, with their units."""
+    whole, memory = total(inspection.kernels), inspection.memory
+    if inspection.kernels:
+        assert inspection.compute_seconds is not None
+        assert inspection.exposed_seconds is not None
+        yield 'kernels', 'ms', 1e3 * inspection.compute_seconds
+        yield 'waiting for transfers', 'ms', 1e3 * inspection.exposed_seconds
+        yield 'read and written', 'B', whole.bytes
+        yield 'launches', '', whole.launches
+    yield 'matrix products', 'TFLOP', inspection.products.compiled / 1e12
+    for axis in inspection.mesh:
+        yield f'sent over {axis}', 'B', inspection.sent_over(axis)
+    yield 'state and batch', 'B', memory.arguments
+    yield 'temporaries', 'B', memory.temporaries
+
+
+def _parts(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
+    """Yield the bytes of each site on the wire, and the milliseconds of each kind of kernel."""
+    for row in inspection.rows:
+        yield f'{row.site} {row.phase} over {row.axis or "-"}', 'B', row.wire_bytes
+    for axis, seconds in inspection.hidden_seconds.items():
+        yield f'hidden over {axis}', 'ms', 1e3 * seconds
+    groups = totals(inspection.kernels, lambda kernel: (kernel.kind, kernel.site, kernel.phase))
+    for key, group in groups.items():
+        yield ' '.join(key), 'ms', 1e3 * group.seconds
+
+
+def _memory(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
+    """Yield what a device holds when most is in use, by use."""
+    for (use,), arrays in grouped(inspection.memory.at_peak, lambda each: (each.use,)).items():
+        yield use, 'B', total_bytes(arrays)
+
+
+def _arrays(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
+    """Yield the same by use, part of the step and file."""
+    for key, arrays in grouped(inspection.memory.at_peak, by_file).items():
+        yield ' '.join(name for name in key if name != '-'), 'B', total_bytes(arrays)

@@ -1,0 +1,79 @@
+"""The difference of two inspections, as text for a terminal and as Markdown for a pull request."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megajax.analysis.inspect.diff import LEAST, Change, Difference
+from megajax.base.render.folded import Folded
+from megajax.base.render.units import si
+
+NOT_MEASURED = 'Milliseconds are those of a roofline on compiled programs; nothing was timed.'
+
+
+def to_tables(found: Difference) -> RenderableType:
+    """Return the tables for a rich console."""
+    parts: list[RenderableType] = []
+    for title, names, rows in _sections(found):
+        table = Table(box=None, header_style='bold', pad_edge=False, title=title)
+        table.title_justify = 'left'
+        for index, name in enumerate(names):
+            table.add_column(name, justify='left' if index == 0 else 'right')
+        for row in rows:
+            table.add_row(*row)
+        parts += [Folded(table), Text()]
+    return Group(*parts, *map(Text, _lines(found)), Text(NOT_MEASURED, style='dim'))
+
+
+def to_markdown(found: Difference) -> str:
+    """Return the same as Markdown."""
+    blocks = []
+    for title, names, rows in _sections(found):
+        ruler = '|'.join('---' if index == 0 else '---:' for index in range(len(names)))
+        lines = [f'| {" | ".join(names)} |', f'|{ruler}|']
+        lines += [f'| {" | ".join(_escaped(cell) for cell in row)} |' for row in rows]
+        blocks.append('\n'.join([f'**{title}**', '', *lines]))
+    blocks += [f'- {_escaped(line)}' for line in _lines(found)]
+    return '\n\n'.join([*blocks, NOT_MEASURED]) + '\n'
+
+
+def _sections(found: Difference) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
+    """Yield the title, the columns and the rows of each table that is not empty."""
+    if found.keys:
+        yield 'what differs', ('key', 'before', 'after'), [*found.keys]
+    columns = 'per step and device', 'before', 'after', 'change'
+    yield 'a step', columns, [_row(change) for change in found.totals]
+    if found.parts:
+        title = f'parts that differ by more than {LEAST:.1%} of a step'
+        yield title, columns, [_row(change) for change in found.parts]
+    columns = 'at the peak', 'before', 'after', 'change'
+    if found.memory:
+        yield 'memory of a device', columns, [_row(change) for change in found.memory]
+    if found.arrays:
+        title = f'arrays that differ by more than {LEAST:.1%} of it'
+        yield title, columns, [_row(change) for change in found.arrays]
+
+
+def _row(change: Change) -> tuple[str, ...]:
+    before, after = (_number(value, change.unit) for value in (change.before, change.after))
+    return change.name, before, after, change.text
+
+
+def _number(value: float, unit: str) -> str:
+    if unit == 'B':
+        return si(value)
+    return f'{value:,.3f} {unit}' if unit else f'{value:,.0f}'
+
+
+def _lines(found: Difference) -> Iterator[str]:
+    for words, findings in (('new', found.new), ('gone', found.gone)):
+        for finding in findings:
+            yield f'{words} {finding.level}: {finding.rule}: {finding.message}'
+    if not (found.keys or found.parts or found.arrays or found.new or found.gone):
+        yield 'nothing differs'
+
+
+def _escaped(text: str) -> str:
+    return text.replace('|', '\\|').replace('<', '&lt;').replace('\n', ' ')

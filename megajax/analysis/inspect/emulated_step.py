@@ -1,0 +1,233 @@
+"""Execution of a GPU-compiled training step, compared with the step on one device.
+
+Every parameter gets noise first: biases are initialized to zero, where a fault would not show. The
+learning rate, Adam's epsilon and gradient clipping are set so that Adam's first moment is a
+multiple of the gradient, in fp32, and the update is a smooth function of it. Where a step pads a
+matrix, its padding must be and stay zero. Stages and context shards get layers and tokens in the
+order that a run gives them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.analysis.inspect.limits import has_16_bits, limits
+from megajax.analysis.inspect.random_batch import make_batch
+from megajax.core.config import Config, MeshConfig
+from megajax.core.counts.declaration import Parameter
+from megajax.core.hardware.targets import gpu_devices
+from megajax.core.model.parameters import map_parameters
+from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.mesh import concrete, make_mesh, mesh_of
+from megajax.core.parallel.placements import parameter_name
+from megajax.core.train import feed
+from megajax.core.train.feed import abstract_batch, place_batch
+from megajax.core.train.first_step import with_scales
+from megajax.core.train.step import TrainState, init_state, make_train_step
+from megajax.xla.emulate.compare import Difference, difference, difference_of_rounded, largest
+from megajax.xla.emulate.execute import (
+    GpuProgram,
+    compile_for_gpu,
+    quick,
+    run_on_cpu,
+    stored_program,
+)
+
+NOISE = 0.05
+LOSS_SCALE = 64.0  # for fp16
+SMOOTH = {
+    'grad_clip': 1e9,
+    'lr': 1.0,
+    'eps': 1.0,
+    'warmup_steps': 0,
+    'schedule': 'constant',
+    'moments_dtype': 'float32',
+}
+ROUNDING = 0.1  # tolerated rounding, over a gradient's limit and the largest of all gradients
+GRADIENT = 'gradient of '
+METRICS = 'loss', 'nll', 'grad_norm'
+Values = dict[str, Any]
+
+
+class EmulatedStep:
+    """The step of a config, compiled for a GPU; it needs a CPU device for each device of the mesh.
+
+    With `stored`, the text of an already compiled program, nothing is compiled for a GPU.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        target: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        stored: str | None = None,
+    ):
+        self.config = updated(config, optim=SMOOTH)
+        mesh, count = self.config.mesh, self.config.mesh.num_devices
+        devices = (
+            gpu_devices(target, hosts=1, per_host=count)
+            if stored is None
+            else jax.devices('cpu')[:count]
+        )
+        with jax.set_mesh(mesh_of(devices, mesh.sizes)):
+            arguments = (
+                concrete(jax.eval_shape(lambda: init_state(self.config))),
+                abstract_batch(self.config),
+            )
+            traced = make_train_step(self.config).trace(*arguments)
+            self.program: GpuProgram = (
+                compile_for_gpu(traced, devices, options or {})
+                if stored is None
+                else stored_program(traced, arguments, stored)
+            )
+        self._argument_shapes = [x.shape for x in jax.tree.leaves(arguments)]
+        self._results = traced.out_info
+
+    def differences(self, *, exact: bool = False, text: str | None = None) -> list[Difference]:
+        """Compare loss, gradients and updated parameters with those of one device.
+
+        `exact` computes everything in 16 bits in fp32 instead, in both. `text` is another module of
+        the same program to run, such as a dump after an earlier compiler pass.
+        """
+        program = self.program if text is None else dataclasses.replace(self.program, text=text)
+        expected = reference(_on_one_device(self.config, exact=exact))
+        before = first_state(_on_one_device(self.config, exact=False))
+        state = jax.tree_util.tree_map_with_path(
+            lambda path, x: self._in_places(parameter_name(path), x), before
+        )
+        batch = {name: self._in_shard_order(x) for name, x in make_batch(self.config).items()}
+        values = [
+            _padded(x, shape)
+            for x, shape in zip(jax.tree.leaves((state, batch)), self._argument_shapes, strict=True)
+        ]
+        devices = jax.devices('cpu')[: self.config.mesh.num_devices]
+        pieces = run_on_cpu(program, values, devices, exact=exact)
+        tree = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
+        shapes = _compared(*self._results)
+        scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
+        # The exact gradient of a bias of keys is zero: all of it is rounding.
+        floor = limits(self.config, exact=exact)[0]
+        gradient_options = {'scale': scale, 'rounding': ROUNDING * floor}
+        precise = (
+            reference(_on_one_device(self.config, exact=True))
+            if has_16_bits(self.config) and not exact
+            else None
+        )
+
+        def compare(name: str, x: Any) -> Difference:
+            own, *in_fp32 = (
+                _padded(self._in_places(name, values[name]), shapes[name].shape)
+                for values in (expected, precise)
+                if values is not None
+            )
+            options = gradient_options if name.startswith(GRADIENT) else {}
+            if name in METRICS or not in_fp32:
+                return difference(name, x, own, **options)
+            return difference_of_rounded(name, x, own, *in_fp32, floor=floor, **options)
+
+        return [compare(name, x) for name, x in _compared(*tree).items()]
+
+    def _in_places(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Return what belongs to a parameter with the layers in the order of their stages."""
+        if self.config.mesh.virtual_stages == 1 or 'layers.' not in name:
+            return x
+        return x[np.array(Layout.of(self.config).layer_order(len(x)))]
+
+    def _in_shard_order(self, x: np.ndarray) -> np.ndarray:
+        """Return an array [B, S] with the tokens in the order of their context shards."""
+        order = feed.shard_order(x.shape[1], self.config.mesh.context)
+        return x if order is None else x[:, order]
+
+
+def _padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Pad an array with zeros at the end of its dims."""
+    if np.shape(x) == shape:
+        return x
+    return np.pad(x, [(0, size - own) for own, size in zip(x.shape, shape, strict=True)])
+
+
+def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """Return the config with new values for these keys, validated."""
+    written = config.model_dump(exclude_unset=True)
+    for name, values in sections.items():
+        written[name] = written.get(name, {}) | dict(values)
+    return Config.model_validate(written)
+
+
+def _on_one_device(config: Config, *, exact: bool) -> Config:
+    """The config of the reference, which all variants of a model share."""
+    train = {'microbatches': 1, 'recompute': 'none', 'schedule': '1f1b'}
+    train |= {'overlap': 'none', 'unroll': False}
+    if exact:
+        train['dtype'] = 'float32'
+    optim = {'shard': 'none', 'reduce_dtype': 'float32'}
+    return updated(config, mesh=MeshConfig().model_dump(), train=train, optim=optim)
+
+
+@functools.lru_cache(maxsize=32)
+def first_state(config: Config) -> TrainState:
+    """The state before a step on one device, in numpy, with noise on every parameter."""
+    random = np.random.default_rng(1)
+    with jax.set_mesh(make_mesh()):
+        make = jax.jit(functools.partial(init_state, config)).lower().compile(quick())
+        state = jax.tree.map(np.array, make())
+
+    lora = config.lora
+
+    def noisy(declared: Parameter, x: np.ndarray) -> np.ndarray:
+        noise = NOISE * random.normal(size=x.shape)
+        if lora is not None and declared.is_adapter:  # what it adds is scaled
+            noise /= lora.scale
+        if lora is not None and declared.is_frozen:  # the same numbers in every dtype
+            return np.asarray((x.astype(jnp.bfloat16) + noise).astype(jnp.bfloat16), x.dtype)
+        return np.asarray(x + noise, x.dtype)
+
+    if state.loss_scale is not None:  # with the noise, a run's initial scale would overflow
+        state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))
+    state = state._replace(params=map_parameters(noisy, state.params))
+    if state.recent is not None:
+        with jax.set_mesh(make_mesh()):
+            scaled = with_scales(config, _placed(state, config), place_batch(make_batch(config)))
+            state = state._replace(recent=np.array(scaled.recent))
+    return state
+
+
+def _placed(state: TrainState, config: Config) -> TrainState:
+    """Place a state as a step takes it, on the current mesh."""
+    abstract = concrete(jax.eval_shape(lambda: init_state(config)))
+    placed: TrainState = jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract))
+    return placed
+
+
+@functools.lru_cache(maxsize=32)
+def reference(config: Config) -> Values:
+    """The results of a step on one device that are compared, by name."""
+    with jax.set_mesh(make_mesh()):
+        state, batch = _placed(first_state(config), config), place_batch(make_batch(config))
+        step = make_train_step(config).lower(state, batch).compile(quick())
+        return jax.tree.map(np.asarray, _compared(*step(state, batch)))
+
+
+def _compared(state: TrainState, metrics: Values) -> Values:
+    """The loss, each gradient (as Adam's first moment) and each updated parameter, by name."""
+    is_adam = lambda part: hasattr(part, 'mu')  # noqa: E731
+    adam = next(filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam)))
+    return (
+        {name: metrics[name] for name in METRICS}
+        | {f'{GRADIENT}{name}': x for name, x in _by_name(adam.mu).items()}
+        | {f'{name} after the step': x for name, x in _by_name(state.params).items()}
+    )
+
+
+def _by_name(tree: Any) -> Values:
+    is_leaf = lambda x: isinstance(x, list)  # noqa: E731  (the pieces of an array)
+    return {
+        parameter_name(path): x
+        for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    }

@@ -1,0 +1,69 @@
+"""The finding that ZeRO-3 keeps weights unsharded, which it gathers to need no memory for them."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from megajax.analysis.inspect.result import Finding
+from megajax.analysis.inspect.sites import site_of
+from megajax.core.config import Config
+from megajax.core.counts.data_parallel import with_padding
+from megajax.core.counts.parameters import dim_sizes, parameters
+from megajax.core.parallel.layout import Layout
+from megajax.xla.hlo.collectives import Collective
+from megajax.xla.hlo.program import Program
+from megajax.xla.hlo.stored import stored_in
+
+RULE = 'unsharded weights kept'
+
+
+def kept_weights(
+    config: Config, program: Program, placed: Sequence[Collective]
+) -> Iterator[Finding]:
+    """Yield an error for each gathered weight that is in memory for all layers at once.
+
+    Either one gather makes the weights of all layers, or the loop over layers stores each layer's,
+    as it does with what the backward pass needs and automatic differentiation cannot recompute.
+    """
+    if config.optim.shard != 'weights':
+        return
+    stacked = _stacked(config)
+    layers = min(stacked.values(), default=0)
+    for collective in placed:
+        if site_of(collective, config).name != 'parameters':
+            continue
+        computation = program.computations[collective.computation]
+        instruction = computation.by_name[collective.instruction]
+        weight, kept = collective.whole, stored_in(program, computation, instruction)
+        place = f'{collective.op_name} ({collective.source})'
+        at_once = stacked.get(tuple(sorted(weight.dims)), 0)
+        if layers and kept is not None and prod(kept.shape) >= layers * prod(weight.shape):
+            message = (
+                f'the loop over layers keeps {kept}, each gathered {weight}, for the backward '
+                f'pass, at {place}: gather again in the backward pass'
+            )
+            yield Finding(level='error', rule=RULE, message=message)
+        elif collective.times < at_once * config.train.microbatches:
+            message = (
+                f'{weight}, the weights of all layers, is gathered at once at {place}: gather a '
+                "layer's weights inside the loop over layers"
+            )
+            yield Finding(level='error', rule=RULE, message=message)
+
+
+def _stacked(config: Config) -> dict[tuple[int, ...], int]:
+    """The sorted dims, on a device, of the matrices of all layers, gathered over `data`.
+
+    Each has the number of its layers, which is more than one. Those that also are the dims of a
+    single layer's matrix are left out.
+    """
+    sizes, shards = dict(dim_sizes(config.model)), Layout.of(config).shards
+    sizes['D'] = with_padding(config, sizes['D'])
+
+    def on_device(dims: str) -> tuple[int, ...]:
+        each = (sizes[letter.upper()] // shards.get(letter, 1) for letter in dims)
+        return tuple(sorted(size for size in each if size > 1))
+
+    dims = [x.dims for _, x in parameters(config.model) if x.is_stacked and x.is_in_microbatches]
+    of_a_layer = {on_device(letters[1:]) for letters in dims}
+    stacked = {on_device(letters): sizes[letters[0]] for letters in dims if sizes[letters[0]] > 1}
+    return {shape: count for shape, count in stacked.items() if shape not in of_a_layer}

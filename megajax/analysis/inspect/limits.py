@@ -1,0 +1,43 @@
+"""Limits on the difference between an executed step and the step on one device."""
+
+from collections.abc import Callable, Iterable
+
+from megajax.analysis.inspect.result import Compared
+from megajax.core.config import Config
+from megajax.xla.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, Difference
+
+# Relative to the largest element of a gradient, and to the loss; a bf16 number has 8 bits of
+# precision. One of 8 bits has 4: where programs differ by roundings of bf16, gradients of a small
+# model differ by up to 0.25. In fp32 they agree as those of bf16 do.
+LIMITS = {
+    'float32': (LIMIT, 1e-5),
+    'exact': (LIMIT_EXACT, 1e-5),
+    '16 bits': (LIMIT_16_BITS, 1e-3),
+    '8 bits': (0.4, 1e-3),
+}
+LOSSES = 'loss', 'nll'
+Say = Callable[[str], None]
+
+
+def has_16_bits(config: Config) -> bool:
+    """Whether a step computes, or sums gradients, in 16 bits or fewer."""
+    return not config.train.dtype == config.optim.reduce_dtype == 'float32'
+
+
+def limits(config: Config, *, exact: bool) -> tuple[float, float]:
+    """The limits on a gradient and on the loss."""
+    if exact and has_16_bits(config):
+        return LIMITS['exact']
+    if config.train.dtype == 'fp8':
+        return LIMITS['8 bits']
+    return LIMITS['16 bits'] if has_16_bits(config) else LIMITS['float32']
+
+
+def judged(differences: Iterable[Difference], config: Config, *, exact: bool) -> list[Compared]:
+    """Pair each difference with its own limit, or that of the dtype; the worst comes first."""
+    gradient, loss = limits(config, exact=exact)
+    results = [
+        Compared(name=name, error=error, limit=own or (loss if name in LOSSES else gradient))
+        for name, error, own in differences
+    ]
+    return sorted(results, key=lambda result: -result.error / result.limit)

@@ -1,0 +1,57 @@
+"""The tables of `megajax inspect --memory`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from megajax.analysis.inspect.memory_result import HeldArrays, Memory
+from megajax.analysis.inspect.peak_groups import Key, by_source_line, grouped, total_bytes
+from megajax.base.render.folded import Folded
+from megajax.base.render.units import si
+
+LARGEST = 20  # groups of arrays that are listed one by one
+LEAST = 5e-4  # of the memory: uses with less have one row together
+
+
+def memory_tables(memory: Memory) -> RenderableType:
+    """The memory of a device at the peak, by use, and the largest arrays by source line."""
+    by_use = grouped(memory.at_peak, lambda arrays: (arrays.use,))
+    uses = _table('memory of a device at the peak', ('use',))
+    for key, size in _shown(by_use, memory):
+        uses.add_row(*key, *_numbers(size, memory))
+    by_line = grouped(memory.at_peak, by_source_line)
+    largest = [(key, arrays) for key, arrays in by_line.items() if key[-1] != '-'][:LARGEST]
+    lines = _table(f'the {len(largest)} largest source lines', ('use', 'site', 'line', 'arrays'))
+    for key, arrays in largest:
+        lines.add_row(*key, _arrays(arrays), *_numbers(total_bytes(arrays), memory))
+    for table, empty in ((uses, 0), (lines, 3)):
+        table.add_row('in all', *[''] * empty, *_numbers(memory.needed, memory), style='bold')
+    return Group(Folded(uses), '', Folded(lines))
+
+
+def _shown(groups: Mapping[Key, list[HeldArrays]], memory: Memory) -> Iterator[tuple[Key, int]]:
+    """Yield the bytes of each group, and of those together that are less than LEAST of all."""
+    sizes = {key: total_bytes(arrays) for key, arrays in groups.items()}
+    yield from ((key, size) for key, size in sizes.items() if size >= LEAST * memory.needed)
+    if rest := sum(size for size in sizes.values() if size < LEAST * memory.needed):
+        yield ('others',), rest
+
+
+def _table(title: str, names: tuple[str, ...]) -> Table:
+    table = Table(box=None, header_style='bold', pad_edge=False, title=title, title_justify='left')
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for name in ('bytes', 'share'):
+        table.add_column(name, justify='right', no_wrap=True)
+    return table
+
+
+def _numbers(size: int, memory: Memory) -> list[str]:
+    return [si(size), f'{size / memory.needed:.1%}']
+
+
+def _arrays(arrays: Sequence[HeldArrays]) -> str:
+    """The largest of some arrays, and how many there are beside it."""
+    first, others = arrays[0], sum(each.count for each in arrays[1:])
+    return f'{first.count} {first.array}' + (f' and {others} more' if others else '')

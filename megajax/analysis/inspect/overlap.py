@@ -1,0 +1,119 @@
+"""Seconds of each collective on the wire, and seconds of these that matrix products hide."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from megajax.analysis.inspect.result import Rates
+from megajax.core.config import Config
+from megajax.core.counts.megatron import HLO_DTYPES
+from megajax.core.hardware.records import Hardware, hardware
+from megajax.xla.hlo.collectives import Collective
+from megajax.xla.hlo.groups import Groups, crosses_hosts
+from megajax.xla.hlo.kernels import Kernel
+from megajax.xla.hlo.products import Product
+from megajax.xla.hlo.program import Program
+from megajax.xla.hlo.schedule import Place, Sent, hidden_seconds
+from megajax.xla.hlo.timeline import Timeline, timeline
+
+
+def rates_of(config: Config, target: str) -> Rates:
+    """The rates of a GPU target: its peaks, efficiencies and links, as `megajax plan` uses them."""
+    gpu, dtype = hardware(target), config.train.dtype
+    products = gpu.product_rate(dtype, is_attention=False)
+    attention = gpu.product_rate(config.train.compute_dtype, is_attention=True)
+    return Rates(
+        hardware=gpu.name,
+        dtype=dtype,
+        products=products,
+        attention=attention,
+        memory=gpu.memory_bandwidth * gpu.reference.memory,
+        inside_host=gpu.inside_host.bandwidth,
+        between_hosts=gpu.across_hosts.bandwidth,
+    )
+
+
+def transfer_seconds(
+    program: Program,
+    placed: Sequence[Collective],
+    target: str,
+    devices_per_host: int,
+) -> list[tuple[float, float]]:
+    """Seconds of each collective on the wire, and those that products hide, each time it runs.
+
+    Arrays that XLA joined in one instruction share its hidden seconds in proportion to their bytes.
+    """
+    gpu = hardware(target)
+    sent = sent_by(placed, gpu, devices_per_host)
+    hidden = hidden_seconds(program, sent, lambda product: product_seconds(product, gpu))
+    seconds = []
+    for collective in placed:
+        on_wire = _seconds(collective, gpu, devices_per_host)
+        total = sent[_place(collective)].seconds
+        share = hidden[_place(collective)] / total if total else 0.0
+        seconds.append((on_wire, share * on_wire))
+    return seconds
+
+
+def timeline_of(
+    program: Program,
+    placed: Sequence[Collective],
+    kernels: Sequence[Kernel],
+    target: str,
+    devices_per_host: int,
+) -> Timeline:
+    """The timeline of a program for a GPU target, at the rates of `rates_of`."""
+    gpu = hardware(target)
+    seconds = {
+        (kernel.computation.name, kernel.instruction.name): kernel_seconds(kernel, gpu)
+        for kernel in kernels
+    }
+    return timeline(program, sent_by(placed, gpu, devices_per_host), seconds)
+
+
+def kernel_seconds(kernel: Kernel, gpu: Hardware) -> float:
+    """Seconds of one run of a kernel by a roofline: of its products, or of its bytes if longer."""
+    products = sum(product_seconds(product, gpu) for product in kernel.products)
+    return max(products, kernel.bytes / (gpu.memory_bandwidth * gpu.reference.memory))
+
+
+def sent_by(
+    placed: Sequence[Collective], gpu: Hardware, devices_per_host: int
+) -> dict[Place, Sent]:
+    """Return the transfer of each instruction, the sum of the arrays that XLA joined in it."""
+    totals = defaultdict[Place, float](float)
+    links: dict[Place, str] = {}
+    for collective in placed:
+        totals[_place(collective)] += _seconds(collective, gpu, devices_per_host)
+        crosses = crosses_hosts(collective.groups, devices_per_host)
+        links[_place(collective)] = 'between hosts' if crosses else 'inside a host'
+    return {place: Sent(links[place], seconds) for place, seconds in totals.items()}
+
+
+def product_seconds(product: Product, gpu: Hardware) -> float:
+    """Seconds of a matrix product or an attention kernel; a causal kernel skips half its FLOPs."""
+    flops = product.flops / 2 if product.is_causal else product.flops
+    return flops / gpu.product_rate(dtype_of(product.dtype), is_attention=product.is_attention)
+
+
+def dtype_of(spelled: str) -> str:
+    """The name that a GPU's record has for a dtype as HLO spells it; empty if it has none."""
+    if spelled.startswith('f8'):
+        return 'fp8'
+    return next((name for name, dtype in HLO_DTYPES.items() if dtype == spelled), '')
+
+
+def _place(collective: Collective) -> Place:
+    return collective.computation, collective.instruction
+
+
+def _seconds(collective: Collective, gpu: Hardware, devices_per_host: int) -> float:
+    return collective.wire_bytes / _bandwidth(gpu, collective.groups, devices_per_host)
+
+
+def _bandwidth(gpu: Hardware, groups: Groups, devices_per_host: int) -> float:
+    """The bandwidth of the slowest group, in bytes per second."""
+    on_hosts = [Counter(device // devices_per_host for device in group) for group in groups]
+    return min(
+        (gpu.ring_bandwidth(members=min(hosts.values()), hosts=len(hosts)) for hosts in on_hosts),
+        default=gpu.inside_host.bandwidth,
+    )

@@ -1,0 +1,99 @@
+"""The matrix products of a compiled step, compared with those that its config requires."""
+
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from megajax.analysis.inspect.result import Finding, Products
+from megajax.core.config import Config
+from megajax.core.counts import products as counts
+from megajax.core.counts.flops import uses_flash
+from megajax.xla.hlo.products import is_rematerialized, products
+from megajax.xla.hlo.program import Program
+
+TOLERANCE = 1e-3
+PADDED = 8  # elements; XLA pads the sizes of cuBLAS's 16-bit products to a multiple of it
+TILE, MULTIPROCESSORS = 64, 132  # of a product's result, and of an H100
+LEAST_PART = 24  # of a contraction that XLA splits
+
+
+def count_products(config: Config, program: Program, target: str) -> Products:
+    """Count the FLOPs of a step on one device: in the compiled program, and by the config.
+
+    XLA computes exactly the products that `core/counts/products.py` lists, whatever the family, the
+    layout and the recomputation. A CPU has no flash attention.
+    """
+    flash = uses_flash(config) and target != 'cpu'
+    required = counts.products(config, flash=flash)
+    expected = sum(product.times * product.flops for product in required)
+    compiled = rematerialized = 0
+    for product, computation, instruction, times in products(program):
+        compiled += times * product.flops
+        if is_rematerialized(program, computation, instruction):
+            rematerialized += times * product.flops
+    return Products(compiled=compiled, expected=expected, rematerialized=rematerialized)
+
+
+def padding(config: Config) -> int:
+    """FLOPs that XLA may add on one device where it pads 16-bit products for cuBLAS.
+
+    It pads sizes to multiples of 8, and so each part of a contraction that it splits because the
+    result is too small for all multiprocessors. Such sizes are rare: those of BERT's first tokens
+    with a row of each sequence, of the numbers of a patch, and of tiny models.
+    """
+    if config.train.dtype == 'float32':
+        return 0
+    return sum(
+        product.times * 2 * product.batch * (_padded(product.sizes) - prod(product.sizes))
+        for product in counts.products(config, flash=uses_flash(config))
+        if product.where != 'attention'
+    )
+
+
+def _padded(sizes: tuple[int, int, int]) -> int:
+    m, n, k = (-(-size // PADDED) * PADDED for size in sizes)
+    if -(-m // TILE) * -(-n // TILE) < MULTIPROCESSORS:
+        parts = [count for count in (2, 4, 8, 16) if sizes[2] >= count * LEAST_PART]
+        k = max(k, *(-(-sizes[2] // (count * PADDED)) * count * PADDED for count in (1, *parts)))
+    return m * n * k
+
+
+def products_run_twice(config: Config, program: Program, products: Products) -> Iterator[Finding]:
+    """Yield an error if the compiled step computes more than its config requires.
+
+    Products that XLA repeats because memory is short are a note.
+    """
+    if products.rematerialized:
+        message = (
+            f'XLA computes {products.rematerialized / 1e9:,.1f} GFLOP of matrix products a second '
+            'time, because the step does not fit into the memory of a device: use more devices or '
+            'microbatches, or recompute more (train.recompute)'
+        )
+        yield Finding(level='note', rule='products run again for memory', message=message)
+    wanted = products.compiled - products.rematerialized
+    if wanted - padding(config) <= products.expected * (1 + TOLERANCE):
+        return
+    more = (wanted - products.expected) / 1e9
+    again = _repeated(program)
+    which = f'; there is more than one of {", ".join(again)}' if again else ''
+    message = (
+        f'each device computes {more:,.1f} GFLOP of matrix products more than the config requires '
+        f'({products.ratio:.3f} of it){which}: jax 0.11 clones a product that is both used and '
+        'stored, unless XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false'
+    )
+    yield Finding(level='error', rule='products run twice', message=message)
+
+
+def _repeated(program: Program, limit: int = 3) -> list[str]:
+    """The largest products that have the same path and the same arrays as another product."""
+    seen = set[tuple[Any, ...]]()
+    again = Counter[str]()
+    for product, computation, instruction, times in products(program):
+        arrays = [computation.by_name[name].results[0] for name in instruction.operands]
+        key = instruction.op_name, tuple(arrays), instruction.results[0]
+        if key in seen:
+            source = ' < '.join(program.source(instruction).split(' < ')[:2])
+            again[f'{instruction.op_name} ({source})'] += times * product.flops
+        seen.add(key)
+    return [f'{place}, {flops / 1e9:,.1f} GFLOP' for place, flops in again.most_common(limit)]

@@ -1,0 +1,72 @@
+"""The smallest config of a family whose compiled step is still wrong."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megajax.analysis.inspect.emulated_step import updated
+from megajax.core.config import Config
+
+# In the order in which they are tried: changes that remove options, before those that reduce sizes.
+_PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
+    {'train': {'dtype': 'float32'}},
+    {'train': {'microbatches': 1}},
+    {'train': {'recompute': 'none'}},
+    {'train': {'overlap': 'none', 'unroll': False}},
+    {'optim': {'reduce_dtype': 'float32'}},
+    {'mesh': {'replicas': 1}},
+    {'mesh': {'model_rows': 1}},
+    {'model': {'dropout': 0.0, 'attention_dropout': 0.0}},
+    {'loss': {'label_smoothing': 0.0, 'z_loss': 0.0}},
+    {'model': {'qk_norm': False}},
+    {'model': {'norm_position': 'before'}},
+    {'data': {'document_mask': False}},
+    {'mesh': {'sequence_parallel': False}},
+    {'model': {'num_layers': 1}},
+)
+
+
+RUNGS = 'none', 'optimizer', 'gradients', 'weights'
+
+
+def smallest(config: Config, is_wrong: Callable[[Config], bool]) -> Config:
+    """Remove options and halve sizes for as long as the step stays wrong.
+
+    Each call of `is_wrong` compiles and executes a step.
+    """
+    right = set[Config]()
+    while True:
+        for simpler in _simpler(config):
+            if simpler not in right and is_wrong(simpler):
+                config = simpler
+                break
+            right.add(simpler)
+        else:
+            return config
+
+
+def _simpler(config: Config) -> Iterator[Config]:
+    model, mesh, train = config.model, config.mesh, config.train
+    changes: list[dict[str, dict[str, Any]]] = [
+        *_PLAINER,
+        *({'optim': {'shard': rung}} for rung in RUNGS[: RUNGS.index(config.optim.shard)]),
+        {'mesh': {'data': mesh.data // 2}, 'train': {'batch_size': train.batch_size // 2}},
+        {'mesh': {'model': mesh.model // 2}},
+        {
+            'model': {
+                'num_heads': model.num_heads // 2,
+                'num_kv_heads': max(model.num_kv_heads // 2, 1),
+            }
+        },
+        {'model': {'num_kv_heads': model.num_heads}},
+        {'model': {'hidden_size': model.hidden_size // 2}},
+        {'model': {'ffn_size': model.ffn_size // 2}},
+        {'train': {'seq_len': train.seq_len // 2}},
+        {'train': {'batch_size': mesh.data * mesh.model_rows * train.microbatches}},
+    ]
+    for change in changes:
+        try:
+            simpler = updated(config, **change)
+        except ValueError:  # not a valid config
+            continue
+        if simpler != config:
+            yield simpler

@@ -1,0 +1,302 @@
+"""The tables of an inspection, for a terminal and as HTML."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megajax.analysis.inspect.kernel_table import kernel_tables
+from megajax.analysis.inspect.memory_table import memory_tables
+from megajax.analysis.inspect.result import Inspection, Overlap, Row, Transfer
+from megajax.analysis.inspect.run_report import run_lines
+from megajax.base.render.console import as_html, as_text
+from megajax.base.render.folded import Folded
+from megajax.base.render.units import si
+
+_STYLES = {
+    'equal': 'green',
+    'less': 'green',
+    'stated': 'green',
+    'MORE': 'bold red',
+    'error': 'bold red',
+    'note': 'dim',
+}
+_SHORT = {
+    'all-reduce': 'AR',
+    'all-gather': 'AG',
+    'reduce-scatter': 'RS',
+    'all-to-all': 'A2A',
+    'collective-permute': 'permute',
+}
+
+
+def to_text(
+    inspection: Inspection, *, width: int = 150, kernels: bool = False, memory: bool = False
+) -> str:
+    """Render an inspection as plain text."""
+    return as_text(tables(inspection, kernels=kernels, memory=memory), width=width)
+
+
+def to_html(inspection: Inspection) -> str:
+    """Render an inspection as an HTML fragment for a notebook."""
+    return as_html(tables(inspection))
+
+
+def tables(
+    inspection: Inspection, *, kernels: bool = False, memory: bool = False
+) -> RenderableType:
+    """The complete report, for a rich console; with the tables of kernels and memory on demand."""
+    axes = ' x '.join(f'{name}={size}' for name, size in inspection.mesh.items())
+    layers = 'each layer on its own' if inspection.unrolled else 'a loop over layers'
+    layers += ' (--scan; a run compiles each on its own)' if inspection.scan else ''
+    parts: list[RenderableType] = [
+        Text(
+            f'{axes}, target {inspection.target}, jax {inspection.jax_version}, '
+            f'overlap {inspection.overlap}, {layers}, '
+            f'compiled in {inspection.compile_seconds:.0f} s'
+        ),
+        Text(),
+        Folded(
+            collectives_table(inspection.rows, inspection.reference),
+            {4: 'XLA bytes', 6: 'Megatron bytes'},
+        ),
+        _totals(inspection),
+        *_stated(inspection),
+        _products(inspection),
+    ]
+    if inspection.schedule:
+        parts += [Text(), Folded(schedule_table(inspection)), _shares(inspection)]
+    parts += _seconds(inspection)
+    if kernels:
+        parts += [Text(), kernel_tables(inspection)]
+    if memory:
+        parts += [Text(), memory_tables(inspection.memory)]
+    parts += [Text(), _memory(inspection), Text()]
+    parts += [*run_lines(inspection.runs), *_findings(inspection), _conclusion(inspection)]
+    return Group(*parts)
+
+
+def collectives_table(rows: list[Row], reference: str = 'Megatron') -> Table:
+    """A table with a row per site, phase and axis; a cell has a line per kind of array."""
+    table = Table(
+        box=None,
+        header_style='bold',
+        pad_edge=False,
+        title='collectives per step and device',
+        title_justify='left',
+    )
+    for name in (
+        'site',
+        'phase',
+        'axis',
+        'XLA placed',
+        'bytes',
+        f'{reference} {"place" if "and" in reference else "places"}',
+        'bytes',
+        'ratio',
+        'verdict',
+    ):
+        table.add_column(
+            name, justify='right' if name in ('bytes', 'ratio') else 'left', no_wrap=name != 'site'
+        )
+    for row in rows:
+        ratio = (
+            f'{row.wire_bytes / row.megatron_wire_bytes:.3f}' if row.megatron_wire_bytes else '-'
+        )
+        theirs = si(row.megatron_wire_bytes) if row.megatron else '-'
+        cells = (
+            row.site,
+            row.phase,
+            row.axis or '-',
+            transfers_cell(row.placed),
+            si(row.wire_bytes),
+            transfers_cell(row.megatron),
+            theirs,
+            ratio,
+        )
+        table.add_row(*cells, Text(row.verdict, style=_STYLES[row.verdict]))
+    return table
+
+
+def schedule_table(inspection: Inspection) -> Table:
+    """A table with a row per group of similar collectives of the GPU program, most bytes first."""
+    table = Table(
+        box=None, header_style='bold', pad_edge=False, title='schedule', title_justify='left'
+    )
+    numbers = 'bytes', 'ms', 'ms hidden'
+    for name in (
+        'site',
+        'phase',
+        'axis',
+        'collective',
+        *numbers,
+        'overlaps with',
+        'link',
+        'source',
+    ):
+        justify: Literal['left', 'right'] = 'right' if name in numbers else 'left'
+        table.add_column(name, justify=justify, no_wrap=name != 'source')
+    similar = defaultdict[tuple[str, ...], list[Overlap]](list)
+    for overlap in sorted(inspection.schedule, key=lambda overlap: -overlap.transfer.wire_bytes):
+        key = (
+            overlap.site,
+            overlap.phase,
+            overlap.axis,
+            overlap.transfer.kind,
+            _matched(overlap),
+            _link(overlap),
+        )
+        similar[key].append(overlap)
+    for (site, phase, axis, _, matched, link), group in similar.items():
+        collective = transfers_cell([group[0].transfer]) + (
+            f' and {len(group) - 1} more' if len(group) > 1 else ''
+        )
+        size = si(sum(overlap.transfer.wire_bytes for overlap in group))
+        on_wire = _ms(sum(overlap.seconds for overlap in group))
+        hidden = _ms(sum(overlap.hidden_seconds for overlap in group))
+        source = group[0].source.split(' < ')[0].rpartition('megajax/')[2]
+        table.add_row(site, phase, axis, collective, size, on_wire, hidden, matched, link, source)
+    return table
+
+
+def _matched(overlap: Overlap) -> str:
+    if overlap.overlapped_gflops:
+        return f'{overlap.overlapped_gflops:,.1f} GFLOP'
+    return 'nothing: synchronous' if overlap.synchronous else 'no product'
+
+
+def _link(overlap: Overlap) -> str:
+    return 'between hosts' if overlap.crosses_hosts else 'inside a host'
+
+
+def transfers_cell(transfers: list[Transfer], limit: int = 3) -> str:
+    """Return a line for each kind of array that is sent, of at most `limit`."""
+    lines = [
+        f'{"at most " * transfer.at_most}{transfer.times} '
+        f'{_SHORT.get(transfer.kind, transfer.kind)} {transfer.array}'
+        for transfer in transfers[:limit]
+    ]
+    if len(transfers) > limit:
+        lines.append(f'... {len(transfers) - limit} more arrays')
+    return '\n'.join(lines) or '-'
+
+
+def _totals(inspection: Inspection) -> Text:
+    parts = [
+        f'{axis}: {ratio:.3f} of {inspection.reference}'
+        for axis, ratio in inspection.ratios.items()
+        if ratio is not None
+    ]
+    return Text(
+        f'bytes on the wire  {", ".join(parts)}' if parts else 'one device: nothing on the wire'
+    )
+
+
+def _stated(inspection: Inspection) -> Iterator[Text]:
+    """Lines on the ticks of a pipeline, and on rows with more than Megatron for a stated reason."""
+    pipeline = inspection.pipeline
+    if pipeline is not None:
+        yield Text(
+            f'pipeline  a stage has a microbatch in {pipeline.ticks - pipeline.idle_ticks} of '
+            f'{pipeline.ticks} ticks each way: a bubble of {pipeline.bubble:.1%}'
+        )
+    for row in (row for row in inspection.rows if row.verdict == 'stated'):
+        more = si(row.wire_bytes - row.megatron_wire_bytes)
+        reasons = '; '.join(row.stated_sources)
+        yield Text(f'stated  {row.site} {row.phase} over {row.axis}: {more} more, {reasons}')
+
+
+def _shares(inspection: Inspection) -> Text:
+    parts = [f'{axis}: {share:.0%}' for axis, share in inspection.overlapped_share.items()]
+    return Text(f'share of bytes that overlap with matrix products  {", ".join(parts)}')
+
+
+def _seconds(inspection: Inspection) -> list[Text]:
+    """Milliseconds on the wire and beside products, per axis and in total, and the rates used."""
+    rates = inspection.rates
+    if rates is None:
+        return []
+    hidden = inspection.hidden_seconds
+    parts = [
+        _hidden(axis, seconds, hidden[axis]) for axis, seconds in inspection.wire_seconds.items()
+    ]
+    total = sum(overlap.seconds for overlap in inspection.schedule)
+    parts.append(
+        _hidden('in all', total, sum(overlap.hidden_seconds for overlap in inspection.schedule))
+    )
+    compute, exposed = inspection.compute_seconds, inspection.exposed_seconds
+    assert compute is not None
+    assert exposed is not None
+    return [
+        Text(f'ms on the wire  {", ".join(parts)}'),
+        Text(
+            f'ms of a step  {_ms(compute)} of kernels + {_ms(exposed)} waiting for transfers = '
+            f'{_ms(compute + exposed)}, by a timeline of the schedule; not measured'
+        ),
+        Text(
+            f'at {rates.products / 1e12:.4g} TFLOP/s of {rates.dtype} products, '
+            f'{rates.attention / 1e12:.4g} of attention, {rates.memory / 1e12:.4g} TB/s of memory, '
+            f'{rates.inside_host / 1e9:.4g} GB/s inside a host, {rates.between_hosts / 1e9:.4g} a '
+            'GPU between hosts; without latency',
+            style='dim',
+        ),
+    ]
+
+
+def _hidden(name: str, seconds: float, hidden: float) -> str:
+    share = f' ({hidden / seconds:.0%})' if seconds else ''
+    return f'{name}: {_ms(seconds)}, {_ms(hidden)} beside products{share}'
+
+
+def _ms(seconds: float) -> str:
+    return f'{1e3 * seconds:,.2f}'
+
+
+def _products(inspection: Inspection) -> Text:
+    products = inspection.products
+    line = f'matrix products  {products.compiled / 1e12:,.3f} TFLOP a step and device'
+    return Text(f'{line}, {products.ratio:.3f} of what the config computes')
+
+
+def _memory(inspection: Inspection) -> Text:
+    memory = inspection.memory
+    line = (
+        f'memory per device  {si(memory.arguments)} state and batch + '
+        f'{si(memory.temporaries)} temporaries + {si(memory.outputs)} outputs = {si(memory.needed)}'
+    )
+    if memory.device:
+        line += f', {memory.needed / memory.device:.0%} of {si(memory.device)}'
+    replicated = ', '.join(f'{name} {si(size)}' for name, size in memory.largest_replicated)
+    line += f'\n{memory.remedy}' if memory.remedy else ''
+    return Text(line + (f'\nlargest replicated parameters  {replicated}' if replicated else ''))
+
+
+def _findings(inspection: Inspection) -> list[Text]:
+    return [
+        Text(f'{finding.level}: {finding.rule}: {finding.message}', style=_STYLES[finding.level])
+        for finding in inspection.findings
+    ]
+
+
+def _conclusion(inspection: Inspection) -> Text:
+    if inspection.ok:
+        executed = ', and the results of the program are correct' if inspection.runs else ''
+        return Text(f'ok: no more than {inspection.reference} anywhere{executed}', style='green')
+    more = [
+        f'{row.site} {row.phase} over {row.axis}'
+        for row in inspection.rows
+        if row.verdict == 'MORE'
+    ]
+    errors = sum(finding.level == 'error' for finding in inspection.findings)
+    reasons = ([f'MORE than {inspection.reference}: {"; ".join(more)}'] if more else []) + (
+        [f'{errors} lint error{"s" * (errors > 1)}'] if errors else []
+    )
+    reasons += (
+        ['the results of the program differ from those of one device']
+        if not all(run.ok for run in inspection.runs)
+        else []
+    )
+    return Text(', '.join(reasons), style='bold red')

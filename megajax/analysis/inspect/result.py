@@ -1,0 +1,308 @@
+"""The results of an inspection, as pydantic models for the terminal, the notebook and JSON."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megajax.analysis.inspect.memory_result import Memory
+from megajax.core.counts.products import Phase
+from megajax.xla.hlo.kernels import Kind
+
+Verdict = Literal['equal', 'less', 'stated', 'MORE']
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True, extra='forbid')
+
+
+class Transfer(_Result):
+    """One kind of array that crosses the wire, at one site in one phase."""
+
+    kind: str = Field(
+        description='all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, ...'
+    )
+    array: str = Field(
+        description='dtype and per-device shape of the gathered, reduced or scattered array'
+    )
+    times: int = Field(description='number per step, multiplied by the trip counts of loops')
+    wire_bytes: float = Field(description='bytes sent per step and device, by the ring algorithm')
+    at_most: bool = Field(
+        default=False, description='whether part of it is in a branch that may not run'
+    )
+
+
+class CollectiveInstruction(_Result):
+    """One collective instruction of the compiled text, even if no device or no step runs it."""
+
+    instruction: str
+    computation: str
+    kind: str = Field(
+        description=(
+            'kind as in a transfer; several kinds where XLA for CPUs joined arrays that are '
+            'interpreted differently'
+        )
+    )
+    axis: str = Field(description='mesh axes joined by +; empty where no device sends to another')
+    groups: str = Field(
+        description='groups of devices, or pairs of source and target, as spelled in the text'
+    )
+    arrays: list[str] = Field(description='dtypes and per-device shapes')
+    times: int = Field(description='number per step, multiplied by the trip counts of loops')
+    at_most: bool = Field(description='whether it is in a branch that may not run')
+    wire_bytes: float = Field(description='bytes sent per step and device, by the ring algorithm')
+    op_name: str
+    source: str = Field(description='Python frames, innermost first')
+    site: str
+
+
+class Row(_Result):
+    """One site in one phase along one mesh axis: what XLA placed and what Megatron places."""
+
+    site: str
+    phase: Phase
+    axis: str
+    placed: list[Transfer]
+    megatron: list[Transfer]
+    sources: list[str] = Field(
+        default=[], description='files and functions of Megatron-Core, or a paper, that place these'
+    )
+    stated: list[Transfer] = Field(
+        default=[],
+        description=(
+            'what stages in lock step, and sums in fp32 of context shards, send where that is more '
+            'than Megatron'
+        ),
+    )
+    stated_sources: list[str] = Field(default=[], description='the reasons for these')
+    wire_bytes: float = Field(description="bytes of XLA's transfers, per step and device")
+    megatron_wire_bytes: float
+    stated_wire_bytes: float = 0
+    verdict: Verdict
+
+
+class Pipeline(_Result):
+    """The schedule of a pipeline's stages in lock step."""
+
+    ticks: int = Field(description='ticks in which the stages run a forward pass')
+    idle_ticks: int = Field(description='those in which a stage has no microbatch')
+    bubble: float = Field(description='idle ticks over the others')
+
+
+class Overlap(_Result):
+    """The schedule of one collective on a GPU."""
+
+    site: str
+    phase: Phase
+    axis: str
+    transfer: Transfer
+    synchronous: bool
+    overlapped_gflops: float = Field(
+        description=(
+            'GFLOP of matrix products between its start and its end, on one device, each time'
+        )
+    )
+    seconds: float = Field(
+        description='seconds on the wire, per step, at the rates of the inspection'
+    )
+    hidden_seconds: float = Field(
+        description=(
+            'those of the seconds that lie beside matrix products, each of which hides one '
+            'transfer per link'
+        ),
+    )
+    crosses_hosts: bool
+    source: str = Field(description='Python frames, innermost first')
+
+
+class Kernel(_Result):
+    """One kernel of a GPU program, with what all its runs in a step amount to."""
+
+    instruction: str
+    computation: str
+    kind: Kind
+    site: str = Field(description='the part of the step that its path names')
+    phase: Phase
+    times: int = Field(description='runs per step')
+    bytes: int = Field(description='bytes read and written, per step and device')
+    flops: int = Field(description='FLOPs of matrix products, per step and device')
+    seconds: float = Field(description='by a roofline: those of the products, or of the bytes')
+    source: str = Field(description='Python frames, innermost first')
+
+
+class Rates(_Result):
+    """The rates of one GPU from which seconds are computed; latencies are not counted."""
+
+    hardware: str
+    dtype: str
+    products: float = Field(
+        description=(
+            'FLOP/s of products in `dtype`; products in another dtype reach the same share of its '
+            'peak'
+        ),
+    )
+    attention: float = Field(
+        description=(
+            'FLOP/s of attention kernels; for causal kernels only FLOPs that the mask does not hide'
+        ),
+    )
+    memory: float = Field(description='bytes per second that kernels read and write')
+    inside_host: float = Field(description='bytes per second that a GPU sends')
+    between_hosts: float = Field(
+        description=(
+            'bytes per second that a GPU sends; multiplied by the GPUs of its group on a host'
+        ),
+    )
+
+
+class Products(_Result):
+    """The FLOPs of all matrix products of a step on one device."""
+
+    compiled: float = Field(
+        description='FLOPs of the compiled program, multiplied by the trip counts of loops'
+    )
+    expected: float = Field(description='FLOPs that the config requires, recomputation included')
+    rematerialized: float = Field(
+        default=0, description='those of the compiled FLOPs that XLA repeats to save memory'
+    )
+
+    @property
+    def ratio(self) -> float:
+        """The FLOPs of the compiled program over those that the config requires."""
+        return self.compiled / self.expected
+
+
+class Finding(_Result):
+    """One lint finding: an error makes the exit status 1, a note does not."""
+
+    level: Literal['error', 'note']
+    rule: str
+    message: str
+
+
+class Compared(_Result):
+    """One result of an executed step, compared with one device."""
+
+    name: str
+    error: float = Field(
+        description=(
+            'the largest difference over the largest element of the expected result or, if that is '
+            'nearer to its limit, the norm of the difference from fp32 over the norm of the result'
+        )
+    )
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within the limit; NaN is not."""
+        return self.error <= self.limit
+
+
+class StepRun(_Result):
+    """An execution of a compiled step on simulated CPU devices, compared with one device."""
+
+    config: str = Field(description='the config that was executed, as YAML')
+    shrunk: list[str] = Field(
+        description='each key that was made smaller so that a CPU can execute the step'
+    )
+    exact: bool = Field(description='whether fp32 was used in place of all 16-bit types')
+    seconds: float
+    results: list[Compared] = Field(
+        description='loss, gradients and updated parameters, the nearest to its limit first'
+    )
+    culprit: str = Field(
+        default='',
+        description='with --bisect, the compiler pass after which the program is wrong',
+    )
+    smallest: str = Field(
+        default='',
+        description=(
+            'with --reduce, the smallest config of the family whose step is wrong, as YAML'
+        ),
+    )
+
+    @property
+    def ok(self) -> bool:
+        """Whether every result is within its limit."""
+        return all(result.ok for result in self.results)
+
+
+class Inspection(_Result):
+    """The collectives, schedule, memory and lint of one compiled training step."""
+
+    schema_version: Literal[1] = 1
+    config: str = Field(description='the resolved config, as YAML')
+    target: str
+    mesh: dict[str, int]
+    devices_per_host: int
+    jax_version: str
+    overlap: str = Field(description='`train.overlap`, or what auto stands for')
+    unrolled: bool = Field(description='whether each layer is compiled on its own')
+    scan: bool = Field(
+        default=False,
+        description='whether this is a loop over layers that a run compiles on their own',
+    )
+    compile_seconds: float
+    rows: list[Row]
+    collectives: list[CollectiveInstruction]
+    pipeline: Pipeline | None = Field(default=None, description='None without stages')
+    ratios: dict[str, float | None] = Field(
+        description=(
+            'per axis, bytes on the wire over those of Megatron; None where Megatron sends none'
+        )
+    )
+    schedule: list[Overlap]
+    overlapped_share: dict[str, float] = Field(
+        description='per axis, the share of bytes whose transfer overlaps with matrix products'
+    )
+    rates: Rates | None = Field(
+        description='rates from which the seconds are computed; None for a CPU'
+    )
+    compute_seconds: float | None = Field(
+        description='seconds of all kernels of a step, one after the other; None for a CPU'
+    )
+    exposed_seconds: float | None = Field(
+        description=(
+            'seconds of a step in which no kernel runs because one waits for a transfer, by a '
+            'timeline of the schedule; None for a CPU'
+        )
+    )
+    wire_seconds: dict[str, float] = Field(
+        description='per axis, seconds of the transfers in `schedule`, per step',
+    )
+    hidden_seconds: dict[str, float] = Field(
+        description='per axis, those of `wire_seconds` that lie beside matrix products',
+    )
+    products: Products
+    kernels: list[Kernel] = Field(description='every kernel, longest first; empty for a CPU')
+    memory: Memory
+    findings: list[Finding]
+    runs: list[StepRun] = Field(default=[], description='with --run, the executions of the program')
+
+    @property
+    def reference(self) -> str:
+        """The name of what collectives are compared with: Megatron has no 2-D layout."""
+        return 'Megatron and Pope et al.' if self.mesh.get('row', 1) > 1 else 'Megatron'
+
+    def sent_over(self, axis: str) -> float:
+        """Bytes that a device sends over a mesh axis in a step, alone or together with others."""
+        return sum(row.wire_bytes for row in self.rows if axis in row.axis.split('+'))
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is MORE than Megatron, no finding is an error and all runs are right."""
+        no_more = all(row.verdict != 'MORE' for row in self.rows)
+        return (
+            no_more
+            and all(finding.level != 'error' for finding in self.findings)
+            and all(run.ok for run in self.runs)
+        )
+
+    def _repr_html_(self) -> str:
+        from megajax.analysis.inspect.report import to_html
+
+        return to_html(self)
+
+    def __str__(self) -> str:
+        from megajax.analysis.inspect.report import to_text
+
+        return to_text(self)

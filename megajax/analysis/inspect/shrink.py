@@ -1,0 +1,159 @@
+"""A smaller model of the same family, mesh, layout and options, for execution on a CPU."""
+
+import math
+from typing import Any
+
+from megajax.core.config import Config
+from megajax.core.counts.parameters import num_parameters
+
+LARGEST = 10_000_000  # maximum number of parameters of a model that is executed unchanged
+MOST_TOKENS = 8192  # maximum number of tokens in its step
+MOST_DEVICES = 16  # maximum number of devices in its mesh, which one process simulates
+HEAD_DIM = 64  # Triton cannot tile every product of smaller heads
+MAX_SEQ_LEN = 64
+REGIONS, TOTAL_TOKENS = (2, 1), 160  # two regions, between which a budget has to choose
+VOCAB_SIZE = 1000  # padded to 1024 rows, so that the padding is executed too
+
+
+def shrink(config: Config) -> tuple[Config, list[str]]:
+    """Return a config that a CPU can execute, and each changed key: `model.num_layers 32 -> 2`.
+
+    The data axis is reduced only where the mesh has more than MOST_DEVICES devices.
+    """
+    if _is_small(config):
+        return config, []
+    written = config.model_dump(mode='json')
+    changes = []
+    for path, value in _changes(config).items():
+        section, key = path.split('.')
+        if written[section][key] != value:
+            changes.append(f'{path} {written[section][key]} -> {value}')
+            written[section][key] = value
+    return Config.model_validate(written, strict=False), changes
+
+
+def _is_small(config: Config) -> bool:
+    return (
+        num_parameters(config.model) <= LARGEST
+        and config.train.batch_size * config.train.seq_len <= MOST_TOKENS
+        and config.mesh.num_devices <= MOST_DEVICES
+    )
+
+
+def _changes(config: Config) -> dict[str, Any]:
+    mesh = _mesh(config)
+    data, rows = mesh['mesh.replicas'] * mesh['mesh.data'], mesh['mesh.model_rows']
+    stages, chunks = mesh['mesh.stages'], mesh['mesh.virtual_stages']
+    # Twice as many microbatches as stages, so that some ticks have both passes on all of them.
+    microbatches = stages * min(config.train.microbatches // config.mesh.stages, 2)
+    kv_heads, heads = _heads(config, mesh['mesh.model'])
+    # Two chunks for each context shard, which sequence parallelism divides.
+    divisor = mesh['mesh.context'] * math.lcm(2, mesh['mesh.model'])
+    longest = MAX_SEQ_LEN if config.relevance is None else 2 * TOTAL_TOKENS
+    seq_len = min(config.train.seq_len, math.ceil(longest / divisor) * divisor)
+    layers = config.model.num_layers // (config.mesh.stages * config.mesh.virtual_stages)
+    # A size that the data shards divide stays one, and a size that they do not does too.
+    divisor = rows * (1 if _is_uneven(config) else mesh['mesh.data'])
+    batch_rows = min(config.microbatch_rows, 2 * rows)
+    changes = mesh | {
+        'model.num_layers': stages * chunks * min(layers, 2),
+        'model.hidden_size': min(config.model.hidden_size, math.lcm(HEAD_DIM, divisor) * 2),
+        'model.num_heads': heads,
+        'model.num_kv_heads': kv_heads,
+        'model.head_dim': min(config.model.head_dim, HEAD_DIM),
+        'model.ffn_size': min(config.model.ffn_size, 4 * math.lcm(HEAD_DIM, mesh['mesh.model'])),
+        'model.vocab_size': min(config.model.vocab_size, VOCAB_SIZE),
+        'model.max_seq_len': seq_len,
+        'train.seq_len': seq_len,
+        'train.batch_size': batch_rows * data * microbatches,
+        'train.microbatches': microbatches,
+        'mesh.data': data,
+    }
+    return changes | _of_encoder(config, changes['model.head_dim'], seq_len)
+
+
+def _of_encoder(config: Config, head_dim: int, seq_len: int) -> dict[str, Any]:
+    """Two layers of the encoder with at most two taps, and images that fit into the sequence."""
+    vision, relevance = config.vision, config.relevance
+    if vision is None:
+        return {}
+    heads, taps = min(vision.num_heads, 2), min(len(vision.deepstack), 2)
+    patches = vision.unit * (seq_len // 4 // vision.images)
+    if relevance is not None:
+        patches = vision.max_patches // relevance.num_regions * math.prod(REGIONS)
+    changes = {
+        'vision.num_layers': min(vision.num_layers, 2),
+        'vision.num_heads': heads,
+        'vision.hidden_size': min(vision.hidden_size, heads * HEAD_DIM),
+        'vision.ffn_size': min(vision.ffn_size, 4 * HEAD_DIM),
+        'vision.patch_size': min(vision.patch_size, 8),
+        'vision.positions': min(vision.positions, 8),
+        'vision.deepstack': list(range(taps)),
+        'vision.max_patches': min(vision.max_patches, patches),
+        'vision.min_patches': 0,
+        'vision.image_token': min(vision.image_token, VOCAB_SIZE - 1),
+        # A layer of cross-attention after each layer.
+        'vision.cross_every': 1 if vision.is_crossed else vision.cross_every,
+    }
+    if relevance is not None:
+        changes |= {
+            'relevance.regions': list(REGIONS),
+            'relevance.total_tokens': TOTAL_TOKENS,
+            'relevance.scorer_size': min(relevance.scorer_size, HEAD_DIM),
+        }
+    if config.model.position == 'mrope':
+        pairs = head_dim // 2
+        others = [
+            section * pairs // (config.model.head_dim // 2)
+            for section in config.model.mrope_section[1:]
+        ]
+        changes['model.mrope_section'] = [pairs - sum(others), *others]
+    return changes
+
+
+def _mesh(config: Config) -> dict[str, int]:
+    """The axes of the mesh; `mesh.data` is the number of data shards of a group of replicas."""
+    mesh = config.mesh
+    rows, model, replicas, shards = mesh.model_rows, mesh.model, mesh.replicas, mesh.data_shards
+    stages, chunks, context = mesh.stages, min(mesh.virtual_stages, 2), mesh.context
+    if stages * context > 1 and mesh.num_devices > MOST_DEVICES:
+        model, replicas, shards = min(model, 2), min(replicas, 2), min(shards, 2)
+        context = min(context, 2 if stages > 1 else 4)
+        stages = min(stages, max(2, MOST_DEVICES // (replicas * shards * context * model)))
+    if mesh.is_grid and mesh.tensor_parallel > MOST_DEVICES:
+        rows, model = 2, min(model, 4)
+    fits = max(2, MOST_DEVICES // (stages * context * rows * model))
+    if replicas * shards > fits:
+        replicas = min(replicas, 2)
+        shards = min(shards, max(2, fits // replicas))
+        shards = 3 if _is_uneven(config) else shards
+    return {
+        'mesh.stages': stages,
+        'mesh.virtual_stages': chunks,
+        'mesh.context': context,
+        'mesh.replicas': replicas,
+        'mesh.data': shards,
+        'mesh.model_rows': rows,
+        'mesh.model': model,
+    }
+
+
+def _is_uneven(config: Config) -> bool:
+    """Whether matrices are padded so that the data shards divide them."""
+    return config.optim.shard != 'none' and bool(config.model.hidden_size % config.mesh.data_shards)
+
+
+def _heads(config: Config, shards: int) -> tuple[int, int]:
+    """The smallest numbers of key/value heads and query heads that keep the kind of sharding.
+
+    Each device keeps complete key/value heads, or a part of one head, as in the original config.
+    """
+    model = config.model
+    kv_heads = (
+        max(1, model.num_kv_heads * shards // config.mesh.model)
+        if model.num_kv_heads < config.mesh.model
+        else max(shards, min(model.num_kv_heads, 2))
+    )
+    per_device = max(kv_heads, shards)
+    is_grouped = model.num_kv_heads < model.num_heads and model.num_heads > per_device
+    return kv_heads, per_device * 2 if is_grouped else per_device

@@ -1,0 +1,213 @@
+"""The part of the training step that a collective belongs to.
+
+The named scopes in its path decide, and for gradients of some parameters their size.
+"""
+
+import functools
+import re
+from math import prod
+
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import repeats_outputs, rung
+from megajax.core.counts.collective import Site, activation
+from megajax.core.counts.context import keys
+from megajax.core.counts.parameters import dim_sizes, elements, parameters
+from megajax.core.counts.products import Phase
+from megajax.core.counts.vision import relevance_arrays, shapes, vectors
+from megajax.core.parallel.layout import Layout
+from megajax.core.train.passes import RECOMPUTE
+from megajax.core.train.pipeline import TO_NEXT, TO_PREVIOUS
+from megajax.xla.hlo.collectives import Collective
+
+# In order of precedence: the first scope that is in the path names the site.
+SCOPES = (
+    'optimizer',
+    'embedding',
+    'cross_attention',
+    'qk_norm',
+    'attention',
+    'mlp',
+    'head',
+    'loss',
+    'norm',
+)
+ORDER = (
+    'parameters',
+    'stage',
+    'relevance',
+    'vision',
+    'embedding',
+    'attention',
+    'qk_norm',
+    'cross_attention',
+    'mlp',
+    'norm',
+    'head',
+    'loss',
+    'gradients',
+    'optimizer',
+    'metrics',
+)
+
+
+def site_of(collective: Collective, config: Config) -> Site:
+    """The site of a collective; without a scope in its path, a site named after the path."""
+    op_name, axis = collective.op_name, collective.axis
+    if collective.is_scalar:
+        return Site('metrics', 'step', axis)
+    words = re.findall(r'[\w.]+', op_name)
+    scope = next((scope for scope in SCOPES if scope in words), None)
+    if scope is None and 'vision_place' in words:
+        scope = 'embedding'  # its gradient, gathered where the backward pass removes the images
+    if config.vision is not None and (site := _of_encoder(collective, config)) is not None:
+        return site
+    if (site := _over_stages(collective, words, config)) is not None:
+        return site
+    if _has_keys(collective, config):
+        return Site('attention', phase_of(op_name), axis)
+    if (site := _over_data(collective, words, config)) is not None:
+        return site
+    if config.mesh.is_grid and (site := _over_row(collective, scope, config)) is not None:
+        return site
+    if scope not in ('loss', 'qk_norm') and _is_partial_gradient(collective, words, config):
+        return Site('gradients', 'step', axis)
+    if scope == 'optimizer':
+        return Site('optimizer', 'step', axis)
+    if scope in ('head', 'loss'):  # a reduction of one number per token belongs to the loss
+        tokens = prod(activation(config).shape[:2])
+        scope = 'loss' if prod(collective.whole.shape) <= tokens else 'head'
+        return Site(scope, 'forward' if scope == 'loss' else phase_of(op_name), axis)
+    if scope is None:
+        return Site(f'other: {op_name or collective.instruction}', 'step', axis)
+    return Site(scope, phase_of(op_name), axis)
+
+
+def _of_encoder(collective: Collective, config: Config) -> Site | None:
+    """The site of what a vision encoder sends over `model`, by its arrays.
+
+    XLA moves the gather of image vectors past the slice that reads them, and their scope with it.
+    """
+    axis, dims = collective.axis, collective.whole.dims
+    if 'model' not in collective.axes:
+        return None
+    if config.relevance is not None:
+        names: dict[str, tuple[str, ...]] = {'all-gather': ('texture', 'scores', 'gate')}
+        if 'query' in re.findall(r'\w+', collective.op_name):
+            names['all-reduce'] = ('query',)
+        for name in names.get(collective.kind, ()):
+            if dims == relevance_arrays(config)[name].dims:
+                return Site('relevance', 'backward' if name == 'gate' else 'forward', axis)
+    if dims == vectors(config).dims and collective.kind in ('all-gather', 'reduce-scatter'):
+        return Site('vision', 'forward' if collective.kind == 'all-gather' else 'backward', axis)
+    if tuple(sorted(dims)) not in shapes(config):
+        return None
+    return Site('parameters' if collective.kind == 'all-gather' else 'gradients', 'step', axis)
+
+
+def _over_stages(collective: Collective, words: list[str], config: Config) -> Site | None:
+    """The site of what stages send to one another; gradients and weights have other sites."""
+    if collective.axes != ('stage',):
+        return None
+    axis, kind = collective.axis, collective.kind
+    if kind == 'collective-permute':
+        phases: dict[str, Phase] = {TO_NEXT: 'forward', TO_PREVIOUS: 'backward'}
+        return next((Site('stage', phases[word], axis) for word in words if word in phases), None)
+    if kind == 'all-to-all':
+        return Site('head', 'forward', axis)
+    # A step gathers weights once.
+    if kind == 'all-gather' and collective.times >= config.train.microbatches:
+        return Site('head', 'backward', axis)
+    return None
+
+
+def _has_keys(collective: Collective, config: Config) -> bool:
+    """Whether context shards send keys, values or their gradients."""
+    if collective.axes != ('context',):
+        return False
+    if collective.kind == 'collective-permute':
+        return True
+    return collective.kind != 'all-reduce' and collective.whole.dims == keys(config).dims
+
+
+def _over_data(collective: Collective, words: list[str], config: Config) -> Site | None:
+    """The site of a collective of data parallelism, None for the others.
+
+    The rung decides about the phase, because XLA gives a gather the path of its reader, and a sum
+    that of the array: ZeRO-1 gathers weights and sums gradients once a step, ZeRO-2 scatters sums
+    of matrices in the backward pass, and ZeRO-3 gathers weights in both passes.
+    """
+    axis, shard = collective.axis, rung(config)
+    over_shards = {*collective.axes} <= {'stage', 'data', 'context'}
+    if collective.kind == 'all-gather' and over_shards and axis:
+        is_forward = phase_of(collective.op_name) == 'forward'
+        passes: tuple[Phase, Phase] = ('forward', 'backward')
+        return Site('parameters', passes[not is_forward] if shard == 'weights' else 'step', axis)
+    is_sum = collective.kind in ('all-reduce', 'reduce-scatter')
+    if is_sum and {'replica', 'stage', 'data', 'context'} & {*collective.axes}:
+        is_early = shard in ('gradients', 'weights') and collective.kind == 'reduce-scatter'
+        return Site('gradients', 'backward' if is_early else 'step', axis)
+    return Site('gradients', 'step', axis) if 'data_parallel' in words else None
+
+
+def _over_row(collective: Collective, scope: str | None, config: Config) -> Site | None:
+    """The site of a collective over the rows of a grid whose path does not tell it."""
+    if collective.axes != ('row',):
+        return None
+    if collective.kind == 'all-reduce':
+        # A norm sums a number for each token of a device; any other sum is of a vector's gradient.
+        length, rows = config.train.seq_len // config.mesh.model, config.microbatch_rows
+        tokens = [
+            sorted(size for size in (count, length) if size > 1) for count in (rows, rows // 2)
+        ]
+        is_norm = sorted(collective.operand.dims) in tokens
+        return Site('norm', 'forward', 'row') if is_norm else Site('gradients', 'backward', 'row')
+    is_recomputed = scope == 'mlp' and phase_of(collective.op_name) == 'recompute'
+    is_for_norm = is_recomputed and repeats_outputs(config)
+    if collective.kind == 'all-gather' and (is_recomputed or scope is None) and not is_for_norm:
+        # The recomputed activation, gathered for a weight gradient alone. From ZeRO-2 on that
+        # product has the path of the reduction over `data`.
+        return Site('mlp', 'backward', 'row')
+    return None
+
+
+def phase_of(op_name: str) -> Phase:
+    """The phase of a path, by jax's transformations in it.
+
+    The overlap schedule differentiates what it recomputes inside the backward pass: a second
+    transposition, whose operations keep the path of what they are the gradients of.
+    """
+    if 'rematted_computation' in op_name and op_name.count('transpose(') < 2:
+        return 'recompute'
+    if 'transpose(' in op_name:
+        return 'backward'
+    return 'recompute' if RECOMPUTE in re.findall(r'\w+', op_name) else 'forward'
+
+
+def _is_partial_gradient(collective: Collective, words: list[str], config: Config) -> bool:
+    """Whether a collective reduces the partial gradients of a parameter.
+
+    XLA joins these small arrays into one buffer, whose parts may have the path of another array or
+    none. The loss's arrays, with one number per token, can have the same size; where they belong to
+    the head, both names are in their paths.
+    """
+    dims = collective.operand.dims
+    tokens = prod(activation(config).shape[:2])
+    if 'loss' in words and len(dims) > 1 and prod(dims) == tokens:
+        return False
+    is_sum = collective.kind == 'all-reduce' and collective.operand.dtype == 'f32'
+    return is_sum and prod(collective.operand.shape) in _partial_sizes(config)
+
+
+@functools.cache
+def _partial_sizes(config: Config) -> frozenset[int]:
+    """Numbers of elements, on a device, of the parameters that are applied along a sharded dim.
+
+    Each stacked parameter has two: in all layers, and in one layer.
+    """
+    model, shards = config.model, Layout.of(config).shards
+    sizes, partial_sizes = dim_sizes(model), set[int]()
+    for _, parameter in parameters(model):
+        if parameter.summed and parameter.owner == 'decoder':
+            for dims in (parameter.dims, parameter.dims_of_layer):
+                partial_sizes.add(elements(dims, sizes, shards))
+    return frozenset(partial_sizes)

@@ -1,0 +1,97 @@
+"""A plan for the mesh of a run in one line, and the keys of a layout."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.memory import memory
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.search import Choice, search, usable_memory
+from megajax.analysis.plan.time import step_time
+from megajax.analysis.plan.words import too_large
+from megajax.core.config import Config, ConfigError
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.hardware.records import Hardware
+
+# The share by which another layout must be faster to be worth a word.
+WORTH = 0.03
+# What a search chooses, in the order of the schema.
+KEYS = {
+    'mesh': (
+        'stages',
+        'virtual_stages',
+        'data',
+        'replicas',
+        'context',
+        'context_exchange',
+        'model_rows',
+        'model',
+        'sequence_parallel',
+        'allow_model_across_hosts',
+    ),
+    'train': ('microbatches', 'schedule', 'recompute', 'overlap', 'unroll'),
+    'optim': ('shard',),
+}
+
+
+def advice(config: Config, gpu: Hardware, gpus_per_host: int | None = None) -> Iterator[str]:
+    """Yield what a step of a config needs on the GPUs of its mesh, then the same after a search.
+
+    The second line, which takes seconds, has the keys that make the config fit or faster. Raises
+    ConfigError if the GPU is unsuitable.
+    """
+    cluster = Cluster.of(gpu, config.mesh.num_devices, gpus_per_host)
+    own, available = resolved(config, on_gpu=True), usable_memory(cluster)
+    needed, seconds = memory(own, capacity_bytes=available).total, step_time(own, cluster).total
+    size, expected = too_large(needed, available), f'{_seconds(seconds)} a step expected'
+    fits = needed <= available
+    yield f'{size}; {expected}' if fits else f'does not fit: {size}'
+    try:
+        best = search(config, cluster).best
+    except ConfigError:
+        yield f'does not fit: {size}, and no other layout fits'
+        return
+    ratio, changes = seconds / best.timed.total, _changes(config, best)
+    if not fits:
+        step = f'{_seconds(best.timed.total)} a step expected'
+        yield f'does not fit: {size}; fits with {changes}, {step}'
+    elif ratio <= 1 + WORTH:
+        yield f'{size}; {expected}, within {WORTH:.0%} of the fastest layout'
+    else:
+        yield f'{_unneeded(own, best)}{expected}; {ratio:.2f}x as fast with {changes}'
+
+
+def layout_keys(layout: Config, before: Config) -> dict[str, dict[str, Any]]:
+    """Return the keys, by section, with which `layout` differs from the layout of `before`.
+
+    Where `auto` stands for the overlap of `layout` it is `auto`.
+    """
+    with_auto = changed(layout, train__overlap='auto', train__unroll='auto')
+    chosen = with_auto if resolved(with_auto, on_gpu=True) == layout else layout
+    return {
+        name: {
+            key: value
+            for key in keys
+            if (value := getattr(getattr(chosen, name), key)) != getattr(getattr(before, name), key)
+        }
+        for name, keys in KEYS.items()
+    }
+
+
+def _unneeded(own: Config, best: Choice) -> str:
+    """Say that a model needs no tensor parallelism, if the fastest layout has none."""
+    group = own.mesh.tensor_parallel
+    return f'model={group}: fits without it; ' if best.mesh.model == 1 < group else ''
+
+
+def _changes(config: Config, best: Choice) -> str:
+    changes = layout_keys(best.config, config)
+    return ' '.join(
+        f'{section}.{key}={str(value).lower()}'
+        for section, keys in changes.items()
+        for key, value in keys.items()
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f'{1000 * seconds:.0f} ms' if seconds < 1 else f'{seconds:.2f} s'

@@ -1,0 +1,267 @@
+"""Measurement of this machine's devices, and the file for `megajax plan --gpu FILE.yaml`."""
+
+import functools
+import io
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from ruamel.yaml import YAML
+
+from megajax.analysis.plan.real_step import busy, config_for, fitted_to_step, real_seconds
+from megajax.base.files.outputs import with_folder
+from megajax.core.hardware.records import Dtype, Efficiency, Hardware, Link, Reference, hardware_of
+from megajax.core.parallel.layout import batch_layout
+
+SIZES = 128, 256, 512, 1024, 2048, 4096, 8192
+ELEMENTS = tuple(1 << power for power in range(14, 27, 3))  # sizes of the arrays that are reduced
+MEMORY_ELEMENTS = 1 << 26
+SHORTEST = 3e-5  # seconds of a product that say something of its rate, not of its launch
+MEMORY_TIMES = 16
+MOST_TIMES, LOOP_SECONDS = 256, 0.02  # of a loop that repeats a short product
+UNKNOWN = Link(bandwidth=1e9, latency=1e-5)
+UNKNOWN_POWER = 100.0
+
+
+class Rate(NamedTuple):
+    """The FLOP/s of a product [size, size] x [size, size]."""
+
+    size: int
+    rate: float
+
+
+def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
+    """Measure the devices, yield lines with the results, and write a hardware file.
+
+    `seconds` bounds each kind of measurement. For a GPU that is known by its name, peaks and memory
+    are the vendor's. Without a known peak, as on a CPU, it is the rate of the fastest product
+    measured. Products alone are the reference; the efficiency is that of five real steps.
+    """
+    device = jax.devices()[0]
+    if warning := busy():
+        yield warning
+    known = hardware_of(device.device_kind)
+    yield f'{len(jax.devices())} x {device.device_kind}'
+    narrow: Dtype = 'bfloat16' if known is None or 'bfloat16' in known.peak_flops else 'float16'
+    dtypes: tuple[Dtype, ...] = ('float32', narrow)
+    rates = {}
+    for dtype in dtypes:
+        rates[dtype] = list(_product_rates(dtype, seconds / len(dtypes)))
+        yield (
+            f'products of {dtype}: '
+            + ', '.join(f'{size}: {rate / 1e12:.3g}' for size, rate in rates[dtype])
+            + ' TFLOP/s'
+        )
+    bandwidth = _memory_bandwidth(seconds)
+    yield f'memory: {bandwidth / 1e9:.1f} GB/s'
+    link = _link(seconds) if len(jax.devices()) > 1 else None
+    if link:
+        yield (
+            f'all-reduce over {len(jax.devices())} devices: {link.bandwidth / 1e9:.2f} GB/s, '
+            f'{1e6 * link.latency:.1f} us per step'
+        )
+    alone = _hardware(device, known, rates, bandwidth, link)
+    config = config_for(len(jax.devices()), is_gpu=device.platform == 'gpu')
+    step_seconds = real_seconds(config)
+    fitted = fitted_to_step(alone, config, step_seconds)
+    fastest, slowest = 1e3 * min(step_seconds), 1e3 * max(step_seconds)
+    yield (
+        f'{len(step_seconds)} training steps: {1e3 * median(step_seconds):,.1f} ms '
+        f'({fastest:,.1f} to {slowest:,.1f}); products reach {fitted.efficiency.matmul:.1%} '
+        f'of the peak in training, and {alone.efficiency.matmul:.1%} alone'
+    )
+    partial = out.with_suffix('.partial')
+    with_folder(partial).write_text(_yaml(fitted), encoding='utf-8')
+    os.replace(partial, out)
+    yield f'written to {out}'
+
+
+def fit_products(rates: list[Rate], peak: float) -> tuple[float, float]:
+    """Return the `matmul` and `half_size` of least squared logarithmic error over the products.
+
+    Those that take no time do not count, unless there are no two others.
+    """
+    long = [each for each in rates if 2 * each.size**3 / each.rate >= SHORTEST]
+    rates = long if len(long) > 1 else rates[-2:]
+
+    def loss(matmul: float, half_size: float) -> float:
+        return sum(
+            float(np.log(matmul * peak * (size / (size + half_size)) ** 3 / rate)) ** 2
+            for size, rate in rates
+        )
+
+    grid = ((percent / 100, float(half)) for percent in range(5, 101) for half in range(0, 513, 8))
+    return min(grid, key=lambda pair: loss(*pair))
+
+
+def fit_link(bytes_and_seconds: list[tuple[float, float]], devices: int) -> Link:
+    """Return the bandwidth and latency of a ring of t devices.
+
+    The fit is by least squares of relative errors of bytes / bandwidth + 2(t-1) latency against the
+    seconds.
+    """
+    wire = np.array([wire_bytes for wire_bytes, _ in bytes_and_seconds])
+    seconds = np.array([measured for _, measured in bytes_and_seconds])
+    steps = 2.0 * (devices - 1)
+    columns = np.stack([wire / seconds, np.full_like(wire, steps) / seconds], axis=1)
+    (per_byte, latency), *_ = np.linalg.lstsq(columns, np.ones_like(wire), rcond=None)
+    if per_byte <= 0 or latency < 0:  # noise: only the largest message counts
+        per_byte, latency = seconds[-1] / wire[-1], 0.0
+    return Link(bandwidth=float(1 / per_byte), latency=float(latency))
+
+
+def _mesh() -> Mesh:
+    return jax.make_mesh((len(jax.devices()),), ('data',), axis_types=(AxisType.Auto,))
+
+
+def _on_every_device(shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Return one array per device, so that all devices work at once, as in a training step."""
+    # Random numbers, because a GPU is faster if they are all alike.
+    x = jax.random.normal(jax.random.key(0), (len(jax.devices()), *shape)).astype(dtype)
+    return jax.device_put(x, NamedSharding(_mesh(), batch_layout(['data'])('B')))
+
+
+def _product_rates(dtype: str, seconds: float) -> Iterator[Rate]:
+    for size in SIZES:
+        # Scaled, so that a product of many is no larger.
+        x = _on_every_device((size, size), dtype) * size**-0.5
+        each = _product_seconds(x, most=seconds / len(SIZES))
+        yield Rate(size, 2 * size**3 / each)
+        # The next size takes eight times as long, and runs at least four times.
+        if size >= 512 and 8 * 4 * each > seconds / 2:
+            break
+
+
+def _memory_bandwidth(seconds: float) -> float:
+    held = [_on_every_device((MEMORY_ELEMENTS // len(jax.devices()),), 'float32')]
+
+    def adds(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, MEMORY_TIMES, lambda _, x: x + 1, x)
+
+    add = jax.jit(adds, donate_argnums=0)
+
+    def run() -> jax.Array:
+        held[0] = add(held[0])
+        return held[0]
+
+    moved = 2 * MEMORY_TIMES * held[0].nbytes / len(jax.devices())
+    return moved / _seconds(run, most=seconds)
+
+
+def _product_seconds(x: jax.Array, *, most: float) -> float:
+    """Return the seconds of x times x, in a loop on the device if they are few: a GPU takes longer
+    to be asked for a kernel than to run it.
+    """
+
+    def in_turn(times: int) -> Callable[[], jax.Array]:
+        last = jax.jit(lambda x: lax.fori_loop(0, times, lambda _, y: x @ y, x))
+        return functools.partial(last, x)
+
+    each = _seconds(in_turn(1), most=most / 2)
+    times = min(MOST_TIMES, int(LOOP_SECONDS / each))
+    return _seconds(in_turn(times), most=most / 2) / times if times > 1 else each
+
+
+def _link(seconds: float) -> Link:
+    devices = len(jax.devices())
+    measurements = []
+    for elements in ELEMENTS:
+        x = _on_every_device((elements,), 'float32')
+        reduce = jax.jit(
+            lambda x: x.sum(0), out_shardings=NamedSharding(_mesh(), batch_layout(['data'])(''))
+        )
+        each = _seconds(functools.partial(reduce, x), most=seconds / len(ELEMENTS))
+        measurements.append((2 * (devices - 1) / devices * 4 * elements, each))
+    return fit_link(measurements, devices)
+
+
+def _seconds(run: Callable[[], Any], *, most: float = 2.0) -> float:
+    """Return the median seconds of several runs, after one that compiles."""
+    jax.block_until_ready(run())
+    seconds = list[float]()
+    while len(seconds) < 3 or (len(seconds) < 20 and sum(seconds) < most / 2):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def _hardware(
+    device: jax.Device,
+    known: Hardware | None,
+    rates: dict[Dtype, list[Rate]],
+    bandwidth: float,
+    link: Link | None,
+) -> Hardware:
+    best = {dtype: max(rate for _, rate in measured) for dtype, measured in rates.items()}
+    peaks = known.peak_flops if known else best
+    training: Dtype = max(best, key=best.__getitem__)
+    matmul, half_size = fit_products(rates[training], peaks[training])
+    by = f'measured by megajax plan calibrate, jax {jax.__version__}'
+    memory_bandwidth = known.memory_bandwidth if known else bandwidth
+    return Hardware(
+        name=device.device_kind,
+        device_kinds=(device.device_kind,),
+        peak_flops=peaks,
+        memory=known.memory if known else _memory(device),
+        memory_bandwidth=memory_bandwidth,
+        power=known.power if known else UNKNOWN_POWER,
+        devices_per_host=jax.local_device_count(),
+        inside_host=link or (known.inside_host if known else UNKNOWN),
+        across_hosts=known.across_hosts if known else (link or UNKNOWN),
+        efficiency=Efficiency(
+            matmul=matmul,
+            half_size=half_size,
+            flash=known.efficiency.flash if known else None,
+            memory=min(1.0, bandwidth / memory_bandwidth),
+        ),
+        reference=Reference(
+            matmul=min(1.0, best[training] / peaks[training]),
+            flash=known.reference.flash if known else None,
+            memory=min(1.0, bandwidth / memory_bandwidth),
+        ),
+        sources={
+            'peak_flops': "the vendor's" if known else f'the fastest product, {by}',
+            'memory_bandwidth': "the vendor's" if known else by,
+            'power': "the vendor's" if known else 'not measured: set it',
+            'inside_host': by if link else 'not measured: there is only one device',
+            'across_hosts': 'not measured: set it',
+            'memory': "the vendor's" if known else 'the memory that jax may use on this machine',
+            'efficiency': f'{by}: half_size from products of {training}, matmul from training '
+            'steps; flash is not measured',
+            'reference': f'{by}: the fastest product of {training}; flash is not measured',
+        },
+    )
+
+
+def _memory(device: jax.Device) -> int:
+    """Return the bytes that jax may use on a device, or an equal share of the host's memory."""
+    limit = (device.memory_stats() or {}).get('bytes_limit')
+    return (
+        int(limit)
+        if limit
+        else os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // jax.local_device_count()
+    )
+
+
+def _yaml(record: Hardware) -> str:
+    stream = io.StringIO()
+    yaml: Any = YAML(typ='safe', pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.dump(_rounded(record.model_dump(mode='json')), stream)
+    return stream.getvalue()
+
+
+def _rounded(value: Any) -> Any:
+    """Return the value with all numbers rounded to four digits; no measurement has more."""
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return float(f'{value:.4g}') if isinstance(value, float) else value

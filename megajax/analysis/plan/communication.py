@@ -1,0 +1,202 @@
+"""The collectives of a training step that XLA places, counted without compiling.
+
+They are Megatron's (`core/counts/megatron.py`) without those that XLA can omit.
+`tests/analysis/plan/test_compiled.py` compares the bytes with compiled steps; they are exactly
+equal.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import repeats_outputs
+from megajax.core.counts.collective import activation
+from megajax.core.counts.context import own_over_context
+from megajax.core.counts.cross_attention import cross_layers, is_left_out
+from megajax.core.counts.grid import over_grid
+from megajax.core.counts.megatron import (
+    GATHER,
+    HLO_DTYPES,
+    REDUCE,
+    Expected,
+    Site,
+    few_kv_heads,
+    over_data,
+    over_model,
+    passes,
+)
+from megajax.core.counts.parameters import own_counts
+from megajax.core.counts.stages import Runs, between_lockstep_stages, gradients_of_lockstep_stages
+from megajax.core.counts.vision import (
+    counts_over_data,
+    encoder_in_parallel,
+    images_over_devices,
+    relevance_over_devices,
+)
+from megajax.xla.hlo.program import Array
+
+ALL_TO_ALL = 'all-to-all'
+
+
+def communication(config: Config) -> list[Expected]:
+    """Return every collective of a step of `config` that XLA places, except those of scalars.
+
+    Those of tensor parallelism come before those of context shards, of stages and of data
+    parallelism.
+    """
+    return [*in_passes(config), *over_data_shards(config)]
+
+
+def in_passes(config: Config) -> list[Expected]:
+    """Return the collectives of the passes of microbatches, whatever ZeRO shards."""
+    mesh = config.mesh
+    return [
+        *over_tensor(config),
+        *(_over_context(config) if mesh.context > 1 else ()),
+        *(between_lockstep_stages(config) if mesh.stages > 1 else ()),
+    ]
+
+
+def over_tensor(config: Config) -> list[Expected]:
+    """Return the collectives of a tensor-parallel group."""
+    if config.mesh.is_grid:
+        return [*over_grid(config)]
+    runs = Runs.of_stages(config)
+    gathered = [*few_kv_heads(config, runs)]
+    cross, encoder = [*cross_layers(config)], [*encoder_in_parallel(config, runs)]
+    kept = list[Expected]()
+    for collective in over_model(config, runs):
+        # Megatron gathers the full QKV; here the queries are exchanged instead.
+        if collective in gathered:
+            gathered.remove(collective)
+        elif not (
+            _is_kept_from_forward(collective, kept)
+            or collective in encoder
+            or (collective in cross and is_left_out(collective, config))
+            # The gates of cross-attention need its output.
+            or (config.mesh.stages == 1 and _is_last_of_layer(collective, config, cross))
+        ):
+            kept.append(collective)
+    return [
+        *_first_tokens(config, kept),
+        *_exchanged_heads(config, runs.layers),
+        *(images_over_devices(config) if config.vision else ()),
+        *relevance_over_devices(config),
+    ]
+
+
+def _over_context(config: Config) -> Iterator[Expected]:
+    """Yield the exchanges of keys and values, and of their gradients.
+
+    The gradients in fp32 come from a kernel in 16 bits and return to 16 bits: XLA sends the first
+    and the last hop of a ring in these. A backward pass of a layer shares what it gathers with the
+    layer's recomputation, of a ring the first hop.
+    """
+    mesh, dtype = config.mesh, HLO_DTYPES[config.train.dtype]
+    is_ring = mesh.context_exchange == 'ring'
+    for sent in own_over_context(config, Runs.of_stages(config).layers):
+        hop = sent.times // (mesh.context - 1) if sent.array.dtype == dtype else sent.times
+        if sent.site.phase == 'recompute' and mesh.stages == 1:
+            if is_ring and mesh.context > 2:
+                yield dataclasses.replace(sent, times=sent.times - hop)
+        elif is_ring and sent.array.dtype != dtype:
+            at_ends = 2 * sent.times // mesh.context
+            ends = sent.array._replace(dtype=dtype)
+            yield dataclasses.replace(sent, array=ends, times=at_ends)
+            if sent.times > at_ends:
+                yield dataclasses.replace(sent, times=sent.times - at_ends)
+        else:
+            yield sent
+
+
+def over_data_shards(config: Config) -> list[Expected]:
+    """Return the collectives of data parallelism."""
+    if config.mesh.stages > 1:
+        return [*gradients_of_lockstep_stages(config)]
+    if config.vision is not None:
+        every, learned = counts_over_data(config)
+        return [*over_data(config, every, learned=learned)]
+    return [*over_data(config, own_counts(config))]
+
+
+def wire_bytes(config: Config) -> dict[str, float]:
+    """Return the bytes that a device sends in a step, by mesh axes: `row+model` is over both."""
+    sent = dict.fromkeys(config.mesh.sizes, 0.0)
+    for collective in communication(config):
+        axis = collective.site.axis
+        sent[axis] = sent.get(axis, 0.0) + collective.wire_bytes * collective.times
+    return sent
+
+
+def _is_kept_from_forward(collective: Expected, before: list[Expected]) -> bool:
+    """Whether it gathers an input that XLA has kept since the forward pass or recomputation.
+
+    Megatron gathers a layer's input again for the weight gradient.
+    """
+    return (
+        collective.site.phase == 'backward'
+        and collective.kind == GATHER
+        and (collective.site.name == 'head' or collective in before)
+    )
+
+
+def _is_last_of_layer(collective: Expected, config: Config, cross: list[Expected]) -> bool:
+    """Whether it is a layer's last reduction, in recomputation, and nothing reads it.
+
+    XLA omits it, because the backward pass does not need a layer's output, unless a stage of a
+    pipeline recomputes all of its layers in one pass, or a norm reads it.
+    """
+    site = collective.site
+    is_last = site.name == 'mlp' and site.phase == 'recompute' and collective.kind != GATHER
+    return is_last and not repeats_outputs(config) and collective not in cross
+
+
+def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:
+    """Yield the collectives, with BERT's second gather of the sequence replaced by a smaller one.
+
+    BERT's pooler reads the first token of each row. Megatron gathers the full sequence once more
+    for it; here only the first tokens are sent.
+    """
+    for collective in kept:
+        site = collective.site
+        if not config.model.is_bert or (site.name, site.phase, collective.kind) != (
+            'head',
+            'forward',
+            GATHER,
+        ):
+            yield collective
+            continue
+        runs = config.train.microbatches
+        if config.mesh.stages == 1:
+            yield dataclasses.replace(collective, times=runs)
+        elif collective.array != activation(config):
+            yield collective  # of the stages' parts of the tokens
+            continue
+        dtype = 'f32' if config.mesh.stages == 1 else HLO_DTYPES[config.train.dtype]
+        first = Array(dtype, (config.microbatch_rows, config.model.hidden_size))
+        yield dataclasses.replace(collective, kind=REDUCE, array=first, times=runs)
+
+
+def _exchanged_heads(config: Config, layers: int) -> Iterator[Expected]:
+    """Yield the collectives for fewer key/value heads than devices (`core/model/attention.py`)."""
+    model, shards = config.model, config.mesh.model
+    if model.num_kv_heads >= shards:
+        return
+
+    def heads(count: int) -> Array:
+        rows, tokens, _ = activation(config).shape
+        return Array(HLO_DTYPES[config.train.dtype], (rows, tokens, count, model.head_dim))
+
+    for phase in passes(config):
+        site = Site('attention', phase, 'model')
+        # The queries of a device.
+        yield Expected(
+            site=site,
+            kind=ALL_TO_ALL,
+            array=heads(model.num_heads // shards),
+            times=layers,
+            size=shards,
+        )
+        # Keys and values; in the backward pass, the gradients of the shards' copies.
+        copied = heads(shards if phase == 'backward' else model.num_kv_heads)
+        yield Expected(site=site, kind=GATHER, array=copied, times=2 * layers, size=shards)

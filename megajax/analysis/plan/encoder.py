@@ -1,0 +1,140 @@
+"""The bytes of a vision encoder on each GPU, which has whole weights and some of the images, and of
+the layers that attend to images.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from megajax.analysis.plan.held import Held
+from megajax.analysis.plan.sizes import BYTES, FLOAT32, Sizes
+from megajax.core.config import Config
+from megajax.core.config.mesh import MeshConfig
+from megajax.core.config.schema import OptimConfig
+from megajax.core.counts.parameters import dim_sizes, elements, parameters
+from megajax.core.counts.vision import images_of_device, vectors
+
+
+class EncoderBytes(NamedTuple):
+    """The bytes of an encoder in a step."""
+
+    weights: int = 0  # its matrices in `train.dtype`, whole
+    gradients: int = 0  # whole, in fp32
+    kept: int = 0  # by its layers for the backward pass, until that of the decoder has ended
+    buffers: int = 0  # in the backward pass of a layer
+    vectors: int = 0  # of the images of a microbatch, on every device
+
+
+def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict[str, Held]:
+    """Return the moments of `analysis/plan/memory.py` with what images need in them, and one more.
+
+    - encoder: in the backward pass of a layer of the encoder, after that of the embedding. The
+      encoder's gradients are where the decoder's passes had their arrays; between the passes they
+      have a place too if there is room (`early`).
+
+    What DeepStack adds to layers is kept for their recomputation; from the backward pass on there
+    is its gradient, and in that of a layer another one to add to it.
+    """
+    encoder, cross, vision = encoder_bytes(sizes.config), cross_bytes(sizes), sizes.config.vision
+    assert vision is not None
+    # Gathered once a step whatever the rung; a rung counts them with what it gathers.
+    weights = encoder.weights if sizes.config.optim.shard == 'none' else 0
+    # The others' gradients are whole, and the encoder's counted with them, up to ZeRO-1.
+    counted = 0 if sizes.sums_early else encoder.gradients
+    deep = len(vision.deepstack) * sizes.residual
+    deep_of = {'loss': 1, 'layout': 2, 'backward': 3, 'embedding': 1}
+
+    def beside(name: str, held: Held) -> Held:
+        of_layers = deep_of[name] * deep + (0 if name == 'embedding' else cross.kept)
+        gradients = encoder.gradients if early and name == 'layout' else 0
+        return dataclasses.replace(
+            held,
+            weights=held.weights + weights,
+            gradients=max(0, held.gradients + gradients - counted),
+            activations=held.activations + encoder.kept + encoder.vectors + of_layers,
+        )
+
+    found = {name: beside(name, held) for name, held in moments.items()}
+    backward, ended = found['backward'], found['embedding']
+    in_layer = cross.mask + max(backward.buffers, cross.buffers)
+    found['backward'] = dataclasses.replace(backward, buffers=in_layer)
+    found['encoder'] = dataclasses.replace(
+        ended,
+        gradients=ended.gradients + encoder.gradients,
+        activations=ended.activations - deep,
+        buffers=encoder.buffers + encoder.vectors,
+    )
+    return found
+
+
+def encoder_bytes(config: Config) -> EncoderBytes:
+    """Return the bytes of the encoder of a config; nothing without one."""
+    if config.vision is None:
+        return EncoderBytes()
+    sizes = dim_sizes(config.model)
+    own = [x for _, x in parameters(config.model) if x.owner == 'encoder']
+    learned = [x for x in own if not x.is_frozen]
+    alone = Sizes(as_model(config))
+    again = alone.kept_by_layer if config.train.recompute == 'full' else 0
+    return EncoderBytes(
+        weights=BYTES[config.train.dtype]
+        * sum(elements(x.dims, sizes) for x in own if x.is_matrix),
+        gradients=FLOAT32 * sum(elements(x.dims, sizes) for x in learned),
+        kept=alone.kept if learned else 0,
+        buffers=again + alone.buffers_of_layer if learned else 0,
+        vectors=vectors(config).bytes,
+    )
+
+
+class CrossBytes(NamedTuple):
+    """The bytes of cross-attention in a step."""
+
+    kept: int = 0  # by its layers for the backward pass
+    mask: int = 0  # of the scores of a layer, which XLA makes once before the layers, in fp32
+    buffers: int = 0  # in the backward pass of a layer
+
+
+def cross_bytes(sizes: Sizes) -> CrossBytes:
+    """Return the bytes of cross-attention; nothing without it.
+
+    It has no flash kernel. Keys and values of all layers are kept as they are made, normed, and by
+    head.
+    """
+    config, model = sizes.config, sizes.model
+    vision, layers, recompute = config.vision, model.num_cross_layers, config.train.recompute
+    if vision is None or not layers:
+        return CrossBytes()
+    seen = vision.images * vision.vectors
+    scores = sizes.tokens * seen * model.num_heads // sizes.layout.num_shards('N')
+    softmax = (FLOAT32 + sizes.itemsize) * scores
+    key_values = 3 * 2 * layers * sizes.keys * seen // sizes.length
+    queries = (3 if model.qk_norm else 2) * sizes.queries  # and the core's output
+    of_layer = 2 * (sizes.residual + sizes.whole) + queries + sizes.up + sizes.hidden
+    of_layer += 0 if recompute == 'selective' else softmax
+    return CrossBytes(
+        kept=key_values + layers * (sizes.residual if recompute == 'full' else of_layer),
+        mask=FLOAT32 * scores,
+        buffers=(of_layer if recompute == 'full' else 0) + 2 * FLOAT32 * scores,
+    )
+
+
+def as_model(config: Config) -> Config:
+    """Return a config whose model is the encoder, and whose rows are the images of a device.
+
+    The patches of an image attend to one another alone, as the tokens of a document do.
+    """
+    vision, train = config.vision, config.train
+    assert vision is not None
+    rows = images_of_device(config) * train.microbatches
+    return config.model_copy(
+        update={
+            'model': vision.blocks,
+            'vision': None,
+            'relevance': None,
+            'mesh': MeshConfig(),
+            'optim': OptimConfig(),
+            'train': train.model_copy(
+                update={'batch_size': rows, 'seq_len': vision.read_patches, 'overlap': 'none'}
+            ),
+            'data': config.data.model_copy(update={'document_mask': True}),
+        }
+    )

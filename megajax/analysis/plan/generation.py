@@ -1,0 +1,157 @@
+"""The bytes of generation and the seconds of a token, on each degree of tensor parallelism.
+
+A token reads every weight and the cache once, from the memory of its GPU, and waits for two
+all-reduces a layer and one for the embedding, each of one vector per row: they are latency
+(Pope et al., 2022). The prompt is bound by products. All figures are computed; nothing is timed.
+"""
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.search import usable_memory
+from megajax.analysis.plan.sizes import BYTES
+from megajax.analysis.plan.time import peak_flops, product_seconds
+from megajax.core.config import Config, ConfigError
+from megajax.core.config.divisors import divisors
+from megajax.core.config.lora import without_adapters
+from megajax.core.config.rules import incompatibilities
+from megajax.core.counts.collective import HLO_DTYPES, REDUCE
+from megajax.core.counts.parameters import own_counts
+from megajax.core.counts.products import products
+from megajax.core.hardware.records import LinkName, hardware
+from megajax.xla.hlo.program import Array
+from megajax.xla.hlo.transfers import ring_bytes
+
+
+class GenerationLine(BaseModel):
+    """Generation on one degree of tensor parallelism; bytes are per GPU."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: int = Field(description='GPUs that share each matrix')
+    weights: int = Field(description='bytes of the weights, in train.dtype')
+    cache: int = Field(description='bytes of keys and values of all rows, at the last token')
+    fits: bool
+    first_token: float = Field(description='seconds to the first token: the prompts')
+    token: float = Field(description='seconds of a later token of each row, in the mean')
+    sending: float = Field(description='seconds of these in all-reduces')
+    tokens_per_second: float = Field(description='of all rows, after the first token')
+
+
+class Generation(BaseModel):
+    """Generation of `tokens` tokens after prompts of `prompt` tokens, `batch` rows at once."""
+
+    model_config = ConfigDict(frozen=True)
+
+    hardware: str
+    prompt: int
+    tokens: int
+    batch: int
+    lines: list[GenerationLine]
+
+
+def plan_generation(
+    config: Config,
+    *,
+    gpu: str,
+    gpus: int | None,
+    prompt: int,
+    tokens: int,
+    batch: int,
+    link: LinkName | None = None,
+) -> Generation:
+    """Plan generation on every degree of tensor parallelism of at most `gpus`, by default a host.
+
+    Raises ConfigError for a model that does not generate text, or for more tokens than it takes.
+    """
+    model, record = config.model, hardware(gpu, link)
+    if model.is_bert:
+        raise ConfigError(f'model.objective={model.objective}: the model does not generate text')
+    if prompt + tokens > model.max_seq_len:
+        raise ConfigError(
+            f'--prompt {prompt} and --tokens {tokens} are {prompt + tokens} tokens, and '
+            f'model.max_seq_len={model.max_seq_len}: ask for fewer'
+        )
+    count = gpus or record.devices_per_host
+    lines = [
+        _line(step, Cluster.of(record, step.mesh.model), tokens)
+        for step in _meshes(config, count, prompt, batch)
+    ]
+    return Generation(hardware=record.name, prompt=prompt, tokens=tokens, batch=batch, lines=lines)
+
+
+def _meshes(config: Config, gpus: int, prompt: int, batch: int) -> Iterator[Config]:
+    """Yield the config of the prompts on each degree that divides the model."""
+    mesh = config.mesh.model_copy(
+        update=dict.fromkeys(
+            ('data', 'replicas', 'stages', 'virtual_stages', 'context', 'model_rows'), 1
+        )
+        | {'sequence_parallel': False}
+    )
+    others = {'mesh': mesh, 'vision': None, 'relevance': None}
+    text = without_adapters(config).model_copy(update=others)
+    for count in divisors(config.model.num_heads):
+        step = changed(
+            text,
+            mesh__model=count,
+            train__batch_size=batch,
+            train__microbatches=1,
+            train__seq_len=prompt,
+            train__recompute='none',
+            train__dtype=config.train.compute_dtype,
+            train__overlap='none',
+            train__unroll=False,
+            optim__shard='none',
+        )
+        if count <= gpus and not incompatibilities(step):
+            yield step
+
+
+def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
+    model, rows, shards = step.model, step.train.batch_size, step.mesh.model
+    size = BYTES[step.train.dtype]
+    counts = own_counts(step)
+    weights = size * counts.matrices + 4 * (counts.all - counts.matrices)
+    # A shard has at least one complete head of keys and values.
+    own_heads = max(1, model.num_kv_heads // shards)
+    of_token = 2 * model.num_layers * rows * own_heads * model.head_dim * size
+    sending = _sending(step, cluster, rows)
+    read = weights + of_token * (step.train.seq_len + tokens / 2)
+    # An embedding that is not the head is looked up, not read.
+    table = size * model.padded_vocab_size * model.hidden_size // shards
+    read -= 0 if model.tie_embeddings else table
+    gpu = cluster.hardware
+    reading = read / (gpu.memory_bandwidth * gpu.efficiency.memory)
+    computing = 2 * rows * counts.matrices / (peak_flops(step, cluster) * gpu.efficiency.matmul)
+    token = max(reading, computing) + sending
+    cache = of_token * (step.train.seq_len + tokens)
+    return GenerationLine(
+        model=shards,
+        weights=weights,
+        cache=cache,
+        fits=weights + cache <= usable_memory(cluster),
+        first_token=_prompt(step, cluster),
+        token=token,
+        sending=sending,
+        tokens_per_second=rows / token,
+    )
+
+
+def _prompt(step: Config, cluster: Cluster) -> float:
+    """Seconds of the prompts through the layers; the head reads their last tokens alone."""
+    layers = (x for x in products(step, flash=True) if x.where != 'head' and x.phase == 'forward')
+    computing = sum(product_seconds(x, step, cluster) for x in layers)
+    return computing + _sending(step, cluster, step.train.batch_size * step.train.seq_len)
+
+
+def _sending(step: Config, cluster: Cluster, vectors: int) -> float:
+    """Seconds of two all-reduces a layer and one for the embedding, of so many vectors."""
+    shards = step.mesh.model
+    if shards == 1:
+        return 0.0
+    array = Array(HLO_DTYPES[step.train.dtype], (vectors, step.model.hidden_size))
+    seconds = cluster.ring(step, 'model').seconds(REDUCE, ring_bytes(REDUCE, array, shards))
+    return (2 * step.model.num_layers + 1) * seconds

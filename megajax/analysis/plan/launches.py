@@ -1,0 +1,108 @@
+"""The time that launching kernels takes where their work is too short to hide it.
+
+A GPU starts kernels no faster than one per LAUNCH, whatever their work. The numbers of kernels were
+counted in programs that jax 0.10.2 compiled for H100s (`benchmarks/plan_memory.py`).
+"""
+
+from collections.abc import Sequence
+
+from megajax.analysis.plan.memory import num_logit_chunks
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import in_order, is_split, num_parts
+from megajax.core.counts.stages import Runs, ticks
+from megajax.core.counts.vision import is_learned
+
+# Seconds from one kernel to the next, launched back to back: Gray (2019), Getting Started with CUDA
+# Graphs, measured 3.8 us per kernel on a V100, and 3.4 us in a graph, for kernels of 2.9 us.
+LAUNCH = 3.8e-6
+# Kernels outside the layers, in each chunk of the loss, and in each tick of a pipeline.
+OF_STEP, OF_CHUNK, OF_TICK = 100, 27, 65
+# In a layer of a vision encoder, in one without gradients, and in a layer of cross-attention.
+OF_ENCODER, OF_FROZEN, OF_CROSS = 135, 65, 140
+
+
+def num_launches(config: Config) -> int:
+    """Return the number of kernels of a step on each GPU.
+
+    It is 5 % off the compiled programs on average, 15 % at most; a pipeline's 21 % at most.
+    """
+    model, mesh, train = config.model, config.mesh, config.train
+    is_full = train.recompute == 'full'
+    if in_order(config) and train.unroll is True:
+        of_layers = model.num_layers * _of_layer_in_order(config)
+        of_chunks = OF_CHUNK * num_logit_chunks(config)
+        return OF_STEP + (of_layers + of_chunks) * train.microbatches
+    of_layer = 65 if is_full else 72  # which keeps the statistics of norms
+    is_one_row = mesh.sequence_parallel and config.microbatch_rows == 1
+    if mesh.model > 1 and is_one_row and train.recompute == 'none':
+        of_layer -= 8  # nothing that is gathered is transposed
+    of_layer += 6 if model.norm == 'layernorm' else 0
+    of_layer += 8 if train.dtype == 'float32' else 0  # attention is several kernels
+    of_layer += 15 if model.bias else 0
+    of_layer += 15 if model.qk_norm else 0
+    of_layer += 25 if model.has_dropout else 0
+    of_layer += 15 if mesh.model > 1 else 0
+    of_layer += 10 if mesh.model > 1 and mesh.sequence_parallel else 0
+    of_layer += 20 if model.num_kv_heads < mesh.model else 0
+    of_layer += 35 if is_split(config) else 0
+    of_layer += _of_sharding(config)
+    if mesh.is_grid:
+        of_layer += 40 if is_full else 25
+    if mesh.stages > 1:
+        of_layer += 22 if is_full else -2
+    of_block = (18 if is_full else 13) + (4 if mesh.context_exchange == 'ring' else 0)
+    of_layer += of_block * (mesh.context - 1)
+    of_ticks = OF_TICK * ticks(config) if mesh.stages > 1 else 0
+    of_chunks = OF_CHUNK * num_logit_chunks(config) * train.microbatches
+    of_layers = Runs.of_stages(config).layers * of_layer + _of_images(config)
+    return OF_STEP + of_ticks + of_layers + of_chunks
+
+
+def _of_layer_in_order(config: Config) -> int:
+    """Return the kernels of a layer that is compiled on its own, for all its parts."""
+    model, train = config.model, config.train
+    is_full = train.recompute == 'full'
+    of_part = 44 if model.norm == 'layernorm' else 42
+    of_part += 4 if model.bias else 0
+    of_part += 15 if model.qk_norm else 0
+    of_part += 25 if model.has_dropout else 0
+    of_part += 10 if config.mesh.model > 1 else 0
+    of_part += 10 if is_full else 0
+    of_part += 4 if is_full and config.optim.shard == 'weights' else 0
+    is_summed = config.optim.shard in ('gradients', 'weights') and train.microbatches > 1
+    added = 8 if model.bias and is_summed else 0  # gradients of vectors
+    # Halves of the tokens have attention's kernels in common.
+    shared = 15 if train.overlap == 'sequence_split' and num_parts(config) > 1 else 0
+    return num_parts(config) * of_part - shared + added
+
+
+def _of_images(config: Config) -> int:
+    """Return the kernels of an encoder's layers, and of those that attend to images."""
+    vision, runs = config.vision, config.train.microbatches
+    if vision is None:
+        return 0
+    of_layer = OF_ENCODER if is_learned(config) else OF_FROZEN
+    cross = config.model.num_cross_layers
+    return runs * (vision.num_layers * of_layer + cross * OF_CROSS)
+
+
+def _of_sharding(config: Config) -> int:
+    """Return the kernels of a layer that gather weights and sum gradients over `data`."""
+    mesh, train = config.mesh, config.train
+    if config.optim.shard != 'weights':
+        return 3 if config.optim.shard == 'gradients' else 0
+    kernels = 18 if mesh.tensor_parallel == 1 else 0
+    kernels = 15 if train.recompute == 'full' else kernels
+    kernels += 20 if is_split(config) else 0
+    return kernels + (20 if config.model.hidden_size % mesh.data_shards else 0)
+
+
+def launch_seconds(work: Sequence[tuple[float, float]], count: int) -> float:
+    """Return the seconds that launches take beyond the work.
+
+    `work` has a pair for each part: how often it runs, and its seconds in all runs. `count` kernels
+    do the work. Each run of a part has the same number of them, at least one, and none takes less
+    than LAUNCH.
+    """
+    each = LAUNCH * max(1.0, count / sum(times for times, _ in work))
+    return sum(max(0.0, each * times - seconds) for times, seconds in work)

@@ -1,0 +1,208 @@
+"""The layouts that a search compares: every choice that changes no number of the training run."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple, Self
+
+from megajax.core.config import Config
+from megajax.core.config.divisors import divisors
+from megajax.core.config.mesh_rules import replicas_within_hosts
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.counts.flops import uses_flash
+
+SHORTEST = 4096  # tokens of a sequence on a context shard, at least
+# Of a microbatch on stages: more make the bubble longer and no product faster.
+MOST_TOKENS = 32768
+
+
+class Mesh(NamedTuple):
+    """GPUs along `data`, replicas included, and in each dim of a tensor-parallel group.
+
+    And the stages of a pipeline, and the shards of a sequence.
+    """
+
+    data: int
+    rows: int
+    model: int
+    stages: int = 1
+    context: int = 1
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return the mesh of a config."""
+        mesh = config.mesh
+        return cls(mesh.data, mesh.model_rows, mesh.model, mesh.stages, mesh.context)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the mesh has neither stages nor context shards."""
+        return self.stages == self.context == 1
+
+
+def changed(config: Config, **keys: object) -> Config:
+    """Return the config with other values, `section__key=value`, unchecked.
+
+    `incompatibilities` says whether they work together.
+    """
+    sections: dict[str, dict[str, object]] = {}
+    for path, value in keys.items():
+        section, key = path.split('__')
+        sections.setdefault(section, {})[key] = value
+    return config.model_copy(
+        update={
+            name: getattr(config, name).model_copy(update=values)
+            for name, values in sections.items()
+        }
+    )
+
+
+def meshes(num_devices: int, *, has_grids: bool) -> Iterator[Mesh]:
+    """Yield every mesh of the devices, those of small tensor-parallel groups first.
+
+    A grid has at most as many rows as columns: it sends least with 0.55 sqrt(t) rows
+    (`core/counts/grid.py`), and more with their numbers exchanged.
+    """
+    for group in divisors(num_devices):
+        for rows in divisors(group) if has_grids else (1,):
+            if rows * rows <= group:
+                yield Mesh(num_devices // group, rows, group // rows)
+
+
+def deep_meshes(config: Config, num_devices: int, per_host: int) -> Iterator[Mesh]:
+    """Yield every mesh with stages or context shards that suits a model and its batch.
+
+    Tensor-parallel groups lie inside a host, and stages across hosts where there are several.
+    """
+    model, train = config.model, config.train
+    can_shard = model.causal and not model.has_dropout and not config.data.document_mask
+    lengths = train.seq_len // SHORTEST if can_shard else 1
+    for stages in divisors(model.num_layers):
+        for context in (n for n in divisors(train.seq_len) if n <= max(1, lengths)):
+            rest, remainder = divmod(num_devices, stages * context)
+            if remainder or stages == context == 1:
+                continue
+            for group in divisors(rest):
+                data = rest // group
+                rows, indivisible = divmod(train.batch_size, data)
+                if group <= per_host and not indivisible and rows >= stages:
+                    yield Mesh(data, 1, group, stages, context)
+
+
+def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
+    """Yield the layouts of a mesh with stages or context shards.
+
+    They have sequence parallelism where there is tensor parallelism, and of the rungs of ZeRO those
+    that stages allow. GPipe is not among them: it takes at least as long as 1F1B and keeps at least
+    as much. Nor is a ring of stages, whose hops compete with those between stages.
+    """
+    on_mesh = changed(
+        config,
+        mesh__data=mesh.data,
+        mesh__model_rows=1,
+        mesh__model=mesh.model,
+        mesh__stages=mesh.stages,
+        mesh__context=mesh.context,
+        mesh__replicas=1,
+        mesh__sequence_parallel=mesh.model > 1,
+        train__schedule='1f1b',
+        train__overlap='none',
+        train__unroll=False,
+    )
+    rows = config.train.batch_size // mesh.data
+    most = max(1, MOST_TOKENS * mesh.context // config.train.seq_len)
+    counts = [n for n in divisors(rows) if mesh.stages == 1 or rows // n <= most]
+    chunks = divisors(config.model.num_layers // mesh.stages) if mesh.stages > 1 else (1,)
+    exchanges = ('gather', 'ring') if mesh.context > 1 and mesh.stages == 1 else ('gather',)
+    recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
+    shards: tuple[str, ...] = ('none',)
+    if mesh.data * mesh.context > 1:
+        rungs = ('optimizer',) if mesh.stages > 1 else ('optimizer', 'gradients', 'weights')
+        shards = ('none', *rungs)
+    for count, virtual, exchange in product(counts, chunks, exchanges):
+        if count < mesh.stages or (virtual > 1 and count % mesh.stages):
+            continue
+        exchanged = changed(on_mesh, mesh__virtual_stages=virtual, mesh__context_exchange=exchange)
+        for recompute, shard in product(recomputes, shards):
+            yield changed(
+                exchanged,
+                train__microbatches=count,
+                train__recompute=recompute,
+                optim__shard=shard,
+            )
+
+
+def layouts(config: Config, mesh: Mesh, per_host: int) -> Iterator[Config]:
+    """Yield the layouts of one mesh; each has all requirements that the first has."""
+    if config.train.batch_size % mesh.data:
+        return
+    if not mesh.is_flat:
+        yield from deep_layouts(config, mesh)
+        return
+    group = mesh.rows * mesh.model
+    on_mesh = changed(
+        config,
+        mesh__data=mesh.data,
+        mesh__model_rows=mesh.rows,
+        mesh__model=mesh.model,
+        mesh__replicas=1,
+        mesh__stages=1,
+        mesh__virtual_stages=1,
+        mesh__context=1,
+        mesh__allow_model_across_hosts=config.mesh.allow_model_across_hosts or group > per_host,
+    )
+    sequence_parallel = (True,) if mesh.rows > 1 else (False, True) if group > 1 else (False,)
+    # With flash attention, selective recomputation has nothing to do.
+    recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
+    counts = divisors(config.train.batch_size // mesh.data)
+    for microbatches, sp, recompute in product(counts, sequence_parallel, recomputes):
+        trained = changed(
+            on_mesh,
+            mesh__sequence_parallel=sp,
+            train__microbatches=microbatches,
+            train__recompute=recompute,
+        )
+        for shard, replicas in _shards(mesh.data, group, per_host):
+            yield from _overlaps(changed(trained, mesh__replicas=replicas, optim__shard=shard))
+
+
+def _overlaps(config: Config) -> Iterator[Config]:
+    """Yield a layout with the overlap that it has on GPUs, or with none and with halves."""
+    layout = resolved(config, on_gpu=True)
+    yield layout
+    is_auto = config.train.overlap == 'auto'
+    if is_auto and layout.train.overlap == 'none' and config.mesh.tensor_parallel > 1:
+        yield changed(layout, train__overlap='batch_split')
+
+
+def is_frugal(config: Config) -> bool:
+    """Whether a layout is one of those of its mesh that need the least memory."""
+    shards = 'weights' if config.mesh.stages == 1 else 'optimizer'
+    return (
+        config.train.recompute == 'full'
+        and config.optim.shard == (shards if config.mesh.data * config.mesh.context > 1 else 'none')
+        and config.mesh.replicas == 1
+        and (config.train.microbatches == 1 or config.microbatch_rows <= 2 * config.mesh.model_rows)
+        and config.mesh.context_exchange == 'gather'
+    )
+
+
+def _shards(data: int, group: int, per_host: int) -> Iterator[tuple[str, int]]:
+    """Yield what ZeRO shards, and in how many replicas."""
+    yield 'none', 1
+    if data > 1:
+        yield from product(('optimizer', 'gradients', 'weights'), _replicas(data, group, per_host))
+
+
+def _replicas(data: int, group: int, per_host: int) -> tuple[int, ...]:
+    """Return the numbers of replicas to compare.
+
+    Their groups of data shards lie inside a host, if any can. Otherwise they have a power of two of
+    shards.
+    """
+    if data * group <= per_host:
+        return (1,)
+    within_hosts = [n for n in replicas_within_hosts(data, group, per_host) if n < data]
+    if within_hosts:
+        return 1, *within_hosts
+    powers = (2**i for i in range(1, data.bit_length()))
+    return 1, *(data // shards for shards in powers if data % shards == 0 and shards < data)

@@ -1,0 +1,60 @@
+"""Bytes that a rank of Megatron needs on its GPU, by the formulas of its papers.
+
+Activations are those of Korthikanti et al. (2022), table 2 and section 4.2.3; weights, gradients
+and optimizer those of Megatron-Core's mixed precision: 2 + 4 bytes a parameter and 12 that the
+distributed optimizer shards over `data`.
+"""
+
+from megajax.core.config import Config
+from megajax.core.counts.parameters import megatron_counts
+from megajax.core.counts.products import fits_flash
+from megajax.core.counts.stages import FIRST
+
+OF_WEIGHTS_AND_GRADIENTS, OF_OPTIMIZER = 6, 12  # bytes of a parameter
+
+
+def in_flight(config: Config) -> int:
+    """Return the chunks of layers in flight on Megatron's first stage.
+
+    Plain 1F1B has as many as there are stages, fewer than in lock step
+    (`core/counts/schedule.py`); the interleaved schedule has one more than its forward passes of
+    warm-up, as in lock step.
+    """
+    stages, chunks, count = (
+        config.mesh.stages,
+        config.mesh.virtual_stages,
+        config.train.microbatches,
+    )
+    if chunks == 1:
+        return min(stages, count)
+    return min((chunks + 1) * stages - 1, chunks * count)
+
+
+def megatron_memory(config: Config, *, flash: bool | None = None) -> int:
+    """Return the bytes of the rank that needs the most, the first one."""
+    mesh, model = config.mesh, config.model
+    count = megatron_counts(model, mesh.model, mesh.stages, ('layers', *FIRST)).all
+    sharded = mesh.data_shards if config.optim.shard != 'none' else 1
+    of_chunk = (
+        model.num_layers
+        // (mesh.stages * mesh.virtual_stages)
+        * kept_by_layer(
+            config, flash=fits_flash(config.train.dtype, model.head_dim) if flash is None else flash
+        )
+    )
+    return int(
+        count * (OF_WEIGHTS_AND_GRADIENTS + OF_OPTIMIZER / sharded) + in_flight(config) * of_chunk
+    )
+
+
+def kept_by_layer(config: Config, *, flash: bool) -> float:
+    """Return the bytes that a layer's forward pass keeps for its backward pass."""
+    mesh, model = config.mesh, config.model
+    tokens = config.microbatch_rows * config.train.seq_len // mesh.context
+    stream, t = tokens * model.hidden_size, mesh.model
+    if config.train.recompute == 'full':
+        return 2 * stream / (t if mesh.sequence_parallel else 1)
+    kept = stream * (34 / t if mesh.sequence_parallel else 10 + 24 / t)
+    if flash or config.train.recompute == 'selective':
+        return kept
+    return kept + 5 * model.num_heads * config.train.seq_len * tokens / t

@@ -1,0 +1,266 @@
+"""Bytes that a training step needs on each GPU, line by line, counted without compiling.
+
+The arrays that live between steps are counted exactly. The activations that a step keeps for its
+backward pass are counted array by array, as in Korthikanti et al. (2022), "Reducing Activation
+Recomputation in Large Transformer Models": `kept_by_layer` is their s b h (10 + 24/t) and more.
+Temporary arrays are counted at the moments of a step that may need the most (`_moments`), and the
+largest of these is the answer. The moments and their arrays were read from the buffers of programs
+that XLA compiled for H100s; `benchmarks/plan_memory.py` compares the sums with
+`compiled.memory_analysis()`.
+
+t is the number of devices of the `model` axis.
+"""
+
+import dataclasses
+
+from megajax.analysis.plan.encoder import with_encoder
+from megajax.analysis.plan.held import Held
+from megajax.analysis.plan.sizes import FLOAT32, Sizes
+from megajax.analysis.plan.stage_memory import moments_of_stage
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import gathers_ahead, num_parts
+
+# The share of the temporary bytes that is lost between the arrays of XLA's heap: from nothing to
+# 4 % in programs for H100s.
+FRAGMENTS = 0.02
+# The share of the count that a program for H100s of more than 40 GB needed beyond it at most, as
+# tests/analysis/plan/test_compiled.py finds in the results.
+UNDERCOUNT = 0.029
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes on each GPU at the moment of a step that needs the most."""
+
+    parameters: int  # the master weights, in fp32, and weights beside adapters
+    optimizer: int  # AdamW's two moments
+    weights: int
+    gradients: int
+    activations: int
+    logits: int
+    buffers: int
+    fragments: int  # see FRAGMENTS
+    batch: int
+    repetition: int  # copies of state and batch in a step of `train.replay_every`
+    moment: str  # loss, layout, backward, embedding or encoder, see `_moments`
+
+    @property
+    def state(self) -> int:
+        """The bytes that live between steps."""
+        return self.parameters + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The bytes of everything."""
+        held = self.weights + self.gradients + self.activations + self.logits + self.buffers
+        return self.state + held + self.fragments + self.batch + self.repetition
+
+
+def memory(config: Config, *, capacity_bytes: int | None = None) -> StepMemory:
+    """Return the bytes that a step of `config` needs on each of its GPUs.
+
+    XLA allocates all gradient buffers up front if they fit in `capacity_bytes`, otherwise late.
+    """
+    sizes = Sizes(config)
+    early = _memory(sizes, early=True)
+    return (
+        early
+        if capacity_bytes is None or early.total <= capacity_bytes
+        else _memory(sizes, early=False)
+    )
+
+
+def largest_microbatch(config: Config, capacity_bytes: int) -> int:
+    """Return the most rows that a data shard can have in a microbatch; 0 if not even one fits."""
+    # Halves of the rows take turns, and a grid shards them.
+    halves = num_parts(config) if config.train.overlap == 'batch_split' else 1
+    step = halves * config.mesh.model_rows
+
+    def fits(rows: int) -> bool:
+        batch_size = rows * step * config.mesh.data * config.train.microbatches
+        train = config.train.model_copy(update={'batch_size': batch_size})
+        return (
+            memory(config.model_copy(update={'train': train}), capacity_bytes=capacity_bytes).total
+            <= capacity_bytes
+        )
+
+    too_many = 1
+    while fits(too_many):
+        too_many *= 2
+    least = too_many // 2
+    while too_many - least > 1:
+        middle = (least + too_many) // 2
+        least, too_many = (middle, too_many) if fits(middle) else (least, middle)
+    return least * step
+
+
+def kept_by_layer(config: Config) -> int:
+    """Return the bytes that a layer's forward pass keeps on each GPU without recomputation.
+
+    For a GPT in 16 bits with dropout, and without its scores, they are s b h (10 + 24/t) as in
+    Korthikanti et al. (2022), table 2. With sequence parallelism the paper has s b h 34/t, because
+    Megatron gathers the inputs of products again; XLA keeps them: s b h (4 + 30/t). Without flash
+    attention the scores are a s^2 b (4 + 2 + 1) rather than 5, because their softmax stays in fp32.
+    """
+    return Sizes(config).kept_by_layer
+
+
+def num_logit_chunks(config: Config) -> int:
+    """Return the number of chunks that the loss splits a microbatch into (`core/model/loss.py`)."""
+    return Sizes(config).logits[0]
+
+
+def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
+    is_staged = sizes.config.mesh.stages > 1
+    moments = moments_of_stage(sizes, early=early) if is_staged else _moments(sizes, early=early)
+    if sizes.config.vision is not None:
+        moments = with_encoder(sizes, moments, early=early)
+    moment = max(moments, key=lambda name: moments[name].total)
+    copied = sizes.parameters_at_rest + sizes.moments + sizes.batch
+    return StepMemory(
+        parameters=sizes.parameters_at_rest,
+        optimizer=sizes.moments,
+        fragments=int(FRAGMENTS * moments[moment].total),
+        batch=sizes.batch,
+        repetition=copied if sizes.config.train.replay_every else 0,
+        moment=moment,
+        **vars(moments[moment]),
+    )
+
+
+def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
+    """Return what a step holds at the moments that may need the most.
+
+    - loss: with the head's gradient and the arrays that it is computed from.
+    - layout: between the passes, when XLA copies the arrays that the layers' loop has stacked to
+      another layout, and may already have allocated the layers' gradients (`early`).
+    - backward: in the backward pass of a layer.
+    - embedding: at its end, in the gradient of the embedding. If the embedding is not the head,
+      this gradient is written where the transposed head was, and that place stays empty until then.
+
+    From ZeRO-2 on only the shards of gradients stay, but the head's gradient is not summed over
+    `data` before the backward pass of the layers has begun.
+    """
+    table = FLOAT32 * sizes.table if sizes.learned_tables else 0
+    all_of_them, of_layers = sizes.learned, sizes.learned - sizes.learned_tables * sizes.table
+    if sizes.sums_early:
+        all_of_them, of_layers = sizes.at_rest.learned, sizes.at_rest.learned_layers
+    summed = FLOAT32 * all_of_them if sizes.config.train.microbatches > 1 else 0
+    in_layers = FLOAT32 * of_layers
+    gradients = summed + table + in_layers
+    chunks, logits, dlogits = sizes.logits
+    # Several chunks add up the head's gradient, and XLA transposes the head once for all of them.
+    # But what ZeRO-2 and ZeRO-3 gather of a tied table they gather as the head reads it.
+    added, transposed = (table, 0 if sizes.is_ordered else table) if chunks > 1 else (0, 0)
+    if sizes.sums_early and sizes.model.tie_embeddings:
+        transposed = 0
+    is_kept_free = not (sizes.model.tie_embeddings or (sizes.sums_early and sizes.is_scattered))
+    kept_free = transposed if is_kept_free else 0
+    # The tokens of a chunk, gathered, and the gradient of them all before its sum is scattered.
+    gathered = 2 * sizes.whole * sizes.layout.num_shards('D') // chunks if sizes.is_scattered else 0
+    copies, in_passes = _transposed(sizes), _gathered_in_layers(sizes)
+    # The head is among the buffers.
+    is_ahead = sizes.is_ordered and gathers_ahead(sizes.config)
+    at_loss = in_passes if is_ahead else sizes.gathered
+    return {
+        'loss': Held(
+            weights=at_loss,
+            gradients=summed + table,
+            activations=sizes.kept,
+            logits=max(logits, added) + dlogits,
+            buffers=transposed + sizes.itemsize * sizes.table + sizes.residual + gathered + copies,
+        ),
+        'layout': Held(
+            weights=in_passes,
+            gradients=gradients if early and not sizes.is_ordered else gradients - in_layers,
+            activations=sizes.kept,
+            buffers=(0 if sizes.is_ordered else sizes.layers * sizes.copied) + copies,
+        ),
+        'backward': Held(
+            weights=in_passes + _weights_of_layer(sizes),
+            gradients=summed + table + _of_layers(sizes, in_layers),
+            activations=sizes.kept,
+            buffers=_buffers_of_layer(sizes) + kept_free + copies + _beside_adapters(sizes),
+        ),
+        'embedding': Held(
+            weights=0 if is_ahead else in_passes,
+            gradients=gradients + table,
+            buffers=_embedded(sizes) + _stacks(sizes, in_layers),
+        ),
+    }
+
+
+def _of_layers(sizes: Sizes, in_layers: int) -> int:
+    """Return the bytes of the layers' gradients that a step holds as their backward pass begins.
+
+    A loop has allocated all of them. In an order of ours they take the place of activations, and
+    those of one layer or two are there; sums over `data` of several microbatches are added to.
+    """
+    adds_sums = sizes.sums_early and sizes.config.train.microbatches > 1
+    if not sizes.is_ordered or adds_sums:
+        return in_layers
+    return FLOAT32 * sizes.at_rest.layer * (1 if sizes.sums_early else 2)
+
+
+def _stacks(sizes: Sizes, in_layers: int) -> int:
+    """Return the bytes of stacks that an order of ours makes of the sums of single layers.
+
+    XLA makes one after the other, the largest of more than half of all, and then frees its parts.
+    """
+    return 3 * in_layers // 5 if sizes.is_ordered and sizes.sums_early else 0
+
+
+def _gathered_in_layers(sizes: Sizes) -> int:
+    """Return the bytes of gathered weights that a step holds in the passes of the layers.
+
+    In a single microbatch the tables are needed only before and after the forward pass.
+    """
+    if sizes.config.optim.shard == 'weights' or sizes.config.train.microbatches > 1:
+        return sizes.gathered
+    return max(0, sizes.gathered - sizes.itemsize * sizes.tables)
+
+
+def _embedded(sizes: Sizes) -> int:
+    """Return the bytes of the embedding's output gradient in fp32, with all of D on each GPU.
+
+    A grid gathers it over `row`, in `train.dtype`.
+    """
+    rows = sizes.layout.num_shards('D')
+    in_fp32 = FLOAT32 * rows * sizes.whole // sizes.itemsize
+    return in_fp32 + (rows * sizes.whole if rows > 1 else 0)
+
+
+def _weights_of_layer(sizes: Sizes) -> int:
+    """Return the bytes of the weights that ZeRO-3 has gathered in the backward pass of a layer."""
+    return sizes.layer_weights if sizes.config.optim.shard == 'weights' else 0
+
+
+def _buffers_of_layer(sizes: Sizes) -> int:
+    recomputed = sizes.kept_by_layer if sizes.config.train.recompute == 'full' else 0
+    return recomputed + sizes.buffers_of_layer
+
+
+def _beside_adapters(sizes: Sizes) -> int:
+    """Return the bytes that a step with adapters holds in the layers, and one without does not.
+
+    They are the result of the largest adapter, before it is added, and with several microbatches
+    the transposed head, which XLA makes once for all of them, since it is frozen.
+    """
+    if sizes.config.lora is None:
+        return 0
+    is_made_once = sizes.config.train.microbatches > 1
+    return sizes.up + (sizes.itemsize * sizes.table if is_made_once else 0)
+
+
+def _transposed(sizes: Sizes) -> int:
+    """Return the bytes of copies of the parameters at rest in the layout of ZeRO-3's gathers.
+
+    XLA copies the row-parallel matrices before the loop over layers and, with several microbatches,
+    the tables before the loop over these.
+    """
+    is_in_one_pass = sizes.is_ordered and sizes.config.train.microbatches == 1
+    if sizes.config.optim.shard != 'weights' or is_in_one_pass:
+        return 0
+    tables = 0 if sizes.is_ordered else sizes.num_tables * sizes.at_rest.table
+    count = sizes.at_rest.inputs + (tables if sizes.config.train.microbatches > 1 else 0)
+    return count * (sizes.itemsize if sizes.config.lora else FLOAT32)

@@ -1,0 +1,93 @@
+"""The bytes that a step's operations other than matrix products read and write on a GPU.
+
+t is the number of GPUs of a tensor-parallel group.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from megajax.analysis.plan.sizes import BYTES
+from megajax.core.config import Config
+from megajax.core.counts.layers import layer
+from megajax.core.counts.parameters import dim_sizes, elements, megatron_counts
+from megajax.core.counts.stages import Runs, ticks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """An operation that is bound by memory."""
+
+    name: str
+    bytes: float  # bytes that one run reads and writes
+    times: float  # runs in a step
+
+
+def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
+    """Yield the operations of the layers; each fused one reads and writes an array once."""
+    # Between two products of a sublayer a grid shards the rows of the batch.
+    model, t, widths = config.model, config.mesh.tensor_parallel, dim_sizes(config.model)
+    attention, mlp = layer(model)
+    tokens = config.microbatch_rows * config.train.seq_len // config.mesh.context
+    size = BYTES[config.train.dtype]
+    residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
+    heads = tokens * elements(attention.first.outputs, widths) * size / t
+    ffn = tokens * elements(mlp.second.inputs, widths) * size / t
+    times = Runs.of_stages(config).layers
+    forwards = 2 if config.train.recompute == 'full' else 1
+    # Norms read and write one array; adding to the residual reads two and writes one. The backward
+    # pass reads one array more.
+    yield Traffic(name='norms', bytes=2 * (2 * forwards + 3) * residual, times=times)
+    yield Traffic(name='residual', bytes=2 * (3 * forwards + 2) * residual, times=times)
+    yield Traffic(name='heads', bytes=2 * (forwards + 1) * heads, times=times)
+    yield Traffic(
+        name='activation',
+        bytes=((3 if model.is_gated else 2) * forwards + (5 if model.is_gated else 3)) * ffn,
+        times=times,
+    )
+    if not flash:
+        scores = tokens * model.num_heads / t * config.train.seq_len * size
+        again = 1 if config.train.recompute == 'none' else 2
+        dropout = 2 if model.attention_dropout else 0
+        yield Traffic(
+            name='softmax', bytes=((2 + dropout) * again + 3 + dropout) * scores, times=times
+        )
+
+
+def traffic_of_loss(config: Config) -> Iterator[Traffic]:
+    """Yield the operations of the loss."""
+    mesh = config.mesh
+    tokens = config.microbatch_rows * config.train.seq_len / mesh.context / mesh.stages
+    logits = 4 * tokens * config.model.padded_vocab_size / mesh.tensor_parallel
+    # The maximum and the sum read the logits; the gradient is read and written.
+    yield Traffic(name='loss', bytes=4 * logits, times=config.train.microbatches)
+
+
+def traffic_of_weights(
+    config: Config, *, adds_shards: bool = False, accumulated_bytes: int = 12
+) -> Iterator[Traffic]:
+    """Yield the operations on weights, gradients and moments.
+
+    Gradients of microbatches are added up in full or, from ZeRO-2 on and with `adds_shards`, only
+    the part that a data shard keeps, at `accumulated_bytes` an element.
+    """
+    mesh, optim = config.mesh, config.optim
+    every, count = (
+        megatron_counts(config.model, mesh.model, mesh.stages, learned=learned).all
+        / mesh.model_rows
+        for learned in (False, True)
+    )
+    own = count / (mesh.data_shards * mesh.context if optim.shard != 'none' else 1)
+    microbatches = config.train.microbatches
+    if BYTES[config.train.dtype] == 2:
+        yield Traffic(name='cast of weights', bytes=6 * every, times=1)
+    if microbatches > 1:
+        adds_shards = adds_shards or optim.shard in ('gradients', 'weights')
+        yield Traffic(
+            name='gradient accumulation',
+            bytes=accumulated_bytes * (own if adds_shards else count),
+            times=ticks(config) / mesh.virtual_stages,
+        )
+    yield Traffic(name='gradient norm', bytes=4 * own, times=1)
+    # The parameter and both moments are read and written, the gradient is read.
+    moments = 4 * BYTES[optim.moments_dtype]
+    yield Traffic(name='AdamW', bytes=(3 * 4 + moments) * own, times=1)

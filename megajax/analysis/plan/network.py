@@ -1,0 +1,92 @@
+"""The time of a collective on a cluster: rings of GPUs over links inside and between hosts."""
+
+import dataclasses
+from math import prod
+from typing import Self
+
+from megajax.core.config import Config, ConfigError
+from megajax.core.hardware.records import Hardware
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """GPUs of one type, in hosts that hold the same number of them."""
+
+    hardware: Hardware
+    num_devices: int
+    devices_per_host: int
+
+    @classmethod
+    def of(cls, hardware: Hardware, num_devices: int, devices_per_host: int | None = None) -> Self:
+        """Return a cluster with as many GPUs in each host as the type is sold with, unless given.
+
+        Raises ConfigError for hosts of unequal size.
+        """
+        per_host = min(num_devices, devices_per_host or hardware.devices_per_host)
+        if num_devices % per_host:
+            below = num_devices // per_host * per_host
+            raise ConfigError(
+                f'{num_devices} GPUs do not fill hosts of {per_host}: '
+                f'use {below} or {below + per_host}, or set the GPUs of a host'
+            )
+        return cls(hardware=hardware, num_devices=num_devices, devices_per_host=per_host)
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts, all of which are full."""
+        return self.num_devices // self.devices_per_host
+
+    def members_per_host(self, config: Config, axis: str) -> int:
+        """Return how many GPUs of a group over mesh axes share a host; `row+model` is over both."""
+        return self._group(config, axis)[1]
+
+    def _group(self, config: Config, axis: str) -> tuple[int, int]:
+        """Return the GPUs of a group, and those on a host; `mesh.sizes` is outermost first."""
+        sizes, axes = config.mesh.sizes, axis.split('+')
+        names = [*sizes]
+        inner = names[1 + max(names.index(name) for name in axes if name in sizes) :]
+        size = prod(sizes.get(name, 1) for name in axes)
+        apart = prod(sizes[name] for name in inner)  # distance of two neighbors
+        return size, min(size, max(1, self.devices_per_host // apart))
+
+    def ring(self, config: Config, axis: str) -> 'Ring':
+        """Return the ring of the GPUs of one group over mesh axes."""
+        inside, across = self.hardware.inside_host, self.hardware.across_hosts
+        size, members = self._group(config, axis)
+        hosts = -(-size // members)
+        bandwidth = self.hardware.ring_bandwidth(members=members, hosts=hosts)
+        return Ring(
+            size=size,
+            hosts=hosts,
+            bandwidth=bandwidth,
+            latency_inside=inside.latency,
+            latency_across=across.latency,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring:
+    """GPUs that pass data around in a ring."""
+
+    size: int  # number of GPUs
+    hosts: int
+    bandwidth: float  # bytes per second of the slowest link between them
+    latency_inside: float  # seconds that a step inside a host costs
+    latency_across: float  # seconds that a step between hosts costs
+
+    def seconds(self, kind: str, wire_bytes: float) -> float:
+        """Return the seconds of one collective in which each GPU sends `wire_bytes`.
+
+        An all-reduce of P bytes takes 2(t-1)/t P/bandwidth + 2(t-1) latency. All-gathers and
+        reduce-scatters take half of that in both terms (Thakur et al., 2005, section 4). As many
+        steps as there are other hosts have the latency between hosts, as NCCL counts. A permute is
+        one step.
+        """
+        if kind == 'collective-permute':
+            latency = self.latency_across if self.hosts > 1 else self.latency_inside
+            return wire_bytes / self.bandwidth + latency
+        rounds = 2 if kind == 'all-reduce' else 1
+        latency = (self.size - self.hosts) * self.latency_inside + (
+            self.hosts - 1
+        ) * self.latency_across
+        return wire_bytes / self.bandwidth + rounds * latency

@@ -1,0 +1,96 @@
+"""The one key of a config that makes its step fit a GPU's memory."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.memory import memory
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.search import usable_memory
+from megajax.analysis.plan.time import step_time
+from megajax.analysis.plan.words import RUNGS, too_large
+from megajax.core.config import Config
+from megajax.core.config.divisors import divisors
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.config.rules import incompatibilities
+from megajax.core.hardware.memory import USABLE
+from megajax.core.hardware.records import hardware
+
+RECOMPUTE = 'none', 'selective', 'full'
+
+
+class OneKey(NamedTuple):
+    """A key with its new value, and what a step needs with it by the plan's count."""
+
+    text: str  # train.recompute=full
+    bytes: int
+    slower: float  # the share by which a step takes longer; below 0 it is faster
+
+
+def remedy(config: Config, needed: int, *, gpu: str, gpus_per_host: int) -> str:
+    """Say which key makes a step fit that was compiled and needs more than a program can use.
+
+    Empty if it fits.
+    """
+    available = int(USABLE * hardware(gpu).memory)
+    if needed <= available:
+        return ''
+    cluster = Cluster.of(hardware(gpu), config.mesh.num_devices, gpus_per_host)
+    reason = f'does not fit: {too_large(needed, available)} that a program can use'
+    key = one_key(config, cluster, excess=needed - available)
+    if key is None:
+        return f'{reason}; no one key makes it fit: megajax plan searches all layouts'
+    time = f'{abs(key.slower):.1%} {"longer" if key.slower > 0 else "shorter"}'
+    return (
+        f'{reason}; {key.text} would make it fit, with {key.bytes / 1e9:.1f} GB and a step that is '
+        f'{time}, as megajax plan predicts'
+    )
+
+
+def one_key(config: Config, cluster: Cluster, *, excess: int = 0) -> OneKey | None:
+    """Return the key that makes a step fit at the least cost of time, None if none does.
+
+    It saves at least `excess` bytes, because the plan may count too few for the step as it is. Keys
+    that change no number of the training run come before `optim.moments_dtype`, which rounds
+    AdamW's moments between steps.
+    """
+    available, before = usable_memory(cluster), resolved(config, on_gpu=True)
+    seconds = step_time(before, cluster).total
+    most = memory(before, capacity_bytes=available).total - excess
+    for keys in (_exact(config), _rounding(config)):
+        fitting = [
+            OneKey(text, needed, step_time(candidate, cluster).total / seconds - 1)
+            for text, candidate in _candidates(config, keys)
+            if (needed := memory(candidate, capacity_bytes=available).total) <= available
+            and needed <= most
+        ]
+        if fitting:
+            return min(fitting, key=lambda key: key.slower)
+    return None
+
+
+def _candidates(config: Config, keys: Iterator[tuple[str, object]]) -> Iterator[tuple[str, Config]]:
+    for key, value in keys:
+        candidate = changed(config, **{key.replace('.', '__'): value})
+        if not incompatibilities(candidate):
+            text = str(value).lower() if isinstance(value, bool) else value
+            yield f'{key}={text}', resolved(candidate, on_gpu=True)
+
+
+def _exact(config: Config) -> Iterator[tuple[str, object]]:
+    """Yield the keys that save memory and change no number, with their possible values."""
+    mesh, train, rungs = config.mesh, config.train, [*RUNGS]
+    for recompute in RECOMPUTE[RECOMPUTE.index(train.recompute) + 1 :]:
+        yield 'train.recompute', recompute
+    for times in divisors(config.microbatch_rows)[1:]:
+        yield 'train.microbatches', times * train.microbatches
+    if mesh.data_shards > 1:
+        for shard in rungs[rungs.index(config.optim.shard) + 1 :]:
+            yield 'optim.shard', shard
+    if mesh.model > 1 and not mesh.sequence_parallel:
+        yield 'mesh.sequence_parallel', True
+
+
+def _rounding(config: Config) -> Iterator[tuple[str, object]]:
+    if config.optim.moments_dtype == 'float32':
+        yield 'optim.moments_dtype', 'bfloat16'

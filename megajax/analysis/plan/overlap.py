@@ -1,0 +1,236 @@
+"""The products that each collective overlaps with in the program that XLA compiles for GPUs.
+
+They are read from `megajax inspect --target h100` with jax 0.10.2. For each site and kind the
+tables have the share of the bytes that are on the wire while matrix products run, and which
+products these are; the same share of the products runs beside them. Nothing else overlaps: not the
+tables of ZeRO-2 and ZeRO-3, nor what a step sends once over `data`. The smaller of transfers and
+products is hidden (`transfers.py`).
+
+XLA's scheduler decides by the sizes of a model. In 494 compiled steps that fit, the share of the
+bytes over `model` that overlaps is 5 points off on average, and within 10 points in 79 %
+(`benchmarks/plan_overlap.py`). The share of the seconds that products hide is within 9 points for
+GPT-2 345M, and up to 29 points off for the 8.3B model and Llama 3 8B. Of the bytes over `data` from
+ZeRO-2 on, the share is within 9 points without tensor parallelism, and 10 points off on average in
+30 compiled steps (`benchmarks/plan_memory.py`). In a step that does not fit, nothing overlaps.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megajax.core.config import Config, ModelConfig
+from megajax.core.config.overlap_rules import gathers_ahead, has_head, in_order, is_split, num_parts
+from megajax.core.counts.collective import PERMUTE
+from megajax.core.counts.flops import uses_flash
+from megajax.core.counts.megatron import GATHER, REDUCE, SCATTER, Expected
+from megajax.core.counts.parameters import dim_sizes, elements, own_counts, parameters
+from megajax.core.counts.products import Phase
+from megajax.core.counts.stages import ticks
+
+
+class Beside(NamedTuple):
+    """The share of a collective's transfers that can be hidden, and the products beside them.
+
+    The same share of the products hides them, or `of_products`.
+    """
+
+    share: float
+    products: tuple[str, ...]
+    phase: Phase | None = None  # phase of the products; None for the phase of the collective
+    of_products: float | None = None
+
+
+NOTHING = Beside(0.0, ())
+RING_SHARE = 0.5  # of the hops of a ring
+_ATTENTION, _MLP = ('qkv weight', 'out weight'), ('up weight', 'down weight')
+_BACKWARD = {
+    ('head', REDUCE): Beside(1.0, ('head weight',)),
+    ('head', SCATTER): Beside(1.0, ('head weight',)),
+    ('attention', REDUCE): Beside(1.0, _ATTENTION),
+    ('attention', GATHER): Beside(1.0, _ATTENTION),
+    ('attention', SCATTER): Beside(1.0, ('out weight',)),
+    ('mlp', REDUCE): Beside(1.0, ('attention',)),
+    ('mlp', SCATTER): Beside(1.0, ('attention',)),
+}
+# The halves of a microbatch take turns (train.overlap=batch_split): the last half of a layer has
+# nothing beside it.
+_BACKWARD_OF_HALVES = _BACKWARD | {
+    ('attention', REDUCE): Beside(0.5, (*_ATTENTION, 'attention')),
+    ('attention', GATHER): Beside(0.5, _ATTENTION),
+    ('mlp', REDUCE): Beside(1.0, _MLP),
+    ('mlp', SCATTER): Beside(1.0, _MLP),
+    ('mlp', GATHER): Beside(1.0, ('down input', 'attention')),
+}
+_FORWARD_OF_HALVES = {
+    ('attention', REDUCE): Beside(0.5, ('attention', 'out')),
+    ('attention', SCATTER): Beside(0.5, ('attention', 'out')),
+    ('mlp', REDUCE): Beside(0.5, ('down',)),
+    ('mlp', SCATTER): Beside(0.5, ('down',)),
+}
+_RECOMPUTE_OF_HALVES = _FORWARD_OF_HALVES | {
+    ('attention', REDUCE): Beside(1.0, ('attention', 'out', 'up')),
+    ('mlp', GATHER): Beside(0.5, ('up',)),
+}
+
+
+# ZeRO-2 and ZeRO-3: the shares of the layers' weights and gradients over `data` that overlap. Those
+# of tensor parallelism take their place, the more so without recomputation (`benchmarks/results`).
+_OVER_DATA = {
+    'alone': {'forward': 0.81, 'recompute': 0.88, 'backward': 0.73, 'gradients': 1.0},
+    'tensor': {'forward': 0.35, 'recompute': 0.75, 'gradients': 0.7},
+    'tensor, no recomputation': {'forward': 0.2, 'backward': 0.2, 'gradients': 0.15},
+    'grid': {'forward': 0.1, 'recompute': 0.6, 'backward': 0.2, 'gradients': 0.35},
+    'halves': {'forward': 0.88, 'recompute': 0.88, 'backward': 0.88, 'gradients': 0.92},
+}
+
+
+# In an order of ours the traffic of the layers runs beside all products of its pass
+# (`model/overlap/`), but for what is sent beside a short one; halves of the tokens wait for each
+# other where attention needs both. In a loop the first and the last transfer of a layer have
+# nothing beside them.
+_IN_ORDER = {'batch_split': 0.92, 'sequence_split': 0.75}
+_IN_LOOP = 0.8
+_OF_LAYER = 'qkv', 'attention', 'out', 'up', 'down'
+
+
+def _beside_others(collective: Expected, config: Config) -> Beside | None:
+    """Return what hides the traffic of layers in an order of ours; None for other traffic."""
+    site, phase = collective.site, collective.site.phase
+    in_loop = 1.0 if config.train.unroll is True else _IN_LOOP
+    if is_over_data(collective):
+        if site.name == 'parameters' and phase == 'step' and gathers_ahead(config):
+            phase = 'forward'
+        if phase == 'step':
+            return None
+        # The backward pass gathers the layers alone.
+        layers_alone = site.name == 'parameters' and phase == 'backward'
+        share = in_loop if layers_alone else in_loop * _in_order_over_data(config)
+        return Beside(share, tuple(_in_pass(phase)), phase, of_products=in_loop)
+    if site.axis == 'model' and site.name in ('attention', 'mlp') and num_parts(config) > 1:
+        return Beside(in_loop * _IN_ORDER[config.train.overlap], tuple(_in_pass(phase)))
+    return None
+
+
+def _in_order_over_data(config: Config) -> float:
+    """Return the share of what a pass sends over `data` that has products beside it.
+
+    The matrices of the first attention are needed before any product, and their gradients come
+    last.
+    """
+    counts = own_counts(config)
+    first = _share_of_attention(config.model) / config.model.num_layers
+    head = counts.tables / 2 if has_head(config) else 0.0
+    return (counts.layers * (1 - first) + head) / (counts.layers + counts.tables)
+
+
+@functools.cache
+def _share_of_attention(model: ModelConfig) -> float:
+    """Return the share of a layer's matrices that is attention's."""
+    sizes = dim_sizes(model)
+    matrices = {name: x for name, x in parameters(model) if x.is_stacked and x.is_matrix}
+    of_attention = [x for name, x in matrices.items() if 'attention' in name.split('.')]
+    attention, layer = (
+        sum(elements(x.dims, sizes) for x in group) for group in (of_attention, matrices.values())
+    )
+    return attention / layer
+
+
+def _in_pass(phase: Phase) -> Iterator[str]:
+    """Yield the names of a layer's products in a pass."""
+    for name in _OF_LAYER:
+        if phase == 'backward' and name != 'attention':
+            yield from (f'{name} input', f'{name} weight')
+        else:
+            yield name
+
+
+def is_over_data(collective: Expected) -> bool:
+    """Whether a collective is one of data parallelism, over context shards and stages too."""
+    axes = {*collective.site.axis.split('+')}
+    is_of_weights = collective.site.name in ('parameters', 'gradients')
+    return bool({'data', 'replica'} & axes) or (is_of_weights and not {'row', 'model'} & axes)
+
+
+def beside_ticks(collective: Expected, config: Config) -> Beside:
+    """Return what hides the sends of a pipeline in 1F1B: the other pass of the same tick.
+
+    In the ticks of one pass alone, at both ends, and in GPipe, nothing does.
+    """
+    mesh = config.mesh
+    if collective.kind != PERMUTE or config.train.schedule == 'gpipe':
+        return NOTHING
+    passes = ticks(config)
+    alone = mesh.virtual_stages * mesh.stages - 1
+    names = 'down', 'up', 'out', 'qkv'
+    if collective.site.phase == 'forward':
+        products = *(f'{name} {of}' for name in names for of in ('input', 'weight')), 'attention'
+        return Beside(1 - alone / passes, products, 'backward')
+    return Beside(1 - alone / passes, (*names, 'attention'), 'forward')
+
+
+def _shares_over_data(config: Config) -> dict[str, float]:
+    if config.mesh.tensor_parallel == 1:
+        return _OVER_DATA['alone']
+    if is_split(config):
+        return _OVER_DATA['halves']
+    if config.mesh.is_grid:
+        return _OVER_DATA['grid']
+    is_full = config.train.recompute == 'full'
+    return _OVER_DATA['tensor' if is_full else 'tensor, no recomputation']
+
+
+def _beside_layers(collective: Expected, config: Config) -> Beside:
+    """Return what hides the weights or gradients of layers, of which tables are a part."""
+    if collective.site.phase == 'step':
+        return NOTHING
+    shares, recomputed = _shares_over_data(config), config.train.recompute == 'full'
+    counts = own_counts(config)
+    layers = counts.layers / (counts.layers + counts.tables)
+    if collective.site.name == 'gradients':
+        products = 'qkv input', 'qkv weight', 'out weight'
+        return Beside(shares['gradients'] * layers, products, 'backward')
+    if collective.site.phase == 'forward':
+        return Beside(shares['forward'] * layers, ('attention', 'up'), 'forward')
+    # The backward pass gathers the layers alone; full recomputation shares its gathers with it.
+    if recomputed:
+        return Beside(shares['recompute'], ('attention', 'out', 'up'), 'recompute')
+    return Beside(shares['backward'], ('down weight', 'up weight'), 'backward')
+
+
+def _beside_blocks(collective: Expected, config: Config) -> Beside:
+    """Return what hides a hop of a ring: a block of attention; nothing hides a gather."""
+    if config.mesh.context_exchange == 'gather':
+        return NOTHING
+    return Beside(RING_SHARE, ('attention',))
+
+
+def beside(collective: Expected, config: Config) -> Beside:
+    """Return the products that a collective of a step of `config` overlaps with.
+
+    Of a grid's collectives less than a tenth overlaps in the programs, none here.
+    """
+    if in_order(config) and (others := _beside_others(collective, config)):
+        return others
+    if is_over_data(collective):
+        return _beside_layers(collective, config)
+    if config.mesh.is_grid:
+        return NOTHING
+    key = collective.site.name, collective.kind
+    if collective.site.axis == 'stage':
+        return beside_ticks(collective, config)
+    if collective.site.axis == 'context':
+        return _beside_blocks(collective, config)
+    if is_split(config):
+        tables = {
+            'forward': _FORWARD_OF_HALVES,
+            'recompute': _RECOMPUTE_OF_HALVES,
+            'backward': _BACKWARD_OF_HALVES,
+        }
+        return tables.get(collective.site.phase, {}).get(key, NOTHING)
+    if collective.site.phase != 'backward':
+        return NOTHING
+    if key == ('mlp', REDUCE) and config.train.recompute != 'full':
+        return Beside(1.0, _MLP)
+    if key == ('mlp', SCATTER) and config.train.recompute == 'full' and not uses_flash(config):
+        return NOTHING
+    return _BACKWARD.get(key, NOTHING)

@@ -1,0 +1,252 @@
+"""A plan from a config and a number of GPUs: memory, time, and the competing layouts."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megajax.analysis.plan.faults import GPU_HOURS_TO_FAILURE, Faults, faults
+from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.memory import largest_microbatch, memory
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.programs import BY_NAME, ProgramName
+from megajax.analysis.plan.result import (
+    Candidate,
+    CostLine,
+    FaultsLine,
+    MemoryLine,
+    Plan,
+    TransferLine,
+)
+from megajax.analysis.plan.search import Choice, Ranking, search, usable_memory
+from megajax.analysis.plan.time import StepTime, step_time
+from megajax.analysis.plan.transfers import PlannedTransfer
+from megajax.analysis.plan.verdicts import on_grids, on_sharding, on_tensor_parallelism
+from megajax.analysis.plan.verdicts_on_depth import bubble, on_contexts, on_pipelines
+from megajax.analysis.plan.words import describe, mesh_name, too_large, why_slower
+from megajax.core.config import Config, ConfigError, ModelConfig, dump
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.config.rules import incompatibilities
+from megajax.core.counts.flops import narayanan_flops
+from megajax.core.hardware.records import Hardware, LinkName, hardware
+
+TOKENS = 1e9  # tokens that the cost is given for by default
+
+
+def plan(
+    config: Config,
+    *,
+    gpu: str | Path,
+    gpus: int | None = None,
+    gpus_per_host: int | None = None,
+    link: LinkName | None = None,
+    tokens: float | None = None,
+    target_batch: int | None = None,
+    program: ProgramName = 'megajax',
+    price: float | None = None,
+    storage: float | None = None,
+    gpu_hours_to_failure: float = GPU_HOURS_TO_FAILURE,
+) -> Plan:
+    """Return the memory and time of `config` on some GPUs, and compare every layout.
+
+    The plan is for the mesh of `config` if that has so many GPUs, else for the fastest layout.
+    `gpus` defaults to the size of the mesh, `link` to what the GPUs of a host are sold with.
+    `target_batch` replaces `train.batch_size`. `tokens` is the number to train on. `program` is the
+    software whose step is timed. `price` is that of a GPU hour. `storage` is the bytes per second
+    that it takes from all hosts together.
+
+    Raises ConfigError if nothing fits or nothing divides; the error says what would.
+    """
+    if target_batch:
+        config = changed(config, train__batch_size=target_batch)
+    own = config.mesh.num_devices
+    cluster = Cluster.of(hardware(gpu, link), gpus or own, gpus_per_host)
+    is_own = cluster.num_devices == own
+    if is_own and (problems := incompatibilities(config)):  # the new batch may not divide
+        raise ConfigError(*problems)
+    config = BY_NAME[program].without_order(config)
+    ranking = search(config, cluster, BY_NAME[program])
+    planned = resolved(config, on_gpu=True) if is_own else ranking.best.config
+    time = step_time(planned, cluster, BY_NAME[program])
+    lost = faults(
+        planned, time, cluster, storage=storage, gpu_hours_to_failure=gpu_hours_to_failure
+    )
+    return _report(
+        planned,
+        cluster,
+        ranking,
+        time,
+        program=program,
+        is_from_search=not is_own,
+        tokens=tokens,
+        days=time.days(tokens) if tokens else None,
+        cost=_cost(time, cluster, tokens or TOKENS, price),
+        faults=_faults(time, lost),
+    )
+
+
+def _report(
+    config: Config, cluster: Cluster, ranking: Ranking, time: StepTime, **known: Any
+) -> Plan:
+    available = usable_memory(cluster)
+    needed = memory(config, capacity_bytes=available)
+    chosen = Choice(config=config, bytes=needed.total, time=time)
+    fits = needed.total <= available
+    return Plan(
+        config=dump(config),
+        hardware=cluster.hardware.name,
+        efficiencies=_efficiencies(cluster.hardware),
+        band=cluster.hardware.fit.band if cluster.hardware.fit else None,
+        gpus=cluster.num_devices,
+        gpus_per_host=cluster.devices_per_host,
+        layout=_layout(chosen, ranking, available).model_copy(
+            update={} if fits else {'reason': _too_large(config, needed.total, available)}
+        ),
+        memory=[
+            MemoryLine(name=name, bytes=size)
+            for name, size in dataclasses.asdict(needed).items()
+            if isinstance(size, int)
+        ],
+        memory_moment=needed.moment,
+        memory_available=available,
+        largest_microbatch=largest_microbatch(config, available),
+        products=time.products,
+        idle=time.idle,
+        memory_bound=time.memory_bound,
+        launches=time.launches,
+        transfers=[_transfer(transfer) for transfer in time.transfers],
+        seconds=time.total,
+        tokens_per_second=time.tokens_per_second,
+        tflops_per_gpu=time.flops_per_gpu / 1e12,
+        paper_tflops_per_gpu=_paper_tflops(config, time),
+        mfu=time.mfu,
+        hfu=time.hfu,
+        communication_share={axis: time.share(axis) for axis in (*config.mesh.sizes, *time.axes)},
+        verdict=on_tensor_parallelism(ranking, available),
+        sharding=on_sharding(ranking, available),
+        grids=on_grids(ranking),
+        pipelines=on_pipelines(ranking, available),
+        contexts=on_contexts(ranking, available),
+        layouts=[_layout(choice, ranking, available) for choice in ranking.all],
+        best_config=dump(ranking.best.config),
+        impossible={mesh_name(mesh): reason for mesh, reason in ranking.impossible.items()},
+        **known,
+    )
+
+
+def _too_large(config: Config, needed: int, available: int) -> str:
+    """Say what a config needs that does not fit, and without dropout in attention if it has it."""
+    reason = too_large(needed, available)
+    if not config.model.attention_dropout:
+        return reason
+    without = changed(config, model__attention_dropout=0.0)
+    least = memory(without, capacity_bytes=available).total
+    return f'{reason}, and {least / 1e9:.1f} GB with model.attention_dropout=0'
+
+
+def _cost(time: StepTime, cluster: Cluster, tokens: float, price: float | None) -> CostLine:
+    hours = time.total * time.devices / 3600 * tokens / time.tokens
+    cost = None if price is None else price * hours
+    return CostLine(
+        tokens=tokens,
+        gpu_hours=hours,
+        kilowatt_hours=hours * cluster.hardware.power / 1000,
+        price=price,
+        cost=cost,
+        tokens_per_unit=tokens / cost if cost else None,
+    )
+
+
+def _faults(time: StepTime, lost: Faults) -> FaultsLine:
+    every = max(1, round(lost.best_interval / time.total))
+    return FaultsLine(
+        checkpoint_bytes=lost.checkpoint_bytes,
+        hold_up=lost.hold_up,
+        write=lost.write,
+        between_failures=lost.between_failures,
+        interval=lost.interval,
+        goodput=lost.goodput(lost.interval),
+        best_every=every,
+        best_goodput=lost.goodput(every * time.total),
+    )
+
+
+def _efficiencies(gpu: Hardware) -> str:
+    reached, alone, fit = gpu.efficiency, gpu.reference, gpu.fit
+    parts = [f'products {reached.matmul:.0%} ({alone.matmul:.0%})']
+    if reached.flash and alone.flash:
+        parts.append(f'attention {reached.flash:.0%} ({alone.flash:.0%})')
+    source = (
+        f'fitted on {fit.rows} published rates, mean error {fit.mean:.1%}'
+        if fit
+        else 'unverified: no published rate'
+    )
+    return f'{", ".join(parts)} of the peak in training (alone), {source}'
+
+
+def _transfer(transfer: PlannedTransfer) -> TransferLine:
+    return TransferLine(**dataclasses.asdict(transfer), exposed=transfer.exposed)
+
+
+def _layout(choice: Choice, ranking: Ranking, available: int) -> Candidate:
+    config, time = choice.config, choice.time
+    return Candidate(
+        name=describe(config),
+        data=config.mesh.data,
+        replicas=config.mesh.replicas,
+        stages=config.mesh.stages,
+        virtual_stages=config.mesh.virtual_stages,
+        context=config.mesh.context,
+        context_exchange=config.mesh.context_exchange,
+        bubble=bubble(config),
+        model_rows=config.mesh.model_rows,
+        model=config.mesh.model,
+        sequence_parallel=config.mesh.sequence_parallel,
+        recompute=config.train.recompute,
+        microbatches=config.train.microbatches,
+        microbatch_rows=config.microbatch_rows,
+        shard=config.optim.shard,
+        overlap=config.train.overlap,
+        unroll=config.train.unroll is True,
+        bytes=choice.bytes,
+        fits=choice.bytes <= available,
+        seconds=time.total if time else None,
+        mfu=time.mfu if time else None,
+        reason=_reason(choice, ranking, available),
+    )
+
+
+def _reason(choice: Choice, ranking: Ranking, available: int) -> str:
+    """Say why a layout lost; the fastest did not."""
+    if choice.bytes > available:
+        return too_large(choice.bytes, available)
+    if choice.time is None:
+        excess = (choice.at_least or 0.0) / ranking.best.timed.total - 1
+        return f'at least {excess:+.1%}, and slower than another of its mesh'
+    if choice.config == ranking.best.config:
+        return ''
+    return why_slower(choice.time, ranking.best.timed)
+
+
+def _paper_tflops(config: Config, time: StepTime) -> float | None:
+    if not _is_gpt(config.model):
+        return None
+    recompute = config.train.recompute == 'full'
+    flops = narayanan_flops(
+        config.model,
+        batch_size=config.train.batch_size,
+        seq_len=config.train.seq_len,
+        recompute=recompute,
+    )
+    return flops / time.total / time.devices / 1e12
+
+
+def _is_gpt(model: ModelConfig) -> bool:
+    is_square = (
+        model.num_heads * model.head_dim == model.hidden_size == model.num_kv_heads * model.head_dim
+    )
+    return (
+        not model.is_bert
+        and is_square
+        and model.ffn_size == 4 * model.hidden_size
+        and not model.is_gated
+    )

@@ -1,0 +1,220 @@
+"""The programs whose training step is timed: their collectives, overlap and attention."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from megajax.analysis.plan import communication
+from megajax.analysis.plan.launches import num_launches
+from megajax.analysis.plan.overlap import NOTHING, Beside, beside, beside_ticks, is_over_data
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import without_order
+from megajax.core.counts.context import over_context
+from megajax.core.counts.flops import uses_flash
+from megajax.core.counts.megatron import (
+    GATHER,
+    HLO_DTYPES,
+    REDUCE,
+    SCATTER,
+    Expected,
+    Site,
+    expected,
+    over_data,
+    over_model,
+)
+from megajax.core.counts.parameters import num_parameters
+from megajax.core.counts.products import Phase, fits_flash
+from megajax.core.counts.stages import Runs, between_stages, gradients_of_stages, ticks
+from megajax.xla.hlo.program import Array
+
+ProgramName = Literal['megajax', 'megatron']
+# cuDNN's flash attention, or FlashAttention-2; `core/hardware/records.py` has their rates.
+Attention = Literal['flash', 'flash_2']
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Software:
+    """The software that runs the step."""
+
+    # Collectives of the passes: those of tensor parallelism, context shards and stages.
+    in_passes: Callable[[Config], list[Expected]]
+    over_data: Callable[[Config], list[Expected]]
+    beside: Callable[[Expected, Config], Beside]
+    uses_flash: Callable[[Config], bool]
+    attention: Attention = 'flash'  # the flash attention that it uses, if it does
+    gradient_bytes: int = 4  # bytes of each gradient element that is reduced over `data`
+    accumulated_bytes: int = 12  # bytes moved for each gradient element that is added up
+    adds_shards: bool = False  # adds up shards of the microbatches' gradients, not full gradients
+    # Whether it also recomputes the last product of a layer, which the backward pass does not need.
+    recomputes_last: bool = False
+    # The number of kernels of a step; 0 if they have not been counted.
+    num_launches: Callable[[Config], int] = lambda _: 0
+    has_grids: bool = False  # has 2-D tensor parallelism
+    has_order: bool = False  # has the overlap that `train.overlap` says
+    # Whether each stage of a pipeline has a part of the tokens of the head, or the last one all.
+    shares_head: bool = False
+
+    def without_order(self, config: Config) -> Config:
+        """Return the config, without our overlap for a program that does not have it."""
+        return config if self.has_order else without_order(config)
+
+
+def fully_sharded(config: Config) -> list[Expected]:
+    """Return the collectives of FSDP.
+
+    Each microbatch gathers all weights for either pass and reduce-scatters their gradients, in 16
+    bits: Zhao et al. (2023), PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel.
+    """
+    weights = Array(HLO_DTYPES[config.train.dtype], (num_parameters(config.model, padded=True),))
+
+    def send(name: str, phase: Phase, kind: str) -> Expected:
+        site = Site(name, phase, 'data')
+        return Expected(
+            site=site,
+            kind=kind,
+            array=weights,
+            times=config.train.microbatches,
+            size=config.mesh.data,
+        )
+
+    if config.mesh.data == 1:
+        return []
+    return [
+        send('parameters', 'forward', GATHER),
+        send('parameters', 'backward', GATHER),
+        send('gradients', 'backward', SCATTER),
+    ]
+
+
+def _beside_its_layer(collective: Expected, config: Config) -> Beside:
+    """Return the overlap of Megatron-Core.
+
+    With --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather.
+    """
+    site = collective.site
+    if is_over_data(collective):
+        return _beside_everything(collective, config)
+    if site.axis == 'stage':  # --overlap-p2p-communication needs several chunks a stage
+        return beside_ticks(collective, config) if config.mesh.virtual_stages > 1 else NOTHING
+    # Only the collectives of sequence parallelism overlap with the product that they belong to.
+    if collective.kind == REDUCE:
+        return NOTHING
+    parts = {'attention': ('qkv', 'out'), 'mlp': ('up', 'down'), 'head': ('head',)}.get(
+        site.name, ()
+    )
+    return Beside(1.0, tuple(_names(parts, site.phase)))
+
+
+def _beside_weight_gradients(collective: Expected, _: Config) -> Beside:
+    """Return the overlap of Megatron-LM in 2022."""
+    site = collective.site
+    parts = {'attention': 'qkv', 'mlp': 'up', 'head': 'head'}
+    if site.phase != 'backward' or site.axis != 'model' or site.name not in parts:
+        return NOTHING
+    return Beside(1.0, (f'{parts[site.name]} weight',))
+
+
+def _beside_everything(collective: Expected, config: Config) -> Beside:
+    """Return the overlap of data parallelism: its traffic is prefetched or deferred.
+
+    Weights are prefetched for a pass, gradients are deferred until after it.
+    """
+    phase: Phase = collective.site.phase
+    if phase == 'step':
+        phase = 'forward' if collective.site.name == 'parameters' else 'backward'
+    names = (*_names(('head', 'qkv', 'out', 'up', 'down'), phase), 'attention')
+    return Beside(1.0, names, phase)
+
+
+def _names(products: tuple[str, ...], phase: Phase) -> Iterator[str]:
+    """Yield the names of these products in a pass, as `core/counts/products.py` has them."""
+    for name in products:
+        yield from (f'{name} input', f'{name} weight') if phase == 'backward' else (name,)
+
+
+def _megatron_in_passes(config: Config) -> list[Expected]:
+    """Return Megatron's collectives of the passes, those that a stage waits for in its bubble too.
+
+    Without sequence parallelism each device of a tensor-parallel group sends its part of a stage's
+    output, and they gather it on the other side (Narayanan et al., 2021, section 4.1).
+    """
+    mesh = config.mesh
+    if mesh.is_grid:
+        return [collective for collective in expected(config) if not is_over_data(collective)]
+    count, all_ticks = config.train.microbatches, ticks(config)
+    runs = Runs.of_stages(config)._replace(head=count, head_parts=1, embedding=count)
+    sent = over_model(config, runs)
+    if mesh.context > 1:
+        sent += over_context(config, runs.layers)
+    if mesh.stages == 1:
+        return sent
+    for send in between_stages(config):
+        send = dataclasses.replace(send, times=all_ticks)
+        if mesh.model == 1 or mesh.sequence_parallel:
+            sent.append(send)
+            continue
+        rows, tokens, size = send.array.shape
+        part = send.array._replace(shape=(rows, tokens // mesh.model, size))
+        inside = Site('stage', send.site.phase, 'model')
+        gathered = dataclasses.replace(send, site=inside, kind=GATHER, size=mesh.model)
+        sent += [dataclasses.replace(send, array=part), gathered]
+    return sent
+
+
+def _megatron_over_data(config: Config) -> list[Expected]:
+    """Return Megatron's collectives of data parallelism, of matrices without megajax's padding."""
+    size, sent = config.model.hidden_size, []
+    padded = size + -size % (config.mesh.data_shards * config.mesh.context)
+    is_staged = config.mesh.stages > 1
+    for collective in gradients_of_stages(config) if is_staged else over_data(config):
+        (count,) = collective.array.shape
+        if padded > size and collective.kind != REDUCE:
+            array = Array(collective.array.dtype, (count // padded * size,))
+            collective = dataclasses.replace(collective, array=array)
+        sent.append(collective)
+    return sent
+
+
+MEGAJAX = Software(
+    in_passes=communication.in_passes,
+    over_data=communication.over_data_shards,
+    beside=beside,
+    uses_flash=uses_flash,
+    num_launches=num_launches,
+    has_grids=True,
+    has_order=True,
+    shares_head=True,
+)
+MEGATRON = Software(
+    in_passes=_megatron_in_passes,
+    over_data=_megatron_over_data,
+    beside=_beside_its_layer,
+    uses_flash=lambda config: fits_flash(config.train.dtype, config.model.head_dim),
+    recomputes_last=True,
+)
+MEGATRON_WITHOUT_OVERLAP = dataclasses.replace(MEGATRON, beside=lambda *_: NOTHING)
+# As the papers of 2019 to 2022 ran it: attention in parts, gradients in fp16, nothing overlaps.
+MEGATRON_2021 = Software(
+    in_passes=_megatron_in_passes,
+    over_data=_megatron_over_data,
+    beside=lambda *_: NOTHING,
+    uses_flash=lambda _: False,
+    gradient_bytes=2,
+    recomputes_last=True,
+)
+# As Korthikanti et al. (2022) ran it: what the backward pass sends of an input's gradient overlaps
+# with the product of the weight's gradient (section 6.2), which adds to the sum of the gradients.
+MEGATRON_2022 = dataclasses.replace(
+    MEGATRON_2021, beside=_beside_weight_gradients, accumulated_bytes=8
+)
+FSDP = dataclasses.replace(
+    MEGATRON,
+    in_passes=lambda _: [],
+    over_data=fully_sharded,
+    beside=_beside_everything,
+    attention='flash_2',
+    adds_shards=True,
+    recomputes_last=False,  # PyTorch stops where the backward pass has what it needs
+)
+FSDP_IN_JAX = dataclasses.replace(FSDP, attention='flash')
+BY_NAME: dict[ProgramName, Software] = {'megajax': MEGAJAX, 'megatron': MEGATRON}

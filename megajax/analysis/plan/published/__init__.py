@@ -1,0 +1,1 @@
+"""Published measurements, and what the planner says of them."""

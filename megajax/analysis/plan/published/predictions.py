@@ -1,0 +1,49 @@
+"""Predictions of published rates of training.
+
+A GPU's efficiencies are fitted on the rates that are not held out.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.published.rates import PublishedRate
+from megajax.analysis.plan.published.tables import rows
+from megajax.analysis.plan.time import StepTime, step_time
+from megajax.core.hardware.records import Hardware, hardware
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A row and its predicted time."""
+
+    row: PublishedRate
+    time: StepTime
+    baseline: 'Prediction | None'
+
+    @property
+    def tflops(self) -> float:
+        """The predicted TFLOP/s per GPU, as the source counts them."""
+        rate = self.row.flops / self.time.total / self.row.num_gpus / 1e12
+        return rate * self.baseline.row.published / self.baseline.tflops if self.baseline else rate
+
+    @property
+    def error(self) -> float:
+        """The relative error of the predicted rate against the published."""
+        return self.tflops / self.row.published - 1
+
+
+def predict(table: str, gpus: Mapping[str, Hardware] = {}) -> list[Prediction]:
+    """Return the prediction of every row of a table.
+
+    `gpus` has records of GPUs that replace the stored ones.
+    """
+    return [predicted(row, gpus.get(row.gpu) or hardware(row.gpu)) for row in rows(table)]
+
+
+def predicted(row: PublishedRate, gpu: Hardware) -> Prediction:
+    """Return the prediction of a row on GPUs of the record `gpu`."""
+    time = step_time(row.config, Cluster.of(gpu, row.num_gpus), row.program)
+    return Prediction(
+        row=row, time=time, baseline=predicted(row.baseline, gpu) if row.baseline else None
+    )

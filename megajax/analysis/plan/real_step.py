@@ -1,0 +1,104 @@
+"""Real training steps for a calibration, which determine the rate of products in training."""
+
+import os
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.time import step_time
+from megajax.core.config import Config, MeshConfig, ModelConfig, TrainConfig
+from megajax.core.hardware.records import Efficiency, Fit, Hardware
+from megajax.core.parallel.mesh import make_mesh
+from megajax.core.train.feed import place_batch
+from megajax.core.train.step import init_state, make_train_step
+
+STEPS = 5
+BUSY = 0.25  # share of the cores, by the load of the last minute
+
+
+def busy() -> str | None:
+    """Return a warning if other processes are at work on this machine; None if it is idle."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < BUSY * cores:
+        return None
+    return (
+        f'the machine is busy (load {load:.1f} on {cores} cores), so the rates measured are too '
+        'low: measure again when it is idle'
+    )
+
+
+def config_for(devices: int, *, is_gpu: bool) -> Config:
+    """Return a GPT whose step takes some tenths of a second on a CPU or on a GPU.
+
+    The batch has rows for every device.
+    """
+    width, length, rows = (2048, 2048, 4) if is_gpu else (512, 256, 2)
+    return Config(
+        model=ModelConfig(
+            num_layers=4,
+            hidden_size=width,
+            num_heads=width // 64,
+            vocab_size=8192,
+            max_seq_len=length,
+            dropout=0.0,
+        ),
+        mesh=MeshConfig(data=devices, model=1),
+        train=TrainConfig(
+            batch_size=rows * devices,
+            seq_len=length,
+            dtype='bfloat16' if is_gpu else 'float32',
+            recompute='none',
+        ),
+    )
+
+
+def real_seconds(config: Config) -> list[float]:
+    """Return the seconds of STEPS steps, after two that warm up."""
+    train = config.train
+    with jax.set_mesh(make_mesh(config.mesh.data, 1)):
+        tokens = np.random.default_rng(0).integers(
+            0, config.model.vocab_size, (train.batch_size, train.seq_len + 1), np.int32
+        )
+        mask = np.ones((train.batch_size, train.seq_len), np.float32)
+        batch = place_batch({'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': mask})
+        state, step, seconds = init_state(config), make_train_step(config), list[float]()
+        for _ in range(2 + STEPS):
+            start = time.perf_counter()
+            state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)
+            seconds.append(time.perf_counter() - start)
+    return seconds[2:]
+
+
+def fitted_to_step(record: Hardware, config: Config, seconds: list[float]) -> Hardware:
+    """Return the record with the rate of products at which a step takes the median of `seconds`.
+
+    If no rate gives the median, it has the nearest possible rate.
+    """
+    median = float(np.median(seconds))
+
+    def planned(matmul: float) -> float:
+        return step_time(config, Cluster.of(_with(record, matmul=matmul), config.mesh.data)).total
+
+    matmul = _where(planned, median, 1e-3, 1.0)
+    error = abs(planned(matmul) / median - 1)
+    spread = max(abs(measured / median - 1) for measured in seconds)
+    mean, band = (min(1.0, max(1e-3, value)) for value in (error, max(error, spread)))
+    fit = Fit(rows=1, mean=mean, band=band)
+    return _with(record, matmul=round(matmul, 4)).model_copy(update={'fit': fit})
+
+
+def _where(falls: Callable[[float], float], value: float, low: float, high: float) -> float:
+    """Return where a falling function has a value, between two bounds, by bisection."""
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falls(middle) > value else (low, middle)
+    return high
+
+
+def _with(record: Hardware, *, matmul: float) -> Hardware:
+    efficiency: Efficiency = record.efficiency.model_copy(update={'matmul': matmul})
+    return record.model_copy(update={'efficiency': efficiency})

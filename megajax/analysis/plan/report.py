@@ -1,0 +1,238 @@
+"""A plan as tables, for a terminal or as HTML."""
+
+from collections import defaultdict
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megajax.analysis.plan.result import Candidate, Plan
+from megajax.base.render.console import as_html, as_text
+from megajax.base.render.folded import Folded
+from megajax.base.render.units import si
+
+_SHOWN = 5e-4  # share of the step above which short kernels have a line
+
+
+def to_text(plan: Plan, *, width: int = 150) -> str:
+    """Return a plan as plain text."""
+    return as_text(tables(plan), width=width)
+
+
+def to_html(plan: Plan) -> str:
+    """Return a plan as an HTML fragment, for a notebook."""
+    return as_html(tables(plan))
+
+
+def tables(plan: Plan) -> RenderableType:
+    """Return all tables and lines of a plan, for a rich console."""
+    hosts = plan.gpus // plan.gpus_per_host
+    origin = 'the fastest layout' if plan.is_from_search else 'as the config says'
+    return Group(
+        Text(
+            f'{plan.gpus} x {plan.hardware}, {hosts} host{"s" if hosts > 1 else ""} '
+            f'of {plan.gpus_per_host}'
+        ),
+        Text(
+            f'{plan.layout.name}: {origin}'
+            + (f', as {plan.program} runs it' if plan.program != 'megajax' else '')
+        ),
+        Text(plan.efficiencies),
+        Text(),
+        Folded(memory_table(plan)),
+        Text(),
+        Folded(time_table(plan)),
+        _rates(plan),
+        Text(),
+        *_run(plan),
+        Text(),
+        Folded(layouts_table(plan)),
+        *_impossible(plan),
+        Text(),
+        Text(f'tensor parallelism  {plan.verdict}', style='bold'),
+        Text(f'sharding over data  {plan.sharding}'),
+        *([Text(f'2-D grids           {plan.grids}')] if plan.grids else []),
+        *([Text(f'pipelines           {plan.pipelines}')] if plan.pipelines else []),
+        *([Text(f'context shards      {plan.contexts}')] if plan.contexts else []),
+    )
+
+
+def memory_table(plan: Plan) -> Table:
+    """Return a table of memory, with a row per kind of array."""
+    table = Table(
+        box=None,
+        header_style='bold',
+        pad_edge=False,
+        title=f'memory per GPU, at its peak ({plan.memory_moment})',
+        title_justify='left',
+    )
+    table.add_column('')
+    table.add_column('bytes', justify='right')
+    table.add_column('')
+    for line in plan.memory:
+        if line.bytes:
+            table.add_row(line.name, si(line.bytes))
+    fits = plan.layout.fits
+    rows = f'{plan.largest_microbatch} row{"" if plan.largest_microbatch == 1 else "s"}'
+    note = (
+        f'{"fits" if fits else "does not fit"} in {si(plan.memory_available)}; '
+        f'largest microbatch {rows}'
+    )
+    table.add_row('total', si(plan.layout.bytes), Text(note, style='green' if fits else 'bold red'))
+    if not fits and plan.planned().model.attention_dropout:
+        table.add_row('', '', plan.layout.reason)
+    if plan.compiled_bytes is not None:
+        table.add_row(
+            'compiled',
+            si(plan.compiled_bytes),
+            f"the plan's total is {plan.layout.bytes / plan.compiled_bytes:.3f} of it",
+        )
+    if plan.best_compiled_bytes is not None and plan.config != plan.best_config:
+        note = f"the plan's total is {plan.best.bytes / plan.best_compiled_bytes:.3f} of it"
+        table.add_row('compiled, the fastest layout', si(plan.best_compiled_bytes), note)
+    return table
+
+
+def time_table(plan: Plan) -> Table:
+    """Return a table of time, with a row per kind of work; of collectives only the exposed time."""
+    table = Table(
+        box=None,
+        header_style='bold',
+        pad_edge=False,
+        title=f'time per step, {_band(plan)}',
+        title_justify='left',
+    )
+    table.add_column('')
+    for name in ('ms', 'share'):
+        table.add_column(name, justify='right')
+    table.add_column('')
+    rows = [('matrix products', plan.products - plan.idle, '')]
+    rows += [('bubble', plan.idle, 'products of idle ticks')] if plan.idle else []
+    rows += [('bound by memory', plan.memory_bound, '')]
+    rows += [('short kernels', plan.launches, '')] if plan.launches > _SHOWN * plan.seconds else []
+    for axis in dict.fromkeys(transfer.axis for transfer in plan.transfers):
+        transfers = [transfer for transfer in plan.transfers if transfer.axis == axis]
+        exposed = sum(transfer.exposed for transfer in transfers)
+        on_wire = sum(transfer.seconds for transfer in transfers)
+        hidden = sum(transfer.hidden for transfer in transfers)
+        crosses_hosts = any(transfer.crosses_hosts for transfer in transfers)
+        link = 'between hosts' if crosses_hosts else 'inside a host'
+        wire_bytes = sum(transfer.wire_bytes for transfer in transfers)
+        sent = f'{si(wire_bytes)} in {1e3 * on_wire:,.1f} ms'
+        share = f'{1e3 * hidden:,.1f} ({hidden / on_wire:.0%}) of it beside products'
+        rows.append((f'collectives over {axis}', exposed, f'{link}, {sent}, {share}'))
+    for name, seconds, note in [*rows, ('total', plan.seconds, '')]:
+        table.add_row(name, f'{1e3 * seconds:,.1f}', f'{seconds / plan.seconds:.1%}', note)
+    return table
+
+
+def _band(plan: Plan) -> str:
+    """Return how far a time may be off."""
+    return f'\u00b1 {plan.band:.0%}' if plan.band else 'unverified'
+
+
+def _rates(plan: Plan) -> Text:
+    parts = [
+        f'{plan.tokens_per_second:,.0f} tokens/s ({_band(plan)})',
+        f'{plan.tflops_per_gpu:.3g} TFLOP/s per GPU',
+    ]
+    if plan.paper_tflops_per_gpu is not None:
+        parts[-1] += f" ({plan.paper_tflops_per_gpu:.3g} by the paper's formula)"
+    parts += [f'MFU {plan.mfu:.1%}', f'HFU {plan.hfu:.1%}']
+    if plan.tokens and plan.days:
+        parts.append(f'{plan.days:,.1f} days ({_band(plan)}) for {plan.tokens:,.0f} tokens')
+    return Text(', '.join(parts))
+
+
+def _run(plan: Plan) -> list[Text]:
+    """Return lines on the full run: GPU hours, energy, price, checkpoints and failures."""
+    cost, faults = plan.cost, plan.faults
+    spent = [
+        f'{cost.tokens:,.0f} tokens take {cost.gpu_hours:,.0f} GPU hours ({_band(plan)})',
+        f'{cost.kilowatt_hours:,.0f} kWh at the limit of the boards',
+    ]
+    if cost.cost and cost.tokens_per_unit:
+        spent.append(
+            f'a cost of {cost.cost:,.0f} at {cost.price:g} per GPU hour, '
+            f'{cost.tokens_per_unit:,.0f} tokens for 1'
+        )
+    written = (
+        f'is on disk after {faults.write:,.0f} s and blocks training for {faults.hold_up:.1f} s'
+    )
+    return [
+        Text(', '.join(spent)),
+        Text(f'a checkpoint of {si(faults.checkpoint_bytes)} {written}'),
+        Text(
+            f'goodput {faults.goodput:.2%} with a failure every '
+            f'{faults.between_failures / 3600:,.0f} hours '
+            f'and a checkpoint every {faults.interval / 60:,.0f} minutes; '
+            f'{faults.best_goodput:.2%} with checkpoint.every={faults.best_every}'
+        ),
+    ]
+
+
+def layouts_table(plan: Plan) -> Table:
+    """Return a table of the fastest layout of each mesh, and why it lost.
+
+    Layouts with and without sequence parallelism have separate rows. If no layout fits, the row has
+    the smallest. Of 2-D grids there is the fastest alone, and of pipelines and context shards the
+    fastest of each number of them.
+    """
+    table = Table(
+        box=None,
+        header_style='bold',
+        pad_edge=False,
+        title=f'layouts, times {_band(plan)}',
+        title_justify='left',
+    )
+    table.add_column('', no_wrap=True)
+    for name in ('ms', 'MFU', 'bytes'):
+        table.add_column(name, justify='right', no_wrap=True)
+    table.add_column('')
+    for layout in _best_of_each(plan.layouts):
+        ms, mfu = (
+            (f'{1e3 * layout.seconds:,.1f}', f'{layout.mfu:.1%}')
+            if layout.seconds and layout.mfu
+            else ('-', '-')
+        )
+        table.add_row(
+            layout.name,
+            ms,
+            mfu,
+            si(layout.bytes),
+            layout.reason or 'the fastest',
+            style=None if layout.fits else 'dim',
+        )
+    count = sum(layout.fits for layout in plan.layouts)
+    table.caption = (
+        f'{count} of {len(plan.layouts)} layouts fit; the best of each mesh is shown, '
+        '--json has all'
+    )
+    table.caption_justify = 'left'
+    return table
+
+
+def _impossible(plan: Plan) -> list[Text]:
+    """Return a line for each reason's key, with the first of the meshes that it rules out."""
+    by_key = defaultdict[str, list[tuple[str, str]]](list)
+    for mesh, reason in plan.impossible.items():
+        by_key[reason.partition(':')[0]].append((mesh, reason))
+    lines = []
+    for ruled_out in by_key.values():
+        others = f', and {len(ruled_out) - 1} more meshes' if len(ruled_out) > 1 else ''
+        mesh, reason = ruled_out[0]
+        lines.append(Text(f'{mesh} is impossible: {reason}{others}', style='dim'))
+    return lines
+
+
+def _best_of_each(layouts: list[Candidate]) -> list[Candidate]:
+    seen: dict[tuple[int, bool] | str, Candidate] = {}
+    for layout in layouts:
+        if layout.stages * layout.context > 1:
+            if layout.fits:
+                seen.setdefault((-layout.stages, layout.context > 1), layout)
+        elif layout.model_rows == 1:
+            seen.setdefault((layout.model, layout.sequence_parallel), layout)
+        elif layout.fits:
+            seen.setdefault('grid', layout)
+    return list(seen.values())

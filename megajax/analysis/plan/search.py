@@ -1,0 +1,221 @@
+"""A search of every layout of a model on a number of GPUs.
+
+It says which layouts fit, how fast each is, and why the others lost.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Iterable, Iterator
+
+from megajax.analysis.plan.layouts import Mesh, changed, deep_meshes, is_frugal, layouts, meshes
+from megajax.analysis.plan.memory import UNDERCOUNT, memory
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.programs import MEGAJAX, Software
+from megajax.analysis.plan.time import StepTime, Timer, peak_flops
+from megajax.analysis.plan.words import RUNGS, describe, no_layout
+from megajax.core.config import Config, ConfigError
+from megajax.core.config.overlap_rules import is_split
+from megajax.core.config.rules import incompatibilities
+from megajax.core.hardware.memory import USABLE
+
+MOST_GPUS = 65536  # to look for a number of GPUs that a model fits on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One layout: its config, the bytes that it needs on a GPU, and its time if it fits.
+
+    A layout that cannot be the fastest of its mesh is not timed; it takes `at_least` so long.
+    """
+
+    config: Config
+    bytes: int
+    time: StepTime | None = None
+    at_least: float | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The GPUs along each axis."""
+        return Mesh.of(self.config)
+
+    @property
+    def timed(self) -> StepTime:
+        """The time of a layout that fits and was timed."""
+        assert self.time is not None
+        return self.time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """All layouts on a number of GPUs."""
+
+    fitting: tuple[Choice, ...]  # the layouts that fit and were timed, fastest first
+    slower: tuple[Choice, ...]  # those that fit and are slower than another of their mesh
+    too_large: tuple[Choice, ...]  # the layouts that do not fit, smallest first
+    impossible: dict[Mesh, str]  # the reason for each mesh without a layout
+
+    @property
+    def best(self) -> Choice:
+        """The fastest layout that fits."""
+        return self.fitting[0]
+
+    @property
+    def all(self) -> tuple[Choice, ...]:
+        """All layouts, in this order."""
+        return *self.fitting, *self.slower, *self.too_large
+
+
+def search(
+    config: Config, cluster: Cluster, program: Software = MEGAJAX, *, prune: bool = True
+) -> Ranking:
+    """Rank every layout for the batch of `config` on all GPUs of the cluster.
+
+    A layout is one choice of stages, virtual stages, data, replicas, context, its exchange, model,
+    rows, sequence parallelism, overlap, recompute, microbatches and what ZeRO shards. Without
+    `prune` even those are timed that cannot be the fastest of their mesh. Raises ConfigError if
+    none fits; the error says what would.
+    """
+    peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
+    config = program.without_order(config)
+    timer, available = Timer(cluster, program), usable_memory(cluster)
+    fitting, slower, too_large = list[Choice](), list[Choice](), list[Choice]()
+    impossible = dict[Mesh, str]()
+    for mesh in _meshes(config, cluster, program):
+        possible, reason = _possible(config, mesh, cluster)
+        if not possible:
+            impossible[mesh] = reason
+        too_large += [choice for choice in possible if choice.bytes > available]
+        for is_parallel in (False, True):
+            fits = (
+                choice
+                for choice in possible
+                if choice.bytes <= available and choice.config.mesh.sequence_parallel == is_parallel
+            )
+            for choice in _timed(fits, timer, prune=prune):
+                (slower if choice.time is None else fitting).append(choice)
+    if not fitting:
+        raise ConfigError(*_why_none(config, cluster, program, too_large, impossible))
+    return Ranking(
+        fitting=tuple(sorted(fitting, key=_order)),
+        slower=tuple(sorted(slower, key=lambda choice: choice.at_least or 0.0)),
+        too_large=tuple(sorted(too_large, key=lambda choice: choice.bytes)),
+        impossible=impossible,
+    )
+
+
+def _meshes(config: Config, cluster: Cluster, program: Software) -> Iterator[Mesh]:
+    yield from meshes(cluster.num_devices, has_grids=program.has_grids)
+    yield from deep_meshes(config, cluster.num_devices, cluster.devices_per_host)
+
+
+def _possible(config: Config, mesh: Mesh, cluster: Cluster) -> tuple[list[Choice], str]:
+    """Return the layouts of a mesh that can be, untimed; without any, the reason."""
+    choices, reason = list[Choice](), ''
+    for candidate in layouts(config, mesh, cluster.devices_per_host):
+        if problems := incompatibilities(candidate):
+            reason = reason or str(problems[0])
+            if not choices:  # the first layout has the fewest requirements
+                break
+            continue
+        needed = memory(candidate, capacity_bytes=usable_memory(cluster)).total
+        choices.append(Choice(config=candidate, bytes=needed))
+    return choices, reason or _indivisible(config, mesh.data)
+
+
+def _timed(choices: Iterable[Choice], timer: Timer, *, prune: bool) -> Iterator[Choice]:
+    """Time layouts of one mesh until no other can be faster than the fastest of them."""
+    best = float('inf')
+    # By the least time that is known of each, which is refined before the layout is timed.
+    waiting = [
+        (timer.floor(choice.config), order, False, choice) for order, choice in enumerate(choices)
+    ]
+    heapq.heapify(waiting)
+    while waiting:
+        at_least, order, is_refined, choice = heapq.heappop(waiting)
+        if prune and at_least > best:
+            yield dataclasses.replace(choice, at_least=at_least)
+        elif prune and not is_refined:
+            at_least = max(at_least, timer.at_least(choice.config))
+            heapq.heappush(waiting, (at_least, order, True, choice))
+        else:
+            time = timer.step(choice.config)
+            best = min(best, time.total)
+            yield dataclasses.replace(choice, time=time)
+
+
+def usable_memory(cluster: Cluster) -> int:
+    """Return the bytes on each GPU that a program can use, minus a margin for UNDERCOUNT."""
+    return int(USABLE * cluster.hardware.memory / (1 + UNDERCOUNT))
+
+
+def _order(choice: Choice) -> tuple[float | int, ...]:
+    """Return a sort key: fastest first; of equals, the simpler."""
+    config = choice.config
+    return (
+        choice.timed.total,
+        config.mesh.stages * config.mesh.context,
+        config.mesh.virtual_stages,
+        config.mesh.context_exchange == 'ring',
+        config.mesh.tensor_parallel,
+        config.mesh.model_rows,
+        is_split(config),
+        [*RUNGS].index(config.optim.shard),
+        config.mesh.replicas,
+        ('none', 'selective', 'full').index(config.train.recompute),
+        config.train.microbatches,
+    )
+
+
+def _indivisible(config: Config, data: int) -> str:
+    batch = config.train.batch_size
+    near = ' or '.join(str(n) for n in (batch // data * data, -(-batch // data) * data) if n)
+    return f'train.batch_size: {batch} is not a multiple of mesh.data={data}; use {near}'
+
+
+def _why_none(
+    config: Config,
+    cluster: Cluster,
+    program: Software,
+    too_large: list[Choice],
+    impossible: dict[Mesh, str],
+) -> Iterator[str]:
+    if not too_large:
+        yield from no_layout(cluster.num_devices, impossible)
+        return
+    least, have = min(too_large, key=lambda choice: choice.bytes), usable_memory(cluster)
+    yield (
+        f'nothing fits on {cluster.num_devices} x {cluster.hardware.name}: the smallest layout '
+        f'needs {least.bytes / 1e9:.1f} GB of {have / 1e9:.1f} GB, with {describe(least.config)}'
+    )
+    count = 2 * cluster.num_devices
+    while count <= MOST_GPUS:
+        if enough := _that_fits(config, count, cluster, program):
+            yield f'it fits on {count} GPUs with {describe(enough)}'
+            break
+        count *= 2
+    rounded = changed(config, optim__moments_dtype='bfloat16')
+    if enough := _that_fits(rounded, cluster.num_devices, cluster, program):
+        yield (
+            "with optim.moments_dtype=bfloat16, which rounds AdamW's moments between steps, "
+            f'{describe(enough)} fits'
+        )
+    yield (
+        f'or use GPUs with at least {least.bytes / 1e9:.0f} GB, a shorter train.seq_len, '
+        'or a smaller model'
+    )
+
+
+def _that_fits(
+    config: Config, num_devices: int, cluster: Cluster, program: Software
+) -> Config | None:
+    """Return some layout of the same batch that fits on a number of GPUs, None if there is none."""
+    have = usable_memory(cluster)
+    larger = dataclasses.replace(cluster, num_devices=num_devices)
+    for mesh in _meshes(config, larger, program):
+        for candidate in filter(is_frugal, layouts(config, mesh, cluster.devices_per_host)):
+            if (
+                not incompatibilities(candidate)
+                and memory(candidate, capacity_bytes=have).total <= have
+            ):
+                return candidate
+    return None

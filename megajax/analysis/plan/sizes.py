@@ -1,0 +1,233 @@
+"""The bytes of a training step's arrays on each GPU, counted one by one.
+
+In a 2-D grid (`mesh.model_rows`) the arrays between the two products of a sublayer have the rows of
+the batch over `row`, those around the products have D over it (`core/parallel/layout.py`).
+"""
+
+import functools
+from functools import cached_property
+from typing import NamedTuple
+
+from megajax.core.config import Config, ModelConfig
+from megajax.core.config.overlap_rules import in_order, repeats_outputs, rung
+from megajax.core.counts.chunks import chunk_sizes
+from megajax.core.counts.flops import uses_flash
+from megajax.core.counts.layers import layer
+from megajax.core.counts.parameters import (
+    dim_sizes,
+    elements,
+    num_at_rest,
+    own_counts,
+    parameters,
+)
+from megajax.core.parallel.layout import Layout
+
+FLOAT32, MASK = 4, 1  # bytes of a number in fp32, and of an element of a dropout mask
+BYTES = {
+    'float32': FLOAT32,
+    'bfloat16': 2,
+    'float16': 2,
+    'fp8': 2,
+}  # bytes of a number in `train.dtype`
+
+
+class Sizes:
+    """The bytes of a step's arrays and its numbers of parameters, on each GPU."""
+
+    def __init__(self, config: Config):
+        model, train, layout = config.model, config.train, Layout.of(config)
+        shards = layout.num_shards
+        self.config, self.model, self.layout = config, model, layout
+        self.flash = uses_flash(config)
+        self.is_masked = model.is_bert or config.data.document_mask
+        self.itemsize = BYTES[train.dtype]
+        self.layers = model.num_layers // shards('L')  # of a stage
+        self.chunk_layers = self.layers // layout.chunks
+        self.length = train.seq_len // shards('S')  # tokens of a sequence
+        self.tokens = config.microbatch_rows * self.length
+        self.is_scattered = shards('T') > 1
+        self.sums_early = rung(config) in ('gradients', 'weights')
+        self.is_ordered = in_order(config) and config.train.unroll is True
+
+        self.counts = own_counts(config)
+        self.matrices, self.parameters = self.counts.matrices, self.counts.all
+        self.table = model.padded_vocab_size * model.hidden_size // shards('V')
+        self.num_tables = 1 if model.tie_embeddings else 2
+        self.tables = self.num_tables * self.table
+        self.at_rest = at_rest(config.model, layout)
+        self.learned = own_counts(config, learned=True).all
+        self.learned_tables = 0 if model.is_decoder_frozen else self.num_tables
+
+        widths, (attention, mlp) = dim_sizes(model), layer(model)
+        of_tokens = self.itemsize * self.tokens
+        between = self.tokens // shards('D') * self.itemsize  # tokens between two products
+        # The input of a column-parallel product.
+        self.whole = of_tokens * model.hidden_size // shards('D')
+        self.residual = self.whole // shards('T')
+        self.queries = between * elements(attention.second.inputs, widths, layout.shards)
+        self.keys = between * max(model.num_kv_heads, shards('N')) * widths['H'] // shards('N')
+        # The inputs of the row-parallel products; in a grid they are gathered over `row`.
+        self.heads = self.queries * shards('D')
+        self.hidden = of_tokens * elements(mlp.second.inputs, widths, layout.shards)
+        self.up = between * elements(mlp.first.outputs, widths, layout.shards)
+        # The number of scores, not their bytes.
+        self.scores = self.tokens // shards('D') * self.length * model.num_heads // shards('N')
+        # JAX gives cuDNN the documents as a bias of the scores, one for all heads, and cuDNN
+        # returns its gradient.
+        self.mask = between * self.length if self.is_masked else 0
+
+    @cached_property
+    def kept_by_layer(self) -> int:
+        """The bytes that the function `memory.kept_by_layer` returns."""
+        around_norms = 2 * (self.residual + self.whole)
+        heads = self.queries + 2 * self.keys + self.heads  # queries, keys, values, core's output
+        heads += self.queries + self.keys if self.model.qk_norm else 0
+        heads += self.queries if self.layout.num_shards('D') > 1 else 0  # before it is gathered
+        masks = 2 * MASK * self.residual // self.itemsize if self.model.dropout else 0
+        return around_norms + heads + self.up + self.hidden + masks + self._kept_scores
+
+    @property
+    def _kept_scores(self) -> int:
+        if self.flash or self.config.train.recompute == 'selective':
+            return 0
+        # The softmax, the same after dropout, and the mask.
+        mask = MASK if self.model.attention_dropout else 0
+        return self.scores * (FLOAT32 + self.itemsize + mask)
+
+    @cached_property
+    def kept(self) -> int:
+        """The bytes that all layers keep: with full recomputation only their inputs.
+
+        An order of ours also keeps the outputs that a norm reads.
+        """
+        if self.config.train.recompute != 'full':
+            return self.layers * self.kept_by_layer
+        keeps_outputs = self.model.norm_position == 'after' and not repeats_outputs(self.config)
+        return self.layers * self.residual * (2 if keeps_outputs else 1)
+
+    @property
+    def batch(self) -> int:
+        """The bytes of tokens, labels and loss mask, and with document masks of what these need.
+
+        For BERT also of segments and token types, and of each row's sentence order; with an encoder
+        of the images, and of the vectors and places of tokens.
+        """
+        rows, length = self.config.microbatch_rows, self.length
+        of_row = (5 if self.is_masked else 3) * length + (1 if self.model.is_bert else 0)
+        pixels, vision = 0, self.config.vision
+        if vision is not None:
+            pixels = vision.images * vision.max_patches * vision.pixels
+            of_row += length * (4 if self.model.position == 'mrope' else 1) + 2 * vision.images
+        return (4 * of_row + pixels) * rows * self.config.train.microbatches
+
+    @property
+    def parameters_at_rest(self) -> int:
+        """The bytes of the parameters between steps; only beside adapters some are not in fp32."""
+        narrower = FLOAT32 - self.itemsize if self.config.lora else 0
+        return FLOAT32 * self.at_rest.all - narrower * self.at_rest.frozen_matrices
+
+    @property
+    def gathered(self) -> int:
+        """The bytes of the matrices that a step first gathers over `data`, or casts once."""
+        cast_once = self.matrices - self.tables if self.is_ordered and self.itemsize < 4 else 0
+        matrices = {'none': cast_once, 'weights': self.at_rest.early}
+        return self.itemsize * matrices.get(self.config.optim.shard, self.matrices)
+
+    @property
+    def layer_weights(self) -> int:
+        """The bytes of the matrices of one layer, in `train.dtype`."""
+        return self.itemsize * self.at_rest.layer
+
+    @property
+    def moments(self) -> int:
+        """The bytes of AdamW's two moments."""
+        return 2 * BYTES[self.config.optim.moments_dtype] * self.at_rest.learned
+
+    @cached_property
+    def logits(self) -> tuple[int, int, int]:
+        """The number of chunks of the loss (`core/model/loss.py`), and the bytes of logits of one
+        chunk.
+
+        The logits are in fp32; the third value is the bytes of their gradient. Each stage of a
+        pipeline has a part of the tokens of all rows.
+        """
+        scattered, tokens = self.layout.num_shards('T'), self.tokens
+        length = self.length // scattered
+        if self.config.mesh.stages > 1:
+            length = -(-tokens // scattered // self.config.mesh.stages)
+            tokens = length * scattered
+        logits = FLOAT32 * tokens * self.model.padded_vocab_size
+        logits //= self.layout.num_shards('V')
+        chunks, _ = chunk_sizes(logits, length, on_gpu=True)
+        return chunks, logits // chunks, self.itemsize * logits // FLOAT32 // chunks
+
+    @property
+    def copied(self) -> int:
+        """The bytes of the largest array of a layer whose stack XLA copies between the passes.
+
+        It copies one stack after the other.
+        """
+        recompute = self.config.train.recompute
+        if recompute == 'full':
+            return 0
+        if not self.flash:  # to contract over queries where the forward pass contracts over keys
+            return self.queries if recompute == 'selective' else FLOAT32 * self.scores
+        if self.config.microbatch_rows == 1:
+            return self.hidden
+        # Gathered with the sequence dim before the rows.
+        return self.whole if self.is_scattered else 0
+
+    @property
+    def buffers_of_layer(self) -> int:
+        """The temporary bytes in the backward pass of a layer: in its MLP, or in its attention.
+
+        XLA leaves the weights' gradients for last, unless they are summed over `data` in the
+        layer. So the gradients of both sublayers' outputs, unsharded, and the gradient of `up` live
+        to the end.
+        """
+        mlp = 2 * self.up + self.hidden + 2 * self.whole
+        outputs = 2 * self.queries + self.heads  # attention's output, its gradient, and both again
+        # Queries, keys and values, their gradients, and these gradients in one array.
+        heads = 3 * (self.queries + 2 * self.keys)
+        if self.flash:
+            scores = 2 * self.mask
+        else:
+            recomputed = self.config.train.recompute == 'selective'
+            scores = (4 if recomputed else 2) * FLOAT32 * self.scores
+        return max(mlp, self.up + outputs + heads + scores + 3 * self.whole)
+
+
+class AtRest(NamedTuple):
+    """Numbers of parameters of a GPU between steps, with their padding, and in a step."""
+
+    all: int
+    layers: int  # of all layers
+    inputs: int  # of the row-parallel matrices of all layers
+    table: int
+    early: int  # in a step, of the matrices that ZeRO-3 gathers at its start
+    layer: int  # in a step, of the matrices of a layer
+    learned: int  # those of `all` that are not frozen
+    learned_layers: int  # those of `layers`
+    frozen_matrices: int  # the matrices of `all` that are frozen
+
+
+@functools.cache
+def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
+    """Count the parameters of a GPU."""
+    sizes = dim_sizes(model)
+    counts = {name: (x, num_at_rest(x, model, layout)) for name, x in parameters(model)}
+    matrices = [(x, size) for x, size in counts.values() if x.is_matrix]
+    layer = sum(
+        elements(x.dims, sizes, layout.shards) for x, _ in matrices if x.dims.startswith('L')
+    )
+    return AtRest(
+        all=sum(size for _, size in counts.values()),
+        layers=sum(size for x, size in counts.values() if x.is_stacked),
+        inputs=sum(size for x, size in matrices if x.is_stacked and x.inputs != 'D'),
+        table=counts['embedding.table'][1],
+        early=sum(elements(x.dims, sizes, layout.shards) for x, _ in matrices if x.summed),
+        layer=layer * layout.num_shards('L') // model.num_layers,
+        learned=sum(size for x, size in counts.values() if not x.is_frozen),
+        learned_layers=sum(size for x, size in counts.values() if x.is_stacked and not x.is_frozen),
+        frozen_matrices=sum(size for x, size in matrices if x.is_frozen),
+    )

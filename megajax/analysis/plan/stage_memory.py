@@ -1,0 +1,94 @@
+"""Bytes that a pipeline's stage holds at the moments of a step that may need the most.
+
+They were read from the buffers of programs that XLA compiled for H100s, as those in `memory.py`.
+In each tick a stage runs one chunk of its layers forward and one backward
+(`core/train/pipeline.py`).
+"""
+
+from megajax.analysis.plan.held import Held
+from megajax.analysis.plan.sizes import FLOAT32, Sizes
+from megajax.core.config import Config
+
+
+def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
+    """Return what a stage holds at the moments that may need the most.
+
+    - head: in its part of the head, whose gradient is one more array of the table's size.
+    - backward: in the backward pass of a chunk, with the gradients of all of its layers and what
+      its forward pass kept, which is read from its slot or computed again.
+
+    All of them hold the sums of the gradients and the slots of the chunks in flight. With two
+    chunks in all the last phase is one tick, which XLA takes out of its loop: the gradients of that
+    tick, and half of what it recomputes, have memory of their own from the start, if that fits
+    (`early`) and no ring of context shards has its barriers there. If the loss has several chunks,
+    the head in both layouts outlives it.
+    """
+    mesh, recompute = sizes.config.mesh, sizes.config.train.recompute
+    of_chunk = FLOAT32 * (sizes.parameters - sizes.tables) // mesh.virtual_stages
+    live = sizes.chunk_layers * sizes.kept_by_layer
+    again = 0
+    is_ring = mesh.context > 1 and mesh.context_exchange == 'ring'
+    if early and mesh.stages * mesh.virtual_stages == 2 and not is_ring:
+        again = of_chunk + (live // 2 if recompute == 'full' else 0)
+    sums, table = FLOAT32 * sizes.parameters, FLOAT32 * sizes.table
+    slots = kept_in_slots(sizes)
+    chunks, logits, dlogits = sizes.logits
+    added, transposed = (table, table) if chunks > 1 else (0, 0)
+    cast = sizes.itemsize * sizes.table
+    held = sizes.gathered + _weights_of_chunk(sizes)
+    return {
+        'head': Held(
+            weights=held,
+            gradients=sums + table,
+            activations=slots,
+            logits=max(logits, added) + dlogits,
+            buffers=transposed + cast + 2 * sizes.residual,
+        ),
+        'backward': Held(
+            weights=held,
+            gradients=sums + of_chunk,
+            activations=slots + live,
+            buffers=sizes.buffers_of_layer
+            + sizes.chunk_layers * _copied(sizes)
+            + again
+            + (transposed + cast if chunks > 1 else 0),
+        ),
+    }
+
+
+def kept_in_slots(sizes: Sizes) -> int:
+    """Return the bytes of the chunks in flight, of gradients that wait, and of both inputs."""
+    is_full = sizes.config.train.recompute == 'full'
+    each = sizes.residual if is_full else sizes.chunk_layers * sizes.kept_by_layer
+    turns = sizes.config.train.microbatches if sizes.config.train.schedule == 'gpipe' else 1
+    return num_slots(sizes.config) * each + (turns + 2) * sizes.residual
+
+
+def num_slots(config: Config) -> int:
+    """Return the slots of a stage, as `core/counts/schedule.py` finds them, without its tables."""
+    stages, chunks = config.mesh.stages, config.mesh.virtual_stages
+    most = chunks * config.train.microbatches
+    return most if config.train.schedule == 'gpipe' else min((chunks + 1) * stages - 1, most)
+
+
+def _copied(sizes: Sizes) -> int:
+    """Return the bytes of a layer that are copied to another layout when a slot is read."""
+    if sizes.config.train.recompute == 'full':
+        return 0
+    if sizes.is_scattered and sizes.config.microbatch_rows == 1:
+        return max(sizes.copied, sizes.whole)
+    return max(sizes.copied, 2 * (sizes.whole + sizes.residual))
+
+
+def _weights_of_chunk(sizes: Sizes) -> int:
+    """Return the bytes of the weights of the chunk that a tick runs, where a stage has several.
+
+    With full recomputation those of the chunk that runs forward are not all freed before those of
+    the chunk that runs backward are read.
+    """
+    chunks, train = sizes.config.mesh.virtual_stages, sizes.config.train
+    if chunks == 1:
+        return 0
+    size = FLOAT32 if sizes.config.optim.shard == 'none' else sizes.itemsize
+    of_chunk = size * (sizes.parameters - sizes.tables) // chunks
+    return of_chunk + (of_chunk * 2 // 5 if train.recompute == 'full' else 0)

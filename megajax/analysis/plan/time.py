@@ -1,0 +1,305 @@
+"""The time of a training step on GPUs that need not be present.
+
+It is the sum of matrix products, operations bound by memory, launches and collectives. Products run
+at a share of the peak that depends on their sizes, other operations at a share of the memory's
+bandwidth, collectives by `network.py`. Compiled programs tell what a collective overlaps with
+(`overlap.py`); only the exposed rest of its time counts.
+"""
+
+import dataclasses
+from collections import defaultdict
+from functools import cached_property
+
+from megajax.analysis.plan.encoder import as_model
+from megajax.analysis.plan.launches import launch_seconds
+from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.memory_traffic import (
+    Traffic,
+    traffic_of_layers,
+    traffic_of_loss,
+    traffic_of_weights,
+)
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.programs import MEGAJAX, Attention, Software
+from megajax.analysis.plan.sizes import BYTES
+from megajax.analysis.plan.transfers import PlannedTransfer, Waiting, transfers
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import in_order, num_parts
+from megajax.core.counts.flops import Flops, step_flops, uses_flash
+from megajax.core.counts.products import Phase, Product, products
+from megajax.core.counts.stages import ticks
+from megajax.core.hardware.records import FP8_SHARE, check_dtype
+
+# The shares of the peak in the GPUs' records are of seven products in the backward pass of flash
+# attention: with the forward kernel again, which no kernel that keeps the log-sum-exp needs.
+FITTED_BACKWARD = 7 / 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The seconds of one training step, and the rates that follow from them."""
+
+    products: float
+    idle: float  # seconds of these in the idle ticks of a pipeline
+    memory_bound: float
+    launches: float  # seconds that launching short kernels takes beyond their work
+    transfers: tuple[PlannedTransfer, ...]
+    flops: Flops
+    tokens: int
+    devices: int
+    peak_flops: float
+
+    @property
+    def total(self) -> float:
+        """The seconds of the step."""
+        return self.products + self.memory_bound + self.launches + self.waits()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes of the transfers; `row+model` is over both."""
+        return tuple(dict.fromkeys(transfer.axis for transfer in self.transfers))
+
+    def waits(self, axis: str | None = None) -> float:
+        """Return the seconds in which a GPU waits for collectives, of one axis or of all."""
+        return sum(transfer.exposed for transfer in self.transfers if axis in (None, transfer.axis))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all GPUs together."""
+        return self.tokens / self.total
+
+    @property
+    def flops_per_gpu(self) -> float:
+        """Model FLOP/s of one GPU; recomputation does not count."""
+        return self.flops.model / self.total / self.devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s over the peak."""
+        return self.flops_per_gpu / self.peak_flops
+
+    @property
+    def hfu(self) -> float:
+        """FLOP/s over the peak, recomputation included."""
+        return self.flops.hardware / self.total / self.devices / self.peak_flops
+
+    def share(self, axis: str | None = None) -> float:
+        """Return the share of the step in which a GPU waits for collectives, as in `waits`."""
+        return self.waits(axis) / self.total
+
+    def days(self, tokens: float) -> float:
+        """Return the days that training on `tokens` takes."""
+        return tokens / self.tokens_per_second / 86400
+
+
+def step_time(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> StepTime:
+    """Return the time of a step of `config` on its mesh of the cluster's GPUs.
+
+    Raises ConfigError if the GPU does not compute in the config's dtype.
+    """
+    return Timer(cluster, program).step(config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _InGroup:
+    """The part of a step that a tensor-parallel group does whatever ZeRO shards."""
+
+    parts: list[tuple[float, float]]  # runs and seconds of each product and operation
+    products: float
+    idle: float
+    memory_bound: float
+    waiting: Waiting  # after the group's collectives
+    transfers: tuple[PlannedTransfer, ...]
+    flash: bool
+    num_launches: int
+
+    @cached_property
+    def total(self) -> float:
+        """The seconds without those of launches."""
+        return self.products + self.memory_bound + sum(sent.exposed for sent in self.transfers)
+
+
+class Timer:
+    """The times of the steps of one model and batch on a cluster, in any layout.
+
+    What layouts have in common is computed once.
+    """
+
+    def __init__(self, cluster: Cluster, program: Software = MEGAJAX):
+        self.cluster, self.program = cluster, program
+        self._in_groups: dict[tuple[object, ...], _InGroup] = {}
+        self._flops: dict[tuple[object, ...], Flops] = {}
+        self._forward: tuple[float, float] | None = None
+
+    def step(self, config: Config) -> StepTime:
+        """Return the time of a step of `config`."""
+        cluster, program = self.cluster, self.program
+        group = self._in_group(config)
+        moved = traffic_of_weights(
+            config,
+            adds_shards=program.adds_shards,
+            accumulated_bytes=program.accumulated_bytes,
+        )
+        of_weights = [(moves.times, traffic_seconds(moves, cluster)) for moves in moved]
+        over_data = transfers(
+            program.over_data(config), config, cluster, program, group.waiting.copy()
+        )
+        return StepTime(
+            products=group.products,
+            idle=group.idle,
+            memory_bound=group.memory_bound + sum(seconds for _, seconds in of_weights),
+            launches=launch_seconds([*group.parts, *of_weights], group.num_launches),
+            transfers=(*group.transfers, *over_data),
+            flops=self._flops_of(config, flash=group.flash),
+            tokens=config.train.batch_size * config.train.seq_len,
+            devices=config.mesh.num_devices,
+            peak_flops=peak_flops(config, cluster),
+        )
+
+    def floor(self, config: Config) -> float:
+        """Return seconds that the products of a step take at least, without listing them."""
+        mesh, train, rates = config.mesh, config.train, self.cluster.hardware.efficiency
+        layers, head = self._flops_forward(config)
+        if train.recompute == 'full':
+            layers *= 3.5 / 3  # all products of a layer but the last one
+        if mesh.stages > 1:
+            layers *= ticks(config) / (mesh.virtual_stages * train.microbatches)
+        fastest = max(rates.matmul, rates.flash or 0.0, rates.flash_2 or 0.0)
+        return 3 * (layers + head) / mesh.num_devices / (peak_flops(config, self.cluster) * fastest)
+
+    def _flops_forward(self, config: Config) -> tuple[float, float]:
+        """Return the FLOPs of layers and head in a forward pass, half of the scores masked."""
+        if self._forward is None:
+            flops = step_flops(changed(config, train__recompute='none', train__overlap='none'))
+            attention = flops.attention / 2 if config.model.causal else flops.attention
+            self._forward = flops.layers + attention, flops.head
+        return self._forward
+
+    def at_least(self, config: Config) -> float:
+        """Return seconds that a step of `config` takes at least, whatever ZeRO shards."""
+        return self._in_group(config).total
+
+    def _flops_of(self, config: Config, *, flash: bool) -> Flops:
+        if (key := _whatever_is_sharded(config)) not in self._flops:
+            self._flops[key] = step_flops(config, flash=flash)
+        return self._flops[key]
+
+    def _in_group(self, config: Config) -> _InGroup:
+        if (key := _whatever_is_sharded(config)) not in self._in_groups:
+            self._in_groups[key] = self._time_group(config)
+        return self._in_groups[key]
+
+    def _time_group(self, config: Config) -> _InGroup:
+        cluster, program = self.cluster, self.program
+        peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
+        attention = program.attention if program.uses_flash(config) else None
+        efficiency, length = cluster.hardware.efficiency, config.train.seq_len
+        flash = attention is not None and efficiency.of_attention(attention, length) is not None
+        work = products(config, flash=flash, recomputes_last=program.recomputes_last)
+        at_head = config
+        if config.mesh.stages > 1 and not program.shares_head:
+            at_head = changed(config, mesh__stages=1, mesh__virtual_stages=1)
+            alone = [x for x in products(at_head, flash=flash) if x.where == 'head']
+            work = [*(product for product in work if product.where != 'head'), *alone]
+        if program.has_order and in_order(config):
+            work = [in_parts(product, num_parts(config)) for product in work]
+        of_products = [
+            product_seconds(product, config, cluster, program.attention) for product in work
+        ]
+        moved = [*traffic_of_layers(config, flash=flash), *traffic_of_loss(at_head)]
+        if config.vision is not None:
+            encoder = as_model(config)
+            moved += traffic_of_layers(encoder, flash=flash and uses_flash(encoder))
+        of_traffic = [traffic_seconds(operation, cluster) for operation in moved]
+        times = [product.times for product in work] + [operation.times for operation in moved]
+        seconds = defaultdict[tuple[str, Phase], float](float)
+        for product, product_time in zip(work, of_products, strict=True):
+            seconds[product.name, product.phase] += product_time
+        in_layers = sum(
+            time for x, time in zip(work, of_products, strict=True) if x.where != 'head'
+        )
+        waiting = Waiting.of(seconds)
+        sent = transfers(program.in_passes(config), config, cluster, program, waiting)
+        return _InGroup(
+            parts=[*zip(times, of_products + of_traffic, strict=True)],
+            products=sum(seconds.values()),
+            idle=_idle_share(config) * in_layers,
+            memory_bound=sum(of_traffic),
+            waiting=waiting,
+            transfers=tuple(sent),
+            flash=flash,
+            num_launches=program.num_launches(config),
+        )
+
+
+def _whatever_is_sharded(config: Config) -> tuple[object, ...]:
+    """Return the keys that layouts differ in, but for what ZeRO shards and in how many replicas."""
+    mesh, train = config.mesh, config.train
+    return (
+        *(mesh.data, mesh.model_rows, mesh.model, mesh.sequence_parallel),
+        *(mesh.stages, mesh.virtual_stages, mesh.context, mesh.context_exchange),
+        *(train.microbatches, train.recompute, train.schedule),
+        *(train.overlap, train.unroll),
+    )
+
+
+def _idle_share(config: Config) -> float:
+    """Return the share of the ticks in which a stage of a pipeline has no microbatch."""
+    return 1 - config.mesh.virtual_stages * config.train.microbatches / ticks(config)
+
+
+def peak_flops(config: Config, cluster: Cluster) -> float:
+    """Return the GPU's peak FLOP/s in the config's dtype.
+
+    Raises ConfigError if the GPU does not compute in it.
+    """
+    check_dtype(config.train.dtype, cluster.hardware)
+    return cluster.hardware.peak_flops[config.train.dtype]
+
+
+def in_parts(product: Product, count: int) -> Product:
+    """Return a product of a layer as its parts compute it, which have a share of the tokens.
+
+    Attention is one kernel for all tokens, or one for each part of the rows.
+    """
+    if product.where == 'head' or product.name == 'attention':
+        return product
+    m, n, k = product.sizes
+    sizes = (m, n, k // count) if product.name.endswith(' weight') else (m // count, n, k)
+    return dataclasses.replace(product, sizes=sizes, times=product.times * count)
+
+
+def product_seconds(
+    product: Product, config: Config, cluster: Cluster, attention: Attention = 'flash'
+) -> float:
+    """Return the seconds that a product takes in all its runs of a step.
+
+    It is bound by its FLOPs, of which flash attention skips the masked half, or by the bytes that
+    it moves.
+    """
+    hardware, peak = cluster.hardware, peak_flops(config, cluster)
+    if config.train.dtype == 'fp8':  # which the products of layers are in
+        in_layers = product.where == 'layers'
+        peak = peak * FP8_SHARE if in_layers else hardware.peak_flops[config.train.compute_dtype]
+    if product.flash:
+        # Of the blocks of other context shards no score is masked.
+        own = product.sizes[0] == config.train.seq_len // config.mesh.context
+        done = product.flops / 2 if config.model.causal and own else product.flops
+        efficiency = hardware.efficiency
+        share = efficiency.of_attention(attention, product.sizes[0]) or efficiency.matmul
+        backward = FITTED_BACKWARD if product.phase == 'backward' else 1
+        return product.times * backward * done / (peak * share)
+    compute = product.flops / (peak * hardware.efficiency.of_product(*product.sizes))
+    moved = product.elements * BYTES[config.train.dtype]
+    return product.times * max(
+        compute, moved / (hardware.memory_bandwidth * hardware.efficiency.memory)
+    )
+
+
+def traffic_seconds(operation: Traffic, cluster: Cluster) -> float:
+    """Return the seconds that an operation bound by memory takes in all its runs of a step."""
+    return (
+        operation.times
+        * operation.bytes
+        / (cluster.hardware.memory_bandwidth * cluster.hardware.efficiency.memory)
+    )

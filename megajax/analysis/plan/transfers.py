@@ -1,0 +1,105 @@
+"""The seconds of a step's collectives on a cluster, and those that matrix products hide."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Self
+
+from megajax.analysis.plan.network import Cluster, Ring
+from megajax.analysis.plan.programs import Software
+from megajax.core.config import Config
+from megajax.core.counts.megatron import Expected
+from megajax.core.counts.products import Phase
+
+ProductKey = tuple[str, Phase]  # the name and the phase of products
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedTransfer:
+    """The collectives of one site, phase, axis and kind, in one step.
+
+    Of the `seconds` on the wire, `hidden` lie beside matrix products.
+    """
+
+    site: str
+    phase: Phase
+    axis: str  # of the mesh; `row+model` is over both
+    kind: str
+    times: int
+    wire_bytes: float
+    crosses_hosts: bool
+    seconds: float
+    hidden: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that no matrix product hides, in which a GPU waits."""
+        return self.seconds - self.hidden
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """Seconds of products in a step, in all and without those that hide a transfer already."""
+
+    seconds: Mapping[ProductKey, float]
+    left: dict[ProductKey, float]
+
+    @classmethod
+    def of(cls, seconds: Mapping[ProductKey, float]) -> Self:
+        """Return the seconds of products that hide nothing yet."""
+        return cls(seconds=seconds, left=dict(seconds))
+
+    def copy(self) -> Self:
+        """Return a copy to hide other transfers beside."""
+        return dataclasses.replace(self, left=dict(self.left))
+
+    def hide(self, key: ProductKey, share: float, needed: float) -> float:
+        """Hide at most `needed` seconds of transfers beside a share of products; return how many.
+
+        A second of a product hides one transfer.
+        """
+        covered = min(needed, share * self.seconds.get(key, 0.0), self.left.get(key, 0.0))
+        self.left[key] = self.left.get(key, 0.0) - covered
+        return covered
+
+
+def transfers(
+    collectives: Iterable[Expected],
+    config: Config,
+    cluster: Cluster,
+    program: Software,
+    products: Waiting,
+) -> list[PlannedTransfer]:
+    """Return the transfers of collectives, which take from the seconds of `products`.
+
+    Collectives that overlap with the same products share the seconds of these, in the order given.
+    Of each transfer the smaller of its time and of the products beside it is hidden.
+    """
+    sent, rings = [], dict[str, Ring]()
+    for collective in collectives:
+        site = collective.site
+        wire = collective.wire_bytes * (
+            program.gradient_bytes / 4 if site.name == 'gradients' else 1
+        )
+        if site.axis not in rings:
+            rings[site.axis] = cluster.ring(config, site.axis)
+        ring = rings[site.axis]
+        needed = collective.times * ring.seconds(collective.kind, wire)
+        share, names, phase, of_products = program.beside(collective, config)
+        of_products, hidden = share if of_products is None else of_products, 0.0
+        for name in names:
+            key = name, phase or site.phase
+            hidden += products.hide(key, of_products, share * needed - hidden)
+        sent.append(
+            PlannedTransfer(
+                site=site.name,
+                phase=site.phase,
+                axis=site.axis,
+                kind=collective.kind,
+                times=collective.times,
+                wire_bytes=collective.times * wire,
+                crosses_hosts=ring.hosts > 1,
+                seconds=needed,
+                hidden=hidden,
+            )
+        )
+    return sent

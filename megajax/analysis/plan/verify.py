@@ -1,0 +1,31 @@
+"""A plan's memory beside the compiler's, for GPUs that need not be present."""
+
+from megajax.analysis.inspect.child import compile_in_child
+from megajax.analysis.plan.memory import memory
+from megajax.analysis.plan.result import Plan
+from megajax.core.config import Config, ConfigError
+from megajax.core.hardware.targets import GPUS, check_target
+
+
+def check_verify(gpu: str) -> None:
+    """Raise ConfigError unless the step can be compiled for the GPU on this machine."""
+    if gpu not in GPUS:
+        raise ConfigError(f'verify with gpu {gpu}: the step can be compiled for {", ".join(GPUS)}')
+    check_target(gpu)
+
+
+def verified(plan: Plan, gpu: str) -> Plan:
+    """Return the plan with the bytes that the compiler needs for its layout and for the fastest.
+
+    If they are the same layout, it is compiled once.
+    """
+    compiled = _compiled_bytes(plan.planned(), gpu, plan)
+    is_best = plan.config == plan.best_config
+    best = compiled if is_best else _compiled_bytes(plan.fastest(), gpu, plan)
+    return plan.model_copy(update={'compiled_bytes': compiled, 'best_compiled_bytes': best})
+
+
+def _compiled_bytes(config: Config, gpu: str, plan: Plan) -> int:
+    step = compile_in_child(config, gpu, plan.gpus // plan.gpus_per_host)
+    # The copies of a repeated step are not its own.
+    return step.arguments + step.temporaries + step.outputs + memory(config).repetition

@@ -1,0 +1,181 @@
+"""The work of each instruction of a compiled program: kernels, library calls and collectives."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from megajax.analysis.inspect.kernels import kernel_phase, kernel_site
+from megajax.analysis.inspect.overlap import dtype_of, kernel_seconds, sent_by
+from megajax.analysis.inspect.sites import site_of
+from megajax.analysis.profile.graphs import Schedule, is_graph
+from megajax.core.config import Config
+from megajax.core.hardware.records import Hardware
+from megajax.xla.hlo.collectives import Collective, collectives
+from megajax.xla.hlo.groups import device_groups
+from megajax.xla.hlo.kernels import Kernel, kernels
+from megajax.xla.hlo.products import Product
+from megajax.xla.hlo.program import Computation, Instruction, Program
+from megajax.xla.hlo.timeline import Timeline, timeline
+from megajax.xla.hlo.transfers import arrays_of, kind_of, ring_bytes, whole_of, widest
+
+OUTSIDE, OTHER, GRAPH = 'outside the program', 'other', 'CUDA graph'
+PRODUCTS = 'product', 'attention', 'attention gradient'
+
+
+class Work(NamedTuple):
+    """The work of one run of an instruction on one device.
+
+    `kind` is that of a kernel or of a collective. `site` and `phase` are empty where XLA recorded
+    no path. `what` has the sizes of products or the arrays that are sent. `flops` leaves out those
+    that a causal mask hides. `predicted` is the seconds by a roofline, None without a GPU's record.
+    """
+
+    kind: str
+    site: str = ''
+    phase: str = ''
+    what: str = ''
+    dtype: str = ''  # as HLO spells it
+    axis: str = ''  # the mesh axes of a collective
+    is_transfer: bool = False
+    times: int = 1  # runs in a step
+    flops: float = 0
+    wire_bytes: float = 0
+    source: str = ''
+    predicted: float | None = None
+
+
+class ProgramWork:
+    """The work of a program's instructions, by name, on a mesh and, if given, on a known GPU.
+
+    `calls` has the instructions that call computations, and the names of those inside these.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        config: Config,
+        mesh: Mapping[str, int],
+        gpu: Hardware | None,
+        devices_per_host: int,
+    ):
+        self.program, self.config, self.gpu = program, config, gpu
+        self._kernels = [*kernels(program)]
+        self._placed = [each for each in collectives(program, mesh) if each.times]
+        self._sent = sent_by(self._placed, gpu, devices_per_host) if gpu else {}
+        self._by_name = {
+            kernel.instruction.name: _of_kernel(program, kernel, gpu) for kernel in self._kernels
+        }
+        self._add_collectives()
+        self.calls = self._calls()
+        self.schedule = Schedule(program)
+        self.names = {name for each in program.computations.values() for name in each.by_name}
+
+    def of(self, name: str) -> Work:
+        """The work of an event by its name."""
+        if name in self._by_name:
+            return self._by_name[name]
+        if is_graph(name):
+            return Work(kind=GRAPH)
+        return Work(kind=OTHER if name in self.names else OUTSIDE)
+
+    def predicted(self, belongs: Callable[[Work], bool]) -> float:
+        """Seconds of all runs of some kernels in a step, by a roofline."""
+        each = (self._by_name[kernel.instruction.name] for kernel in self._kernels)
+        return sum(work.times * (work.predicted or 0.0) for work in each if belongs(work))
+
+    def timeline(self) -> Timeline | None:
+        """The timeline of a step by a roofline; None without a GPU's record."""
+        if self.gpu is None:
+            return None
+        seconds = {
+            (kernel.computation.name, kernel.instruction.name): kernel_seconds(kernel, self.gpu)
+            for kernel in self._kernels
+        }
+        return timeline(self.program, self._sent, seconds)
+
+    def _calls(self) -> dict[str, set[str]]:
+        return {
+            instruction.name: {
+                each.name
+                for name in instruction.called
+                for each in self.program.computations[name].instructions
+            }
+            for computation in self.program.computations.values()
+            for instruction in computation.instructions
+            if instruction.opcode in ('while', 'conditional', 'call')
+        }
+
+    def _add_collectives(self) -> None:
+        by_place = defaultdict[tuple[str, str], list[Collective]](list)
+        for collective in self._placed:
+            by_place[collective.computation, collective.instruction].append(collective)
+        for place, arrays in by_place.items():
+            computation = self.program.computations[place[0]]
+            instruction = computation.by_name[place[1]]
+            work = _of_collective(self.program, self.config, computation, instruction, arrays)
+            if self.gpu is not None:
+                work = work._replace(predicted=self._sent[place].seconds)
+            self._by_name[instruction.name] = work
+            for _, caller in self.program.callers.get(computation.name, ()):
+                if caller.opcode == 'async-start':
+                    self._by_name[caller.name] = work
+
+
+def _of_kernel(program: Program, kernel: Kernel, gpu: Hardware | None) -> Work:
+    path = kernel.instruction.op_name
+    return Work(
+        kind=kernel.kind,
+        site=kernel_site(path) if path else '',
+        phase=kernel_phase(path) if path else '',
+        what=' and '.join(dict.fromkeys(map(_sizes, kernel.products))),
+        dtype=kernel.products[0].dtype if kernel.products else '',
+        times=kernel.times,
+        flops=sum(product.flops / (2 if product.is_causal else 1) for product in kernel.products),
+        source=program.source(kernel.instruction),
+        predicted=kernel_seconds(kernel, gpu) if gpu else None,
+    )
+
+
+def _sizes(product: Product) -> str:
+    if product.is_attention:
+        return f'attention of [{", ".join(map(str, product.sizes))}]'
+    batch, m, n, k = product.sizes
+    return f'{f"{batch} x " if batch > 1 else ""}[{m}, {k}] [{k}, {n}]'
+
+
+def _of_collective(
+    program: Program,
+    config: Config,
+    computation: Computation,
+    instruction: Instruction,
+    arrays: list[Collective],
+) -> Work:
+    """The work of a collective as it is compiled: on CPUs `inspect` reads some as what they mean.
+
+    A collective of several arrays has the site of the largest.
+    """
+    kind = kind_of(instruction)
+    assert kind is not None
+    groups = device_groups(instruction, program.num_devices)
+    sent = [
+        whole_of(kind, each.operand, each.result) for each in arrays_of(computation, instruction)
+    ]
+    largest = max(arrays, key=lambda array: array.wire_bytes)
+    site = site_of(largest, config)
+    return Work(
+        kind=kind,
+        site=site.name,
+        phase=site.phase,
+        what=' and '.join(dict.fromkeys(map(str, sent))),
+        axis=largest.axis,
+        is_transfer=True,
+        times=largest.times,
+        wire_bytes=sum(ring_bytes(kind, array, widest(groups)) for array in sent),
+        source=largest.source,
+    )
+
+
+def peak_of(gpu: Hardware, dtype: str) -> float | None:
+    """Return the peak FLOP/s of products in a dtype as HLO spells it, None if it is not known."""
+    peaks = {str(name): peak for name, peak in gpu.peak_flops.items()}
+    return peaks.get(dtype_of(dtype))

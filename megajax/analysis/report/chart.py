@@ -1,0 +1,197 @@
+"""Charts as inline SVG, drawn with the colours of the page's style sheet.
+
+A chart is as large as half of a page; at 400 pixels, its text is still as large as that around it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from megajax.analysis.report.html import Html, element, join
+from megajax.analysis.report.scale import Scale, label, scale_of
+from megajax.analysis.report.thin import Curve
+
+WIDTH, HEIGHT = 460, 270  # pixels
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 24, 40  # pixels around the frame
+NUM_COLOURS = 8
+MAX_DOTS = 40  # of a line
+IN_RANGE = 0.9  # share of a band that the range of a chart holds
+FAR_APART = 4.0  # ratio of the means of two curves
+STRIPS = 60  # stretches of the axis that show their values where the pointer is
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """A curve of a chart, and how it is drawn."""
+
+    name: str
+    curve: Curve
+    colour: int  # number of the run
+    is_dotted: bool = False  # each point is drawn, because there are few of them
+
+
+def chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    y: str,
+    x: str = 'step',
+    is_log: bool = False,
+    from_zero: bool = False,
+    legend: bool = True,
+) -> Html:
+    """Return a figure of some lines; `x` and `y` name the axes with their units.
+
+    Without any value it is empty. The range is that of the lines, begins with zero if asked to, and
+    holds most of the bands.
+    """
+    lines = [line for line in lines if len(line.curve.x)]
+    if not lines:
+        return Html()
+    across = scale_of([v for line in lines for v in line.curve.x], LEFT, WIDTH - RIGHT)
+    heights = [height for line in lines for height in _heights(line.curve)]
+    heights += [0.0] if from_zero else []
+    up = scale_of(heights, HEIGHT - BOTTOM, TOP, is_log=is_log)
+    drawing = element(
+        'svg',
+        _axes(across, up, x, y),
+        element('svg', *(_drawn(line, across, up) for line in lines), **_frame(across, up)),
+        _strips(lines, across),
+        viewBox=f'0 0 {WIDTH} {HEIGHT}',
+        role='img',
+        aria_label=f'{title}: {y} by {x}',
+    )
+    keys = _legend(lines) if legend else Html()
+    return element('figure', element('figcaption', title), drawing, keys)
+
+
+def _heights(curve: Curve) -> list[float]:
+    """Values that the range of a chart has to hold."""
+    inside = [np.quantile(curve.low, 1 - IN_RANGE), np.quantile(curve.high, IN_RANGE)]
+    return [*map(float, curve.y), *map(float, inside)]
+
+
+def spread(lines: Sequence[Line]) -> bool:
+    """Whether curves lie so far apart that only a logarithmic axis shows each of them."""
+    means = [float(np.mean(line.curve.y)) for line in lines if len(line.curve.y)]
+    return len(means) > 1 and min(means) > 0 and max(means) > FAR_APART * min(means)
+
+
+def chip(colour: int) -> Html:
+    """Return a patch of the colour of a run."""
+    return element('i', class_=f'chip c{colour % NUM_COLOURS}')
+
+
+def _frame(across: Scale, up: Scale) -> dict[str, str]:
+    """Attributes of an inner drawing that ends at the frame and has the outer one's coordinates."""
+    width, height = across.end - across.start, up.start - up.end
+    box = f'{across.start} {up.end} {width} {height}'
+    return {
+        'x': f'{across.start}',
+        'y': f'{up.end}',
+        'width': f'{width}',
+        'height': f'{height}',
+        'viewBox': box,
+    }
+
+
+def _axes(across: Scale, up: Scale, x: str, y: str) -> Html:
+    bottom, parts = up.start, list[Html]()
+    for tick in up.ticks:
+        at = f'{up(tick):.1f}'
+        parts += [
+            element('line', x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_='grid'),
+            element(
+                'text',
+                label(tick, () if up.is_log else up.ticks),
+                x=LEFT - 6,
+                y=at,
+                dy='0.32em',
+                class_='tick end',
+            ),
+        ]
+    for tick in across.ticks:
+        at = f'{across(tick):.1f}'
+        parts += [
+            element('line', x1=at, x2=at, y1=bottom, y2=bottom + 4, class_='axis'),
+            element('text', label(tick, across.ticks), x=at, y=bottom + 17, class_='tick middle'),
+        ]
+    parts += [
+        element('line', x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_='axis'),
+        element('text', y, x=0, y=13, class_='unit'),
+        element('text', x, x=WIDTH - RIGHT, y=HEIGHT - 6, class_='unit end'),
+    ]
+    return join(parts)
+
+
+def _drawn(line: Line, across: Scale, up: Scale) -> Html:
+    curve, colour = line.curve, f'c{line.colour % NUM_COLOURS}'
+    style = f'{colour} second' if line.colour >= NUM_COLOURS else colour
+    parts = []
+    if not np.array_equal(curve.low, curve.high):
+        there = _points(curve.x, curve.high, across, up)
+        back = _points(curve.x[::-1], curve.low[::-1], across, up)
+        parts.append(element('path', d=f'M{there}L{back}Z', class_=f'band {colour}'))
+    path = f'M{_points(curve.x, curve.y, across, up)}'
+    kind = 'line' if line.is_dotted else 'line thin'
+    parts.append(element('path', d=path, class_=f'{kind} {style}'))
+    if line.is_dotted or len(curve.x) == 1:
+        parts += [
+            element(
+                'circle',
+                cx=f'{across(a):.1f}',
+                cy=f'{up(b):.1f}',
+                r='2.6',
+                class_=f'dot {colour}',
+            )
+            for a, b in [*zip(curve.x, curve.y, strict=True)][:: -(-len(curve.x) // MAX_DOTS)]
+        ]
+    return join(parts)
+
+
+def _points(x: np.ndarray, y: np.ndarray, across: Scale, up: Scale) -> str:
+    return 'L'.join(f'{across(a):.1f} {up(b):.1f}' for a, b in zip(x, y, strict=True))
+
+
+def _strips(lines: Sequence[Line], across: Scale) -> Html:
+    """Transparent stretches that name the values of the lines nearest to their middle."""
+    width = (across.end - across.start) / STRIPS
+    parts = []
+    for number in range(STRIPS):
+        share = (number + 0.5) / STRIPS
+        middle = across.low + share * (across.high - across.low)
+        values = [f'step {middle:,.0f}']
+        for line in lines:
+            nearest = int(np.argmin(np.abs(line.curve.x - middle)))
+            values.append(f'{line.name}: {line.curve.y[nearest]:,.4g}')
+        parts.append(
+            element(
+                'rect',
+                element('title', '\n'.join(values)),
+                x=f'{across.start + number * width:.1f}',
+                y=TOP,
+                width=f'{width:.1f}',
+                height=HEIGHT - TOP - BOTTOM,
+                class_='strip',
+            )
+        )
+    return join(parts)
+
+
+def _legend(lines: Sequence[Line]) -> Html:
+    return element(
+        'p',
+        *(
+            element(
+                'span',
+                element(
+                    'i',
+                    class_=f'key c{line.colour % NUM_COLOURS} {"dotted" if line.is_dotted else ""}',
+                ),
+                line.name,
+            )
+            for line in lines
+        ),
+        class_='legend',
+    )

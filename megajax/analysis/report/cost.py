@@ -1,0 +1,128 @@
+"""The cost of a run: time on devices, throughput, memory, checkpoints."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megajax.analysis.report.chart import Line, chart, chip, spread
+from megajax.analysis.report.facts import Facts, lines_of
+from megajax.analysis.report.html import Html, details, element, join, table
+from megajax.analysis.report.learned import tokens_of
+from megajax.analysis.report.read import Checkpoint, RunData
+from megajax.analysis.report.thin import thin
+from megajax.analysis.report.words import count, large
+from megajax.base.render.units import duration, si
+
+SHOWN = 12  # checkpoints in a table
+
+
+def headline(facts: Facts) -> str:
+    """Return one line on the time, the devices and the tokens of a run."""
+    run = facts.run
+    seconds = total_seconds(run)
+    if seconds is None:
+        return 'no time is known: the run wrote no summary.json'
+    devices = run.config.mesh.num_devices
+    return (
+        f'{duration(seconds)} on {count(devices, "device")}, '
+        f'{seconds * devices / 3600:,.3g} device hours for {large(tokens_of(run))} tokens'
+    )
+
+
+def total_seconds(run: RunData) -> float | None:
+    """The seconds of all starts of a run; None if it wrote none."""
+    return run.summary['seconds'].get('total') if run.summary else None
+
+
+def section(runs: Sequence[Facts], points: int) -> Html:
+    """Return a table of rates and memory, the picture of the throughput, and the checkpoints."""
+    lines = lines_of(runs, 'tokens_per_s', points)
+    throughput = chart(
+        'Throughput',
+        lines,
+        y='tokens/s of all devices',
+        is_log=spread(lines),
+        from_zero=True,
+        legend=len(runs) > 1,
+    )
+    used = [line for facts in runs if (line := _mfu(facts, points))]
+    mfu = chart('MFU', used, y='% of the peak', from_zero=True, legend=len(runs) > 1)
+    figures = element('div', throughput, mfu, class_='figures')
+    return join([_rates(runs), figures, *map(_checkpoints, runs)])
+
+
+def _mfu(facts: Facts, points: int) -> Line | None:
+    mfu = facts.run.steps['mfu']
+    curve = thin(facts.run.steps.number, 100 * mfu, points)
+    return Line(name=facts.run.name, curve=curve, colour=facts.colour) if len(curve.x) else None
+
+
+def _rates(runs: Sequence[Facts]) -> Html:
+    """A row for each quantity, so that the table of one run is as narrow as a telephone."""
+    rows = [
+        ('devices', [device_of(facts) for facts in runs]),
+        ('mesh', [mesh_of(facts.run) for facts in runs]),
+        ('median step', [_form(facts.run.steps.median('step_ms'), _ms) for facts in runs]),
+        ('tokens/s', [_form(facts.run.steps.median('tokens_per_s'), large) for facts in runs]),
+        (
+            'TFLOP/s per device',
+            [_form(facts.run.steps.median('tflops_per_device'), '{:.3g}'.format) for facts in runs],
+        ),
+        ('MFU', [_form(facts.run.steps.median('mfu'), '{:.1%}'.format) for facts in runs]),
+        ('memory per device', [memory_of(facts.run) for facts in runs]),
+    ]
+    body = [[name, *values] for name, values in rows]
+    head = ['median of all steps', *(join([chip(facts.colour), facts.run.name]) for facts in runs)]
+    note = (
+        'FLOPs are those of the model; recomputation does not count. MFU is left out where the '
+        'peak of the device is not known. Device hours are those of the newest mesh.'
+    )
+    return join([table(head, body), element('p', note, class_='note')])
+
+
+def device_of(facts: Facts) -> str:
+    """Return the number and the kind of the devices of a run."""
+    kept, devices = facts.run.kept, facts.run.config.mesh.num_devices
+    return f'{devices} x {kept.device_kind}' if kept else f'{devices}'
+
+
+def mesh_of(run: RunData) -> str:
+    """Return the axes of a run's mesh and their sizes."""
+    return ' x '.join(f'{axis}={size}' for axis, size in run.config.mesh.sizes.items())
+
+
+def _ms(milliseconds: float) -> str:
+    return duration(milliseconds / 1e3)
+
+
+def _form(value: float | None, form: Any) -> str:
+    return '-' if value is None else form(value)
+
+
+def memory_of(run: RunData) -> str:
+    """Return the memory of a device as its allocator has measured it, or else as XLA planned it."""
+    measured, planned = (run.steps.known(name) for name in ('memory_bytes', 'planned_memory_bytes'))
+    if len(measured):
+        return si(float(measured.max()))
+    return f'{si(float(planned.max()))}, planned by XLA' if len(planned) else '-'
+
+
+def _checkpoints(facts: Facts) -> Html:
+    kept = facts.run.checkpoints
+    if not kept:
+        return element('p', f'{facts.run.name} has no checkpoint.', class_='note')
+    head = ['step', 'written (UTC)', 'files', 'size', 'validation loss']
+    rows = map(_checkpoint, reversed(kept[-SHOWN:]))
+    more = f', the newest {SHOWN} of {len(kept)}' if len(kept) > SHOWN else ''
+    return details(f'Checkpoints of {facts.run.name}{more}', table(head, rows, names=3))
+
+
+def _checkpoint(checkpoint: Checkpoint) -> list[object]:
+    record = checkpoint.record
+    loss = record.validation_loss if record else None
+    return [
+        f'{checkpoint.step:,}',
+        f'{record.time:%F %T}' if record else '?',
+        checkpoint.fault or 'complete',
+        si(checkpoint.bytes) if checkpoint.bytes is not None else '?',
+        '-' if loss is None else f'{loss:.4f}',
+    ]

@@ -1,0 +1,104 @@
+"""A run with what follows from its files: the audit of its step, and what `plan` predicts."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.result import Inspection
+from megajax.analysis.plan.memory import memory
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.search import usable_memory
+from megajax.analysis.plan.time import StepTime, step_time
+from megajax.analysis.report.chart import Line
+from megajax.analysis.report.read import RunData
+from megajax.analysis.report.thin import thin
+from megajax.base.errors import reason
+from megajax.base.render.text import typed
+from megajax.core.config import Config, ConfigError
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.hardware.records import Hardware, hardware_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The step on the GPUs of a run, as `megajax plan` predicts it."""
+
+    hardware: Hardware
+    time: StepTime
+    bytes: int  # memory of one GPU
+    available: int  # bytes of it that a program can use
+
+    @property
+    def band(self) -> str:
+        """How far a time may be off."""
+        fit = self.hardware.fit
+        return f'± {fit.band:.0%}' if fit else 'unverified'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A run of a report; an error in place of a fact says why there is none."""
+
+    run: RunData
+    colour: int  # number of the run, which decides the colour of its curves
+    gpu: Hardware | None = None  # the record to predict with, in place of that of the devices
+    max_program: int | None = None  # characters of a compiled step that are read at most
+
+    @cached_property
+    def inspection(self) -> Inspection | str:
+        """The audit of the step that the run keeps."""
+        kept = self.run.kept
+        if kept is None:
+            return 'the run keeps no step.hlo.gz: it has compiled no step, or an older megajax did'
+        if self.max_program is not None and len(kept.compiled.text) > self.max_program:
+            return (
+                f'the text of the step has {len(kept.compiled.text) / 1e6:.0f} MB, which takes '
+                f'some time to read: run megajax report {typed(self.run.folder)}'
+            )
+        try:
+            return audit(self.run.config, kept.compiled, kept.target)
+        except Exception as error:  # a text of another version of megajax or of XLA
+            return f'the compiled step cannot be inspected: {reason(error)}'
+
+    @cached_property
+    def prediction(self) -> Prediction | str:
+        """The prediction of `plan` for the devices of the run."""
+        kept = self.run.kept
+        if kept is None:
+            return 'the run keeps no compiled step, which would name its devices'
+        gpu = self.gpu or hardware_of(kept.device_kind)
+        if gpu is None:
+            device = 'this CPU' if kept.device_kind == 'cpu' else kept.device_kind
+            return (
+                f'plan has no record of {device}: measure it with '
+                'megajax plan calibrate FILE.yaml, then give megajax report --gpu FILE.yaml'
+            )
+        try:
+            return _predict(self.run.config, gpu, kept.compiled.devices_per_host)
+        except ConfigError as error:
+            return f'plan has no prediction: {reason(error)}'
+
+
+def _predict(config: Config, gpu: Hardware, devices_per_host: int) -> Prediction:
+    cluster = Cluster.of(gpu, config.mesh.num_devices, devices_per_host)
+    config = resolved(config, on_gpu=True)
+    available = usable_memory(cluster)
+    return Prediction(
+        hardware=gpu,
+        time=step_time(config, cluster),
+        bytes=memory(config, capacity_bytes=available).total,
+        available=available,
+    )
+
+
+def lines_of(runs: Sequence[Facts], column: str, points: int) -> list[Line]:
+    """Return a line of a picture for each run: a column of its metrics, thinned to `points`."""
+    return [
+        Line(
+            name=facts.run.name,
+            curve=thin(facts.run.steps.number, facts.run.steps[column], points),
+            colour=facts.colour,
+        )
+        for facts in runs
+    ]

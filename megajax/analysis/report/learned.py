@@ -1,0 +1,239 @@
+"""The answer to "did it learn?": losses, results on held-out data, samples."""
+
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megajax.analysis.report.chart import Line, chart, chip
+from megajax.analysis.report.facts import Facts
+from megajax.analysis.report.html import Html, details, element, join, table
+from megajax.analysis.report.read import RunData
+from megajax.analysis.report.thin import Curve, Floats, thin
+from megajax.analysis.report.words import large
+
+VALIDATION, PER_BYTE = 'validation_loss', 'validation_bits_per_byte'
+MAX_CHARACTERS = 2000  # of a sample
+MAX_PROMPTS, MAX_TIMES = 8, 5  # samples that are shown: of these prompts, at so many steps
+MOST_TOKENS = 1e12  # of a step, so that damaged metrics are not counted
+LAST_STEPS = 0.02  # share of the steps whose mean is the training loss at the end
+
+
+def headline(facts: Facts) -> str:
+    """Return one line on how far a run has learned."""
+    run = facts.run
+    if not run.last_step:
+        return 'no step was taken yet'
+    steps, losses = run.evaluated(VALIDATION)
+    losses = losses[np.isfinite(losses)]
+    unit = 'nats per masked token' if run.config.model.is_bert else 'nats per token'
+    if len(losses) > 1:
+        line = f'validation loss {losses[0]:.3f} → {losses[-1]:.3f} {unit}'
+        bits = run.finite(PER_BYTE)
+        line += f' ({bits[0]:.3f} → {bits[-1]:.3f} bits per byte)' if len(bits) > 1 else ''
+        best = int(np.argmin(losses))
+        return line + (
+            ''
+            if best == len(losses) - 1
+            else f', best {losses[best]:.3f} at step {steps[best]:,.0f}'
+        )
+    known = run.steps.known('loss')
+    if not len(known):
+        return 'no loss was finite'
+    return f'training loss {known[0]:.3f} → {last_loss(run):.3f}, without validation'
+
+
+def last_loss(run: RunData) -> float:
+    """The mean loss of the last steps; NaN without any."""
+    known = run.steps.known('loss')
+    return (
+        float(np.mean(known[-max(1, round(LAST_STEPS * len(known))) :])) if len(known) else np.nan
+    )
+
+
+def section(runs: Sequence[Facts], points: int) -> Html:
+    """Return the pictures of the losses, a table of results, and the samples of each run."""
+    losses = _losses_per_byte(runs, points) if tokenizers_differ(runs) else _losses(runs, points)
+    others = [
+        chart(
+            title,
+            [
+                Line(name=facts.run.name, curve=_curve(facts, key, points), colour=facts.colour)
+                for facts in runs
+            ],
+            y=y,
+            is_log=is_log,
+            from_zero=not is_log,
+            legend=len(runs) > 1,
+        )
+        for title, key, y, is_log in (
+            ('Gradient norm', 'grad_norm', 'norm, before clipping', True),
+            ('Learning rate', 'lr', 'learning rate', False),
+        )
+    ]
+    figures = element('div', *losses, *others, class_='figures')
+    note = comparison(runs)
+    above = element('p', note) if note else Html()
+    return join([above, figures, _results(runs), *map(_samples, runs)])
+
+
+def tokenizers_differ(runs: Sequence[Facts]) -> bool:
+    """Whether runs have different tokenizers, or ids of unknown ones where others are known."""
+    return len({_ids(facts.run) for facts in runs}) > 1
+
+
+def _ids(run: RunData) -> str | int:
+    return run.tokenizer or run.config.model.vocab_size
+
+
+def comparison(runs: Sequence[Facts]) -> str:
+    """Return how to compare runs with different tokenizers; empty if their tokenizers agree."""
+    if not tokenizers_differ(runs):
+        return ''
+    is_known = all(facts.run.tokenizer for facts in runs)
+    cause = 'The runs have different tokenizers' if is_known else 'Not all tokenizers are known'
+    rule = f'{cause}, so the losses per token cannot be compared'
+    without = [facts.run.name for facts in runs if not len(facts.run.finite(PER_BYTE))]
+    if not without:
+        return f'{rule}: compare bits per byte, on the same validation text.'
+    return f'{rule}, and without bits per byte nothing else compares {", ".join(without)}.'
+
+
+def _losses(runs: Sequence[Facts], points: int) -> list[Html]:
+    start = max((facts.run.last_step for facts in runs), default=0) / 2
+    return [
+        losses_chart('Loss', runs, points, is_log=True),
+        losses_chart('Loss in the second half', runs, points, start=start),
+    ]
+
+
+def _losses_per_byte(runs: Sequence[Facts], points: int) -> list[Html]:
+    """One chart of bits per byte, and the losses per token of each run in a chart of its own."""
+    lines = [
+        Line(
+            name=facts.run.name,
+            curve=thin(*facts.run.evaluated(PER_BYTE), points // 2),
+            colour=facts.colour,
+            is_dotted=True,
+        )
+        for facts in runs
+        if len(facts.run.finite(PER_BYTE))
+    ]
+    each = [losses_chart(f'Loss of {facts.run.name}', [facts], points) for facts in runs]
+    together = [chart('Validation loss', lines, y='bits per byte')] if lines else []
+    return [*together, *each]
+
+
+def losses_chart(
+    title: str, runs: Sequence[Facts], points: int, *, start: float = 0, is_log: bool = False
+) -> Html:
+    """Return the losses of all runs from a step on, in training and on validation data."""
+    lines = []
+    for facts in runs:
+        name = f'{facts.run.name}, ' if len(runs) > 1 else ''
+        number, losses = facts.run.steps.number, facts.run.steps['loss']
+        late = number >= start
+        curve = thin(number[late], losses[late], points)
+        lines.append(Line(name=f'{name}training', curve=curve, colour=facts.colour))
+        steps, validation = facts.run.evaluated(VALIDATION)
+        late = steps >= start
+        curve = thin(steps[late], validation[late], points // 2)
+        lines.append(
+            Line(name=f'{name}validation', curve=curve, colour=facts.colour, is_dotted=True)
+        )
+    return chart(title, lines, y='nats per token', is_log=is_log)
+
+
+def _curve(facts: Facts, name: str, points: int) -> Curve:
+    return thin(facts.run.steps.number, facts.run.steps[name], points)
+
+
+def _results(runs: Sequence[Facts]) -> Html:
+    names = dict.fromkeys(
+        name
+        for facts in runs
+        for line in facts.run.evaluations
+        for name in line
+        if name.startswith(('validation_', 'budget_'))
+    )
+    head = ['run', 'steps', 'tokens', 'training loss', *(_result_name(name) for name in names)]
+    rows = [
+        [
+            join([chip(facts.colour), facts.run.name]),
+            f'{facts.run.last_step:,}',
+            large(tokens_of(facts.run)),
+            _number(last_loss(facts.run)),
+            *(_result(*facts.run.evaluated(name)) for name in names),
+        ]
+        for facts in runs
+    ]
+    note = 'Each result is that of the last evaluation; the best one stands below it if it differs.'
+    return join([table(head, rows), element('p', note, class_='note') if names else Html()])
+
+
+def tokens_of(run: RunData) -> int:
+    """The tokens of the steps that a run has taken, whose batches may have had several sizes."""
+    with np.errstate(over='ignore', invalid='ignore'):
+        measured = run.steps['tokens_per_s'] * run.steps['step_ms'] / 1e3
+    counts = np.rint(np.where((measured > 0) & (measured < MOST_TOKENS), measured, 0))
+    is_count = (counts > 0) & np.isclose(counts, measured, rtol=1e-6, atol=0)
+    others = max(run.last_step - int(is_count.sum()), 0)
+    each = run.config.train.batch_size * run.config.train.seq_len
+    return int(counts[is_count].sum()) + others * each
+
+
+def _result_name(name: str) -> str:
+    return name.replace('_', ' ')
+
+
+def _number(value: float) -> str:
+    return f'{value:.4g}' if np.isfinite(value) else '-'
+
+
+def _result(steps: Floats, values: Floats) -> Html | str:
+    known = np.isfinite(values)
+    steps, values = steps[known], values[known]
+    if not len(values):
+        return '-'
+    last = f'{values[-1]:.4g}'
+    best = int(np.argmin(values))
+    if values[0] > values[-1] and best < len(values) - 1:
+        below = element('small', f'{values[best]:.4g} at step {steps[best]:,.0f}')
+        return join([last, element('br'), below])
+    return last
+
+
+def _samples(facts: Facts) -> Html:
+    lines = facts.run.samples
+    if not lines:
+        return _readings(facts)
+    places = sorted({*np.linspace(0, len(lines) - 1, MAX_TIMES).astype(int)}, reverse=True)
+    shown = [
+        details(
+            f'Samples of {facts.run.name} after step {lines[place]["step"]:,}',
+            *_continuations(lines[place]),
+            is_open=place == len(lines) - 1,
+        )
+        for place in places
+    ]
+    return join([*shown, _readings(facts)])
+
+
+def _readings(facts: Facts) -> Html:
+    """The sheet of held-out pictures with what was read in them, of a run on pictures."""
+    if facts.run.readings is None:
+        return Html()
+    source = f'data:image/png;base64,{b64encode(facts.run.readings).decode()}'
+    sheet = element('img', src=source, alt='held-out pictures, and what was read in them')
+    return details(f'Pictures that {facts.run.name} has read', sheet, is_open=True)
+
+
+def _continuations(line: dict[str, object]) -> Iterator[Html]:
+    prompts = [prompt for prompt in line if prompt != 'step']
+    for prompt in prompts[:MAX_PROMPTS]:
+        continued = str(line[prompt])
+        cut = '…' if len(continued) > MAX_CHARACTERS else ''
+        start = element('b', prompt[:MAX_CHARACTERS])
+        yield element('pre', start, continued[:MAX_CHARACTERS], cut, class_='sample')
+    if rest := len(prompts) - MAX_PROMPTS:
+        yield element('p', f'{rest} more in samples.jsonl', class_='note') if rest > 0 else Html()

@@ -1,0 +1,251 @@
+"""The content of run directories, read with patience: a run may be going on, or just begin."""
+
+import dataclasses
+import shlex
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.analysis.report.thin import Floats
+from megajax.base.errors import reason
+from megajax.base.files.bounded_json import parse_json
+from megajax.core.config import Config, ConfigError, RunError, load
+from megajax.core.config.load import CONFIG, run_like, runs_in
+from megajax.runtime.checkpoint.digests import find_steps, problems, read_sums
+from megajax.runtime.checkpoint.record import TOKENIZER, Record, read_record
+from megajax.runtime.data.text.tokenizer import load_tokenizer
+from megajax.runtime.run.clock import SUMMARY
+from megajax.runtime.run.kept_step import KeptStep, read_step
+from megajax.runtime.run.lock import running_in
+
+METRICS, SAMPLES = 'metrics.jsonl', 'samples.jsonl'
+MAX_STEPS = 2**53  # that a float, as columns have them, can count
+LARGEST_FLOAT = 2**1023
+MAX_PNG_BYTES = 400_000  # of the pictures in a page
+_PNG = b'\x89PNG\r\n'
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The metrics of a run's steps as columns, with NaN where a step lacks a value."""
+
+    number: Floats
+    columns: Mapping[str, Floats]
+
+    def __getitem__(self, name: str) -> Floats:
+        return self.columns.get(name, np.full(len(self.number), np.nan))
+
+    def known(self, name: str) -> Floats:
+        """The finite values of a column; empty if there are none."""
+        column = self[name]
+        return column[np.isfinite(column)]
+
+    def median(self, name: str) -> float | None:
+        """The median of a column; None if it has no finite value."""
+        known = self.known(name)
+        return float(np.median(known)) if len(known) else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One finished checkpoint of a run."""
+
+    step: int
+    record: Record | None
+    bytes: int | None
+    fault: str | None  # the first thing that is wrong with its files, by names and sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The content of a run directory, as far as it is there."""
+
+    name: str
+    folder: Path
+    config: Config
+    steps: Steps
+    evaluations: Sequence[Mapping[str, float]]  # the lines of metrics.jsonl that are of no step
+    summary: Mapping[str, Any]  # summary.json; empty if there is none
+    samples: Sequence[Mapping[str, Any]]
+    checkpoints: Sequence[Checkpoint]
+    tokenizer: str | None  # digest of the tokenizer; None if the run has none
+    readings: bytes | None  # the newest PNG of held-out pictures and what was read in them
+    kept: KeptStep | None  # the compiled step
+    unreadable: Sequence[str]  # a sentence for each file that cannot be read
+    running: str | None  # the process that trains it now
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was taken; 0 before the first."""
+        return int(self.steps.number[-1]) if len(self.steps.number) else 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps of the config were taken."""
+        return self.last_step >= self.config.train.steps
+
+    def evaluated(self, name: str) -> tuple[Floats, Floats]:
+        """The steps and the values of one result of the evaluations."""
+        pairs = [
+            (line['step'], line[name]) for line in self.evaluations if _is_number(line.get(name))
+        ]
+        both = np.array(pairs, float).reshape(-1, 2)
+        return both[:, 0], both[:, 1]
+
+    def finite(self, name: str) -> Floats:
+        """The finite values of one result of the evaluations."""
+        _, values = self.evaluated(name)
+        return values[np.isfinite(values)]
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunData]:
+    """Read run directories. Raises ConfigError with each that holds no run, or is there twice."""
+    faults = [*_faults(folders)]
+    if faults:
+        raise ConfigError(*faults)
+    names = [folder.absolute().name for folder in folders]
+    return [
+        _read(folder, name if names.count(name) == 1 else str(folder))
+        for folder, name in zip(folders, names, strict=True)
+    ]
+
+
+def _faults(folders: Sequence[Path]) -> Iterator[str]:
+    for place, folder in enumerate(folders):
+        if folder.resolve() in [other.resolve() for other in folders[:place]]:
+            yield f'{folder} is given twice: leave one out'
+        if (folder / CONFIG).is_file():
+            continue
+        guess = f'did you mean {near}? ' if (near := run_like(folder)) else ''
+        fix = (
+            f'give its runs: {shlex.join(below)}'
+            if (below := runs_in(folder))
+            else f'{guess}give the folder that megajax train printed after `run`'
+        )
+        yield f'{folder} holds no run (no {CONFIG}): {fix}'
+
+
+def _read(folder: Path, name: str) -> RunData:
+    unreadable = list[str]()
+    steps, evaluations = _metrics(folder / METRICS)
+    checkpoints = _checkpoints(folder / 'checkpoints')
+    return RunData(
+        name=name,
+        folder=folder,
+        config=load(folder / CONFIG),
+        steps=steps,
+        evaluations=evaluations,
+        summary=_summary(folder / SUMMARY),
+        samples=[*_lines(folder / SAMPLES)],
+        checkpoints=checkpoints,
+        tokenizer=_tokenizer(folder / TOKENIZER, checkpoints, unreadable),
+        readings=_readings(folder),
+        kept=_kept(folder, unreadable),
+        unreadable=unreadable,
+        running=running_in(folder),
+    )
+
+
+def _metrics(path: Path) -> tuple[Steps, list[dict[str, float]]]:
+    """Read line by line: the file of a long run is larger than what is kept of it."""
+    columns, numbers = defaultdict[str, Any](lambda: array('d')), array('d')
+    evaluations = []
+    for line in _lines(path):
+        if 'loss' not in line:
+            evaluations.append(line)
+            continue
+        for name, value in line.items():
+            column = columns[name]
+            column.extend([np.nan] * (len(numbers) - len(column)))  # it begins here
+            column.append(value if _is_number(value) else np.nan)
+        numbers.append(line['step'])
+    for column in columns.values():
+        column.extend([np.nan] * (len(numbers) - len(column)))
+    return Steps(np.array(numbers), {name: np.array(x) for name, x in columns.items()}), evaluations
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file with one in each line; a line that was cut short is passed over."""
+    try:
+        with path.open('rb') as file:
+            for piece in file:
+                try:
+                    line = parse_json(piece)
+                except ValueError:
+                    continue
+                if isinstance(line, dict) and _is_step(line.get('step')):
+                    yield line
+    except OSError:
+        return
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < MAX_STEPS
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a number that a column can hold, as an integer of 400 digits is not."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < LARGEST_FLOAT
+    return isinstance(value, float)
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    try:
+        summary = parse_json(path.read_bytes())
+        return summary if isinstance(summary['seconds'], dict) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _checkpoints(folder: Path) -> list[Checkpoint]:
+    if not folder.is_dir():
+        return []
+    found = [(folder / str(step), step) for step in find_steps(folder)]
+    read = [(path, _checkpoint(path, step)) for path, step in found]
+    return [checkpoint for path, checkpoint in read if path.exists()]  # a run deletes old ones
+
+
+def _checkpoint(path: Path, step: int) -> Checkpoint:
+    record, size = None, None
+    faults = problems(path, contents=False)
+    try:
+        record = read_record(path)
+        size = read_sums(path).size
+    except (RunError, OSError, ValueError) as error:
+        faults.append(reason(error))
+    return Checkpoint(step=step, record=record, bytes=size, fault=faults[0] if faults else None)
+
+
+def _tokenizer(file: Path, checkpoints: Sequence[Checkpoint], unreadable: list[str]) -> str | None:
+    records = [checkpoint.record for checkpoint in reversed(checkpoints)]
+    known = [record.tokenizer_sha256 for record in records if record and record.tokenizer_sha256]
+    if known or not file.is_file():
+        return known[0] if known else None
+    try:
+        return load_tokenizer(str(file)).fingerprint
+    except (ConfigError, OSError, ValueError) as error:
+        unreadable.append(f'{TOKENIZER} cannot be read ({reason(error)})')
+        return None
+
+
+def _readings(folder: Path) -> bytes | None:
+    sheets = [path for path in folder.glob('readings-*.png') if path.stem[9:].isdecimal()]
+    newest = max(sheets, key=lambda path: int(path.stem[9:]), default=None)
+    try:
+        content = newest.read_bytes() if newest else b''
+    except OSError:
+        return None
+    return content if content.startswith(_PNG) and len(content) <= MAX_PNG_BYTES else None
+
+
+def _kept(folder: Path, unreadable: list[str]) -> KeptStep | None:
+    try:
+        return read_step(folder)
+    except Exception as error:  # a damaged file, or one of another version
+        unreadable.append(f'the compiled step cannot be read ({reason(error)})')
+        return None

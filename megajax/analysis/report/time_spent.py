@@ -1,0 +1,97 @@
+"""The answer to "where did time go?": the seconds of each activity, and the time of each step."""
+
+from collections.abc import Mapping, Sequence
+
+from megajax.analysis.report.chart import chart, chip, spread
+from megajax.analysis.report.facts import Facts, lines_of
+from megajax.analysis.report.html import Html, element, join, table
+from megajax.base.render.units import duration
+from megajax.runtime.run.clock import ACTIVITIES
+
+MEANINGS = {
+    'productive': 'steps that count',
+    'lost': 'steps skipped, rolled back or repeated',
+    'compile': 'compiling the programs',
+    'setup': 'devices, corpus, first state',
+    'restore': 'reading a checkpoint',
+    'checkpoint': 'saving, while it blocks training',
+    'evaluation': 'validation',
+    'replay': 'repeating steps to compare them',
+    'data_wait': 'waiting for batches',
+    'other': 'samples, traces, between the steps',
+}
+
+
+def headline(facts: Facts) -> str:
+    """Return the share of the time in steps, and the largest other activity."""
+    seconds = seconds_of(facts)
+    total = sum(seconds.values())
+    if not total:
+        return 'no time is known: the run wrote no summary.json'
+    others = {name: value for name, value in seconds.items() if name != 'productive'}
+    largest = max(others, key=lambda name: others[name])
+    return (
+        f'{seconds["productive"] / total:.0%} in steps that count; then '
+        f'{largest.replace("_", " ")} {others[largest] / total:.0%}'
+    )
+
+
+def seconds_of(facts: Facts) -> Mapping[str, float]:
+    """The seconds of each activity in all starts of a run; zeros if it wrote none."""
+    seconds = facts.run.summary.get('seconds', {})
+    return {name: float(seconds.get(name, 0)) for name in ACTIVITIES}
+
+
+def section(runs: Sequence[Facts], points: int) -> Html:
+    """Return a bar and a table of the activities, and the picture of the steps' times."""
+    lines = lines_of(runs, 'step_ms', points)
+    times = chart(
+        'Time of a step', lines, y='ms', is_log=spread(lines), from_zero=True, legend=len(runs) > 1
+    )
+    waits = lines_of(runs, 'data_wait_ms', points)
+    waiting = chart(
+        'Waiting for data', waits, y='ms of a step', from_zero=True, legend=len(runs) > 1
+    )
+    figures = element('div', times, waiting, class_='figures')
+    return join([*map(_bar, runs), _table(runs), figures])
+
+
+def _bar(facts: Facts) -> Html:
+    seconds = seconds_of(facts)
+    total = sum(seconds.values())
+    if not total:
+        return Html()
+    parts = [
+        element(
+            'span',
+            style=f'width:{100 * value / total:.2f}%',
+            class_=f'a{place}',
+            title=f'{name.replace("_", " ")}: {duration(value)} ({value / total:.1%})',
+        )
+        for place, (name, value) in enumerate(seconds.items())
+        if value
+    ]
+    name = f'{facts.run.name}: {duration(total)}'
+    return join([element('p', name, class_='bar-name'), element('div', *parts, class_='bar')])
+
+
+def _table(runs: Sequence[Facts]) -> Html:
+    all_seconds = [seconds_of(facts) for facts in runs]
+    rows = [
+        [
+            join([element('i', class_=f'chip a{place}'), name.replace('_', ' ')]),
+            element('small', MEANINGS[name], class_='aside'),
+            *(_share(seconds, name) for seconds in all_seconds),
+        ]
+        for place, name in enumerate(ACTIVITIES)
+        if any(seconds[name] for seconds in all_seconds)
+    ]
+    if not rows:
+        return element('p', 'No run wrote summary.json.', class_='note')
+    head = ['activity', '', *(join([chip(facts.colour), facts.run.name]) for facts in runs)]
+    return table(head, rows, names=2)
+
+
+def _share(seconds: Mapping[str, float], name: str) -> str:
+    total = sum(seconds.values())
+    return f'{duration(seconds[name])} ({seconds[name] / total:.1%})' if seconds[name] else '-'

@@ -1,0 +1,71 @@
+"""The file of a report: where it goes, and what it may replace."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from megajax.analysis.report.facts import Facts
+from megajax.analysis.report.page import GENERATOR, page
+from megajax.analysis.report.read import read_runs
+from megajax.base.errors import reason
+from megajax.base.files.outputs import check_outputs, with_folder
+from megajax.core.config import ConfigError
+from megajax.core.hardware.records import hardware
+from megajax.runtime.checkpoint.digests import write_file
+
+NAME = 'report.html'
+# Characters of a compiled step that a run reads for its own report: seconds of a CPU.
+MAX_PROGRAM = 12_000_000
+_HEAD = 1000  # bytes in which a report names its generator
+
+logger = logging.getLogger(__name__)
+
+
+def write_report(
+    folders: Sequence[Path],
+    out: Path | None = None,
+    *,
+    gpu: str | None = None,
+    max_program: int | None = None,
+) -> Path:
+    """Write a report on the runs in some folders, and return its path.
+
+    `out` defaults to `report.html` in the folder of the only run, or in the current folder. `gpu`
+    names the record to predict with, in place of that of the devices of each run. Steps with a text
+    of more than `max_program` characters are not inspected.
+
+    Raises ConfigError for a folder without a run, and for an output that cannot be written or is
+    something other than a report.
+    """
+    out = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
+    runs = read_runs(folders)
+    check_out(out)
+    record = hardware(gpu) if gpu else None
+    facts = [
+        Facts(run=run, colour=number, gpu=record, max_program=max_program)
+        for number, run in enumerate(runs)
+    ]
+    write_file(with_folder(out), page(facts).encode())
+    return out
+
+
+def check_out(out: Path) -> None:
+    """Raise ConfigError if a file cannot be written, or holds something other than a report."""
+    check_outputs(out)
+    if not out.exists():
+        return
+    with out.open('rb') as file:
+        start = file.read(_HEAD)
+    if start and GENERATOR.encode() not in start:
+        raise ConfigError(
+            f'{out} exists and is no report of megajax: delete it, or give another file (--out)'
+        )
+
+
+def write_at_end(folder: Path) -> Path | None:
+    """Write the report of a run that ends, and return its path; a failure is logged."""
+    try:
+        return write_report([folder], max_program=MAX_PROGRAM)
+    except Exception as error:
+        logger.warning('%s cannot be written: %s', NAME, reason(error))
+        return None

@@ -1,0 +1,223 @@
+"""The answer to "was anything wrong?": skipped and slow steps, restarts, faults of files."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from megajax.analysis.report.facts import Facts
+from megajax.analysis.report.html import Html, element, join, table
+from megajax.analysis.report.learned import VALIDATION
+from megajax.analysis.report.read import METRICS, RunData
+from megajax.analysis.report.words import count
+from megajax.base.render.units import duration
+from megajax.runtime.checkpoint.record import config_differences
+from megajax.runtime.run.watchdog import LOG
+
+SLOW = 2.0  # times the median, from which a step counts as slow
+WORTH_SAYING = 0.01  # share of the time of all steps that slow ones must cost to be a fault
+BEHIND = 0.1  # share of the median step by which a process is behind, and worth a line
+WORSE = 0.02  # share by which the last validation loss is above the best, and worth a line
+NOTHING = 'Nothing: no skipped step, no restart, no loss of time.'
+SHOWN = 8  # steps in a table
+
+
+def headline(facts: Facts) -> str:
+    """Return the first fault of a run and how many more there are, or that there is none."""
+    found = [*faults(facts)]
+    if not found:
+        return 'nothing'
+    more = f' (and {len(found) - 1} more)' if len(found) > 1 else ''
+    return found[0].rstrip('.') + more
+
+
+def faults(facts: Facts) -> Iterator[str]:
+    """Yield a sentence for each thing that went wrong, or may have."""
+    run = facts.run
+    yield from run.unreadable
+    yield from _end(run)
+    yield from _skipped(run)
+    yield from _program(facts)
+    yield from _checkpoints(run)
+    yield from _validation(run)
+    yield from _starts(run)
+    yield from _slow(run)
+    if (run.folder / LOG).is_file():
+        yield f'The watchdog found the run without progress: {LOG} has the stacks.'
+
+
+def section(runs: Sequence[Facts]) -> Html:
+    """Return the faults of each run, its skipped steps and its slowest ones."""
+    parts = list[Html]()
+    for facts in runs:
+        found = [*faults(facts)]
+        items = (
+            element('ul', *(element('li', fault) for fault in found))
+            if found
+            else element('p', NOTHING, class_='good')
+        )
+        parts += [
+            element('h3', facts.run.name) if len(runs) > 1 else Html(),
+            items,
+            _skipped_table(facts.run),
+            _slow_table(facts.run),
+        ]
+    return join(parts)
+
+
+def _end(run: RunData) -> Iterator[str]:
+    last, steps = run.last_step, run.config.train.steps
+    if run.running:
+        yield f'The run is still going on ({run.running}), at step {last:,} of {steps:,}.'
+    elif not last:
+        yield f'No step was taken yet: there is no {METRICS} with one.'
+    elif not run.is_finished:
+        yield f'The run stopped at step {last:,} of {steps:,}.'
+
+
+def _skipped(run: RunData) -> Iterator[str]:
+    taken = run.steps['taken']
+    skipped = int(np.sum(taken == 0))
+    if not skipped:
+        return
+    reasons = [
+        f'{number:,} for {why}'
+        for why, number in (
+            ('a loss or gradient that is not finite', _count(run, finite=0, overflow=0)),
+            ('a spike in the loss', _count(run, spike=1)),
+            ('gradients that overflow in fp16', _count(run, overflow=1)),
+        )
+        if number
+    ]
+    yield f'{count(skipped, "step")} skipped: {", ".join(reasons) or "no reason was written"}.'
+
+
+def _count(run: RunData, **values: int) -> int:
+    wanted = run.steps['taken'] == 0
+    for name, value in values.items():
+        wanted = wanted & (run.steps[name] == value)
+    return int(np.sum(wanted))
+
+
+def _program(facts: Facts) -> Iterator[str]:
+    inspection = facts.inspection
+    if isinstance(inspection, str):
+        return
+    for row in inspection.rows:
+        if row.verdict == 'MORE':
+            yield (
+                f'XLA inserted more collectives than {inspection.reference} at {row.site}, '
+                f'{row.phase}, over {row.axis}.'
+            )
+    for finding in inspection.findings:
+        if finding.level == 'error':
+            yield f'{finding.rule}: {finding.message}'
+
+
+def _checkpoints(run: RunData) -> Iterator[str]:
+    if not run.checkpoints:
+        if run.last_step and not run.running:
+            yield 'There is no finished checkpoint.'
+        return
+    for checkpoint in run.checkpoints:
+        if checkpoint.fault:
+            yield f'Checkpoint {checkpoint.step:,} is damaged: {checkpoint.fault}.'
+    newest = run.checkpoints[-1].step
+    if newest < run.last_step and not run.running:
+        lost = count(run.last_step - newest, 'step')
+        yield f'The newest checkpoint is of step {newest:,}: {lost} after it would be repeated.'
+
+
+def _validation(run: RunData) -> Iterator[str]:
+    steps, losses = run.evaluated(VALIDATION)
+    if not len(losses):
+        if run.last_step:
+            yield 'Without a validation loss, over-fitting cannot be seen.'
+        return
+    best = int(np.nanargmin(losses)) if np.isfinite(losses).any() else 0
+    if losses[-1] > (1 + WORSE) * losses[best]:
+        yield (
+            f'The validation loss has risen from its best, {losses[best]:.3f} at step '
+            f'{steps[best]:,.0f}, to {losses[-1]:.3f}.'
+        )
+
+
+def _starts(run: RunData) -> Iterator[str]:
+    starts = run.summary.get('starts', 1)
+    lost = run.summary.get('seconds', {}).get('lost', 0)
+    if starts > 1:
+        yield f'The run was started {starts} times.'
+    if lost:
+        yield f'{duration(lost)} of steps were lost: skipped, rolled back, or repeated by a start.'
+    records = [checkpoint.record for checkpoint in run.checkpoints if checkpoint.record]
+    for before, after in pairwise(records):
+        for key, (old, new) in config_differences(before, after).items():
+            yield f'{key} was changed from {old} to {new} after step {before.step:,}.'
+
+
+def _slow(run: RunData) -> Iterator[str]:
+    slow = slow_steps(run)
+    if len(slow):
+        extra = float(np.sum(run.steps['step_ms'][slow] - run.steps.median('step_ms')))
+        share = extra / float(np.sum(run.steps.known('step_ms')))
+        if share > WORTH_SAYING:
+            yield (
+                f'{count(len(slow), "step")} took more than {SLOW:g} times the median: '
+                f'{duration(extra / 1e3)} more in all, {share:.1%} of the time of all steps.'
+            )
+    behind, median = run.steps.known('slowest_process_behind_ms'), run.steps.median('step_ms')
+    if len(behind) and median and np.median(behind) > BEHIND * median:
+        process = run.steps.known('slowest_process')
+        usual = int(np.bincount(process.astype(int)).argmax())
+        yield (
+            f'Process {usual} is most often the last to a step, '
+            f'{duration(float(np.median(behind)) / 1e3)} after the median.'
+        )
+
+
+def slow_steps(run: RunData) -> np.ndarray:
+    """Return the places of the slow steps, slowest first; a first step connects the devices."""
+    times, median = run.steps['step_ms'], run.steps.median('step_ms')
+    if median is None:
+        return np.array([], int)
+    slow = np.flatnonzero((times > SLOW * median) & (run.steps.number > run.steps.number[0]))
+    return slow[np.argsort(-times[slow])]
+
+
+def _slow_table(run: RunData) -> Html:
+    slow, median = slow_steps(run)[:SHOWN], run.steps.median('step_ms')
+    if not len(slow) or not median:
+        return Html()
+    columns = {name: run.steps[name][slow] for name in ('step_ms', 'data_wait_ms', 'checkpoint_ms')}
+    rows = [
+        [
+            f'{run.steps.number[place]:,.0f}',
+            f'{columns["step_ms"][row]:,.1f}',
+            f'{columns["step_ms"][row] / median:.1f}',
+            f'{columns["data_wait_ms"][row]:,.1f}',
+            f'{columns["checkpoint_ms"][row]:,.1f}',
+        ]
+        for row, place in enumerate(slow)
+    ]
+    head = ['slowest steps', 'ms', 'times the median', 'ms waiting for data', 'ms saving before']
+    return table(head, rows)
+
+
+def _skipped_table(run: RunData) -> Html:
+    places = np.flatnonzero(run.steps['taken'] == 0)
+    if not len(places):
+        return Html()
+    rows = [
+        [
+            f'{run.steps.number[place]:,.0f}',
+            _or_not_finite(run.steps['loss'][place]),
+            _or_not_finite(run.steps['grad_norm'][place]),
+        ]
+        for place in places[-SHOWN:]
+    ]
+    name = 'skipped steps' if len(places) <= SHOWN else f'last {SHOWN} skipped steps'
+    return table([name, 'loss', 'gradient norm'], rows)
+
+
+def _or_not_finite(value: float) -> str:
+    return f'{value:.4g}' if np.isfinite(value) else 'not finite'

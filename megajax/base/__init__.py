@@ -1,0 +1,1 @@
+"""Errors, text for people, and files, which every part uses."""

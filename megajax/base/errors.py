@@ -1,0 +1,125 @@
+"""The errors that end a run, each with its exit code; the watchdog adds 124
+(`runtime/run/watchdog.py`).
+
+Imports no jax.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from megajax.base.render.text import in_line, shorten, visible
+
+MAX_REASON_CHARACTERS = 300
+MAX_MESSAGE_CHARACTERS = 2000
+MAX_PROBLEMS = 40  # that are printed, of a file that may have thousands
+
+
+class RunError(Exception):
+    """An expected failure: printed without a traceback, exits with `exit_code`.
+
+    Any other exception is a bug.
+    """
+
+    exit_code: ClassVar[int]
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A mistake in a config: its key, a message and the place where it was written.
+
+    The message has the value, the limit and a value that works.
+    """
+
+    path: str
+    message: str
+    others: tuple[str, ...] = ()  # further keys that the message depends on
+    place: str = ''  # 'configs/tiny.yaml:12' or 'override mesh.model=3'
+
+    def __str__(self) -> str:
+        parts = (
+            in_line(self.place, MAX_REASON_CHARACTERS),
+            in_line(self.path, MAX_REASON_CHARACTERS),
+            shorten(self.message, MAX_MESSAGE_CHARACTERS),
+        )
+        return ': '.join(part for part in parts if part)
+
+
+class ConfigError(RunError, ValueError):
+    """All of a user's mistakes, found before anything compiles; do not retry."""
+
+    exit_code = 2
+
+    def __init__(self, *problems: 'Problem | str') -> None:
+        self.problems = problems
+        super().__init__(*problems)
+
+    def __str__(self) -> str:
+        shown = [str(problem) for problem in self.problems[:MAX_PROBLEMS]]
+        more = len(self.problems) - len(shown)
+        return visible('\n'.join([*shown, *([f'and {more:,} more'] if more else [])]))
+
+
+@contextmanager
+def problems_at(place: str) -> Iterator[None]:
+    """Add the place, such as file and line, to the problems of the block that have none."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(
+            *(
+                replace(problem, place=problem.place or place)
+                if isinstance(problem, Problem)
+                else problem
+                for problem in error.problems
+            )
+        ) from error
+
+
+class NumericError(RunError):
+    """Loss or gradients with which the run must not continue."""
+
+    exit_code = 3
+
+
+class CheckpointError(RunError):
+    """A checkpoint that cannot be trusted, or a last checkpoint that could not be written."""
+
+    exit_code = 4
+
+
+class CorruptionError(RunError):
+    """A step that gave other bits when it was repeated: some hardware computes wrongly.
+
+    Do not retry on the same devices (`runtime/run/replay.py`).
+    """
+
+    exit_code = 5
+
+
+class StopRequested(RunError):  # noqa: N818
+    """A stop on request, with a saved checkpoint; the text names the cause.
+
+    The exit code is EX_TEMPFAIL: start the run again.
+    """
+
+    exit_code = 75
+
+
+class MiscompileError(RunError):
+    """A step that XLA compiled incorrectly: it does not compute what was written; do not retry."""
+
+    exit_code = 1  # the same as `inspect` has for the same program
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of an error, or its type; tensorstore's messages fill pages.
+
+    Of a long line the end stays too, where the system's reason is.
+    """
+    lines = visible(str(error)).strip().splitlines() or [type(error).__name__]
+    return shorten(lines[0], MAX_REASON_CHARACTERS)

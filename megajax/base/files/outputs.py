@@ -1,0 +1,31 @@
+"""The output files of a command: they are checked before it computes anything."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megajax.base.errors import ConfigError
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Raise ConfigError with each of these files that cannot be written; None is skipped."""
+    if problems := [*output_problems(*paths)]:
+        raise ConfigError(*problems)
+
+
+def output_problems(*paths: Path | None) -> Iterator[str]:
+    """Yield a message for each file that cannot be written; None is skipped."""
+    for path in filter(None, paths):
+        there = next(each for each in (path, *path.parents) if each.exists())
+        if path.is_dir():
+            yield f'{path} is a folder: give the name of a file in it'
+        elif there != path and not there.is_dir():
+            yield f'{path}: {there} is a file and no folder: choose another file'
+        elif not os.access(there, os.W_OK):
+            yield f'{path} is not writable: change its permissions, or choose another file'
+
+
+def with_folder(path: Path) -> Path:
+    """Return the path of a file that is to be written, after its folder is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

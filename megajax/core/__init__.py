@@ -1,0 +1,1 @@
+"""The training step: its config, mesh, parameters, model, gradients and update."""

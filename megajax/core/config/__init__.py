@@ -1,0 +1,59 @@
+"""The config of a run: its schema, presets, files and overrides, and rules for several keys.
+
+Imports no jax.
+"""
+
+from megajax.base.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptionError,
+    MiscompileError,
+    NumericError,
+    Problem,
+    RunError,
+    StopRequested,
+)
+from megajax.core.config.load import dump, load, overridden, presets, recipes, reload
+from megajax.core.config.lora import LoraConfig
+from megajax.core.config.mesh import MeshConfig
+from megajax.core.config.model import ModelConfig, RopeScaling, VisionConfig
+from megajax.core.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LossConfig,
+    OptimConfig,
+    ProfileConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    'CheckpointConfig',
+    'CheckpointError',
+    'Config',
+    'ConfigError',
+    'CorruptionError',
+    'DataConfig',
+    'LoraConfig',
+    'LossConfig',
+    'MeshConfig',
+    'MiscompileError',
+    'ModelConfig',
+    'NumericError',
+    'OptimConfig',
+    'Problem',
+    'ProfileConfig',
+    'RopeScaling',
+    'RunConfig',
+    'RunError',
+    'StopRequested',
+    'TrainConfig',
+    'VisionConfig',
+    'dump',
+    'load',
+    'overridden',
+    'presets',
+    'recipes',
+    'reload',
+]

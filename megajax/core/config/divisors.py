@@ -1,0 +1,41 @@
+"""Divisors and multiples, for the fixes that a rule names."""
+
+import bisect
+import functools
+import math
+from collections.abc import Iterator, Sequence
+
+from megajax.base.errors import Problem
+
+
+def divides(
+    path: str, value: int, by: str, divisor: int, *, under: str | None = None
+) -> Iterator[Problem]:
+    """Yield a problem if the divisor of a key's value, the value of the key `by`, is none."""
+    if value % divisor:
+        fixes = f'{multiples(value, divisor)}, or {by} {nearest(divisors(value), divisor)}'
+        limit = f'{by}={divisor}' + (f' under {under}' if under else '')
+        yield Problem(
+            path=path,
+            message=f'{value} is not a multiple of {limit}; use {fixes}',
+            others=(by, under) if under else (by,),
+        )
+
+
+def multiples(value: int, divisor: int) -> str:
+    """Return the multiples of a divisor next to a value, in words."""
+    below = value // divisor * divisor
+    return f'{below} or {below + divisor}' if below else str(divisor)
+
+
+@functools.cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def nearest(allowed: Sequence[int], value: int) -> str:
+    """Return the neighbors of a value among `allowed`, which is ascending and lacks it."""
+    at = bisect.bisect(allowed, value)
+    return ' or '.join(str(n) for n in allowed[max(0, at - 1) : at + 1])

@@ -1,0 +1,346 @@
+"""Load a Config from a preset or a YAML file and `section.key=value` overrides.
+
+All mistakes are reported at once. A key that is written twice is a mistake. `bounded_yaml.py` says
+what a file may be.
+"""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import MappingNode, Node
+
+from megajax.base.errors import MAX_PROBLEMS, ConfigError, Problem
+from megajax.base.render.text import shorten, typed
+from megajax.core.config import values
+from megajax.core.config.bounded_yaml import compose, construct, explain, parse, read_text
+from megajax.core.config.keys import sources
+from megajax.core.config.renamed import RENAMED, current
+from megajax.core.config.rules import incompatibilities
+from megajax.core.config.schema import SECTIONS, Config, keys_of
+from megajax.core.config.synonyms import key_of_option, nearest_key, without_a_key
+
+KEYS = {f'{name}.{key}': key for name in SECTIONS for key in keys_of(name)}
+CONFIG = 'config.yaml'  # in the folder of a run
+RECIPES = 'recipes'  # the folder, beside the presets
+FEW_FILES = 5  # number of YAML files up to which an error lists them
+LONGEST_KEY = 100  # characters of a path; the schema's have fewer than 40
+
+
+class _Setting(NamedTuple):
+    value: Any
+    place: str
+
+
+def presets() -> list[str]:
+    """Return the names of the presets, in alphabetical order."""
+    return sorted(path.stem for path in _folder().glob('*.yaml'))
+
+
+def recipes() -> list[str]:
+    """Return the names of the recipes, which train a model that was imported, in order."""
+    return sorted(f'{RECIPES}/{path.stem}' for path in (_folder() / RECIPES).glob('*.yaml'))
+
+
+def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a preset, recipe or YAML file, apply `section.key=value` overrides and check the result.
+
+    If two overrides set the same key, the last one wins. Raises ConfigError with every mistake in
+    the file, in the overrides and between keys, each with its line or its override.
+    """
+    file = _find(source)
+    problems: list[Problem] = []
+    written = _read_file(file, problems)
+    return _resolve(written, _read_overrides(overrides, problems), str(file), problems)
+
+
+def reload(
+    settings: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), *, place: str
+) -> Config:
+    """Return the Config of sections that were read from `place`, for example a checkpoint's record.
+
+    Raises ConfigError as `load` does.
+    """
+    problems: list[Problem] = []
+    written: dict[str, _Setting] = {}
+    for path, value in (
+        (f'{section}.{key}', value)
+        for section, group in settings.items()
+        for key, value in group.items()
+    ):
+        path, value = current(path, value)
+        if path in KEYS:
+            written[path] = _Setting(value, place)
+        else:
+            problems.append(Problem(path=path, message=_unknown(path, problems), place=place))
+    return _resolve(written, _read_overrides(overrides, problems), place, problems)
+
+
+def runs_in(folder: Path) -> list[str]:
+    """Return the paths of the runs in a folder, in order; none if it is no folder."""
+    return sorted(str(file.parent) for file in folder.glob(f'*/{CONFIG}'))
+
+
+def run_like(folder: Path) -> str | None:
+    """Return the path of the run next to a folder whose name is like its own, None without one."""
+    runs = {Path(run).name: run for run in runs_in(folder.parent)}
+    near = get_close_matches(folder.absolute().name, runs, n=1)
+    return runs[near[0]] if near else None
+
+
+def _resolve(
+    written: dict[str, _Setting] | None,
+    overridden: dict[str, _Setting],
+    file: str,
+    problems: list[Problem],
+) -> Config:
+    """Return the config of these settings.
+
+    Raises ConfigError with `problems` and with every mistake that is found here.
+    """
+    if written is None:
+        raise ConfigError(*problems)
+    settings = written | overridden
+    sections, unsettled = _validate(settings, file, problems)
+    for problem in incompatibilities(Config.model_construct(**sections)):
+        keys = [problem.path, *problem.others]
+        keys += [source for key in keys if key not in settings for source in sources(key)]
+        if unsettled.isdisjoint(keys):
+            place = _place(keys, overridden) or _place(keys, written) or file
+            problems.append(replace(problem, place=place))
+    if problems:
+        raise ConfigError(*problems)
+    return Config(**sections)
+
+
+def _place(keys: Sequence[str], settings: Mapping[str, _Setting]) -> str | None:
+    """Return the place of the first of these keys, or sections, that is set; None if none is."""
+    return next(
+        (
+            setting.place
+            for key in keys
+            for path, setting in settings.items()
+            if f'{path}.'.startswith(f'{key}.')
+        ),
+        None,
+    )
+
+
+def overridden(overrides: Sequence[str], path: str) -> Any:
+    """Return the value of the last override of a key, None if there is no readable one."""
+    setting = _read_overrides(overrides, []).get(path)
+    return setting.value if setting else None
+
+
+def dump(config: Config) -> str:
+    """Write every key as YAML that `load` reads back to an equal config."""
+    return dump_sections(config.model_dump(mode='json'))
+
+
+def dump_sections(sections: Mapping[str, Any]) -> str:
+    """Write the keys of sections as YAML."""
+    yaml: Any = YAML(typ='safe', pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    stream = io.StringIO()
+    yaml.dump(dict(sections), stream)
+    return stream.getvalue()
+
+
+def _folder() -> Path:
+    package = Path(__file__).parents[2]
+    installed = package / 'configs'  # in a wheel; a clone has them next to the package
+    return installed if installed.is_dir() else package.parent / 'configs'
+
+
+def _find(source: str | Path) -> Path:
+    is_named = str(source) in (*presets(), *recipes())
+    path = _folder() / f'{source}.yaml' if is_named else Path(source)
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _read_file(file: Path, problems: list[Problem]) -> dict[str, _Setting] | None:
+    """Return the settings by path, or None if the file cannot be read."""
+    try:
+        return _read_settings(read_text(file), str(file), problems)
+    except FileNotFoundError:
+        problems.append(Problem(path=str(file), message=_no_such_file(file)))
+    except IsADirectoryError:
+        problems.append(Problem(path=str(file), message=_is_a_folder(file)))
+    except OSError as error:
+        problems.append(Problem(path=str(file), message=f'cannot be read: {error.strerror}'))
+    except YAMLError as error:
+        mark = getattr(error, 'problem_mark', None)
+        problems.append(
+            Problem(
+                path=f'{file}:{mark.line + 1}' if mark else str(file),
+                message=explain(error),
+            )
+        )
+    return None
+
+
+def _no_such_file(file: Path) -> str:
+    files = [path for end in ('*.yaml', '*.yml') for path in file.parent.glob(f'[!.]{end}')]
+    here = {path.stem: str(path) for path in files}
+    choices = here | {name: name for name in presets()}
+    name = file.stem if file.suffix in ('.yaml', '.yml') else file.name
+    if run := run_like(file):
+        fix = f'did you mean {typed(f"run.dir={run}")}? '
+    elif near := get_close_matches(name, choices, n=1):
+        fix = f'did you mean {choices[near[0]]}? '
+    else:
+        shown = sorted(here.values()) if len(here) <= FEW_FILES else ()
+        fix = f'YAML files there: {", ".join(shown)}; ' if shown else ''
+    return f'no such file or preset; {fix}presets: {", ".join(presets())}'
+
+
+def _is_a_folder(folder: Path) -> str:
+    if (folder / CONFIG).is_file():
+        return f'is the folder of a run; to resume it use {typed(f"run.dir={folder}")}'
+    run = folder.absolute().parent.parent
+    if (run / CONFIG).is_file():
+        start = typed(f'run.start_from={folder}')
+        return f'is a checkpoint; to begin a run with its weights use {start}'
+    if runs := runs_in(folder):
+        return f'is a folder of runs; to resume one use {typed(f"run.dir={runs[0]}")}'
+    return 'is a folder; give a YAML file, or a preset (megajax config list)'
+
+
+def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, _Setting]:
+    settings: dict[str, _Setting] = {}
+    for section, group, section_place in _items(compose(text), '', file, problems):
+        if section not in SECTIONS:
+            problems.append(
+                Problem(path=section, message=_unknown(section, problems), place=section_place)
+            )
+            continue
+        for path, value, place in _items(group, section, file, problems):
+            if path not in KEYS and path not in RENAMED:
+                problems.append(Problem(path=path, message=_unknown(path, problems), place=place))
+            else:
+                path, plain = current(path, construct(value), place)
+                settings[path] = _Setting(plain, place)
+    return settings
+
+
+def _items(
+    node: Node | None, prefix: str, file: str, problems: list[Problem]
+) -> Iterator[tuple[str, Node, str]]:
+    """Yield path, value and place of a mapping's keys, each path once.
+
+    An empty document or section yields nothing.
+    """
+    if node is None or node.tag == 'tag:yaml.org,2002:null':
+        return
+    if not isinstance(node, MappingNode):
+        message = f'must be a group of keys; it has {_members(prefix)}'
+        problems.append(
+            Problem(path=prefix, message=message, place=f'{file}:{node.start_mark.line + 1}')
+        )
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        path, line = f'{prefix}.{key.value}' if prefix else key.value, key.start_mark.line + 1
+        if path in lines:
+            message = f'written twice, first in line {lines[path]}; delete one of the two'
+            problems.append(Problem(path=path, message=message, place=f'{file}:{line}'))
+        else:
+            lines[path] = line
+            yield path, value, f'{file}:{line}'
+
+
+def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[str, _Setting]:
+    settings: dict[str, _Setting] = {}
+    for override in overrides:
+        path, equals, text = override.partition('=')
+        path = path.strip()
+        place = f'override {override}'
+        if not equals or path in SECTIONS or path.startswith('-'):
+            key = key_of_option(path, KEYS) if path.startswith('-') else None
+            example = f'{key}=VALUE' if key else 'for example train.steps=100'
+            message = f'not of the form section.key=value, {example}'
+            problems.append(Problem(path=place, message=message))
+        elif path not in KEYS and path not in RENAMED:
+            problems.append(Problem(path=path, message=_unknown(path, problems), place=place))
+        else:
+            try:
+                path, value = current(path, parse(text), place)
+                settings[path] = _Setting(value, place)
+            except YAMLError as error:
+                problems.append(
+                    Problem(
+                        path=place,
+                        message=f'{explain(error)}; put the value in quotes',
+                    )
+                )
+    return settings
+
+
+def _validate(
+    settings: Mapping[str, _Setting], file: str, problems: list[Problem]
+) -> tuple[dict[str, Any], set[str]]:
+    """Return the sections, and the paths with a stand-in for an invalid value.
+
+    Nothing may be concluded from a stand-in.
+    """
+    sections: dict[str, Any] = {}
+    unsettled: set[str] = set()
+    for name, section in SECTIONS.items():
+        given = {
+            key: settings[f'{name}.{key}'].value
+            for key in keys_of(name)
+            if f'{name}.{key}' in settings
+        }
+        if not given and Config.model_fields[name].default is None:
+            continue
+        try:
+            sections[name] = section.model_validate(given)
+        except ValidationError as error:
+            details = {str(detail['loc'][0]): detail for detail in error.errors(include_url=False)}
+            for key, detail in details.items():
+                path = f'{name}.{key}'
+                unsettled.add(path)
+                # Not called: the default of a key that follows from an invalid one.
+                if detail['type'] != 'default_factory_not_called':
+                    place = settings[path].place if path in settings else file
+                    # The path within a value that is itself a group or a list.
+                    inner = ''.join(f'{shorten(str(part))} ' for part in detail['loc'][1:])
+                    problems.append(
+                        Problem(path=path, message=inner + values.explain(detail), place=place)
+                    )
+            valid = {key: value for key, value in given.items() if key not in details}
+            # Every key without a default is a size.
+            stand_ins = {key: 1 for key in details if section.model_fields[key].is_required()}
+            sections[name] = section.model_validate(valid | stand_ins)
+    return sections, unsettled
+
+
+def _unknown(path: str, problems: list[Problem]) -> str:
+    """Return the message for a path that is neither a section nor a key, with the nearest one.
+
+    It is not sought for what will not be shown, or is too long to be a misspelling.
+    """
+    if len(problems) >= MAX_PROBLEMS or len(path) > LONGEST_KEY:
+        return 'unknown key'
+    section, _, key = path.partition('.')
+    if path in KEYS:
+        return f'is no section of its own; write it under {section}, as {section}: {{{key}: VALUE}}'
+    if instead := without_a_key(path):
+        return f'unknown key; {instead}'
+    near = nearest_key(path)
+    return (
+        f'unknown key; did you mean {near}?'
+        if near
+        else f'unknown key; there are {_members(section)}'
+    )
+
+
+def _members(section: str) -> str:
+    return ', '.join(keys_of(section) if section in SECTIONS else SECTIONS)

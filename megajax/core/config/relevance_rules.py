@@ -1,0 +1,55 @@
+"""The rules of relevance: what its budget, regions and scorers need."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megajax.base.errors import Problem
+from megajax.core.config.divisors import divides
+from megajax.core.config.model import FINEST
+
+if TYPE_CHECKING:
+    from megajax.core.config.schema import Config
+
+FEWEST, MOST = 64, FINEST**2  # tokens of a region
+
+
+def of_relevance(config: 'Config') -> Iterator[Problem]:
+    """Yield what the section `relevance` needs of itself and of the encoder."""
+    relevance, vision = config.relevance, config.vision
+    if relevance is None:
+        return
+    if vision is None:
+        message = 'relevance distributes the tokens of images; add the section vision'
+        yield Problem(path='relevance.regions', message=message)
+        return
+    regions, total = relevance.num_regions, relevance.total_tokens
+    fewest, most = FEWEST * regions, MOST * regions
+    if not fewest <= total <= most:
+        message = (
+            f'{total} is not between {fewest} and {most}: each of {regions} regions has {FEWEST} '
+            f'to {MOST} tokens; use {min(max(total, fewest), most)}'
+        )
+        yield Problem(path='relevance.total_tokens', message=message, others=('relevance.regions',))
+    if not vision.is_crossed and vision.images * total > config.train.seq_len:
+        message = (
+            f'{total} tokens for each of {vision.images} images are more than '
+            f'train.seq_len={config.train.seq_len}; use longer sequences'
+        )
+        yield Problem(
+            path='relevance.total_tokens',
+            message=message,
+            others=('train.seq_len', 'vision.images', 'vision.fusion'),
+        )
+    patches = most * vision.unit
+    if vision.max_patches != patches:
+        message = (
+            f'{vision.max_patches} patches: {regions} regions have {FINEST} x {FINEST} units of '
+            f'{vision.unit} patches each, and every image is brought to that size; use {patches}'
+        )
+        yield Problem(
+            path='vision.max_patches',
+            message=message,
+            others=('relevance.regions', 'vision.merge_size'),
+        )
+    shards = ('relevance.scorer_shards', relevance.scorer_shards)
+    yield from divides('relevance.scorer_size', relevance.scorer_size, *shards)

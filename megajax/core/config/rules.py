@@ -1,0 +1,303 @@
+"""The rules between keys of a config, checked before jax is imported or anything compiles."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megajax.base.errors import Problem
+from megajax.base.render.text import shorten
+from megajax.core.config import mesh_rules, overlap_rules, relevance_rules, vision_rules
+from megajax.core.config.combinations import excluded
+from megajax.core.config.divisors import divides, divisors, multiples, nearest
+
+if TYPE_CHECKING:
+    from megajax.core.config.schema import Config, OptimConfig
+
+
+SHORTEST_PAIR = 16  # minimum tokens of a BERT sequence
+LARGEST_LOSS_SCALE = 2**32  # Megatron's initial loss scale
+
+
+def incompatibilities(config: 'Config') -> list[Problem]:
+    """Return a problem for every pair of keys that cannot work together."""
+    rules = (
+        _heads,
+        _rope,
+        _kv_heads,
+        _widths,
+        _batches,
+        mesh_rules.of_replicas,
+        mesh_rules.of_grid,
+        mesh_rules.of_stages,
+        mesh_rules.of_context,
+        overlap_rules.of_halves,
+        vision_rules.of_positions,
+        vision_rules.of_encoder,
+        relevance_rules.of_relevance,
+        _loss_scale,
+        _optimizer,
+        _profile,
+        _replay,
+        _data,
+        _masked,
+    )
+    return [*(problem for rule in rules for problem in rule(config)), *excluded(config)]
+
+
+def _heads(config: 'Config') -> Iterator[Problem]:
+    model, shards = config.model, config.mesh.model
+    if 'head_dim' not in model.model_fields_set and model.hidden_size % model.num_heads:
+        near = multiples(model.hidden_size, model.num_heads)
+        message = (
+            f'{model.hidden_size} is not a multiple of model.num_heads={model.num_heads}; '
+            f'use {near}, or set model.head_dim'
+        )
+        yield Problem(
+            path='model.hidden_size', message=message, others=('model.num_heads', 'model.head_dim')
+        )
+    yield from divides('model.num_heads', model.num_heads, 'model.num_kv_heads', model.num_kv_heads)
+    yield from divides('model.num_heads', model.num_heads, 'mesh.model', shards)
+    if model.position != 'learned' and model.head_dim % 2:
+        message = (
+            f'{model.head_dim} is odd, and model.position={model.position} rotates pairs; '
+            f'use {multiples(model.head_dim, 2)}'
+        )
+        yield Problem(path='model.head_dim', message=message, others=('model.position',))
+
+
+def _rope(config: 'Config') -> Iterator[Problem]:
+    scaling = config.model.rope_scaling
+    if scaling is None:
+        return
+    if scaling.type == 'llama3' and scaling.high_freq_factor <= scaling.low_freq_factor:
+        message = (
+            f'high_freq_factor {scaling.high_freq_factor} must be above '
+            f'low_freq_factor {scaling.low_freq_factor}'
+        )
+        yield Problem(path='model.rope_scaling', message=message)
+
+
+def _kv_heads(config: 'Config') -> Iterator[Problem]:
+    model, shards = config.model, config.mesh.model
+    if model.num_kv_heads == model.num_heads:  # `_heads` has checked num_heads
+        return
+    if config.mesh.is_grid:
+        if model.num_kv_heads % shards:
+            message = (
+                f'{model.num_kv_heads} is not a multiple of mesh.model={shards}, and the columns '
+                f'of a grid (mesh.model_rows={config.mesh.model_rows}) have complete key/value '
+                f'heads; use mesh.model {nearest(divisors(model.num_kv_heads), shards)}, '
+                'or mesh.model_rows=1'
+            )
+            yield Problem(
+                path='model.num_kv_heads', message=message, others=('mesh.model', 'mesh.model_rows')
+            )
+        return
+
+    def fits(n: int) -> bool:
+        return model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0
+
+    if not fits(shards):
+        near = nearest([n for n in range(1, 2 * model.num_kv_heads + 1) if fits(n)], shards)
+        message = (
+            f'{model.num_kv_heads} is neither a multiple nor a divisor of mesh.model={shards}; '
+            f'use mesh.model {near}'
+        )
+        yield Problem(path='model.num_kv_heads', message=message, others=('mesh.model',))
+    # With fewer key/value heads than shards the fused QKV is sharded over head_dim.
+    elif shards > model.num_kv_heads and model.head_dim % shards:
+        near = multiples(model.head_dim, shards)
+        message = (
+            f'{model.head_dim} is not a multiple of mesh.model={shards}, which has to divide it '
+            f'where it exceeds model.num_kv_heads={model.num_kv_heads}; '
+            f'use {near}, or mesh.model at most {model.num_kv_heads}'
+        )
+        yield Problem(
+            path='model.head_dim', message=message, others=('mesh.model', 'model.num_kv_heads')
+        )
+
+
+def _widths(config: 'Config') -> Iterator[Problem]:
+    model, shards, seq_len = config.model, config.mesh.model, config.train.seq_len
+    yield from divides('model.ffn_size', model.ffn_size, 'mesh.model', shards)
+    yield from _vocabulary(config)
+    if seq_len > model.max_seq_len:
+        message = (
+            f'{seq_len} exceeds model.max_seq_len={model.max_seq_len}; '
+            f'use at most {model.max_seq_len}, or raise model.max_seq_len'
+        )
+        yield Problem(path='train.seq_len', message=message, others=('model.max_seq_len',))
+    if config.mesh.sequence_parallel and config.mesh.context == 1:
+        yield from divides(
+            'train.seq_len', seq_len, 'mesh.model', shards, under='mesh.sequence_parallel'
+        )
+
+
+def _vocabulary(config: 'Config') -> Iterator[Problem]:
+    """Yield what the vocabulary needs, which a grid shards over its rows and its columns."""
+    model, mesh = config.model, config.mesh
+    padded, rows = model.padded_vocab_size, mesh.model_rows
+    if padded % rows:
+        by, key = f'mesh.model_rows={rows}', 'mesh.model_rows'
+        near = nearest(divisors(padded), rows)
+    elif padded % mesh.tensor_parallel:
+        by, key = f'mesh.model={mesh.model}', 'mesh.model'
+        near = nearest(divisors(padded // rows), mesh.model)
+        if mesh.is_grid:
+            by = f'mesh.model_rows={rows} x {by} = {mesh.tensor_parallel}'
+    else:
+        return
+    message = (
+        f'{model.vocab_size} is padded to {padded}, which {by} does not divide; use {key} {near}'
+    )
+    yield Problem(path='model.vocab_size', message=message, others=(key,))
+
+
+def _batches(config: 'Config') -> Iterator[Problem]:
+    train, data, rows = config.train, config.mesh.data, config.mesh.model_rows
+    batch_size, shares = train.batch_size, data * train.microbatches
+    if batch_size % shares:
+        message = (
+            f'{batch_size} is not a multiple of mesh.data={data} x '
+            f'train.microbatches={train.microbatches} = {shares}; '
+            f'use {multiples(batch_size, shares)}'
+        )
+        yield Problem(
+            path='train.batch_size', message=message, others=('mesh.data', 'train.microbatches')
+        )
+        return
+    reasons, others = {}, ['mesh.data', 'train.microbatches']
+    if train.overlap == 'batch_split' and overlap_rules.num_parts(config) > 1:
+        reasons['train.overlap'] = 'train.overlap=batch_split cuts them in half'
+        others += overlap_rules.PARTS_FOLLOW_FROM
+    if rows > 1:
+        reasons['mesh.model_rows'] = f'mesh.model_rows={rows} shards them in attention and MLP'
+    parts = rows * (2 if 'train.overlap' in reasons else 1)
+    if config.microbatch_rows % parts:
+        message = (
+            f'{batch_size} gives each data shard {config.microbatch_rows} rows of a microbatch, '
+            f'and {" and ".join(reasons.values())}; use {multiples(batch_size, parts * shares)}'
+        )
+        if parts == 2 and 'train.overlap' in reasons:
+            message += ', or train.overlap=none'
+        yield Problem(
+            path='train.batch_size',
+            message=message,
+            others=(*reasons, *others),
+        )
+
+
+def _loss_scale(config: 'Config') -> Iterator[Problem]:
+    train, path = config.train, 'train.loss_scale'
+    if train.loss_scale == 'auto':
+        return
+    if train.dtype != 'float16':
+        message = (
+            f'{train.loss_scale:g}, and only float16 has a loss scale, '
+            f'not train.dtype={train.dtype}; leave it out'
+        )
+        yield Problem(path=path, message=message, others=('train.dtype',))
+    below = min(2 ** max(math.floor(math.log2(train.loss_scale)), 0), LARGEST_LOSS_SCALE)
+    if train.loss_scale != below:
+        near = f'{below} or {2 * below}' if below < train.loss_scale < LARGEST_LOSS_SCALE else below
+        message = (
+            f'{train.loss_scale:g} is not a power of two from 1 to {LARGEST_LOSS_SCALE}, '
+            f'by which nothing is rounded; use {near}'
+        )
+        yield Problem(path=path, message=message)
+
+
+def _optimizer(config: 'Config') -> Iterator[Problem]:
+    optim, steps = config.optim, config.train.steps
+    if optim.min_lr > optim.lr:
+        message = (
+            f'{optim.min_lr} exceeds optim.lr={optim.lr}; '
+            f'use at most {optim.lr}, for example {optim.lr / 10:g}'
+        )
+        yield Problem(path='optim.min_lr', message=message, others=('optim.lr',))
+    if optim.warmup_init is not None and optim.warmup_init > optim.lr:
+        message = f'{optim.warmup_init} exceeds optim.lr={optim.lr}; use at most {optim.lr}, or 0'
+        yield Problem(path='optim.warmup_init', message=message, others=('optim.lr',))
+    yield from _schedule(optim, steps)
+
+
+def _schedule(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:
+    if optim.decay_steps is None and optim.warmup_steps >= steps:
+        message = (
+            f'{optim.warmup_steps} leaves nothing of train.steps={steps}; '
+            f'use at most {steps - 1}, or raise train.steps'
+        )
+        yield Problem(path='optim.warmup_steps', message=message, others=('train.steps',))
+    if optim.decay_steps is not None and optim.decay_steps <= optim.warmup_steps:
+        message = (
+            f'{optim.decay_steps} is not after optim.warmup_steps={optim.warmup_steps}; '
+            f'use at least {math.floor(optim.warmup_steps) + 1}, or leave it out'
+        )
+        yield Problem(path='optim.decay_steps', message=message, others=('optim.warmup_steps',))
+    if optim.schedule == 'inverse_sqrt' and not optim.warmup_steps:
+        message = '0 with optim.schedule=inverse_sqrt, which divides by it; use 100, for example'
+        yield Problem(path='optim.warmup_steps', message=message, others=('optim.schedule',))
+    after = (optim.decay_steps or steps) - optim.warmup_steps
+    others = ('optim.decay_steps', 'optim.warmup_steps', 'train.steps')
+    if optim.wsd_steps is not None and 0 < after < optim.wsd_steps:
+        message = (
+            f'{optim.wsd_steps} is more than the {after} steps after the warm-up; '
+            f'use at most {after}'
+        )
+        yield Problem(path='optim.wsd_steps', message=message, others=others)
+
+
+def _profile(config: 'Config') -> Iterator[Problem]:
+    profile, steps = config.train.profile, config.train.steps
+    if profile and profile.start + profile.steps > steps:
+        message = (
+            f'start {profile.start} and {profile.steps} steps end at step '
+            f'{profile.start + profile.steps}, after train.steps={steps}; '
+            f'use at most start {max(steps - profile.steps, 0)} '
+            f'and {min(profile.steps, steps)} steps'
+        )
+        yield Problem(path='train.profile', message=message, others=('train.steps',))
+
+
+def _replay(config: 'Config') -> Iterator[Problem]:
+    train = config.train
+    if train.replay_every and not train.deterministic:
+        message = (
+            f'{train.replay_every} compares a step with its repetition to the bit, and without '
+            'train.deterministic=true a GPU may give other bits each time; '
+            'set train.deterministic=true, or train.replay_every=0'
+        )
+        yield Problem(path='train.replay_every', message=message, others=('train.deterministic',))
+
+
+def _data(config: 'Config') -> Iterator[Problem]:
+    if config.data.blend and config.data.corpus != type(config.data).model_fields['corpus'].default:
+        message = (
+            f'{config.data.corpus}, and data.blend names {", ".join(config.data.blend)}; '
+            'set one of the two'
+        )
+        yield Problem(path='data.corpus', message=message, others=('data.blend',))
+    try:
+        parts = [float(part) for part in config.data.split.split(',')]
+    except ValueError:
+        parts = []
+    if not (
+        len(parts) == 3
+        and parts[0] > 0
+        and all(part >= 0 for part in parts)
+        and math.isfinite(sum(parts))
+    ):
+        message = (
+            f'{shorten(repr(config.data.split))} is not three numbers of a finite sum, none '
+            "negative and the first above zero; write for example '95,5,0'"
+        )
+        yield Problem(path='data.split', message=message)
+
+
+def _masked(config: 'Config') -> Iterator[Problem]:
+    if config.model.objective == 'masked_lm' and config.train.seq_len < SHORTEST_PAIR:
+        message = (
+            f'{config.train.seq_len} is too short for two segments and three special tokens; '
+            f'use at least {SHORTEST_PAIR}'
+        )
+        yield Problem(path='train.seq_len', message=message, others=('model.objective',))

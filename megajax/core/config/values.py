@@ -1,0 +1,58 @@
+"""Why a key of a config cannot have a value, in words."""
+
+import functools
+import re
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from megajax.base.render.text import shorten
+from megajax.core.config.model import RopeScaling
+from megajax.core.config.schema import SECTIONS
+from megajax.core.config.section import Section
+from megajax.core.config.synonyms import value_meant
+
+PLAIN_WORDS = {
+    'bool_type': 'true or false',
+    'string_type': 'text (quote what looks like something else)',
+    'tuple_type': 'a list',
+    'model_type': 'a group of keys',
+}
+_GROUPS: dict[str, type[Section]] = {**SECTIONS, 'rope_scaling': RopeScaling}
+
+
+def explain(detail: ErrorDetails) -> str:
+    """Return what is wrong with a value, in a line of bounded length."""
+    if detail['type'] == 'missing':
+        return 'required, and has no default; add it'
+    if detail['type'] == 'extra_forbidden':  # within a value that is a group
+        return 'is not a key; leave it out'
+    allowed = PLAIN_WORDS.get(detail['type']) or detail['msg'].removeprefix('Input should be ')
+    value = 'null' if detail['input'] is None else shorten(repr(detail['input']))
+    meant = None
+    if detail['type'] == 'literal_error':
+        meant = value_meant(detail['input'], re.findall("'([^']*)'", allowed))
+    return f'must be {allowed}, not {value}' + (f'; did you mean {meant}?' if meant else '')
+
+
+def fault(path: str, value: Any) -> str | None:
+    """Return why a key such as `model.num_layers` cannot have this value, None if it can.
+
+    What follows from other keys is not checked.
+    """
+    try:
+        _adapter(path).validate_python(value)
+    except ValidationError as error:
+        return explain(error.errors(include_url=False)[0])
+    return None
+
+
+@functools.cache
+def _adapter(path: str) -> TypeAdapter[Any]:
+    section, _, name = path.partition('.')
+    field = _GROUPS[section].model_fields[name]
+    kind: Any = field.annotation
+    for limit in field.metadata:
+        kind = Annotated[kind, limit]
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))

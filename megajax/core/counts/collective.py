@@ -1,0 +1,67 @@
+"""The record of a collective that a program is expected to run."""
+
+import dataclasses
+from typing import NamedTuple
+
+from megajax.core.config import Config
+from megajax.core.counts.products import Phase
+from megajax.xla.hlo.program import Array
+from megajax.xla.hlo.transfers import ring_bytes
+
+HLO_DTYPES = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16', 'fp8': 'bf16'}
+GATHER, REDUCE, SCATTER = 'all-gather', 'all-reduce', 'reduce-scatter'
+EXCHANGE, PERMUTE = 'all-to-all', 'collective-permute'
+
+
+class Site(NamedTuple):
+    """The place of a collective: a part of the step, its phase, and the mesh axis."""
+
+    name: str
+    phase: Phase
+    axis: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Expected:
+    """A collective of a step.
+
+    `array` is the full array that is gathered, reduced or scattered over a group of `size` devices.
+    `source` is the code or the paper that places it: file and function of Megatron-Core.
+    """
+
+    site: Site
+    kind: str
+    array: Array
+    times: int
+    size: int
+    source: str = ''
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends in one execution."""
+        return ring_bytes(self.kind, self.array, self.size)
+
+
+def activation(config: Config) -> Array:
+    """Return the residual stream of a microbatch on a data shard, in the compute dtype.
+
+    A context shard has a part of its tokens.
+    """
+    tokens = config.train.seq_len // config.mesh.context
+    return Array(
+        HLO_DTYPES[config.train.dtype], (config.microbatch_rows, tokens, config.model.hidden_size)
+    )
+
+
+def axes_text(config: Config, *axes: str) -> str:
+    """Return the name of those of some mesh axes that have several devices, in mesh order."""
+    return '+'.join(axis for axis, size in config.mesh.sizes.items() if axis in axes and size > 1)
+
+
+def passes(config: Config) -> tuple[Phase, ...]:
+    """Return the phases of a layer in a step."""
+    return (
+        ('forward', 'backward', 'recompute')
+        if config.train.recompute == 'full'
+        else ('forward', 'backward')
+    )

@@ -1,0 +1,87 @@
+"""The collectives of context shards, which attend to one another's tokens.
+
+Megatron leaves this to TransformerEngine, whose backward pass sums the gradients of keys and values
+in the compute dtype. Here they are summed in fp32, and those of a ring make one hop more, home.
+"""
+
+from collections.abc import Iterator
+
+from megajax.core.config import Config
+from megajax.core.counts.collective import (
+    GATHER,
+    HLO_DTYPES,
+    PERMUTE,
+    SCATTER,
+    Expected,
+    Site,
+    passes,
+)
+from megajax.core.counts.products import Phase
+from megajax.xla.hlo.program import Array
+
+# Classes of TransformerEngine.
+_FILE = 'transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py'
+SOURCES = {
+    'gather': f'{_FILE} AttnFuncWithCPAndKVAllGather',
+    'ring': f'{_FILE} AttnFuncWithCPAndKVP2P',
+}
+IN_FP32 = 'gradients of keys and values are summed in fp32'
+
+
+def over_context(config: Config, layers: int) -> Iterator[Expected]:
+    """Yield what TransformerEngine sends in a number of runs of a layer."""
+    own = config.mesh.context_exchange == 'ring'
+    yield from _exchanges(
+        config,
+        layers,
+        dtype=HLO_DTYPES[config.train.dtype],
+        hops=config.mesh.context - own,
+        source=SOURCES[config.mesh.context_exchange],
+    )
+
+
+def own_over_context(config: Config, layers: int) -> Iterator[Expected]:
+    """Yield what `core/model/context.py` sends."""
+    yield from _exchanges(config, layers, dtype='f32', hops=config.mesh.context, source=IN_FP32)
+
+
+def _exchanges(
+    config: Config, layers: int, *, dtype: str, hops: int, source: str
+) -> Iterator[Expected]:
+    """Yield the collectives of all passes, with sums of gradients in `dtype`.
+
+    `hops` is the number of times that a ring passes on the sums.
+    """
+    shards = config.mesh.context
+    is_ring = config.mesh.context_exchange == 'ring'
+    sent = keys(config)
+    sums = sent._replace(dtype=dtype)
+
+    def send(phase: Phase, kind: str, array: Array, times: int) -> Expected:
+        if kind == PERMUTE:
+            array = array._replace(shape=array.shape[1:])
+        return Expected(
+            site=Site('attention', phase, 'context'),
+            kind=kind,
+            array=array,
+            times=2 * times * layers,  # keys and values
+            size=shards,
+            source=source,
+        )
+
+    for phase in passes(config):
+        yield send(phase, PERMUTE, sent, shards - 1) if is_ring else send(phase, GATHER, sent, 1)
+        if phase == 'backward':
+            yield send(phase, PERMUTE, sums, hops) if is_ring else send(phase, SCATTER, sums, 1)
+
+
+def keys(config: Config) -> Array:
+    """Return the keys [shard, B, S, K, H] of all context shards that a device of `model` sees.
+
+    Where devices share a head, each has a copy of it.
+    """
+    model, train, ranks = config.model, config.train, config.mesh.model
+    heads = max(model.num_kv_heads // ranks, 1)
+    shards = config.mesh.context
+    shape = shards, config.microbatch_rows, train.seq_len // shards, heads, model.head_dim
+    return Array(HLO_DTYPES[train.dtype], shape)

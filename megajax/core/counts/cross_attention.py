@@ -1,0 +1,81 @@
+"""The collectives of gated cross-attention to images: Megatron's, and those that take their place.
+
+Megatron's layer (`CrossAttention`) makes its own keys and values, so every layer reduces the
+gradient of the image vectors, and with sequence parallelism also gathers the vectors. Here one
+product makes the keys and values of all layers, from vectors that were gathered once
+(`vision.py`): their gradient is reduced once. Otherwise a layer sends what one of self-attention
+does.
+"""
+
+from collections.abc import Iterator
+
+from megajax.core.config import Config
+from megajax.core.counts.collective import (
+    GATHER,
+    REDUCE,
+    SCATTER,
+    Expected,
+    Site,
+    activation,
+    passes,
+)
+from megajax.core.counts.parameters import dim_sizes, elements
+from megajax.core.counts.products import Phase
+from megajax.core.counts.vision import vectors
+from megajax.xla.hlo.program import Array
+
+SITE = 'cross_attention'
+LAYER = 'transformer/transformer_layer.py TransformerLayer._forward_attention'
+KEYS_VALUES = 'transformer/attention.py CrossAttention.get_query_key_value_tensors'
+
+
+def cross_layers(config: Config) -> Iterator[Expected]:
+    """Yield what Megatron sends for layers of cross-attention, and for their MLPs."""
+    count = config.model.num_cross_layers * config.train.microbatches
+    if not count:
+        return
+    is_scattered = config.mesh.sequence_parallel
+    kinds: dict[Phase, tuple[str, ...]] = {
+        'forward': (GATHER, SCATTER) if is_scattered else (REDUCE,),
+        'recompute': (GATHER, SCATTER) if is_scattered else (REDUCE,),
+        'backward': (GATHER, SCATTER, GATHER) if is_scattered else (REDUCE,),
+    }
+    of_vectors: dict[Phase, tuple[str, ...]] = {
+        'forward': (GATHER,) if is_scattered else (),
+        'recompute': (GATHER,) if is_scattered else (),
+        'backward': (SCATTER, GATHER) if is_scattered else (REDUCE,),
+    }
+    for phase in passes(config):
+        for kind in kinds[phase]:
+            for name in (SITE, 'mlp'):
+                yield _sent(config, name, phase, kind, activation(config), count, LAYER)
+        for kind in of_vectors[phase]:
+            yield _sent(config, SITE, phase, kind, vectors(config), count, KEYS_VALUES)
+        if config.model.num_kv_heads < config.mesh.model:
+            kind = SCATTER if phase == 'backward' else GATHER
+            yield _sent(config, SITE, phase, kind, _keys_values(config), count, KEYS_VALUES)
+
+
+def is_left_out(sent: Expected, config: Config) -> bool:
+    """Whether keys and values that are made once, for all layers, need no such collective."""
+    is_of_vectors = sent.array == vectors(config) or sent.site.phase == 'recompute'
+    return sent.source == KEYS_VALUES and is_of_vectors
+
+
+def _keys_values(config: Config) -> Array:
+    """Return the keys and values of a layer, which Megatron gathers as it does all of QKV."""
+    of_images, columns = vectors(config), elements('UKH', dim_sizes(config.model))
+    return of_images._replace(shape=(of_images.shape[0], columns))
+
+
+def _sent(
+    config: Config, name: str, phase: Phase, kind: str, array: Array, times: int, source: str
+) -> Expected:
+    return Expected(
+        site=Site(name, phase, 'model'),
+        kind=kind,
+        array=array,
+        times=times,
+        size=config.mesh.model,
+        source=source,
+    )

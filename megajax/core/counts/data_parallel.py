@@ -1,0 +1,171 @@
+"""The collectives of data parallelism: what each rung of ZeRO sends, and when.
+
+Megatron-Core has the same rungs (`data_parallel_sharding_strategy` of its FSDP): `optim` is ZeRO-1,
+`optim_grads` ZeRO-2, `optim_grads_params` ZeRO-3. Its HSDP adds one all-reduce between the groups.
+Weights are gathered in the compute dtype, gradients of matrices are summed in
+`optim.reduce_dtype`, and those of vectors and lookup tables, which are replicated, in fp32. Context
+shards have the same weights and other tokens, so all of this is over `data` and `context` together,
+as in Megatron (`parallel_state.get_data_parallel_group(with_context_parallel=True)`).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from math import prod
+
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import rung
+from megajax.core.counts.collective import (
+    GATHER,
+    HLO_DTYPES,
+    REDUCE,
+    SCATTER,
+    Expected,
+    Site,
+    axes_text,
+)
+from megajax.core.counts.parameters import Counts, megatron_counts, own_counts
+from megajax.core.counts.products import Phase
+from megajax.xla.hlo.program import Array
+
+# Files and functions of Megatron-Core, below megatron/core.
+_BUCKETS = 'distributed/param_and_grad_buffer.py _ParamAndGradBucketGroup'
+_FSDP = 'distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py'
+SOURCES = {
+    'gather once': f'{_BUCKETS}.start_param_sync',
+    'gather': f'{_FSDP} AllGatherPipeline.async_bucket_gather',
+    'sum once': f'{_BUCKETS}.start_grad_sync',
+    'sum': f'{_FSDP} GradReducePipeline.reduce_gradients',
+    'sum over replicas': f'{_FSDP} GradReducePipeline._bucket_group_gradient_reduce',
+}
+
+
+SHARDS = 'data', 'context'  # the mesh axes whose devices have the same weights in a replica
+
+
+def over_data(
+    config: Config,
+    counts: Counts | None = None,
+    axes: tuple[str, ...] = SHARDS,
+    *,
+    learned: Counts | None = None,
+) -> Iterator[Expected]:
+    """Yield the collectives over `data`, `context` and `replica`.
+
+    `counts` are the parameters of a device without data parallelism, by default as Megatron shards
+    them, and `learned` those with gradients. The devices along `axes`, in each replica, have the
+    same ones.
+    """
+    sizes = config.mesh.sizes
+    group = _Group(config, axes, prod(sizes.get(axis, 1) for axis in axes))
+    if group.size * config.mesh.replicas == 1:
+        return
+    every = counts or _counts(config, learned=False)
+    learned = learned or counts or _counts(config, learned=True)
+    if config.optim.shard == 'none':
+        yield group.sum_replicated(learned.all)
+        return
+    yield from group.gathers(every)
+    yield from group.scatters(learned)
+    if config.mesh.replicas > 1:
+        yield group.sum_over_replicas(learned.matrices)
+    yield group.sum_replicated(learned.all - learned.matrices)
+
+
+def _counts(config: Config, *, learned: bool) -> Counts:
+    if config.mesh.is_grid:
+        return own_counts(config, learned=learned)
+    return megatron_counts(config.model, config.mesh.model, learned=learned)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Devices of a replica with the same parameters, which ZeRO shards among them."""
+
+    config: Config
+    axes: tuple[str, ...]
+    size: int
+
+    def gathers(self, counts: Counts) -> Iterator[Expected]:
+        """Yield the all-gathers of weights.
+
+        ZeRO-3 gathers a layer's weights before its forward pass, and again before its backward pass
+        or its recomputation, which share them. It gathers the tables once in each microbatch.
+        """
+        if self.config.optim.shard != 'weights':
+            yield from self._gather('step', counts.matrices, 1)
+            return
+        often, runs = counts.layers + counts.tables, self.config.train.microbatches
+        yield from self._gather('forward', often, runs)
+        yield from self._gather('forward', counts.matrices - often, 1)
+        yield from self._gather('backward', counts.layers, runs)
+
+    def _gather(self, phase: Phase, count: int, times: int) -> Iterator[Expected]:
+        if count and self.size > 1:
+            yield Expected(
+                site=Site('parameters', phase, axes_text(self.config, *self.axes)),
+                kind=GATHER,
+                array=Array(HLO_DTYPES[self.config.train.dtype], (self._padded(count),)),
+                times=times,
+                size=self.size,
+                source=SOURCES['gather once' if phase == 'step' else 'gather'],
+            )
+
+    def scatters(self, counts: Counts) -> Iterator[Expected]:
+        """Yield the reduce-scatters of the gradients of matrices."""
+        if rung(self.config) == 'optimizer':
+            yield from self._scatter('step', counts.matrices, 1)
+            return
+        often, runs = counts.layers + counts.tables, self.config.train.microbatches
+        yield from self._scatter('backward', often, runs)
+        yield from self._scatter('backward', counts.matrices - often, 1)
+
+    def _scatter(self, phase: Phase, count: int, times: int) -> Iterator[Expected]:
+        if count and self.size > 1:
+            yield Expected(
+                site=Site('gradients', phase, axes_text(self.config, *self.axes)),
+                kind=SCATTER,
+                array=Array(self._reduce_dtype, (self._padded(count),)),
+                times=times,
+                size=self.size,
+                source=SOURCES['sum once' if phase == 'step' else 'sum'],
+            )
+
+    def sum_over_replicas(self, count: int) -> Expected:
+        """Return the all-reduce of a shard's gradients of matrices, between the groups of HSDP."""
+        return Expected(
+            site=Site('gradients', 'step', 'replica'),
+            kind=REDUCE,
+            array=Array(self._reduce_dtype, (self._padded(count) // self.size,)),
+            times=1,
+            size=self.config.mesh.replicas,
+            source=SOURCES['sum over replicas'],
+        )
+
+    def sum_replicated(self, count: int) -> Expected:
+        """Return the reduction of replicated parameters' gradients, over all shards together."""
+        return Expected(
+            site=Site('gradients', 'step', axes_text(self.config, 'replica', *self.axes)),
+            kind=REDUCE,
+            array=Array('f32', (count,)),
+            times=1,
+            size=self.size * self.config.mesh.replicas,
+            source=SOURCES['sum once'],
+        )
+
+    def _padded(self, count: int) -> int:
+        return with_padding(self.config, count, self.size)
+
+    @property
+    def _reduce_dtype(self) -> str:
+        return HLO_DTYPES[self.config.optim.reduce_dtype]
+
+
+def with_padding(config: Config, count: int, shards: int | None = None) -> int:
+    """Return the elements of matrices with the padding that makes D divisible by the shards.
+
+    By default these are the data and context shards. Each matrix has D once. Megatron pads its
+    buckets instead (`_ParamAndGradBuffer`), by less than one element for each shard.
+    """
+    size = config.model.hidden_size
+    padding = -size % (shards or config.mesh.data_shards * config.mesh.context)
+    return count // size * (size + padding) if padding else count

@@ -1,0 +1,164 @@
+"""How a parameter is declared: its dims, its role and its initial values.
+
+Imports no jax.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from megajax.core.config.model import ModelConfig
+
+NUM_SEGMENTS = 2  # in a BERT sequence: token types, and also their possible orders
+STACKS = 'LJAⓁⒶ'  # the first dims of arrays with an entry for each layer or merger
+IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the images
+
+
+class Role(enum.Enum):
+    """The role of a parameter, which decides its dtype in a step, its decay and its ZeRO shards."""
+
+    MATRIX = 'matrix'  # computed with in train.dtype, decayed, sharded by ZeRO
+    TABLE = 'table'  # in fp32, decayed, not sharded by ZeRO: a lookup
+    ADAPTER = 'adapter'  # cast where it is multiplied; decayed, not sharded by ZeRO
+    VECTOR = 'vector'  # in fp32, not decayed, not sharded by ZeRO: norms and biases
+    SCALES = 'scales'  # of a product in fp8, in a step alone: not a parameter of the model
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """The declaration of a parameter.
+
+    The initial values are N(0, std) or, without `std`, `value`. `inputs` are the dims of a weight
+    that a product sums over. `summed` is a dim of activations: if that dim is sharded, each shard
+    computes a partial gradient of the parameter, and these are summed over the shards once a step.
+    """
+
+    dims: str
+    role: Role
+    std: float = 0.0
+    value: float = 0.0
+    inputs: str = ''
+    summed: str = ''
+    owner: Literal['decoder', 'encoder'] = 'decoder'  # the encoder's are whole on each device
+    is_frozen: bool = False  # has neither gradient nor moments, and does not decay
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies."""
+        return self.role is not Role.VECTOR
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the array holds the parameters of all layers, or of all that attend to images."""
+        return self.dims[0] in 'LJ'
+
+    @property
+    def dims_of_layer(self) -> str:
+        """The dims without that of stacked layers, or mergers of the encoder."""
+        return self.dims.lstrip(STACKS)
+
+    @property
+    def outputs(self) -> str:
+        """The dims of a layer's weight that a product with it has in its result."""
+        return ''.join(letter for letter in self.dims_of_layer if letter not in self.inputs)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a step computes with it in `train.dtype`, and ZeRO shards it."""
+        return self.role is Role.MATRIX
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is a matrix of an adapter, beside a frozen weight."""
+        return self.role is Role.ADAPTER
+
+    @property
+    def is_in_microbatches(self) -> bool:
+        """Whether ZeRO-2 and ZeRO-3 sum its gradient, and ZeRO-3 gathers it, in each microbatch.
+
+        The others are vectors and tables, and the layer of BERT that has a copy on each shard of
+        the sequence.
+        """
+        return self.is_matrix and not self.summed
+
+
+Declared = Mapping[str, 'Parameter | Declared']
+
+
+def out_std(model: ModelConfig) -> float:
+    """Return the std of the weights of a product that adds to the residual stream."""
+    # Each layer adds to the residual stream twice; this scale preserves its initial variance
+    # (Radford et al., 2019).
+    return model.init_std / (2 * model.num_layers) ** 0.5
+
+
+def linear(
+    inputs: str, outputs: str, std: float, *, bias: bool = False, summed: str = ''
+) -> Declared:
+    """Declare a linear layer's weight and bias; `summed` is that of the bias."""
+    weight = {'weight': Parameter(inputs + outputs, Role.MATRIX, std, inputs=inputs)}
+    return weight | ({'bias': Parameter(outputs, Role.VECTOR, summed=summed)} if bias else {})
+
+
+def norm(model: ModelConfig, dims: str, *, summed: str) -> Declared:
+    """Declare a norm of the model's kind."""
+    scale = {'weight': Parameter(dims, Role.VECTOR, value=1.0, summed=summed)}
+    if model.norm == 'rmsnorm':
+        return scale
+    return scale | {'bias': Parameter(dims, Role.VECTOR, summed=summed)}
+
+
+def stacked(declared: Declared) -> Declared:
+    """Return the same parameters with a leading dim L, one entry for each layer."""
+    return prefixed(declared, 'L')
+
+
+def prefixed(declared: Declared, dim: str) -> Declared:
+    """Return the same parameters with one more leading dim."""
+    return {
+        name: dataclasses.replace(x, dims=dim + x.dims)
+        if isinstance(x, Parameter)
+        else prefixed(x, dim)
+        for name, x in declared.items()
+    }
+
+
+def named(declared: Declared, prefix: str = '') -> Iterator[tuple[str, Parameter]]:
+    """Yield each parameter with its dotted name, such as `layers.attention.qkv.weight`."""
+    for name, x in declared.items():
+        if isinstance(x, Parameter):
+            yield prefix + name, x
+        else:
+            yield from named(x, f'{prefix}{name}.')
+
+
+def frozen(declared: Declared) -> Declared:
+    """Return the same parameters, and all but adapters without gradients and moments."""
+    return {
+        name: dataclasses.replace(x, is_frozen=not x.is_adapter)
+        if isinstance(x, Parameter)
+        else frozen(x)
+        for name, x in declared.items()
+    }
+
+
+def base_sizes(model: ModelConfig) -> Mapping[str, int]:
+    """Return the size of each letter that is not circled."""
+    return {
+        'C': model.queries_per_kv + 2,
+        'D': model.hidden_size,
+        'E': model.hidden_size,
+        'F': model.ffn_size,
+        'G': model.queries_per_kv,
+        'H': model.head_dim,
+        'J': model.num_cross_layers,
+        'K': model.num_kv_heads,
+        'L': model.num_layers,
+        'N': model.num_heads,
+        'O': NUM_SEGMENTS,
+        'Q': model.lora.rank if model.lora else 0,
+        'S': model.max_seq_len,
+        'U': 2,
+        'V': model.padded_vocab_size,
+    }

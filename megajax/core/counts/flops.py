@@ -1,0 +1,105 @@
+"""The floating-point operations of a training step, counted without building it.
+
+The counts include matrix products only, on all devices and for the entire global batch; a
+multiply-add is two. Causal attention is counted as in the papers, every query with every key,
+although a kernel may skip the masked half. What the stages of a pipeline compute while they are
+idle does not count.
+"""
+
+import dataclasses
+
+from megajax.core.config.model import ModelConfig
+from megajax.core.config.schema import Config
+from megajax.core.counts.products import fits_flash, products
+from megajax.core.parallel.layout import CONTEXT, STAGE, Layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flops:
+    """The FLOPs of a forward pass, by part of the model, and those of repeated computation."""
+
+    layers: int  # products with the weights of the layers
+    attention: int  # scores, and their product with the values
+    head: int  # logits, and BERT's other heads
+    # Gradients of `layers` and `head` that a step leaves out: of frozen weights, and of the input
+    # of a vision encoder's first product.
+    left_out: int
+    # Recomputation in the backward pass, and the products of BERT's heads that each device of a
+    # tensor-parallel group repeats.
+    recomputed: int
+
+    @property
+    def model(self) -> int:
+        """The FLOPs of a forward and a backward pass, without recomputation.
+
+        They are those of the model FLOPs utilization (MFU) of Chowdhery et al. (2022).
+        """
+        return 3 * (self.layers + self.attention + self.head) - self.left_out
+
+    @property
+    def hardware(self) -> int:
+        """All FLOPs that are executed.
+
+        They are those of the hardware FLOPs utilization (HFU) of Korthikanti et al. (2022).
+        """
+        return self.model + self.recomputed
+
+
+def step_flops(config: Config, *, flash: bool | None = None) -> Flops:
+    """Count the FLOPs of a training step of `config`, with or without cuDNN's flash attention.
+
+    By default `flash` is as on a GPU.
+    """
+    flash = uses_flash(config) if flash is None else flash
+    layout = _of_each_product(Layout.of(config))
+    forward = {'layers': 0, 'attention': 0, 'head': 0}
+    undivided = products(config, flash=flash, layout=Layout())
+    for product in undivided:
+        if product.phase == 'forward':
+            forward[product.where] += product.times * product.flops
+    names = {product.name for product in undivided}
+    left_out = sum(
+        x.times * x.flops
+        for x in undivided
+        for of_which in ('input', 'weight')
+        if x.where != 'attention' and x.phase == 'forward' and f'{x.name} {of_which}' not in names
+    )
+    once = Flops(**forward, left_out=left_out, recomputed=0)
+    on_a_device = products(config, flash=flash, layout=layout)
+    executed = layout.num_devices * sum(x.times * x.flops for x in on_a_device)
+    return dataclasses.replace(once, recomputed=executed - once.model)
+
+
+def _of_each_product(layout: Layout) -> Layout:
+    """Return the layout of devices that do each product once.
+
+    It has neither stages, whose idle ticks and padded heads are no work, nor context shards, which
+    leave out a part of the scores that a causal mask hides.
+    """
+    axes = tuple((letter, axes) for letter, axes in layout.axes if letter not in 'LS')
+    sizes = tuple((axis, size) for axis, size in layout.sizes if axis not in (STAGE, CONTEXT))
+    return dataclasses.replace(layout, axes=axes, sizes=sizes, chunks=1)
+
+
+def uses_flash(config: Config) -> bool:
+    """Whether training on a GPU runs cuDNN's flash attention."""
+    model = config.model
+    return model.attention_dropout == 0 and fits_flash(config.train.dtype, model.head_dim)
+
+
+def narayanan_flops(model: ModelConfig, *, batch_size: int, seq_len: int, recompute: bool) -> int:
+    """Count the FLOPs of a step by the formula of Narayanan et al. (2021), section 5.1.
+
+    It is 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) with full recomputation, and without it
+    72 B s l h^2 (1 + s/(6h) + V/(12 l h)). It holds for GPT: a feed-forward size of 4h, as many
+    key/value heads as heads, and head dims that sum to h.
+    """
+    B, s, l, h, V = (
+        batch_size,
+        seq_len,
+        model.num_layers,
+        model.hidden_size,
+        model.padded_vocab_size,
+    )
+    layers = 24 * B * s * l * h**2 + 4 * B * s**2 * l * h
+    return (4 if recompute else 3) * layers + 6 * B * s * h * V

@@ -1,0 +1,179 @@
+"""The collectives of weight-stationary 2-D tensor parallelism, for the training step of a config.
+
+They are those of Pope et al. (2022), Efficiently Scaling Transformer Inference, section 3.2.2, for
+a grid of `mesh.model_rows` x `mesh.model` devices: no weight moves, and a sublayer gathers
+its input over `model`, scatters the result of its first product over `row`, gathers the input of
+its second product over `row`, and scatters the result over `model`. The backward pass mirrors this.
+The paper treats inference; the embedding, the head, the loss and the norms are here those of
+Megatron's sequence parallelism over all devices of the grid.
+"""
+
+from collections.abc import Iterator
+from math import prod
+
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import repeats_outputs
+from megajax.core.counts.collective import (
+    GATHER,
+    HLO_DTYPES,
+    REDUCE,
+    SCATTER,
+    Expected,
+    Site,
+    activation,
+    passes,
+)
+from megajax.core.counts.layers import Sublayer, layer
+from megajax.core.counts.parameters import dim_sizes, elements, parameters
+from megajax.core.counts.products import Phase
+from megajax.core.counts.qk_norm import sums_over_heads
+from megajax.core.parallel.layout import Layout
+from megajax.xla.hlo.program import Array
+
+_SOURCE = 'Pope et al. (2022), section 3.2.2'
+
+
+def over_grid(config: Config) -> Iterator[Expected]:
+    """Yield every collective over `row`, `model`, or both, except those of scalars."""
+    for phase in passes(config):
+        for sublayer in layer(config.model):
+            yield from _sublayer(config, sublayer, phase)
+    yield from _embedding_and_head(config)
+    yield from _loss(config)
+    yield from _norms(config)
+    yield from sums_over_heads(config, config.model.num_layers * config.train.microbatches)
+    yield from _vectors_over_row(config)
+    yield from _vectors(config)
+
+
+def _send(
+    config: Config, name: str, phase: Phase, axes: str, kind: str, array: Array, times: int = 1
+) -> Iterator[Expected]:
+    sizes = {axis: config.mesh.sizes.get(axis, 1) for axis in axes.split('+')}
+    if prod(sizes.values()) > 1:
+        axis = '+'.join(axis for axis, size in sizes.items() if size > 1)
+        times = times if phase == 'step' else times * config.train.microbatches
+        yield Expected(
+            site=Site(name, phase, axis),
+            kind=kind,
+            array=array,
+            times=times,
+            size=prod(sizes.values()),
+            source=_SOURCE,
+        )
+
+
+def _sublayer(config: Config, sublayer: Sublayer, phase: Phase) -> Iterator[Expected]:
+    """Yield the collectives of a sublayer of all layers in one pass.
+
+    Recomputation needs no output of a layer that no norm reads. Then it gathers the input of the
+    last product only for the gradient of that weight, in the backward pass.
+    """
+    name, layers = sublayer.name, config.model.num_layers
+    residual = _residual(config, over=('row',))
+    first, second = _between(config, sublayer)
+    steps = {
+        'input': ('model', GATHER, residual),
+        'first': ('row', SCATTER, first),
+        'second': ('row', GATHER, second),
+        'output': ('model', SCATTER, residual),
+    }
+    if phase == 'backward':
+        steps = {
+            step: (axis, GATHER if kind == SCATTER else SCATTER, array)
+            for step, (axis, kind, array) in reversed(steps.items())
+        }
+    for step, (axis, kind, array) in steps.items():
+        place = phase
+        if phase == 'recompute' and name == 'mlp' and not repeats_outputs(config):
+            if step == 'output':
+                continue
+            place = 'backward' if step == 'second' else phase
+        yield from _send(config, name, place, axis, kind, array, layers)
+
+
+def _residual(config: Config, over: tuple[str, ...] = ()) -> Array:
+    """Return the residual stream [B, S, D] with D sharded over `row`, S over `model`, or none."""
+    stream, mesh = activation(config), config.mesh
+    rows, tokens, size = stream.shape
+    tokens //= mesh.model if 'model' in over else 1
+    return Array(stream.dtype, (rows, tokens, size // (mesh.model_rows if 'row' in over else 1)))
+
+
+def _between(config: Config, sublayer: Sublayer) -> tuple[Array, Array]:
+    """Return the result of a sublayer's first product, and the input of its second, in a column."""
+    dtype, rows = HLO_DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len)
+    sizes, columns = dim_sizes(config.model), config.mesh.model
+    first, second = (
+        Array(dtype, (*rows, elements(dims, sizes) // columns))
+        for dims in (sublayer.first.outputs, sublayer.second.inputs)
+    )
+    return first, second
+
+
+def _embedding_and_head(config: Config) -> Iterator[Expected]:
+    """Yield those of vocabularies that are sharded over the entire grid."""
+    full = _residual(config)
+    yield from _send(config, 'embedding', 'forward', 'row+model', SCATTER, full)
+    # Two gathers, or scatters, send the bytes of one over the grid.
+    yield from _send(
+        config, 'embedding', 'backward', 'model', GATHER, _residual(config, over=('row',))
+    )
+    yield from _send(config, 'embedding', 'backward', 'row', GATHER, full)
+    yield from _send(config, 'head', 'forward', 'row', GATHER, _residual(config, over=('model',)))
+    yield from _send(config, 'head', 'forward', 'model', GATHER, full)
+    yield from _send(config, 'head', 'backward', 'model', SCATTER, full)
+    yield from _send(config, 'head', 'backward', 'row', SCATTER, _residual(config, over=('model',)))
+
+
+def _loss(config: Config) -> Iterator[Expected]:
+    """Yield the all-reduces of the maximum, the denominator and the label's logit, as Megatron's.
+
+    The fourth is the mean logit of label smoothing.
+    """
+    tokens = Array('f32', activation(config).shape[:2])
+    for _ in range(4 if config.loss.label_smoothing else 3):
+        yield from _send(config, 'loss', 'forward', 'row+model', REDUCE, tokens)
+
+
+def _norms(config: Config) -> Iterator[Expected]:
+    """Yield the all-reduces of norms, which see a part of each token, in all passes together.
+
+    RMSNorm sums the squares, LayerNorm also the tokens themselves. These statistics are saved, and
+    the backward pass computes as many sums of the gradient.
+    """
+    sums = 1 if config.model.norm == 'rmsnorm' else 2
+    rows, tokens, _ = _residual(config, over=('model',)).shape
+    runs = 2 + (config.train.recompute == 'full')
+    times = sums * (2 * runs * config.model.num_layers + 2)
+    yield from _send(config, 'norm', 'forward', 'row', REDUCE, Array('f32', (rows, tokens)), times)
+
+
+def _vectors(config: Config) -> Iterator[Expected]:
+    """Yield the reduction over `model` of the partial gradients of norms and biases, once a step.
+
+    Each device has the entries of its row.
+    """
+    shards = Layout.of(config).shards
+    sizes = dim_sizes(config.model)
+    count = sum(elements(x.dims, sizes, shards) for _, x in parameters(config.model) if x.summed)
+    yield from _send(config, 'gradients', 'step', 'model', REDUCE, Array('f32', (count,)))
+
+
+def _vectors_over_row(config: Config) -> Iterator[Expected]:
+    """Yield the reduction over `row` of vectors between the two products of a sublayer.
+
+    There each row of the grid has other sequences. These are the biases of column-parallel products
+    and the norms of queries and keys, whose gradient XLA sums over the heads of a device last.
+    """
+    sizes, shards = dim_sizes(config.model), Layout.of(config).shards
+    heads = {'query_norm': sizes['N'], 'key_norm': sizes['K']}
+    for name, x in parameters(config.model):
+        if x.is_stacked and not x.is_matrix and 'D' not in x.dims:
+            count = elements(x.dims, sizes, shards) // config.model.num_layers
+            if x.summed == 'N':
+                count *= heads[name.split('.')[-2]] // config.mesh.model
+            # Batch-split overlap computes each half of the rows by itself.
+            parts = 2 if config.train.overlap == 'batch_split' else 1
+            array, times = Array('f32', (count,)), config.model.num_layers * parts
+            yield from _send(config, 'gradients', 'backward', 'row', REDUCE, array, times)

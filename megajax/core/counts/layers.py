@@ -1,0 +1,109 @@
+"""A transformer layer on paper: its sublayers, and their products with weights.
+
+A layer's parameters and adapters, its products, what Megatron would send and what a step keeps
+follow from this list. `core/model/sublayer.py` computes it. Imports no jax.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from megajax.core.config.model import ModelConfig
+from megajax.core.counts.declaration import (
+    Declared,
+    Parameter,
+    Role,
+    base_sizes,
+    linear,
+    norm,
+    out_std,
+)
+
+
+class Matmul(NamedTuple):
+    """A product with a weight [inputs, outputs]."""
+
+    name: str
+    inputs: str
+    outputs: str
+    bias: bool = False
+
+    def declared(
+        self, model: ModelConfig, std: float, of_adapter: tuple[str, str], summed: str = ''
+    ) -> Declared:
+        """Declare the weight, the bias, and the adapters A and B (LoRA, Hu et al., 2021).
+
+        The adapter without the sharded dim of the weight is replicated, and each shard computes a
+        partial gradient of it. A begins as in PEFT, where its numbers are uniform with this std,
+        and B at zero, so that an adapter first adds nothing.
+        """
+        parameters = linear(self.inputs, self.outputs, std, bias=self.bias, summed=summed)
+        if model.lora is None or self.name not in model.lora.targets:
+            return parameters
+        sizes, (of_a, of_b) = base_sizes(model), of_adapter
+        std = (3 * math.prod(sizes[letter.upper()] for letter in self.inputs)) ** -0.5
+        a = Parameter(f'{self.inputs}Q', Role.ADAPTER, std, inputs=self.inputs, summed=of_a)
+        b = Parameter(f'Q{self.outputs}', Role.ADAPTER, inputs='Q', summed=of_b)
+        return {**parameters, 'adapter': {'A': a, 'B': b}}
+
+
+class Sublayer(NamedTuple):
+    """A part of a layer: x + second(middle(first(norm(x)))), or with the norm after `second`."""
+
+    name: Literal['attention', 'mlp']
+    first: Matmul  # column-parallel
+    second: Matmul  # row-parallel
+    vectors: Declared  # that `middle` reads
+
+    def declared(self, model: ModelConfig) -> Declared:
+        """Declare the parameters."""
+        first, second, sharded = self.first, self.second, self.second.inputs[0]
+        return {
+            'norm': norm(model, 'D', summed='T'),
+            first.name: first.declared(model, model.init_std, (sharded, '')),
+            second.name: second.declared(model, out_std(model), ('', sharded), summed='T'),
+            **self.vectors,
+        }
+
+
+def layer(model: ModelConfig) -> tuple[Sublayer, Sublayer]:
+    """Return the sublayers of a layer: attention and a feed-forward network."""
+    heads = {'query_norm': 'h', 'key_norm': 'h'} if model.qk_norm else {}
+    if model.norms_all_heads:  # sharded as the columns that they scale
+        heads = {'query_norm': 'KGH', 'key_norm': 'KH'}
+    summed = '' if model.norms_all_heads else 'N'
+    return (
+        Sublayer(
+            'attention',
+            Matmul('qkv', 'D', 'KCH', model.qkv_bias),
+            Matmul('out', 'Nh', 'D', model.bias),
+            {name: norm(model, dims, summed=summed) for name, dims in heads.items()},
+        ),
+        Sublayer(
+            'mlp',
+            Matmul('up', 'D', 'UF' if model.is_gated else 'F', model.bias),
+            Matmul('down', 'F', 'D', model.bias),
+            {},
+        ),
+    )
+
+
+def cross_layer(model: ModelConfig) -> tuple[Sublayer, Sublayer]:
+    """Return the sublayers of a layer that attends to images.
+
+    As in Llama 3.2, no projection of attention has a bias.
+    """
+    return (
+        Sublayer(
+            'attention',
+            Matmul('query', 'D', 'Nh'),
+            Matmul('out', 'Nh', 'D'),
+            {'query_norm': norm(model, 'h', summed='N')},
+        ),
+        layer(model)[1],
+    )
+
+
+def declared(model: ModelConfig, sublayers: Iterable[Sublayer]) -> dict[str, Declared]:
+    """Declare the parameters of a layer."""
+    return {sublayer.name: sublayer.declared(model) for sublayer in sublayers}

@@ -1,0 +1,254 @@
+"""The collectives that Megatron-LM places manually, for the training step of a config.
+
+They follow Megatron-Core's code, with megajax's padding of the vocabulary. Those of tensor
+parallelism are here, those of data parallelism in `data_parallel.py`, of a pipeline in `stages.py`
+and of long sequences in `context.py`. A grid has those of another paper (`grid.py`).
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+
+from megajax.core.config import Config
+from megajax.core.counts.collective import (
+    GATHER,
+    HLO_DTYPES,
+    REDUCE,
+    SCATTER,
+    Expected,
+    Site,
+    activation,
+    axes_text,
+    passes,
+)
+from megajax.core.counts.context import over_context, own_over_context
+from megajax.core.counts.cross_attention import cross_layers
+from megajax.core.counts.data_parallel import over_data
+from megajax.core.counts.grid import over_grid
+from megajax.core.counts.layers import layer
+from megajax.core.counts.parameters import dim_sizes, elements, parameters
+from megajax.core.counts.products import Phase
+from megajax.core.counts.qk_norm import sums_over_heads
+from megajax.core.counts.stages import (
+    EVERY_TICK,
+    Runs,
+    between_lockstep_stages,
+    between_stages,
+    gradients_of_lockstep_stages,
+    gradients_of_stages,
+    head_input,
+)
+from megajax.core.counts.vision import (
+    encoder_in_parallel,
+    images_over_devices,
+    padding_at_rest,
+    relevance_over_devices,
+)
+from megajax.xla.hlo.program import Array
+
+__all__ = [
+    'GATHER',
+    'HLO_DTYPES',
+    'REDUCE',
+    'SCATTER',
+    'Expected',
+    'Site',
+    'expected',
+    'few_kv_heads',
+    'over_data',
+    'passes',
+    'stated',
+]
+
+
+def expected(config: Config) -> list[Expected]:
+    """Return every collective of a step of `config`, except those of scalars.
+
+    Where tensor parallelism is 2-D, which Megatron does not have, they are those of Pope et al.
+    (`grid.py`). On the stages of a pipeline they are those of the rank that sends most at a site.
+    """
+    mesh, runs = config.mesh, Runs.of_megatron(config)
+    exponents = over_products(config) if config.train.dtype == 'fp8' else ()
+    if mesh.is_grid:
+        return [*over_grid(config), *over_data(config), *exponents]
+    return [
+        *over_model(config, runs),
+        *exponents,
+        *(over_context(config, runs.layers) if mesh.context > 1 else ()),
+        *(between_stages(config) if mesh.stages > 1 else ()),
+        *(gradients_of_stages(config) if mesh.stages > 1 else over_data(config)),
+    ]
+
+
+def stated(config: Config) -> list[Expected]:
+    """Return what stages in lock step and context shards send, at most, where it is not Megatron's.
+
+    The difference is the price of one program for all stages (`stages.py`), and of sums in fp32
+    (`context.py`). A vision encoder sends other things altogether (`vision.py`).
+    """
+    mesh, runs = config.mesh, Runs.of_stages(config)
+    if config.vision is not None:
+        padding = padding_at_rest(config)
+        beside = [x for x in over_data(config) if padding and x.site == padding.site]
+        return [
+            *([padding, *beside] if padding else ()),
+            *images_over_devices(config),
+            *relevance_over_devices(config),
+            *_vectors(config, Runs.of_megatron(config)),
+        ]
+    context = own_over_context(config, runs.layers) if mesh.context > 1 else ()
+    if mesh.stages == 1:
+        return [*context]
+    repeated = (*over_model(config, runs), *context)
+    return [
+        *(dataclasses.replace(x, source=EVERY_TICK) for x in repeated),
+        *between_lockstep_stages(config),
+        *gradients_of_lockstep_stages(config),
+    ]
+
+
+def over_model(config: Config, runs: Runs) -> list[Expected]:
+    """Return the collectives of a tensor-parallel group that runs its parts this often."""
+    if config.mesh.model == 1:
+        return []
+    sites = _embedding, _layers, few_kv_heads, _head, _loss, _vectors, encoder_in_parallel
+    return [
+        *(collective for site in sites for collective in site(config, runs)),
+        *cross_layers(config),
+        *sums_over_heads(config, runs.layers),
+    ]
+
+
+# Files and functions of Megatron-Core, below megatron/core.
+_LINEAR = 'tensor_parallel/layers.py LinearWithGradAccumulationAndAsyncCommunication'
+SOURCES = {
+    'embedding': 'tensor_parallel/layers.py VocabParallelEmbedding.forward',
+    'attention': f'{_LINEAR}, RowParallelLinear.forward',
+    'mlp': f'{_LINEAR}, RowParallelLinear.forward',
+    'head': _LINEAR,
+    'loss': 'tensor_parallel/cross_entropy.py _VocabParallelCrossEntropy.forward',
+    'fp8': 'transformer_engine/pytorch FP8GlobalStateManager.reduce_and_update_fp8_tensors',
+    'gradients': 'distributed/finalize_model_grads.py _allreduce_non_tensor_model_parallel_grads',
+}
+
+
+def _over_model(
+    config: Config, name: str, phase: Phase, kinds: tuple[str, ...], array: Array, times: int
+) -> Iterator[Expected]:
+    for kind in kinds:
+        yield Expected(
+            site=Site(name, phase, 'model'),
+            kind=kind,
+            array=array,
+            times=times,
+            size=config.mesh.model,
+            source=SOURCES[name],
+        )
+
+
+def _embedding(config: Config, runs: Runs) -> Iterator[Expected]:
+    stream, times = activation(config), runs.embedding
+    if config.mesh.sequence_parallel:
+        yield from _over_model(config, 'embedding', 'forward', (SCATTER,), stream, times)
+        if not config.model.is_decoder_frozen:
+            yield from _over_model(config, 'embedding', 'backward', (GATHER,), stream, times)
+    else:
+        yield from _over_model(config, 'embedding', 'forward', (REDUCE,), stream, times)
+
+
+def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
+    """In fp8 what a product multiplies is gathered in 8 bits, and its result reduced in 16."""
+    stream, is_scattered = activation(config), config.mesh.sequence_parallel
+    narrow = stream._replace(dtype='f8e4m3fn') if config.train.dtype == 'fp8' else stream
+    gradient = stream._replace(dtype='f8e5m2') if config.train.dtype == 'fp8' else stream
+    learns = config.lora is not None or not config.model.is_decoder_frozen
+    for name, *_ in layer(config.model):
+        for phase in passes(config):
+            is_backward = phase == 'backward'
+            gathered = (gradient if is_backward else narrow, (GATHER,)), (stream, (SCATTER,))
+            again = ((narrow, _again(learns)),) if is_backward else ()
+            sent = (*gathered, *again) if is_scattered else ((stream, (REDUCE,)),)
+            for array, kinds in sent:
+                yield from _over_model(config, name, phase, kinds, array, runs.layers)
+
+
+def over_products(config: Config) -> Iterator[Expected]:
+    """Yield the maxima of what products in fp8 multiply, over all devices.
+
+    Those of the weights are the same on all data shards.
+    """
+    products = 2 * len(layer(config.model)) * config.model.num_layers
+    for axes, count in ((config.mesh.sizes, 3 * products), (('row', 'model'), products)):
+        size = prod(config.mesh.sizes[axis] for axis in axes if axis in config.mesh.sizes)
+        if size > 1:
+            yield Expected(
+                site=Site('gradients', 'step', axes_text(config, *axes)),
+                kind=REDUCE,
+                array=Array('f32', (count,)),
+                times=1,
+                size=size,
+                source=SOURCES['fp8'],
+            )
+
+
+def _again(learns: bool) -> tuple[str, ...]:
+    """With sequence parallelism Megatron keeps the input of a product sharded, and gathers it again
+    for the gradient of a weight that `learns`.
+    """
+    return (GATHER,) if learns else ()
+
+
+def few_kv_heads(config: Config, runs: Runs | None = None) -> Iterator[Expected]:
+    """Yield the gathers of each layer's full QKV, with fewer key/value heads than devices."""
+    model, runs = config.model, runs or Runs.of_megatron(config)
+    if model.num_kv_heads >= config.mesh.model:
+        return
+    stream, outputs = activation(config), layer(model)[0].first.outputs
+    qkv = stream._replace(shape=(*stream.shape[:2], elements(outputs, dim_sizes(model))))
+    for phase in passes(config):
+        kind = SCATTER if phase == 'backward' else GATHER
+        yield from _over_model(config, 'attention', phase, (kind,), qkv, runs.layers)
+
+
+def _head(config: Config, runs: Runs) -> Iterator[Expected]:
+    stream, times = head_input(config, runs.head_parts), runs.head
+    if not config.mesh.sequence_parallel:
+        yield from _over_model(config, 'head', 'backward', (REDUCE,), stream, times)
+        return
+    gathered = [stream, *([activation(config)] if config.model.is_bert else [])]
+    for array, count in Counter(gathered).items():  # the pooler's first token is one of them all
+        yield from _over_model(config, 'head', 'forward', (GATHER,), array, count * times)
+    backward = (SCATTER, *_again(not config.model.is_decoder_frozen))
+    yield from _over_model(config, 'head', 'backward', backward, stream, times)
+
+
+def _loss(config: Config, runs: Runs) -> Iterator[Expected]:
+    # Maximum, denominator, the label's logit. Megatron's label smoothing is wrong on more than one
+    # device; the mean logit corrects it.
+    count = 4 if config.loss.label_smoothing else 3
+    tokens = Array('f32', head_input(config, runs.head_parts).shape[:2])
+    yield from _over_model(config, 'loss', 'forward', (REDUCE,) * count, tokens, runs.head)
+
+
+def _vectors(config: Config, runs: Runs) -> Iterator[Expected]:
+    """Yield the reduction of partial gradients of replicated vectors.
+
+    Each device sees a part of the sequence, or of the heads, that the vector is applied along. So
+    it is with the replicated half of an adapter, which is applied beside a part of the weight.
+    """
+    learned = [x for _, x in parameters(config.model) if not x.is_frozen]
+    heads = [x for x in learned if x.summed and x.summed in 'NF']
+    tokens = [x for x in learned if x.summed == 'T']
+    partial = heads + (tokens if config.mesh.sequence_parallel else [])
+    if partial:
+        sizes, shards = dim_sizes(config.model), {'L': config.mesh.stages}
+        array = Array('f32', (sum(elements(x.dims, sizes, shards) for x in partial),))
+        yield Expected(
+            site=Site('gradients', 'step', 'model'),
+            kind=REDUCE,
+            array=array,
+            times=1,
+            size=config.mesh.model,
+            source=SOURCES['gradients'],
+        )

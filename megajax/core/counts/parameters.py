@@ -1,0 +1,222 @@
+"""The declaration of every parameter of a model: its dims, its role and its initial values.
+
+Everything else about a parameter follows from its declaration: its placement
+(`core/parallel/layout.py` maps letters to mesh axes), the dtype that a step computes with, weight
+decay, its ZeRO shards, the expectations of lint, its slices in `interop`, and every count of this
+package. The letters of dims are those of `core/parallel/layout.py`. Imports no jax.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megajax.core.config.model import ModelConfig
+from megajax.core.config.schema import Config
+from megajax.core.counts import layers
+from megajax.core.counts.declaration import (
+    Declared,
+    Parameter,
+    Role,
+    base_sizes,
+    frozen,
+    linear,
+    named,
+    norm,
+    prefixed,
+    stacked,
+)
+from megajax.core.counts.vision_parameters import (
+    circled,
+    declare_relevance,
+    declare_vision,
+    of_encoder,
+    vision_sizes,
+)
+from megajax.core.parallel.layout import Layout
+
+# Dims of weights and biases that Megatron shards over its ranks, those of an encoder too.
+SHARDED_BY_MEGATRON = 'VFNKⒻⓃⓀⓌ'
+UNSHARDED: Mapping[str, int] = {}
+
+
+@functools.cache
+def declare(model: ModelConfig) -> Declared:
+    """Declare the parameters of a model, by the names of the modules that hold them."""
+    std = model.init_std
+    declared: dict[str, Parameter | Declared] = {
+        'embedding': {'table': Parameter('Vd', Role.MATRIX, std, inputs='d')},
+        'layers': stacked(layers.declared(model, layers.layer(model))),
+        'norm': norm(model, 'D', summed='T'),
+    }
+    if model.position == 'learned':
+        declared['position'] = {'table': Parameter('sD', Role.TABLE, std)}
+    if not model.tie_embeddings:
+        declared['head'] = Parameter('Vd', Role.MATRIX, std, inputs='d')
+    if model.is_bert:
+        declared |= _bert(model)
+    if model.is_decoder_frozen:
+        declared = dict(frozen(declared))
+    if model.vision is not None:
+        declared['vision'] = of_encoder(declare_vision(model.vision))
+        if model.vision.relevance is not None:
+            declared['relevance'] = declare_relevance(model, model.vision.relevance)
+    if model.num_cross_layers:
+        declared['cross'] = _cross_attention(model)
+    return declared
+
+
+def _cross_attention(model: ModelConfig) -> Declared:
+    """Declare the layers that attend to images.
+
+    The keys and values of all layers are one product, outside of the layers.
+    """
+    assert model.vision is not None
+    sublayers = layers.declared(model, layers.cross_layer(model))
+    gates = Parameter('U', Role.VECTOR, value=model.vision.cross_gate, summed='T')
+    return {
+        'key_value': linear('D', 'JKUH', model.init_std),
+        'key_norm': prefixed(norm(model, 'h', summed='N'), 'J'),
+        'layers': prefixed({**sublayers, 'gates': gates}, 'J'),
+    }
+
+
+def _bert(model: ModelConfig) -> Declared:
+    """Declare token types and heads; as in Megatron-LM, the heads' square layers are unsharded."""
+    std = model.init_std
+    dense = Parameter('DE', Role.MATRIX, std, inputs='D', summed='T')
+    return {
+        'token_type': {'table': Parameter('OD', Role.TABLE, std)},
+        'masked_head': {
+            'dense': {'weight': dense, 'bias': Parameter('E', Role.VECTOR, summed='T')},
+            'norm': norm(model, 'D', summed='T'),
+            'bias': Parameter('V', Role.VECTOR),
+        },
+        'order_head': {
+            'pooler': linear('D', 'E', std, bias=True),
+            'classifier': linear('D', 'O', std, bias=True),
+        },
+    }
+
+
+@functools.cache
+def parameters(model: ModelConfig) -> tuple[tuple[str, Parameter], ...]:
+    """Return every parameter of a model with its dotted name."""
+    return tuple(named(declare(model)))
+
+
+@functools.cache
+def dim_sizes(model: ModelConfig) -> Mapping[str, int]:
+    """Return the size of each letter of the parameters' dims."""
+    if model.vision is None:
+        return base_sizes(model)
+    of_encoder = {circled(letter): size for letter, size in vision_sizes(model).items()}
+    return {**base_sizes(model), **of_encoder}
+
+
+def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the shape of an array with these dims; a lowercase letter has its capital's size."""
+    return tuple(sizes[letter.upper()] for letter in dims)
+
+
+def elements(dims: str, sizes: Mapping[str, int], shards: Mapping[str, int] = UNSHARDED) -> int:
+    """Return the elements of these dims on a device; `shards` has the shards of each letter."""
+    sharding = math.prod(shards.get(letter, 1) for letter in dims)
+    return math.prod(shape_of(dims, sizes)) // sharding
+
+
+def num_at_rest(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:
+    """Return the elements of a parameter on a device between steps, with their padding."""
+    sizes = dim_sizes(model)
+    if not parameter.is_matrix:
+        return elements(parameter.dims, sizes, layout.shards)
+    dims, shards = parameter.dims, layout.shards_at_rest(parameter.dims)
+    shape = map(sum, zip(shape_of(dims, sizes), layout.padding(dims), strict=True))
+    return math.prod(shape) // math.prod(shards.get(letter, 1) for letter in dims)
+
+
+def dtype_at_rest(parameter: Parameter, config: Config) -> str:
+    """Return the dtype of a parameter between steps.
+
+    It is fp32 but for the frozen matrices beside adapters, which a step only multiplies by.
+    """
+    is_multiplied = config.lora is not None and parameter.is_frozen and parameter.is_matrix
+    return config.train.compute_dtype if is_multiplied else 'float32'
+
+
+class Counts(NamedTuple):
+    """Numbers of elements of the parameters on a device.
+
+    Those of `layers` and `tables` are gathered and summed in each microbatch where ZeRO shards the
+    weights.
+    """
+
+    matrices: int  # all that a step computes with in `train.dtype`
+    all: int
+    layers: int  # matrices of the layers
+    tables: int  # matrices outside the layers: embedding, head, BERT's sentence-order prediction
+
+
+@functools.cache
+def count(
+    model: ModelConfig,
+    shards: tuple[tuple[str, int], ...] = (),
+    modules: tuple[str, ...] | None = None,
+    learned: bool = False,
+) -> Counts:
+    """Count the elements of the arrays on a device; `shards` has the shards of each letter.
+
+    With `modules`, count only the parameters of these, such as `layers` and `embedding`; with
+    `learned`, only those that are not frozen.
+    """
+    sizes = [
+        (parameter, elements(parameter.dims, dim_sizes(model), dict(shards)))
+        for name, parameter in parameters(model)
+        if (modules is None or name.split('.')[0] in modules)
+        and not (learned and parameter.is_frozen)
+    ]
+    # The keys and values of all layers of cross-attention are gathered again, as each layer's are.
+    in_microbatches = [('J' in x.dims or x.is_stacked, n) for x, n in sizes if x.is_in_microbatches]
+    return Counts(
+        matrices=sum(size for x, size in sizes if x.is_matrix),
+        all=sum(size for _, size in sizes),
+        layers=sum(size for is_of_layers, size in in_microbatches if is_of_layers),
+        tables=sum(size for is_of_layers, size in in_microbatches if not is_of_layers),
+    )
+
+
+def own_counts(
+    config: Config, modules: tuple[str, ...] | None = None, *, learned: bool = False
+) -> Counts:
+    """Count the parameters of a device in the computation of a step."""
+    return count(config.model, tuple(Layout.of(config).shards.items()), modules, learned)
+
+
+def megatron_counts(
+    model: ModelConfig,
+    ranks: int,
+    stages: int = 1,
+    modules: tuple[str, ...] | None = None,
+    *,
+    learned: bool = False,
+) -> Counts:
+    """Count the parameters of a Megatron rank, which holds at least one entire key/value head.
+
+    A stage of a pipeline has its part of the layers.
+    """
+    full_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
+    shards = dict.fromkeys(SHARDED_BY_MEGATRON, ranks) | {'L': stages}
+    return count(full_heads, tuple(shards.items()), modules, learned)
+
+
+def num_parameters(model: ModelConfig, *, padded: bool = False, trained: bool = False) -> int:
+    """Count the model's parameters exactly, with the tokenizer's vocabulary or the padded one.
+
+    With `trained`, only those that are not frozen.
+    """
+    sizes = dim_sizes(model) if padded else {**dim_sizes(model), 'V': model.vocab_size}
+    return sum(
+        elements(parameter.dims, sizes)
+        for _, parameter in parameters(model)
+        if not (trained and parameter.is_frozen)
+    )

@@ -1,0 +1,335 @@
+"""Every matrix product of a training step, by its sizes on one device.
+
+The list follows from the declared parameters and their layout. FLOPs (`flops.py`), the time of a
+step (`analysis/plan/time.py`) and the expectations of `inspect` on a compiled program follow from
+the list.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from megajax.core.config.model import Part
+from megajax.core.config.overlap_rules import repeats_outputs
+from megajax.core.config.schema import Config
+from megajax.core.counts.declaration import Parameter
+from megajax.core.counts.parameters import declare, dim_sizes, elements, parameters
+from megajax.core.counts.passes import num_passes
+from megajax.core.counts.relevance import level_products, network_products
+from megajax.core.parallel.layout import Layout
+
+Phase = Literal['forward', 'backward', 'recompute', 'step']
+Where = Literal['layers', 'attention', 'head']
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """`batch` matrix products [m, k] x [k, n] in a kernel that runs `times` times in a step."""
+
+    name: str
+    where: Where
+    phase: Phase
+    sizes: tuple[int, int, int]  # m, n, k
+    batch: int = 1
+    times: int
+    flash: bool = False
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a run, including those that a causal kernel can skip; a multiply-add is two."""
+        m, n, k = self.sizes
+        return 2 * self.batch * m * n * k
+
+    @property
+    def elements(self) -> int:
+        """Elements of operands and result.
+
+        0 for flash attention, which keeps the large ones in the GPU's cores.
+        """
+        m, n, k = self.sizes
+        return 0 if self.flash else self.batch * (m * n + n * k + m * k)
+
+
+def products(
+    config: Config, *, flash: bool, layout: Layout | None = None, recomputes_last: bool = False
+) -> list[Product]:
+    """Return the products of a step on one device of `layout`, by default that of `config`.
+
+    The backward pass of a product is two products of the same FLOPs: the gradients of its input and
+    of its weight. Full recomputation omits the last product of a layer, which the backward pass
+    does not need, unless `recomputes_last`, a norm reads it, or a stage recomputes several layers
+    at once. The stages of a pipeline compute in the ticks in which they are idle, too.
+    """
+    layout = layout or Layout.of(config)
+    microbatches = config.train.microbatches
+    rows = config.train.batch_size // (layout.num_shards('B') * microbatches)
+    stages, chunks = layout.num_shards('L'), layout.chunks
+    layers = config.model.num_layers // (stages * chunks)
+    runs = layers * num_passes(stages, chunks, microbatches)
+    counted = _Counted(config, layout.shards, rows, runs)
+    recomputes_last |= repeats_outputs(config) or (stages > 1 and layers > 1)
+    every = [
+        *counted.layers(recomputes_last=recomputes_last),
+        *counted.attention(flash=flash),
+        *counted.heads(),
+        *_of_encoder(config, rows, layout, flash=flash, recomputes_last=recomputes_last),
+        *_of_cross_attention(config, rows, layout),
+        *_of_relevance(config, rows, layout),
+    ]
+    if config.vision is None or not config.vision.freeze:
+        return every
+    return [product for product in every if _is_needed(product, config.vision.freeze)]
+
+
+def _is_needed(product: Product, freeze: tuple[Part, ...]) -> bool:
+    """Whether a step with frozen parts computes a product.
+
+    A frozen weight has no gradient, and the backward pass ends where nothing before it is learned.
+    """
+    if product.phase == 'forward':
+        return True
+    part: Part = 'decoder'
+    if product.name.startswith('vision '):
+        part = 'merger' if product.name.startswith('vision merger') else 'encoder'
+    if product.name.endswith(' weight'):
+        return part not in freeze
+    if part == 'decoder' or 'encoder' not in freeze:
+        return True
+    return part == 'merger' and 'merger' not in freeze  # its norm is learned, too
+
+
+def _of_encoder(
+    config: Config, rows: int, layout: Layout, *, flash: bool, recomputes_last: bool
+) -> Iterator[Product]:
+    """Yield the products of a vision encoder for the images that a device encodes."""
+    vision, runs = config.vision, config.train.microbatches
+    if vision is None:
+        return
+    blocks, images = vision.blocks, -(-rows * vision.images // layout.num_shards('I'))
+    train = config.train.model_copy(update={'seq_len': vision.read_patches})
+    alike = config.model_copy(update={'model': blocks, 'vision': None, 'train': train})
+    counted = _Counted(alike, {}, images, blocks.num_layers * runs)
+    flash = flash and fits_flash(config.train.dtype, blocks.head_dim)
+    layers = counted.layers(recomputes_last=recomputes_last), counted.attention(flash=flash)
+    for product in itertools.chain(*layers):
+        yield dataclasses.replace(product, name=f'vision {product.name}')
+    D, W, patches = vision.hidden_size, vision.merged_size, images * vision.read_patches
+    mergers = (1 + len(vision.deepstack)) * runs
+    # The bytes of an image and its places have no gradient.
+    first = (
+        ('patch', D, vision.frames * vision.num_channels * vision.patch_size**2),
+        ('position', D, vision.positions**2),
+    )
+    for name, n, k in first:
+        # But for the gates of relevance, which a patch is multiplied with.
+        of_input = name == 'patch' and config.relevance is not None
+        yield from _product_and_gradients(f'vision {name}', patches, n, k, runs, of_input=of_input)
+    for name, n, k in (('merger up', W, W), ('merger down', config.model.hidden_size, W)):
+        units = images * vision.vectors
+        yield from _product_and_gradients(f'vision {name}', units, n, k, mergers)
+
+
+def _of_cross_attention(config: Config, rows: int, layout: Layout) -> Iterator[Product]:
+    """Yield the products of the layers that attend to images.
+
+    Recomputation repeats the last product of a layer, whose result the gate's gradient needs.
+    """
+    vision, runs, model = config.vision, config.train.microbatches, config.model
+    if vision is None or not model.num_cross_layers:
+        return
+    counted = _Counted(config, layout.shards, rows, model.num_cross_layers * runs)
+    for product in counted.layers(recomputes_last=True, stack='J'):
+        yield dataclasses.replace(product, name=f'cross {product.name}')
+    shards = layout.num_shards('I')
+    vectors = -(-rows * vision.images // shards) * shards * vision.vectors
+    weight = dict(parameters(model))['cross.key_value.weight']
+    yield from counted.with_weight('cross key_value', 'layers', weight, vectors, runs)
+    keys = vision.images * vision.vectors
+    for product in counted.attention(flash=False, keys=keys):
+        yield dataclasses.replace(product, name=f'cross {product.name}')
+
+
+def _of_relevance(config: Config, rows: int, layout: Layout) -> Iterator[Product]:
+    """Yield the products of relevance: regions at their levels, and small networks."""
+    vision, runs = config.vision, config.train.microbatches
+    if config.relevance is None or vision is None:
+        return
+    shards = layout.num_shards('I')
+    for batch, sizes in level_products(config, -(-rows * vision.images // shards)):
+        yield Product(
+            name='relevance means',
+            where='layers',
+            phase='forward',
+            sizes=sizes,
+            batch=batch,
+            times=runs,
+        )
+    for name, m, n, k, learns in network_products(config, rows * vision.images, shards):
+        yield from _product_and_gradients(f'relevance {name}', m, n, k, runs, of_input=learns)
+
+
+def _product_and_gradients(
+    name: str,
+    m: int,
+    n: int,
+    k: int,
+    times: int,
+    *,
+    where: Where = 'layers',
+    of_input: bool = True,
+    of_weight: bool = True,
+) -> Iterator[Product]:
+    """Yield [m, k] x [k, n] and, unless left out, the gradients of its weight and of its input."""
+    sizes = {'': (m, n, k), ' input': (m, k, n), ' weight': (k, n, m)}
+    for suffix, size in sizes.items():
+        phase: Phase = 'backward' if suffix else 'forward'
+        if {'': True, ' input': of_input, ' weight': of_weight}[suffix]:
+            yield Product(name=name + suffix, where=where, phase=phase, sizes=size, times=times)
+
+
+def _product_name(parameter: str) -> str:
+    """Return the name of the product with a parameter: that of its linear layer, as `qkv`.
+
+    `layers.attention.qkv.adapter.A` gives `qkv A`.
+    """
+    *_, module, kind = parameter.split('.')
+    return module if kind == 'weight' else f'{parameter.split(".")[-3]} {kind}'
+
+
+def fits_flash(dtype: str, head_dim: int) -> bool:
+    """Whether cuDNN's flash attention supports these.
+
+    It needs a 16-bit dtype and a head dim that is a multiple of 8, at most 128.
+    """
+    return dtype in ('bfloat16', 'float16', 'fp8') and head_dim % 8 == 0 and head_dim <= 128
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counted:
+    config: Config
+    shards: Mapping[str, int]
+    rows: int  # rows of a microbatch on a data shard
+    runs: int  # of one layer in a pass, over all layers of a device and the step
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence on a context shard."""
+        return self.config.train.seq_len // self.shards.get('S', 1)
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    def layers(self, *, recomputes_last: bool, stack: str = 'L') -> Iterator[Product]:
+        """Yield the products with the weights of the layers, whose first dim is `stack`."""
+        train = self.config.train
+        weights = [
+            (_product_name(name), parameter)
+            for name, parameter in parameters(self.config.model)
+            if parameter.dims.startswith(stack) and (parameter.is_matrix or parameter.is_adapter)
+        ]
+        times, last = self.runs, [name for name, x in weights if x.is_matrix][-1]
+        for name, parameter in weights:
+            yield from self.with_weight(name, 'layers', parameter, self.tokens, times)
+            is_last = name in (last, f'{last} B')
+            if train.recompute == 'full' and (not is_last or recomputes_last):
+                sizes = self.tokens, *self._output_and_input(parameter)
+                yield Product(
+                    name=name, where='layers', phase='recompute', sizes=sizes, times=times
+                )
+
+    def attention(self, *, flash: bool, keys: int | None = None) -> Iterator[Product]:
+        """Yield the products of the attention core, with a sequence's own keys or this many.
+
+        The forward pass has two of the same FLOPs, with keys and with values, and the backward pass
+        four. With a flash kernel the backward pass also computes the scores again.
+        """
+        model, train = self.config.model, self.config.train
+        rows = self.rows * self.shards.get('B', 1) // self.shards.get('R', 1)
+        heads = rows * model.num_heads // self.shards.get('N', 1)
+        counts: dict[Phase, int] = {'forward': 2, 'backward': 5 if flash else 4, 'recompute': 0}
+        if train.recompute == 'full' or (train.recompute == 'selective' and not flash):
+            counts['recompute'] = 2 if train.recompute == 'full' else 1
+        if 'S' in self.shards:
+            yield from self._attention_across(heads, counts['recompute'] // 2 * 2, flash=flash)
+            return
+        for phase, count in counts.items():
+            yield self._attention(phase, heads, self.length, count, flash=flash, keys=keys)
+
+    def _attention_across(self, heads: int, recomputed: int, *, flash: bool) -> Iterator[Product]:
+        """Yield the products of attention across context shards, which keeps no scores.
+
+        The first block is that of a shard's own tokens. For each other shard there is one with half
+        of the queries and half of the keys, for twice the rows.
+        """
+        others, half = self.shards['S'] - 1, self.length // 2
+        # XLA computes the scores of the first block once for recomputation and backward pass, where
+        # both are in one loop.
+        is_shared = recomputed and not flash and 'L' not in self.shards
+        counts: dict[Phase, int] = {'forward': 2, 'backward': 5, 'recompute': recomputed}
+        for phase, count in counts.items():
+            own = count - 1 if is_shared and phase == 'backward' else count
+            yield self._attention(phase, heads, self.length, own, flash=flash)
+            yield self._attention(phase, 2 * heads, half, others * count, flash=flash)
+
+    def _attention(
+        self,
+        phase: Phase,
+        heads: int,
+        length: int,
+        count: int,
+        *,
+        flash: bool,
+        keys: int | None = None,
+    ) -> Product:
+        """Return `count` products of `length` queries and as many or other `keys` in each layer."""
+        return Product(
+            name='attention',
+            where='attention',
+            phase=phase,
+            sizes=(length, keys or length, self.config.model.head_dim),
+            batch=heads,
+            times=count * self.runs,
+            flash=flash,
+        )
+
+    def heads(self) -> Iterator[Product]:
+        """Yield the products of the heads.
+
+        They are the logits of every token, BERT's dense layer of every token, and two products of
+        each row's first token. Sequence parallelism shards the dense layer; every device computes
+        the two products of a row. Stages share the tokens, in equal parts on each shard of a
+        sequence.
+        """
+        declared = declare(self.config.model)
+        runs, embedding = self.config.train.microbatches, declared['embedding']
+        assert not isinstance(embedding, Parameter)
+        table = declared.get('head') or embedding['table']
+        assert isinstance(table, Parameter)
+        shards = self.shards.get('T', 1)
+        tokens = -(-self.tokens // (shards * self.shards.get('L', 1)))
+        yield from self.with_weight('head', 'head', table, shards * tokens, runs)
+        for name, parameter in parameters(self.config.model):
+            is_head = parameter.is_matrix and parameter.owner == 'decoder'
+            if is_head and not {'L', 'J', 'V'} & {*parameter.dims}:
+                rows = tokens if parameter.summed else self.rows
+                label = name.split('.')[-2]
+                yield from self.with_weight(label, 'head', parameter, rows, runs)
+
+    def with_weight(
+        self, name: str, where: Where, weight: Parameter, rows: int, times: int
+    ) -> Iterator[Product]:
+        """Yield the product of some rows with a weight, and its gradients.
+
+        A frozen weight has none.
+        """
+        n, k = self._output_and_input(weight)
+        of_weight = not weight.is_frozen
+        yield from _product_and_gradients(name, rows, n, k, times, where=where, of_weight=of_weight)
+
+    def _output_and_input(self, weight: Parameter) -> tuple[int, int]:
+        """Return output and input size of a weight on a device."""
+        sizes = dim_sizes(self.config.model)
+        n, k = (elements(dims, sizes, self.shards) for dims in (weight.outputs, weight.inputs))
+        return n, k

@@ -1,0 +1,35 @@
+"""The sums of norms of queries and keys over all heads, which `model` shards.
+
+OLMo 2 norms all queries of a token at once, and all its keys; Megatron-Core norms each head, which
+sums nothing over devices. The nearest there is the example of InternViT, which gathers the sums of
+the queries, and those of the keys, in the forward pass alone. Here a layer sums two numbers of each
+token once, and the backward pass sums the gradients of both once.
+"""
+
+from collections.abc import Iterator
+
+from megajax.core.config import Config
+from megajax.core.counts.collective import REDUCE, Expected, Site, activation, passes
+from megajax.xla.hlo.program import Array
+
+SITE = 'qk_norm'
+SOURCE = 'the least for OLMo 2 (2024): q and k in one sum; Megatron-Core norms each head'
+
+
+def sums_over_heads(config: Config, layers: int) -> Iterator[Expected]:
+    """Yield the all-reduces of a device that runs a layer so many times; none without such norms.
+
+    In a grid the rows of the batch are over `row`.
+    """
+    if not config.model.norms_all_heads or config.mesh.model == 1:
+        return
+    rows, tokens, _ = activation(config).shape
+    for phase in passes(config):
+        yield Expected(
+            site=Site(SITE, phase, 'model'),
+            kind=REDUCE,
+            array=Array('f32', (rows // config.mesh.model_rows, tokens, 2)),
+            times=layers,
+            size=config.mesh.model,
+            source=SOURCE,
+        )

@@ -1,0 +1,62 @@
+"""The sizes of what relevance computes: regions at their levels, and small networks.
+
+Scorers have their slots over `model`, and everything else is on every device of a tensor-parallel
+group.
+"""
+
+from collections.abc import Iterator
+
+from megajax.core.config import Config
+from megajax.core.config.model import FINEST, TEXTURE_CHANNELS
+from megajax.core.counts.vision_parameters import (
+    RELEVANCE_HIDDEN,
+    SCORER_FEATURES,
+    SCORERS,
+    SUMMARIES,
+)
+
+FEWEST = 8  # cells along each side of a region at its coarsest
+Sizes = tuple[int, int, int]  # m, n and k of a product
+
+
+def num_slots(config: Config, shards: int) -> int:
+    """Return the slots of scorers on all devices, those that stay empty included."""
+    assert config.relevance is not None
+    return -(-SCORERS * config.relevance.scorer_shards // shards) * shards
+
+
+def level_products(config: Config, images: int) -> Iterator[tuple[int, Sizes]]:
+    """Yield how many and which products make the pictures of `images` at their levels.
+
+    They are means of rows and then of columns, at the level and at the coarsest one
+    (`core/model/arr_coc/levels.py`), and have no gradient.
+    """
+    relevance, vision = config.relevance, config.vision
+    assert relevance is not None
+    assert vision is not None
+    pixels, few = (n * vision.patch_size * vision.merge_size for n in (FINEST, FEWEST))
+    regions = images * relevance.num_regions
+    yield 4 * regions, (pixels, pixels * vision.num_channels, pixels)
+    yield regions, (pixels, pixels, few)
+
+
+def network_products(
+    config: Config, images: int, shards: int
+) -> Iterator[tuple[str, int, int, int, bool]]:
+    """Yield the name, m, n and k of each product of the networks, and whether its input learns.
+
+    Textures and questions do not.
+    """
+    relevance, size = config.relevance, config.model.hidden_size
+    assert relevance is not None
+    regions, hidden = images * relevance.num_regions, RELEVANCE_HIDDEN
+    own = num_slots(config, shards) // shards
+    units = own * relevance.scorer_size // relevance.scorer_shards
+    yield 'coupling texture', regions, hidden, TEXTURE_CHANNELS, False
+    yield 'coupling out', regions, size, hidden, True
+    yield 'scorers features', regions, units, SCORER_FEATURES, False
+    yield 'scorers query', images, units, size, False
+    yield 'scorers out', regions, 1, units, True
+    yield 'balance summary', images, hidden, SUMMARIES, True
+    yield 'balance query', images, hidden, size, False
+    yield 'balance out', images, SCORERS, hidden, True

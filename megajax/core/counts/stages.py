@@ -1,0 +1,179 @@
+"""The sends of a pipeline's stages: in Megatron's schedule, and in lock step.
+
+Megatron's ranks differ: the first has the embedding, the last has the head, and a rank sends only
+what it has computed. Each row has the rank that sends most. Here all stages run one program
+(`core/train/pipeline.py`): they send in every tick, those of the bubble too, every stage looks up
+the embedding, and all of them share the head.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple, Self
+
+from megajax.core.config import Config
+from megajax.core.counts.collective import (
+    EXCHANGE,
+    GATHER,
+    PERMUTE,
+    REDUCE,
+    Expected,
+    Site,
+    activation,
+    axes_text,
+)
+from megajax.core.counts.data_parallel import SHARDS, over_data
+from megajax.core.counts.parameters import Counts, megatron_counts, own_counts, parameters
+from megajax.core.counts.passes import num_passes
+from megajax.core.counts.products import Phase
+from megajax.xla.hlo.program import Array
+
+FIRST = 'embedding', 'position', 'token_type'  # the modules of Megatron's first stage
+EVERY_TICK = 'every stage does so in every tick, those of the bubble too'
+# Files and functions of Megatron-Core, below megatron/core.
+SOURCES = {
+    'sends': 'pipeline_parallel/schedules.py forward_backward_pipelining_without_interleaving, '
+    'p2p_communication.py send_forward_recv_backward',
+    'interleaved': 'pipeline_parallel/schedules.py forward_backward_pipelining_with_interleaving, '
+    'p2p_communication.py send_forward_backward_recv_forward_backward',
+    'tied': 'distributed/finalize_model_grads.py _allreduce_word_embedding_grads',
+}
+
+
+class Runs(NamedTuple):
+    """How often a device runs the parts of a model in a step."""
+
+    layers: int  # the number of runs of one layer, over all layers of the device
+    embedding: int
+    head: int
+    head_parts: int  # stages that share the tokens of a head
+
+    @classmethod
+    def of_megatron(cls, config: Config) -> Self:
+        """On the rank of Megatron that runs a part most often."""
+        count = config.train.microbatches
+        return cls(config.model.num_layers // config.mesh.stages * count, count, count, 1)
+
+    @classmethod
+    def of_stages(cls, config: Config) -> Self:
+        """On a device of stages in lock step."""
+        mesh, passes = config.mesh, ticks(config)
+        layers = config.model.num_layers // (mesh.stages * mesh.virtual_stages)
+        return cls(layers * passes, passes, config.train.microbatches, mesh.stages)
+
+
+def ticks(config: Config) -> int:
+    """Return the ticks of a step in which the stages run a forward pass; as many run a backward."""
+    return num_passes(config.mesh.stages, config.mesh.virtual_stages, config.train.microbatches)
+
+
+def between_stages(config: Config) -> Iterator[Expected]:
+    """Yield what a rank of Megatron sends to its neighbors; one at an end sends less."""
+    runs = config.train.microbatches * config.mesh.virtual_stages
+    source = SOURCES['interleaved' if config.mesh.virtual_stages > 1 else 'sends']
+    yield from _sends(config, runs, source)
+
+
+def between_lockstep_stages(config: Config) -> Iterator[Expected]:
+    """Yield what a device sends to others along `stage`: the outputs of each tick, and the head.
+
+    Before the head each stage gets its part of the last stage's tokens, and after it the last
+    stage, as all others, gets the gradients of all parts.
+    """
+    yield from _sends(config, ticks(config), EVERY_TICK)
+    tokens = _head_tokens(config, config.mesh.stages)
+    kinds: dict[Phase, str] = {'forward': EXCHANGE, 'backward': GATHER}
+    for phase, kind in kinds.items():
+        yield Expected(
+            site=Site('head', phase, 'stage'),
+            kind=kind,
+            array=tokens._replace(shape=(config.mesh.stages * tokens.shape[1], tokens.shape[2])),
+            times=config.train.microbatches,
+            size=config.mesh.stages,
+            source='the stages share the tokens of the head',
+        )
+
+
+def _sends(config: Config, times: int, source: str) -> Iterator[Expected]:
+    phases: tuple[Phase, ...] = 'forward', 'backward'
+    for phase in phases:
+        yield Expected(
+            site=Site('stage', phase, 'stage'),
+            kind=PERMUTE,
+            array=residual_of_device(config),
+            times=times,
+            size=config.mesh.stages,
+            source=source,
+        )
+
+
+def residual_of_device(config: Config) -> Array:
+    """Return a device's part of the residual stream of a microbatch.
+
+    Without sequence parallelism each device of a tensor-parallel group has all of it.
+    """
+    stream = activation(config)
+    rows, tokens, size = stream.shape
+    shards = config.mesh.model if config.mesh.sequence_parallel else 1
+    return stream._replace(shape=(rows, tokens // shards, size))
+
+
+def head_input(config: Config, parts: int) -> Array:
+    """Return what a tensor-parallel group gives the head of one of `parts` stages."""
+    if parts == 1:
+        return activation(config)
+    part = _head_tokens(config, parts)
+    shards = config.mesh.model if config.mesh.sequence_parallel else 1
+    return part._replace(shape=(1, shards * part.shape[1], part.shape[2]))
+
+
+def _head_tokens(config: Config, parts: int) -> Array:
+    """Return the tokens [1, T, D] of a device's part of a head, padded to the same number."""
+    stream = residual_of_device(config)
+    rows, tokens, size = stream.shape
+    return stream._replace(shape=(1, -(-rows * tokens // parts), size))
+
+
+def gradients_of_stages(config: Config) -> Iterator[Expected]:
+    """Yield Megatron's collectives of data parallelism on the rank with the most parameters.
+
+    The embedding of a tied model is on the first and on the last rank, which sum its gradients.
+    """
+    mesh, model = config.mesh, config.model
+    others = {name.split('.')[0] for name, _ in parameters(model)} - {'layers', *FIRST}
+    last = (*others, *(('embedding',) if model.tie_embeddings else ()))
+    layers, *ends = (
+        megatron_counts(model, mesh.model, mesh.stages, tuple(sorted(modules)))
+        for modules in (('layers',), FIRST, last)
+    )
+    yield from over_data(config, layers)
+    for sent in over_data(config, max(ends, key=lambda counts: counts.all)):
+        yield dataclasses.replace(sent, site=_with_stages(config, sent.site))
+    if model.tie_embeddings:
+        table = megatron_counts(model, mesh.model, 1, ('embedding',)).all
+        yield Expected(
+            site=_with_stages(config, Site('gradients', 'step', axes_text(config, *SHARDS))),
+            kind=REDUCE,
+            array=Array('f32', (table,)),
+            times=1,
+            size=2,
+            source=SOURCES['tied'],
+        )
+
+
+def gradients_of_lockstep_stages(config: Config) -> Iterator[Expected]:
+    """Yield the collectives of data parallelism; all stages have what is outside the layers."""
+    yield from over_data(config, own_counts(config, ('layers',)))
+    for sent in over_data(config, outside_counts(config), ('stage', *SHARDS)):
+        yield dataclasses.replace(sent, source='all stages have what is outside the layers')
+
+
+def outside_counts(config: Config) -> Counts:
+    """Count the parameters of a device that are not of the layers."""
+    modules = {name.split('.')[0] for name, _ in parameters(config.model)} - {'layers'}
+    return own_counts(config, tuple(sorted(modules)))
+
+
+def _with_stages(config: Config, site: Site) -> Site:
+    """The site here of what Megatron sums over `data` alone, of parameters outside the layers."""
+    axes = (*site.axis.split('+'), *(() if site.axis == 'replica' else ('stage',)))
+    return site._replace(axis=axes_text(config, *axes))

@@ -1,0 +1,251 @@
+"""The collectives of a vision encoder: Megatron's, and those that take their place.
+
+Megatron divides each layer of the encoder over the ranks of the decoder (`LLaVAModel`), and every
+rank sees all images of its data shard: two all-reduces a layer and pass, and two for the layers of
+the projection. Here a device has whole weights and some of the images, so that all of this becomes
+one all-gather of the image vectors. The weights are gathered once a step, and their gradients
+scattered; between steps they lie in parts over `model`.
+"""
+
+import functools
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING
+
+from megajax.core.config import Config
+from megajax.core.config.model import TEXTURE_CHANNELS
+from megajax.core.counts.collective import (
+    GATHER,
+    HLO_DTYPES,
+    REDUCE,
+    SCATTER,
+    Expected,
+    Site,
+    axes_text,
+    passes,
+)
+from megajax.core.counts.declaration import Parameter
+from megajax.core.counts.parameters import (
+    Counts,
+    dim_sizes,
+    elements,
+    own_counts,
+    parameters,
+    shape_of,
+)
+from megajax.core.counts.products import Phase
+from megajax.core.counts.relevance import num_slots
+from megajax.core.parallel.layout import BATCH_AXES, Layout
+from megajax.xla.hlo.program import Array
+
+if TYPE_CHECKING:
+    from megajax.core.counts.stages import Runs
+
+# Files and functions of Megatron-Core, below megatron/core.
+SOURCES = {
+    'layers': 'models/vision/clip_vit_model.py CLIPViTModel.forward',
+    'projection': 'models/vision/multimodal_projector.py MultimodalProjector.forward',
+}
+WHOLE = 'whole weights and some of the images on each device'
+
+
+def images_of_microbatch(config: Config) -> int:
+    """Return the image slots of a data shard in a microbatch."""
+    vision = config.vision
+    assert vision is not None
+    return config.microbatch_rows * vision.images
+
+
+def images_of_device(config: Config) -> int:
+    """Return the images that a device encodes in a microbatch, empty slots included."""
+    return -(-images_of_microbatch(config) // config.mesh.model)
+
+
+def vectors(config: Config) -> Array:
+    """Return the vectors [N, 1 + taps, D] of the images of a microbatch, on a data shard."""
+    vision = config.vision
+    assert vision is not None
+    count = images_of_device(config) * config.mesh.model * vision.vectors
+    shape = count, 1 + len(vision.deepstack), config.model.hidden_size
+    return Array(HLO_DTYPES[config.train.dtype], shape)
+
+
+def encoder_in_parallel(config: Config, runs: 'Runs') -> Iterator[Expected]:
+    """Yield what Megatron sends for an encoder whose layers are divided over its ranks."""
+    vision = config.vision
+    if vision is None:
+        return
+    dtype, images = HLO_DTYPES[config.train.dtype], images_of_microbatch(config)
+    stream = Array(dtype, (images, vision.read_patches, vision.hidden_size))
+    merged, times = images * vision.vectors, runs.embedding
+    mergers = times * (1 + len(vision.deepstack))
+    for phase in passes(config):
+        arrays = [('layers', stream, 2 * vision.num_layers * times)]
+        if phase != 'recompute':
+            width = config.model.hidden_size if phase == 'forward' else vision.merged_size
+            arrays.append(('projection', Array(dtype, (merged, width)), mergers))
+        for name, array, count in arrays:
+            yield Expected(
+                site=Site('vision', phase, 'model'),
+                kind=REDUCE,
+                array=array,
+                times=count,
+                size=config.mesh.model,
+                source=SOURCES[name],
+            )
+
+
+def is_learned(config: Config) -> bool:
+    """Whether anything of the encoder, or before it, has gradients."""
+    vision = config.vision
+    assert vision is not None
+    return bool(config.relevance) or not {'encoder', 'merger'} <= set(vision.freeze)
+
+
+def images_over_devices(config: Config) -> Iterator[Expected]:
+    """Yield what `core/model/images.py` and `core/train/zero.py` send."""
+    mesh, runs = config.mesh, config.train.microbatches
+    assert config.vision is not None
+
+    def sent(site: Site, kind: str, array: Array, times: int, size: int) -> Expected:
+        return Expected(site=site, kind=kind, array=array, times=times, size=size, source=WHOLE)
+
+    model = mesh.model
+    if model > 1:
+        yield sent(Site('vision', 'forward', 'model'), GATHER, vectors(config), runs, model)
+        if is_learned(config) and (mesh.sequence_parallel or config.model.num_cross_layers):
+            yield sent(Site('vision', 'backward', 'model'), SCATTER, vectors(config), runs, model)
+    own = [x for _, x in parameters(config.model) if x.owner == 'encoder']
+    matrices = _padded(config, [x for x in own if x.is_matrix])
+    to_learn = [x for x in own if x.is_matrix and not x.is_frozen]
+    learned = _padded(config, to_learn)
+    others = _count(config, [x for x in own if not x.is_matrix and not x.is_frozen])
+    every = axes_text(config, *BATCH_AXES, 'model')
+    devices = prod(mesh.sizes.get(axis, 1) for axis in (*BATCH_AXES, 'model'))
+    if model > 1:
+        weights = Array(HLO_DTYPES[config.train.dtype], (matrices,))
+        is_over_data = config.optim.shard != 'none' and mesh.data_shards > 1
+        axes, size = ('data', 'model') if is_over_data else ('model',), model
+        size *= mesh.data_shards if is_over_data else 1
+        place = Site('parameters', 'step', axes_text(config, *axes))
+        yield sent(place, GATHER, weights, 1, size)
+        if not is_learned(config):
+            return
+        gradients = Array(HLO_DTYPES[config.optim.reduce_dtype], (learned,))
+        yield sent(Site('gradients', 'step', 'model'), SCATTER, gradients, 1, model)
+        yield sent(Site('gradients', 'step', every), REDUCE, Array('f32', (others,)), 1, devices)
+
+
+def padding_at_rest(config: Config) -> Expected | None:
+    """Return what the encoder's gradients have more over `data` where its dims are uneven.
+
+    Megatron pads buckets of all parameters instead, by less.
+    """
+    chosen = [
+        x
+        for _, x in parameters(config.model)
+        if x.owner == 'encoder' and x.is_matrix and not x.is_frozen
+    ]
+    added = _padded(config, chosen) - _count(config, chosen)
+    mesh, optim = config.mesh, config.optim
+    if not added or optim.shard == 'none' or mesh.data_shards == 1:
+        return None
+    return Expected(
+        site=Site('gradients', 'step' if optim.shard == 'optimizer' else 'backward', 'data'),
+        kind=SCATTER,
+        array=Array(HLO_DTYPES[optim.reduce_dtype], (added // mesh.model,)),
+        times=1,
+        size=mesh.data_shards,
+        source=WHOLE,
+    )
+
+
+def counts_over_data(config: Config) -> tuple[Counts, Counts]:
+    """Count the parameters that data parallelism gathers on a device, and whose gradients it sums.
+
+    An encoder's matrices are gathered over `model` too, and are not counted; their gradients come
+    in parts over `model`, and those of its vectors are summed over all axes.
+    """
+    every, learned = (own_counts(config, learned=only) for only in (False, True))
+    if config.mesh.model == 1:
+        return every, learned
+    own = [x for _, x in parameters(config.model) if x.owner == 'encoder']
+    to_learn = [x for x in own if not x.is_frozen]
+    every = every._replace(matrices=every.matrices - _count(config, _matrices(own)))
+    others = learned.all - learned.matrices - _count(config, to_learn)
+    others += _count(config, _matrices(to_learn))
+    matrices = learned.matrices - _count(config, _matrices(to_learn))
+    matrices += _padded(config, _matrices(to_learn)) // config.mesh.model
+    return every, learned._replace(matrices=matrices, all=matrices + others)
+
+
+def _matrices(chosen: list[Parameter]) -> list[Parameter]:
+    return [x for x in chosen if x.is_matrix]
+
+
+def relevance_over_devices(config: Config) -> Iterator[Expected]:
+    """Yield what `core/model/arr_coc/detail.py` and `core/model/arr_coc/relevance.py` send;
+    Megatron has nothing like it.
+    """
+    if config.relevance is None or config.mesh.model == 1:
+        return
+    arrays = relevance_arrays(config)
+    sent: list[tuple[Phase, str, Array]] = [
+        ('forward', GATHER, arrays['texture']),
+        ('forward', GATHER, arrays['scores']),
+        ('backward', GATHER, arrays['gate']),
+    ]
+    if config.mesh.sequence_parallel:
+        sent.append(('forward', REDUCE, arrays['query']))
+    for phase, kind, array in sent:
+        yield Expected(
+            site=Site('relevance', phase, 'model'),
+            kind=kind,
+            array=array,
+            times=config.train.microbatches,
+            size=config.mesh.model,
+            source='one scorer, or a part of one, on each device',
+        )
+
+
+def relevance_arrays(config: Config) -> dict[str, Array]:
+    """Return what relevance sends over `model` in a microbatch."""
+    relevance, rows, shards = config.relevance, images_of_microbatch(config), config.mesh.model
+    assert relevance is not None
+    images, regions = images_of_device(config) * shards, relevance.num_regions
+    return {
+        'texture': Array('f32', (images, regions, TEXTURE_CHANNELS)),
+        'scores': Array('f32', (num_slots(config, shards), rows, regions)),
+        'gate': Array('f32', (shards, images // shards, regions)),
+        'query': Array('f32', (config.microbatch_rows, config.model.hidden_size)),
+    }
+
+
+@functools.cache
+def shapes(config: Config) -> frozenset[tuple[int, ...]]:
+    """Return the dims above 1 of the encoder's parameters, as they are and as padded at rest.
+
+    They are sorted: XLA for GPUs transposes a weight before it is gathered.
+    """
+    layout, sizes = Layout.of(config), dim_sizes(config.model)
+    found = set()
+    for _, x in parameters(config.model):
+        if x.owner == 'encoder':
+            shape = shape_of(x.dims, sizes)
+            padded = tuple(map(sum, zip(shape, layout.padding(x.dims), strict=True)))
+            found |= {tuple(sorted(n for n in one if n > 1)) for one in (shape, padded)}
+    return frozenset(found)
+
+
+def _padded(config: Config, chosen: list[Parameter]) -> int:
+    """Count elements at rest, where a dim is padded that its shards do not divide."""
+    layout, sizes = Layout.of(config), dim_sizes(config.model)
+    return sum(
+        prod(map(sum, zip(shape_of(x.dims, sizes), layout.padding(x.dims), strict=True)))
+        for x in chosen
+    )
+
+
+def _count(config: Config, chosen: list[Parameter]) -> int:
+    sizes = dim_sizes(config.model)
+    return sum(elements(x.dims, sizes) for x in chosen)

@@ -1,0 +1,147 @@
+"""The parameters of what reads images: the vision encoder, the scorers and relevance's networks.
+
+Their letters are those of the encoder's own dims, which are circled in the whole model.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from megajax.core.config.model import TEXTURE_CHANNELS, ModelConfig, RelevanceConfig, VisionConfig
+from megajax.core.counts import layers
+from megajax.core.counts.declaration import (
+    IMAGES,
+    Declared,
+    Parameter,
+    Role,
+    base_sizes,
+    frozen,
+    linear,
+    norm,
+    prefixed,
+    stacked,
+)
+
+MERGERS = 'merger', 'deep_mergers'  # the part `merger` of `vision.freeze`
+SCORERS = 3
+# Of a region: its texture, how it differs from the others, and its first scores.
+SCORER_FEATURES = 2 * TEXTURE_CHANNELS + SCORERS
+SUMMARIES = 3 * SCORERS  # mean, greatest and standard deviation of each score
+POSITION_STD = 0.5  # as large as what a patch adds to it, or places are long alike
+RELEVANCE_HIDDEN = 64  # hidden units of relevance's two networks beside the scorers
+
+
+@functools.cache
+def declare_vision(vision: VisionConfig) -> Declared:
+    """Declare the parameters of the vision encoder, by letters of its own dims."""
+    blocks = vision.blocks
+    # As large as their input: images are neither louder nor fainter than what is learned of text.
+    patch_std = (vision.frames * vision.num_channels * vision.patch_size**2) ** -0.5
+    merger_std = vision.merged_size**-0.5
+
+    def merger(normed: str) -> Declared:
+        return {
+            'norm': norm(blocks, normed, summed=''),
+            'up': {**linear('W', 'w', merger_std), 'bias': Parameter('W', Role.VECTOR)},
+            'down': linear('W', 'E', merger_std, bias=True),
+        }
+
+    declared: dict[str, Parameter | Declared] = {
+        'patch': linear('YQX', 'D', patch_std, bias=True),
+        'position': {'table': Parameter('SD', Role.TABLE, POSITION_STD)},
+        'layers': stacked(layers.declared(blocks, layers.layer(blocks))),
+        'merger': merger('D'),
+    }
+    if vision.deepstack:
+        declared['deep_mergers'] = prefixed(merger('W'), 'A')
+    parts = {name: 'merger' if name in MERGERS else 'encoder' for name in declared}
+    kept = {name: declared[name] for name, part in parts.items() if part in vision.freeze}
+    return declared | dict(frozen(kept))
+
+
+@functools.cache
+def declare_scorers(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
+    """Declare the scorers of regions in their slots, by letters of the vision encoder's dims.
+
+    Like its parameters they are sharded at rest and copied for a step; of its copy a device uses
+    the slots that are its own.
+    """
+    hidden = relevance.scorer_size // relevance.scorer_shards
+    return {
+        'features': Parameter('PZR', Role.MATRIX, SCORER_FEATURES**-0.5),
+        'query': Parameter('PER', Role.MATRIX, model.hidden_size**-0.5),
+        'bias': Parameter('PR', Role.VECTOR),
+        'out': Parameter('PR', Role.MATRIX, 0.1 * hidden**-0.5),
+    }
+
+
+def declare_relevance(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
+    """Declare the networks of relevance; those beside the scorers are small and unsharded."""
+    hidden, size = RELEVANCE_HIDDEN**-0.5, model.hidden_size**-0.5
+
+    def table(dims: str, std: float) -> Parameter:
+        return Parameter(circled(dims), Role.TABLE, std)
+
+    return {
+        'coupling': {'texture': table('TB', TEXTURE_CHANNELS**-0.5), 'out': table('BE', hidden)},
+        'scorers': of_encoder(declare_scorers(model, relevance)),
+        'balance': {
+            'summary': table('MB', SUMMARIES**-0.5),
+            'query': table('EB', size),
+            'out': table('BG', hidden),
+        },
+    }
+
+
+def of_encoder(declared: Declared) -> Declared:
+    """Return the encoder's parameters as a part of the whole model, with circled letters.
+
+    Images are sharded, so that every shard computes a partial gradient of each of them.
+    """
+    return {
+        name: in_model(x) if isinstance(x, Parameter) else of_encoder(x)
+        for name, x in declared.items()
+    }
+
+
+def in_model(parameter: Parameter) -> Parameter:
+    """Return the declaration of the encoder's parameter as one of the whole model."""
+    dims, inputs = circled(parameter.dims), circled(parameter.inputs)
+    return dataclasses.replace(parameter, dims=dims, inputs=inputs, summed=IMAGES, owner='encoder')
+
+
+def circled(dims: str) -> str:
+    """Return the letters of the vision encoder's dims: `Ⓓ` is its D."""
+    return ''.join(
+        chr(ord(letter) + (ord('Ⓐ') - ord('A') if letter.isupper() else ord('ⓐ') - ord('a')))
+        for letter in dims
+    )
+
+
+def vision_sizes(model: ModelConfig) -> Mapping[str, int]:
+    """Return the size of each letter of the vision encoder's dims."""
+    vision = model.vision
+    assert vision is not None
+    return {
+        **base_sizes(vision.blocks),
+        'A': len(vision.deepstack),
+        'E': model.hidden_size,
+        'Q': vision.frames,
+        'S': vision.positions**2,
+        'W': vision.merged_size,
+        'X': vision.patch_size**2,
+        'Y': vision.num_channels,
+        **({} if vision.relevance is None else _relevance_sizes(vision.relevance)),
+    }
+
+
+def _relevance_sizes(relevance: RelevanceConfig) -> Mapping[str, int]:
+    return {
+        'B': RELEVANCE_HIDDEN,
+        'G': SCORERS,
+        'P': SCORERS * relevance.scorer_shards,
+        'M': SUMMARIES,
+        'R': relevance.scorer_size // relevance.scorer_shards,
+        'T': TEXTURE_CHANNELS,
+        'Z': SCORER_FEATURES,
+    }

@@ -1,0 +1,242 @@
+"""Records of GPUs and of the links between them, read from YAML.
+
+`hardware/gpus/` has the records that are known by name. Rates are per GPU and second, in FLOPs or
+bytes; latencies are in seconds. To add a GPU, copy a file and give its path.
+"""
+
+import functools
+import re
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from megajax.base.errors import ConfigError
+from megajax.core.config.records import read_record
+from megajax.core.config.section import Section
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Dtype = Literal['float32', 'bfloat16', 'float16', 'fp8']
+LinkName = Literal['nvlink', 'pcie']
+# What 8-bit products reach of their peak, relative to what 16-bit products reach of theirs: an
+# assumption, by which they are 1.54 times as fast. Nothing was measured.
+FP8_SHARE = 0.77
+
+
+class Link(Section):
+    """A GPU's link to other GPUs."""
+
+    bandwidth: PositiveFloat  # bytes/s that it sends in a ring of large messages
+    latency: NonNegativeFloat  # additional seconds of each step of the ring
+
+
+class Reference(Section):
+    """The shares of the peaks that the fastest kernels reach on their own.
+
+    These are the rates of a roofline, with which `inspect` compares transfers.
+    """
+
+    matmul: Share
+    flash: Share | None = None
+    memory: Share
+
+
+class Fit(Section):
+    """The errors of the efficiencies in predicting the published rates that they were fitted on."""
+
+    rows: PositiveInt
+    mean: Share  # mean error
+    band: Share  # error that nine of ten rows do not exceed
+
+
+class Efficiency(Section):
+    """The shares of the peaks that training reaches.
+
+    A matrix product [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d +
+    half_size) for each d of m, n and k. Attention in one kernel reaches `flash` of the peak
+    rate if the kernel is cuDNN's and `flash_2` if it is FlashAttention-2 (Dao, 2023), for which
+    only the FLOPs that the causal mask leaves count, times S / (S + half_length) for S tokens.
+    Memory-bound operations reach `memory` of the memory bandwidth.
+    """
+
+    matmul: Share
+    half_size: NonNegativeFloat
+    flash: Share | None = None  # null if there is no such kernel
+    flash_2: Share | None = None
+    half_length: NonNegativeFloat = 0.0
+    memory: Share
+
+    def of_attention(self, kernel: Literal['flash', 'flash_2'], length: int) -> float | None:
+        """Return the share of the peak that attention in one kernel reaches, None without one."""
+        share = self.flash if kernel == 'flash' else self.flash_2 or self.flash
+        return share and share * length / (length + self.half_length)
+
+    def of_product(self, *sizes: int) -> float:
+        """Return the share of the peak that a product of these sizes reaches."""
+        share = self.matmul
+        for size in sizes:
+            share *= size / (size + self.half_size)
+        return share
+
+
+class Compiler(Section):
+    """The description of a GPU that is not present, for XLA's compiler.
+
+    The figures are the vendor's, and those of its architecture in the CUDA programming guide.
+    """
+
+    name: str
+    capability: Annotated[tuple[int, int], Field(strict=False)]
+    cores: PositiveInt
+    clock_ghz: PositiveFloat
+    bandwidth: PositiveInt  # bytes/s
+    l2_cache: PositiveInt  # bytes, like the next two
+    shared_memory_per_block: PositiveInt
+    shared_memory_per_core: PositiveInt
+
+
+class Hardware(Section):
+    """The record of a type of GPU, its hosts, and the source of each figure."""
+
+    name: str
+    device_kinds: Annotated[tuple[str, ...], Field(strict=False)] = ()  # `device_kind` in jax
+    peak_flops: dict[Dtype, PositiveFloat]  # FLOP/s of dense matrix products, without sparsity
+    memory: PositiveInt  # bytes that a program can allocate
+    memory_bandwidth: PositiveFloat  # bytes/s
+    power: PositiveFloat  # power limit of the board in watts
+    devices_per_host: PositiveInt
+    inside_host: Link
+    across_hosts: Link
+    pcie: Link | None = None  # inside a host whose GPUs have no NVLink; null: unknown
+    efficiency: Efficiency
+    fit: Fit | None = None  # null if no training rate was published: unverified
+    reference: Reference
+    compiler: Compiler | None = None  # null if the step cannot be compiled for this GPU
+    sources: dict[str, str]
+
+    def product_rate(self, dtype: str, *, is_attention: bool = False) -> float:
+        """Return the FLOP/s of the fastest matrix products or of flash attention.
+
+        For attention, only the FLOPs that the mask leaves count. A dtype that is not in the record
+        gets the highest peak, so that no product seems to take longer than it does.
+        """
+        peaks = {str(name): peak for name, peak in self.peak_flops.items()}
+        flash = self.reference.flash if is_attention else None
+        share = (flash or self.reference.matmul) * (FP8_SHARE if dtype == 'fp8' else 1)
+        return peaks.get(dtype, max(peaks.values())) * share
+
+    def ring_bandwidth(self, *, members: int, hosts: int) -> float:
+        """Return the bytes/s that a GPU sends in a ring over `hosts` with `members` on each host.
+
+        NCCL builds as many rings as a group has GPUs on a host. The rings leave the host at
+        different GPUs, so that the network cards of all these GPUs serve the group; other groups
+        use the cards of their own GPUs.
+        """
+        inside = self.inside_host.bandwidth
+        return inside if hosts == 1 else min(inside, self.across_hosts.bandwidth * members)
+
+
+def check_dtype(dtype: str, gpu: Hardware) -> None:
+    """Raise ConfigError if a GPU does not compute in `train.dtype`."""
+    if dtype not in gpu.peak_flops:
+        raise ConfigError(
+            f'train.dtype={dtype}: {gpu.name} computes in {", ".join(gpu.peak_flops)}; '
+            'use one of them'
+        )
+
+
+def hardware_names() -> list[str]:
+    """Return the names of the GPUs that `hardware` knows, in alphabetical order."""
+    return sorted(
+        path.name.removesuffix('.yaml')
+        for path in _folder().iterdir()
+        if path.name.endswith('.yaml')
+    )
+
+
+def compiled_for() -> tuple[str, ...]:
+    """Return the names of the GPUs that a step can be compiled for, in alphabetical order."""
+    texts = {name: (_folder() / f'{name}.yaml').read_text() for name in hardware_names()}
+    return tuple(name for name, text in texts.items() if '\ncompiler:' in text)
+
+
+def hardware(name: str | Path, link: LinkName | None = None) -> Hardware:
+    """Read the record of a GPU by its name, or from a YAML file.
+
+    `link` is that between the GPUs of a host, if not the one that they are sold with. Raises
+    ConfigError with every mistake in the file, and for a link that the record does not have.
+    """
+    return _with_link(_hardware(name), link)
+
+
+def _with_link(gpu: Hardware, link: LinkName | None) -> Hardware:
+    is_pcie = gpu.inside_host == gpu.pcie
+    if link == 'nvlink' and is_pcie:
+        raise ConfigError(
+            f'--link nvlink: bridges join two GPUs of {gpu.name}, and a plan has one link for all '
+            'GPUs of a host; leave it out'
+        )
+    if link != 'pcie' or is_pcie:
+        return gpu
+    if gpu.pcie is None:
+        raise ConfigError(
+            f'--link pcie: the record of {gpu.name} has no pcie: {{bandwidth, latency}}; add it'
+        )
+    return gpu.model_copy(update={'inside_host': gpu.pcie, 'name': f'{gpu.name} over PCIe'})
+
+
+def _hardware(name: str | Path) -> Hardware:
+    known = record_name(str(name))
+    if known in hardware_names():
+        return _known(known)
+    path = Path(name)
+    if path.suffix not in ('.yaml', '.yml'):
+        raise ConfigError(
+            f'GPU {name}: choose among {", ".join(hardware_names())}; of others there is no '
+            'record: write one as docs/add_a_gpu.md shows, and give its YAML file'
+        )
+    return _read(path)
+
+
+def record_name(name: str) -> str:
+    """Return a GPU's name as records write it: H100 is h100, and A100-SXM4-40GB is a100_40gb.
+
+    All words of the name must be those of the GPU; a name that may mean two has the shorter one.
+    """
+    words = _words(name)
+    plain = '_'.join(re.findall(r'[a-z0-9]+', name.lower()))
+    if plain in (names := hardware_names()):
+        return plain
+    for known in sorted(names, key=len):
+        gpu = _known(known)
+        own = _words(' '.join([known, gpu.name, *gpu.device_kinds]))
+        if known.partition('_')[0] in words and words <= own:
+            return known
+    return name
+
+
+def _words(name: str) -> set[str]:
+    """Return the words of a GPU's name, in which SXM5 is SXM, and 80 GB is 80gb."""
+    plain = re.sub(r'(\d+)[\W_]+gb', r'\1gb', name.lower())
+    return set(re.findall(r'[a-z0-9]+', re.sub(r'sxm\d', 'sxm', plain)))
+
+
+def hardware_of(device_kind: str) -> Hardware | None:
+    """Return the GPU with jax's name, such as 'NVIDIA H100 80GB HBM3', None if it is unknown."""
+    records = map(_known, hardware_names())
+    return next((record for record in records if device_kind in record.device_kinds), None)
+
+
+@functools.cache
+def _known(name: str) -> Hardware:
+    return _read(_folder() / f'{name}.yaml')
+
+
+def _folder() -> Traversable:
+    return resources.files('megajax.core.hardware') / 'gpus'
+
+
+def _read(file: Path | Traversable) -> Hardware:
+    return read_record(file, Hardware, hint=f'; known by name: {", ".join(hardware_names())}')

@@ -1,0 +1,126 @@
+"""Compile targets: abstract devices of GPUs that are not present, and their hosts."""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megajax.core.config import ConfigError
+from megajax.core.config.extras import install
+from megajax.core.hardware.records import Hardware, check_dtype, compiled_for, hardware
+
+GPUS = compiled_for()
+TARGETS = 'cpu', *GPUS
+DEVICES_PER_HOST = 8
+# Prefixes of the device kinds of other vendors' GPUs, whose platform in jax is also gpu.
+NOT_NVIDIA = ('AMD', 'gfx', 'Intel')
+# Autotuning would need a GPU. The machine code is never run: without optimizing it, the HLO is
+# exactly the same and compiles in a sixth less time.
+WITHOUT_GPU: dict[str, Any] = {'xla_gpu_autotune_level': 0, 'xla_backend_optimization_level': 0}
+
+NO_TILES = "Couldn't find output tile sizes", 'No backend with default config found'
+
+
+def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:
+    """Return abstract devices of a target, host by host; needs XLA's GPU compiler but no GPU."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform='cuda',
+        topology=f'1x{hosts}x{per_host}',
+        target_config=_description(hardware(target)),
+    )
+    return list(topology.devices)
+
+
+def compile_without_gpu(
+    compile_with: Callable[[dict[str, Any]], Any], options: Mapping[str, Any]
+) -> Any:
+    """Call `compile_with` with these options and those that a compiler without a GPU needs.
+
+    XLA of jax 0.10 begins with tiles of Triton's that do not fit every product in fp32, and has no
+    GPU to find others on; that of 0.12 has none for a deterministic step. Then it is called again,
+    with the products left to cuBLAS.
+    """
+    import jax
+
+    try:
+        return compile_with({**WITHOUT_GPU, **options})
+    except jax.errors.JaxRuntimeError as error:
+        if not any(message in str(error) for message in NO_TILES):
+            raise
+        return compile_with({**WITHOUT_GPU, **options, 'xla_gpu_enable_triton_gemm': False})
+
+
+def has_compiler() -> bool:
+    """Whether XLA's GPU compiler is installed; it needs no GPU."""
+    if importlib.util.find_spec('jax_plugins') is None:
+        return False
+    return any(importlib.util.find_spec(f'jax_plugins.xla_cuda{version}') for version in (12, 13))
+
+
+def is_nvidia(device: Any) -> bool:
+    """Whether a device, which may be an abstract one, is a GPU that CUDA's libraries run on."""
+    return device.platform in ('gpu', 'cuda') and not device.device_kind.startswith(NOT_NVIDIA)
+
+
+def check_target(target: str, dtype: str | None = None) -> None:
+    """Raise ConfigError unless a step, of `train.dtype` if given, can be compiled for it here."""
+    if target not in TARGETS:
+        raise ConfigError(
+            f'target {target}: choose among {", ".join(TARGETS)}; docs/add_a_gpu.md adds others'
+        )
+    if target == 'cpu':
+        return
+    if dtype is not None:
+        check_dtype(dtype, hardware(target))
+    if not has_compiler():
+        raise ConfigError(
+            f"target {target} needs XLA's GPU compiler (no GPU): {install('gpu-compile')}"
+        )
+
+
+def num_hosts(devices: int, wanted: int | None = None) -> int:
+    """Return `wanted`, or the smallest number of hosts with equal shares of at most 8 devices.
+
+    Raises ConfigError if `wanted` does not divide the devices.
+    """
+    fits = [hosts for hosts in range(1, devices + 1) if devices % hosts == 0]
+    if wanted is None:
+        return next(hosts for hosts in fits if devices <= hosts * DEVICES_PER_HOST)
+    if wanted not in fits:
+        raise ConfigError(
+            f'{wanted} hosts do not divide the {devices} devices of the mesh: '
+            f'choose among {", ".join(map(str, fits))}'
+        )
+    return wanted
+
+
+def _description(hardware: Hardware) -> str:
+    gpu = hardware.compiler
+    assert gpu is not None
+    major, minor = gpu.capability
+    return f'''gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared_memory_per_core}
+  threads_per_core_limit: 2048
+  core_count: {gpu.cores}
+  fpus_per_core: {64 if gpu.capability == (8, 0) else 128}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {gpu.bandwidth}
+  l2_cache_size: {gpu.l2_cache}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {hardware.memory}
+  shared_memory_per_block_optin: {gpu.shared_memory_per_block}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  runtime_version: "12.9.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "{gpu.name}"
+'''

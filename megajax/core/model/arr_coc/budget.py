@@ -1,0 +1,159 @@
+"""The tokens that each region of an image gets, and where they stand: ARR-COC's budget.
+
+An image is cut into regions. At a level a region is a smaller picture of a square of cells
+(`SIDES`), so that what matters to the question has up to 400 tokens and the rest 64, and all
+together at most a total. All shapes are static, nothing communicates, and no token is sorted.
+
+The functions are of one image, to be mapped with `jax.vmap(..., spmd_axis_name='data')`. A level is
+discrete and has no gradient: relevance learns from the detail that it is multiplied with
+(`levels.py`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+SIDES = (8, 10, 12, 14, 16, 18, 20)
+NUM_WATER_LEVELS = 65
+HIGHEST_WATER = 4  # the most that relevance is multiplied with
+NUM_EXCHANGES = 4
+ENOUGH = 0.97  # of the total
+
+
+class Places(NamedTuple):
+    """The cells that stand at the places of an image's tokens, [total]; -1 at an empty place."""
+
+    region: jax.Array  # of the image, in raster order
+    cell: jax.Array  # its row and column in the region's square, as a place in the finest square
+    row: jax.Array  # of the finest cell at the center, among those of the image
+    column: jax.Array
+
+
+def check_relevance(relevance: np.ndarray) -> None:
+    """Raise ValueError if a relevance [B, regions] is not finite; for values on the host.
+
+    A compiled step cannot refuse a value. There a NaN has the least relevance, so that the levels
+    stay in bounds, and comes back in the loss, on which the step is skipped
+    (`core/train/guard.py`).
+    """
+    if not np.isfinite(relevance).all():
+        row, region = np.argwhere(~np.isfinite(relevance))[0]
+        value = relevance[row, region]
+        raise ValueError(f'the relevance of region {region} in row {row} is {value}, not finite')
+
+
+def num_tokens(level: jax.Array, sides: Sequence[int] = SIDES) -> jax.Array:
+    """Return the number of tokens at a level."""
+    return side_of(level, sides) ** 2
+
+
+def budget(relevance: jax.Array, total: int, sides: Sequence[int] = SIDES) -> jax.Array:
+    """Return the level of each region, as an index of `sides`, from its relevance in [0, 1].
+
+    Between the fewest and the most tokens a region has the share `clip(water * relevance, 0, 1)`,
+    rounded down to a level. Then regions rise by a level in the order of relevance while they fit,
+    again and again. What is left is used by raising one region and lowering a less relevant one,
+    which costs less than either. The water is the highest with which `ENOUGH` of `total` is used,
+    or that uses most. A region never has fewer tokens than a less relevant one, and ties go to the
+    first.
+
+    `total` is at least the fewest tokens of all regions.
+    """
+    assert total >= len(relevance) * sides[0] ** 2, (total, relevance.shape)
+    relevance = jnp.clip(jnp.nan_to_num(lax.stop_gradient(relevance)), 0, 1)
+    fewest, most = sides[0] ** 2, sides[-1] ** 2
+    water = jnp.arange(NUM_WATER_LEVELS) * (HIGHEST_WATER / (NUM_WATER_LEVELS - 1))
+    share = jnp.minimum(jnp.expand_dims(water, 1) * jnp.expand_dims(relevance, 0), 1)
+    wanted = fewest + (most - fewest) * share
+    steps = jnp.array([side**2 for side in sides[1:]]).reshape(1, 1, -1)
+    by_water = (jnp.expand_dims(wanted, 2) >= steps).sum(2)
+
+    is_at = _order(relevance)
+    by_water = jnp.where(jnp.expand_dims(is_at, 0), jnp.expand_dims(by_water, 1), 0).sum(2)
+
+    def use_up(level: jax.Array) -> jax.Array:
+        level = lax.fori_loop(0, 2 * len(sides), lambda _, x: _rise(x, total, sides), level)
+        return lax.fori_loop(0, NUM_EXCHANGES, lambda _, x: _exchange(x, total, sides), level)
+
+    by_water = jax.vmap(use_up)(by_water)
+    used = num_tokens(by_water, sides).sum(1)  # all that the lowest water uses fits
+    used = jnp.where(used <= total, jnp.minimum(used, ENOUGH * total), 0)
+    highest = NUM_WATER_LEVELS - 1 - jnp.argmax(used[::-1])
+    level = lax.dynamic_index_in_dim(by_water, highest, 0, keepdims=False)
+    return jnp.where(is_at, jnp.expand_dims(level, 1), 0).sum(0)
+
+
+def places(
+    level: jax.Array, total: int, regions: tuple[int, int], sides: Sequence[int] = SIDES
+) -> Places:
+    """Return what stands at each of `total` places: all cells of a region after another's.
+
+    `regions` are the rows and columns of regions in the image.
+    """
+    count = num_tokens(level, sides)
+    end = jnp.cumsum(count)
+    place = jnp.arange(total)
+    region = (jnp.expand_dims(place, 1) >= jnp.expand_dims(end, 0)).sum(1)
+    is_there = jnp.expand_dims(region, 1) == jnp.arange(len(level)).reshape(1, -1)
+
+    def of_region(x: jax.Array) -> jax.Array:
+        return jnp.where(is_there, jnp.expand_dims(x, 0), 0).sum(1)
+
+    cell = place - of_region(end - count)
+    side, finest = jnp.maximum(of_region(side_of(level, sides)), 1), sides[-1]
+    corner = region // regions[1] * finest, region % regions[1] * finest
+    own = cell // side, cell % side
+    row, column = ((2 * x + 1) * finest // (2 * side) for x in own)
+    values = region, own[0] * finest + own[1], corner[0] + row, corner[1] + column
+    return Places(*(jnp.where(is_there.any(1), x, -1) for x in values))
+
+
+def side_of(level: jax.Array, sides: Sequence[int] = SIDES) -> jax.Array:
+    """Return `sides[level]` by arithmetic: a lookup by a mapped index needs a placement."""
+    steps = zip(sides[1:], sides, strict=False)
+    rises = (jnp.where(level > i, side - last, 0) for i, (side, last) in enumerate(steps))
+    return sum(rises, 0 * level + sides[0])
+
+
+def _order(relevance: jax.Array) -> jax.Array:
+    """Return is_at[rank, region], whether a region has this rank; the most relevant has rank 0."""
+    index = jnp.arange(len(relevance))
+    mine, other = jnp.expand_dims(relevance, 0), jnp.expand_dims(relevance, 1)
+    is_before = (other > mine) | ((other == mine) & (index.reshape(-1, 1) < index.reshape(1, -1)))
+    return jnp.expand_dims(is_before.sum(0), 0) == index.reshape(-1, 1)
+
+
+def _rise(level: jax.Array, total: int, sides: Sequence[int]) -> jax.Array:
+    """Raise regions, given by rank, by one level each for as long as they fit.
+
+    What does not fit by itself is passed over.
+    """
+    used = num_tokens(level, sides)
+    left = total - used.sum()
+    cost = num_tokens(level + 1, sides) - used  # 0 at the highest level
+    cost = jnp.where(cost <= left, cost, 0)
+    return level + ((cost > 0) & (jnp.cumsum(cost) <= left))
+
+
+def _exchange(level: jax.Array, total: int, sides: Sequence[int]) -> jax.Array:
+    """Raise a region by a level and lower a less relevant one, so that most of the rest is used.
+
+    The levels are in descending order, and stay so: the raised one is the first with its level and
+    the lowered one the last.
+    """
+    used, rank = num_tokens(level, sides), jnp.arange(len(level))
+    before, after = jnp.diff(level, prepend=len(sides)), jnp.diff(level, append=-1)
+    cost = jnp.where(before < 0, num_tokens(level + 1, sides) - used, 0)
+    saved = jnp.where(after < 0, used - num_tokens(level - 1, sides), 0)
+    gain = jnp.expand_dims(cost, 1) - jnp.expand_dims(saved, 0)
+    is_pair = (jnp.expand_dims(cost, 1) > 0) & (jnp.expand_dims(saved, 0) > 0)
+    is_pair &= (rank.reshape(-1, 1) < rank.reshape(1, -1)) & (gain <= total - used.sum())
+    gain = jnp.where(is_pair, gain, 0)
+    raised = (rank == jnp.argmax(gain.max(1))) & (gain.max() > 0)
+    of_raised = jnp.where(jnp.expand_dims(raised, 1), gain, 0).max(0)
+    lowered = (rank == jnp.argmax(of_raised)) & (gain.max() > 0)
+    return level + raised - lowered

@@ -1,0 +1,271 @@
+"""The relevance of an image's regions to a question: ARR-COC's scorers, balance and noise.
+
+Three scorers look at the texture of each region (`core/model/arr_coc/texture.py`). Each starts as
+one way of knowing, of Vervaeke: propositional is how much information a region has, perspectival
+how salient it is, participatory how it couples with the question. A network of one shape adds to
+each what is learned, so the three stand in one array whose slots are sharded over `model`: one
+scorer for each device, or `shards` slots with equal parts of its hidden units. Their scores are
+gathered, and the rest is replicated. Arrays are of the rows of a data shard, in fp32: budgets are
+discrete choices.
+
+The gradient reaches scorers, coupling and balance through `Relevance.gate`, since budgets have
+none. The networks' inputs have none either, or it would be reduced over `model`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from megajax.core.config import ModelConfig
+from megajax.core.counts.vision_parameters import SCORER_FEATURES, SUMMARIES, declare_scorers
+from megajax.core.model.arr_coc.texture import SALIENCY
+from megajax.core.model.dropout import fold_in
+from megajax.core.model.gradient_slot import Slotted, value
+from megajax.core.model.parameters import Parameters
+from megajax.core.parallel.layout import UNSHARDED, Layout
+
+SCORES = 'propositional', 'perspectival', 'participatory'
+NUM_FEATURES, NUM_SUMMARIES = SCORER_FEATURES, SUMMARIES
+SHARPNESS = 3.0  # scores are in [0, 1] at first, where a softmax hardly distinguishes them
+# Standard Gumbel noise would choose regions without anything to read half of the time.
+NOISE = 0.3
+# A region asks for tokens by its probability to this power, so that at nine tenths of the most
+# probable one it asks for a quarter: what has to be seen in detail cannot be read at half of it.
+DECISION = 4 / NOISE
+_EPSILON = 1e-8
+_NOISE = 0x67756D62  # differs from the layers, whose indices dropout's keys are derived by
+
+
+class Coupling(NamedTuple):
+    """The network that brings the texture of a region beside the question."""
+
+    texture: jax.Array  # [13, hidden]
+    out: jax.Array  # [hidden, D]
+
+
+class Scorers(NamedTuple):
+    """The networks of all scorers: `num_slots` arrays of each kind, sharded over `model`."""
+
+    features: jax.Array  # [slots, NUM_FEATURES, hidden / shards]
+    query: jax.Array  # [slots, D, hidden / shards]
+    bias: jax.Array  # [slots, hidden / shards]
+    out: jax.Array  # [slots, hidden / shards], small at first
+
+
+class Balance(NamedTuple):
+    """The network that weighs the three scores against each other."""
+
+    summary: jax.Array  # [NUM_SUMMARIES, hidden]
+    query: jax.Array  # [D, hidden]
+    out: jax.Array  # [hidden, 3]
+
+
+class RelevanceParameters(NamedTuple):
+    """All parameters of relevance."""
+
+    coupling: Coupling
+    scorers: Scorers
+    balance: Balance
+
+
+class Relevance(NamedTuple):
+    """The relevance of the regions in a row."""
+
+    relevance: jax.Array  # [B, regions], in [0, 1], with noise in training: for `budget`
+    gate: jax.Array  # [B, regions], 1 on average, without noise: what detail is multiplied with
+    scores: jax.Array  # [3, B, regions]
+    weights: jax.Array  # [B, 3], which add up to 1
+
+
+class RelevanceNetworks(nnx.Module):
+    """The coupling, the scorers and the balance of a model.
+
+    A step gives each device a copy of all scorers (`shard_copies.py`), of which it uses the slots
+    that are its own, so that checkpoints do not depend on the mesh.
+    """
+
+    def __init__(self, model: ModelConfig, parameters: Parameters, *, key: jax.Array):
+        assert model.vision is not None
+        assert model.vision.relevance is not None
+        self.config = model.vision.relevance
+        coupling_key, scorers_key, balance_key = jax.random.split(key, 3)
+        self.coupling = _Networks(parameters['coupling'], key=coupling_key)
+        scorers = Parameters.of_encoder(model, declare_scorers(model, self.config))
+        self.scorers = _Networks(scorers, key=scorers_key)
+        self.balance = _Networks(parameters['balance'], key=balance_key)
+
+    def __call__(
+        self,
+        texture: jax.Array,
+        query_BD: jax.Array,
+        layout: Layout,
+        key_B: jax.Array | None = None,
+    ) -> Relevance:
+        """Assess the relevance of regions to the question of each row."""
+        parameters = RelevanceParameters(
+            Coupling(**self.coupling.arrays()),
+            Scorers(**{name: _slots(x, layout) for name, x in self.scorers.arrays().items()}),
+            Balance(**self.balance.arrays()),
+        )
+        return assess(texture, query_BD, parameters, shards=self.config.scorer_shards, key_B=key_B)
+
+
+class _Networks(nnx.Module):
+    """Parameters by the names that they are declared with."""
+
+    def __init__(self, parameters: Parameters, *, key: jax.Array):
+        for index, name in enumerate(parameters.declared):
+            setattr(self, name, parameters.make(name, jax.random.fold_in(key, index)))
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Return each parameter in fp32; its gradient goes to its slot where it has one."""
+        params = {name: x for name, x in vars(self).items() if isinstance(x, nnx.Param)}
+        return {name: _in_fp32(x.get_value()) for name, x in params.items()}
+
+
+def _in_fp32(x: Any) -> jax.Array:
+    return value(x.weight, x.slot) if isinstance(x, Slotted) else x.astype(jnp.float32)
+
+
+def _slots(copies: jax.Array, layout: Layout) -> jax.Array:
+    """Return the slots of all devices, each with its own, from a copy [Ⓘ, slots, ...] on each.
+
+    Devices in excess have slots of zeros.
+    """
+    (axis,) = layout.mesh_axes('Ⓘ')
+    shards, used, rest = len(copies), copies.shape[1], copies.shape[2:]
+    own = jnp.arange(-(-used // shards) * shards).reshape(shards, -1)
+
+    def of_device(copy: jax.Array, own: jax.Array) -> jax.Array:
+        none = UNSHARDED('-' * copy.ndim)
+        return copy.at[own].get(mode='fill', fill_value=0, out_sharding=none)
+
+    slots = jax.vmap(of_device, spmd_axis_name=axis)(copies, jax.reshard(own, layout('Ⓘ-')))
+    return slots.reshape(-1, *rest, out_sharding=layout('Ⓘ' + '-' * len(rest)))
+
+
+def num_slots(shards: int, model: int) -> int:
+    """Return the slots of scorers on `model` devices: the least multiple that holds all shards."""
+    return -(-len(SCORES) * shards // model) * model
+
+
+def question(loss_mask_BS: jax.Array, image_index_BS: jax.Array) -> jax.Array:
+    """Return the tokens of the question [B, S]: the text before the answer.
+
+    A loss mask counts the prediction of the next token, so the first token that it counts ends the
+    question. Without a loss all text is the question; padding is for the caller to leave out.
+    """
+    counts_BS = (loss_mask_BS > 0).astype(jnp.int32)
+    return (jnp.cumsum(counts_BS, 1) == counts_BS) & (image_index_BS < 0)
+
+
+def query(x_BTD: jax.Array, is_question_BT: jax.Array) -> jax.Array:
+    """Return the sum [B, D] of the question's embeddings in fp32, brought to an RMS of 1.
+
+    It has no gradient. A row without a question has 0. Where T is sharded, the sums of the shards
+    are reduced.
+    """
+    weight = jnp.expand_dims(is_question_BT, 2)
+    total = jnp.where(weight, lax.stop_gradient(x_BTD).astype(jnp.float32), 0).sum(1)
+    square = (total * total).mean(1, keepdims=True)
+    return total * lax.rsqrt(jnp.maximum(square, _EPSILON**2))
+
+
+def assess(
+    texture: jax.Array,
+    query_BD: jax.Array,
+    parameters: RelevanceParameters,
+    *,
+    shards: int,
+    key_B: jax.Array | None = None,
+) -> Relevance:
+    """Assess the relevance of regions to a question from their texture [B, regions, 13].
+
+    With `key_B`, a key for each row (`core/model/dropout.py`), relevance has Gumbel noise, the same
+    on every mesh: without it regions that once had no detail would never be tried.
+    """
+    with jax.named_scope('relevance'):
+        query_BD = lax.stop_gradient(query_BD)
+        start = definitions(texture, query_BD, parameters.coupling)
+        scores = start + _learned(texture, start, query_BD, parameters.scorers, shards)
+        weights = _weigh(scores, query_BD, parameters.balance)
+        weight = jnp.expand_dims(weights.swapaxes(0, 1), 2)  # [3, B, 1]
+        logits = SHARPNESS * (weight * scores).sum(0)
+        gate = jax.nn.softmax(logits, 1) * logits.shape[1]
+        noisy = lax.stop_gradient(logits + NOISE * _gumbel(logits, key_B))
+        power = jnp.exp(DECISION * (noisy - noisy.max(1, keepdims=True)))
+        return Relevance(_from_zero_to_one(power), gate, scores, weights)
+
+
+def definitions(texture: jax.Array, query_BD: jax.Array, coupling: Coupling) -> jax.Array:
+    """Return the scores [3, B, regions] before anything is learned, each in [0, 1].
+
+    They are the entropy of a softmax over channels, the length of the gradient, and the cosine
+    between the question and a small network of the texture. Extremes are those of one image.
+    """
+    log_p = jax.nn.log_softmax(texture, 2)
+    propositional = _from_zero_to_one(-(jnp.exp(log_p) * log_p).sum(2))
+    hidden = jax.nn.relu(_einsum('brc,ch->brh', texture, coupling.texture))
+    vector, asked = _einsum('brh,hd->brd', hidden, coupling.out), jnp.expand_dims(query_BD, 1)
+    square = (vector * vector).sum(2) * (asked * asked).sum(2)
+    cosine = (vector * asked).sum(2) * lax.rsqrt(square + _EPSILON)
+    return jnp.stack([propositional, texture[:, :, SALIENCY], (cosine + 1) / 2])
+
+
+def _learned(
+    texture: jax.Array, start: jax.Array, query_BD: jax.Array, scorers: Scorers, shards: int
+) -> jax.Array:
+    """Return what the networks add to each score, [3, B, regions].
+
+    Their features are the channels, how these differ from the image's mean, in its standard
+    deviations, and all three definitions.
+    """
+    difference = texture - texture.mean(1, keepdims=True)
+    deviation = jnp.sqrt((difference * difference).mean(1, keepdims=True) + _EPSILON)
+    known = [start[i] for i in range(len(SCORES))]
+    features = jnp.concatenate([texture, difference / deviation, jnp.stack(known, 2)], 2)
+    features = lax.stop_gradient(features)
+    hidden = _einsum('brc,scf->sbrf', features, scorers.features)
+    asked = _einsum('bd,sdf->sbf', query_BD, scorers.query)
+    asked = asked + jnp.expand_dims(scorers.bias, 1)
+    hidden = jnp.tanh(hidden + jnp.expand_dims(asked, 2))
+    partial = _einsum('sbrf,sf->sbr', hidden, scorers.out)
+    # all-gather over model forward, nothing backward
+    partial = jax.reshard(partial, UNSHARDED('---'))
+    used = partial[: len(SCORES) * shards]
+    shape = len(SCORES), shards, *used.shape[1:]
+    return used.reshape(shape, out_sharding=UNSHARDED('----')).sum(1)
+
+
+def _weigh(scores: jax.Array, query_BD: jax.Array, balance: Balance) -> jax.Array:
+    """Return the weight [B, 3] of each score in the relevance of a row."""
+    mean = scores.mean(2)
+    difference = scores - jnp.expand_dims(mean, 2)
+    deviation = jnp.sqrt((difference * difference).mean(2) + _EPSILON)
+    rows = [x[i] for x in (mean, scores.max(2), deviation) for i in range(len(SCORES))]
+    summary = jnp.stack(rows, 1)
+    hidden = _einsum('bi,ih->bh', summary, balance.summary)
+    hidden = jax.nn.relu(hidden + _einsum('bd,dh->bh', query_BD, balance.query))
+    return jax.nn.softmax(_einsum('bh,hi->bi', hidden, balance.out), 1)
+
+
+def _gumbel(like: jax.Array, key_B: jax.Array | None) -> jax.Array | float:
+    """Draw noise like [B, regions] from the keys of rows; without keys there is none."""
+    keys = fold_in(key_B, _NOISE)
+    if keys is None:
+        return 0.0
+    return jax.vmap(lambda key: jax.random.gumbel(key, like.shape[1:]))(keys)
+
+
+def _from_zero_to_one(x: jax.Array) -> jax.Array:
+    """Bring the extremes of each row to 0 and 1; all are 0 where they are equal."""
+    low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
+    return (x - low) / (high - low + _EPSILON)
+
+
+def _einsum(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiply in fp32, also on a GPU whose default is a shorter mantissa."""
+    return jnp.einsum(equation, x, w, precision='highest')

@@ -1,0 +1,241 @@
+"""Self-attention with heads sharded over `model`."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import P
+
+from megajax.core.config import ModelConfig
+from megajax.core.hardware.targets import is_nvidia
+from megajax.core.model.context import attend_across
+from megajax.core.model.dropout import dropout, fold_in
+from megajax.core.model.flash import can_flash, flash_attention
+from megajax.core.model.norm import Norm, RMSNormOverHeads, make_head_norm, norm_queries_and_keys
+from megajax.core.model.parameters import Parameters
+from megajax.core.model.rotary import rotate
+from megajax.core.model.rows import NO_ROWS, Rows
+from megajax.core.model.sublayer import Sublayer
+from megajax.core.parallel.layout import Layout
+
+Kept = TypeVar('Kept')
+# A function of queries, keys and values, with complete heads on each shard. It returns attention's
+# output and whatever the caller wants to keep, such as keys and values for the next token.
+Core = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kept]]
+
+
+class Attention(Sublayer):
+    """Fused QKV (column-parallel), attention on complete heads, output projection (row-parallel).
+
+    The columns of QKV are grouped by key/value head, [G queries, key, value] each. So one product
+    computes all three, and the gradient of its input is reduced over `model` once, not three times.
+    """
+
+    SCOPE, LINEARS, KEY, MIXES_TOKENS = 'attention', ('qkv', 'out'), 1, True
+
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
+        super().__init__(config, parameters, key=key)
+        self.query_norm, self.key_norm = (
+            make_head_norm(config, parameters[name]) if config.qk_norm else None
+            for name in ('query_norm', 'key_norm')
+        )
+
+    def middle(self, y: jax.Array, core: Core[Kept], rows: Rows) -> tuple[jax.Array, Kept]:
+        """Return the attention of fused queries, keys and values, and the second result of core."""
+        qkv_RSKCH = self.first.with_bias(y)
+        heads = self._heads(qkv_RSKCH, _reshard(rows.position_BS, self.layout('RS')))
+        with jax.named_scope('core'):
+            return core(*heads)
+
+    def _heads(
+        self, qkv_RSKCH: jax.Array, position_RS: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, normed and rotated, with complete heads on each shard."""
+        config = self.config
+        queries, keys = self.query_norm, self.key_norm
+        q_RSKGH, k_RSKH, v_RSKH = (
+            qkv_RSKCH[:, :, :, :-2],
+            qkv_RSKCH[:, :, :, -2],
+            qkv_RSKCH[:, :, :, -1],
+        )
+        if isinstance(queries, RMSNormOverHeads) and isinstance(keys, RMSNormOverHeads):
+            q_RSKGH, k_RSKH = norm_queries_and_keys(q_RSKGH, k_RSKH, queries, keys)
+        q_RSNH, k_RSKH, v_RSKH = self._complete(q_RSKGH, k_RSKH, v_RSKH)
+        if isinstance(queries, Norm) and isinstance(keys, Norm):
+            q_RSNH, k_RSKH = queries(q_RSNH), keys(k_RSKH)
+        if config.position != 'learned':
+            q_RSNH, k_RSKH = rotate(q_RSNH, k_RSKH, position_RS, config)
+        return q_RSNH, k_RSKH, v_RSKH
+
+    def _complete(
+        self, q_RSKGH: jax.Array, k_RSKH: jax.Array, v_RSKH: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values with complete heads on each shard."""
+        batch, length, *_, head_dim = q_RSKGH.shape
+        shape = batch, length, self.config.num_heads, head_dim
+        within_heads = self.layout.is_sharded('H')
+        dims = 'RSnH' if within_heads else 'RSNh'
+        q_RSNH = q_RSKGH.reshape(shape, out_sharding=self.layout(dims))
+        if not within_heads:
+            return q_RSNH, k_RSKH, v_RSKH
+        # With fewer key/value heads than shards, QKV holds a slice of every head. Megatron gathers
+        # all of QKV; here an all-to-all moves the queries, and only the few key/value heads are
+        # gathered.
+        q_RSNH = jax.reshard(q_RSNH, self.layout('RSNh'))
+        return q_RSNH, self._copy_to_shards(k_RSKH), self._copy_to_shards(v_RSKH)
+
+    def _copy_to_shards(self, k_RSKH: jax.Array) -> jax.Array:
+        """Copy to each shard the key/value head that its query heads share."""
+        batch, length, heads, head_dim = k_RSKH.shape
+        copies = self.layout.num_shards('N') // heads
+        k_RSKH = jax.reshard(k_RSKH, self.layout('RSkh'))  # all-gather
+        shape = batch, length, heads, copies, head_dim
+        k_RSKH = jnp.broadcast_to(k_RSKH[:, :, :, None], shape).reshape(
+            batch, length, heads * copies, head_dim
+        )
+        return jax.reshard(k_RSKH, self.layout('RSNh'))  # nothing forward, all-gather backward
+
+
+def attention_core(
+    config: ModelConfig,
+    layout: Layout,
+    rows: Rows = NO_ROWS,
+    *,
+    recompute: bool = False,
+    exchange: str | None = None,
+) -> Core[None]:
+    """The core of training and evaluation: every token of a sequence at once, nothing to keep.
+
+    With `exchange` it sees also the tokens of other context shards (`context.py`). Attention stays
+    inside a segment where the `rows` of the layer have segments. With `recompute` no [S, S] scores
+    are saved for the backward pass (selective recomputation of Korthikanti et al., 2022).
+    """
+    segment_RS = _reshard(rows.segment_BS, layout('RS'))
+    key_R = _reshard(fold_in(rows.key_B, 0), layout('R'))
+
+    def core(q_RSNH: jax.Array, k_RSKH: jax.Array, v_RSKH: jax.Array) -> tuple[jax.Array, None]:
+        return attend(
+            q_RSNH,
+            k_RSKH,
+            v_RSKH,
+            layout,
+            segment_RS=segment_RS,
+            causal=config.causal,
+            rate=config.attention_dropout,
+            key_R=key_R,
+            recompute=recompute,
+            exchange=exchange,
+        ), None
+
+    return core
+
+
+def attend(
+    q_RSNH: jax.Array,
+    k_RSKH: jax.Array,
+    v_RSKH: jax.Array,
+    layout: Layout,
+    *,
+    segment_RS: jax.Array | None = None,
+    causal: bool = True,
+    rate: float = 0.0,
+    key_R: jax.Array | None = None,
+    recompute: bool = False,
+    exchange: str | None = None,
+) -> jax.Array:
+    """Attention o_RSNH with softmax in fp32, by the fastest implementation for these inputs."""
+    device = jax.typeof(q_RSNH).sharding.mesh.abstract_device
+    platform = 'gpu' if is_nvidia(device) else device.platform.replace('gpu', 'another gpu')
+    without_dropout = rate == 0 or key_R is None
+    flash = without_dropout and can_flash(platform, str(q_RSNH.dtype), q_RSNH.shape[-1])
+    if exchange is not None:
+        assert causal
+        assert segment_RS is None
+        assert without_dropout
+        return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, 'cudnn' if flash else 'xla')
+    if flash:
+        return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal)
+    core = partial(_attend_xla, layout=layout, causal=causal, rate=rate)
+    attend_xla = jax.checkpoint(core, prevent_cse=False) if recompute else core
+    return attend_xla(q_RSNH, k_RSKH, v_RSKH, segment_RS, key_R)
+
+
+def _attend_xla(
+    q_RSNH: jax.Array,
+    k_RYKH: jax.Array,
+    v_RYKH: jax.Array,
+    segment_RS: jax.Array | None,
+    key_R: jax.Array | None,
+    *,
+    layout: Layout,
+    causal: bool,
+    rate: float,
+) -> jax.Array:
+    score_RKGSY = _scores(q_RSNH, k_RYKH, layout)
+    allowed = _allowed(q_RSNH.shape[1], segment_RS, causal=causal)
+    return _weighted(score_RKGSY, v_RYKH, allowed, key_R, layout, rate)
+
+
+def attend_where(
+    q_RSNH: jax.Array,
+    k_RYKH: jax.Array,
+    v_RYKH: jax.Array,
+    allowed: jax.Array,
+    key_R: jax.Array | None,
+    *,
+    layout: Layout,
+    rate: float,
+) -> jax.Array:
+    """Attention o_RSNH with softmax in fp32, in which each query sees the `allowed` keys.
+
+    `allowed` broadcasts against [R, K, G, S, Y].
+    """
+    return _weighted(_scores(q_RSNH, k_RYKH, layout), v_RYKH, allowed, key_R, layout, rate)
+
+
+def _scores(q_RSNH: jax.Array, k_RYKH: jax.Array, layout: Layout) -> jax.Array:
+    batch, length, heads, head_dim = q_RSNH.shape
+    groups = k_RYKH.shape[2]
+    grouped = batch, length, groups, heads // groups, head_dim
+    # In fp32, because 128**-0.5 has no close number in 16 bits.
+    scaled_RSNH = (q_RSNH.astype(jnp.float32) * head_dim**-0.5).astype(q_RSNH.dtype)
+    q_RSKGH = scaled_RSNH.reshape(grouped, out_sharding=layout('RSN-h'))
+    return jnp.einsum('rskgh,rykh->rkgsy', q_RSKGH, k_RYKH, preferred_element_type=jnp.float32)
+
+
+def _weighted(
+    score_RKGSY: jax.Array,
+    v_RYKH: jax.Array,
+    allowed: jax.Array | None,
+    key_R: jax.Array | None,
+    layout: Layout,
+    rate: float,
+) -> jax.Array:
+    if allowed is not None:
+        score_RKGSY = jnp.where(allowed, score_RKGSY, jnp.finfo(jnp.float32).min)
+    weight_RKGSY = dropout(jax.nn.softmax(score_RKGSY, axis=-1), rate, key_R, layout('N-sy'))
+    o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY.astype(v_RYKH.dtype), v_RYKH)
+    rows, length, groups, per_group, head_dim = o_RSKGH.shape
+    shape = rows, length, groups * per_group, head_dim
+    return o_RSKGH.reshape(shape, out_sharding=layout('RSNh'))
+
+
+def _allowed(length: int, segment_RS: jax.Array | None, *, causal: bool) -> jax.Array | None:
+    """A mask of the keys Y that each query S sees, to broadcast against [R, K, G, S, Y].
+
+    None where a query sees all keys.
+    """
+    position = jnp.arange(length)
+    earlier = None
+    if causal:
+        earlier = jnp.expand_dims(position[:, None] >= position[None, :], (0, 1, 2))
+    if segment_RS is None:
+        return earlier
+    same = jnp.expand_dims(segment_RS[:, :, None] == segment_RS[:, None, :], (1, 2))
+    return same if earlier is None else earlier & same
+
+
+def _reshard(x: jax.Array | None, spec: P) -> jax.Array | None:
+    return None if x is None else jax.reshard(x, spec)

@@ -1,0 +1,45 @@
+"""A transformer layer: two sublayers (`sublayer.py`)."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from megajax.core.config import ModelConfig
+from megajax.core.model.attention import Attention, Core, Kept
+from megajax.core.model.mlp import MLP
+from megajax.core.model.parameters import Parameters
+from megajax.core.model.rows import NO_ROWS, Rows
+
+
+def parts_of_rows(rows: Any, num_parts: int) -> list[Any]:
+    """Return equal parts of the rows of arrays [B, ...]."""
+
+    def part(x: jax.Array, index: int) -> jax.Array:
+        rows = x.shape[0] // num_parts
+        return x if num_parts == 1 else x[index * rows : (index + 1) * rows]
+
+    return [jax.tree.map(lambda x, i=i: part(x, i), rows) for i in range(num_parts)]
+
+
+SUBLAYERS = 'attention', 'mlp'  # the modules of a block, in the order in which they are applied
+
+
+class Block(nnx.Module):
+    """Attention, then the feed-forward layer; each adds to the residual stream.
+
+    All parameters are those of a sublayer, which the overlap schedule relies on.
+    """
+
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
+        attention_key, mlp_key = jax.random.split(key)
+        self.attention = Attention(config, parameters['attention'], key=attention_key)
+        self.mlp = MLP(config, parameters['mlp'], key=mlp_key)
+
+    def __call__(
+        self, x_BTD: jax.Array, core: Core[Kept], rows: Rows = NO_ROWS
+    ) -> tuple[jax.Array, Kept]:
+        """Return the residual stream after this layer, and the second result of `core`."""
+        x_BTD, kept = self.attention(x_BTD, core, rows)
+        x_BTD, _ = self.mlp(x_BTD, rows=rows)
+        return x_BTD, kept

@@ -1,0 +1,249 @@
+"""Causal attention of sequences that are sharded over `context`, in the order of `zigzag.py`.
+
+Each shard has its queries, and in turn sees the keys and values of every shard: all at once after
+an all-gather (as in Llama 3, 2024), or passed on from shard to shard, a ring (Liu et al., 2023).
+Blocks are merged by their log-sum-exp. Whatever shard the keys come from, half of the scores
+between the two chunks of queries and of keys are needed, and only that half is computed.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core.model.kernels import KERNELS, Kernel
+from megajax.core.model.per_device import Specs, per_device
+from megajax.core.parallel.layout import CONTEXT, UNSHARDED
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def attend_across(
+    q_RSNH: jax.Array, k_RSKH: jax.Array, v_RSKH: jax.Array, exchange: str, kernel: str
+) -> jax.Array:
+    """Attention o_RSNH of a shard's tokens on all tokens of their sequences up to them.
+
+    `exchange` is `gather` or `ring`, `kernel` a key of KERNELS. To be mapped over context shards.
+    """
+    return _passes(exchange, kernel)[0](q_RSNH, k_RSKH, v_RSKH)[0]
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, exchange: str, kernel: str
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    o, lse = _passes(exchange, kernel)[0](q, k, v)
+    return o, (q, k, v, o, lse)
+
+
+def _backward(
+    exchange: str, kernel: str, saved: tuple[jax.Array, ...], do: jax.Array
+) -> tuple[jax.Array, ...]:
+    return _passes(exchange, kernel)[1](*saved, do)
+
+
+attend_across.defvjp(_forward, _backward)
+
+
+@functools.cache
+def _passes(exchange: str, kernel: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    passes, ring = KERNELS[kernel], exchange == 'ring'
+
+    def attend(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return _attend(*arrays, kernel=passes, ring=ring)
+
+    def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return _gradients(*arrays, kernel=passes, ring=ring)
+
+    def placed_as_output(specs: Specs) -> Specs:
+        return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-')
+
+    return (
+        per_device(attend, placed_as_output, lambda *arrays: passes.forward(*arrays, True)),
+        per_device(
+            gradients, lambda specs: specs[:3], lambda *arrays: passes.backward(*arrays, True)
+        ),
+    )
+
+
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, kernel: Kernel, ring: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return o [R, S, N, H] and the log-sum-exp [R, N, S] in fp32 of a device's tokens."""
+    rows, rank, shards = len(q), lax.axis_index(CONTEXT), lax.axis_size(CONTEXT)
+    o, lse = kernel.forward(q, k, v, True)
+    first, second = zip(_halves(o.astype(jnp.float32), 1), _halves(lse, 2), strict=True)
+    keys, done = _Keys(k, v, ring), [lse]
+    for step in range(1, shards):
+        k_2, v_2 = keys.of(step, done)
+        is_earlier = step <= rank  # these keys come from a shard of a lower index
+        o_2, lse_2 = kernel.forward(
+            _both(q, is_earlier), _of_keys(k_2, is_earlier), _of_keys(v_2, is_earlier), False
+        )
+        done.append(lse_2)
+        # The second half of the rows is of the first chunk of queries or of the second.
+        lowest = jnp.full_like(lse_2[rows:], -jnp.inf)
+        second = merge(second, (o_2[:rows], lse_2[:rows]))
+        first = merge(first, (o_2[rows:], jnp.where(is_earlier, lse_2[rows:], lowest)))
+        second = merge(second, (o_2[rows:], jnp.where(is_earlier, lowest, lse_2[rows:])))
+    o = jnp.concatenate([first[0], second[0]], axis=1)
+    return o.astype(q.dtype), jnp.concatenate([first[1], second[1]], axis=2)
+
+
+def _gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    o: jax.Array,
+    lse: jax.Array,
+    do: jax.Array,
+    *,
+    kernel: Kernel,
+    ring: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return dq, dk and dv of a device's tokens."""
+    rows, rank, shards = len(q), lax.axis_index(CONTEXT), lax.axis_size(CONTEXT)
+    dq, dk, dv = kernel.backward(q, k, v, o, lse, do, True)
+    keys, sums, done = _Keys(k, v, ring), _Sums(dk, dv, ring), [dq]
+    dq = dq.astype(jnp.float32)
+    for step in range(1, shards):
+        k_2, v_2 = keys.of(step, done)
+        is_earlier = step <= rank
+        of_queries = (_both(x, is_earlier) for x in (o, _by_token(lse), do))
+        o_2, lse_2, do_2 = of_queries
+        dq_2, dk_2, dv_2 = (
+            x.astype(jnp.float32)
+            for x in kernel.backward(
+                _both(q, is_earlier),
+                _of_keys(k_2, is_earlier),
+                _of_keys(v_2, is_earlier),
+                o_2,
+                _by_head(lse_2),
+                do_2,
+                False,
+            )
+        )
+        done.append(dq_2)
+        dq += _to_chunks(jnp.zeros_like(dq_2[:rows]), dq_2[:rows], dq_2[rows:], is_earlier)
+        zero = jnp.zeros_like(dk_2[:rows])
+        dk_2, dv_2 = (_to_chunks(x[:rows], zero, x[rows:], is_earlier) for x in (dk_2, dv_2))
+        sums.add(step, dk_2, dv_2)
+    return dq.astype(q.dtype), *sums.collect()
+
+
+class _Keys:
+    """Keys and values of the other shards, one shard in each step."""
+
+    def __init__(self, k: jax.Array, v: jax.Array, ring: bool):
+        self._kv, self._ring = (k, v), ring
+        if not ring:
+            self._gathered = tuple(lax.all_gather(x, CONTEXT) for x in self._kv)
+
+    def of(self, step: int, done: list[jax.Array]) -> Pair:
+        """Return those of the shard `step` places before; `done` has a result of each block."""
+        if not self._ring:
+            shard = (lax.axis_index(CONTEXT) - step) % lax.axis_size(CONTEXT)
+            k, v = (lax.dynamic_index_in_dim(x, shard, keepdims=False) for x in self._gathered)
+            return k, v
+        # XLA would start all sends at once and keep everything that arrives: each waits for the
+        # block before the one that it is sent beside.
+        if step > 1:
+            self._kv, _ = lax.optimization_barrier((self._kv, done[step - 2]))
+        self._kv = _pass_on(self._kv)
+        return self._kv
+
+
+class _Sums:
+    """The gradients of all shards' keys and values, until each shard has its own.
+
+    They are summed in fp32. What goes round the ring starts and ends as one shard's, in the dtype
+    of keys and values.
+    """
+
+    def __init__(self, dk: jax.Array, dv: jax.Array, ring: bool):
+        self._ring, self._dtype = ring, dk.dtype
+        self._sums: tuple[jax.Array, ...] = dk, dv
+        if not ring:
+            shape = lax.axis_size(CONTEXT), *dk.shape
+            self._sums = (jnp.zeros(shape), jnp.zeros(shape))
+            self.add(0, *(x.astype(jnp.float32) for x in (dk, dv)))
+
+    def add(self, step: int, dk: jax.Array, dv: jax.Array) -> None:
+        """Add gradients of the keys and values that `_Keys.of` returned for this step."""
+        if self._ring:
+            self._sums = tuple(
+                total.astype(jnp.float32) + x
+                for total, x in zip(_pass_on(self._sums), (dk, dv), strict=True)
+            )
+            return
+        shard = (lax.axis_index(CONTEXT) - step) % lax.axis_size(CONTEXT)
+        self._sums = tuple(
+            lax.dynamic_update_index_in_dim(total, x, shard, 0)
+            for total, x in zip(self._sums, (dk, dv), strict=True)
+        )
+
+    def collect(self) -> Pair:
+        """Return the sums of this shard's own keys and values, in their dtype."""
+        if self._ring:
+            dk, dv = _pass_on(tuple(x.astype(self._dtype) for x in self._sums))
+            return dk, dv
+        dk, dv = (
+            lax.psum_scatter(x, CONTEXT, scatter_dimension=0, tiled=True)[0].astype(self._dtype)
+            for x in self._sums
+        )
+        return dk, dv
+
+
+def _pass_on(kv: Any) -> Any:
+    """Send to the next shard what this one has, and receive from the one before."""
+    shards = lax.axis_size(CONTEXT)
+    pairs = [(i, (i + 1) % shards) for i in range(shards)]
+    return jax.tree.map(lambda x: lax.ppermute(x, CONTEXT, pairs), kv)
+
+
+def _both(x: jax.Array, is_earlier: jax.Array) -> jax.Array:
+    """Return twice the rows of [R, S, ...]: the second chunk of queries, and the one beside it.
+
+    Keys of an earlier shard matter to both chunks of queries, but only their first chunk does. Of
+    keys of a later shard both chunks matter, but only to the second chunk of queries.
+    """
+    first, second = _halves(x, 1)
+    return jnp.concatenate([second, jnp.where(is_earlier, first, second)])
+
+
+def _of_keys(x: jax.Array, is_earlier: jax.Array) -> jax.Array:
+    """Return the keys that belong to the rows of `_both`."""
+    first, second = _halves(x, 1)
+    return jnp.concatenate([first, jnp.where(is_earlier, first, second)])
+
+
+def _to_chunks(
+    first: jax.Array, second: jax.Array, either: jax.Array, is_earlier: jax.Array
+) -> jax.Array:
+    """Add what belongs to the first chunk, to the second, and to the first if `is_earlier`."""
+    of_first = jnp.where(is_earlier, either, 0)
+    return jnp.concatenate([first + of_first, second + (either - of_first)], 1)
+
+
+def merge(a: Pair, b: Pair) -> Pair:
+    """Merge the outputs for the same queries on different keys."""
+    (o_a, lse_a), (o_b, lse_b) = a, b
+    lse = jnp.logaddexp(lse_a, lse_b)
+    weight_a, weight_b = (_by_token(jnp.exp(x - lse))[..., None] for x in (lse_a, lse_b))
+    return weight_a * o_a + weight_b * o_b.astype(jnp.float32), lse
+
+
+def _halves(x: jax.Array, dim: int) -> Pair:
+    first, second = jnp.split(x, 2, axis=dim)
+    return first, second
+
+
+def _by_token(lse_RNS: jax.Array) -> jax.Array:
+    return jnp.moveaxis(lse_RNS, 1, 2)
+
+
+def _by_head(lse_RSN: jax.Array) -> jax.Array:
+    return jnp.moveaxis(lse_RSN, 2, 1)

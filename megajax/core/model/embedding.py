@@ -1,0 +1,126 @@
+"""Vocabulary-parallel embedding, learned positions, and BERT's token types."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from megajax.core.counts.declaration import NUM_SEGMENTS
+from megajax.core.model import grid
+from megajax.core.model.parameters import Parameters
+from megajax.core.parallel.layout import Layout
+
+
+class VocabParallelEmbedding(nnx.Module):
+    """A table whose rows are sharded over `model`, in a grid over `row` as well.
+
+    Each shard looks up the tokens that it has, and XLA reduces the partial results.
+    """
+
+    def __init__(self, parameters: Parameters, *, key: jax.Array):
+        self.layout = parameters.layout
+        self.table = parameters.make('table', key)
+
+    def __call__(
+        self,
+        token_BS: jax.Array,
+        dtype: DTypeLike,
+        vector_BSD: jax.Array | None = None,
+        rows: str = 'B',
+    ) -> jax.Array:
+        """Look up tokens and add `vector_BSD`; return x_BTD in `dtype`.
+
+        The first dim of `vector_BSD` is `rows`: `B`, or `-` for a single row.
+        """
+        # all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
+        return _embed(self.table[...], vector_BSD, token_BS, self.layout, rows, dtype)
+
+
+class PositionEmbedding(nnx.Module):
+    """A learned, replicated vector per position."""
+
+    def __init__(self, parameters: Parameters, *, key: jax.Array):
+        self.layout = parameters.layout
+        self.table = parameters.make('table', key)
+
+    def __call__(self, token_BS: jax.Array, position_BS: jax.Array | None) -> jax.Array:
+        """The vectors [B, S, D] of the given positions, or [1, S, D] of positions 0, 1, ..."""
+        if position_BS is None:
+            return jnp.expand_dims(self.table[: token_BS.shape[1]], 0)
+        return self.table.at[position_BS].get(out_sharding=self.layout('BSD'))
+
+
+class TokenTypeEmbedding(nnx.Module):
+    """A learned, replicated vector for each of BERT's two segments."""
+
+    def __init__(self, parameters: Parameters, *, key: jax.Array):
+        self.table = parameters.make('table', key)
+
+    def __call__(self, token_BS: jax.Array, type_BS: jax.Array | None) -> jax.Array:
+        """The vectors [B, S, D] of the tokens' types (0 or 1; 0 unless given)."""
+        type_BS = jnp.zeros_like(token_BS) if type_BS is None else type_BS
+        first, second = (jnp.expand_dims(self.table[i], (0, 1)) for i in range(NUM_SEGMENTS))
+        # A `where` instead of a lookup: its gradient is two sums, while the gradient of a lookup
+        # adds every token to one of two rows.
+        return jnp.where(jnp.expand_dims(type_BS, -1) == 0, first, second)
+
+
+# One function for all tables, so that with SP their gradient is gathered only once.
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _embed(
+    table_Vd: jax.Array,
+    vector_BSD: jax.Array | None,
+    token_BS: jax.Array,
+    layout: Layout,
+    rows: str,
+    dtype: DTypeLike,
+) -> jax.Array:
+    if grid.is_grid(layout):
+        x_BTD = grid.lookup(table_Vd.astype(dtype), token_BS, layout)
+    else:
+        x_BTD = jax.reshard(_lookup(table_Vd.astype(dtype), token_BS, layout), layout('BTD'))
+    if vector_BSD is None:
+        return x_BTD
+    vector_BTD = jax.reshard(vector_BSD, layout(f'{rows}TD'))
+    return (x_BTD.astype(jnp.float32) + vector_BTD).astype(dtype)
+
+
+def _lookup(table_Vd: jax.Array, token_BS: jax.Array, layout: Layout) -> jax.Array:
+    return table_Vd.at[token_BS].get(out_sharding=layout('BSd'))
+
+
+Saved = tuple[jax.Array, jax.Array | None, jax.Array]
+
+
+def _forward(
+    table_Vd: jax.Array,
+    vector_BSD: jax.Array | None,
+    token_BS: jax.Array,
+    layout: Layout,
+    rows: str,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, Saved]:
+    x_BTD = _embed(table_Vd, vector_BSD, token_BS, layout, rows, dtype)
+    return x_BTD, (table_Vd, vector_BSD, token_BS)
+
+
+def _backward(
+    layout: Layout, rows: str, dtype: DTypeLike, saved: Saved, dx_BTD: jax.Array
+) -> tuple[jax.Array, jax.Array | None, None]:
+    table_Vd, vector_BSD, token_BS = saved
+    dx_BSD = jax.reshard(dx_BTD, layout('BSD'))  # SP: all-gather, in the compute dtype
+    # In fp32, because the gradient of a frequent token is a sum of thousands of terms.
+    dx_BSd = jax.reshard(dx_BSD, layout('BSd')).astype(table_Vd.dtype)  # grid: all-gather over row
+    (dtable_Vd,) = jax.linear_transpose(lambda table: _lookup(table, token_BS, layout), table_Vd)(
+        dx_BSd
+    )
+    if vector_BSD is None:
+        return dtable_Vd, None, None
+    dx_BSD = dx_BSD.astype(table_Vd.dtype)
+    dvector = dx_BSD if rows == 'B' else dx_BSD.sum(0, keepdims=True)
+    return dtable_Vd, dvector, None
+
+
+_embed.defvjp(_forward, _backward)

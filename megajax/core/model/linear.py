@@ -1,0 +1,106 @@
+"""Megatron's pair of linear layers, column-parallel and row-parallel.
+
+A column-parallel product needs no communication; a row-parallel product ends in one reduction. A
+weight is stored [input dims, output dims], the transpose of Megatron's.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from megajax.core.model import adapter, fp8
+from megajax.core.model.parameters import Parameters
+from megajax.core.model.platform import is_on_cpu
+from megajax.core.model.product import product
+from megajax.core.model.shard_copies import along_last
+
+
+class ColumnParallelLinear(nnx.Module):
+    """x_BSD times a weight whose output dims are sharded over `model`: no communication forward.
+
+    The backward pass of `product` reduces the gradient of x over `model`: Megatron's f. A grid also
+    shards D, over `row`: its partial sums are reduced and scattered over the rows R of the batch.
+    """
+
+    scales: nnx.Param[Any] | None = None  # in a step that computes in fp8
+
+    def __init__(self, parameters: Parameters, *, key: jax.Array):
+        self.layout = parameters.layout
+        dims = parameters.dims('weight')
+        self.outputs = dims[1:]
+        self.equation = f'BSD,{dims}->RS{self.outputs}'
+        self.weight = parameters.make('weight', key)
+        self.bias = parameters.maybe('bias')
+        self.adapter = adapter.maybe(parameters, key=key)
+
+    def gather(self, x_BTD: jax.Array) -> jax.Array:
+        """Gather the sequence, if it is sharded; `product` gathers in 8 bits, if it is in fp8."""
+        # SP: all-gather forward, reduce-scatter backward
+        return x_BTD if self.scales is not None else jax.reshard(x_BTD, self.layout('BSD'))
+
+    def product(self, x_BSD: jax.Array) -> jax.Array:
+        """Multiply by the weight what `gather` returned."""
+        if self.adapter is not None:
+            return adapter.product(self.equation, x_BSD, self.weight, self.adapter, self.layout)
+        if self.scales is None:
+            return product(self.equation, x_BSD, self.weight, self.layout, x_BSD.dtype)
+        return fp8.product(self.equation, x_BSD, self.weight, self.scales, self.layout, 'BTD')
+
+    def with_bias(self, y: jax.Array) -> jax.Array:
+        """Add the bias, if there is one, to the product."""
+        return y if self.bias is None else add_bias(y, jnp.expand_dims(self.bias[...], (0, 1)))
+
+
+class RowParallelLinear(nnx.Module):
+    """x times a weight whose input dims are sharded over `model`, added to the residual stream.
+
+    Forward, the partial sums are reduced over `model`: Megatron's g. The bias is replicated and
+    added once, after the reduction. In a grid each device has some rows R of x, which are gathered
+    over `row` first, and some columns D of the weight.
+    """
+
+    scales: nnx.Param[Any] | None = None  # in a step that computes in fp8
+
+    def __init__(self, parameters: Parameters, *, key: jax.Array):
+        self.layout = parameters.layout
+        dims = parameters.dims('weight')
+        self.inputs = dims[:-1]
+        self.equation = f'BS{self.inputs},{dims}->BTD'
+        self.weight = parameters.make('weight', key)
+        self.bias = parameters.maybe('bias')
+        self.adapter = adapter.maybe(parameters, key=key)
+
+    def reduced(self, x: jax.Array) -> jax.Array:
+        """Gather the sequences of x, if a grid shards them; multiply by the weight, and reduce."""
+        # grid: all-gather over row forward, reduce-scatter backward
+        x = jax.reshard(x, self.layout(f'BS{self.inputs}'))
+        # g: all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
+        return self.product(x)
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """Multiply by the weight, and reduce."""
+        if self.adapter is not None:
+            return adapter.product(self.equation, x, self.weight, self.adapter, self.layout)
+        if self.scales is None:
+            return product(self.equation, x, self.weight, self.layout, x.dtype)
+        dims = f'BS{self.inputs}'
+        return fp8.product(self.equation, x, self.weight, self.scales, self.layout, dims)
+
+    def with_bias(self, y_BTD: jax.Array) -> jax.Array:
+        """Add the bias, if there is one, to the reduced product."""
+        if self.bias is None:
+            return y_BTD
+        return add_bias(y_BTD, along_last(self.bias[...], y_BTD, 'TD', self.layout))
+
+
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """Add a bias in fp32, so that its gradient is summed in fp32; the result has the dtype of y."""
+    if y.dtype == jnp.float32 and not is_on_cpu(y):
+        # Keep the bias out of cuBLAS's epilogue: XLA has added it along the wrong dim of a square
+        # result (openxla/xla#46897), and has left it unscaled where a factor followed
+        # (openxla/xla#46110). The operation that reads the sum is a separate kernel anyway.
+        y = lax.optimization_barrier(y)
+    return (y.astype(jnp.float32) + bias).astype(y.dtype)

@@ -1,0 +1,145 @@
+"""LayerNorm and RMSNorm with statistics in fp32: over the last dim, or over all heads."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.core.config import ModelConfig
+from megajax.core.model.parameters import Parameters
+from megajax.core.model.shard_copies import along_last
+from megajax.core.parallel.layout import Layout
+
+SAVED = 'statistics of a norm'
+
+
+class LayerNorm(nnx.Module):
+    """Subtract the mean, divide by the standard deviation, scale and shift.
+
+    `dims` are the letters of the input's last two dims, such as `TD`.
+    """
+
+    def __init__(self, parameters: Parameters, *, dims: str, eps: float):
+        self.layout, self.dims, self.eps = parameters.layout, dims, eps
+        self.weight = parameters.make('weight')
+        self.bias = parameters.make('bias')
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        vectors = self.weight[...], self.bias[...]
+        return _layer_norm(x, *vectors, self.eps, self.dims, self.layout)
+
+
+class RMSNorm(nnx.Module):
+    """Divide by the root mean square and scale.
+
+    `dims` are the letters of the input's last two dims, such as `TD`.
+    """
+
+    def __init__(self, parameters: Parameters, *, dims: str, eps: float):
+        self.layout, self.dims, self.eps = parameters.layout, dims, eps
+        self.weight = parameters.make('weight')
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return _rms_norm(x, self.weight[...], self.eps, self.dims, self.layout)
+
+
+class RMSNormOverHeads(nnx.Module):
+    """The RMSNorm of queries or keys over all heads, which `model` shards.
+
+    `norm_queries_and_keys` applies it, for both at once.
+    """
+
+    def __init__(self, parameters: Parameters, *, eps: float):
+        self.layout, self.eps = parameters.layout, eps
+        self.weight = parameters.make('weight')
+
+
+def norm_queries_and_keys(
+    q_RSKGH: jax.Array, k_RSKH: jax.Array, queries: RMSNormOverHeads, keys: RMSNormOverHeads
+) -> tuple[jax.Array, jax.Array]:
+    """Divide each token's queries, and its keys, by their root mean square, and scale.
+
+    The sums of both are one all-reduce over `model`, of two numbers for each token, and so are the
+    sums of the backward pass.
+    """
+    weights = queries.weight[...], keys.weight[...]
+    with jax.named_scope('qk_norm'):
+        return _norm_over_heads(q_RSKGH, k_RSKH, *weights, queries.eps, queries.layout)
+
+
+Norm = LayerNorm | RMSNorm
+
+
+def make_norm(config: ModelConfig, parameters: Parameters, dims: str = 'TD') -> Norm:
+    """Make the norm that `config.norm` names, for inputs whose last two dims are `dims`."""
+    kind: type[LayerNorm] | type[RMSNorm] = LayerNorm if config.norm == 'layernorm' else RMSNorm
+    return kind(parameters, dims=dims, eps=config.norm_eps)
+
+
+def make_head_norm(config: ModelConfig, parameters: Parameters) -> Norm | RMSNormOverHeads:
+    """Make the norm of queries or keys that `config.qk_norm` names."""
+    if config.norms_all_heads:
+        return RMSNormOverHeads(parameters, eps=config.norm_eps)
+    return make_norm(config, parameters, 'Nh')
+
+
+# For the backward pass x is saved, and the statistics, which are one or two numbers per token. With
+# both, its kernel reads x once; without the statistics XLA writes an array in fp32 between two.
+_saving = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SAVED))
+
+
+@partial(_saving, static_argnums=(3, 4, 5))
+def _layer_norm(
+    x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float, dims: str, layout: Layout
+) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = y - checkpoint_name(y.mean(-1, keepdims=True), SAVED)
+    scale, shift = (along_last(vector, y, dims, layout) for vector in (weight, bias))
+    return (y * _inverse_rms(y, eps) * scale + shift).astype(x.dtype)
+
+
+@partial(_saving, static_argnums=(2, 3, 4))
+def _rms_norm(x: jax.Array, weight: jax.Array, eps: float, dims: str, layout: Layout) -> jax.Array:
+    y = x.astype(jnp.float32)
+    return (y * _inverse_rms(y, eps) * along_last(weight, y, dims, layout)).astype(x.dtype)
+
+
+@partial(_saving, static_argnums=(4, 5))
+def _norm_over_heads(
+    q_RSKGH: jax.Array,
+    k_RSKH: jax.Array,
+    weight_KGH: jax.Array,
+    weight_KH: jax.Array,
+    eps: float,
+    layout: Layout,
+) -> tuple[jax.Array, jax.Array]:
+    q, k = (x.astype(jnp.float32) for x in (q_RSKGH, k_RSKH))
+    # `model` shards either the key/value heads or what is within them. That dim is summed last.
+    is_within_heads = layout.is_sharded('H')
+    own, shared = (2, 'H') if is_within_heads else (-1, 'K')
+    of_queries = jnp.square(q).sum(3).sum(own) / weight_KGH.size
+    of_keys = jnp.square(k).sum(own) / weight_KH.size
+    # all-reduce forward, nothing backward
+    mean_RS2 = checkpoint_name(jnp.stack([of_queries, of_keys], -1).sum(2), SAVED)
+    inverse_RS2 = lax.rsqrt(mean_RS2 + eps)
+    # nothing forward, all-reduce backward: of the gradients of both numbers at once
+    inverse = lax.broadcast_in_dim(
+        inverse_RS2,
+        (*q.shape[:2], q.shape[-1 if is_within_heads else 2], 2),
+        (0, 1, 3),
+        out_sharding=layout(f'RS{shared}-'),
+    )
+    of_queries, of_keys = (
+        jnp.expand_dims(inverse[..., index], other)
+        for index, other in ((0, (2, 3) if is_within_heads else (3, 4)), (1, own))
+    )
+    q = q * of_queries * jnp.expand_dims(weight_KGH, (0, 1))
+    k = k * of_keys * jnp.expand_dims(weight_KH, (0, 1))
+    return q.astype(q_RSKGH.dtype), k.astype(k_RSKH.dtype)
+
+
+def _inverse_rms(y: jax.Array, eps: float) -> jax.Array:
+    return lax.rsqrt(checkpoint_name(jnp.square(y).mean(-1, keepdims=True), SAVED) + eps)

@@ -1,0 +1,92 @@
+"""The gradients of the layers' parameters, which the parts of a batch add up as they take turns."""
+
+from collections import Counter, defaultdict
+from functools import partial
+
+import jax
+
+from megajax.core.model import fp8
+from megajax.core.model.block import SUBLAYERS
+from megajax.core.model.fp8 import Quantized
+from megajax.core.model.overlap.barriers import Box, Clock
+from megajax.core.model.overlap.matrices import Key, Matrix
+from megajax.core.model.overlap.sublayer_steps import SublayerSteps
+from megajax.core.model.sublayer import Sublayer
+
+
+class Gradients:
+    """Gradients of all sublayers, which are sums over the parts.
+
+    That of the head, if there is one, is here to be summed over `data`.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        num_parts: int,
+        reduce_dtype: str | None,
+        head: tuple[Matrix | None, jax.Array | None],
+    ):
+        self._clock, self._num_parts, self._reduce_dtype = clock, num_parts, reduce_dtype
+        self._head, self._of_head = head[0], Box(head[1])
+        self._matrices: dict[Key, Box] = {}
+        self._num_added = Counter[Key]()
+        self._counts: dict[Key, jax.Array] = {}  # of operands in fp8
+        self._vectors = defaultdict[int, list[Box]](list)
+
+    def add(self, sublayer: SublayerSteps, linear: str, x: Box, dy: Box) -> None:
+        """Add the gradient of a sublayer's `first` or `second` matrix, as one step.
+
+        After that of the last part the sum over `data` begins, if the backward pass has one.
+        """
+        key = sublayer.place, linear
+        if key not in self._matrices and (total := sublayer.total(linear)) is not None:
+            self._matrices[key] = Box(total)
+        before = [self._matrices[key]] if key in self._matrices else []
+        step = partial(sublayer.gradient_of_weight, linear)
+        self._matrices[key] = self._clock.tick(sublayer.scope, step, x, dy, *before)
+        if self._head and self._reduce_dtype and not self._num_added:
+            # Not before the matrices of the first products, which would wait for it.
+            reduce = partial(self._head.reduced, self._reduce_dtype)
+            self._of_head = self._clock.send(self._head.scope, reduce, self._of_head)
+        self._num_added[key] += 1
+        if isinstance(x.value, Quantized):
+            self._counts[key] = fp8.counts(x.value.counts, dy.value.counts) + self._counts.get(
+                key, 0
+            )
+        if self._reduce_dtype is not None and self._num_added[key] == self._num_parts:
+            if later := self._after(sublayer, linear):
+                # That of the layer after it is done: one at a time is under way, and in memory.
+                self._clock.wait(sublayer.scope, later)
+            reduce = partial(sublayer.matrix(linear).reduced, self._reduce_dtype)
+            self._matrices[key] = self._clock.send(sublayer.scope, reduce, self._matrices[key])
+
+    def _after(self, sublayer: SublayerSteps, linear: str) -> Box | None:
+        """The sum of the same matrix in the layer after this one, or that of the head."""
+        of_head = self._of_head if self._head and sublayer.offset == 0 else None
+        return self._matrices.get((sublayer.place + len(SUBLAYERS), linear), of_head)
+
+    def add_vectors(self, sublayer: SublayerSteps, vectors: Box) -> None:
+        """Add gradients of some of a sublayer's vectors, and zeros for the others."""
+        # Their value is read at the end, and so after the step that comes next: otherwise XLA puts
+        # off all sums over tokens to the end of the pass, and keeps what they are sums of.
+        self._vectors[sublayer.place].append(vectors)
+
+    @property
+    def of_head(self) -> jax.Array | None:
+        """The gradient of the head at rest."""
+        return self._of_head.value
+
+    def of(self, sublayer: SublayerSteps) -> Sublayer:
+        """Return the gradients of all parameters of a sublayer."""
+        first, second = (
+            self._matrices[sublayer.place, linear].value for linear in ('first', 'second')
+        )
+        vectors = [box.value for box in self._vectors[sublayer.place]]
+        total = jax.tree.map(lambda *each: sum(each[1:], each[0]), *vectors)
+        counts = (
+            [self._counts[sublayer.place, linear] for linear in ('first', 'second')]
+            if self._counts
+            else None
+        )
+        return sublayer.gradients(total, first, second, counts)

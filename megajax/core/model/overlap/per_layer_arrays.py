@@ -1,0 +1,62 @@
+"""Matrices of layers that are arrays of their own, where each layer is compiled on its own.
+
+What a layer uses of a stack is copied from it, in each pass of each microbatch. And a product can
+add to an array as it computes, but not to a part of a stack: a gradient slot that is apart holds
+the gradients of earlier microbatches, and the backward pass returns the sum as its gradient.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from megajax.core.model.parameters import map_parameters
+
+Stack = jax.Array | tuple[jax.Array, ...]  # [layer, ...], or an array for each layer
+
+
+def apart(stack: jax.Array) -> tuple[jax.Array, ...]:
+    """Return an array for each layer."""
+    return tuple(stack[index] for index in range(len(stack)))
+
+
+def together(stack: Stack, axis: int = 0) -> jax.Array:
+    """Return one array, in which `axis` is the dim of the layers."""
+    return jnp.stack(stack, axis) if isinstance(stack, tuple) else stack
+
+
+def holds_totals(layers: Any, weights: Any | None) -> bool:
+    """Whether `layers` are gradient slots that hold the gradients of earlier microbatches."""
+    stacks = jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, tuple))
+    return weights is not None and any(isinstance(stack, tuple) for stack in stacks)
+
+
+def with_totals(slots: Any, totals: Any) -> Any:
+    """Return gradient slots, of which those apart hold the gradients of earlier microbatches."""
+    return map_parameters(
+        lambda _, slot, total: total if isinstance(slot, tuple) else slot, slots, totals
+    )
+
+
+def added(totals: Any, gradients: Any) -> Any:
+    """Add gradients to those of earlier microbatches, which those apart have in them."""
+    return map_parameters(
+        lambda _, total, gradient: gradient if isinstance(total, tuple) else total + gradient,
+        totals,
+        gradients,
+    )
+
+
+def of_layer(layers: Any, index: int) -> Any:
+    """Return the parameters of one layer."""
+    return map_parameters(lambda _, stack: stack[index], layers)
+
+
+def of_all(layers: Any, blocks: Sequence[Any]) -> Any:
+    """Return the parameters of `blocks` as those of `layers` are."""
+
+    def join(_: Any, stack: Stack, *of_blocks: jax.Array) -> Stack:
+        return of_blocks if isinstance(stack, tuple) else jnp.stack(of_blocks)
+
+    return map_parameters(join, layers, *blocks)

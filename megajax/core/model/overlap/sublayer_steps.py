@@ -1,0 +1,247 @@
+"""The steps of a sublayer (`core/model/sublayer.py`), and their gradients, for some sequences.
+
+`interleave.py` chooses when each step runs.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from megajax.core.model import fp8
+from megajax.core.model.attention import attention_core
+from megajax.core.model.block import SUBLAYERS
+from megajax.core.model.fp8 import Operand, Quantized, value
+from megajax.core.model.linear import ColumnParallelLinear, RowParallelLinear
+from megajax.core.model.overlap.matrices import Matrix
+from megajax.core.model.overlap.split_tokens import join_tokens, split_tokens
+from megajax.core.model.parameters import map_parameters
+from megajax.core.model.product import (
+    input_gradient,
+    partial_gradient,
+    partial_sums,
+    product,
+    sum_over_shards,
+    weight_gradient,
+)
+from megajax.core.model.row_major import row_major
+from megajax.core.model.rows import Rows
+from megajax.core.model.sublayer import Sublayer
+from megajax.core.parallel.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class SublayerSteps:
+    """The steps of a sublayer of one layer, for some sequences.
+
+    Steps that are differentiated take the `vectors` as an argument.
+    """
+
+    place: int  # among the sublayers of all layers
+    index: int  # of the layer
+    scope: str
+    vectors: Sublayer  # norms and biases, and None in the place of matrices
+    matrices: Sublayer  # those of all layers, and None in the place of vectors
+    totals: Sublayer | None  # the gradients of earlier microbatches in the place of matrices
+    rows: Rows
+    layout: Layout
+    dtype: DTypeLike
+    recompute: bool  # what attention would save
+    scales: tuple[jax.Array, jax.Array] | None  # [operand] of the two products, in fp8
+    keeps_output: bool = False  # for the gradient of `leave`
+
+    def enter(self, x_BTD: jax.Array) -> tuple[Operand, Any]:
+        """Return the normed residual stream and the transpose, which keeps the statistics."""
+
+        def normed(vectors: Sublayer, x_BTD: jax.Array) -> jax.Array:
+            return vectors.enter(row_major(x_BTD))
+
+        h_BTD, pull = jax.vjp(normed, self.vectors, x_BTD)
+        return self._operand('first', fp8.X, h_BTD), pull
+
+    def gather(self, h_BTD: Operand) -> Operand:
+        """Gather the sequence: of an input forward, of a gradient backward."""
+        gathered = jax.reshard(value(h_BTD), self.layout('BSD'))
+        return h_BTD._replace(value=gathered) if isinstance(h_BTD, Quantized) else gathered
+
+    def first(self, weight: jax.Array, h_BSD: Operand) -> jax.Array:
+        """Multiply by the column-parallel matrix."""
+        equation = self._linear('first').equation
+        y = product(equation, value(h_BSD), weight, self.layout, self.dtype)
+        return self._unscaled('first', y, fp8.X, fp8.W)
+
+    def middle(self, vectors: Sublayer, y: jax.Array) -> jax.Array:
+        """Compute the second product's input from the first product."""
+        core = None
+        if self.mixes_tokens:
+            core = attention_core(vectors.config, self.layout, self.rows, recompute=self.recompute)
+        z: jax.Array = vectors.middle(y, core, self.rows)[0]
+        return z
+
+    def middle_and_pull(self, *ys: jax.Array) -> Sequence[Any]:
+        """Do what `middle` does, for parts of the tokens; return the results and the transpose."""
+
+        def of_parts(vectors: Sublayer, *ys: jax.Array) -> tuple[jax.Array, ...]:
+            if len(ys) == 1:
+                return (self.middle(vectors, *ys),)
+            y = join_tokens(ys, 'BS' + self.matrices.first.outputs, self.layout)
+            z = self.middle(vectors, y)
+            dims = 'BS' + self.matrices.second.inputs
+            return tuple(split_tokens(z, dims, len(ys), self.layout))
+
+        zs, pull = jax.vjp(of_parts, self.vectors, *ys)
+        return *(self._operand('second', fp8.X, z) for z in zs), pull
+
+    def pull_middle(self, pull: Any, *dzs: jax.Array) -> Sequence[Any]:
+        """Return the gradients of the first products of parts of the tokens, and of the vectors."""
+        vectors, *d_first = pull(dzs)
+        return *(self._operand('first', fp8.DY, d) for d in d_first), vectors
+
+    def second(self, weight: jax.Array, z: Operand) -> jax.Array:
+        """Multiply by the row-parallel matrix, up to the sum over its shards."""
+        equation = self._linear('second').equation
+        sums = partial_sums(equation, value(z), weight, self.layout, self.dtype)
+        return self._unscaled('second', sums, fp8.X, fp8.W)
+
+    def sum(self, partial: jax.Array) -> jax.Array:
+        """Add partial sums: of the second product forward, of an input's gradient backward."""
+        return sum_over_shards(partial, 'BTD', self.layout, self.dtype)
+
+    def leave(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        """Add the second product to the residual stream."""
+        return x_BTD + self._added(self.vectors, y_BTD)
+
+    def _added(self, vectors: Sublayer, y_BTD: jax.Array) -> jax.Array:
+        return vectors.added(y_BTD, self.rows.key_B)
+
+    def gradient_of_leave(
+        self, dx_BTD: jax.Array, y_BTD: jax.Array | None = None
+    ) -> tuple[Operand, Sublayer]:
+        """Return the gradients of the second product and of the vectors.
+
+        They depend on the second product `y_BTD` only if the sublayer `keeps_output`.
+        """
+        y_BTD = jnp.zeros_like(dx_BTD) if y_BTD is None else y_BTD
+        _, pull = jax.vjp(self._added, self.vectors, y_BTD)
+        vectors, dy_BTD = pull(dx_BTD)
+        return self._operand('second', fp8.DY, dy_BTD), vectors
+
+    def gradient_of_second(self, weight: jax.Array, dy_BSD: Operand) -> jax.Array:
+        """Return the gradient of what `middle` returned."""
+        equation = self._linear('second').equation
+        dz = input_gradient(equation, value(dy_BSD), weight, self.layout, self.dtype)
+        return self._unscaled('second', dz, fp8.DY, fp8.W)
+
+    def gradient_of_first(self, weight: jax.Array, dy: Operand) -> jax.Array:
+        """Return the gradient of what `gather` returned, up to the sum over the shards."""
+        equation = self._linear('first').equation
+        sums = partial_gradient(equation, value(dy), weight, self.layout, self.dtype)
+        return self._unscaled('first', sums, fp8.DY, fp8.W)
+
+    def gradient_of_weight(
+        self, linear: str, x: Operand, dy: Operand, before: jax.Array | None = None
+    ) -> jax.Array:
+        """Add the gradient of the `first` or the `second` matrix to that of other parts."""
+        equation = self._linear(linear).equation
+        gradient = weight_gradient(equation, value(x), value(dy), self.layout)
+        gradient = self._unscaled(linear, gradient, fp8.X, fp8.DY)
+        return gradient if before is None else before + gradient
+
+    def total(self, linear: str) -> jax.Array | None:
+        """Return the gradient of the `first` or the `second` matrix in earlier microbatches."""
+        if self.totals is None:
+            return None
+        total: jax.Array = _linear_of(self.totals, linear).weight.get_value()[self.index]
+        return total
+
+    def matrix(self, linear: str) -> Matrix:
+        """Return the `first` or the `second` matrix."""
+        weight = self._linear(linear).weight
+        return Matrix(
+            key=(self.place, linear),
+            scope=self.scope,
+            stored=weight.get_value(),
+            index=self.index,
+            dims=weight.declared.dims_of_layer,
+            layout=self.layout,
+            dtype=self.dtype,
+        )
+
+    def gradients(
+        self,
+        vectors: Sublayer,
+        first: jax.Array,
+        second: jax.Array,
+        counts: Sequence[jax.Array] | None,
+    ) -> Sublayer:
+        """Return the sublayer with gradients in the place of its parameters.
+
+        `counts` are those of the two products in fp8.
+        """
+        gradients: Sublayer = jax.tree.map(lambda x: x, vectors)
+        for index, (name, weight) in enumerate((('first', first), ('second', second))):
+            linear = _linear_of(gradients, name)
+            linear.weight.set_value(weight)
+            if counts is not None and linear.scales is not None:
+                linear.scales.set_value(counts[index])
+        return gradients
+
+    def with_vectors(self, vectors: Sublayer) -> 'SublayerSteps':
+        """Return the same steps with other vectors."""
+        return dataclasses.replace(self, vectors=vectors)
+
+    @property
+    def again(self) -> 'SublayerSteps':
+        """The same steps for full recomputation, under the name that jax gives it."""
+        return dataclasses.replace(self, scope=f'rematted_computation/{self.scope}')
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the residual stream is sharded over the sequence."""
+        return self.layout.num_shards('T') > 1
+
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether the result of a token depends on other tokens."""
+        return self.matrices.MIXES_TOKENS
+
+    @property
+    def offset(self) -> int:
+        """The place among the sublayers of the layer."""
+        return self.place % len(SUBLAYERS)
+
+    def _operand(self, linear: str, operand: int, x: jax.Array) -> Operand:
+        """Return an operand of the `first` or the `second` matrix's product, rounded in fp8."""
+        if self.scales is None:
+            return x
+        scale, form = self._scale(linear)[operand], fp8.FORMATS[operand]
+        narrow = fp8.quantize(x, scale, form)
+        return Quantized(narrow, fp8.count(narrow, scale, self.layout))
+
+    def _unscaled(self, linear: str, y: jax.Array, *operands: int) -> jax.Array:
+        """Divide a product by the scales of its operands."""
+        if self.scales is None:
+            return y
+        one, other = (self._scale(linear)[operand] for operand in operands)
+        return fp8.divided(y, one * other)
+
+    def _scale(self, linear: str) -> jax.Array:
+        assert self.scales is not None
+        return self.scales[linear == 'second']
+
+    def _linear(self, linear: str) -> ColumnParallelLinear | RowParallelLinear:
+        return _linear_of(self.matrices, linear)
+
+
+def _linear_of(sublayer: Sublayer, linear: str) -> ColumnParallelLinear | RowParallelLinear:
+    return sublayer.first if linear == 'first' else sublayer.second
+
+
+def select(sublayer: Sublayer, *, matrices: bool) -> Sublayer:
+    """Return a sublayer that has only its matrices, or only its vectors."""
+    return map_parameters(
+        lambda declared, x: x if declared.is_matrix is matrices else None, sublayer
+    )

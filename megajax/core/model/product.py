@@ -1,0 +1,285 @@
+"""The matrix product of every layer, and its two gradients.
+
+Operands are in the compute dtype; the gradient of a weight is accumulated in fp32 and stays in
+fp32, like Megatron's `main_grad`.
+"""
+
+from functools import cache, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import P, lax
+from jax.typing import DTypeLike
+
+from megajax.core.model import grid
+from megajax.core.model.at_rest import gather
+from megajax.core.model.gradient_slot import Slotted
+from megajax.core.model.platform import accumulation_dtype, with_fast_rows
+from megajax.core.parallel.layout import Layout
+
+
+def product(
+    equation: str,
+    x: jax.Array,
+    w: nnx.Variable[Any] | jax.Array | Slotted,
+    layout: Layout,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Multiply x by a weight, which is cast to the dtype of x, as in `'BSF,FD->BTD'`.
+
+    The letters give the placements. Where the weight's input dims are sharded over `model`, XLA
+    reduces the partial sums; where the result has T for S, it scatters them over the sequence:
+    Megatron's g. The same holds in the backward pass for the gradient of x, which has the
+    placement of x: Megatron's f.
+    """
+    value = w.get_value() if isinstance(w, nnx.Variable) else w
+    if not isinstance(value, Slotted):
+        return _product(x, value, None, equation, layout, dtype, False)
+    if value.slot is None:
+        return _frozen(x, value.weight, equation, layout, dtype, value.at_rest, x.dtype)
+    return _product(x, value.weight, value.slot, equation, layout, dtype, value.at_rest)
+
+
+def partial_sums(
+    equation: str, x: jax.Array, w: jax.Array, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
+    """Multiply as `product` does, and leave the sum over `model` to `sum_over_shards`.
+
+    Return [shard of the input dims, ...].
+    """
+    dims = parse(equation)
+    return _partial(x, w, dims.x, dims.w, dims.x[-dims.num_summed :], layout, dtype)
+
+
+def partial_gradient(
+    equation: str, dy: jax.Array, w: jax.Array, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
+    """The gradient of x in `product`, before its sum over `model`: [shard of the output dims, ...].
+
+    dy has the placement of the result before it is scattered.
+    """
+    dims = parse(equation)
+    return _partial(dy, w, dims.rows, dims.w, dims.w[dims.num_summed :], layout, dtype)
+
+
+def sum_over_shards(y: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -> jax.Array:
+    """Add partial sums [shard, ...] over `model`: one all-reduce, or reduce-scatter if T is."""
+    return lax.reduce_sum(y, (0,), out_sharding=layout(dims)).astype(dtype)
+
+
+def input_gradient(
+    equation: str, dy: jax.Array, w: jax.Array, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
+    """The gradient of x in a product whose output dims are not sharded over `model`."""
+    dims = parse(equation)
+    return dot(dy, w, output_dims(dy, w, dims), layout(dims.x), dtype)
+
+
+def weight_gradient(equation: str, x: jax.Array, dy: jax.Array, layout: Layout) -> jax.Array:
+    """The gradient of w in a product, in fp32."""
+    dims = parse(equation)
+    rows = tuple(range(x.ndim - dims.num_summed))
+    return dot(x, dy, (rows, rows), layout(dims.w), jnp.float32)
+
+
+def _partial(
+    x: jax.Array,
+    w: jax.Array,
+    dims_x: str,
+    dims_w: str,
+    summed: str,
+    layout: Layout,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Sum the last dims of x with dims of w, the part of each shard on its own."""
+    (letter,) = (letter for letter in summed if layout.is_sharded(letter))
+    x, w = (with_shards(y, dims, letter, layout) for y, dims in ((x, dims_x), (w, dims_w)))
+    dims_x, dims_w = (dims.replace(letter, letter + '-') for dims in (dims_x, dims_w))
+    parts = summed.replace(letter, '-')
+    contracted = [dims_x.index(part) for part in parts], [dims_w.index(part) for part in parts]
+    shards = (dims_x.index(letter),), (dims_w.index(letter),)
+    rows, outputs = (
+        ''.join(part for part in dims if part not in letter + parts) for dims in (dims_x, dims_w)
+    )
+    return lax.dot_general(
+        x,
+        w,
+        (contracted, shards),
+        preferred_element_type=accumulation_dtype(x, dtype),
+        out_sharding=layout(letter + rows + outputs),
+    )
+
+
+def with_shards(x: jax.Array, dims: str, letter: str, layout: Layout) -> jax.Array:
+    """Split the dim of a letter in its shards and the part of each."""
+    place, shards = dims.index(letter), layout.num_shards(letter)
+    shape = *x.shape[:place], shards, x.shape[place] // shards, *x.shape[place + 1 :]
+    return x.reshape(shape, out_sharding=layout(dims.replace(letter, letter + '-')))
+
+
+class Equation(NamedTuple):
+    """The dims of a product's operands and result.
+
+    The last dims of x are the first dims of w, its input dims, and are summed.
+    """
+
+    x: str
+    w: str
+    out: str
+
+    @property
+    def num_summed(self) -> int:
+        """The number of the input dims."""
+        return sum(letter in self.w for letter in self.x)
+
+    @property
+    def rows(self) -> str:
+        """The dims of the result before it is scattered: the rows of x, the output dims of w."""
+        return self.x[: -self.num_summed] + self.w[self.num_summed :]
+
+
+@cache
+def parse(equation: str) -> Equation:
+    """Return the dims of a product like `'BSF,FD->BTD'`."""
+    operands, out = equation.split('->')
+    x, w = operands.split(',')
+    return Equation(x, w, out)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _product(
+    x: jax.Array,
+    w: jax.Array,
+    slot: jax.Array | None,
+    equation: str,
+    layout: Layout,
+    dtype: DTypeLike,
+    at_rest: bool,
+) -> jax.Array:
+    dims = parse(equation)
+    summed = tuple(range(x.ndim - dims.num_summed, x.ndim)), tuple(range(dims.num_summed))
+    weight = w.astype(x.dtype)
+    if at_rest:
+        weight = gather(weight, dims.w, layout)
+    x = jax.reshard(x, layout(dims.x))  # nothing, but for the head of a grid: all-gather
+    *rows, last = x.shape[: x.ndim - dims.num_summed]
+    with_zeros = with_fast_rows(x, len(rows), prod(rows) * last // layout.num_shards('B'))
+    y = dot(with_zeros, weight, summed, layout(dims.out), dtype)
+    return y if with_zeros is x else lax.slice_in_dim(y, 0, last, axis=len(rows))
+
+
+Saved = tuple[jax.Array, jax.Array, tuple[()] | None]
+
+
+def _forward(
+    x: jax.Array,
+    w: jax.Array,
+    slot: jax.Array | None,
+    equation: str,
+    layout: Layout,
+    dtype: DTypeLike,
+    at_rest: bool,
+) -> tuple[jax.Array, Saved]:
+    # Save w itself: a loop over layers has it already, and would keep a copy of anything computed
+    # from it.
+    saved = x, w, None if slot is None else ()
+    return _product(x, w, slot, equation, layout, dtype, at_rest), saved
+
+
+def _backward(
+    equation: str, layout: Layout, dtype: DTypeLike, at_rest: bool, saved: Saved, dy: jax.Array
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    x, w, has_slot = saved
+    dims = parse(equation)
+    dy, weight = gather_gradient(dy.astype(x.dtype), dims, layout), w.astype(x.dtype)
+    if at_rest:
+        weight = gather(weight, dims.w, layout)
+    if jax.typeof(x).sharding.spec != layout(dims.x):
+        x = jax.reshard(x, layout(dims.x))
+        dx = grid.input_gradient(dy, weight, dims.out[:-1], layout, x.dtype)
+    else:
+        dx = input_gradient(equation, dy, weight, layout, x.dtype)
+    dw = weight_gradient(equation, x, dy, layout)
+    return (dx, dw, None) if has_slot is None else (dx, None, dw)
+
+
+_product.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
+def _frozen(
+    x: jax.Array,
+    w: jax.Array,
+    equation: str,
+    layout: Layout,
+    dtype: DTypeLike,
+    at_rest: bool,
+    x_dtype: DTypeLike,
+) -> jax.Array:
+    """The product with a weight that gets no gradient, for which x is not kept."""
+    return _product(x, w, None, equation, layout, dtype, at_rest)
+
+
+def _frozen_forward(x: jax.Array, w: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
+    return _frozen(x, w, *rest), w
+
+
+def _frozen_backward(
+    equation: str,
+    layout: Layout,
+    dtype: DTypeLike,
+    at_rest: bool,
+    x_dtype: DTypeLike,
+    w: jax.Array,
+    dy: jax.Array,
+) -> tuple[jax.Array, None]:
+    dims, weight = parse(equation), w.astype(x_dtype)
+    if at_rest:
+        weight = gather(weight, dims.w, layout)
+    dy = gather_gradient(dy.astype(x_dtype), dims, layout)
+    return input_gradient(equation, dy, weight, layout, x_dtype), None
+
+
+_frozen.defvjp(_frozen_forward, _frozen_backward)
+
+
+def gather_gradient(dy: jax.Array, dims: Equation, layout: Layout) -> jax.Array:
+    """Return the gradient of a result with all of the sequence, if that is sharded."""
+    if layout(dims.out) != layout(dims.rows):  # SP: the result is sharded over the sequence
+        # Gather once for both gradients. A cotangent that a loop carries has no placement yet, and
+        # Shardy would let its other readers, such as the residual stream, read the gathered array
+        # and slice it. The barrier makes the gathered array a separate value.
+        return jax.reshard(lax.optimization_barrier(dy), layout(dims.rows))
+    return dy
+
+
+def output_dims(
+    dy: jax.Array, weight: jax.Array, dims: Equation
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the output dims of a product in the gradient of its result and in its weight."""
+    num_out = weight.ndim - dims.num_summed
+    return (
+        tuple(range(dy.ndim - num_out, dy.ndim)),
+        tuple(range(dims.num_summed, weight.ndim)),
+    )
+
+
+def dot(
+    x: jax.Array,
+    w: jax.Array,
+    summed: tuple[tuple[int, ...], tuple[int, ...]],
+    out_sharding: P,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Sum the products over these dims of x and of w, into a result in `dtype`."""
+    y = lax.dot_general(
+        x,
+        w,
+        (summed, ((), ())),
+        preferred_element_type=accumulation_dtype(x, dtype),
+        out_sharding=out_sharding,
+    )
+    return y.astype(dtype)

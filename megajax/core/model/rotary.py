@@ -1,0 +1,84 @@
+"""Rotary position embedding (Su et al., 2021).
+
+A pair that is rotated has one element from each half of the head dim, as in GPT-NeoX, Llama and
+Megatron. A position has one number, or several for an image's tokens, and each pair turns with one
+of them.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.core.config import ModelConfig, RopeScaling
+
+
+def rotate(
+    q_RSNH: jax.Array,
+    k_RSKH: jax.Array,
+    position_RS: jax.Array | None,
+    config: ModelConfig,
+) -> tuple[jax.Array, jax.Array]:
+    """Rotate queries and keys by their positions, with angles and products in fp32.
+
+    Positions are 0, 1, ... unless given; with several numbers they are [R, S, numbers].
+    """
+    position = jnp.arange(q_RSNH.shape[1])[None] if position_RS is None else position_RS
+    numbers = position[..., None] if position.ndim == 2 else position
+    frequency = position_frequencies(config)
+    if position.ndim == 2:  # all numbers are the same
+        frequency = frequency.sum(0, keepdims=True)
+    angle = sum(
+        numbers[:, :, i, None, None].astype(jnp.float32) * frequency[None, None, i, None]
+        for i in range(len(frequency))
+    )
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return _rotate(q_RSNH, cos, sin), _rotate(k_RSKH, cos, sin)
+
+
+def position_frequencies(config: ModelConfig) -> jax.Array:
+    """The angle by which each pair turns with each number of a position, fp32 [numbers, H / 2].
+
+    A pair turns with one of them: of `mrope` (Qwen3-VL, 2025) row and column take every third pair
+    until they have their section, and the time the others; of `rope_2d` the row takes the first
+    half and the column the second, with the same frequencies.
+    """
+    half = config.head_dim // 2
+    if config.position == 'rope_2d':
+        of_each = frequencies(half, config.rope_theta, None)
+        zeros = jnp.zeros_like(of_each)
+        return jnp.stack([jnp.concatenate([of_each, zeros]), jnp.concatenate([zeros, of_each])])
+    frequency = frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    if config.position == 'rope':
+        return frequency[None]
+    pair = np.arange(half)
+    number = np.zeros(half, np.int32)
+    for i in (1, 2):
+        number[(pair % 3 == i) & (pair < 3 * config.mrope_section[i])] = i
+    return jnp.where(number == np.arange(3)[:, None], frequency[None], 0)
+
+
+def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
+    """The angle in radians by which each pair turns from one token to the next, fp32 [H / 2].
+
+    `scaling` is applied as in Llama 3.1 (2024).
+    """
+    half = head_dim // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is None:
+        return frequency
+    if scaling.type == 'linear':
+        return frequency / scaling.factor
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # Full turns within the sequence length of the original training.
+    turns = scaling.original_max_seq_len * frequency / (2 * math.pi)
+    unscaled = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (unscaled + (1 - unscaled) / scaling.factor)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)

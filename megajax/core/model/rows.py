@@ -1,0 +1,29 @@
+"""The arrays next to the tokens of a batch's sequences."""
+
+from typing import NamedTuple, Self
+
+import jax
+
+from megajax.core.model.dropout import fold_in
+
+
+class Rows(NamedTuple):
+    """The arrays next to the tokens [B, S] of some sequences; None for what a model does not use.
+
+    `position_BS` may be [B, S, 3] with images, `segment_BS` numbers the documents that attention
+    stays in, `type_BS` has BERT's token types, `key_B` turns dropout on, and `deep_BTAD` is added
+    to the residual stream after the first layers (DeepStack).
+    """
+
+    position_BS: jax.Array | None = None
+    segment_BS: jax.Array | None = None
+    type_BS: jax.Array | None = None
+    key_B: jax.Array | None = None
+    deep_BTAD: jax.Array | None = None
+
+    def at_layer(self, index: jax.Array | int) -> Self:
+        """Return the rows with the dropout keys of a layer."""
+        return self._replace(key_B=fold_in(self.key_B, index))
+
+
+NO_ROWS = Rows()

@@ -1,0 +1,93 @@
+"""Replicated parameters that are applied along a sharded dim of an activation.
+
+These are norms, biases after a row-parallel product, and the dense layer of BERT's masked-LM head.
+Each shard computes a partial gradient of such a parameter. `copy_to_shards` gives each shard its
+own copy, so that partial gradients are accumulated over all microbatches and reduced only once per
+step, as in Megatron.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core.counts.declaration import Parameter
+from megajax.core.model.parameters import map_parameters
+from megajax.core.parallel.layout import Layout
+
+
+def along_last(vector: jax.Array, x: jax.Array, dims: str, layout: Layout) -> jax.Array:
+    """Reshape a vector so that it broadcasts against x, whose last two dims are `dims` (as `TD`).
+
+    The vector is [D], or [T, D] with one copy for each shard of T.
+    """
+    if vector.ndim == 1:
+        return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
+    sharded, last = dims[0], dims[1]
+    copies, size = vector.shape
+    length = x.shape[-2]
+    spread = lax.broadcast_in_dim(
+        vector, (copies, length // copies, size), (0, 2), out_sharding=layout(f'{sharded}-{last}')
+    )
+    spread = spread.reshape(length, size, out_sharding=layout(dims))
+    return jnp.expand_dims(spread, tuple(range(x.ndim - 2)))
+
+
+def copy_to_shards(params: Any, layout: Layout) -> Any:
+    """Give each shard its own copy of the parameters that are applied along a sharded dim.
+
+    The copies are a new dim before the last, of the vision encoder before the first; other
+    parameters are unchanged.
+    """
+
+    def copy(declared: Parameter, x: jax.Array) -> jax.Array:
+        dims = copied_dims(declared, layout)
+        if declared.owner == 'encoder' or dims == declared.dims:
+            return x
+        shape = (*x.shape[:-1], layout.num_shards(declared.summed), x.shape[-1])
+        kept = (*range(x.ndim - 1), x.ndim)
+        return lax.broadcast_in_dim(x, shape, kept, out_sharding=layout(dims))
+
+    return copy_encoder(map_parameters(copy, params), layout)
+
+
+def copy_encoder(params: Any, layout: Layout) -> Any:
+    """Give each shard of the images its own copy of the vision encoder's parameters.
+
+    The copies are a new dim before the first.
+    """
+
+    def copy(declared: Parameter, x: jax.Array) -> jax.Array:
+        if declared.owner == 'decoder':
+            return x
+        dims = copied_dims(declared, layout)
+        shape = layout.num_shards(declared.summed), *x.shape
+        return lax.broadcast_in_dim(
+            x, shape, tuple(range(1, x.ndim + 1)), out_sharding=layout(dims)
+        )
+
+    return map_parameters(copy, params)
+
+
+def add_copies(gradients: Any, layout: Layout) -> Any:
+    """Turn the gradients of `copy_to_shards(params)` into the gradients of `params`.
+
+    Those of the vision encoder are added already, with the sum over the data shards.
+    """
+
+    def add(declared: Parameter, gradient: jax.Array) -> jax.Array:
+        if declared.owner == 'encoder' or copied_dims(declared, layout) == declared.dims:
+            return gradient
+        return gradient.sum(-2)  # all-reduce over model, once per step
+
+    return map_parameters(add, gradients)
+
+
+def copied_dims(declared: Parameter, layout: Layout) -> str:
+    """The dims of a parameter with its copies: `LTD` for an `LD` applied along a sharded T."""
+    if declared.owner == 'encoder':  # also of a single shard, so that its module has one form
+        return declared.summed + declared.dims
+    if not declared.summed or layout.num_shards(declared.summed) == 1:
+        return declared.dims
+    return f'{declared.dims[:-1]}{declared.summed}{declared.dims[-1]}'

@@ -1,0 +1,99 @@
+"""The walk over the layers of a model, and what training and evaluation do at each of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core.model.attention import attention_core
+from megajax.core.model.block import Block
+from megajax.core.model.computation import Computation
+from megajax.core.model.rows import Rows
+from megajax.core.parallel.layout import UNSHARDED
+
+Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
+# (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
+LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
+# A function of what one layer passes to the next, and of its own part of some arrays; and these.
+AfterGroups = tuple[Callable[[Carry, Any], Carry], Any]
+
+
+def run_layers(
+    layer_fn: LayerFn,
+    x: Carry,
+    layers: Block,
+    weights: Block | None = None,
+    first: jax.Array | int = 0,
+    *,
+    recompute: str = 'none',
+    unroll: bool = False,
+    after_groups: AfterGroups | None = None,
+) -> Carry:
+    """Apply `layer_fn` to every layer in turn, in a loop that is compiled once.
+
+    Return the last carry. Where `layers` holds gradient slots (`gradient_slot.py`) or matrices at
+    rest (`at_rest.py`), `weights` are the layers' weights to compute with. `first` is the index in
+    the model of the first of `layers`. Equal groups of layers are followed by `after_groups`.
+    """
+    if recompute == 'full':
+        layer_fn = jax.checkpoint(layer_fn, prevent_cse=False)
+
+    def layer(x: Carry, layer: tuple[Block, Block | None, jax.Array]) -> tuple[Carry, None]:
+        return layer_fn(layer[0], layer[1], x, layer[2]), None
+
+    count = len(jax.tree.leaves(layers)[0])
+    each = layers, weights, first + jnp.arange(count)
+    if after_groups is None:
+        return lax.scan(layer, x, each, unroll=unroll)[0]
+    after, arrays = after_groups
+
+    def group(x: Carry, group: tuple[Any, Any]) -> tuple[Carry, None]:
+        return after(lax.scan(layer, x, group[0])[0], group[1]), None
+
+    groups = len(jax.tree.leaves(arrays)[0])
+    return lax.scan(group, x, (_in_groups(each, groups), arrays))[0]
+
+
+def run_layer(
+    block: Block,
+    x_BTD: jax.Array,
+    rows: Rows,
+    index: jax.Array | int,
+    computation: Computation,
+) -> jax.Array:
+    """Return the residual stream after the layer with this index, as in training and evaluation."""
+    own, attention = rows.at_layer(index), block.attention
+    core = attention_core(
+        attention.config,
+        attention.layout,
+        own,
+        recompute=computation.recompute == 'selective',
+        exchange=computation.exchange,
+    )
+    x_BTD, _ = block(x_BTD, core, own)
+    return add_deep(x_BTD, own.deep_BTAD, index)
+
+
+def add_deep(x_BTD: jax.Array, deep_BTAD: jax.Array | None, index: jax.Array | int) -> jax.Array:
+    """Add what DeepStack has for the layer with this index, if anything; later layers get none."""
+    if deep_BTAD is None or not (taps := deep_BTAD.shape[2]):
+        return x_BTD
+
+    def add(x_BTD: jax.Array, deep_BTAD: jax.Array) -> jax.Array:
+        at = jnp.minimum(index, taps - 1)
+        return x_BTD + lax.dynamic_index_in_dim(deep_BTAD, at, 2, keepdims=False)
+
+    with jax.named_scope('deepstack'):
+        return lax.cond(index < taps, add, lambda x_BTD, _: x_BTD, x_BTD, deep_BTAD)
+
+
+def _in_groups(layers: Any, groups: int) -> Any:
+    """Return stacked arrays [L, ...] as [groups, L / groups, ...]."""
+
+    def divide(x: jax.Array) -> jax.Array:
+        spec = UNSHARDED.like(jax.typeof(x).sharding.spec, '*->-*')
+        return x.reshape(groups, -1, *x.shape[1:], out_sharding=spec)
+
+    return jax.tree.map(divide, layers)

@@ -1,0 +1,98 @@
+"""A sublayer of a transformer layer: x + added(second(middle(first(enter(x))))).
+
+Attention, the feed-forward network, and whatever else adds to the residual stream, have this form.
+`first` is column-parallel, `second` is row-parallel, and nothing between them communicates: the
+sequence is gathered before `first` (Megatron's f), and the partial sums are reduced after `second`
+(its g). The loop over layers, the overlap schedule (`megajax.core.model.overlap`) and generation
+with a cache run these steps, so a layer is written once.
+"""
+
+from typing import Any, ClassVar
+
+import jax
+from flax import nnx
+
+from megajax.core.config import ModelConfig
+from megajax.core.model.dropout import dropout, fold_in
+from megajax.core.model.linear import ColumnParallelLinear, RowParallelLinear
+from megajax.core.model.norm import make_norm
+from megajax.core.model.parameters import Parameters
+from megajax.core.model.rows import NO_ROWS, Rows
+
+
+class Sublayer(nnx.Module):
+    """The norm and the two linear layers of a sublayer, and its steps.
+
+    A subclass says what is between the linear layers (`middle`). All its parameters are read in
+    `enter`, `first`, `middle`, `second` or `added`.
+    """
+
+    SCOPE: ClassVar[str]  # the name of its operations in a compiled program
+    LINEARS: ClassVar[tuple[str, str]]  # the names of `first` and `second`
+    KEY: ClassVar[int]  # what the layer's key is folded with for dropout; 0 is the core's
+    MIXES_TOKENS: ClassVar[bool]  # whether a token's result depends on other tokens
+
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
+        self.config, self.layout = config, parameters.layout
+        first, second = self.LINEARS
+        first_key, second_key = jax.random.split(key)
+        self.norm = make_norm(config, parameters['norm'])
+        setattr(self, first, ColumnParallelLinear(parameters[first], key=first_key))
+        setattr(self, second, RowParallelLinear(parameters[second], key=second_key))
+
+    def __call__(
+        self, x_BTD: jax.Array, core: Any = None, rows: Rows = NO_ROWS
+    ) -> tuple[jax.Array, Any]:
+        """Return the residual stream after this sublayer, and the second result of `core`."""
+        with jax.named_scope(self.SCOPE):
+            h_BTD, kept = self.update(x_BTD, core, rows)
+            return x_BTD + h_BTD, kept
+
+    def update(
+        self, x_BTD: jax.Array, core: Any = None, rows: Rows = NO_ROWS
+    ) -> tuple[jax.Array, Any]:
+        """Return what is added to the residual stream, and the second result of `core`.
+
+        Without sequence parallelism T is S and `gather` does nothing: the backward pass of the
+        first matmul makes f's all-reduce.
+        """
+        # f: SP: all-gather forward, reduce-scatter backward
+        h_BSD = self.first.gather(self.enter(x_BTD))
+        # column-parallel: no communication (2-D: reduce-scatter over `row`, forward)
+        z, kept = self.middle(self.first.product(h_BSD), core, rows)
+        # row-parallel, g: all-reduce forward (SP: reduce-scatter)
+        return self.added(self.second.reduced(z), rows.key_B), kept
+
+    def enter(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the input of `first`: the normed residual stream, unless the norm comes last."""
+        return x_BTD if self.is_norm_after else self.norm(x_BTD)
+
+    def middle(self, y: jax.Array, core: Any, rows: Rows) -> tuple[jax.Array, Any]:
+        """Return the input of `second` from the result of `first`, and the second one of `core`.
+
+        The bias of `first` is added here.
+        """
+        raise NotImplementedError
+
+    def added(self, y_BTD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        """Return what is added to the residual stream, from the result of `second`."""
+        h_BTD = self.second.with_bias(y_BTD)
+        h_BTD = self.norm(h_BTD) if self.is_norm_after else h_BTD
+        return dropout(h_BTD, self.config.dropout, fold_in(key_B, self.KEY), self.layout('TD'))
+
+    @property
+    def first(self) -> ColumnParallelLinear:
+        """The column-parallel linear layer."""
+        linear: ColumnParallelLinear = getattr(self, self.LINEARS[0])
+        return linear
+
+    @property
+    def second(self) -> RowParallelLinear:
+        """The row-parallel linear layer."""
+        linear: RowParallelLinear = getattr(self, self.LINEARS[1])
+        return linear
+
+    @property
+    def is_norm_after(self) -> bool:
+        """Whether the norm is applied to the result of `second` (OLMo 2)."""
+        return self.config.norm_position == 'after'

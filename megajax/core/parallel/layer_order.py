@@ -1,0 +1,128 @@
+"""The order of layers on the stages of a pipeline, and the way to and from the order of a model.
+
+A stage with several chunks of layers has, in neighboring places, those that the model's layers come
+to in turn: first chunk 0 of all stages, then chunk 1 of all. What leaves or enters the memory of a
+run (checkpoints, other formats, other meshes) has the layers in the order of the model.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from megajax.core.config import ConfigError
+from megajax.core.parallel.layout import STAGE, Layout
+
+
+def in_model_order(x: jax.Array, layout: Layout, *, donate: bool = False) -> jax.Array:
+    """Return a stacked parameter in the order of the model, with its placement.
+
+    Each stage sends each of its chunks once. With `donate` the argument is consumed.
+    """
+    return _moved(x, layout, to_model=True, donate=donate)
+
+
+def on_stages(x: jax.Array, layout: Layout, *, donate: bool = False) -> jax.Array:
+    """Return a stacked parameter, given in the order of the model, as the stages hold it."""
+    return _moved(x, layout, to_model=False, donate=donate)
+
+
+def tree_on_stages(tree: Any, layout: Layout) -> Any:
+    """Return a state, given in the order of the model, as the stages hold it, and consume it.
+
+    One parameter at a time exists twice.
+    """
+    return map_stacked(lambda x: on_stages(x, layout, donate=True), tree, layout)
+
+
+def tree_on_host(tree: Any, layout: Layout) -> Any:
+    """Return a state in the order of the model, to be saved.
+
+    What had another order is in the memory of the hosts, where each device puts its part before the
+    next parameter is moved, so that on the devices one parameter at a time exists twice.
+    """
+
+    def move(x: jax.Array) -> jax.Array:
+        ordered = in_model_order(x, layout)
+        return jax.block_until_ready(
+            jax.device_put(ordered, ordered.sharding.with_memory_kind('pinned_host'))
+        )
+
+    return map_stacked(move, tree, layout)
+
+
+def map_stacked(function: Any, tree: Any, layout: Layout) -> Any:
+    """Apply a function to the arrays of a state whose layers are not in the model's order."""
+    if layout.chunks == 1:
+        return tree
+
+    def apply(x: Any) -> Any:
+        if not (isinstance(x, nnx.Variable) and x.declared.is_stacked):
+            return x
+        return x.replace(function(x.get_value()))
+
+    return jax.tree.map(apply, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _moved(x: jax.Array, layout: Layout, *, to_model: bool, donate: bool) -> jax.Array:
+    if layout.chunks == 1:
+        return x
+    return _mover(layout.num_shards('L'), layout.chunks, to_model, donate)(x)
+
+
+@functools.cache
+def _mover(stages: int, chunks: int, to_model: bool, donate: bool) -> Any:
+    rounds = _rounds(stages, chunks)
+    if not to_model:
+        rounds = [[(there, here) for here, there in moves] for moves in rounds]
+
+    def own(x: jax.Array) -> jax.Array:
+        parts, stage = x.reshape(chunks, -1, *x.shape[1:]), lax.axis_index(STAGE)
+        result = jnp.zeros_like(parts)
+        for moves in rounds:
+            places = [[0] * stages, [0] * stages]
+            for move in moves:
+                for end, (at, place) in zip(places, move, strict=True):
+                    end[at] = place
+            source, target = (jnp.array(end)[stage] for end in places)
+            pairs = [(here, there) for (here, _), (there, _) in moves]
+            received = lax.ppermute(
+                lax.dynamic_index_in_dim(parts, source, keepdims=False), STAGE, pairs
+            )
+            result = lax.dynamic_update_index_in_dim(result, received, target, 0)
+        return result.reshape(x.shape)
+
+    def move(x: jax.Array) -> jax.Array:
+        spec = jax.typeof(x).sharding.spec
+        return jax.shard_map(own, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+    return jax.jit(move, donate_argnums=0 if donate else ())
+
+
+Move = tuple[tuple[int, int], tuple[int, int]]  # stage and place of a chunk, before and after
+
+
+def _rounds(stages: int, chunks: int) -> list[list[Move]]:
+    """Return the moves of each round, in which every stage sends and receives one chunk."""
+    rounds: list[list[Move]] = [[] for _ in range(chunks)]
+    for chunk in range(stages * chunks):
+        turn = (chunk + chunk // math.lcm(stages, chunks)) % chunks
+        held, wanted = (chunk % stages, chunk // stages), (chunk // chunks, chunk % chunks)
+        rounds[turn].append((held, wanted))
+    return rounds
+
+
+def require_model_order(layout: Layout) -> None:
+    """Raise ConfigError where a layout has layers or tokens in another order than the model's."""
+    keys = {'stages': 'L', 'context': 'S'}
+    axes = [f'mesh.{key}' for key, dim in keys.items() if layout.num_shards(dim) > 1]
+    if axes:
+        raise ConfigError(
+            f'a model cannot be called with {" and ".join(axes)}: use '
+            f'{" ".join(f"{axis}=1" for axis in axes)}, or megajax.loss, megajax.gradients or '
+            'megajax.make_train_step, which know the order of layers and tokens there'
+        )

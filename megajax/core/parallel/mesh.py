@@ -1,0 +1,338 @@
+"""Meshes of devices: GPUs if the machine has any, otherwise simulated devices on a CPU."""
+
+import collections
+import contextlib
+import math
+import os
+import re
+import reprlib
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config.extras import install
+from megajax.core.config.rules import incompatibilities
+from megajax.core.hardware.memory import claim_gpu_memory
+from megajax.core.hardware.visible import visible_gpus
+from megajax.core.parallel.layout import UNSHARDED
+
+# Mesh axes, outermost first; the axis that communicates most, and waits for it, is innermost.
+AXES = ('replica', 'stage', 'data', 'context', 'row', 'model')
+ALWAYS = ('data', 'model')  # in every mesh, even with one device
+KEYS = {'stage': 'stages', 'row': 'model_rows'}  # keys of `mesh` that are not called as their axis
+HOST_BYTES = 256  # maximum length of a host's name in bytes
+NVIDIA = '/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg'  # one of them where jax looks for GPUs
+
+
+def mesh_for(config: Config) -> Mesh:
+    """Return the mesh of `config.mesh`, see `make_mesh`."""
+    mesh = config.mesh
+    return make_mesh(**mesh.sizes, cross_hosts=mesh.allow_model_across_hosts)
+
+
+def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axes: int) -> Mesh:
+    """Return a mesh with Explicit axes in the order of AXES, `model` innermost.
+
+    A tensor-parallel group therefore consists of neighbors on one host. `axes` are the sizes of
+    axes other than `data` and `model`; an axis of size 1 is not in the mesh, and an axis that is
+    not in AXES comes after `data`. If jax has not been used yet, it is given the share of GPUs'
+    memory that `megajax plan` counts with and, if the machine has only CPUs, simulates the
+    required number of devices.
+
+    Raises ConfigError if there are too few devices, or if groups of devices span hosts that need
+    not (`check_hosts`). With several processes, all must call it.
+    """
+    sizes = axis_sizes(data, model, **axes)
+    needed = math.prod(sizes.values())
+    claim_gpu_memory()
+    _simulate_cpu_devices(needed)
+    devices = _devices()
+    if len(devices) < needed:
+        raise ConfigError(_too_few(sizes, devices))
+    if jax.process_count() > 1 and len(devices) != needed:
+        raise ConfigError(
+            f'{_words(sizes)} leaves {len(devices) - needed} of {len(devices)} devices idle, and '
+            f'with {jax.process_count()} processes each must have its part: '
+            f'set {_more_data(sizes, len(devices))}'
+        )
+    if jax.process_count() > 1:
+        devices = _within_hosts(devices, sizes, cross_hosts)
+    return mesh_of(devices[:needed], sizes)
+
+
+def axis_sizes(data: int = 1, model: int = 1, **axes: int) -> dict[str, int]:
+    """Return the axes of a mesh and their sizes, outermost first."""
+    sizes = axes | {'data': data, 'model': model}
+    after_data = AXES.index('data') + 0.5
+    order = sorted(sizes, key=lambda axis: AXES.index(axis) if axis in AXES else after_data)
+    return {axis: sizes[axis] for axis in order if sizes[axis] > 1 or axis in ALWAYS}
+
+
+def check_is_config(config: object) -> None:
+    """Raise ConfigError for what a script gives in place of a config, such as its name."""
+    if not isinstance(config, Config):
+        message = f'{reprlib.repr(config)} is not a megajax.Config; give what megajax.load returns'
+        raise ConfigError(Problem(path='config', message=message))
+
+
+def check_current_mesh(config: Config) -> None:
+    """Raise ConfigError unless this is a config and the current mesh is its own."""
+    check_is_config(config)
+    wanted, current = axis_sizes(**config.mesh.sizes), jax.sharding.get_abstract_mesh().shape
+    if wanted == dict(current):
+        return
+    further = [f'{axis}={size}' for axis, size in wanted.items() if axis not in ALWAYS]
+    arguments = ', '.join([str(wanted['data']), str(wanted['model']), *further])
+    there = ' x '.join(f'{axis}={size}' for axis, size in current.items())
+    message = (
+        f'{_words(wanted)}, and {f"the current mesh is {there}" if there else "no mesh is set"}; '
+        f'call jax.set_mesh(megajax.make_mesh({arguments}))'
+    )
+    raise ConfigError(Problem(path='mesh', message=message))
+
+
+def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
+    """Return a mesh of these devices with Explicit axes.
+
+    The devices may be abstract (`core/hardware/targets.py`).
+    """
+    grid = np.array(devices).reshape(*sizes.values())
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+
+
+def one_dimensional(config: Config) -> Config:
+    """Return the config with the mesh axes `data` and `model` alone and without ZeRO.
+
+    A model that is not trained has no use for others. The rows of a grid become columns or, where
+    these would not divide the model, data shards, as stages and context shards do. As many devices
+    are used; where they do not divide the batch, a microbatch has a row for each data shard.
+    """
+    mesh, train = config.mesh, config.train
+    data = mesh.data * mesh.stages * mesh.context
+    plain = {'replicas': 1, 'model_rows': 1, 'stages': 1, 'virtual_stages': 1, 'context': 1}
+    optim = config.optim.model_copy(update={'shard': 'none'})
+
+    def on(data: int, model: int) -> Config:
+        rows = data * train.microbatches
+        rows = rows if train.batch_size % rows else train.batch_size
+        sections = {
+            'mesh': mesh.model_copy(update=plain | {'data': data, 'model': model}),
+            'train': train.model_copy(update={'batch_size': rows, 'overlap': 'auto'}),
+        }
+        return config.model_copy(update={'optim': optim, **sections})
+
+    candidates = on(data, mesh.tensor_parallel), on(data * mesh.model_rows, mesh.model)
+    return next(candidate for candidate in candidates if not incompatibilities(candidate))
+
+
+def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: bool) -> None:
+    """Raise ConfigError if groups of devices span hosts that need not.
+
+    `hosts` has the host of each device of the mesh. A tensor-parallel group may span hosts only if
+    `cross_hosts`; a group of replicas may if there is no number of them with which none does.
+    """
+    if not cross_hosts:
+        _check_tensor_groups(hosts, sizes)
+    replicas, stages, data = sizes.get('replica', 1), sizes.get('stage', 1), _data(sizes)
+    if replicas == 1 or len(set(hosts)) == 1:
+        return
+    if 'row' in sizes:
+        raise ConfigError(
+            f'mesh.replicas={replicas} with mesh.model_rows={sizes["row"]} on several hosts: '
+            'a grid whose gradients are also summed between hosts is not supported yet; '
+            'set mesh.replicas=1, or mesh.model_rows=1'
+        )
+    devices = len(hosts) // stages  # of each stage, in groups of neighbors
+    if crossing := _crossing(hosts, replicas * stages):
+        inside = [
+            count
+            for count in range(1, data + 1)
+            if data % count == 0 and not _crossing(hosts, count * stages)
+        ]
+        if inside:
+            raise ConfigError(
+                f'mesh.replicas={replicas} makes groups of {devices // replicas} devices, which '
+                f'reach across hosts ({", ".join(crossing)}), and each layer would wait for their '
+                f'network: set mesh.replicas={inside[0]}, whose groups of '
+                f'{devices // inside[0]} devices stay in one host'
+            )
+
+
+def _check_tensor_groups(hosts: Sequence[str], sizes: Mapping[str, int]) -> None:
+    rows, model = sizes.get('row', 1), sizes['model']
+    crossing = _crossing(hosts, len(hosts) // (rows * model))
+    if not crossing:
+        return
+    largest = math.gcd(*collections.Counter(hosts).values())
+    allow = 'or mesh.allow_model_across_hosts=true'
+    if rows > 1:
+        raise ConfigError(
+            f'mesh.model_rows={rows} x mesh.model={model} reaches across hosts '
+            f'({", ".join(crossing)}), and each layer would wait for their network: '
+            f'set their product to {largest} or a divisor of it, {allow}'
+        )
+    shards, remainder = divmod(_data(sizes) * model, largest)
+    example = '' if remainder else f'for example mesh.data={shards} mesh.model={largest}, '
+    raise ConfigError(
+        f'mesh.model={model} reaches across hosts ({", ".join(crossing)}), '
+        'and each layer would wait for their network: '
+        f'set mesh.model to {largest} or a divisor of it, {example}{allow}'
+    )
+
+
+def _crossing(hosts: Sequence[str], num_groups: int) -> list[str]:
+    """Return the hosts of the first of as many groups of neighbors that spans several; or none."""
+    size = len(hosts) // num_groups
+    groups = (set(hosts[i * size : (i + 1) * size]) for i in range(num_groups))
+    return next((sorted(group) for group in groups if len(group) > 1), [])
+
+
+def _data(sizes: Mapping[str, int]) -> int:
+    """Return `mesh.data`: the data shards of all replicas."""
+    return sizes.get('replica', 1) * sizes['data']
+
+
+def _words(sizes: Mapping[str, int]) -> str:
+    """Return the sizes by the keys of the config, for example mesh.data=4 x mesh.model=2."""
+    keys = {axis: size for axis, size in sizes.items() if axis != 'replica'}
+    keys = {**keys, 'data': _data(sizes)}
+    words = ' x '.join(f'mesh.{KEYS.get(axis, axis)}={size}' for axis, size in keys.items())
+    return f'{words} (mesh.replicas={sizes["replica"]})' if 'replica' in sizes else words
+
+
+def _more_data(sizes: Mapping[str, int], count: int) -> str:
+    """Return the settings with which the mesh has `count` devices."""
+    replicas, data = sizes.get('replica', 1), count * _data(sizes) // math.prod(sizes.values())
+    other = math.gcd(replicas, data)
+    return f'mesh.data={data}' + (f' mesh.replicas={other}' if other != replicas else '')
+
+
+def is_simulated(mesh: Mesh) -> bool:
+    """Whether the devices of the mesh share one CPU."""
+    return (
+        mesh.size > 1
+        and all(device.platform == 'cpu' for device in mesh.devices.flat)
+        and jax.process_count() == 1
+    )
+
+
+def concrete(abstract: Any) -> Any:
+    """Return an abstract tree (`jax.eval_shape`) with its shardings on the current mesh."""
+    mesh = jax.sharding.get_mesh()
+
+    def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = UNSHARDED('') if x.sharding is None else x.sharding.spec
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(on_mesh, abstract)
+
+
+def _within_hosts(
+    devices: list[jax.Device], sizes: Mapping[str, int], cross_hosts: bool
+) -> list[jax.Device]:
+    """Return the devices with those of a host adjacent, however its processes are numbered.
+
+    Raises ConfigError as `check_hosts` does.
+    """
+    hosts = host_names()
+    devices = sorted(devices, key=lambda device: hosts.index(hosts[device.process_index]))
+    check_hosts([hosts[device.process_index] for device in devices], sizes, cross_hosts=cross_hosts)
+    return devices
+
+
+def devices_per_host(mesh: Mesh) -> int:
+    """Return how many devices of the mesh each host has; all processes must call this."""
+    return mesh.size // (1 if jax.process_count() == 1 else len(set(host_names())))
+
+
+def host_names() -> list[str]:
+    """Return the host name of each process; all processes must call this."""
+    name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b'\0')
+    own = np.frombuffer(name, np.uint8)[None]
+    names = (
+        own
+        if jax.process_count() == 1
+        else np.asarray(multihost_utils.process_allgather(own, tiled=True))
+    )
+    return [bytes(row).rstrip(b'\0').decode(errors='replace') for row in names]
+
+
+def _devices() -> list[jax.Device]:
+    """Return jax's devices.
+
+    Raises ConfigError if the requested platform has none, or if jax would leave GPUs idle.
+    """
+    wanted: str = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
+    if not any(os.path.exists(device) for device in NVIDIA):
+        # Otherwise a CUDA plugin that is only here to compile prints a traceback because the
+        # libraries that run its programs are missing.
+        os.environ.setdefault('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', '1')
+    try:
+        devices = jax.devices()
+    # An AssertionError if no plugin provides the requested platform.
+    except (RuntimeError, AssertionError) as error:
+        why = f': {str(error).partition(" (set JAX_PLATFORMS")[0]}' if str(error) else ''
+        fix = 'see megajax doctor, or set JAX_PLATFORMS=cpu to train on simulated devices'
+        raise ConfigError(
+            f'JAX_PLATFORMS={wanted}, and jax has no such devices{why}; {fix}'
+        ) from error
+    if devices[0].platform == 'cpu' and not wanted and (gpus := visible_gpus()):
+        fix = (
+            f'see megajax doctor ({install("cuda")}?), or set JAX_PLATFORMS=cpu to train on the CPU'
+        )
+        raise ConfigError(
+            f'{gpus} GPUs are visible, and jax would leave them idle and use the CPU: {fix}'
+        )
+    return devices
+
+
+def _simulate_cpu_devices(count: int) -> None:
+    simulated: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    if jax.distributed.is_initialized() or count <= simulated:
+        return
+    # Simulated devices wait for each other at each collective. On a busy machine one may be late,
+    # and XLA's default timeout would end the process.
+    patience = '--xla_cpu_collective_call_terminate_timeout_seconds'
+    flags = os.environ.get('XLA_FLAGS', '')
+    # jax's own key comes before this flag of XLA, which also asks for devices.
+    asked = re.search(r'--xla_force_host_platform_device_count=(\d+)', flags)
+    count = max(count, int(asked[1]) if asked else 0)
+    if patience not in flags:
+        os.environ['XLA_FLAGS'] = f'{flags} {patience}=600'.strip()
+    with contextlib.suppress(RuntimeError):  # jax already has its devices: make_mesh counts them
+        jax.config.update('jax_num_cpu_devices', count)
+
+
+def _too_few(sizes: Mapping[str, int], devices: list[jax.Device]) -> str:
+    on_cpu, count = devices[0].platform == 'cpu', len(devices)
+    kind = 'CPU' if on_cpu else devices[0].device_kind
+    needed = math.prod(sizes.values())
+    message = f'{_words(sizes)} needs {needed} devices and jax has {count} ({kind})'
+    choose = _choices(sizes, count)
+    if on_cpu:
+        return f'{message}: make the mesh before the first use of jax, or {choose}'
+    return f'{message}: {choose}, or JAX_PLATFORMS=cpu to simulate them'
+
+
+def _choices(sizes: Mapping[str, int], count: int) -> str:
+    """Return the sizes of `data` and `model` that `count` devices have room for, in words."""
+    replicas = sizes.get('replica', 1)
+    others = math.prod(sizes.values()) // (_data(sizes) * sizes['model'])
+    less = []
+    if others > count:
+        beside = [axis for axis in sizes if axis not in ('replica', *ALWAYS)]
+        others, less = 1, [f'mesh.{KEYS.get(axis, axis)}=1' for axis in beside]
+    free = count // others
+    fits = [(free // m, m) for m in range(1, free + 1) if free % m == 0]
+    if any(data % replicas == 0 for data, _ in fits):
+        fits = [(data, m) for data, m in fits if data % replicas == 0]
+    else:
+        less.append('mesh.replicas=1')
+    with_less = f' with {", ".join(less)}' if less else ''
+    return f'choose data x model among {", ".join(f"{d}x{m}" for d, m in fits)}{with_less}'

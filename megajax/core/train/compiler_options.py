@@ -1,0 +1,45 @@
+"""Options for XLA: for `train.overlap` and `train.deterministic`, and around known miscompiles."""
+
+from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.counts.products import fits_flash
+from megajax.core.train.overlap import overlap_options
+from megajax.xla.miscompiles import cures, mesh_target, refuse_bitten, refuse_pipelined_sends
+
+Options = dict[str, str | bool]
+# XLA sorts what it would otherwise add atomically, and takes kernels of cuDNN and cuBLAS whose sums
+# have one order. Which ones its autotuner took is in the run's cache of compiled programs.
+DETERMINISTIC: Options = {'xla_gpu_exclude_nondeterministic_ops': True}
+
+
+def step_options(config: Config) -> Options:
+    """Options for the training step on the current mesh.
+
+    Raises ConfigError for a config that the compiler would miscompile whatever its options, or with
+    those of XLA_FLAGS, and for one whose program would not run.
+    """
+    target = mesh_target()
+    refuse_bitten(config, target)
+    refuse_pipelined_sends(config, target)
+    if target == 'cpu':
+        return cures(target)
+    _refuse_unrolled_attention(config)
+    deterministic = DETERMINISTIC if config.train.deterministic else {}
+    return {**overlap_options(config), **deterministic, **cures(target)}
+
+
+def evaluation_options() -> Options:
+    """Options for the evaluation step on the current mesh."""
+    return cures(mesh_target())
+
+
+def _refuse_unrolled_attention(config: Config) -> None:
+    """Raise ConfigError for a deterministic step with cuDNN's attention in several places."""
+    train, model = config.train, config.model
+    is_flash = fits_flash(train.dtype, model.head_dim) and model.attention_dropout == 0
+    if train.deterministic and train.unroll is True and is_flash:
+        message = (
+            "XLA cannot run cuDNN's deterministic attention in layers that are compiled on their "
+            'own: on an H100, jax 0.11.2 ended in the first step with an IndexError; '
+            'use train.unroll=false, or leave it at auto'
+        )
+        raise ConfigError(Problem(path='train.unroll', message=message))

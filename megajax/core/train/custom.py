@@ -1,0 +1,108 @@
+"""The loss and the gradients of a training step, as functions for a custom training loop."""
+
+import jax
+from flax import nnx
+
+from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.parallel.mesh import check_current_mesh, check_is_config
+from megajax.core.train.feed import Batch
+from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.core.train.step import TrainState, dropout_key
+
+
+def loss(
+    params: nnx.State, batch: Batch, config: Config, *, step: jax.Array | int = 0
+) -> jax.Array:
+    """Return the loss of a batch as the training step computes it; differentiate and jit it.
+
+    `params` are those of `init_state(config)` or `load_params`, and `batch` is what `place_batch`
+    returns. `step` selects the dropout masks of that step of a run. `jax.value_and_grad(loss)`
+    gives the gradients of the training step on any mesh and at any ZeRO stage, in one pass.
+    Second derivatives are not supported. On GPUs, compile with the options that work around known
+    miscompiles of XLA:
+
+        @partial(jax.jit, compiler_options=megajax.step_options(config))
+        def step(params, opt_state, batch):
+            loss, gradients = jax.value_and_grad(megajax.loss)(params, batch, config)
+            updates, opt_state = optimizer.update(gradients, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+    Raises ConfigError for train.dtype=fp8 and float16, whose scales only `make_train_step` keeps,
+    for a model with frozen parameters, which have no gradients, for a batch without the arrays of
+    the loss or with rows above `model.max_seq_len`, and if the current mesh is not the config's.
+    Token ids are not checked: they must be below `model.vocab_size`.
+    """
+
+    @jax.custom_vjp
+    def of(params: nnx.State) -> jax.Array:
+        return forward(params)[0]
+
+    def forward(params: nnx.State) -> tuple[jax.Array, nnx.State]:
+        key = dropout_key(config.train.seed, step)
+        (value, _), of_params = make_loss_and_gradients(config)(params, batch, key)
+        return value, of_params
+
+    def backward(of_params: nnx.State, factor: jax.Array) -> tuple[nnx.State]:
+        return (jax.tree.map(lambda gradient: factor * gradient, of_params),)
+
+    _check(config)
+    _check_batch(batch, config)
+    check_current_mesh(config)
+    _check_params(params)
+    of.defvjp(forward, backward)
+    return of(params)
+
+
+def gradients(
+    params: nnx.State, batch: Batch, config: Config, *, step: jax.Array | int = 0
+) -> nnx.State:
+    """Return the gradients of `loss`, placed as `params` are, for an optimizer to take.
+
+    For the loss as well, call `jax.value_and_grad(megajax.loss)`, which computes both in one pass.
+    Raises ConfigError as `loss` does.
+    """
+    _check_params(params)
+    return jax.grad(loss)(params, batch, config, step=step)
+
+
+def _check(config: Config) -> None:
+    """Raise ConfigError for a config whose gradients need more than parameters and a batch."""
+    check_is_config(config)
+    dtype, problems = config.train.dtype, []
+    if dtype in ('fp8', 'float16'):
+        message = (
+            f'{dtype} is not supported in a custom loop, because only make_train_step keeps its '
+            'scales; use train.dtype=bfloat16'
+        )
+        problems.append(Problem(path='train.dtype', message=message))
+    if config.model.has_frozen:
+        message = (
+            'frozen parameters are not supported in a custom loop, because they have no '
+            'gradients; use make_train_step'
+        )
+        path = 'lora' if config.lora is not None else 'vision.freeze'
+        problems.append(Problem(path=path, message=message))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _check_params(params: object) -> None:
+    """Raise ConfigError for what is not the parameters of a model, such as the whole state."""
+    if not isinstance(params, nnx.State):
+        whole = isinstance(params, TrainState)
+        fix = 'give its params' if whole else 'give init_state(config).params'
+        message = f'a {type(params).__name__} is not the nnx.State of a model; {fix}'
+        raise ConfigError(Problem(path='params', message=message))
+
+
+def _check_batch(batch: Batch, config: Config) -> None:
+    """Raise ConfigError for a batch from which the loss cannot be computed."""
+    if missing := [name for name in ('tokens', 'labels', 'loss_mask') if name not in batch]:
+        message = f'there is no {" and no ".join(missing)}; give each as an array [rows, tokens]'
+        raise ConfigError(Problem(path='batch', message=message))
+    length, most = batch['tokens'].shape[1], config.model.max_seq_len
+    if length > most:
+        message = (
+            f'{length} tokens in a row are more than model.max_seq_len={most}; give at most {most}'
+        )
+        raise ConfigError(Problem(path='batch', message=message))

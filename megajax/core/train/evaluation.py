@@ -1,0 +1,70 @@
+"""The evaluation step: sums of metrics over a batch, without dropout."""
+
+import math
+
+import jax
+from flax import nnx
+from jax.stages import Wrapped
+
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import without_order
+from megajax.core.model.shard_copies import copy_encoder
+from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.stages import over_shards
+from megajax.core.train.compiler_options import evaluation_options
+from megajax.core.train.feed import Batch
+from megajax.core.train.microbatches import real_rows, split, with_positions
+from megajax.core.train.objective import Objective
+from megajax.core.train.pipeline import evaluate_pipelined
+from megajax.core.train.zero import gather_once
+
+Metrics = dict[str, jax.Array]
+
+
+def make_eval_step(config: Config) -> Wrapped:
+    """Return `eval_step(params, batch)`, which sums metrics over a batch, without dropout.
+
+    The sums are `nll` in nats, `tokens`, and `bytes` if the batch holds `label_bytes`. For BERT
+    `nll` and `tokens` are of masked-token prediction, `order_nll` and `rows` of sentence-order
+    prediction.
+    """
+    config, layout = without_order(config), Layout.of(config)
+    objective = Objective.of_evaluation(config, layout)
+
+    def eval_step(params: nnx.State, batch: Batch) -> Metrics:
+        params = copy_encoder(gather_once(params, config, layout), layout)
+        weights = params if config.optim.shard == 'weights' else None
+
+        def of_shard(shard: Batch) -> tuple[jax.Array, jax.Array | None]:
+            (_, nll), order_nll = objective.parts(params, weights, shard)
+            return nll, order_nll
+
+        weighted = with_positions(_with_weights(batch), layout)
+        count = _num_microbatches(config, len(batch['tokens']))
+        microbatches = jax.tree.map(lambda x: split(x, count, layout), weighted)
+        if config.mesh.stages > 1:
+            nll, order_nll = evaluate_pipelined(objective, layout, params, microbatches)
+        else:
+            shards = jax.tree.map(lambda x: x[0], microbatches)
+            nll, order_nll = over_shards(of_shard, layout)(shards)
+        sums = {'nll': nll.sum(), 'tokens': batch['loss_mask'].sum()}
+        if config.model.is_bert:
+            assert order_nll is not None
+            sums |= {'order_nll': order_nll.sum(), 'rows': real_rows(batch).sum()}
+        return sums | {'bytes': batch['label_bytes'].sum()} if 'label_bytes' in batch else sums
+
+    return jax.jit(eval_step, compiler_options=evaluation_options())
+
+
+def _with_weights(batch: Batch) -> Batch:
+    added = {'weights': batch['loss_mask']}
+    if 'swapped' in batch:
+        added['row_weights'] = real_rows(batch)
+    return {**batch, **added}
+
+
+def _num_microbatches(config: Config, rows: int) -> int:
+    """The number of microbatches of a batch with this number of rows; without stages it is 1."""
+    if config.mesh.stages == 1:
+        return 1
+    return math.gcd(rows // config.mesh.data, config.train.microbatches)

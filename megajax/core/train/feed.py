@@ -1,0 +1,114 @@
+"""Batches from the host onto the mesh; each process places its own rows."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
+
+from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.parallel.layout import CONTEXT, batch_layout
+from megajax.core.parallel.zigzag import position_at
+
+Batch = dict[str, jax.Array]
+
+
+def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = None) -> Batch:
+    """Place host arrays [B, S] on the current mesh, the rows of each data shard on its devices.
+
+    Context shards have the tokens in the order of `zigzag.py`. With `batch_size`, the arrays hold
+    only this process's rows of a batch of that size. Raises ConfigError for what is not such an
+    array.
+    """
+    _check_arrays(batch)
+    sharding = _sharding()
+    shards = sharding.mesh.shape.get(CONTEXT, 1)
+
+    def place(x: np.ndarray) -> jax.Array:
+        shape = batch_size or len(x), *x.shape[1:]
+        offset = local_rows(batch_size).start if batch_size else 0
+        order = shard_order(x.shape[1], shards)
+
+        def rows(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            start, stop, _ = index[0].indices(shape[0])
+            mine = x[start - offset : stop - offset]
+            return mine if order is None else mine[:, order[index[1]]]
+
+        return jax.make_array_from_callback(shape, sharding, rows)
+
+    return {name: place(x) for name, x in batch.items()}
+
+
+def _check_arrays(batch: Mapping[str, np.ndarray]) -> None:
+    """Raise ConfigError for what is no array with rows; those of other libraries have `ndim`."""
+    if not isinstance(batch, Mapping):
+        message = f'a {type(batch).__name__} is not a dict of arrays by name; see docs/python.md'
+        raise ConfigError(Problem(path='batch', message=message))
+    problems = []
+    for name, x in batch.items():
+        if getattr(x, 'ndim', 0) < 2:
+            shape = f' of shape {x.shape}' if hasattr(x, 'shape') else ''
+            message = (
+                f'a {type(x).__name__}{shape} is not an array [rows, tokens]; give np.asarray of '
+                'rows of equal length'
+            )
+            problems.append(Problem(path=f'batch[{name!r}]', message=message))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def shard_order(length: int, shards: int) -> np.ndarray | None:
+    """Return the position of the token at each place of a sequence; None where all are in order."""
+    return position_at(np.arange(length), length, shards) if shards > 1 else None
+
+
+def local_rows(batch_size: int) -> slice:
+    """The smallest range of rows of a batch that contains all rows on this process's devices.
+
+    Rows in between that belong to other processes are included.
+    """
+    mesh = jax.sharding.get_mesh()
+    sharding = NamedSharding(mesh, batch_layout(mesh.axis_names)('B'))
+    rows = [
+        index[0].indices(batch_size)
+        for index in sharding.addressable_devices_indices_map((batch_size,)).values()
+        if index
+    ]
+    return slice(min(start for start, _, _ in rows), max(stop for _, stop, _ in rows))
+
+
+def _sharding() -> NamedSharding:
+    mesh = jax.sharding.get_mesh()
+    return NamedSharding(mesh, batch_layout(mesh.axis_names)('BS'))
+
+
+def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes, dtypes and placements of a batch on the current mesh."""
+    rows, length = config.train.batch_size, config.train.seq_len
+    shapes: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
+        'tokens': ((length,), jnp.int32),
+        'labels': ((length,), jnp.int32),
+        'loss_mask': ((length,), jnp.float32),
+    }
+    if config.data.document_mask:
+        shapes |= dict.fromkeys(('segment_ids', 'positions'), ((length,), jnp.int32))
+    if config.model.is_bert:
+        shapes |= dict.fromkeys(('segment_ids', 'token_types'), ((length,), jnp.int32))
+        shapes['swapped'] = (1,), jnp.int32
+    if config.vision is not None:
+        vision = config.vision
+        shapes |= {
+            'pixels': ((vision.images, vision.max_patches, vision.pixels), jnp.uint8),
+            'image_grid': ((vision.images, 2), jnp.int32),
+            'image_index': ((length,), jnp.int32),
+        }
+    if config.model.position == 'mrope':
+        shapes['positions'] = (length, 3), jnp.int32
+    sharding = _sharding()
+    return {
+        name: jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
+        for name, (shape, dtype) in shapes.items()
+    }

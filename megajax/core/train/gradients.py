@@ -1,0 +1,110 @@
+"""Loss and gradients of a batch, with the same numbers on every mesh."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.model.overlap.per_layer_arrays import added, holds_totals, with_totals
+from megajax.core.model.shard_copies import add_copies
+from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.stages import over_shards
+from megajax.core.train import scaling
+from megajax.core.train.feed import Batch
+from megajax.core.train.loss_scale import LossScale, scale_weights, unscale
+from megajax.core.train.microbatches import split, with_weights
+from megajax.core.train.objective import Objective, Sums
+from megajax.core.train.pipeline import pipelined
+from megajax.core.train.zero import StepWeights, mapped_axes, sum_over_data, zero_gradients
+from megajax.xla.miscompiles import mesh_target
+
+# Of (params, weights, microbatches, key of dropout): sums, and gradients like `zero_gradients`.
+OfMicrobatches = Callable[[Any, Any, Batch, jax.Array], tuple[Sums, Any]]
+
+
+def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, jax.Array | None]]:
+    """Return a function of parameters, batch, dropout key, loss scale and the scales of fp8.
+
+    It returns the mean loss, the mean negative log-likelihood and the gradient of the loss, and in
+    fp8 the places of the largest exponents (`scaling.py`), which without scales it finds in bf16.
+
+    Every data shard differentiates the loss of its own rows with respect to the shared parameters,
+    which gives one gradient per data shard; their sum, after the last microbatch, is a step's only
+    reduction over `data`. From ZeRO-2 on (`zero.py`) the backward pass sums those of matrices.
+    """
+    config = resolved(config, on_gpu=mesh_target() != 'cpu')
+    layout, is_fp8 = Layout.of(config), config.train.dtype == 'fp8'
+    of_microbatches = (
+        pipelined(config, layout) if config.mesh.stages > 1 else _accumulated(config, layout)
+    )
+
+    def loss_and_gradients(
+        params: nnx.State,
+        batch: Batch,
+        key: jax.Array,
+        loss_scale: LossScale | None = None,
+        scales: jax.Array | None = None,
+    ) -> tuple[Sums, nnx.State, jax.Array | None]:
+        batch = scale_weights(loss_scale, with_weights(batch, config, layout))
+        weights, primals, narrow = StepWeights.of(params, config, layout, scales)
+        microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
+        sums, gradients = of_microbatches(primals, weights, microbatches, key)
+        gradients, counts = scaling.detached(gradients)
+        with jax.named_scope('data_parallel'):
+            sums = jax.tree.map(lambda x: x.sum(), sums)
+            gradients = add_copies(sum_over_data(gradients, config, layout), layout)
+            places = scaling.largest(counts, narrow, scales, layout) if is_fp8 else None
+        return *unscale(loss_scale, (sums, gradients)), places
+
+    return loss_and_gradients
+
+
+def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State]]:
+    """Return what `make_gradients` returns, without the last result."""
+    of_all = make_gradients(config)
+
+    def loss_and_gradients(*args: Any) -> tuple[Sums, nnx.State]:
+        sums, gradients, _ = of_all(*args)
+        return sums, gradients
+
+    return loss_and_gradients
+
+
+def _accumulated(config: Config, layout: Layout) -> OfMicrobatches:
+    """Return a function that takes one microbatch after the other."""
+    differentiate = jax.value_and_grad(Objective.of(config, layout), has_aux=True)
+
+    def of_microbatches(
+        primals: Any, weights: Any, microbatches: Batch, key: jax.Array
+    ) -> tuple[Sums, Any]:
+        # This closes over the matrices at rest: jax refuses arguments of a mapped function that
+        # are sharded over the mesh axis that it is mapped over.
+        def of_shard(shard: Batch, totals: Any) -> tuple[Sums, Any]:
+            slots = primals if totals is None else with_totals(primals, totals)
+            return differentiate(slots, weights, shard, key)
+
+        axes, is_added = mapped_axes(primals, config), holds_totals(primals, weights)
+        in_axes = 0, axes if is_added else None
+        of_microbatch = over_shards(of_shard, layout, in_axes, out_axes=(0, axes))
+
+        def accumulate(total: tuple[Sums, Any], microbatch: Batch) -> tuple[Any, None]:
+            sums, totals = total
+            new_sums, gradients = of_microbatch(microbatch, totals if is_added else None)
+            add = added if is_added else partial(jax.tree.map, jnp.add)
+            return (jax.tree.map(jnp.add, sums, new_sums), add(totals, gradients)), None
+
+        if config.train.microbatches == 1:
+            return of_microbatch(jax.tree.map(lambda x: x[0], microbatches), None)
+        shards = layout.mapped
+        zero = jnp.zeros(layout.sizes_of(shards), out_sharding=layout.stacked('', shards))
+        zeros = (zero, zero), zero_gradients(primals, config, layout)
+        total, _ = lax.scan(accumulate, zeros, microbatches)
+        return total
+
+    return of_microbatches

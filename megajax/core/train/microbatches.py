@@ -1,0 +1,87 @@
+"""The batch of a step, cut into the microbatches of each data shard."""
+
+import jax
+import jax.numpy as jnp
+
+from megajax.core.config import Config
+from megajax.core.model.arr_coc.relevance import question
+from megajax.core.model.dropout import sequence_keys
+from megajax.core.model.images import Images
+from megajax.core.model.rows import Rows
+from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.zigzag import position_at
+from megajax.core.train.feed import Batch
+
+
+def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
+    """Return a batch with the weight of each token in the loss, and the rows that dropout needs.
+
+    On context shards the tokens are not in order, so there it also has their positions.
+    """
+    # Weights that add up to one over the global batch make the mean exact, however the mask is
+    # distributed over the shards.
+    mask_BS = batch['loss_mask']
+    added = {'weights': mask_BS / jnp.maximum(mask_BS.sum(), 1)}
+    if config.model.has_dropout or config.relevance is not None:
+        added['rows'] = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
+    if 'swapped' in batch:
+        real_B1 = real_rows(batch)
+        added['row_weights'] = real_B1 / jnp.maximum(real_B1.sum(), 1)
+    rest = {name: x for name, x in batch.items() if name != 'loss_mask'}
+    return {**with_positions(rest, layout), **added}
+
+
+def with_positions(batch: Batch, layout: Layout) -> Batch:
+    """Return a batch with the position of each token where context shards change their order."""
+    if not layout.mesh_axes('S'):
+        return batch
+    rows, length = batch['tokens'].shape
+    place_BS = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1, out_sharding=layout('BS'))
+    return {**batch, 'positions': position_at(place_BS, length, layout.num_shards('S'))}
+
+
+def real_rows(batch: Batch) -> jax.Array:
+    """Return [B, 1]: 1 for rows with at least one counted token, 0 for rows that pad the batch."""
+    return batch['loss_mask'].max(-1, keepdims=True)
+
+
+def rows_of(shard: Batch, key: jax.Array | None = None) -> Rows:
+    """Return the arrays next to a shard's tokens; `key` is that of dropout."""
+    keys = None if key is None or 'rows' not in shard else sequence_keys(key, shard['rows'])
+    return Rows(shard.get('positions'), shard.get('segment_ids'), shard.get('token_types'), keys)
+
+
+def images_of(shard: Batch, key: jax.Array | None = None) -> Images | None:
+    """Return the images of a shard's rows, if the batch has any.
+
+    `key` is that of dropout, from which the noise of relevance follows too.
+    """
+    if 'pixels' not in shard:
+        return None
+    index_BS, keys = shard['image_index'], rows_of(shard, key).key_B
+    is_question_BS = question(shard['weights'], index_BS)
+    return Images(shard['pixels'], shard['image_grid'], index_BS, is_question_BS, keys)
+
+
+def split(x: jax.Array, num_microbatches: int, layout: Layout) -> jax.Array:
+    """Reshape [B, ...] to [microbatch, *shards, rows, ...], with the shards of `Layout.mapped`.
+
+    Each data shard splits its own rows into microbatches, and each context shard keeps its own
+    tokens, so nothing moves between devices.
+    """
+    batch, context = layout.mesh_axes('B'), layout.mesh_axes('S')
+    rows = x.shape[0] // (num_microbatches * layout.num_shards('B'))
+    sizes = layout.sizes_of([(axis,) for axis in batch])
+    if not context:
+        shape = *sizes, num_microbatches, rows, *x.shape[1:]
+        parts = x.reshape(shape, out_sharding=layout.stacked('-' * (x.ndim + 1), layout.mapped))
+        return jnp.moveaxis(parts, len(batch), 0)
+    shards = layout.num_shards('S')
+    tokens = x.shape[1] // shards
+    shape = *sizes, num_microbatches, rows, shards, tokens
+    one_by_one = [(axis,) for axis in batch]
+    parts = x.reshape(shape, out_sharding=layout.stacked('--S-', one_by_one))
+    parts = jnp.moveaxis(parts, -2, len(batch))
+    shape = *layout.sizes_of(layout.mapped), num_microbatches, rows, tokens
+    parts = parts.reshape(shape, out_sharding=layout.stacked('---', layout.mapped))
+    return jnp.moveaxis(parts, len(layout.mapped), 0)

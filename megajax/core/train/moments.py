@@ -1,0 +1,92 @@
+"""Adam's moments in bf16 between steps, `optim.moments_dtype`: half of their memory.
+
+A step computes with them in fp32 and rounds them up or down at random, with the expectation of the
+number that is rounded. Rounded to the nearest number, a second moment would stay where it is: with
+beta2=0.999 a step changes it by less than half of the distance between two numbers in bf16.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+
+from megajax.core.parallel.layout import Layout
+
+ONE_DEVICE = Layout()  # the order of the layers is that of the model
+ODD = 0x9E3779B9  # 2**32 over the golden ratio: multiples of it are far from one another
+
+
+def with_moments_in_bf16(
+    adam: optax.GradientTransformation, layout: Layout = ONE_DEVICE
+) -> optax.GradientTransformation:
+    """Store the moments of `optax.scale_by_adam` in bf16; `layout` is that of the parameters."""
+
+    def init(params: Any) -> Any:
+        return _map_moments(lambda x, *_: x.astype(jnp.bfloat16), adam.init(params))
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        in_fp32 = _map_moments(lambda x, *_: x.astype(jnp.float32), state)
+        updates, state = adam.update(gradients, in_fp32, params)
+        step = state.count.astype(jnp.uint32)
+
+        def round_moment(x: jax.Array, index: jax.Array, is_stacked: bool) -> jax.Array:
+            seed = _mix(step * jnp.uint32(ODD) + index)
+            return round_to_bf16(x, seed, layout if is_stacked else ONE_DEVICE)
+
+        return updates, _map_moments(round_moment, state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def round_to_bf16(x: jax.Array, seed: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
+    """Round x, in fp32, up with the probability of what rounding down would lose.
+
+    The random bits are a hash of the seed and an element's place in the array, so they are the same
+    on every mesh. In an array of all layers that lie in another order, by `layout`, it is the place
+    that they have in the order of the model. Zeros, infinities and NaN stay what they are.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + (_random_bits(x, seed, layout) >> 16)
+    rounded = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def _random_bits(x: jax.Array, seed: jax.Array, layout: Layout) -> jax.Array:
+    """Return 32 bits for each element of x, which depend on no other dim's size."""
+    sharding, place = jax.typeof(x).sharding, seed
+    for dim in range(x.ndim):
+        index = lax.broadcasted_iota(jnp.uint32, x.shape, dim, out_sharding=sharding)
+        if dim == 0 and layout.chunks > 1:
+            index = layout.layer_at(index, len(x))
+        place = place * jnp.uint32(ODD) + index
+    return _mix(place)
+
+
+def _mix(bits: jax.Array) -> jax.Array:
+    """Mix 32 bits so that each of the result depends on all of them: MurmurHash3's finalizer."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
+
+
+def _map_moments(function: Callable[[jax.Array, Any, bool], jax.Array], state: Any) -> Any:
+    """Apply `function(x, index, is_stacked)` to each array of both moments.
+
+    No two have the same index. One with the parameters of all layers is stacked.
+    """
+    leaves, tree = jax.tree.flatten((state.mu, state.nu), is_leaf=_is_variable)
+
+    def apply(leaf: Any, index: int) -> Any:
+        if not _is_variable(leaf):
+            return function(leaf, jnp.uint32(index), False)
+        return leaf.replace(function(leaf.get_value(), jnp.uint32(index), leaf.declared.is_stacked))
+
+    mu, nu = jax.tree.unflatten(tree, map(apply, leaves, range(len(leaves))))
+    return state._replace(mu=mu, nu=nu)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)

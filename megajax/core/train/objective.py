@@ -1,0 +1,176 @@
+"""The loss of a model on the rows of one shard, and its parts: embedding, layers and head."""
+
+import dataclasses
+from functools import cached_property
+from typing import Any, Self
+
+import jax
+from flax import nnx
+
+from megajax.core.config import Config
+from megajax.core.counts.declaration import Parameter
+from megajax.core.model.computation import Computation
+from megajax.core.model.gradient_slot import pair
+from megajax.core.model.loss import Loss
+from megajax.core.model.parameters import map_parameters, with_frozen
+from megajax.core.model.transformer import Bert, LanguageModel, make_model, model_graph
+from megajax.core.parallel.layout import Layout
+from megajax.core.train import scaling
+from megajax.core.train.feed import Batch
+from megajax.core.train.microbatches import images_of, rows_of
+from megajax.core.train.overlap import computation_of
+
+Sums = tuple[jax.Array, jax.Array]  # the objective and the negative log-likelihood in nats
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The loss of a shard's rows as a function of parameters.
+
+    All methods take `params`, the tree to differentiate with respect to, and `weights`, the tree
+    to compute with or None (`zero.StepWeights`). `layout` is that of a shard.
+    """
+
+    config: Config
+    layout: Layout
+    computation: Computation
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout) -> Self:
+        """The objective of a run's training steps."""
+        return cls(config, layout.per_shard, computation_of(config))
+
+    @classmethod
+    def of_evaluation(cls, config: Config, layout: Layout) -> Self:
+        """The objective of a run's evaluation."""
+        return cls(config, layout.per_shard, Computation.of(config))
+
+    def __call__(
+        self, params: nnx.State, weights: nnx.State | None, shard: Batch, key: jax.Array
+    ) -> Sums:
+        """Compute the sums of a shard; `key` is that of dropout."""
+        tokens, of_rows = self.parts(params, weights, shard, key)
+        objective, nll = tokens
+        return objective if of_rows is None else objective + of_rows, nll
+
+    def parts(
+        self,
+        params: nnx.State,
+        weights: nnx.State | None,
+        shard: Batch,
+        key: jax.Array | None = None,
+    ) -> tuple[Sums, jax.Array | None]:
+        """Compute the sums of tokens, and the loss of sentence-order prediction, if any."""
+        model, used = self.model(params, weights)
+        images = images_of(shard, key)
+        x_BTD = model.hidden(
+            shard['tokens'], self.computation, rows_of(shard, key), images=images, weights=used
+        )
+        return self._of_tokens(model, x_BTD, shard), self._of_rows(model, x_BTD, shard)
+
+    def embed(
+        self, params: nnx.State, weights: nnx.State | None, shard: Batch, key: jax.Array | None
+    ) -> jax.Array:
+        """Return the residual stream x_BTD before the first layer."""
+        model, _ = self.model(params, weights)
+        return model.embed(shard['tokens'], self.computation.dtype, rows_of(shard, key))
+
+    def layers(
+        self,
+        params: nnx.State,
+        weights: nnx.State | None,
+        x_BTD: jax.Array,
+        shard: Batch,
+        first: jax.Array,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Return the residual stream after the layers in `params`.
+
+        `first` is the index in the model of the first of them.
+        """
+        model, used = self.model(params, weights)
+        rows = rows_of(shard, key)
+        return model.blocks(x_BTD, self.computation, rows, weights=used, first=first)
+
+    def head(
+        self, params: nnx.State, weights: nnx.State | None, x_BTD: jax.Array, shard: Batch
+    ) -> Sums:
+        """Compute the sums of tokens from the residual stream after the last layer.
+
+        `shard` has the labels and weights of these tokens.
+        """
+        model, _ = self.model(params, weights)
+        return self._of_tokens(model, model.finish(x_BTD), shard)
+
+    def row_head(
+        self, params: nnx.State, weights: nnx.State | None, x_BTD: jax.Array, shard: Batch
+    ) -> jax.Array | None:
+        """Compute the loss of sentence-order prediction from the same residual stream."""
+        model, _ = self.model(params, weights)
+        return self._of_rows(model, model.finish(x_BTD), shard)
+
+    def _of_tokens(self, model: LanguageModel, x_BTD: jax.Array, shard: Batch) -> Sums:
+        head_BTD = model.before_head(x_BTD)
+        with jax.named_scope('loss'):
+            return self._loss(
+                head_BTD, model.head_Vd, shard['labels'], shard['weights'], model.head_bias_V
+            )
+
+    def _of_rows(self, model: LanguageModel, x_BTD: jax.Array, shard: Batch) -> jax.Array | None:
+        if not isinstance(model, Bert):
+            return None
+        with jax.named_scope('head'):
+            return model.order_head.loss(x_BTD, shard['swapped'], shard['row_weights'])
+
+    @property
+    def without_recomputation(self) -> Self:
+        """The same objective, whose backward pass recomputes nothing."""
+        computation = self.computation._replace(recompute='none')
+        return dataclasses.replace(self, computation=computation)
+
+    @cached_property
+    def abstract_layers(self) -> Any:
+        """The layers without arrays, for a model that does not use them."""
+        key = jax.random.key(0)
+        model = self.config.model
+        params = jax.eval_shape(lambda: nnx.state(make_model(model, self.layout, key=key)))
+        return params.raw_mapping['layers']
+
+    @cached_property
+    def _loss(self) -> Loss:
+        return Loss.of(self.config, self.layout)
+
+    @cached_property
+    def _graph(self) -> nnx.GraphDef[LanguageModel]:
+        return model_graph(self.config.model, self.layout)
+
+    def model(
+        self, params: nnx.State, weights: nnx.State | None
+    ) -> tuple[LanguageModel, LanguageModel | None]:
+        """Return the model, and that with the weights to compute with where they differ.
+
+        Each layer reads its weights inside the loop over layers, which would otherwise hold all of
+        them in fp32.
+        """
+        if weights is None:
+            return self._merged(params), None
+        computation, layout = self.computation, self.layout
+        params = with_frozen(params, weights)
+
+        def outside_layers(declared: Parameter, x: jax.Array, weight: jax.Array) -> Any:
+            if declared.owner == 'encoder':
+                return pair(declared, weight, x)
+            return x if declared.is_stacked else computation.value(weight, x, declared, layout)
+
+        ready = map_parameters(outside_layers, params, weights)
+        if computation.has_head:
+            ready['head'] = params['head']  # at rest until the layers gather it
+        return self._merged(ready), self._merged(weights)
+
+    def _merged(self, params: nnx.State) -> LanguageModel:
+        params, scales = scaling.detached(params)
+        model = nnx.merge(self._graph, params)
+        if scales:
+            for (sublayer, linear), of_linear in zip(scaling.LINEARS, scales, strict=True):
+                getattr(getattr(model.layers, sublayer), linear).scales = of_linear
+        return model

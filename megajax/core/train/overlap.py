@@ -1,0 +1,53 @@
+"""Overlap of communication and computation: `train.overlap`, and the options that it needs.
+
+In a Megatron layer every matrix product waits for the collective before it. Two halves of a
+microbatch do not depend on each other, or only in attention: while one communicates, the other
+computes (Domino, Wang et al., 2024). What is sent over `data` stands beside the products of other
+layers. The number of bytes is the same. `model/overlap/` has the order; where it has none, for
+stages, context shards, grids and images, the halves are left to XLA's scheduler.
+"""
+
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import has_head, in_order, is_split, num_parts, rung
+from megajax.core.model.computation import Computation
+
+MEBIBYTE = 2**20
+# XLA's GPU compiler would merge the products and the collectives of the two halves again. It may
+# merge collectives that are smaller than an activation. jax 0.10.2 and 0.12 know these options.
+OPTIONS = {
+    'xla_gpu_dot_merger_threshold_mb': '0',
+    'xla_gpu_all_reduce_combine_threshold_bytes': str(MEBIBYTE),
+    'xla_gpu_all_gather_combine_threshold_bytes': str(MEBIBYTE),
+    'xla_gpu_reduce_scatter_combine_threshold_bytes': str(MEBIBYTE),
+}
+# By default all collectives of a program share one slot of the schedule, so those of tensor
+# parallelism would take that of the weights and gradients of ZeRO-2 and ZeRO-3, of what a stage
+# sends to the next, and of the keys and values that go round a ring.
+SLOTS = {'xla_gpu_experimental_parallel_collective_overlap_limit': '4'}
+# By default XLA starts a collective as late as it can, beside the last product before its result is
+# needed. In an order of ours it starts where it stands.
+EARLY = {'xla_gpu_experimental_collective_start_as_early_as_possible': True}
+
+
+def computation_of(config: Config) -> Computation:
+    """The computation of a config's training steps on the current mesh."""
+    return Computation.of(config)._replace(
+        num_parts=num_parts(config),
+        in_order=in_order(config),
+        splits_tokens=config.train.overlap == 'sequence_split',
+        unroll=config.train.unroll is True,
+        has_head=has_head(config),
+    )
+
+
+def overlap_options(config: Config) -> dict[str, str | bool]:
+    """Return the options for XLA's GPU compiler that the config's overlap needs."""
+    mesh, is_ordered = config.mesh, in_order(config)
+    sends_in_layers = rung(config) in ('gradients', 'weights') and mesh.data > 1
+    rings = mesh.context > 1 and mesh.context_exchange == 'ring'
+    needs_slots = mesh.stages > 1 or rings or is_ordered or (is_split(config) and sends_in_layers)
+    return (
+        (OPTIONS if is_split(config) else {})
+        | (SLOTS if needs_slots else {})
+        | (EARLY if is_ordered else {})
+    )

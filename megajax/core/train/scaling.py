@@ -1,0 +1,136 @@
+"""The scales of products in fp8: of each operand, from the largest numbers of recent steps.
+
+The products of a step count the exponents of what they multiply (`core/model/fp8.py`), and one
+maximum over all devices has the largest of each operand. The state is the number of steps for which
+each exponent still counts as recent; the highest recent one gives the next step's scale. A run
+begins with the exponents of its first batch in 16 bits, so no scale is a guess.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megajax.core.config import Config
+from megajax.core.counts.declaration import Parameter, Role
+from megajax.core.model import fp8
+from megajax.core.parallel.layout import Layout
+
+LINEARS = ('attention', 'qkv'), ('attention', 'out'), ('mlp', 'up'), ('mlp', 'down')
+# Steps for which an exponent is remembered, as many as in Transformer Engine's recipe.
+WINDOW = 1024
+
+
+def init_recent(config: Config) -> jax.Array | None:
+    """Return the state before the first step; None unless in fp8."""
+    return nothing_seen(config) if config.train.dtype == 'fp8' else None
+
+
+def nothing_seen(config: Config) -> jax.Array:
+    """Return a state [layer, linear, operand, exponent] in which no exponent is recent."""
+    shape = config.model.num_layers, len(LINEARS), len(fp8.FORMATS), fp8.NUM_EXPONENTS
+    return jnp.zeros(shape, jnp.int32)
+
+
+def scales_of(recent: jax.Array) -> jax.Array:
+    """Return the scales [layer, linear, operand]: powers of two."""
+    is_recent = recent > 0
+    highest = fp8.NUM_EXPONENTS - 1 - jnp.argmax(is_recent[..., ::-1], axis=-1)
+    tops = jnp.broadcast_to(jnp.array([form.top for form in fp8.FORMATS]), highest.shape)
+    scales = jnp.ldexp(jnp.float32(1), tops - highest - fp8.FIRST_EXPONENT)
+    return jnp.where(is_recent.any(-1), scales, 1)  # an operand that was only zero is not scaled
+
+
+def remember(recent: jax.Array, places: jax.Array) -> jax.Array:
+    """Return the state after a step with these `places` of its largest exponents."""
+    is_seen = jax.nn.one_hot(places, fp8.NUM_EXPONENTS) > 0
+    return jnp.where(is_seen, WINDOW, jnp.maximum(recent - 1, 0))
+
+
+def are_finite(places: jax.Array) -> jax.Array:
+    """Whether no operand had a number that is not finite, which 8 bits would hide."""
+    return jnp.all(places < fp8.NUM_EXPONENTS - 1)
+
+
+def narrowed(params: nnx.State, scales: jax.Array | None, config: Config) -> nnx.State:
+    """Return parameters with the layers' matrices in 8 bits or, without scales, in 16."""
+
+    def narrow(index: int) -> nnx.Variable[jax.Array]:
+        weight = _linear(params, index)['weight']
+        x = weight.get_value()
+        if scales is None:
+            return weight.replace(x.astype(config.train.compute_dtype))
+        of_layers = scales[:, index, fp8.W].reshape(-1, *(1,) * (x.ndim - 1))
+        return weight.replace(fp8.quantize(x, of_layers, fp8.E4M3))
+
+    return _merged(params, 'weight', [narrow(index) for index in range(len(LINEARS))])
+
+
+def attached(weights: Any, primals: Any, scales: jax.Array | None) -> tuple[nnx.State, nnx.State]:
+    """Return the weights with the scales of each linear layer, and the primals with its counts.
+
+    The counts are zeros to differentiate with respect to.
+    """
+    layers = len(_linear(weights, 0)['weight'].get_value())
+    shape = layers, len(LINEARS), len(fp8.FORMATS)
+    scales = jnp.ones(shape) if scales is None else scales
+    counts = jnp.zeros((*shape, fp8.NUM_EXPONENTS))
+    return _attach(weights, scales, fp8.SCALES), _attach(primals, counts, fp8.COUNTS)
+
+
+def detached(params: nnx.State) -> tuple[nnx.State, list[nnx.Variable[jax.Array]]]:
+    """Return parameters, and apart from them the scales or counts of each linear layer, if any."""
+
+    def is_scales(_: Any, x: nnx.Variable[jax.Array]) -> bool:
+        return x.declared.role is Role.SCALES
+
+    if not nnx.filter_state(params, is_scales):
+        return params, []
+    rest = nnx.filter_state(params, lambda path, x: not is_scales(path, x))
+    return rest, [_linear(params, index)['scales'] for index in range(len(LINEARS))]
+
+
+def largest(
+    counts: Sequence[nnx.Variable[jax.Array]],
+    narrow: nnx.State,
+    scales: jax.Array | None,
+    layout: Layout,
+) -> jax.Array:
+    """Return the places [layer, linear, operand] of the largest exponents, -1 for zeros.
+
+    `counts` has those of all devices for each linear layer, without those of the weights. These are
+    the same for all rows of a batch, and found in what `narrowed` returned.
+    """
+    places = jnp.arange(fp8.NUM_EXPONENTS, dtype=jnp.float32)
+
+    def of_linear(index: int) -> jax.Array:
+        own = jnp.where(counts[index].get_value() > 0, places, -1).max(-1)
+        kept = [len(layout.mapped), len(layout.mapped) + 1]
+        highest = own.max([dim for dim in range(own.ndim) if dim not in kept])
+        x = _linear(narrow, index)['weight'].get_value().astype(jnp.float32)
+        of_weight = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)))
+        if scales is not None:
+            of_weight = of_weight / scales[:, index, fp8.W]
+        return highest.astype(jnp.int32).at[:, fp8.W].set(fp8.place(of_weight))
+
+    return jnp.stack([of_linear(index) for index in range(len(LINEARS))], axis=1)
+
+
+def _linear(params: nnx.State, index: int) -> Any:
+    sublayer, linear = LINEARS[index]
+    return params['layers'][sublayer][linear]
+
+
+def _attach(params: nnx.State, values: jax.Array, declared: Parameter) -> nnx.State:
+    parts = [nnx.Param(values[:, index], declared=declared) for index in range(len(LINEARS))]
+    return _merged(params, 'scales', parts)
+
+
+def _merged(params: nnx.State, name: str, values: Sequence[nnx.Variable[jax.Array]]) -> nnx.State:
+    sublayers: dict[str, dict[str, dict[str, nnx.Variable[jax.Array]]]] = {}
+    for (sublayer, linear), value in zip(LINEARS, values, strict=True):
+        sublayers.setdefault(sublayer, {})[linear] = {name: value}
+    merged: nnx.State = nnx.merge_state(params, nnx.State({'layers': sublayers}))
+    return merged

@@ -1,0 +1,170 @@
+"""The training step: a pure function of state and batch, with the same numbers on every mesh."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.stages import Wrapped
+
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import resolved, without_order
+from megajax.core.model.parameters import trainable, with_frozen
+from megajax.core.model.transformer import make_model
+from megajax.core.parallel.layout import Layout
+from megajax.core.train.compiler_options import step_options
+from megajax.core.train.feed import Batch
+from megajax.core.train.gradients import make_gradients
+from megajax.core.train.guard import Guard, init_guard, judge
+from megajax.core.train.loss_scale import LossScale, adjust, init_loss_scale, overflows
+from megajax.core.train.optimizer import make_optimizer, make_schedule
+from megajax.core.train.scaling import are_finite, init_recent, nothing_seen, remember, scales_of
+from megajax.core.train.zero import between_steps
+from megajax.xla.miscompiles import mesh_target
+
+Metrics = dict[str, jax.Array]
+DROPOUT = 0x6472706F  # differs from every index that a key is split by
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes."""
+
+    step: jax.Array  # steps done, whether their update was applied or skipped
+    batches: jax.Array  # batches read, also for steps that were rolled back
+    params: nnx.State
+    opt_state: optax.OptState
+    guard: Guard
+    loss_scale: LossScale | None  # None unless in fp16
+    recent: jax.Array | None = None  # exponents seen in fp8 (`scaling.py`), None unless in fp8
+
+
+def make_params(config: Config) -> nnx.State:
+    """Return a model's random parameters as they are between steps; to be traced."""
+    key = jax.random.key(config.train.seed)
+    return between_steps(nnx.state(make_model(config.model, Layout.of(config), key=key)), config)
+
+
+def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
+    """Return the state before the first step, created where it belongs on the current mesh.
+
+    The parameters are random unless `params` are given, placed as they are between steps. Under
+    `jax.eval_shape` the result is the shapes and placements.
+    """
+    optimizer = make_optimizer(config)
+
+    @jax.jit
+    def init(given: nnx.State | None) -> TrainState:
+        params = make_params(config) if given is None else given
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(
+            step=zero,
+            batches=zero,
+            params=params if given is None else nnx.State({}),  # a result would be a copy
+            opt_state=optimizer.init(trainable(params)),
+            guard=init_guard(),
+            loss_scale=init_loss_scale(config),
+            recent=init_recent(config),
+        )
+
+    state = init(params)
+    return state if params is None else state._replace(params=params)
+
+
+def in_dtype(state: TrainState, config: Config) -> TrainState:
+    """Return a state that may be of a run in bf16 or in fp8 as the config's dtype needs it."""
+    is_kept = config.train.dtype == 'fp8' and state.recent is not None
+    return state if is_kept else state._replace(recent=init_recent(config))
+
+
+def before_skipped(state: TrainState) -> TrainState:
+    """Return the state before a skipped step, given the state after it.
+
+    Only the counts differ. The count of steady steps of fp16's loss scale is not restored.
+    """
+    guard = state.guard._replace(skipped_in_a_row=state.guard.skipped_in_a_row - 1)
+    return state._replace(step=state.step - 1, batches=state.batches - 1, guard=guard)
+
+
+def make_train_step(config: Config) -> Wrapped:
+    """Return `train_step(state, batch) -> (state, metrics)`, compiled at its first call.
+
+    The input state is donated. A batch holds `tokens`, `labels` and `loss_mask`, each [B, S], and
+    may hold `segment_ids` and `positions`. BERT's also holds `token_types` and `swapped` [B, 1];
+    its loss is the sum of the losses of masked-token and of sentence-order prediction, and `nll`
+    is the former. A step whose loss or gradients are not finite leaves parameters and optimizer
+    unchanged, bit for bit; so does a spike if `train.spike` says so.
+    """
+    config = resolved(config, on_gpu=mesh_target() != 'cpu')
+    optimizer, schedule = make_optimizer(config), make_schedule(config.optim, config.train.steps)
+    gradients = make_gradients(config)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = dropout_key(config.train.seed, state.step)
+        scales = None if state.recent is None else scales_of(state.recent)
+        (loss, nll), grads, places = gradients(state.params, batch, key, state.loss_scale, scales)
+        with jax.named_scope('optimizer'):
+            grad_norm = optax.tree.norm(grads)
+            if places is not None:
+                grad_norm = jnp.where(are_finite(places), grad_norm, jnp.nan)
+            overflow = overflows(state.loss_scale, loss, grad_norm)
+            verdict, guard = judge(
+                state.guard,
+                loss,
+                nll,
+                grad_norm,
+                overflow=overflow,
+                spikes=config.train.spike != 'off',
+            )
+            trained = trainable(state.params)
+            updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+            new = optax.apply_updates(trained, updates), opt_state
+            trained, opt_state = jax.tree.map(
+                partial(jnp.where, verdict.taken), new, (trained, state.opt_state)
+            )
+            params = with_frozen(trained, state.params)
+        metrics = {
+            'loss': loss,
+            'nll': nll,
+            'grad_norm': grad_norm,
+            'lr': schedule(state.step),
+            **verdict._asdict(),
+        }
+        if state.loss_scale is not None:
+            metrics['loss_scale'] = state.loss_scale.value
+        loss_scale = adjust(state.loss_scale, overflow)
+        recent = state.recent
+        if recent is not None and places is not None:
+            recent = jnp.where(verdict.taken, remember(recent, places), recent)
+        return TrainState(
+            state.step + 1, state.batches + 1, params, opt_state, guard, loss_scale, recent
+        ), metrics
+
+    return jax.jit(train_step, donate_argnums=0, compiler_options=step_options(config))
+
+
+def dropout_key(seed: int, step: jax.Array | int) -> jax.Array:
+    """Return the random key for the dropout of a step.
+
+    jax.random.split(key, n)[i] is fold_in(key, i), so without DROPOUT the first steps would draw
+    their masks with the keys that the parameters were initialised with.
+    """
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
+
+
+def make_calibration(config: Config) -> Wrapped:
+    """Return `calibrate(params, step, batch) -> recent`, the first state of a run's scales in fp8.
+
+    It has the exponents of a batch in the passes of a step in bfloat16, in a loop over layers,
+    which compiles soon.
+    """
+    config = without_order(config)
+    gradients = make_gradients(config)
+
+    def calibrate(params: nnx.State, step: jax.Array, batch: Batch) -> jax.Array:
+        _, _, places = gradients(params, batch, dropout_key(config.train.seed, step))
+        assert places is not None
+        return remember(nothing_seen(config), places)
+
+    return jax.jit(calibrate, compiler_options=step_options(config))

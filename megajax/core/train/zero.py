@@ -1,0 +1,219 @@
+"""ZeRO (Rajbhandari et al., 2020) by its rungs, `optim.shard`: who keeps what, and for how long.
+
+Between steps each data shard stores its part of every matrix, in fp32, and of AdamW's moments.
+
+- `optimizer` (ZeRO-1, Megatron's distributed optimizer): a step gathers the matrices once, in the
+  compute dtype, and reduce-scatters their gradients in fp32 once, after the last microbatch.
+- `gradients` (ZeRO-2): each microbatch reduce-scatters each layer's gradients where its backward
+  pass computes them, so that only shards of gradients accumulate.
+- `weights` (ZeRO-3, FSDP): the matrices of a layer are also gathered only where it uses them,
+  forward and again backward.
+
+Tables that are looked up and vectors are few and stay replicated. With `mesh.replicas` (HSDP) all
+of this happens inside each group of data shards, and one all-reduce of the shards' gradients
+crosses the groups once a step.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import gathers_ahead, has_head, is_apart, rung
+from megajax.core.counts.declaration import Parameter
+from megajax.core.counts.parameters import dtype_at_rest
+from megajax.core.model import at_rest
+from megajax.core.model.at_rest import reduced_in_backward
+from megajax.core.model.fp8 import cast
+from megajax.core.model.gradient_slot import separate
+from megajax.core.model.overlap.per_layer_arrays import Stack, apart, together
+from megajax.core.model.parameters import map_parameters, trainable
+from megajax.core.model.shard_copies import copied_dims, copy_to_shards
+from megajax.core.parallel.layout import Axes, Layout
+from megajax.core.train import scaling
+
+
+def between_steps(params: Any, config: Config) -> Any:
+    """Return the parameters with their placement and dtype between steps."""
+    layout = Layout.of(config)
+
+    def keep(declared: Parameter, x: jax.Array) -> jax.Array:
+        x = x.astype(dtype_at_rest(declared, config))
+        is_scattered = declared.is_matrix and bool(layout.at_rest)
+        return at_rest.scatter(x, declared.dims, layout) if is_scattered else x
+
+    return map_parameters(keep, params)
+
+
+def gather_once(params: Any, config: Config, layout: Layout) -> Any:
+    """Gather over `data`, in the compute dtype, the matrices that a step gathers only once.
+
+    The others of ZeRO-3 are returned as they are; a step gathers them where it uses them.
+    """
+    shard, dtype = config.optim.shard, config.train.compute_dtype
+
+    def gathered(declared: Parameter, x: jax.Array) -> Stack:
+        is_whole = shard == 'none' and declared.owner == 'decoder'
+        is_ahead = gathers_ahead(config) and declared.is_stacked
+        is_gathered_later = (shard == 'weights' or is_ahead) and declared.is_in_microbatches
+        if not declared.is_matrix or is_gathered_later:
+            return x
+        weight = x if is_whole else at_rest.gather(cast(x, dtype), declared.dims, layout)
+        if not is_apart(config) or not declared.is_stacked:
+            return weight
+        return tuple(cast(of_layer, dtype) for of_layer in apart(weight))
+
+    with jax.named_scope('parameters'):
+        weights = map_parameters(gathered, params)
+    if has_head(config):
+        weights['head'] = params['head']
+    elif is_apart(config):  # else each microbatch casts the head
+        is_tied = config.model.tie_embeddings
+        parent, name = (weights['embedding'], 'table') if is_tied else (weights, 'head')
+        parent[name] = parent[name].replace(cast(parent[name].get_value(), dtype))
+    return weights
+
+
+class StepWeights(NamedTuple):
+    """The parameters of a step as `gradient_slot.separate` returns them, copied for each shard.
+
+    The primals have the matrices at rest whose gradients the backward pass sums over `data`, and
+    gradient slots for the others; frozen parameters are among the weights alone. In fp8 both have
+    the scales, or the counts, of each product.
+    """
+
+    weights: Any | None  # to compute with; None if these are the primals
+    primals: Any  # to differentiate with respect to
+    narrow: Any  # the parameters, in fp8 with matrices in 8 bits
+
+    @classmethod
+    def of(
+        cls, params: Any, config: Config, layout: Layout, scales: jax.Array | None = None
+    ) -> Self:
+        """Return what a step makes of its parameters; without `scales` fp8 computes in bf16."""
+        is_fp8, shard = config.train.dtype == 'fp8', rung(config)
+        narrow = scaling.narrowed(params, scales, config) if is_fp8 else params
+        gathered = gather_once(narrow, config, layout)
+        weights, primals = separate(gathered)
+        if config.model.has_frozen:
+            weights, params, primals = gathered, trainable(params), trainable(primals)
+        if shard in ('gradients', 'weights'):
+
+            def choose(declared: Parameter, x: jax.Array, slot: jax.Array) -> jax.Array:
+                return x if reduced_in_backward(declared, shard) else slot
+
+            weights, primals = gathered, map_parameters(choose, params, primals)
+        if is_fp8:
+            weights, primals = scaling.attached(weights, primals, scales)
+        return cls(copy_to_shards(weights, layout), copy_to_shards(primals, layout), narrow)
+
+
+def mapped_axes(primals: Any, config: Config) -> Any:
+    """Return the dim of data shards in each gradient, None if the backward pass has summed it."""
+
+    def axis(declared: Parameter, _: jax.Array) -> int | None:
+        return None if reduced_in_backward(declared, rung(config)) else 0
+
+    return map_parameters(axis, primals)
+
+
+def zero_gradients(primals: Any, config: Config, layout: Layout) -> Any:
+    """Return zeros to accumulate the gradients of a step's microbatches in.
+
+    They are [data shard, ...], with the dims of `Layout.mapped`. Gradients that the backward pass
+    sums over `data` are placed as the matrices at rest, for each replica.
+    """
+
+    def zeros(declared: Parameter, x: Stack) -> Stack:
+        if isinstance(x, tuple):
+            spec = layout.stacked(declared.dims_of_layer, layout.mapped)
+            shape = *layout.sizes_of(layout.mapped), *x[0].shape
+            return tuple(jnp.zeros(shape, of_layer.dtype, out_sharding=spec) for of_layer in x)
+        is_summed = reduced_in_backward(declared, rung(config))
+        stack = layout.mapped[:-1] if is_summed else layout.mapped
+        spec = layout.stacked(copied_dims(declared, layout), stack, at_rest=is_summed)
+        return jnp.zeros((*layout.sizes_of(stack), *x.shape), x.dtype, out_sharding=spec)
+
+    return map_parameters(zeros, primals)
+
+
+def sum_over_data(gradients: Any, config: Config, layout: Layout) -> Any:
+    """Return the sum of gradients like `zero_gradients`, with the placement of their parameters.
+
+    Over `data` this is an all-reduce, or a reduce-scatter where the parameter is sharded over it;
+    over `replica` it is an all-reduce of what is left. The gradients of what is outside the layers
+    have one data shard more for each stage of a pipeline.
+    """
+    dtype = config.optim.reduce_dtype
+
+    def add(declared: Parameter, gradients: Stack) -> jax.Array:
+        gradient = together(gradients, axis=len(layout.mapped))
+        dims = copied_dims(declared, layout)
+        if declared.owner == 'encoder':
+            return _sum_over_images(gradient, declared, layout, dtype)
+        if not declared.is_matrix:
+            return _sum_of_vector(gradient, dims, shards_of(declared, layout), layout)
+        if not reduced_in_backward(declared, rung(config)):
+            gradient = _sum_within_replicas(gradient, dims, layout, dtype)
+        return _sum_over_replicas(gradient, dims, layout, dtype)
+
+    return map_parameters(add, gradients)
+
+
+def shards_of(declared: Parameter, layout: Layout) -> tuple[Axes, ...]:
+    """Return the mesh axes of each dim of shards that a parameter's gradients are summed over."""
+    *replicas, data = layout.mapped
+    stages = () if declared.is_stacked else layout.mesh_axes('L')
+    return *replicas, (*stages, *data)
+
+
+def _sum_of_vector(
+    gradient: jax.Array, dims: str, shards: tuple[Axes, ...], layout: Layout
+) -> jax.Array:
+    # One dim for all data shards: XLA for CPUs would sum over each mesh axis in turn.
+    shape = -1, *gradient.shape[len(shards) :]
+    merged = tuple(axis for axes in shards for axis in axes)
+    gradient = gradient.reshape(shape, out_sharding=layout.stacked(dims, [merged]))
+    return lax.reduce_sum(gradient, (0,), out_sharding=layout(dims))
+
+
+def _sum_over_images(
+    gradient: jax.Array, declared: Parameter, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
+    """Sum [*data shards, image shard, *dims] to the placement of the parameter at rest."""
+    dims, shards = declared.dims, len(layout.mapped)
+    if not declared.is_matrix:
+        every = *layout.mapped, layout.mesh_axes(declared.summed)
+        return _sum_of_vector(gradient, dims, every, layout)
+    padded = at_rest.pad(gradient.astype(dtype), '-' * (shards + 1) + dims, layout)
+    # Over the images first, so that the sums over `data` are of a part of the matrix.
+    of_images = layout.at_rest_over(layout.mesh_axes(declared.summed))
+    spec = of_images.stacked(dims, layout.mapped, at_rest=True)
+    of_data = lax.reduce_sum(padded, (shards,), out_sharding=spec)
+    spec = layout.stacked(dims, layout.mapped[:-1], at_rest=True)
+    of_replicas = lax.reduce_sum(of_data, (shards - 1,), out_sharding=spec)
+    return _sum_over_replicas(of_replicas, dims, layout, dtype).astype(jnp.float32)
+
+
+def _sum_within_replicas(
+    gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
+    """Sum [..., data shard, *dims] over the data shards of each replica."""
+    reduce = partial(at_rest.reduce, dims=dims, layout=layout, dtype=dtype)
+    for axes in layout.mapped[:-1]:
+        reduce = jax.vmap(reduce, spmd_axis_name=axes)
+    return reduce(gradient)
+
+
+def _sum_over_replicas(
+    gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
+    """Sum [replica, *dims] at rest over the replicas; without replicas there is no such dim."""
+    if len(layout.mapped) == 1:
+        return gradient
+    spec = layout(dims, at_rest=True)
+    return lax.reduce_sum(gradient.astype(dtype), (0,), out_sharding=spec).astype(jnp.float32)

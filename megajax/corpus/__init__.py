@@ -1,0 +1,1 @@
+"""Corpora: from files of text to files of tokens."""

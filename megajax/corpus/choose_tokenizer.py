@@ -1,0 +1,101 @@
+"""The tokenizer of a build: loaded, or trained on a sample of the inputs."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megajax.base.errors import ConfigError, Problem
+from megajax.corpus.job import Job
+from megajax.corpus.partial import NEW, TOKEN_NAMES, TOKENIZER, Partial
+from megajax.runtime.data.sources.inputs import Input
+from megajax.runtime.data.sources.parse import parse
+from megajax.runtime.data.sources.pieces import Position
+from megajax.runtime.data.sources.read import read_pieces
+from megajax.runtime.data.text.byte_level import END_OF_DOCUMENT
+from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer, train_bpe
+
+logger = logging.getLogger(__name__)
+
+TRAINING_BYTES = 256_000_000  # maximum bytes of text to train a BPE on
+
+
+def given_tokenizer(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
+    """Return the tokenizer that the job names, None if one has to be trained."""
+    if job.tokenizer is None:
+        if streams := [input.path for input in inputs if input.stream]:
+            message = (
+                'cannot be read twice, to train a tokenizer and to encode; '
+                'write it to a file, or give --tokenizer'
+            )
+            raise ConfigError(Problem(path=streams[0], message=message))
+        return None
+    try:
+        return load_tokenizer(job.tokenizer)
+    except ConfigError as error:
+        raise ConfigError(
+            *(
+                replace(p, path='--tokenizer') if isinstance(p, Problem) else p
+                for p in error.problems
+            )
+        ) from error
+
+
+def kept_tokenizer(
+    job: Job, inputs: Sequence[Input], partial: Partial, tokenizer: Tokenizer | None
+) -> Tokenizer:
+    """Return the tokenizer, saved in the folder for the workers and for a resumed build.
+
+    It is loaded from the folder if it is there, and trained if the job names none.
+    """
+    saved = partial.folder / TOKENIZER
+    if saved.exists():
+        return load_tokenizer(str(saved))
+    if tokenizer is None:
+        assert job.train_bpe is not None
+        logger.info('training a BPE of %d entries', job.train_bpe)
+        tokenizer = train_bpe(_sample(job, inputs), job.train_bpe)
+        if (size := tokenizer.vocab_size) < job.train_bpe:
+            logger.warning(
+                '--train-bpe %d: the text has too few pairs to merge, so the BPE has %d entries; '
+                'use --train-bpe %d, or more text',
+                job.train_bpe,
+                size,
+                size,
+            )
+    try:
+        tokenizer.save(partial.folder / NEW)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(
+            Problem(
+                path=str(saved),
+                message=f'cannot be written: {error}; free disk space, or choose another OUT',
+            )
+        ) from error
+    saved_json = (partial.folder / NEW).read_bytes()
+    if content := tokenizer.names.content:
+        partial.write(TOKEN_NAMES, content)
+    partial.write(TOKENIZER, saved_json)
+    return tokenizer
+
+
+def _sample(job: Job, inputs: Sequence[Input]) -> Iterator[str]:
+    total = sum(input.size for input in inputs)
+    for input in inputs:
+        bytes_left = -(-TRAINING_BYTES * input.size // max(total, 1))
+        for text in _texts(job, input):
+            if job.parse_special:  # these letters are not what the BPE will read
+                text = text.replace(END_OF_DOCUMENT[0], '')
+            part = text.encode()[:bytes_left]
+            yield part.decode(errors='ignore')  # the cut may be inside a character
+            bytes_left -= len(part)
+            if not bytes_left:
+                break
+
+
+def _texts(job: Job, input: Input) -> Iterator[str]:
+    for piece, _ in read_pieces([input], job.json_key, Position()):
+        for item in parse(piece, job.json_key):
+            if isinstance(item, str):
+                yield item
+            elif input.format == 'text' or not job.skip_bad:
+                raise ConfigError(item)

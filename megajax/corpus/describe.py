@@ -1,0 +1,152 @@
+"""Description and verification of a pair of token files."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megajax.base.errors import ConfigError, Problem
+from megajax.runtime.data.sources.manifest import Manifest, manifest_path
+from megajax.runtime.data.text.spelled import SpelledTokens
+from megajax.runtime.data.text.tokenizer import Tokenizer
+from megajax.runtime.data.tokens.indexed import CHUNK, Sequences, paths, read_pair
+from megajax.runtime.data.tokens.token_ids import check_token_ids, token_range
+
+READ_BYTES = 1 << 24  # bytes read at a time
+
+SAMPLE_TOKENS = 32  # maximum tokens of a decoded sample
+
+Progress = Callable[[int, int], None]  # bytes read, bytes of the file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A pair of token files with its manifest and a histogram of document lengths."""
+
+    sequences: Sequences
+    manifest: Manifest | None
+    # numbers of documents: first the empty ones, then those of more than 2**(i - 1) and up to 2**i
+    # tokens, from i = 0
+    histogram: list[int]
+
+    @property
+    def num_documents(self) -> int:
+        """The number of documents, one less than that of the boundaries."""
+        return len(self.sequences.documents) - 1
+
+
+def describe(prefix: str | Path) -> Description:
+    """Describe the token files of PREFIX; raises ConfigError like `read_pair`."""
+    sequences = read_pair(prefix)
+    counts = np.zeros(1, np.int64)
+    for lengths in document_lengths(sequences):
+        chunk_counts = np.bincount(
+            np.where(lengths > 0, np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64) + 1, 0)
+        )
+        counts = np.pad(counts, (0, max(0, len(chunk_counts) - len(counts))))
+        counts[: len(chunk_counts)] += chunk_counts
+    return Description(
+        sequences=sequences, manifest=Manifest.read(prefix), histogram=counts.tolist()
+    )
+
+
+def decode_samples(
+    sequences: Sequences, tokenizer: Tokenizer, count: int
+) -> Iterator[tuple[int, str, bool]]:
+    """Yield the numbers and decoded beginnings of `count` documents, spread evenly over all.
+
+    Each comes with whether letters spell a special token in it. Raises ConfigError if the
+    tokenizer lacks an id.
+    """
+    total, special = len(sequences.documents) - 1, tokenizer.special_tokens()
+    spelled = SpelledTokens(special)
+    for number in sorted({total * i // count for i in range(count)} if total else ()):
+        start, stop = (
+            sequences.start(int(bound)) for bound in sequences.documents[number : number + 2]
+        )
+        ids = sequences.tokens[start : min(stop, start + SAMPLE_TOKENS)]
+        if ids.max(initial=0) >= tokenizer.vocab_size:
+            message = (
+                f'has {tokenizer.vocab_size} entries, and document {number} contains '
+                f'id {ids.max()}; give the tokenizer that made the tokens'
+            )
+            raise ConfigError(Problem(path='--tokenizer', message=message))
+        text = tokenizer.decode(ids)
+        real = np.isin(ids, list(special.values())).sum()
+        yield number, text, spelled.count(text) > real
+
+
+def document_lengths(sequences: Sequences) -> Iterator[np.ndarray]:
+    """Yield the documents' lengths in tokens, int64, a chunk of documents at a time."""
+    for first in range(0, len(sequences.documents) - 1, CHUNK):
+        bounds = sequences.documents[first : first + CHUNK + 1]
+        starts = np.full(len(bounds), len(sequences.tokens), np.int64)
+        inside = bounds < len(sequences)
+        starts[inside] = sequences.pointers[bounds[inside]] // sequences.tokens.itemsize
+        yield np.diff(starts)
+
+
+def verify(
+    prefix: str | Path,
+    *,
+    vocab_size: int | None = None,
+    progress: Progress = lambda read, total: None,
+) -> list[str]:
+    """Check every invariant of a pair, its manifest and its token ids; return a line for each.
+
+    Ids must be below `vocab_size`, by default that of the tokenizer beside the pair. Raises
+    ConfigError at the first invariant that does not hold.
+    """
+    sequences = read_pair(prefix)
+    bin_path, idx_path = paths(sequences.name)
+    lines = [
+        f'{idx_path}: header, {len(sequences):,} lengths and pointers, '
+        f'{len(sequences.documents):,} document boundaries',
+        f'{bin_path}: {len(sequences.tokens):,} tokens of {sequences.tokens.dtype.name}, '
+        'the sum of the lengths',
+    ]
+    manifest = Manifest.read(prefix)
+    if manifest:
+        lines.append(f'{manifest.tokenizer_path(prefix)}: the tokenizer that made the tokens')
+        _check_manifest(manifest, manifest_path(prefix), sequences)
+        _check_digest(bin_path, manifest.bin_sha256, progress)
+        lines.append(f'{bin_path}: matches the SHA-256 in its manifest')
+    limit = vocab_size or (manifest.vocab_size if manifest else None)
+    if limit is not None:
+        check_token_ids(sequences, limit)
+    if len(sequences.tokens):
+        low, high = token_range(sequences)
+        lines.append(
+            f'{bin_path}: ids from {low} to {high}'
+            + ('' if limit is None else f', all below {limit}')
+        )
+    return lines
+
+
+def _check_manifest(manifest: Manifest, path: Path, sequences: Sequences) -> None:
+    actual = {'documents': len(sequences.documents) - 1, 'tokens': len(sequences.tokens)}
+    for key, value in actual.items():
+        if getattr(manifest, key) != value:
+            message = (
+                f'{key} is {getattr(manifest, key)}, and the files hold {value}; '
+                'the manifest belongs to other files: copy all files of one build'
+            )
+            raise ConfigError(Problem(path=str(path), message=message))
+
+
+def _check_digest(path: Path, expected: str, progress: Progress) -> None:
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open('rb') as file:
+        while chunk := file.read(READ_BYTES):
+            digest.update(chunk)
+            progress(file.tell(), size)
+    if digest.hexdigest() != expected:
+        raise ConfigError(
+            Problem(
+                path=str(path),
+                message='does not match the SHA-256 in its manifest; '
+                'copy it again, or build it again',
+            )
+        )

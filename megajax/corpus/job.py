@@ -1,0 +1,111 @@
+"""The options of a build, their mistakes, and the hash from which a resumed build knows them."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from megajax.base.errors import ConfigError, Problem
+from megajax.runtime.data.sources.inputs import Format, Input
+from megajax.runtime.data.text.tokenizer import Tokenizer
+
+# version of the conversion from bytes to tokens; a partial build of another version is not resumed
+VERSION = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The options of `megajax data build`: its inputs, its output and how to encode them.
+
+    Exactly one of `tokenizer` (a tokenizer.json, or 'bytes') and `train_bpe` (number of entries)
+    is given. With `format` None, the suffix of each file decides; with `workers` None, there is one
+    worker per core.
+    """
+
+    out: str
+    inputs: tuple[str, ...]
+    format: Format | None = None
+    json_key: str = 'text'
+    tokenizer: str | None = None
+    train_bpe: int | None = None
+    workers: int | None = None
+    append_eod: bool = False
+    skip_bad: bool = False
+    parse_special: bool = False  # whether special tokens spelled in a text are read as tokens
+
+
+def check_job(job: Job, out: Path) -> None:
+    """Raise ConfigError with every mistake in the options."""
+    problems = []
+    if job.out.endswith('/') or out.suffix in ('.bin', '.idx', '.json'):
+        kind = 'a folder' if job.out.endswith('/') else 'one of the files'
+        problems.append(
+            Problem(
+                path=job.out,
+                message=f'is the name of {kind}; give the prefix of the files, '
+                f'for example {out.parent}/corpus',
+            )
+        )
+    elif not (there := next(path for path in out.absolute().parents if path.exists())).is_dir():
+        problems.append(Problem(path=job.out, message=f'{there} is a file; choose another OUT'))
+    if (job.tokenizer is None) == (job.train_bpe is None):
+        given = (
+            'both --tokenizer and --train-bpe are given'
+            if job.tokenizer
+            else 'neither --tokenizer nor --train-bpe is given'
+        )
+        fix = (
+            "give one: --tokenizer with a tokenizer.json or 'bytes', "
+            'or --train-bpe with a number of entries'
+        )
+        problems.append(Problem(path='--tokenizer', message=f'{given}; {fix}'))
+    if job.train_bpe is not None and job.train_bpe < 257:
+        problems.append(
+            Problem(
+                path='--train-bpe',
+                message=f'{job.train_bpe} is below 257 (256 bytes and an end-of-document token); '
+                'use 257 or more',
+            )
+        )
+    if job.workers is not None and job.workers < 1:
+        problems.append(
+            Problem(
+                path='--workers',
+                message=f'{job.workers} is below 1; use 1 or more, '
+                'or omit it for one worker per core',
+            )
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, unit: int) -> str:
+    """Return the hash of everything that determines the output; a stream never has the same."""
+    import tokenizers
+
+    files = [_identity(input) for input in inputs]
+    once = uuid4().hex if any(_is_unknown(input) for input in inputs) else ''
+    spec = f'{tokenizer.fingerprint} {tokenizer.eod}' if tokenizer else f'bpe {job.train_bpe}'
+    options = (job.json_key, job.append_eod, job.skip_bad, job.parse_special, unit)
+    return sha256(
+        json.dumps([VERSION, tokenizers.__version__, files, once, spec, *options]).encode()
+    ).hexdigest()
+
+
+def _identity(input: Input) -> dict[str, Any]:
+    """Return what tells a file and its version from others."""
+    identity = asdict(input)
+    del identity['table']  # which decides whether it is read, not how
+    if not input.is_remote:
+        identity['path'] = os.path.abspath(input.path)
+        del identity['version']
+    return identity
+
+
+def _is_unknown(input: Input) -> bool:
+    """Whether nothing tells if the input is the same as before."""
+    return input.stream or (input.is_remote and not input.version)

@@ -1,1 +1,0 @@
-"""Build token files from corpora: `megajax data build`."""

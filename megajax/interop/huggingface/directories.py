@@ -1,0 +1,223 @@
+"""Import and export of Hugging Face directories. A request is checked before jax is imported."""
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from megajax.base.files.json_file import read_json
+from megajax.core.config import Config, ConfigError, ModelConfig, reload
+from megajax.core.config.lora import without_adapters
+from megajax.interop.folder import check_new, new_folder, settings
+from megajax.interop.huggingface.families import read_config_json, write_family
+from megajax.interop.huggingface.hub import Repository
+from megajax.interop.huggingface.preprocessor import FILE, read_preprocessor, write_preprocessor
+from megajax.interop.huggingface.tensors import (
+    SHARD_BYTES,
+    Tensor,
+    check_adapter,
+    read_tensors,
+    write_tensors,
+)
+from megajax.runtime.checkpoint.companions import (
+    OURS,
+    TOKENIZER_CONFIG,
+    companions_of_model,
+    read_companions,
+)
+from megajax.runtime.checkpoint.digests import sound_checkpoint
+from megajax.runtime.checkpoint.record import FAMILY, RECORD, TOKENIZER, read_record
+
+Dtype = Literal['float32', 'bfloat16', 'float16']
+EXPORT_DTYPES = {
+    'float32': np.dtype(np.float32),
+    'bfloat16': np.dtype(ml_dtypes.bfloat16),
+    'float16': np.dtype(np.float16),
+}
+# The start tokens of Llama 2 and Mistral, and of Llama 3; other families begin a document with the
+# end-of-document token of the one before.
+BEGIN_OF_DOCUMENT = '<s>', '<|begin_of_text|>'
+# Keys of config.json that name tokens beside a picture, by what a tokenizer calls them.
+BESIDE_PICTURES = {
+    '<|vision_start|>': 'vision_start_token_id',
+    '<|vision_end|>': 'vision_end_token_id',
+    '<|video_pad|>': 'video_token_id',
+}
+# Keys in the record of an imported checkpoint.
+DTYPE, REPOSITORY = 'imported in', 'imported from'
+
+logger = logging.getLogger(__name__)
+
+
+def import_huggingface(
+    folder: Path,
+    out: Path,
+    overrides: Sequence[str] = (),
+    *,
+    repository: Repository | None = None,
+) -> Config:
+    """Make `out` a run at step 0 with a directory's model, weights, tokenizer.json and companions.
+
+    The weights of a `repository`, whose `folder` has the description, are downloaded once that is
+    accepted. Returns the config of the run. Raises ConfigError for settings in config.json that are
+    not supported, and for incomplete weights.
+    """
+    check_new(out)
+    check_adapter(folder)
+    family, model, left = read_config_json(folder)
+    if 'vision' in model:
+        model['vision'] |= read_preprocessor(folder, model['vision'])
+    tokenizer = folder / 'tokenizer.json' if (folder / 'tokenizer.json').is_file() else None
+    config = reload(settings(model, out, tokenizer), overrides, place=str(folder / 'config.json'))
+    keys, vocab_size = read_json(folder / 'config.json'), config.model.vocab_size
+    companions = companions_of_model(folder, keys, vocab_size)
+    if repository is not None:
+        repository.fetch_weights()
+    tensors = read_tensors(folder)
+    if left:
+        logger.warning('%s: unused keys: %s', folder / 'config.json', ', '.join(left))
+    if config.data.tokenizer == 'none':
+        logger.warning(
+            '%s has no tokenizer.json: the run works on token ids only; for text, put the one of '
+            'transformers there, or give data.tokenizer=FILE',
+            folder,
+        )
+    from megajax.interop.huggingface.weights import from_huggingface
+    from megajax.interop.runs import start_run
+
+    dtypes = {str(x.dtype) for x in tensors.values() if x.dtype in EXPORT_DTYPES.values()}
+    origin = {FAMILY: family} | ({DTYPE: dtypes.pop()} if len(dtypes) == 1 else {})
+    if repository is not None:
+        origin |= {REPOSITORY: str(repository)}
+    start_run(
+        out,
+        config,
+        lambda config: from_huggingface(config, tensors, source=str(folder), family=family),
+        tokenizer=tokenizer,
+        origin=origin,
+        companions=companions,
+    )
+    return config
+
+
+def export_huggingface(
+    source: Path,
+    out: Path,
+    *,
+    family: str | None = None,
+    dtype: Dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> tuple[str, str]:
+    """Write a checkpoint as a directory that transformers and vLLM load; return family and dtype.
+
+    `source` is a run, whose newest checkpoint is written, or one checkpoint. For an imported
+    checkpoint that has not been trained since, family and dtype default to those of the import, so
+    that it is restored bit for bit; otherwise to the first family that fits and to fp32, the dtype
+    of checkpoints. Host memory holds one parameter and one of its tensors at a time. Raises
+    ConfigError if no family can represent this model, or if `out` already exists.
+    """
+    with sound_checkpoint(source) as checkpoint:
+        record = read_record(checkpoint)
+        model = without_adapters(reload(record.config, place=str(checkpoint / RECORD))).model
+        family, keys = write_family(model, family or record.data.get(FAMILY))
+        dtype = dtype or record.data.get(DTYPE, 'float32')  # type: ignore[assignment]
+        assert dtype is not None
+        from megajax.interop.huggingface.weights import huggingface_pieces, joined_tensors
+        from megajax.interop.runs import parts, weight_shapes
+
+        pieces = huggingface_pieces(model, weight_shapes(checkpoint), family=family)
+        joined = joined_tensors(pieces, family)
+        plan = [
+            Tensor(
+                name,
+                (sum(part.shape[0] for part in group), *group[0].shape[1:]),
+                EXPORT_DTYPES[dtype],
+            )
+            for name, group in joined.items()
+        ]
+        with new_folder(out) as partial:
+            tokens = _write_companions(checkpoint, partial, model)
+            keys |= {'torch_dtype': dtype, 'use_cache': True, **tokens}
+            (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
+            if model.vision is not None:
+                preprocessor = json.dumps(write_preprocessor(model.vision), indent=2)
+                (partial / FILE).write_text(preprocessor + '\n')
+            cast = (_cast(name, x, dtype) for _, name, x in parts(checkpoint, [pieces]))
+            arrays = (_together([next(cast) for _ in group]) for group in joined.values())
+            write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
+        _warn_of_other_texts(out, record.tokenizer_sha256)
+        return family, dtype
+
+
+def _warn_of_other_texts(folder: Path, fingerprint: str | None) -> None:
+    """Warn of a tokenizer whose class transformers makes otherwise than tokenizer.json says."""
+    if fingerprint is None:
+        return
+    from megajax.runtime.data.text.tokenizer import load_tokenizer
+
+    with suppress(ConfigError):
+        if load_tokenizer(str(folder / 'tokenizer.json')).fingerprint == fingerprint:
+            return
+    logger.warning(
+        '%s: AutoTokenizer of transformers 5 reads texts otherwise than the run did; use '
+        'PreTrainedTokenizerFast.from_pretrained',
+        folder,
+    )
+
+
+def _together(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
+    with np.errstate(over='ignore'):  # the error below says more
+        cast = x.astype(EXPORT_DTYPES[dtype], copy=False)
+    if not np.isfinite(cast).all():
+        largest = float(np.abs(x).max())
+        raise ConfigError(
+            f'{name}: {largest:.6g} is beyond the range of {dtype}: export as bfloat16 or float32'
+        )
+    return cast
+
+
+def _write_companions(checkpoint: Path, folder: Path, model: ModelConfig) -> dict[str, Any]:
+    """Write the tokenizer and what came with the model, or what AutoTokenizer needs without it.
+
+    Returns the keys of config.json that name tokens: those of the import, or the tokenizer's.
+    """
+    companions = read_companions(checkpoint)
+    for name, content in companions.files.items():
+        if name not in OURS:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+    own = companions.token_ids
+    if not (checkpoint / TOKENIZER).is_file():
+        return {'bos_token_id': None, 'eos_token_id': None} | own
+    from megajax.runtime.data.text.tokenizer import load_tokenizer
+
+    shutil.copyfile(checkpoint / TOKENIZER, folder / 'tokenizer.json')
+    tokenizer = load_tokenizer(str(checkpoint / TOKENIZER))
+    end = tokenizer.decode([tokenizer.eod])
+    added = json.loads((checkpoint / TOKENIZER).read_bytes())['added_tokens']
+    ids = {token['content']: token['id'] for token in added}
+    named = tokenizer.named_tokens
+    if 'eos_token' not in named:
+        begin = next((name for name in BEGIN_OF_DOCUMENT if name in ids), end)
+        named = {'bos_token': begin, **named, 'eos_token': end}
+    about = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': model.max_seq_len}
+    about |= named
+    if TOKENIZER_CONFIG not in companions.files:
+        (folder / TOKENIZER_CONFIG).write_text(
+            json.dumps(about | {'clean_up_tokenization_spaces': False}, indent=2) + '\n'
+        )
+    beside = {
+        key: ids[name] for name, key in BESIDE_PICTURES.items() if model.vision and name in ids
+    }
+    begin_id = tokenizer.token_id(named['bos_token']) if 'bos_token' in named else None
+    return {'bos_token_id': begin_id, 'eos_token_id': tokenizer.eod, **beside} | own

@@ -1,0 +1,1 @@
+"""Megatron-LM's command lines, read as configs. Imports no jax."""

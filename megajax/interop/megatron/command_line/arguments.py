@@ -1,0 +1,129 @@
+"""The model that Megatron-LM's arguments describe. Imports no jax."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from megajax.base.errors import reason
+from megajax.core.config import ConfigError
+
+Keys = dict[str, Any]
+
+
+class Only(NamedTuple):
+    """The values of an argument with which Megatron's decoder is one of ours."""
+
+    allowed: tuple[Any, ...]  # absent is allowed always
+    instead: str
+
+
+ROPE = 'all of a head is rotated, in two halves: leave it out'
+# Arguments that must be absent or have one of these values: otherwise Megatron's decoder differs.
+ONLY: Mapping[str, Only] = {
+    'num_experts': Only((), 'there are no experts here: use a dense model'),
+    'multi_latent_attention': Only((False,), 'use --group-query-attention'),
+    'heterogeneous_layers_config_path': Only((), 'all layers are the same'),
+    'window_size': Only((), 'attention sees all earlier tokens'),
+    'rotary_percent': Only((1.0,), ROPE),
+    'rotary_interleaved': Only((False,), ROPE),
+    'rotary_seq_len_interpolation_factor': Only((), 'use model.rope_scaling'),
+    'apply_layernorm_1p': Only((False,), 'add 1 to the scales of the norms, and leave it out'),
+    'apply_residual_connection_post_layernorm': Only(
+        (False,), 'the residual is taken before the norm, without which deep models do not train'
+    ),
+    'squared_relu': Only((False,), 'use --swiglu, or GELU without it'),
+    'attention_output_gate': Only((False,), 'leave it out'),
+    'num_tokentypes': Only((0,), 'only BERT has types of tokens'),
+    'parallel_output_gate': Only((False,), 'leave it out'),
+}
+# Megatron's constants, for which it has no arguments.
+SCALING = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_seq_len': 8192}
+
+
+def rejected(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield name, value and what to use instead, of each argument of a decoder that is not ours."""
+    for name, only in ONLY.items():
+        value = arguments.get(name)
+        if not (value is None or any(value is x or value == x for x in only.allowed)):
+            yield name, value, only.instead
+
+
+def read_arguments(arguments: Mapping[str, Any], file: str) -> Keys:
+    """Return the keys of `model` for these arguments; absent ones have Megatron's defaults.
+
+    Raises ConfigError with each argument that is missing or whose value is not supported.
+    """
+    try:
+        if problems := _problems(arguments, file):
+            raise ConfigError(*problems)
+        return _model(arguments, arguments.get('position_embedding_type') == 'rope')
+    except (TypeError, ArithmeticError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f'{file}: its arguments describe no model: {reason(error)}') from error
+
+
+def _problems(arguments: Mapping[str, Any], file: str) -> list[str]:
+    problems = [
+        f'{file}: {name}={value!r:.80} is not supported: {instead}'
+        for name, value, instead in rejected(arguments)
+    ]
+    needed = ('num_layers', 'hidden_size', 'num_attention_heads', 'max_position_embeddings')
+    problems += [
+        f'{file}: {name} is missing from its arguments'
+        for name in needed
+        if arguments.get(name) is None
+    ]
+    position = arguments.get('position_embedding_type', 'learned_absolute')
+    if position not in ('learned_absolute', 'rope'):
+        problems.append(
+            f'{file}: position_embedding_type={position!s:.80} is not supported, '
+            'only learned_absolute and rope'
+        )
+    return problems
+
+
+def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
+    def get(name: str, default: Any = None) -> Any:
+        value = arguments.get(name)
+        return default if value is None else value
+
+    hidden, heads, bias, gated = (
+        get('hidden_size'),
+        get('num_attention_heads'),
+        get('add_bias_linear', True),
+        get('swiglu', False),
+    )
+    # Both are the tanh approximation of GELU.
+    fused = get('openai_gelu', False) or (bias and get('bias_gelu_fusion', True))
+    model = {
+        'num_layers': get('num_layers'),
+        'hidden_size': hidden,
+        'num_heads': heads,
+        'num_kv_heads': get('num_query_groups', heads)
+        if get('group_query_attention', False)
+        else heads,
+        'head_dim': get('kv_channels', hidden // heads),
+        'ffn_size': get('ffn_hidden_size', 4 * hidden),
+        'vocab_size': get('vocab_size', get('padded_vocab_size')),
+        'max_seq_len': get('max_position_embeddings'),
+        'norm': get('normalization', 'LayerNorm').lower(),
+        'activation': 'swiglu' if gated else 'gelu_tanh' if fused else 'gelu',
+        'position': 'rope' if rope else 'learned',
+        'qk_norm': get('qk_layernorm', False),
+        'bias': bias,
+        'qkv_bias': bias or get('add_qkv_bias', False),
+        'tie_embeddings': not get('untie_embeddings_and_output_weights', False),
+        'dropout': float(get('hidden_dropout', 0.1)),
+        'attention_dropout': float(get('attention_dropout', 0.1)),
+        'norm_eps': get('norm_epsilon', get('layernorm_epsilon', 1e-5)),
+        'init_std': get('init_method_std', 0.02),
+    }
+    if rope:
+        model['rope_theta'] = float(get('rotary_base', 10000))
+    if rope and get('use_rope_scaling', False):
+        model['rope_scaling'] = {
+            'type': 'llama3',
+            'factor': float(get('rope_scaling_factor', 8.0)),
+            **SCALING,
+        }
+    return {key: value for key, value in model.items() if value is not None}

@@ -1,0 +1,266 @@
+"""Reading a command line of Megatron-LM: its launcher, its program and its arguments.
+
+Imports no jax.
+"""
+
+import math
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megajax.core.config import ConfigError
+from megajax.interop.megatron.command_line.arguments import ONLY
+from megajax.interop.megatron.command_line.script import find_launch, program_of
+from megajax.interop.megatron.command_line.table import (
+    INSTEAD,
+    NO_MEANING,
+    READ,
+    RENAMED,
+    SETS,
+    known_names,
+    names,
+)
+from megajax.interop.shell_variables import UNKNOWN, mark, plain
+
+TYPES = {name: kind for kind, block in READ.items() for name in names(block)}
+REASONS = {name: reason for reason, block in NO_MEANING.items() for name in names(block)}
+KNOWN = sorted({*known_names(), *ONLY})
+PROCESSES = ('nproc_per_node', 'num_gpus', 'ntasks_per_node')  # of torchrun, deepspeed, srun
+NODES = ('nnodes', 'num_nodes', 'nodes')
+MAX_TEXT_CHARACTERS = 2**20
+VARIABLE = re.compile(r'\$\{[^}]*\}|\$\w+')
+PLACEHOLDER = re.compile(r'<\w[^>]*>?')
+# Arguments of which only a comment is made, and those without a meaning that have a value.
+COMMENTED = ('load', 'vocab_file')
+TAKES_VALUE = re.compile(r'(dir|path|file|name|project|entity|rank|addr|port|workers|interval)$')
+
+
+class Line(NamedTuple):
+    """The contents of a command line of Megatron-LM."""
+
+    program: str  # pretrain_gpt.py, or the name of another one
+    world_size: int | None  # number of GPUs, if the launcher or its environment says it
+    arguments: Mapping[str, Any]  # by Megatron-LM's names, those that were given
+    spelled: Mapping[str, str]  # each as it was written, with its value
+    unused: Mapping[str, list[str]]  # those without a meaning here, as written, by the reason
+    problems: tuple[str, ...]  # of those that are unknown or not supported
+    faulty: frozenset[str]  # the names of those that have no value
+    place: str  # the line of the script, if something of it is unknown
+
+    @property
+    def is_bert(self) -> bool:
+        """Whether it pre-trains BERT."""
+        return 'bert' in self.program
+
+    def option(self, name: str) -> str:
+        """Return an argument as it was written, without its value."""
+        written = self.spelled.get(name, f'--{name.replace("_", "-")}')
+        return re.split('[ =]', written, maxsplit=1)[0]
+
+    def get(self, name: str) -> Any:
+        """Return the value of an argument, None if it was not given."""
+        return self.arguments.get(name)
+
+
+def read_line(words: Sequence[str], *, world_size: int | None = None) -> Line:
+    """Read the words of a command line, as a shell has split them.
+
+    `@FILE` and `-` stand for the text of a file or of standard input. Raises ConfigError if there
+    is none.
+    """
+    words, reasons, place = _expanded(words)
+    program = program_of(words)
+    start = 0 if program is None else program + 1
+    launcher = {name: values for name, values, _ in _arguments(words[:start])}
+    arguments: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    unused: dict[str, list[str]] = {}
+    problems: list[str] = []
+    faulty: set[str] = set()
+    leading = list(takewhile(lambda word: _option(word) is None, words[start:]))
+    for name, values, written in _arguments(words[start:]):
+        name = RENAMED.get(name, name)
+        shown = shlex.join(map(plain, [written, *values])) if written.startswith('-') else written
+        problems += _unknown(name, values, shown, reasons)
+        faulty.add(name)
+        if name in REASONS:
+            unused.setdefault(REASONS[name], []).append(shown)
+            continue
+        try:
+            value = _value(name, [plain(value) for value in values], shown)
+        except ConfigError as error:
+            if not any(UNKNOWN.search(value) for value in values) or not _is_known(name):
+                problems.append(str(error))
+        else:
+            key, arguments[name] = SETS.get(name, (name, value)) if value else (name, value)
+            arguments[key], spelled[key] = arguments[name], shown
+            faulty.discard(name)
+    problems += [
+        f'{piece}: its value is not in the text: {reasons.get(piece, "it is a variable")}'
+        for word in leading
+        for piece in UNKNOWN.findall(word)
+    ]
+    is_unknown = any('is not in the text' in problem for problem in problems)
+    return Line(
+        _name(words, program),
+        world_size or _world_size(launcher, words[:start]),
+        arguments,
+        spelled,
+        unused,
+        tuple(problems),
+        frozenset(faulty),
+        place if is_unknown else '',
+    )
+
+
+def _name(words: Sequence[str], program: int | None) -> str:
+    if program is None:
+        return 'pretrain_gpt.py'
+    name = Path(plain(words[program])).name
+    return name if name.endswith('.py') else f'{name}.py'
+
+
+def _expanded(words: Sequence[str]) -> tuple[list[str], Mapping[str, str], str]:
+    """Return words in which `@FILE` and `-` are the words of that text, and what is unknown there.
+
+    The last result is the line of the script in which the command is, empty without a script.
+    """
+    found: list[str] = []
+    reasons: dict[str, str] = {}
+    place = ''
+    for word in words:
+        if word != '-' and not word.startswith('@'):
+            found.append(VARIABLE.sub(mark, word))
+            continue
+        source = 'standard input' if word == '-' else word[1:]
+        launch = find_launch(_text(word), source)
+        found += launch.words
+        reasons |= launch.reasons
+        place = f'{source}:{launch.line}'
+    return found, reasons, place
+
+
+def _text(word: str) -> str:
+    if word == '-':
+        return sys.stdin.read(MAX_TEXT_CHARACTERS)
+    path = Path(word[1:])
+    try:
+        with path.open(encoding='utf-8') as file:
+            return file.read(MAX_TEXT_CHARACTERS)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f'{path}: cannot be read as text: {error}') from error
+
+
+def _is_known(name: str) -> bool:
+    return name in TYPES or name in SETS or name in ONLY
+
+
+def _unknown(
+    name: str, values: Sequence[str], shown: str, reasons: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield what is unknown in an argument's values, if it matters: it may be further arguments."""
+    takes_one = TYPES.get(name) not in (None, bool) or TAKES_VALUE.search(name)
+    for index, value in enumerate(values):
+        is_own = takes_one and (not index or TYPES.get(name) is list)
+        if is_own and (name in REASONS or name in COMMENTED):
+            continue
+        for piece in UNKNOWN.findall(value):
+            what = f'{shown}: the value of {piece}' if is_own else f'{piece}: its value'
+            yield f'{what} is not in the text: {reasons.get(piece, "it is a variable")}'
+
+
+def _arguments(words: Sequence[str]) -> Iterator[tuple[str, list[str], str]]:
+    """Yield name, values and spelling of each argument; NeMo's `group.name=value` is one too."""
+    current: tuple[str, list[str], str] | None = None
+    for word in words:
+        if option := _option(word):
+            if current:
+                yield current
+            name, value = option.groups()
+            written = word.partition('=')[0] if word.startswith('-') else word
+            current = name.replace('-', '_'), [] if value is None else [value], written
+        elif current:
+            current[1].append(word)
+    if current:
+        yield current
+
+
+def _option(word: str) -> re.Match[str] | None:
+    """Return the name and the value of `--name`, `--name=value` or `group.name=value`."""
+    return re.fullmatch(r'--?([A-Za-z][\w.-]*)(?:=(.*))?', word, re.DOTALL) or re.fullmatch(
+        r'\+{0,2}(?:[A-Za-z]\w*\.)+(\w+)=(.*)', word, re.DOTALL
+    )
+
+
+def _value(name: str, values: list[str], shown: str) -> Any:
+    """Return the value of an argument. Raises ConfigError if it is unknown or not supported."""
+    if name in INSTEAD:
+        raise ConfigError(f'{shown}: is not supported: {INSTEAD[name]}')
+    if not _is_known(name):
+        near = get_close_matches(name, KNOWN, n=1)
+        hint = f'; did you mean --{near[0].replace("_", "-")}?' if near else ''
+        raise ConfigError(
+            f'{shown}: is no argument of pretrain_gpt.py and pretrain_bert.py that is known{hint}'
+        )
+    if any(PLACEHOLDER.search(value) for value in values):
+        raise ConfigError(f'{shown}: is a placeholder: put a value there')
+    kind = TYPES.get(name, bool)
+    if kind is list:
+        return values
+    if kind is bool and not values:
+        return True
+    if name in ONLY and name not in TYPES:
+        return {'false': False, 'none': None, 'null': None}.get(
+            ' '.join(values).lower(), ' '.join(values)
+        )
+    parse = PARSERS[kind]
+    try:
+        if len(values) != 1 and not (name == 'split' and values):
+            raise ValueError
+        return parse(' '.join(values))
+    except ValueError:
+        raise ConfigError(f'{shown}: expected {WORDS[kind]}') from None
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ('true', 'false', '1', '0'):
+        raise ValueError
+    return text.lower() in ('true', '1')
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+PARSERS: Mapping[type, Callable[[str], Any]] = {
+    int: int,
+    float: _number,
+    str: str,
+    bool: _boolean,
+}
+WORDS = {int: 'a whole number', float: 'a number', str: 'a word', bool: 'no value'}
+
+
+def _world_size(launcher: Mapping[str, list[str]], words: Sequence[str]) -> int | None:
+    """Return the number of processes that a launcher starts, one for each GPU."""
+    for word in words:
+        if match := re.fullmatch(r'WORLD_SIZE=(\d+)', word):
+            return int(match[1])
+
+    def number(options: Sequence[str], default: int | None = None) -> int | None:
+        given = [values[0] for name in options if (values := launcher.get(name))]
+        texts = [text for text in given if re.fullmatch(r'(\d+:)?\d{1,9}', text)]
+        return int(texts[0].rpartition(':')[2]) if texts else None if given else default
+
+    processes, nodes = number(PROCESSES), number(NODES, 1)
+    if processes is not None:
+        return None if nodes is None else processes * nodes
+    return number(('ntasks',))

@@ -1,0 +1,272 @@
+"""The command of a shell script that starts Megatron-LM, found without running anything of it.
+
+Variables, arrays and sums that the script itself sets are put in, in the scope that bash gives
+them: a function is read where it is called. What only a shell can know stays as it is written,
+marked, with its reason: a variable that a branch sets, the output of a command, an argument of the
+script. Imports no jax.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from megajax.core.config import ConfigError
+from megajax.interop.megatron.command_line.shell import Command, Word, commands_of
+from megajax.interop.shell_variables import (
+    MAX_DEPTH,
+    SETTERS,
+    State,
+    Variables,
+    plain,
+)
+
+MAX_COMMANDS = 100_000
+ASSIGNMENT = re.compile(r'[A-Za-z_]\w*=')
+BEGIN = {'if': 'fi', 'for': 'done', 'while': 'done', 'until': 'done', 'case': 'esac'}
+BEGIN |= {'{': '}', '(': ')'}
+# Words after which another command begins.
+BEFORE_COMMANDS = ('if', 'elif', 'else', 'then', 'while', 'until', 'do', '{', '(', ')', '!')
+DECLARE = ('export', 'declare', 'local', 'readonly', 'typeset')
+# Commands that name a program without starting it.
+PASSIVE = frozenset(
+    """
+    echo printf cat cp mv rm ls ln cd mkdir touch chmod find source . [ [[ test : grep sed awk head
+    tail tee return exit set trap for case wget curl git pip sbatch
+    """.split()  # noqa: SIM905
+)
+PROGRAM = re.compile(r'.*\.py')
+WAY_OUT = 'put `echo` before the command, run the script, and give its output'
+
+
+class Launch(NamedTuple):
+    """The words of the command that starts Megatron-LM, in which unknown pieces are marked."""
+
+    words: list[str]
+    line: int
+    reasons: Mapping[str, str]  # why a piece is unknown
+
+
+def program_of(words: Sequence[str]) -> int | None:
+    """Return the index of the program among the words of a command, None if there is none."""
+    programs = [index for index, word in enumerate(words) if PROGRAM.fullmatch(plain(word))]
+    modules = [
+        index + 1
+        for index, word in enumerate(words[:-1])
+        if word in ('-m', '--module') and not words[index + 1].startswith('torch.distributed')
+    ]
+    found = sorted([*programs, *modules])
+    named = [index for index in found if 'pretrain' in words[index].rpartition('/')[2]]
+    return next(iter([*named, *found]), None)
+
+
+def find_launch(text: str, source: str) -> Launch:
+    """Return the command of a script that starts Megatron-LM; `source` is its name in messages.
+
+    A text of arguments alone is one, too. Raises ConfigError if there is no such command, or more
+    than one.
+    """
+    script = _Script(source)
+    try:
+        script.run(commands_of(text, source))
+    except RecursionError as error:
+        raise ConfigError(f'{source}: is nested too deeply; {WAY_OUT}') from error
+    for name in [] if script.launches else [*script.functions]:
+        script.call(name, Command((), 0))
+    launches = [each for each in script.launches if program_of(each[1]) is not None]
+    named = [each for each in launches if 'pretrain' in each[1][program_of(each[1]) or 0]]
+    if not launches:  # arguments without a program
+        launches = [each for each in script.launches if each[1][0].startswith('-')]
+    found = {tuple(words): line for line, words in named or launches}
+    if len(found) != 1:
+        lines = ' and '.join(str(line) for line in sorted(found.values()))
+        what = (
+            f'lines {lines} each start a program'
+            if found
+            else 'no command in it starts pretrain_gpt.py or pretrain_bert.py; if another script '
+            'does, give that one'
+        )
+        raise ConfigError(f'{source}: {what}; or {WAY_OUT}')
+    ((words, line),) = found.items()
+    size = script.values.get('WORLD_SIZE', [''])
+    known = [f'WORLD_SIZE={size[0]}'] if size[0].isdecimal() else []
+    return Launch([*known, *sbatch_options(text, words), *words], line, script.reasons)
+
+
+def sbatch_options(text: str, words: Sequence[str]) -> list[str]:
+    """Return the options of a script's #SBATCH lines, which its srun has too."""
+    if not any(plain(word).endswith('srun') for word in words):
+        return []
+    lines = re.findall(r'^#SBATCH\s+([^#\n]*)', text, re.MULTILINE)
+    return ['sbatch', *(word for line in lines for word in line.split())]
+
+
+class _Frame(NamedTuple):
+    """A branch, a loop, a group or a subshell around a command, or the body of a function."""
+
+    word: str
+    line: int
+    is_branch: bool
+    is_apart: bool  # whether its variables end with it
+    state: State  # variables at its beginning
+    function: str = ''
+
+
+class _Script(Variables):
+    """The variables of a script, line by line, and the commands that may start a program."""
+
+    def __init__(self, source: str):
+        super().__init__(source)
+        self.launches: list[tuple[int, list[str]]] = []
+        self.functions: dict[str, list[Command]] = {}
+        self.called: list[str] = []
+        self._body: list[Command] | None = None  # of the function that is being defined
+        self._open: list[_Frame] = []
+        self._locals: list[dict[str, tuple[list[str] | None, str | None]]] = []  # values outside
+        self._count = 0
+
+    def run(self, commands: Sequence[Command]) -> None:
+        """Read commands in their order."""
+        for command in commands:
+            body, depth, state = self._body, len(self._open), self.state(is_needed=command.is_apart)
+            self._read(command, command.words)
+            if body is not None:
+                body.append(command)
+            elif command.is_apart and len(self._open) == depth:
+                self.restore(state)
+
+    def _begin(self, command: Command, word: str, function: str = '') -> None:
+        is_branch = word not in '{(' or command.is_conditional
+        is_apart = word == '(' or command.before in ('|', '|&')
+        state = self.state()
+        self._open.append(_Frame(word, command.line, is_branch, is_apart, state, function))
+
+    def _end(self, command: Command) -> None:
+        frame = self._open.pop()
+        if frame.function and self._body is not None:
+            if not any(each.function for each in self._open):
+                self.functions[frame.function], self._body = self._body, None
+        elif frame.is_apart or command.after in ('|', '|&', '&'):
+            self.restore(frame.state)
+
+    def call(self, name: str, command: Command, assigned: Sequence[Word] = ()) -> None:
+        """Read the body of a function where it is called, with variables that are set for it."""
+        if name in self.called[len(self.called) - len(self._locals) :]:
+            return  # one that calls itself
+        self.called.append(name)
+        self._locals.append({})
+        if command.is_conditional:
+            self._begin(command, '&&')
+        for word in assigned:
+            self._set_locally(word)
+            self._assign(command, word)
+        self.run(self.functions[name])
+        if command.is_conditional:
+            self._open.pop()
+        for variable, (value, reason) in self._locals.pop().items():
+            self.forget(variable, reason or '')
+            if reason is None:
+                del self.reasons[variable]
+            if value is not None:
+                self.values[variable] = value
+
+    def _set_locally(self, word: Word) -> None:
+        if self._locals and (name := word.name or word.text):
+            self._locals[-1].setdefault(name, (self.values.get(name), self.reasons.get(name)))
+
+    def _read(self, command: Command, words: Sequence[Word]) -> None:
+        self._count += 1
+        if self._count > MAX_COMMANDS:
+            raise ConfigError(f'{self.source}: has more than {MAX_COMMANDS:,} commands; {WAY_OUT}')
+        first = words[0].text if words else None
+        if first and self._open and BEGIN.get(self._open[-1].word) == first:
+            self._end(command)
+        if first in BEGIN:
+            self._begin(command, first)
+        if first == 'function' and len(words) > 2:
+            self._begin(command, words[2].text or '{', words[1].text or '?')
+            if self._body is None:
+                self._body = [command._replace(words=tuple(words[2:]))]
+            self._read(command, words[3:])
+        elif first in BEFORE_COMMANDS:
+            self._read(command, words[1:])
+        elif self._body is not None:
+            return
+        elif first == 'for' and len(words) > 1 and words[1].text:
+            self.forget(words[1].text, f'`for` in line {command.line} sets it')
+        elif words and (first in DECLARE or all(word.name for word in words)):
+            for word in words:
+                if first in ('local', 'declare', 'typeset'):
+                    self._set_locally(word)
+                if word.name:
+                    self._assign(command, word)
+        elif words and first not in (*BEGIN, 'function'):
+            self._simple(command, words)
+
+    def _assign(self, command: Command, word: Word) -> None:
+        name, value = word.name or '', self._elements(word)
+        branch = next((frame for frame in reversed(self._open) if frame.is_branch), None)
+        if branch or command.is_conditional:
+            what = branch.word if branch and branch.word not in '{(' else '&&'
+            self.forget(name, f'`{what}` in line {(branch or command).line} sets it')
+        elif not word.adds:
+            self.values[name] = value
+        elif word.elements is not None:
+            self.values[name] = [*self.values.get(name, []), *value]
+        else:
+            self.values[name] = [''.join([*self.values.get(name, []), *value])]
+
+    def _elements(self, word: Word) -> list[str]:
+        if word.elements is not None:
+            value = [part for element in word.elements for part in self.expand(element.parts)]
+        else:
+            value = [''.join(self.joined(part) for part in word.parts)]
+        self.check_size(value)
+        return value
+
+    def _simple(self, command: Command, words: Sequence[Word]) -> None:
+        """Read a command that is neither an assignment nor a part of a branch."""
+        expanded = [part for word in words for part in self.expand(word.parts, word.name)]
+        program = next((word for word in expanded if not ASSIGNMENT.match(word)), None)
+        if program == 'printf' and '-v' in expanded:
+            program = 'printf -v'
+        if program in SETTERS:
+            reason = f'`{program}` in line {command.line} changes it'
+            self.forget_set(program, ' '.join(expanded[1:]), reason)
+        if program in self.functions:
+            self.call(program, command, [word for word in words if word.name])
+            return
+        if program is None or program in PASSIVE or program in SETTERS:
+            return
+        inner = next(
+            (
+                index
+                for index, word in enumerate(expanded[:-1])
+                if word == '-c'
+                and index
+                and re.fullmatch(r'(.*/)?(ba|z|k)?sh', expanded[index - 1])
+            ),
+            None,
+        )
+        if program == 'eval':
+            self._run_inner(command, [], ' '.join(map(plain, expanded[1:])))
+        elif inner is not None:
+            state = self.state()
+            self._run_inner(command, expanded[: inner - 1], plain(expanded[inner + 1]))
+            self.restore(state)
+        elif program.startswith('-'):
+            if self.launches and not command.is_conditional:
+                self.launches[-1][1].extend(expanded)  # a line that lacks its backslash
+            elif not command.is_conditional:
+                self.launches.append((command.line, expanded))
+        elif program_of(expanded) is not None:
+            self.launches.append((command.line, expanded))
+
+    def _run_inner(self, command: Command, before: list[str], text: str) -> None:
+        """Read the text that a command gives to another shell."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise ConfigError(f'{self.source}: line {command.line}: shells within shells')
+        count = len(self.launches)
+        self.run([each._replace(line=command.line) for each in commands_of(text, self.source)])
+        self.launches[count:] = [(line, before + words) for line, words in self.launches[count:]]
+        self.depth -= 1

@@ -1,0 +1,326 @@
+"""The keys of a config that a command line of Megatron-LM decides, section by section.
+
+Imports no jax.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megajax.core.config import ConfigError
+from megajax.core.config.section import plain_number
+from megajax.interop.megatron.command_line.arguments import read_arguments
+from megajax.interop.megatron.command_line.line import Line
+
+Keys = dict[str, Any]
+# Megatron-LM's defaults; those of a model are in `arguments.py`.
+DEFAULTS: Mapping[str, Any] = {
+    'tensor_model_parallel_size': 1,
+    'pipeline_model_parallel_size': 1,
+    'context_parallel_size': 1,
+    'eval_interval': 1000,
+    'eval_iters': 100,
+    'log_interval': 100,
+    'seed': 1234,
+    'min_lr': 0.0,
+    'lr_decay_style': 'linear',
+    'lr_warmup_init': 0.0,
+    'lr_wsd_decay_style': 'exponential',
+    'weight_decay': 0.01,
+    'adam_beta1': 0.9,
+    'adam_beta2': 0.999,
+    'adam_eps': 1e-8,
+    'clip_grad': 1.0,
+    'split': '969, 30, 1',
+    'cp_comm_type': 'p2p',
+    'data_parallel_sharding_strategy': 'no_shard',
+    'profile_step_start': 10,
+    'profile_step_end': 12,
+}
+NEEDED = ('num_layers', 'hidden_size', 'num_attention_heads', 'seq_length', 'lr')
+# Entries of the tokenizers of which there is one.
+VOCABULARIES = {
+    'GPT2BPETokenizer': 50257,
+    'BertWordPieceLowerCase': 30522,
+    'BertWordPieceCase': 28996,
+    'Llama2Tokenizer': 32000,
+}
+SCHEDULES = {
+    'constant': 'constant',
+    'linear': 'linear',
+    'cosine': 'cosine',
+    'WSD': 'wsd',
+    'inverse-square-root': 'inverse_sqrt',
+}
+SHARDS = {
+    'no_shard': 'none',
+    'optim': 'optimizer',
+    'optim_grads': 'gradients',
+    'optim_grads_params': 'weights',
+}
+
+
+def settings_of(line: Line, problems: list[str]) -> dict[str, Keys] | None:
+    """Return the sections of a config, with Megatron-LM's defaults written out.
+
+    Appends to `problems` every argument that is missing, or that another one contradicts; what is
+    wrong has a stand-in. Returns None if arguments are missing without which there is no config.
+    """
+    if line.get('use_checkpoint_args'):
+        problems.append(
+            f'--use-checkpoint-args: the model is in the checkpoint {line.get("load")}: '
+            'read it with `megajax import megatron`, which makes the config'
+        )
+    absent = [name for name in NEEDED if line.get(name) is None]
+    problems += [f'{line.option(name)}: is missing' for name in absent if name not in line.faulty]
+    has_length = bool(line.get('train_iters') or line.get('train_samples'))
+    if not has_length and line.faulty.isdisjoint(('train_iters', 'train_samples')):
+        problems.append('--train-iters: is missing, and so is --train-samples')
+    if absent or not has_length:
+        return None
+    mesh = _mesh(line, problems)
+    train = _train(line, mesh.get('data', 1), problems)
+    return {
+        'model': _model(line, problems),
+        'mesh': mesh,
+        'train': train,
+        'optim': _optim(line, train['steps'], train['batch_size'], problems),
+        'data': _data(line, problems),
+        'checkpoint': _checkpoint(line),
+        'run': _run(line),
+    }
+
+
+def _default(line: Line, name: str) -> Any:
+    return line.arguments.get(name, DEFAULTS[name])
+
+
+def _model(line: Line, problems: list[str]) -> Keys:
+    given = dict(line.arguments)
+    given.setdefault('max_position_embeddings', given['seq_length'])
+    if given.get('swiglu') and 'ffn_hidden_size' not in given:  # two thirds of 4 hidden sizes
+        given['ffn_hidden_size'] = int(4 * given['hidden_size'] * 2 / 3 / 64) * 64
+    try:
+        given['vocab_size'] = _vocab_size(line)
+    except ConfigError as error:
+        problems.append(str(error))
+        given['vocab_size'] = VOCABULARIES['GPT2BPETokenizer']
+    model = read_arguments(given, 'the arguments')
+    return model | ({'objective': 'masked_lm'} if line.is_bert else {})
+
+
+def _vocab_size(line: Line) -> int:
+    # What the programs choose where the arguments do not.
+    usual = 'BertWordPieceLowerCase' if line.is_bert else 'GPT2BPETokenizer'
+    kind, size = line.get('tokenizer_type') or usual, line.get('vocab_size')
+    if size is not None:
+        return int(size) + (kind == 'NullTokenizer')  # which has an end of document of its own
+    if kind in VOCABULARIES:
+        return VOCABULARIES[kind]
+    tokenizer = _tokenizer(line)
+    if tokenizer and Path(tokenizer).is_file():
+        try:
+            content = json.loads(Path(tokenizer).read_bytes())
+            added = (token['id'] for token in content['added_tokens'])
+            return 1 + max(*content['model']['vocab'].values(), *added)
+        except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(f'{tokenizer}: is not a tokenizer.json: {error!r:.80}') from error
+    raise ConfigError(
+        f'--tokenizer-type {kind}: the number of its tokens is not in the arguments: '
+        'add --vocab-size N'
+    )
+
+
+def _tokenizer(line: Line) -> str | None:
+    """Return the tokenizer.json that an argument points to."""
+    model = line.get('tokenizer_model')
+    if line.get('tokenizer_type') != 'HuggingFaceTokenizer' or not model:
+        return None
+    return model if model.endswith('.json') else f'{model}/tokenizer.json'
+
+
+def _mesh(line: Line, problems: list[str]) -> Keys:
+    tensor, stages, context = (
+        _default(line, f'{kind}_parallel_size')
+        for kind in ('tensor_model', 'pipeline_model', 'context')
+    )
+    mesh: Keys = {'model': tensor, 'stages': stages, 'context': context}
+    mesh['sequence_parallel'] = bool(line.get('sequence_parallel')) and tensor > 1
+    if context > 1:
+        is_ring = _default(line, 'cp_comm_type') == 'p2p'
+        mesh['context_exchange'] = 'ring' if is_ring else 'gather'
+    if virtual := _virtual_stages(line, stages, problems):
+        mesh['virtual_stages'] = virtual
+    if line.world_size is not None:
+        # Sizes below one are the config's to refuse.
+        data, rest = divmod(line.world_size, max(tensor * stages * context, 1))
+        if rest or not data:
+            problems.append(
+                f'{line.world_size} GPUs are no multiple of tensor x pipeline x context = '
+                f'{tensor} x {stages} x {context}: give --gpus {tensor * stages * context}, or a '
+                'multiple of it, before the arguments'
+            )
+        else:
+            mesh['data'] = data
+    if replicas := line.get('num_distributed_optimizer_instances'):
+        mesh['replicas'] = replicas
+    return mesh
+
+
+def _virtual_stages(line: Line, stages: int, problems: list[str]) -> int | None:
+    layers = line.get('num_layers_per_virtual_pipeline_stage')
+    if not layers:
+        return line.get('num_virtual_stages_per_pipeline_rank')
+    if line.arguments['num_layers'] % (layers * stages):
+        problems.append(
+            f'--num-layers-per-virtual-pipeline-stage {layers}: x {stages} stages does not divide '
+            f'--num-layers {line.arguments["num_layers"]}'
+        )
+        return None
+    return line.arguments['num_layers'] // (layers * stages)
+
+
+def _train(line: Line, data: int, problems: list[str]) -> Keys:
+    micro = line.get('micro_batch_size') or 1
+    batch = line.get('global_batch_size') or micro * data
+    if batch % (micro * data):
+        problems.append(
+            f'--global-batch-size {batch}: is not a multiple of --micro-batch-size {micro} x '
+            f'{data} data-parallel ranks'
+        )
+        batch = micro * data
+    samples = line.get('train_samples')
+    train: Keys = {
+        'steps': line.get('train_iters') or samples // batch,
+        'batch_size': batch,
+        'microbatches': batch // (micro * data) if line.get('micro_batch_size') else 1,
+        'seq_len': line.arguments['seq_length'],
+        'dtype': _dtype(line, problems),
+        'recompute': line.get('recompute_granularity') or 'none',
+        'eval_every': _default(line, 'eval_interval'),
+        'eval_batches': _default(line, 'eval_iters'),
+        'log_every': _default(line, 'log_interval'),
+        'seed': _default(line, 'seed'),
+        'deterministic': bool(line.get('deterministic_mode')),
+    }
+    if line.get('initial_loss_scale') and train['dtype'] == 'float16':
+        train['loss_scale'] = line.get('initial_loss_scale')
+    if line.get('profile'):
+        start, end = (_default(line, f'profile_step_{edge}') for edge in ('start', 'end'))
+        train['profile'] = {'start': start, 'steps': end - start}
+    return train
+
+
+def _dtype(line: Line, problems: list[str]) -> str:
+    if line.get('fp16') and line.get('bf16'):
+        problems.append('--fp16 and --bf16: give one of the two')
+    if line.get('fp8_format'):
+        return 'fp8'
+    return 'float16' if line.get('fp16') else 'bfloat16' if line.get('bf16') else 'float32'
+
+
+def _optim(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
+    moments = {line.get(f'{moment}_dtype') for moment in ('exp_avg', 'exp_avg_sq')} - {None}
+    if len(moments) > 1:
+        problems.append('--exp-avg-dtype and --exp-avg-sq-dtype: both moments have one dtype')
+    return {
+        'lr': line.arguments['lr'],
+        'min_lr': _default(line, 'min_lr'),
+        **_schedule(line, steps, batch, problems),
+        'weight_decay': _default(line, 'weight_decay'),
+        'beta1': _default(line, 'adam_beta1'),
+        'beta2': _default(line, 'adam_beta2'),
+        'eps': _default(line, 'adam_eps'),
+        'grad_clip': _default(line, 'clip_grad'),
+        'shard': _shard(line),
+        'reduce_dtype': 'bfloat16' if line.get('grad_reduce_in_bf16') else 'float32',
+        'moments_dtype': 'bfloat16' if moments == {'bf16'} else 'float32',
+    }
+
+
+def _schedule(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
+    """Return the keys of the learning rate; numbers of samples become fractions of steps."""
+
+    def number_of_steps(what: str) -> float | None:
+        samples = line.get(f'{what}_samples')
+        return line.get(f'{what}_iters') or (samples / batch if samples else None)
+
+    decay = (
+        number_of_steps('lr_decay') or line.get('train_iters') or line.get('train_samples') / batch
+    )
+    fraction = line.get('lr_warmup_fraction')
+    warmup = fraction * decay if fraction else number_of_steps('lr_warmup') or 0
+    init, style = _default(line, 'lr_warmup_init'), _default(line, 'lr_decay_style')
+    if style == 'inverse-square-root' and not warmup:  # Megatron-LM's is one sample, with all of lr
+        warmup, init = 1 / batch, line.arguments['lr']
+    schedule: Keys = {
+        'warmup_steps': plain_number(warmup),
+        'warmup_init': init if warmup else None,
+        'decay_steps': None if decay == steps else plain_number(decay),
+        'schedule': SCHEDULES[style],
+    }
+    if style != 'WSD':
+        return schedule
+    if (fall := number_of_steps('lr_wsd_decay')) is None:
+        problems.append('--lr-decay-style WSD: --lr-wsd-decay-iters is missing')
+        return schedule
+    return schedule | {
+        'wsd_steps': plain_number(fall),
+        'wsd_decay': _default(line, 'lr_wsd_decay_style'),
+    }
+
+
+def _shard(line: Line) -> str:
+    if line.get('use_torch_fsdp2'):
+        return 'weights'
+    if line.get('use_megatron_fsdp'):
+        return SHARDS[_default(line, 'data_parallel_sharding_strategy')]
+    return 'optimizer' if line.get('use_distributed_optimizer') else 'none'
+
+
+def _data(line: Line, problems: list[str]) -> Keys:
+    # As Megatron-LM, which finds the numbers in it.
+    data: Keys = {'split': ','.join(re.findall(r'[.0-9]+', _default(line, 'split')))}
+    paths = line.get('data_path') or []
+    if len(paths) == 1:
+        data['corpus'] = paths[0]
+    elif paths:
+        data['blend'] = _blend(paths, problems)
+    if paths and not line.is_bert:
+        # The same samples in the same order, of ids that have been made already.
+        data |= {'order': 'megatron', 'tokenizer': _tokenizer(line) or 'none'}
+    resets = [bool(line.get(f'reset_{what}')) for what in ('position_ids', 'attention_mask')]
+    if any(resets) and not all(resets):
+        problems.append(
+            '--reset-position-ids, --reset-attention-mask: data.document_mask does both: '
+            'give both, or none'
+        )
+    return data | {'document_mask': all(resets)}
+
+
+def _blend(paths: list[str], problems: list[str]) -> Keys:
+    try:
+        weights = [float(weight) for weight in paths[::2]]
+        return dict(zip(paths[1::2], weights, strict=True))
+    except ValueError:
+        problems.append(
+            f'--data-path {" ".join(paths)}: give each prefix its weight before it, '
+            'as in --data-path 0.3 web 0.7 books'
+        )
+        return {}
+
+
+def _checkpoint(line: Line) -> Keys:
+    keys = {'every': line.get('save_interval'), 'keep_every': line.get('save_retain_interval')}
+    return {key: value for key, value in keys.items() if value}
+
+
+def _run(line: Line) -> Keys:
+    run = {
+        'dir': f'{save}-megajax' if (save := line.get('save')) else None,
+        'max_minutes': line.get('exit_duration_in_mins'),
+        'wandb': line.get('wandb_project') or None,
+    }
+    return {key: value for key, value in run.items() if value is not None}

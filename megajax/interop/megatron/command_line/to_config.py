@@ -1,0 +1,207 @@
+"""A config file from a command line of Megatron-LM. Imports no jax."""
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megajax.base.render.text import typed
+from megajax.core.config import Config, ConfigError, Problem, reload
+from megajax.core.config.load import dump_sections
+from megajax.core.config.schema import keys_of
+from megajax.interop.megatron.command_line.arguments import rejected
+from megajax.interop.megatron.command_line.line import Line
+from megajax.interop.megatron.command_line.script import WAY_OUT
+from megajax.interop.megatron.command_line.settings import SCHEDULES, settings_of
+from megajax.interop.megatron.command_line.table import SOURCES
+
+COLUMNS = 100
+DROPOUT, LAYERNORM_1P = 'attention_dropout', 'apply_layernorm_1p'
+# Values of arguments with which a run is one of ours, with what to do instead of others.
+VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    'optimizer': (('adam',), 'the optimizer is AdamW'),
+    'lr_decay_style': (tuple(SCHEDULES), f'give {", ".join(SCHEDULES)}'),
+    'lr_wsd_decay_style': (
+        ('linear', 'cosine', 'exponential', 'minus_sqrt'),
+        'give linear, cosine, exponential or minus_sqrt',
+    ),
+    'weight_decay_incr_style': (('constant',), 'the decay is constant: give --weight-decay'),
+    'loss_scale': ((0.0,), 'the scale of fp16 is dynamic: leave it out'),
+    'fp8_format': (('hybrid',), 'products are e4m3 forward and e5m2 backward: give hybrid'),
+    'fp8_recipe': (('delayed',), 'scaling is delayed: give delayed'),
+    'cp_comm_type': (('p2p', 'all_gather'), 'give p2p, which is a ring, or all_gather'),
+    'dataloader_type': (('single',), 'samples are read in their order: give single'),
+    'softmax_type': (('vanilla',), 'give vanilla'),
+    'expert_model_parallel_size': ((1,), 'there are no experts here: leave it out'),
+    'expert_tensor_parallel_size': ((1,), 'there are no experts here: leave it out'),
+    'mask_prob': ((0.15,), 'give 0.15'),
+    'exp_avg_dtype': (('fp32', 'bf16'), 'give fp32 or bf16'),
+    'exp_avg_sq_dtype': (('fp32', 'bf16'), 'give fp32 or bf16'),
+    'recompute_granularity': (('full', 'selective'), 'give full or selective'),
+    'recompute_modules': ((['core_attn'],), 'give core_attn, or --recompute-granularity full'),
+    'data_parallel_sharding_strategy': (
+        ('no_shard', 'optim', 'optim_grads', 'optim_grads_params'),
+        'give no_shard, optim, optim_grads or optim_grads_params',
+    ),
+    'position_embedding_type': (('learned_absolute', 'rope'), 'give learned_absolute or rope'),
+    'normalization': (('LayerNorm', 'RMSNorm'), 'give LayerNorm or RMSNorm'),
+}
+
+
+def from_megatron(line: Line) -> str:
+    """Return a YAML file that means the same; comments name what it leaves out.
+
+    It has each key that an argument sets, and those of Megatron-LM's defaults that differ.
+
+    Raises ConfigError with all arguments that are not supported, missing, or at odds.
+    """
+    problems = list(_problems(line))
+    settings = config = None
+    try:
+        if settings := settings_of(_supported(line), problems):
+            config = reload(settings, place='')
+    except ConfigError as error:
+        problems += [_in_their_names(line, problem) for problem in error.problems]
+    if line.place:  # of a script of which something is unknown
+        problems.append(f'{line.place}: {WAY_OUT}')
+    if problems or settings is None or config is None:
+        raise ConfigError(*dict.fromkeys(problems))
+    keys = dump_sections(_written(line, settings, config)).splitlines()
+    return (
+        '\n'.join([*_head(line, config), *_with_notes(line, config, keys), *_unused(line)]) + '\n'
+    )
+
+
+def _supported(line: Line) -> Line:
+    """Return a line without the arguments that `_problems` names, and without their values."""
+    wrong = {name for name, *_ in rejected(line.arguments)} | {
+        name
+        for name, (allowed, _) in VALUES.items()
+        if name in line.arguments and line.arguments[name] not in allowed
+    }
+    kept = {name: value for name, value in line.arguments.items() if name not in wrong}
+    if kept.get('clip_grad') == 0:
+        del kept['clip_grad']
+    return line._replace(arguments=kept)
+
+
+def _in_their_names(line: Line, problem: Problem | str) -> str:
+    """Return a problem of the config with Megatron-LM's arguments for megajax's keys."""
+
+    def name(match: re.Match[str]) -> str:
+        sources = SOURCES.get(match[1])
+        if sources is None:
+            return match[0]
+        given = next((source for source in sources if source in line.spelled), sources[0])
+        return line.option(given) + (' ' if match[2] else '')
+
+    return re.sub(
+        r'\b((?:model|mesh|train|optim|data|run|checkpoint)\.\w+)(=?)', name, str(problem)
+    )
+
+
+def _problems(line: Line) -> Iterator[str]:
+    yield from line.problems
+    for name, _, instead in rejected(line.arguments):
+        if name == LAYERNORM_1P:  # a scale of 1 + w with w from 0 is one from 1
+            continue
+        yield f'{line.spelled[name]}: is not supported: {instead}'
+    for name, (allowed, instead) in VALUES.items():
+        if name in line.arguments and line.arguments[name] not in allowed:
+            yield f'{line.spelled.get(name, name)}: is not supported: {instead}'
+    decay = line.get('weight_decay')
+    for name in ('start_weight_decay', 'end_weight_decay'):
+        if line.get(name) not in (None, decay):
+            yield f'{line.spelled[name]}: is not supported: the decay is constant'
+    if line.get('no_position_embedding') and line.get('position_embedding_type') != 'rope':
+        yield '--no-position-embedding: is not supported: give --position-embedding-type rope too'
+    if line.get('clip_grad') == 0:
+        yield f'{line.spelled["clip_grad"]}: is not supported: give a large number, such as 1e9'
+
+
+def _written(
+    line: Line, settings: Mapping[str, Mapping[str, Any]], config: Config
+) -> dict[str, Any]:
+    """Return the keys that the line sets, those that change something, and dropout in attention."""
+    kept = {section: dict(keys) for section, keys in settings.items()}
+    for section, keys in settings.items():
+        for key, value in keys.items():
+            sources = SOURCES.get(f'{section}.{key}', ())
+            is_set = any(source in line.spelled for source in sources)
+            if value is not None and (is_set or (value and key == DROPOUT)):
+                continue
+            del kept[section][key]
+            try:
+                is_same = reload(kept, place='') == config
+            except ConfigError:  # a key that is required, or that another one needs
+                is_same = False
+            if not is_same:
+                kept[section][key] = value
+    return {
+        section: {key: kept[section][key] for key in keys_of(section) if key in kept[section]}
+        for section in kept
+        if kept[section]
+    }
+
+
+def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str]:
+    """Yield the keys, and before two of them what is worth knowing."""
+    notes = {}
+    if config.model.attention_dropout:
+        notes[f'  {DROPOUT}:'] = (
+            "Dropout in attention needs XLA's attention, which keeps all scores in memory. With 0, "
+            "16-bit dtypes and a head dim up to 128, a GPU runs cuDNN's flash attention."
+        )
+    if line.get('save'):
+        notes['  dir:'] = (
+            f"This is not {line.get('save')}, the folder of Megatron-LM's checkpoints."
+        )
+    for key in keys:
+        for begin, note in notes.items():
+            if key.startswith(begin):
+                yield from (f'  {text}' for text in _comment(note, hang=''))
+        yield key
+
+
+def _head(line: Line, config: Config) -> Iterator[str]:
+    mesh = config.mesh
+    yield f'# From the arguments of {line.program}.'
+    if line.world_size is None:
+        yield from _comment(
+            'The number of GPUs is not in the line, so that mesh.data is 1: '
+            'give --gpus N before the arguments.'
+        )
+    else:
+        sizes = ' x '.join(f'{axis} {size}' for axis, size in mesh.sizes.items() if size > 1)
+        yield f'# {line.world_size} GPUs: {sizes or "one"}'
+    if line.get('load'):
+        yield from _comment(
+            'To go on from its checkpoint: `megajax import megatron '
+            f'{typed(line.get("load"))} RUN`, and then '
+            'run.start_from=RUN. The learning rate then begins anew, with step 1.'
+        )
+
+
+def _unused(line: Line) -> Iterator[str]:
+    unused = dict(line.unused)
+    if line.get(LAYERNORM_1P):
+        unused[
+            'a norm whose scale is 1 + w, with w from 0, trains as one whose scale is from 1'
+        ] = [line.spelled[LAYERNORM_1P]]
+    if unused:
+        yield ''
+        yield '# Without a meaning here:'
+    for reason, arguments in unused.items():
+        yield from _comment(f'{", ".join(arguments)}: {reason}', indent='  ')
+
+
+def _comment(text: str, indent: str = '', hang: str = '  ') -> list[str]:
+    text = ''.join(letter if letter.isprintable() else ' ' for letter in text)
+    return textwrap.wrap(
+        text,
+        COLUMNS - 2,
+        initial_indent=f'# {indent}',
+        subsequent_indent=f'# {hang}{indent}',
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

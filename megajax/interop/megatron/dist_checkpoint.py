@@ -1,0 +1,188 @@
+"""A `torch_dist` checkpoint of Megatron-LM: its arguments, and the tensors of its model.
+
+The tensors get the names of megatron-core's local layer specification, one for each layer, whatever
+names and sizes they were written with. Imports no jax.
+"""
+
+import json
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megajax.core.config import ConfigError
+from megajax.interop.megatron.dist_metadata import FILE as METADATA
+from megajax.interop.megatron.dist_metadata import Chunk, Tensor, read_metadata
+from megajax.interop.megatron.rank_files import (
+    IGNORED,
+    Progress,
+    arguments_of,
+    check_version,
+    local_name,
+    progress_of,
+)
+from megajax.interop.megatron.torch_files import load_archive, load_torch, map_file
+
+BACKEND, COMMON = 'metadata.json', 'common.pt'
+WRAPPERS = re.compile(r'^(module|model)\.')  # in front of each name, in NeMo's checkpoints
+# Entries that are not of the model, by the beginning of their names.
+LEFT_OUT = {
+    'the state of the optimizer': r'optimizer\.|chained_\d+\.|param_state',
+    'the random states': r'rng_state',
+    "the states of the scheduler and of Megatron-LM's checks": r'opt_param_scheduler|rerun_state',
+}
+STACK = 'decoder.layers.'
+MAX_CHUNKS = 2**20  # of all layers; 128 of them on 128 ranks have a fifth
+GATED = re.compile(r'(.*\.mlp\.linear_fc1\.(?:weight|bias))_([wv])')
+
+logger = logging.getLogger(__name__)
+
+
+class DistCheckpoint(NamedTuple):
+    """A checkpoint, of which the elements of no tensor have been read."""
+
+    folder: Path
+    arguments: Mapping[str, Any]  # empty if it has none
+    progress: Progress
+    tensors: Mapping[str, Tensor]
+
+
+def is_dist(folder: Path) -> bool:
+    """Whether a folder holds a distributed checkpoint of megatron-core."""
+    return (folder / BACKEND).is_file()
+
+
+def open_checkpoint(folder: Path) -> DistCheckpoint:
+    """Read everything but the elements of the tensors.
+
+    Raises ConfigError if the format is another one, or if a file is damaged.
+    """
+    try:
+        backend = json.loads((folder / BACKEND).read_bytes())['sharded_backend']
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f'{folder / BACKEND}: names no sharded_backend: {error!r:.200}'
+        ) from error
+    if backend != 'torch_dist':
+        raise ConfigError(
+            f'{folder / BACKEND}: sharded_backend={backend!r:.80} is not supported, '
+            'only torch_dist: save it with --ckpt-format torch_dist'
+        )
+    common = load_torch(folder / COMMON) if (folder / COMMON).is_file() else {}
+    if not isinstance(common, dict):
+        raise ConfigError(f'{folder / COMMON}: holds no dict')
+    check_version(common, folder / COMMON)
+    tensors, others = read_metadata(folder)
+    left = _left_out([*tensors, *others])
+    model = {WRAPPERS.sub('', name): tensor for name, tensor in tensors.items() if name not in left}
+    for name, tensor in model.items():
+        if not isinstance(tensor.dtype, np.dtype):
+            raise ConfigError(
+                f'{folder / METADATA}: {name} has dtype {tensor.dtype}, '
+                'but weights are float32, float16 or bfloat16'
+            )
+    unknown = [name for name in others if name not in left and not _is_ignored(name)]
+    if unknown:
+        raise ConfigError(f'{folder}: unexpected entries: {", ".join(unknown[:8])}')
+    for what in dict.fromkeys(left.values()):
+        count = sum(each == what for each in left.values())
+        logger.warning('%s: left out: %s (%d entries)', folder, what, count)
+    return DistCheckpoint(
+        folder, arguments_of(common), progress_of(common), dict(_of_layers(model))
+    )
+
+
+def _left_out(names: Iterable[str]) -> dict[str, str]:
+    """Return what an entry is, by its name, for those that are not of the model."""
+    return {
+        name: what
+        for name in names
+        for what, pattern in LEFT_OUT.items()
+        if re.match(pattern, WRAPPERS.sub('', name))
+    }
+
+
+def _is_ignored(name: str) -> bool:
+    return IGNORED.fullmatch(name.partition('/')[0]) is not None
+
+
+def _of_layers(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors by the names of the local layer specification."""
+    gates: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    tensors = {name: tensor for name, tensor in tensors.items() if not _is_ignored(name)}
+    stacks = {name for name in tensors if _is_stack(name)}
+    if scalar := next((name for name in stacks if not tensors[name].shape), None):
+        raise ConfigError(f'{scalar}: is one number, but has no layer')
+    if sum(chunk.sizes[0] for name in stacks for chunk in tensors[name].chunks) > MAX_CHUNKS:
+        raise ConfigError(f'the stacks {STACK}* have more than {MAX_CHUNKS:,} chunks of layers')
+    for name, tensor in tensors.items():
+        for part, its in _unstacked(name, tensor) if name in stacks else [(name, tensor)]:
+            if gate := GATED.fullmatch(part):
+                gates[gate[1]][gate[2]] = its
+            else:
+                yield local_name(part), its
+    for name, halves in gates.items():
+        if halves.keys() != {'w', 'v'} or halves['w'].shape != halves['v'].shape:
+            raise ConfigError(f'{name}_w and {name}_v are not two halves of a gated layer')
+        yield name, _joined(halves['w'], halves['v'])
+
+
+def _is_stack(name: str) -> bool:
+    """Whether a tensor holds all layers: its name has no number of a layer."""
+    return name.startswith(STACK) and not name[len(STACK) :].partition('.')[0].isdecimal()
+
+
+def _unstacked(name: str, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a stack, whose first dim is that of the layers."""
+    chunks = defaultdict(list)
+    for chunk in stack.chunks:
+        for layer in range(chunk.sizes[0]):
+            part = chunk._replace(offsets=chunk.offsets[1:], sizes=chunk.sizes[1:], layer=layer)
+            chunks[chunk.offsets[0] + layer].append(part)
+    for layer in range(stack.shape[0]):
+        rest = name.removeprefix(STACK)
+        yield f'{STACK}{layer}.{rest}', Tensor(stack.shape[1:], stack.dtype, tuple(chunks[layer]))
+
+
+def _joined(gate: Tensor, up: Tensor) -> Tensor:
+    rows, *rest = gate.shape
+    moved = (
+        chunk._replace(offsets=(chunk.offsets[0] + rows, *chunk.offsets[1:])) for chunk in up.chunks
+    )
+    return Tensor((2 * rows, *rest), gate.dtype, (*gate.chunks, *moved))
+
+
+def open_chunks(
+    folder: Path, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Chunk, np.ndarray]]:
+    """Yield the name of a tensor, a chunk of it and its elements, as a view of a mapped file.
+
+    Raises ConfigError, with file and tensor, where the file holds something else.
+    """
+    files: dict[str, memoryview] = {}
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            file, start, length = chunk.entry
+            if file not in files:
+                if not (folder / file).is_file():
+                    raise ConfigError(f'{folder / file}: is missing, and should hold {name}')
+                files[file] = map_file(folder / file)
+            place = f'{folder / file}: {name} at {chunk.offsets}'
+            if start + length > len(files[file]):
+                raise ConfigError(
+                    f'{place}: should end at byte {start + length:,}, '
+                    f'but the file has {len(files[file]):,}: it is cut short'
+                )
+            x = load_archive(files[file][start : start + length], place)
+            if not isinstance(x, np.ndarray):
+                raise ConfigError(f'{place}: is not a tensor')
+            if (x.shape, x.dtype) != (chunk.stored, tensor.dtype):
+                raise ConfigError(
+                    f'{place}: is {x.dtype} {x.shape}, '
+                    f'but {METADATA} says {tensor.dtype} {chunk.stored}'
+                )
+            yield name, chunk, x if chunk.layer is None else x[chunk.layer]

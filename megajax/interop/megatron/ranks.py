@@ -1,0 +1,311 @@
+"""Import and export of Megatron-LM checkpoints with one file for each rank.
+
+The files are `mp_rank_TT/model_optim_rng.pt` (`rank_files.py`), in a pipeline one for each stage of
+each tensor-parallel rank.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from megajax.core.config import Config, ConfigError, ModelConfig, dump, load, reload
+from megajax.core.config.lora import without_adapters
+from megajax.interop.folder import check_new, new_folder, settings
+from megajax.interop.megatron.command_line.arguments import read_arguments
+from megajax.interop.megatron.dist_checkpoint import COMMON, is_dist, open_checkpoint
+from megajax.interop.megatron.rank_files import (
+    FILE,
+    RELEASE,
+    TRACKER,
+    VERSION,
+    Progress,
+    RankFile,
+    chunk_names,
+    find_ranks,
+    newest,
+    rank_name,
+    read_rank,
+)
+from megajax.interop.megatron.torch_files import Stored, torch_files
+from megajax.runtime.checkpoint.digests import sound_checkpoint
+from megajax.runtime.checkpoint.record import RECORD, read_record
+
+if TYPE_CHECKING:
+    from megajax.interop.pieces import Pieces
+
+MEGATRON_VOCAB_MULTIPLE = 128  # rows on each rank, Megatron's make_vocab_size_divisible_by
+LAYER = re.compile(r'decoder\.layers\.(\d+)\.')
+ITERATION = 'iteration of megatron'  # in the record of an import
+COPY = 'output_layer.weight'  # of a tied embedding, on the last stage of a pipeline
+
+
+def import_megatron(
+    folder: Path,
+    out: Path,
+    overrides: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    stages: int | None = None,
+) -> Config:
+    """Make `out` a run at step 0 with a checkpoint's weights, merged over ranks and stages.
+
+    Returns the config of the run. The checkpoint's arguments, or a config.yaml beside the ranks,
+    describe the model. Raises ConfigError for unsupported settings, for files that ask for more
+    than tensors, and for incomplete weights.
+    """
+    check_new(out)
+    folder = newest(folder)
+    if is_dist(folder):
+        return _import_dist(folder, out, overrides, ranks=ranks, stages=stages)
+    files = [[read_rank(path) for path in group] for group in find_ranks(folder, ranks, stages)]
+    first = files[0][0]
+    config = _config(folder, first.path, first.arguments, out, overrides)
+    _start(out, config, lambda config: _merge(config, files), first.progress)
+    return config
+
+
+def _import_dist(
+    folder: Path, out: Path, overrides: Sequence[str], *, ranks: int | None, stages: int | None
+) -> Config:
+    if ranks or stages:
+        raise ConfigError(
+            f'{folder}: a torch_dist checkpoint has no ranks and no stages: '
+            'leave --tensor-parallel and --pipeline-parallel out'
+        )
+    checkpoint = open_checkpoint(folder)
+    config = _config(folder, folder / COMMON, checkpoint.arguments, out, overrides)
+    from megajax.interop.megatron.dist_import import merge_chunks
+
+    _start(out, config, lambda config: merge_chunks(config, checkpoint), checkpoint.progress)
+    return config
+
+
+def _start(out: Path, config: Config, load: Callable[[Config], Any], progress: Progress) -> None:
+    from megajax.interop.runs import start_run
+
+    origin = {'imported from': 'megatron'}
+    if progress.iteration:
+        origin[ITERATION] = str(progress.iteration)
+    place = {'samples': progress.samples, 'order_of': progress.total} if progress.samples else {}
+    start_run(out, config, load, tokenizer=None, origin=origin, place=place)
+
+
+def export_megatron(
+    source: Path, out: Path, *, ranks: int, stages: int = 1, virtual_stages: int = 1
+) -> None:
+    """Write a checkpoint as Megatron-LM's release checkpoint for tensor-parallel `ranks`, in fp32.
+
+    `source` is a run, whose newest checkpoint is written, or one checkpoint. For a pipeline there
+    is a file for each of the `stages` of a rank, with `virtual_stages` chunks of layers. Host
+    memory holds one parameter and one of its tensors at a time. Raises ConfigError if ranks or
+    stages do not divide the model.
+    """
+    with sound_checkpoint(source) as checkpoint:
+        record = read_record(checkpoint)
+        config = without_adapters(reload(record.config, place=str(checkpoint / RECORD)))
+        _check_stages(config.model, stages, virtual_stages)
+        from megajax.interop.megatron.weights import chunks_of, megatron_pieces
+        from megajax.interop.runs import parts, weight_shapes
+
+        shapes = weight_shapes(checkpoint)
+        rows = (
+            -(-config.model.vocab_size // (MEGATRON_VOCAB_MULTIPLE * ranks))
+            * MEGATRON_VOCAB_MULTIPLE
+            * ranks
+        )
+        count = stages * virtual_stages
+        chunks = chunks_of([config.model.num_layers // count] * count)
+        pieces = [
+            megatron_pieces(
+                config.model, shapes, rank=rank, ranks=ranks, vocab_rows=rows, chunk=chunk
+            )
+            for rank in range(ranks)
+            for chunk in chunks
+        ]
+        contents, places = [], {}
+        for file in range(ranks * stages):
+            rank, stage = divmod(file, stages)
+            models, index = {}, 0
+            for number, name in enumerate(chunk_names(virtual_stages)):
+                holder = rank * count + number * stages + stage
+                models[name] = _stored(pieces[holder])
+                for tensor in models[name]:
+                    places[holder, tensor] = file, index
+                    index += 1
+            contents.append({'checkpoint_version': VERSION, 'iteration': record.step, **models})
+        names = [rank_name(rank, stage, stages) for rank in range(ranks) for stage in range(stages)]
+        with new_folder(out) as partial:
+            paths = [partial / RELEASE / name / FILE for name in names]
+            for path in paths:
+                path.parent.mkdir(parents=True)
+            with torch_files(paths, contents) as files:
+                for holder, name, x in parts(checkpoint, pieces):
+                    file, index = places[holder, name]
+                    files[file].write(index, x)
+            (partial / 'config.yaml').write_text(dump(config))
+            (partial / TRACKER).write_text(RELEASE)
+
+
+def _stored(pieces: 'Pieces') -> dict[str, Stored]:
+    float32 = np.dtype(np.float32)
+    return {
+        piece.name: Stored(piece.shape, float32) for group in pieces.values() for piece in group
+    }
+
+
+def _check_stages(model: ModelConfig, stages: int, virtual_stages: int) -> None:
+    if virtual_stages > 1 and stages == 1:
+        raise ConfigError(
+            f'{virtual_stages} virtual stages are parts of a stage, and there is no pipeline: '
+            'give --pipeline-parallel, or leave --virtual-stages out'
+        )
+    if model.num_layers % (stages * virtual_stages):
+        raise ConfigError(
+            f'{stages} pipeline stages x {virtual_stages} virtual stages must divide '
+            f'model.num_layers={model.num_layers}'
+        )
+
+
+def _config(
+    folder: Path, file: Path, arguments: Mapping[str, Any], out: Path, overrides: Sequence[str]
+) -> Config:
+    """Return the config of a run with the model of a file's arguments, or of a config.yaml."""
+    beside = folder / 'config.yaml'
+    if not arguments and not beside.is_file():
+        beside = folder.parent / 'config.yaml'
+    if not arguments and not beside.is_file():
+        raise ConfigError(
+            f"{file}: holds no arguments ('args') that describe the model; "
+            f'write its config to {folder / beside.name}'
+        )
+    model = (
+        read_arguments(arguments, str(file))
+        if arguments
+        else load(beside).model.model_dump(mode='json')
+    )
+    return reload(settings(model, out, None), overrides, place=str(file if arguments else beside))
+
+
+class _Holder(NamedTuple):
+    """A chunk of layers on one rank: where it is, its tensors, and their pieces."""
+
+    path: Path
+    tensors: Mapping[str, np.ndarray]
+    pieces: 'Pieces'
+
+
+def _merge(config: Config, files: Sequence[Sequence[RankFile]]) -> Any:
+    """Return the parameters assembled from the tensors of all ranks, whose names get the rank."""
+    from megajax.core.parallel.layer_order import tree_on_stages
+    from megajax.core.parallel.layout import Layout
+    from megajax.interop.megatron.weights import KEYS
+    from megajax.interop.pieces import check, place
+    from megajax.runtime.checkpoint.open import abstract_params
+
+    abstract = abstract_params(config)
+    holders: dict[str, _Holder] = {}
+    for name, holder in _holders(config.model, files):
+        of = str(holder.path) + (f', {chunk}' if (chunk := name.partition('/')[2]) else '')
+        check(abstract, holder.pieces, holder.tensors, of=of, keys=KEYS)
+        holders[name] = holder
+    merged: dict[str, list[Any]] = {}
+    for name, holder in holders.items():
+        for path, group in holder.pieces.items():
+            renamed = (piece._replace(name=f'{name}:{piece.name}') for piece in group)
+            merged.setdefault(path, []).extend(renamed)
+    _check_copies(merged, holders)
+    tensors = {
+        f'{name}:{tensor}': x
+        for name, holder in holders.items()
+        for tensor, x in holder.tensors.items()
+    }
+    params = place(abstract, merged, tensors, of=str(files[0][0].path.parent.parent))
+    return tree_on_stages(params, Layout.of(config))
+
+
+def _holders(
+    model: ModelConfig, files: Sequence[Sequence[RankFile]]
+) -> Iterator[tuple[str, _Holder]]:
+    """Yield the chunks of all ranks in the order of the layers, by names of rank and chunk.
+
+    How many layers a chunk has is seen from its tensors, so stages may have different numbers.
+    """
+    from megajax.interop.megatron.weights import chunks_of, megatron_pieces
+    from megajax.interop.pieces import shapes_of
+
+    stages, names = len(files[0]), chunk_names(len(files[0][0].chunks))
+    for file in (file for group in files for file in group):
+        if len(file.chunks) != len(names):
+            raise ConfigError(
+                f'{file.path}: holds {len(file.chunks)} chunks of layers, but '
+                f'{files[0][0].path} holds {len(names)}'
+            )
+    shapes, rows = shapes_of(model), _vocab_rows(model, files)
+    for rank, group in enumerate(files):
+        # Layers go through all stages before they come to the next chunk of the first.
+        order = [(file, index) for index in range(len(names)) for file in group]
+        sizes = [_num_layers(file.chunks[index]) for file, index in order]
+        if stages * len(names) > 1 and sum(sizes) != model.num_layers:
+            raise ConfigError(
+                f'{group[0].path.parent.parent}: the stages of rank {rank:02} hold '
+                f'{" + ".join(map(str, sizes))} = {sum(sizes)} layers, '
+                f'but model.num_layers is {model.num_layers}'
+            )
+        if len(sizes) == 1:
+            sizes = [model.num_layers]
+        for (file, index), chunk in zip(order, chunks_of(sizes), strict=True):
+            pieces = dict(
+                megatron_pieces(
+                    model, shapes, rank=rank, ranks=len(files), vocab_rows=rows, chunk=chunk
+                )
+            )
+            tensors = file.chunks[index]
+            if not chunk.is_first and model.tie_embeddings and COPY not in tensors:
+                pieces['embedding.table'] = []  # Megatron-LM's own layers keep the copy elsewhere
+            name = file.path.parent.name + (f'/{names[index]}' if len(names) > 1 else '')
+            yield name, _Holder(file.path, tensors, pieces)
+
+
+def _num_layers(tensors: Mapping[str, np.ndarray]) -> int:
+    matches = (LAYER.match(name) for name in tensors)
+    return max((1 + int(match[1]) for match in matches if match), default=0)
+
+
+def _vocab_rows(model: ModelConfig, files: Sequence[Sequence[RankFile]]) -> int:
+    first = files[0][0]
+    embedding = first.chunks[0].get('embedding.word_embeddings.weight')
+    rows = model.vocab_size if embedding is None else len(embedding) * len(files)
+    if rows < model.vocab_size:
+        raise ConfigError(
+            f'{first.path}: {len(files)} ranks hold {rows} rows of the embedding, '
+            f'but model.vocab_size is {model.vocab_size}'
+        )
+    return rows
+
+
+def _check_copies(merged: 'Pieces', holders: Mapping[str, _Holder]) -> None:
+    """Raise ConfigError if ranks that should hold copies of a tensor hold different values."""
+    from megajax.interop.pieces import check_finite
+
+    for group in merged.values():
+        firsts: dict[Any, tuple[_Holder, str]] = {}
+        for piece in group:
+            place, _, name = piece.name.partition(':')
+            holder = holders[place]
+            where = tuple((part.start, part.stop) for part in piece.at)
+            first, its_name = firsts.setdefault(where, (holder, name))
+            if any(start == stop for start, stop in where):  # nothing but padding of the vocabulary
+                continue
+            if first is not holder and not np.array_equal(
+                first.tensors[its_name], holder.tensors[name]
+            ):
+                # NaN would differ even from itself.
+                check_finite(name, holder.tensors[name], of=str(holder.path))
+                other = '' if its_name == name else f'{its_name} '
+                raise ConfigError(
+                    f'{holder.path}: {name} differs from {other or "that "}in {first.path}, '
+                    'but both should hold the same'
+                )

@@ -1,0 +1,336 @@
+"""Reading and writing `torch.save` files without torch and without running code in them.
+
+Imports no jax. Such a file is a zip archive of a pickle and the storages of its tensors. A pickle
+is a program that may call any function by name. Here it gets tensors and plain containers, and an
+inert placeholder for objects that are known to be stored beside weights; a file that asks for
+anything else is rejected.
+"""
+
+import io
+import mmap
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from megajax.base.errors import reason
+from megajax.core.config import ConfigError
+from megajax.interop.megatron.pickles import Call, Inert, Record, Unpickler
+
+MAX_PROGRAM_BYTES = 2**26  # of a pickle, without the data of its tensors
+STORAGES = {
+    'FloatStorage': np.dtype(np.float32),
+    'HalfStorage': np.dtype(np.float16),
+    'BFloat16Storage': np.dtype(ml_dtypes.bfloat16),
+    'DoubleStorage': np.dtype(np.float64),
+    'LongStorage': np.dtype(np.int64),
+    'IntStorage': np.dtype(np.int32),
+    'ShortStorage': np.dtype(np.int16),
+    'CharStorage': np.dtype(np.int8),
+    'ByteStorage': np.dtype(np.uint8),
+    'BoolStorage': np.dtype(np.bool_),
+}
+# Globals in arguments, random states and Transformer Engine's extra states: a placeholder replaces
+# these objects, and their contents are ignored.
+INERT = frozenset(
+    {
+        ('signal', 'Signals'),
+        ('_codecs', 'encode'),
+        ('io', 'BytesIO'),
+        ('_io', 'BytesIO'),
+        ('torch', 'device'),
+        ('torch', 'Size'),
+    }
+    | {
+        (f'numpy.{core}.multiarray', name)
+        for core in ('core', '_core')
+        for name in ('_reconstruct', 'scalar')
+    }
+    | {
+        ('numpy', 'ndarray'),
+        ('numpy', 'dtype'),
+        ('collections', 'deque'),
+        ('datetime', 'timedelta'),
+        ('pathlib', 'PosixPath'),
+    }
+    | {
+        ('torch', dtype)
+        for dtype in (
+            'float32',
+            'float16',
+            'bfloat16',
+            'float64',
+            'int64',
+            'int32',
+            'uint8',
+            'bool',
+        )
+    }
+)
+INERT_PACKAGES = ('megatron.', 'transformer_engine.')  # enumerations and settings
+
+
+class Namespace(Record):
+    """A substitute for `argparse.Namespace`: attributes, and nothing else."""
+
+
+class _Kind(NamedTuple):
+    """A substitute for a storage class.
+
+    It is not the dtype itself, because a pickle can change the state of the objects that it gets.
+    """
+
+    dtype: np.dtype
+
+
+def load_torch(path: Path) -> Any:
+    """Read a file that `torch.save` wrote.
+
+    Returns plain containers, arrays in place of tensors (views of the mapped file), `Namespace` and
+    `Inert`. Raises ConfigError if the file is damaged, older than torch 1.6, or asks for anything
+    else, with its name.
+    """
+    return load_archive(map_file(path), str(path))
+
+
+def map_file(path: Path) -> memoryview:
+    """Return the bytes of a file, which are read when they are used."""
+    try:
+        with path.open('rb') as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except OSError as error:
+        raise ConfigError(f'{path}: cannot be read: {error.strerror}') from error
+    except ValueError as error:
+        raise ConfigError(f'{path}: is empty') from error
+
+
+def load_archive(content: memoryview, path: str) -> Any:
+    """Read what `torch.save` wrote, as `load_torch` does; `path` stands for it in messages."""
+    try:
+        with zipfile.ZipFile(_Window(content)) as archive:
+            entries = {name.partition('/')[2]: archive.getinfo(name) for name in archive.namelist()}
+            if 'byteorder' in entries and _read(archive, entries['byteorder']) != b'little':
+                raise ConfigError(f'{path}: not little-endian, the only supported byte order')
+            program = _read(archive, entries['data.pkl'])
+            return _Unpickler(program, path, entries, content).load()
+    except ConfigError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise ConfigError(
+            f'{path}: not a zip archive as torch.save writes since 1.6, or cut short: {error}'
+        ) from error
+    except Exception as error:  # a pickle can be wrong in any way
+        raise ConfigError(
+            f'{path}: not what torch.save writes: {type(error).__name__}: {reason(error)}'
+        ) from error
+
+
+def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > MAX_PROGRAM_BYTES:
+        raise ValueError(f'{entry.filename} is compressed, or larger than {MAX_PROGRAM_BYTES:,}')
+    return archive.read(entry)
+
+
+class _Window(io.RawIOBase):
+    """Bytes in memory, or mapped to it, as a file; `io.BytesIO` would copy them."""
+
+    def __init__(self, content: memoryview):
+        self.content, self.place = content, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: len(self.content)}[whence]
+        if start + offset < 0:
+            raise OSError('a place before the first byte')
+        self.place = start + offset
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        part = self.content[self.place : self.place + len(buffer)]
+        buffer[: len(part)] = part
+        self.place += len(part)
+        return len(part)
+
+
+class _Unpickler(Unpickler):
+    """An unpickler that knows the tensors of a file, and containers."""
+
+    def __init__(
+        self,
+        program: bytes,
+        path: str,
+        entries: Mapping[str, zipfile.ZipInfo],
+        content: memoryview,
+    ):
+        super().__init__(program, path)
+        self.entries, self.content = entries, content
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the substitute for a global of the pickle."""
+        if (module, name) in CALLS:
+            return CALLS[module, name]
+        if module == 'torch' and name in STORAGES:
+            return _Kind(STORAGES[name])
+        if (module, name) in INERT or module.startswith(INERT_PACKAGES):
+            return Inert
+        return super().find_class(module, name)
+
+    def persistent_load(self, pid: Any) -> np.ndarray:
+        """Return a storage as a view of the file."""
+        storage, (dtype,), key, _, count = pid
+        entry = self.entries[f'data/{key}']
+        if (
+            storage != 'storage'
+            or entry.compress_type != zipfile.ZIP_STORED
+            or not 0 <= count * dtype.itemsize <= entry.file_size
+        ):
+            raise ValueError(f'storage {key} is shorter than its tensors, or compressed')
+        # From the entry's own header.
+        name_length, extra_length = struct.unpack_from(
+            '<HH', self.content, entry.header_offset + 26
+        )
+        start = entry.header_offset + 30 + name_length + extra_length
+        data = self.content[start : start + count * dtype.itemsize]
+        return np.frombuffer(data, np.uint8, count * dtype.itemsize).view(dtype)
+
+
+def _rebuild_tensor(
+    storage: np.ndarray, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
+) -> np.ndarray:
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if (
+        offset < 0
+        or min((*size, *stride), default=0) < 0
+        or (0 not in size and last >= len(storage))
+    ):
+        raise ValueError(f'a tensor of {size} reaches beyond its storage of {len(storage)}')
+    strides = tuple(step * storage.itemsize for step in stride)
+    return np.lib.stride_tricks.as_strided(storage[offset:], size, strides, writeable=False)
+
+
+def _rebuild_parameter(x: Any, *_: Any) -> Any:
+    return x
+
+
+CALLS = {
+    ('torch._utils', '_rebuild_tensor_v2'): Call(_rebuild_tensor),
+    ('torch._utils', '_rebuild_parameter'): Call(_rebuild_parameter),
+    ('collections', 'OrderedDict'): Call(lambda *_: {}),  # its items follow
+    ('argparse', 'Namespace'): Call(Namespace),
+    ('types', 'SimpleNamespace'): Call(Namespace),
+}
+
+
+class Stored(NamedTuple):
+    """The shape and dtype of a tensor to be written."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class TorchFile:
+    """A `torch.save` file that is being written.
+
+    The pickle comes first, then each tensor's data.
+    """
+
+    def __init__(self, file: BinaryIO, contents: Mapping[str, Any]):
+        self._archive = zipfile.ZipFile(file, 'w', zipfile.ZIP_STORED)
+        self._tensors: list[Stored] = []
+        self._written: set[int] = set()
+        self._write('data.pkl', b'\x80\x02' + b''.join(self._pickle(contents)) + b'.')
+        self._write('version', b'3\n')
+        self._write('byteorder', b'little')
+
+    def append(self, x: np.ndarray) -> None:
+        """Write the data of the next tensor, in the order of the names."""
+        self.write(len(self._written), x)
+
+    def write(self, index: int, x: np.ndarray) -> None:
+        """Write the data of a tensor, given its place in the order of the names."""
+        assert index not in self._written
+        assert (x.shape, x.dtype) == self._tensors[index]
+        self._write(f'data/{index}', np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+        self._written.add(index)
+
+    def close(self) -> None:
+        """Write the archive's directory; every tensor must have been written."""
+        assert len(self._written) == len(self._tensors)
+        self._archive.close()
+
+    def _write(self, name: str, data: bytes | memoryview) -> None:
+        with self._archive.open(zipfile.ZipInfo(f'archive/{name}'), 'w', force_zip64=True) as entry:
+            entry.write(data)
+
+    def _pickle(self, x: Any) -> Iterator[bytes]:
+        """Yield opcodes of protocol 2.
+
+        They are written manually, because pickling torch's functions would import them.
+        """
+        match x:
+            case Stored():
+                yield from self._pickle_tensor(x)
+            case Mapping():
+                yield b'}('
+                for key, value in x.items():
+                    yield from (*self._pickle(key), *self._pickle(value))
+                yield b'u'
+            case str():
+                yield b'X' + struct.pack('<I', len(x.encode())) + x.encode()
+            case bool():
+                yield b'\x88' if x else b'\x89'
+            case int():
+                yield b'\x8a\x08' + struct.pack('<q', x)
+            case float():
+                yield b'G' + struct.pack('>d', x)
+            case tuple():
+                yield from (b'(', *(part for item in x for part in self._pickle(item)), b't')
+            case _:
+                raise TypeError(f'{type(x).__name__} cannot be written to a checkpoint')
+
+    def _pickle_tensor(self, x: Stored) -> Iterator[bytes]:
+        storage = next(name for name, dtype in STORAGES.items() if dtype == x.dtype)
+        count = int(np.prod(x.shape))
+        stride = tuple(int(np.prod(x.shape[dim + 1 :])) for dim in range(len(x.shape)))
+        yield b'ctorch._utils\n_rebuild_tensor_v2\n('
+        key = str(len(self._tensors))
+        yield from (
+            b'(',
+            *self._pickle('storage'),
+            f'ctorch\n{storage}\n'.encode(),
+            *self._pickle(key),
+            *self._pickle('cpu'),
+        )
+        yield from (
+            *self._pickle(count),
+            b'tQ',
+            *self._pickle(0),
+            *self._pickle(x.shape),
+            *self._pickle(stride),
+            *self._pickle(False),
+        )
+        yield b'ccollections\nOrderedDict\n)RtR'
+        self._tensors.append(x)
+
+
+@contextmanager
+def torch_files(
+    paths: Iterable[Path], contents: Iterable[Mapping[str, Any]]
+) -> Iterator[list[TorchFile]]:
+    """Yield files to append tensors to; close them when the block has filled all of them."""
+    opened = [path.open('wb') for path in paths]
+    try:
+        files = [TorchFile(file, content) for file, content in zip(opened, contents, strict=True)]
+        yield files
+        for file in files:
+            file.close()
+    finally:
+        for raw in opened:
+            raw.close()

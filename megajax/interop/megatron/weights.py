@@ -1,0 +1,197 @@
+"""Conversion of megatron-core's weights to megajax and back: a table of names and dims.
+
+The names are those of megatron-core's local layer specification (Transformer Engine's has the norms
+under `linear_qkv` and `linear_fc1`). Linear weights are [out, in], and each layer has its own
+names. Heads and gates have the same order in both formats: `linear_qkv` by key/value head,
+[queries, key, value] x head dim each, `linear_fc1` of SwiGLU [gate, up].
+
+A dim in SHARDED_BY_MEGATRON is split over the ranks of a tensor-parallel group, in equal parts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from megajax.core.config import Config, ConfigError, ModelConfig
+from megajax.core.counts.parameters import SHARDED_BY_MEGATRON
+from megajax.core.parallel.layer_order import tree_on_stages
+from megajax.core.parallel.layout import Layout
+from megajax.interop.pieces import (
+    Piece,
+    Pieces,
+    Shape,
+    check,
+    cut,
+    dims_here,
+    make_pieces,
+    name_of,
+    place,
+    shapes_of,
+    tensors_of,
+)
+from megajax.runtime.checkpoint.open import abstract_params
+
+TABLE, HEAD = 'embedding.table', 'output_layer.weight'
+# megajax's parameter: (megatron-core's name, where {} stands for the layer's index; its dims)
+NAMES: dict[str, tuple[str, str]] = {
+    TABLE: ('embedding.word_embeddings.weight', 'VD'),
+    'position.table': ('embedding.position_embeddings.weight', 'SD'),
+    'layers.attention.norm.weight': ('decoder.layers.{}.input_layernorm.weight', 'D'),
+    'layers.attention.norm.bias': ('decoder.layers.{}.input_layernorm.bias', 'D'),
+    'layers.attention.qkv.weight': ('decoder.layers.{}.self_attention.linear_qkv.weight', '(KCH)D'),
+    'layers.attention.qkv.bias': ('decoder.layers.{}.self_attention.linear_qkv.bias', '(KCH)'),
+    'layers.attention.query_norm.weight': (
+        'decoder.layers.{}.self_attention.q_layernorm.weight',
+        'H',
+    ),
+    'layers.attention.query_norm.bias': ('decoder.layers.{}.self_attention.q_layernorm.bias', 'H'),
+    'layers.attention.key_norm.weight': (
+        'decoder.layers.{}.self_attention.k_layernorm.weight',
+        'H',
+    ),
+    'layers.attention.key_norm.bias': ('decoder.layers.{}.self_attention.k_layernorm.bias', 'H'),
+    'layers.attention.out.weight': ('decoder.layers.{}.self_attention.linear_proj.weight', 'D(NH)'),
+    'layers.attention.out.bias': ('decoder.layers.{}.self_attention.linear_proj.bias', 'D'),
+    'layers.mlp.norm.weight': ('decoder.layers.{}.pre_mlp_layernorm.weight', 'D'),
+    'layers.mlp.norm.bias': ('decoder.layers.{}.pre_mlp_layernorm.bias', 'D'),
+    'layers.mlp.up.weight': ('decoder.layers.{}.mlp.linear_fc1.weight', '(UF)D'),
+    'layers.mlp.up.bias': ('decoder.layers.{}.mlp.linear_fc1.bias', '(UF)'),
+    'layers.mlp.down.weight': ('decoder.layers.{}.mlp.linear_fc2.weight', 'DF'),
+    'layers.mlp.down.bias': ('decoder.layers.{}.mlp.linear_fc2.bias', 'D'),
+    'norm.weight': ('decoder.final_layernorm.weight', 'D'),
+    'norm.bias': ('decoder.final_layernorm.bias', 'D'),
+    'head': (HEAD, 'VD'),
+}
+KEYS = (
+    'model.num_layers, norm, position, qk_norm, bias, qkv_bias and tie_embeddings '
+    'decide which tensors exist'
+)
+
+
+class Chunk(NamedTuple):
+    """A part of a model that one stage of a pipeline holds: some of the layers, and the ends."""
+
+    layers: range  # their names there begin at 0
+    is_first: bool  # with the embedding
+    is_last: bool  # with the final norm and the head
+
+
+def chunks_of(sizes: Sequence[int]) -> list[Chunk]:
+    """Return the chunks of a model, in the order of its layers, with these numbers of layers."""
+    ends, last = list(accumulate(sizes)), len(sizes) - 1
+    return [
+        Chunk(range(end - size, end), index == 0, index == last)
+        for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+
+
+def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
+    """Return Megatron's weights, merged over its ranks, as parameters in fp32.
+
+    They are placed on the current mesh as they are between steps. The vocabulary has
+    `model.vocab_size` rows in `weights` and is padded with zeros. Raises ConfigError with all
+    missing and unexpected names and all wrong shapes and dtypes.
+    """
+    abstract = abstract_params(config)
+    pieces = megatron_pieces(config.model, shapes_of(config.model))
+    check(abstract, pieces, weights, of='Megatron weights', keys=KEYS)
+    params = place(abstract, pieces, weights, of='Megatron weights')
+    return tree_on_stages(params, Layout.of(config))
+
+
+def to_megatron(config: Config, params: nnx.State) -> dict[str, np.ndarray]:
+    """Return parameters as Megatron's weights, bit for bit, without the vocabulary's padding.
+
+    It converts gradients too, because they have the same names and dims.
+    """
+    weights: dict[str, np.ndarray] = {}
+    pieces = megatron_pieces(config.model, shapes_of(config.model))
+    places = np.argsort(Layout.of(config).layer_order(config.model.num_layers))
+    for path, param in nnx.to_flat_state(params):
+        x = jax.device_get(param[...])
+        if param.declared.is_stacked:
+            x = x[places]
+        weights |= {piece.name: cut(x, piece) for piece in pieces[name_of(path)]}
+    return weights
+
+
+def megatron_pieces(
+    model: ModelConfig,
+    shapes: Mapping[str, Shape],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    vocab_rows: int | None = None,
+    chunk: Chunk | None = None,
+) -> Pieces:
+    """The pieces of each parameter on one rank of a tensor-parallel group.
+
+    `vocab_rows` is the number of rows of the vocabulary on all ranks together, padding included.
+    Of a pipeline only the pieces in `chunk` are returned. Raises ConfigError for a model that
+    Megatron-LM's files cannot hold, and if the ranks do not divide it.
+    """
+    chunk = chunk or Chunk(range(model.num_layers), is_first=True, is_last=True)
+    _check_model(model)
+    rows = (vocab_rows or model.vocab_size) // ranks
+    if model.num_kv_heads % ranks or model.ffn_size % ranks:
+        raise ConfigError(
+            f'{ranks} tensor-parallel ranks must divide model.num_kv_heads={model.num_kv_heads} '
+            f'and model.ffn_size={model.ffn_size}'
+        )
+    pieces, dims = {}, dims_here(model)
+    for path, shape in shapes.items():
+        (name, there), here = tensors_of(NAMES, path, 'Megatron-LM'), dims[path]
+        ends = dict(zip(here, shape, strict=True))
+        parts = {
+            dim: (end // ranks, end) for dim, end in ends.items() if dim in SHARDED_BY_MEGATRON
+        } | {'V': (rows, model.vocab_size)}
+        ranges = {
+            dim: slice(min(rank * part, end), min((rank + 1) * part, end))
+            for dim, (part, end) in parts.items()
+        }
+        made = make_pieces(name, there, here, shape, ranges, {'V': rows})
+        pieces[path] = list(_in_chunk(path, name, made, chunk, model))
+    return pieces
+
+
+def _check_model(model: ModelConfig) -> None:
+    """Raise ConfigError for a model that Megatron-LM's files cannot hold."""
+    if model.is_bert:
+        raise ConfigError(
+            f'model.objective={model.objective}: '
+            "only next-token models can be converted from and to Megatron-LM's format"
+        )
+    if model.norm_position != 'before' or model.norms_all_heads:
+        raise ConfigError(
+            f'model.norm_position={model.norm_position}, model.qk_norm={model.qk_norm}: '
+            "Megatron-LM's format has norms before sublayers, and of queries and keys by the head; "
+            'a model like OLMo 2 can be exported with `megajax export hf`'
+        )
+    if model.is_gated and model.activation != 'swiglu':
+        raise ConfigError(
+            f"model.activation={model.activation}: Megatron-LM's files name no activation, and a "
+            'gated MLP is read as SwiGLU; use model.activation=swiglu'
+        )
+
+
+def _in_chunk(
+    path: str, name: str, pieces: Sequence[Piece], chunk: Chunk, model: ModelConfig
+) -> Iterator[Piece]:
+    """Yield a parameter's pieces in a chunk, by their names there.
+
+    A last chunk that is not the first has a copy of a tied embedding as the weight of its head.
+    """
+    if path.startswith('layers.'):
+        for index, layer in enumerate(chunk.layers):
+            yield pieces[layer]._replace(name=name.format(index))
+    elif path.startswith(('embedding.', 'position.')):
+        if chunk.is_first:
+            yield from pieces
+        elif chunk.is_last and model.tie_embeddings and path == TABLE:
+            yield from (piece._replace(name=HEAD) for piece in pieces)
+    elif chunk.is_last:
+        yield from pieces

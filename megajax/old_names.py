@@ -1,0 +1,52 @@
+"""The names that modules had in the first release, such as `megajax.train.step`."""
+
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+GROUPS = {
+    'analysis': ('compare', 'inspect', 'plan', 'profile', 'report'),
+    'base': ('files', 'render'),
+    'core': ('config', 'counts', 'hardware', 'model', 'parallel', 'train'),
+    'runtime': ('checkpoint', 'data', 'evaluate', 'generate', 'processes', 'run'),
+    'xla': ('emulate', 'hlo', 'miscompiles'),
+}
+_GROUP_OF = {room: group for group, rooms in GROUPS.items() for room in rooms}
+PUBLIC = 'megajax.inspect', 'megajax.plan', 'megajax.train'  # names of the package, for good
+
+
+class OldNames(MetaPathFinder, Loader):
+    """Imports an old name as the module that it names today, with a DeprecationWarning."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of an old name, and None for any other."""
+        package, _, rest = fullname.partition('.')
+        if package != 'megajax' or rest.partition('.')[0] not in _GROUP_OF:
+            return None
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module of today."""
+        new = today(spec.name)
+        if spec.name not in PUBLIC:
+            message = f'{spec.name} has moved to {new}'
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+        module = import_module(new)
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back, which the import has replaced."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def today(name: str) -> str:
+    """Return the name that a module of the first release has today."""
+    package, _, rest = name.partition('.')
+    return f'{package}.{_GROUP_OF[rest.partition(".")[0]]}.{rest}'

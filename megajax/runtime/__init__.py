@@ -1,0 +1,1 @@
+"""Runs of a step: data, processes, checkpoints, the loop, generation and evaluation."""

@@ -1,0 +1,350 @@
+"""Saving and restoring a run's state through Orbax: saved in the background, verified by digests.
+
+A step's folder holds Orbax's arrays in `state`, `record.json`, `tokenizer.json` and the digests of
+all. Orbax writes its commit marker last and deletes old steps only afterwards, so a committed step
+always has digests, and at every moment at least one committed step exists. With several processes
+all call the same methods and share the folder.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from megajax.base.errors import reason
+from megajax.core.config import CheckpointError, Config, ConfigError
+from megajax.core.parallel.layer_order import tree_on_host, tree_on_stages
+from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.mesh import concrete
+from megajax.core.train.scaling import nothing_seen
+from megajax.core.train.step import TrainState, in_dtype, init_state
+from megajax.runtime.checkpoint.companions import Companions
+from megajax.runtime.checkpoint.compare import (
+    RECENT,
+    changed_shapes,
+    check_same_arrays,
+    check_same_data,
+    check_same_model,
+    holds_array,
+    holds_parameters_only,
+    log_differences,
+    renames,
+)
+from megajax.runtime.checkpoint.digests import unusable, write_file, write_sums
+from megajax.runtime.checkpoint.losses import ValidationLosses
+from megajax.runtime.checkpoint.open import restore_params
+from megajax.runtime.checkpoint.orbax_manager import Manager, restore_gb
+from megajax.runtime.checkpoint.quiet import leave_failed_saves_to_us
+from megajax.runtime.checkpoint.record import RECORD, TOKENIZER, Record, make_record, read_record
+from megajax.runtime.checkpoint.retention import preservation_policy
+from megajax.runtime.checkpoint.step_folders import StepFolders
+from megajax.runtime.checkpoint.unpadded import Shape, strip_padding, unpadded
+from megajax.runtime.data.text.tokenizer import Tokenizer
+from megajax.runtime.processes.agree import from_all, from_first
+
+ParametersOnly = dict[Literal['params'], nnx.State]
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run; leaving it as a context waits for the save in progress.
+
+    `data` describes what the run trains on, in any words. Raises ConfigError if the folder cannot
+    be used, and CheckpointError if it cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        *,
+        tokenizer: Tokenizer | None = None,
+        data: Mapping[str, str] | None = None,
+    ):
+        self.folder, self.config = folder.absolute(), config
+        self.tokenizer, self.data = tokenizer, data
+        self.companions = Companions()  # what the model was imported with
+        self.origin: Mapping[str, str] = {}  # the origin in the records
+        self.restored: Record | None = None  # the record of the state that was restored last
+        self._saving: Record | None = None
+        self._padded: dict[str, Shape] = {}  # shapes without padding of the arrays to be saved
+        self._failed: str | None = None  # why the newest state is not on disk
+        self._retry, self._is_retry = False, False
+        self._verified: int | None = None
+        self._losses = ValidationLosses(self.folder)
+        self._folders = StepFolders(self.folder)
+        self._closed = False
+        self._begun = time.monotonic()
+        leave_failed_saves_to_us()
+        try:
+            self._manager = Manager(
+                self.folder,
+                restore_gb=restore_gb(config.model),
+                policy=preservation_policy(
+                    config.checkpoint, self._losses.of, self._folders.is_junk
+                ),
+                seal=self._seal,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f'{self.folder} cannot be used: {reason(error)}; '
+                'allow it, or choose another run.dir'
+            ) from error
+        except jax.errors.JaxRuntimeError:  # another process is lost
+            raise
+        except Exception as error:
+            raise CheckpointError(f'{self.folder} cannot be read: {reason(error)}') from error
+
+    def newest_verified(self) -> int | None:
+        """Return the newest step that its digests verify; None if no step was ever finished.
+
+        Each newer step is logged with its fault. Raises CheckpointError if all steps have one.
+        """
+        self._settle()
+        self._verified = self._folders.find_newest()
+        return self._verified
+
+    def restore(self, step: int) -> TrainState:
+        """Restore the state of `step`, placed on the current mesh.
+
+        Differences from the run that wrote it are logged. Raises ConfigError if it is of another
+        model, dtype, tokenizer or data, and CheckpointError if it does not hold what was written.
+        """
+        self._settle()
+        path = self.folder / str(step)
+        if step != self._verified and self._folders.refuses(step):
+            raise unusable(path)
+        here, there = self._record(step), read_record(path)
+        self.restored, self.origin = there, there.origin
+        is_import = holds_parameters_only(path)
+        check_same_model(path, there, here, is_import=is_import)
+        check_same_data(path, there, here)
+        log_differences(there, here, is_import=is_import)
+        if is_import:
+            return init_state(self.config, restore_params(path, self.config))
+        abstract = concrete(jax.eval_shape(lambda: init_state(self.config)))
+        check_same_arrays(path, unpadded(abstract, Layout.of(self.config)))
+        recent = jax.eval_shape(lambda: nothing_seen(self.config))
+        is_in_fp8 = holds_array(path, RECENT)
+        abstract = abstract._replace(recent=concrete(recent) if is_in_fp8 else None)
+        to_saved, to_current = renames(path)
+        args = ocp.args.StandardRestore(_parts(to_saved(abstract)), strict=False)  # pads and casts
+        try:
+            parts = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
+            state = tree_on_stages(abstract._replace(**to_current(parts)), Layout.of(self.config))
+            return in_dtype(state, self.config)
+        except jax.errors.JaxRuntimeError:  # another process is lost
+            raise
+        except Exception as error:
+            raise CheckpointError(f'{path} cannot be restored: {reason(error)}') from error
+
+    def poll(self, step: int) -> bool:
+        """Whether to save the state after `step` now; all processes call this after each step.
+
+        A save is due by `checkpoint.every`, by `checkpoint.minutes`, or, once, because the last
+        save failed. A failed save is logged here.
+        """
+        saving, minutes = self._saving is not None, self.config.checkpoint.minutes
+        running = saving and self._manager.is_saving_in_progress()
+        late = minutes is not None and time.monotonic() - self._begun > 60 * minutes
+        if saving or minutes:
+            answers = from_all(running, late)
+            running = bool(answers[:, 0].any())
+            late = bool(answers[0, 1])  # the clock of the first process counts
+        if saving and not running:
+            self._settle()
+        return step % self.config.checkpoint.every == 0 or self._retry or (late and not running)
+
+    def save(
+        self,
+        state: TrainState | ParametersOnly,
+        step: int,
+        *,
+        validation_loss: float | None = None,
+        **place: int | None,
+    ) -> None:
+        """Start saving `state` as that after `step`, unless a sound checkpoint of `step` exists.
+
+        The record holds the place in the data, as `Batches.place` returns it.
+        An import saves parameters only; a run that resumes from it begins with a fresh optimizer.
+        Waits for the previous save. A failure is logged here or by `poll`, and does not raise.
+        """
+        if self._saving and self._saving.step == step:
+            return
+        self._settle()
+        self._retry, self._is_retry, self._begun = False, self._retry, time.monotonic()
+        if not self._make_room(step):
+            return
+        self._saving = self._record(step, validation_loss=validation_loss, **place)
+        parts = _parts(state)
+        self._padded = changed_shapes(parts, unpadded(parts, Layout.of(self.config)))
+        self._losses.begin(step, validation_loss)
+        self._folders.renew(step)
+        error: Exception | None = self._folders.write_error()
+        if not from_all(error is not None).any():
+            error = self._begin_to_save(step, parts)
+            if not from_all(error is not None).any():
+                return
+        self._settle(error)
+
+    def _begin_to_save(self, step: int, parts: dict[str, Any]) -> Exception | None:
+        try:
+            ordered = tree_on_host(parts, Layout.of(self.config))
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.StandardSave(ordered)),
+                force=True,
+            )
+        except Exception as error:
+            return error
+        return None
+
+    def note_validation_loss(self, step: int, loss: float) -> None:
+        """Write the loss of `step`, measured after its save began, once the checkpoint exists."""
+        self._losses.note(step, loss)
+        if self._saving is None:
+            self._losses.write()
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the validation loss of a finished step is known; equal in all processes."""
+        return bool(from_first(self._losses.of(step) is not None)[0])
+
+    def wait(self) -> bool:
+        """Wait for the save in the background; return whether the newest state is on disk.
+
+        If it is not, the caller may try again.
+        """
+        self._settle()
+        return self._failed is None
+
+    def delete_after(self, step: int) -> None:
+        """Delete all steps newer than `step`.
+
+        A run that returns to `step` must not resume from the branch that it left.
+        """
+        self._settle()
+        self._folders.remove_after(step)
+        self._manager.reload()
+        self._verified, self._failed, self._retry = None, None, False
+
+    def close(self, *, final: bool = False) -> None:
+        """Wait until the save in progress is on disk.
+
+        Raises CheckpointError if it was the run's `final` save and failed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._settle()
+        with contextlib.suppress(Exception):  # `_settle` has logged it
+            self._manager.close()
+        if final and self._failed:
+            raise CheckpointError(f'the last checkpoint is not in {self.folder}: {self._failed}')
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(final=kind is None)
+
+    def abandon(self) -> None:
+        """Finish the save in progress and close, when the other processes will not take part."""
+        self._closed = True
+        if self._saving is not None:
+            self._saving = None
+            with contextlib.suppress(Exception):  # the run reports the error that it exits with
+                self._manager.wait_until_finished()
+
+    def _seal(self) -> None:
+        """Write the other files of a step, and their digests.
+
+        Orbax's thread calls this in the first process, after the arrays and before the commit
+        marker.
+        """
+        assert self._saving is not None
+        path = self.folder / str(self._saving.step)
+        if self._padded:
+            strip_padding(path / 'state', self._padded)
+        write_file(path / RECORD, self._saving.model_dump_json(indent=2).encode())
+        if self.tokenizer:
+            self.tokenizer.save(path / TOKENIZER)
+        self.companions.write(path)
+        write_sums(path)
+
+    def _settle(self, error: Exception | None = None) -> None:
+        """Wait for the save in the background, and gather from all processes how it ended."""
+        if self._saving is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as failure:
+            error = error or failure
+        step, self._saving = self._saving.step, None
+        failed = bool(from_all(error is not None).any())
+        finished = self._folders.is_finished(step)
+        if finished:
+            self._losses.write()
+        if finished and not failed:
+            self._failed = None
+            return
+        why = (
+            reason(error)
+            if error
+            else 'another process could not write its part'
+            if failed
+            else 'it was interrupted'
+        )
+        if finished:
+            self._failed = None
+            logger.warning(
+                'checkpoint %d is written, but older ones could not be deleted: %s', step, why
+            )
+        else:
+            self._folders.remove([step])
+            self._failed, self._retry = why, not self._is_retry
+            then = 'trying again' if self._retry else 'the next save is tried when it is due'
+            logger.warning('checkpoint %d could not be written (%s); %s', step, why, then)
+        self._manager.reload()
+
+    def _make_room(self, step: int) -> bool:
+        """Delete what is in the way of a new `step`; False if that is a usable checkpoint."""
+        sound, in_the_way = self._folders.clear_place(step)
+        if sound:
+            return False
+        if in_the_way:
+            self._folders.remove([step])
+            self._manager.reload()
+        return True
+
+    def _record(self, step: int, **values: Any) -> Record:
+        fingerprint = self.tokenizer.fingerprint if self.tokenizer else None
+        return make_record(
+            self.config,
+            step,
+            tokenizer_sha256=fingerprint,
+            data=self.data,
+            origin=self.origin,
+            **values,
+        )
+
+
+def _parts(state: TrainState | ParametersOnly) -> dict[str, Any]:
+    """The parts of a state by name, without those that the config does not use.
+
+    Checkpoints written before such parts existed therefore still restore.
+    """
+    parts = state if isinstance(state, dict) else state._asdict()
+    return {str(name): part for name, part in parts.items() if part is not None}

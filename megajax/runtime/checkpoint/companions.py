@@ -1,0 +1,181 @@
+"""Files that Hugging Face keeps beside a model, and that a checkpoint carries along unchanged.
+
+They say where a text ends, how messages become one, and how transformers makes the tokenizer. They
+are in the folder `huggingface` of a run and of each of its checkpoints. Imports no jax.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megajax.base.render.text import shorten
+from megajax.core.config import ConfigError
+from megajax.runtime.checkpoint.digests import write_file
+from megajax.runtime.data.image_text.chat import DEFAULT, Template
+
+FOLDER = 'huggingface'
+GENERATION, TOKENIZER_CONFIG = 'generation_config.json', 'tokenizer_config.json'
+TEMPLATE, TEMPLATE_OF_PROCESSOR = 'chat_template.jinja', 'chat_template.json'
+COMPANIONS = (
+    GENERATION,
+    TOKENIZER_CONFIG,
+    TEMPLATE,
+    TEMPLATE_OF_PROCESSOR,
+    'special_tokens_map.json',
+    'added_tokens.json',
+    'vocab.json',
+    'merges.txt',
+    'vocab.txt',
+    'tokenizer.model',
+)
+TOKEN_IDS = 'token_ids.json'  # what NAMED keys of config.json say
+CHAT_TIME = 'chat_time.txt'  # the time that the run's chat template sees
+OURS = TOKEN_IDS, CHAT_TIME  # what no Hugging Face folder has
+TEMPLATES = 'additional_chat_templates'  # folder of templates that are not the default one
+NAMED = 'bos_token_id', 'eos_token_id', 'pad_token_id'
+MAX_BYTES = 100_000_000  # of a file
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The contents of these files by name; none for a model that began here."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def token_ids(self) -> dict[str, Any]:
+        """The keys of config.json that name tokens, such as eos_token_id."""
+        return self._read(TOKEN_IDS)
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """The keys of generation_config.json."""
+        return self._read(GENERATION)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids at which transformers ends a text; raises ConfigError if they are no ids."""
+        for file in (GENERATION, TOKEN_IDS):
+            ids = self._read(file).get('eos_token_id')
+            if ids is None:
+                continue
+            listed = ids if isinstance(ids, list) else [ids]
+            if not all(type(i) is int and 0 <= i < 2**31 for i in listed):
+                raise ConfigError(
+                    f'{file}: eos_token_id: {shorten(json.dumps(ids))}: give an id or a list of ids'
+                )
+            return tuple(listed)
+        return ()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default template that transformers renders messages with, None if there is none."""
+        return self.chat_templates.get(DEFAULT)
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The templates that transformers finds, by name."""
+        names = {TEMPLATE: DEFAULT}
+        names |= {name: Path(name).stem for name in self.files if name.startswith(f'{TEMPLATES}/')}
+        in_files = {
+            short: self.files[name].decode(errors='replace')
+            for name, short in names.items()
+            if name in self.files
+        }
+        if in_files:
+            return in_files
+        found = self._read(TOKENIZER_CONFIG).get('chat_template')
+        if found is None:
+            found = self._read(TEMPLATE_OF_PROCESSOR).get('chat_template')
+        if isinstance(found, list):  # several, by name
+            listed = [each for each in found if isinstance(each, dict)]
+            found = {each.get('name'): each.get('template') for each in listed}
+        templates = found if isinstance(found, dict) else {DEFAULT: found}
+        return {
+            name: text
+            for name, text in templates.items()
+            if isinstance(name, str) and isinstance(text, str)
+        }
+
+    def template(self, name: str) -> Template | None:
+        """Return the chat templates, called `name` in messages, with the time that they see."""
+        if not self.chat_templates:
+            return None
+        time = self.files.get(CHAT_TIME)
+        now = datetime.fromisoformat(time.decode()) if time else None
+        return Template(name=name, texts=self.chat_templates, now=now)
+
+    def with_template(self, text: str) -> 'Companions':
+        """Return these with one chat template, in the file that transformers reads first."""
+        kept = {x: files for x, files in self.files.items() if not x.startswith(f'{TEMPLATES}/')}
+        return replace(self, files={**kept, TEMPLATE: text.encode()})
+
+    def with_chat_time(self, now: datetime | None) -> 'Companions':
+        """Return these with the time that chat templates see, None for no particular one."""
+        kept = {name: content for name, content in self.files.items() if name != CHAT_TIME}
+        return replace(self, files=kept | ({CHAT_TIME: now.isoformat().encode()} if now else {}))
+
+    def write(self, folder: Path) -> None:
+        """Write the files that are new or differ to the subfolder of a run or a checkpoint."""
+        for name, content in self.files.items():
+            path = folder / FOLDER / name
+            if not path.is_file() or path.read_bytes() != content:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, content)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """Return the object of a JSON file, an empty one if there is no such file."""
+        try:
+            keys = json.loads(self.files.get(name, b'{}'))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f'{name}: not JSON: {shorten(str(error), 200)}') from error
+        if not isinstance(keys, dict):
+            raise ConfigError(f'{name}: not a JSON object')
+        return keys
+
+
+def read_companions(folder: Path) -> Companions:
+    """Return those of a run or of a checkpoint; there may be none."""
+    return Companions(_contents(folder / FOLDER, (*COMPANIONS, *OURS)))
+
+
+def companions_of_model(folder: Path, config: Mapping[str, Any], vocab_size: int) -> Companions:
+    """Return those of a Hugging Face directory, whose config.json is `config`.
+
+    Ids that the vocabulary does not have, as transformers' defaults may be, are left out. Raises
+    ConfigError for a file that cannot be used.
+    """
+
+    def in_vocabulary(value: object) -> bool:
+        ids = value if isinstance(value, list) else [value]
+        return all(type(i) is int and 0 <= i < vocab_size for i in ids)
+
+    ids = {key: config[key] for key in NAMED if in_vocabulary(config.get(key))}
+    files = _contents(folder, COMPANIONS)
+    companions = Companions(files | {TOKEN_IDS: (json.dumps(ids, indent=2) + '\n').encode()})
+    try:
+        companions.token_ids, companions.ends, companions.chat_template  # noqa: B018
+    except ConfigError as error:
+        raise ConfigError(f'{folder}: {error}') from error
+    return companions
+
+
+def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    templates = sorted(path.name for path in (folder / TEMPLATES).glob('*.jinja'))
+    contents = {}
+    for name in (*names, *(f'{TEMPLATES}/{template}' for template in templates)):
+        path = folder / name
+        try:
+            if not path.is_file():
+                continue
+            with path.open('rb') as file:
+                content = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(f'{path}: cannot be read: {error.strerror}') from error
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f'{path}: more than {MAX_BYTES:,} bytes')
+        contents[name] = content
+    return contents

@@ -1,0 +1,297 @@
+"""The differences between a checkpoint and the run that restores it, and of two checkpoints."""
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from megajax.base.render.text import typed
+from megajax.core.config import CheckpointError, ConfigError, OptimConfig
+from megajax.core.train.optimizer import make_schedule
+from megajax.runtime.checkpoint import old_names
+from megajax.runtime.checkpoint.orbax_manager import gb_to_read
+from megajax.runtime.checkpoint.record import (
+    AT_THE_START,
+    START_FROM,
+    Record,
+    changed_corpora,
+    config_differences,
+    is_fixed,
+    other_differences,
+    version_differences,
+)
+
+OF_LEARNED = 'vision.freeze', 'lora.'  # keys that decide what is learned
+BLOCK = 1 << 24  # elements compared at a time
+SHOWN = 3  # maximum number of arrays named in an error
+RECENT = 'recent'  # only in fp8, and found anew where it is missing
+MOMENT = re.compile(r'opt_state/.*/(mu|nu)/')  # names of AdamW's moments
+
+logger = logging.getLogger(__name__)
+
+Kind = tuple[tuple[int, ...], str]
+Kinds = dict[str, Kind]
+Rename = Callable[[Any], Any]
+
+
+def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool) -> None:
+    """Raise ConfigError if a resumed run changes the model, the dtype or the tokenizer.
+
+    The error names every difference. What is frozen decides which moments there are, so it may
+    differ from an import, which has none, and adapters may be added to one.
+    """
+    different = [
+        f'{key} {a} there, {b} here'
+        for key, (a, b) in config_differences(there, here).items()
+        if is_fixed(key, a, b) and not (is_import and key.startswith(OF_LEARNED))
+    ]
+    if (
+        there.tokenizer_sha256
+        and here.tokenizer_sha256
+        and there.tokenizer_sha256 != here.tokenizer_sha256
+    ):
+        different.append(f'tokenizer {there.tokenizer_sha256} there, {here.tokenizer_sha256} here')
+    if different:
+        fix = 'change these back, or choose another run.dir'
+        if all(line.startswith(OF_LEARNED) for line in different):
+            fix = 'change it back, or begin another run with '
+            fix += typed(f'run.start_from={path.parent.parent}')
+        raise ConfigError(f'{path} holds another model ({"; ".join(different)}): {fix}')
+
+
+def check_same_data(path: Path, there: Record, here: Record) -> None:
+    """Raise ConfigError if data of the same name has changed, unless `run.allow_changed_data`."""
+    changed = changed_corpora(there, here)
+    if changed and not here.config['run']['allow_changed_data']:
+        lines = [f'{name} {a[:12]} there, {b[:12]} here' for name, (a, b) in changed.items()]
+        fix = 'restore it, choose another run.dir, or set run.allow_changed_data=true'
+        changes = f'SHA-256 of {"; ".join(lines)}'
+        raise ConfigError(f'{path} was trained on other data of the same name ({changes}): {fix}')
+
+
+def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
+    """Log the permitted changes of a resumed run, and those without effect once a run has begun."""
+    without_effect = {START_FROM} if is_import else AT_THE_START
+    for key, (old, new) in other_differences(there, here).items():
+        effect = (
+            ', without effect: this run has begun; choose another run.dir for it'
+            if key in without_effect
+            else ''
+        )
+        logger.info('resume     %s: %s -> %s%s', key, old, new, effect)
+    if not is_import:
+        _log_schedule(there, here)
+    for name, (old, new) in version_differences(there, here).items():
+        logger.warning(
+            'resume     %s %s -> %s: the results may differ in their last bits from those of a run '
+            'with one version',
+            name,
+            old,
+            new,
+        )
+
+
+def _log_schedule(there: Record, here: Record) -> None:
+    """Log what the changes of a resumed run do to the learning rate, if they do anything."""
+    (optim, steps), (old_optim, old_steps) = map(_schedule, (here, there))
+    ends, old_ends = optim.decay_steps or steps, old_optim.decay_steps or old_steps
+    rate, old_rate = (
+        float(make_schedule(*pair)(there.step)) for pair in ((optim, steps), (old_optim, old_steps))
+    )
+    end = ''
+    if ends != old_ends and optim.schedule != 'constant':
+        end = (
+            f', and min_lr at step {ends} instead of {old_ends}; '
+            f'optim.decay_steps={old_ends} keeps the old end'
+        )
+    if end or rate != old_rate:
+        logger.info(
+            'resume     learning rate: %.4g at step %d, which had %.4g before the change%s',
+            rate,
+            there.step + 1,
+            old_rate,
+            end,
+        )
+
+
+def _schedule(record: Record) -> tuple[OptimConfig, int]:
+    optim = record.config['optim']
+    known = {key: value for key, value in optim.items() if key in OptimConfig.model_fields}
+    return OptimConfig.model_validate(known), record.config['train']['steps']
+
+
+def check_same_arrays(
+    path: Path, abstract: Any, *, under: str = '', any_dtype: bool = False
+) -> None:
+    """Raise ConfigError if names, shapes or dtypes of the arrays differ.
+
+    Orbax would silently cast, cut and pad them. AdamW's moments alone may have another dtype
+    (`optim.moments_dtype`), and with `any_dtype` all arrays. With `under`, only arrays whose names
+    start with it are compared.
+    """
+    both = _saved_kinds(path), _kinds(abstract)
+    there, here = (
+        {name: kind for name, kind in kinds.items() if name.startswith(under)} for kinds in both
+    )
+    names = [
+        name
+        for name in sorted(there.keys() | here.keys())
+        if _fixed_part(name, there.get(name), any_dtype=any_dtype)
+        != _fixed_part(name, here.get(name), any_dtype=any_dtype)
+        and not (name == RECENT and (name not in there or name not in here))
+    ]
+    if names:
+        lines = [
+            f'{name} {_kind(there, name)} there, {_kind(here, name)} here' for name in names[:SHOWN]
+        ]
+        more = f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''
+        fix = 'use the config and the version of megajax that wrote it, or choose another run.dir'
+        raise ConfigError(f'{path} holds other arrays ({"; ".join(lines)}{more}): {fix}')
+
+
+def changed_shapes(a: Any, b: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes in tree b, by name, of the arrays whose shape differs from that in tree a."""
+    before = _kinds(a)
+    return {name: shape for name, (shape, _) in _kinds(b).items() if shape != before[name][0]}
+
+
+def holds_array(path: Path, name: str) -> bool:
+    """Whether a checkpoint has an array of this name."""
+    return name in _saved_kinds(path)
+
+
+def renames(path: Path) -> tuple[Rename, Rename]:
+    """Return functions that give a tree the names of a checkpoint, and those of this version."""
+    if not _has_old_names(path):
+        return lambda tree: tree, lambda tree: tree
+    return (
+        lambda tree: old_names.renamed(tree, old_names.old),
+        lambda tree: old_names.renamed(tree, old_names.current),
+    )
+
+
+def _has_old_names(path: Path) -> bool:
+    return any(old_names.OLD.search(name) for name in _raw_kinds(path))
+
+
+def holds_parameters_only(path: Path) -> bool:
+    """Whether a checkpoint is an import, without an optimizer."""
+    return all(name.startswith('params/') for name in _saved_kinds(path))
+
+
+def parameter_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter in a checkpoint, by its name."""
+    return {_short(name): shape for name, (shape, _) in _parameters(path).items()}
+
+
+def read_parameter(path: Path, name: str) -> np.ndarray:
+    """Read one parameter of a checkpoint, unsharded, into the memory of this host."""
+    parameters = _parameters(path)
+    return _read(path, next(long for long in parameters if _short(long) == name), parameters)
+
+
+def parameter_differences(a: Path, b: Path) -> Iterator[tuple[str, float | str]]:
+    """Yield max |a - b| / max |b| for each parameter of either step, or why it has none.
+
+    One parameter at a time is in the memory of this host.
+    """
+    left, right = _parameters(a), _parameters(b)
+    for name in sorted(left.keys() | right.keys()):
+        if left.get(name) != right.get(name):
+            yield _short(name), f'{_kind(left, name)} and {_kind(right, name)}'
+        else:
+            yield _short(name), _difference(_read(a, name, left), _read(b, name, right))
+
+
+def _parameters(step: Path) -> Kinds:
+    return {name: kind for name, kind in _saved_kinds(step).items() if name.startswith('params/')}
+
+
+def _saved_kinds(step: Path) -> Kinds:
+    """The arrays of a checkpoint by the names of this version."""
+    return {old_names.current(name): kind for name, kind in _raw_kinds(step).items()}
+
+
+def _raw_kinds(step: Path) -> Kinds:
+    state = (step / 'state').absolute()
+    try:
+        written = [
+            (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in state.iterdir()
+        ]
+        return _kinds_in(state, tuple(sorted(written)))
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise CheckpointError(
+            f'the list of arrays in {step} cannot be read ({why}): '
+            f'run megajax checkpoint verify {typed(step)}'
+        ) from error
+
+
+@functools.lru_cache(maxsize=4)
+def _kinds_in(state: Path, written: tuple[tuple[str, int, int], ...]) -> Kinds:
+    """The arrays in a folder with these files: Orbax takes 20 ms for the list, which each read of
+    a parameter needs.
+    """
+    # A Checkpointer would look for a file of its own there, and warn that there is none.
+    return _kinds(ocp.PyTreeCheckpointHandler().metadata(state).tree)
+
+
+def _kinds(tree: Any) -> Kinds:
+    """The shape and dtype of each array of a state or of its metadata, by name."""
+    leaves = ocp.tree.to_flat_dict(tree, sep='/').items()
+    return {
+        name: (tuple(leaf.shape), str(leaf.dtype))
+        for name, leaf in leaves
+        if getattr(leaf, 'shape', None) is not None
+    }
+
+
+def _fixed_part(name: str, kind: Kind | None, *, any_dtype: bool) -> Any:
+    """The part of an array's kind that a resumed run must have as well."""
+    return kind[0] if kind and (any_dtype or MOMENT.match(name)) else kind
+
+
+def _read(step: Path, name: str, parameters: Kinds) -> np.ndarray:
+    shape, dtype = parameters[name]
+    item: Any = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+    restore: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+    keys = (old_names.old(name) if _has_old_names(step) else name).split('/')
+    for key in reversed(keys):
+        item, restore = {key: item}, {key: restore}
+    gb = gb_to_read(math.prod(shape))
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=gb)
+    with ocp.Checkpointer(handler) as checkpointer:
+        args = ocp.args.PyTreeRestore(item=item, restore_args=restore, partial_restore=True)
+        value = checkpointer.restore((step / 'state').absolute(), args=args)
+    for key in keys:
+        value = value[key]
+    return np.asarray(value)
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> float:
+    a, b = a.reshape(-1), b.reshape(-1)
+    difference = size = 0.0
+    for start in range(0, a.size, BLOCK):
+        x, y = (array[start : start + BLOCK].astype(np.float64) for array in (a, b))
+        # np.maximum keeps NaN.
+        difference = np.maximum(difference, np.abs(x - y).max())
+        size = np.maximum(size, np.abs(y).max())
+    return float(difference / size) if size else float(difference and np.inf)
+
+
+def _kind(kinds: Kinds, name: str) -> str:
+    if name not in kinds:
+        return 'missing'
+    shape, dtype = kinds[name]
+    return f'{dtype}[{",".join(map(str, shape))}]'
+
+
+def _short(name: str) -> str:
+    return name.removeprefix('params/').removesuffix('/value').replace('/', '.')

@@ -1,0 +1,263 @@
+"""The SHA-256 digests of a checkpoint's files, in the step's own folder. Imports no jax.
+
+`sha256sum -c SHA256SUMS` checks them too. Orbax does not check contents: it silently restores a
+flipped bit in a file as wrong weights.
+"""
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from megajax.base.files.locks import folder_lock
+from megajax.base.render.text import typed
+from megajax.core.config import CheckpointError, ConfigError
+from megajax.core.config.load import run_like, runs_in
+from megajax.runtime.checkpoint.record import VALIDATION, recorded_step
+
+SUMS = 'SHA256SUMS'
+COMMIT = 'commit_success.txt'  # Orbax's last file; a step without it was never finished
+# Orbax adds the time to this file after the digests are written, and restores without it.
+STAMP = '_CHECKPOINT_METADATA'
+LATER = frozenset({SUMS, COMMIT, STAMP, VALIDATION})
+THREADS = min(4, os.cpu_count() or 1)
+
+logger = logging.getLogger(__name__)
+
+
+class Sums(NamedTuple):
+    """The contents of a step when it was written."""
+
+    digests: dict[str, str]  # SHA-256 by path
+    size: int  # bytes in all
+
+
+def write_sums(folder: Path) -> None:
+    """Hash the files in `folder` and write the digests there, completely or not at all."""
+    names = sorted(_files(folder))
+    with ThreadPoolExecutor(THREADS) as pool:
+        digests = list(pool.map(lambda name: _digest(folder / name), names))
+    size = sum(_size(folder / name) for name in names)
+    lines = [f'{digest}  {name}\n' for name, digest in zip(names, digests, strict=True)]
+    write_file(folder / SUMS, ''.join([*lines, f'# {len(names)} files, {size} bytes\n']).encode())
+
+
+def read_sums(folder: Path) -> Sums:
+    """Return the digests of a step. Raises ValueError if they are incomplete."""
+    *lines, last = (folder / SUMS).read_bytes().decode('ascii').removesuffix('\n').split('\n')
+    matches = [re.fullmatch(r'([0-9a-f]{64})  (\S.*)', line) for line in lines]
+    digests = {match[2]: match[1] for match in matches if match}
+    total = re.fullmatch(r'# (\d+) files, (\d+) bytes', last)
+    if total is None or not digests or not len(lines) == len(digests) == int(total[1]):
+        raise ValueError('incomplete')
+    return Sums(digests, int(total[2]))
+
+
+def problems(folder: Path, *, contents: bool = True) -> list[str]:
+    """Return the faults of a step, a line for each file; none if it holds what was written.
+
+    Without `contents` only names and sizes are checked.
+    """
+    if folder.is_symlink():
+        return ['is a symbolic link']
+    if not (folder / COMMIT).is_file():
+        return [f'was never finished: there is no {COMMIT}']
+    if (step := foreign_step(folder)) is not None:
+        fix = f'rename it to {step} if that name is free, or to a name that is not a number'
+        return [f'holds step {step}: {fix}']
+    try:
+        sums = read_sums(folder)
+    except FileNotFoundError:
+        return [f'{SUMS} is missing']
+    except OSError as error:
+        return [f'{SUMS} cannot be read: {error.strerror}']
+    except ValueError:
+        return [f'{SUMS} is damaged']
+    files = _files(folder)
+    faults = {name: 'is missing' for name in sums.digests if name not in files}
+    faults |= {
+        name: 'is a symbolic link'
+        for name in sums.digests
+        if name in files and (folder / name).is_symlink()
+    }
+    present = [name for name in sums.digests if name not in faults]
+    if contents:
+        with ThreadPoolExecutor(THREADS) as pool:
+            results = pool.map(lambda name: _compare(folder / name, sums.digests[name]), present)
+            faults |= {name: fault for name, fault in zip(present, results, strict=True) if fault}
+    if not faults and (size := sum(_size(folder / name) for name in present)) != sums.size:
+        return [f'holds {size} bytes instead of {sums.size}']
+    return [f'{name} {faults[name]}' for name in sorted(faults)]
+
+
+def strangers(folder: Path) -> list[str]:
+    """The files that were added to a step's folder after it was written."""
+    return sorted(_files(folder) - read_sums(folder).digests.keys())
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the folder holds a finished save, or links to one.
+
+    Raises ConfigError if this user must not look into it.
+    """
+    with readable(folder):
+        return (folder / COMMIT).is_file()
+
+
+@contextmanager
+def readable(folder: Path) -> Iterator[None]:
+    """Raise ConfigError for what this user must not read of a folder during the block."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ConfigError(
+            f'{error.filename or folder} cannot be read: {error.strerror}; '
+            'let this user read the folder of the run'
+        ) from error
+
+
+def foreign_step(folder: Path) -> int | None:
+    """The step in a folder that bears the number of another step; None if it bears its own.
+
+    A copied or exchanged folder is such a folder.
+    """
+    if not is_step_name(folder.name) or folder.is_symlink() or not is_finished(folder):
+        return None
+    step = recorded_step(folder)
+    return None if step == int(folder.name) else step
+
+
+def find_foreign(folder: Path) -> list[Path]:
+    """The finished checkpoints under the number of another step, in order; the run ignores them."""
+    if not folder.is_dir():
+        return []
+    with readable(folder):
+        foreign = [path for path in folder.iterdir() if foreign_step(path) is not None]
+    return sorted(foreign, key=lambda path: int(path.name))
+
+
+def find_steps(folder: Path) -> list[int]:
+    """The finished steps in order, sound or not.
+
+    Links count, so that they can be refused by name; folders that hold another step do not.
+    """
+    if not folder.is_dir():
+        return []
+    with readable(folder):
+        names = [path for path in folder.iterdir() if is_step_name(path.name)]
+        return sorted(
+            int(path.name) for path in names if is_finished(path) and foreign_step(path) is None
+        )
+
+
+def find_step(path: Path) -> Path:
+    """Return the finished checkpoint that RUN/checkpoints/STEP or RUN/STEP stands for.
+
+    Raises ConfigError with the steps that exist if there is none.
+    """
+    for candidate in (path, path.parent / 'checkpoints' / path.name):
+        if is_finished(candidate):
+            return candidate
+    near = path.parent, path.parent / 'checkpoints', path / 'checkpoints', path
+    steps = next(filter(None, map(find_steps, near)), [])
+    runs = runs_in(path)
+    choice = (
+        f'choose one of steps {", ".join(map(str, steps))}'
+        if steps
+        else f'give one of its runs: {", ".join(runs)}'
+        if runs
+        else f'did you mean {near_run}?'
+        if (near_run := run_like(path) or run_like(path.parent))
+        else "give a run's directory, or RUN/STEP"
+    )
+    raise ConfigError(f'{path}: no finished checkpoint there; {choice}')
+
+
+def find_candidates(path: Path) -> list[Path]:
+    """Return the finished checkpoints of RUN, the newest first, or the one of RUN/STEP.
+
+    Raises ConfigError if there is none.
+    """
+    folder = path / 'checkpoints' if (path / 'checkpoints').is_dir() else path
+    return [folder / str(step) for step in reversed(find_steps(folder))] or [find_step(path)]
+
+
+@contextmanager
+def sound_checkpoint(path: Path) -> Iterator[Path]:
+    """Yield the folder of the checkpoint that `path` stands for, verified by its digests.
+
+    For a run this is the newest sound checkpoint. Its run does not delete it during the block.
+    Raises ConfigError if there is no finished checkpoint, and CheckpointError if none is sound.
+    """
+    tried: set[Path] = set()
+    # The list is read anew each time: a run that trains may have written one and deleted others.
+    while untried := [each for each in find_candidates(path) if each not in tried]:
+        candidate = untried[0]
+        tried.add(candidate)
+        with folder_lock(candidate, shared=True) as is_there:
+            if not is_there:
+                continue
+            faults = problems(candidate)
+            if not faults:
+                yield candidate.absolute()
+                return
+        logger.warning('checkpoint %s is refused: %s', candidate, faults[0])
+    raise unusable(path)
+
+
+def unusable(path: Path) -> CheckpointError:
+    """Return the error for a checkpoint that is damaged."""
+    return CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {typed(path)}')
+
+
+def is_step_name(name: str) -> bool:
+    """Whether Orbax would take this name for a step."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file atomically: it appears under its name once it is on the disk."""
+    new = path.with_name(f'{path.name}.new')
+    with new.open('wb') as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(folder: Path) -> set[str]:
+    """The files of a step by relative path; folders that are links are not entered."""
+    paths = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
+    return {path.relative_to(folder).as_posix() for path in paths} - LATER
+
+
+def _digest(path: Path) -> str:
+    with path.open('rb') as file:
+        return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def _compare(path: Path, digest: str) -> str | None:
+    """The fault of a file, or None."""
+    try:
+        if _digest(path) == digest:
+            return None
+        return 'differs from what was written' if _size(path) else 'is empty'
+    except OSError as error:
+        return f'cannot be read: {error.strerror}'
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # a run is just deleting the step
+        return 0

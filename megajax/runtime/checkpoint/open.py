@@ -1,0 +1,154 @@
+"""A trained model from a checkpoint: config, parameters and tokenizer, without the optimizer."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import Mesh
+
+from megajax.core.config import CheckpointError, Config, LoraConfig, overridden, reload
+from megajax.core.config.lora import without_adapters
+from megajax.core.model.merged import merged
+from megajax.core.parallel.layer_order import tree_on_stages
+from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.mesh import concrete, mesh_for, one_dimensional
+from megajax.core.train.step import make_params
+from megajax.core.train.zero import between_steps
+from megajax.runtime.checkpoint.companions import Companions, read_companions
+from megajax.runtime.checkpoint.compare import check_same_arrays, renames
+from megajax.runtime.checkpoint.digests import sound_checkpoint
+from megajax.runtime.checkpoint.orbax_manager import restore_gb
+from megajax.runtime.checkpoint.record import RECORD, TOKENIZER, read_record
+from megajax.runtime.checkpoint.unpadded import unpadded
+from megajax.runtime.data.image_text.chat import Template, read_template
+from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A model that is ready to use."""
+
+    config: Config  # the checkpoint's config with the overrides
+    mesh: Mesh
+    params: nnx.State  # the parameters, placed on `mesh`
+    tokenizer: Tokenizer | None  # whose `ends` are those of `companions` too
+    companions: Companions
+    step: int  # the step of the checkpoint
+
+    def chat_template(self, run: Path, overrides: Sequence[str]) -> Template | None:
+        """Return the chat template, None if there is none; it sees the time of its first use.
+
+        An override comes first. The checkpoint has the template that it was trained with, or else
+        the one that its model was imported with.
+        """
+        path = self.config.data.chat_template
+        carried = self.companions.with_chat_time(None).template(f'the chat template of {run}')
+        if path is not None and (carried is None or overridden(overrides, 'data.chat_template')):
+            return read_template(path)
+        return carried
+
+
+def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
+    """Open the model of a run or of one checkpoint (RUN/checkpoints/STEP, or RUN/STEP).
+
+    For a run this is its newest checkpoint that verifies. The model lies on a mesh of as many
+    devices as the run's, but without ZeRO, replicas, stages, context shards and rows of a grid
+    (`one_dimensional`), and with its adapters added to its weights.
+    `overrides` are like those of `load` and may set the mesh, which is made here; use the model
+    under `jax.set_mesh(opened.mesh)`:
+
+        opened = open_model(Path('runs/mine'), ['mesh.data=1', 'mesh.model=2'])
+        with jax.set_mesh(opened.mesh):
+            ...
+
+    Raises ConfigError if there is no checkpoint or the overrides do not fit it, and CheckpointError
+    if no checkpoint holds what was written.
+    """
+    with sound_checkpoint(path) as folder:
+        record = read_record(folder)
+        place = str(folder / RECORD)
+        trained = one_dimensional(reload(record.config, place=place))
+        config = without_adapters(reload(trained.model_dump(mode='json'), overrides, place=place))
+        tokenizer = (
+            load_tokenizer(str(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else None
+        )
+        companions = read_companions(folder)
+        if tokenizer is not None:
+            tokenizer.also_ends(companions.ends)
+            tokenizer.limit(config.model.vocab_size)
+        mesh = mesh_for(config)
+        with jax.set_mesh(mesh):
+            params = restore_params(folder, config)
+        return Opened(
+            config=config,
+            mesh=mesh,
+            params=params,
+            tokenizer=tokenizer,
+            companions=companions,
+            step=record.step,
+        )
+
+
+def abstract_params(config: Config) -> nnx.State:
+    """The shapes of the parameters and their placements between steps, on the current mesh."""
+    return concrete(jax.eval_shape(lambda: make_params(config)))
+
+
+def restore_params(folder: Path, config: Config) -> nnx.State:
+    """Restore the parameters in a checkpoint's folder, placed as they are between steps.
+
+    Each process reads the shards of its own devices. Adapters that only the config has are new,
+    and those that only the checkpoint has are added to its weights. Raises ConfigError if the
+    folder holds other parameters, and CheckpointError if they cannot be restored.
+    """
+    there = read_record(folder).config.get('lora')
+    if there is None and config.lora is not None:
+        return nnx.merge_state(_restore(folder, config, with_adapters=False), _adapters(config))
+    if there is not None and config.lora is None:
+        saved = config.model_copy(update={'lora': LoraConfig.model_validate(there)})
+        params = _restore(folder, saved)
+        return jax.jit(lambda params: between_steps(merged(params, saved), config))(params)
+    return _restore(folder, config)
+
+
+def _restore(folder: Path, config: Config, *, with_adapters: bool = True) -> nnx.State:
+    """Restore the parameters, all or those beside adapters alone; as `restore_params` raises."""
+    item: Any = {'params': abstract_params(config)}
+    if not with_adapters:
+        item['params'] = nnx.filter_state(
+            item['params'], lambda _, param: not param.declared.is_adapter
+        )
+    check_same_arrays(
+        folder,
+        unpadded(item, Layout.of(config)),
+        under='params/',
+        any_dtype=config.lora is not None,
+    )
+    to_saved, to_current = renames(folder)
+    item = to_saved(item)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    padded = jax.tree.map(lambda each: dataclasses.replace(each, strict=False), restore_args)
+    args = ocp.args.PyTreeRestore(item=item, restore_args=padded, partial_restore=True)
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=restore_gb(config.model))
+    try:
+        restored = handler.restore(folder / 'state', args=args)['params']
+        return tree_on_stages(to_current(restored), Layout.of(config))
+    except Exception as error:
+        raise CheckpointError(
+            f'{folder} cannot be restored: {str(error).splitlines()[0]}'
+        ) from error
+    finally:
+        handler.close()
+
+
+def _adapters(config: Config) -> nnx.State:
+    """Make the adapters of a run that begins; no value depends on the mesh."""
+
+    def make() -> nnx.State:
+        return nnx.filter_state(make_params(config), lambda _, param: param.declared.is_adapter)
+
+    return jax.jit(make)()

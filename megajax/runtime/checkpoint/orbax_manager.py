@@ -1,0 +1,113 @@
+"""Orbax's manager of a run's checkpoints, with the options that megajax relies on."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from megajax.base.files.locks import folder_lock
+from megajax.core.config import ModelConfig
+from megajax.core.counts.parameters import dim_sizes, elements, parameters
+from megajax.runtime.processes.agree import SaveBarrier
+
+# Seconds in which all processes must have written their parts, and the first must have hashed them.
+TIMEOUT = 3600
+
+
+class Manager(ocp.CheckpointManager):
+    """Orbax's manager, which here never asks jax whether the processes are to stop.
+
+    `runtime/run/stop.py` does so at each step. jax gives all processes one number at which they
+    stop, later than any number that it was asked about. Orbax asks with the number of the step: if
+    that were the last question before jax chooses, the run's own numbers would never reach the
+    chosen one, and the signal would be lost.
+
+    `restore_gb` is the limit of what a process reads at a time, `policy` the retention. Orbax's
+    thread calls `seal` in the first process, after the arrays of a step and before its commit
+    marker.
+    """
+
+    _checkpoint_deleter: Any
+
+    def __init__(self, folder: Path, *, restore_gb: int, policy: Any, seal: Callable[[], None]):
+        handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=restore_gb)
+        super().__init__(folder, options=_options(policy, seal), item_handlers={'state': handler})
+        # Orbax chooses what to delete when a save begins, and deletes when it has ended.
+        self._checkpoint_deleter = _Deleter(folder, self._checkpoint_deleter)
+
+    def save(self, step: int, *args: Any, **options: Any) -> bool:
+        """Save a step; if one of this number was left to be deleted, the new one stays."""
+        self._checkpoint_deleter.left.discard(step)
+        return bool(super().save(step, *args, **options))
+
+    def reached_preemption(self, step: int) -> bool:
+        """Return False: the run itself watches for preemption."""
+        return False
+
+
+class _Deleter:
+    """Orbax's deleter, but a step that another process is reading is deleted after a later save.
+
+    `left` holds these steps, in the first process, which deletes for all.
+    """
+
+    def __init__(self, folder: Path, deleter: Any):
+        self.folder, self.deleter = folder, deleter
+        self.left: set[int] = set()
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        """Delete what was left and what Orbax chose; its thread calls this in each process."""
+        if jax.process_index() == 0:
+            self.left |= {*steps}
+            for step in sorted(self.left):
+                with folder_lock(self.folder / str(step), shared=False) as is_free:
+                    if is_free:
+                        self.deleter.delete(step)
+                        self.left.discard(step)
+
+    def delete(self, step: int) -> None:
+        """Delete a step whether it is read or not."""
+        self.deleter.delete(step)
+
+    def close(self) -> None:
+        """Wait for what is being deleted."""
+        self.deleter.close()
+
+
+def restore_gb(model: ModelConfig) -> int:
+    """Return how many GB a process may read at a time: those of the model's largest parameter.
+
+    Orbax would read up to 96 GB, and refuse a larger array.
+    """
+    sizes = dim_sizes(model)
+    return gb_to_read(max(elements(parameter.dims, sizes) for _, parameter in parameters(model)))
+
+
+def gb_to_read(elements: int) -> int:
+    """Return the GB that Orbax may count for the read of an fp32 array.
+
+    It counts all shards, as they were written, that the read touches, with their padding.
+    """
+    return 1 + math.ceil(1.1 * 4 * elements / 1e9)
+
+
+def _options(policy: Any, seal: Callable[[], None]) -> ocp.CheckpointManagerOptions:
+    return ocp.CheckpointManagerOptions(
+        preservation_policy=policy,
+        # Orbax would take any folder without its markers for an interrupted save, so `sweep`
+        # does this.
+        cleanup_tmp_directories=False,
+        async_options=ocp.AsyncOptions(
+            timeout_secs=TIMEOUT,
+            barrier_sync_fn=SaveBarrier(),
+            post_finalization_callback=seal,
+            # Orbax's threads would wait minutes for a directory that cannot be created.
+            create_directories_asynchronously=False,
+        ),
+        file_options=ocp.options.FileOptions(path_permission_mode=0o750),
+        # Otherwise any folder whose name is a number would be a checkpoint.
+        atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
+    )

@@ -1,0 +1,203 @@
+"""The record stored with each checkpoint, and the differences that a resume allows.
+
+It holds config, tokenizer, versions and data. Imports no jax.
+"""
+
+import datetime
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megajax.base.files.bounded_json import parse_json
+from megajax.base.render.text import typed
+from megajax.core.config import CheckpointError, Config
+from megajax.core.config.differences import differences
+from megajax.core.config.renamed import current
+from megajax.core.config.schema import keys_of
+
+RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
+VALIDATION = 'validation_loss.json'  # loss of a state that was evaluated after it was saved
+PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+# Keys that change the arrays, or the numbers computed from them.
+FIXED = ('model.', 'vision.', 'lora.', 'train.dtype')
+# Those of `vision` that only change the rows of a batch.
+OF_ROWS = ('vision.images', 'vision.max_patches', 'vision.min_patches')
+OWN = ('run.', 'checkpoint.')  # keys of a process, not of the training
+FAMILY = 'imported as'  # key of `data` and `origin`: the Hugging Face family of an import
+START_FROM = 'run.start_from'
+# Keys that matter only when a run begins, and change nothing afterwards.
+AT_THE_START = frozenset({START_FROM, 'train.loss_scale'})
+
+
+class Record(BaseModel):
+    """The provenance of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra='ignore')
+
+    step: int  # the step after which the state was saved
+    # Samples of the training order that come before the next batch; None in records of old
+    # versions, whose batches all had the size of their config.
+    samples: int | None = None
+    # Samples for which Megatron-LM's order was made, which depends on them; else None.
+    order_of: int | None = None
+    time: datetime.datetime  # time of the state, in UTC
+    config: dict[str, dict[str, Any]]  # the resolved config, by section and key
+    tokenizer_sha256: str | None = None  # digest of tokenizer.json, None if there is none
+    validation_loss: float | None = None  # nats per token, None if it was not measured
+    data: dict[str, str] = {}  # fingerprint of each corpus, by name
+    versions: dict[str, str] = {}  # versions of the libraries and of Python
+    # The checkpoint in `run.start_from`, its step and the SHA-256 of its SHA256SUMS; else empty.
+    origin: dict[str, str] = {}
+
+    @property
+    def mesh(self) -> str:
+        """The mesh on which the checkpoint was written, and the rung of ZeRO.
+
+        What there is one of is left out, but for data and model, and the rung if it is none.
+        """
+        mesh, shard = self.config.get('mesh', {}), self.config.get('optim', {}).get('shard')
+        groups = (
+            [f'{key}={mesh[key]}' for key in keys if mesh.get(key, 1) != 1]
+            for keys in (('stages', 'virtual_stages'), ('replicas',), ('context',), ('model_rows',))
+        )
+        stages, replicas, context, rows = map(list, groups)
+        data, model = ([f'{key}={mesh.get(key, "?")}'] for key in ('data', 'model'))
+        parts = stages, data + replicas, context, rows + model
+        rung = 'optimizer' if shard is True else shard or 'none'
+        layout = ' x '.join(' '.join(part) for part in parts if part)
+        return layout if rung == 'none' else f'{layout}, {rung}'
+
+
+def make_record(
+    config: Config,
+    step: int,
+    *,
+    samples: int | None = None,
+    order_of: int | None = None,
+    tokenizer_sha256: str | None = None,
+    validation_loss: float | None = None,
+    data: Mapping[str, str] | None = None,
+    origin: Mapping[str, str] | None = None,
+) -> Record:
+    """Return the record of this run's state after `step`."""
+    return Record(
+        step=step,
+        samples=samples,
+        order_of=order_of,
+        time=datetime.datetime.now(datetime.UTC),
+        config=config.model_dump(mode='json'),
+        tokenizer_sha256=tokenizer_sha256,
+        validation_loss=validation_loss,
+        data=dict(data or {}),
+        origin=dict(origin or {}),
+        versions={name: _version(name) for name in PACKAGES}
+        | {'python': platform.python_version()},
+    )
+
+
+def read_record(folder: Path) -> Record:
+    """Read the record in a step's folder. Raises CheckpointError if it cannot be read."""
+    try:
+        record = Record.model_validate_json((folder / RECORD).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(
+            f'{folder / RECORD} cannot be read: run megajax checkpoint verify {typed(folder)}'
+        ) from error
+    if record.validation_loss is None:
+        return record.model_copy(update={'validation_loss': _noted_loss(folder)})
+    return record
+
+
+def recorded_step(folder: Path) -> int | None:
+    """The step of the state in a checkpoint's folder; None if its record cannot be read."""
+    try:
+        return int(parse_json((folder / RECORD).read_bytes())['step'])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def _noted_loss(folder: Path) -> float | None:
+    try:
+        return float(parse_json((folder / VALIDATION).read_bytes()))
+    except (OSError, ValueError, TypeError, OverflowError):
+        return None
+
+
+def is_fixed(key: str, there: Any, here: Any) -> bool:
+    """Whether a resumed run cannot have the value `here` of a config key that was another one."""
+    if key == 'train.dtype' and {there, here} == {'bfloat16', 'fp8'}:
+        return False  # fp8 computes in bfloat16 but for some products, whose scales are found anew
+    return key.startswith(FIXED) and key not in OF_ROWS
+
+
+def config_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
+    """The config keys whose values differ, with both values.
+
+    A key that one record does not know has its default there.
+    """
+    return differences(_with_defaults(there.config), _with_defaults(here.config))
+
+
+def other_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
+    """The changes that a resume allows: in config keys that are not fixed, and in the data."""
+    different = {
+        key: pair
+        for key, pair in config_differences(there, here).items()
+        if not is_fixed(key, *pair)
+    }
+    config = {
+        key: pair
+        for key, pair in different.items()
+        if key in AT_THE_START or not key.startswith(OWN)
+    }
+    return {
+        **config,
+        **{f'data {name}': pair for name, pair in _changed(there.data, here.data).items()},
+    }
+
+
+def version_differences(there: Record, here: Record) -> dict[str, tuple[str, str]]:
+    """The libraries, and Python, whose versions differ, with both versions."""
+    return _changed(there.versions, here.versions)
+
+
+def changed_corpora(there: Record, here: Record) -> dict[str, tuple[str, str]]:
+    """The corpora whose contents have changed while the config's `data` section has not."""
+    asked = any(key.startswith('data.') for key in config_differences(there, here))
+    return {} if asked else _changed(there.data, here.data)
+
+
+def _with_defaults(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    try:
+        known = {
+            name: _known(name, section)
+            for name, section in config.items()
+            if name in Config.model_fields
+        }
+        return Config.model_validate(known).model_dump(mode='json') | {
+            name: config[name] for name in config.keys() - known.keys()
+        }
+    except ValidationError:  # a version of megajax with other rules wrote it
+        return config
+
+
+def _known(name: str, section: dict[str, Any]) -> dict[str, Any]:
+    today = dict(current(f'{name}.{key}', value) for key, value in section.items())
+    return {key: today[f'{name}.{key}'] for key in keys_of(name) if f'{name}.{key}' in today}
+
+
+def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    return {
+        key: (old[key], new[key]) for key in sorted(old.keys() & new.keys()) if old[key] != new[key]
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # megajax runs from a clone that is not installed
+        return 'unknown'

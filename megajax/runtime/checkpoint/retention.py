@@ -1,0 +1,84 @@
+"""The retention of checkpoints, as Orbax policies."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from orbax.checkpoint import checkpoint_managers
+
+from megajax.core.config import CheckpointConfig
+
+
+def preservation_policy(
+    config: CheckpointConfig,
+    loss_of: Callable[[int], float | None],
+    is_junk: Callable[[int], bool | None],
+) -> Any:
+    """Return the policy that retains the newest, every n-th and the best steps, as `config` asks.
+
+    `loss_of` returns a step's validation loss. `is_junk` returns whether a step was refused, and
+    None for one that is not the run's own; neither kind takes the place of a sound step. A refused
+    one is deleted when the next is written, and one that is not the run's own stays. Step 0 stays
+    too: training never writes it, so it is an import, from which other runs may still begin.
+    """
+    policies: list[Any] = [checkpoint_managers.LatestN(config.keep)]
+    if config.keep_every:
+        policies.append(checkpoint_managers.EveryNSteps(config.keep_every))
+    if config.keep_best:
+        policies.append(_LeastLoss(loss_of, config.keep_best))
+    return _OfTheSound(checkpoint_managers.AnyPreservationPolicy(policies), is_junk)
+
+
+class _OfTheSound:
+    """A policy that sees only sound checkpoints."""
+
+    def __init__(self, policy: Any, is_junk: Callable[[int], bool | None]):
+        self.policy, self.is_junk = policy, is_junk
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """Return for each checkpoint whether it is retained; Orbax calls this."""
+        junk = {info.step: self.is_junk(info.step) if info.step else None for info in checkpoints}
+        sound = [info for info in checkpoints if junk[info.step] is False]
+        stays = dict(
+            zip(
+                (info.step for info in sound),
+                self.policy.should_preserve(sound, context=context),
+                strict=True,
+            )
+        )
+        return [stays.get(info.step, junk[info.step] is None) for info in checkpoints]
+
+
+class _LeastLoss:
+    """Orbax's BestN with losses from the records, which outlive the process.
+
+    A step without a loss is never among the best.
+    """
+
+    def __init__(self, loss_of: Callable[[int], float | None], n: int):
+        self.loss_of, self.n = loss_of, n
+        self.best = checkpoint_managers.BestN(
+            get_metric_fn=float, reverse=True, n=n, keep_checkpoints_without_metrics=False
+        )
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """Return for each checkpoint whether it is retained; Orbax calls this."""
+        losses = {info.step: self.loss_of(info.step) for info in checkpoints}
+        measured = [
+            _Info(step, loss)
+            for step, loss in losses.items()
+            if loss is not None and math.isfinite(loss)
+        ]
+        best = {
+            info.step
+            for info, stays in zip(
+                measured, self.best.should_preserve(measured, context=context), strict=True
+            )
+            if stays
+        }
+        return [info.step in best for info in checkpoints]
+
+
+class _Info(NamedTuple):
+    step: int
+    metrics: float

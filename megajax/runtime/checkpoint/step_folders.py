@@ -1,0 +1,157 @@
+"""The folders of a run's steps: which are sound, which are refused, and which are deleted.
+
+The first process reads and deletes; with several processes all call the same methods.
+"""
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from megajax.base.render.text import typed
+from megajax.core.config import CheckpointError
+from megajax.runtime.checkpoint.digests import (
+    COMMIT,
+    find_foreign,
+    find_steps,
+    foreign_step,
+    is_finished,
+    problems,
+    strangers,
+)
+from megajax.runtime.checkpoint.strays import delete_folder, move_aside, sweep, warn_of_strays
+from megajax.runtime.processes.agree import from_first
+
+PROBE = 1 << 16  # bytes, more than Orbax needs before its arrays
+
+logger = logging.getLogger(__name__)
+
+
+class StepFolders:
+    """The folders in `folder`, one for each step, and the steps that were refused."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._refused: set[int] = set()
+        self._named: set[Path] = set()
+        self._swept = False
+
+    def find_newest(self) -> int | None:
+        """The newest step that its digests verify; None if no step was ever finished.
+
+        Each newer step that is refused is logged with the reason. Raises CheckpointError if all
+        steps are refused.
+        """
+        steps = find_steps(self.folder) if jax.process_index() == 0 else []
+        if jax.process_index() == 0:
+            warn_of_strays(self.folder, self._named)
+        newest = next((step for step in reversed(steps) if not self._refuses(step)), -1)
+        foreign = find_foreign(self.folder) if jax.process_index() == 0 else []
+        newest, count, num_refused = from_first(
+            newest, len(steps) + len(foreign), len(self._refused)
+        )
+        self._refused = set(from_first(*(sorted(self._refused) or [0] * num_refused)))
+        if count and newest < 0:
+            raise CheckpointError(
+                f'none of the {count} checkpoints in {self.folder} can be used: '
+                f'run megajax checkpoint verify {typed(self.folder.parent)}, '
+                'restore their files from a backup, or choose another run.dir to start afresh'
+            )
+        return newest if count else None
+
+    def write_error(self) -> OSError | None:
+        """Write and sync an unnamed file in the folder; return the error if that fails.
+
+        A process that fails only inside Orbax's save leaves the others waiting at its barriers.
+        """
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.write(bytes(PROBE))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return error
+        return None
+
+    def refuses(self, step: int) -> bool:
+        """Whether the digests of a step refuse it, which is logged; equal in all processes."""
+        return bool(from_first(jax.process_index() == 0 and self._refuses(step))[0])
+
+    def is_junk(self, step: int) -> bool | None:
+        """Whether a step was refused; None if it is not the run's own.
+
+        That is a link, or a folder that holds another step than its name says.
+        """
+        path = self.folder / str(step)
+        return (
+            None if path.is_symlink() or foreign_step(path) is not None else step in self._refused
+        )
+
+    def is_finished(self, step: int) -> bool:
+        """Whether the save of a step is finished; equal in all processes."""
+        return bool(from_first(is_finished(self.folder / str(step)))[0])
+
+    def clear_place(self, step: int) -> tuple[bool, bool]:
+        """Return whether a usable checkpoint has the place of a new `step`, and whether any has.
+
+        What is not the run's own is moved aside, and the first call sweeps unfinished saves away.
+        """
+        path, sound, in_the_way = self.folder / str(step), False, False
+        if jax.process_index() == 0:
+            if not self._swept:
+                sweep(self.folder)
+            in_the_way = move_aside(path) or is_finished(path) or path.is_symlink()
+            sound = (
+                is_finished(path)
+                and step not in self._refused
+                and not problems(path, contents=False)
+            )
+        self._swept = True
+        sound, in_the_way = map(bool, from_first(sound, in_the_way))
+        return sound, in_the_way
+
+    def renew(self, step: int) -> None:
+        """Forget that `step` was refused: it is written anew."""
+        self._refused.discard(step)
+
+    def remove(self, steps: Sequence[int]) -> None:
+        """Delete these steps in the first process, the newest first.
+
+        A kill in between leaves nothing that looks finished.
+        """
+        if jax.process_index() == 0:
+            for path in (self.folder / str(step) for step in sorted(steps, reverse=True)):
+                if path.is_symlink():
+                    path.unlink()
+                else:
+                    with contextlib.suppress(OSError):
+                        (path / COMMIT).unlink()
+                    delete_folder(path)
+        from_first(0)  # the others wait
+
+    def remove_after(self, step: int) -> None:
+        """Delete all steps newer than `step`."""
+        self.remove(
+            [newer for newer in find_steps(self.folder) if newer > step]
+            if jax.process_index() == 0
+            else []
+        )
+
+    def _refuses(self, step: int) -> bool:
+        path = self.folder / str(step)
+        faults = problems(path)
+        if faults:
+            self._refused.add(step)
+            more = f' (and {len(faults) - 1} more)' if len(faults) > 1 else ''
+            logger.warning('checkpoint %s is refused: %s%s', path, faults[0], more)
+        elif extra := strangers(path):
+            logger.warning(
+                'checkpoint %s holds %s, which does not belong to it: ignored',
+                path,
+                ', '.join(extra[:3]),
+            )
+        return bool(faults)

@@ -1,0 +1,67 @@
+"""Strays: paths among a run's checkpoints that are not its own.
+
+They are left alone, named once, and moved aside if they are in the way.
+"""
+
+import contextlib
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from megajax.runtime.checkpoint.digests import STAMP, foreign_step, is_finished, is_step_name
+
+logger = logging.getLogger(__name__)
+
+
+def warn_of_strays(folder: Path, named: set[Path]) -> None:
+    """Warn of every path that is not a checkpoint of the run and not in `named`; add it there."""
+    for path in sorted(set(folder.iterdir()) - named):
+        if (step := foreign_step(path)) is not None:
+            logger.warning('%s holds step %d, not the step in its name: ignored', path, step)
+        elif not is_step_name(path.name):
+            logger.warning('%s is not a checkpoint: ignored', path)
+        elif not is_finished(path):
+            logger.warning('%s was never finished: ignored', path)
+        else:
+            continue
+        named.add(path)
+
+
+def move_aside(path: Path) -> bool:
+    """Rename a folder that holds another step than its name says; return whether it was one.
+
+    The run does not own such a folder and must not delete it.
+    """
+    step = foreign_step(path)
+    if step is None:
+        return False
+    new = path.with_name(f'{path.name}.holds-{step}')
+    with contextlib.suppress(OSError):
+        path.rename(new)
+        logger.warning('%s holds step %d and is in the way: it is now %s', path, step, new)
+    return True
+
+
+def sweep(folder: Path) -> None:
+    """Delete the folders of unfinished saves.
+
+    `STAMP` is the first file that Orbax writes there, so no other folder is touched.
+    """
+    for path in folder.iterdir():
+        if (
+            is_step_name(path.name)
+            and not path.is_symlink()
+            and (path / STAMP).is_file()
+            and not is_finished(path)
+        ):
+            delete_folder(path)
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a folder, also if a thread of a save that failed still writes into it for a moment."""
+    for pause in (0.01, 0.1, 1.0, 0.0):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(pause)

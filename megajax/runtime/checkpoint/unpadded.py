@@ -1,0 +1,55 @@
+"""The arrays of a checkpoint, which hold no padding.
+
+Between steps a matrix is padded where its shards do not divide it (`core/parallel/layout.py`). How
+much depends on the mesh, so a checkpoint holds the parameters and their moments in their own
+shapes, and restores on any mesh. Each process writes its shards as they are; afterwards the shapes
+that a checkpoint records are reduced, which moves no data: whoever reads the array does not see
+what lies beyond its end. A restore pads with zeros again, shard by shard.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import tensorstore
+from flax import nnx
+
+from megajax.core.parallel.layout import Layout
+
+Shape = tuple[int, ...]
+
+
+def unpadded(tree: Any, layout: Layout) -> Any:
+    """Return the shapes and dtypes of a state, or a part of one, as a checkpoint holds them."""
+
+    def own(x: Any) -> Any:
+        value = x.get_value() if isinstance(x, nnx.Variable) else x
+        shape = value.shape
+        if isinstance(x, nnx.Variable) and x.declared.is_matrix:
+            sizes = layout.unpadded(x.declared.dims)
+            shape = tuple(size or padded for size, padded in zip(sizes, shape, strict=True))
+        abstract = jax.ShapeDtypeStruct(shape, value.dtype)
+        return x.replace(abstract) if isinstance(x, nnx.Variable) else abstract
+
+    return jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def strip_padding(folder: Path, shapes: Mapping[str, Shape]) -> None:
+    """Reduce the arrays with these names, in a folder that Orbax wrote, to these shapes.
+
+    All of them change in one transaction, for which they must share a context.
+    """
+    context, transaction = tensorstore.Context(), tensorstore.Transaction(atomic=True)
+    for name, shape in shapes.items():
+        array = tensorstore.open(
+            _spec(folder, name), open=True, context=context, transaction=transaction
+        ).result()
+        array.resize(exclusive_max=shape, shrink_only=True).result()
+    transaction.commit_sync()
+
+
+def _spec(folder: Path, name: str) -> dict[str, Any]:
+    base = {'driver': 'file', 'path': f'{folder.absolute()}/'}
+    path = f'{name.replace("/", ".")}/'
+    return {'driver': 'zarr', 'kvstore': {'driver': 'ocdbt', 'base': base, 'path': path}}

@@ -1,0 +1,48 @@
+"""The budget of an image drawn over it: how many tokens each region has."""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from megajax.runtime.data.pictures import LETTER_HEIGHT, LETTER_WIDTH
+
+SIDE = 160  # pixels of a region, at least
+_FEWEST, _MOST = (40, 60, 160), (255, 220, 60)  # colors of a region with 64 and with 400 tokens
+_VEIL = 96  # of 255, the opacity of a region's color
+
+
+def draw_budget(picture: Image.Image, tokens: np.ndarray) -> Image.Image:
+    """Draw the tokens [rows, columns] of the regions of a picture over it.
+
+    The more tokens a region has, the brighter its frame and veil.
+    """
+    rows, columns = tokens.shape
+    scale = max(1, -(-SIDE * rows // picture.height), -(-SIDE * columns // picture.width))
+    size = picture.width * scale, picture.height * scale
+    sheet = picture.convert('RGB').resize(size, Image.Resampling.NEAREST)
+    veil = Image.new('RGBA', size)
+    draw = ImageDraw.Draw(veil)
+    font = ImageFont.load_default_imagefont()
+    for (row, column), count in np.ndenumerate(tokens):
+        box = (
+            column * size[0] // columns,
+            row * size[1] // rows,
+            (column + 1) * size[0] // columns - 1,
+            (row + 1) * size[1] // rows - 1,
+        )
+        share = (np.sqrt(count) - 8) / 12  # of the cells along a side, 8 to 20
+        color = tuple(
+            round(low + share * (high - low)) for low, high in zip(_FEWEST, _MOST, strict=True)
+        )
+        draw.rectangle(box, fill=(*color, _VEIL), outline=(*color, 255), width=3)
+        text = str(int(count))
+        corner = box[2] - LETTER_WIDTH * len(text) - 5, box[3] - LETTER_HEIGHT - 5
+        draw.rectangle((corner[0] - 2, corner[1] - 1, box[2] - 4, box[3] - 4), fill=(0, 0, 0, 255))
+        draw.text(corner, text, fill=(255, 255, 255, 255), font=font)
+    return Image.alpha_composite(sheet.convert('RGBA'), veil).convert('RGB')
+
+
+def write_budget(path: Path, picture: Image.Image, tokens: np.ndarray) -> None:
+    """Write `draw_budget` as a PNG."""
+    draw_budget(picture, tokens).save(path, format='PNG')

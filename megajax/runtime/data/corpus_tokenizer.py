@@ -1,0 +1,124 @@
+"""The tokenizer of a run, by its corpus: that of text, or that which made Megatron's tokens."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megajax.base.render.text import typed
+from megajax.core.config import Config, ConfigError, Problem
+from megajax.runtime.data.masked import SPECIAL
+from megajax.runtime.data.pictures import IMAGE
+from megajax.runtime.data.sources.manifest import Manifest, manifest_path
+from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
+
+CORPUS = ('data.corpus', 'data.blend')
+IMAGE_TOKENS = IMAGE, '<|image_pad|>'  # what tokenizers call the token of pictures
+
+
+def tokenizer_of_text(config: Config, texts: Callable[[], Sequence[str]]) -> Tokenizer:
+    """Return the tokenizer of a corpus of text, which may have to be trained on its `texts`."""
+    spec = 'bpe' if config.data.tokenizer == 'auto' else config.data.tokenizer
+    if spec == 'none':
+        raise _problem(
+            'data.tokenizer',
+            f'none, and data.corpus={config.data.corpus} is text; '
+            'use bpe, bytes or a tokenizer.json',
+        )
+    own = spec in ('bytes', 'bpe')
+    special = (IMAGE,) if config.vision is not None and own else _special(config)
+    known = texts() if spec == 'bpe' else ()
+    return make_tokenizer(spec, config.model.vocab_size, known, special=special)
+
+
+def _special(config: Config) -> tuple[str, ...]:
+    return SPECIAL if config.model.is_bert else ()
+
+
+def tokenizer_of_pairs(
+    config: Config, manifests: Mapping[str, Manifest | None]
+) -> Tokenizer | None:
+    """Return the tokenizer that made all of these tokens, None where only ids are known.
+
+    Raises ConfigError if it is not known, or if there are several.
+    """
+    spec = config.data.tokenizer
+    if spec == 'bpe':
+        raise _problem(
+            'data.tokenizer',
+            f'bpe is trained on text, and {next(iter(manifests))} holds tokens; '
+            'use auto, or the tokenizer that made them',
+        )
+    if spec == 'none':
+        if config.train.sample_prompts:
+            raise _problem(
+                'train.sample_prompts',
+                'nothing can be sampled with data.tokenizer=none; leave it out',
+                'data.tokenizer',
+            )
+        if config.model.is_bert:
+            message = (
+                'none, and model.objective=masked_lm needs the ids of special tokens; '
+                'give the tokenizer.json that made the tokens'
+            )
+            raise _problem('data.tokenizer', message, 'model.objective')
+        return None
+    tokenizer_paths = [
+        manifest.tokenizer_path(prefix) for prefix, manifest in manifests.items() if manifest
+    ]
+    if spec == 'auto':
+        if missing := [prefix for prefix, manifest in manifests.items() if manifest is None]:
+            message = (
+                f'no tokenizer is known: there is no {manifest_path(missing[0])}; '
+                'give the tokenizer.json that made the tokens, or none'
+            )
+            raise _problem('data.tokenizer', message, *CORPUS)
+        spec = str(tokenizer_paths[0])
+    tokenizer = make_tokenizer(spec, config.model.vocab_size, special=_special(config))
+    for path in tokenizer_paths:
+        made_by = load_tokenizer(str(path))
+        if made_by.fingerprint != tokenizer.fingerprint:
+            message = (
+                f'{spec} did not make these tokens: their tokenizer is {path}, '
+                f'which has another hash; {_fix(config, made_by, spec)}'
+            )
+            raise _problem('data.tokenizer', message, *CORPUS)
+    for prefix, manifest in manifests.items():
+        if manifest and manifest.append_eod and manifest.eod != tokenizer.eod:
+            message = (
+                f'{spec} ends documents with token {tokenizer.eod}, and those of {prefix} end with '
+                f'{manifest.eod}; build it again with --tokenizer {typed(spec)}'
+            )
+            raise _problem('data.tokenizer', message, *CORPUS)
+    return tokenizer
+
+
+def _fix(config: Config, made_by: Tokenizer, spec: str) -> str:
+    """Return what to do about tokens that another tokenizer made."""
+    again = f'build them again: megajax data build NEW --input FILES --tokenizer {typed(spec)}'
+    if config.data.tokenizer == 'auto':
+        return f'blend corpora that share a tokenizer; {again}'
+    if config.run.start_from is not None:
+        return f'{again}, and set data.corpus=NEW'
+    size = made_by.vocab_size
+    vocabulary = f' model.vocab_size={size}' if size > config.model.vocab_size else ''
+    return f'use data.tokenizer=auto{vocabulary}, or {again}'
+
+
+def check_image_token(config: Config, tokenizer: Tokenizer | None) -> None:
+    """Raise ConfigError if a text could spell the token that stands for pictures.
+
+    It must be a special token, and not the end of a document, or none of the tokenizer's.
+    """
+    if config.vision is None or tokenizer is None:
+        return
+    given, special = config.vision.image_token, tokenizer.special_tokens()
+    own = [i for name, i in special.items() if name in IMAGE_TOKENS]
+    if own and given != own[0]:
+        message = f'{given} is not the token of pictures; use {own[0]}'
+    elif given < tokenizer.vocab_size and (given == tokenizer.eod or given not in special.values()):
+        message = f'{given} is a token of texts; use a special token of data.tokenizer'
+    else:
+        return
+    raise ConfigError(Problem(path='vision.image_token', message=message))
+
+
+def _problem(path: str, message: str, *others: str) -> ConfigError:
+    return ConfigError(Problem(path=path, message=message, others=others))

@@ -1,0 +1,117 @@
+"""Documents with pictures: their tokens at once, their pictures when a row is made."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megajax.base.errors import ConfigError, Problem, problems_at
+from megajax.runtime.data.image_rows import ImageDocument, RowShape
+from megajax.runtime.data.image_text.chat import Chat
+from megajax.runtime.data.image_text.lines import pieces_of, pieces_of_text
+from megajax.runtime.data.image_text.turns import Vocabulary
+from megajax.runtime.data.images import inside, read_image, read_size
+from megajax.runtime.data.patches import Grid
+from megajax.runtime.data.sources.objects import read_objects
+from megajax.runtime.data.text.pieces import Piece
+from megajax.runtime.data.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FileDocument:
+    """A document whose pictures are in files, which `read` decodes."""
+
+    place: str  # file and line
+    tokens: np.ndarray  # int32
+    answered: np.ndarray  # bool, of each token
+    paths: Sequence[Path]
+    grids: Sequence[Grid]
+
+    def read(self, shape: RowShape) -> ImageDocument:
+        """Decode the pictures; raises ConfigError with the place if one is broken."""
+        patches = []
+        for path, grid in zip(self.paths, self.grids, strict=True):
+            image_HWC = read_image(path, place=self.place)
+            height, width = image_HWC.shape[:2]
+            if shape.patches.fit(height, width, name=str(path), place=self.place) != grid:
+                message = 'has changed its size since the run began; start it again'
+                raise ConfigError(Problem(path=str(path), message=message, place=self.place))
+            patches.append(shape.patches.cut(image_HWC, grid))
+        return ImageDocument(
+            tokens=self.tokens, answered=self.answered, grids=self.grids, patches=patches
+        )
+
+
+def read_documents(
+    path: Path, shape: RowShape, tokenizer: Tokenizer, chat: Chat
+) -> Iterator[FileDocument]:
+    """Yield the documents of JSON lines or a Parquet file, with the sizes of its pictures.
+
+    Pictures are named from the file's folder. Raises ConfigError with file and line if a line
+    breaks a rule, or a picture is missing or no picture. `check_fit` is for all documents at once.
+    """
+    vocabulary = _vocabulary(shape, tokenizer)
+    for place, line in read_objects(path):
+        pieces = pieces_of(line, vocabulary, chat, place)
+        paths = [
+            inside(path.parent, piece.image, place=place)
+            for piece in pieces
+            if piece.image is not None
+        ]
+        grids = [
+            shape.patches.fit(*read_size(file, place=place), name=str(file), place=place)
+            for file in paths
+        ]
+        is_begun = chat.begins_texts and 'messages' in line
+        with problems_at(place):
+            tokens, answered = _encode(pieces, grids, shape, tokenizer, is_begun=is_begun)
+        yield FileDocument(place=place, tokens=tokens, answered=answered, paths=paths, grids=grids)
+
+
+def encode_prompt(
+    prompt: str, images: Sequence[str | Path], shape: RowShape, tokenizer: Tokenizer
+) -> FileDocument:
+    """Return the beginning of a document: a text in which each <image> is the next of `images`.
+
+    Raises ConfigError if their numbers differ, or if one is no picture by its header.
+    """
+    line = {'text': prompt, 'images': [str(path) for path in images]}
+    pieces = pieces_of_text(line, _vocabulary(shape, tokenizer), 'prompt')
+    grids = [shape.patches.fit(*read_size(path), name=str(path)) for path in images]
+    tokens, answered = _encode(pieces, grids, shape, tokenizer)
+    return FileDocument(
+        place='',
+        tokens=tokens[:-1],
+        answered=answered[:-1],
+        paths=list(map(Path, images)),
+        grids=grids,
+    )
+
+
+def _vocabulary(shape: RowShape, tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary(special=tokenizer.special_tokens(), image_token=shape.image_token)
+
+
+def _encode(
+    pieces: Sequence[Piece],
+    grids: Sequence[Grid],
+    shape: RowShape,
+    tokenizer: Tokenizer,
+    *,
+    is_begun: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a document, from its start to its end, and whether each counts.
+
+    The end counts if what stands before it does. `is_begun` says that the pieces have whatever
+    begins a document, as those of a chat template have.
+    """
+    ids, answered = tokenizer.encode_pieces(
+        pieces, sizes=list(map(shape.patches.tokens, grids)), image_token=shape.image_token
+    )
+    begin = [] if is_begun and ids else tokenizer.start or [tokenizer.eod]
+    if ids[: len(begin)] != begin:
+        ids, answered = [*begin, *ids], [*[False] * len(begin), *answered]
+    if ids[-1] != tokenizer.eod or len(ids) == len(begin):
+        ids, answered = [*ids, tokenizer.eod], [*answered, pieces[-1].answered]
+    return np.array(ids, np.int32), np.array(answered, bool)

@@ -1,0 +1,58 @@
+"""The checks that documents fit into rows, which hold them whole."""
+
+from collections.abc import Sequence
+
+from megajax.base.errors import ConfigError, Problem
+from megajax.runtime.data.image_rows import RowShape
+from megajax.runtime.data.image_text.documents import FileDocument
+
+
+def check_fit(documents: Sequence[FileDocument], shape: RowShape) -> None:
+    """Raise ConfigError if documents have more tokens or pictures than a row.
+
+    It names the place of the first one, how many there are, and the values at which all fit.
+    """
+    if problems := [*_of_pictures(documents, shape), *_of_tokens(documents, shape)]:
+        raise ConfigError(*problems)
+
+
+def check_pictures(document: FileDocument, shape: RowShape) -> None:
+    """Raise ConfigError if a document has more pictures than a row."""
+    if problems := _of_pictures([document], shape):
+        raise ConfigError(*problems)
+
+
+def _of_pictures(documents: Sequence[FileDocument], shape: RowShape) -> list[Problem]:
+    wrong = [document for document in documents if len(document.grids) > shape.images]
+    if not wrong:
+        return []
+    most = max(len(document.grids) for document in wrong)
+    message = (
+        f'has {len(wrong[0].grids)} pictures, and a row holds {shape.images}'
+        f'{_share(wrong, documents, "too many")}; use vision.images={most}, or fewer pictures'
+    )
+    return [Problem(path=wrong[0].place, message=message, others=('vision.images',))]
+
+
+def _of_tokens(documents: Sequence[FileDocument], shape: RowShape) -> list[Problem]:
+    def of_pictures(document: FileDocument) -> int:
+        return sum(map(shape.patches.tokens, document.grids))
+
+    wrong = [document for document in documents if len(document.tokens) > shape.seq_len + 1]
+    if not wrong:
+        return []
+    first, longest = wrong[0], max(len(document.tokens) for document in wrong)
+    pictures = f', {of_pictures(first)} of them for pictures,' if first.grids else ''
+    is_large = any(of_pictures(document) > len(document.grids) for document in wrong)
+    smaller = ', a smaller vision.max_patches' if is_large else ''
+    message = (
+        f'has {len(first.tokens)} tokens{pictures} and a row holds {shape.seq_len + 1}'
+        f'{_share(wrong, documents, "too long")}; '
+        f'use {shape.longer(longest - 1)}{smaller}, or shorter documents'
+    )
+    others = shape.limited_by, 'model.max_seq_len', 'vision.max_patches'
+    return [Problem(path=first.place, message=message, others=others)]
+
+
+def _share(wrong: Sequence[FileDocument], documents: Sequence[FileDocument], how: str) -> str:
+    return f'; {how}: {len(wrong):,} of {len(documents):,} documents' if len(documents) > 1 else ''

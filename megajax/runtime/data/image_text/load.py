@@ -1,0 +1,259 @@
+"""The path from JSON lines with pictures to batches."""
+
+import logging
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from megajax.core.config import Config, ConfigError, Problem
+from megajax.runtime.data.batches import Batch, Batches, Order
+from megajax.runtime.data.drawn import NO_TOKEN, PICTURES
+from megajax.runtime.data.image_rows import RowShape
+from megajax.runtime.data.image_text.chat import (
+    Chat,
+    PlainChat,
+    Template,
+    TemplateChat,
+    read_template,
+)
+from megajax.runtime.data.image_text.documents import FileDocument, read_documents
+from megajax.runtime.data.image_text.fit import check_fit
+from megajax.runtime.data.image_text.lines import spelled
+from megajax.runtime.data.image_text.turns import Vocabulary, end_of_turn
+from megajax.runtime.data.sources.objects import read_objects
+from megajax.runtime.data.text.corpus import Document, find_corpus, split_documents, warn_of_copies
+from megajax.runtime.data.text.tokenizer import Tokenizer
+from megajax.runtime.data.tokens.indexed import is_pair
+
+Row = Sequence[FileDocument]
+
+logger = logging.getLogger(__name__)
+
+
+class ImageTextBatches(Batches):
+    """Rows of documents with pictures, which are decoded when their batch is read.
+
+    The arrays are those of `RowShape`; `order` numbers the rows.
+    """
+
+    read_threads = 4
+
+    def __init__(self, rows: Sequence[Row], shape: RowShape, order: Order, *, batch_size: int):
+        self.batch_size, self.order = batch_size, order
+        self.shape, self._packed = shape, rows
+
+    @property
+    def num_samples(self) -> int:
+        """The number of different rows."""
+        return len(self._packed)
+
+    def counted(self, sample: int) -> np.ndarray:
+        """Return the labels of a row that count in the loss; no picture is decoded."""
+        return np.concatenate(
+            [document.tokens[1:][document.answered[1:]] for document in self._packed[sample]]
+        )
+
+    def _rows(self, places: range, count: int) -> Batch:
+        batch = self.shape.empty(count)
+        for row, index in enumerate(places):
+            documents = [document.read(self.shape) for document in self._packed[self.order[index]]]
+            self.shape.fill({name: x[row] for name, x in batch.items()}, documents)
+        return batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTextData:
+    """Batches of documents with pictures."""
+
+    train: ImageTextBatches  # endless and shuffled
+    validation: ImageTextBatches  # once and in order
+    summary: str
+    fingerprint: str  # of tokens, and of the pictures' names, and sizes in bytes and patches
+
+
+def load_image_text(
+    corpus: str,
+    shape: RowShape,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    seed: int,
+    split: str,
+    template: Template | str | Path | None = None,
+    ignored: Container[str] = (),
+) -> ImageTextData:
+    """Open a file of JSON lines or Parquet, or all of a folder; no other text of it is read.
+
+    Documents are split by the hash of file and line, as text is, and packed into rows whole and in
+    that order; training draws rows, reshuffled in each epoch. `template` and `ignored` are as for
+    `open_chat`. Raises ConfigError if a line cannot be used, if documents do not fit into rows, or
+    if the rows do not fill a batch.
+    """
+    from megajax.runtime.data import stateless_order
+
+    documents: dict[str, FileDocument] = {}
+    with open_chat(tokenizer, shape.image_token, template, ignored=ignored) as chat:
+        for path, name in files_of(corpus):
+            for document in read_documents(path, shape, tokenizer, chat):
+                documents[_name(name, document.place)] = document
+        _warn_of_endless_answers(list(documents.values()), tokenizer, chat)
+    if not documents:
+        raise _problem(f'{corpus!r} holds no documents; give JSON lines or Parquet that do')
+    check_fit(list(documents.values()), shape)
+    find_corpus(corpus).log_unread(corpus)
+    parts = [[documents[name] for name in names] for names in _split(list(documents), split)]
+    warn_of_copies(*([(x.tokens.tobytes(), *x.paths) for x in part] for part in parts))
+    train, validation = (pack(part, shape) for part in parts)
+    if len(train) < batch_size:
+        raise _problem(
+            f'{corpus!r} fills {len(train)} rows of train.seq_len={shape.seq_len} to train on; '
+            f'use train.batch_size={max(len(train), 1)}, or more documents',
+            'train.batch_size',
+            'train.seq_len',
+            'data.split',
+        )
+    pictures = sum(len(document.paths) for document in documents.values())
+    with_pictures = f' with {pictures:,} pictures' if shape.images else ''
+    return ImageTextData(
+        train=ImageTextBatches(
+            train,
+            shape,
+            stateless_order.shuffled([0, len(train)], [1.0], seed),
+            batch_size=batch_size,
+        ),
+        validation=ImageTextBatches(
+            validation,
+            shape,
+            stateless_order.in_order([0, len(validation)], [1.0]),
+            batch_size=batch_size,
+        ),
+        summary=f'{len(documents):,} documents{with_pictures}; {len(train):,} rows to train on, '
+        f'{len(validation):,} to validate',
+        fingerprint=_fingerprint(documents),
+    )
+
+
+def pack(documents: Iterable[FileDocument], shape: RowShape) -> list[list[FileDocument]]:
+    """Return rows of whole documents, in order; a document that no longer fits begins a row.
+
+    With relevance each begins one, since a row has one question.
+    """
+    rows: list[list[FileDocument]] = []
+    tokens = images = 0
+    for document in documents:
+        tokens += len(document.tokens)
+        images += len(document.grids)
+        is_full = tokens > shape.seq_len + 1 or images > shape.images
+        if not rows or is_full or shape.patches.budget:
+            rows.append([])
+            tokens, images = len(document.tokens), len(document.grids)
+        rows[-1].append(document)
+    return rows
+
+
+def read_training_texts(corpus: str, split: str) -> list[str]:
+    """Return the texts of the documents to train on, for a tokenizer that is trained on them."""
+    texts = {
+        _name(name, place): spelled(line)
+        for path, name in files_of(corpus)
+        for place, line in read_objects(path)
+    }
+    return [texts[name] for name in _split(list(texts), split)[0]] if texts else []
+
+
+@contextmanager
+def open_chat(
+    tokenizer: Tokenizer,
+    image_token: int,
+    template: Template | str | Path | None,
+    *,
+    ignored: Container[str] = (),
+) -> Iterator[Chat]:
+    """Open a chat template of Hugging Face, or without one the plain form of a tokenizer.
+
+    `template` may be the path of its file. `ignored` are keys of lines and messages that it need
+    not read.
+    """
+    special = tokenizer.special_tokens()
+    eod = next((name for name, i in special.items() if i == tokenizer.eod), '')
+    if template is None:
+        image = Vocabulary(special=special, image_token=image_token).image
+        yield PlainChat(special, image=image, eod=eod, ignored=ignored)
+        return
+    bos = next((name for name, i in special.items() if [i] == tokenizer.start[:1]), '')
+    named = tokenizer.named_tokens or {'bos_token': bos, 'eos_token': eod}
+    opened = template if isinstance(template, Template) else read_template(template)
+    with TemplateChat(opened, named, ignored=ignored) as chat:
+        yield chat
+
+
+def files_of(corpus: str) -> list[tuple[Path, str]]:
+    """Return the files of JSON lines and Parquet of a corpus, each with its name inside it.
+
+    Raises ConfigError if there is no such corpus.
+    """
+    return [(file.path, file.name) for file in find_corpus(corpus).files if file.format != 'text']
+
+
+def keeps_documents(config: Config, corpus: str) -> bool:
+    """Whether a corpus is JSON lines whose documents stay whole in a row.
+
+    They are where a model sees, and where a text model is to learn the turns of messages. Raises
+    ConfigError if there is no such corpus.
+    """
+    if corpus in PICTURES or is_pair(corpus):
+        return False
+    files = files_of(corpus)
+    if config.vision is not None or config.data.chat_template is not None:
+        return bool(files)
+    lines = (line for path, _ in files for _, line in read_objects(path))
+    return 'messages' in next(lines, {})
+
+
+def _warn_of_endless_answers(
+    documents: Sequence[FileDocument], tokenizer: Tokenizer, chat: Chat
+) -> None:
+    """Log how many documents have answers after which the template writes no special token."""
+    begins = (np.diff(document.answered.astype(int), prepend=0) > 0 for document in documents)
+    several = sum(np.count_nonzero(places) > 1 for places in begins)
+    vocabulary = Vocabulary(special=tokenizer.special_tokens(), image_token=NO_TOKEN)
+    try:
+        end = end_of_turn(vocabulary, chat, 'a conversation of two turns') if several else None
+    except ConfigError:  # a template may need more than two turns
+        return
+    if several and end is None:
+        logger.warning(
+            'data.chat_template: writes no special token after an answer, so that in %s documents '
+            'the model learns to end the last answer alone; set one that ends each answer',
+            f'{several:,}',
+        )
+
+
+def _name(file: str, place: str) -> str:
+    """Return the name of a line, which sorts by file and number."""
+    return f'{file}:{int(place.rpartition(":")[2]):012}'
+
+
+def _split(names: Sequence[str], split: str) -> tuple[list[str], list[str]]:
+    if len(names) == 1:  # nothing to cut: a document stays whole
+        return list(names), []
+    train, validation, _ = split_documents([Document(name=name, text='') for name in names], split)
+    return [document.name for document in train], [document.name for document in validation]
+
+
+def _fingerprint(documents: dict[str, FileDocument]) -> str:
+    digest = sha256()
+    for name in sorted(documents):
+        document = documents[name]
+        files = [(path.name, path.stat().st_size) for path in document.paths]
+        digest.update(f'{name} {len(document.tokens)} {files} {document.grids}'.encode())
+        digest.update(document.tokens.tobytes())
+    return digest.hexdigest()
+
+
+def _problem(message: str, *others: str) -> ConfigError:
+    return ConfigError(Problem(path='data.corpus', message=message, others=others))

@@ -1,0 +1,322 @@
+"""The turns of a conversation as pieces: what a template writes, and which of it the model says."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from megajax.base.errors import ConfigError, Problem
+from megajax.runtime.data.image_text.chat import Chat, Message, Rendering, Request, are_parts
+from megajax.runtime.data.text.pieces import GUARDS, Piece
+
+MARKER = '<image>'  # a picture's place in a text
+VISION = '<|vision_start|>', '<|vision_end|>'  # stand around a picture where a tokenizer has them
+ASSISTANT = 'assistant'
+OTHER_NAMES = 'gpt', 'chatgpt', 'bot', 'chatbot', 'model', 'ai'  # of it, in other datasets
+JOIN = (
+    'make the content one text: jq -c \'.messages[].content |= (if type == "array" then '
+    'map(.text) | join("") else . end)\' OLD > NEW.jsonl'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """The special tokens of a tokenizer by name, and the one that stands for pictures."""
+
+    special: dict[str, int]
+    image_token: int  # negative for a model of text
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model reads pictures."""
+        return self.image_token >= 0
+
+    @property
+    def image(self) -> str:
+        """The text of a picture in a chat."""
+        name = next((name for name, i in self.special.items() if i == self.image_token), MARKER)
+        return name.join(VISION) if set(VISION) <= self.special.keys() else name
+
+    def pattern(self) -> re.Pattern[str]:
+        """Return what finds special tokens and pictures, the longest first."""
+        names = {*self.special, self.image} if self.sees else self.special.keys()
+        longest_first = sorted(names, key=len, reverse=True)
+        return re.compile('|'.join(map(re.escape, longest_first)) or '(?!)')
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A character that takes apart what spells a special token in a message: it is text."""
+
+    mark: str
+    pattern: re.Pattern[str]
+
+    def put(self, value: Any) -> Any:
+        """Return a value with the guard in all of its texts, keys included."""
+        if isinstance(value, str):
+            return self.pattern.sub(lambda m: m.group()[0] + self.mark + m.group()[1:], value)
+        if isinstance(value, Mapping):
+            return {self.put(key): self.put(x) for key, x in value.items()}
+        return [self.put(x) for x in value] if isinstance(value, list) else value
+
+    def take(self, text: str) -> str:
+        """Return a text without it, also where a template has written it as JSON's escape."""
+        return text.replace(self.mark, '').replace(_escaped(self.mark), '')
+
+
+def pieces_of_chat(
+    request: Request, names: Sequence[str], vocabulary: Vocabulary, chat: Chat, place: str
+) -> list[Piece]:
+    """Return the pieces of messages; `names` are the pictures that they show, in order.
+
+    Raises ConfigError if the template does not read a key, or where it is not clear which part of
+    its text the assistant says.
+    """
+    guard, guarded, rendering = _render(request, vocabulary, chat, place)
+    text, spans = rendering.text, rendering.marked
+    _check_no_list_is_printed(guarded.messages, text, place)
+    if spans is None:
+        spans = _assistant_spans(guarded, text, chat, guard, place)
+    if not spans:
+        refuse(
+            place,
+            "the chat template marks nothing in this line as the assistant's, so nothing can be "
+            'learned',
+        )
+    rest = list(reversed(names))
+    pieces = []
+    for start, stop, answered in _cuts(len(text), spans):
+        last = start
+        for match in [*guard.pattern.finditer(text, start, stop), None]:
+            end = match.start() if match else stop
+            if end > last:
+                pieces.append(Piece(text=guard.take(text[last:end]), answered=answered))
+            if not match:
+                break
+            last, name = match.end(), match.group()
+            inner = name.removeprefix(VISION[0]).removesuffix(VISION[1])
+            if vocabulary.special.get(inner) == vocabulary.image_token or name == vocabulary.image:
+                around = [] if inner == name else [vocabulary.special[token] for token in VISION]
+                image = rest.pop() if rest else _unmatched(text, names, place)
+                pieces += [Piece(token=token) for token in around[:1]]
+                pieces.append(Piece(image=image))
+                pieces += [Piece(token=token) for token in around[1:]]
+            else:
+                pieces.append(Piece(token=vocabulary.special[name], answered=answered))
+    if rest:
+        _unmatched(text, names, place)
+    _check_all_is_read(rendering, place)
+    return pieces
+
+
+def pieces_of_prompt(
+    messages: Sequence[Message], vocabulary: Vocabulary, chat: Chat, place: str
+) -> list[Piece]:
+    """Return the pieces of messages without pictures, up to where the assistant's turn begins.
+
+    Raises ConfigError if the template looks for a special token that a message spells.
+    """
+    request = Request(messages=messages, begins=True)
+    guard, _, rendering = _render(request, vocabulary, chat, place)
+    text, pieces, last = rendering.text, [], 0
+    for match in guard.pattern.finditer(text):
+        token = vocabulary.special.get(match.group())
+        if token is not None:
+            pieces += [Piece(text=guard.take(text[last : match.start()])), Piece(token=token)]
+            last = match.end()
+    return [*pieces, Piece(text=guard.take(text[last:]))]
+
+
+def end_of_turn(vocabulary: Vocabulary, chat: Chat, place: str) -> int | None:
+    """Return the special token that a template writes after an answer, None if there is none."""
+    answer = GUARDS[0]
+    turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': answer}]
+    (rendering,) = chat.render([Request(messages=turns)], place=place)
+    _, found, after = rendering.text.rpartition(answer)
+    match = vocabulary.pattern().match(after.lstrip()) if found else None
+    return vocabulary.special.get(match.group()) if match else None
+
+
+def _unused_guard(request: Request, vocabulary: Vocabulary, place: str) -> Guard:
+    written = json.dumps([request.messages, request.variables], ensure_ascii=False)
+    mark = next((x for x in GUARDS if x not in written and _escaped(x) not in written), '')
+    if not mark:
+        refuse(place, 'holds all noncharacters from U+FDD0 to U+FDEE')
+    return Guard(mark, vocabulary.pattern())
+
+
+def _escaped(mark: str) -> str:
+    return f'\\u{ord(mark):04x}'
+
+
+def _render(
+    request: Request, vocabulary: Vocabulary, chat: Chat, place: str
+) -> tuple[Guard, Request, Rendering]:
+    """Return what a template writes for a request with a guard in its texts.
+
+    Raises ConfigError if it writes another text where a special token is spelled.
+    """
+    guard = _unused_guard(request, vocabulary, place)
+    messages = [guard.put(message) for message in request.messages]
+    guarded = replace(request, messages=messages, variables=guard.put(request.variables))
+    (rendering,) = chat.render([guarded], place=place)
+    if guarded != request and guard.take(rendering.text) != _text(request, chat, place):
+        _refuse_read_token(request, guard, place)
+    return guard, guarded, rendering
+
+
+def _refuse_read_token(request: Request, guard: Guard, place: str) -> NoReturn:
+    written = json.dumps([request.messages, request.variables], ensure_ascii=False)
+    found = ', '.join(sorted(set(guard.pattern.findall(written))))
+    refuse(
+        place,
+        f'spells special tokens ({short(found)}), after which the chat template writes another '
+        'text, and megajax reads what is spelled as letters',
+        'give what they enclose its own key, such as "reasoning_content", or set "special" to '
+        'false for these tokens in tokenizer.json',
+    )
+
+
+def _check_all_is_read(rendering: Rendering, place: str) -> None:
+    if not rendering.unread:
+        return
+    names = [
+        f'"{key}" of message {number}' if number else f'"{key}"' for number, key in rendering.unread
+    ]
+    keys = ','.join(dict.fromkeys(key for _, key in rendering.unread))
+    refuse(
+        place,
+        f'{short(", ".join(names), 200)}: the chat template does not read this, so it would be '
+        'lost',
+        f'remove it, set data.chat_template to one that reads it, or data.ignored_keys=[{keys}]',
+        'data.chat_template',
+        'data.ignored_keys',
+    )
+
+
+def _assistant_spans(
+    request: Request, text: str, chat: Chat, guard: Guard, place: str
+) -> list[tuple[int, int]]:
+    """Return where in the text of all messages the assistant's turns are.
+
+    A turn is what the template adds for a message of the assistant after the beginning with which
+    it asks for one, so that training sees what generation sees. Special tokens that the template
+    writes once, after all turns, belong to the last message.
+    """
+    messages = request.messages
+    _check_assistants_name(messages, place)
+    numbers = [i for i, message in enumerate(messages) if message['role'] == ASSISTANT]
+    if not numbers:
+        refuse(place, 'no message is of the role "assistant", so nothing can be learned')
+    asked = []
+    for i in numbers:
+        asked += [_up_to(request, i, guard), replace(request, messages=messages[: i + 1])]
+    texts = [rendering.text for rendering in chat.render(asked, place=place)]
+    spans = []
+    last = 0
+    for i, before, after in zip(numbers, texts[::2], texts[1::2], strict=True):
+        start = len(before)
+        if not text.startswith(before):
+            start = _shared(before, text, guard.pattern)
+            earlier = replace(request, messages=messages[:i])
+            if i and start < _shared(before, _text(earlier, chat, place), guard.pattern):
+                _rewritten(i, place)
+        stop = _shared(after, text, guard.pattern)
+        if guard.pattern.sub('', after[stop:]).strip():
+            _rewritten(i, place)
+        last, start = max(last, stop), max(last, start)
+        spans.append((start, last))
+    return spans
+
+
+def _check_assistants_name(messages: Sequence[Message], place: str) -> None:
+    """Raise ConfigError for a role that means the assistant, whose turns would not count."""
+    for number, message in enumerate(messages, 1):
+        role = message['role']
+        name = role.strip().lower()
+        if role != ASSISTANT and (
+            name in OTHER_NAMES or get_close_matches(name, [ASSISTANT], 1, 0.8)
+        ):
+            refuse(
+                place,
+                f'message {number} is of the role "{role}", whose turns do not count in the loss',
+                f'write "{ASSISTANT}" if it is an answer of the model',
+            )
+
+
+def _check_no_list_is_printed(messages: Sequence[Message], text: str, place: str) -> None:
+    """Raise ConfigError for parts of a content that a template for texts writes as Python does."""
+    for number, message in enumerate(messages, 1):
+        content = message.get('content')
+        if content and are_parts(content) and str(content) in text:
+            mistake = f'the chat template writes the parts of message {number} as {short(content)}'
+            refuse(place, mistake, JOIN)
+
+
+def _up_to(request: Request, i: int, guard: Guard) -> Request:
+    """Return what is written before the assistant's message `i`, up to its content.
+
+    Templates may need a message, so the first one is written with a content of its own.
+    """
+    if i:
+        return replace(request, messages=request.messages[:i], begins=True)
+    probe = {'role': 'assistant', 'content': guard.mark}
+    return replace(request, messages=[probe, *request.messages[1:]])
+
+
+def _text(request: Request, chat: Chat, place: str) -> str:
+    (rendering,) = chat.render([request], place=place)
+    return rendering.text
+
+
+def _shared(a: str, b: str, pattern: re.Pattern[str]) -> int:
+    """Return the length of the beginning that two texts share, without a part of a token."""
+    if b.startswith(a):
+        return len(a)
+    shorter = min(len(a), len(b))
+    length = next((i for i in range(shorter) if a[i] != b[i]), shorter)
+    for text in (a, b):
+        for match in pattern.finditer(text):
+            if match.start() < length < match.end():
+                length = match.start()
+    return length
+
+
+def _rewritten(i: int, place: str) -> NoReturn:
+    refuse(
+        place,
+        f'the chat template writes message {i + 1} otherwise once more messages follow (as Qwen3 '
+        'leaves out earlier reasoning), so no answer is as the model would generate it',
+        "use a template with {% generation %} around the assistant's turns, or lines with one "
+        'message of the assistant',
+    )
+
+
+def _cuts(length: int, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
+    last = 0
+    for start, stop in spans:
+        yield last, start, False
+        yield start, stop, True
+        last = stop
+    yield last, length, False
+
+
+def _unmatched(text: str, names: Sequence[str], place: str) -> NoReturn:
+    refuse(
+        place,
+        f'the chat template does not write each of the {len(names)} pictures once: {short(text)}',
+        'use a template that knows pictures, or leave them out',
+    )
+
+
+def refuse(place: str, mistake: str, fix: str = 'correct the line', *others: str) -> NoReturn:
+    """Raise ConfigError for a mistake in a line."""
+    raise ConfigError(Problem(path=place, message=f'{mistake}; {fix}', others=others))
+
+
+def short(value: object, most: int = 60) -> str:
+    """Return the beginning of a value as text, for messages."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= most else f'{text[:most]}...'

@@ -1,0 +1,143 @@
+"""Pictures from files, as a person sees them: upright, in colour, on white.
+
+Each error is a ConfigError with the file, the limit and a fix; its place is the line that named
+the file, which the caller knows.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from megajax.base.errors import ConfigError, Problem, reason
+
+# pixels of a picture; it is read into memory as a whole, with at most 4 bytes for each
+MAX_PIXELS = 1 << 26
+# Decoders of pillow that run no other program (as EPS does), know the size of a picture before they
+# decode it (as ICO does not) and recognize their files (as TGA does not)
+FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'AVIF', 'JPEG2000', 'PPM')
+MAX_NAME_CHARACTERS = 100
+
+_ORIENTATION = 0x0112  # EXIF tag
+_UPRIGHT = {  # value of the tag -> what makes the picture upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = 5  # from this value on, rows and columns are exchanged
+
+
+def inside(folder: str | Path, name: str, *, place: str = '') -> Path:
+    """Return the file that a dataset in `folder` calls `name`; links are followed.
+
+    Raises ConfigError if there is no such file, or if it lies outside the folder.
+    """
+    try:
+        root = Path(folder).resolve()
+        path = (root / name).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL in the name
+        raise _problem(name, f'is no path ({reason(error)}); name a file', place) from error
+    if not path.is_relative_to(root):
+        message = f'lies outside {root}, the folder of the dataset; move it there'
+        raise _problem(name, message, place)
+    return path
+
+
+def read_size(
+    path: str | Path, *, place: str = '', max_pixels: int = MAX_PIXELS
+) -> tuple[int, int]:
+    """Return the pixel rows and columns of an upright picture, from the header of its file."""
+    with _open(path, place, max_pixels) as image:
+        width, height = image.size
+        return (width, height) if _orientation(image) >= _SIDEWAYS else (height, width)
+
+
+def read_image(path: str | Path, *, place: str = '', max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Return a picture as a person sees it: RGB, uint8 [H, W, 3].
+
+    It is turned as its EXIF orientation says; transparent parts are white; 16 bits become 8; an
+    animation is its first frame. Raises ConfigError if the file is no picture, is truncated or
+    has more than `max_pixels` pixels, which its header tells before anything is decoded.
+    """
+    with _open(path, place, max_pixels) as image:
+        # before decoding, as in `read_size`; pillow turns TIFF itself
+        orientation = _orientation(image)
+        image.load()
+        upright = _UPRIGHT.get(orientation)
+        colors = _rgb(image)
+        return np.asarray(colors if upright is None else colors.transpose(upright))
+
+
+@contextmanager
+def _open(path: str | Path, place: str, max_pixels: int) -> Iterator[Image.Image]:
+    """Open a picture; an error of pillow, also in the body, is a ConfigError."""
+    name = str(path)
+    try:
+        is_file = Path(path).is_file()  # a pipe or a device could block
+    except OSError:  # a name that is too long
+        is_file = False
+    if not is_file:
+        raise _problem(name, 'is not a file; correct the path', place)
+    try:
+        with Image.open(path, formats=FORMATS) as image:
+            if image.width * image.height > max_pixels:
+                message = (
+                    f'has {image.width} x {image.height} pixels, more than {max_pixels:,}; '
+                    'make it smaller'
+                )
+                raise _problem(name, message, place)
+            yield image
+    except ConfigError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        message = f'has more than {max_pixels:,} pixels ({reason(error)}); make it smaller'
+        raise _problem(name, message, place) from error
+    except UnidentifiedImageError as error:
+        message = f'is not a picture in one of the formats {", ".join(FORMATS)}; convert it'
+        raise _problem(name, message, place) from error
+    except Exception as error:  # decoders raise almost anything for a broken file
+        message = f'cannot be read ({reason(error)}); replace or convert it'
+        raise _problem(name, message, place) from error
+
+
+def _orientation(image: Image.Image) -> int:
+    if image.format == 'TIFF':
+        return 1
+    try:
+        # PngImageFile's own method decodes the picture first
+        orientation = Image.Image.getexif(image).get(_ORIENTATION, 1)
+    except Exception:  # a viewer shows a picture with unreadable EXIF as it is stored
+        return 1
+    return orientation if orientation in _UPRIGHT else 1
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith('I'):
+        return _from_16_bits(image)
+    if image.mode == 'F':
+        raise ValueError('its pixels are floating-point numbers without a scale')
+    if image.has_transparency_data:
+        colors = image.convert('RGBA')
+        white = Image.new('RGBA', colors.size, 'white')
+        return Image.alpha_composite(white, colors).convert('RGB')
+    return image.convert('RGB')
+
+
+def _from_16_bits(image: Image.Image) -> Image.Image:
+    grey_HW = np.asarray(image).astype(np.int64)
+    if grey_HW.min() < 0 or grey_HW.max() > 0xFFFF:
+        raise ValueError('its pixels do not fit 16 bits')
+    grey_HW[grey_HW == image.info.get('transparency', -1)] = 0xFFFF
+    return Image.fromarray((grey_HW / 257 + 0.5).astype(np.uint8)).convert('RGB')
+
+
+def _problem(name: str, message: str, place: str) -> ConfigError:
+    if len(name) > MAX_NAME_CHARACTERS:
+        name = f'{name[:MAX_NAME_CHARACTERS]}...'
+    return ConfigError(Problem(path=name, message=message, place=place))

@@ -1,0 +1,342 @@
+"""The path from a config to the batches of its run."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from megajax.core.config import Config, ConfigError, Problem
+from megajax.runtime.data.batches import Batches, Order
+from megajax.runtime.data.corpus_tokenizer import (
+    CORPUS,
+    check_image_token,
+    tokenizer_of_pairs,
+    tokenizer_of_text,
+)
+from megajax.runtime.data.counted import check_counted
+from megajax.runtime.data.drawn import PICTURES, document_row_shape, draw_pictures, row_shape
+from megajax.runtime.data.image_rows import EmptySlots
+from megajax.runtime.data.image_text.chat import Template
+from megajax.runtime.data.image_text.load import (
+    keeps_documents,
+    load_image_text,
+    read_training_texts,
+)
+from megajax.runtime.data.masked import (
+    NUM_SPECIAL,
+    SHORTEST,
+    DocumentPieces,
+    MaskedBatches,
+    Vocabulary,
+)
+from megajax.runtime.data.megatron_order import MegatronSamples, blend_index, blend_sizes
+from megajax.runtime.data.samples import Joined, Samples, Windows
+from megajax.runtime.data.sources.manifest import Manifest
+from megajax.runtime.data.text.corpus import (
+    Document,
+    naming_lines,
+    read_documents,
+    split_documents,
+    warn_of_copies,
+)
+from megajax.runtime.data.text.parts import Part, split_sequences
+from megajax.runtime.data.text.spelled import warn_of_letters
+from megajax.runtime.data.text.tokenizer import Tokenizer, encode_documents
+from megajax.runtime.data.tokens.indexed import Sequences, from_lengths, is_pair, read_pair
+from megajax.runtime.data.tokens.token_ids import check_token_ids, token_range
+from megajax.runtime.data.tokens.watched import watched
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The training and validation batches of a run, and their tokenizer."""
+
+    tokenizer: Tokenizer | None  # None if unknown
+    train: Batches
+    validation: Batches  # without batches if `data.split` leaves no validation data
+    summary: str  # line printed at the start of a run
+    fingerprints: dict[str, str]  # fingerprint of each corpus, by name
+    # The training batches in the order of a run of so many samples, where that decides the order.
+    train_of: Callable[[int], Batches] | None = None
+
+
+def load_data(config: Config, template: Template | None = None) -> Data:
+    """Open the corpus of `config`.
+
+    The chat `template` of a run writes messages, or else that of the config. Raises ConfigError if
+    the corpus cannot be used, does not fit the model, does not fill a batch, or has no token that
+    counts in the loss.
+    """
+    if config.data.corpus in PICTURES:
+        drawn = draw_pictures(config)
+        return Data(
+            tokenizer=drawn.tokenizer,
+            train=drawn.train,
+            validation=drawn.validation,
+            summary=drawn.summary,
+            fingerprints={config.data.corpus: drawn.fingerprint},
+        )
+    data = _load_files(config, template)
+    check_counted(config, data.tokenizer, data.train, data.validation)
+    return data
+
+
+def _load_files(config: Config, template: Template | None) -> Data:
+    prefixes = prefixes_of(config)
+    if not prefixes and keeps_documents(config, config.data.corpus):
+        return _load_image_text(config, template)
+    if config.data.chat_template is not None:
+        message = 'is for JSON lines with messages, and the corpus has none; leave it out'
+        raise _problem('data.chat_template', message, *CORPUS)
+    data = _load_pairs(config, prefixes) if prefixes else _load_text(config)
+    if config.vision is None:
+        return data
+    check_image_token(config, data.tokenizer)
+    shape = row_shape(config)
+    train, validation = (EmptySlots(batches, shape) for batches in (data.train, data.validation))
+    if (of_text := data.train_of) is None:
+        return replace(data, train=train, validation=validation)
+    return replace(
+        data,
+        train=train,
+        validation=validation,
+        train_of=lambda num_samples: EmptySlots(of_text(num_samples), shape),
+    )
+
+
+def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
+    sequences = [read_pair(prefix) for prefix in prefixes]
+    manifests = {prefix: Manifest.read(prefix) for prefix in prefixes}
+    tokenizer = tokenizer_of_pairs(config, manifests)
+    for pair, manifest in zip(sequences, manifests.values(), strict=True):
+        check_token_ids(pair, config.model.vocab_size, manifest.max_token if manifest else None)
+        if tokenizer is not None and manifest is None and len(pair.tokens):
+            _check_tokenizer(config, tokenizer, pair)
+    parts = [
+        split_sequences(watched(pair, config.model.vocab_size), config.data.split)
+        for pair in sequences
+    ]
+    train, validation = [part[0] for part in parts], [part[1] for part in parts]
+    for part in train:
+        _check_tokens(part)
+    names = ', '.join(
+        f'{prefix} (built with --parse-special)' if manifest and manifest.parse_special else prefix
+        for prefix, manifest in manifests.items()
+    )
+    summary = f'{_size(train)} to train on, {_size(validation)} to validate, of {names}'
+    return _make(config, tokenizer, train, validation, summary)
+
+
+def _check_tokenizer(config: Config, tokenizer: Tokenizer, pair: Sequences) -> None:
+    _, high = token_range(pair)
+    if high >= tokenizer.vocab_size:
+        message = (
+            f'{config.data.tokenizer} has {tokenizer.vocab_size} tokens, so it did not make token '
+            f'{high} of {pair.name}; give the tokenizer.json that did, or none'
+        )
+        raise _problem('data.tokenizer', message, *CORPUS)
+
+
+def prefixes_of(config: Config) -> list[str]:
+    """Return the prefixes of the corpus's .bin and .idx files; none if the corpus is text."""
+    corpus = config.data.corpus
+    if corpus.endswith(('.bin', '.idx')) and is_pair(corpus[:-4]):
+        read_pair(corpus[:-4])  # which raises if one of them is missing
+        raise _problem('data.corpus', f'{corpus}: give the prefix of the two files, {corpus[:-4]}')
+    return list(config.data.blend) or ([corpus] if is_pair(corpus) else [])
+
+
+def _load_image_text(config: Config, template: Template | None) -> Data:
+    data, train = config.data, config.train
+    if data.order == 'megatron':
+        message = 'megatron cuts rows from a stream of tokens, and here documents stay whole'
+        raise _problem('data.order', f'{message}; use stateless', 'data.corpus')
+    tokenizer = tokenizer_of_text(config, partial(read_training_texts, data.corpus, data.split))
+    check_image_token(config, tokenizer)
+    loaded = load_image_text(
+        data.corpus,
+        document_row_shape(config),
+        tokenizer,
+        batch_size=train.batch_size,
+        seed=train.seed,
+        split=data.split,
+        template=template or data.chat_template,
+        ignored=data.ignored_keys,
+    )
+    return Data(
+        tokenizer=tokenizer,
+        train=loaded.train,
+        validation=loaded.validation,
+        summary=loaded.summary,
+        fingerprints={data.corpus: loaded.fingerprint},
+    )
+
+
+def _load_text(config: Config) -> Data:
+    documents = read_documents(config.data.corpus)
+    train, validation, _ = split_documents(documents, config.data.split)
+    tokenizer = tokenizer_of_text(config, lambda: [document.text for document in train])
+    texts = (document.text for document in (*train, *validation))
+    warn_of_letters('data.corpus', texts, tokenizer.special_tokens())
+    warn_of_copies(*([document.text for document in part] for part in (train, validation)))
+    with naming_lines(documents):
+        parts = [_encode(config.data.corpus, part, tokenizer) for part in (train, validation)]
+    _check_tokens(parts[0])
+    train_bytes, validation_bytes = (
+        sum(len(document.text.encode()) for document in documents)
+        for documents in (train, validation)
+    )
+    summary = (
+        f'{len(train)} documents ({train_bytes / 1e6:.1f} MB) to train on, '
+        f'{len(validation)} ({validation_bytes / 1e6:.1f} MB) to validate; '
+        f'{tokenizer.vocab_size} tokens, {train_bytes / len(parts[0].tokens):.2f} bytes each'
+    )
+    return _make(config, tokenizer, [parts[0]], [parts[1]], summary)
+
+
+def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Part:
+    tokens, lengths = encode_documents([document.text for document in documents], tokenizer)
+    return Part(sequences=from_lengths(name, tokens, lengths), first=0, last=len(lengths))
+
+
+def _check_tokens(part: Part) -> None:
+    if len(part.tokens) < 2:  # a token and its label
+        message = (
+            f'{part.sequences.name} has {len(part.tokens)} tokens to train on, '
+            f'in {len(part)} of {len(part.sequences)} sequences'
+        )
+        fix = 'give more text, or another data.split'
+        raise _problem('data.corpus', f'{message}; {fix}', 'data.split', *CORPUS)
+
+
+def _make(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    train: list[Part],
+    validation: list[Part],
+    summary: str,
+) -> Data:
+    is_megatron = config.data.order == 'megatron'
+    make_batches = _megatron if is_megatron else partial(_stateless, tokenizer=tokenizer)
+    return Data(
+        tokenizer=tokenizer,
+        train=make_batches(config, train),
+        train_of=partial(_megatron, config, train) if is_megatron else None,
+        validation=make_batches(config, validation, validation=True),
+        summary=summary,
+        fingerprints={part.sequences.name: part.sequences.fingerprint() for part in train},
+    )
+
+
+def _stateless(
+    config: Config, parts: list[Part], *, tokenizer: Tokenizer | None, validation: bool = False
+) -> Batches:
+    """Return batches in megajax's own order.
+
+    Training batches are endless and shuffled. Validation batches come once and in order, so that
+    every evaluation sees the same ones.
+    """
+    from megajax.runtime.data import stateless_order
+
+    batch_size, seq_len = config.train.batch_size, config.train.seq_len
+    batches: Callable[[Samples, Order], Batches] = partial(_batches, config)
+    if not config.model.is_bert:
+        samples = Joined(
+            [
+                Windows(part, seq_len=seq_len, find_documents=config.data.document_mask)
+                for part in parts
+            ]
+        )
+    else:
+        assert tokenizer is not None
+        vocabulary, length = Vocabulary.of(tokenizer), seq_len - NUM_SPECIAL
+        samples = Joined([DocumentPieces(part, length=length, eod=tokenizer.eod) for part in parts])
+        if not len(samples) and any(len(part.tokens) for part in parts):
+            use = 'validate' if validation else 'train'
+            message = f'no document to {use} on has {SHORTEST} tokens, so none can be masked'
+            raise _problem('data.corpus', f'{message}; give longer documents', *CORPUS)
+        batches = partial(
+            MaskedBatches,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=config.train.seed,
+            vocabulary=vocabulary,
+        )
+    weights = list(config.data.blend.values()) or [1.0]
+    if validation:
+        return batches(samples, stateless_order.in_order(samples.starts, weights))
+    if len(samples) < batch_size:
+        message = (
+            f'{batch_size} is more than the {len(samples)} sequences of train.seq_len={seq_len} in '
+            f'{sum(len(part.tokens) for part in parts)} tokens; '
+            f'use at most {len(samples)}, a shorter train.seq_len or a larger corpus'
+        )
+        raise _problem('train.batch_size', message, 'train.seq_len', *CORPUS)
+    return batches(samples, stateless_order.shuffled(samples.starts, weights, config.train.seed))
+
+
+def _megatron(
+    config: Config, parts: list[Part], num_samples: int | None = None, *, validation: bool = False
+) -> Batches:
+    """Return the batches that Megatron-LM reads with the same settings.
+
+    `num_samples` is the number of samples of the run, unless set that of the config. Every
+    evaluation reads the batches of Megatron-LM's first one.
+    """
+    train = config.train
+    steps = (
+        (train.steps // train.eval_every + 1) * train.eval_batches if validation else train.steps
+    )
+    num_samples = num_samples or steps * train.batch_size
+    blend = config.data.blend
+    shares, sizes = (
+        blend_sizes(list(blend.values()), num_samples) if blend else ([num_samples], [num_samples])
+    )
+    # only validation parts can be empty: `_check_tokens` raises for training parts
+    if not all(len(part.tokens) for part in parts):
+        return _batches(config, Joined([]), [])
+    datasets = [
+        MegatronSamples(part, seq_len=train.seq_len, num_samples=size, seed=train.seed)
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+    samples = Joined(datasets)
+    passes = tuple(dataset.passes for dataset in datasets)
+    if not blend:
+        batches = _batches(config, samples, range(len(samples)))
+        batches.order_of, batches.passes = num_samples, passes
+        return batches
+    index, numbers = blend_index(list(blend.values()), sum(shares))
+    # Megatron raises here too: a dataset's surplus samples do not suffice
+    if (numbers >= np.diff(samples.starts)[index]).any():
+        raise _problem(
+            'data.blend',
+            f'{sum(shares)} samples are too few for these weights; increase train.steps',
+            'train.steps',
+        )
+    batches = _batches(config, samples, np.array(samples.starts)[index] + numbers)
+    batches.order_of, batches.passes = num_samples, passes
+    return batches
+
+
+def _batches(config: Config, samples: Samples, order: Order) -> Batches:
+    train = config.train
+    return Batches(
+        samples,
+        order,
+        seq_len=train.seq_len,
+        batch_size=train.batch_size,
+        document_mask=config.data.document_mask,
+    )
+
+
+def _size(parts: Sequence[Part]) -> str:
+    sequences, tokens = sum(len(part) for part in parts), sum(len(part.tokens) for part in parts)
+    return f'{sequences:,} sequences ({tokens:,} tokens)'
+
+
+def _problem(path: str, message: str, *others: str) -> ConfigError:
+    return ConfigError(Problem(path=path, message=message, others=others))

@@ -1,0 +1,147 @@
+"""Pictures as the patches that an encoder reads, and their places among a row's tokens.
+
+Letters are those of `core/parallel/layout.py`; X is 3 p p for a side of p pixels. A unit is m x m
+patches, which become one image vector.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from megajax.base.errors import ConfigError, Problem
+
+MAX_ASPECT = 200  # ratio of the sides of a picture, as in transformers' Qwen2VLImageProcessor
+
+Grid = tuple[int, int]  # rows and columns of patches
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchSize:
+    """The sides of patches and units, and the limits on the number of a picture's patches."""
+
+    patch_size: int  # pixels
+    merge_size: int  # patches
+    max_patches: int
+    # Qwen3-VL enlarges a picture to 256 patches; its `size.shortest_edge` is that area in pixels
+    min_patches: int = 0
+    # vectors of every picture, where relevance decides what they stand for; 0: one for each unit
+    budget: int = 0
+    grid: Grid | None = None  # of every picture, where relevance has regions of a fixed size
+    # whether one token marks a picture, whose vectors are not in the sequence (cross-attention)
+    marked: bool = False
+
+    @property
+    def unit(self) -> int:
+        """The side of a unit in pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def max_units(self) -> int:
+        """The largest number of units of a picture."""
+        return self.max_patches // self.merge_size**2
+
+    @property
+    def max_vectors(self) -> int:
+        """The largest number of image vectors: the stride of the slots in `image_index`."""
+        return self.budget or self.max_units
+
+    @property
+    def _least_area(self) -> int:
+        return self.min_patches * self.patch_size**2
+
+    def vectors(self, grid: Grid) -> int:
+        """Return the number of image vectors of a picture."""
+        return self.budget or grid[0] * grid[1] // self.merge_size**2
+
+    def tokens(self, grid: Grid) -> int:
+        """Return the number of tokens of a picture in the sequence."""
+        return 1 if self.marked else self.vectors(grid)
+
+    def fit(self, height: int, width: int, *, name: str = 'picture', place: str = '') -> Grid:
+        """Return the grid for a picture of `height` x `width` pixels.
+
+        As in transformers' `smart_resize` (Qwen2-VL and later): sides are rounded to whole units,
+        and scaled together where the area is beyond a limit. A picture so narrow that this leaves
+        more than `max_patches` is shortened. Raises ConfigError if one side is more than
+        `MAX_ASPECT` times the other. With a `grid` that is it.
+        """
+        if self.grid is not None:
+            return self.grid
+        if max(height, width) > MAX_ASPECT * min(height, width):
+            message = (
+                f'has {width} x {height} pixels, and one side may be at most {MAX_ASPECT} times '
+                'the other; crop it'
+            )
+            raise ConfigError(Problem(path=name, message=message, place=place))
+        unit, most, least = self.unit, self.max_patches * self.patch_size**2, self._least_area
+        rows, columns = round(height / unit), round(width / unit)
+        if rows * columns > self.max_units:
+            scale = math.sqrt(height * width / most)
+            rows, columns = math.floor(height / scale / unit), math.floor(width / scale / unit)
+        elif rows * columns * unit**2 < least:
+            scale = math.sqrt(least / (height * width))
+            rows, columns = math.ceil(height * scale / unit), math.ceil(width * scale / unit)
+        rows, columns = max(rows, 1), max(columns, 1)
+        shorter, longer = min(rows, columns), max(rows, columns)
+        if shorter * longer > self.max_units:
+            shorter = min(shorter, self.max_units)
+            longer = self.max_units // shorter
+        rows, columns = (shorter, longer) if rows < columns else (longer, shorter)
+        return rows * self.merge_size, columns * self.merge_size
+
+    def cut(self, image_HWC: np.ndarray, grid: Grid) -> np.ndarray:
+        """Return the patches of a picture, uint8 [rows columns, X].
+
+        A picture of another size is resized (bicubic). The patches of a unit are neighbors: their
+        order is [rows / m, columns / m, m, m], and that in a patch [channel, y, x].
+        """
+        p, m, (rows, columns) = self.patch_size, self.merge_size, grid
+        if image_HWC.shape[:2] != (rows * p, columns * p):
+            image = Image.fromarray(image_HWC)
+            size = columns * p, rows * p
+            image_HWC = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
+        cells = image_HWC.reshape(rows // m, m, p, columns // m, m, p, 3)
+        return cells.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3 * p * p)
+
+
+def place_images(
+    tokens_S: np.ndarray,
+    grids: Sequence[Grid],
+    *,
+    image_token: int,
+    patches: PatchSize,
+    first_slot: int = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the image vector at each token of a document, and the positions for M-RoPE.
+
+    The `image_token`s of the document stand for the vectors of `grids`, in order. Returns int32
+    `image_index` [S], -1 for text, else slot * max_vectors + vector, and int32 `positions` [S, 3]
+    of time, row and column: text counts in all three alike; an image at n has (n, n + row,
+    n + column) of its units, and the text after it goes on at n + max(rows, columns) (Qwen2-VL,
+    https://arxiv.org/abs/2409.12191). With a `budget`, which units the vectors stand for is not
+    known yet, and they all have (n, n, n). A token that marks an image has the index of its first
+    vector, and counts as text.
+    """
+    place_N = np.flatnonzero(tokens_S == image_token)
+    assert len(place_N) == sum(map(patches.tokens, grids)), (len(place_N), grids)
+    image_index_S = np.full(len(tokens_S), -1, np.int32)
+    position_S3 = np.repeat(np.arange(len(tokens_S), dtype=np.int32)[:, None], 3, axis=1)
+    used = 0
+    for slot, grid in enumerate(grids, first_slot):
+        rows, columns = (side // patches.merge_size for side in grid)
+        count = patches.tokens(grid)
+        start = int(place_N[used])
+        stop, used = start + count, used + count
+        assert place_N[used - 1] == stop - 1, 'the tokens of an image are consecutive'
+        image_index_S[start:stop] = slot * patches.max_vectors + np.arange(count)
+        if patches.marked:
+            continue
+        position_S3[start:stop] = position_S3[start]
+        if not patches.budget:
+            position_S3[start:stop, 1] += np.repeat(np.arange(rows, dtype=np.int32), columns)
+            position_S3[start:stop, 2] += np.tile(np.arange(columns, dtype=np.int32), rows)
+        position_S3[stop:] -= count - max(rows, columns)
+    return image_index_S, position_S3

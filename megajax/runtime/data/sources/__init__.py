@@ -1,0 +1,1 @@
+"""The files that documents are read from: local or remote, compressed, JSON or Parquet."""

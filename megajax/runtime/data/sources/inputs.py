@@ -1,0 +1,233 @@
+"""The corpus files of a build: the paths, URLs, globs and streams that `--input` names."""
+
+import glob
+import logging
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from megajax.base.errors import ConfigError, Problem
+from megajax.base.render.text import typed
+from megajax.core.config.extras import install
+from megajax.runtime.data.sources import remote
+
+STDIN = '-'
+
+logger = logging.getLogger(__name__)
+
+Format = Literal['jsonl', 'text', 'parquet']
+SUFFIXES: dict[str, Format] = {
+    '.jsonl': 'jsonl',
+    '.json': 'jsonl',
+    '.ndjson': 'jsonl',
+    '.parquet': 'parquet',
+}
+TABLES = ('.csv', '.tsv')
+COMPRESSED = ('.gz', '.zst', '.bz2', '.xz')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """A file of the corpus. A stream has size 0 and can be read only once."""
+
+    path: str
+    format: Format
+    size: int  # bytes on disk
+    mtime_ns: int
+    stream: bool
+    version: str = ''  # of a file with a URL: its ETag, or the time of its last change
+    given: bool = False  # whether the format was given, and not read from the suffix
+    table: bool = False  # whether it is named as CSV or TSV, and not found among other files
+
+    @property
+    def compression(self) -> str:
+        """The suffix of a compressed file, for example '.gz', else the empty string."""
+        suffix = Path(name_of(self.path)).suffix.lower()
+        return suffix if suffix in COMPRESSED else ''
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the file is opened by its URL."""
+        return remote.is_remote(self.path)
+
+
+def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
+    """Return the files that paths, URLs, globs and '-' name, in order; a glob's matches are sorted.
+
+    With `format` None, the suffix of each file decides (`format_of`). Raises ConfigError with every
+    file that does not exist, cannot be read, has a format that cannot be read in this way, or is
+    named twice.
+    """
+    problems: list[Problem] = []
+    inputs = []
+    named: dict[str, str] = {}  # the pattern of each file
+    for pattern in patterns:
+        try:
+            paths = _without_card(pattern, _expand(pattern))
+            problems += _named_before(pattern, paths, named)
+            table = all(map(is_table, paths))
+            inputs += [replace(_look(path, format), table=table) for path in paths]
+        except ConfigError as error:
+            problems += [problem for problem in error.problems if isinstance(problem, Problem)]
+    if not patterns:
+        problems = [
+            Problem(
+                path='--input',
+                message="names no file; give paths, globs, or '-' for standard input",
+            )
+        ]
+    if problems:
+        raise ConfigError(*problems)
+    return inputs
+
+
+def _expand(pattern: str) -> list[str]:
+    if remote.is_remote(pattern):
+        if urls := remote.expand(pattern):
+            return urls
+        raise input_error(pattern, 'matches no file; check the pattern')
+    path = str(Path(pattern).expanduser())
+    if pattern == STDIN or Path(path).exists():
+        return [path]
+    if not glob.has_magic(path):
+        raise input_error(path, 'there is no such file; check the name, or give a glob in quotes')
+    names = sorted(name for name in glob.glob(path, recursive=True) if not Path(name).is_dir())
+    if not names:
+        raise input_error(path, "matches no file; check the pattern ('**' descends into folders)")
+    return _once(pattern, names)
+
+
+def cards_among(names: Sequence[str]) -> set[str]:
+    """Return the names of README.md, which describes other data, unless these are Markdown too."""
+    cards = {name for name in names if Path(name).name.lower() == 'readme.md'}
+    others = [_suffix(name) for name in names if name not in cards]
+    return cards if others and '.md' not in others else set()
+
+
+def _without_card(pattern: str, paths: list[str]) -> list[str]:
+    if cards := cards_among(paths):
+        logger.warning('%s: not reading %s, which describes the data', pattern, min(cards))
+    return [path for path in paths if path not in cards]
+
+
+def _named_before(pattern: str, paths: Sequence[str], named: dict[str, str]) -> list[Problem]:
+    """Return a problem if files are among those `named`; add them to these."""
+    twice = [path for path in paths if os.path.normpath(path) in named]
+    problems = []
+    if twice:
+        more = f', and so would {len(twice) - 1:,} others' if len(twice) > 1 else ''
+        message = (
+            f'would be read twice{more}: --input {named[os.path.normpath(twice[0])]} and --input '
+            f'{pattern} both name it; name it once, or build it apart and weight it by data.blend'
+        )
+        problems = [Problem(path=twice[0], message=message)]
+    named.update({os.path.normpath(path): pattern for path in paths})
+    return problems
+
+
+def _once(pattern: str, names: list[str]) -> list[str]:
+    """Return the names without those that links give to the same files; a loop of links has 40."""
+    files = dict[str, str]()
+    for name in sorted(names, key=lambda name: (name.count(os.sep), name)):
+        files.setdefault(os.path.realpath(name), name)
+    if left := len(names) - len(files):
+        logger.warning('%s: %d of %d matches are links to others', pattern, left, len(names))
+    return sorted(files.values())
+
+
+def _look(path: str, format: Format | None) -> Input:
+    if path == STDIN:
+        input = Input(path=path, format=format or 'jsonl', size=0, mtime_ns=0, stream=True)
+    elif remote.is_remote(path):
+        size, version = remote.look(path)
+        input = Input(
+            path=path,
+            format=format or format_of(path),
+            size=size or 0,
+            mtime_ns=0,
+            stream=size is None,
+            version=version,
+            given=format is not None,
+        )
+    else:
+        try:
+            status = os.stat(path)
+            if stat.S_ISREG(status.st_mode):
+                Path(path).open('rb').close()
+        except OSError as error:
+            raise input_error(
+                path, f'cannot be read: {error.strerror}; make it readable, or leave it out'
+            ) from error
+        if stat.S_ISDIR(status.st_mode):
+            raise input_error(
+                path,
+                f'is a folder; give its files, for example {typed(path.rstrip("/") + "/*.jsonl")}',
+            )
+        stream = not stat.S_ISREG(status.st_mode)
+        size, mtime_ns = (0, 0) if stream else (status.st_size, status.st_mtime_ns)
+        input = Input(
+            path=path,
+            format=format or format_of(path),
+            size=size,
+            mtime_ns=mtime_ns,
+            stream=stream,
+            given=format is not None,
+        )
+    if input.format == 'parquet' and (input.stream or input.compression):
+        raise input_error(
+            path,
+            'Parquet is read only from uncompressed files, not streams; write it to such a file',
+        )
+    if input.compression == '.zst':
+        optional('zstandard', path)
+    elif input.format == 'parquet':
+        optional('pyarrow', path)
+    return input
+
+
+def name_of(path: str) -> str:
+    """Return a path, or a URL without its query."""
+    return path.partition('?')[0] if remote.is_web(path) else path
+
+
+def format_of(path: str) -> Format:
+    """Return the format that the name of a file or URL says it has."""
+    return SUFFIXES.get(_suffix(path), 'text')
+
+
+def is_table(path: str) -> bool:
+    """Whether the name of a file or URL says that it is CSV or TSV, of which none is text."""
+    return _suffix(path) in TABLES
+
+
+def _suffix(path: str) -> str:
+    """Return the suffix of a file or URL without its compression, in small letters."""
+    name = Path(name_of(path).lower())
+    return (name.with_suffix('') if name.suffix in COMPRESSED else name).suffix
+
+
+def unreadable(input: Input, error: Exception) -> ConfigError:
+    """Return the ConfigError for a file that ends early or breaks off."""
+    reason = getattr(error, 'strerror', None) or str(error).splitlines()[0].rstrip('. ')
+    return input_error(
+        input.path, f'cannot be read to its end: {reason}; copy it again, or leave it out'
+    )
+
+
+def optional(module: str, path: str) -> Any:
+    """Return the module; raise ConfigError with the file that needs it if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise input_error(
+            path, f'needs {error.name}, which is not installed; {install("data")}'
+        ) from error
+
+
+def input_error(path: str, message: str) -> ConfigError:
+    """Return the ConfigError that names the file."""
+    return ConfigError(Problem(path=path, message=message))

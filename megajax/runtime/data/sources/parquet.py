@@ -1,0 +1,103 @@
+"""Rows of Parquet files, in pieces."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megajax.runtime.data.sources.contents import check_parquet
+from megajax.runtime.data.sources.inputs import Input, input_error, optional, unreadable
+from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position
+from megajax.runtime.data.sources.remote import open_remote
+
+SIGNS = 1 << 10  # bytes that show what else a file may be
+
+
+def read_rows(
+    input: Input, key: str, here: Position, unit: int
+) -> Iterator[tuple[InputPiece, bool, int]]:
+    """Yield pieces of rows of a Parquet file.
+
+    With each piece come whether it is the last of the file, and the bytes of the file read so far,
+    estimated from the number of rows.
+    """
+    with _open(input) as file:
+        _check_column(input, key, file.schema_arrow)
+        total, row = file.metadata.num_rows, here.offset
+        rows: list[bytes | None] = []
+        weight = 0
+        for text in _column(file, key, row):
+            rows.append(text)
+            weight += len(text or b'') + 10
+            if weight >= unit or row + len(rows) == total:
+                piece = InputPiece(input=input, offset=row, line=row + 1, data=rows)
+                row, rows, weight = row + len(rows), [], 0
+                yield piece, row == total, input.size * row // total
+
+
+def read_records(input: Input) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file with all their columns; a null is left out, at any depth."""
+    with _open(input) as file:
+        for batch in file.iter_batches(batch_size=256, use_threads=False):
+            yield from map(_without_nulls, batch.to_pylist())
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _open(input: Input) -> Iterator[Any]:
+    """Open the file; raise what fails in reading it as a ConfigError that names it."""
+    parquet, arrow = optional('pyarrow.parquet', input.path), optional('pyarrow', input.path)
+    try:
+        with (
+            _source(input) as source,
+            parquet.ParquetFile(source, pre_buffer=False, buffer_size=UNIT) as file,
+        ):
+            yield file
+    # A column's name may be no UTF-8.
+    except (arrow.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
+        raise unreadable(input, error) from error
+
+
+@contextmanager
+def _source(input: Input) -> Iterator[Any]:
+    if input.is_remote:
+        with open_remote(input.path, input.size, at_any_place=True) as source:
+            check_parquet(input, source.read(SIGNS))
+            source.seek(0)
+            yield source
+    else:
+        with open(input.path, 'rb') as source:
+            check_parquet(input, source.read(SIGNS))
+        yield input.path
+
+
+def _column(file: Any, key: str, start: int) -> Iterator[bytes | None]:
+    first = 0
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if start < first + rows:
+            for batch in file.iter_batches(
+                batch_size=256, row_groups=[group], columns=[key], use_threads=False
+            ):
+                # as bytes, because the worker reports which row is not UTF-8
+                texts = batch.column(0).cast('large_string').cast('large_binary').to_pylist()
+                yield from texts[max(start - first, 0) :]
+                first += len(texts)
+        else:
+            first += rows
+
+
+def _check_column(input: Input, key: str, schema: Any) -> None:
+    if key not in schema.names:
+        raise input_error(
+            input.path, f'has no column {key!r}; give --json-key one of {", ".join(schema.names)}'
+        )
+    kind = schema.field(key).type
+    if str(getattr(kind, 'value_type', kind)) not in ('string', 'large_string', 'string_view'):
+        raise input_error(
+            input.path, f'column {key!r} is {kind}, not text; give --json-key a column of strings'
+        )

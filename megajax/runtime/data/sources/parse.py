@@ -1,0 +1,110 @@
+"""Conversion of pieces of raw bytes to texts and objects; bad lines become problems."""
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from megajax.base.errors import Problem
+from megajax.runtime.data.sources.pieces import InputPiece
+from megajax.runtime.data.sources.shapes import as_messages
+
+
+class Fixes(NamedTuple):
+    """The advice about lines that cannot be used."""
+
+    bad: str = 'fix it, or skip such lines with --skip-bad'
+    no_key: str = 'give --json-key one of them, or --skip-bad'
+    messages: str = 'set data.corpus to the file: megajax train and eval read messages as they are'
+
+
+FIXES = Fixes()
+
+
+def parse(piece: InputPiece, key: str, fixes: Fixes = FIXES) -> Iterator[str | Problem]:
+    """Yield the texts of a piece in order, and a Problem in place of each bad one.
+
+    The byte order mark with which a file may begin is no part of its text.
+    """
+    path = piece.input.path
+    if isinstance(piece.data, list):
+        for row, text in enumerate(piece.data, piece.line):
+            place = f'{path}: row {row}'
+            yield (
+                _decode(text, place, fixes.bad)
+                if text is not None
+                else Problem(path=place, message=f'{key!r} is null, not text; {fixes.bad}')
+            )
+    elif piece.input.format == 'text':
+        data = piece.data if piece.offset else piece.data.removeprefix(codecs.BOM_UTF8)
+        fix = 'convert it, for example with iconv, or leave it out'
+        yield _decode(data, path, fix, piece.offset + len(piece.data) - len(data))
+    else:
+        for line, place in lines(piece):
+            yield _parse_line(line, key, place, fixes)
+
+
+def lines(piece: InputPiece) -> Iterator[tuple[bytes, str]]:
+    """Yield the lines of a piece of JSON lines that are not blank, each with file and number."""
+    assert isinstance(piece.data, bytes)
+    data = piece.data if piece.offset else piece.data.removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(data.split(b'\n'), piece.line):
+        if line and not line.isspace():
+            yield line, f'{piece.input.path}:{number}'
+
+
+def parse_object(line: bytes, place: str, fix: str) -> dict[str, Any] | Problem:
+    """Return the object of a line of JSON, or the Problem with it."""
+    decoded = _decode(line, place, fix)
+    if isinstance(decoded, Problem):
+        return decoded
+    try:
+        value = json.loads(decoded)
+    except (ValueError, RecursionError) as error:
+        return Problem(path=place, message=f'is not JSON ({error}): {_short(decoded)}; {fix}')
+    if isinstance(value, dict):
+        return value
+    return Problem(
+        path=place,
+        message=f'is {type(value).__name__}, not a JSON object: {_short(decoded)}; {fix}',
+    )
+
+
+def _decode(data: bytes, path: str, fix: str, offset: int = 0) -> str | Problem:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        return Problem(
+            path=path,
+            message=f'is not UTF-8 at byte {offset + error.start} '
+            f'(0x{data[error.start]:02x}); {fix}',
+        )
+
+
+def _parse_line(line: bytes, key: str, place: str, fixes: Fixes) -> str | Problem:
+    document = parse_object(line, place, fixes.bad)
+    if isinstance(document, Problem):
+        return document
+    if key not in document:
+        keys = _short(', '.join(document) or 'none')
+        fix = fixes.messages if 'messages' in document else as_messages(document) or fixes.no_key
+        return Problem(path=place, message=f'has no key {key!r} (its keys: {keys}); {fix}')
+    text = document[key]
+    if not isinstance(text, str):
+        return Problem(
+            path=place, message=f'{key!r} is {_short(json.dumps(text))}, not text; {fixes.bad}'
+        )
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return Problem(
+                path=place,
+                message=f'{key!r} has an unpaired surrogate at character {error.start}; '
+                f'{fixes.bad}',
+            )
+    return text
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 60 else f'{value[:60]}...'

@@ -1,0 +1,182 @@
+"""Corpus files that are named by URLs, such as s3://bucket/*.jsonl, opened by fsspec.
+
+fsspec and the package for a protocol (s3fs, gcsfs, huggingface_hub, aiohttp) are imported when a
+URL asks for them. Credentials are those that the package finds by itself.
+"""
+
+import io
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, TypeVar, cast
+
+from megajax.base.errors import ConfigError, Problem, reason
+from megajax.core.config.extras import install
+
+BLOCK = 1 << 23  # bytes that are fetched at once, where a server has ranges
+BUFFER = 1 << 20  # bytes that are read at once
+# How filesystems name what changes with a file's content, the surest first.
+VERSIONS = 'ETag', 'etag', 'md5Hash', 'blob_id', 'mtime', 'LastModified', 'last_modified', 'created'
+PACKAGES = {'s3': 's3fs', 'gs': 'gcsfs', 'gcs': 'gcsfs', 'hf': 'huggingface_hub'}
+# What gives a user the right to read, by protocol.
+CREDENTIALS = {
+    's3': 'AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY',
+    'gs': 'gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS',
+    'gcs': 'gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS',
+    'hf': 'HF_TOKEN, and the terms of a gated repository accepted on the Hub',
+}
+
+Found = TypeVar('Found')
+
+
+def is_remote(path: str) -> bool:
+    """Whether the path is a URL, such as s3://bucket/key."""
+    return re.match(r'[a-z][a-z0-9+.-]*://', path) is not None
+
+
+def is_web(url: str) -> bool:
+    """Whether the URL is of a web server, where a name may have a query and no ranges be served."""
+    return url.startswith(('http://', 'https://'))
+
+
+def expand(url: str) -> list[str]:
+    """Return the URLs of the files that a URL with wildcards names, sorted; else the URL itself."""
+    if not re.search(r'[*\[]' if is_web(url) else r'[*?\[]', url):
+        return [url]
+    files, path = _filesystem(url)
+    names = _ask(url, lambda: files.glob(path, detail=True))
+    return sorted(
+        files.unstrip_protocol(name) for name, info in names.items() if info['type'] == 'file'
+    )
+
+
+def look(url: str) -> tuple[int | None, str]:
+    """Return the bytes of a file, None if the server does not tell, and what tells its version.
+
+    Raises ConfigError if there is no such file.
+    """
+    files, path = _filesystem(url)
+    info = _ask(url, lambda: files.info(path))
+    if info.get('type') == 'directory':
+        raise _error(url, f"is a folder; give its files, for example '{url.rstrip('/')}/*.jsonl'")
+    version = next((str(info[name]) for name in VERSIONS if info.get(name)), '')
+    return info.get('size'), version
+
+
+@contextmanager
+def open_remote(url: str, size: int, *, at_any_place: bool = False) -> Iterator[BinaryIO]:
+    """Open a file of `size` bytes, 0 if unknown; `at_any_place` needs a server that has ranges."""
+    files, path = _filesystem(url)
+    in_one_answer = is_web(url) and not at_any_place
+    block = 0 if in_one_answer else BLOCK
+    with _ask(url, lambda: files.open(path, 'rb', block_size=block)) as file:
+        raw = _Raw(file, url, size, is_seekable=not in_one_answer)
+        yield cast(BinaryIO, io.BufferedReader(raw, BUFFER))
+
+
+class _Raw(io.RawIOBase):
+    """A file of fsspec whose errors are OSErrors, and which raises EOFError if it ends early.
+
+    A server that refuses its content is a ConfigError: a gated repository shows names and sizes.
+    """
+
+    def __init__(self, file: Any, url: str, size: int, *, is_seekable: bool) -> None:
+        self._file, self._url, self._size, self._is_seekable = file, url, size, is_seekable
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._is_seekable
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = int(self._file.seek(offset, whence))
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._file.read(len(buffer))
+        except Exception as error:  # each filesystem has errors of its own
+            if _is_refusal(error):
+                raise _unreadable(self._url, error) from error
+            raise OSError(f'{reason(error)} at byte {self._at}') from error
+        buffer[: len(data)] = data
+        self._at += len(data)
+        if not data and self._at < self._size:
+            raise EOFError(f'it ends after {self._at} of {self._size} bytes')
+        return len(data)
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    """Return the filesystem of a URL, and its path there."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise _error(url, f'needs fsspec, which is not installed; {install("remote")}') from error
+    for logger in ('gcsfs', 'google.auth'):  # which log what gcsfs raises, with a traceback
+        _quieten(logger)
+    try:
+        files, path = url_to_fs(url)
+    except ImportError as error:
+        if package := PACKAGES.get(_protocol(url)):
+            fix = f'{package}, which is not installed; pip install {package}'
+        else:
+            fix = f'a package that is not installed; {reason(error).rstrip(".")}'
+        raise _error(url, f'needs {fix}, beside {install("remote")}') from error
+    except ValueError as error:
+        raise _error(url, f'{reason(error)}; use s3://, gs://, hf:// or https://') from error
+    return files, path
+
+
+def _quieten(package: str) -> None:
+    """Turn off a package's log, unless the user has chosen a level of it (GCSFS_DEBUG)."""
+    logger = logging.getLogger(package)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)
+
+
+def _ask(url: str, question: Callable[[], Found]) -> Found:
+    try:
+        return question()
+    except FileNotFoundError as error:
+        fix = 'check the name, or give a glob'
+        if _protocol(url) == 'hf':  # which hides what is private
+            fix = 'check repository, revision and name; a private one needs HF_TOKEN'
+        elif isinstance(error.__cause__, Exception) and _is_refusal(error.__cause__):
+            raise _unreadable(url, error.__cause__) from error  # so fsspec says it of https
+        raise _error(url, f'there is no such file; {fix}') from error
+    except Exception as error:  # each filesystem has errors of its own
+        raise _unreadable(url, error) from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a server has answered 401 or 403, as s3fs, gcsfs, huggingface_hub and aiohttp say."""
+    codes = (
+        getattr(error, 'code', None),
+        getattr(error, 'status', None),
+        getattr(getattr(error, 'response', None), 'status_code', None),
+    )
+    return (
+        isinstance(error, PermissionError)
+        or str(error).startswith('Forbidden: ')
+        or any(code in (401, 403) for code in codes)
+    )
+
+
+def _unreadable(url: str, error: Exception) -> ConfigError:
+    credentials = CREDENTIALS.get(_protocol(url))
+    fix = f'the credentials ({credentials})' if credentials else 'the credentials'
+    return _error(url, f'cannot be read: {reason(error)}; check the name and {fix}')
+
+
+def _protocol(url: str) -> str:
+    return url.partition('://')[0]
+
+
+def _error(url: str, message: str) -> ConfigError:
+    return ConfigError(Problem(path=url, message=message))

@@ -1,0 +1,100 @@
+"""The check that every token id of a pair of files is in the model's vocabulary.
+
+The whole file is read once, and the range of its ids is cached.
+"""
+
+import json
+import os
+from hashlib import sha256
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import numpy as np
+
+from megajax.base.errors import ConfigError, Problem
+from megajax.base.files.bounded_json import parse_json
+from megajax.runtime.data.tokens.indexed import Sequences, paths
+
+CHUNK = 1 << 24  # tokens read at a time
+
+
+def check_token_ids(sequences: Sequences, vocab_size: int, max_token: int | None = None) -> None:
+    """Raise ConfigError unless all ids are at least 0 and below `vocab_size`.
+
+    The error names the first bad id and its byte. `max_token` is the largest id, if known.
+    """
+    if not len(sequences.tokens):
+        return
+    low, high = (0, max_token) if max_token is not None else token_range(sequences)
+    if low < 0 or high >= vocab_size:
+        raise _out_of_range(sequences, vocab_size, high)
+
+
+def token_range(sequences: Sequences) -> tuple[int, int]:
+    """Return the smallest and the largest id.
+
+    The file is read only once, unless its size or modification time changes.
+    """
+    bin_path, _ = paths(sequences.name)
+    note = _notes() / f'{_fingerprint(bin_path)}.json'
+    try:
+        low, high = map(int, parse_json(note.read_bytes()))
+    except (OSError, ValueError, TypeError, OverflowError):
+        low, high = _read_range(sequences.tokens)
+        _remember(note, (low, high))
+    return low, high
+
+
+def _read_range(tokens: np.ndarray) -> tuple[int, int]:
+    chunks = [tokens[start : start + CHUNK] for start in range(0, len(tokens), CHUNK)]
+    return min(int(chunk.min()) for chunk in chunks), max(int(chunk.max()) for chunk in chunks)
+
+
+def _out_of_range(sequences: Sequences, vocab_size: int, high: int) -> ConfigError:
+    tokens = sequences.tokens
+    for start in range(0, len(tokens), CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        is_bad = (chunk < 0) | (chunk >= vocab_size)
+        if is_bad.any():
+            token = start + int(is_bad.argmax())
+            break
+    else:
+        raise AssertionError(f'{sequences.name}: an id of {high} was recorded, but there is none')
+    place = f'{paths(sequences.name)[0]}: at byte {token * tokens.itemsize}'
+    message = (
+        f'{vocab_size} ids end below {tokens[token]}, which is token {token} of {sequences.name}'
+    )
+    fix = f'use {high + 1} or more' if tokens[token] >= 0 else 'build the files again'
+    return ConfigError(
+        Problem(
+            path='model.vocab_size',
+            message=f'{message}; {fix}',
+            others=('data.corpus', 'data.blend'),
+            place=place,
+        )
+    )
+
+
+def _notes() -> Path:
+    return (
+        Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser()
+        / 'megajax'
+        / 'token_ranges'
+    )
+
+
+def _fingerprint(path: Path) -> str:
+    status = path.resolve().stat()
+    return sha256(
+        f'{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}'.encode()
+    ).hexdigest()
+
+
+def _remember(note: Path, low_high: tuple[int, int]) -> None:
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile('w', dir=note.parent, delete=False) as file:
+            json.dump(low_high, file)
+        Path(file.name).replace(note)
+    except OSError:
+        return  # the home directory is not writable: the file is read again next time

@@ -1,0 +1,111 @@
+"""Attention cores with a KV cache, so that the next token is one row of every product.
+
+The cache is placed where attention works: complete key/value heads, sharded over `model`, and rows
+over `data`. It therefore adds no communication, and a token costs Megatron's two all-reduces per
+layer. Prompts of different lengths end at the same slot, and each row knows its first slot: all
+rows then write the same slot, in place.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core.model.attention import Core, attend
+from megajax.core.parallel.layout import Layout
+
+
+class KeysValues(NamedTuple):
+    """The keys and values that one layer keeps.
+
+    Slots are the second-to-last dim, so that a token's products read the cache without a copy.
+    """
+
+    k_BKYH: jax.Array
+    v_BKYH: jax.Array
+
+
+def prefill(layout: Layout, segment_BS: jax.Array, num_slots: int) -> Core[KeysValues]:
+    """Return the attention core for full prompts, each within its segment.
+
+    It keeps the prompts' keys and values, which fill the first of `num_slots` slots.
+    """
+
+    def core(
+        q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
+    ) -> tuple[jax.Array, KeysValues]:
+        o_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, layout, segment_RS=segment_BS)
+        return o_BSNH, KeysValues(slots(k_BSKH), slots(v_BSKH))
+
+    def slots(k_BSKH: jax.Array) -> jax.Array:
+        k_BKSH = jnp.swapaxes(k_BSKH, 1, 2)
+        return jnp.pad(k_BKSH, ((0, 0), (0, 0), (0, num_slots - k_BKSH.shape[2]), (0, 0)))
+
+    return core
+
+
+def decode(
+    layout: Layout,
+    cache: KeysValues,
+    slot: jax.Array,
+    first_B: jax.Array,
+    is_empty_BY: jax.Array | None = None,
+) -> Core[KeysValues]:
+    """Return the attention core for one token per row, at `slot`.
+
+    The token attends to the slots from the row's first on that are not empty. The core keeps the
+    token's own keys and values [B, K, 1, H], for `write`.
+    """
+    slot_1Y = jnp.arange(cache.k_BKYH.shape[2])[None]
+    read_BY = (first_B[:, None] <= slot_1Y) & (slot_1Y < slot)
+    if is_empty_BY is not None:
+        read_BY &= ~is_empty_BY
+
+    def core(
+        q_B1NH: jax.Array, k_B1KH: jax.Array, v_B1KH: jax.Array
+    ) -> tuple[jax.Array, KeysValues]:
+        own = KeysValues(jnp.swapaxes(k_B1KH, 1, 2), jnp.swapaxes(v_B1KH, 1, 2))
+        return _attend_to_cache(q_B1NH, cache, own, read_BY, layout), own
+
+    return core
+
+
+def write(cache: KeysValues, own: KeysValues, slot: jax.Array) -> KeysValues:
+    """Return the cache with a token's keys and values at `slot`.
+
+    The update is in place if everything that reads the cache comes before `slot`.
+    """
+    return KeysValues(
+        *(
+            lax.dynamic_update_slice_in_dim(x, new, slot, axis=2)
+            for x, new in zip(cache, own, strict=True)
+        )
+    )
+
+
+def _attend_to_cache(
+    q_B1NH: jax.Array,
+    cache: KeysValues,
+    own: KeysValues,
+    read_BY: jax.Array,
+    layout: Layout,
+) -> jax.Array:
+    """Return the attention o_B1NH of one query to the slots in `read_BY`, and to its own.
+
+    Its own key and value are not in the cache yet. The softmax is in fp32.
+    """
+    batch, groups, _, head_dim = cache.k_BKYH.shape
+    q_BNH = q_B1NH[:, 0] * head_dim**-0.5
+    q_BKGH = q_BNH.reshape(batch, groups, -1, head_dim, out_sharding=layout('BN-h'))
+    score_BKGY = jnp.einsum(
+        'bkgh,bkyh->bkgy', q_BKGH, cache.k_BKYH, preferred_element_type=jnp.float32
+    )
+    allowed = jnp.expand_dims(read_BY, (1, 2))
+    score_BKGY = jnp.where(allowed, score_BKGY, jnp.finfo(jnp.float32).min)
+    own_BKG1 = jnp.einsum('bkgh,bkyh->bkgy', q_BKGH, own.k_BKYH, preferred_element_type=jnp.float32)
+    weight_BKGY = jax.nn.softmax(jnp.concatenate([score_BKGY, own_BKG1], axis=-1), axis=-1)
+    weight_BKGY = weight_BKGY.astype(q_B1NH.dtype)
+    o_BKGH = jnp.einsum('bkgy,bkyh->bkgh', weight_BKGY[..., :-1], cache.v_BKYH)
+    o_BKGH = o_BKGH + weight_BKGY[..., -1:] * own.v_BKYH
+    return o_BKGH.reshape(q_B1NH.shape, out_sharding=layout('BsNh'))

@@ -1,0 +1,70 @@
+"""The continuation of one prompt: its tokens, and the text that is certain so far."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from megajax.runtime.data import Tokenizer
+from megajax.runtime.data.text.byte_tokens import UNFINISHED
+
+End = Literal['eod', 'stop', 'length']
+
+
+class Continuation:
+    """Up to `limit` tokens of a row, added as they are generated.
+
+    `ids` exclude the token of `ends` that ended them, and `end` says what did, None until then.
+    `text` is the text of `ids` up to the first of `stops`. Until the end it omits what later tokens
+    may still change: an incomplete character, or the beginning of a stop.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        tokenizer: Tokenizer | None,
+        *,
+        limit: int,
+        ends: Sequence[int] = (),
+        stops: Sequence[str] = (),
+    ):
+        self.ids: list[int] = []
+        self.text = ''
+        self.end: End | None = None
+        self.region_tokens: np.ndarray | None = None
+        self.limit = limit
+        self._prompt, self._tokenizer = list(prompt), tokenizer
+        self._ends, self._stops = ends, stops
+        self._before = tokenizer.decode(self._prompt) if tokenizer else ''
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Add the next tokens."""
+        if self.end:
+            return
+        end = next((i for i, token in enumerate(ids) if token in self._ends), None)
+        self.ids += ids[:end]
+        if end is not None:
+            self.end = 'eod'
+        elif len(self.ids) == self.limit:
+            self.end = 'length'
+        if self._tokenizer:
+            # With the prompt: some tokenizers drop a space at the start of what they decode.
+            text, before = self._tokenizer.decode([*self._prompt, *self.ids]), self._before
+            if not text.startswith(before):  # the prompt's last character is complete now
+                before = before.rstrip(UNFINISHED)
+            self._look_for_stops(text[len(before) :])
+
+    def _look_for_stops(self, text: str) -> None:
+        if not self.end:
+            text = text.rstrip(UNFINISHED)
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if starts:
+            text, self.end = text[: min(starts)], 'stop'
+        elif not self.end:
+            text = text[: len(text) - max((_begun(text, stop) for stop in self._stops), default=0)]
+        self.text = text
+
+
+def _begun(text: str, stop: str) -> int:
+    """Return the number of characters at the end of `text` that begin `stop`."""
+    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,165 @@
+"""The plan of `megajax launch`: a command, and the variables of each process. Imports no jax."""
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from megajax.base.errors import ConfigError
+from megajax.core.config.extras import install
+from megajax.core.hardware.visible import visible_gpus
+from megajax.runtime.processes.environment import (
+    COORDINATOR,
+    LOCAL_DEVICES,
+    POD_INDEX,
+    PROCESS,
+    PROCESSES,
+)
+from megajax.runtime.processes.launchers import find_place
+
+PATIENCE = '--xla_cpu_collective_call_terminate_timeout_seconds'
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """The processes to start: one command, and the environment variables to add for each."""
+
+    command: tuple[str, ...]
+    variables: tuple[Mapping[str, str], ...]
+    hosts: int = 1  # that each start as many processes of the run
+    first: int = 0  # index in the run of this host's first process
+
+    def __str__(self) -> str:
+        settings = (
+            shlex.join([f'{name}={value}' for name, value in variables.items()])
+            for variables in self.variables
+        )
+        command = shlex.join(self.command)
+        return '\n'.join(
+            f'[{index}] {text} {command}' for index, text in enumerate(settings, self.first)
+        )
+
+
+def make_plan(
+    arguments: Sequence[str],
+    *,
+    processes: int,
+    needed: int,
+    devices_per_process: int | None = None,
+    hosts: int = 1,
+    host: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> LaunchPlan:
+    """Plan `python -m megajax ARGUMENTS` in `processes` processes, for a mesh of `needed` devices.
+
+    Each process gets its own part of the visible GPUs or, without GPUs, simulated CPU devices:
+    `devices_per_process` of them, by default an equal share. With several hosts these are the
+    processes of host number `host`, or of the pod of an Indexed Job. Raises ConfigError if the
+    numbers do not fit, so that no GPU is idle or shared.
+    """
+    if hosts == 1:
+        _check_alone(environ)
+    gpus = _usable_gpus(environ)
+    devices = devices_per_process or max((gpus or needed // hosts) // processes, 1)
+    product = f'{processes} processes x {devices} devices'
+    if gpus and processes * devices != gpus:
+        raise ConfigError(
+            f'{product} are {processes * devices}, and {gpus} GPUs are visible: '
+            f'choose --processes and --devices-per-process for {gpus}, '
+            f'or list {processes * devices} in CUDA_VISIBLE_DEVICES'
+        )
+    if hosts * processes * devices != needed:
+        raise ConfigError(
+            f'{f"{hosts} hosts x " if hosts > 1 else ""}{product} are '
+            f'{hosts * processes * devices}, and the mesh of the config (mesh.stages x '
+            f'mesh.data x mesh.context x mesh.model_rows x mesh.model) needs {needed}: '
+            'change the mesh, or choose --processes and --devices-per-process to match it'
+        )
+    first = processes * _index_of_host(hosts, host, environ)
+    run = {COORDINATOR: _coordinator(hosts, environ), PROCESSES: str(hosts * processes)}
+    place = _gpus_of if gpus else _cpus_of
+    return LaunchPlan(
+        command=(sys.executable, '-m', 'megajax', *arguments),
+        variables=tuple(
+            {**run, PROCESS: str(first + index), **place(index, devices, environ)}
+            for index in range(processes)
+        ),
+        hosts=hosts,
+        first=first,
+    )
+
+
+def _check_alone(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if several processes run `launch`, each of which would start a run."""
+    if PROCESSES in environ or (place := find_place(environ)) is None:
+        return
+    name, index, count, _ = place.launcher
+    if count and environ[count] != '1':
+        raise ConfigError(
+            f'{name} started {environ[count]} processes ({count}), of which this is '
+            f'{index}={environ[index]}, and each would start a run of its own with launch: '
+            f'run megajax train without launch; or start one process, or with --hosts one per host'
+        )
+
+
+def _index_of_host(hosts: int, host: int | None, environ: Mapping[str, str]) -> int:
+    given = str(host) if host is not None else environ.get(POD_INDEX) if hosts > 1 else '0'
+    if given is None:
+        raise ConfigError(
+            f'--hosts {hosts} without --host: say which of them this is, from 0; '
+            f'in a pod of an Indexed Job it is {POD_INDEX}'
+        )
+    if not given.isdecimal() or int(given) >= hosts:
+        where = '--host ' if host is not None else f'{POD_INDEX}='
+        raise ConfigError(
+            f'{where}{given} is not among the {hosts} of --hosts: use 0 to {hosts - 1}'
+        )
+    return int(given)
+
+
+def _coordinator(hosts: int, environ: Mapping[str, str]) -> str:
+    if hosts == 1:
+        return f'127.0.0.1:{_free_port()}'
+    if not environ.get(COORDINATOR):
+        raise ConfigError(
+            f'--hosts {hosts} without {COORDINATOR}: '
+            'export it on each host as HOST:PORT of host 0, for example node1:8476'
+        )
+    return environ[COORDINATOR]
+
+
+def _usable_gpus(environ: Mapping[str, str]) -> int:
+    gpus = visible_gpus(environ)
+    if gpus and not any('cuda' in plugin.name for plugin in entry_points(group='jax_plugins')):
+        raise ConfigError(
+            f'{gpus} GPUs are visible and jax has no plugin for them: '
+            f'{install("cuda")}, or set JAX_PLATFORMS=cpu for CPU devices'
+        )
+    return gpus
+
+
+def _gpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        LOCAL_DEVICES: ','.join(str(gpu) for gpu in range(index * devices, (index + 1) * devices))
+    }
+
+
+def _cpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, str]:
+    variables = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
+    # Simulated devices meet at each collective. On a busy machine one may be late, and XLA would
+    # end the process after its default timeout.
+    flags = environ.get('XLA_FLAGS', '')
+    return (
+        variables
+        if PATIENCE in flags
+        else {**variables, 'XLA_FLAGS': f'{flags} {PATIENCE}=600'.strip()}
+    )
+
+
+def _free_port() -> int:
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port: int = server.getsockname()[1]
+    return port

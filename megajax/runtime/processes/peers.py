@@ -1,0 +1,217 @@
+"""Connections of a run's processes to process 0, by which each learns when another ends early.
+
+jax notices a dead process when its heartbeats stop, and then aborts with a stack dump. The kernel
+closes the connections of a process that dies, however it dies, and its keepalive probes detect a
+host that is gone; neither needs the process itself, so a long compilation is not mistaken for
+death. A process that is frozen keeps its connections: where its signs of life stop, the others name
+it, and jax ends them later, since a thread of Python may be late where the process is not frozen.
+Messages are lines of JSON. Imports no jax.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megajax.base.render.text import visible
+
+logger = logging.getLogger(__name__)
+
+RETRY = 75  # exit code of a run that another attempt may finish, EX_TEMPFAIL
+MAX_MESSAGE_BYTES = 1 << 16  # maximum message length in bytes
+# In seconds, seconds and probes: a silent host counts as lost after 5 s.
+KEEPALIVE = {'TCP_KEEPIDLE': 2, 'TCP_KEEPINTVL': 1, 'TCP_KEEPCNT': 3}
+# Seconds in which a process may still fail by an error of its own after another has reported one.
+OWN_ERROR = 1.0
+BEAT = 2.0  # seconds between two signs of life of a process
+SILENCE = 8.0  # seconds without one until a process is named
+# Set once this process is ending with an error of its own that it has not announced yet.
+LEAVING = threading.Event()
+
+Message = dict[str, Any]
+
+
+class Connection:
+    """A connection to another process.
+
+    `done` is true once the other process has announced that it may close the connection, `closed`
+    once it is closed. `heard` is when it last sent something, `silent` whether that is long ago.
+    """
+
+    def __init__(self, connection: socket.socket, name: str):
+        self.socket, self.name, self.done, self.closed = connection, name, False, False
+        self.heard, self.silent = time.monotonic(), False
+        self._pending, self._lock = b'', threading.Lock()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            if hasattr(socket, option):  # not defined on every system
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def send(self, **message: Any) -> None:
+        """Send one message; a broken connection is reported by `receive`."""
+        with self._lock, contextlib.suppress(OSError):
+            self.socket.sendall(json.dumps(message).encode() + b'\n')
+
+    def receive(self) -> list[Message]:
+        """Wait for some bytes and return the messages that are complete; the last is 'closed'.
+
+        Raises TimeoutError after the socket's timeout, and ValueError for an invalid message.
+        """
+        try:
+            received = self.socket.recv(MAX_MESSAGE_BYTES)
+        except OSError as error:
+            # Only the socket's own timeout has no errno; that of the keepalive probes has one.
+            if isinstance(error, TimeoutError) and error.errno is None:
+                raise
+            received = b''
+        self.closed = not received
+        *lines, self._pending = (self._pending + received).split(b'\n')
+        try:
+            messages = [json.loads(line) for line in lines]
+        except RecursionError as error:
+            raise ValueError('not a message: nested too deep') from error
+        if len(self._pending) > MAX_MESSAGE_BYTES or not all(
+            isinstance(message, dict) and 'event' in message for message in messages
+        ):
+            raise ValueError('not a message')
+        return [*messages, {'event': 'closed'}] if self.closed else messages
+
+
+class Peers:
+    """The other processes of a run.
+
+    Process 0 has a link to each of them, and each has one to process 0, which forwards messages.
+    """
+
+    def __init__(self, index: int, links: Sequence[Connection]):
+        self.index, self.links = index, links
+        self._told = threading.Event()  # set once another process is known to have ended
+        self._failing = False
+        LEAVING.clear()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name='megajax-peers')
+
+    def watch(self, heard: Sequence[Message] = ()) -> None:
+        """Start a thread that listens and ends this process when another ends early.
+
+        `heard` are messages that have already been received on the first link.
+        """
+        for message in heard:
+            self._hear(self.links[0], message)
+        self._watcher.start()
+
+    def done(self) -> None:
+        """Announce that this process has done its part and may end."""
+        self._tell(event='done')
+
+    def failed(self, why: str, *, own: bool) -> None:
+        """Announce why this process ends early.
+
+        If the error may not be its `own`, and another process has reported one, this process ends
+        here with exit code 75.
+        """
+        if not own and self._told.wait(OWN_ERROR):
+            self._watcher.join()
+        self._failing = True
+        self._tell(event='failed', why=why)
+
+    def wait(self, seconds: float) -> None:
+        """Wait, in process 0, until the others have ended: jax aborts those that outlive it."""
+        if self.index == 0:
+            self._watcher.join(seconds)
+
+    def _tell(self, **message: Any) -> None:
+        for link in self.links:
+            link.send(**message)
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for link in self.links:
+                selector.register(link.socket, selectors.EVENT_READ, link)
+            beat = time.monotonic() + BEAT
+            while selector.get_map():
+                for key, _ in selector.select(max(0, beat - time.monotonic())):
+                    for message in _receive(key.data):
+                        self._hear(key.data, message)
+                    if key.data.closed:
+                        selector.unregister(key.fileobj)
+                if (late := time.monotonic() - beat) >= 0:
+                    self._tell(event='alive')
+                    self._check_silence(was_frozen=late > BEAT)
+                    beat = time.monotonic() + BEAT
+
+    def _check_silence(self, *, was_frozen: bool) -> None:
+        """Name those that have been silent for long, but not where this process was frozen itself.
+
+        Of all that hear from process 0 alone, the first one does.
+        """
+        now = time.monotonic()
+        for link in self.links:
+            if was_frozen:
+                link.heard = now
+            elif now - link.heard > SILENCE and not (link.silent or link.done):
+                link.silent = True
+                if self.index <= 1:
+                    logger.warning(
+                        '%s has been silent for %.0f s: it may be frozen, or its host overloaded; '
+                        'jax ends the run when it does not answer',
+                        link.name,
+                        now - link.heard,
+                    )
+
+    def _hear(self, link: Connection, message: Message) -> None:
+        if link.silent and message['event'] != 'closed' and self.index <= 1:
+            logger.warning('%s answers again', link.name)
+        link.heard, link.silent = time.monotonic(), False
+        match message['event']:
+            case 'done':
+                link.done = True
+            case 'closed' if not link.done:
+                self._leave(
+                    f'{link.name} was lost, so this process ends too: '
+                    'start the run again to continue from its last checkpoint',
+                    0,
+                )
+            case 'failed':
+                link.done = True
+                self._leave(
+                    f'{link.name} failed ({message.get("why")}), so this process ends too: '
+                    'see the output of the failed process',
+                    OWN_ERROR,
+                )
+            case 'other':
+                self._leave(str(message.get('what')), OWN_ERROR if message.get('patience') else 0)
+
+    def _leave(self, what: str, patience: float) -> None:
+        """End this process because of another, unless it fails itself within `patience` seconds."""
+        if self._failing:
+            return
+        if self.index == 0:
+            self._tell(event='other', what=what, patience=patience)
+        self._told.set()
+        time.sleep(patience)
+        if not (self._failing or LEAVING.is_set()):
+            end(what)
+
+
+def _receive(link: Connection) -> list[Message]:
+    """Receive from a process that has joined; one that sends anything else counts as lost."""
+    try:
+        return link.receive()
+    except ValueError:
+        link.closed = True
+        return [{'event': 'closed'}]
+
+
+def end(line: str) -> NoReturn:
+    """End this process at once, with exit code 75: jax's own exit waits for lost processes."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        print(f'error: {visible(line)}', file=sys.stderr, flush=True)
+    os._exit(RETRY)

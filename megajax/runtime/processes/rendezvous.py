@@ -1,0 +1,155 @@
+"""A meeting of all processes of a run at process 0, before jax starts.
+
+jax itself would abort with a stack dump if one is missing or a port is taken.
+"""
+
+import logging
+import socket
+import time
+from contextlib import closing
+from typing import NoReturn
+
+from megajax.base.errors import MAX_REASON_CHARACTERS, ConfigError
+from megajax.runtime.processes.environment import BIND, COORDINATOR, START_TIMEOUT, TOKEN, Start
+from megajax.runtime.processes.greetings import Greetings, escape, own_host
+from megajax.runtime.processes.peers import Connection, Message, Peers, end
+from megajax.runtime.processes.token import is_signed, make_nonce, sign
+
+logger = logging.getLogger(__name__)
+
+
+def gather(start: Start) -> tuple[Peers, int]:
+    """Wait until all processes have connected to process 0.
+
+    Returns the peers, which are being watched, and the port for jax's coordinator on the host of
+    process 0. After `start.timeout` seconds it ends the process with exit code 75 and one line that
+    names the address and the missing processes. Raises ConfigError if process 0 cannot listen, or
+    if the processes do not agree on their number.
+    """
+    return _gather_all(start) if start.index == 0 else _join(start)
+
+
+def _gather_all(start: Start) -> tuple[Peers, int]:
+    if start.bind is None:
+        logger.warning(
+            'process 0 listens on all interfaces, because it has none with the address of %s: '
+            'set %s to the interface that leads to the other hosts',
+            start.host,
+            BIND,
+        )
+    with closing(_listen(start, start.port)) as server:
+        joined = Greetings(start, server).wait()
+    with closing(_listen(start, 0)) as unused:
+        port: int = unused.getsockname()[1]
+    for guest in joined.values():
+        guest.answer(start.token, event='welcome', jax_port=port)
+    if start.token is None and {guest.host for guest in joined.values()} - {own_host()}:
+        logger.warning(
+            'no %s: whoever reaches process 0 at %s before the run has started can take part in '
+            'it; give the same random token to the processes of all hosts (docs/many_hosts.md)',
+            TOKEN,
+            start.address,
+        )
+    peers = Peers(0, [guest.link for guest in joined.values()])
+    peers.watch()
+    return peers, port
+
+
+def _join(start: Start) -> tuple[Peers, int]:
+    deadline = time.monotonic() + start.timeout
+    link = Connection(_connect(start, deadline), f'process 0 on {start.host}')
+    # Longer than process 0 waits, which knows who is missing and so reports it first.
+    link.socket.settimeout(max(deadline - time.monotonic(), 0) + 5)
+    nonces = _greet(start, link)
+    answer, *later = _receive(start, link)
+    link.socket.settimeout(None)
+    if answer['event'] == 'denied' or (
+        answer['event'] in ('welcome', 'refused') and not is_signed(start.token, answer, *nonces)
+    ):
+        raise ConfigError(
+            f'process 0 at {start.address} has another {TOKEN} than process {start.index}, '
+            f'which has {"none" if start.token is None else "one"}: '
+            'export the same to all processes of the run'
+        )
+    match answer:
+        case {'event': 'welcome', 'jax_port': int(port)}:
+            peers = Peers(start.index, [link])
+            peers.watch(later)
+            return peers, port
+        case {'event': 'refused', 'why': str(why)}:
+            raise ConfigError(escape(why, MAX_REASON_CHARACTERS))
+    _end_without_process_0(start)
+
+
+def _greet(start: Start, link: Connection) -> tuple[str, str]:
+    """Answer the challenge of process 0; return its nonce and that of this process."""
+    match _receive(start, link)[0]:
+        case {'event': 'challenge', 'nonce': str(challenge)}:
+            nonce = make_nonce()
+        case _:
+            _end_without_process_0(start)
+    hello = {
+        'event': 'hello',
+        'process': start.index,
+        'processes': start.count,
+        'host': own_host(),
+        'nonce': nonce,
+    }
+    link.send(**sign(start.token, hello, challenge))
+    return challenge, nonce
+
+
+def _receive(start: Start, link: Connection) -> list[Message]:
+    messages: list[Message] = []
+    try:
+        while not messages:
+            messages = link.receive()
+    except (TimeoutError, ValueError):
+        end(
+            f'{start.address} does not answer as process 0 of this run: '
+            f'check that {COORDINATOR} is right'
+        )
+    return messages
+
+
+def _end_without_process_0(start: Start) -> NoReturn:
+    end(
+        f'process 0 at {start.address} ended before all {start.count} had connected: '
+        'its own output says why'
+    )
+
+
+def _connect(start: Start, deadline: float) -> socket.socket:
+    while True:
+        try:
+            connection = socket.create_connection((start.host, start.port), timeout=5)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                end(
+                    f'process {start.index} could not reach process 0 at {start.address} '
+                    f'within {start.timeout:g} s ({error.strerror}): check that it started '
+                    f'and that {COORDINATOR} is right, or set more seconds in {START_TIMEOUT}'
+                )
+        else:
+            # On one host, a connection to a port where nobody listens can connect to itself.
+            if connection.getsockname() != connection.getpeername():
+                return connection
+            connection.close()
+        time.sleep(0.1)
+
+
+def _listen(start: Start, port: int) -> socket.socket:
+    backlog = max(start.count, socket.SOMAXCONN)
+    try:
+        if start.bind is None and socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ('', port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
+            )
+        family = socket.AF_INET6 if ':' in (start.bind or '') else socket.AF_INET
+        return socket.create_server((start.bind or '', port), family=family, backlog=backlog)
+    except OSError as error:
+        where = f'{start.bind or "all interfaces"}, port {port}'
+        raise ConfigError(
+            f'process 0 cannot listen on {where} ({error.strerror}): '
+            f'choose another port in {COORDINATOR}, or another interface in {BIND}'
+        ) from error

@@ -1,0 +1,35 @@
+"""The time that a process spends between the steps: saving, waiting for data, and Python."""
+
+from megajax.runtime.run.clock import Clock
+from megajax.runtime.run.meter import slowest
+
+
+class BetweenSteps:
+    """The seconds between the steps of a run, on its clock since they were last reported."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._own_seconds = self._checkpoint_seconds = 0.0  # on the clock at their last report
+
+    def begin(self) -> None:
+        """Count the process's own seconds from now on; called before the first step."""
+        self._own_seconds = self._clock.seconds('data_wait', 'other')
+
+    def checkpoint_ms(self) -> float:
+        """Return the time for which saving has blocked the run since the previous call, in ms."""
+        before = self._checkpoint_seconds
+        self._checkpoint_seconds = self._clock.seconds('checkpoint')
+        return 1e3 * (self._checkpoint_seconds - before)
+
+    def find_slowest(self, steps: int) -> dict[str, float]:
+        """Return the process that is last to reach a step; all processes must call this.
+
+        It is the last on average over the `steps` since the previous call.
+        """
+        own = self._clock.seconds('data_wait', 'other') - self._own_seconds
+        # The answers of the others come after the step that the devices are at, which counts.
+        self._clock.begin('productive')
+        values = slowest(own / steps)
+        self._clock.begin('other')
+        self._own_seconds = self._clock.seconds('data_wait', 'other')
+        return values

@@ -1,0 +1,71 @@
+"""The corpus of a run, its messages written by the chat template of the model that it trains."""
+
+import logging
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from megajax.core.config import Config
+from megajax.runtime.checkpoint.companions import Companions, read_companions
+from megajax.runtime.data import Data, load_data
+from megajax.runtime.data.image_text.chat import DEFAULT, Template, read_template
+from megajax.runtime.data.image_text.load import keeps_documents
+from megajax.runtime.processes.agree import from_first
+from megajax.runtime.run.named import newest_data, with_own_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def read_corpus(config: Config, run: Path, start: Path | None) -> tuple[Data, Companions]:
+    """Return the data of a run, and what its checkpoints carry along; all processes must call this.
+
+    Raises ConfigError as `load_data` does.
+    """
+    companions = companions_of_run(config, run, start)
+    own = with_own_tokenizer(config, run, start)
+    return load_data(own, template_of_run(config, run, companions)), companions
+
+
+def companions_of_run(config: Config, run: Path, start: Path | None) -> Companions:
+    """Return what the run's checkpoints carry along.
+
+    That is what its model was imported with, the chat template that it trains with, and the time
+    which that sees: that of the run's first start, so that it reads the same tokens when it
+    resumes. All processes must call this. Raises ConfigError if the template cannot be read.
+    """
+    there = read_companions(run if start is None else start)
+    companions, path = there, config.data.chat_template
+    if path is not None and (start is not None or not _began_with(path, run, there)):
+        companions = there.with_template(read_template(path).texts[DEFAULT])
+    template = companions.template('')
+    if template is None or config.data.blend or not keeps_documents(config, config.data.corpus):
+        return companions
+    logger.info('chat       messages are written by %s', _name(config, start or run))
+    if start is not None and path is not None and there.chat_templates not in ({}, template.texts):
+        logger.info('chat       %s came with another template', start)
+    if not template.asks_for_time:
+        return companions
+    known = template.now if start is None else None
+    return companions.with_chat_time(known or _now())
+
+
+def template_of_run(config: Config, run: Path, companions: Companions) -> Template | None:
+    """Return the chat template of `companions_of_run`, None if messages have their plain form."""
+    return companions.template(_name(config, run))
+
+
+def _began_with(path: str, run: Path, companions: Companions) -> bool:
+    """Whether a run carries the template of the file that its config still names."""
+    _, data = newest_data(run)
+    return path == data.get('chat_template') and companions.chat_template is not None
+
+
+def _name(config: Config, run: Path) -> str:
+    return config.data.chat_template or f'the chat template of {run}'
+
+
+def _now() -> datetime:
+    """Return the local time of the first process, in all of them."""
+    local = datetime.now().replace(microsecond=0)
+    epoch = datetime(1970, 1, 1)
+    seconds = from_first(int((local - epoch).total_seconds()))[0]
+    return epoch + timedelta(seconds=seconds)

@@ -1,0 +1,184 @@
+"""Where the seconds of a run go, in this start and in all starts of a run directory.
+
+Each second belongs to one activity, so that they add up.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+
+from megajax.base.files.bounded_json import parse_json
+from megajax.base.render.text import INDENT
+
+Activity = Literal[
+    'productive',
+    'lost',
+    'compile',
+    'setup',
+    'restore',
+    'checkpoint',
+    'evaluation',
+    'replay',
+    'data_wait',
+    'other',
+]
+# productive: steps that count. lost: steps skipped, rolled back, or repeated by the next start.
+# setup: devices, corpus, first state. checkpoint: the time for which saving blocks the run.
+# replay: steps repeated to compare them (`replay.py`), and the comparison.
+# data_wait: steps that wait for their batch. other: samples, traces, and time between the steps.
+ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
+
+# The activities that a line always names; it names others above this share.
+ALWAYS, SMALL = ('compile', 'restore', 'checkpoint', 'data_wait'), 0.01
+SUMMARY = 'summary.json'
+EVERY = 10.0  # minimum seconds between two writes of the summary during a run
+
+logger = logging.getLogger(__name__)
+
+
+class Clock:
+    """A clock that assigns each second since its creation to the activity begun last."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self._activity: Activity = 'setup'
+        self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
+
+    def begin(self, activity: Activity) -> float:
+        """Begin an activity and return the time in seconds, by `time.perf_counter`."""
+        now = time.perf_counter()
+        self._seconds[self._activity] += now - self._since
+        self._since, self._activity = now, activity
+        return now
+
+    def lose(self, seconds: float) -> None:
+        """Move this many productive seconds to `lost`."""
+        seconds = min(seconds, self._seconds['productive'])
+        self._seconds['productive'] -= seconds
+        self._seconds['lost'] += seconds
+
+    def seconds(self, *activities: Activity) -> float:
+        """Return the seconds of these activities until now, of all if none is named."""
+        self.begin(self._activity)
+        return sum(self._seconds[activity] for activity in activities or ACTIVITIES)
+
+
+class RunSummary:
+    """The `summary.json` of a run directory: the seconds of this start, and of all starts.
+
+    The first process writes it. For a start that was killed it holds the last state written, at
+    most EVERY seconds and `train.log_every` steps before the end.
+    """
+
+    def __init__(self, folder: Path, clock: Clock):
+        self.path, self.clock = folder / SUMMARY, clock
+        before = _read(self.path)
+        self.step: int | None = None  # the step reached; None before the run has a state
+        self.dispatched = 0  # the newest step that the devices were given
+        self.first_step, self.began = 0, time.monotonic()  # of this start: its first state
+        self.last_step: int = before.get('step', 0)  # the step that the previous start reached
+        self._starts = before.get('starts', 0) + 1
+        self._before = {
+            activity: float(before.get('seconds', {}).get(activity, 0)) for activity in ACTIVITIES
+        }
+        self._written = time.monotonic()
+        self._warned = False
+
+    def begin(self, step: int, *, lost_seconds: float) -> None:
+        """Begin at `step`.
+
+        `lost_seconds` are productive seconds of earlier starts whose steps are done again.
+        """
+        lost_seconds = min(lost_seconds, self._before['productive'])
+        self._before['productive'] -= lost_seconds
+        self._before['lost'] += lost_seconds
+        self.step = self.first_step = step
+        self.began = time.monotonic()
+
+    def write(self) -> None:
+        """Replace the file; log a warning, once, if that fails."""
+        self._written = time.monotonic()
+        this, new = self._this(), self.path.with_name(f'{SUMMARY}.new')
+        seconds = {'seconds': _rounded(self._total(this)), 'seconds_of_last_start': _rounded(this)}
+        try:
+            if jax.process_index() == 0:
+                new.write_text(
+                    json.dumps({'step': self.step, 'starts': self._starts, **seconds}, indent=2)
+                    + '\n'
+                )
+                os.replace(new, self.path)
+        except OSError as error:
+            if not self._warned:
+                logger.warning(
+                    '%s cannot be written (%s); the run continues', SUMMARY, error.strerror
+                )
+            self._warned = True
+
+    def write_sometimes(self) -> None:
+        """Replace the file unless that was done in the last EVERY seconds."""
+        if time.monotonic() - self._written >= EVERY:
+            self.write()
+
+    def __str__(self) -> str:
+        """A line for this start, and one for all if there were more."""
+        this = self._this()
+        lines = [_line('seconds', this)]
+        if self._starts > 1:
+            lines.append(_line(f'{self._starts} starts', self._total(this)))
+        return '\n'.join(lines)
+
+    def _this(self) -> dict[Activity, float]:
+        return {activity: self.clock.seconds(activity) for activity in ACTIVITIES}
+
+    def _total(self, this: Mapping[Activity, float]) -> dict[Activity, float]:
+        return {activity: self._before[activity] + this[activity] for activity in ACTIVITIES}
+
+
+def describe(seconds: Mapping[Activity, float]) -> str:
+    """Describe the total, its productive part, and where the rest went.
+
+    Activities below the share SMALL count as other, except for those in ALWAYS.
+    """
+    total = sum(seconds.values())
+    named = [name for name in ACTIVITIES[1:-1] if name in ALWAYS or seconds[name] > SMALL * total]
+    rest = total - seconds['productive'] - sum(seconds[name] for name in named)
+    parts = [f'{_short(seconds[name])} {name.replace("_", " ")}' for name in named]
+    share = seconds['productive'] / total
+    return ', '.join(
+        [
+            f'{_short(total)}: {_short(seconds["productive"])} productive ({share:.0%})',
+            *parts,
+            f'{_short(rest)} other',
+        ]
+    )
+
+
+def _line(name: str, seconds: Mapping[Activity, float]) -> str:
+    return f'{name:<{INDENT}}{describe(seconds)}'
+
+
+def _short(seconds: float) -> str:
+    return f'{seconds:.1f}' if seconds < 100 else f'{seconds:,.0f}'
+
+
+def _rounded(seconds: Mapping[Activity, float]) -> dict[str, float]:
+    return {
+        **{activity: round(value, 3) for activity, value in seconds.items()},
+        'total': round(sum(seconds.values()), 3),
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The summary of the previous start; empty if it cannot be read, because it only informs."""
+    try:
+        summary = parse_json(path.read_bytes())
+        is_valid = isinstance(summary, dict) and isinstance(summary.get('seconds'), dict)
+        return summary if is_valid else {}
+    except (OSError, ValueError):
+        return {}

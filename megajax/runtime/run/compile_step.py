@@ -1,0 +1,36 @@
+"""The compilation of a run's training step, which is checked and kept."""
+
+import time
+from pathlib import Path
+
+from jax.stages import Compiled
+
+from megajax.core.config import Config
+from megajax.core.train.feed import abstract_batch
+from megajax.core.train.step import TrainState, make_train_step
+from megajax.runtime.run.kept_step import keep_step
+from megajax.runtime.run.log.report import Report
+from megajax.xla.miscompiles import check_compiled, mesh_target
+
+
+def compile_step(config: Config, state: TrainState, folder: Path, report: Report) -> Compiled:
+    """Compile the step of a run that has this state, and keep its text in the run directory.
+
+    All processes must call this. Raises MiscompileError if XLA compiled the step wrongly for these
+    GPUs.
+    """
+    start = time.perf_counter()
+    with report.waiting('compiling the training step'):
+        compiled = make_train_step(config).lower(state, abstract_batch(config)).compile()
+        _check(compiled, report)
+    seconds = time.perf_counter() - start
+    report.say(f'compiled   the training step in {seconds:.1f} s')
+    keep_step(folder, compiled, state, seconds=seconds)
+    return compiled
+
+
+def _check(compiled: Compiled, report: Report) -> None:
+    target = mesh_target()
+    if target != 'cpu':
+        for finding in check_compiled(compiled.as_text() or '', target):
+            report.say(str(finding))

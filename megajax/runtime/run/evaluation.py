@@ -1,0 +1,113 @@
+"""The evaluation of a state: its losses on the validation data, and the line that reports them."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+from jax.stages import Compiled
+
+from megajax.core.config import Config
+from megajax.core.train.evaluation import make_eval_step
+from megajax.runtime.data import Batch as HostBatch
+from megajax.runtime.data import Data
+from megajax.runtime.data.picture_batches import PictureBatches
+from megajax.runtime.run.clock import Clock
+from megajax.runtime.run.log.report import Report
+from megajax.runtime.run.placed_batches import PlacedBatches
+from megajax.runtime.run.reader import Reader
+from megajax.runtime.run.stop import StopWatch
+from megajax.runtime.run.watchdog import Watchdog
+
+
+class Evaluation:
+    """The evaluation of a run's states, which is compiled once."""
+
+    def __init__(
+        self,
+        config: Config,
+        data: Data,
+        folder: Path,
+        *,
+        report: Report,
+        clock: Clock,
+        stop: StopWatch,
+        watchdog: Watchdog,
+    ):
+        self.config, self.data, self.report = config, data, report
+        self.clock, self.stop, self.watchdog = clock, stop, watchdog
+        self._eval_step: Compiled | None = None
+        self._reader = None
+        if isinstance(data.validation, PictureBatches) and data.tokenizer is not None:
+            self._reader = Reader(config, data.validation, data.tokenizer, folder)
+
+    def evaluate(self, step: int, params: nnx.State) -> dict[str, float]:
+        """Return and report the losses of the parameters after `step`; empty without data.
+
+        The validation loss is in nats per token and in bits per byte. Bits per byte of text do not
+        depend on the tokenizer. For BERT the losses are nats per masked token, which does not
+        measure text, and sentence-order prediction.
+        """
+        if not len(self.data.validation):
+            return {}
+        # The limit is that of compiling: the first batch compiles the evaluation step.
+        self.watchdog.beat('evaluation', 'compile')
+        start = self.clock.begin('evaluation')
+        sums: Counter[str] = Counter()
+        batches = self._batches()
+        for batch in batches:
+            self.stop.check()
+            if self._eval_step is None:
+                self.clock.begin('compile')
+                self._eval_step = make_eval_step(self.config).lower(params, batch).compile()
+                start = self.clock.begin('evaluation')
+            batch_sums = self._eval_step(params, batch)
+            sums.update({name: float(value) for name, value in batch_sums.items()})
+            self.watchdog.beat('evaluation')
+        if not math.isfinite(sums['nll']):
+            batches.check()
+        losses, text = losses_of(sums)
+        self.report.say(f'step {step}  validation {text}')
+        if step and self._reader is not None:
+            self.watchdog.beat('reading', 'compile')
+            losses |= self._reader.read(step, params, self.report, self._check)
+        return losses | {'evaluation_ms': 1e3 * (self.clock.begin('other') - start)}
+
+    def _check(self) -> None:
+        self.watchdog.beat('reading', 'compile')  # another shape of prompts may follow
+        self.stop.check()
+
+    def _batches(self) -> PlacedBatches:
+        """The first `train.eval_batches` batches, with the number of text bytes of each label."""
+        validation = self.data.validation
+        return PlacedBatches(
+            validation,
+            0,
+            min(self.config.train.eval_batches, len(validation)),
+            prepare=self._with_label_bytes,
+        )
+
+    def _with_label_bytes(self, batch: HostBatch) -> HostBatch:
+        tokenizer = self.data.tokenizer
+        if tokenizer is None or self.config.model.is_bert:
+            return batch
+        # Where no label counts there may be an image token that the tokenizer does not have.
+        labels = np.where(batch['loss_mask'] > 0, batch['labels'], tokenizer.eod)
+        return {**batch, 'label_bytes': tokenizer.token_bytes[labels]}
+
+
+def losses_of(sums: Counter[str]) -> tuple[dict[str, float], str]:
+    """Return the losses of all batches by name, and as text; no bits per byte without a byte."""
+    losses = {'validation_loss': sums['nll'] / sums['tokens']}
+    text = f'{losses["validation_loss"]:.3f} nats per token'
+    if 'rows' in sums:
+        losses['validation_order_loss'] = order_loss = sums['order_nll'] / sums['rows']
+        text = (
+            f'{losses["validation_loss"]:.3f} nats per masked token, '
+            f'{order_loss:.3f} for the order of its segments'
+        )
+    elif sums['bytes']:
+        losses['validation_bits_per_byte'] = sums['nll'] / sums['bytes'] / math.log(2)
+        text = f'{losses["validation_bits_per_byte"]:.3f} bits per byte ({text})'
+    return losses, text

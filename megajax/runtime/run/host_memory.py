@@ -1,0 +1,68 @@
+"""A run on simulated devices that its host has no memory for is refused before it begins.
+
+All of them share the memory of one host, and the kernel kills a process that needs more, without a
+word.
+"""
+
+import resource
+
+import jax
+from jax.sharding import Mesh
+
+from megajax.core.config import Config, ConfigError
+from megajax.core.counts.parameters import dtype_at_rest, num_at_rest, parameters
+from megajax.core.hardware.memory import host_memory
+from megajax.core.parallel.layout import Layout
+
+BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}
+# Bytes of address space that jax and its threads take on two cores, however small the model is.
+ADDRESSES = 2 * 10**9
+
+
+def check_host_memory(config: Config, mesh: Mesh) -> None:
+    """Raise ConfigError if this process's CPU devices need more memory than the host has, with its
+    swap, or more address space than the process may use.
+    """
+    if any(device.platform != 'cpu' for device in mesh.devices.flat):
+        return
+    count, have = mesh.size // jax.process_count(), host_memory()
+    needed = count * state_bytes(config)
+    if have is not None and needed > have:
+        where = 'a CPU' if count == 1 else f'{count} simulated devices'
+        raise ConfigError(
+            f'training on {where} needs at least {needed / 1e9:.1f} GB for parameters, gradients '
+            f'and moments, and this host has {have / 1e9:.1f} GB: {_remedy(config, have)}'
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < ADDRESSES + needed:
+        raise ConfigError(
+            f'the limit of address space (ulimit -v) is {limit / 1e9:.1f} GB, and this run needs '
+            f'at least {(ADDRESSES + needed) / 1e9:.1f} GB: run it after ulimit -v unlimited, '
+            'since XLA ends a process that cannot start its threads'
+        )
+
+
+def state_bytes(config: Config) -> int:
+    """Return the bytes of parameters, moments and gradients on each device of a training step.
+
+    It is a lower bound of what a step needs: activations and gathered weights come on top, and of
+    gradients only those count that must be there before the first update, for their norm. A step
+    that is repeated (`train.replay_every`) has a copy of parameters and moments.
+    """
+    layout, optim = Layout.of(config), config.optim
+    each = [(x, num_at_rest(x, config.model, layout)) for _, x in parameters(config.model)]
+    learned = sum(size for x, size in each if not x.is_frozen)
+    of_learned = 2 * BYTES[optim.moments_dtype] + BYTES[optim.reduce_dtype]
+    at_rest = sum(size * BYTES[dtype_at_rest(x, config)] for x, size in each)
+    copied = at_rest + 2 * BYTES[optim.moments_dtype] * learned if config.train.replay_every else 0
+    return at_rest + of_learned * learned + copied
+
+
+def _remedy(config: Config, have: int) -> str:
+    mesh = config.mesh
+    fewer = mesh.model_copy(update={'data': 1, 'replicas': 1})
+    needed = fewer.num_devices * state_bytes(config.model_copy(update={'mesh': fewer}))
+    if needed > have or mesh.data == 1:
+        return 'train a smaller model here, or this one on GPUs'
+    keys = 'mesh.data=1' + (' mesh.replicas=1' if mesh.replicas > 1 else '')
+    return f'set {keys} (at least {needed / 1e9:.1f} GB), or train a smaller model'

@@ -1,0 +1,53 @@
+"""The limits of the watchdog: the maximum seconds of each phase of a run."""
+
+from collections.abc import Mapping
+
+from megajax.core.config import Config
+from megajax.core.counts.parameters import num_parameters
+
+# Times were measured on two cores, idle unless stated otherwise. A limit is at least twenty times
+# the measured time, because machines are shared and file systems slow; and because a hang costs as
+# much as the limit, it is at most half an hour while a cluster is held.
+# Compiling: the 8.3B model's step takes XLA's GPU compiler 30 to 52 s, and every layer has the same
+# program, so larger models take no longer.
+COMPILE = 1800.0
+# A first step waits for the last process to compile, and connects the devices (0.1 to 3 s over
+# gloo).
+FIRST_STEP = 1800.0
+# A step: no published Megatron-LM run has steps of more than about a minute. On a CPU a step may
+# take longer: see `MEASURED`.
+STEP = 600.0
+MEASURED = 10.0  # a step may take this many times the longest step so far, if that is more
+# Opening the devices and the run's folder: 1 to 3 s.
+START = 900.0
+# The corpus: its ids are read once, at up to 1 GB/s; a cluster's file system may be far slower.
+CORPUS = 3600.0
+# A checkpoint is restored, verified and saved at 0.5 to 1.5 GB/s; the limit is a quarter of an hour
+# plus the time at 50 MB/s.
+CHECKPOINT, CHECKPOINT_BYTES_PER_SECOND = 900.0, 50e6
+STATE_BYTES = 12  # bytes for each parameter: fp32 weights and two moments
+
+
+def phase_limits(config: Config, processes: int) -> Mapping[str, float] | None:
+    """The limits in seconds, by kind of phase; None without a watchdog.
+
+    A number in `run.watchdog_seconds` is the limit of a step, and raises every lower limit to it.
+    """
+    chosen = config.run.watchdog_seconds
+    if chosen is None:
+        return None
+    checkpoint = (
+        CHECKPOINT
+        + STATE_BYTES * num_parameters(config.model) / processes / CHECKPOINT_BYTES_PER_SECOND
+    )
+    limits = {
+        'start': START,
+        'corpus': CORPUS,
+        'checkpoint': checkpoint,
+        'compile': COMPILE,
+        'first step': FIRST_STEP,
+        'step': STEP,
+    }
+    if chosen == 'auto':
+        return limits
+    return {kind: max(limit, chosen) for kind, limit in limits.items()} | {'step': chosen}

@@ -1,0 +1,45 @@
+"""A note where tensor parallelism joins GPUs that have no NVLink between them."""
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+from jax.sharding import Mesh
+
+from megajax.core.hardware.topology import Topology
+
+TENSOR = ('row', 'model')  # the axes whose collectives every layer waits for
+
+
+def slow_links(
+    mesh: Mesh, topology: Topology, *, process: int, environ: Mapping[str, str] = os.environ
+) -> str | None:
+    """Return a line on the first tensor-parallel group of a process that uses PCIe, or None.
+
+    GPUs are numbered as nvidia-smi numbers them, which CUDA_VISIBLE_DEVICES may hide some of.
+    """
+    visible = _visible(environ)
+    sizes = [mesh.shape[axis] for axis in mesh.axis_names if axis in TENSOR]
+    for group in mesh.devices.reshape(-1, int(np.prod(sizes))):
+        own = [device.local_hardware_id for device in group if device.process_index == process]
+        gpus = [visible[gpu] for gpu in own] if visible else own
+        if pairs := topology.over_pcie(gpus):
+            together = max(len(gpus) for gpus in topology.nvlink_groups)
+            return (
+                f'model={mesh.shape["model"]} joins GPUs {", ".join(map(str, sorted(gpus)))} over '
+                f'PCIe ({topology.words(pairs)}); {_advice(together)}'
+            )
+    return None
+
+
+def _advice(together: int) -> str:
+    if together == 1:
+        return 'no GPUs of this host share NVLink: prefer data parallelism (mesh.data, optim.shard)'
+    return f'at most {together} GPUs of this host share NVLink: use mesh.model of at most that'
+
+
+def _visible(environ: Mapping[str, str]) -> list[int] | None:
+    """nvidia-smi's numbers of the GPUs that CUDA shows; None if it shows all or names them."""
+    chosen = environ.get('CUDA_VISIBLE_DEVICES', '')
+    names = [name.strip() for name in chosen.split(',')]
+    return [int(name) for name in names] if all(name.isdigit() for name in names) else None

@@ -1,0 +1,296 @@
+"""The terminal output of a run: placements, progress, results."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from megajax.base.render.folded import Folded
+from megajax.base.render.text import folded, visible
+from megajax.base.render.units import duration
+from megajax.core.config import Config
+from megajax.core.config.model import ModelConfig
+from megajax.core.config.overlap_rules import is_split
+from megajax.core.counts.parameters import num_parameters
+from megajax.core.counts.schedule import schedule_of
+from megajax.core.hardware.targets import is_nvidia
+from megajax.core.parallel.mesh import is_simulated
+from megajax.core.parallel.placements import Placement
+from megajax.core.train.loss_scale import MARGIN
+from megajax.runtime.processes.signals import drop_lost_outputs
+
+LEARNING = {'loss': 'loss {:.3f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad norm {:.2f}'}
+# Averaged over several steps, weighted by their time.
+RATES = {
+    'tokens_per_s': '{:,.0f} tokens/s',
+    'tflops_per_device': '{:.3g} TFLOP/s',
+    'mfu': 'MFU {:.1%}',
+}
+# A delay is reported if it exceeds this share of the step time since the last line, and these ms.
+WORTH_SAYING, LEAST_MS = 0.1, 100.0
+# Seconds of a first step whose own overhead, of some tenths of a second, does not count.
+LONG = 2.0
+
+
+class Report:
+    """The terminal of a run; processes other than the first stay silent."""
+
+    def __init__(self) -> None:
+        self.console = _Console(highlight=False, soft_wrap=True, quiet=jax.process_index() != 0)
+
+    def say(self, text: str) -> None:
+        """Print a line; on a terminal that is too narrow it is broken at its spaces."""
+        text = visible(text)
+        if self.console.is_terminal:
+            text = folded(text, self.console.width)
+        self.console.print(text, markup=False)
+
+    def mesh(self, mesh: Mesh) -> None:
+        """Print the axes of the mesh and its devices."""
+        device = mesh.devices.flat[0]
+        axes = ' x '.join(f'{name}={size}' for name, size in mesh.shape.items())
+        if is_simulated(mesh):
+            where = f'{mesh.size} devices, simulated: this machine has only a CPU'
+        else:
+            where = (
+                f'{mesh.size} x {device.device_kind}' if device.platform != 'cpu' else _cpus(mesh)
+            )
+        self.say(f'mesh       {axes}, {where}')
+        if device.platform != 'cpu' and not is_nvidia(device):
+            self.say(
+                f'note       megajax was never tried on {device.device_kind}: training has run on '
+                "CPUs and was compiled for NVIDIA GPUs; attention uses XLA's kernels"
+            )
+
+    def parallelism(self, config: Config) -> None:
+        """Print what overlaps, and what stages and the shards of a sequence do, if there are any.
+
+        The config has no `auto` left (`overlap_rules.resolved`).
+        """
+        mesh, train = config.mesh, config.train
+        if is_split(config) or train.unroll is True:
+            is_unrolled = train.unroll is True
+            how = 'each layer compiled on its own' if is_unrolled else 'layers in a loop'
+            self.say(f'overlap    {train.overlap}, {how}')
+        if mesh.stages > 1:
+            schedule = schedule_of(config)
+            layers = config.model.num_layers // (mesh.stages * mesh.virtual_stages)
+            chunks = f'{mesh.virtual_stages} x ' if mesh.virtual_stages > 1 else ''
+            self.say(
+                f'pipeline   {mesh.stages} stages of {chunks}{layers} layers, {train.schedule}, '
+                f'{train.microbatches} microbatches: '
+                f'bubble {schedule.bubble:.1%} of the time at work'
+            )
+        if mesh.context > 1:
+            shard = train.seq_len // mesh.context
+            how = 'all at once' if mesh.context_exchange == 'gather' else 'shard by shard'
+            self.say(
+                f'context    {mesh.context} shards of {shard:,} tokens, which exchange keys and '
+                f'values {how} (mesh.context_exchange={mesh.context_exchange})'
+            )
+
+    def loss_scale(self, first: float, held: float) -> None:
+        """Print the loss scale tried first in fp16 and the one at which the first batch held."""
+        before = f'overflow at {first:,.0f}, and ' if held < first else ''
+        self.say(
+            f'loss scale the gradients of the first batch {before}hold at {held:,.0f}: '
+            f'the run begins with {held / MARGIN:,.0f}'
+        )
+
+    def placements(self, parameters: list[Placement], model: ModelConfig) -> None:
+        """Print the table of the parameters' placements, and how many of them are trained."""
+        table = Table(
+            'parameter',
+            'shape',
+            'placement',
+            'bytes per device',
+            box=None,
+            header_style='bold',
+            pad_edge=False,
+        )
+        for column in table.columns:
+            column.no_wrap = True
+        table.columns[-1].justify = 'right'
+        for parameter in parameters:
+            axes = ','.join('+'.join(axes) or '-' for axes in parameter.axes)
+            shape = 'x'.join(map(str, parameter.shape))
+            table.add_row(parameter.name, shape, axes, f'{parameter.bytes_per_device:,}')
+        count, trained = (num_parameters(model, trained=only) for only in (False, True))
+        total = sum(parameter.bytes_per_device for parameter in parameters)
+        table.add_row(f'{count:,} parameters', '', '', f'{total:,}', style='bold')
+        self.console.print(Folded(table) if self.console.is_terminal else table)
+        if trained < count:
+            self.say(f'trained    {trained:,} of {count:,} parameters ({trained / count:.2%})')
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Show what the run is doing while the block runs."""
+        if self.console.is_terminal:
+            with self.console.status(what):
+                yield
+        else:
+            self.say(f'{what} ...')
+            yield
+
+    @contextmanager
+    def progress(self, *, start: int, steps: int, log_every: int) -> Iterator['StepReport']:
+        """Print a line every `log_every` steps, on a terminal above a bar."""
+        columns = (
+            TextColumn('step'),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=16),
+            _Values(),
+            TextColumn('left'),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
+            report = StepReport(self, bar, start=start, steps=steps, log_every=log_every)
+            try:
+                yield report
+            finally:
+                report.close()
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Continue without a reader, where rich would exit.
+
+        An example is `megajax train | tee log` in a terminal that was closed.
+        """
+        drop_lost_outputs()
+
+
+def _cpus(mesh: Mesh) -> str:
+    return (
+        'one CPU'
+        if mesh.size == 1
+        else f'{mesh.size} CPU devices of {jax.process_count()} processes'
+    )
+
+
+class StepReport:
+    """The progress of the training loop: lines, and on a terminal a bar below them."""
+
+    def __init__(self, report: Report, bar: Progress, *, start: int, steps: int, log_every: int):
+        self.report, self.bar, self.steps, self.log_every = report, bar, steps, log_every
+        self.task = bar.add_task('train', total=steps, completed=start, values='')
+        self._sums: Counter[str] = Counter()  # since the last line
+        self._skipped: Counter[str] = Counter()
+        self._count = 0
+        self._is_timed = False  # whether the time of the run was estimated
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """Report a step; `values` are its numbers as in `metrics.jsonl`."""
+        if not values['taken']:
+            self.report.say(
+                f'step {step} is skipped: {_why_skipped(values)}; '
+                f'{values["skipped_steps"]:.0f} so far'
+            )
+            self._skipped[_kind_of_skip(values)] += 1
+        self._count += 1
+        self._sums.update(
+            {name: values[name] for name in ('step_ms', 'data_wait_ms', 'checkpoint_ms')}
+        )
+        self._sums.update(
+            {name: values[name] * values['step_ms'] for name in RATES if name in values}
+        )
+        rates = {name: self._sums[name] / self._sums['step_ms'] for name in RATES if name in values}
+        lines = _describe(LEARNING, values), '  '.join([_describe(RATES, rates), *_memory(values)])
+        self.bar.update(self.task, completed=step, values=_in_short(values, rates))
+        if step % self.log_every == 0 or step == self.steps:
+            self._say(f'step {step}/{self.steps}  {lines[0]}', lines[1])
+            for remark in _remarks(self._sums, values):
+                self.report.say(f'step {step}  {remark}')
+            self._sums.clear()
+        self._estimate(step, values['step_ms'] / 1e3)
+
+    def _estimate(self, step: int, seconds: float) -> None:
+        """Print the time of the steps that are left, after the first step if that was long."""
+        left = self.steps - step
+        if self._is_timed or not left or (self._count == 1 and seconds < LONG):
+            return
+        self._is_timed = True
+        self.report.say(
+            f'time       {duration(seconds)} a step: the {left:,} steps that are left take '
+            f'about {duration(left * seconds)}'
+        )
+
+    def _say(self, learning: str, rates: str) -> None:
+        """Print a line, above the bar if there is one; two on a terminal that is too narrow."""
+        console, line = self.report.console, f'{learning}  {rates}'
+        if console.is_terminal and len(line) > console.width:
+            line = f'{learning}\n    {rates}'
+        self.report.say(line)
+
+    def close(self) -> None:
+        """Print how many steps of this start were skipped, and why."""
+        if self._skipped:
+            reasons = ', '.join(f'{count} for {kind}' for kind, count in self._skipped.items())
+            self.report.say(f'skipped    {self._skipped.total()} of {self._count} steps: {reasons}')
+
+
+def _describe(forms: Mapping[str, str], values: Mapping[str, float]) -> str:
+    """Format the values that `forms` names, in its order; unknown ones are left out."""
+    return '  '.join(form.format(values[name]) for name, form in forms.items() if name in values)
+
+
+def _in_short(values: Mapping[str, float], rates: Mapping[str, float]) -> str:
+    """The loss and one rate, which fit beside the bar."""
+    rate = 'mfu' if 'mfu' in rates else 'tokens_per_s'
+    shown = {'loss': LEARNING['loss'], rate: RATES[rate]}
+    return _describe(shown, {**values, **rates})
+
+
+def _why_skipped(values: Mapping[str, float]) -> str:
+    if values['overflow']:
+        return f'in fp16 its gradients overflow at a loss scale of {values["loss_scale"]:,.0f}'
+    return f'its loss is {values["loss"]:.4g} and its gradient norm {values["grad_norm"]:.4g}'
+
+
+def _kind_of_skip(values: Mapping[str, float]) -> str:
+    if values['overflow']:
+        return 'gradients that overflow in fp16'
+    return 'a spike in the loss' if values['finite'] else 'a loss or gradient that is not finite'
+
+
+def _memory(values: Mapping[str, float]) -> Iterator[str]:
+    for name, what in (('memory_bytes', ''), ('planned_memory_bytes', ' planned')):
+        if name in values:
+            yield (
+                f'{values[name] / 1e9:.1f} GB'
+                if values[name] >= 1e9
+                else f'{values[name] / 1e6:.1f} MB'
+            ) + what
+
+
+def _remarks(sums: Mapping[str, float], values: Mapping[str, float]) -> Iterator[str]:
+    """The delays since the last line that are long enough for a line of their own."""
+    limit = max(WORTH_SAYING * sums['step_ms'], LEAST_MS)
+    if sums['data_wait_ms'] > limit:
+        yield f'waited for data {sums["data_wait_ms"] / 1e3:.2f} s of {sums["step_ms"] / 1e3:.2f} s'
+    if sums['checkpoint_ms'] > limit:
+        saving, steps = sums['checkpoint_ms'] / 1e3, sums['step_ms'] / 1e3
+        yield f'saving blocked training for {saving:.2f} s; the steps took {steps:.2f} s'
+    behind = values.get('slowest_process_behind_ms', 0)
+    if behind > WORTH_SAYING * values['step_ms']:
+        process = f'process {values["slowest_process"]:.0f}'
+        yield f'{process} reaches each step {behind:.1f} ms later than the median'
+
+
+class _Values(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields['values'], no_wrap=True)

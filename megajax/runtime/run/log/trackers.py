@@ -1,0 +1,157 @@
+"""Trackers that plot a run's metrics: TensorBoard's event files, and Weights & Biases."""
+
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megajax.runtime.run.log.append import AppendedFile
+from megajax.runtime.run.log.without_torch import without_torch
+
+with without_torch():
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.record_writer import masked_crc32c
+    from tensorboardX.summary import text as tensorboard_text
+
+WANDB_ID = 'wandb_id'
+SECONDS = 30  # time limit for wandb to start, and again to send the rest at the end
+
+logger = logging.getLogger(__name__)
+
+
+class TensorBoard:
+    """An event file in `folder`.
+
+    tensorboardX's own writer has a thread that dies of a full disk; the run would wait for it.
+    """
+
+    def __init__(self, folder: Path):
+        name = f'events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}'
+        self._file = AppendedFile(folder / name)
+        self._file.waiting.append(
+            _record(Event(wall_time=time.time(), file_version='brain.Event:2'))
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to each curve."""
+        summary = Summary(
+            value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
+        self._file.append(_record(Event(wall_time=time.time(), step=step, summary=summary)))
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Write each text under its name for the text plugin.
+
+        The plugin renders Markdown, in which four spaces before a line leave it unchanged.
+        """
+        indented = {
+            name: ''.join(f'    {line}' for line in text.splitlines(keepends=True))
+            for name, text in texts.items()
+        }
+        values = [
+            value for name, text in indented.items() for value in tensorboard_text(name, text).value
+        ]
+        self._file.append(
+            _record(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        )
+
+    def rewind(self, step: int) -> None:
+        """Start a session after `step`: TensorBoard then drops earlier points of later steps."""
+        self._file.append(
+            _record(
+                Event(
+                    wall_time=time.time(),
+                    step=step + (step > 0),
+                    session_log=SessionLog(status=SessionLog.START),
+                )
+            )
+        )
+
+    def close(self) -> None:
+        """Write the waiting events and close the file."""
+        self._file.close()
+
+
+def _record(event: Event) -> bytes:
+    """The TFRecord frame of an event: length, its checksum, content, its checksum."""
+    content = event.SerializeToString()
+    length = struct.pack('<Q', len(content))
+    return (
+        length
+        + struct.pack('<I', masked_crc32c(length))
+        + content
+        + struct.pack('<I', masked_crc32c(content))
+    )
+
+
+class WandB:
+    """A run of the wandb project `project`; its id in the run directory makes restarts continue it.
+
+    If the service cannot be reached, the data stay in `folder`/wandb, for `wandb sync`. Errors of
+    wandb are passed on.
+    """
+
+    def __init__(self, folder: Path, project: str, config: dict[str, Any]):
+        import wandb  # here, because it is an extra
+
+        path = folder / WANDB_ID
+        known = path.read_text().strip() if path.exists() else None
+        # Neither the console output nor the repository's URL, which may hold a token, is sent.
+        settings = wandb.Settings(
+            console='off',
+            disable_git=True,
+            disable_code=True,
+            init_timeout=SECONDS,
+            finish_timeout=SECONDS,
+        )
+        begin = partial(
+            wandb.init,
+            project=project,
+            id=known,
+            resume='allow',
+            name=folder.name,
+            dir=folder,
+            config=config,
+            settings=settings,
+        )
+        try:
+            self._run = begin()
+        except wandb.errors.CommError as error:
+            logger.warning(
+                'wandb cannot be reached (%s): send the data later with '
+                'wandb sync %s/wandb/offline-*',
+                str(error).partition('\n')[0],
+                folder,
+            )
+            self._run = begin(mode='offline')
+        if known is None:
+            path.write_text(f'{self._run.id}\n')
+        self._next, self._failed = self._run.step, False
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point to each curve; after a failure write nothing more.
+
+        wandb cannot go back, so a step that it has already keeps its old point.
+        """
+        if self._failed or step < self._next:
+            return
+        try:
+            # wandb sends it with the next step, so that a step may have two parts.
+            self._run.log(dict(values), step=step)
+        except Exception:
+            self._failed = True  # each further call might block for as long
+            raise
+        self._next = step
+
+    def rewind(self, step: int) -> None:
+        """Do nothing: see `write`."""
+
+    def close(self) -> None:
+        """Send the remaining data, or keep them on disk if there is no network."""
+        self._run.finish()

@@ -1,0 +1,80 @@
+"""The speed and memory of a step: tokens/s, FLOP/s, utilisation and bytes."""
+
+import statistics
+from collections.abc import Sequence
+
+import jax
+from jax.stages import Compiled
+
+from megajax.core.config import Config
+from megajax.core.counts.flops import step_flops
+from megajax.core.hardware.records import hardware_of
+from megajax.runtime.processes.agree import gather
+
+
+class Meter:
+    """A meter for the steps of `config` on `devices` of all processes; `compiled` is the step."""
+
+    def __init__(self, config: Config, compiled: Compiled, devices: Sequence[jax.Device]):
+        self._devices = [
+            device for device in devices if device.process_index == jax.process_index()
+        ]
+        self._tokens = config.train.batch_size * config.train.seq_len
+        self._flops = step_flops(config).model / len(devices)
+        known = hardware_of(devices[0].device_kind)
+        self._peak = known.peak_flops.get(config.train.dtype) if known else None
+        self._planned_bytes = _planned_bytes(compiled)
+
+    def measure(self, seconds: float) -> dict[str, float]:
+        """Return the rates of a step that took `seconds`, and its memory.
+
+        Tokens/s are of all devices; TFLOP/s, utilisation of the peak and memory are of one device.
+        FLOPs are the model's, without recomputation (Chowdhery et al., 2022); `mfu` is left out if
+        the peak of the device is not known. `memory_bytes` is the largest number of bytes that the
+        allocator of any local device has had in use since the start. Without such a count, as on a
+        CPU, `planned_memory_bytes` is the memory that XLA planned for the step.
+        """
+        rates = {
+            'tokens_per_s': self._tokens / seconds,
+            'tflops_per_device': self._flops / seconds / 1e12,
+        }
+        if self._peak:
+            rates['mfu'] = self._flops / seconds / self._peak
+        return rates | self._memory()
+
+    def _memory(self) -> dict[str, float]:
+        peaks = [(device.memory_stats() or {}).get('peak_bytes_in_use') for device in self._devices]
+        known = [peak for peak in peaks if peak is not None]
+        if known:
+            return {'memory_bytes': max(known)}
+        return {'planned_memory_bytes': self._planned_bytes} if self._planned_bytes else {}
+
+
+def _planned_bytes(compiled: Compiled) -> int:
+    """Bytes per device for inputs, temporaries and outputs that alias no input; 0 if unknown."""
+    plan = compiled.memory_analysis()
+    if plan is None:
+        return 0
+    return (
+        plan.argument_size_in_bytes
+        + plan.temp_size_in_bytes
+        + plan.output_size_in_bytes
+        - plan.alias_size_in_bytes
+    )
+
+
+def slowest(own_seconds: float) -> dict[str, float]:
+    """Return the process with the most seconds of its own, and its lead over the median in ms.
+
+    All processes must call this. In a step all wait for each other, so only time outside of it
+    tells them apart: waiting for data, and Python between the steps. A GPU that computes more
+    slowly than the others is not seen here.
+    """
+    if jax.process_count() == 1:
+        return {}
+    all_seconds = gather(own_seconds)
+    most = max(all_seconds)
+    return {
+        'slowest_process': all_seconds.index(most),
+        'slowest_process_behind_ms': 1e3 * (most - statistics.median_low(all_seconds)),
+    }

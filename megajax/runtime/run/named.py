@@ -1,0 +1,121 @@
+"""The config of a `train` command that names none: that of the run it resumes or starts from.
+
+Imports no jax.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megajax.base.render.text import typed
+from megajax.core.config import (
+    CheckpointError,
+    Config,
+    ConfigError,
+    Problem,
+    load,
+    overridden,
+    reload,
+)
+from megajax.core.config.load import CONFIG, run_like, runs_in
+from megajax.runtime.checkpoint.digests import find_candidates, find_steps
+from megajax.runtime.checkpoint.record import RECORD, START_FROM, TOKENIZER, read_record
+
+DEFAULT = 'tiny'
+NO_FILES = 'auto', 'bytes', 'bpe', 'none'  # values of `data.tokenizer` that name no file
+
+
+def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
+    """Return the config that these overrides change, and its name.
+
+    It is the config of the run in `run.dir`, else of `run.start_from`, else the default. Raises
+    ConfigError if `run.dir` is set but holds no run, because the default is hardly what was meant.
+    """
+    folder, start = (overridden(overrides, key) for key in ('run.dir', START_FROM))
+    began = Path(folder) / CONFIG if isinstance(folder, str) and folder else None
+    if began and began.is_file():
+        return load(began, overrides), began.stem
+    if isinstance(start, str) and start:
+        return _config_of_start(Path(start), overrides)
+    if began:
+        raise ConfigError(_nothing_there(began.parent))
+    return load(DEFAULT, overrides), DEFAULT
+
+
+def _config_of_start(start: Path, overrides: Sequence[str]) -> tuple[Config, str]:
+    """Return the checkpoint's config, without the keys of its process, and a name for it.
+
+    The tokenizer is the one that the weights were trained with, and the chat template the one that
+    the checkpoint carries.
+    """
+    for checkpoint in candidates_of_start(start):
+        try:
+            record = read_record(checkpoint)
+        except CheckpointError:  # the checkpoint before it is used, as in the verification
+            continue
+        settings = {section: keys for section, keys in record.config.items() if section != 'run'}
+        settings['data'] = settings['data'] | {'chat_template': None}
+        if record.tokenizer_sha256:
+            settings['data'] |= {'tokenizer': str(tokenizer_of(checkpoint))}
+        name = checkpoint.absolute().parent.parent.name
+        return reload(settings, overrides, place=str(checkpoint / RECORD)), name
+    raise CheckpointError(
+        f'{START_FROM}={start} cannot be used: run megajax checkpoint verify {typed(start)}'
+    )
+
+
+def candidates_of_start(start: Path) -> list[Path]:
+    """Return `find_candidates(start)`; its error names the key `run.start_from`."""
+    try:
+        return find_candidates(start)
+    except ConfigError as error:
+        raise ConfigError(Problem(path=START_FROM, message=str(error))) from None
+
+
+def tokenizer_of(checkpoint: Path) -> Path:
+    """The path of a checkpoint's tokenizer.json.
+
+    The run's own file comes first, because it outlives the checkpoint.
+    """
+    run_tokenizer = checkpoint.absolute().parent.parent / TOKENIZER
+    return run_tokenizer if run_tokenizer.is_file() else checkpoint.absolute() / TOKENIZER
+
+
+def with_own_tokenizer(config: Config, run: Path, start: Path | None = None) -> Config:
+    """Return the config of a run with its own tokenizer.json in place of the file it began with.
+
+    So a run resumes wherever it was moved to, and whatever has become of that file. A file that
+    the config names for the first time is not replaced. With `data.tokenizer=auto`, the run's own
+    tokenizer is that of the weights which it began with; a new run finds it in the checkpoint
+    `start`.
+    """
+    checkpoint, begun = newest_data(run) if start is None else (start, {})
+    tokenizer = config.data.tokenizer
+    if tokenizer == 'auto':
+        is_own = config.run.start_from is not None
+    else:
+        is_own = tokenizer not in NO_FILES and tokenizer == begun.get('tokenizer')
+    if checkpoint is None or not is_own or not (own := tokenizer_of(checkpoint)).is_file():
+        return config
+    data = config.data.model_copy(update={'tokenizer': str(own)})
+    return config.model_copy(update={'data': data})
+
+
+def newest_data(run: Path) -> tuple[Path | None, Mapping[str, Any]]:
+    """Return a run's newest checkpoint that has a record, and the `data` section that it holds."""
+    for step in reversed(find_steps(run / 'checkpoints')):
+        checkpoint = run / 'checkpoints' / str(step)
+        try:
+            return checkpoint, read_record(checkpoint).config.get('data', {})
+        except CheckpointError:  # one without a record is not restored
+            continue
+    return None, {}
+
+
+def _nothing_there(folder: Path) -> str:
+    inside = runs_in(folder)
+    meant = inside[0] if inside else run_like(folder)
+    guess = f'did you mean {typed(f"run.dir={meant}")}? ' if meant else ''
+    fix = 'to begin a run there name its config, for example '
+    fix += f'megajax train {DEFAULT} {typed(f"run.dir={folder}")}'
+    return f'run.dir={folder}: there is no run to resume (no {CONFIG}); {guess}{fix}'

@@ -1,0 +1,73 @@
+"""Batches of a run, read ahead of their steps; each process reads its own rows."""
+
+import logging
+from collections.abc import Callable
+from typing import Self
+
+import jax
+
+from megajax.core.config import ConfigError, RunError
+from megajax.core.train.feed import Batch, local_rows, place_batch
+from megajax.runtime.data import Batch as HostBatch
+from megajax.runtime.data import Batches
+from megajax.runtime.processes.agree import from_all
+
+logger = logging.getLogger(__name__)
+
+
+class PlacedBatches:
+    """The batches of steps `first` up to `last` on the current mesh, read ahead.
+
+    Each process reads its own rows. In a run of one process, a read error is raised at once. In a
+    run of several, a process that cannot read its rows must still take part in the step that all
+    of them compute, or the others would wait forever: it feeds rows whose loss is not a number.
+    All processes call `check` when they see such a loss, and it raises in every one.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        first: int,
+        last: int,
+        *,
+        prepare: Callable[[HostBatch], HostBatch] = lambda batch: batch,
+    ):
+        self._batches, self._prepare, self._rows = batches, prepare, local_rows(batches.batch_size)
+        self._read = batches.read_ahead(first, last, self._rows)
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            # After an error the rows of every later batch are unreadable too: the next step may be
+            # dispatched before the failure is known, and it must not change anything either.
+            batch = next(self._read) if self._error is None else self._unreadable()
+        except StopIteration:
+            raise
+        except Exception as error:
+            if jax.process_count() == 1:
+                raise
+            # Logged now, because the others may end this process before it reports the error.
+            if not isinstance(error, RunError):
+                logger.exception('this process could not read its rows of a batch')
+            self._error = self._error or error
+            batch = self._unreadable()
+        return place_batch(self._prepare(batch), batch_size=self._batches.batch_size)
+
+    def _unreadable(self) -> HostBatch:
+        return self._batches.unreadable(self._rows.stop - self._rows.start)
+
+    def check(self) -> None:
+        """Raise in all processes if one of them could not read its rows; all must call this."""
+        if jax.process_count() == 1:
+            return
+        failed = from_all(self._error is not None)[:, 0]
+        if self._error is not None:
+            raise self._error
+        if failed.any():
+            raise ConfigError(
+                f'process {int(failed.argmax())} could not read its rows of a batch: '
+                'see what it printed'
+            )

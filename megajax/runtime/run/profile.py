@@ -1,0 +1,99 @@
+"""A trace of some steps, with their program and config: for XProf and `megajax profile`."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import jax
+from jax.stages import Compiled
+
+from megajax.core.config import Config, dump
+from megajax.core.config.load import CONFIG
+from megajax.runtime.run.kept_step import PROGRAM, compressed
+from megajax.xla.hlo.text import program_text
+
+FOLDER = 'profile'
+PROCESS = 'process_{}'
+STEP = 'train'  # the name of a step's event
+
+logger = logging.getLogger(__name__)
+
+
+class Profiler:
+    """A tracer of the steps that `train.profile` names, into `folder`/profile.
+
+    With several processes each has a folder of its own there. Beside the trace, process 0 writes
+    the text of `compiled`, the program of the steps, and the config. If a trace cannot be taken or
+    written, a warning is logged. Leaving this as a context writes an unfinished trace.
+    """
+
+    compiled: Compiled | None = None
+
+    def __init__(self, folder: Path, config: Config):
+        self._config, self._program_folder = config, folder / FOLDER
+        self.folder = self._program_folder
+        if jax.process_count() > 1:  # the files are named after the host, which they may share
+            self.folder /= PROCESS.format(jax.process_index())
+        profile = config.train.profile
+        self._first, self._last = (
+            (0, 0) if profile is None else (profile.start + 1, profile.start + profile.steps)
+        )
+        self._tracing = False
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Mark step `step` in the trace; the trace starts and stops around the requested steps."""
+        if step == self._first:
+            self._start()
+        if not self._tracing:
+            yield
+            return
+        with jax.profiler.StepTraceAnnotation(STEP, step_num=step):
+            yield
+        if step == self._last:
+            self._stop()
+
+    def covers(self, step: int) -> bool:
+        """Whether step `step` is, or will be, in the trace."""
+        return self._tracing or 0 < self._first <= step <= self._last
+
+    def _start(self) -> None:
+        self._first = 0  # a run that is rolled back takes this step again
+        try:
+            if jax.process_index() == 0:
+                self._write_program()
+            jax.profiler.start_trace(self.folder)
+            self._tracing = True
+        except Exception as error:
+            logger.warning('the trace could not be started: %s', error)
+
+    def _write_program(self) -> None:
+        assert self.compiled is not None
+        self._program_folder.mkdir(parents=True, exist_ok=True)
+        text = program_text(self.compiled)
+        (self._program_folder / PROGRAM).write_bytes(compressed(text))
+        (self._program_folder / CONFIG).write_text(dump(self._config))
+
+    def _stop(self) -> None:
+        self._tracing = False
+        try:
+            jax.profiler.stop_trace()
+        except Exception as error:
+            logger.warning('the trace could not be written to %s: %s', self.folder, error)
+        else:
+            logger.info('profile    %s', self.folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._tracing:
+            self._stop()

@@ -1,0 +1,116 @@
+"""The readings of held-out pictures at every evaluation of a run on drawn pictures."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from megajax.core.config import Config
+from megajax.core.config.relevance_rules import FEWEST, MOST
+from megajax.runtime.data import Tokenizer
+from megajax.runtime.data.picture_batches import PictureBatches
+from megajax.runtime.data.picture_sheet import marked, write_sheet
+from megajax.runtime.data.pictures import Picture
+from megajax.runtime.generate import (
+    Continuation,
+    Generator,
+    PromptImages,
+    Request,
+    Sampling,
+    prompt_of,
+)
+from megajax.runtime.run.log.report import Report
+
+SHOWN = 8  # pictures whose readings are printed and drawn
+DETAILED = 300  # tokens of a region from which it counts as seen in detail
+GREEDY = Sampling(temperature=0.0)
+
+logger = logging.getLogger(__name__)
+
+
+class Reader:
+    """The reader of a run's held-out pictures.
+
+    It prints some readings with their wrong letters marked, and draws them in `readings-STEP.png`.
+    """
+
+    def __init__(self, config: Config, batches: PictureBatches, tokenizer: Tokenizer, folder: Path):
+        self._config, self._batches, self._folder = config, batches, folder
+        self._tokenizer = tokenizer
+        self._pictures = batches.pictures
+        self._unlike = batches.unlike.pictures if batches.unlike else []
+
+    def read(
+        self, step: int, params: nnx.State, report: Report, check: Callable[[], None]
+    ) -> dict[str, float]:
+        """Return the share of pictures that the parameters after `step` read exactly.
+
+        All processes must call this; `check` is called every few letters.
+        """
+        rows = self._read(self._pictures, params, check)
+        share, readings = _share_right(self._pictures, rows), [row.text for row in rows[:SHOWN]]
+        report.say(f'step {step}  {100 * share:.1f}% of {len(rows)} held-out pictures read exactly')
+        for picture, reading in zip(self._pictures, readings, strict=False):
+            report.say(f'  {picture.answer:12} {marked(picture.answer, reading)}')
+        if jax.process_index() == 0:
+            self._draw(step, readings)
+        values = {'validation_read': share} | self._detail(step, rows, report)
+        if self._unlike:
+            share = _share_right(self._unlike, self._read(self._unlike, params, check))
+            report.say(
+                f'step {step}  {100 * share:.1f}% in a font, at places and in sizes not trained on'
+            )
+            values['validation_read_unlike'] = share
+        return values
+
+    def _detail(self, step: int, rows: Sequence[Continuation], report: Report) -> dict[str, float]:
+        """Report how relevance has distributed the tokens of pictures, if it has."""
+        tokens = [row.region_tokens[0] for row in rows if row.region_tokens is not None]
+        if not tokens:
+            return {}
+        given = np.array([x[p.line] for x, p in zip(tokens, self._pictures, strict=True)])
+        values = {
+            'budget_used': float(np.mean(np.sum(tokens, 1))),
+            'budget_right_line': float((given >= DETAILED).mean()),
+            'budget_fewest': float((np.array(tokens) == FEWEST).mean()),
+            'budget_most': float((np.array(tokens) == MOST).mean()),
+        }
+        report.say(
+            f'step {step}  {100 * values["budget_right_line"]:.1f}% of the lines asked for have '
+            f'{DETAILED} tokens or more; {values["budget_used"]:.0f} of a picture are used, '
+            f'{100 * values["budget_fewest"]:.0f}% of the regions have {FEWEST}, '
+            f'{100 * values["budget_most"]:.0f}% {MOST}'
+        )
+        return values
+
+    def _prompt(self, picture: Picture) -> tuple[list[int], PromptImages]:
+        """Return the tokens before the answer, and their pictures."""
+        document = self._batches.document(picture)
+        return prompt_of(document, self._batches.shape, int(np.argmax(document.answered)))
+
+    def _read(
+        self, pictures: Sequence[Picture], params: nnx.State, check: Callable[[], None]
+    ) -> list[Continuation]:
+        prompts, images = zip(*map(self._prompt, pictures), strict=True)
+        request = Request(max_tokens=self._config.train.seq_len, sampling=GREEDY)
+        generator = Generator(self._config, params, self._tokenizer)
+        rows: list[Continuation | None] = []
+        for grown in generator.stream(prompts, request, images):
+            rows = grown
+            check()
+        return [row for row in rows if row]
+
+    def _draw(self, step: int, readings: Sequence[str]) -> None:
+        path = self._folder / f'readings-{step}.png'
+        try:
+            write_sheet(path, self._pictures[: len(readings)], readings)
+        except OSError as error:
+            logger.warning('%s cannot be written (%s); the run continues', path, error.strerror)
+
+
+def _share_right(pictures: Sequence[Picture], rows: Sequence[Continuation]) -> float:
+    pairs = zip(pictures, rows, strict=True)
+    return sum(picture.answer == row.text for picture, row in pairs) / len(rows)

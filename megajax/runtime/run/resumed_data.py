@@ -1,0 +1,136 @@
+"""The batches of a resumed run: they begin with the first sample that it has not read."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from megajax.core.config import Config
+from megajax.runtime.checkpoint.record import (
+    OF_ROWS,
+    Record,
+    config_differences,
+    make_record,
+    read_record,
+)
+from megajax.runtime.data import Batches, Data
+from megajax.runtime.data.picture_batches import PictureBatches
+
+# Keys that decide the order of samples, and those that also decide which samples there are.
+OF_ORDER = ('train.seed', 'data.order')
+OF_SAMPLES = ('data.corpus', 'data.blend', 'data.split', *OF_ROWS)
+
+logger = logging.getLogger(__name__)
+
+
+def resumed_data(data: Data, config: Config, there: Record | None, *, batches: int) -> Data:
+    """Return data whose next training batch, of number `batches`, begins with an unread sample.
+
+    `there` is the record of the restored state; without one the run begins. If the order of samples
+    is the same, that is the first one that the run has not read, whatever the size of its batches
+    was. What cannot be kept is logged, in tokens.
+    """
+    if there is None:
+        return data
+    before, train = there.config['train'], config.train
+    samples = there.samples
+    if samples is None:
+        samples = batches * before['batch_size']
+    if batches:
+        samples = _in_new_order(data, config, there, samples)
+    elif data.train_of is None:  # what Megatron-LM has consumed counts in its own order alone
+        samples = 0
+    elif samples:
+        logger.info(
+            'start      data.order=megatron: goes on with sample %s, the first one that '
+            'Megatron-LM had not consumed',
+            f'{samples:,}',
+        )
+    if batches and before['batch_size'] != train.batch_size:
+        logger.info(
+            'resume     train.batch_size: step %d begins with sample %s of the order, the first '
+            'one that the run has not read; train.steps and the learning rate count steps, each '
+            'of which now has %s tokens instead of %s',
+            there.step + 1,
+            f'{samples:,}',
+            f'{train.batch_size * train.seq_len:,}',
+            f'{before["batch_size"] * before["seq_len"]:,}',
+        )
+    batches_of_run = _megatron(data, config, there, samples) if data.train_of else data.train
+    return replace(data, train=batches_of_run.going_on(batches, samples))
+
+
+def imported(start: Path) -> Record | None:
+    """Return the record of an import from Megatron-LM in which samples are consumed, else None.
+
+    A run that begins with any other checkpoint reads its data from the first sample on.
+    """
+    record = read_record(start)
+    return record if record.step == 0 and record.samples else None
+
+
+def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> int:
+    """Return the sample with which a run goes on that has read `samples` in its order of before.
+
+    It is the same unless the order or the samples have changed, which is logged.
+    """
+    different = config_differences(there, make_record(config, there.step))
+    old, new = set(there.data.values()), set(data.fingerprints.values())
+    weights = [list(x.values()) for x in different.get('data.blend', ())]
+    same = {'data.corpus', 'data.blend'} if old == new and weights[:1] == weights[1:] else set()
+    changed = [key for key in (*OF_SAMPLES, *OF_ORDER) if key in different and key not in same]
+    if old and old.isdisjoint(new) and {'data.corpus', 'data.blend'} & set(changed):
+        logger.warning('resume     the corpus is another one: it is read from its first sample')
+        return 0
+    old_length, length = there.config['train']['seq_len'], config.train.seq_len
+    read = samples * old_length
+    if old_length != length and not isinstance(data.train, PictureBatches):
+        samples = -(-read // length)
+        changed.append('train.seq_len')
+    if old and old != new and not changed:
+        changed = ['the corpus']
+    if changed:
+        logger.warning(
+            'resume     %s: the order of samples is another one; of the %s tokens that the run has '
+            'read, up to %s are read again before the next epoch, and as many others are not read '
+            'before it',
+            ', '.join(changed),
+            f'{read:,}',
+            f'{_at_stake(data.train, config, samples) * length:,}',
+        )
+    return samples
+
+
+def _at_stake(train: Batches, config: Config, samples: int) -> int:
+    """Return how many samples at most the rest of an epoch repeats if its order changes."""
+    if isinstance(train, PictureBatches) or config.data.blend or config.data.order == 'megatron':
+        return samples
+    read = samples % train.num_samples
+    return min(read, train.num_samples - read)
+
+
+def _megatron(data: Data, config: Config, there: Record, samples: int) -> Batches:
+    """Return batches in Megatron-LM's order, which depends on the number of samples of the run.
+
+    It is the run's order of before if that suffices. Otherwise it is the order of as many samples
+    as the run needs; a difference is logged.
+    """
+    assert data.train_of is not None
+    old, train = there.config, config.train
+    needed = samples + (train.steps - there.step) * train.batch_size
+    order_of = there.order_of
+    if order_of is None and old['data']['order'] == 'megatron' and samples:
+        order_of = old['train']['steps'] * old['train']['batch_size']
+    wanted = max(needed, order_of or 0)
+    batches = data.train if data.train.order_of == wanted else data.train_of(wanted)
+    if order_of and wanted > order_of and batches.passes != data.train_of(order_of).passes:
+        steps = there.step + (order_of - samples) // train.batch_size
+        logger.warning(
+            'resume     data.order=megatron: %s samples need other passes through the corpus than '
+            'the %s of before, so their order is another one: of the %s samples that the run has '
+            'read, some are read again, and others are not read; train.steps=%d keeps the order',
+            f'{wanted:,}',
+            f'{order_of:,}',
+            f'{samples:,}',
+            steps,
+        )
+    return batches

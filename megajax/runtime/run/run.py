@@ -1,0 +1,350 @@
+"""A run from config to result: data, state, training, samples."""
+
+import dataclasses
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from megajax.base.render.text import typed
+from megajax.core.config import (
+    CheckpointError,
+    Config,
+    ConfigError,
+    CorruptionError,
+    NumericError,
+    RunError,
+    StopRequested,
+    dump,
+)
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.hardware.records import check_dtype, hardware_of
+from megajax.core.hardware.targets import is_nvidia
+from megajax.core.hardware.topology import topology_of_host
+from megajax.core.parallel.mesh import mesh_for
+from megajax.core.parallel.placements import placements
+from megajax.core.train.step import TrainState, init_state
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.companions import Companions
+from megajax.runtime.checkpoint.open import restore_params
+from megajax.runtime.data import Data
+from megajax.runtime.processes.distributed import processes
+from megajax.runtime.processes.peers import LEAVING
+from megajax.runtime.processes.signals import telling
+from megajax.runtime.run.chat_template import read_corpus
+from megajax.runtime.run.clock import Clock, RunSummary
+from megajax.runtime.run.compile_cache import compile_cache
+from megajax.runtime.run.host_memory import check_host_memory
+from megajax.runtime.run.limits import phase_limits
+from megajax.runtime.run.links import slow_links
+from megajax.runtime.run.lock import run_lock
+from megajax.runtime.run.log.metrics import MetricsWriter, check_wandb
+from megajax.runtime.run.log.report import Report
+from megajax.runtime.run.profile import Profiler
+from megajax.runtime.run.resumed_data import imported, resumed_data
+from megajax.runtime.run.sampler import Sampler
+from megajax.runtime.run.standing import where_it_stands
+from megajax.runtime.run.start import check_tokenizer, origin_of, start_checkpoint
+from megajax.runtime.run.stop import StopWatch
+from megajax.runtime.run.trainer import Trainer
+from megajax.runtime.run.watchdog import Watchdog
+
+# What is made of a run directory at the end of a run: the path of a file, None if it failed.
+AtEnd = Callable[[Path], Path | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A completed run: its folder, its last step and its metrics."""
+
+    folder: Path
+    step: int
+
+    @property
+    def checkpoint(self) -> Path:
+        """The path of the newest checkpoint, for `megajax generate`, `eval` and `export`."""
+        return self.folder / 'checkpoints' / str(self.step)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, one for each step and each evaluation."""
+        lines = (self.folder / 'metrics.jsonl').read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+# Returns a line on the mesh of a config, or nothing.
+Advise = Callable[[Config, Mesh], str]
+
+
+def train(config: Config, *, name: str = 'run') -> Run:
+    """Train `config` as `megajax train` does; call it in every process of the run.
+
+    Processes find one another through the environment (`megajax launch`, Slurm, Kubernetes).
+    Unless `run.dir` is set, the run directory is a new one, named after `name`. If `run.dir` holds
+    an interrupted run, that run is resumed.
+
+    Raises RunError, which has the exit code of the command: ConfigError if the machine, the data
+    or the run directory does not fit the config, CheckpointError or NumericError if the run cannot
+    continue, and StopRequested after a signal or `run.max_minutes`, once every step is saved.
+    """
+    try:
+        with processes():
+            return run(config, name=name)
+    except SystemExit as leaving:
+        if not isinstance(leaving.__cause__, StopRequested):
+            raise
+        raise leaving.__cause__ from None
+
+
+def run(
+    config: Config, *, name: str, advise: Advise | None = None, at_end: AtEnd | None = None
+) -> Run:
+    """Train `config` on its mesh, in processes that are already connected; see `train`.
+
+    What `advise` returns is printed below the mesh. The first process calls `at_end` with the run
+    directory, however the run ends once it has begun. When a signal
+    (`runtime/processes/signals.py`) or `run.max_minutes` asks it to stop, it saves and raises
+    SystemExit(75).
+    """
+    check_wandb(config)
+    clock = Clock()
+    with StopWatch(config.run.max_minutes) as stop, _leaving():
+        mesh = mesh_for(config)
+        _check_dtype(config, mesh)
+        check_host_memory(config, mesh)
+        report = Report()
+        _describe(config, mesh, report, advise)
+        folder = _run_folder(config, name)
+        watchdog = Watchdog(
+            folder, _limits(config), index=jax.process_index(), count=jax.process_count()
+        )
+        with (
+            run_lock(folder),
+            _summed(folder, clock, report, at_end) as summary,
+            watchdog,
+            telling(lambda: where_it_stands(folder, config.train.steps, summary, watchdog)),
+            jax.set_mesh(mesh),
+            compile_cache(config.run, folder),
+        ):
+            if jax.process_index() == 0:
+                stop.progress = lambda: _what_is_saved(summary)
+            watchdog.beat('verifying the checkpoint to start from', 'checkpoint')
+            with start_checkpoint(config, folder) as start:
+                watchdog.beat('reading the corpus', 'corpus')
+                with report.waiting('reading the corpus'):
+                    data, carried = read_corpus(config, folder, start)
+                report.say(f'data       {data.summary}')
+                stop.check()
+                step = _train(config, data, carried, folder, start, report, summary, stop, watchdog)
+    report.say(
+        f'run        {folder}\n'
+        f'metrics    {folder}/metrics.jsonl, tensorboard --logdir {typed(f"{folder}/tensorboard")}'
+    )
+    report.say(f'checkpoint {folder}/checkpoints/{step}')
+    return Run(folder, step)
+
+
+def _train(
+    config: Config,
+    data: Data,
+    companions: Companions,
+    folder: Path,
+    start: Path | None,
+    report: Report,
+    summary: RunSummary,
+    stop: StopWatch,
+    watchdog: Watchdog,
+) -> int:
+    """Train to the last step and return the step of the newest checkpoint."""
+    watchdog.beat('restoring', 'checkpoint')
+    with Checkpoints(
+        folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints
+    ) as checkpoints:
+        state = _first_state(config, checkpoints, start, report, summary.clock)
+        before = checkpoints.restored or (imported(start) if start else None)
+        data = resumed_data(data, config, before, batches=int(state.batches))
+        _carry_along(checkpoints, companions)
+        _write_inputs(folder, config, data, checkpoints.companions)
+        report.placements(placements(state.params), config.model)
+        report.say(f'run        {folder}')
+        metrics_writer = MetricsWriter(folder, int(state.step), config=config)
+        with (
+            metrics_writer as metrics,
+            closing(
+                Sampler(config, data.tokenizer, folder, int(state.step), report=report)
+            ) as sampler,
+        ):
+            summary.begin(
+                int(state.step), lost_seconds=metrics.lost_seconds(until=summary.last_step)
+            )
+            trainer = Trainer(
+                config,
+                data,
+                state,
+                report=report,
+                metrics=metrics,
+                sampler=sampler,
+                summary=summary,
+                profiler=Profiler(folder, config),
+                checkpoints=checkpoints,
+                stop=stop,
+                watchdog=watchdog,
+            )
+            try:
+                trainer.train()
+            except StopRequested:
+                _stop(trainer, folder)
+                raise
+            # The newest state may be the cause.
+            except (NumericError, CheckpointError, CorruptionError):
+                raise
+            except Exception:
+                watchdog.beat('saving', 'checkpoint')
+                trainer.rescue()
+                raise
+    stop.check()
+    return trainer.step
+
+
+def _stop(trainer: Trainer, folder: Path) -> None:
+    """Save the state before a requested exit, and print where it is."""
+    trainer.watchdog.beat('saving', 'checkpoint')
+    trainer.save_now()
+    trainer.checkpoints.close(final=True)
+    saved = f'{folder}/checkpoints/{trainer.step}' if trainer.step else 'none'
+    trainer.report.say(f'run        {folder}\ncheckpoint {saved}')
+
+
+def _limits(config: Config) -> Mapping[str, float] | None:
+    if sys.platform != 'linux' and config.run.watchdog_seconds == 'auto':
+        return None
+    return phase_limits(config, jax.process_count())
+
+
+def _what_is_saved(summary: RunSummary) -> str:
+    if not summary.step and not summary.dispatched:
+        return 'exiting before the first step, when the current operation is done'
+    return f'saving after the current step ({summary.step or 0} done), then exiting'
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """Report a requested stop, and exit with the code that asks to be started again."""
+    try:
+        yield
+    except StopRequested as request:
+        Report().say(f'stopped by {request}; to resume, run the same command with this run.dir')
+        raise SystemExit(StopRequested.exit_code) from request
+
+
+def _describe(config: Config, mesh: Mesh, report: Report, advise: Advise | None) -> None:
+    report.mesh(mesh)
+    _note_links(mesh, report)
+    report.parallelism(resolved(config, on_gpu=mesh.devices.flat[0].platform != 'cpu'))
+    if advise and (line := advise(config, mesh)):
+        report.say(line)
+
+
+def _note_links(mesh: Mesh, report: Report) -> None:
+    """Print a note if tensor parallelism joins GPUs of this host over PCIe."""
+    is_tensor = mesh.shape['model'] * mesh.shape.get('row', 1) > 1
+    if is_tensor and is_nvidia(mesh.devices.flat[0]) and (topology := topology_of_host()):
+        note = slow_links(mesh, topology, process=jax.process_index())
+        if note:
+            report.say(f'note       {note}')
+
+
+def _check_dtype(config: Config, mesh: Mesh) -> None:
+    """Raise ConfigError if these devices do not compute in fp8; a CPU emulates it."""
+    known = hardware_of(mesh.devices.flat[0].device_kind)
+    if known and config.train.dtype == 'fp8':
+        check_dtype(config.train.dtype, known)
+
+
+@contextmanager
+def _summed(
+    folder: Path, clock: Clock, report: Report, at_end: AtEnd | None
+) -> Iterator[RunSummary]:
+    """Write and print where the run's seconds went, however it ends once it has begun.
+
+    `at_end` follows.
+    """
+    summary = RunSummary(folder, clock)
+    try:
+        yield summary
+    except RunError:
+        LEAVING.set()  # writing the page takes longer than the others' patience
+        raise
+    finally:
+        if summary.step is not None:
+            summary.write()
+            report.say(f'\n{summary}')
+            if at_end is not None and jax.process_index() == 0 and (page := at_end(folder)):
+                report.say(f'report     {page}')
+
+
+def _run_folder(config: Config, name: str) -> Path:
+    if config.run.dir is not None:
+        return Path(config.run.dir)
+    # The clock of process 0: all processes write their parts of a checkpoint into one folder.
+    now = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
+    return Path('runs') / f'{name}-{datetime.datetime.fromtimestamp(now):%Y%m%d-%H%M%S}'
+
+
+def _first_state(
+    config: Config, checkpoints: Checkpoints, start: Path | None, report: Report, clock: Clock
+) -> TrainState:
+    clock.begin('restore')
+    step = checkpoints.newest_verified()
+    if step is None:
+        if config.run.resume == 'must':
+            raise ConfigError(
+                f'run.resume=must, but {checkpoints.folder} holds no checkpoint: '
+                'set run.dir, or run.resume=auto'
+            )
+        params = _restore_start(config, checkpoints, start, report) if start else None
+        clock.begin('setup')
+        return init_state(config, params)
+    if config.run.resume == 'never':
+        raise ConfigError(
+            f'run.resume=never, but {checkpoints.folder} holds step {step}: '
+            'choose another run.dir, or run.resume=auto'
+        )
+    report.say(f'resume     {checkpoints.folder}, step {step}')
+    state = checkpoints.restore(step)
+    clock.begin('setup')
+    return state
+
+
+def _restore_start(
+    config: Config, checkpoints: Checkpoints, start: Path, report: Report
+) -> nnx.State:
+    check_tokenizer(start, checkpoints.tokenizer)
+    checkpoints.origin = origin_of(start)
+    report.say(f'start      {start} (weights only, with a fresh optimizer)')
+    return restore_params(start, config)
+
+
+def _carry_along(checkpoints: Checkpoints, companions: Companions) -> None:
+    """Keep the companions of the model, at whose ends of texts samples end too."""
+    checkpoints.companions = companions
+    if checkpoints.tokenizer is not None:
+        checkpoints.tokenizer.also_ends(checkpoints.companions.ends)
+
+
+def _write_inputs(folder: Path, config: Config, data: Data, companions: Companions) -> None:
+    if jax.process_index() == 0:
+        (folder / 'config.yaml').write_text(dump(config))
+        if data.tokenizer is not None:
+            data.tokenizer.save(folder / 'tokenizer.json')
+        companions.write(folder)

@@ -1,0 +1,37 @@
+"""Where a live run stands, in the line that SIGUSR2 asks for."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from megajax.runtime.checkpoint.digests import find_steps
+from megajax.runtime.run.clock import RunSummary
+from megajax.runtime.run.watchdog import Watchdog
+
+
+def where_it_stands(folder: Path, steps: int, summary: RunSummary, watchdog: Watchdog) -> str:
+    """Return the step reached of `steps`, the phase, the time left and the newest checkpoint.
+
+    The time left is that of steps as fast as those of this start, with their evaluations and saves.
+    A signal may come at any moment, so nothing is changed.
+    """
+    phase = f'in phase {watchdog.phase!r} for {time.monotonic() - watchdog.since:.1f} s'
+    if summary.step is None:
+        return f'{phase}; no step is done yet'
+    saved = find_steps(folder / 'checkpoints')
+    return '; '.join(
+        [
+            f'step {summary.step} of {steps} is done',
+            phase,
+            *_time_left(steps, summary),
+            f'newest checkpoint: {saved[-1] if saved else "none"}',
+        ]
+    )
+
+
+def _time_left(steps: int, summary: RunSummary) -> list[str]:
+    done = (summary.step or 0) - summary.first_step
+    if not done:
+        return []
+    seconds = (time.monotonic() - summary.began) / done * (steps - (summary.step or 0))
+    return [f'about {timedelta(seconds=round(seconds))} left']

@@ -1,0 +1,166 @@
+"""The checkpoint that `run.start_from` names: it is verified and compared with the run's config."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from megajax.base.render.text import typed
+from megajax.core.config import CheckpointError, Config, ConfigError, Problem, RunError
+from megajax.core.parallel.mesh import check_current_mesh
+from megajax.runtime.checkpoint.digests import SUMS, find_steps, sound_checkpoint
+from megajax.runtime.checkpoint.open import restore_params
+from megajax.runtime.checkpoint.record import (
+    FAMILY,
+    OF_ROWS,
+    START_FROM,
+    config_differences,
+    make_record,
+    read_record,
+)
+from megajax.runtime.data.load import prefixes_of
+from megajax.runtime.data.sources.manifest import Manifest
+from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
+from megajax.runtime.processes.agree import from_first
+from megajax.runtime.run.named import NO_FILES, candidates_of_start, tokenizer_of
+
+# Keys that do not change what the weights mean.
+HARMLESS = ('model.dropout', 'model.attention_dropout', 'model.init_std', 'vision.freeze', *OF_ROWS)
+# Keys that longer contexts change.
+ROTARY = ('model.max_seq_len', 'model.rope_theta', 'model.rope_scaling')
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def start_checkpoint(config: Config, run: Path) -> Iterator[Path | None]:
+    """Yield the checkpoint whose weights the run begins with, verified by its digests.
+
+    It may be of any mesh and any number of processes, and its own run does not delete it during the
+    block. Yields None if the run has checkpoints of its own, or begins with random weights.
+    Permitted differences are logged. Raises ConfigError with every key of `model` that must not
+    differ, or CheckpointError if no checkpoint holds what was written.
+    """
+    wanted = config.run.start_from
+    if wanted is None or from_first(len(find_steps(run / 'checkpoints')))[0]:
+        yield None
+        return
+    with _sound_in_all(Path(wanted)) as start:
+        _check_same_model(start, config)
+        _check_corpus(start, config)
+        yield start
+
+
+def load_params(path: str | Path, config: Config) -> nnx.State:
+    """Return the parameters of a run, an import or one checkpoint, placed on the current mesh.
+
+    They are placed as those of `init_state(config)`, which also takes them, and may have been
+    trained on any mesh. For a run they are those of its newest checkpoint that verifies, and
+    `load('RUN/config.yaml', overrides)` is its config.
+
+    Raises ConfigError if the config has a different model, with every key that differs, or a
+    different mesh from the current one, and CheckpointError if no checkpoint holds what was
+    written.
+    """
+    check_current_mesh(config)
+    with sound_checkpoint(Path(path)) as start:
+        _check_same_model(start, config, 'from which load_params reads the weights')
+        return restore_params(start, config)
+
+
+def check_tokenizer(start: Path, tokenizer: Tokenizer | None) -> None:
+    """Raise ConfigError unless the run has the tokenizer that the weights were trained with."""
+    there, here = read_record(start).tokenizer_sha256, tokenizer.fingerprint if tokenizer else None
+    if there and here and there != here:
+        message = (
+            f'differs from the tokenizer of {start} ({there} there, {here} here), with whose ids '
+            f'the weights were trained; set data.tokenizer={tokenizer_of(start)}'
+        )
+        raise ConfigError(Problem(path='data.tokenizer', message=message))
+
+
+def origin_of(start: Path) -> dict[str, str]:
+    """Describe the checkpoint for the records of the run that begins with it."""
+    digest = hashlib.sha256((start / SUMS).read_bytes()).hexdigest()
+    record = read_record(start)
+    family = (record.data | record.origin).get(FAMILY)
+    origin = {'checkpoint': str(start), 'step': str(record.step), 'sha256': digest}
+    return origin if family is None else origin | {FAMILY: family}
+
+
+@contextmanager
+def _sound_in_all(wanted: Path) -> Iterator[Path]:
+    """Enter `sound_checkpoint` in the first process and yield its result in all of them."""
+    sound, error = None, None
+    with ExitStack() as held:
+        if jax.process_index() == 0:
+            try:
+                candidates_of_start(wanted)
+                sound = held.enter_context(sound_checkpoint(wanted))
+            except RunError as failure:
+                error = failure
+        step = from_first(int(sound.name) if sound else -1)[0]
+        if step < 0:
+            raise error or CheckpointError(
+                f'{START_FROM}={wanted} cannot be used: the first process reports the reason'
+            )
+        yield sound or next(
+            path.absolute() for path in candidates_of_start(wanted) if path.name == str(step)
+        )
+
+
+def _check_same_model(
+    start: Path, config: Config, source: str = f'the checkpoint of {START_FROM}'
+) -> None:
+    there = read_record(start)
+    different = config_differences(there, make_record(config, there.step))
+    free = HARMLESS + (ROTARY if config.model.position in ('rope', 'mrope') else ())
+    problems = []
+    for key, (old, new) in different.items():
+        # Adapters that only one of the two has are added to its weights, or begin here.
+        if key in free or (key.startswith('lora.') and None in (old, new)):
+            logger.info('start      %s: %s -> %s', key, _text(old), _text(new))
+        elif key.startswith(('model.', 'vision.', 'lora.')):
+            message = f'{_text(new)}, but {_text(old)} in {start}, {source}; set {key}={_text(old)}'
+            problems.append(Problem(path=key, message=message))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _check_corpus(start: Path, config: Config) -> None:
+    """Raise ConfigError if the tokens of the corpus, or its tokenizer, are not of these weights.
+
+    Their vocabulary is fixed, so that tokens which another tokenizer made must be made again.
+    """
+    there = read_record(start).tokenizer_sha256
+    for prefix in prefixes_of(config):
+        if manifest := Manifest.read(prefix):
+            path = manifest.tokenizer_path(prefix)
+            made_by = load_tokenizer(str(path))
+            if (
+                made_by.fingerprint != there
+                if there
+                else made_by.vocab_size > config.model.vocab_size
+            ):
+                theirs = tokenizer_of(start) if there else 'TOKENIZER.json'
+                new = f'{prefix}_{start.absolute().parent.parent.name}'
+                message = (
+                    f'{prefix} holds tokens of {path}, and the weights of {start} were trained '
+                    f'with the ids of another tokenizer; build the corpus again: megajax data '
+                    f'build {typed(new)} --input FILES --tokenizer {typed(theirs)}, and set '
+                    f'{typed(f"data.corpus={new}")}; '
+                    'or train on the text itself, data.corpus=FILE.jsonl'
+                )
+                raise ConfigError(Problem(path='data.corpus', message=message))
+    if config.data.tokenizer not in NO_FILES:
+        check_tokenizer(start, load_tokenizer(config.data.tokenizer))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

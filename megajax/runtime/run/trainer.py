@@ -1,0 +1,350 @@
+"""The training loop: steps, rollbacks, evaluation and checkpoints."""
+
+import logging
+from typing import NamedTuple
+
+import jax
+
+from megajax.core.config import Config, StopRequested
+from megajax.core.train.first_step import take_first_step, with_scales
+from megajax.core.train.guard import respond
+from megajax.core.train.step import Metrics, TrainState, before_skipped
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.data import Data
+from megajax.runtime.processes.agree import all_are_here
+from megajax.runtime.run.between_steps import BetweenSteps
+from megajax.runtime.run.clock import Activity, RunSummary
+from megajax.runtime.run.compile_step import compile_step
+from megajax.runtime.run.evaluation import Evaluation
+from megajax.runtime.run.limits import MEASURED
+from megajax.runtime.run.log.metrics import MetricsWriter
+from megajax.runtime.run.log.report import Report, StepReport
+from megajax.runtime.run.meter import Meter
+from megajax.runtime.run.placed_batches import PlacedBatches
+from megajax.runtime.run.profile import Profiler
+from megajax.runtime.run.replay import Replay
+from megajax.runtime.run.rollback import Rollbacks
+from megajax.runtime.run.sampler import Sampler
+from megajax.runtime.run.stop import StopWatch
+from megajax.runtime.run.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+COMPANY = 5.0  # seconds to wait for the other processes to fail in the same place
+
+
+class _Dispatched(NamedTuple):
+    """A step that was handed to the devices; its metrics are still on them."""
+
+    step: int
+    metrics: Metrics
+    start: float  # clock time in seconds, before the batch was read
+    after_batch: float  # the same, after the batch was read
+
+
+class Trainer:
+    """The state of a run, which `train` brings to the last step.
+
+    Between two safe points it is the state after a complete step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        data: Data,
+        state: TrainState,
+        *,
+        report: Report,
+        metrics: MetricsWriter,
+        sampler: Sampler,
+        summary: RunSummary,
+        profiler: Profiler,
+        checkpoints: Checkpoints,
+        stop: StopWatch,
+        watchdog: Watchdog,
+    ):
+        self.config, self.data, self.state = config, data, state
+        self.report, self.metrics, self.sampler = report, metrics, sampler
+        self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
+        self.step = self._saved = int(state.step)
+        self._first = self.step + 1  # the first step also connects the devices
+        self.summary, self.clock, self.profiler = summary, summary.clock, profiler
+        self._skipped = self.step - int(state.guard.taken)
+        self._between_steps = BetweenSteps(self.clock)
+        self._due = self._save_due = False
+        self._ahead: _Dispatched | None = None  # the step after `step`, with its metrics unread
+        self._failure: Exception | None = None  # the error of dispatching that step
+        self._last_end = 0.0  # clock time in seconds at the end of the last step
+        folder = checkpoints.folder.parent
+        self._evaluation = Evaluation(
+            config, data, folder, report=report, clock=self.clock, stop=stop, watchdog=watchdog
+        )
+        self._rollbacks = Rollbacks(config, data, report=report, checkpoints=checkpoints)
+
+    def train(self) -> None:
+        """Take all remaining steps.
+
+        Raises StopRequested at a safe point, and NumericError if loss or gradients end the run.
+        """
+        steps = self.config.train.steps
+        self.stop.check()
+        if self.step == 0 or (
+            len(self.data.validation) and not self.checkpoints.is_evaluated(self.step)
+        ):
+            self._evaluate_if_due()
+        if self.step >= steps:
+            self.report.say(
+                f'nothing to do: the checkpoint is at step {self.step} and train.steps is {steps}'
+            )
+            return
+        self._begin('compile', 'compiling', 'compile')
+        folder = self.checkpoints.folder.parent
+        self._train_step = compile_step(self.config, self.state, folder, self.report)
+        self.profiler.compiled = self._train_step
+        self._replay = Replay(
+            self.config,
+            self._train_step,
+            self.state,
+            report=self.report,
+            clock=self.clock,
+            watchdog=self.watchdog,
+        )
+        self._meter = Meter(
+            self.config, self._train_step, list(jax.sharding.get_mesh().devices.flat)
+        )
+        self.clock.begin('other')
+        self._batches = self._read_on()
+        self._between_steps.begin()
+        with (
+            self.profiler,
+            self.report.progress(
+                start=self.step, steps=steps, log_every=self.config.train.log_every
+            ) as progress,
+        ):
+            while self.step < steps:
+                try:
+                    self.stop.check()
+                except StopRequested:
+                    if self._ahead is not None:
+                        self._one_step(progress, go_ahead=False)
+                    raise
+                self._one_step(progress)
+
+    def _one_step(self, progress: StepReport, *, go_ahead: bool = True) -> None:
+        """Take one step, then save and evaluate if due, or roll back."""
+        values = self._take_step(go_ahead=go_ahead)
+        progress.step(self.step, values)
+        if self._goes_on(values):
+            self._save_if_due(taken=bool(values['taken']))
+            self._evaluate_if_due()
+        else:
+            self._roll_back()
+
+    def save_now(self) -> None:
+        """Save the state unless it is saved already; called before a requested exit."""
+        if self.step > self._saved:
+            self._save()
+        if not self.checkpoints.wait():
+            self._save()
+
+    def rescue(self) -> None:
+        """Save the newest state before the run exits with an error, and report its path.
+
+        The state must be complete and not the cause of the error. A process that fails alone cannot
+        save: the others, in a step, will not come to write their part.
+        """
+        failed_after = self.step
+        if not self._is_whole():
+            self.checkpoints.abandon()
+            return
+        if not all_are_here(f'failed_after_{failed_after}', COMPANY):
+            why = 'the other processes did not fail with this one'
+            logger.warning('step %d is not saved: %s', failed_after, why)
+            self.checkpoints.abandon()
+            return
+        if self.step:
+            self.save_now()
+            if self.checkpoints.wait():
+                self.report.say(f'step {self.step} is saved: {self.checkpoints.folder}/{self.step}')
+
+    def _is_whole(self) -> bool:
+        """Whether the state is that of the last step, the one in flight included."""
+        try:
+            if self._ahead is not None:
+                values = jax.device_get(self._ahead.metrics)
+                self.step, self._ahead = self._ahead.step, None
+                self.metrics.write(self.step, **{name: float(x) for name, x in values.items()})
+            return int(self.state.step) == self.step
+        except RuntimeError:  # a step that failed has consumed the donated state
+            return False
+
+    def _take_step(self, *, go_ahead: bool) -> dict[str, float]:
+        """Take one step, timed from its batch to its metrics, and return its values so far.
+
+        The next step is dispatched before the metrics of this one are read, so that the devices do
+        not wait for the host, unless something may need the state between the two.
+        """
+        if self._failure is not None:
+            raise self._failure
+        current, self._ahead = self._ahead or self._dispatch(self.step + 1), None
+        self._due = self.checkpoints.poll(current.step) or self._save_due
+        if go_ahead and self._may_go_ahead(current.step):
+            try:
+                self._ahead = self._dispatch(current.step + 1)
+            except Exception as error:  # raised after this step, which is complete without it
+                self._failure = error
+        kind = 'first step' if current.step == self._first else 'step'
+        self._begin('productive', f'step {current.step}', kind)
+        metrics = jax.device_get(current.metrics)
+        values = {name: float(value) for name, value in metrics.items()}
+        end = self.clock.begin('other')
+        if not values['finite']:
+            self._check_read()
+        start = max(current.start, self._last_end)
+        self._last_end = end
+        if self.config.run.watchdog_seconds == 'auto':
+            self.watchdog.allow('step', MEASURED * (end - start))
+        self.step = self.summary.step = current.step
+        if not values['taken']:
+            self._skipped += 1
+            self.clock.lose(end - max(current.after_batch, start))
+        times = {
+            'step_ms': 1e3 * (end - start),
+            'data_wait_ms': 1e3 * (current.after_batch - current.start),
+            'checkpoint_ms': self._between_steps.checkpoint_ms(),
+        }
+        values |= self._meter.measure(end - start) | times | {'skipped_steps': self._skipped}
+        if self.step % self.config.train.log_every == 0:
+            values |= self._between_steps.find_slowest(self.config.train.log_every)
+            self.summary.write_sometimes()
+        return values
+
+    def _dispatch(self, step: int) -> _Dispatched:
+        """Read the batch of a step and dispatch the step to the devices."""
+        self.summary.dispatched = step
+        with self.profiler.step(step):
+            start = self._begin('data_wait', 'data')
+            batch = next(self._batches)
+            kind = 'first step' if step == self._first else 'step'
+            after_batch = self._begin('productive', f'step {step}', kind)
+            if step == self._first:
+                self.state = with_scales(self.config, self.state, batch)
+            self.state, metrics = self._run_step(step, batch)
+            if self.profiler.covers(step):
+                jax.block_until_ready(metrics)  # its kernels belong to its part of the trace
+        return _Dispatched(step, metrics, start, after_batch)
+
+    def _may_go_ahead(self, step: int) -> bool:
+        """Whether only the next step needs the state after `step`."""
+        is_searching_scale = self.config.train.loss_scale == 'auto' and self.step <= self._skipped
+        return not (
+            step == self._first
+            or step == self.config.train.steps
+            or step % self.config.train.eval_every == 0
+            or self._due
+            or (self.state.loss_scale is not None and is_searching_scale)
+            or self.profiler.covers(step + 1)
+            or self._replay.is_due(step + 1)
+        )
+
+    def _run_step(self, step: int, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
+        """Run the compiled step; in fp16 the first finds the loss scale, unless it is set.
+
+        Raises CorruptionError if the step is repeated and its results differ.
+        """
+        train_step = self._replay.of_step(step)
+        if (
+            self.state.loss_scale is None
+            or self.config.train.loss_scale != 'auto'
+            or self.step > self._skipped
+        ):
+            return train_step(self.state, batch)
+        first = float(self.state.loss_scale.value)
+        state, metrics = take_first_step(train_step, self.state, batch)
+        if metrics['taken']:
+            self.report.loss_scale(first, float(metrics['loss_scale']))
+        return state, metrics
+
+    def _goes_on(self, values: dict[str, float]) -> bool:
+        """Write the step's metrics; return False if the step is to be rolled back."""
+        self.metrics.write(self.step, **values)
+        return respond(self.config, self.step, values) == 'go on'
+
+    def _check_read(self) -> None:
+        """Raise one process's error in reading this step's batch in all of them.
+
+        Before raising, the state becomes the one before this step.
+        """
+        try:
+            self._batches.check()
+        except Exception:
+            self.state = before_skipped(self.state)
+            if self._ahead is not None:  # that step had no rows to read either
+                self.state, self._ahead = before_skipped(self.state), None
+            raise
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate if it is due, after the state is saved, so that a failure here costs no step.
+
+        A run that is stopped during the evaluation repeats it when it resumes.
+        """
+        if self.step % self.config.train.eval_every and self.step != self.config.train.steps:
+            return
+        if losses := self._evaluate():
+            self.metrics.write(self.step, **losses)
+            if self.step:
+                self.checkpoints.note_validation_loss(self.step, losses['validation_loss'])
+
+    def _save_if_due(self, *, taken: bool) -> None:
+        """Save if it is due; after a skipped step, wait for the next applied one."""
+        last = self.step == self.config.train.steps
+        self._begin('checkpoint', 'checkpoint')
+        self._save_due = self._due and not taken
+        if (self._due and taken) or last:
+            self._save()
+        if last and not self.checkpoints.wait():
+            self._save()
+        self.clock.begin('other')
+
+    def _save(self) -> None:
+        self._begin('checkpoint', 'saving', 'checkpoint')
+        self.checkpoints.save(self.state, self.step, **self.data.train.place(self.state.batches))
+        self._saved = self.step
+        self._rollbacks.reset()
+
+    def _roll_back(self) -> None:
+        """Return to the newest checkpoint and continue with the batches after the rejected one."""
+        self._begin('restore', 'rolling back', 'checkpoint')
+        step = self._rollbacks.find_target(self.step)
+        batches = int(self.state.batches) - (self._ahead is not None)
+        self._ahead = self._failure = None
+        self.state = self._rollbacks.restore(self.step, step, batches)
+        self.step = self._saved = self.summary.step = step
+        self._skipped = step - int(self.state.guard.taken)
+        self.metrics.rewind(step)
+        self.sampler.rewind(step)
+        self.clock.lose(self.metrics.lost_seconds())
+        self._batches = self._read_on()
+        self.clock.begin('other')
+
+    def _read_on(self) -> PlacedBatches:
+        first = int(self.state.batches)
+        return PlacedBatches(self.data.train, first, first + self.config.train.steps - self.step)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate the state, then continue the prompts; return its losses, empty without data."""
+        losses = self._evaluation.evaluate(self.step, self.state.params)
+        self._sample()
+        return losses
+
+    def _sample(self) -> None:
+        """Continue the prompts of the config, but not before the first step."""
+        if self.step and self.sampler.prompts:
+            self._begin('evaluation', 'sampling', 'compile')
+            self.sampler.sample(self.step, self.state.params, self.stop.check)
+            self.clock.begin('other')
+
+    def _begin(self, activity: Activity, phase: str, kind: str = 'step') -> float:
+        """Begin an activity, and a phase with the limit of `kind`; return the time in seconds."""
+        self.watchdog.beat(phase, kind)
+        return self.clock.begin(activity)

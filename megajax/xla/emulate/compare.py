@@ -1,0 +1,104 @@
+"""The error of an emulated program's results, compared with the expected ones."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.xla.emulate.execute import Index
+
+# Limits of the error, relative to the largest element of a result: for fp32, for 16-bit numbers,
+# and for 16-bit numbers that are computed in fp32.
+LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
+# Two programs in 16 bits round differently: an error may be this multiple of that of rounding on
+# one device, by its largest element and by its norm. The norm of few elements is left to chance.
+MARGIN, NORM_FLOOR, FEW = 2.0, 1e-2, 16
+WHOLE: Index = ()
+
+
+class Difference(NamedTuple):
+    """The largest error of a result, relative to the largest element of the expected array.
+
+    For integers, the share of elements that differ, on the device where most differ.
+    """
+
+    name: str
+    error: float
+    limit: float | None = None  # of this result, where rounding decides it
+
+
+def difference(
+    name: str,
+    pieces: Sequence[tuple[Index, np.ndarray]],
+    expected: Any,
+    *,
+    scale: float = 0.0,
+    rounding: float = 0.0,
+) -> Difference:
+    """Compare every device's piece, replicas included, with the expected array.
+
+    The error is infinite if an element is not a number. If no expected element exceeds `rounding`
+    times `scale`, the size of comparable arrays, the result consists of rounding errors and the
+    error is relative to `scale`.
+    """
+    wanted = np.asarray(expected)
+    if not jnp.issubdtype(wanted.dtype, jnp.inexact):
+        shares = [np.mean(piece != wanted[place]) for place, piece in pieces if piece.size]
+        return Difference(name, float(max(shares, default=0)))
+    is_complex = jnp.issubdtype(wanted.dtype, jnp.complexfloating)
+    wanted = wanted.astype(np.complex128 if is_complex else np.float64)
+    worst = max(largest(_apart(piece, wanted[place])) for place, piece in pieces)
+    own = largest(wanted[np.isfinite(wanted)])
+    scale = own if own > rounding * scale else scale
+    error = worst / scale if scale and worst else worst
+    return Difference(name, np.inf if np.isnan(error) else error)
+
+
+def difference_of_rounded(
+    name: str,
+    pieces: Sequence[tuple[Index, np.ndarray]],
+    expected: Any,
+    precise: Any,
+    *,
+    floor: float,
+    scale: float = 0.0,
+    rounding: float = 0.0,
+) -> Difference:
+    """Compare every device's piece with the expected array, where both are rounded to 16 bits.
+
+    `precise` is the array in fp32, so the distance of `expected` from it is what rounding explains.
+    A single element may differ from the expected one by `floor` or a multiple of that distance. The
+    norm of the error, which a small fault in many elements changes more than rounding does, is
+    compared with the norm of that distance. Returns the worse of the two, with its limit.
+    """
+    size = {'scale': scale, 'rounding': rounding}
+    elements = difference(name, pieces, expected, **size)
+    explained = difference(name, [(WHOLE, np.asarray(expected))], precise, **size).error
+    elements = elements._replace(limit=max(floor, MARGIN * explained))
+    if largest(precise) <= rounding * scale or np.size(precise) < FEW:
+        return elements
+    explained = _norm([(WHOLE, np.asarray(expected))], precise)
+    norm = Difference(name, _norm(pieces, precise), max(NORM_FLOOR, MARGIN * explained))
+    return max(elements, norm, key=lambda result: result.error / (result.limit or 1))
+
+
+def _norm(pieces: Sequence[tuple[Index, np.ndarray]], expected: Any) -> float:
+    """The norm of the errors of all pieces, relative to the norm of what is expected of them."""
+    wanted = np.asarray(expected, np.float64)
+    error = sum(np.sum(np.square(piece.astype(np.float64) - wanted[at])) for at, piece in pieces)
+    size = sum(np.sum(np.square(wanted[at])) for at, _ in pieces)
+    return float(np.sqrt(error / size)) if size else float(np.sqrt(error))
+
+
+def _apart(piece: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The element-wise difference; zero between two infinities of the same sign."""
+    actual = np.asarray(piece).astype(wanted.dtype)
+    with np.errstate(invalid='ignore'):
+        return np.where(actual == wanted, 0, actual - wanted)
+
+
+def largest(x: Any) -> float:
+    """The largest absolute element; infinite if an element is not a number."""
+    maximum = float(np.abs(np.asarray(x)).max(initial=0))
+    return np.inf if np.isnan(maximum) else maximum

@@ -1,0 +1,172 @@
+"""A jitted function compiled for absent GPUs, and its program run on simulated CPU devices."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# jax has no public way to compile for other devices than those of the arguments, nor to turn HLO
+# text into an executable of replicas.
+from jax._src.lib import _jax, hlo, xla_client  # type: ignore[attr-defined]
+from jax._src.sharding_impls import GSPMDSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.stages import Traced
+
+from megajax.core.hardware.targets import compile_without_gpu
+from megajax.xla.emulate.translate import for_cpu
+from megajax.xla.hlo.dump import without_cache
+
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuProgram:
+    """The last module of the GPU compiler as text, with its inputs and outputs.
+
+    `kept` holds the indices, among all arguments, of those that the program reads. The shardings
+    are over the devices that the function was traced or compiled for.
+    """
+
+    text: str
+    kept: tuple[int, ...]
+    inputs: tuple[Sharding, ...]
+    outputs: tuple[Sharding | None, ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+
+
+@functools.cache
+def quick() -> dict[str, Any]:
+    """Options for a program that runs once on a CPU: quick to compile, slow to run."""
+    options: dict[str, Any] = {
+        'xla_backend_optimization_level': 0,
+        'xla_llvm_disable_expensive_passes': True,
+    }
+    # The fusion emitters take three times as long.
+    older = options | {'xla_cpu_use_fusion_emitters': False}
+    try:
+        jax.jit(lambda: 0).lower().compile(older)
+    except jax.errors.JaxRuntimeError:  # a later XLA has no other emitters
+        return options
+    return older
+
+
+def compile_for_gpu(
+    traced: Traced, devices: Sequence[Any], options: Mapping[str, Any]
+) -> GpuProgram:
+    """Compile for `devices` (see `core/hardware/targets.py`), whichever devices it was traced
+    for.
+    """
+    computation: Any = traced.lower(lowering_platforms=('cuda',))._lowering
+    computation._device_list = None
+    computation.compile_args['backend'] = devices[0].client
+    for part in ('in_shardings', 'out_shardings'):  # jax compares them and their memory kinds
+        computation.compile_args[part] = tuple(
+            _on(devices, sharding) if isinstance(sharding, NamedSharding) else sharding
+            for sharding in computation.compile_args[part]
+        )
+    with without_cache():  # jax cannot read back a program for GPUs that are not there, and warns
+        compiled = compile_without_gpu(
+            lambda options: computation.compile(options, device_assignment=tuple(devices)), options
+        )
+    return GpuProgram(
+        text=full_text(compiled.xla_executable.hlo_modules()[0]),
+        kept=tuple(sorted(compiled._kept_var_idx)),
+        inputs=tuple(compiled._in_shardings),
+        outputs=tuple(compiled._out_shardings),
+        output_shapes=tuple(_stored_shape(info) for info in jax.tree.leaves(traced.out_info)),
+    )
+
+
+def num_devices(traced: Traced) -> int:
+    """The number of devices that the function was traced for."""
+    lowering: Any = traced.lower(lowering_platforms=('cuda',))._lowering
+    return lowering.compile_args['num_devices']
+
+
+def stored_program(traced: Traced, arguments: Any, text: str) -> GpuProgram:
+    """A program compiled earlier from the same function; arguments and results have shardings."""
+    computation: Any = traced.lower()._lowering
+    kept = tuple(sorted(computation.compile_args['kept_var_idx']))
+    leaves, results = jax.tree.leaves(arguments), jax.tree.leaves(traced.out_info)
+    return GpuProgram(
+        text=text,
+        kept=kept,
+        inputs=tuple(leaves[place].sharding for place in kept),
+        outputs=tuple(result.sharding for result in results),
+        output_shapes=tuple(result.shape for result in results),
+    )
+
+
+def full_text(module: hlo.HloModule) -> str:
+    """The text of a module with all constants."""
+    printed = hlo.HloPrintOptions()
+    printed.print_large_constants = True
+    return module.to_string(printed)
+
+
+def run_on_cpu(
+    program: GpuProgram,
+    values: Sequence[Any],
+    devices: Sequence[jax.Device],
+    *,
+    exact: bool = False,
+) -> list[list[tuple[Index, np.ndarray]]]:
+    """Run the program on the function's full arguments, all of them; return each result's pieces.
+
+    A piece is the part of one device and its index in the full array, so all replicas are there.
+    With `exact`, arrays of 8 and 16 bits are fp32 instead, arguments and results included.
+    """
+    executable = compile_on_cpu(for_cpu(program.text, len(devices), exact=exact), devices)
+    arrays = [
+        jax.device_put(widened(values[place]) if exact else values[place], _on(devices, sharding))
+        for place, sharding in zip(program.kept, program.inputs, strict=True)
+    ]
+    parts = executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
+    results = []
+    for pieces, sharding, shape in zip(parts, program.outputs, program.output_shapes, strict=True):
+        places = _on(devices, sharding).devices_indices_map(shape)
+        results.append(
+            [(places[device], np.asarray(x)) for device, x in zip(devices, pieces, strict=True)]
+        )
+    return results
+
+
+def compile_on_cpu(text: str, devices: Sequence[jax.Device]) -> Any:
+    """An executable with one replica per device."""
+    proto = hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = len(devices), 1
+    assignment = np.arange(len(devices), dtype=np.int32)[:, None]
+    options.device_assignment = xla_client.DeviceAssignment.create(assignment)
+    options.env_option_overrides = [*quick().items()]
+    module, on = _jax.mlir.hlo_to_stablehlo(proto), xla_client.DeviceList(tuple(devices))
+    return devices[0].client.compile_and_load(module, on, options)
+
+
+def _stored_shape(info: Any) -> tuple[int, ...]:
+    """The shape in the program, where a typed key is an array of integers."""
+    if jnp.issubdtype(info.dtype, jax.dtypes.prng_key):
+        info = jax.eval_shape(jax.random.key_data, info)
+    return info.shape
+
+
+def _on(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sharding:
+    """The same placement on other devices, in their order; None means replicated."""
+    if isinstance(sharding, NamedSharding):
+        shape = sharding.mesh.shape
+        mesh = Mesh(np.array(devices).reshape([*shape.values()]), tuple(shape))
+        return NamedSharding(mesh, sharding.spec)
+    if isinstance(sharding, GSPMDSharding):
+        return GSPMDSharding(tuple(devices), sharding._hlo_sharding)
+    assert sharding is None or sharding.is_fully_replicated, sharding
+    return GSPMDSharding.get_replicated(tuple(devices))
+
+
+def widened(x: Any) -> Any:
+    """The array, in fp32 if it has 8 or 16 bits."""
+    narrow = x.dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
+    return np.asarray(x, np.float32) if narrow else x

@@ -1,0 +1,259 @@
+"""A user's jitted function: its GPU program is executed and its outputs are compared."""
+
+import contextlib
+import dataclasses
+import functools
+import re
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.mesh import empty_concrete_mesh  # no public way out of jax.set_mesh
+from jax.sharding import Mesh
+from jax.stages import Traced
+
+from megajax.core.hardware.targets import GPUS, check_target, gpu_devices, num_hosts
+from megajax.xla.emulate.arguments import (
+    AnyMesh,
+    cpu_devices,
+    have_devices,
+    on_devices,
+    simulated_mesh,
+    values,
+)
+from megajax.xla.emulate.bisect import dump_options, first_wrong, modules
+from megajax.xla.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, Difference, difference
+from megajax.xla.emulate.execute import (
+    GpuProgram,
+    compile_for_gpu,
+    num_devices,
+    quick,
+    run_on_cpu,
+    widened,
+)
+from megajax.xla.emulate.one_device import CpuModule
+from megajax.xla.emulate.result import GpuRun, Leaf
+
+_NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
+_PASS_OTHERS = 'pass arguments for which it is (abstract ones are drawn at random)'
+_NO_BITS = 'exact=True: the function reads the bits of 16-bit numbers as integers'
+MARGIN = 4  # limit of an output over its change when the arguments are nudged
+Arrays = Sequence[np.ndarray]
+Reference = Callable[..., Any] | None
+
+
+def run(
+    fn: Any,
+    args: tuple[Any, ...],
+    *,
+    target: str,
+    mesh: AnyMesh | None = None,
+    reference: Reference = None,
+    exact: bool = False,
+    limit: float | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    bisect: bool = False,
+    seed: int = 0,
+    detect: Callable[[str], list[str]],
+) -> GpuRun:
+    """Run the function's GPU program and compare its outputs; see `megajax.inspect.run`."""
+    start = time.perf_counter()
+    if target not in GPUS:
+        raise ValueError(f'target={target!r}: choose among {", ".join(GPUS)}')
+    check_target(target)
+    function, devices_mesh = _traceable(fn), simulated_mesh(args, mesh)
+    with _context(devices_mesh, is_needed=mesh is not None or not have_devices(args)):
+        traced = function.trace(*on_devices(args, devices_mesh))
+    step = _Step(traced, args, target, exact, compiler_options or {}, seed)
+    expected, compared_with = step.expected(args, reference)
+    limit = step.default_limit if limit is None else limit
+    limits, culprit = step.limits(limit), None
+    leaves = step.leaves(step.program, expected, limits)
+    if not all(leaf.ok for leaf in leaves):
+        limits = step.limits(limit, step.rounding(args, reference, expected))
+        leaves = step.judged(leaves, limits)
+    if bisect and not all(leaf.ok for leaf in leaves):
+        culprit = step.culprit(expected, limits)
+    return GpuRun(
+        target=target,
+        jax_version=jax.__version__,
+        mesh=dict(devices_mesh.shape) if devices_mesh else {},
+        compared_with=compared_with,
+        exact=exact,
+        limit=limit,
+        leaves=sorted(leaves, key=lambda leaf: (leaf.ok, -leaf.error)),
+        culprit=culprit,
+        known_miscompiles=detect(step.program.text),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _traceable(fn: Any) -> Any:
+    """The function with `.trace`; a plain function is jitted."""
+    if callable(fn) and hasattr(fn, 'trace'):
+        return fn
+    if isinstance(fn, types.FunctionType | types.MethodType | functools.partial):
+        return jax.jit(fn)
+    raise TypeError(
+        f'a {type(fn).__name__} cannot be traced: pass a function of arrays, plain or from jax.jit '
+        '(equinox: jax.jit of a function of the arrays from eqx.partition; nnx: from nnx.split)'
+    )
+
+
+def _context(mesh: Mesh | None, *, is_needed: bool) -> contextlib.AbstractContextManager[Any]:
+    """Set the mesh that the caller could not set for lack of devices."""
+    return contextlib.nullcontext() if mesh is None or not is_needed else jax.set_mesh(mesh)
+
+
+class _Step:
+    """One traced function and the arrays that it is run with."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        args: tuple[Any, ...],
+        target: str,
+        exact: bool,
+        options: Mapping[str, Any],
+        seed: int,
+    ):
+        self.traced, self.exact, self.options = traced, exact, options
+        self.dtypes = [aval.dtype for aval in traced.jaxpr.in_avals]
+        self.inputs = values(args, self.dtypes, seed)
+        count = num_devices(traced)
+        self.devices, hosts = cpu_devices(count), num_hosts(count)
+        self.gpus = gpu_devices(target, hosts=hosts, per_host=count // hosts)
+        self.program = compile_for_gpu(traced, self.gpus, options)
+        paths, _ = jax.tree_util.tree_flatten_with_path(traced.out_info)
+        self.is_narrow = bool(_NARROW_FLOAT.search(self.program.text))
+        self.names = [jax.tree_util.keystr(path) for path, _ in paths]
+
+    @property
+    def default_limit(self) -> float:
+        """The limit for the coarsest rounding in the program."""
+        if not self.is_narrow:
+            return LIMIT
+        return LIMIT_EXACT if self.exact else LIMIT_16_BITS
+
+    def expected(self, args: tuple[Any, ...], reference: Reference) -> tuple[list[np.ndarray], str]:
+        """The right outputs and their source. Raises ValueError if one is not a number."""
+        if reference is not None:
+            outputs = self._of_reference(args, reference, self.inputs)
+            source = 'the reference given'
+        else:
+            outputs, source = self._of_module(self.inputs)
+        for name, x in zip(self.names, outputs, strict=True):
+            if jnp.issubdtype(x.dtype, jnp.inexact) and np.isnan(x).any():
+                raise ValueError(
+                    f'the expected output{name} (from {source}) is not a number: {_PASS_OTHERS}'
+                )
+        return outputs, source
+
+    def rounding(
+        self, args: tuple[Any, ...], reference: Reference, expected: Arrays
+    ) -> list[float]:
+        """The error of each expected output when the last digit of every input changes.
+
+        An output that is zero except for rounding, such as the gradient of a bias of keys, changes
+        by as much as its own size.
+        """
+        narrow = jnp.bfloat16 if 'bf16[' in self.program.text else jnp.float16
+        rounded_to = narrow if self.is_narrow and not self.exact else jnp.float32
+        unit = float(jnp.finfo(rounded_to).eps)
+        nudged = [_nudged(x, unit, exact=self.exact) for x in self.inputs]
+        if reference is not None:
+            moved = self._of_reference(args, reference, nudged)
+        else:
+            moved, _ = self._of_module(nudged)
+        full = [(slice(None),) * x.ndim for x in expected]
+        named = zip(self.names, full, moved, expected, strict=True)
+        return [difference(name, [(place, x)], y).error for name, place, x, y in named]
+
+    def _of_module(self, inputs: Arrays) -> tuple[list[np.ndarray], str]:
+        try:
+            module = CpuModule(self.traced)
+        except NotImplementedError as error:
+            raise ValueError(f'the function needs a GPU: pass reference= ({error})') from error
+        source = 'one device'
+        if module.is_manual and module.num_devices > 1:
+            source = f"the CPU's own program on {module.num_devices} simulated devices"
+        if self.exact and module.reads_16_bits:
+            raise ValueError(_NO_BITS)
+        # Rounded to 16 bits, the sums of one device are no nearer to the truth than the GPU's.
+        return module.run(inputs, self.devices, exact=not module.reads_16_bits), source
+
+    def _of_reference(
+        self, args: tuple[Any, ...], reference: Any, inputs: Arrays
+    ) -> list[np.ndarray]:
+        place = functools.partial(_on_one_device, device=self.devices[0], exact=self.exact)
+        leaves = map(place, inputs, self.dtypes)
+        given = jax.tree.unflatten(jax.tree.structure(args), leaves)
+        with jax.set_mesh(empty_concrete_mesh), jax.default_device(self.devices[0]):
+            outputs = jax.jit(reference).lower(*given).compile(quick())(*given)
+        trees = (self.traced.out_info, outputs)
+        wanted, have = (str(jax.tree.structure(tree)) for tree in trees)
+        if wanted != have:
+            raise ValueError(f'the reference returns {have}, but the function returns {wanted}')
+        return [_stored(x) for x in jax.tree.leaves(outputs)]
+
+    def limits(self, limit: float, rounding: Sequence[float] | None = None) -> list[float]:
+        """The limit of each output: 0 for integers, higher where rounding alone exceeds `limit`."""
+        infos = jax.tree.leaves(self.traced.out_info)
+        moves = rounding or [0.0] * len(infos)
+        pairs = zip(infos, moves, strict=True)
+        is_inexact = lambda info: jnp.issubdtype(info.dtype, jnp.inexact)  # noqa: E731
+        return [max(limit, MARGIN * move) if is_inexact(info) else 0.0 for info, move in pairs]
+
+    def leaves(self, program: GpuProgram, expected: Arrays, limits: Sequence[float]) -> list[Leaf]:
+        """Every output of the program, compared with the expected one, in the order of outputs."""
+        results = run_on_cpu(program, self.inputs, self.devices, exact=self.exact)
+        differences = starmap(difference, zip(self.names, results, expected, strict=True))
+        return self.judged(differences, limits)
+
+    @staticmethod
+    def judged(errors: Iterable[Leaf | Difference], limits: Sequence[float]) -> list[Leaf]:
+        """The outputs' errors, judged by these limits."""
+        pairs = zip(errors, limits, strict=True)
+        return [_leaf(each.name, each.error, limit) for each, limit in pairs]
+
+    def culprit(self, expected: Arrays, limits: Sequence[float]) -> str:
+        """The compiler pass after which the program is wrong."""
+
+        def is_right(text: str) -> bool:
+            program = dataclasses.replace(self.program, text=text)
+            return all(leaf.ok for leaf in self.leaves(program, expected, limits))
+
+        with tempfile.TemporaryDirectory() as folder:
+            dumps = dump_options(Path(folder))
+            compile_for_gpu(self.traced, self.gpus, {**self.options, **dumps})
+            return str(first_wrong(modules(Path(folder)), is_right))
+
+
+def _on_one_device(x: np.ndarray, dtype: Any, *, device: jax.Device, exact: bool) -> jax.Array:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jax.device_put(x, device), impl=str(dtype._impl.name))
+    return jax.device_put(widened(x) if exact else x, device)
+
+
+def _stored(x: jax.Array) -> np.ndarray:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def _leaf(name: str, error: float, limit: float) -> Leaf:
+    return Leaf(name=name, error=error, limit=limit, ok=error <= limit)
+
+
+def _nudged(x: np.ndarray, unit: float, *, exact: bool) -> np.ndarray:
+    """The array with every number changed by `unit` times itself, up or down."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), size=x.shape)
+    return np.asarray(x * (1 + unit * signs), widened(x).dtype if exact else x.dtype)

@@ -1,0 +1,165 @@
+"""Calls of cuBLAS, cuDNN and top-k as jax functions, according to the libraries' documentation."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.xla.emulate.shapes import Shape
+from megajax.xla.hlo.errors import HloError
+
+Arrays = tuple[jax.Array, ...]
+_EPILOGUES = re.compile(r'DEFAULT|(?:BIAS)?_?(?:GELU|RELU)?(?:_AUX)?')
+LOWEST = -1e30
+
+
+def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
+    """The jax function of its operands that a custom call computes.
+
+    A workspace among the results is filled with zeros. Raises HloError for an unknown call.
+    """
+    target = re.search(r'custom_call_target="([^"]*)"', attributes)
+    name = target[1] if target else ''
+    if name in ('__cublas$gemm', '__cublas$lt$matmul'):
+        return partial(_matmul, _gemm_config(attributes), results)
+    if name == '__cublas$lt$matmul$f8':
+        return partial(_scaled_matmul, _gemm_config(attributes), results)
+    if attention := re.fullmatch(r'__cudnn\$fmha(ScaleBias)?Softmax(Backward)?', name):
+        scale = re.search(r'"fmha_scale":\s*([\d.e+-]+)', attributes)
+        mask = re.search(r'"mask_type":\s*"(CAUSAL|NO_MASK)"', attributes)
+        if scale and mask:
+            function = _attention_backward if attention[2] else _attention
+            return partial(function, float(scale[1]), mask[1] == 'CAUSAL', results)
+    if name in ('TopK', '__gpu$TopK') and len(results) == 2 and results[1].dtype == 's32':
+        return partial(_top_k, results)
+    raise HloError(f'no translation for a custom call of {name}: {attributes[:300]}')
+
+
+def _top_k(results: Sequence[Shape], x: jax.Array) -> Arrays:
+    """The largest elements along the last dim, and their indices."""
+    return _as_results(lax.top_k(x, results[0].dims[-1]), results)
+
+
+def _gemm_config(attributes: str) -> dict:
+    text = attributes[attributes.index('backend_config=') + len('backend_config=') :]
+    config = json.JSONDecoder().raw_decode(text)[0]['gemm_backend_config']
+    if not _EPILOGUES.fullmatch(config['epilogue']) or config.get('alpha_imag'):
+        raise HloError(f'no translation for a product with this configuration: {config}')
+    return config
+
+
+def _matmul(
+    config: dict, results: Sequence[Shape], a: jax.Array, b: jax.Array, *others: jax.Array
+) -> Arrays:
+    """cuBLASLt's alpha A B + beta C, plus the unscaled vector bias, then the activation.
+
+    The bias runs along the dim that is contiguous in memory.
+    """
+    rest, epilogue, dims = [*others], config['epilogue'], config['dot_dimension_numbers']
+    batch, contracting = (
+        tuple(tuple(map(int, dims.get(f'{side}_{kind}_dimensions', ()))) for side in ('lhs', 'rhs'))
+        for kind in ('batch', 'contracting')
+    )
+    y = config['alpha_real'] * lax.dot_general(
+        _wide(a), _wide(b), ((contracting[0], contracting[1]), (batch[0], batch[1]))
+    )
+    if config['beta']:
+        y = y + config['beta'] * _wide(rest.pop(0))
+    if 'BIAS' in epilogue:
+        minor = results[0].order[-1]
+        others_dims = [dim for dim in range(y.ndim) if dim != minor]
+        y = y + jnp.expand_dims(_wide(rest.pop(0)), others_dims)
+    before_activation = y
+    if 'GELU' in epilogue:
+        y = jax.nn.gelu(y, approximate=True)
+    elif 'RELU' in epilogue:
+        y = jax.nn.relu(y)
+    if rest:
+        raise HloError(f'a product with {len(rest)} operands too many: {config}')
+    outputs = [y, before_activation] if epilogue.endswith('_AUX') else [y]
+    return _as_results(outputs, results)
+
+
+def _scaled_matmul(
+    config: dict, results: Sequence[Shape], a: jax.Array, b: jax.Array, *others: jax.Array
+) -> Arrays:
+    """cuBLASLt's product of 8-bit numbers; the scales of A and of B stand after C."""
+    if config.get('damax_output') or config.get('scale_mode', 1) != 1:
+        raise HloError(f'no translation for a product of 8-bit numbers like this: {config}')
+    count = 1 if config['beta'] else 0
+    c, (scale_a, scale_b, *rest) = others[:count], others[count:]
+    return _matmul(config, results, scale_a * _wide(a), scale_b * _wide(b), *c, *rest)
+
+
+def _attention(
+    scale: float, causal: bool, results: Sequence[Shape],
+    q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array,
+) -> Arrays:  # fmt: skip
+    """cuDNN's attention: the output [B, N, S, H] and, where a backward pass needs it, logsumexp.
+
+    Operands are q [B, S, N, H], k and v [B, Y, K, H].
+    """
+    s_BNSY = _scores(scale, causal, q, k, bias)
+    total_BNS = jax.nn.logsumexp(s_BNSY, -1)
+    weights_BNSY = jnp.exp(s_BNSY - total_BNS[..., None])
+    o_BNSH = jnp.einsum('bnsy,bynh->bnsh', weights_BNSY, _per_query_head(v, q))
+    return _as_results([o_BNSH, total_BNS][: len(results) - 1], results)
+
+
+def _attention_backward(
+    scale: float, causal: bool, results: Sequence[Shape],
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    total_BNS: jax.Array, do_BSNH: jax.Array, *rest: jax.Array,
+) -> Arrays:  # fmt: skip
+    """Gradients of q [B, N, S, H], k and v [B, K, Y, H] and, for five results, of the bias."""
+    *bias, o_BSNH = rest
+    weights_BNSY = jnp.exp(_scores(scale, causal, q, k, bias) - total_BNS[..., None])
+    dweights_BNSY = jnp.einsum('bsnh,bynh->bnsy', _wide(do_BSNH), _per_query_head(v, q))
+    row_BNS = jnp.einsum('bsnh,bsnh->bns', _wide(do_BSNH), _wide(o_BSNH))
+    dbias_BNSY = weights_BNSY * (dweights_BNSY - row_BNS[..., None])
+    ds_BNSY = dbias_BNSY * scale
+    dq = jnp.einsum('bnsy,bynh->bnsh', ds_BNSY, _per_query_head(k, q))
+    dk = jnp.einsum('bnsy,bsnh->bnyh', ds_BNSY, _wide(q))
+    dv = jnp.einsum('bnsy,bsnh->bnyh', weights_BNSY, _wide(do_BSNH))
+    groups = k.shape[2]
+    grads = [dq, *(x.reshape(x.shape[0], groups, -1, *x.shape[2:]).sum(2) for x in (dk, dv))]
+    if len(results) == 5:
+        broadcast = [dim for dim, size in enumerate(bias[0].shape) if size < dbias_BNSY.shape[dim]]
+        grads.append(dbias_BNSY.sum(broadcast, keepdims=True))
+    return _as_results(grads, results)
+
+
+def _scores(
+    scale: float, causal: bool, q_BSNH: jax.Array, k_BYKH: jax.Array, bias: Sequence[jax.Array]
+) -> jax.Array:
+    keys_BYNH = _per_query_head(k_BYKH, q_BSNH)
+    s_BNSY = scale * jnp.einsum('bsnh,bynh->bnsy', _wide(q_BSNH), keys_BYNH)
+    for term in bias:
+        s_BNSY = s_BNSY + _wide(term)
+    if not causal:
+        return s_BNSY
+    return jnp.where(
+        jnp.tri(s_BNSY.shape[2], s_BNSY.shape[3], dtype=jnp.bool)[None, None], s_BNSY, LOWEST
+    )
+
+
+def _per_query_head(x_BYKH: jax.Array, q_BSNH: jax.Array) -> jax.Array:
+    return jnp.repeat(_wide(x_BYKH), q_BSNH.shape[2] // x_BYKH.shape[2], 2)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+def _as_results(outputs: Sequence[jax.Array], results: Sequence[Shape]) -> Arrays:
+    """The arrays in the dtypes of the results, followed by zeros for a workspace."""
+    workspaces, pairs = results[len(outputs) :], [*zip(outputs, results, strict=False)]
+    if len(workspaces) > 1 or any(y.shape != r.dims for y, r in pairs):
+        wanted, have = [str(r) for r in results], [f'{y.dtype}{[*y.shape]}' for y in outputs]
+        raise HloError(f'a library call has results {wanted}, but its translation has {have}')
+    kept = [y.astype(r.abstract().dtype) for y, r in pairs]
+    return *kept, *(jnp.zeros(shape.dims, shape.abstract().dtype) for shape in workspaces)

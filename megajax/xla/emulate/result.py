@@ -1,0 +1,101 @@
+"""The result of running a GPU's program: the error of each output."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megajax.base.render.console import as_html, as_text
+
+_LEFT_OUT = (
+    'the kernels themselves, the assignment of buffers, streams, the choices of an autotuner'
+)
+NOT_COVERED = f'not covered: {_LEFT_OUT}, TF32'
+_OWN_PROGRAM = (
+    'A manual region (jax.shard_map) cannot run on one device, so the communication that the '
+    'function itself asks for is not checked: pass reference= for an independent answer.'
+)
+MAX_ROWS = 20
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True, extra='forbid')
+
+
+class Leaf(_Result):
+    """One output of the function."""
+
+    name: str = Field(description='path among the outputs, as jax.tree_util.keystr writes it')
+    error: float = Field(description='error as defined by megajax.xla.emulate.compare.Difference')
+    limit: float
+    ok: bool
+
+
+class GpuRun(_Result):
+    """The outputs that the GPU's program computes, compared with the expected ones."""
+
+    schema_version: Literal[1] = 1
+    target: str
+    jax_version: str
+    mesh: dict[str, int] = Field(
+        description='devices of each axis; empty for a program of one device'
+    )
+    compared_with: str = Field(description="source of the expected outputs, such as 'one device'")
+    exact: bool = Field(description='whether 16-bit numbers were computed in fp32')
+    limit: float = Field(description='limit of the error of floating-point outputs')
+    leaves: list[Leaf] = Field(description='outputs, worst first')
+    culprit: str | None = Field(description='pass that made the program wrong, if bisected')
+    known_miscompiles: list[str] = Field(description='lines of `megajax.inspect.known_miscompiles`')
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every output is within its limit."""
+        return all(leaf.ok for leaf in self.leaves)
+
+    def raise_if_wrong(self) -> None:
+        """Raise AssertionError with the table unless every output is within its limit."""
+        if not self.ok:
+            raise AssertionError(f'the program for {self.target} gives wrong results\n{self}')
+
+    def _repr_html_(self) -> str:
+        return as_html(_tables(self))
+
+    def __str__(self) -> str:
+        return as_text(_tables(self), width=100)
+
+
+def _tables(run: GpuRun) -> RenderableType:
+    axes = ' x '.join(f'{name}={size}' for name, size in run.mesh.items()) or 'one device'
+    precision = ', 16 bits computed in fp32' if run.exact else ''
+    head = f'{axes}, target {run.target}, jax {run.jax_version}, {run.seconds:.0f} s{precision}'
+    compared = f'compared with {run.compared_with}'
+    parts: list[RenderableType] = [Text(head), Text(compared), Text(), _table(run.leaves)]
+    if len(run.leaves) > MAX_ROWS:
+        parts.append(Text(f'... {len(run.leaves) - MAX_ROWS} more with smaller errors'))
+    parts += [Text(), _conclusion(run)]
+    if run.culprit:
+        parts.append(Text(f'first wrong after {run.culprit}', style='bold red'))
+    parts += [Text(f'known miscompile: {line}') for line in run.known_miscompiles]
+    if run.compared_with.startswith("the CPU's own"):
+        parts.append(Text(_OWN_PROGRAM))
+    return Group(*parts, Text(NOT_COVERED))
+
+
+def _table(leaves: list[Leaf]) -> Table:
+    table = Table(box=None, header_style='bold', pad_edge=False)
+    for name in ('output', 'error', 'limit', ''):
+        table.add_column(name, justify='right' if name in ('error', 'limit') else 'left')
+    for leaf in leaves[:MAX_ROWS]:
+        verdict = Text('ok', style='green') if leaf.ok else Text('WRONG', style='bold red')
+        table.add_row(Text(leaf.name), f'{leaf.error:.1e}', f'{leaf.limit:.0e}', verdict)
+    return table
+
+
+def _conclusion(run: GpuRun) -> Text:
+    if run.ok:
+        return Text(f'ok: {len(run.leaves)} outputs agree', style='green')
+    wrong = sum(not leaf.ok for leaf in run.leaves)
+    return Text(f'WRONG: {wrong} of {len(run.leaves)} outputs', style='bold red')

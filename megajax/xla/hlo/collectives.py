@@ -1,0 +1,139 @@
+"""The collectives of a compiled program.
+
+Each has the array that crosses the wire, how often, along which axes, and the products that run
+meanwhile.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from math import prod
+
+from megajax.xla.hlo.cpu_readings import as_meant
+from megajax.xla.hlo.errors import HloError
+from megajax.xla.hlo.groups import Groups, axes_of, device_groups
+from megajax.xla.hlo.paths import destination, joined, origin, paths
+from megajax.xla.hlo.program import Array, Computation, Instruction, Program
+from megajax.xla.hlo.schedule import overlap
+from megajax.xla.hlo.transfers import Sent, arrays_of, kind_of, ring_bytes, whole_of, widest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One array that crosses the wire.
+
+    XLA may have joined several arrays in one instruction; they have the same `instruction`.
+    `operand` and `result` are one device's arrays before and after. `times` is the number of runs;
+    with `at_most` it is an upper bound, because the branch may not run or because data decides how
+    much of the array is sent. `axes` is empty where no device sends to another. `op_name` is the
+    path of the array, or of the instruction that made it. `overlapped_flops` counts the matrix
+    products on one device that run between start and end; `synchronous` says that none can.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    groups: Groups
+    operand: Array
+    result: Array
+    times: int
+    at_most: bool
+    op_name: str
+    source: str
+    computation: str
+    instruction: str
+    synchronous: bool
+    overlapped_flops: int
+
+    @property
+    def axis(self) -> str:
+        """The axes joined by `+`: `data`, `model`, `data+model`."""
+        return '+'.join(self.axes)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends each time, by the ring algorithm."""
+        return ring_bytes(self.kind, self.whole, widest(self.groups))
+
+    @property
+    def whole(self) -> Array:
+        """The gathered, reduced or scattered array, before it is cut or after it is joined."""
+        return whole_of(self.kind, self.operand, self.result)
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the array is a single number."""
+        return not self.operand.dims
+
+
+def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
+    """Return every collective in the text of a program, for a mesh of these axes and sizes.
+
+    Collectives that never run are included, with `times` 0. Collectives that XLA's CPU backend
+    cannot express are read as what they stand for: an all-reduce of which each device keeps its
+    part is a reduce-scatter, and one in fp32 between conversions from and to a smaller dtype is in
+    that dtype.
+    """
+    return [
+        collective
+        for computation in program.computations.values()
+        for instruction in computation.instructions
+        if (kind := kind_of(instruction))
+        for collective in _pieces(program, computation, instruction, kind, mesh)
+    ]
+
+
+def _pieces(
+    program: Program,
+    computation: Computation,
+    instruction: Instruction,
+    kind: str,
+    mesh: Mapping[str, int],
+) -> Iterator[Collective]:
+    if computation is not program.entry and computation.name not in program.callers:
+        raise HloError(
+            f'a collective in {computation.name}, which nothing calls: {instruction.line}'
+        )
+    groups = device_groups(instruction, prod(mesh.values()))
+    synchronous, flops = overlap(program, computation, instruction)
+    for sent, name in _named(program, computation, instruction, kind):
+        actual_kind, operand, result = as_meant(
+            program, computation, instruction, kind, sent, groups
+        )
+        yield Collective(
+            kind=actual_kind,
+            axes=axes_of(groups, mesh),
+            groups=groups,
+            operand=operand,
+            result=result,
+            times=program.times[computation.name],
+            at_most=computation.name in program.runs.at_most or kind == 'ragged-all-to-all',
+            op_name=name or instruction.op_name,
+            source=program.source(instruction),
+            computation=computation.name,
+            instruction=instruction.name,
+            synchronous=synchronous,
+            overlapped_flops=flops,
+        )
+
+
+def _named(
+    program: Program, computation: Computation, instruction: Instruction, kind: str
+) -> Iterator[tuple[Sent, str]]:
+    """Yield each array with its op_name; for a buffer that joins several arrays, its parts."""
+    arrays = arrays_of(computation, instruction)
+    for sent, own in zip(arrays, paths(instruction.op_name, len(arrays)), strict=True):
+        operand = computation.by_name[instruction.operands[sent.place]]
+        parts = joined(program, computation, operand)
+        if len(parts) > 1 and instruction.opcode.startswith('all-reduce'):
+            for part in parts:
+                yield (
+                    Sent(sent.place, part.results[0], part.results[0]),
+                    origin(program, computation, part),
+                )
+        else:
+            # An all-gather belongs to its reader. XLA may have moved a cast before it, with its
+            # path. So does a permute that joins several, which have no path then: the first of a
+            # ring sends what an earlier pass may have made.
+            is_of_reader = kind == 'all-gather' or (kind == 'collective-permute' and not own)
+            reader = destination(program, computation, instruction, sent.place)
+            name = own or origin(program, computation, operand)
+            yield sent, (reader if is_of_reader else '') or name

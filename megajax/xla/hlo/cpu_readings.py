@@ -1,0 +1,208 @@
+"""Interpretation of collectives that XLA's CPU backend cannot express.
+
+It makes no reduce-scatters, and reduces and moves arrays only in fp32.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from megajax.xla.hlo.evaluate import run_of
+from megajax.xla.hlo.groups import Groups
+from megajax.xla.hlo.paths import SAME
+from megajax.xla.hlo.program import DTYPE_BITS, Array, Computation, Instruction, Program
+from megajax.xla.hlo.transfers import Sent
+
+# The dtypes that XLA for CPUs widens to each dtype on the wire.
+_NARROW = {'f32': {'bf16', 'f16'}, 'f16': {dtype for dtype in DTYPE_BITS if dtype.startswith('f8')}}
+
+
+def as_meant(
+    program: Program,
+    computation: Computation,
+    instruction: Instruction,
+    kind: str,
+    sent: Sent,
+    groups: Groups,
+) -> tuple[str, Array, Array]:
+    """Return the kind, operand and result that a collective stands for.
+
+    They differ from those in the text only in XLA for CPUs, which never starts an asynchronous
+    collective and never configures one.
+    """
+    index, operand, result = sent
+    if (
+        instruction.opcode.endswith('-start')
+        or '"collective_backend_config"' in instruction.attributes
+    ):
+        return kind, operand, result
+    readers = list(
+        _readers(
+            program,
+            computation,
+            instruction,
+            index if len(instruction.results) > 1 and kind != 'all-to-all' else None,
+        )
+    )
+    dtype = (
+        _narrow_dtype(program, computation, instruction, index, readers)
+        if operand.dtype in _NARROW
+        else ''
+    )
+    if dtype:
+        operand, result = operand._replace(dtype=dtype), result._replace(dtype=dtype)
+    # A sum that the author wrote stays a sum on every backend, whichever part of it is read.
+    is_authors = re.search(r'/psum\w*$', instruction.op_name)
+    if (
+        kind == 'all-reduce'
+        and not is_authors
+        and readers
+        and all(_is_own_part(program, reader, groups) for reader in readers)
+    ):
+        return (
+            'reduce-scatter',
+            operand,
+            result._replace(shape=readers[0].instruction.results[0].shape),
+        )
+    return kind, operand, result
+
+
+def _narrow_dtype(
+    program: Program,
+    computation: Computation,
+    instruction: Instruction,
+    index: int,
+    readers: Sequence['_Reader'],
+) -> str:
+    """The smaller dtype that an array stands for on the wire; empty where it is its own dtype."""
+    operand = computation.by_name[instruction.operands[index]]
+    before, narrow = _dtype_before(program, computation, operand), _NARROW[operand.results[0].dtype]
+    after = set[str]()
+    for reader in readers:
+        is_part = not reader.dtype and reader.instruction.opcode == 'dynamic-slice'
+        after |= (
+            {each.dtype for each in _readers(program, reader.home, reader.instruction)}
+            if is_part
+            else {reader.dtype}
+        )
+    reduction = instruction.attribute('to_apply')
+    if reduction is None:  # moved without a reduction
+        return before if before in narrow and after == {before} else ''
+    # Partial sums of a product are in fp32 here and in the product's dtype elsewhere. A sum that
+    # the author wrote has the dtype that was written.
+    is_authors = (
+        re.search(r'/(psum|reduce_scatter)\w*$', instruction.op_name)
+        and '_promoted' not in reduction
+    )
+    return next(iter(after)) if len(after) == 1 and after <= narrow and not is_authors else ''
+
+
+class _Reader(NamedTuple):
+    """A reader of an array: instruction, computation, and the first dtype it was converted to.
+
+    An instruction that returns the array counts as a reader. The dtype is empty without conversion.
+    """
+
+    instruction: Instruction
+    home: Computation
+    dtype: str
+
+
+def _readers(
+    program: Program,
+    computation: Computation,
+    producer: Instruction,
+    index: int | None = None,
+    dtype: str = '',
+) -> Iterator[_Reader]:
+    """Yield the readers of an array, or of one in a tuple, past instructions that pass it on."""
+    if producer is computation.root:
+        yield _Reader(producer, computation, dtype)
+    for user in computation.users.get(producer.name, ()):
+        if index is not None and (
+            user.opcode != 'get-tuple-element' or user.attribute('index') != str(index)
+        ):
+            continue
+        if user.opcode in ('fusion', 'call'):
+            inside = program.computations[user.called[0]]
+            for place in (
+                place for place, name in enumerate(user.operands) if name == producer.name
+            ):
+                for reader in _readers(program, inside, inside.parameters[place], None, dtype):
+                    if reader.instruction is inside.root and reader.instruction.opcode in {
+                        *SAME,
+                        'parameter',
+                    }:
+                        yield from _readers(program, computation, user, None, reader.dtype)
+                    else:
+                        yield reader
+        elif user.opcode in SAME:
+            to = user.results[0].dtype if user.opcode == 'convert' and not dtype else dtype
+            yield from _readers(program, computation, user, None, to)
+        else:
+            yield _Reader(user, computation, dtype)
+
+
+def _dtype_before(program: Program, computation: Computation, producer: Instruction) -> str:
+    """The dtype of an array before the conversion that made it; empty without a conversion."""
+    while producer.opcode in {*SAME, 'slice', 'dynamic-slice'} - {'get-tuple-element'}:
+        before = computation.by_name[producer.operands[0]]
+        if producer.opcode == 'convert':
+            return before.results[0].dtype
+        producer = before
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
+        return _dtype_before(program, inside, inside.root)
+    given = _given(program, computation, producer)
+    return _dtype_before(program, *given) if given else ''
+
+
+def _is_own_part(program: Program, reader: _Reader, groups: Groups) -> bool:
+    """Whether each device reads the part at its place in its group, along one dim."""
+    if reader.instruction.opcode != 'dynamic-slice':
+        return False
+    array, *starts = reader.instruction.operands
+    full, part = reader.home.by_name[array].results[0].shape, reader.instruction.results[0].shape
+    cut = [dim for dim, (size, own) in enumerate(zip(full, part, strict=True)) if size != own]
+    if len(cut) != 1 or any(full[cut[0]] != part[cut[0]] * len(group) for group in groups):
+        return False
+    for group in groups:
+        for place, device in enumerate(group):
+            start = run_of(program, reader.home, device).value(starts[cut[0]])
+            if (
+                start is None
+                or min(max(int(start), 0), full[cut[0]] - part[cut[0]]) != place * part[cut[0]]
+            ):
+                return False
+    return True
+
+
+def _given(
+    program: Program, computation: Computation, producer: Instruction
+) -> tuple[Computation, Instruction] | None:
+    """The value that a caller passes for a fusion's parameter or for a value that a loop carries.
+
+    Returned as its computation and instruction; None for any other instruction.
+    """
+    is_carried = (
+        producer.opcode == 'get-tuple-element'
+        and computation.by_name[producer.operands[0]].opcode == 'parameter'
+    )
+    for caller, call in (
+        program.callers.get(computation.name, ())
+        if is_carried or producer.opcode == 'parameter'
+        else ()
+    ):
+        if producer.opcode == 'parameter' and call.opcode in ('fusion', 'call'):
+            place = next(
+                place
+                for place, parameter in computation.parameters.items()
+                if parameter is producer
+            )
+            return caller, caller.by_name[call.operands[place]]
+        if is_carried and call.opcode == 'while':
+            carried = caller.by_name[call.operands[0]]
+            if carried.opcode == 'tuple':
+                index = int(producer.attribute('index') or 0)
+                return caller, caller.by_name[carried.operands[index]]
+    return None

@@ -1,0 +1,132 @@
+"""The groups of devices of a collective, in every spelling of XLA, and the mesh axes they span."""
+
+import re
+from collections.abc import Mapping
+from itertools import combinations, pairwise
+from math import prod
+
+import numpy as np
+
+from megajax.xla.hlo.errors import HloError
+from megajax.xla.hlo.program import Instruction
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def device_groups(instruction: Instruction, num_devices: int) -> Groups:
+    """The groups of devices of a collective, as places in the flattened mesh.
+
+    For a collective-permute these are its pairs of source and target. Raises HloError for an
+    instruction without groups.
+    """
+    text = instruction.attributes
+    if match := re.search(r'source_target_pairs=\{(.*?)\}(?:,|$)(?! ?\{)', text):
+        return _listed(match[1])
+    if match := re.search(
+        r'replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}', text
+    ):
+        return _along_axes(match[1], match[2], match[3], instruction.line)
+    if match := re.search(r'replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)', text):
+        return _rows(_iota(match[2]).reshape(_numbers(match[1])))
+    if match := re.search(r'replica_groups=\{((?:\{[\d,]*\},?)*)\}', text):
+        return _listed(match[1]) or (tuple(range(num_devices)),)
+    raise HloError(f'no replica groups: {instruction.line}')
+
+
+def groups_text(instruction: Instruction) -> str:
+    """The groups or pairs as spelled in the text."""
+    match = re.search(
+        r'(?:source_target_pairs|replica_groups)=(.*?)(?:, (?!device_ids)\w+=|$)',
+        instruction.attributes,
+    )
+    return match[1] if match else ''
+
+
+def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The fewest mesh axes that span every group: ('data',), ('data', 'model'), ...
+
+    () where each device is alone. Raises HloError for a device that the mesh does not have.
+    """
+    devices = np.arange(prod(mesh.values())).reshape([*mesh.values()])
+    if not {device for group in groups for device in group} <= {*range(devices.size)}:
+        raise HloError(f'groups {groups} name devices that the mesh {dict(mesh)} does not have')
+    names = [*mesh]
+    for count in range(len(names) + 1):
+        for chosen in combinations(names, count):
+            along = (
+                np.moveaxis(devices, [names.index(name) for name in chosen], range(-count, 0))
+                if count
+                else devices
+            )
+            rows = along.reshape(-1, prod(mesh[name] for name in chosen))
+            row_of = {int(device): index for index, row in enumerate(rows) for device in row}
+            if all(len({row_of[device] for device in group}) == 1 for group in groups):
+                return chosen
+    raise AssertionError('all axes together span all devices')
+
+
+def crosses_hosts(groups: Groups, devices_per_host: int) -> bool:
+    """Whether some group has devices of more than one host."""
+    return any(len({device // devices_per_host for device in group}) > 1 for group in groups)
+
+
+def _along_axes(sizes: str, device_ids: str | None, names: str, line: str) -> Groups:
+    """The groups that mesh['a'=2,'b'=4] {'b'} spells.
+
+    {'b':(2)2} is a part of b: of size 2, after a part of size 2.
+    """
+    mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
+    matches = [re.fullmatch(r" ?'([^']+)'(?::\((\d+)\)(\d+))?", name) for name in names.split(',')]
+    parts = [
+        (match[1], int(match[2] or 1), int(match[3] or mesh[match[1]]))
+        for match in matches
+        if match and match[1] in mesh
+    ]
+    if len(parts) < len(matches):
+        raise HloError(f'replica groups along axes that are not understood: {line}')
+    shape, dims = list[int](), dict[tuple[str, int], int]()
+    for name, size in mesh.items():
+        cuts = {1, size} | {
+            cut for axis, before, count in parts if axis == name for cut in (before, before * count)
+        }
+        for low, high in pairwise(sorted(cuts)):
+            dims[name, low] = len(shape)
+            shape.append(high // low)
+    along = [
+        dim
+        for axis, before, count in parts
+        for (name, low), dim in dims.items()
+        if name == axis and before <= low < before * count
+    ]
+    devices = _iota(device_ids or f'[{prod(mesh.values())}]').reshape(shape)
+    return _rows(
+        np.moveaxis(devices, along, range(-len(along), 0)).reshape(
+            -1, prod(shape[dim] for dim in along)
+        )
+    )
+
+
+def _iota(text: str) -> np.ndarray:
+    """The devices in the order that '[8]', '[2,4]T(1,0)' or a list of devices gives."""
+    match = re.fullmatch(r'(\[[\d,]+\])(?:T(\([\d,]+\)))?', text)
+    if not match:
+        return np.array(_numbers(text))
+    shape = _numbers(match[1])
+    return (
+        np.arange(prod(shape))
+        .reshape(shape)
+        .transpose(_numbers(match[2]) if match[2] else None)
+        .ravel()
+    )
+
+
+def _listed(text: str) -> Groups:
+    return tuple(tuple(_numbers(group)) for group in re.findall(r'\{([\d,]+)\}', text))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r'\d+', text)]
+
+
+def _rows(devices: np.ndarray) -> Groups:
+    return tuple(tuple(row) for row in devices.tolist())

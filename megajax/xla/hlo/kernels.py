@@ -1,0 +1,118 @@
+"""The kernels of a compiled program by what they do, with the bytes and FLOPs of each."""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+from megajax.xla.hlo.launches import is_launched, launching
+from megajax.xla.hlo.memory import bytes_moved
+from megajax.xla.hlo.products import Product, inside
+from megajax.xla.hlo.program import Computation, Instruction, Program
+from megajax.xla.hlo.transfers import kind_of
+
+Kind = Literal[
+    'product',
+    'attention',
+    'attention gradient',
+    'reduction',
+    'elementwise',
+    'cast',
+    'copy',
+    'stack',
+    'fill',
+    'lookup',
+    'random',
+    'library call',
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_NO_WORK = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'reshape'}
+_PART_OF_STACK = {'dynamic-slice', 'dynamic-update-slice'}
+_MOVES = {'copy', 'transpose', 'concatenate', 'slice', 'pad', 'reverse', 'broadcast'}
+_MAKES = {'broadcast', 'iota'}
+_LOOKS_UP = {'gather', 'scatter', 'sort'}
+_THREEFRY = {'xor', 'shift-left', 'shift-right-logical'}
+
+
+class Kernel(NamedTuple):
+    """One kernel; `bytes` are those of one run, and `products` what it multiplies."""
+
+    computation: Computation
+    instruction: Instruction
+    kind: Kind
+    times: int
+    bytes: int
+    products: tuple[Product, ...]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the products in one run."""
+        return sum(product.flops for product in self.products)
+
+
+def kernels(program: Program) -> Iterator[Kernel]:
+    """Yield every kernel of a program that runs and sends nothing, in the order of its text."""
+    for computation in launching(program):
+        times = program.times[computation.name]
+        for instruction in computation.instructions:
+            if times and is_launched(instruction) and kind_of(instruction) is None:
+                multiplied = tuple(inside(program, computation, instruction))
+                yield Kernel(
+                    computation,
+                    instruction,
+                    _kind(program, computation, instruction, multiplied),
+                    times,
+                    bytes_moved(program, computation, instruction),
+                    multiplied,
+                )
+
+
+def moved_without_products(program: Program) -> int:
+    """Bytes that all kernels without products read and write in one run of a program."""
+    return sum(kernel.times * kernel.bytes for kernel in kernels(program) if not kernel.products)
+
+
+def _kind(
+    program: Program,
+    computation: Computation,
+    instruction: Instruction,
+    multiplied: tuple[Product, ...],
+) -> Kind:
+    if multiplied:
+        is_gradient = 'Backward' in instruction.attributes
+        if any(product.is_attention for product in multiplied):
+            return 'attention gradient' if is_gradient else 'attention'
+        return 'product'
+    if instruction.opcode == 'custom-call':
+        return 'library call'
+    work = {each.opcode for each in _within(program, instruction)} - _NO_WORK
+    if 'rng-bit-generator' in work or work >= _THREEFRY:
+        return 'random'
+    if work & _LOOKS_UP:
+        return 'lookup'
+    if 'reduce' in work or 'reduce-window' in work:
+        return 'reduction'
+    read = _dtypes_read(computation, instruction)
+    if work <= _MAKES or (work <= _MAKES | _MOVES and not read):
+        return 'fill'
+    if work - _MOVES - _PART_OF_STACK - {'convert'}:
+        return 'elementwise'
+    if work & _PART_OF_STACK:
+        return 'stack'
+    return 'cast' if {array.dtype for array in instruction.results} - read else 'copy'
+
+
+def _within(program: Program, instruction: Instruction) -> Iterator[Instruction]:
+    """Yield an instruction, or those of the computation that it fuses."""
+    if instruction.opcode in ('fusion', 'fusion-start'):
+        yield from program.computations[instruction.called[0]].instructions
+    else:
+        yield instruction
+
+
+def _dtypes_read(computation: Computation, instruction: Instruction) -> set[str]:
+    return {
+        array.dtype
+        for name in instruction.operands
+        for array in computation.by_name[name].results
+        if array.shape
+    }

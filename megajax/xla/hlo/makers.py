@@ -1,0 +1,143 @@
+"""The instruction that computes an array, where another one only has its memory.
+
+A loop over layers stacks what its body computes, a fusion has many instructions inside, and a copy
+or a tuple computes nothing.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from megajax.xla.hlo.paths import is_path
+from megajax.xla.hlo.program import Computation, Instruction, Program
+
+# Opcodes that change the place, the layout or the dtype of an array, or the part of it that a
+# device has, and no number.
+COPIES = frozenset(
+    {
+        *('bitcast', 'convert', 'copy', 'copy-done', 'copy-start', 'dynamic-slice', 'reshape'),
+        *('slice', 'transpose', 'all-gather', 'all-gather-done', 'all-gather-start'),
+    }
+)
+_UPDATE = 'dynamic-update-slice'
+# In the path of what jax's loops do to read a slice of a stack and to write one.
+_OF_STACKS = 'jit(dynamic_index_in_dim)', 'jit(dynamic_update_index_in_dim)'
+_MOST_STEPS = 200  # of a search, which a program in a circle of loops would not end
+
+
+class Place(NamedTuple):
+    """A result of an instruction: `part` is its place in the tuple, if the result is one."""
+
+    computation: Computation
+    instruction: Instruction
+    part: tuple[int, ...] = ()
+
+
+def maker(program: Program, place: Place, through: Collection[str] = ()) -> Place:
+    """Return the place where an array is computed, inside loops and fusions.
+
+    Copies without a path, those of a part of a stack, and the opcodes in `through` pass on their
+    operand. An array that a loop does not change is made before the loop, and one that the loop
+    fills, such as a stack of what each layer computes, is made where its parts are. The result can
+    be a parameter of the program. Where XLA has kept no path for what computes the array, it is the
+    last place on the way that has one.
+    """
+    named = place
+    for _ in range(_MOST_STEPS):
+        before = _before(program, place, through)
+        if before is None:
+            break
+        place = before
+        named = place if is_path(place.instruction.op_name) else named
+    return place if place.instruction.op_name else named
+
+
+def _before(program: Program, place: Place, through: Collection[str]) -> Place | None:
+    """Return the place that an array comes from unchanged, None if it is computed here."""
+    computation, instruction, part = place
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode == 'parameter':
+        return _outside(program, place)
+    if opcode == 'while' and part:
+        return _of_loop(program, computation, instruction, part)
+    if opcode == 'get-tuple-element':
+        number = int(instruction.attribute('index') or 0)
+        return Place(computation, computation.by_name[operands[0]], (number, *part))
+    if opcode == 'tuple' and part:
+        return Place(computation, computation.by_name[operands[part[0]]], part[1:])
+    if opcode == 'optimization-barrier':
+        return Place(computation, computation.by_name[operands[0]], part)
+    if opcode in ('fusion', 'call'):
+        inside = program.computations[instruction.called[0]]
+        return Place(inside, inside.root, part)
+    if opcode == _UPDATE:
+        return Place(computation, computation.by_name[operands[1]])
+    if filled := _filled_by_loop(program, computation, instruction):
+        return filled
+    if opcode in through or (opcode in COPIES and not _is_own(instruction.op_name)):
+        return Place(computation, computation.by_name[operands[0]])
+    return None
+
+
+def _is_own(op_name: str) -> bool:
+    """Whether a path is that of a computation, and not of a stack that holds its results."""
+    return is_path(op_name) and not any(name in op_name for name in _OF_STACKS)
+
+
+def _outside(program: Program, place: Place) -> Place | None:
+    """Return what a computation is called with; None for the program's own parameters."""
+    callers = program.callers.get(place.computation.name)
+    if not callers:
+        return None
+    outside, caller = callers[0]
+    number = int(place.instruction.inputs)
+    if caller.opcode == 'while':
+        return _of_loop(program, outside, caller, place.part) if place.part else None
+    if caller.opcode == 'conditional':
+        number += 1 + [*caller.called].index(place.computation.name)
+    if number >= len(caller.operands):
+        return None
+    return Place(outside, outside.by_name[caller.operands[number]], place.part)
+
+
+def _of_loop(
+    program: Program, computation: Computation, loop: Instruction, part: tuple[int, ...]
+) -> Place | None:
+    """Return what the body of a loop makes of an array, or what it was before if it stays."""
+    body = program.computations[loop.attribute('body') or '']
+    if body.root.opcode != 'tuple':
+        return None
+    made = body.by_name[body.root.operands[part[0]]]
+    is_kept = (
+        made.opcode == 'get-tuple-element'
+        and body.by_name[made.operands[0]].opcode == 'parameter'
+        and made.attribute('index') == str(part[0])
+    )
+    if is_kept:
+        return Place(computation, computation.by_name[loop.operands[0]], part)
+    return Place(body, made, part[1:])
+
+
+def _filled_by_loop(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Place | None:
+    """Return what a loop writes into an array that is the same number everywhere, if one does."""
+    if instruction.opcode not in ('broadcast', 'constant'):
+        return None
+    while caller := _caller_of_fusion(program, computation, instruction):
+        computation, instruction = caller
+    for user in computation.users.get(instruction.name, ()):
+        for loop in computation.users.get(user.name, ()):
+            if user.opcode == 'tuple' and loop.opcode == 'while':
+                number = user.operands.index(instruction.name)
+                made = _of_loop(program, computation, loop, (number,))
+                if made is not None and made.computation is not computation:
+                    return made
+    return None
+
+
+def _caller_of_fusion(
+    program: Program, computation: Computation, instruction: Instruction
+) -> tuple[Computation, Instruction] | None:
+    callers = program.callers.get(computation.name, [])
+    is_root = instruction.is_root and len(callers) == 1 and callers[0][1].opcode == 'fusion'
+    return callers[0] if is_root else None

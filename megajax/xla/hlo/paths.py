@@ -1,0 +1,174 @@
+"""The origin and destination of arrays in a compiled program, by the paths that jax recorded.
+
+A path names the transformations and scopes of the instruction that makes or reads an array.
+"""
+
+import re
+from math import prod
+
+from megajax.xla.hlo.products import flops
+from megajax.xla.hlo.program import Computation, Instruction, Program
+
+# Opcodes that pass an array on unchanged, or in another layout or dtype.
+SAME = {
+    'bitcast',
+    'copy',
+    'reshape',
+    'transpose',
+    'convert',
+    'get-tuple-element',
+    'optimization-barrier',
+    'copy-start',
+    'copy-done',
+}
+
+
+def joined(program: Program, computation: Computation, producer: Instruction) -> list[Instruction]:
+    """The parts of a flat buffer into which XLA joined arrays to send them together.
+
+    Any other array, such as one that the author concatenated, is its own only part.
+    """
+    while (
+        producer.opcode in SAME
+        and len(producer.operands) == 1
+        and producer.opcode != 'get-tuple-element'
+    ):
+        producer = computation.by_name[producer.operands[0]]
+    root = producer
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
+        root = inside.root if len(inside.instructions) == len(inside.parameters) + 1 else producer
+    is_flat = (
+        root.opcode == 'concatenate'
+        and len(root.results[0].shape) == 1
+        and not root.op_name.endswith('/concatenate')
+    )
+    return (
+        [_before_reshapes(computation, name) for name in producer.operands]
+        if is_flat
+        else [producer]
+    )
+
+
+def _before_reshapes(computation: Computation, name: str) -> Instruction:
+    producer = computation.by_name[name]
+    while producer.opcode in ('bitcast', 'reshape'):
+        producer = computation.by_name[producer.operands[0]]
+    return producer
+
+
+def origin(
+    program: Program, computation: Computation, producer: Instruction, depth: int = 24
+) -> str:
+    """The path of an array, or of the nearest predecessor that has a path; empty if none has."""
+    if depth == 0 or is_path(producer.op_name):
+        return producer.op_name
+    if producer.opcode == 'get-tuple-element':
+        index = int(producer.attribute('index') or 0)
+        owner = computation.by_name[producer.operands[0]]
+        body = owner.attribute('body') if owner.opcode == 'while' else None
+        if body is not None:
+            inside = program.computations[body]
+            if inside.root.opcode == 'tuple':
+                return origin(
+                    program, inside, inside.by_name[inside.root.operands[index]], depth - 1
+                )
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
+        if name := next(
+            (each.op_name for each in reversed(inside.instructions) if is_path(each.op_name)), ''
+        ):
+            return name
+    before = [computation.by_name[name] for name in producer.operands]
+    if (start := _slice_start(program, producer)) is not None:
+        before = [_part_at(program, computation, before[0], start)]
+    return next(
+        (name for each in before if (name := origin(program, computation, each, depth - 1))), ''
+    )
+
+
+def paths(op_name: str, count: int) -> list[str]:
+    """The path of each of `count` operands of an instruction.
+
+    For joined operands XLA writes `before/(first:second)/after`, if it writes paths at all.
+    """
+    if count == 1:
+        return [op_name if is_path(op_name) else '']
+    match = re.search(r'\(([^():]+(?::[^():]+)+)\)', op_name)
+    parts = match[1].split(':') if match else []
+    if match is None or len(parts) != count:
+        return [''] * count
+    return [op_name[: match.start()] + part + op_name[match.end() :] for part in parts]
+
+
+def is_path(op_name: str) -> bool:
+    """Whether a name is a path that jax recorded, and not a loop's.
+
+    The path of a loop says nothing about what the loop returns.
+    """
+    return '/' in op_name and not op_name.endswith('/while')
+
+
+def destination(
+    program: Program, computation: Computation, producer: Instruction, index: int
+) -> str:
+    """The path of the first matrix product that reads an array, or else of its first reader.
+
+    `index` is the place of the array in the results of `producer`. An instruction that only stores
+    the array for later, or adds it to a sum, does not count as a reader, nor one that jax 0.12
+    names after a call without a name. A product to which XLA gave the path of the operation after
+    it counts only if no other product reads the array.
+    """
+    first, product = '', ''
+    ahead, known = [producer], {producer.name}
+    for source in ahead:
+        for user in computation.users.get(source.name, ()):
+            if (
+                user.opcode == 'get-tuple-element'
+                and len(producer.operands) > 1
+                and user.attribute('index') != str(index)
+            ):
+                continue
+            has_path = is_path(user.op_name) and not user.op_name.endswith('/jit')
+            if has_path and flops(program, computation, user):
+                if user.op_name.endswith('/dot_general'):
+                    return user.op_name
+                product = product or user.op_name
+            passes_on = user.opcode in SAME or user.opcode.endswith('-done')
+            if (passes_on or user.opcode == 'fusion') and user.name not in known:
+                ahead.append(user)
+                known.add(user.name)
+            if (
+                not passes_on
+                and has_path
+                and not user.op_name.endswith(('/dynamic_update_slice', '/add'))
+            ):
+                first = first or user.op_name
+    return product or first
+
+
+def _slice_start(program: Program, producer: Instruction) -> int | None:
+    """The start of a slice of a flat buffer; None for any other instruction."""
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
+        producer = inside.root if len(inside.instructions) == 2 else producer
+    match = (
+        re.search(r'slice=\{\[(\d+):\d+\]\}', producer.attributes)
+        if producer.opcode == 'slice'
+        else None
+    )
+    return int(match[1]) if match else None
+
+
+def _part_at(
+    program: Program, computation: Computation, buffer: Instruction, start: int
+) -> Instruction:
+    """The part that has element `start` of a flat buffer, which may have been reduced as one."""
+    while buffer.opcode in SAME or buffer.opcode.startswith('all-reduce'):
+        buffer = computation.by_name[buffer.operands[0]]
+    end = 0
+    for part in joined(program, computation, buffer):
+        end += prod(part.results[0].shape)
+        if start < end:
+            return part
+    return buffer

@@ -1,0 +1,110 @@
+"""The matrix products of a compiled program: dots, fused or not, and calls of cuBLAS and cuDNN."""
+
+import re
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple, TypeVar
+
+from megajax.xla.hlo.program import Array, Computation, Instruction, Program
+
+Number = TypeVar('Number', int, float)
+
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)[}\]]')
+_BATCH = re.compile(r'lhs_batch_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)[}\]]')
+
+
+class Product(NamedTuple):
+    """One matrix product on one device, or the products of one attention kernel.
+
+    `flops` counts every pair of query and key, although a causal kernel skips the half that the
+    mask hides. `dtype` is the dtype of the operands. `sizes` is (batch, m, n, k) of a product
+    [m, k] x [k, n]; of attention it is the shape of the first operand.
+    """
+
+    flops: int
+    dtype: str
+    is_attention: bool = False
+    is_causal: bool = False
+    sizes: tuple[int, ...] = ()
+
+
+def product_of(computation: Computation, instruction: Instruction) -> Product | None:
+    """The product that an instruction itself computes; None for any other instruction."""
+    if instruction.opcode not in ('dot', 'custom-call'):
+        return None
+    operands = [computation.by_name[name].results[0] for name in instruction.operands]
+    if 'fmha' in instruction.attributes:
+        size = _score_elements(instruction) * operands[0].shape[-1]
+        flops = (10 if 'Backward' in instruction.attributes else 4) * size
+        is_causal = bool(re.search(r'"mask_type": ?"CAUSAL"', instruction.attributes))
+        dtype, sizes = operands[0]
+        return Product(flops, dtype, is_attention=True, is_causal=is_causal, sizes=sizes)
+    match = _CONTRACTED.search(instruction.attributes)
+    if not match:
+        return None
+    left, result = operands[0], prod(instruction.results[0].shape)
+    k = _size_along(left, match)
+    batch = _size_along(left, _BATCH.search(instruction.attributes))
+    m = prod(left.shape) // (batch * k)
+    return Product(2 * result * k, left.dtype, sizes=(batch, m, result // (batch * m), k))
+
+
+def flops(program: Program, computation: Computation, instruction: Instruction) -> int:
+    """FLOPs of the products in an instruction and in its called computations, on one device."""
+    if product := product_of(computation, instruction):
+        return product.flops
+    inside = [
+        sum(flops(program, called, each) for each in called.instructions)
+        for called in (program.computations[name] for name in instruction.called)
+    ]
+    return in_all(instruction, inside)
+
+
+def inside(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Iterator[Product]:
+    """Yield the products of one kernel: of an instruction, or of the computations it calls."""
+    if product := product_of(computation, instruction):
+        yield product
+    for called in (program.computations[name] for name in instruction.called):
+        for each in called.instructions:
+            yield from inside(program, called, each)
+
+
+def in_all(instruction: Instruction, inside: list[Number]) -> Number:
+    """The total work of an instruction, from the work in one run of each computation it calls."""
+    if not inside or instruction.opcode in ('async-update', 'async-done'):
+        return 0  # older versions of XLA repeat the computation that async-start started
+    if instruction.opcode == 'conditional':
+        return max(inside)
+    runs = 1 if instruction.trip_count is None else instruction.trip_count
+    return runs * sum(inside)
+
+
+def products(program: Program) -> Iterator[tuple[Product, Computation, Instruction, int]]:
+    """Yield every product of a program, its computation, its instruction and how often it runs."""
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
+            product = product_of(computation, instruction)
+            if product and program.times[computation.name]:
+                yield product, computation, instruction, program.times[computation.name]
+
+
+def is_rematerialized(program: Program, computation: Computation, instruction: Instruction) -> bool:
+    """Whether XLA repeats an instruction, so that the program needs less memory."""
+    callers = [caller for _, caller in program.callers.get(computation.name, ())]
+    return any('.remat' in each.name for each in (instruction, *callers))
+
+
+def _size_along(array: Array, dims: re.Match[str] | None) -> int:
+    """The number of elements along the dims of an array that a match lists."""
+    numbers = re.findall(r'\d+', dims[1]) if dims else []
+    return prod(array.shape[int(number)] for number in numbers)
+
+
+def _score_elements(instruction: Instruction) -> int:
+    scores = re.search(
+        r'"intermediate_tensor_shape": ?\{[^\[\]{}]*"dimensions": ?\[([^\]]*)\]',
+        instruction.attributes,
+    )
+    return prod(int(number) for number in re.findall(r'\d+', scores[1])) if scores else 0

@@ -1,0 +1,301 @@
+"""Compiled HLO text as typed records: computations, instructions, shapes and source lines.
+
+A line that the grammar below does not cover raises `HloError` with the line; nothing is skipped.
+"""
+
+import dataclasses
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from megajax.xla.hlo.errors import HloError
+from megajax.xla.hlo.sources import Sources
+
+if TYPE_CHECKING:
+    from megajax.xla.hlo.runs import Runs
+
+DTYPE_BITS = {
+    'pred': 8, 's2': 2, 'u2': 2, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8,
+    's16': 16, 'u16': 16, 's32': 32, 'u32': 32, 's64': 64, 'u64': 64,
+    'f4e2m1fn': 4, 'f8e4m3fn': 8, 'f8e5m2': 8, 'f8e4m3': 8, 'f8e3m4': 8, 'f8e8m0fnu': 8,
+    'f16': 16, 'bf16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128, 'token': 0, 'opaque': 0,
+}  # fmt: skip
+
+_HEADER = re.compile(r'^(ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$')
+_INSTRUCTION = re.compile(r'^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$')
+_ARRAY = re.compile(r'(\w+)\[([^\]]*)\](?:\{[^}]*\})?')
+_END = re.compile(r'\}(, execution_thread="[^"]*")?')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_COMMENT = re.compile(r'/\*.*?\*/')
+_CALLED = re.compile(
+    r'\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)'
+)
+_BRANCHES = re.compile(r'\b(?:branch_computations|called_computations)=\{([^}]*)\}')
+# The least number of computations that an instruction calls, by opcode.
+_CALLS = {'fusion': 1, 'fusion-start': 1, 'call': 1, 'conditional': 1, 'while': 2}
+_MOST_DIGITS = sys.int_info.default_max_str_digits  # of an integer that Python reads
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+class Array(NamedTuple):
+    """The dtype and the per-device shape of one array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The array's size on a device, in bytes."""
+        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The shape without dims of size 1."""
+        return tuple(size for size in self.shape if size != 1)
+
+    def __str__(self) -> str:
+        return f'{self.dtype}[{",".join(map(str, self.shape))}]'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Instruction:
+    """One line of a computation.
+
+    `results` has one array, or the arrays of a flattened tuple. `type` is the text of the result
+    with its layout. `inputs` is the text between the operands' brackets: the literal of a constant,
+    the number of a parameter.
+    """
+
+    name: str
+    opcode: str
+    type: str
+    results: tuple[Array, ...]
+    inputs: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+    line: str
+
+    @cached_property
+    def op_name(self) -> str:
+        """The path of the jax transformations and named scopes that made the instruction.
+
+        Empty where XLA made it.
+        """
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match[1] if match else ''
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """The names of the computations that the instruction calls."""
+        attributes = _QUOTED.sub('', self.attributes)
+        branches = [
+            name.strip(' %') for group in _BRANCHES.findall(attributes) for name in group.split(',')
+        ]
+        return (*_CALLED.findall(attributes), *branches)
+
+    @property
+    def trip_count(self) -> int | None:
+        """The number of steps of a while loop; None where the compiler does not know it."""
+        match = _TRIP_COUNT.search(self.attributes)
+        return int(match[1]) if match else None
+
+    def attribute(self, key: str) -> str | None:
+        """The number or name after `key=`; None where there is none."""
+        match = re.search(rf'\b{key}=%?([\w.\-]+)', self.attributes)
+        return match[1] if match else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Computation:
+    """A named computation: its instructions in the order in which they run."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """The instructions by name."""
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that read each instruction, by its name."""
+        users = defaultdict(list)
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                users[operand].append(instruction)
+        return users
+
+    @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """The parameters by number."""
+        parameters = (each for each in self.instructions if each.opcode == 'parameter')
+        return {int(parameter.inputs): parameter for parameter in parameters}
+
+    @property
+    def root(self) -> Instruction:
+        """The instruction whose result the computation returns."""
+        return next(instruction for instruction in self.instructions if instruction.is_root)
+
+    def check(self) -> None:
+        """Raise HloError where a root, an operand, the number of a parameter or the name of what is
+        called is missing.
+        """
+        if not any(instruction.is_root for instruction in self.instructions):
+            raise HloError(f'the computation {self.name} has no ROOT')
+        for instruction in self.instructions:
+            if missing := [name for name in instruction.operands if name not in self.by_name]:
+                raise HloError(
+                    f'{instruction.name} reads {missing[0]}, which {self.name} does not have: '
+                    f'{instruction.line}'
+                )
+            if instruction.opcode == 'parameter' and not instruction.inputs.isdecimal():
+                raise HloError(f'{instruction.name} has no number: {instruction.line}')
+            if len(instruction.called) < _CALLS.get(instruction.opcode, 0):
+                raise HloError(
+                    f'{instruction.name} does not name what it calls: {instruction.line}'
+                )
+
+
+class Program:
+    """A compiled module: its computations by name, their callers, and how often each runs.
+
+    `trip_count` is the number of steps of loops whose length the compiler does not know.
+    """
+
+    def __init__(self, text: str, *, trip_count: int | None = None):
+        if too_long := re.search(rf'\d{{{_MOST_DIGITS + 1},}}', text):
+            raise HloError(f'a number of {len(too_long[0])} digits: {too_long[0][:20]}...')
+        self.computations = {computation.name: computation for computation in _computations(text)}
+        entries = re.findall(r'^ENTRY %?([\w.\-]+)', text, re.MULTILINE)
+        if len(entries) != 1:
+            raise HloError(
+                f'a compiled module has one ENTRY computation, this text has {len(entries)}'
+            )
+        self.entry = self.computations[entries[0]]
+        for computation in self.computations.values():
+            computation.check()
+        self.callers = self._callers()
+        self._trip_count = trip_count
+        counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', text.split('\n', 1)[0])
+        self.num_devices = prod(map(int, counts))
+        self._sources = Sources(text)
+
+    def _callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
+        callers = defaultdict(list)
+        for computation in self.computations.values():
+            for instruction in computation.instructions:
+                for name in instruction.called:
+                    if name not in self.computations:
+                        raise HloError(
+                            f'{instruction.name} calls {name}, which the text does not have: '
+                            f'{instruction.line}'
+                        )
+                    callers[name].append((computation, instruction))
+        return callers
+
+    @cached_property
+    def runs(self) -> 'Runs':
+        """The number of runs of each computation, and the computations that may not run."""
+        from megajax.xla.hlo.runs import Runs  # here, because it reads programs
+
+        return Runs(self, self._trip_count)
+
+    @property
+    def times(self) -> dict[str, int]:
+        """The number of runs of each computation in one run of the program, by name.
+
+        See `megajax.xla.hlo.runs`.
+        """
+        return self.runs.times
+
+    def source(self, instruction: Instruction) -> str:
+        """The Python frames that made an instruction: `file:line < file:line < ...`.
+
+        Innermost first; empty where the text does not record them.
+        """
+        return self._sources.of(instruction.attributes)
+
+
+def _computations(text: str) -> Iterator[Computation]:
+    name, instructions = None, list[Instruction]()
+    for raw in text.splitlines():
+        line = _COMMENT.sub('', raw).rstrip()
+        if name is None:
+            if header := _HEADER.match(line):
+                name, instructions = header['name'], []
+            elif line.startswith(('%', 'ENTRY ')) or _INSTRUCTION.match(line):
+                raise HloError(f'not the header of a computation: {line.strip()}')
+        elif _END.fullmatch(line):
+            yield Computation(name=name, instructions=tuple(instructions))
+            name = None
+        elif line:
+            instructions.append(_instruction(line))
+    if name is not None:
+        last = instructions[-1].line if instructions else 'its header'
+        raise HloError(f'the text ends inside the computation {name}, after {last}')
+
+
+def _instruction(line: str) -> Instruction:
+    match = _INSTRUCTION.match(line)
+    if not match:
+        raise HloError(f'not an instruction: {line.strip()}')
+    rest = match['rest']
+    end = _closing(rest, 0, line) + 1 if rest.startswith('(') else rest.find(' ')
+    opcode, bracket, _ = rest[end:].partition('(')
+    if end <= 0 or not bracket or not re.fullmatch(r' [a-z][\w\-]*', opcode):
+        raise HloError(f'no opcode: {line.strip()}')
+    start = end + len(opcode)
+    stop = _closing(rest, start, line)
+    inputs = rest[start + 1 : stop]
+    is_leaf = opcode in (' constant', ' parameter')
+    operands = () if is_leaf else tuple(re.findall(r'%([\w.\-]+)', inputs))
+    if inputs and not operands and not is_leaf:
+        raise HloError(f'operands that are not understood: {line.strip()}')
+    return Instruction(
+        name=match['name'],
+        opcode=opcode.strip(),
+        type=rest[:end],
+        results=_arrays(rest[:end], line),
+        inputs=inputs,
+        operands=operands,
+        attributes=rest[stop + 1 :],
+        is_root=bool(match['root']),
+        line=line.strip(),
+    )
+
+
+def _closing(text: str, start: int, line: str) -> int:
+    depth, quoted, place = 0, False, start
+    while place < len(text):
+        char = text[place]
+        if char == '"':
+            quoted = not quoted
+        elif char == '\\' and quoted:
+            place += 1
+        elif not quoted:
+            depth += (char in '({[') - (char in ')}]')
+            if depth == 0:
+                return place
+        place += 1
+    raise HloError(f'no closing bracket: {line.strip()}')
+
+
+def _arrays(text: str, line: str) -> tuple[Array, ...]:
+    arrays = []
+    for dtype, dims in _ARRAY.findall(text):
+        if dtype not in DTYPE_BITS:
+            raise HloError(f'unknown dtype {dtype}: {line.strip()}')
+        if not re.fullmatch(r'(<=)?\d+(,(<=)?\d+)*|', dims):
+            raise HloError(f'a shape that is not understood: {line.strip()}')
+        arrays.append(
+            Array(dtype, tuple(int(size.removeprefix('<=')) for size in dims.split(',') if size))
+        )
+    if _ARRAY.sub('', text).strip('(), '):
+        raise HloError(f'a result that is not understood: {line.strip()}')
+    return tuple(arrays)

@@ -1,0 +1,184 @@
+"""The number of runs of each computation of a program.
+
+Trip counts of nested loops are multiplied. Where a conditional's branch sends something and its
+predicate follows from loop counters, the branch that runs counts; where the predicate is unknown,
+the branch that sends most bytes counts each time. Every other branch counts as run.
+"""
+
+from collections import Counter
+from functools import cached_property
+
+from megajax.xla.hlo.errors import HloError
+from megajax.xla.hlo.evaluate import Run
+from megajax.xla.hlo.groups import device_groups
+from megajax.xla.hlo.program import Computation, Instruction, Program
+from megajax.xla.hlo.transfers import arrays_of, kind_of, ring_bytes, whole_of, widest
+
+MAX_STEPS = 20_000  # steps of loops that are walked; beyond them predicates count as unknown
+
+
+class UnknownLoopError(HloError):
+    """A loop that sends something, where neither compiler nor caller knows how often it runs."""
+
+
+class Runs:
+    """The number of runs of each computation in one run of the program.
+
+    `trip_count` is the number of steps of loops of unknown length. `at_most` has the computations
+    in branches that may not run; it is complete once `times` has been read.
+    """
+
+    def __init__(self, program: Program, trip_count: int | None):
+        self._program, self._trip_count = program, trip_count
+        self._steps_left = MAX_STEPS
+        self._fixed: dict[str, Counter[str]] = {}
+        self.at_most = set[str]()
+
+    @cached_property
+    def times(self) -> dict[str, int]:
+        """The number of runs, by name of the computation."""
+        counts = self._walk(Run(self._program, self._program.entry))
+        return {name: counts[name] for name in self._program.computations}
+
+    def _walk(self, run: Run) -> Counter[str]:
+        """Count the runs of computations in one run of a computation."""
+        counts = Counter(self._of_fixed(run.computation))
+        for instruction in self._open(run.computation):
+            if instruction.opcode == 'while':
+                counts += self._of_loop(run, instruction)
+            elif instruction.opcode == 'conditional':
+                counts += self._of_conditional(run, instruction)
+            else:
+                for place in range(len(instruction.called)):
+                    counts += self._walk(self._inside(run, instruction, place))
+        return counts
+
+    def _of_loop(self, run: Run, instruction: Instruction) -> Counter[str]:
+        loop = run.loop(instruction)
+        steps = loop.trip_count
+        steps = self._trip_count if steps is None else steps
+        if steps is None:
+            known = [
+                part for part in (instruction.op_name, self._program.source(instruction)) if part
+            ]
+            raise UnknownLoopError(
+                f'the loop {instruction.name} sends something and XLA does not know how often it '
+                'runs: give a trip_count, or a fixed number of steps to '
+                f'{" at ".join(known) or instruction.line}'
+            )
+        counts = Counter[str]()
+        for which, times in (('body', steps), ('condition', steps + 1)):
+            called = self._program.computations[instruction.attribute(which) or '']
+            if not self._open(called):
+                counts += _multiplied(self._of_fixed(called), times)
+            elif times > self._steps_left:
+                counts += _multiplied(self._walk(Run(self._program, called)), times)
+            else:
+                self._steps_left -= times
+                for step in range(times):
+                    counts += self._walk(loop.run(which, step))
+        return counts
+
+    def _of_conditional(self, run: Run, instruction: Instruction) -> Counter[str]:
+        if (branch := run.branch(instruction)) is not None:
+            return self._walk(self._inside(run, instruction, branch))
+        walked = [
+            self._walk(self._inside(run, instruction, place))
+            for place in range(len(instruction.called))
+        ]
+        most = max(walked, key=self._bytes)
+        self.at_most |= {*most}
+        return most
+
+    def _inside(self, run: Run, instruction: Instruction, place: int) -> Run:
+        inside = run.inside(instruction, place)
+        assert inside is not None
+        return inside
+
+    def _bytes(self, counts: Counter[str]) -> float:
+        computations = self._program.computations
+        return sum(times * self._own_bytes(computations[name]) for name, times in counts.items())
+
+    def _own_bytes(self, computation: Computation) -> float:
+        """Bytes that the instructions of a computation send, without called computations."""
+        total = 0.0
+        for instruction in computation.instructions:
+            if kind := kind_of(instruction):
+                size = widest(device_groups(instruction, self._program.num_devices))
+                for _, operand, result in arrays_of(computation, instruction):
+                    total += ring_bytes(kind, whole_of(kind, operand, result), size)
+        return total
+
+    def _of_fixed(self, computation: Computation) -> Counter[str]:
+        """Count the runs in one run of a computation that do not depend on a predicate."""
+        if computation.name not in self._fixed:
+            counts = Counter([computation.name])
+            for instruction in computation.instructions:
+                if not self._is_open(instruction):
+                    for name in instruction.called:
+                        inside = self._of_fixed(self._program.computations[name])
+                        counts += _multiplied(inside, _runs(instruction, name))
+            self._fixed[computation.name] = counts
+        return self._fixed[computation.name]
+
+    def _open(self, computation: Computation) -> list[Instruction]:
+        """The instructions whose called computations send something as often as a value decides."""
+        return [
+            instruction
+            for instruction in computation.instructions
+            if instruction.called and self._is_open(instruction)
+        ]
+
+    def _is_open(self, instruction: Instruction) -> bool:
+        if _runs(instruction, '') == 0:
+            return False
+        decisive = self._sending if _decides(instruction) else self._deciding
+        return not decisive.isdisjoint(instruction.called)
+
+    @cached_property
+    def _sending(self) -> set[str]:
+        """The names of computations that send something, or call another that does."""
+        computations = self._program.computations.values()
+        own = {each.name for each in computations if any(map(kind_of, each.instructions))}
+        return self._with_callers(own)
+
+    @cached_property
+    def _deciding(self) -> set[str]:
+        """The names of computations in which a value decides what is sent, and of their callers."""
+        own = {
+            computation.name
+            for computation in self._program.computations.values()
+            for instruction in computation.instructions
+            if _decides(instruction) and not self._sending.isdisjoint(instruction.called)
+        }
+        return self._with_callers(own)
+
+    def _with_callers(self, names: set[str]) -> set[str]:
+        reached, ahead = set[str](), [*names]
+        while ahead:
+            name = ahead.pop()
+            if name not in reached:
+                reached.add(name)
+                ahead += [caller.name for caller, _ in self._program.callers.get(name, ())]
+        return reached
+
+
+def _decides(instruction: Instruction) -> bool:
+    """Whether a value decides how often an instruction runs the computations that it calls."""
+    return instruction.opcode == 'conditional' or (
+        instruction.opcode == 'while' and instruction.trip_count is None
+    )
+
+
+def _multiplied(counts: Counter[str], times: int) -> Counter[str]:
+    return Counter({name: count * times for name, count in counts.items()})
+
+
+def _runs(caller: Instruction, name: str) -> int:
+    """The number of times that an instruction runs the computation `name` that it calls."""
+    if caller.opcode in ('async-update', 'async-done'):
+        return 0  # older versions of XLA repeat the computation that async-start started
+    if caller.opcode != 'while':
+        return 1
+    runs = 1 if caller.trip_count is None else caller.trip_count
+    return runs + 1 if caller.attribute('condition') == name else runs

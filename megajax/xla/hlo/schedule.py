@@ -1,0 +1,130 @@
+"""Overlap of collectives with the matrix products scheduled between their start and their end."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+from megajax.xla.hlo.errors import HloError
+from megajax.xla.hlo.products import Product, flops, in_all, product_of
+from megajax.xla.hlo.program import Computation, Instruction, Program
+
+Place = tuple[str, str]  # the names of a collective's computation and instruction
+
+
+class Span(NamedTuple):
+    """An asynchronous collective: the computation that starts it, and the places in its order."""
+
+    home: Computation
+    begin: int
+    end: int
+
+
+class Sent(NamedTuple):
+    """The link that a collective crosses, and the seconds that its bytes take on it."""
+
+    link: str
+    seconds: float
+
+
+def overlap(program: Program, computation: Computation, start: Instruction) -> tuple[bool, int]:
+    """Return whether a collective is synchronous, and the FLOPs of products that overlap with it.
+
+    These are the matrix products that are scheduled between its start and its end.
+    """
+    under_way = span(program, computation, start)
+    if under_way is None:
+        return True, 0
+    home, begin, end = under_way
+    between = home.instructions[begin + 1 : end]
+    return False, sum(flops(program, home, instruction) for instruction in between)
+
+
+def span(program: Program, computation: Computation, start: Instruction) -> Span | None:
+    """Find where a collective starts and ends; return None where it is synchronous."""
+    home, first = computation, start
+    for caller, instruction in program.callers.get(computation.name, ()):
+        if instruction.opcode == 'async-start':
+            home, first = caller, instruction
+    if not first.opcode.endswith('-start') or '"is_sync":true' in first.attributes:
+        return None
+    order = home.instructions
+    readers = (i for i, instruction in enumerate(order) if first.name in instruction.operands)
+    end = next((i for i in readers if order[i].opcode.endswith('-done')), None)
+    if end is None:
+        raise HloError(f'no end of {first.name}: {first.line}')
+    return Span(home, order.index(first), end)
+
+
+def hidden_seconds(
+    program: Program,
+    sent: Mapping[Place, Sent],
+    seconds_of: Callable[[Product], float],
+) -> dict[Place, float]:
+    """The seconds of each collective's transfer that matrix products hide, each time it runs.
+
+    One wire serves the transfers of a link in the order of their start. A second of a product hides
+    one transfer per link: the first transfer in flight until that is done, then the next. Product
+    seconds of a loop, over all its iterations, that its own transfers do not use can hide transfers
+    in flight around the loop.
+    """
+    walk = _Walk(program, sent, seconds_of)
+    walk.unspent(program.entry)
+    return walk.hidden
+
+
+class _Walk:
+    """The walk of `hidden_seconds`, which visits each computation once, whoever calls it."""
+
+    def __init__(
+        self,
+        program: Program,
+        sent: Mapping[Place, Sent],
+        seconds_of: Callable[[Product], float],
+    ):
+        self.program, self.sent, self.seconds_of = program, sent, seconds_of
+        self.hidden = dict.fromkeys(sent, 0.0)
+        self.links = dict.fromkeys(transfer.link for transfer in sent.values())
+        self.left: dict[str, dict[str, float]] = {}
+
+    @cached_property
+    def in_order(self) -> dict[str, dict[int, list[tuple[Place, bool]]]]:
+        """The transfers that start (True) or end (False), by computation and place in its order."""
+        events = defaultdict[str, dict[int, list[tuple[Place, bool]]]](lambda: defaultdict(list))
+        for place in self.sent:
+            computation = self.program.computations[place[0]]
+            if under_way := span(self.program, computation, computation.by_name[place[1]]):
+                events[under_way.home.name][under_way.begin].append((place, True))
+                events[under_way.home.name][under_way.end].append((place, False))
+        return events
+
+    def unspent(self, computation: Computation) -> dict[str, float]:
+        """Seconds of products in one run of a computation that hide nothing in it, by link."""
+        if computation.name in self.left:
+            return self.left[computation.name]
+        left = self.left[computation.name] = dict.fromkeys(self.links, 0.0)
+        in_flight: dict[str, list[Place]] = {link: [] for link in self.links}
+        for index, instruction in enumerate(computation.instructions):
+            for place, starts in self.in_order.get(computation.name, {}).get(index, ()):
+                queue = in_flight[self.sent[place].link]
+                if starts:
+                    queue.append(place)
+                elif place in queue:  # done, and so are the transfers that the wire served before
+                    del queue[: queue.index(place) + 1]
+            for link, seconds in self._spendable(computation, instruction).items():
+                left[link] += self._spend(in_flight[link], seconds)
+        return left
+
+    def _spendable(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
+        if product := product_of(computation, instruction):
+            return dict.fromkeys(self.links, self.seconds_of(product))
+        inside = [self.unspent(self.program.computations[name]) for name in instruction.called]
+        return {link: in_all(instruction, [left[link] for left in inside]) for link in self.links}
+
+    def _spend(self, queue: list[Place], seconds: float) -> float:
+        """Hide the transfers in the queue in order; return the seconds that are left."""
+        for place in queue:
+            spent = min(seconds, self.sent[place].seconds - self.hidden[place])
+            self.hidden[place] += spent
+            seconds -= spent
+        return seconds

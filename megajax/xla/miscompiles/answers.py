@@ -1,0 +1,96 @@
+"""Stored answers of compilers: a small file per repro and compiler in the user's cache folder."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from megajax.base.files.bounded_json import parse_json
+from megajax.core.hardware.records import hardware
+from megajax.xla.miscompiles.entry import Miscompile
+
+# XLA flags that do not change the compiled program.
+_IRRELEVANT = (
+    '--xla_dump',
+    '--xla_force_host_platform_device_count',
+    '--xla_gpu_cuda_data_dir',
+    '--xla_gpu_kernel_cache_file',
+    '--xla_gpu_enable_llvm_module_compilation_parallelism',
+)
+_FIELDS = {'is_faulty', 'cure', 'why'}
+Identity = dict[str, Any]
+
+
+def identity(entry: Miscompile, target: str) -> Identity:
+    """Everything that an answer depends on: the repro's source, the compiler and its settings."""
+    flags = os.environ.get('XLA_FLAGS', '').split()
+    source = inspect.getsource(sys.modules[entry.repro.lower.__module__])
+    on_gpu = entry.platform == 'gpu'
+    return {
+        'entry': entry.name,
+        'source': hashlib.sha256(source.encode()).hexdigest(),
+        'jax': importlib.metadata.version('jax'),
+        'jaxlib': importlib.metadata.version('jaxlib'),
+        'compiler': _plugins() if on_gpu else [platform.machine(), str(os.cpu_count())],
+        'target': repr(hardware(target).compiler) if on_gpu else 'cpu',
+        'is_optimized': not jax.config.read('jax_disable_most_optimizations'),
+        'XLA_FLAGS': sorted(flag for flag in flags if not flag.startswith(_IRRELEVANT)),
+    }
+
+
+def read(wanted: Identity) -> dict[str, Any] | None:
+    """The stored answer; None if there is none or its file is broken."""
+    try:
+        kept = parse_json(_file(wanted).read_bytes())
+        answer = kept['answer'] if kept['identity'] == wanted else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return answer if isinstance(answer, dict) and answer.keys() == _FIELDS else None
+
+
+def write(wanted: Identity, answer: dict[str, Any]) -> None:
+    """Store an answer. If the directory cannot be written, the next process asks again."""
+    file = _file(wanted)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile('w', dir=file.parent, prefix='.', delete=False) as new:
+            json.dump({'identity': wanted, 'answer': answer}, new, indent=1)
+        os.replace(new.name, file)
+    except OSError:
+        return
+
+
+def folder() -> Path:
+    """The directory of the answers: `megajax/xla/miscompiles` under $XDG_CACHE_HOME or ~/.cache."""
+    cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    return Path(cache) / 'megajax' / 'miscompiles'
+
+
+def _file(wanted: Identity) -> Path:
+    key = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
+    return folder() / f'{key[:32]}.json'
+
+
+def _plugins() -> list[str]:
+    """Every jax plugin: its version, and its libraries, which may have been built manually."""
+    plugins = importlib.metadata.entry_points(group='jax_plugins')
+    stamps = {f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist}
+    for plugin in plugins:
+        spec = importlib.util.find_spec(plugin.module)
+        for place in spec.submodule_search_locations or () if spec else ():
+            stamps |= {_stamp(library) for library in Path(place).glob('*.so')}
+    return sorted(stamps)
+
+
+def _stamp(library: Path) -> str:
+    status = library.stat()
+    return f'{library.name} {status.st_size} {status.st_mtime_ns}'

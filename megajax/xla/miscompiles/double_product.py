@@ -1,0 +1,95 @@
+"""A product that runs twice: XLA clones a cuBLAS call whose result is both read and stacked."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Lowered
+
+from megajax.xla.hlo.products import is_rematerialized
+from megajax.xla.hlo.program import Computation, Instruction, Program
+from megajax.xla.miscompiles.entry import Miscompile, Repro
+from megajax.xla.miscompiles.trace import Place, trace
+
+Key = tuple[object, ...]
+
+
+def detect(program: Program) -> Iterator[Instruction]:
+    """Every product with the same operands and path as an earlier one, inside fusions too."""
+    first: dict[str, set[Key]] = defaultdict(set)
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
+            is_cublas = '"__cublas$' in instruction.attributes
+            if is_cublas and not is_rematerialized(program, computation, instruction):
+                home = _home(program, computation)
+                key = _product(program, Place(computation, instruction))
+                if key in first[home]:
+                    yield instruction
+                first[home].add(key)
+
+
+def _home(program: Program, computation: Computation) -> str:
+    """The computation that runs this one as a fusion, or this computation itself."""
+    callers = program.callers.get(computation.name, [])
+    if len(callers) == 1 and callers[0][1].opcode in ('fusion', 'fusion-start'):
+        return _home(program, callers[0][0])
+    return computation.name
+
+
+def _product(program: Program, place: Place) -> Key:
+    instruction = place.instruction
+    dims = re.search(r'"dot_dimension_numbers":\{.*?\}', instruction.attributes)
+    operands = [_value(program, place.operand(index)) for index in range(len(instruction.operands))]
+    # A product that the author recomputes has a different path.
+    return (instruction.op_name, instruction.results[0], dims[0] if dims else '', *operands)
+
+
+def _value(program: Program, place: Place) -> Key:
+    """A key that identifies a value; equal slices of the same array have equal keys."""
+    home, instruction = place = trace(program, place)
+    if instruction.opcode == 'dynamic-slice':
+        operands = (place.operand(index) for index in range(len(instruction.operands)))
+        return (
+            'slice',
+            instruction.results[0].dims,
+            *(_value(program, operand) for operand in operands),
+        )
+    if instruction.opcode == 'constant':
+        return ('constant', instruction.results, instruction.line.partition('constant(')[2])
+    return (home.name, instruction.name)
+
+
+def _lower(devices: Sequence[Any]) -> Lowered:
+    mesh = Mesh(np.array(devices), ('x',))
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+
+    def stacked(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            h = x @ w
+            return jnp.tanh(h), h
+
+        return lax.scan(layer, x, w)
+
+    return jax.jit(stacked).lower(shape(512, 512), shape(4, 512, 512))
+
+
+DOUBLE_PRODUCT = Miscompile(
+    name='products that run twice',
+    what='the same product of the same operands runs twice: right results, lost time',
+    where='a cuBLAS product in lax.scan whose result is read and kept for the backward pass',
+    platform='gpu',
+    source='seen with jax 0.11.2',
+    effect='slow',
+    detect=detect,
+    repro=Repro(num_devices=1, lower=_lower, options={'xla_gpu_enable_triton_gemm': False}),
+    workaround={'xla_gpu_enable_dynamic_slice_fusion': False},
+    remedy='give the compiler xla_gpu_enable_dynamic_slice_fusion=False',
+)

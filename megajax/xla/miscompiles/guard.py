@@ -1,0 +1,130 @@
+"""The register at work in megajax: options that cure faults, and refused configs and steps."""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from megajax.base.errors import Problem
+from megajax.core.config import Config, ConfigError, MiscompileError
+from megajax.core.hardware.targets import GPUS
+from megajax.xla.miscompiles.entry import Miscompile, Option, Options, Sighting
+from megajax.xla.miscompiles.probe import ask, confirmed
+from megajax.xla.miscompiles.register import REGISTER, detect
+
+DEFAULT_TARGET = 'h100'  # stands for a GPU without a record
+_PIPELINED = ('xla_gpu_enable_pipelined_p2p', 'xla_gpu_experimental_pipeline_parallelism_opt_level')
+_OFF = 'false', '0', 'disable'
+_LISTS = ('xla_disable_hlo_passes',)  # options with comma-separated values
+
+
+def target_of(device: Any) -> str:
+    """The target for a device: `cpu`, or the GPU that its kind names."""
+    if device.platform == 'cpu':
+        return 'cpu'
+    kind = device.device_kind.lower()
+    return next((target for target in GPUS if target in kind), DEFAULT_TARGET)
+
+
+def mesh_target() -> str:
+    """The target of the current mesh; `cpu` if there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 'cpu' if mesh.empty else target_of(mesh.abstract_device)
+
+
+def cures(target: str) -> dict[str, Option]:
+    """All known options that cure faults of the compiler for `target`; none for a CPU."""
+    if target == 'cpu':
+        return {}
+    entries = [entry for entry in REGISTER if entry.platform == 'gpu' and entry.workaround]
+    answers = [ask(entry, target) for entry in entries]
+    return merged(answer.cure for answer in answers if answer.cure)
+
+
+def merged(several: Iterable[Options]) -> dict[str, Option]:
+    """All options in one mapping.
+
+    An option that is a list gets all values, including those of XLA_FLAGS, which it would hide.
+    """
+    options: dict[str, Option] = {}
+    for mapping in several:
+        for name, value in mapping.items():
+            before = options.get(name, _flag(name)) if name in _LISTS else ''
+            options[name] = f'{before},{value}' if before else value
+    return options
+
+
+def _flag(name: str) -> str:
+    flags = [flag.partition('=') for flag in os.environ.get('XLA_FLAGS', '').split()]
+    return next((value for key, _, value in flags if key == f'--{name}'), '')
+
+
+def refuse_bitten(config: Config, target: str, register: Sequence[Miscompile] = REGISTER) -> None:
+    """Raise ConfigError for a config that is affected by a fault which no option cures."""
+    bitten = [] if target == 'cpu' else [entry for entry in register if entry.bites(config)]
+    if uncured := [entry for entry in bitten if _is_uncured(entry, target)]:
+        raise ConfigError(*(_problem(config, entry, target) for entry in uncured))
+
+
+def _is_uncured(entry: Miscompile, target: str) -> bool:
+    answer = ask(entry, target)
+    return bool(answer.is_faulty) and answer.cure is None
+
+
+def _problem(config: Config, entry: Miscompile, target: str) -> Problem:
+    path, *others = entry.bitten_keys
+    values = ', '.join(f'{key}={_value(config, key)}' for key in entry.bitten_keys)
+    message = (
+        f'XLA compiles {values} wrongly for {target} ({entry.source}: {entry.what}), '
+        f'and {ask(entry, target).why}; use another jaxlib, or change one of these keys'
+    )
+    return Problem(path=path, message=message, others=tuple(others))
+
+
+def _value(config: Config, key: str) -> str:
+    section, name = key.split('.')
+    return str(getattr(getattr(config, section), name)).lower()
+
+
+def refuse_pipelined_sends(config: Config, target: str) -> None:
+    """Raise ConfigError where XLA_FLAGS pipeline sends that go round several rings at a time.
+
+    XLA splits such a permute and loses data (`split_cycles.py`), or turns it into sends that
+    `inspect` cannot count. A mesh of several axes has a ring of its stages, or of its context
+    shards, for each device along the others.
+    """
+    mesh = config.mesh
+    rings = {'mesh.stages': mesh.stages}
+    if mesh.context_exchange == 'ring':
+        rings['mesh.context'] = mesh.context
+    several = [key for key, size in rings.items() if 1 < size < mesh.num_devices]
+    flags = _pipelined_flags()
+    if target == 'cpu' or not several or not flags:
+        return
+    size = rings[several[0]]
+    message = (
+        f'XLA_FLAGS has {" ".join(flags)}, which loses data where a permute has several cycles '
+        f'(openxla/xla#45222), here {mesh.num_devices // size} of {size} devices; leave it out'
+    )
+    raise ConfigError(Problem(path=several[0], message=message, others=tuple(several[1:])))
+
+
+def _pipelined_flags() -> list[str]:
+    """The flags of XLA_FLAGS that pipeline sends."""
+    flags = os.environ.get('XLA_FLAGS', '').split()
+    parts = [(flag, *flag.removeprefix('--').partition('=')) for flag in flags]
+    return [
+        flag
+        for flag, name, _, value in parts
+        if name in _PIPELINED and not value.lower().endswith(_OFF)
+    ]
+
+
+def check_compiled(text: str, target: str) -> list[Sighting]:
+    """Raise MiscompileError for a program with wrong results; return the other findings."""
+    findings = confirmed(detect(text), target)
+    wrong = [finding for finding in findings if finding.entry.effect == 'wrong']
+    if wrong:
+        raise MiscompileError('\n'.join(f'XLA miscompiled {finding}' for finding in wrong))
+    return findings

@@ -1,0 +1,61 @@
+"""A bias along the wrong dim: `(x @ w + b).T` of a square product adds b to the rows."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Lowered
+
+from megajax.xla.hlo.program import Instruction, Program
+from megajax.xla.miscompiles.entry import Miscompile, Repro
+
+_BIAS = re.compile(r'"epilogue":"\w*BIAS')
+
+
+def detect(program: Program) -> Iterator[Instruction]:
+    """Every cuBLASLt call that adds a vector to a square product.
+
+    The text does not say along which dim the vector was meant to be.
+    """
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
+            if '"__cublas$' in instruction.attributes and _BIAS.search(instruction.attributes):
+                rows, columns = instruction.results[0].shape[-2:]
+                if rows == columns:
+                    yield instruction
+
+
+def _lower(devices: Sequence[Any]) -> Lowered:
+    mesh = Mesh(np.array(devices), ('x',))
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=NamedSharding(mesh, P()))
+
+    def transposed(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+        return (x @ w + jnp.expand_dims(b, 0)).T
+
+    return jax.jit(transposed).lower(shape(32, 64), shape(64, 32), shape(32))
+
+
+MISPLACED_BIAS = Miscompile(
+    name='bias along the wrong dim of a square product',
+    what='a cuBLASLt call adds its bias to a square product, where it may lie along the wrong dim',
+    where=(
+        'a linear layer with as many tokens as features whose result is transposed, '
+        'in cuBLAS products'
+    ),
+    platform='gpu',
+    source='openxla/xla#46897',
+    is_certain=False,
+    detect=detect,
+    repro=Repro(num_devices=1, lower=_lower, options={'xla_gpu_enable_triton_gemm': False}),
+    remedy=(
+        'put jax.lax.optimization_barrier before the bias, '
+        'or execute the program (megajax.inspect.run)'
+    ),
+)

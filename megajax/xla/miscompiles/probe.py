@@ -1,0 +1,103 @@
+"""Ask the installed compiler whether it has a fault: compile the repro once, store the answer."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from megajax.core.hardware.targets import GPUS, WITHOUT_GPU, gpu_devices, has_compiler
+from megajax.xla.hlo.program import Program
+from megajax.xla.miscompiles import answers
+from megajax.xla.miscompiles.entry import Miscompile, Options, Sighting, find
+
+_FAILURES = RuntimeError, ValueError, TypeError  # XLA's errors are RuntimeErrors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Whether the installed compiler has a fault, the options that cure it, or why none do.
+
+    `is_faulty` is None if the compiler cannot be asked: the repro does not compile, or no GPU
+    compiler is installed. `cure` is None if no option cures the fault.
+    """
+
+    is_faulty: bool | None
+    cure: Options | None
+    why: str = ''
+
+
+@functools.cache
+def ask(entry: Miscompile, target: str) -> Answer:
+    """The answer of the compiler for `target`, which is asked once; its answer is stored."""
+    if entry.platform == 'gpu' and (target not in GPUS or not has_compiler()):
+        return Answer(is_faulty=None, cure=None, why='no GPU compiler to ask')
+    identity = answers.identity(entry, target)
+    kept = answers.read(identity)
+    if kept is not None:
+        return Answer(**kept)
+    with ThreadPoolExecutor(1) as fresh:  # a thread does not have its caller's mesh
+        answer = fresh.submit(probe, entry, target).result()
+    if answer.is_faulty is not None:
+        answers.write(identity, dataclasses.asdict(answer))
+    return answer
+
+
+def probe(entry: Miscompile, target: str) -> Answer:
+    """Compile the repro, and again with the workaround if it shows the fault."""
+    try:
+        is_faulty = shows_fault(entry, target, {})
+    except _FAILURES as error:
+        why = f'its repro does not compile: {_reason(error)}'
+        return Answer(is_faulty=None, cure=None, why=why)
+    if not is_faulty:
+        return Answer(is_faulty=False, cure=None)
+    if entry.workaround is None:
+        return Answer(is_faulty=True, cure=None, why='no option cures it')
+    given = ' '.join(f'{name}={value}' for name, value in entry.workaround.items())
+    try:
+        is_cured = not shows_fault(entry, target, entry.workaround)
+    except _FAILURES as error:
+        why = f'the compiler rejects {given}: {_reason(error)}'
+        return Answer(is_faulty=True, cure=None, why=why)
+    if is_cured:
+        return Answer(is_faulty=True, cure=dict(entry.workaround))
+    return Answer(is_faulty=True, cure=None, why=f'{given} does not cure it')
+
+
+def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
+    """Whether the repro, compiled for `target` with these extra options, shows the fault."""
+    lowered = entry.repro.lower(_devices(entry, target))
+    common: Options = {} if entry.platform == 'cpu' else WITHOUT_GPU
+    with warnings.catch_warnings():
+        # Programs for absent GPUs cannot be read back from jax's compilation cache.
+        warnings.filterwarnings('ignore', '.*persistent compilation cache')
+        compiled = lowered.compile({**common, **entry.repro.options, **options})
+    if entry.repro.is_wrong is not None:
+        return entry.repro.is_wrong(compiled)
+    return bool(find(entry, Program(compiled.as_text() or '')))
+
+
+def confirmed(findings: Sequence[Sighting], target: str) -> list[Sighting]:
+    """The findings that count for `target`.
+
+    A finding that a correct program may show too is dropped if the compiler lacks the fault.
+    """
+    return [
+        finding
+        for finding in findings
+        if finding.entry.is_certain or ask(finding.entry, target).is_faulty
+    ]
+
+
+def _devices(entry: Miscompile, target: str) -> list[Any]:
+    if entry.platform == 'cpu':
+        return jax.devices('cpu')[: entry.repro.num_devices]
+    return gpu_devices(target, hosts=1, per_host=entry.repro.num_devices)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

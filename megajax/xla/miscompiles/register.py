@@ -1,0 +1,36 @@
+"""The register of known miscompiles, and all of its detectors run on a compiled program."""
+
+from megajax.xla.hlo.program import Program
+from megajax.xla.miscompiles.double_product import DOUBLE_PRODUCT
+from megajax.xla.miscompiles.empty_permute import EMPTY_PERMUTE
+from megajax.xla.miscompiles.entry import Miscompile, Sighting, find
+from megajax.xla.miscompiles.lost_places import LOST_PLACES
+from megajax.xla.miscompiles.misplaced_bias import MISPLACED_BIAS
+from megajax.xla.miscompiles.scaled_bias import SCALED_BIAS
+from megajax.xla.miscompiles.sliced_scatter import SLICED_SCATTER
+from megajax.xla.miscompiles.small_dot import SMALL_DOT
+from megajax.xla.miscompiles.split_cycles import SPLIT_CYCLES
+
+REGISTER: tuple[Miscompile, ...] = (
+    EMPTY_PERMUTE,
+    SCALED_BIAS,
+    MISPLACED_BIAS,
+    SPLIT_CYCLES,
+    DOUBLE_PRODUCT,
+    SLICED_SCATTER,
+    LOST_PLACES,
+    SMALL_DOT,
+)
+
+
+def detect(text: str) -> list[Sighting]:
+    """Every place in a compiled program's text that shows a known miscompile.
+
+    Findings of an entry with `is_certain=False` may be correct: `confirmed` asks the compiler.
+    """
+    return detect_in(Program(text))
+
+
+def detect_in(program: Program) -> list[Sighting]:
+    """Run all detectors on a program that is already parsed."""
+    return [finding for entry in REGISTER for finding in find(entry, program)]

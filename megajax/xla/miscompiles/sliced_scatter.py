@@ -1,0 +1,92 @@
+"""An embedding's gradient sliced before it is summed: rows get the gradients of other rows."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.stages import Lowered
+
+from megajax.xla.hlo.errors import HloError
+from megajax.xla.hlo.groups import device_groups
+from megajax.xla.hlo.program import Instruction, Program
+from megajax.xla.miscompiles.entry import Miscompile, Repro
+from megajax.xla.miscompiles.trace import Place, integer, trace
+
+VOCAB, WIDTH, BATCH, LENGTH = 64, 16, 4, 16
+_REDUCTIONS = ('all-reduce', 'all-reduce-start', 'reduce-scatter')
+_CONVERT = frozenset({'convert'})
+_SUMMED = frozenset({'convert', 'all-reduce', 'all-reduce-start'})
+
+
+def detect(program: Program) -> Iterator[Instruction]:
+    """Every sum over devices that each add a different slice of their scattered gradients."""
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
+            place = Place(computation, instruction)
+            if instruction.opcode in _REDUCTIONS and _adds_other_slices(program, place):
+                yield instruction
+
+
+def _adds_other_slices(program: Program, place: Place) -> bool:
+    operands = [place.operand(index) for index in range(len(place.instruction.operands))]
+    return any(_is_other_slice(program, operand, place.instruction) for operand in operands)
+
+
+def _is_other_slice(program: Program, operand: Place, reduction: Instruction) -> bool:
+    sliced = trace(program, operand, through=_SUMMED)
+    if sliced.instruction.opcode != 'dynamic-slice':
+        return False
+    if trace(program, sliced.operand(0), through=_CONVERT).instruction.opcode != 'scatter':
+        return False
+    starts = [sliced.operand(index) for index in range(1, len(sliced.instruction.operands))]
+    groups = _groups(reduction)
+    return any(_differs(program, start, group) for start in starts for group in groups)
+
+
+def _groups(reduction: Instruction) -> tuple[tuple[int, ...], ...]:
+    try:
+        return device_groups(reduction, 1)
+    except HloError:
+        return ()
+
+
+def _differs(program: Program, start: Place, group: tuple[int, ...]) -> bool:
+    places = {integer(program, start, device) for device in group}
+    return None not in places and len(places) > 1
+
+
+def lower(devices: Sequence[Any], *, reduced: bool = True) -> Lowered:
+    """The gradient of a lookup: tokens sharded over both axes, the table over the first."""
+    grid = np.array(devices).reshape(2, 2)
+    mesh = Mesh(grid, ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
+
+    def shape(sizes: tuple[int, ...], dtype: Any, *spec: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    def loss(table: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        if reduced:
+            table = jax.reshard(table, P('data', None, reduced={'model'}))
+        return (table.at[ids].get(out_sharding=P('data', 'model', None)) * weights).sum()
+
+    with jax.set_mesh(mesh):
+        return jax.jit(jax.grad(loss)).lower(
+            shape((VOCAB, WIDTH), jnp.float32, 'data', None),
+            shape((BATCH, LENGTH), jnp.int32, 'data', 'model'),
+            shape((BATCH, LENGTH, WIDTH), jnp.float32, 'data', 'model', None),
+        )
+
+
+SLICED_SCATTER = Miscompile(
+    name="an embedding's gradient sliced before it is summed",
+    what='devices add different slices: rows of a table get the gradients of other rows',
+    where="a lookup in a table P('data', None, reduced={'model'}) by tokens over data; on CPUs too",
+    platform='gpu',
+    source='openxla/xla#42481',
+    detect=detect,
+    repro=Repro(num_devices=4, lower=lower),
+    remedy='use a table of P(None, None, reduced=...), or leave out `reduced`',
+)

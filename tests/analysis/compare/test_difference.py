@@ -1,0 +1,116 @@
+"""Two recordings of a few numbers, compared without a model."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import make_config
+
+from megajax.analysis.compare.difference import compare
+from megajax.analysis.compare.recording import About, Recording, read_recording, write_recording
+from megajax.analysis.compare.report import to_text, verdict
+from megajax.base.render.console import as_text
+from megajax.core.config import ConfigError
+
+ABOUT = About(
+    source='small',
+    config=make_config().model_dump(mode='json'),
+    executed_with='jax 1',
+    megajax='1',
+    platform='cpu',
+    weights={'norm.weight': 'b', 'embedding.table': 'a'},
+)
+
+
+def recording(*numbers: float, gradient: float = 1.0) -> Recording:
+    return Recording(
+        about=ABOUT,
+        batch={'tokens': np.arange(4)},
+        forward={'embedding': np.array(numbers, np.float32)},
+        gradients={
+            'norm.weight': np.array([1.0], np.float32),
+            'embedding.table': np.array([gradient], np.float32),
+        },
+    )
+
+
+def test_a_difference_is_relative_to_the_largest_number_and_has_its_place() -> None:
+    comparison = compare(recording(1, -8, 2), recording(1, -8, 2.5))
+    first = comparison.first
+    assert first is not None
+    assert (first.name, first.place, first.a, first.b) == ('embedding', [2], 2.0, 2.5)
+    assert first.error == pytest.approx(0.5 / 8)
+    assert verdict(comparison) == 'first difference: embedding forward, 6.2e-02 (limit 1e-05)'
+
+
+def test_what_is_not_a_number_is_equal_only_to_itself() -> None:
+    broken = recording(1, np.nan, np.inf)
+    assert compare(broken, broken).same_bits
+    for other in (recording(1, 2, np.inf), recording(1, np.nan, -np.inf)):
+        first = compare(broken, other).first
+        assert first is not None
+        assert first.error == np.inf
+
+
+def test_a_gradient_that_is_all_rounding_is_relative_to_the_others() -> None:
+    assert compare(recording(1, gradient=1e-9), recording(1, gradient=-1e-9)).first is None
+    assert compare(recording(1, gradient=1e-5), recording(1, gradient=-1e-5)).first is not None
+
+
+def test_zeros_of_two_signs_are_within_any_limit_but_not_equal_to_the_bit() -> None:
+    comparison = compare(recording(0.0), recording(-0.0), tolerance=0)
+    assert comparison.first is None
+    assert not comparison.same_bits
+
+
+def test_a_site_of_another_shape_or_of_one_side_is_a_difference_with_its_reason() -> None:
+    first = compare(recording(1, 2), recording(1)).first
+    assert first is not None
+    assert first.note == '[2] in A, [1] in B'
+    more = dataclasses.replace(recording(1), forward=recording(1).forward | {'norm': np.ones(1)})
+    assert verdict(compare(recording(1), more)) == 'first difference: norm forward, only in B'
+
+
+def test_other_batches_are_refused() -> None:
+    other = dataclasses.replace(recording(1), batch={'tokens': np.arange(5)})
+    with pytest.raises(ConfigError, match='small and small have other batches'):
+        compare(recording(1), other)
+
+
+def test_a_layer_is_a_row_unless_it_has_the_first_difference() -> None:
+    layers = [f'layers.{layer}.{part}' for layer in range(3) for part in ('attention', 'mlp')]
+
+    def of_layers(*numbers: float) -> Recording:
+        arrays = (np.array([number], np.float32) for number in numbers)
+        forward = dict(zip(layers, arrays, strict=True))
+        return dataclasses.replace(recording(1), forward=forward)
+
+    comparison = compare(of_layers(1, 1, 1, 1, 1, 1), of_layers(1, 1, 1, 2, 3, 1))
+    lines = as_text(to_text(comparison)).splitlines()
+    sites = [line.split('  ')[0] for line in lines if line.startswith('layers.')]
+    assert sites == ['layers.0 (2 sites)', *layers[2:4], 'layers.2 (2 sites)']
+    every = as_text(to_text(comparison, every=True))
+    assert all(f'\n{name} ' in every for name in layers)
+
+
+def test_a_file_holds_a_recording_to_the_bit(tmp_path: Path) -> None:
+    written = recording(1, np.nan, -0.0)
+    write_recording(tmp_path / 'a.npz', written)
+    assert compare(written, read_recording(tmp_path / 'a.npz')).same_bits
+    assert [path.name for path in tmp_path.iterdir()] == ['a.npz']
+
+
+@pytest.mark.parametrize('content', [b'', b'PK\3\4', b'no archive'])
+def test_a_damaged_file_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / 'a.npz').write_bytes(content)
+    with pytest.raises(ConfigError, match=r'a\.npz is not what this version of megajax compare'):
+        read_recording(tmp_path / 'a.npz')
+
+
+def test_a_file_cut_short_is_refused_by_name(tmp_path: Path) -> None:
+    write_recording(tmp_path / 'a.npz', recording(1))
+    content = (tmp_path / 'a.npz').read_bytes()
+    (tmp_path / 'a.npz').write_bytes(content[: len(content) // 2])
+    with pytest.raises(ConfigError, match=r'a\.npz is not what this version of megajax compare'):
+        read_recording(tmp_path / 'a.npz')

@@ -1,0 +1,116 @@
+"""The first site that differs is that of a planted fault, and two meshes have no such site."""
+
+import pytest
+from analysis.compare.small import on_one_device, recorded, small, with_fault
+from support import exhaustive, slow
+
+from megajax.analysis.compare.difference import Comparison, compare
+from megajax.analysis.compare.order import site_names
+
+MESHES = {
+    'tensor and sequence parallel': {'mesh': {'data': 2, 'model': 4, 'sequence_parallel': True}},
+    'weights at rest': {
+        'mesh': {'data': 4, 'model': 2},
+        'optim': {'shard': 'weights'},
+        'train': {'microbatches': 2},
+    },
+    'a ring of context shards': {
+        'mesh': {'data': 2, 'context': 2, 'context_exchange': 'ring', 'model': 2}
+    },
+    'chunks of stages': {
+        'model': {'num_layers': 4},
+        'mesh': {'stages': 2, 'virtual_stages': 2, 'data': 2, 'model': 2},
+        'optim': {'shard': 'optimizer'},
+        'train': {'microbatches': 2},
+    },
+    'a grid': {'mesh': {'model_rows': 2, 'model': 2, 'sequence_parallel': True}},
+    'replicas that take turns': {
+        'mesh': {'data': 4, 'replicas': 2, 'model': 2, 'sequence_parallel': True},
+        'optim': {'shard': 'gradients'},
+        'train': {'overlap': 'batch_split', 'unroll': True},
+    },
+}
+
+
+def title(comparison: Comparison) -> tuple[str, str]:
+    assert comparison.first is not None
+    return comparison.first.name, comparison.first.phase
+
+
+SLOW = 'chunks of stages', 'a grid'
+
+
+@pytest.mark.parametrize(
+    'mesh',
+    [
+        name if 'seq' in name else slow(name) if name in SLOW else exhaustive(name)
+        for name in MESHES
+    ],
+)
+def test_no_site_of_a_mesh_differs_from_one_device(mesh: str) -> None:
+    sections = MESHES[mesh]
+    model, there = sections.get('model'), recorded(small(**sections))
+    here = recorded(small(model=model)) if model else on_one_device()
+    comparison = compare(here, there)
+    assert comparison.first is None
+    assert not comparison.same_bits
+    assert [*there.forward] == [*site_names(model['num_layers'] if model else 2), 'loss']
+    assert [*there.gradients] == [*here.gradients]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['gpt', exhaustive('bert')])
+@pytest.mark.parametrize('dtype', [exhaustive('float32'), exhaustive('float16'), 'fp8'])
+def test_every_model_and_dtype_has_the_same_sites_on_two_meshes(name: str, dtype: str) -> None:
+    train, mesh = {'dtype': dtype}, {'data': 2, 'model': 2, 'sequence_parallel': True}
+    sides = recorded(small(name, train=train)), recorded(small(name, train=train, mesh=mesh))
+    assert compare(*sides).first is None
+
+
+def test_a_pass_repeats_to_the_bit_and_its_gradients_come_last_layer_first() -> None:
+    here = on_one_device()
+    comparison = compare(here, recorded(small()))
+    assert comparison.same_bits
+    assert not comparison.different_weights
+    names = [*here.gradients]
+    assert names[:3] == ['head', 'norm.weight', 'layers.1.mlp.down.weight']
+    assert names[-1] == 'embedding.table'
+
+
+def test_a_changed_weight_is_found_where_it_is_used_first() -> None:
+    fault = ('layers', 'mlp', 'down', 'weight')
+    broken = recorded(small(), lambda config: with_fault(config, fault, 1e-3))
+    comparison = compare(on_one_device(), broken)
+    assert title(comparison) == ('layers.1.mlp', 'forward')
+    assert comparison.different_weights == ['layers.1.mlp.down.weight']
+
+
+@pytest.mark.slow
+def test_another_rope_is_found_in_the_attention_of_the_first_layer() -> None:
+    comparison = compare(on_one_device(), recorded(small(model={'rope_theta': 5000})))
+    assert title(comparison) == ('layers.0.attention', 'forward')
+    assert comparison.keys == [('model.rope_theta', '10000.0', '5000.0')]
+    assert not comparison.different_weights
+
+
+@pytest.mark.slow
+def test_gradients_that_are_summed_in_16_bits_are_found_after_an_equal_forward_pass() -> None:
+    meshes = [
+        small(mesh={'data': 2}, optim={'reduce_dtype': dtype}) for dtype in ('float32', 'bfloat16')
+    ]
+    comparison = compare(*map(recorded, meshes), tolerance=1e-5)
+    assert title(comparison) == ('head', 'gradient')
+    assert all(site.same_bits for site in comparison.sites if site.phase == 'forward')
+
+
+def test_a_wrong_backward_pass_is_found_by_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megajax.core.model import embedding
+
+    def doubled(*arguments: object) -> tuple[object, ...]:
+        table, *rest = embedding._backward(*arguments)
+        return 2 * table, *rest
+
+    sound = on_one_device()  # before the patch: it is computed once for all tests
+    monkeypatch.setattr(embedding._embed, 'bwd', doubled)
+    comparison = compare(sound, recorded(small()))
+    assert title(comparison) == ('embedding.table', 'gradient')

@@ -1,0 +1,264 @@
+"""`megajax compare` as a user calls it, on configs, runs, directories and files."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from analysis.compare.small import from_seed, small, with_fault
+from click.testing import Result
+from interop.stored import DATA
+from support import make_config, write_run
+from typer.testing import CliRunner
+
+from megajax.analysis.compare.compared import _batch, _Side
+from megajax.analysis.compare.in_transformers import check_installed
+from megajax.analysis.compare.recording import read_recording
+from megajax.analysis.compare.sides import Source
+from megajax.commands.main import app
+from megajax.core.config import Config, ConfigError, dump, load
+from megajax.core.config.load import dump_sections
+from megajax.core.parallel.mesh import mesh_for
+from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.companions import TEMPLATE, Companions
+from megajax.runtime.data import load_data
+
+TINY = load('tiny')
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ['compare', *map(str, arguments)])
+
+
+def verdict(result: Result) -> str:
+    assert result.exit_code in (0, 1), result.exception
+    return ' '.join(result.output.partition('weights: ')[2].split())
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    (tmp_path / 'small.yaml').write_text(dump(small()))
+    return tmp_path / 'small.yaml'
+
+
+def save_run(run: Path, config: Config, params: Any, step: int = 0) -> None:
+    with jax.set_mesh(mesh_for(config)), Checkpoints(run / 'checkpoints', config) as checkpoints:
+        checkpoints.save({'params': params(config)}, step)
+
+
+def test_a_run_at_its_start_is_its_config_to_the_bit(written: Path) -> None:
+    run = written.parent / 'run'
+    save_run(run, small(), from_seed)
+    result = command(run, written)
+    assert result.exit_code == 0, result.exception
+    assert verdict(result).startswith('equal to the bit, all 19 equal to the bit: all 33')
+
+
+@pytest.mark.slow
+def test_two_steps_of_a_run_differ_where_a_weight_does(written: Path) -> None:
+    run, json_file = written.parent / 'run', written.parent / 'it.json'
+    fault = ('layers', 'mlp', 'up', 'weight')
+    save_run(run, small(), from_seed)
+    save_run(run, small(), lambda config: with_fault(config, fault, 0.1), 1)
+    result = command(run / '0', run / '1', '--json', json_file)
+    assert result.exit_code == 1
+    assert '1 of 19 differ: layers.1.mlp.up.weight' in verdict(result)
+    assert 'first difference: layers.1.mlp forward' in verdict(result)
+    sites = json.loads(json_file.read_text())['sites']
+    assert next(site['name'] for site in sites if site['error'] > site['limit']) == 'layers.1.mlp'
+
+
+@pytest.mark.slow
+def test_a_directory_is_its_import_to_the_bit(tmp_path: Path) -> None:
+    import_huggingface(
+        DATA / 'llama3', tmp_path / 'run', ['train.seq_len=16', 'train.batch_size=2']
+    )
+    result = command(DATA / 'llama3', tmp_path / 'run')
+    assert result.exit_code == 0, result.exception
+    assert 'equal to the bit: all' in verdict(result)
+
+
+def test_adapters_are_merged_for_a_side_that_has_none(written: Path) -> None:
+    run, lora = written.parent / 'run', small(lora={'rank': 2})
+
+    def trained(config: Config) -> Any:
+        return jax.tree.map(lambda x: x + 0.01, from_seed(config))
+
+    save_run(run, lora, trained)
+    export_huggingface(run, written.parent / 'out')
+    result = command(run, written.parent / 'out')
+    assert result.exit_code == 0, result.output or result.exception
+    assert 'adapters: merged into the weights of A' in result.output
+
+
+@pytest.mark.parametrize('arguments', ['run out', 'out run'])
+def test_a_directory_has_the_loss_and_the_documents_of_the_other_side(
+    arguments: str, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(written.parent)
+    config = small(
+        model={'dropout': 0.1, 'attention_dropout': 0.2},
+        loss={'z_loss': 0.01, 'label_smoothing': 0.1},
+        data={'document_mask': True},
+    )
+    save_run(Path('run'), config, from_seed)
+    export_huggingface(Path('run'), Path('out'))
+    result = command(*arguments.split())
+    assert result.exit_code == 0, result.output or result.exception
+    assert 'equal to the bit: all' in verdict(result)
+    for key in ('loss.', 'document_mask', 'dropout'):
+        assert key not in result.output.partition('site')[0]
+
+
+def test_the_data_of_a_run_are_written_by_its_own_chat_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+    Path('chats.jsonl').write_text((json.dumps({'messages': turns}) + '\n') * 20)
+    text = '{% for x in messages %}[{{ x.role }}]{{ x.content }}{% endfor %}'
+    run = tmp_path / 'run' / 'checkpoints' / '0'
+    Companions({TEMPLATE: text.encode()}).write(run)
+    config = make_config(
+        'llama',
+        model={'vocab_size': 300, 'max_seq_len': 64},
+        train={'seq_len': 64, 'batch_size': 1},
+        data={'corpus': 'chats.jsonl', 'tokenizer': 'bytes'},
+    )
+    source = Source(name='run', kind='run', path=run, overrides=())
+    tokens = source.data(config).train[0]['tokens'][0].astype('uint8').tobytes()
+    assert tokens.startswith(b'[user]a[assistant]b')
+
+
+@pytest.mark.parametrize(
+    ('kinds', 'corpus', 'meant'),
+    [
+        ('huggingface run', '', 'run'),
+        ('huggingface run', 'data.corpus=x', 'run'),
+        ('run config', '', 'run'),
+        ('huggingface huggingface', 'data.corpus=x', 'huggingface'),
+        ('huggingface huggingface', '', None),
+    ],
+)
+def test_the_data_are_those_of_the_side_that_has_some(
+    kinds: str, corpus: str, meant: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def data(source: Source, config: Config) -> SimpleNamespace:
+        return SimpleNamespace(train=[source.kind])
+
+    monkeypatch.setattr(Source, 'data', data)
+    overrides = tuple(filter(None, [corpus]))
+    sides = [
+        _Side(
+            source=Source(name=kind, kind=kind, path=Path(kind), overrides=overrides), config=TINY
+        )
+        for kind in kinds.split()
+    ]
+    if meant:
+        assert _batch(sides, data=True) == meant
+    else:
+        with pytest.raises(ConfigError, match=r'--data: huggingface is a Hugging .* set data\.c'):
+            _batch(sides, data=True)
+
+
+def test_the_data_of_a_directory_have_its_own_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'tokenizer.json').touch()
+    monkeypatch.setattr('megajax.runtime.data.load_data', lambda config: config.data.tokenizer)
+    for overrides, tokenizer in (
+        ((), str(tmp_path / 'tokenizer.json')),
+        (('data.tokenizer=bytes',), 'bytes'),
+    ):
+        source = Source(name='out', kind='huggingface', path=tmp_path, overrides=overrides)
+        assert source.data(load('tiny', overrides)) == tokenizer
+
+
+def test_a_dump_is_compared_with_a_config_over_its_own_batch(written: Path) -> None:
+    file = written.parent / 'a.npz'
+    assert command(written, '--dump', file).output == f'{file}\n'
+    assert 'equal to the bit: all' in verdict(command(file, file))
+    assert 'equal to the bit: all' in verdict(command(file, written))
+
+
+@pytest.mark.slow
+def test_the_first_batch_of_the_data_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
+    sections = small('gpt', model={'vocab_size': 300}).model_dump(mode='json')
+    del sections['data']
+    file = write_run(tmp_path, dump_sections(sections)) / 'a.npz'
+    result = command(tmp_path / 'small.yaml', '--data', '--dump', file)
+    assert result.exit_code == 0, result.exception
+    recording = read_recording(file)
+    expected = load_data(load(tmp_path / 'small.yaml')).train[0]
+    assert recording.batch.keys() == expected.keys()
+    assert np.array_equal(recording.batch['tokens'], expected['tokens'])
+    with pytest.raises(ConfigError, match=r'a\.npz was dumped with a batch of its own'):
+        raise command(file, file, '--data').exception or AssertionError
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['tiny'], 'compare got tiny to compare: give A and B, or A and --dump FILE'),
+        (['tiny', 'tiny', '--dump', 'a.npz'], 'give A alone, without --b'),
+        (['tiny', '--dump', 'a.npz', '--all'], 'and --dump compares nothing'),
+        (['tiny', '--dump', 'a.txt'], 'a dump is an .npz file; name it a.npz'),
+        (['tiny', 'nowhere'], 'nowhere: no such file or preset'),
+        (['tiny', 'nowhere.npz'], 'nowhere.npz cannot be read: No such file'),
+        (['tiny', 'a.npz', '--b', 'mesh.model=1'], 'which mesh.model=1 cannot change'),
+        (
+            ['tiny', 'tiny', '--b', 'train.seq_len=64'],
+            'train.seq_len: 128 in tiny, 64 in tiny',
+        ),
+        (['tiny', 'tiny', '--b', 'model.num_layers=4'], 'model.num_layers: 2 in tiny, 4 in tiny'),
+        (['tiny_vlm', 'tiny'], 'tiny_vlm: its section vision'),
+        (['tiny', 'tiny', '--b', 'mesh.model=3'], '8 is not a multiple of mesh.model=3'),
+    ],
+)
+def test_a_mistake_is_named_before_anything_compiles(arguments: list[str], message: str) -> None:
+    result = command(*arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
+def test_transformers_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('megajax.analysis.compare.in_transformers.find_spec', lambda name: None)
+    with pytest.raises(ConfigError, match=r'needs torch and transformers, .*test-hf'):
+        check_installed()
+
+
+class TestWithTransformers:
+    """The same directory, executed by transformers, where it is installed."""
+
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        pytest.importorskip('torch', reason="torch is in the extra 'test-hf'")
+        pytest.importorskip('transformers', reason="transformers is in the extra 'test-hf'")
+
+    @pytest.mark.parametrize('name', ['gpt2', 'llama2', 'phi3', 'qwen2', 'qwen3'])
+    def test_no_site_differs(self, name: str) -> None:
+        result = command(DATA / name, DATA / name, '--transformers', 'b')
+        assert result.exit_code == 0, result.output or result.exception
+
+    def test_the_row_of_a_pad_token_has_its_gradient(self, tmp_path: Path) -> None:
+        folder = tmp_path / 'padded'
+        shutil.copytree(DATA / 'llama2', folder)
+        keys = json.loads((folder / 'config.json').read_text())
+        (folder / 'config.json').write_text(json.dumps(keys | {'pad_token_id': 3}))
+        result = command(folder, folder, '--transformers', 'b')
+        assert result.exit_code == 0, result.output or result.exception
+
+    def test_another_rope_is_found_in_the_attention_of_the_first_layer(self) -> None:
+        sides = DATA / 'llama2', DATA / 'llama2', '--transformers', 'b'
+        result = command(*sides, '--a', 'model.rope_theta=5000')
+        assert result.exit_code == 1
+        assert 'first difference: layers.0.attention forward' in verdict(result)
+
+    def test_only_a_directory_is_executed_by_it(self) -> None:
+        result = command('tiny', DATA / 'llama2', '--transformers', 'a')
+        assert 'tiny is no Hugging Face directory' in str(result.exception)

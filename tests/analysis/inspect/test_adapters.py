@@ -1,0 +1,76 @@
+"""Beside frozen weights, adapters send no activation more, and their gradients once a step."""
+
+from typing import Any
+
+import pytest
+from support import exhaustive, make_config, slow
+
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.compile import compile_for
+from megajax.analysis.inspect.report import to_text
+from megajax.analysis.inspect.result import Inspection
+from megajax.core.config import Config
+from megajax.core.config.lora import without_adapters
+from megajax.core.counts.declaration import Parameter
+from megajax.core.counts.parameters import dim_sizes, elements, parameters
+
+SP = {'sequence_parallel': True}
+TWICE = {'train': {'microbatches': 2}}
+
+
+def case(*mesh: Any, **sections: Any) -> Config:
+    return make_config(*mesh, **{'lora': {'rank': 4}, 'model': {'dropout': 0.0}, **sections})
+
+
+def inspect_here(config: Config) -> Inspection:
+    return audit(config, compile_for(config, 'cpu', 1), 'cpu')
+
+
+def of_activations(found: Inspection) -> dict[tuple[str, str], list[tuple[str, int, float]]]:
+    """What each site sends over `model`, but for gradients."""
+    return {
+        (row.site, row.phase): sorted((x.kind, x.times, x.wire_bytes) for x in row.placed)
+        for row in found.rows
+        if row.axis == 'model' and row.site not in ('gradients', 'metrics')
+    }
+
+
+def gradient_bytes(config: Config, axis: str) -> float:
+    """The ring all-reduce of all adapters over `data`, or of their replicated halves."""
+    sizes, count = dim_sizes(config.model), getattr(config.mesh, axis)
+
+    def sent(x: Parameter) -> int:
+        shared = axis == 'model' or x.summed
+        return elements(x.dims, sizes) // (1 if shared else config.mesh.model)
+
+    adapters = [x for _, x in parameters(config.model) if not x.is_frozen]
+    summed = [x for x in adapters if axis == 'data' or x.summed]
+    return 2 * (count - 1) / count * 4 * sum(map(sent, summed))
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        slow(case('gpt', 2, 2, **SP, **TWICE)),
+        exhaustive(case('llama', 1, 4)),
+        slow(case('llama', 2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
+        exhaustive(case('gpt', 2, 4, optim={'shard': 'gradients'}, **TWICE)),
+        exhaustive(case('gpt', 4, 2, mesh={'replicas': 2}, optim={'shard': 'optimizer'})),
+    ],
+)
+def test_activations_send_what_they_send_without_and_the_gradients_are_summed_once(
+    config: Config,
+) -> None:
+    found, plain = inspect_here(config), inspect_here(without_adapters(config))
+    assert found.ok, to_text(found)
+    # Without a gradient of the embedding, and of other weights, some of these are not there.
+    sent, allowed = of_activations(found), of_activations(plain)
+    assert sent == {site: allowed[site] for site in sent}
+    assert {site for site, _ in sent} >= {'attention', 'mlp'}
+    assert found.products is not None
+    assert found.products.ratio == pytest.approx(1, abs=0.01)
+    if config.optim.shard != 'none':  # sums in each microbatch, or to shards, are rows of their own
+        return
+    for axis in ('data', 'model'):
+        rows = [row for row in found.rows if (row.site, row.axis) == ('gradients', axis)]
+        assert sum(row.wire_bytes for row in rows) == pytest.approx(gradient_bytes(config, axis))

@@ -1,0 +1,76 @@
+"""What a process of its own prints, refuses and fails with reaches the one that asked for it."""
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megajax.analysis.inspect.child import call_in_child
+from megajax.core.config import ConfigError
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    monkeypatch.setenv('PYTHONPATH', f'{tmp_path}:{Path(__file__).parents[3]}')
+
+    def call(
+        code: str, *arguments: object, meanwhile: Callable[[], object] = lambda: None
+    ) -> list[str]:
+        (tmp_path / 'child.py').write_text(textwrap.dedent(code))
+        heard: list[str] = []
+        call_in_child('child', *arguments, target='h100', say=heard.append, meanwhile=meanwhile)
+        return heard
+
+    return call
+
+
+def test_each_line_is_heard(call: Callable[..., list[str]]) -> None:
+    assert call('import sys; print("one"); print(*sys.argv[1:])', 2, Path('a')) == ['one', '2 a']
+
+
+def test_the_caller_works_while_its_child_does(
+    call: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    code = """
+        import pathlib, sys, time
+        tries = iter(range(1000))
+        while not (seen := pathlib.Path(sys.argv[1]).exists()) and next(tries, None) is not None:
+            time.sleep(0.01)
+        print('seen' if seen else 'never seen')
+    """
+    file = tmp_path / 'made meanwhile'
+    assert call(code, file, meanwhile=file.touch) == ['seen']
+
+
+def test_a_child_is_on_the_cpu(call: Callable[..., list[str]]) -> None:
+    assert call('import os; print(os.environ["JAX_PLATFORMS"])') == ['cpu']
+
+
+def test_what_it_refuses_is_refused_here_line_by_line(call: Callable[..., list[str]]) -> None:
+    code = """
+        import sys
+        from megajax.core.config import ConfigError
+        from megajax.analysis.inspect.child import telling_parent
+        with telling_parent():
+            print('a plugin says something', file=sys.stderr)
+            raise ConfigError('mesh.data: 3', 'mesh.model: 5')
+    """
+    with pytest.raises(ConfigError) as error:
+        call(code)
+    assert str(error.value) == 'mesh.data: 3\nmesh.model: 5'
+
+
+def test_what_it_fails_with_is_told(call: Callable[..., list[str]]) -> None:
+    with pytest.raises(
+        RuntimeError, match=r'did not compile for h100:\n(.|\n)*ValueError: what went wrong'
+    ):
+        call("raise ValueError('what went wrong')")
+
+
+def test_without_cudnn_the_fix_is_told(call: Callable[..., list[str]]) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"^target h100: flash attention needs cuDNN's library to compile: pip install",
+    ):
+        call("raise RuntimeError('INTERNAL: cuDNN not found')")

@@ -1,0 +1,143 @@
+"""Two inspections beside each other, of steps compiled for CPUs and of kernels made here."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support import megajax as run_here
+from typer.testing import CliRunner
+
+import megajax
+from megajax.analysis.inspect import Inspection
+from megajax.analysis.inspect.diff import Change, difference
+from megajax.analysis.inspect.diff_report import to_markdown
+from megajax.analysis.inspect.result import Finding, Kernel
+from megajax.commands.main import app
+
+SMALL = 'model.num_layers=1', 'model.vocab_size=300', 'train.batch_size=8', 'mesh.data=1'
+DIFF = 'inspect', 'diff'
+
+
+def inspect(*overrides: str) -> Inspection:
+    return megajax.inspect(megajax.load('tiny', [*SMALL, *overrides]))
+
+
+@pytest.fixture(scope='module')
+def one() -> Inspection:
+    return inspect('mesh.model=1')
+
+
+@pytest.fixture(scope='module')
+def two() -> Inspection:
+    return inspect('mesh.model=2')
+
+
+def kernel(kind: str, milliseconds: float) -> Kernel:
+    return Kernel(
+        instruction='k',
+        computation='main',
+        kind=kind,
+        site='mlp',
+        phase='forward',
+        times=1,
+        bytes=10**9,
+        flops=0,
+        seconds=milliseconds / 1e3,
+        source='',
+    )
+
+
+def with_kernels(inspection: Inspection, **milliseconds: float) -> Inspection:
+    kernels = [kernel(kind, each) for kind, each in milliseconds.items()]
+    return inspection.model_copy(
+        update={
+            'kernels': kernels,
+            'compute_seconds': sum(each.seconds for each in kernels),
+            'exposed_seconds': 0.0,
+        }
+    )
+
+
+def test_a_step_does_not_differ_from_itself(one) -> None:
+    found = difference(one, one)
+    assert not any([found.keys, found.parts, found.arrays, found.new, found.gone])
+    assert {change.text for change in (*found.totals, *found.memory)} == {'same'}
+    assert '- nothing differs' in to_markdown(found)
+
+
+def test_keys_bytes_and_memory_are_beside_each_other(one, two) -> None:
+    found = difference(one, two)
+    assert ('mesh.model', '1', '2') in found.keys
+    sent = {change.name: change for change in found.parts}['attention forward over model']
+    assert (sent.before, sent.text) == (0, 'new')
+    row = next(row for row in two.rows if (row.site, row.phase) == ('attention', 'forward'))
+    assert sent.after == pytest.approx(row.wire_bytes)
+    state = {change.name: change for change in found.totals}['state and batch']
+    assert state.after == two.memory.arguments
+
+
+def test_memory_is_compared_by_use_and_the_arrays_that_differ_by_file(one, two) -> None:
+    found = difference(one, two)
+    assert sum(change.before for change in found.memory) == one.memory.needed
+    assert sum(change.after for change in found.memory) == two.memory.needed
+    changes = {change.name: change for change in found.arrays}
+    half = changes['parameters layers.mlp.up.weight']
+    assert half.after == half.before / 2
+    assert any(name.startswith('activations mlp core/model/') for name in changes)
+    assert not any(':' in name for name in changes)
+    assert f'| {half.name} |' in to_markdown(found)
+
+
+def test_kernels_are_compared_by_kind_and_place_and_small_changes_left_out(one) -> None:
+    before = with_kernels(one, product=10.0, cast=1.0, copy=1.0)
+    after = with_kernels(one, product=10.001, cast=2.5, fill=0.5)
+    changes = {change.name: change.text for change in difference(before, after).parts}
+    assert changes == {
+        'cast mlp forward': '+150.0%',
+        'copy mlp forward': 'gone',
+        'fill mlp forward': 'new',
+    }
+
+
+def test_a_large_ratio_is_no_percentage() -> None:
+    assert Change('x', 'ms', 1, 1.5).text == '+50.0%'
+    assert Change('x', 'ms', 1, 40).text == 'x 40'
+    assert Change('x', 'ms', 1, 1 + 1e-9).text == 'same'
+
+
+def test_findings_come_and_go_and_markdown_escapes_them(one) -> None:
+    error = Finding(level='error', rule='products run twice', message='a|b <c>')
+    found = difference(one, one.model_copy(update={'findings': [*one.findings, error]}))
+    assert (found.new, found.gone) == ([error], [])
+    assert '- new error: products run twice: a\\|b &lt;c>' in to_markdown(found)
+
+
+def test_the_command_reads_files_and_exits_with_1_where_an_error_is_new(
+    one, two, tmp_path: Path
+) -> None:
+    error = Finding(level='error', rule='r', message='m')
+    worse = two.model_copy(update={'findings': [error]})
+    for name, inspection in {'one': one, 'two': two, 'worse': worse}.items():
+        (tmp_path / f'{name}.json').write_text(inspection.model_dump_json())
+    done = CliRunner().invoke(app, [*DIFF, f'{tmp_path}/one.json', f'{tmp_path}/two.json'])
+    assert (done.exit_code, done.stderr) == (0, '')
+    assert re.search(r'^mesh.model +1 +2$', done.stdout, re.MULTILINE)
+    files = f'{tmp_path}/two.json', f'{tmp_path}/worse.json'
+    worse_than_two = CliRunner().invoke(app, [*DIFF, *files, '--markdown'])
+    assert worse_than_two.exit_code == 1
+    assert '- new error: r: m' in worse_than_two.stdout
+
+
+@pytest.mark.parametrize(
+    ('text', 'said'),
+    [(None, 'cannot be read: No such file'), ('{}', 'write it again'), ('[', 'write it again')],
+)
+def test_a_file_that_is_no_inspection_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / 'it.json'
+    if text is not None:
+        file.write_text(text)
+    done = run_here(*DIFF, file, file)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f'error: {file}')
+    assert said in done.stderr
+    assert 'Traceback' not in done.stderr

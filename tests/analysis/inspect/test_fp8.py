@@ -1,0 +1,75 @@
+"""In fp8 every product of a layer is cuBLAS's of 8-bit numbers, and 8-bit numbers are gathered."""
+
+import re
+from collections import Counter
+
+import pytest
+
+import megajax
+from megajax.analysis.inspect import inspect, inspect_with_text
+from megajax.analysis.inspect.compile import compile_for
+from megajax.core.config import Config, ConfigError
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.hardware.targets import has_compiler
+from megajax.xla.hlo.program import Program
+
+SIZE = (
+    *('model.num_layers=2', 'model.hidden_size=512', 'model.num_heads=4', 'model.ffn_size=1024'),
+    *('model.vocab_size=1000', 'model.max_seq_len=256', 'train.seq_len=256'),
+    *('train.recompute=none', 'mesh.data=1'),
+)
+TENSOR_PARALLEL = 'mesh.model=2', 'mesh.sequence_parallel=true', 'train.batch_size=2'
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
+
+
+def config_of(dtype: str, *overrides: str) -> Config:
+    """A small model on tensor-parallel shards of the sequence, or as the overrides have it."""
+    return megajax.load('tiny', [*SIZE, *TENSOR_PARALLEL, f'train.dtype={dtype}', *overrides])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('overrides', 'parts'),
+    [
+        (['train.overlap=none', 'train.unroll=false'], 1),
+        (['train.overlap=batch_split'], 2),
+        (['mesh.model=1', 'mesh.sequence_parallel=false'], 1),
+    ],
+    ids=['loop', 'halves', 'one device'],
+)
+def test_all_twelve_products_of_a_layer_are_of_8_bit_numbers(
+    overrides: list[str], parts: int
+) -> None:
+    config = resolved(config_of('fp8', *overrides), on_gpu=True)
+    # Where Triton's products are allowed, an autotuner may choose them; here there is none.
+    text = compile_for(config, 'h100', 1, {'xla_gpu_enable_triton_gemm': False}).text
+    program, calls = Program(text), Counter[str]()
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
+            target = re.search(r'custom_call_target="(__cublas[^"]*)"', instruction.attributes)
+            if target:
+                calls[target[1]] += program.times[computation.name]
+    assert calls['__cublas$lt$matmul$f8'] == 12 * parts * config.model.num_layers
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_step_gathers_8_bit_numbers_and_sends_three_quarters() -> None:
+    sent = {}
+    for dtype in ('bfloat16', 'fp8'):
+        inspection, _ = inspect_with_text(config_of(dtype), target='h100', hosts=None)
+        assert inspection.ok
+        rows = [row for row in inspection.rows if row.site in ('attention', 'mlp')]
+        sent[dtype] = sum(row.wire_bytes for row in rows)
+        placed = [transfer for row in rows for transfer in row.placed]
+        gathered = {x.array.split('[')[0] for x in placed if x.kind == 'all-gather'}
+        assert gathered == ({'f8e4m3fn', 'f8e5m2'} if dtype == 'fp8' else {'bf16'})
+    assert sent['fp8'] == pytest.approx(0.75 * sent['bfloat16'])
+
+
+def test_a_gpu_that_does_not_compute_in_fp8_is_refused() -> None:
+    with pytest.raises(ConfigError, match='A100 SXM 80 GB computes in bfloat16'):
+        inspect(config_of('fp8'), target='a100')

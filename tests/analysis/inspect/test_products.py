@@ -1,0 +1,144 @@
+"""A compiled step has the products that its config computes, in every family; more are an error."""
+
+import dataclasses
+import functools
+import re
+
+import pytest
+from support import exhaustive, make_config, slow
+
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.compile import CompiledStep, compile_step
+from megajax.analysis.inspect.products import count_products, padding
+from megajax.core.config import Config
+from megajax.core.hardware.targets import gpu_devices, has_compiler
+from megajax.core.parallel.mesh import axis_sizes, make_mesh, mesh_of
+from megajax.xla.hlo.program import Program
+
+NEEDS = "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+# With 64 columns a head XLA's GPU compiler finds tiles for a fused QKV.
+WIDE = {'num_layers': 3, 'hidden_size': 256, 'head_dim': 64, 'max_seq_len': 128, 'dropout': 0.0}
+CASES = [
+    exhaustive('gpt', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
+    exhaustive('llama', 2, 4, {'microbatches': 2}, {'optim': {'shard': True}}),
+    exhaustive('gpt', 2, 4, {'recompute': 'selective'}, {'sequence_parallel': True}),
+    exhaustive('gpt', 2, 4, {'recompute': 'full'}, {'model': {'dropout': 0.1}}),
+    exhaustive('gpt', 2, 4, {'recompute': 'none', 'overlap': 'batch_split'}, {}),
+    slow(
+        'llama', 2, 4, {'recompute': 'full', 'overlap': 'batch_split'}, {'sequence_parallel': True}
+    ),
+    exhaustive(
+        'llama', 2, 4, {'recompute': 'full', 'dtype': 'float32'}, {'sequence_parallel': True}
+    ),
+    exhaustive('llama', 1, 1, {'recompute': 'full'}, {}),
+    exhaustive('llama', 4, 2, {'recompute': 'none'}, {'optim': {'shard': True}}),
+    exhaustive('bert', 2, 4, {'recompute': 'none'}, {}),
+    exhaustive(
+        'bert', 2, 4, {'recompute': 'selective', 'microbatches': 2}, {'sequence_parallel': True}
+    ),
+    exhaustive('bert', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
+]
+
+
+def config_of(name: str, data: int, model: int, train: dict, others: dict) -> Config:
+    sections = others | {'model': WIDE | others.get('model', {})}
+    sections['train'] = {'seq_len': 128, 'dtype': 'bfloat16'} | train
+    return make_config(name, data, model, **sections)
+
+
+def small(name: str, data: int, model: int, train: dict, others: dict) -> Config:
+    """The same for a CPU, which is slow in bf16."""
+    sections = others | {'model': {'dropout': 0.0} | others.get('model', {})}
+    return make_config(name, data, model, **sections | {'train': train | {'dtype': 'float32'}})
+
+
+@functools.cache
+def compiled_here(config: Config) -> CompiledStep:
+    data, model = config.mesh.data, config.mesh.model
+    return compile_step(config, make_mesh(data, model), data * model)
+
+
+@pytest.mark.parametrize(('name', 'data', 'model', 'train', 'others'), CASES)
+def test_a_cpu_computes_what_the_config_says(name, data, model, train, others):
+    config = small(name, data, model, train, others)
+    products = count_products(config, Program(compiled_here(config).text), 'cpu')
+    assert products.ratio == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(), reason=NEEDS)
+@pytest.mark.parametrize('triton', [True, False])
+@pytest.mark.parametrize(('name', 'data', 'model', 'train', 'others'), CASES)
+def test_a_gpu_computes_what_the_config_says(name, data, model, train, others, triton):
+    config = config_of(name, data, model, train, others)
+    mesh = mesh_of(gpu_devices('h100', hosts=1, per_host=data * model), axis_sizes(data, model))
+    step = compile_step(config, mesh, data * model, {'xla_gpu_enable_triton_gemm': triton})
+    products = count_products(config, Program(step.text), 'h100')
+    assert products.compiled >= (1 - 1e-3) * products.expected
+    assert products.compiled - padding(config) <= (1 + 1e-3) * products.expected
+
+
+def test_what_xla_computes_again_to_save_memory_is_no_error_but_a_note():
+    config = small('gpt', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True})
+    step = compiled_here(config)
+    again = dataclasses.replace(step, text=with_second_product(step.text, '.remat'))
+    found = audit(config, again, 'h100')
+    assert not [one for one in found.findings if one.rule == 'products run twice']
+    [note] = [one.message for one in found.findings if one.rule == 'products run again for memory']
+    assert 'does not fit' in note
+    assert found.products.rematerialized > 0.01 * found.products.expected
+
+
+def test_a_product_that_runs_twice_is_an_error_that_names_it():
+    config = small('gpt', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True})
+    step = compiled_here(config)
+    assert not errors(config, step)
+    twice = dataclasses.replace(step, text=with_second_product(step.text))
+    [error] = errors(config, twice)
+    assert re.search(r'GFLOP of matrix products more .* there is more than one of \S*mlp', error)
+    assert audit(config, twice, 'cpu').products.ratio > 1.01
+
+
+def test_seconds_are_summed_by_axis_and_said_at_their_rates():
+    config = small('gpt', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True})
+    found = audit(config, compiled_here(config), 'h100')
+    for axis in ('data', 'model'):
+        on_axis = [one.seconds for one in found.schedule if axis in one.axis.split('+')]
+        assert sum(on_axis) > 0
+        assert found.wire_seconds[axis] == pytest.approx(sum(on_axis))
+        assert found.hidden_seconds[axis] == 0  # nothing runs in the background on a CPU
+    assert re.search(r'ms on the wire  data: [\d.]+, 0.00 beside products \(0%\)', str(found))
+    assert re.search(r'ms of a step  [\d.]+ of kernels \+ [\d.]+ waiting for transfers', str(found))
+    assert 'at 395.8 TFLOP/s of float32 products, 247.3 of attention, ' in str(found)
+
+
+def errors(config: Config, step: CompiledStep) -> list[str]:
+    """The messages of the rule, where the text is read as a GPU's."""
+    findings = audit(config, step, 'h100').findings
+    return [one.message for one in findings if one.rule == 'products run twice']
+
+
+def with_second_product(text: str, suffix: str = '') -> str:
+    """The text with a copy of the first dot of an MLP after it, its name ending as given."""
+    line = next(one for one in text.splitlines() if re.search(r' dot\(.*/mlp/', one))
+    copy = re.sub(r'^(\s+)(?:ROOT )?%?\S+ =', rf'\1%again{suffix} =', line)
+    if line.strip().startswith('ROOT'):
+        return text.replace(line, f'{copy}\n{line}')
+    return text.replace(line, f'{line}\n{copy}')
+
+
+@pytest.mark.parametrize(('rows', 'added'), [(8, 8 * 6), (6, 2 * 64 + 8 * 8 - 6 * 2)])
+def test_the_rows_and_columns_that_cublas_is_given_beyond_berts_are_allowed(rows, added):
+    config = make_config('bert', train={'batch_size': rows, 'dtype': 'bfloat16', 'microbatches': 1})
+    assert config.model.hidden_size == 64
+    assert padding(config) == 3 * 2 * 64 * added  # three products of an input, two FLOPs each
+    assert padding(make_config('bert', train={'batch_size': rows})) == 0
+    assert padding(make_config('gpt', train={'dtype': 'bfloat16'})) == 0
+
+
+def test_a_gate_is_counted_whatever_its_function():
+    config = make_config('llama', 1, 2, model={'activation': 'geglu'})
+    found = audit(config, compile_step(config, make_mesh(1, 2), 2), 'cpu')
+    assert found.ok
+    assert 'MORE' not in {row.verdict for row in found.rows}
+    assert found.products.compiled == found.products.expected

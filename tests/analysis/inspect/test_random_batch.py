@@ -1,0 +1,53 @@
+"""A batch for an executed step has every array that the step reads, as its data would."""
+
+import numpy as np
+import pytest
+from support import make_config, on_mesh
+
+from megajax.analysis.inspect.random_batch import make_batch
+from megajax.analysis.inspect.shrink import shrink
+from megajax.core.config import Config, load
+from megajax.core.train.feed import abstract_batch
+
+
+def assert_all_is_there(config: Config, batch: dict[str, np.ndarray]) -> None:
+    with on_mesh(config):
+        read = abstract_batch(config)
+    assert {key: (x.shape, x.dtype) for key, x in batch.items()} == {
+        key: (x.shape, x.dtype) for key, x in read.items()
+    }
+
+
+@pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
+def test_a_batch_has_all_that_a_step_reads_and_no_padding_counts(name):
+    config = make_config(name, 2, 4)
+    batch = make_batch(config)
+    assert_all_is_there(config, batch)
+    counted = batch['loss_mask'].sum(-1)
+    assert (counted > 0).all()
+    assert len(set(counted)) > 1
+    if not config.model.causal:
+        assert batch['segment_ids'].any()
+        assert not batch['loss_mask'][batch['segment_ids'] == 1].any()
+
+
+@pytest.mark.parametrize('preset', ['tiny_vlm', 'tiny_arr_coc', 'qwen3_vl_8b', 'arr_coc_32b'])
+def test_a_batch_of_a_smaller_config_has_pictures_of_several_sizes_where_sizes_may_differ(preset):
+    config, _ = shrink(load(preset, ['mesh.data=1']))
+    batch = make_batch(config)
+    assert_all_is_there(config, batch)
+    patches = batch['image_grid'].prod(-1)
+    assert patches.max() <= config.vision.max_patches
+    assert (len(set(patches[patches > 0])) > 1) == (config.relevance is None)
+    assert ((batch['image_index'] >= 0).any(1) == (patches > 0).any(1)).all()
+    assert not batch['loss_mask'][batch['labels'] == config.vision.image_token].any()
+    assert _brightness_differs(batch)
+
+
+def _brightness_differs(batch: dict[str, np.ndarray]) -> bool:
+    """Whether the first patch of each picture is fainter than its last, as regions differ."""
+    pictures = batch['pixels'].reshape(-1, *batch['pixels'].shape[-2:])
+    counts = batch['image_grid'].prod(-1).reshape(-1)
+    return all(
+        x[0].mean() < x[n - 1].mean() / 2 for x, n in zip(pictures, counts, strict=True) if n
+    )

@@ -1,0 +1,70 @@
+"""What failures take: the goodput is highest where Young's formula says, and never what no failure
+would allow.
+"""
+
+import dataclasses
+
+import pytest
+
+from megajax.analysis.plan.faults import Faults, faults
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.time import step_time
+from megajax.core.config import load
+from megajax.core.counts.parameters import num_parameters
+from megajax.core.hardware.records import hardware
+
+FAULTS = Faults(
+    checkpoint_bytes=10**11,
+    hold_up=5.0,
+    write=10.0,
+    between_failures=3600.0,
+    restart=300.0,
+    interval=600.0,
+)
+
+
+def test_no_interval_is_better_than_the_best():
+    best = FAULTS.best_interval
+    assert best == pytest.approx((2 * 5 * 3600) ** 0.5)
+    assert max(range(10, 5000), key=FAULTS.goodput) == pytest.approx(best, rel=0.05)
+
+
+def test_no_save_begins_before_the_last_is_done():
+    assert dataclasses.replace(FAULTS, write=1000.0).best_interval == 1000
+
+
+@pytest.mark.parametrize(
+    'worse', [{'hold_up': 50.0}, {'write': 500.0}, {'between_failures': 600.0}, {'restart': 3000.0}]
+)
+def test_whatever_is_worse_costs_goodput(worse):
+    assert 0 < dataclasses.replace(FAULTS, **worse).goodput(600) < FAULTS.goodput(600) < 1
+
+
+def test_a_checkpoint_is_the_state_and_a_host_more_writes_it_sooner():
+    for gpus, data in ((8, 1), (64, 8)):
+        config = load('llama3_8b', ['optim.shard=true', f'mesh.data={data}', 'mesh.model=8'])
+        cluster = Cluster.of(hardware('h100'), gpus)
+        found = faults(config, step_time(config, cluster), cluster)
+        assert found.checkpoint_bytes == pytest.approx(12 * 8.03e9, rel=0.01)
+        assert found.write == found.checkpoint_bytes / (gpus / 8 * 1e9)
+        assert found.hold_up == pytest.approx(found.checkpoint_bytes / gpus / 20e9)
+        assert found.between_failures == pytest.approx(3600 * 50_677 / gpus, rel=1e-3)
+
+
+def test_a_checkpoint_of_moments_in_16_bits_is_a_third_smaller_and_replicas_hold_more():
+    cluster = Cluster.of(hardware('h100'), 64)
+
+    def found(*overrides: str) -> Faults:
+        config = load('llama3_8b', ['mesh.data=8', 'mesh.model=8', *overrides])
+        return faults(config, step_time(config, cluster), cluster)
+
+    plain, rounded = found(), found('optim.moments_dtype=bfloat16')
+    assert rounded.checkpoint_bytes == plain.checkpoint_bytes * 8 / 12
+    assert found('mesh.replicas=4').hold_up == 4 * plain.hold_up
+
+
+def test_a_checkpoint_has_no_moments_of_what_is_frozen():
+    config = load('arr_coc_32b')
+    cluster = Cluster.of(hardware('a100'), 8)
+    found = faults(config, step_time(config, cluster), cluster)
+    assert found.checkpoint_bytes == pytest.approx(4 * num_parameters(config.model), rel=0.03)

@@ -1,0 +1,103 @@
+"""A plan of generation: bytes that are there, latency that grows with the shards, and limits."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megajax.analysis.plan.generation import Generation, GenerationLine, plan_generation
+from megajax.core.config import Config, ConfigError, load
+from megajax.core.counts.parameters import num_parameters
+from megajax.core.hardware.records import hardware
+
+H100 = hardware('h100')
+
+
+def planned(
+    config: Config, *, gpus: int = 8, prompt: int = 2048, tokens: int = 256, batch: int = 8
+) -> Generation:
+    return plan_generation(config, gpu='h100', gpus=gpus, prompt=prompt, tokens=tokens, batch=batch)
+
+
+@pytest.fixture(scope='module')
+def lines() -> dict[int, GenerationLine]:
+    return {line.model: line for line in planned(load('llama3_8b')).lines}
+
+
+def test_one_gpu_holds_all_weights_and_the_cache_of_every_row(
+    lines: dict[int, GenerationLine],
+) -> None:
+    model = load('llama3_8b').model
+    assert lines[1].weights == pytest.approx(2 * num_parameters(model), rel=0.005)
+    heads = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    assert lines[1].cache == 2 * 8 * (2048 + 256) * heads
+    assert lines[1].sending == 0
+
+
+def test_shards_read_less_and_wait_for_two_reductions_a_layer_and_one(
+    lines: dict[int, GenerationLine],
+) -> None:
+    assert list(lines) == [1, 2, 4, 8]
+    for shards in (2, 4, 8):
+        line = lines[shards]
+        assert line.weights == pytest.approx(lines[1].weights / shards, rel=0.01)
+        assert line.cache == lines[1].cache / shards
+        latency = 2 * (shards - 1) * H100.inside_host.latency
+        assert line.sending > 65 * latency
+        assert line.tokens_per_second == pytest.approx(8 / line.token)
+    assert lines[2].first_token < lines[1].first_token
+
+
+def test_no_token_is_faster_than_its_weights_are_read() -> None:
+    for line in planned(load('llama3_70b'), gpus=8, batch=1).lines:
+        assert line.token > line.weights / H100.memory_bandwidth
+        assert line.fits == (line.model > 1)
+
+
+def test_shards_without_a_head_of_keys_and_values_copy_one() -> None:
+    by_shards = {line.model: line.cache for line in planned(load('qwen3_8b'), gpus=32).lines}
+    assert by_shards[16] == by_shards[8] == by_shards[32]
+
+
+def test_the_mesh_of_training_does_not_matter(lines: dict[int, GenerationLine]) -> None:
+    mesh = 'mesh.data=2', 'mesh.model=4', 'mesh.model_rows=2', 'train.microbatches=1'
+    config = load('llama3_8b', [*mesh, 'mesh.sequence_parallel=true'])
+    assert {line.model: line for line in planned(config).lines} == lines
+
+
+def test_what_cannot_be_generated_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r'model\.max_seq_len=8192: ask for fewer'):
+        planned(load('llama3_8b'), prompt=8000)
+    with pytest.raises(ConfigError, match='does not generate text'):
+        planned(load('bert_336m'), prompt=16, tokens=16)
+
+
+def test_the_command_shows_the_table() -> None:
+    command = [
+        sys.executable,
+        '-m',
+        'megajax',
+        'plan',
+        'gpt2_124m',
+        '--generate',
+        '--prompt',
+        '512',
+    ]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert shown.startswith('256 tokens after 512, 1 row, NVIDIA H100')
+    assert 'not measured' in shown
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['--batch', '8'], '--prompt and --batch are those of generation: add --generate'),
+        (['--generate', '--verify'], 'are those of training: leave them out, or --generate'),
+        (['--generate', '--tokens', '300e9'], 'model.max_seq_len=1024: ask for fewer'),
+    ],
+)
+def test_a_wrong_call_exits_2_and_names_the_fix(options: list[str], message: str) -> None:
+    command = [sys.executable, '-m', 'megajax', 'plan', 'gpt2_124m', *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, '')
+    assert message in ' '.join(done.stderr.split())

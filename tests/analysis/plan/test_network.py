@@ -1,0 +1,103 @@
+"""Rings: the formula, and which links a group of a mesh axis crosses."""
+
+import pytest
+
+from megajax.analysis.plan.network import Cluster
+from megajax.core.config import Config, ConfigError
+from megajax.core.hardware.records import hardware
+
+H100 = hardware('h100')
+
+
+def on(data: int, model: int, *, rows: int = 1, replicas: int = 1) -> Config:
+    sizes = {
+        'num_layers': 1,
+        'hidden_size': 128,
+        'num_heads': 64,
+        'vocab_size': 1024,
+        'max_seq_len': 64,
+    }
+    return Config(
+        model=sizes,
+        mesh={
+            'data': data,
+            'replicas': replicas,
+            'model_rows': rows,
+            'model': model,
+            'sequence_parallel': rows > 1,
+        },
+        optim={'shard': 'none' if replicas == 1 else 'weights'},
+        train={'batch_size': data * rows, 'seq_len': 64},
+    )
+
+
+@pytest.mark.parametrize('size', [2, 4, 8])
+def test_an_all_reduce_inside_a_host_is_the_alpha_beta_ring(size):
+    ring = Cluster.of(H100, 64).ring(on(64 // size, size), 'model')
+    array = 10e6
+    wire = 2 * (size - 1) / size * array
+    bandwidth, latency = H100.inside_host.bandwidth, H100.inside_host.latency
+    assert ring.seconds('all-reduce', wire) == pytest.approx(
+        2 * (size - 1) / size * array / bandwidth + 2 * (size - 1) * latency
+    )
+
+
+def test_a_gather_and_a_scatter_cost_an_all_reduce():
+    ring = Cluster.of(H100, 64).ring(on(8, 8), 'data')
+    assert ring.seconds('all-gather', 5e6) + ring.seconds('reduce-scatter', 5e6) == pytest.approx(
+        ring.seconds('all-reduce', 10e6)
+    )
+
+
+@pytest.mark.parametrize(
+    ('data', 'model', 'axis', 'hosts', 'cards'),
+    [
+        (8, 8, 'model', 1, None),
+        (8, 8, 'data', 8, 1),
+        (16, 4, 'data', 8, 2),
+        (64, 1, 'data', 8, 8),
+        (4, 16, 'model', 2, 8),
+        (4, 16, 'data', 4, 1),
+        (1, 64, 'model', 8, 8),
+    ],
+)
+def test_a_group_has_the_network_cards_of_its_gpus(data, model, axis, hosts, cards):
+    ring = Cluster.of(H100, 64).ring(on(data, model), axis)
+    assert ring.hosts == hosts
+    across = H100.across_hosts.bandwidth * (cards or 8)
+    assert ring.bandwidth == (
+        min(across, H100.inside_host.bandwidth) if cards else H100.inside_host.bandwidth
+    )
+
+
+@pytest.mark.parametrize(
+    ('keys', 'axis', 'size', 'hosts', 'members'),
+    [
+        ({'data': 64, 'model': 1, 'replicas': 8}, 'data', 8, 1, 8),
+        ({'data': 64, 'model': 1, 'replicas': 8}, 'replica', 8, 8, 1),
+        ({'data': 64, 'model': 1, 'replicas': 16}, 'replica', 16, 8, 2),
+        ({'data': 64, 'model': 1, 'replicas': 4}, 'data', 16, 2, 8),
+        ({'data': 16, 'model': 4, 'replicas': 8}, 'data', 2, 1, 2),
+        ({'data': 16, 'model': 4, 'replicas': 8}, 'replica+data', 16, 8, 2),
+        ({'data': 16, 'model': 2, 'rows': 2}, 'row', 2, 1, 2),
+        ({'data': 4, 'model': 8, 'rows': 2}, 'row', 2, 2, 1),
+        ({'data': 2, 'model': 8, 'rows': 4}, 'row+model', 32, 4, 8),
+        ({'data': 2, 'model': 4, 'rows': 8}, 'row', 8, 4, 2),
+        ({'data': 2, 'model': 4, 'rows': 8}, 'data', 2, 2, 1),
+    ],
+    ids=str,
+)
+def test_replicas_are_apart_and_rows_of_a_grid_are_near(keys, axis, size, hosts, members):
+    cluster = Cluster.of(H100, 64)
+    config = on(**keys)
+    ring = cluster.ring(config, axis)
+    assert (ring.size, ring.hosts) == (size, hosts)
+    assert cluster.members_per_host(config, axis) == members
+
+
+def test_hosts_of_unequal_size_are_refused():
+    with pytest.raises(
+        ConfigError, match='12 GPUs do not fill hosts of 8: use 8 or 16, or set the GPUs of a host'
+    ):
+        Cluster.of(H100, 12)
+    assert Cluster.of(H100, 12, 4).num_hosts == 3

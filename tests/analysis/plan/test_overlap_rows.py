@@ -1,0 +1,82 @@
+"""On Megatron-Core's published rows without a pipeline, megajax's step is predicted to keep up.
+
+What our step hides is what its programs for these rows hide (`test_overlap.py`).
+
+Megatron's program and the GPU's record are frozen: what is compared with must not move.
+"""
+
+import hashlib
+import inspect
+import itertools
+import re
+from collections.abc import Iterator
+from importlib import resources
+
+import pytest
+
+from megajax.analysis.plan import programs
+from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.memory import memory
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.programs import MEGAJAX, MEGATRON, Software
+from megajax.analysis.plan.published.rates import PublishedRate
+from megajax.analysis.plan.published.tables import rows
+from megajax.analysis.plan.search import usable_memory
+from megajax.analysis.plan.time import step_time
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.config.rules import incompatibilities
+from megajax.core.hardware.records import hardware
+
+ROWS = [row for row in rows('core') if row.config.mesh.stages == 1]
+FROZEN = {
+    'megatron': '2b809530bfc45738',
+    'h100': '23b2957c5e8176a3',
+}
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256('\n'.join(texts).encode()).hexdigest()[:16]
+
+
+def test_what_is_compared_with_is_frozen() -> None:
+    parts = 'in_passes', 'over_data', 'beside'
+    sources = [inspect.getsource(getattr(MEGATRON, part)) for part in parts]
+    megatron = digest(*sources, inspect.getsource(programs._beside_everything))
+    record = (resources.files('megajax.core.hardware') / 'gpus/h100.yaml').read_text()
+    record = record.replace(', fp8: 1978.9e12', '')  # which no row computes in
+    record = re.sub(r'^( *)pcie:.*\n(\1 +.*\n)*', '', record, flags=re.MULTILINE)  # nor sends over
+    assert {'megatron': megatron, 'h100': digest(record)} == FROZEN
+
+
+def steps(config: Config, overlaps: tuple[str, ...]) -> Iterator[Config]:
+    """The steps on the row's mesh with each number of microbatches, recomputation and overlap."""
+    config = changed(config, train__unroll='auto' if 'none' not in overlaps else False)
+    counts = range(1, config.microbatch_rows * config.train.microbatches + 1)
+    settings = itertools.product(counts, ('none', 'selective', 'full'), overlaps)
+    for count, recompute, overlap in settings:
+        keys = {'train__microbatches': count, 'train__recompute': recompute}
+        step = resolved(changed(config, **keys, train__overlap=overlap), on_gpu=True)
+        if not incompatibilities(step):
+            yield step
+
+
+def fastest(row: PublishedRate, program: Software, *overlaps: str) -> float:
+    """Seconds of the fastest step that fits."""
+    cluster = Cluster.of(hardware('h100'), row.config.mesh.num_devices)
+    limit = usable_memory(cluster)
+    return min(
+        step_time(step, cluster, program).total
+        for step in steps(row.config, overlaps)
+        if memory(step, capacity_bytes=limit).total <= limit
+    )
+
+
+@pytest.mark.parametrize('row', ROWS, ids=lambda row: row.name)
+def test_a_step_takes_no_more_than_a_20th_longer_than_megatrons(row: PublishedRate) -> None:
+    ours = fastest(row, MEGAJAX, 'batch_split', 'sequence_split')
+    assert fastest(row, MEGATRON, 'none') >= 0.95 * ours
+
+
+def test_there_are_four_rows_with_1_to_8_gpus_a_group() -> None:
+    assert [row.config.mesh.model for row in ROWS] == [1, 2, 4, 8]

@@ -1,0 +1,45 @@
+"""The pictures: they are drawn, and say what their axes are."""
+
+import pytest
+
+import megajax
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.plot import fastest, roofline, scaling
+from megajax.core.hardware.records import hardware
+
+CONFIG = megajax.load('gpt2_345m', ['mesh.data=8', 'train.batch_size=8', 'train.microbatches=1'])
+CLUSTER = Cluster.of(hardware('h100'), 8)
+
+
+@pytest.mark.parametrize(
+    ('draw', 'x', 'y'), [(roofline, 'FLOPs per byte', 'TFLOP/s'), (scaling, 'GPUs', 'MFU, %')]
+)
+def test_a_picture_is_drawn_with_units(draw, x, y, tmp_path):
+    figure = draw(CONFIG, CLUSTER)
+    (axes,) = figure.axes
+    assert x in axes.get_xlabel()
+    assert y in axes.get_ylabel()
+    for name in ('picture.png', 'picture.svg'):
+        figure.savefig(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_no_product_is_above_the_roof():
+    axes = roofline(CONFIG, CLUSTER).axes[0]
+    gpu = hardware('h100')
+    for points in axes.collections:
+        intensity, tflops = points.get_offsets()[0]
+        assert 1e12 * tflops <= min(gpu.peak_flops['bfloat16'], intensity * gpu.memory_bandwidth)
+
+
+def test_what_products_reach_alone_and_in_training_is_drawn_by_name():
+    gpu = hardware('h100')
+    said = [text.get_text() for text in roofline(CONFIG, CLUSTER).axes[0].texts]
+    for what, share in (('alone', gpu.reference.matmul), ('in training', gpu.efficiency.matmul)):
+        assert f'large products {what}: {share * 989.4:,.0f} TFLOP/s' in said
+
+
+def test_a_larger_model_starts_where_it_fits():
+    found = fastest(megajax.load('llama3_8b'), CLUSTER, [1, 64])
+    assert 1 not in found
+    assert 64 in found

@@ -1,0 +1,28 @@
+"""A command says before it computes which of its files cannot be written."""
+
+from pathlib import Path
+
+import pytest
+
+from megajax.base.files.outputs import check_outputs, with_folder
+from megajax.core.config import ConfigError
+
+
+def test_the_folders_of_a_file_are_created_when_it_is_written_and_not_before(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / 'no/such/it.json'
+    check_outputs(path, None)
+    assert not list(tmp_path.iterdir())
+    with_folder(path).write_text('{}')
+    check_outputs(path)
+
+
+def test_every_file_that_cannot_be_written_is_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / 'file').touch()
+    with pytest.raises(ConfigError) as error:
+        check_outputs(tmp_path, tmp_path / 'file/a/b.json')
+    assert str(error.value) == (
+        f'{tmp_path} is a folder: give the name of a file in it\n'
+        f'{tmp_path}/file/a/b.json: {tmp_path}/file is a file and no folder: choose another file'
+    )

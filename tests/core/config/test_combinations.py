@@ -1,0 +1,74 @@
+"""What excludes one another is one table, and each of its rows is refused with what it says."""
+
+import re
+
+import pytest
+from ruamel.yaml import YAML
+from support import ROOT
+from typer.testing import CliRunner
+
+from megajax.commands.main import app
+from megajax.core.config import ConfigError, load, reload
+from megajax.core.config.combinations import COMBINATIONS, FEATURES, Combination
+
+VISION = ' '.join(
+    f'vision.{size}' for size in ('num_layers=1', 'hidden_size=64', 'num_heads=4', 'max_patches=16')
+)
+VALUES = {
+    'lora': 'lora.rank=8',
+    'vision': VISION,
+    'vision.fusion=cross_attention': f'{VISION} vision.fusion=cross_attention',
+    'vision.deepstack': 'vision.deepstack=[0]',
+    'mesh.context': 'mesh.context=2',
+    'mesh.model_rows': 'mesh.model_rows=2',
+    'mesh.replicas': 'mesh.replicas=2',
+    'mesh.stages': 'mesh.stages=2',
+    'model.dropout': 'model.dropout=0.1',
+    'train.sample_prompts': 'train.sample_prompts=["a"]',
+    'model.rope_scaling': 'model.rope_scaling={"type":"linear","factor":2}',
+}
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load('gpt2_124m', overrides)
+    return str(error.value)
+
+
+def test_the_rows_name_every_feature_and_no_other_and_no_pair_twice() -> None:
+    assert {name for row in COMBINATIONS for name in (row.one, row.other)} == FEATURES.keys()
+    pairs = [frozenset((row.one, row.other)) for row in COMBINATIONS]
+    assert all(len(pair) == 2 for pair in pairs)
+    assert len(pairs) == len(set(pairs))
+
+
+@pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
+def test_each_row_is_refused_with_its_reason_and_what_to_do_instead(row: Combination) -> None:
+    settings = (VALUES.get(setting, setting) for setting in (row.one, row.other))
+    said = refusal(*(one for setting in settings for one in setting.split(' ')))
+    assert f'{row.reason}; {row.instead}' in said
+
+
+@pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
+def test_what_excludes_a_setting_of_the_file_stands_at_the_override(row: Combination) -> None:
+    in_file, added = (VALUES.get(each, each).split() for each in (row.other, row.one))
+    settings = YAML(typ='safe').load(ROOT / 'configs/gpt2_124m.yaml')
+    for section, key, value in (re.split('[.=]', each, maxsplit=2) for each in in_file):
+        settings[section] = settings.get(section, {}) | {key: YAML(typ='safe').load(value)}
+    with pytest.raises(ConfigError) as error:
+        reload(settings, added, place='the file')
+    (place,) = {one.place for one in error.value.problems if row.reason in one.message}
+    assert place in [f'override {each}' for each in added]
+
+
+@pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
+def test_each_row_is_printed(row: Combination) -> None:
+    lines = CliRunner().invoke(app, ['config', 'combinations']).output.splitlines()
+    (line,) = [line for line in lines if line.startswith(row.one) and row.other in line]
+    assert row.reason in line
+    assert row.instead in line
+
+
+def test_attention_is_as_the_objective_needs_it() -> None:
+    assert load('tiny').model.attention == 'causal'
+    assert load('tiny_bert').model.attention == 'bidirectional'

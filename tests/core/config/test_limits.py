@@ -1,0 +1,88 @@
+"""What no run can be is refused with its limit, before anything is computed with it."""
+
+from pathlib import Path
+
+import pytest
+
+from megajax.base.errors import MAX_REASON_CHARACTERS, reason
+from megajax.core.config import ConfigError, load
+from megajax.core.config.keys import Key, keys_in
+
+HUGE = 2**63 - 1
+
+
+def message(override: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load('tiny', [override])
+    return str(error.value)
+
+
+@pytest.mark.parametrize('key', [key for key in keys_in() if key.type.startswith('integer')])
+def test_every_integer_has_an_upper_limit(key: Key) -> None:
+    assert '<' in key.type, f'{key.path} has no upper limit'
+
+
+@pytest.mark.parametrize(
+    ('key', 'limit'),
+    [
+        ('model.num_layers', '10000'),
+        ('model.hidden_size', '16777216'),
+        ('model.num_heads', '65536'),
+        ('model.max_seq_len', '2147483647'),
+        ('mesh.model', '1048576'),
+        ('train.steps', '2147483647'),
+    ],
+)
+@pytest.mark.parametrize('value', [HUGE, 10**20])
+def test_the_limit_is_named(key: str, limit: str, value: int) -> None:
+    expected = f'{key}: must be less than or equal to {limit}, not {value}'
+    assert expected in message(f'{key}={value}')
+
+
+def test_two_seeds_never_give_the_same_numbers() -> None:
+    # jax draws from the lower 32 bits of a seed.
+    assert 'train.seed: must be less than 4294967296' in message('train.seed=4294967296')
+
+
+@pytest.mark.parametrize('split', ['1e308,1e308,1e308', 'nan,1,1', 'inf,0,0', '1,-1,0', '1,1'])
+def test_a_split_has_a_finite_sum(split: str) -> None:
+    assert f"data.split: '{split}' is not three numbers of a finite sum" in message(
+        f'data.split={split}'
+    )
+
+
+@pytest.mark.parametrize(
+    'key',
+    [
+        *('run.dir', 'run.start_from', 'run.compile_cache', 'run.wandb'),
+        *('data.corpus', 'data.tokenizer', 'data.chat_template'),
+    ],
+)
+def test_a_path_is_one_that_a_file_can_have(key: str) -> None:
+    assert f"{key}: must be text without the character NUL, not 'a\\x00b'" in message(
+        f'{key}="a\\0b"'
+    )
+    assert f'{key}: must be at most 4,095 characters' in message(f'{key}={"x" * 256}')
+    assert f'{key}: must be at most 4,095 characters' in message(f'{key}={"x/" * 2048}')
+
+
+def test_no_path_of_a_blend_has_nul() -> None:
+    assert 'must be text without the character NUL' in message('data.blend={"a\\0b": 1}')
+
+
+@pytest.mark.parametrize('key', ['run.max_minutes', 'checkpoint.minutes', 'run.watchdog_seconds'])
+def test_a_time_is_one_that_a_thread_can_wait(key: str) -> None:
+    assert f'{key}: must be ' in message(f'{key}=1e300')
+
+
+def test_a_path_may_be_long(tmp_path: Path) -> None:
+    folder = '/'.join([str(tmp_path), *['é' * 127] * 10])
+    assert load('tiny', [f'run.dir={folder}']).run.dir == folder
+
+
+def test_the_reason_of_a_long_error_is_kept_at_its_end() -> None:
+    why = 'No space left on device'
+    shown = reason(OSError(f'cannot write {"a/" * 1000}: {why}\nand a page of places'))
+    assert shown.startswith('cannot write a/')
+    assert shown.endswith(why)
+    assert len(shown) <= MAX_REASON_CHARACTERS

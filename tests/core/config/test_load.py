@@ -1,0 +1,251 @@
+"""One file, or one command line, in; an equal config or every mistake out."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megajax.core.config import ConfigError, dump, load, presets
+from megajax.core.config.load import CONFIG
+from megajax.runtime.checkpoint.digests import find_step
+from megajax.runtime.run.named import config_of_overrides
+
+MODEL = (
+    'model: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, max_seq_len: 1024}\n'
+)
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / 'run.yaml'
+    file.write_text(text, encoding='utf-8')
+    return file
+
+
+def mistakes(source: str | Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load(source, overrides)
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize('preset', presets())
+def test_a_dumped_config_loads_back_equal(preset: str, tmp_path: Path) -> None:
+    config = load(preset)
+    assert load(write(tmp_path, dump(config))) == config
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        'off',
+        'null',
+        '3e-4',
+        '2026-01-01',
+        'a: b',
+        '# x',
+        '',
+        ' y ',
+        'two\nlines',
+        '"',
+        'é',
+        'long ' * 40,
+    ],
+)
+def test_text_stays_text(text: str, tmp_path: Path) -> None:
+    config = load(write(tmp_path, MODEL))
+    config = config.model_copy(update={'data': config.data.model_copy(update={'corpus': text})})
+    assert load(write(tmp_path, dump(config))) == config
+
+
+@pytest.mark.parametrize(
+    ('override', 'value'),
+    [
+        ('optim.lr=3e-4', 3e-4),
+        ('optim.lr=1', 1.0),
+        ('mesh.sequence_parallel=true', True),
+        ('data.corpus=off', 'off'),
+        ('data.corpus=a=b', 'a=b'),
+        ('data.corpus=2026-01-01', '2026-01-01'),
+        ('data.split=90,5,5', '90,5,5'),
+        ('run.dir=', None),
+        ('train.sample_prompts=[def, "class "]', ('def', 'class ')),
+    ],
+)
+def test_an_override_is_a_yaml_1_2_value(override: str, value: object, tmp_path: Path) -> None:
+    section, key = override.partition('=')[0].split('.')
+    assert getattr(getattr(load(write(tmp_path, MODEL), [override]), section), key) == value
+
+
+def test_overrides_beat_the_file_and_the_last_one_stands(tmp_path: Path) -> None:
+    file = write(tmp_path, MODEL + 'train: {steps: 5}')
+    assert load(file, ['train.steps=6', 'train.steps=7']).train.steps == 7
+
+
+def test_a_section_may_be_empty(tmp_path: Path) -> None:
+    assert load(write(tmp_path, MODEL + 'train:\n')) == load(write(tmp_path, MODEL))
+
+
+@pytest.mark.parametrize('value', ['big', '-4', 'null', '.inf', 'true', '0'])
+def test_a_loss_scale_is_auto_or_a_number(tmp_path: Path, value: str) -> None:
+    (message,) = mistakes(write(tmp_path, MODEL), f'train.loss_scale={value}')
+    assert message.startswith(
+        f'override train.loss_scale={value}: train.loss_scale: '
+        "must be 'auto' or a power of two, not "
+    )
+
+
+def test_every_mistake_is_reported_at_once_with_its_place(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        """\
+model:
+  num_layers: 2
+  num_layers: 3
+  hidden_size: 64
+  num_heads: four
+  num_head: 4
+  vocab_size: 1000
+  norm: batchnorm
+  bias: off
+trian:
+  steps: 3
+optim:
+  lr: 1e-6
+data: stdlib
+""",
+    )
+    assert mistakes(file, 'mesh.model=3', 'lr=3', 'train.steps', 'run.dir=[', 'optim.beta1=1') == [
+        f'{file}:3: model.num_layers: written twice, first in line 2; delete one of the two',
+        f'{file}:6: model.num_head: unknown key; did you mean model.num_heads?',
+        f'{file}:10: trian: unknown key; did you mean train?',
+        (
+            f'{file}:14: data: must be a group of keys; it has corpus, blend, tokenizer, split, '
+            'order, chat_template, ignored_keys, document_mask'
+        ),
+        'override lr=3: lr: unknown key; did you mean optim.lr?',
+        'override train.steps: not of the form section.key=value, for example train.steps=100',
+        (
+            'override run.dir=[: not valid YAML: expected the node content, '
+            "but found '<stream end>'; put the value in quotes"
+        ),
+        f"{file}:5: model.num_heads: must be a valid integer, not 'four'",
+        f'{file}: model.max_seq_len: required, and has no default; add it',
+        f"{file}:8: model.norm: must be 'layernorm' or 'rmsnorm', not 'batchnorm'",
+        f"{file}:9: model.bias: must be true or false, not 'off'",
+        'override optim.beta1=1: optim.beta1: must be less than 1, not 1',
+        (
+            'override mesh.model=3: model.vocab_size: 1000 is padded to 1024, '
+            'which mesh.model=3 does not divide; use mesh.model 2 or 4'
+        ),
+        (
+            f'{file}:13: optim.min_lr: 1e-05 exceeds optim.lr=1e-06; use at most 1e-06, '
+            'for example 1e-07'
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    'value',
+    ['8.0', '"8"', 'true', 'null', '[8]', '{a: 8}', '.inf'],
+    ids=['float', 'text', 'bool', 'null', 'list', 'group', 'infinity'],
+)
+def test_no_value_is_converted_to_another_type(value: str, tmp_path: Path) -> None:
+    (message,) = mistakes(write(tmp_path, MODEL), f'train.batch_size={value}')
+    assert 'train.batch_size: must be a valid integer, not ' in message
+
+
+@pytest.mark.parametrize(
+    ('text', 'line'),
+    [
+        ('model:\n  bias: a: b\n', 2),
+        ('model:\n\tbias: 1\n', 2),
+        ('model: !!python/name:os.system\n', 1),
+        ('--- {}\n--- {}\n', 2),
+        ('- 1', 1),
+    ],
+    ids=['colon', 'tab', 'python object', 'two documents', 'list'],
+)
+def test_bad_yaml_is_reported_by_line(text: str, line: int, tmp_path: Path) -> None:
+    file = write(tmp_path, text)
+    assert mistakes(file)[0].startswith(f'{file}:{line}: ')
+
+
+def test_a_missing_file_names_the_nearest_preset() -> None:
+    (message,) = mistakes('configs/llama3_8.yaml')
+    assert message.startswith(
+        'configs/llama3_8.yaml: no such file or preset; did you mean llama3_8b? presets: '
+        'arr_coc_32b, bert_1.3b, '
+    )
+
+
+def test_a_missing_file_names_the_files_that_are_there(tmp_path: Path) -> None:
+    for name in 'my.yaml', '.hidden.yaml':
+        (tmp_path / name).touch()
+    (near,), (far,) = mistakes(tmp_path / 'my.yml'), mistakes(tmp_path / 'mu.yaml')
+    assert f'; did you mean {tmp_path}/my.yaml? presets: ' in near
+    assert f'; YAML files there: {tmp_path}/my.yaml; presets: ' in far
+
+
+def test_a_misspelled_run_gets_the_run_as_it_is_typed(tmp_path: Path) -> None:
+    for run in 'a b/small', 'a b/other':
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / CONFIG).touch()
+    missing = tmp_path / 'a b/smal'
+    meant = f"did you mean 'run.dir={tmp_path}/a b/small'?"
+    assert meant in mistakes(missing)[0]
+    for read in (lambda: find_step(missing), lambda: find_step(missing / '10')):
+        with pytest.raises(ConfigError, match=r'did you mean .*/small\?'):
+            read()
+    with pytest.raises(ConfigError, match=re.escape(meant)):
+        config_of_overrides([f'run.dir={missing}'])
+
+
+def test_what_is_no_file_or_no_text_is_told(tmp_path: Path) -> None:
+    assert mistakes(tmp_path) == [
+        f'{tmp_path}: is a folder; give a YAML file, or a preset (megajax config list)'
+    ]
+    (tmp_path / 'binary.yaml').write_bytes(b'\xff\xfe')
+    (message,) = mistakes(tmp_path / 'binary.yaml')
+    assert message.startswith(f'{tmp_path}/binary.yaml: not valid YAML: ')
+
+
+def test_a_config_can_be_hashed_and_a_blend_survives_its_dump(tmp_path: Path) -> None:
+    config = load('tiny', ['data.blend={web: 0.7, code: 3}'])
+    (tmp_path / 'again.yaml').write_text(dump(config))
+    again = load(tmp_path / 'again.yaml')
+    assert again == config
+    assert hash(again) == hash(config)
+    assert dict(again.data.blend) == {'web': 0.7, 'code': 3.0}
+
+
+def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    write(tmp_path, f'{MODEL}data: {{corpus: größe}}\n')
+    code = (
+        'from megajax.core.config import load; '
+        f'print(ascii(load({str(tmp_path / "run.yaml")!r}).data.corpus))'
+    )
+    ascii_only = os.environ | {'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0', 'PYTHONUTF8': '0'}
+    done = subprocess.run(
+        [sys.executable, '-c', code], env=ascii_only, capture_output=True, text=True
+    )
+    assert done.stdout == f'{"größe"!a}\n', done.stderr
+
+
+def test_a_path_as_a_key_of_the_file_is_told_its_section(tmp_path: Path) -> None:
+    file = write(tmp_path, MODEL + 'optim.lr: 1e-4\n')
+    assert mistakes(file) == [
+        f'{file}:2: optim.lr: is no section of its own; write it under optim, '
+        'as optim: {lr: VALUE}'
+    ]
+
+
+def test_blanks_around_the_key_of_an_override_are_no_part_of_it() -> None:
+    assert load('tiny', ['optim.lr = 2e-3']).optim.lr == 2e-3
+
+
+@pytest.mark.parametrize('written', ['5e-4', '5E-4', '.0005', '5.0e-04'])
+def test_numbers_may_be_written_with_an_exponent_alone(written: str, tmp_path: Path) -> None:
+    assert load(write(tmp_path, f'{MODEL}optim: {{lr: {written}}}\n')).optim.lr == 5e-4
+    assert load('tiny', [f'optim.lr={written}', 'optim.min_lr=0']).optim.lr == 5e-4

@@ -1,0 +1,360 @@
+"""Keys that cannot work together are refused, with values that can."""
+
+import pytest
+
+from megajax.core.config import ConfigError, Problem, load
+
+# 12 heads of 64, hidden 768, ffn 3072, vocabulary 50257 -> 51200, seq 1024, batch 512 = 8 x 4 x 16
+BASE = 'gpt2_124m'
+RUNGS = ['none', 'optimizer', 'gradients', 'weights']
+GRID = 'mesh.model_rows=2 mesh.model=2 mesh.sequence_parallel=true'
+
+
+def problems(*overrides: str) -> list[Problem]:
+    try:
+        load(BASE, overrides)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'path', 'offer', 'right'),
+    [
+        ('mesh.model=5', 'model.num_heads', 'use 10 or 15, or mesh.model 4 or 6', 'mesh.model=4'),
+        (
+            'mesh.model=5',
+            'model.ffn_size',
+            'use 3070 or 3075, or mesh.model 4 or 6',
+            'model.ffn_size=3070',
+        ),
+        (
+            'mesh.model=6',
+            'model.vocab_size',
+            '50257 is padded to 51200, which mesh.model=6 does not divide; use mesh.model 5 or 8',
+            'mesh.model=5',
+        ),
+        (
+            'model.num_heads=10',
+            'model.hidden_size',
+            'use 760 or 770, or set model.head_dim',
+            'model.hidden_size=770',
+        ),
+        (
+            'model.num_heads=10',
+            'model.hidden_size',
+            'use 760 or 770, or set model.head_dim',
+            'model.head_dim=64',
+        ),
+        (
+            'model.num_kv_heads=5',
+            'model.num_heads',
+            'use 10 or 15, or model.num_kv_heads 4 or 6',
+            'model.num_kv_heads=6',
+        ),
+        (
+            'mesh.model=4 model.num_kv_heads=6',
+            'model.num_kv_heads',
+            'use mesh.model 3 or 6',
+            'mesh.model=3',
+        ),
+        (
+            'mesh.model=4 model.num_kv_heads=2 model.head_dim=66',
+            'model.head_dim',
+            'use 64 or 68, or mesh.model at most 2',
+            'model.head_dim=68',
+        ),
+        (
+            'model.position=rope model.head_dim=63',
+            'model.head_dim',
+            'use 62 or 64',
+            'model.head_dim=62',
+        ),
+        (
+            'train.microbatches=3',
+            'train.batch_size',
+            'mesh.data=8 x train.microbatches=3 = 24; use 504 or 528',
+            'train.batch_size=528',
+        ),
+        (
+            'mesh.model=2 train.microbatches=64 train.overlap=batch_split',
+            'train.batch_size',
+            'cuts them in half; use 1024, or train',
+            'train.microbatches=32',
+        ),
+        (
+            'train.loss_scale=1024',
+            'train.loss_scale',
+            'only float16 has a loss scale',
+            'train.dtype=float16',
+        ),
+        (
+            'train.dtype=float16 train.loss_scale=5',
+            'train.loss_scale',
+            'use 4 or 8',
+            'train.loss_scale=8',
+        ),
+        (
+            'train.dtype=float16 train.loss_scale=0.5',
+            'train.loss_scale',
+            'use 1',
+            'train.loss_scale=1',
+        ),
+        (
+            'train.dtype=float16 train.loss_scale=1e10',
+            'train.loss_scale',
+            'use 4294967296',
+            'train.loss_scale=4294967296',
+        ),
+        (
+            'train.seq_len=2048',
+            'train.seq_len',
+            'use at most 1024, or raise model.max_seq_len',
+            'model.max_seq_len=2048',
+        ),
+        (
+            'mesh.model=4 train.seq_len=1022 mesh.sequence_parallel=true',
+            'train.seq_len',
+            'use 1020 or 1024',
+            'train.seq_len=1020',
+        ),
+        ('optim.lr=1e-6', 'optim.min_lr', 'use at most 1e-06', 'optim.min_lr=1e-6'),
+        (
+            'train.steps=2000',
+            'optim.warmup_steps',
+            'use at most 1999, or raise train.steps',
+            'optim.warmup_steps=1999',
+        ),
+        (
+            'optim.warmup_steps=100 optim.decay_steps=100',
+            'optim.decay_steps',
+            'use at least 101, or leave it out',
+            'optim.decay_steps=101',
+        ),
+        ('optim.warmup_init=1e-2', 'optim.warmup_init', 'use at most', 'optim.warmup_init=0.0'),
+        (
+            'optim.schedule=inverse_sqrt optim.warmup_steps=0',
+            'optim.warmup_steps',
+            'use 100, for example',
+            'optim.warmup_steps=100',
+        ),
+        (
+            'optim.schedule=wsd optim.warmup_steps=100 optim.decay_steps=200 optim.wsd_steps=150',
+            'optim.wsd_steps',
+            'is more than the 100 steps after the warm-up; use at most 100',
+            'optim.wsd_steps=100',
+        ),
+        (
+            'mesh.replicas=3 optim.shard=weights',
+            'mesh.data',
+            '8 is not a multiple of mesh.replicas=3; use 6 or 9, or mesh.replicas 2 or 4',
+            'mesh.replicas=4',
+        ),
+        (
+            'mesh.replicas=3 optim.shard=weights',
+            'mesh.data',
+            'use 6 or 9',
+            'mesh.data=9',
+        ),
+        (
+            'mesh.replicas=2',
+            'mesh.replicas',
+            'optim.shard=none shards nothing; use mesh.replicas=1, or optim.shard=weights',
+            'optim.shard=weights',
+        ),
+        (
+            'mesh.replicas=2',
+            'mesh.replicas',
+            'use mesh.replicas=1',
+            'mesh.replicas=1',
+        ),
+        (
+            'mesh.model_rows=2 mesh.model=2',
+            'mesh.model_rows',
+            '2 needs mesh.sequence_parallel=true: a grid shards the residual stream',
+            'mesh.sequence_parallel=true',
+        ),
+        (
+            'mesh.model_rows=2 mesh.model=2',
+            'mesh.model_rows',
+            'set it, or mesh.model_rows=1',
+            'mesh.model_rows=1',
+        ),
+        (
+            f'{GRID} mesh.model=6 model.num_kv_heads=4',
+            'model.num_kv_heads',
+            '4 is not a multiple of mesh.model=6, and the columns of a grid (mesh.model_rows=2) '
+            'have complete key/value heads; use mesh.model 4, or mesh.model_rows=1',
+            'mesh.model=4',
+        ),
+        (
+            f'{GRID} mesh.model=4 model.num_kv_heads=2',
+            'model.num_kv_heads',
+            'use mesh.model 2, or mesh.model_rows=1',
+            'mesh.model_rows=1',
+        ),
+        (
+            f'{GRID} mesh.model_rows=5',
+            'model.hidden_size',
+            '768 is not a multiple of mesh.model_rows=5; use 765 or 770, or mesh.model_rows 4 or 6',
+            'mesh.model_rows=4',
+        ),
+        (
+            f'{GRID} optim.shard=weights mesh.data=10 mesh.replicas=2 train.batch_size=320',
+            'model.hidden_size',
+            '768 over mesh.model_rows=2 is 384, not a multiple of the 5 data shards that '
+            'optim.shard=weights divides it among; use mesh.data 8 or 12',
+            'mesh.data=8',
+        ),
+        (
+            f'{GRID} optim.shard=weights mesh.data=1 mesh.replicas=2',
+            'mesh.data',
+            '1 is not a multiple of mesh.replicas=2; use 2, or mesh.replicas 1',
+            'mesh.replicas=1',
+        ),
+        (
+            f'{GRID} mesh.model_rows=6',
+            'model.vocab_size',
+            '50257 is padded to 51200, which mesh.model_rows=6 does not divide; '
+            'use mesh.model_rows 5 or 8',
+            'mesh.model_rows=8',
+        ),
+        (
+            f'{GRID} mesh.model=6',
+            'model.vocab_size',
+            'which mesh.model_rows=2 x mesh.model=6 = 12 does not divide; use mesh.model 5 or 8',
+            'mesh.model=8',
+        ),
+        (
+            f'{GRID} mesh.model_rows=4 train.batch_size=64 train.microbatches=4',
+            'train.batch_size',
+            '64 gives each data shard 2 rows of a microbatch, and mesh.model_rows=4 shards them in '
+            'attention and MLP; use 128',
+            'train.batch_size=128',
+        ),
+        (
+            f'{GRID} train.batch_size=192 train.microbatches=4 train.overlap=batch_split',
+            'train.batch_size',
+            '192 gives each data shard 6 rows of a microbatch, and train.overlap=batch_split cuts '
+            'them in half and mesh.model_rows=2 shards them in attention and MLP; use 128 or 256',
+            'train.batch_size=256',
+        ),
+        (
+            f'{GRID} model.objective=masked_lm',
+            'mesh.model_rows',
+            'use mesh.model_rows=1 with model.objective=masked_lm',
+            'mesh.model_rows=1',
+        ),
+        (
+            'train.steps=3000 train.profile={"start":2995,"steps":20}',
+            'train.profile',
+            'end at step 3015, after train.steps=3000; use at most start 2980 and 20 steps',
+            'train.profile={"start":2980,"steps":20}',
+        ),
+        (
+            'train.replay_every=10',
+            'train.replay_every',
+            'set train.deterministic=true, or train.replay_every=0',
+            'train.deterministic=true',
+        ),
+        (
+            'model.objective=masked_lm train.sample_prompts=["a"]',
+            'train.sample_prompts',
+            'leave it out',
+            'train.sample_prompts=[]',
+        ),
+        (
+            'model.objective=masked_lm data.order=megatron',
+            'data.order',
+            'use stateless',
+            'data.order=stateless',
+        ),
+        (
+            'model.objective=masked_lm data.document_mask=true',
+            'data.document_mask',
+            'leave it out',
+            'data.document_mask=false',
+        ),
+        (
+            'model.objective=masked_lm train.seq_len=8',
+            'train.seq_len',
+            'use at least 16',
+            'train.seq_len=16',
+        ),
+        (
+            'model.rope_scaling={"type":"linear","factor":8}',
+            'model.rope_scaling',
+            'needs model.position=rope',
+            'model.position=rope',
+        ),
+        (
+            (
+                'model.position=rope '
+                'model.rope_scaling={"type":"llama3","factor":8,"high_freq_factor":1}'
+            ),
+            'model.rope_scaling',
+            'high_freq_factor 1.0 must be above low_freq_factor 1.0',
+            'model.rope_scaling={"type":"llama3","factor":8}',
+        ),
+        ('data.split=95,5', 'data.split', "write for example '95,5,0'", 'data.split=95,5,0'),
+        ('data.split=0,95,5', 'data.split', "write for example '95,5,0'", 'data.split=1,0,0'),
+    ],
+)
+def test_the_message_offers_what_works(wrong: str, path: str, offer: str, right: str) -> None:
+    (problem,) = [problem for problem in problems(*wrong.split()) if problem.path == path]
+    assert offer in problem.message
+    assert problem.place in [f'override {override}' for override in wrong.split()]
+    assert path not in [problem.path for problem in problems(*wrong.split(), right)]
+
+
+@pytest.mark.parametrize(
+    'overrides',
+    [
+        'mesh.sequence_parallel=true',
+        'mesh.model=4 mesh.sequence_parallel=true',
+        'mesh.model=4 model.num_kv_heads=1',
+        'mesh.model=4 model.num_kv_heads=2',
+        'mesh.model=2 model.num_kv_heads=4',
+        'optim.shard=weights mesh.data=512 train.microbatches=1',  # 768 is padded to 1024
+        'optim.shard=gradients mesh.replicas=8',
+        GRID,
+        f'{GRID} mesh.model=1',
+        f'{GRID} model.num_kv_heads=2 optim.shard=weights mesh.replicas=2',
+        'model.position=rope',
+        'optim.min_lr=0 optim.schedule=constant',
+        (
+            'model.objective=masked_lm mesh.model=4 mesh.sequence_parallel=true optim.shard=true '
+            'model.tie_embeddings=false'
+        ),
+        'data.split=0.9,0.1,0',
+    ],
+)
+def test_what_can_work_is_allowed(overrides: str) -> None:
+    assert problems(*overrides.split()) == []
+
+
+@pytest.mark.parametrize(
+    ('value', 'rung'),
+    [('true', 'optimizer'), ('false', 'none'), *zip(RUNGS, RUNGS, strict=True)],
+)
+def test_a_rung_of_zero_may_be_written_as_a_boolean(value: str, rung: str) -> None:
+    assert load(BASE, [f'optim.shard={value}']).optim.shard == rung
+
+
+def test_an_unknown_rung_of_zero_is_refused_with_those_that_there_are() -> None:
+    (problem,) = problems('optim.shard=zero3')
+    assert all(rung in problem.message for rung in RUNGS)
+
+
+@pytest.mark.parametrize('wrong', ['mesh.model=two', 'mesh.modle=5', 'model.num_heads=0'])
+def test_nothing_is_concluded_from_a_wrong_value(wrong: str) -> None:
+    assert len(problems(wrong)) == 1
+
+
+def test_a_problem_is_placed_at_the_override_that_causes_it() -> None:
+    assert [str(problem) for problem in problems('train.microbatches=3')] == [
+        (
+            'override train.microbatches=3: train.batch_size: '
+            '512 is not a multiple of mesh.data=8 x train.microbatches=3 = 24; use 504 or 528'
+        )
+    ]

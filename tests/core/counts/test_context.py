@@ -1,0 +1,99 @@
+"""What context shards send and compute, against closed formulas."""
+
+import pytest
+
+import megajax
+from megajax.core.config import Config
+from megajax.core.counts.collective import Expected
+from megajax.core.counts.flops import step_flops
+from megajax.core.counts.megatron import expected, stated
+from megajax.core.counts.products import products
+
+TOKENS, LAYERS, HEADS = 32768, 32, 8
+
+
+def config(*overrides: str, context: int = 4, exchange: str = 'gather', model: int = 2) -> Config:
+    return megajax.load(
+        'llama3_8b',
+        [
+            *(f'train.seq_len={TOKENS}', f'model.max_seq_len={TOKENS}', 'train.dtype=bfloat16'),
+            *('train.recompute=none', 'mesh.data=1', f'mesh.model={model}'),
+            *(f'mesh.context={context}', f'mesh.context_exchange={exchange}'),
+            *('train.batch_size=2', 'train.microbatches=2'),
+            *('mesh.sequence_parallel=true', 'optim.shard=none'),
+            *overrides,
+        ],
+    )
+
+
+def sent(found: list[Expected], phase: str) -> float:
+    """Bytes over `context` of a layer and microbatch."""
+    return sum(
+        one.times * one.wire_bytes for one in found if one.site == ('attention', phase, 'context')
+    ) / (2 * LAYERS)
+
+
+@pytest.mark.parametrize('context', [2, 4, 8])
+@pytest.mark.parametrize('exchange', ['gather', 'ring'])
+def test_keys_and_values_go_round_once_each_way_and_their_gradients_once(
+    context: int, exchange: str
+) -> None:
+    """In TransformerEngine in the compute dtype; here in fp32, and home from the last shard."""
+    loaded = config(context=context, exchange=exchange)
+    K = 2 * TOKENS * HEADS * 128 / 2
+    share = (context - 1) / context
+    theirs, ours = expected(loaded), stated(loaded)
+    assert sent(theirs, 'forward') == sent(ours, 'forward') == pytest.approx(2 * share * K)
+    assert sent(theirs, 'backward') == pytest.approx(4 * share * K)
+    sums = 2 * 2 * K * (1 if exchange == 'ring' else share)
+    assert sent(ours, 'backward') == pytest.approx(2 * share * K + sums)
+
+
+def test_full_recomputation_sends_keys_and_values_once_more() -> None:
+    loaded = config('train.recompute=full')
+    assert sent(expected(loaded), 'recompute') == sent(expected(loaded), 'forward') > 0
+
+
+def test_a_key_head_of_several_devices_is_sent_by_each() -> None:
+    whole, shared = (sent(expected(config(model=model)), 'forward') for model in (8, 16))
+    assert whole == shared
+
+
+def test_gradients_are_reduced_over_data_and_context_together() -> None:
+    for shard, kinds in (('none', {'all-reduce'}), ('optimizer', {'reduce-scatter', 'all-reduce'})):
+        found = [
+            one
+            for one in expected(config('mesh.data=2', 'train.batch_size=4', f'optim.shard={shard}'))
+            if one.site.name == 'gradients' and 'data' in one.site.axis
+        ]
+        assert {one.kind for one in found} == kinds
+        assert {(one.site.axis, one.size) for one in found} == {('data+context', 8)}
+
+
+def test_activations_are_a_shards() -> None:
+    alone, shared = (
+        sum(
+            one.times * one.wire_bytes
+            for one in expected(config(context=context))
+            if one.site.axis == 'model' and one.site.name in ('attention', 'mlp', 'head', 'loss')
+        )
+        for context in (1, 4)
+    )
+    assert shared == alone / 4
+
+
+@pytest.mark.parametrize('context', [2, 4, 8])
+def test_a_shard_computes_its_own_block_and_half_a_block_for_each_other(context: int) -> None:
+    def attention(loaded: Config) -> int:
+        return sum(
+            one.times * one.flops
+            for one in products(loaded, flash=True)
+            if one.where == 'attention' and one.phase == 'forward'
+        )
+
+    whole, part = attention(config(context=1)), attention(config(context=context))
+    assert part / whole == pytest.approx((context + 1) / (2 * context**2))
+
+
+def test_flops_of_a_step_do_not_depend_on_the_shards() -> None:
+    assert step_flops(config()) == step_flops(config(context=1))

@@ -1,0 +1,131 @@
+"""FLOPs of a step: the paper's formula, and what each choice adds.
+
+`tests/analysis/plan/test_compiled.py` has the products of compiled steps.
+"""
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from support import make_config
+
+from megajax.core.config import Config, ModelConfig, load, presets
+from megajax.core.counts.flops import narayanan_flops, step_flops, uses_flash
+from megajax.core.counts.products import fits_flash
+
+PAPER = [
+    'gpt2_124m',
+    'gpt2_345m',
+    'megatron_1.2b',
+    'megatron_2.5b',
+    'megatron_4.2b',
+    'megatron_8.3b',
+    'gpt3_175b',
+]
+
+
+def formula(config: Config, factor: int, vocab: int) -> Fraction:
+    """factor B s l h^2 (1 + s/(6h) + V/(vocab l h))"""
+    model, B, s = config.model, config.train.batch_size, config.train.seq_len
+    l, h, V = model.num_layers, model.hidden_size, model.padded_vocab_size
+    return factor * B * s * l * h**2 * (1 + Fraction(s, 6 * h) + Fraction(V, vocab * l * h))
+
+
+@pytest.mark.parametrize('preset', PAPER)
+def test_a_gpt_has_exactly_the_flops_of_the_papers_formula(preset: str) -> None:
+    config = load(preset)
+    found, shape = (
+        step_flops(config),
+        {'batch_size': config.train.batch_size, 'seq_len': config.train.seq_len},
+    )
+    assert (
+        found.model
+        == formula(config, 72, 12)
+        == narayanan_flops(config.model, **shape, recompute=False)
+    )
+    with_every_layer_again = found.model + found.layers + found.attention
+    assert (
+        with_every_layer_again
+        == formula(config, 96, 16)
+        == narayanan_flops(config.model, **shape, recompute=True)
+    )
+
+
+def test_megatrons_largest_model_has_the_flops_that_its_table_implies() -> None:
+    """Narayanan et al. (2021), Table 1: 163 TFLOP/s on each of 3072 GPUs, and section 5.1: 450
+    billion tokens in 84 days.
+    """
+    model = ModelConfig(
+        num_layers=128, hidden_size=25600, num_heads=160, vocab_size=51200, max_seq_len=2048
+    )
+    step = narayanan_flops(model, batch_size=3072, seq_len=2048, recompute=True)
+    days = 450e9 / (3072 * 2048) * step / (163e12 * 3072) / 86400
+    assert days == pytest.approx(84, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ('change', 'forward'),
+    [
+        ({}, 4 * 64 * 64 + 2 * 64 * 256),
+        ({'num_kv_heads': 2}, (8 + 2 * 2) * 8 * 64 + 64 * 64 + 2 * 64 * 256),
+        ({'head_dim': 32}, 4 * 8 * 32 * 64 + 2 * 64 * 256),
+        ({'activation': 'swiglu', 'ffn_size': 96}, 4 * 64 * 64 + 3 * 64 * 96),
+    ],
+    ids=str,
+)
+def test_each_token_meets_each_weight_of_a_layer_once(change: dict[str, Any], forward: int) -> None:
+    found = step_flops(make_config(model={'vocab_size': 1000} | change))
+    assert found.layers == 2 * 8 * 32 * 2 * forward
+    assert found.head == 2 * 8 * 32 * 64 * 1024  # of the padded vocabulary
+
+
+def test_berts_square_layer_is_whole_on_each_device_unless_the_sequence_is_sharded() -> None:
+    causal, alone = step_flops(make_config()), step_flops(make_config('bert'))
+    dense, of_first_token = 2 * 8 * 32 * 64**2, 2 * 8 * 64 * (64 + 2)
+    assert alone.head - causal.head == dense + of_first_token
+    shared, scattered = (
+        step_flops(make_config('bert', 2, 4, sequence_parallel=on)) for on in (False, True)
+    )
+    assert shared.model == scattered.model == alone.model
+    assert shared.hardware - alone.hardware == 3 * 3 * (dense + of_first_token)
+    assert scattered.hardware - alone.hardware == 3 * 3 * of_first_token
+
+
+def test_flops_do_not_depend_on_the_mesh_or_the_microbatches() -> None:
+    alone = step_flops(make_config('llama'))
+    assert alone == step_flops(
+        make_config('llama', 2, 4, sequence_parallel=True, train={'microbatches': 2})
+    )
+
+
+@pytest.mark.parametrize(
+    ('flash', 'recompute', 'passes'),
+    [
+        (False, 'none', 6),
+        (False, 'selective', 7),
+        (False, 'full', 8),
+        (True, 'none', 7),
+        (True, 'full', 9),
+    ],
+)
+def test_attention_is_a_number_of_products_of_the_scores_size(
+    flash: bool, recompute: str, passes: int
+) -> None:
+    config = make_config(
+        train={'recompute': recompute, 'dtype': 'bfloat16'},
+        model={'vocab_size': 1000, 'dropout': 0.0},
+    )
+    found = step_flops(config, flash=flash)
+    down = 2 * 8 * 32 * 2 * 64 * 256
+    again = found.layers - down if recompute == 'full' else 0
+    assert (found.hardware - again - 3 * (found.layers + found.head)) / (
+        found.attention / 2
+    ) == passes
+
+
+@pytest.mark.parametrize('preset', presets())
+def test_flash_attention_is_used_where_cudnn_has_it(preset: str) -> None:
+    config = load(preset)
+    fits = config.train.dtype == 'bfloat16' and config.model.dropout == 0
+    assert uses_flash(config) == (fits and fits_flash('bfloat16', config.model.head_dim))
+    assert not uses_flash(load(preset, ['model.dropout=0.1', 'mesh.context=1']))

@@ -1,0 +1,159 @@
+"""Types of GPU: what is known by name agrees with the rest of the project, and what is wrong in a
+user's file is said.
+"""
+
+from importlib import resources
+
+import pytest
+
+from megajax.core.config import ConfigError
+from megajax.core.hardware.records import (
+    Efficiency,
+    Hardware,
+    hardware,
+    hardware_names,
+    hardware_of,
+    record_name,
+)
+from megajax.core.hardware.targets import GPUS
+
+FIGURES = {
+    'peak_flops',
+    'memory',
+    'memory_bandwidth',
+    'power',
+    'inside_host',
+    'across_hosts',
+    'pcie',
+    'efficiency',
+    'reference',
+    'compiler',
+}
+
+
+@pytest.mark.parametrize('name', hardware_names())
+def test_every_figure_has_a_source(name):
+    gpu = hardware(name)
+    assert set(gpu.sources) == FIGURES - ({'compiler'} if gpu.compiler is None else set())
+
+
+@pytest.mark.parametrize('name', GPUS)
+def test_the_compiler_is_told_the_same(name):
+    gpu = hardware(name)
+    assert gpu.compiler is not None
+    assert gpu.memory_bandwidth == pytest.approx(gpu.compiler.bandwidth, rel=0.01)
+    assert hardware_of(gpu.compiler.name) == gpu
+
+
+@pytest.mark.parametrize('kind', ['cpu', 'TPU v5e', 'NVIDIA GeForce RTX 4090'])
+def test_a_device_that_is_not_known_is_none(kind):
+    assert hardware_of(kind) is None
+
+
+def test_larger_products_reach_more_of_the_peak_and_the_largest_the_share():
+    efficiency = Efficiency(matmul=0.8, half_size=100, memory=1.0)
+    assert efficiency.of_product(100, 10**9, 10**9) == pytest.approx(0.4)
+    assert (
+        efficiency.of_product(200, 100, 50)
+        == efficiency.of_product(50, 200, 100)
+        < efficiency.of_product(200, 100, 51)
+    )
+
+
+def test_a_file_of_ones_own_is_read(tmp_path):
+    file = tmp_path / 'mine.yaml'
+    own = hardware('h100').model_copy(update={'name': 'mine'})
+    file.write_text(own.model_dump_json())  # JSON is YAML
+    assert hardware(file) == hardware(str(file)) == own
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('name: x\nmemry: 3', 'mine.yaml: memry: Extra inputs are not permitted'),
+        ('name: x\nname: y', 'mine.yaml: not valid YAML'),
+        ('a string', 'mine.yaml: the file: Input should be'),
+        (
+            'inside_host: {bandwidth: 0, latency: 0}',
+            'mine.yaml: inside_host.bandwidth: Input should be greater than 0',
+        ),
+    ],
+)
+def test_a_mistake_names_the_file_and_the_key(tmp_path, text, message):
+    file = tmp_path / 'mine.yaml'
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        hardware(file)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ('name', 'message'),
+    [('h10', 'choose among a100, a100_40gb, b200, h100'), ('missing.yaml', 'no such file')],
+)
+def test_an_unknown_name_lists_the_known(name, message):
+    with pytest.raises(ConfigError, match=message):
+        hardware(name)
+
+
+@pytest.mark.parametrize('name', ['H100', 'A100-40GB', 'h100-pcie', 'A100 40GB'])
+def test_a_name_is_read_in_any_case_and_with_any_hyphen(name):
+    assert hardware(name) == hardware(name.lower().replace('-', '_').replace(' ', '_'))
+
+
+@pytest.mark.parametrize(
+    ('written', 'name'),
+    [
+        ('h100-sxm', 'h100'),
+        ('H100-SXM5-80GB', 'h100'),
+        ('A100-80GB', 'a100'),
+        ('NVIDIA A100 SXM 80 GB', 'a100'),
+        ('A100-SXM4-40GB', 'a100_40gb'),
+        ('H100-PCIe-80GB', 'h100_pcie'),
+    ],
+)
+def test_a_name_may_have_all_words_of_the_gpu(written, name):
+    assert record_name(written) == name
+
+
+@pytest.mark.parametrize(
+    'name', ['h100-nvl', 'A100-PCIE-80GB', 'V100-16GB', 'GH200', 'nvidia', '80gb']
+)
+def test_a_name_with_a_word_of_another_gpu_is_none_of_ours(name):
+    assert record_name(name) == name
+
+
+@pytest.mark.parametrize('name', ['4090', 'L40S', 'a10'])
+def test_a_gpu_without_a_record_gets_the_page_that_says_how_to_write_one(name):
+    with pytest.raises(ConfigError, match=rf'GPU {name}: choose .*docs/add_a_gpu\.md'):
+        hardware(name)
+
+
+@pytest.mark.parametrize('name', hardware_names())
+def test_gpus_without_nvlink_send_over_pcie(name):
+    gpu, over_pcie = hardware(name), hardware(name, 'pcie')
+    assert over_pcie.inside_host == gpu.pcie
+    assert gpu.pcie.bandwidth <= gpu.inside_host.bandwidth
+    others = {'inside_host', 'name'}
+    assert over_pcie.model_dump(exclude=others) == gpu.model_dump(exclude=others)
+
+
+def test_a_link_that_a_gpu_does_not_have_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match='--link nvlink: bridges join two GPUs of NVIDIA H100 PCI'
+    ):
+        hardware('h100_pcie', 'nvlink')
+    text = (resources.files('megajax.core.hardware') / 'gpus/h100.yaml').read_text()
+    lines = [line for line in text.splitlines(keepends=True) if not line.startswith('pcie:')]
+    (tmp_path / 'mine.yaml').write_text(''.join(lines))
+    with pytest.raises(
+        ConfigError, match=r'--link pcie: .* has no pcie: \{bandwidth, latency\}; add'
+    ):
+        hardware(tmp_path / 'mine.yaml', 'pcie')
+
+
+def test_a_file_has_what_the_schema_has():
+    assert (
+        set(Hardware.model_fields) - {'name', 'device_kinds', 'devices_per_host', 'sources', 'fit'}
+        == FIGURES
+    )

@@ -1,0 +1,117 @@
+"""An adapter changes a product, and its gradients, as the weight with it added would."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from support import assert_close, exhaustive, gather, make_batch, make_config, on_mesh, slow
+from support import random_params as random_of
+
+from megajax.core.config import Config
+from megajax.core.train.feed import place_batch
+from megajax.core.train.gradients import make_loss_and_gradients
+
+LORA = {'rank': 4, 'alpha': 6.0}
+SCALE = 1.5
+Arrays = dict[str, np.ndarray]
+
+
+def with_adapters(*mesh: Any, **sections: Any) -> Config:
+    return make_config(*mesh, **{'lora': LORA, **sections})
+
+
+@functools.cache
+def loss_and_gradients(config: Config) -> tuple[float, Arrays]:
+    with on_mesh(config):
+        params = random_of(config, std=0.05)
+        batch = place_batch(make_batch(config))
+        (loss, _), found = jax.jit(make_loss_and_gradients(config))(
+            params, batch, jax.random.key(0)
+        )
+        return float(loss), gather(found)
+
+
+@functools.cache
+def of_merged_weights(name: str) -> tuple[float, Arrays]:
+    """The loss and the gradients of one device whose weights have their adapters added.
+
+    Those of A and B follow from those of the weight W + s A B, by the chain rule.
+    """
+    config = with_adapters(name)
+    plain = make_config(name)
+    with on_mesh(config):
+        arrays = gather(random_of(config, std=0.05))
+    merged = merge(arrays)
+    with on_mesh(plain):
+        params = random_of(plain, std=0.05)
+        params = jax.tree.map_with_path(
+            lambda path, x: jax.device_put(merged[name_of(path)], x.sharding), params
+        )
+        batch = place_batch(make_batch(plain))
+        (loss, _), found = jax.jit(make_loss_and_gradients(plain))(params, batch, jax.random.key(0))
+        dense = gather(found)
+    return float(loss), {
+        f'{linear}.adapter.{which}': gradient
+        for linear in linears(arrays)
+        for which, gradient in zip('AB', chain(arrays, dense, linear), strict=True)
+    }
+
+
+def name_of(path: Any) -> str:
+    return '.'.join(str(getattr(part, 'key', '')) for part in path if hasattr(part, 'key'))
+
+
+def linears(arrays: Arrays) -> list[str]:
+    return [name.removesuffix('.adapter.A') for name in arrays if name.endswith('.adapter.A')]
+
+
+def flat(arrays: Arrays, linear: str) -> tuple[np.ndarray, np.ndarray]:
+    """A [L, inputs, Q] and B [L, Q, outputs]."""
+    a, b = (arrays[f'{linear}.adapter.{which}'].astype(np.float64) for which in 'AB')
+    layers, rank = a.shape[0], a.shape[-1]
+    return a.reshape(layers, -1, rank), b.reshape(layers, rank, -1)
+
+
+def merge(arrays: Arrays) -> Arrays:
+    merged = {name: x for name, x in arrays.items() if '.adapter.' not in name}
+    for linear in linears(arrays):
+        a, b = flat(arrays, linear)
+        weight = merged[f'{linear}.weight']
+        merged[f'{linear}.weight'] = weight + (SCALE * a @ b).reshape(weight.shape).astype(
+            np.float32
+        )
+    return merged
+
+
+def chain(arrays: Arrays, dense: Arrays, linear: str) -> tuple[np.ndarray, np.ndarray]:
+    a, b = flat(arrays, linear)
+    gradient = dense[f'{linear}.weight'].astype(np.float64)
+    gradient = gradient.reshape(a.shape[0], a.shape[1], -1)
+    of_a, of_b = SCALE * gradient @ b.swapaxes(1, 2), SCALE * a.swapaxes(1, 2) @ gradient
+    shapes = (arrays[f'{linear}.adapter.{which}'].shape for which in 'AB')
+    return tuple(x.reshape(shape) for x, shape in zip((of_a, of_b), shapes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ('name', 'data', 'model', 'sections'),
+    [
+        exhaustive('gpt', 1, 1, {}),
+        exhaustive('gpt', 2, 4, {}),
+        slow('gpt', 2, 2, {'sequence_parallel': True, 'train': {'microbatches': 2}}),
+        exhaustive('llama', 1, 2, {'sequence_parallel': True, 'train': {'recompute': 'full'}}),
+        slow('llama', 1, 4, {'train': {'recompute': 'selective'}}),
+        ('llama', 2, 2, {'optim': {'shard': 'weights'}, 'sequence_parallel': True}),
+        slow('llama', 2, 2, {'optim': {'shard': 'gradients'}, 'train': {'microbatches': 2}}),
+        exhaustive('llama', 2, 2, {'optim': {'shard': 'optimizer'}}),
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_merged_weights(
+    name: str, data: int, model: int, sections: dict[str, Any]
+) -> None:
+    config = with_adapters(name, data, model, **sections)
+    loss, found = loss_and_gradients(config)
+    expected_loss, expected = of_merged_weights(name)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert_close(found, expected, 1e-5)

@@ -1,0 +1,101 @@
+"""Attention, against jax's own, and with fewer key/value heads than shards."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import (
+    assert_close,
+    exhaustive,
+    gather,
+    make_config,
+    on_mesh,
+    relative_error,
+    slow,
+)
+
+from megajax.core.model.attention import Attention, attend, attention_core
+from megajax.core.model.parameters import Parameters
+from megajax.core.parallel.layout import Layout
+
+
+def value_and_pullback(
+    function: Callable[..., jax.Array],
+) -> Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]:
+    def both(*arguments: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        value, pullback = jax.vjp(function, *arguments[:-1])
+        return value, pullback(arguments[-1])
+
+    return both
+
+
+@pytest.mark.parametrize('kv_heads', [8, 4, 1])
+@pytest.mark.parametrize(('recompute', 'causal'), [(False, True), (True, True), (False, False)])
+def test_attend_is_dot_product_attention_and_so_are_its_gradients(kv_heads, recompute, causal):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q_BSNH, do_BSNH = (3 * jax.random.normal(key, (2, 24, 8, 16)) for key in keys[:2])
+    k_BSKH, v_BSKH = (jax.random.normal(key, (2, 24, kv_heads, 16)) for key in keys[2:])
+
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation='xla')
+    expected, expected_gradients = jax.jit(value_and_pullback(plain))(
+        q_BSNH, k_BSKH, v_BSKH, do_BSNH
+    )
+    config = make_config('gpt', 2, min(kv_heads, 4))
+    with on_mesh(config):
+        placed = [
+            jax.device_put(x, jax.P('data', None, 'model', None))
+            for x in (q_BSNH, k_BSKH, v_BSKH, do_BSNH)
+        ]
+        layout = Layout.of(config)
+        ours = functools.partial(attend, layout=layout, recompute=recompute, causal=causal)
+        actual, gradients = jax.jit(value_and_pullback(ours))(*placed)
+    for x, reference in zip((actual, *gradients), (expected, *expected_gradients), strict=True):
+        assert relative_error(x, reference) < 1e-5
+
+
+@functools.cache
+def attention(kv_heads: int, shards: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The output of an attention layer and the gradients of its parameters."""
+    model = {'num_kv_heads': kv_heads, 'bias': True, 'init_std': 0.6}
+    config = make_config('llama', 1, shards, model=model)
+    with on_mesh(config):
+        layout = Layout.of(config)
+        parameters = Parameters.of(config.model, layout)['layers']['attention']
+        layer = Attention(config.model, parameters, key=jax.random.key(0))
+        graph, params = nnx.split(layer)
+        x_BSD, weight_BSD = (
+            jax.device_put(jax.random.normal(jax.random.key(seed), (2, 32, 64)), layout('BSD'))
+            for seed in (1, 2)
+        )
+        bias = (
+            jnp.arange(params['qkv']['bias'][...].size, dtype=jnp.float32).reshape(
+                params['qkv']['bias'].shape
+            )
+            / 1000
+        )
+        params['qkv']['bias'][...] = jax.device_put(bias, params['qkv']['bias'].sharding)
+
+        def output(params: nnx.State) -> tuple[jax.Array, jax.Array]:
+            core = attention_core(config.model, layout)
+            y_BSD, _ = nnx.merge(graph, params).update(x_BSD, core)
+            return (y_BSD * jax.reshard(weight_BSD, jax.typeof(y_BSD).sharding.spec)).sum(), y_BSD
+
+        gradients, y_BSD = jax.jit(jax.grad(output, has_aux=True))(params)
+        return np.asarray(y_BSD), gather(gradients)
+
+
+@pytest.mark.parametrize(
+    ('kv_heads', 'shards'),
+    [(4, 2), exhaustive(4, 4), slow(4, 8), (2, 8), slow(1, 2), exhaustive(1, 8)],
+)
+def test_attention_is_the_same_on_more_and_on_fewer_shards_than_key_value_heads(kv_heads, shards):
+    (expected, expected_gradients), (actual, gradients) = (
+        attention(kv_heads, 1),
+        attention(kv_heads, shards),
+    )
+    assert relative_error(actual, expected) < 1e-5
+    assert_close(gradients, expected_gradients, 1e-5)

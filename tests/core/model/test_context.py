@@ -1,0 +1,98 @@
+"""Attention on context shards is attention of whole sequences, and so are its gradients."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import NamedSharding
+from support import slow
+
+from megajax.core.model.context import attend_across
+from megajax.core.model.kernels import KERNELS
+from megajax.core.parallel.mesh import make_mesh
+from megajax.core.parallel.zigzag import position_at
+
+ROWS, LENGTH, HEADS, GROUPS, HEAD_DIM = 2, 32, 4, 2, 8
+
+
+def arrays(*heads: int) -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [
+        random.standard_normal((ROWS, LENGTH, count, HEAD_DIM)).astype(np.float32)
+        for count in heads
+    ]
+
+
+def whole(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ('shards', 'exchange'), [(4, 'ring'), (2, 'gather'), slow(4, 'gather'), slow(2, 'ring')]
+)
+def test_output_and_gradients_are_those_of_whole_sequences(shards: int, exchange: str) -> None:
+    q, k, v, do = arrays(HEADS, GROUPS, GROUPS, HEADS)
+    o, pullback = jax.vjp(whole, q, k, v)
+    expected = [o, *pullback(do)]
+    order = position_at(np.arange(LENGTH), LENGTH, shards)
+    axes = 'data', 'context'
+
+    def to_shards(x: np.ndarray) -> jax.Array:
+        parts = x[:, order].reshape(ROWS, shards, -1, *x.shape[2:]).swapaxes(0, 1)
+        spec = P(axes, None, None, 'model', None)
+        return jax.device_put(parts, NamedSharding(jax.sharding.get_mesh(), spec))
+
+    def attend(q, k, v):
+        return attend_across(q, k, v, exchange, 'xla')
+
+    @jax.jit
+    def output_and_gradients(q, k, v, do):
+        o, pullback = jax.vjp(jax.vmap(attend, spmd_axis_name=axes), q, k, v)
+        return o, *pullback(do)
+
+    with jax.set_mesh(make_mesh(1, 2, context=shards)):
+        actual = output_and_gradients(*map(to_shards, (q, k, v, do)))
+    for x, y in zip(actual, expected, strict=True):
+        in_order = np.asarray(x).swapaxes(0, 1).reshape(y.shape)[:, np.argsort(order)]
+        np.testing.assert_allclose(in_order, y, atol=2e-6)
+
+
+def test_blocks_of_keys_are_merged_by_their_log_sum_exp() -> None:
+    q, k, v, do = arrays(HEADS, GROUPS, GROUPS, HEADS)
+    kernel = KERNELS['xla']
+    half = LENGTH // 2
+    o_a, lse_a = kernel.forward(q, k[:, :half], v[:, :half], False)
+    o_b, lse_b = kernel.forward(q, k[:, half:], v[:, half:], False)
+    lse = jnp.logaddexp(lse_a, lse_b)
+    o = sum(
+        jnp.moveaxis(jnp.exp(part - lse), 1, 2)[..., None] * x
+        for x, part in ((o_a, lse_a), (o_b, lse_b))
+    )
+    expected, pullback = jax.vjp(jax.nn.dot_product_attention, q, k, v)
+    np.testing.assert_allclose(o, expected, atol=1e-6)
+    dq, dk, dv = pullback(do)
+    of_parts = [
+        kernel.backward(q, k[:, part], v[:, part], o, lse, do, False)
+        for part in (slice(None, half), slice(half, None))
+    ]
+    np.testing.assert_allclose(of_parts[0][0] + of_parts[1][0], dq, atol=2e-6)
+    for place, gradient in ((1, dk), (2, dv)):
+        np.testing.assert_allclose(
+            jnp.concatenate([part[place] for part in of_parts], 1), gradient, atol=2e-6
+        )
+
+
+def test_the_private_functions_of_cudnn_still_take_what_the_kernel_gives_them() -> None:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    forward = inspect.signature(cudnn.dot_product_attention).parameters
+    assert {'scale', 'mask_type', 'return_residual'} <= forward.keys()
+    backward = list(inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters)
+    given = 'query', 'key', 'value', *backward[3:10], 'activation', 'fwd_output', 'grad_output'
+    assert tuple(backward[:13]) == given
+    settings = 'scale', 'seed', 'dropout_rate', 'variadic_args', 'mask_type', 'layout'
+    known = {*settings, 'sliding_window_length', 'score_mod_args', 'score_mod'}
+    assert {*settings, 'sliding_window_length'} <= {*backward[13:]} <= known

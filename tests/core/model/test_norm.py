@@ -1,0 +1,54 @@
+"""Norms of queries and keys over all heads, beside numpy."""
+
+import jax
+import numpy as np
+import pytest
+from support import make_config, on_mesh, relative_error
+
+from megajax.core.config import Config
+from megajax.core.model.attention import Attention
+from megajax.core.model.norm import norm_queries_and_keys
+from megajax.core.model.parameters import Parameters
+from megajax.core.parallel.layout import Layout
+
+ROWS, LENGTH = 2, 3
+
+
+def attention(config: Config) -> Attention:
+    parameters = Parameters.of(config.model, Layout.of(config))['layers']['attention']
+    return Attention(config.model, parameters, key=jax.random.key(0))
+
+
+def by_hand(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """Over all that a token has."""
+    flat = x.reshape(*x.shape[:2], -1)
+    mean_square = (flat**2).mean(-1, keepdims=True)
+    return (flat / np.sqrt(mean_square + eps) * weight.reshape(-1)).reshape(x.shape)
+
+
+@pytest.mark.parametrize('shards', [1, 2, 4], ids=lambda shards: f'model={shards}')
+def test_the_mean_square_is_that_of_all_heads_also_where_devices_share_a_head(shards: int) -> None:
+    config = make_config('olmo2', 1, shards)
+    random, model = np.random.default_rng(0), config.model
+    shape = model.num_kv_heads, model.queries_per_kv, model.head_dim
+    with on_mesh(config):
+        module = attention(config)
+        for norm in (module.query_norm, module.key_norm):
+            value = random.random(norm.weight.shape, np.float32)
+            norm.weight.set_value(jax.device_put(value, norm.weight[...].sharding))
+        q = random.standard_normal((ROWS, LENGTH, *shape)).astype(np.float32)
+        k = 9 * random.standard_normal((ROWS, LENGTH, shape[0], shape[2])).astype(np.float32)
+        placed = (jax.device_put(x, module.layout(dims)) for x, dims in ((q, 'RSKGH'), (k, 'RSKH')))
+        made = jax.jit(norm_queries_and_keys)(*placed, module.query_norm, module.key_norm)
+        for x, norm, result in zip((q, k), (module.query_norm, module.key_norm), made, strict=True):
+            expected = by_hand(x, np.asarray(norm.weight[...]), model.norm_eps)
+            assert relative_error(np.asarray(result), expected) < 1e-6
+
+
+def test_scales_of_all_heads_are_sharded_as_the_columns_that_they_scale() -> None:
+    for shards, dims in ((2, ('K', None)), (4, (None, 'H'))):
+        config = make_config('olmo2', 1, shards)
+        with on_mesh(config):
+            module = attention(config)
+            spec = module.key_norm.weight[...].sharding.spec
+        assert tuple(spec) == tuple('model' if dim else None for dim in dims)

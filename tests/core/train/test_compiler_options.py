@@ -1,0 +1,51 @@
+"""Options that a step asks of XLA, in the programs that it compiles for an H100."""
+
+import pytest
+
+import megajax
+from megajax.analysis.inspect.compile import compile_for
+from megajax.core.config import ConfigError
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.hardware.targets import has_compiler
+from megajax.core.train import compiler_options
+from megajax.xla.hlo.program import Program
+
+
+@pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
+@pytest.mark.slow
+@pytest.mark.parametrize('deterministic', [False, True])
+def test_a_deterministic_step_sorts_the_gradients_of_the_embedding(deterministic: bool) -> None:
+    """Otherwise they are added in the order in which they come."""
+    size = 'model.num_layers=1', 'model.vocab_size=1000', 'mesh.data=1', 'mesh.model=1'
+    keys = 'train.dtype=bfloat16', f'train.deterministic={str(deterministic).lower()}'
+    config = resolved(megajax.load('tiny', [*size, *keys]), on_gpu=True)
+    program = Program(compile_for(config, 'h100', 1).text)
+    opcodes = {
+        one.opcode
+        for computation in program.computations.values()
+        for one in computation.instructions
+    }
+    assert 'scatter' in opcodes
+    assert ('sort' in opcodes) == deterministic
+
+
+def test_a_deterministic_step_never_has_cudnns_attention_in_several_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On an H100 its first step ended with an IndexError, and that of a loop over layers ran."""
+    unrolled = 'train.deterministic=true', 'train.unroll=true', 'train.dtype=bfloat16'
+    config = megajax.load('tiny', [*unrolled, 'model.attention_dropout=0'])
+    compiler_options.step_options(config)  # a CPU has no cuDNN
+    monkeypatch.setattr(compiler_options, 'mesh_target', lambda: 'h100')
+    with pytest.raises(ConfigError, match=r'train\.unroll: .* use train\.unroll=false'):
+        compiler_options.step_options(config)
+    for others in (
+        ('train.deterministic=false',),
+        ('train.unroll=false',),
+        ('train.dtype=float32',),
+        ('model.attention_dropout=0.1',),
+    ):
+        sound = megajax.load('tiny', [*unrolled, 'model.attention_dropout=0', *others])
+        compiler_options.step_options(sound)

@@ -1,0 +1,214 @@
+"""A training loop of one's own has the loss and the gradients of the training step."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from optax.contrib import muon
+from support import assert_close, gather, make_config, on_mesh, random_params, slow
+
+import megajax
+from megajax.core.config import Config, ConfigError
+from megajax.core.model.transformer import LanguageModel
+from megajax.core.parallel.mesh import check_current_mesh
+from megajax.core.train.optimizer import make_optimizer
+
+
+def config_of(mesh: dict[str, Any], train: dict[str, Any], shard: str) -> Config:
+    sizes: dict[str, Any] = {'num_layers': 2, 'hidden_size': 32, 'num_heads': 4, 'ffn_size': 64}
+    if 'context' in mesh:
+        sizes |= {'dropout': 0.0, 'attention_dropout': 0.0}
+    return make_config(
+        'gpt',
+        model=sizes,
+        mesh={'data': 1, 'model': 1, **mesh},
+        train={'batch_size': 8, 'seq_len': 16, **train},
+        optim={'shard': shard},
+    )
+
+
+def batch_of(config: Config) -> dict[str, np.ndarray]:
+    """A batch in which rows count different numbers of tokens."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, config.model.vocab_size, (8, 17), np.int32)
+    mask = (np.arange(16) < np.arange(2, 10)[:, None]).astype(np.float32)
+    return {'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': mask}
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'train', 'shard'),
+    [
+        slow({}, {}, 'none'),
+        ({'data': 2, 'model': 2}, {'microbatches': 2}, 'weights'),
+        slow({'data': 2, 'stages': 2}, {'microbatches': 2}, 'optimizer'),
+        slow({'context': 2, 'model': 2}, {}, 'none'),
+    ],
+)
+def test_value_and_grad_of_the_loss_updates_the_parameters_as_the_training_step_does(
+    mesh: dict[str, Any], train: dict[str, Any], shard: str
+) -> None:
+    config = config_of(mesh, train, shard)
+    with on_mesh(config):
+        optimizer, batch = make_optimizer(config), megajax.place_batch(batch_of(config))
+
+        @jax.jit
+        def step(params: Any, opt_state: Any) -> Any:
+            loss, gradients = jax.value_and_grad(megajax.loss)(params, batch, config)
+            updates, _ = optimizer.update(gradients, opt_state, params)
+            norm = optax.tree.norm(gradients)
+            return loss, norm, optax.apply_updates(params, updates)
+
+        params = random_params(config, std=0.05)
+        state = megajax.init_state(config, params)
+        loss, norm, updated = step(params, state.opt_state)
+        # `make_train_step` donates its state.
+        updated = gather(updated)
+        state, metrics = megajax.make_train_step(config)(state, batch)
+        assert float(loss) == pytest.approx(float(metrics['loss']), rel=1e-6)
+        assert float(norm) == pytest.approx(float(metrics['grad_norm']), rel=1e-5)
+        assert_close(updated, gather(state.params), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ('optimizer', 'multiplies_matrices'),
+    [slow(optax.lion(1e-3), False), (optax.adafactor(1e-2), False), (muon(1e-2), True)],
+)
+def test_an_optimizer_of_optax_trains_sharded_parameters(
+    optimizer: optax.GradientTransformationExtraArgs, multiplies_matrices: bool
+) -> None:
+    config = config_of({'data': 2, 'model': 2}, {}, 'weights')
+    with on_mesh(config):
+        batch = megajax.place_batch(batch_of(config))
+        params = megajax.init_state(config).params
+        opt_state, losses = jax.jit(optimizer.init)(params), []
+        placed, of_state = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+        update = optimizer.update
+        if multiplies_matrices:  # as the page on Python says
+            update = jax.sharding.auto_axes(update, out_sharding=(placed, of_state))
+
+        @jax.jit
+        def step(params: Any, opt_state: Any) -> Any:
+            loss, gradients = jax.value_and_grad(megajax.loss)(params, batch, config)
+            updates, opt_state = update(gradients, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        for _ in range(4):
+            params, opt_state, loss = step(params, opt_state)
+            losses.append(float(loss))
+        assert losses[-1] < losses[0]
+        assert jax.tree.map(lambda x: x.sharding, params) == placed
+
+
+@pytest.mark.parametrize(
+    ('keys', 'key'),
+    [
+        (['train.dtype=fp8'], 'train.dtype'),
+        (['train.dtype=float16'], 'train.dtype'),
+        (['lora.rank=4'], 'lora'),
+    ],
+)
+def test_what_needs_more_than_parameters_and_a_batch_is_refused_by_key(
+    keys: list[str], key: str
+) -> None:
+    config = megajax.load('tiny', ['mesh.data=1', 'mesh.model=1', *keys])
+    with pytest.raises(ConfigError) as caught:
+        megajax.loss(None, {}, config)
+    assert [problem.path for problem in caught.value.problems] == [key]
+
+
+@pytest.mark.parametrize(
+    ('names', 'length', 'message'),
+    [
+        (['tokens'], 16, 'batch: there is no labels and no loss_mask; give each as an array'),
+        (['tokens', 'labels', 'loss_mask'], 64, 'batch: 64 tokens .* model.max_seq_len=32; give'),
+    ],
+)
+def test_a_batch_without_what_the_loss_needs_is_rejected_before_anything_compiles(
+    names: list[str], length: int, message: str
+) -> None:
+    batch = {name: np.zeros((8, length), np.int32) for name in names}
+    with pytest.raises(ConfigError, match=message):
+        megajax.loss(None, batch, config_of({}, {}, 'none'))
+
+
+def test_what_a_script_gives_in_place_of_an_argument_is_named_with_what_is_expected() -> None:
+    config = config_of({}, {}, 'none')
+    rows = [[1, 2], [3, 4]]
+    with on_mesh(config):
+        state = megajax.init_state(config)
+        batch = megajax.place_batch(batch_of(config))
+        for call, message in {
+            (lambda: megajax.load_params('runs/mine', 'tiny')): "config: 'tiny' is not a megajax.C",
+            (lambda: megajax.loss(state.params, batch, 'tiny')): "config: 'tiny' is not a megajax",
+            (lambda: megajax.loss(state, batch, config)): 'params: a TrainState is .* its params',
+            (lambda: megajax.gradients(state, batch, config)): 'params: a TrainState is not',
+            (lambda: megajax.place_batch({'tokens': rows})): r"batch\['tokens'\]: a list is not an",
+            (lambda: megajax.place_batch({'x': np.arange(2)})): r'a ndarray of shape \(2,\) is not',
+            (lambda: megajax.place_batch([rows])): 'batch: a list is not a dict of arrays',
+        }.items():
+            with pytest.raises(ConfigError, match=message):
+                call()
+
+
+@pytest.mark.parametrize(
+    ('current', 'named'),
+    [
+        ({}, 'no mesh is set'),
+        ({'data': 1, 'model': 4}, 'the current mesh is data=1 x model=4'),
+    ],
+)
+def test_a_mesh_that_is_not_the_configs_is_rejected_with_the_call_that_sets_it(
+    current: dict[str, int], named: str
+) -> None:
+    config = config_of({'data': 2, 'stages': 2}, {'microbatches': 2}, 'none')
+    expected = (
+        f'mesh: mesh.stages=2 x mesh.data=2 x mesh.model=1, and {named}; '
+        'call jax.set_mesh(megajax.make_mesh(2, 1, stage=2))'
+    )
+    with jax.set_mesh(megajax.make_mesh(**current)) if current else nullcontext():
+        with pytest.raises(ConfigError) as of_loss:
+            megajax.loss(None, batch_of(config), config)
+        with pytest.raises(ConfigError) as of_load_params:
+            megajax.load_params('runs/mine', config)
+    assert [str(of_loss.value), str(of_load_params.value)] == [expected, expected]
+    with jax.set_mesh(megajax.make_mesh(2, 1, stage=2)):
+        check_current_mesh(config)
+
+
+def test_the_cross_entropy_of_sharded_logits_is_that_of_optax() -> None:
+    config = config_of({'data': 2, 'model': 2}, {}, 'none')
+    with on_mesh(config):
+        model = LanguageModel(config.model, megajax.Layout.of(config), key=jax.random.key(0))
+        batch = megajax.place_batch(batch_of(config))
+        logits = jax.jit(lambda tokens: model(tokens))(batch['tokens'])
+        ours = jax.jit(jax.value_and_grad(mean_of(megajax.cross_entropy)))
+        loss, gradient = ours(logits, batch['labels'])
+        with pytest.raises(Exception, match='out_sharding'):  # as the page says
+            optax.softmax_cross_entropy_with_integer_labels(logits, batch['labels'])
+    theirs = jax.jit(jax.value_and_grad(mean_of(optax.softmax_cross_entropy_with_integer_labels)))
+    expected = theirs(np.asarray(logits), np.asarray(batch['labels']))
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected[1], atol=1e-8)
+
+
+def mean_of(losses: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda logits, labels: losses(logits, labels).mean()
+
+
+@pytest.mark.parametrize('axis', ['stages', 'context'])
+def test_a_model_is_not_called_where_layers_or_tokens_are_in_another_order(axis: str) -> None:
+    config = config_of({axis: 2}, {'microbatches': 2}, 'none')
+    with on_mesh(config):
+        layout = megajax.Layout.of(config)
+        batch = megajax.place_batch(batch_of(config))
+
+        def logits(tokens: jax.Array) -> jax.Array:
+            return LanguageModel(config.model, layout, key=jax.random.key(0))(tokens)
+
+        expected = rf'mesh\.{axis}: use mesh\.{axis}=1, or megajax.loss'
+        with pytest.raises(ConfigError, match=expected):
+            jax.eval_shape(logits, batch['tokens'])

@@ -1,0 +1,176 @@
+"""A model that reads images has the same loss and gradients on every mesh.
+
+Errors are relative to the largest element, see `support.relative_error`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import (
+    assert_close,
+    exhaustive,
+    gather,
+    make_batch,
+    make_config,
+    on_mesh,
+    random_params,
+    relative_error,
+    slow,
+)
+from vlm import MODEL, SP, VISION, vlm
+
+from megajax.core.config import Config
+from megajax.core.model.shard_copies import copy_to_shards
+from megajax.core.parallel.layout import Layout
+from megajax.core.train.feed import place_batch
+from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.core.train.microbatches import split, with_weights
+from megajax.core.train.objective import Objective
+from megajax.xla.hlo.collectives import collectives
+from megajax.xla.hlo.program import Program
+from megajax.xla.hlo.text import program_text
+
+LIMIT = 5e-6
+
+
+def params_of(config: Config) -> nnx.State:
+    # Larger with cross-attention: it would see all vectors alike, and the gradients of its queries
+    # would be rounding errors.
+    assert config.vision is not None
+    return random_params(config, std=0.1 if config.vision.is_crossed else 0.05)
+
+
+@functools.cache
+def loss_and_gradients(config: Config) -> tuple[float, dict[str, np.ndarray]]:
+    with on_mesh(config):
+        params, batch = params_of(config), place_batch(make_batch(config))
+        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(
+            params, batch, jax.random.key(0)
+        )
+        return float(loss), gather(gradients)
+
+
+TWICE = {'train': {'microbatches': 2}}
+cross = functools.partial(vlm, crossed=True)
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        slow(vlm(2, 2, **SP)),
+        exhaustive(vlm(2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
+        exhaustive(vlm(2, 1, **TWICE)),
+        exhaustive(vlm(1, 2)),
+        exhaustive(vlm(2, 4)),
+        exhaustive(vlm(4, 2, **SP, train={'microbatches': 2, 'recompute': 'full'})),
+        slow(vlm(1, 8, **SP)),
+        exhaustive(vlm(1, 8, **TWICE)),
+        exhaustive(vlm(8, 1)),
+        exhaustive(vlm(1, 4, **SP, **TWICE)),
+        exhaustive(vlm(2, 2, **SP, optim={'shard': 'optimizer'})),
+        exhaustive(vlm(4, 2, optim={'shard': 'gradients'}, **TWICE)),
+        exhaustive(vlm(3, 2, **SP, optim={'shard': 'weights'}, train={'batch_size': 24})),
+        exhaustive(vlm(2, 2, **SP, train={'overlap': 'batch_split', 'recompute': 'selective'})),
+        slow(cross(2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
+        exhaustive(cross(1, 4, **TWICE)),
+        exhaustive(cross(2, 2)),
+        exhaustive(cross(1, 8, **SP)),
+        exhaustive(cross(2, 2, **SP, model={'dropout': 0.1}, **TWICE)),
+        exhaustive(cross(8, 1)),
+        exhaustive(cross(3, 2, **SP, train={'batch_size': 24})),
+        exhaustive(cross(2, 2, **SP, optim={'shard': 'optimizer'})),
+        exhaustive(cross(4, 2, optim={'shard': 'gradients'}, **TWICE)),
+        exhaustive(cross(4, 2, mesh={'replicas': 2}, optim={'shard': 'weights'})),
+        exhaustive(cross(2, 2, **SP, train={'overlap': 'batch_split', 'recompute': 'selective'})),
+    ],
+    ids=lambda config: f'{config.mesh.data}x{config.mesh.model}',
+)
+def test_loss_and_gradients_are_those_of_one_device(config: Config) -> None:
+    assert config.vision is not None
+    alone = vlm(
+        crossed=config.vision.is_crossed,
+        train={'batch_size': config.train.batch_size},
+        model={'dropout': config.model.dropout},
+    )
+    (expected_loss, expected), (loss, gradients) = map(loss_and_gradients, (alone, config))
+    assert relative_error(loss, expected_loss) <= LIMIT
+    assert_close(gradients, expected, LIMIT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('crossed', [False, True])
+def test_only_the_images_of_a_row_matter_to_it(crossed: bool) -> None:
+    config = vlm(crossed=crossed)
+    batch = make_batch(config)
+    layout = Layout.of(config)
+    with on_mesh(config):
+        objective = Objective.of(config, layout)
+        params = params_of(config)
+        shard = jax.tree.map(
+            lambda x: split(x, 1, layout)[0, 0],
+            with_weights(place_batch(batch), config, layout),
+        )
+
+        def of_row(pixels: jax.Array, row: jax.Array) -> jax.Array:
+            weights = shard['weights'] * (jnp.arange(len(batch['tokens'])) == row)[:, None]
+            given = {**shard, 'pixels': pixels, 'weights': weights}
+            return objective(copy_to_shards(params, layout), None, given, jax.random.key(0))[0]
+
+        pixels, gradient_of = shard['pixels'].astype(jnp.float32), jax.jit(jax.grad(of_row))
+        for row in (0, 5):
+            gradient = np.asarray(gradient_of(pixels, row))
+            others = np.delete(gradient, row, axis=0)
+            np.testing.assert_array_equal(others, 0)
+            patches = batch['image_grid'][row].prod(-1)
+            for slot, count in enumerate(patches):
+                assert (abs(gradient[row, slot, :count]).max(-1) > 0).all()
+                np.testing.assert_array_equal(gradient[row, slot, count:], 0)
+
+
+def test_without_images_it_is_the_text_model_to_the_bit() -> None:
+    config = vlm()
+    text = make_config('llama', model=MODEL, train={'batch_size': 16, 'seq_len': 24})
+    batch = make_batch(config)
+    batch |= {
+        'image_grid': 0 * batch['image_grid'],
+        'image_index': np.full_like(batch['image_index'], -1),
+    }
+    images = 'pixels', 'image_grid', 'image_index'
+    of_text = {name: x for name, x in batch.items() if name not in images}
+
+    def loss(config: Config, batch: dict[str, np.ndarray]) -> float:
+        with on_mesh(config):
+            function = make_loss_and_gradients(config)
+            given = random_params(config, std=0.05), place_batch(batch), jax.random.key(0)
+            return float(jax.jit(lambda *given: function(*given)[0][0])(*given))
+
+    assert loss(config, batch) == loss(text, of_text)
+
+
+@pytest.mark.slow
+def test_the_encoder_communicates_nothing_and_its_vectors_are_gathered_once() -> None:
+    config = vlm(2, 4, **SP, vision={'deepstack': (0, 1)})
+    with on_mesh(config):
+        params, batch = random_params(config, std=0.05), place_batch(make_batch(config))
+        compiled = jax.jit(make_loss_and_gradients(config)).lower(params, batch, jax.random.key(0))
+        program = Program(program_text(compiled.compile()))
+    count, each = 16 // 2 * VISION['images'] * 4, (3, config.model.hidden_size)
+    found = [
+        (one.kind, one.axis, one.times, one.operand.shape)
+        for one in collectives(program, {'data': 2, 'model': 4})
+        if len(one.operand.shape) == 4 and one.operand.shape[-2:] == each
+    ]
+    assert sorted(found) == [
+        ('all-gather', 'model', 1, (1, count // 4, *each)),
+        ('reduce-scatter', 'model', 1, (1, count, *each)),
+    ]
+    # The loop over its layers would repeat what is inside.
+    assert not [
+        one.op_name
+        for one in collectives(program, {'data': 2, 'model': 4})
+        if 'vision' in one.op_name and one.times > 1
+    ]

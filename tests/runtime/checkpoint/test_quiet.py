@@ -1,0 +1,85 @@
+"""A save that fails is one line, whoever else has something to say of it."""
+
+import gc
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import make_state, tiny
+from support import disk_full_at, on_mesh
+
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.quiet import leave_failed_saves_to_us
+
+
+@pytest.mark.filterwarnings('ignore:Error writing persistent compilation cache')
+def test_a_save_that_fails_is_one_line_and_the_next_one_does_not_fail_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny()
+    with on_mesh(config), Checkpoints(tmp_path / 'checkpoints', config) as checkpoints:
+        state = make_state(config, 1)
+        with disk_full_at(2000):
+            checkpoints.save(state, 1)
+            assert not checkpoints.wait()
+        gc.collect()
+        said = [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ]
+        assert len(said) == 1, said
+        assert said[0].startswith('checkpoint 1 could not be written (')
+        assert 'Traceback' not in capfd.readouterr().err
+        checkpoints.save(make_state(config, 2), 2)
+        assert checkpoints.wait()
+        assert checkpoints.newest_verified() == 2
+
+
+def test_a_save_that_fails_is_tried_again_at_once_and_then_when_it_is_due(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny(checkpoint={'every': 100})
+    with on_mesh(config), Checkpoints(tmp_path / 'checkpoints', config) as checkpoints:
+        due = []
+        for step in (1, 2, 3):
+            with disk_full_at(2000):
+                checkpoints.save(make_state(config, step), step)
+                assert not checkpoints.wait()
+            due.append(checkpoints.poll(step + 1))
+        checkpoints.save(make_state(config, 4), 4)
+        assert checkpoints.wait()
+        assert due == [True, False, True]
+        assert [
+            record.getMessage().rpartition('; ')[2]
+            for record in caplog.records
+            if record.levelno >= logging.WARNING
+        ] == [
+            'trying again',
+            'the next save is tried when it is due',
+            'trying again',
+        ]
+
+
+def test_what_is_not_of_a_save_is_told_as_before(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(
+        sys, 'unraisablehook', lambda unraisable: heard.append(str(unraisable.exc_value))
+    )
+    for _ in range(2):
+        leave_failed_saves_to_us()
+    for name in ('absl', 'asyncio'):
+        logging.getLogger(name).error('of another library')
+    for error in ('Event loop is closed', 'of another object'):
+        raise_in_a_destructor(RuntimeError(error))
+    assert [record.getMessage() for record in caplog.records] == ['of another library'] * 2
+    assert heard == ['of another object']
+
+
+def raise_in_a_destructor(error: Exception) -> None:
+    class Broken:
+        def __del__(self) -> None:
+            raise error
+
+    Broken()

@@ -1,0 +1,44 @@
+"""A record that no run wrote is refused, or has no step and no loss; it ends nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import make_config
+
+from megajax.runtime.checkpoint.record import (
+    RECORD,
+    VALIDATION,
+    make_record,
+    read_record,
+    recorded_step,
+)
+
+NONE = ['[' * 100_000, f'1{400 * "0"}', '-Infinity', 'null', '{}', '"7"x', '\udcff']
+
+
+def write(folder: Path, **changes: Any) -> None:
+    record = json.loads(make_record(make_config(), 7).model_dump_json())
+    (folder / RECORD).write_text(json.dumps(record | changes))
+
+
+@pytest.mark.parametrize('step', NONE)
+def test_a_step_that_is_none_is_told_as_that(tmp_path: Path, step: str) -> None:
+    content = f'{{"step": {step}}}'.encode(errors='surrogateescape')
+    (tmp_path / RECORD).write_bytes(content)
+    assert recorded_step(tmp_path) in (None, 10**400)
+
+
+@pytest.mark.parametrize('loss', NONE)
+def test_a_loss_that_is_none_is_left_out(tmp_path: Path, loss: str) -> None:
+    write(tmp_path)
+    (tmp_path / VALIDATION).write_bytes(loss.encode(errors='surrogateescape'))
+    assert read_record(tmp_path).validation_loss in (None, float('-inf'))
+
+
+@pytest.mark.parametrize('size', [None, 'two', [2], 10**400, 2.5])
+def test_the_mesh_of_another_program_is_shown_as_it_is(tmp_path: Path, size: Any) -> None:
+    write(tmp_path, config={'mesh': {'data': 2, 'stages': size}, 'optim': {'shard': [size]}})
+    assert f'stages={size}' in read_record(tmp_path).mesh
+    assert f'[{size!r}]' in read_record(tmp_path).mesh

@@ -1,0 +1,241 @@
+"""From a config with an encoder to batches: JSON lines, plain text and Megatron's files."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from vlm import vlm
+
+from megajax.core.config import Config, ConfigError
+from megajax.core.parallel.mesh import mesh_for
+from megajax.core.train.feed import abstract_batch
+from megajax.runtime.data import Data, load_data, make_tokenizer
+from megajax.runtime.data.tokens.indexed import write_index
+
+TURNS = [
+    {'role': 'user', 'content': '<image>What?'},
+    {'role': 'assistant', 'content': 'Red.'},
+]
+CHAT = "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}\
+{% for part in m.content %}{{ part.text or '<image>' }}{% endfor %}{% endif %};{% endfor %}\
+{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / 'corpus'
+    folder.mkdir()
+    for name in 'ab':
+        Image.new('RGB', (8, 8), 'red' if name == 'a' else 'blue').save(folder / f'{name}.png')
+    return folder
+
+
+def write(folder: Path, *lines: object, name: str = 'data.jsonl') -> None:
+    (folder / name).write_text(''.join(json.dumps(line) + '\n' for line in lines))
+
+
+def config(corpus: object, *, train: dict[str, object] | None = None, **data: object) -> Config:
+    return vlm(
+        data={'corpus': str(corpus), 'tokenizer': 'bytes', 'split': '80,20,0'} | data,
+        model={'vocab_size': 300, 'max_seq_len': 64},
+        vision={'image_token': 257},
+        train={'batch_size': 1, 'seq_len': 48} | (train or {}),
+    )
+
+
+def text_config(corpus: object, **data: object) -> Config:
+    seen = config(corpus, **data).model_dump(exclude_none=True)
+    return Config(**{name: keys for name, keys in seen.items() if name != 'vision'})
+
+
+def shown(data: Data) -> str:
+    assert data.tokenizer is not None
+    batch = data.train[0]
+    return data.tokenizer.decode(batch['labels'][batch['loss_mask'] == 1])
+
+
+def kinds(batch: dict[str, np.ndarray]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    return {name: (x.shape, np.dtype(x.dtype)) for name, x in batch.items()}
+
+
+def test_json_lines_with_pictures_are_read_where_a_config_has_an_encoder(folder: Path) -> None:
+    write(folder, *[{'messages': TURNS, 'images': ['a.png']}] * 3)
+    data = load_data(config(folder))
+    assert shown(data) == 'Red.<|endoftext|>'
+    assert data.summary.startswith('3 documents with 3 pictures')
+    assert len(data.validation) == 1
+    assert data.train[0]['image_grid'][0].tolist() == [[2, 2], [0, 0]]
+    tokens, index = data.train[0]['tokens'], data.train[0]['image_index']
+    np.testing.assert_array_equal(tokens == 257, index >= 0)
+
+
+@pytest.mark.parametrize('document_mask', [False, True])
+@pytest.mark.parametrize('corpus', ['text', 'lines', 'pair'])
+def test_every_corpus_fills_the_arrays_that_a_step_compiles_for(
+    folder: Path, corpus: str, document_mask: bool
+) -> None:
+    if corpus == 'lines':
+        write(folder, *[{'text': 'see <image>.', 'images': ['a.png']}] * 3)
+    elif corpus == 'text':
+        for i in range(4):
+            (folder / f'{i}.txt').write_text('plain text, nothing to see ' * 9)
+    else:
+        tokens = np.arange(400, dtype=np.uint16) % 250
+        (folder / 'pair.bin').write_bytes(tokens.tobytes())
+        with (folder / 'pair.idx').open('wb') as file:
+            write_index(file, tokens.dtype, np.full(4, 100, np.int32), np.arange(5))
+    of_config = config(
+        folder / 'pair' if corpus == 'pair' else folder,
+        tokenizer='none' if corpus == 'pair' else 'bytes',
+        document_mask=document_mask,
+        split='100,0,0',
+    )
+    batch = load_data(of_config).train[0]
+    with jax.set_mesh(mesh_for(of_config)):
+        assert kinds(batch) == kinds(abstract_batch(of_config))
+    if corpus != 'lines':
+        assert not batch['image_grid'].any()
+        assert (batch['image_index'] == -1).all()
+        assert (batch['positions'] == batch['positions'][..., :1]).all()
+        assert batch['positions'][0, :3, 0].tolist() == [0, 1, 2]
+
+
+def test_of_a_folder_with_json_lines_no_other_text_is_read(folder: Path) -> None:
+    write(folder, *[{'text': 'a line'}] * 2)
+    (folder / 'README.md').write_text('about them')
+    assert load_data(config(folder, split='100,0,0')).summary.startswith('2 documents')
+
+
+def test_a_chat_template_writes_the_turns(folder: Path, tmp_path: Path) -> None:
+    write(folder, *[{'messages': TURNS, 'images': ['a.png']}] * 2)
+    (tmp_path / 'chat.jinja').write_text(CHAT)
+    data = load_data(config(folder, chat_template=str(tmp_path / 'chat.jinja')))
+    assert shown(data) == 'Red.;<|endoftext|>'
+
+
+def test_a_model_of_text_learns_the_turns_of_messages(folder: Path) -> None:
+    write(folder, *[{'messages': [{**TURNS[0], 'content': 'What?'}, TURNS[1]]}] * 2)
+    data = load_data(text_config(folder))
+    assert shown(data) == 'Red.<|endoftext|>'
+    assert 'pixels' not in data.train[0]
+    assert data.summary == '2 documents; 1 rows to train on, 1 to validate'
+
+
+@pytest.mark.parametrize('name', ['data.json', 'data.ndjson', 'data.parquet'])
+def test_messages_are_learned_from_every_kind_of_file(folder: Path, name: str) -> None:
+    line = {'messages': [{**TURNS[0], 'content': 'What?'}, TURNS[1]]}
+    if name == 'data.parquet':
+        pyarrow = pytest.importorskip('pyarrow')
+        from pyarrow import parquet
+
+        columns = pyarrow.Table.from_pylist([{**line, 'images': None}, {**line, 'images': []}])
+        parquet.write_table(columns, folder / name)
+        (folder / 'README.md').write_text('About the conversations.')
+    else:
+        write(folder, *[line] * 2, name=name)
+    for corpus in (folder, folder / name):
+        assert shown(load_data(text_config(corpus))) == 'Red.<|endoftext|>'
+
+
+def test_a_corpus_that_is_not_there_is_named_beside_a_chat_template(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r'data.corpus: there is no .*gone.jsonl'):
+        load_data(text_config(folder / 'gone.jsonl', chat_template=str(folder / 't.jinja')))
+
+
+def test_messages_of_another_form_name_the_form_that_is_read(folder: Path) -> None:
+    write(folder, *[{'conversations': [{'from': 'human', 'value': 'a'}]}] * 2)
+    with pytest.raises(ConfigError, match=r'data.jsonl:1: .*"text" nor "messages".*conversations'):
+        load_data(text_config(folder))
+    with pytest.raises(ConfigError, match=r'data.jsonl:1: .*"text" or "messages".*jq -c'):
+        load_data(config(folder))
+
+
+def test_a_tokenizer_is_trained_on_what_is_trained_on(folder: Path) -> None:
+    write(folder, *[{'messages': TURNS, 'images': ['a.png']}] * 20)
+    many = config(folder, tokenizer='bpe')
+    tokenizer = make_tokenizer('bpe', 300, ['What?\nRed.'] * 16, special=['<image>'])
+    assert tokenizer.token_id('<image>') == 263
+    seen = many.vision.model_copy(update={'image_token': 263})
+    data = load_data(many.model_copy(update={'vision': seen}))
+    assert data.tokenizer.fingerprint == tokenizer.fingerprint
+    with pytest.raises(ConfigError, match='image_token: 257 is not the token of pictures; use 263'):
+        load_data(many)
+
+
+@pytest.mark.parametrize(
+    ('keys', 'message'),
+    [
+        ({'order': 'megatron'}, 'data.order: megatron cuts rows .*; use stateless'),
+        ({'chat_template': 'gone.jinja'}, 'gone.jinja: cannot be read'),
+        ({'tokenizer': 'none'}, 'data.tokenizer: none, and .* is text'),
+    ],
+)
+def test_what_does_not_go_with_pictures_is_refused(
+    folder: Path, keys: dict[str, str], message: str
+) -> None:
+    write(folder, *[{'text': 'see <image>.', 'images': ['a.png']}] * 2)
+    with pytest.raises(ConfigError, match=message):
+        load_data(config(folder, **keys))
+
+
+def test_a_template_without_chats_is_refused(folder: Path) -> None:
+    (folder / 'a.txt').write_text('text ' * 99)
+    with pytest.raises(ConfigError, match=r'data.chat_template: is for JSON lines'):
+        load_data(config(folder, chat_template='chat.jinja'))
+
+
+def test_a_picture_for_a_model_of_text_is_refused_with_its_line(folder: Path) -> None:
+    write(folder, {'messages': TURNS, 'images': ['a.png']})
+    with pytest.raises(ConfigError, match=r'data.jsonl:1: has 1 pictures, and the model reads'):
+        load_data(text_config(folder))
+
+
+@pytest.mark.parametrize(('token', 'fix'), [(65, '257'), (256, '257'), (258, '257')])
+def test_a_token_that_a_text_could_have_is_no_image_token(
+    folder: Path, token: int, fix: str
+) -> None:
+    write(folder, *[{'text': 'a line'}] * 2)
+    wrong = config(folder)
+    vision = wrong.vision.model_copy(update={'image_token': token})
+    with pytest.raises(ConfigError, match=f'vision.image_token: {token} .*; use {fix}'):
+        load_data(wrong.model_copy(update={'vision': vision}))
+
+
+@pytest.mark.parametrize('as_chat', [True, False])
+def test_copies_on_both_sides_of_the_split_are_counted(
+    folder: Path, as_chat: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def line(number: int) -> object:
+        turns = [{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': f'{number}'}]
+        return {'messages': turns} if as_chat else {'text': f'document {number} ' * 5}
+
+    write(folder, *map(line, range(40)))
+    load_data(text_config(folder))
+    assert 'copies' not in caplog.text
+    write(folder, *map(line, range(40)), *map(line, range(40)), name='again.jsonl')
+    write(folder, name='data.jsonl')
+    load_data(text_config(folder))
+    said = re.search(r'(\d+) of (\d+) documents to validate on are copies', caplog.text)
+    assert said
+    assert 0 < int(said[1]) <= int(said[2]) < 40
+
+
+@pytest.mark.parametrize('ends', [True, False])
+@pytest.mark.parametrize('answers', [1, 2])
+def test_answers_that_a_template_does_not_end_are_counted(
+    folder: Path, ends: bool, answers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    end = '<|endoftext|>' if ends else ';'
+    (folder / 'chat.jinja').write_text(CHAT.replace(';', end))
+    turns = [{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}] * answers
+    write(folder, *[{'messages': turns}] * 20)
+    load_data(text_config(folder, chat_template=str(folder / 'chat.jinja')))
+    said = [line for line in caplog.messages if line.startswith('data.chat_template')]
+    if ends or answers == 1:
+        assert not said
+    else:
+        assert 'in 20 documents the model learns to end the last answer alone' in said[0]

@@ -1,0 +1,224 @@
+"""Inputs with URLs are read as those with paths: in bounded memory, and errors have a place."""
+
+import logging
+import os
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from runtime.data.test_inputs import LINES, WRITERS, units, write, write_parquet
+
+from megajax.core.config import ConfigError
+from megajax.corpus.build import build
+from megajax.corpus.job import Job, fingerprint
+from megajax.runtime.data.sources import remote
+from megajax.runtime.data.sources.inputs import find_inputs
+from megajax.runtime.data.sources.parse import parse
+from megajax.runtime.data.sources.pieces import Position, Unit
+from megajax.runtime.data.sources.read import read_units
+
+
+class Server(SimpleHTTPRequestHandler):
+    """A web server of a folder, without ranges, that breaks off a file named cut.jsonl."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        if self.path == '/cut.jsonl':
+            outputfile.write(source.read(5000))
+        else:
+            super().copyfile(source, outputfile)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[str]:
+    """A folder in fsspec's memory with what is written to `tmp_path` by `copy`."""
+    yield f'memory://{tmp_path.name}'
+    fsspec.filesystem('memory').rm(f'/{tmp_path.name}', recursive=True)
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """The address of a real web server of `tmp_path`."""
+    pytest.importorskip('aiohttp', reason='the extra remote is not installed')
+    server = ThreadingHTTPServer(('127.0.0.1', 0), partial(Server, directory=str(tmp_path)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f'http://127.0.0.1:{server.server_port}'
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A bucket of a real server of the S3 protocol, on loopback."""
+    pytest.importorskip('s3fs', reason='s3fs is not installed')
+    moto = pytest.importorskip('moto.server', reason='moto is not installed')
+    server = moto.ThreadedMotoServer(ip_address='127.0.0.1', port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv('AWS_ENDPOINT_URL', f'http://{host}:{port}')
+    for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
+        monkeypatch.setenv(name, 'testing')
+    fsspec.filesystem('s3', skip_instance_cache=True).mkdir('corpus')
+    yield 's3://corpus'
+    server.stop()
+
+
+def copy(folder: Path, url: str) -> None:
+    for path in folder.iterdir():
+        with fsspec.open(f'{url}/{path.name}', 'wb') as file:
+            file.write(path.read_bytes())
+
+
+def contents(found: list[Unit]) -> list[tuple[Any, ...]]:
+    return [
+        (piece.offset, piece.line, piece.data, piece.first, piece.last)
+        for unit in found
+        for piece in unit.pieces
+    ]
+
+
+def check_the_same_units(folder: Path, url: str) -> None:
+    for name in (*(f'a.jsonl{suffix}' for suffix in WRITERS), 'b.parquet'):
+        here = units(str(folder / name), unit=2000)
+        there = units(f'{url}/{name}', unit=2000)
+        assert contents(there) == contents(here)
+        middle = len(there) // 2
+        rest = units(f'{url}/{name}', unit=2000, start=there[middle].after)
+        assert contents(rest) == contents(here[middle + 1 :])
+
+
+def write_all(folder: Path) -> None:
+    for suffix in WRITERS:
+        write(folder, f'a.jsonl{suffix}', LINES)
+    write_parquet(folder / 'b.parquet', [f'row {i} ' * (i % 9) for i in range(500)])
+
+
+def test_a_memory_has_the_units_of_files(tmp_path: Path, memory: str) -> None:
+    write_all(tmp_path)
+    copy(tmp_path, memory)
+    check_the_same_units(tmp_path, memory)
+
+
+def test_a_web_server_without_ranges_has_the_units_of_files(tmp_path: Path, web: str) -> None:
+    write_all(tmp_path)
+    check_the_same_units(tmp_path, web)
+
+
+def test_s3_has_the_units_of_files(tmp_path: Path, s3: str) -> None:
+    write_all(tmp_path)
+    copy(tmp_path, s3)
+    check_the_same_units(tmp_path, s3)
+    assert [input.path for input in find_inputs([f'{s3}/a.*'], None)] == [
+        f'{s3}/a.jsonl{suffix}' for suffix in WRITERS
+    ]
+    with pytest.raises(ConfigError, match=r's3://corpus/none\.jsonl: there is no such file'):
+        find_inputs([f'{s3}/none.jsonl'], None)
+
+
+def test_a_glob_names_files_in_order(tmp_path: Path, memory: str) -> None:
+    for name in ('c.jsonl', 'a.jsonl', 'b.txt'):
+        write(tmp_path, name, b'{}')
+    copy(tmp_path, memory)
+    fsspec.filesystem('memory').mkdir(f'/{tmp_path.name}/folder.jsonl')
+    names = [os.path.basename(input.path) for input in find_inputs([f'{memory}/*.jsonl'], None)]
+    assert names == ['a.jsonl', 'c.jsonl']
+    with pytest.raises(ConfigError, match=r'\*.csv: matches no file'):
+        find_inputs([f'{memory}/*.csv'], None)
+    with pytest.raises(ConfigError, match=r'folder\.jsonl: is a folder'):
+        find_inputs([f'{memory}/folder.jsonl'], None)
+
+
+def test_a_bad_line_is_named_with_its_url(tmp_path: Path, memory: str) -> None:
+    write(tmp_path, 'a.jsonl', b'{"text": "a"}\n{"text": 1}\n')
+    copy(tmp_path, memory)
+    (piece,) = units(f'{memory}/a.jsonl', unit=1000)[0].pieces
+    _, problem = parse(piece, 'text')
+    assert problem.path == f'{memory}/a.jsonl:2'
+
+
+@pytest.mark.parametrize(
+    ('url', 'message'),
+    [
+        ('memory://none/a.jsonl', 'there is no such file'),
+        ('nothing://a.jsonl', 'Protocol not known: nothing; use s3://'),
+        ('dropbox://a.jsonl', 'needs a package that is not installed'),
+    ],
+)
+def test_a_url_that_cannot_be_opened_is_a_mistake_of_the_user(url: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f'{url}: {message}'):
+        find_inputs([url], None)
+
+
+def test_a_library_logs_nothing_beside_the_message_unless_the_user_asked_it_to() -> None:
+    quiet, asked = (logging.getLogger(name) for name in ('gcsfs', 'google.auth'))
+    before = quiet.level, asked.level
+    quiet.setLevel(logging.NOTSET)
+    asked.setLevel(logging.DEBUG)
+    try:
+        with pytest.raises(ConfigError):
+            find_inputs(['memory://none.jsonl'], None)
+        assert (quiet.level, asked.level) == (logging.CRITICAL, logging.DEBUG)
+    finally:
+        quiet.setLevel(before[0])
+        asked.setLevel(before[1])
+
+
+def test_an_answer_that_breaks_off_is_no_end(tmp_path: Path, web: str) -> None:
+    write(tmp_path, 'cut.jsonl', LINES)
+    with pytest.raises(ConfigError, match=r'cut.jsonl: cannot be read to its end: .* at byte'):
+        units(f'{web}/cut.jsonl', unit=1000)
+    with pytest.raises(ConfigError, match=r'none\.jsonl: there is no such file'):
+        find_inputs([f'{web}/none.jsonl'], None)
+
+
+def test_a_long_file_of_a_web_server_takes_little_memory(tmp_path: Path, web: str) -> None:
+    write(tmp_path, 'long.jsonl', LINES * 700)
+    size = (tmp_path / 'long.jsonl').stat().st_size
+    inputs = find_inputs([f'{web}/long.jsonl'], None)
+    tracemalloc.start()
+    read = sum(len(p.data) for unit in read_units(inputs, 'text', Position()) for p in unit.pieces)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert read == size
+    assert size > 4 * remote.BLOCK
+    assert peak < 3 * remote.BLOCK
+
+
+def test_a_changed_file_is_another_input(tmp_path: Path, memory: str) -> None:
+    write(tmp_path, 'a.jsonl', LINES)
+    job = Job(out='out', inputs=(f'{memory}/a.jsonl',), tokenizer='bytes')
+
+    def mark() -> str:
+        return fingerprint(job, find_inputs(job.inputs, None), None, 1000)
+
+    copy(tmp_path, memory)
+    first = mark()
+    assert mark() == first
+    copy(tmp_path, memory)  # the same bytes, written again
+    assert mark() != first
+
+
+def test_a_build_of_a_url_is_that_of_the_file(tmp_path: Path, memory: str) -> None:
+    write(tmp_path, 'a.jsonl.gz', LINES)
+    copy(tmp_path, memory)
+    for name, source in (('here', tmp_path), ('there', memory)):
+        job = Job(
+            out=str(tmp_path / name),
+            inputs=(f'{source}/a.jsonl.gz',),
+            tokenizer='bytes',
+            workers=1,
+        )
+        build(job)
+    for suffix in ('bin', 'idx'):
+        here, there = (tmp_path / f'{name}.{suffix}' for name in ('here', 'there'))
+        assert there.read_bytes() == here.read_bytes()

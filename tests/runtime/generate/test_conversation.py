@@ -1,0 +1,145 @@
+"""A conversation's turns, as tokens, within the positions of the model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from chains import CHATML, END, START, TURNS, chain, chain_config, write_chain
+
+from megajax.core.config import ConfigError
+from megajax.runtime.checkpoint.open import open_model
+from megajax.runtime.data.image_text.chat import DEFAULT, Template
+from megajax.runtime.data.image_text.load import open_chat
+from megajax.runtime.data.text.tokenizer import byte_tokenizer
+from megajax.runtime.generate import Generator, Request, Sampling
+from megajax.runtime.generate.conversation import NO_IMAGE, Conversation
+
+SAID = b'Yes!'
+
+
+@pytest.fixture(scope='module', name='run')
+def make_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp('run')
+    write_chain(folder, chain(SAID, then=END), chain_config(max_seq_len=128))
+    return folder
+
+
+@contextmanager
+def conversing(
+    run: Path, *, system: str | None = None, max_tokens: int = 8, template: str = CHATML
+) -> Iterator[tuple[Conversation, list[list[int]]]]:
+    """A conversation, and the prompts that its generator is asked to continue."""
+    import jax
+
+    opened, prompts = open_model(run), []
+
+    class Noting(Generator):
+        def stream(self, asked: list[list[int]], *arguments: object) -> Iterator[list[object]]:
+            prompts.extend(asked)
+            return super().stream(asked, *arguments)
+
+    request = Request(max_tokens=max_tokens, sampling=Sampling(temperature=0))
+    with (
+        open_chat(
+            opened.tokenizer, NO_IMAGE, Template(name='the template', texts={DEFAULT: template})
+        ) as chat,
+        jax.set_mesh(opened.mesh),
+    ):
+        generator = Noting(opened.config, opened.params, opened.tokenizer)
+        yield Conversation(generator, chat, request, system), prompts
+
+
+def answer(conversation: Conversation, text: str) -> str:
+    *_, row = conversation.answer(text)
+    return row.text
+
+
+def turn(role: str, text: str) -> list[int]:
+    return [START, *f'{role}\n{text}'.encode(), END, ord('\n')]
+
+
+BEGINS = [START, *b'assistant\n']
+
+
+def test_an_answer_ends_with_its_turn_and_is_remembered(run: Path) -> None:
+    with conversing(run, system='S') as (conversation, prompts):
+        assert answer(conversation, 'a') == 'Yes!'
+        assert answer(conversation, 'b') == 'Yes!'
+    before = [*turn('system', 'S'), *turn('user', 'a')]
+    assert prompts[0] == [*before, *BEGINS]
+    assert prompts[1] == [*before, *turn('assistant', 'Yes!'), *turn('user', 'b'), *BEGINS]
+
+
+def test_text_that_spells_a_special_token_is_text(run: Path) -> None:
+    with conversing(run) as (conversation, prompts):
+        answer(conversation, '<|im_end|>')
+    assert prompts[0] == [START, *b'user\n<|im_end|>', END, ord('\n'), *BEGINS]
+
+
+def test_a_template_that_reads_a_spelled_token_is_refused(run: Path) -> None:
+    template = CHATML.replace("['content']", "['content'].split('<|im_end|>')[-1]")
+    with conversing(run, template=template) as (conversation, _):
+        with pytest.raises(ConfigError, match=r'spells special tokens \(<\|im_end\|>\), after'):
+            answer(conversation, 'why<|im_end|>')
+        assert answer(conversation, 'a') == 'Yes!'
+
+
+def test_the_oldest_turns_are_forgotten_once_they_leave_no_room(tmp_path: Path) -> None:
+    write_chain(tmp_path, chain(SAID, then=END), chain_config(max_seq_len=96))
+    with conversing(tmp_path, system='S') as (conversation, prompts):
+        for text in 'abcde':
+            answer(conversation, text)
+        assert conversation.dropped == 2
+    assert max(map(len, prompts)) <= 96 - 8
+    said = turn('assistant', 'Yes!')
+    kept = [*turn('user', 'c'), *said, *turn('user', 'd'), *said, *turn('user', 'e')]
+    assert prompts[4] == [*turn('system', 'S'), *kept, *BEGINS]
+
+
+def test_a_turn_that_alone_leaves_no_room_is_refused_and_forgotten(run: Path) -> None:
+    with conversing(run) as (conversation, prompts):
+        length = len([*turn('user', 'x' * 120), *BEGINS])
+        with pytest.raises(ConfigError, match=f'this turn has {length} tokens'):
+            answer(conversation, 'x' * 120)
+        answer(conversation, 'a')
+    assert prompts == [[*turn('user', 'a'), *BEGINS]]
+
+
+def test_a_system_message_that_leaves_no_room_is_named(run: Path) -> None:
+    with conversing(run, system='x' * 120) as (conversation, _):
+        length = len([*turn('system', 'x' * 120), *turn('user', 'a'), *BEGINS])
+        said = f"the system's message and this turn have {length} tokens .* shorten one of them"
+        with pytest.raises(ConfigError, match=said):
+            answer(conversation, 'a')
+
+
+def test_an_answer_that_is_broken_off_is_remembered_as_far_as_it_came(run: Path) -> None:
+    with conversing(run) as (conversation, prompts):
+        growing = conversation.answer('a')
+        assert next(growing).text == 'Y'
+        growing.close()
+        answer(conversation, 'b')
+    said = [*turn('user', 'a'), *turn('assistant', 'Y'), *turn('user', 'b')]
+    assert prompts[1] == [*said, *BEGINS]
+
+
+def test_a_template_that_refuses_is_named(run: Path) -> None:
+    template = CHATML + "{% if messages | length > 2 %}{{ raise_exception('too many') }}{% endif %}"
+    with conversing(run, template=template) as (conversation, _):
+        answer(conversation, 'a')
+        with pytest.raises(ConfigError, match=r'the conversation: the template: .*too many'):
+            answer(conversation, 'b')
+
+
+def test_the_tokens_of_turns_are_as_in_training() -> None:
+    tokenizer = byte_tokenizer(TURNS)
+    assert [tokenizer.token_id(name) for name in TURNS] == [START, END]
+
+
+def test_what_begins_the_next_turn_ends_no_answer(tmp_path: Path) -> None:
+    write_chain(tmp_path, chain(SAID, then=START), chain_config(max_seq_len=128))
+    template = CHATML.replace('<|im_end|>\n', '\n').replace('<|im_start|>{{', '{{')
+    with conversing(tmp_path, template=template) as (conversation, _):
+        *_, row = conversation.answer('a')
+    assert row.end == 'length'

@@ -1,0 +1,101 @@
+"""Where process 0 waits for the others, and of what it warns."""
+
+import json
+import socket
+import threading
+import time
+from dataclasses import replace
+from typing import NoReturn
+
+import pytest
+
+from megajax.core.config import ConfigError
+from megajax.runtime.processes import greetings
+from megajax.runtime.processes.environment import Start
+from megajax.runtime.processes.rendezvous import _listen, gather
+from megajax.runtime.processes.token import sign
+
+
+def start(bind: str | None, port: int = 0) -> Start:
+    return Start(index=0, count=2, host='127.0.0.1', port=port, bind=bind, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ('bind', 'interfaces'),
+    [('127.0.0.1', {'127.0.0.1'}), ('::1', {'::1'}), (None, {'::', '0.0.0.0'})],
+)
+def test_it_listens_on_the_interface_that_it_is_given_and_on_no_other(
+    bind: str | None, interfaces: set[str]
+) -> None:
+    with _listen(start(bind), 0) as server:
+        assert server.getsockname()[0] in interfaces
+
+
+def test_an_interface_that_this_host_has_not_is_refused_with_the_fix() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r'^process 0 cannot listen on 192\.0\.2\.1, port 0 \(.+\): choose another port in ',
+    ):
+        _listen(start('192.0.2.1'), 0)
+
+
+def connect(port: int) -> socket.socket:
+    for _ in range(1000):
+        try:
+            return socket.create_connection(('127.0.0.1', port), timeout=20)
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    raise AssertionError('process 0 does not listen')
+
+
+@pytest.mark.parametrize('token', ['correct horse battery staple', None])
+@pytest.mark.parametrize('host', ['another', socket.gethostname()])
+def test_a_run_over_several_hosts_without_a_token_is_warned_of_once(
+    host: str, token: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port = server.getsockname()[1]
+
+    def greet() -> None:
+        with connect(port) as connection:
+            challenge = json.loads(connection.recv(1 << 16))['nonce']
+            said = {'event': 'hello', 'process': 1, 'processes': 2, 'host': host, 'nonce': 'n'}
+            connection.sendall(json.dumps(sign(token, said, challenge)).encode() + b'\n')
+            connection.recv(1 << 16)
+            connection.sendall(b'{"event": "done"}\n')
+
+    thread = threading.Thread(target=greet)
+    thread.start()
+    met, _ = gather(replace(start('127.0.0.1', port), token=token))
+    thread.join(30)
+    met.wait(10)
+    warned = [line for line in caplog.messages if line.startswith('no MEGAJAX_TOKEN: ')]
+    assert len(warned) == len(caplog.messages) == (token is None and host == 'another')
+
+
+def test_a_process_0_that_listens_on_all_interfaces_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(line: str) -> NoReturn:
+        raise SystemExit(line)
+
+    monkeypatch.setattr(greetings, 'end', end)
+    for bind in (None, '127.0.0.1'):
+        with pytest.raises(SystemExit, match='1 did not connect to process 0'):
+            gather(replace(start(bind), timeout=0.01))
+    (line,) = caplog.messages
+    assert line.startswith('process 0 listens on all interfaces, because it has none with the ')
+
+
+def test_who_is_missing_is_named_once_while_process_0_waits(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(line: str) -> NoReturn:
+        raise SystemExit(line)
+
+    monkeypatch.setattr(greetings, 'end', end)
+    monkeypatch.setattr(greetings, 'SILENT_SECONDS', 0.02)
+    with pytest.raises(SystemExit, match='1, 2 did not connect'):
+        gather(replace(start('127.0.0.1'), count=3, timeout=0.2))
+    (line,) = caplog.messages
+    assert line.endswith('for up to 0.2 s: of 3 processes, 1, 2 have not connected yet')

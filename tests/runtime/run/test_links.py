@@ -1,0 +1,45 @@
+"""A tensor-parallel group over PCIe is named, with what would be better."""
+
+from pathlib import Path
+
+import pytest
+
+from megajax.core.hardware.topology import Topology, read_topology
+from megajax.core.parallel.mesh import make_mesh
+from megajax.runtime.run.links import slow_links
+
+TOPOLOGIES = Path(__file__).parents[2] / 'core/hardware/topologies'
+
+
+def note(name: str, data: int, model: int, **environ: str) -> str | None:
+    topology = read_topology((TOPOLOGIES / f'{name}.txt').read_text())
+    assert isinstance(topology, Topology)
+    return slow_links(make_mesh(data, model), topology, process=0, environ=environ)
+
+
+@pytest.mark.parametrize(
+    ('name', 'data', 'model'), [('dgx_h100', 1, 8), ('nvlink_pairs', 2, 2), ('pcie_a100', 8, 1)]
+)
+def test_groups_with_nvlink_or_of_one_gpu_need_no_note(name: str, data: int, model: int) -> None:
+    assert note(name, data, model) is None
+
+
+def test_a_group_over_two_pairs_is_named_with_the_size_that_fits() -> None:
+    assert note('nvlink_pairs', 1, 4) == (
+        'model=4 joins GPUs 0, 1, 2, 3 over PCIe (SYS); '
+        'at most 2 GPUs of this host share NVLink: use mesh.model of at most that'
+    )
+
+
+def test_without_nvlink_data_parallelism_is_advised() -> None:
+    said = note('pcie_a100', 4, 2)
+    assert said is not None
+    assert said.startswith('model=2 joins GPUs 0, 1 over PCIe (PXB); no GPUs of this host')
+
+
+def test_hidden_gpus_keep_their_numbers() -> None:
+    assert note('nvlink_pairs', 1, 2, CUDA_VISIBLE_DEVICES='2,3') is None
+    said = note('nvlink_pairs', 1, 2, CUDA_VISIBLE_DEVICES='1, 2')
+    assert said is not None
+    assert said.startswith('model=2 joins GPUs 1, 2 over PCIe')
+    assert note('nvlink_pairs', 1, 2, CUDA_VISIBLE_DEVICES='GPU-8f6a,GPU-11b2') is None

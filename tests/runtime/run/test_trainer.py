@@ -1,0 +1,213 @@
+"""The loop around a step that computes nothing: what is refused, rolled back, saved and written."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import steps
+from support import write_run
+
+from megajax.core.config import Config, NumericError, load
+from megajax.core.train.guard import judge
+from megajax.core.train.step import TrainState
+from megajax.runtime.checkpoint.record import read_record
+from megajax.runtime.data import Batches
+from megajax.runtime.run import compile_step, trainer
+from megajax.runtime.run.log.metrics import MetricsWriter
+from megajax.runtime.run.rollback import ROLLBACKS
+from megajax.runtime.run.run import run
+from megajax.runtime.run.trainer import Trainer
+
+CONFIG = """
+model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 300, max_seq_len: 16}
+mesh: {data: 1, model: 1}
+train: {steps: 8, batch_size: 2, seq_len: 16, dtype: float32, log_every: 1,
+        nonfinite: rollback, sample_prompts: []}
+checkpoint: {every: 1, keep: 2}
+optim: {schedule: constant, warmup_steps: 0}
+"""
+
+
+def make_counting_step(config: Config) -> Any:
+    """A step whose loss is the sum of the batch's mask; parameters stay as they are."""
+
+    def step(
+        state: TrainState, batch: dict[str, jax.Array]
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        loss = batch['loss_mask'].sum()
+        verdict, guard = judge(
+            state.guard, loss, loss, jnp.float32(1), overflow=jnp.array(False), spikes=False
+        )
+        metrics = {
+            'loss': loss,
+            'nll': loss,
+            'grad_norm': jnp.float32(1),
+            'lr': jnp.float32(0),
+            **verdict._asdict(),
+        }
+        return state._replace(step=state.step + 1, batches=state.batches + 1, guard=guard), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run in which some batches are bad, by number; it returns the numbers of those it read."""
+    folder, read = write_run(tmp_path, CONFIG), list[int]()
+    whole = Batches.rows
+
+    def start(*bad: int) -> list[int]:
+        def rows(batches: Batches, number: int, first: int, last: int) -> dict[str, np.ndarray]:
+            batch = whole(batches, number, first, last)
+            if len(batches) > 1000:  # training has no end
+                read.append(number)
+                if number in bad:
+                    batch['loss_mask'][0, 0] = np.nan
+            return batch
+
+        monkeypatch.setattr(Batches, 'rows', rows)
+        monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+        run(
+            load(folder / 'small.yaml', [f'run.dir={folder}/run', 'data.split=1,0,0']), name='small'
+        )
+        return read
+
+    return start
+
+
+def test_an_error_leaves_the_newest_state_on_disk_and_says_where(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(writer: MetricsWriter, step: int, **values: float) -> None:
+        if step == 5:
+            raise ValueError('what nobody thought of')
+
+    monkeypatch.setattr(MetricsWriter, 'write', write)
+    with pytest.raises(ValueError, match='nobody thought'):
+        start()
+    assert steps(tmp_path / 'run') == [4, 5]
+    assert f'step 5 is saved: {tmp_path}/run/checkpoints/5' in ''.join(
+        capsys.readouterr().out.split('\n')
+    )
+
+
+@pytest.mark.parametrize('others', [True, False])
+def test_only_a_whole_state_is_saved_and_where_all_processes_come_to_it(
+    others: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Saves:
+        folder, saved, left = 'run', 0, 0
+
+        def wait(self) -> bool:
+            return True
+
+        def abandon(self) -> None:
+            self.left += 1
+
+    def made(state: Any, step: int) -> Trainer:
+        one = object.__new__(Trainer)
+        one.state, one.step, one._saved, one.checkpoints = (
+            SimpleNamespace(step=state),
+            step,
+            0,
+            Saves(),
+        )
+        one.report, one._ahead = SimpleNamespace(say=lambda _: None), None
+        one._save = lambda: setattr(one.checkpoints, 'saved', one.step)
+        return one
+
+    monkeypatch.setattr(trainer, 'all_are_here', lambda *_: others)
+    taken = jnp.int32(3)
+    whole, behind, lost = made(jnp.int32(3), 3), made(jnp.int32(2), 3), made(taken, 3)
+    taken.delete()
+    for one in (whole, behind, lost):
+        one.rescue()
+    assert [one.checkpoints.saved for one in (whole, behind, lost)] == [3 if others else 0, 0, 0]
+    assert [one.checkpoints.left for one in (whole, behind, lost)] == [0 if others else 1, 1, 1]
+    assert ('step 3 is not saved: the other processes did not fail' in caplog.text) != others
+
+
+@pytest.mark.slow
+def test_a_run_may_be_rolled_back_any_number_of_times_that_gets_on_between(
+    start: Any, tmp_path: Path
+) -> None:
+    bad = 1, 3, 5, 7, 9
+    assert len(bad) > ROLLBACKS
+    start(*bad)
+    lines = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
+    assert [line['step'] for line in lines if 'loss' in line] == list(range(1, 9))
+    assert steps(tmp_path / 'run') == [7, 8]
+
+
+def test_a_run_that_gets_to_no_other_checkpoint_ends(
+    start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(
+        NumericError, match=f'rolled back {ROLLBACKS} times without reaching another'
+    ):
+        start(*range(4, 5 + ROLLBACKS))
+    assert capsys.readouterr().out.count('is rolled back to step') == ROLLBACKS
+    assert steps(tmp_path / 'run') == [3, 4]
+
+
+def test_a_batch_that_is_refused_is_not_read_again(start: Any) -> None:
+    read = start(2)
+    restarted = len(read) - 1 - read[::-1].index(3)  # before, it was read ahead
+    assert 2 in read[:restarted]
+    assert read[restarted : restarted + 6] == list(range(3, 9))
+    assert 2 not in read[restarted:]
+
+
+def test_a_run_with_another_batch_size_records_the_samples_that_it_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level('INFO')
+    monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+    folder = write_run(tmp_path, CONFIG, split='1,0,0')
+    expected = 0
+    for steps_of_run, batch_size in ((2, 2), (3, 4), (6, 1)):
+        sizes = [f'train.batch_size={batch_size}', f'train.steps={steps_of_run}']
+        run(load(folder / 'small.yaml', [f'run.dir={folder}/run', *sizes]), name='small')
+        expected += batch_size * (2 if batch_size == 2 else 1 if batch_size == 4 else 3)
+        record = read_record(folder / f'run/checkpoints/{steps_of_run}')
+        assert record.samples == expected
+    assert 'step 3 begins with sample 4 of the order' in caplog.text
+    assert 'step 4 begins with sample 8 of the order' in caplog.text
+
+
+@pytest.mark.parametrize('when', ['compiling', 'in the first step'])
+def test_a_run_that_is_stopped_at_its_start_says_what_it_saves_and_where(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    in_step = when == 'in the first step'
+    dispatch = Trainer._dispatch
+
+    def ask_in_step(trainer: Trainer, step: int) -> Any:
+        dispatched = dispatch(trainer, step)
+        os.kill(os.getpid(), signal.SIGINT)
+        return dispatched
+
+    def ask_while_compiling(config: Config) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return make_counting_step(config)
+
+    if in_step:
+        monkeypatch.setattr(Trainer, '_dispatch', ask_in_step)
+    make = make_counting_step if in_step else ask_while_compiling
+    monkeypatch.setattr(compile_step, 'make_train_step', make)
+    folder = write_run(tmp_path, CONFIG, split='1,0,0')
+    with pytest.raises(SystemExit):
+        run(load(folder / 'small.yaml', [f'run.dir={folder}/run']), name='small')
+    out, err = capfd.readouterr()
+    announced = 'saving after the current step (0 done)' if in_step else 'exiting before the first'
+    assert f'SIGINT: {announced}' in err
+    saved = f'{folder}/run/checkpoints/1' if in_step else 'none'
+    assert f'checkpoint {saved}' in ' '.join(out.split())
+    assert steps(folder / 'run') == ([1] if in_step else [])

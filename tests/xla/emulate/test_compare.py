@@ -1,0 +1,91 @@
+"""The error of a result is the worst over its devices, measured against what it should be."""
+
+import numpy as np
+import pytest
+
+from megajax.xla.emulate.compare import LIMIT_16_BITS, difference, difference_of_rounded, largest
+
+FIRST, SECOND = (slice(0, 2),), (slice(2, 4),)
+
+
+def test_the_worst_device_counts_and_each_is_compared_with_its_own_part():
+    wanted = np.array([1.0, 2.0, 3.0, 4.0])
+    made = [(FIRST, [1.0, 2.0]), (SECOND, [3.0, 5.0]), (SECOND, [3.0, 4.0])]
+    for dtype, error in ((float, 1 / 4), (int, 1 / 2)):
+        pieces = [(place, np.array(piece, dtype)) for place, piece in made]
+        assert difference('x', pieces, wanted.astype(dtype)).error == pytest.approx(error)
+
+
+def test_what_is_rounding_alone_is_measured_on_the_scale_of_its_like():
+    piece, wanted = [(FIRST, np.array([3e-7, 0.0]))], np.array([1e-7, 0.0])
+    assert difference('x', piece, wanted).error == pytest.approx(2)
+    assert difference('x', piece, wanted, scale=10.0, rounding=1e-6).error == pytest.approx(2e-8)
+    assert difference('x', piece, wanted, scale=10.0, rounding=1e-9).error == pytest.approx(2)
+
+
+def test_an_infinity_of_the_wrong_sign_or_that_should_be_a_number_is_infinitely_wrong():
+    for made in ([np.inf, 1.0], [-np.inf, np.inf], [np.nan, 1.0]):
+        assert difference('x', [(FIRST, np.array(made))], np.array([-np.inf, 1.0])).error == np.inf
+
+
+def test_numbers_of_16_bits_are_compared_in_more_than_their_own_precision():
+    wanted, made = np.array([2048.0]), np.array([2049.0])
+    error = difference('x', [((slice(None),), made)], wanted.astype(np.float16)).error
+    assert error == pytest.approx(1 / 2048)
+
+
+def test_an_array_without_elements_is_right():
+    for nothing in (np.zeros(0, np.float32), np.zeros(0, np.int32)):
+        assert largest(nothing) == 0
+        assert difference('x', [((slice(None),), nothing)], nothing).error == 0
+
+
+def test_the_largest_element_has_no_sign_and_one_that_is_not_a_number_is_infinite():
+    assert largest([1.0, -3.0, 2j]) == 3
+    assert largest([1.0, np.nan]) == np.inf
+
+
+SHAPES = (64,), (2, 128), (64, 64)
+NOISE = 1e-3, 1e-2, 2e-2, 4e-2
+
+
+def rounded(shape: tuple[int, ...], noise: float, seed: int) -> tuple[np.ndarray, ...]:
+    """An array, and two copies of it, each with random errors of this size on average."""
+    random = np.random.default_rng(seed)
+    precise = random.normal(size=shape)
+    size = noise * np.sqrt(np.mean(precise**2))
+    return precise, *(precise + size * random.normal(size=shape) for _ in range(2))
+
+
+def is_right(made: np.ndarray, expected: np.ndarray, precise: np.ndarray) -> bool:
+    whole = (slice(None),) * made.ndim
+    found = difference_of_rounded('x', [(whole, made)], expected, precise, floor=LIMIT_16_BITS)
+    assert found.limit is not None
+    return found.error <= found.limit
+
+
+@pytest.mark.parametrize(
+    ('shape', 'noise'), [*((shape, 1e-2) for shape in SHAPES), *(((64, 64), x) for x in NOISE)]
+)
+def test_a_program_that_rounds_as_much_as_one_device_is_right(shape, noise):
+    for seed in range(50):
+        precise, expected, made = rounded(shape, noise, seed)
+        assert is_right(made, expected, precise), seed
+
+
+@pytest.mark.parametrize('noise', NOISE)
+@pytest.mark.parametrize('shape', SHAPES, ids=str)
+def test_an_array_of_which_a_part_is_lost_is_wrong_however_much_rounding_explains(shape, noise):
+    for seed in range(20):
+        precise, expected, made = rounded(shape, noise, seed)
+        lost = made.copy()
+        lost[: len(lost) // 2] = 0
+        assert not is_right(lost, expected, precise), seed
+        assert not is_right(made / 2, expected, precise), seed
+
+
+@pytest.mark.parametrize('noise', NOISE[:3])
+def test_a_matrix_that_is_five_percent_too_large_is_wrong_beside_rounding_of_two(noise):
+    for seed in range(20):
+        precise, expected, made = rounded((64, 64), noise, seed)
+        assert not is_right(1.05 * made, expected, precise), seed

@@ -1,0 +1,92 @@
+"""Each detector fires on a text that has its fault and is silent on one that has not; the texts are
+written by hand.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from megajax.analysis.inspect import known_miscompiles
+from megajax.xla.miscompiles import REGISTER, detect
+from megajax.xla.miscompiles.double_product import DOUBLE_PRODUCT
+from megajax.xla.miscompiles.empty_permute import EMPTY_PERMUTE
+from megajax.xla.miscompiles.entry import Miscompile
+from megajax.xla.miscompiles.lost_places import LOST_PLACES
+from megajax.xla.miscompiles.misplaced_bias import MISPLACED_BIAS
+from megajax.xla.miscompiles.scaled_bias import SCALED_BIAS
+from megajax.xla.miscompiles.sliced_scatter import SLICED_SCATTER
+from megajax.xla.miscompiles.small_dot import SMALL_DOT
+from megajax.xla.miscompiles.split_cycles import SPLIT_CYCLES
+
+from . import texts
+
+DOUBLE = texts.small_dot(16_385, 3)  # of fp64 it is too much, of fp32 not
+PRODUCTS = texts.products('layers/dot')
+WRONG = [
+    (EMPTY_PERMUTE, texts.permute('')),
+    (SCALED_BIAS, texts.product(1.5, 'BIAS')),
+    (SCALED_BIAS, texts.product(1.5, 'BIAS_GELU_AUX')),
+    (MISPLACED_BIAS, texts.product(1, 'BIAS', rows=8)),
+    (SPLIT_CYCLES, texts.ring('{1,0},{3,2}', '{0,1},{2,3}', 2)),
+    (DOUBLE_PRODUCT, texts.products('layers/dot')),
+    (SLICED_SCATTER, texts.scatter('{{0,2},{1,3}}')),
+    (SMALL_DOT, texts.small_dot(32_769, 3)),
+    (SMALL_DOT, texts.small_dot(40_000, 2)),
+    (SMALL_DOT, DOUBLE.replace('f32', 'f64')),
+    (LOST_PLACES, texts.top_k('zeros')),
+]
+RIGHT = [
+    DOUBLE,
+    texts.permute('{0,0},{1,1}'),
+    texts.product(1.5, 'DEFAULT', rows=8),
+    texts.product(1, 'BIAS'),
+    texts.ring('{1,0}', '{0,1}', 0),
+    texts.ring('{1,0},{3,2}', '{0,1},{2,3},{1,0}', 2),
+    texts.products('rematted_computation/layers/dot'),
+    texts.scatter('{{0,1},{2,3}}'),
+    texts.small_dot(32_768, 3),
+    texts.small_dot(40_000, 64),
+    texts.scalar_dot(),
+    texts.small_dot(40_000, 4),
+    texts.small_dot(40_000, 1),
+    DOUBLE.replace('f32', 'f64').replace('16385', '16384'),
+    texts.small_dot(40_000, 3).replace('reduce(%squares', 'reduce(%unrelated'),
+    texts.products('layers/other'),
+    PRODUCTS.replace('(%all, %i, %null, %null)', '(%all, %null, %i, %null)'),
+    PRODUCTS.replace('fusion(%all, %i, %x)', 'fusion(%all, %i, %other)'),
+    texts.ring('{1,0},{3,2}', '{0,1},{2,3}', 2).replace('direction=EQ', 'direction=NE'),
+    texts.top_k('zeros').replace('/top_k', '/fill'),
+    texts.scatter('{{0,2},{1,3}}').replace('{0, 0, 32, 32}', '{...}'),
+    texts.top_k('sorted'),
+]
+
+
+@pytest.mark.parametrize(('entry', 'text'), WRONG, ids=lambda value: getattr(value, 'name', ''))
+def test_a_text_that_has_a_fault_shows_it_and_no_other(entry: Miscompile, text: str) -> None:
+    findings = detect(text)
+    assert [finding.entry for finding in findings] == [entry]
+
+
+@pytest.mark.parametrize('text', RIGHT, ids=range(len(RIGHT)))
+def test_a_right_text_shows_none(text: str) -> None:
+    assert detect(text) == []
+
+
+def test_a_finding_names_the_instruction_path_source_line_upstream_issue_and_fix() -> None:
+    (line,) = known_miscompiles(texts.permute(''))
+    assert line.startswith('permute at jit(f)/add_any (model.py:7): ')
+    assert 'openxla/xla#45218' in line
+    assert 'xla_disable_hlo_passes=all-gather-to-collective-permute-simplifier' in line
+
+
+def test_a_compiled_function_is_read_as_its_text_is() -> None:
+    compiled = jax.jit(jnp.sin).lower(jnp.ones(8)).compile()
+    assert known_miscompiles(compiled) == known_miscompiles(compiled.as_text()) == []
+
+
+def test_every_entry_has_a_name_of_its_own_a_source_and_a_fix() -> None:
+    assert len({entry.name for entry in REGISTER}) == len(REGISTER)
+    for entry in REGISTER:
+        assert entry.source
+        assert entry.remedy
+        assert bool(entry.bitten_keys) == (entry is EMPTY_PERMUTE)
