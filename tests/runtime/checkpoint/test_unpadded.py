@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import shutil
 from pathlib import Path
 
@@ -49,7 +50,9 @@ def placements(state: TrainState) -> TrainState:
 
 
 def nbytes(x: jax.Array) -> int:
-    return sum(shard.data.nbytes for shard in x.addressable_shards)
+    """Of all shards; their data would be further arrays that are alive."""
+    shard = math.prod(x.sharding.shard_shape(x.shape))
+    return x.dtype.itemsize * shard * len(x.sharding.addressable_devices)
 
 
 @pytest.mark.parametrize('there', LAYOUTS)
