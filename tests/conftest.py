@@ -38,10 +38,13 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 # Tracing makes many objects that live long. To look through them as often as Python does by default
 # takes a tenth of the time.
 gc.set_threshold(100_000, 50, 1000)
-# `nohup` has SIGHUP ignored, and whatever the tests start would ignore it too. A handler is not
-# inherited, and the tests themselves go on after the terminal was closed.
+# `nohup` has SIGHUP ignored, and a shell has SIGINT ignored in what it starts in the background.
+# Whatever the tests start would ignore them too. A handler is not inherited, and the tests
+# themselves go on after the terminal was closed.
 if 'PYTEST_XDIST_WORKER' in os.environ or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

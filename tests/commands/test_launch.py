@@ -36,8 +36,9 @@ from dataclasses import replace
 from megajax.runtime.processes.launch import launch
 from megajax.runtime.processes.launch_plan import make_plan
 meet = (
-    'import jax; from megajax.runtime.processes.distributed import initialize; peers = initialize();
-    ' 'print("met", jax.process_index(), jax.process_count(), len(jax.devices())); peers.done()'
+    'import jax; from megajax.runtime.processes.distributed import initialize; '
+    'peers = initialize(); '
+    'print("met", jax.process_index(), jax.process_count(), len(jax.devices())); peers.done()'
 )
 plan = make_plan([], processes=2, needed=4, hosts=2, host=int(sys.argv[1]))
 sys.exit(launch(replace(plan, command=(sys.executable, '-c', meet))))

@@ -121,8 +121,11 @@ def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 def elements(dims: str, sizes: Mapping[str, int], shards: Mapping[str, int] = UNSHARDED) -> int:
     """Return the elements of these dims on a device; `shards` has the shards of each letter."""
-    sharding = math.prod(shards.get(letter, 1) for letter in dims)
-    return math.prod(shape_of(dims, sizes)) // sharding
+    size = sharding = 1
+    for letter in dims:
+        size *= sizes[letter.upper()]
+        sharding *= shards.get(letter, 1)
+    return size // sharding
 
 
 def num_at_rest(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:

@@ -140,7 +140,7 @@ def renamed(folder: Path, names: dict[str, str]) -> Path:
     shutil.copytree(ROOT / 'megajax', folder / 'megajax')
     any_name = '|'.join(names)
     attributes = re.compile(
-        rf'(?<!megajax\.)\b(?:self|model|weights)(?:\.(?:first|second|{any_name})\b)+'
+        rf'(?<!megajax\.core\.)\b(?:self|model|weights)(?:\.(?:first|second|{any_name})\b)+'
     )
     looked_up = re.compile(
         rf"(?:\[|(?:get|make|maybe|dims)\()'(?:{any_name})'"
