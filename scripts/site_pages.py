@@ -13,14 +13,14 @@ from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = ('README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'SECURITY.md', 'megajax/README.md')
+AT_ROOT = ('README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'SECURITY.md')
 LINK = re.compile(r'\]\(([^)\s:#]+\.(?:md|ipynb|png|svg))(#[^)\s]*)?\)')
 QUOTED = re.compile(r'^<!-- lines of .* -->\n', re.MULTILINE)  # for the tests
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not below `docs/`."""
-    for name in ELSEWHERE:
+    for name in AT_ROOT:
         files.append(File.generated(config, _site_path(name), abs_src_path=str(ROOT / name)))
     for notebook in sorted((ROOT / 'notebooks').glob('*.ipynb')):
         for path, content in _pages_of(notebook):
@@ -64,4 +64,4 @@ def _repository_path(path: str) -> str:
     """Return the file of the repository of which a page of the site is made."""
     if path == 'index.md':
         return 'README.md'
-    return path if path in ELSEWHERE or path.startswith('notebooks/') else f'docs/{path}'
+    return path if path in AT_ROOT or path.startswith('notebooks/') else f'docs/{path}'

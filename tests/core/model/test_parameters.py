@@ -32,6 +32,7 @@ from megajax.analysis.inspect.compile import compile_for
 from megajax.core.config import Config, ConfigError, ModelConfig, load, presets
 from megajax.core.counts import parameters as counts
 from megajax.core.counts.declaration import Declared, Parameter, Role, named
+from megajax.core.counts.layers import layer
 from megajax.core.counts.parameters import shape_of
 from megajax.core.model.block import Block
 from megajax.core.model.gradient_slot import Slotted
@@ -125,9 +126,14 @@ def of_everything(name: str) -> Config:
 
 
 def new_names() -> dict[str, str]:
-    """Random letters for each name of a module and of a parameter."""
-    declared = [counts.declare(make_config(name).model) for name in NAMES]
-    parts = {part for tree in declared for name, _ in named(tree) for part in name.split('.')}
+    """Random letters for each name of a module and of a parameter.
+
+    A sublayer keeps its name, which is also that of what it sends and multiplies.
+    """
+    models = [make_config(name).model for name in NAMES]
+    parts = {
+        part for model in models for name, _ in counts.parameters(model) for part in name.split('.')
+    } - {sublayer.name for sublayer in layer(models[0])}
     letters = random.Random(0)
     return {part: ''.join(letters.choices(string.ascii_lowercase, k=9)) for part in sorted(parts)}
 
@@ -140,7 +146,7 @@ def renamed(folder: Path, names: dict[str, str]) -> Path:
     shutil.copytree(ROOT / 'megajax', folder / 'megajax')
     any_name = '|'.join(names)
     attributes = re.compile(
-        rf'(?<!megajax\.core\.)\b(?:self|model|weights)(?:\.(?:first|second|{any_name})\b)+'
+        rf'(?<!megajax\.core\.)\b(?:self|model|weights|block)(?:\.(?:first|second|{any_name})\b)+'
     )
     looked_up = re.compile(
         rf"(?:\[|(?:get|make|maybe|dims)\()'(?:{any_name})'"
@@ -157,7 +163,7 @@ def renamed(folder: Path, names: dict[str, str]) -> Path:
         if file.name not in ('product.py', 'gradient_slot.py'):  # whose weights are not modules'
             text = attributes.sub(lambda x: rename(x.group(), names, r'\.'), file.read_text())
             file.write_text(looked_up.sub(lambda x: rename(x.group(), names, "'"), text))
-    for declarations in ('declaration', 'parameters', 'vision_parameters'):
+    for declarations in ('declaration', 'layers', 'parameters', 'vision_parameters'):
         file = folder / f'megajax/core/counts/{declarations}.py'
         file.write_text(as_text.sub(lambda x: rename(x.group(), names, "'"), file.read_text()))
     return folder
@@ -190,7 +196,7 @@ def test_nothing_but_the_name_changes_with_the_name_of_a_parameter(
     names = new_names()
     expected = json.loads(json.dumps(everything(of_everything(name))))
     expected['parameters'] = {
-        '.'.join(names[part] for part in parameter.split('.')): x
+        '.'.join(names.get(part, part) for part in parameter.split('.')): x
         for parameter, x in expected['parameters'].items()
     }
     assert everything_of_renamed(name, tmp_path) == expected

@@ -40,7 +40,7 @@ def test_old_and_current_names_are_each_others_inverses() -> None:
 
 def test_a_model_opens_from_a_checkpoint_with_old_names_bit_for_bit() -> None:
     params = by_name(open_model(STEP, ['mesh.data=1', 'mesh.model=1']).params)
-    expected = {old_names.current(name): digest for name, digest in DIGESTS.items()}
+    expected = {old_names.current(name): sha256 for name, sha256 in DIGESTS.items()}
     assert NORM in expected
     assert {name: digest(x) for name, x in params.items()} == expected
 
