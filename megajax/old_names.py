@@ -1,4 +1,4 @@
-"""The names that modules had in the first release, such as `megajax.train.step`."""
+"""The names of modules before the package had groups, such as `megajax.train.step`."""
 
 import warnings
 from collections.abc import Sequence
@@ -47,6 +47,6 @@ class OldNames(MetaPathFinder, Loader):
 
 
 def today(name: str) -> str:
-    """Return the name that a module of the first release has today."""
+    """Return the name that a module with an old name has today."""
     package, _, rest = name.partition('.')
     return f'{package}.{_GROUP_OF[rest.partition(".")[0]]}.{rest}'

@@ -1,4 +1,4 @@
-"""Modules by the names that they had in the first release."""
+"""Modules by the names that they had before the package had groups."""
 
 import importlib
 import subprocess

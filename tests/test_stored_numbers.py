@@ -97,7 +97,8 @@ def test_the_page_has_the_largest_ratios(preset: str) -> None:
 
 
 def overlap(*words: str) -> list[dict[str, str]]:
-    """The stored steps in an order of ours whose name has all words, on both versions of jax."""
+    """The stored steps in the overlap schedule whose name has all words, on both versions of
+    jax."""
     return [
         row
         for row in OVERLAP

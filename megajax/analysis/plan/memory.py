@@ -193,8 +193,8 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
 def _of_layers(sizes: Sizes, in_layers: int) -> int:
     """Return the bytes of the layers' gradients that a step holds as their backward pass begins.
 
-    A loop has allocated all of them. In an order of ours they take the place of activations, and
-    those of one layer or two are there; sums over `data` of several microbatches are added to.
+    A loop has allocated all of them. In the overlap schedule they take the place of activations,
+    and those of one layer or two are there; sums over `data` of several microbatches are added to.
     """
     adds_sums = sizes.sums_early and sizes.config.train.microbatches > 1
     if not sizes.is_ordered or adds_sums:
@@ -203,7 +203,7 @@ def _of_layers(sizes: Sizes, in_layers: int) -> int:
 
 
 def _stacks(sizes: Sizes, in_layers: int) -> int:
-    """Return the bytes of stacks that an order of ours makes of the sums of single layers.
+    """Return the bytes of stacks that the overlap schedule makes of the sums of single layers.
 
     XLA makes one after the other, the largest of more than half of all, and then frees its parts.
     """

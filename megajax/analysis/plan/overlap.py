@@ -84,9 +84,9 @@ _OVER_DATA = {
 }
 
 
-# In an order of ours the traffic of the layers runs beside all products of its pass
-# (`model/overlap/`), but for what is sent beside a short one; halves of the tokens wait for each
-# other where attention needs both. In a loop the first and the last transfer of a layer have
+# In the overlap schedule the traffic of the layers runs beside all products of its pass
+# (`core/model/overlap/`), but for what is sent beside a short one; halves of the tokens wait for
+# each other where attention needs both. In a loop the first and the last transfer of a layer have
 # nothing beside them.
 _IN_ORDER = {'batch_split': 0.92, 'sequence_split': 0.75}
 _IN_LOOP = 0.8
@@ -94,7 +94,7 @@ _OF_LAYER = 'qkv', 'attention', 'out', 'up', 'down'
 
 
 def _beside_others(collective: Expected, config: Config) -> Beside | None:
-    """Return what hides the traffic of layers in an order of ours; None for other traffic."""
+    """Return what hides the traffic of layers in the overlap schedule; None for other traffic."""
     site, phase = collective.site, collective.site.phase
     in_loop = 1.0 if config.train.unroll is True else _IN_LOOP
     if is_over_data(collective):

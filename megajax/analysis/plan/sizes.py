@@ -98,7 +98,7 @@ class Sizes:
     def kept(self) -> int:
         """The bytes that all layers keep: with full recomputation only their inputs.
 
-        An order of ours also keeps the outputs that a norm reads.
+        The overlap schedule also keeps the outputs that a norm reads.
         """
         if self.config.train.recompute != 'full':
             return self.layers * self.kept_by_layer

@@ -102,7 +102,7 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
     'vision': {
         'mesh.stages': 'the encoder stands before the first stage, and the others would wait for '
         'it; use mesh.stages=1; mesh.model and optim.shard=weights divide the model too',
-        'mesh.context': "an image's vectors stand beside each other, and context shards would cut "
+        'mesh.context': "an image's vectors are next to each other, and context shards would cut "
         'them apart; use mesh.context=1',
         'mesh.model_rows': "a grid shards D, and the encoder's vectors have all of it; "
         'use mesh.model_rows=1',
@@ -119,7 +119,7 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'mesh.stages': 'the stages of a pipeline already have microbatches that take turns',
         'mesh.context': 'context shards cut the sequence already',
         'mesh.model_rows': 'a grid needs all tokens of the rows that it shards',
-        'vision': "an image's vectors stand beside each other, and halves would cut them apart",
+        'vision': "an image's vectors are next to each other, and halves would cut them apart",
         'lora': 'the order of halves of the tokens does not know adapters',
     },
     UNROLLED: {

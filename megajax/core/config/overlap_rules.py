@@ -1,6 +1,7 @@
-"""Which steps overlap communication and computation in an order of ours.
+"""Which steps overlap communication and computation in the overlap schedule.
 
-`core/train/overlap.py` says what stands beside what; `model/overlap/` has the order.
+`core/train/overlap.py` says which collectives overlap which matmuls; `core/model/overlap/` has the
+order.
 """
 
 import math
@@ -89,14 +90,14 @@ def is_split(config: 'Config') -> bool:
 
 
 def in_order(config: 'Config') -> bool:
-    """Whether the layers run in an order of ours; otherwise XLA chooses one."""
+    """Whether the layers run in the overlap schedule; otherwise XLA chooses one."""
     return _has_order(config) and (is_split(config) or config.train.unroll is True)
 
 
 def repeats_outputs(config: 'Config') -> bool:
     """Whether full recomputation repeats the last product of a layer, and its reduction.
 
-    Only a norm of the output reads them, and an order of ours keeps them.
+    Only a norm of the output reads them, and the overlap schedule keeps them.
     """
     return config.model.norm_position == 'after' and not in_order(config)
 
@@ -121,7 +122,7 @@ def num_parts(config: 'Config') -> int:
 def rung(config: 'Config') -> str:
     """Return the value of `optim.shard` whose gradients a step sums, and when.
 
-    With one microbatch in an order of ours, ZeRO-1 sums the gradients of each layer beside the
+    With one microbatch in the overlap schedule, ZeRO-1 sums the gradients of each layer beside the
     backward pass of the next, as ZeRO-2 does: the bytes are the same.
     """
     shard = config.optim.shard
@@ -131,7 +132,8 @@ def rung(config: 'Config') -> str:
 def gathers_ahead(config: 'Config') -> bool:
     """Whether the forward pass gathers the weights of layers a little ahead, and keeps them.
 
-    ZeRO-1 and ZeRO-2 do with one microbatch in an order of ours, and gather all at first otherwise.
+    ZeRO-1 and ZeRO-2 do with one microbatch in the overlap schedule, and gather all at first
+    otherwise.
     """
     is_gathered_once = config.optim.shard in ('optimizer', 'gradients')
     return is_gathered_once and in_order(config) and config.train.microbatches == 1
@@ -147,7 +149,7 @@ def is_apart(config: 'Config') -> bool:
 
 
 def has_head(config: 'Config') -> bool:
-    """Whether an order of ours gathers the head's matrix and sums its gradient, too.
+    """Whether the overlap schedule gathers the head's matrix and sums its gradient, too.
 
     A head that is the embedding's table is needed before the layers, and its gradient after them.
     """

@@ -101,9 +101,9 @@ class TrainConfig(Section):
     otherwise none.
     """
     unroll: Literal['auto'] | bool = 'auto'
-    """Whether each layer is compiled on its own, in an order of ours, or one loop over all layers;
-    auto: on its own where `overlap` would be auto's choice, or where a GPU sends nothing, but for a
-    deterministic step.
+    """Whether each layer is compiled on its own, in the overlap schedule, or one loop over all
+    layers; auto: on its own where `overlap` would be auto's choice, or where a GPU sends nothing,
+    but for a deterministic step.
     """
     eval_every: Steps = 500
     """Interval of evaluations on the validation split."""

@@ -186,9 +186,10 @@ _VALUES = {
     'masked_lm': ('mlm',),
 }  # fmt: skip
 # Names that mean the key only within its section, or without one: elsewhere, of something else.
-_VAGUE = frozenset(
-    'path file files input out output name load save weights mix mixture modules project'.split()  # noqa: SIM905
-)
+_VAGUE = {
+    'path', 'file', 'files', 'input', 'out', 'output', 'name', 'load', 'save', 'weights', 'mix',
+    'mixture', 'modules', 'project',
+}  # fmt: skip
 _KEYS = {name: key for key, names in _NAMES.items() for name in names}
 _REASONS = {name: reason for reason, names in _DIFFERENT.items() for name in names}
 

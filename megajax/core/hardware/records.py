@@ -1,7 +1,7 @@
 """Records of GPUs and of the links between them, read from YAML.
 
-`hardware/gpus/` has the records that are known by name. Rates are per GPU and second, in FLOPs or
-bytes; latencies are in seconds. To add a GPU, copy a file and give its path.
+`core/hardware/gpus/` has the records that are known by name. Rates are per GPU and second, in FLOPs
+or bytes; latencies are in seconds. To add a GPU, copy a file and give its path.
 """
 
 import functools

@@ -190,7 +190,7 @@ class Transformer(nnx.Module):
         weights: 'Transformer | None',
         first: jax.Array | int,
     ) -> jax.Array:
-        """Do what `blocks` does in an order of ours, which gathers a head at rest by the way."""
+        """Do what `blocks` does in the overlap schedule, which also gathers a sharded head."""
         schedule = Schedule(self.config, self.layout, computation)
         of_layers = None if weights is None else weights.layers
         at_rest = self.head[...] if self.head is not None and computation.has_head else None

@@ -3,7 +3,7 @@
 In a Megatron layer every matrix product waits for the collective before it. Two halves of a
 microbatch do not depend on each other, or only in attention: while one communicates, the other
 computes (Domino, Wang et al., 2024). What is sent over `data` stands beside the products of other
-layers. The number of bytes is the same. `model/overlap/` has the order; where it has none, for
+layers. The number of bytes is the same. `core/model/overlap/` has the order; where it has none, for
 stages, context shards, grids and images, the halves are left to XLA's scheduler.
 """
 
@@ -25,7 +25,7 @@ OPTIONS = {
 # sends to the next, and of the keys and values that go round a ring.
 SLOTS = {'xla_gpu_experimental_parallel_collective_overlap_limit': '4'}
 # By default XLA starts a collective as late as it can, beside the last product before its result is
-# needed. In an order of ours it starts where it stands.
+# needed. In the overlap schedule it starts where it is.
 EARLY = {'xla_gpu_experimental_collective_start_as_early_as_possible': True}
 
 

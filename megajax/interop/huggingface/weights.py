@@ -46,7 +46,7 @@ def huggingface_pieces(
             ranges = {'C': there.columns, 'U': there.columns, 'V': vocab}
             pieces = make_pieces(there.name, there.dims, dims[path], shape, ranges)
             pieces_of_tensors.append([*map(_with_square, pieces)] if there.is_square else pieces)
-        # Layer by layer, so that those of a joined tensor stand beside each other.
+        # Layer by layer, so that those of a joined tensor are next to each other.
         return [piece for of_layer in zip(*pieces_of_tensors, strict=True) for piece in of_layer]
 
     return {path: pieces_of(path, shape) for path, shape in shapes.items()}
