@@ -54,7 +54,7 @@ def heads_on_mesh(
         ) -> dict[str, jax.Array]:
             bert, computation = nnx.merge(graph, params), Computation.of(config)
             rows = {'type_BS': type_BS, 'segment_BS': 1 - mask_BS}
-            x_BSD = bert.hidden(token_BS, computation, Rows(**rows))
+            x_BSD, _ = bert.hidden(token_BS, computation, Rows(**rows))
             return {'logits': bert(token_BS, computation, **rows), 'order': bert.order_head(x_BSD)}
 
         made = {name: np.asarray(x) for name, x in heads(params, *placed).items()}

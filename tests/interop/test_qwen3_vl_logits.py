@@ -74,7 +74,7 @@ def logits(config: Config, tensors: dict[str, np.ndarray]) -> np.ndarray:
 
     def of_shard(params: nnx.State, token_BS: Any, position_BS: Any, images: Images) -> jax.Array:
         model = nnx.merge(model_graph(config.model, layout.per_shard), params)
-        x_BTD = model.hidden(token_BS, IN_FP32, Rows(position_BS), images=images)
+        x_BTD, _ = model.hidden(token_BS, IN_FP32, Rows(position_BS), images=images)
         x_BSD = jax.reshard(x_BTD, layout.per_shard('BSd'))
         return jnp.einsum('bsd,vd->bsv', x_BSD, model.head_Vd)
 

@@ -106,8 +106,8 @@ class Transformer(nnx.Module):
         *,
         images: Images | None = None,
         weights: 'Transformer | None' = None,
-    ) -> jax.Array:
-        """x_BTD after the final norm."""
+    ) -> tuple[jax.Array, jax.Array]:
+        """x_BTD after the final norm, and the weight of the head."""
         require_model_order(self.layout)
         seen = None
         x_BTD = self.embed(token_BS, computation.dtype, rows)
@@ -119,7 +119,8 @@ class Transformer(nnx.Module):
             else:
                 merged = self.with_images(x_BTD, images, computation, detail)
                 x_BTD, rows = merged.x_BTD, merged.rows(rows)
-        return self.finish(self.blocks(x_BTD, computation, rows, weights=weights, seen=seen))
+        x_BTD, head_Vd = self.blocks(x_BTD, computation, rows, weights=weights, seen=seen)
+        return self.finish(x_BTD), head_Vd
 
     def detail(self, x_BTD: jax.Array, images: Images) -> Detail | None:
         """The detail that relevance gives to images, if the model has it."""
@@ -143,11 +144,11 @@ class Transformer(nnx.Module):
         weights: 'Transformer | None' = None,
         first: jax.Array | int = 0,
         seen: Seen | None = None,
-    ) -> jax.Array:
-        """The residual stream after `self.layers`, and the layers of cross-attention among them.
+    ) -> tuple[jax.Array, jax.Array]:
+        """The residual stream after `self.layers`, and the weight of the head.
 
-        `weights` has the weights to compute with, where they differ, and `first` is as in
-        `run_layers`.
+        The layers of cross-attention are among the layers. `weights` has the weights to compute
+        with, where they differ, and `first` is as in `run_layers`.
         """
         if computation.in_order:
             return self._in_order(x_BTD, computation, rows, weights, first)
@@ -180,7 +181,7 @@ class Transformer(nnx.Module):
                 recompute=computation.recompute,
                 after_groups=after_groups,
             )
-        return xs_BTD[0] if num_parts == 1 else jnp.concatenate(xs_BTD)
+        return xs_BTD[0] if num_parts == 1 else jnp.concatenate(xs_BTD), self.head_Vd
 
     def _in_order(
         self,
@@ -189,16 +190,19 @@ class Transformer(nnx.Module):
         rows: Rows,
         weights: 'Transformer | None',
         first: jax.Array | int,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array]:
         """Do what `blocks` does in the overlap schedule, which also gathers a sharded head."""
         schedule = Schedule(self.config, self.layout, computation)
         of_layers = None if weights is None else weights.layers
-        at_rest = self.head[...] if self.head is not None and computation.has_head else None
+        at_rest = self.head_Vd if computation.has_head else None
         with jax.named_scope('layers'):
             x_BTD, head_Vd = schedule(x_BTD, self.layers, of_layers, rows, first, at_rest)
-        if self.head is not None and head_Vd is not None:
-            self.head.set_value(head_Vd)
-        return x_BTD
+        return x_BTD, self.head_Vd if head_Vd is None else head_Vd
+
+    @property
+    def head_Vd(self) -> jax.Array:
+        """The weight of the head: the embedding table where they are tied."""
+        return self.embedding.table[...] if self.head is None else self.head[...]
 
 
 class LanguageModel(Transformer):
@@ -225,16 +229,12 @@ class LanguageModel(Transformer):
         compares them with labels. Raises ConfigError on stages and context shards.
         """
         rows = Rows(position_BS, segment_BS, type_BS)
-        x_BTD = self.before_head(self.hidden(token_BS, computation, rows))
+        x_BTD, head_Vd = self.hidden(token_BS, computation, rows)
+        x_BTD = self.before_head(x_BTD)
         with jax.named_scope('head'):
             x_BSD = jax.reshard(x_BTD, self.layout('BSd'))  # f: nothing (SP: all-gather)
             loss = Loss(vocab_size=self.config.vocab_size, layout=self.layout)
-            return loss.logits(x_BSD, self.head_Vd.T, self.head_bias_V)
-
-    @property
-    def head_Vd(self) -> jax.Array:
-        """The weight of the head: the embedding table where they are tied."""
-        return self.embedding.table[...] if self.head is None else self.head[...]
+            return loss.logits(x_BSD, head_Vd.T, self.head_bias_V)
 
     @property
     def head_bias_V(self) -> jax.Array | None:
@@ -276,9 +276,18 @@ def make_model(config: ModelConfig, layout: Layout, *, key: jax.Array) -> Langua
     return kind(config, layout, key=key)
 
 
-def model_graph(config: ModelConfig, layout: Layout) -> nnx.GraphDef[LanguageModel]:
-    """The model without its parameters, for `nnx.merge`."""
-    return nnx.graphdef(jax.eval_shape(lambda: make_model(config, layout, key=jax.random.key(0))))
+def model_graph(
+    config: ModelConfig, layout: Layout, *, in_fp8: bool = False
+) -> nnx.GraphDef[LanguageModel]:
+    """The model without its parameters, for `nnx.merge`; in fp8 its layers also have scales."""
+
+    def make() -> LanguageModel:
+        model = make_model(config, layout, key=jax.random.key(0))
+        for sublayer in (model.layers.attention, model.layers.mlp) if in_fp8 else ():
+            sublayer.first.scales, sublayer.second.scales = (nnx.Param(None) for _ in range(2))
+        return model
+
+    return nnx.graphdef(jax.eval_shape(make))
 
 
 def _bert_keys(key: jax.Array) -> jax.Array:

@@ -15,7 +15,6 @@ from megajax.core.model.loss import Loss
 from megajax.core.model.parameters import map_parameters, with_frozen
 from megajax.core.model.transformer import Bert, LanguageModel, make_model, model_graph
 from megajax.core.parallel.layout import Layout
-from megajax.core.train import scaling
 from megajax.core.train.feed import Batch
 from megajax.core.train.microbatches import images_of, rows_of
 from megajax.core.train.overlap import computation_of
@@ -34,11 +33,13 @@ class Objective:
     config: Config
     layout: Layout
     computation: Computation
+    in_fp8: bool = False  # whether the parameters have scales
 
     @classmethod
     def of(cls, config: Config, layout: Layout) -> Self:
         """The objective of a run's training steps."""
-        return cls(config, layout.per_shard, computation_of(config))
+        in_fp8 = config.train.dtype == 'fp8'
+        return cls(config, layout.per_shard, computation_of(config), in_fp8)
 
     @classmethod
     def of_evaluation(cls, config: Config, layout: Layout) -> Self:
@@ -63,10 +64,10 @@ class Objective:
         """Compute the sums of tokens, and the loss of sentence-order prediction, if any."""
         model, used = self.model(params, weights)
         images = images_of(shard, key)
-        x_BTD = model.hidden(
+        x_BTD, head_Vd = model.hidden(
             shard['tokens'], self.computation, rows_of(shard, key), images=images, weights=used
         )
-        return self._of_tokens(model, x_BTD, shard), self._of_rows(model, x_BTD, shard)
+        return self._of_tokens(model, x_BTD, head_Vd, shard), self._of_rows(model, x_BTD, shard)
 
     def embed(
         self, params: nnx.State, weights: nnx.State | None, shard: Batch, key: jax.Array | None
@@ -90,7 +91,7 @@ class Objective:
         """
         model, used = self.model(params, weights)
         rows = rows_of(shard, key)
-        return model.blocks(x_BTD, self.computation, rows, weights=used, first=first)
+        return model.blocks(x_BTD, self.computation, rows, weights=used, first=first)[0]
 
     def head(
         self, params: nnx.State, weights: nnx.State | None, x_BTD: jax.Array, shard: Batch
@@ -100,7 +101,7 @@ class Objective:
         `shard` has the labels and weights of these tokens.
         """
         model, _ = self.model(params, weights)
-        return self._of_tokens(model, model.finish(x_BTD), shard)
+        return self._of_tokens(model, model.finish(x_BTD), model.head_Vd, shard)
 
     def row_head(
         self, params: nnx.State, weights: nnx.State | None, x_BTD: jax.Array, shard: Batch
@@ -109,12 +110,12 @@ class Objective:
         model, _ = self.model(params, weights)
         return self._of_rows(model, model.finish(x_BTD), shard)
 
-    def _of_tokens(self, model: LanguageModel, x_BTD: jax.Array, shard: Batch) -> Sums:
-        head_BTD = model.before_head(x_BTD)
+    def _of_tokens(
+        self, model: LanguageModel, x_BTD: jax.Array, head_Vd: jax.Array, shard: Batch
+    ) -> Sums:
+        x_BTD = model.before_head(x_BTD)
         with jax.named_scope('loss'):
-            return self._loss(
-                head_BTD, model.head_Vd, shard['labels'], shard['weights'], model.head_bias_V
-            )
+            return self._loss(x_BTD, head_Vd, shard['labels'], shard['weights'], model.head_bias_V)
 
     def _of_rows(self, model: LanguageModel, x_BTD: jax.Array, shard: Batch) -> jax.Array | None:
         if not isinstance(model, Bert):
@@ -142,7 +143,7 @@ class Objective:
 
     @cached_property
     def _graph(self) -> nnx.GraphDef[LanguageModel]:
-        return model_graph(self.config.model, self.layout)
+        return model_graph(self.config.model, self.layout, in_fp8=self.in_fp8)
 
     def model(
         self, params: nnx.State, weights: nnx.State | None
@@ -153,7 +154,7 @@ class Objective:
         them in fp32.
         """
         if weights is None:
-            return self._merged(params), None
+            return nnx.merge(self._graph, params), None
         computation, layout = self.computation, self.layout
         params = with_frozen(params, weights)
 
@@ -165,12 +166,4 @@ class Objective:
         ready = map_parameters(outside_layers, params, weights)
         if computation.has_head:
             ready['head'] = params['head']  # at rest until the layers gather it
-        return self._merged(ready), self._merged(weights)
-
-    def _merged(self, params: nnx.State) -> LanguageModel:
-        params, scales = scaling.detached(params)
-        model = nnx.merge(self._graph, params)
-        if scales:
-            for (sublayer, linear), of_linear in zip(scaling.LINEARS, scales, strict=True):
-                getattr(getattr(model.layers, sublayer), linear).scales = of_linear
-        return model
+        return nnx.merge(self._graph, ready), nnx.merge(self._graph, weights)

@@ -124,7 +124,8 @@ def hidden_of_shards(
     x_BSD = model.embed(token_BS, computation.dtype, Rows(position_BS))
     prompts = SeenPrompts(x_BSD, position_BS, jnp.ones_like(index_BS))
     prompts = see(model, prompts, images, layout)
-    return model.finish(model.blocks(prompts.x_BSD, computation, prompts.rows, seen=prompts.seen))
+    x_BSD, _ = model.blocks(prompts.x_BSD, computation, prompts.rows, seen=prompts.seen)
+    return model.finish(x_BSD)
 
 
 @functools.cache
@@ -153,7 +154,7 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
             params = cast_matrices(params, config.train.compute_dtype, layout)
         if images is None:
             model = nnx.merge(graph, params)
-            x_BSD = model.hidden(token_BS, computation)
+            x_BSD, _ = model.hidden(token_BS, computation)
         else:
             assert position_BS is not None
             assert count_BS is not None

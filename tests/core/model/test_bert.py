@@ -118,7 +118,7 @@ def loss_by_the_book(model: Bert, batch: dict[str, jax.Array]) -> tuple[jax.Arra
     )
     masked = -(of_labels * batch['loss_mask']).sum() / batch['loss_mask'].sum()
 
-    first_BD = model.hidden(batch['tokens'], computation, Rows(**inputs))[:, 0]
+    first_BD = model.hidden(batch['tokens'], computation, Rows(**inputs))[0][:, 0]
     pooler, classifier = (
         lambda x, layer=layer: x @ layer.weight[...] + layer.bias[...][None]
         for layer in (model.order_head.pooler, model.order_head.classifier)

@@ -158,7 +158,7 @@ def test_scanned_layers_are_the_layers_one_after_another(name):
 
         def scanned(params: nnx.State) -> jax.Array:
             model = nnx.merge(graph, params)
-            return loss(model.hidden(token_BS, IN_FP32), model.head_Vd, label_BS, weight_BS)[0]
+            return loss(model.hidden(token_BS, IN_FP32)[0], model.head_Vd, label_BS, weight_BS)[0]
 
         def looped(params: nnx.State) -> jax.Array:
             model = nnx.merge(graph, params)
@@ -186,7 +186,7 @@ def test_jit_changes_nothing(name):
         label_BS, weight_BS = placed(TOKENS), placed(np.ones(TOKENS.shape, 'f4'))
 
         def objective() -> jax.Array:
-            return loss(model.hidden(label_BS, IN_FP32), model.head_Vd, label_BS, weight_BS)[0]
+            return loss(model.hidden(label_BS, IN_FP32)[0], model.head_Vd, label_BS, weight_BS)[0]
 
         assert relative_error(objective(), jax.jit(objective)()) < 1e-6
 
@@ -320,7 +320,7 @@ def residuals(config: Config, in_order: bool) -> list[jax.Array]:
         computation = computation._replace(num_parts=2, in_order=True, unroll=True)
 
     def hidden(params: nnx.State) -> jax.Array:
-        return nnx.merge(graph, params).hidden(token_BS, computation, Rows(key_B=key_B))
+        return nnx.merge(graph, params).hidden(token_BS, computation, Rows(key_B=key_B))[0]
 
     h_BTD, pull = jax.vjp(hidden, params)
     (gradients,) = pull(h_BTD)

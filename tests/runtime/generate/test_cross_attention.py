@@ -54,7 +54,7 @@ def uncached() -> list[list[int]]:
     @jax.jit
     def logits(params: nnx.State, token_BS: jax.Array) -> jax.Array:
         model = nnx.merge(model_graph(config.model, layout), copy_to_shards(params, layout))
-        x_BSD = model.hidden(token_BS, IN_FP32, images=jax.tree.map(jnp.asarray, of_rows))
+        x_BSD, _ = model.hidden(token_BS, IN_FP32, images=jax.tree.map(jnp.asarray, of_rows))
         return (x_BSD @ model.head_Vd.T)[..., : config.model.vocab_size]
 
     with on_mesh(config):

@@ -72,7 +72,7 @@ def uncached() -> list[list[int]]:
     def logits(params: nnx.State, token_BS: jax.Array) -> jax.Array:
         model = nnx.merge(model_graph(config.model, layout), copy_to_shards(params, layout))
         images = jax.tree.map(jnp.asarray, of_rows)
-        x_BSD = model.hidden(token_BS, IN_FP32, Rows(position_BS), images=images)
+        x_BSD, _ = model.hidden(token_BS, IN_FP32, Rows(position_BS), images=images)
         return (x_BSD @ model.head_Vd.T)[..., : config.model.vocab_size]
 
     with on_mesh(config):
