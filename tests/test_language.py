@@ -1,7 +1,11 @@
-"""The house rules of megajax's text: docstrings that stand alone, short functions, short files."""
+"""The rules of megajax's text: its words, docstrings, short functions, short files."""
 
 import ast
+import functools
+import io
 import re
+import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,8 +14,9 @@ import pytest
 import megajax
 
 PACKAGE = Path(megajax.__file__).parent
-# A docstring that begins so is the rest of a sentence whose beginning is the name above it.
-FRAGMENTS = ('Of ', 'As ', 'Its ', 'Those ', 'That ')
+# A docstring that begins so, without a main clause, continues the name above it.
+VERB = r'(?!.* (is|are|was|were|has|have|must|can|may|does|do) \S)'
+FRAGMENTS = re.compile(rf'(Of|Those|That of) |As (?!.*,)|Its {VERB}|That (?!is |are )|What {VERB}')
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 350
 # The beginning of a command, up to a word that is not a number.
 COMMAND = re.compile(
@@ -39,12 +44,11 @@ def first_sentence(docstring: str) -> str:
 
 
 def fragments(text: str) -> Iterator[tuple[int, str]]:
-    """Docstrings whose first sentence does not stand alone."""
+    """Docstrings whose first sentence cannot be understood alone."""
     for line, name, node in documented(ast.parse(text)):
         sentence = first_sentence(ast.get_docstring(node) or '')
-        is_statement = sentence.startswith('What') and not sentence.endswith('?')
-        if sentence.startswith(FRAGMENTS) or is_statement:
-            yield line, f'{name}: "{sentence}" is not a complete sentence or noun phrase'
+        if FRAGMENTS.match(sentence) and not sentence.endswith('?'):
+            yield line, f'{name}: "{sentence}" is not a sentence or noun phrase'
 
 
 def missing_docstrings(text: str) -> Iterator[tuple[int, str]]:
@@ -111,6 +115,7 @@ def test_every_module_of_the_package_keeps_the_rule(rule: Rule) -> None:
         'What the step returns.',
         'What the step returns. Is it sharded?',
         "What `a.b` is. It is 'c'?",
+        'That of a shard is its own.',
     ],
 )
 def test_a_docstring_that_is_the_rest_of_a_sentence_is_a_violation(docstring: str) -> None:
@@ -120,7 +125,16 @@ def test_a_docstring_that_is_the_rest_of_a_sentence_is_a_violation(docstring: st
 
 @pytest.mark.parametrize(
     'docstring',
-    ['Offsets of the rows.', 'Whether x is y.', 'What to do\nnow? This.', 'Return what x is.', ''],
+    [
+        'Return what x is.',
+        'Offsets of the tokens.',
+        'Whether x is y.',
+        'What to do\nnow? This.',
+        'Its shards are gathered before use.',
+        'As long as x is y, return z.',
+        'What XLA returns is a shard.',
+        '',
+    ],
 )
 def test_a_docstring_that_stands_alone_is_none(docstring: str) -> None:
     assert not [*fragments(f'"""{docstring}"""')]
@@ -141,3 +155,99 @@ def test_the_lines_of_a_function_are_counted(num_lines: int, count: int) -> None
 @pytest.mark.parametrize(('num_lines', 'count'), [(350, 0), (351, 1)])
 def test_the_lines_of_a_file_are_counted(num_lines: int, count: int) -> None:
     assert len([*long_file('pass\n' * num_lines)]) == count
+
+
+ROOT = PACKAGE.parent
+TABLE = Path(__file__).with_name('words.txt')
+AREAS = 'pages', 'messages', 'code'
+Place = tuple[str, int]  # its file and line
+
+
+def words() -> Iterator[tuple[re.Pattern[str], str, tuple[int, ...]]]:
+    """Each avoided word: its pattern, what to write instead, and its count by area."""
+    for line in TABLE.read_text().splitlines():
+        if not line.startswith('#'):
+            counts, pattern, instead = re.split('  +', line)
+            yield re.compile(pattern, re.I), instead, tuple(map(int, counts.split()))
+
+
+def prose(page: str) -> str:
+    """The page without code, quoted output and comments, on the same lines."""
+    hidden = re.compile(r'^(```+).*?^\1 *$|<!--.*?-->|`[^`\n]+`', re.M | re.S)
+    return hidden.sub(lambda match: re.sub('.+', '`', match[0]), page)
+
+
+def texts_of_code(text: str) -> Iterator[tuple[str, int, str]]:
+    """Each docstring, comment and string literal of a module: its area, line and text."""
+    tree = ast.parse(text)
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    inner = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else '{}' for part in node.values)
+            yield 'messages', node.lineno, ''.join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) in alone:
+                yield 'code', node.lineno, node.value
+            elif id(node) not in inner and ' ' in node.value.strip():  # others are names
+                yield 'messages', node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield 'code', token.start[0], token.string
+
+
+@functools.cache
+def texts() -> list[tuple[str, Place, str]]:
+    """Each text of the pages and the package: its area, place and words, on one line."""
+    names = 'README', 'CONTRIBUTING', 'SECURITY', 'CHANGELOG'
+    found = []
+    for path in (*(ROOT / f'{name}.md' for name in names), *sorted(ROOT.glob('docs/*.md'))):
+        line = 1
+        for paragraph in re.split(r'(\n\s*\n)', prose(path.read_text())):
+            found.append(('pages', (path.relative_to(ROOT).as_posix(), line), paragraph))
+            line += paragraph.count('\n')
+    for path in sorted(PACKAGE.rglob('*.py')):
+        for area, line, text in texts_of_code(path.read_text()):
+            found.append((area, (path.relative_to(ROOT).as_posix(), line), text))
+    return [(area, place, ' '.join(text.split())) for area, place, text in found]
+
+
+def uses(word: re.Pattern[str]) -> list[tuple[str, Place]]:
+    """Every place that has a word, with its area."""
+    return [(area, place) for area, place, text in texts() for _ in word.finditer(text)]
+
+
+@pytest.mark.parametrize(('word', 'instead', 'counts'), [*words()], ids=lambda part: '')
+def test_no_area_has_more_of_an_avoided_word(
+    word: re.Pattern[str], instead: str, counts: tuple[int, ...]
+) -> None:
+    found = uses(word)
+    for area, count in zip(AREAS, counts, strict=True):
+        places = [place for where, place in found if where == area]
+        listed = '\n'.join(f'{path}:{line}' for path, line in places)
+        assert len(places) <= count, (
+            f'{word.pattern} is {len(places)} times in {area}, {count} allowed: write {instead!r}\n'
+            f'{listed}'
+        )
+
+
+def test_a_count_that_can_be_lowered_is_printed() -> None:
+    for word, instead, counts in words():
+        left = Counter(area for area, _ in uses(word))
+        new = tuple(left[area] for area in AREAS)
+        if new != counts:
+            print(*new, f' {word.pattern}  {instead}')
+
+
+def test_the_lint_reads_prose_messages_and_docstrings_but_no_code() -> None:
+    page = 'A `rung`.\n```\na rung\n```\nTwo <!-- rung --> b\n'
+    assert 'rung' not in prose(page)
+    assert prose(page).count('\n') == page.count('\n')
+    module = '"""A rung."""\nx = 1  # rung\ny = "rung"\nz = "a rung"\nw = f"the {x} rung"\n'
+    found = [(area, line) for area, line, text in texts_of_code(module) if 'rung' in text]
+    assert sorted(found) == [('code', 1), ('code', 2), ('messages', 4), ('messages', 5)]
