@@ -20,35 +20,35 @@ Arguments = Annotated[
     list[str],
     typer.Argument(
         metavar='A B [KEY=VALUE ...]',
-        help='Each a preset, a YAML file, a run, RUN/STEP, a Hugging Face directory or a file of '
-        '--dump; then overrides of both.',
+        help='A preset, a YAML file, a run, RUN/STEP, a Hugging Face directory or a file written '
+        'by --dump, twice; then overrides for both.',
     ),
 ]
 OverridesOfA = Annotated[
-    list[str] | None, typer.Option('--a', metavar='KEY=VALUE', help='An override of A alone.')
+    list[str] | None, typer.Option('--a', metavar='KEY=VALUE', help='An override for A only.')
 ]
 OverridesOfB = Annotated[
-    list[str] | None, typer.Option('--b', metavar='KEY=VALUE', help='An override of B alone.')
+    list[str] | None, typer.Option('--b', metavar='KEY=VALUE', help='An override for B only.')
 ]
 DataOption = Annotated[
     bool,
     typer.Option(
         '--data',
-        help="Take the first batch of A's data, or of B's if A is a Hugging Face directory, not "
-        'random tokens.',
+        help="Use the first batch of A's data instead of random tokens (of B's if A is a Hugging "
+        'Face directory).',
     ),
 ]
 Transformers = Annotated[
     Literal['a', 'b'] | None,
-    typer.Option(help='Execute this Hugging Face directory with transformers.'),
+    typer.Option(help='Execute this side, a Hugging Face directory, with transformers.'),
 ]
 Tolerance = Annotated[
     float | None,
-    typer.Option(min=0, help='Limit of a difference; by default it depends on the dtype.'),
+    typer.Option(min=0, help='Largest difference that passes; the default depends on the dtype.'),
 ]
 DumpFile = Annotated[
     Path | None,
-    typer.Option(help='Write the numbers of A to this file (.npz), to be compared later.'),
+    typer.Option(help='Write the numbers of A to this file (.npz), to compare later.'),
 ]
 AllOption = Annotated[bool, typer.Option('--all', help='Show every site of every layer.')]
 JsonFile = Annotated[Path | None, typer.Option(help='Write everything to this file.')]
@@ -67,8 +67,8 @@ def compare(
 ) -> None:
     """Name the first site at which two models or meshes differ.
 
-    Both make one forward and one backward pass over the same batch. Exits with 1 if a difference is
-    beyond the limit.
+    Runs one forward and one backward pass on each side, on the same batch. Exits with 1 if a
+    difference exceeds its limit.
     """
     sources = [argument for argument in arguments if '=' not in argument]
     overrides = [argument for argument in arguments if '=' in argument]
@@ -116,7 +116,7 @@ def _print(comparison: 'Comparison', *, every: bool) -> None:
 def _check_two(sources: list[str]) -> None:
     if len(sources) != 2:
         raise ConfigError(
-            f'compare got {", ".join(sources) or "nothing"} to compare: '
+            f'compare needs two sources, got {", ".join(sources) or "none"}: '
             'give A and B, or A and --dump FILE'
         )
 
@@ -126,13 +126,13 @@ def _check_dump(
 ) -> None:
     if len(sources) != 1 or of_b:
         raise ConfigError(
-            f'--dump writes the numbers of one, not of {", ".join(sources) or "none"}: '
-            'give A alone, without --b'
+            f'--dump writes the numbers of one source, got {", ".join(sources) or "none"}: '
+            'give only A, without --b'
         )
     if dump.suffix != SUFFIX:
-        raise ConfigError(f'--dump {dump}: a dump is an {SUFFIX} file; name it {dump.stem}{SUFFIX}')
+        raise ConfigError(f'--dump {dump}: a dump is a {SUFFIX} file; name it {dump.stem}{SUFFIX}')
     if is_compared:
         raise ConfigError(
-            '--json, --all and --tolerance are about a comparison, and --dump compares nothing: '
-            'leave them out, and give them when the file is compared'
+            '--json, --all and --tolerance have no effect with --dump, which compares nothing: '
+            'use them when you compare the file'
         )

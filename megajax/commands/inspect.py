@@ -26,8 +26,8 @@ inspect_app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help='Show what XLA inserted, beside what Megatron places.\n\n'
-    'megajax inspect CONFIG [KEY=VALUE ...] [--target h100]; megajax inspect step --help has all.',
+    help="List each collective that XLA inserted, next to Megatron's.\n\n"
+    'megajax inspect CONFIG [KEY=VALUE ...] [--target h100]. See megajax inspect step --help.',
 )
 
 Overrides = Annotated[
@@ -39,12 +39,12 @@ Target = Annotated[
     str,
     typer.Option(
         callback=record_name,
-        help='cpu, or a GPU, which need not be present: a100, b200, h100, h200.',
+        help='cpu, or a GPU (no GPU is needed): a100, b200, h100, h200.',
     ),
 ]
 NumHosts = Annotated[
     int | None,
-    typer.Option(help='Number of hosts of the mesh; 8 devices per host if left out.'),
+    typer.Option(help='Number of hosts; the default is as few as hold 8 devices each.'),
 ]
 JsonFile = Annotated[Path | None, typer.Option(help='Write everything to this file.')]
 HloFile = Annotated[Path | None, typer.Option(help='Write the compiled program to this file.')]
@@ -59,29 +59,27 @@ BisectOption = Annotated[
     bool,
     typer.Option(
         '--bisect',
-        help='With --run: name the compiler pass that makes the result wrong.',
+        help='With --run: name the compiler pass after which the result is wrong.',
     ),
 ]
 ScanOption = Annotated[
     bool,
     typer.Option(
         '--scan',
-        help='Compile a loop over layers where a run compiles each on its own: quicker, and less '
-        'overlaps.',
+        help='Compile a loop over the layers even if a run compiles them separately: quicker, but '
+        'with less overlap.',
     ),
 ]
-ReduceOption = Annotated[
+MinimizeOption = Annotated[
     bool,
-    typer.Option('--reduce', help='With --run: print the smallest config with a wrong result.'),
+    typer.Option('--minimize', help='With --run: print the smallest config with a wrong result.'),
 ]
-
-
+OldMinimizeOption = Annotated[bool, typer.Option('--reduce', hidden=True)]
 KernelsOption = Annotated[
-    bool, typer.Option('--kernels', help='With a GPU: show the kernels and their bytes and FLOPs.')
+    bool, typer.Option('--kernels', help='With a GPU target: list kernels, bytes and FLOPs.')
 ]
 MemoryOption = Annotated[
-    bool,
-    typer.Option('--memory', help='Show what a device holds when a step needs the most memory.'),
+    bool, typer.Option('--memory', help='List the arrays in device memory at its peak.')
 ]
 BudgetFile = Annotated[
     Path | None,
@@ -99,19 +97,21 @@ def step(
     hlo: HloFile = None,
     run: RunOption = False,
     bisect: BisectOption = False,
-    reduce: ReduceOption = False,
+    minimize: MinimizeOption = False,
+    reduce: OldMinimizeOption = False,
     scan: ScanOption = False,
     kernels: KernelsOption = False,
     memory: MemoryOption = False,
     budget: BudgetFile = None,
 ) -> None:
-    """Show the collectives that XLA inserted, beside Megatron's.
+    """List each collective that XLA inserted, next to Megatron's.
 
-    Exits with 1 if XLA inserted more. With --run the compiled step is also executed, without a GPU,
-    and every gradient is compared with that of one device.
+    Exits with 1 if XLA sends more. With --run the compiled step is also executed, without a GPU,
+    and every gradient is compared with a step on one device.
     """
     config = load(source, overrides or ())
-    _check_run(target, run, explained=bisect or reduce)
+    minimize = minimize or reduce
+    _check_run(target, run, explained=bisect or minimize)
     _check_gpu(target, kernels=kernels, budget=budget)
     check_outputs(json, hlo)
     limits = _read_budget(budget) if budget else None
@@ -120,7 +120,7 @@ def step(
     inspection, text = inspect_with_text(config, target=target, hosts=hosts, scan=scan)
     inspection = _with_remedy(inspection, config)
     if run:
-        runs = _run_with_progress(config, target, bisect=bisect, reduce=reduce)
+        runs = _run_with_progress(config, target, bisect=bisect, minimize=minimize)
         inspection = inspection.model_copy(update={'runs': runs})
     if limits:
         from megajax.analysis.inspect.budget import over_budget
@@ -143,7 +143,7 @@ def _read_budget(file: Path) -> 'Budget':
 
 Compared = Annotated[
     str,
-    typer.Argument(help='A file that inspect --json has written, or a preset or a YAML file.'),
+    typer.Argument(help='A file written by inspect --json, a preset or a YAML file.'),
 ]
 
 
@@ -156,10 +156,9 @@ def diff(
         bool, typer.Option('--markdown', help='Print Markdown, for a pull request.')
     ] = False,
 ) -> None:
-    """Show what differs between two compiled steps.
+    """Compare two compiled steps: of two commits, configs or versions of jax.
 
-    They may be of two commits, configs or versions of jax. A config is compiled now, for the
-    target. Exits with 1 if there is a new error.
+    A config is compiled now, for the target. Exits with 1 if there is a new error.
     """
     sources = _read_inspection(before), _read_inspection(after)
     from megajax.analysis.inspect import inspect
@@ -189,13 +188,13 @@ def _read_inspection(source: str) -> 'Inspection | Config':
         raise ConfigError(f'{path} cannot be read: {error.strerror}') from error
     except ValueError as error:
         raise ConfigError(
-            f'{path} is not what this version of megajax inspect --json writes: '
+            f'{path} was not written by megajax inspect --json of this version: '
             f'{str(error).splitlines()[0]}; write it again'
         ) from error
 
 
 def _with_remedy(inspection: 'Inspection', config: Config) -> 'Inspection':
-    """Add what would make the step fit, if it does not fit the memory of a GPU."""
+    """Add the key that makes the step fit, if it does not fit in the GPU's memory."""
     from megajax.analysis.plan.one_key import remedy
 
     if inspection.target == 'cpu':
@@ -222,23 +221,23 @@ def _check_gpu(target: str, *, kernels: bool, budget: Path | None) -> None:
     wanted = '--kernels' if kernels else '--budget' if budget else None
     if wanted and target == 'cpu':
         raise ConfigError(
-            f'{wanted} is about the program of a GPU: add --target h100, or a100, h200, b200'
+            f'{wanted} needs a program compiled for a GPU: add --target h100, or a100, h200, b200'
         )
 
 
 def _check_run(target: str, run: bool, *, explained: bool) -> None:
     if explained and not run:
-        raise ConfigError('--bisect and --reduce explain what --run finds wrong: add --run')
+        raise ConfigError('--bisect and --minimize explain a wrong result of --run: add --run')
     if run and target == 'cpu':
         raise ConfigError(
-            '--run executes the program of a GPU: add --target h100, or a100, h200, b200'
+            '--run needs a program compiled for a GPU: add --target h100, or a100, h200, b200'
         )
 
 
 def _run_with_progress(
-    config: Config, target: str, *, bisect: bool, reduce: bool
+    config: Config, target: str, *, bisect: bool, minimize: bool
 ) -> 'list[StepRun]':
-    """Execute the step in another process, which says on standard error how far it is."""
+    """Execute the step in a child process, and report its progress on standard error."""
     from megajax.analysis.inspect.step_run import run_in_child
 
     progress = Console(stderr=True, highlight=False)
@@ -246,6 +245,6 @@ def _run_with_progress(
         config,
         target,
         bisect=bisect,
-        reduce=reduce,
+        minimize=minimize,
         say=lambda line: progress.print(line, style='dim', markup=False),
     )

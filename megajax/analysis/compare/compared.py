@@ -57,7 +57,7 @@ def compare_sources(
     both = _of_both(overrides, bool(transformers))
     with Source.opened(a, both, of_a) as first, Source.opened(b, both, of_b) as second:
         if overrides and first.kind == second.kind == 'dump':
-            raise ConfigError(f'{a} and {b} are computed already: leave out {overrides[0]}')
+            raise ConfigError(f'{a} and {b} are dumps of computed numbers: remove {overrides[0]}')
         sides = _with_like_adapters(_sides([first, second], transformers))
         check_comparable(sides[0].config, sides[1].config, names=[a, b])
         batch = _batch(sides, data=data)
@@ -75,7 +75,7 @@ def dump_source(
     """Write the numbers of a source's pass to a file that `compare_sources` reads."""
     with Source.opened(name, _of_both(overrides, transformers)) as source:
         if source.kind == 'dump':
-            raise ConfigError(f'{name} is a dump already: give a config, a run or a directory')
+            raise ConfigError(f'{name} is already a dump: give a config, a run or a directory')
         sides = _sides([source], 'a' if transformers else None)
         write_recording(file, sides[0].record(_batch(sides, data=data)))
 
@@ -93,8 +93,8 @@ def _sides(sources: Sequence[Source], transformers: str | None) -> list[_Side]:
     for letter, source in zip('ab', sources, strict=False):
         if letter == transformers and source.kind != 'huggingface':
             raise ConfigError(
-                f'{source.name} is no Hugging Face directory, so transformers cannot execute it: '
-                'write one with megajax export hf'
+                f'--transformers {letter}: {source.name} is not a Hugging Face directory; write '
+                'one with megajax export hf'
             )
     recordings = {
         index: read_recording(source.path)
@@ -138,8 +138,8 @@ def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
         if side.recording is not None:
             if data:
                 raise ConfigError(
-                    f'{side.source.name} was dumped with a batch of its own: leave out --data, or '
-                    'dump again with it'
+                    f'--data: {side.source.name} contains its own batch; remove --data, or dump '
+                    'again with it'
                 )
             return side.recording.batch
     if data:
@@ -148,7 +148,7 @@ def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
         if found is None:
             raise ConfigError(
                 f'--data: {sides[0].source.name} is a Hugging Face directory, which has no data; '
-                'set data.corpus, or leave out --data'
+                'set data.corpus, or remove --data'
             )
         return found.source.data(found.config).train[0]
     from megajax.analysis.inspect.random_batch import make_batch

@@ -1,4 +1,4 @@
-"""The difference of two recordings, site by site."""
+"""Compare two recordings, site by site."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,8 +27,8 @@ class Site(_Result):
     name: str
     phase: str = Field(description='forward or gradient')
     error: float = Field(
-        description='the largest difference over the largest absolute value in A; infinite where '
-        'one has a number that the other has not'
+        description='the largest difference over the largest absolute value in A; infinite if '
+        'only one of the two is finite, or has this site'
     )
     limit: float
     place: list[int] = Field(description='the index of the largest difference')
@@ -44,7 +44,7 @@ class Site(_Result):
 
 
 class Side(_Result):
-    """One of the two that are compared."""
+    """One side of a comparison."""
 
     source: str
     config: dict[str, dict[str, Any]] = Field(description='the config that was executed')
@@ -58,12 +58,16 @@ class Comparison(_Result):
 
     a: Side
     b: Side
-    keys: list[tuple[str, str, str]] = Field(description='what differs, with both values')
+    keys: list[tuple[str, str, str]] = Field(
+        description='differences in config and environment, with both values'
+    )
     weights: int = Field(description='number of parameters')
-    different_weights: list[str] = Field(description='those whose bits differ, the first first')
+    different_weights: list[str] = Field(
+        description='parameters that are not bit-identical, in forward order'
+    )
     sites: list[Site]
     merged: list[str] = Field(
-        default=[], description='the sides whose adapters were added to their weights'
+        default=[], description='the sides whose adapters were merged into their weights'
     )
 
     @property
@@ -73,7 +77,7 @@ class Comparison(_Result):
 
     @property
     def same_bits(self) -> bool:
-        """Whether everything is equal to the bit."""
+        """Whether all sites are bit-identical."""
         return all(site.same_bits for site in self.sites)
 
 
@@ -82,14 +86,14 @@ def compare(
 ) -> Comparison:
     """Compare two passes over the same batch.
 
-    The limit is `tolerance`, or that of a GPU-compiled step in the less precise of the two dtypes
-    (`analysis/inspect/limits.py`). `merged` has the letters of those whose adapters are in their
-    weights. Raises ConfigError if the batches differ.
+    The limit is `tolerance`, or the limit of `inspect --run` for the less precise of the two dtypes
+    (`analysis/inspect/limits.py`). `merged` has the letters of the sides whose adapters were merged
+    into their weights. Raises ConfigError if the batches differ.
     """
     if not _same_batch(a.batch, b.batch):
         raise ConfigError(
-            f'{a.about.source} and {b.about.source} have other batches: give --data to both or to '
-            'neither, and the same train.batch_size, train.seq_len and model.vocab_size'
+            f'{a.about.source} and {b.about.source} have different batches: use --data for both or '
+            'for neither, and the same train.batch_size, train.seq_len and model.vocab_size'
         )
     configs = config_of(a), config_of(b)
     limit = [max(x) for x in zip(*(limits(each, exact=False) for each in configs), strict=True)]

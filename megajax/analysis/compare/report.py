@@ -1,4 +1,4 @@
-"""A comparison as text for a terminal."""
+"""Render a comparison as text for a terminal."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -11,13 +11,13 @@ from megajax.analysis.compare.difference import Comparison, Side, Site
 from megajax.base.render.folded import Folded
 
 MAX_WEIGHTS = 3  # names of different weights that are shown
-SAME = 'equal to the bit'
+SAME = 'bit-identical'
 
 
 def to_text(comparison: Comparison, *, every: bool = False) -> RenderableType:
-    """Return what a rich console shows.
+    """Return the report for a rich console.
 
-    A layer is one row unless it has the first difference or `every` site is wanted.
+    A layer is one row unless it has the first difference or `every` is set.
     """
     parts: list[RenderableType] = [
         Text(f'{letter}  {_side(side)}')
@@ -32,7 +32,7 @@ def to_text(comparison: Comparison, *, every: bool = False) -> RenderableType:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Name the first difference, or say how equal the two are."""
+    """Return a line that names the first difference, or how close the two are."""
     first, sites = comparison.first, comparison.sites
     if first is not None:
         size = first.note or f'{first.error:.1e} (limit {first.limit:.0e})'
@@ -65,7 +65,7 @@ def _weights(comparison: Comparison) -> str:
 
 
 def _keys(comparison: Comparison) -> Table:
-    table = Table('what differs', 'A', 'B', box=None, header_style='bold', pad_edge=False)
+    table = Table('differs in', 'A', 'B', box=None, header_style='bold', pad_edge=False)
     for row in comparison.keys:
         table.add_row(*map(Text, row))
     return table
@@ -90,7 +90,7 @@ def _cells(name: str, site: Site) -> tuple[Text, ...]:
     if site.note:
         return tuple(map(Text, (name, site.note, '', '', '')))
     place = ', '.join(map(str, site.place))
-    size = 'same bits' if site.same_bits else f'{site.error:.1e}' + ('' if site.ok else ' !')
+    size = SAME if site.same_bits else f'{site.error:.1e}' + ('' if site.ok else ' !')
     values = ('', '') if site.same_bits else (f'{site.a:.7g}', f'{site.b:.7g}')
     return tuple(
         map(Text, (name, size, '' if site.same_bits or not place else f'[{place}]', *values))
@@ -98,7 +98,7 @@ def _cells(name: str, site: Site) -> tuple[Text, ...]:
 
 
 def _rows(comparison: Comparison, *, every: bool) -> Iterator[tuple[str, Site]]:
-    """Yield a name and a site for each row; that of a layer has the worst of its sites."""
+    """Yield a name and a site for each row; a layer's row has its worst site."""
     for (phase, layer), group in groupby(comparison.sites, key=_layer):
         sites = list(group)
         has_first = any(site is comparison.first for site in sites)

@@ -54,8 +54,8 @@ class Source:
         if path.suffix == SUFFIX:
             if own:
                 raise ConfigError(
-                    f'{name} holds numbers that are already computed, which {own[0]} cannot '
-                    'change: leave it out, or dump again with it'
+                    f'{name} is a dump of computed numbers, which {own[0]} cannot change: remove '
+                    f'{own[0]}, or dump again with it'
                 )
             yield cls(name=name, kind='dump', path=path, overrides=())
             return
@@ -87,8 +87,8 @@ class Source:
             config = self._of_huggingface(like)
         if config.vision is not None:
             raise ConfigError(
-                f'{self.name}: its section vision puts an encoder of images before the layers, '
-                'whose sites compare does not know; compare text models'
+                f'{self.name}: compare does not support vision models (section `vision`); '
+                'compare text models'
             )
         return config
 
@@ -96,8 +96,8 @@ class Source:
         _, model, _ = read_config_json(self.path)
         if 'vision' in model:
             raise ConfigError(
-                f'{self.name}: {self.family} has an encoder of images, whose sites compare does '
-                'not know; compare text models'
+                f'{self.name}: compare does not support vision models such as {self.family}; '
+                'compare text models'
             )
         longest = model.get('max_seq_len') or ALONE_TOKENS
         train: Mapping[str, Any] = (
@@ -171,10 +171,12 @@ def check_comparable(a: Config, b: Config, *, names: Sequence[str]) -> None:
         for key in keys:
             x, y = (getattr(getattr(each, section), key) for each in (a, b))
             if x != y:
-                fix = f'; set --b {section}.{key}={x}' if section == 'train' else ''
+                is_batch = section == 'train'
+                same = 'batch shape' if is_batch else 'architecture'
+                fix = f'; set --b {section}.{key}={x}' if is_batch else ''
                 problems.append(
-                    f'{section}.{key}: {x} in {names[0]}, {y} in {names[1]}, and the same sites '
-                    f'of the same batch are compared{fix}'
+                    f'{section}.{key}: {x} in {names[0]} but {y} in {names[1]}; compare needs '
+                    f'the same {same} on both sides{fix}'
                 )
     if problems:
         raise ConfigError(*problems)

@@ -49,7 +49,7 @@ def inspect(
         return inspection
     from megajax.analysis.inspect.step_run import run_in_child
 
-    runs = run_in_child(config, target, bisect=False, reduce=False, say=lambda line: None)
+    runs = run_in_child(config, target, bisect=False, minimize=False, say=lambda line: None)
     return inspection.model_copy(update={'runs': runs})
 
 

@@ -170,7 +170,7 @@ def _row(
         if (scalars and not wanted) or abs(ours - theirs) <= 1e-6 * theirs
         else 'less'
         if ours < theirs
-        else 'stated'
+        else 'expected'
         if ours <= (1 + 1e-6) * most
         else 'MORE'
     )
@@ -190,11 +190,11 @@ def _row(
         ),
         megatron=_expected_transfers(wanted),
         sources=_sources(wanted),
-        stated=_expected_transfers(allowed),
-        stated_sources=_sources(allowed),
+        expected=_expected_transfers(allowed),
+        expected_sources=_sources(allowed),
         wire_bytes=ours,
         megatron_wire_bytes=theirs,
-        stated_wire_bytes=most,
+        expected_wire_bytes=most,
         verdict=verdict,
     )
 

@@ -124,10 +124,10 @@ def _totals(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
         assert inspection.compute_seconds is not None
         assert inspection.exposed_seconds is not None
         yield 'kernels', 'ms', 1e3 * inspection.compute_seconds
-        yield 'waiting for transfers', 'ms', 1e3 * inspection.exposed_seconds
+        yield 'exposed communication', 'ms', 1e3 * inspection.exposed_seconds
         yield 'read and written', 'B', whole.bytes
         yield 'launches', '', whole.launches
-    yield 'matrix products', 'TFLOP', inspection.products.compiled / 1e12
+    yield 'matmul work', 'TFLOP', inspection.products.compiled / 1e12
     for axis in inspection.mesh:
         yield f'sent over {axis}', 'B', inspection.sent_over(axis)
     yield 'state and batch', 'B', memory.arguments

@@ -10,7 +10,7 @@ from megajax.analysis.inspect.diff import LEAST, Change, Difference
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import si
 
-NOT_MEASURED = 'Milliseconds are those of a roofline on compiled programs; nothing was timed.'
+NOT_MEASURED = 'Milliseconds are roofline estimates of the compiled programs, not measurements.'
 
 
 def to_tables(found: Difference) -> RenderableType:
@@ -42,17 +42,17 @@ def to_markdown(found: Difference) -> str:
 def _sections(found: Difference) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
     """Yield the title, the columns and the rows of each table that is not empty."""
     if found.keys:
-        yield 'what differs', ('key', 'before', 'after'), [*found.keys]
+        yield 'config', ('key', 'before', 'after'), [*found.keys]
     columns = 'per step and device', 'before', 'after', 'change'
-    yield 'a step', columns, [_row(change) for change in found.totals]
+    yield 'step', columns, [_row(change) for change in found.totals]
     if found.parts:
-        title = f'parts that differ by more than {LEAST:.1%} of a step'
+        title = f'parts that differ by more than {LEAST:.1%} of the step'
         yield title, columns, [_row(change) for change in found.parts]
-    columns = 'at the peak', 'before', 'after', 'change'
+    columns = 'at its peak', 'before', 'after', 'change'
     if found.memory:
-        yield 'memory of a device', columns, [_row(change) for change in found.memory]
+        yield 'memory per device', columns, [_row(change) for change in found.memory]
     if found.arrays:
-        title = f'arrays that differ by more than {LEAST:.1%} of it'
+        title = f'arrays that differ by more than {LEAST:.1%} of the memory'
         yield title, columns, [_row(change) for change in found.arrays]
 
 
@@ -68,11 +68,11 @@ def _number(value: float, unit: str) -> str:
 
 
 def _lines(found: Difference) -> Iterator[str]:
-    for words, findings in (('new', found.new), ('gone', found.gone)):
+    for words, findings in (('new', found.new), ('resolved', found.gone)):
         for finding in findings:
             yield f'{words} {finding.level}: {finding.rule}: {finding.message}'
     if not (found.keys or found.parts or found.arrays or found.new or found.gone):
-        yield 'nothing differs'
+        yield 'no differences'
 
 
 def _escaped(text: str) -> str:

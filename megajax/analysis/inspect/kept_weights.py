@@ -1,4 +1,4 @@
-"""The finding that ZeRO-3 keeps weights unsharded, which it gathers to need no memory for them."""
+"""Check that ZeRO-3 frees the weights that it gathers."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -13,7 +13,7 @@ from megajax.xla.hlo.collectives import Collective
 from megajax.xla.hlo.program import Program
 from megajax.xla.hlo.stored import stored_in
 
-RULE = 'unsharded weights kept'
+RULE = 'gathered weights kept'
 
 
 def kept_weights(
@@ -21,8 +21,8 @@ def kept_weights(
 ) -> Iterator[Finding]:
     """Yield an error for each gathered weight that is in memory for all layers at once.
 
-    Either one gather makes the weights of all layers, or the loop over layers stores each layer's,
-    as it does with what the backward pass needs and automatic differentiation cannot recompute.
+    Either one all-gather makes the weights of all layers, or the loop over layers saves each
+    layer's gathered weights as residuals for the backward pass.
     """
     if config.optim.shard != 'weights':
         return
@@ -38,23 +38,23 @@ def kept_weights(
         at_once = stacked.get(tuple(sorted(weight.dims)), 0)
         if layers and kept is not None and prod(kept.shape) >= layers * prod(weight.shape):
             message = (
-                f'the loop over layers keeps {kept}, each gathered {weight}, for the backward '
+                f'the loop over layers saves {kept}, every gathered {weight}, for the backward '
                 f'pass, at {place}: gather again in the backward pass'
             )
             yield Finding(level='error', rule=RULE, message=message)
         elif collective.times < at_once * config.train.microbatches:
             message = (
-                f'{weight}, the weights of all layers, is gathered at once at {place}: gather a '
-                "layer's weights inside the loop over layers"
+                f'{weight}, the weights of all layers, is gathered at once at {place}: gather '
+                "each layer's weights inside the loop over layers"
             )
             yield Finding(level='error', rule=RULE, message=message)
 
 
 def _stacked(config: Config) -> dict[tuple[int, ...], int]:
-    """The sorted dims, on a device, of the matrices of all layers, gathered over `data`.
+    """Return the sorted per-device dims of the stacked matrices, gathered over `data`.
 
-    Each has the number of its layers, which is more than one. Those that also are the dims of a
-    single layer's matrix are left out.
+    The values are numbers of layers, above one. Dims that a single layer's matrix has too are left
+    out.
     """
     sizes, shards = dict(dim_sizes(config.model)), Layout.of(config).shards
     sizes['D'] = with_padding(config, sizes['D'])

@@ -22,11 +22,11 @@ def kernel_tables(inspection: Inspection) -> RenderableType:
     whole = total(inspection.kernels)
     longest = [*by_line.items()][:LONGEST]
     lines = 'kind', 'line', 'phase'
-    title = 'kernels of a step, by a roofline at the rates above; none was timed'
+    title = 'kernels per step: roofline estimates at the rates above, not measured'
     return Group(
         Folded(_table(title, ('kind', 'site', 'phase'), by_kind.items(), whole)),
         '',
-        Folded(_table(f'the {len(longest)} longest source lines', lines, longest, whole)),
+        Folded(_table(f'the {len(longest)} source lines that take longest', lines, longest, whole)),
     )
 
 
@@ -43,7 +43,7 @@ def _table(
         table.add_column(name, justify='right', no_wrap=True)
     for key, group in groups:
         table.add_row(*key, *_numbers(group, whole))
-    table.add_row('in all', '', '', *_numbers(whole, whole), style='bold')
+    table.add_row('total', '', '', *_numbers(whole, whole), style='bold')
     return table
 
 

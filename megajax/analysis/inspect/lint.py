@@ -1,6 +1,6 @@
-"""Findings on a compiled step: errors, and notes that its user should know.
+"""Lint a compiled step: errors, and notes that its user should know.
 
-Each finding names the place and the fix.
+Each finding names the instruction or parameter and the fix.
 """
 
 from collections import defaultdict
@@ -47,13 +47,13 @@ def lint(
 
 
 def known_miscompiles(program: Program, target: str) -> list[Finding]:
-    """The instructions that match a known XLA miscompile, as errors."""
+    """Return the instructions that match a known XLA miscompile, as errors."""
     findings = confirmed(detect_in(program), target)
     return [_error(f'miscompiled: {finding.entry.name}', str(finding)) for finding in findings]
 
 
 def replicated_over_model(compiled: CompiledStep) -> list[Placement]:
-    """Parameters that are replicated on every device of a `model` group."""
+    """Return the parameters that are replicated on every device of a `model` group."""
     return [
         parameter
         for parameter in compiled.parameters
@@ -110,8 +110,8 @@ def _reduced_twice(
         allowed = max(_sums(site, dims, expected) for expected in (wanted, stated(config)))
         if allowed and times > allowed:
             message = (
-                f'the input gradient of {site.name} is reduced {times} times a step, {allowed} in '
-                f'Megatron ({sources[site]}): fuse the products that share the input, '
+                f'the input gradient of {site.name} is reduced {times} times per step, {allowed} '
+                f'in Megatron ({sources[site]}): fuse the matmuls that share the input, '
                 'as in QKV or gate and up'
             )
             yield _error('input gradient reduced again', message)
@@ -142,21 +142,20 @@ def _gathered_weights(
     for collective in placed:
         dims = collective.whole.dims
         name = weights.get(tuple(sorted(dims)))
-        # Those of ZeRO, of images, of keys and values and of the head's tokens have rows of their
-        # own.
+        # ZeRO, images, keys and values, and the head's tokens have table rows of their own.
         is_known = site_of(collective, config).name in ('parameters', 'vision')
         has_row = is_known or collective.axes in ((STAGE,), (CONTEXT,))
         has_tokens = prod(dims[:-1]) in counts
         if collective.kind == 'all-gather' and name and not has_row and not has_tokens:
             message = (
-                f'{name} is gathered over {collective.axis} at {_place(collective)}: '
-                'multiply by its shards in place'
+                f'{name} is all-gathered over {collective.axis} at {_place(collective)}: '
+                'multiply by its shards instead'
             )
             yield _error('gathered weight', message)
 
 
 def _spellings(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The sorted dims of a shape, and those of the matrices that a product may flatten it to."""
+    """Yield the sorted dims of a shape, and of the matrices that a matmul may flatten it to."""
     yield tuple(sorted(size for size in shape if size > 1))
     for cut in range(1, len(shape)):
         yield tuple(sorted((prod(shape[:cut]), prod(shape[cut:]))))
@@ -167,8 +166,7 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
         return
     for collective in placed:
         dims = collective.whole.dims
-        # Only arrays of tokens by width: numbers per token and gradients of vectors are
-        # intentionally in fp32.
+        # Activations only: scalars per token and gradients of vectors are in fp32 on purpose.
         if (
             not {'data', 'replica'} & {*collective.axes}
             and collective.operand.dtype == 'f32'
@@ -178,7 +176,7 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
         ):
             array = f'{collective.kind} of {collective.whole} over {collective.axis}'
             fix = f'cast to {config.train.dtype} before it'
-            yield _error('fp32 on the wire', f'{array} at {_place(collective)}: {fix}')
+            yield _error('fp32 communication', f'{array} at {_place(collective)}: {fix}')
 
 
 def _lossy_permutes(compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
@@ -199,13 +197,13 @@ def _padded(config: Config) -> Iterator[Finding]:
     model = config.model
     if model.padded_vocab_size != model.vocab_size:
         message = (
-            f'model.vocab_size={model.vocab_size} is padded to {model.padded_vocab_size} rows '
+            f'model.vocab_size={model.vocab_size} is padded to {model.padded_vocab_size} '
             'on every mesh'
         )
         yield Finding(level='note', rule='padded', message=message)
     if model.num_kv_heads < config.mesh.model:
         message = (
             f'model.num_kv_heads={model.num_kv_heads} is less than mesh.model={config.mesh.model}: '
-            'keys and values are gathered'
+            'keys and values are all-gathered'
         )
         yield Finding(level='note', rule='not sharded by head', message=message)

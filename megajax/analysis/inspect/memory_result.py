@@ -26,21 +26,22 @@ class _Result(BaseModel):
 
 
 class HeldArrays(_Result):
-    """Similar arrays that one device holds when a step needs the most memory."""
+    """Similar arrays in the memory of one device at the peak of a step."""
 
     use: Use = Field(
         description=(
-            'what they are for. At rest: parameters, optimizer state, batch and counters. In a '
-            'step: weights (parameters in another dtype or layout, or gathered), activations (kept '
-            'for the backward pass), loss and head, temporary arrays of the forward pass, of what '
-            'is recomputed and of the backward pass, gradients of parameters, and the optimizer; '
-            'not in use is what XLA reserved and does not use at that moment'
+            'what they are for. Throughout the step: parameters, optimizer state, batch and '
+            'counters. During the step: weights (parameters gathered, or copied in a different '
+            'dtype or layout), activations (saved for the backward pass), loss and head, temporary '
+            'arrays of the forward pass, of recomputation and of the backward pass, gradients of '
+            'parameters, and the optimizer; not in use is memory that XLA reserved and does not '
+            'use at that moment'
         )
     )
     site: str = Field(description='the part of the step that makes them')
     array: str = Field(description='dtype and per-device shape')
     count: int
-    bytes: int = Field(description='of all of them')
+    bytes: int = Field(description='total of all of them')
     source: str = Field(
         description='Python frames, innermost first, or the name of a parameter of the step'
     )
@@ -55,11 +56,11 @@ class Memory(_Result):
     device: int | None = Field(description='memory of the device; None for a CPU')
     at_peak: list[HeldArrays] = Field(
         default=[],
-        description='what all of this is used for when most is in use, largest first',
+        description='the use of all of it at the peak, largest first',
     )
     remedy: str = Field(
         default='',
-        description='if it does not fit the device, the key that would make it fit, as predicted',
+        description='the key that is predicted to make the step fit, if it does not fit',
     )
     largest_replicated: list[tuple[str, int]] = Field(
         description='the largest parameters that are replicated over `model`, with their bytes'
@@ -67,5 +68,5 @@ class Memory(_Result):
 
     @property
     def needed(self) -> int:
-        """The bytes of all of it."""
+        """Return the total bytes."""
         return self.arguments + self.temporaries + self.outputs

@@ -17,16 +17,19 @@ LEAST = 5e-4  # of the memory: uses with less have one row together
 def memory_tables(memory: Memory) -> RenderableType:
     """The memory of a device at the peak, by use, and the largest arrays by source line."""
     by_use = grouped(memory.at_peak, lambda arrays: (arrays.use,))
-    uses = _table('memory of a device at the peak', ('use',))
+    uses = _table('memory per device at its peak', ('use',))
     for key, size in _shown(by_use, memory):
         uses.add_row(*key, *_numbers(size, memory))
     by_line = grouped(memory.at_peak, by_source_line)
     largest = [(key, arrays) for key, arrays in by_line.items() if key[-1] != '-'][:LARGEST]
-    lines = _table(f'the {len(largest)} largest source lines', ('use', 'site', 'line', 'arrays'))
+    lines = _table(
+        f'the {len(largest)} source lines with the largest arrays',
+        ('use', 'site', 'line', 'arrays'),
+    )
     for key, arrays in largest:
         lines.add_row(*key, _arrays(arrays), *_numbers(total_bytes(arrays), memory))
     for table, empty in ((uses, 0), (lines, 3)):
-        table.add_row('in all', *[''] * empty, *_numbers(memory.needed, memory), style='bold')
+        table.add_row('total', *[''] * empty, *_numbers(memory.needed, memory), style='bold')
     return Group(Folded(uses), '', Folded(lines))
 
 
@@ -35,7 +38,7 @@ def _shown(groups: Mapping[Key, list[HeldArrays]], memory: Memory) -> Iterator[t
     sizes = {key: total_bytes(arrays) for key, arrays in groups.items()}
     yield from ((key, size) for key, size in sizes.items() if size >= LEAST * memory.needed)
     if rest := sum(size for size in sizes.values() if size < LEAST * memory.needed):
-        yield ('others',), rest
+        yield ('other',), rest
 
 
 def _table(title: str, names: tuple[str, ...]) -> Table:
@@ -52,6 +55,6 @@ def _numbers(size: int, memory: Memory) -> list[str]:
 
 
 def _arrays(arrays: Sequence[HeldArrays]) -> str:
-    """The largest of some arrays, and how many there are beside it."""
+    """Return the largest of some arrays, and the number of the others."""
     first, others = arrays[0], sum(each.count for each in arrays[1:])
     return f'{first.count} {first.array}' + (f' and {others} more' if others else '')

@@ -1,8 +1,8 @@
-"""Findings on what moves along stages and context shards, and on regions that are mapped over them.
+"""Lint pipeline and context parallelism: permutes, `shard_map` boundaries and stacked gradients.
 
-A permute is declared pair by pair: what the stages compute tells one direction from the other, and
-so does a ring of context shards. The others are traps of programs with a `shard_map` or a scan over
-microbatches, whose numbers are right and whose bytes are not.
+Each permute must have the pairs of devices declared here: to the next stage or the previous one, or
+around the ring of context shards. The other two rules catch `shard_map` regions and loops over
+microbatches that compute the right numbers but send or store too much.
 """
 
 import re
@@ -22,10 +22,10 @@ REGION = 'shard_map'
 
 
 def undeclared_permutes(mesh: Mapping[str, int], placed: Sequence[Collective]) -> Iterator[Finding]:
-    """Yield an error for each permute along stages or context shards with other pairs than its own.
+    """Yield an error for each permute along `stage` or `context` whose pairs are not declared.
 
-    Stages send to the next one or to the previous one, by the scope; context shards to the next.
-    The last and the first are neighbors too.
+    The named scope tells whether a stage sends to the next or to the previous one; context shards
+    send to the next. The last and the first are neighbors too.
     """
     for permute in placed:
         if permute.kind != 'collective-permute' or not {STAGE, CONTEXT} & {*permute.axes}:
@@ -42,42 +42,43 @@ def undeclared_permutes(mesh: Mapping[str, int], placed: Sequence[Collective]) -
 
 
 def _declared(mesh: Mapping[str, int], permute: Collective) -> tuple[list[tuple[int, int]], str]:
-    """The pairs of positions that a permute must have, and a clause that says so."""
+    """Return the pairs of positions that a permute must have, and a clause that describes them."""
     words = _words(permute)
     if permute.axes in ((STAGE,), (CONTEXT,)):
         size = mesh[permute.axis]
         ring = [(place, (place + 1) % size) for place in range(size)]
         if permute.axes == (CONTEXT,) or TO_NEXT in words:
-            return ring, f'each {permute.axis} sends to the next one here'
+            return ring, f'here each {permute.axis} shard sends to the next'
         if TO_PREVIOUS in words:
-            return [(after, before) for before, after in ring], 'each stage sends to the previous'
-    return [], 'nothing is declared to move along these axes here'
+            return [
+                (after, before) for before, after in ring
+            ], 'here each stage sends to the previous'
+    return [], 'no permute along these axes is declared here'
 
 
 def gathered_at_edges(
     placed: Sequence[Collective], *, few_kv_heads: bool = False
 ) -> Iterator[Finding]:
-    """Yield an error for each array that enters or leaves a mapped region through an all-gather.
+    """Yield an error for each array that is all-gathered to enter or leave a `shard_map`.
 
-    A region that is manual over some axes only leaves its arrays no placement over the others.
-    What is gathered inside of a region is along `stage` or `context`; with fewer key/value heads
-    than shards, attention has all of them on each.
+    A region that is manual over only some axes loses the sharding over the others. Inside a region,
+    only all-gathers along `stage` or `context` are declared; with fewer key/value heads than
+    shards, attention also gathers those heads.
     """
     for gather in placed:
         moves = {STAGE, CONTEXT} & {*gather.axes} or (few_kv_heads and 'core' in _words(gather))
         if gather.kind == 'all-gather' and not moves and REGION in _words(gather):
             message = (
-                f'{gather.whole} is gathered over {gather.axis} at {_place(gather)}, where it '
-                'enters or leaves a shard_map: map over all mesh axes, with the specs that its '
-                'arrays have'
+                f'{gather.whole} is all-gathered over {gather.axis} at {_place(gather)}, where it '
+                'enters or leaves a shard_map: map over all mesh axes, with the specs of the arrays'
             )
-            yield Finding(level='error', rule='gathered at the edge of a region', message=message)
+            yield Finding(level='error', rule='gathered at a shard_map boundary', message=message)
 
 
 def kept_gradients(config: Config, program: Program) -> Iterator[Finding]:
-    """Yield an error for each buffer with a gradient of a table for each microbatch.
+    """Yield an error for each buffer that stacks a vocabulary table's gradients by microbatch.
 
-    Automatic differentiation of a loop over microbatches stacks them, to be summed after it.
+    Automatic differentiation of a loop over microbatches stacks them and sums them after the loop.
     """
     tables, count = _tables(config), config.train.microbatches
     for computation in program.computations.values():
@@ -88,17 +89,17 @@ def kept_gradients(config: Config, program: Program) -> Iterator[Finding]:
             if count > 1 and dims[-2:] in tables and prod(dims[:-2]) >= count:
                 source = program.source(instruction)
                 message = (
-                    f'a loop keeps {instruction.results[0]}, a gradient of {tables[dims[-2:]]} for '
-                    f'each microbatch, at {instruction.op_name} ({source}): add it to a sum inside '
+                    f'a loop stacks {instruction.results[0]}, a gradient of {tables[dims[-2:]]} '
+                    f'per microbatch, at {instruction.op_name} ({source}): accumulate it inside '
                     'the loop'
                 )
-                yield Finding(level='error', rule='gradients of a table kept', message=message)
+                yield Finding(level='error', rule='table gradients stacked', message=message)
 
 
 def _tables(config: Config) -> dict[tuple[int, ...], str]:
-    """The names of the tables of a vocabulary, by their dims on a device in either order.
+    """Return the names of the vocabulary's tables by their per-device dims, in either order.
 
-    Without those that also are the dims of a layer's matrix, or of a microbatch's tokens.
+    Dims that a layer's matrix or a microbatch's tokens have too are left out.
     """
     sizes, shards = dict(dim_sizes(config.model)), Layout.of(config).shards
 

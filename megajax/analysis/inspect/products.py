@@ -1,4 +1,4 @@
-"""The matrix products of a compiled step, compared with those that its config requires."""
+"""Compare the matmuls of a compiled step with those that its config requires."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from megajax.xla.hlo.products import is_rematerialized, products
 from megajax.xla.hlo.program import Program
 
 TOLERANCE = 1e-3
-PADDED = 8  # elements; XLA pads the sizes of cuBLAS's 16-bit products to a multiple of it
-TILE, MULTIPROCESSORS = 64, 132  # of a product's result, and of an H100
-LEAST_PART = 24  # of a contraction that XLA splits
+PADDED = 8  # elements; XLA pads the sizes of 16-bit cuBLAS matmuls to a multiple of it
+TILE, MULTIPROCESSORS = 64, 132  # of a matmul's result, and of an H100
+LEAST_PART = 24  # elements of each part of a contraction that XLA splits
 
 
 def count_products(config: Config, program: Program, target: str) -> Products:
-    """Count the FLOPs of a step on one device: in the compiled program, and by the config.
+    """Count the FLOPs of a step on one device, in the compiled program and required by the config.
 
-    XLA computes exactly the products that `core/counts/products.py` lists, whatever the family, the
+    XLA computes exactly the matmuls that `core/counts/products.py` lists, whatever the family, the
     layout and the recomputation. A CPU has no flash attention.
     """
     flash = uses_flash(config) and target != 'cpu'
@@ -36,11 +36,11 @@ def count_products(config: Config, program: Program, target: str) -> Products:
 
 
 def padding(config: Config) -> int:
-    """FLOPs that XLA may add on one device where it pads 16-bit products for cuBLAS.
+    """Return the FLOPs that XLA may add on one device by padding 16-bit matmuls for cuBLAS.
 
-    It pads sizes to multiples of 8, and so each part of a contraction that it splits because the
-    result is too small for all multiprocessors. Such sizes are rare: those of BERT's first tokens
-    with a row of each sequence, of the numbers of a patch, and of tiny models.
+    XLA pads sizes to multiples of 8. It also pads each part of a contraction that it splits because
+    the result is too small for all multiprocessors. Such sizes are rare: the first tokens of BERT's
+    sequences, the pixels of an image patch, and tiny models.
     """
     if config.train.dtype == 'float32':
         return 0
@@ -62,31 +62,31 @@ def _padded(sizes: tuple[int, int, int]) -> int:
 def products_run_twice(config: Config, program: Program, products: Products) -> Iterator[Finding]:
     """Yield an error if the compiled step computes more than its config requires.
 
-    Products that XLA repeats because memory is short are a note.
+    Matmuls that XLA repeats to save memory are a note.
     """
     if products.rematerialized:
         message = (
-            f'XLA computes {products.rematerialized / 1e9:,.1f} GFLOP of matrix products a second '
-            'time, because the step does not fit into the memory of a device: use more devices or '
-            'microbatches, or recompute more (train.recompute)'
+            f'XLA repeats {products.rematerialized / 1e9:,.1f} GFLOP of matmuls because the step '
+            'does not fit in device memory: use more devices or microbatches, or recompute more '
+            '(train.recompute)'
         )
-        yield Finding(level='note', rule='products run again for memory', message=message)
+        yield Finding(level='note', rule='matmuls rematerialized', message=message)
     wanted = products.compiled - products.rematerialized
     if wanted - padding(config) <= products.expected * (1 + TOLERANCE):
         return
     more = (wanted - products.expected) / 1e9
     again = _repeated(program)
-    which = f'; there is more than one of {", ".join(again)}' if again else ''
+    which = f'; duplicated: {", ".join(again)}' if again else ''
     message = (
-        f'each device computes {more:,.1f} GFLOP of matrix products more than the config requires '
-        f'({products.ratio:.3f} of it){which}: jax 0.11 clones a product that is both used and '
-        'stored, unless XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false'
+        f'each device computes {more:,.1f} GFLOP of matmuls more than the config requires '
+        f'({products.ratio:.3f}x){which}: jax 0.11 clones a matmul whose result is both used and '
+        'stored; set XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false'
     )
-    yield Finding(level='error', rule='products run twice', message=message)
+    yield Finding(level='error', rule='matmuls run twice', message=message)
 
 
 def _repeated(program: Program, limit: int = 3) -> list[str]:
-    """The largest products that have the same path and the same arrays as another product."""
+    """Return the largest matmuls that have the same path and the same arrays as another matmul."""
     seen = set[tuple[Any, ...]]()
     again = Counter[str]()
     for product, computation, instruction, times in products(program):

@@ -1,4 +1,4 @@
-"""The tables of an inspection, for a terminal and as HTML."""
+"""Render an inspection as tables, for a terminal and as HTML."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from megajax.base.render.units import si
 _STYLES = {
     'equal': 'green',
     'less': 'green',
-    'stated': 'green',
+    'expected': 'green',
     'MORE': 'bold red',
     'error': 'bold red',
     'note': 'dim',
@@ -48,10 +48,10 @@ def to_html(inspection: Inspection) -> str:
 def tables(
     inspection: Inspection, *, kernels: bool = False, memory: bool = False
 ) -> RenderableType:
-    """The complete report, for a rich console; with the tables of kernels and memory on demand."""
+    """Return the complete report for a rich console, with kernels and memory on demand."""
     axes = ' x '.join(f'{name}={size}' for name, size in inspection.mesh.items())
-    layers = 'each layer on its own' if inspection.unrolled else 'a loop over layers'
-    layers += ' (--scan; a run compiles each on its own)' if inspection.scan else ''
+    layers = 'layers compiled separately' if inspection.unrolled else 'layers in a loop'
+    layers += ' (--scan; a run compiles them separately)' if inspection.scan else ''
     parts: list[RenderableType] = [
         Text(
             f'{axes}, target {inspection.target}, jax {inspection.jax_version}, '
@@ -64,7 +64,7 @@ def tables(
             {4: 'XLA bytes', 6: 'Megatron bytes'},
         ),
         _totals(inspection),
-        *_stated(inspection),
+        *_expected(inspection),
         _products(inspection),
     ]
     if inspection.schedule:
@@ -80,7 +80,7 @@ def tables(
 
 
 def collectives_table(rows: list[Row], reference: str = 'Megatron') -> Table:
-    """A table with a row per site, phase and axis; a cell has a line per kind of array."""
+    """Return a table with a row per site, phase and axis; a cell has a line per kind of array."""
     table = Table(
         box=None,
         header_style='bold',
@@ -122,7 +122,7 @@ def collectives_table(rows: list[Row], reference: str = 'Megatron') -> Table:
 
 
 def schedule_table(inspection: Inspection) -> Table:
-    """A table with a row per group of similar collectives of the GPU program, most bytes first."""
+    """Return a table with a row per group of similar collectives, most bytes first."""
     table = Table(
         box=None, header_style='bold', pad_edge=False, title='schedule', title_justify='left'
     )
@@ -165,11 +165,11 @@ def schedule_table(inspection: Inspection) -> Table:
 def _matched(overlap: Overlap) -> str:
     if overlap.overlapped_gflops:
         return f'{overlap.overlapped_gflops:,.1f} GFLOP'
-    return 'nothing: synchronous' if overlap.synchronous else 'no product'
+    return 'nothing (synchronous)' if overlap.synchronous else 'no matmul'
 
 
 def _link(overlap: Overlap) -> str:
-    return 'between hosts' if overlap.crosses_hosts else 'inside a host'
+    return 'between hosts' if overlap.crosses_hosts else 'within a host'
 
 
 def transfers_cell(transfers: list[Transfer], limit: int = 3) -> str:
@@ -186,36 +186,34 @@ def transfers_cell(transfers: list[Transfer], limit: int = 3) -> str:
 
 def _totals(inspection: Inspection) -> Text:
     parts = [
-        f'{axis}: {ratio:.3f} of {inspection.reference}'
-        for axis, ratio in inspection.ratios.items()
-        if ratio is not None
+        f'{axis}: {ratio:.3f}x' for axis, ratio in inspection.ratios.items() if ratio is not None
     ]
-    return Text(
-        f'bytes on the wire  {", ".join(parts)}' if parts else 'one device: nothing on the wire'
-    )
+    if not parts:
+        return Text('one device: no communication')
+    return Text(f'bytes sent, relative to {inspection.reference}  {", ".join(parts)}')
 
 
-def _stated(inspection: Inspection) -> Iterator[Text]:
-    """Lines on the ticks of a pipeline, and on rows with more than Megatron for a stated reason."""
+def _expected(inspection: Inspection) -> Iterator[Text]:
+    """Yield lines on a pipeline's ticks, and on rows that send more than Megatron as documented."""
     pipeline = inspection.pipeline
     if pipeline is not None:
         yield Text(
-            f'pipeline  a stage has a microbatch in {pipeline.ticks - pipeline.idle_ticks} of '
-            f'{pipeline.ticks} ticks each way: a bubble of {pipeline.bubble:.1%}'
+            f'pipeline  each stage is busy in {pipeline.ticks - pipeline.idle_ticks} of '
+            f'{pipeline.ticks} ticks per direction; bubble {pipeline.bubble:.1%}'
         )
-    for row in (row for row in inspection.rows if row.verdict == 'stated'):
+    for row in (row for row in inspection.rows if row.verdict == 'expected'):
         more = si(row.wire_bytes - row.megatron_wire_bytes)
-        reasons = '; '.join(row.stated_sources)
-        yield Text(f'stated  {row.site} {row.phase} over {row.axis}: {more} more, {reasons}')
+        reasons = '; '.join(row.expected_sources)
+        yield Text(f'expected  {row.site} {row.phase} over {row.axis}: {more} more, {reasons}')
 
 
 def _shares(inspection: Inspection) -> Text:
     parts = [f'{axis}: {share:.0%}' for axis, share in inspection.overlapped_share.items()]
-    return Text(f'share of bytes that overlap with matrix products  {", ".join(parts)}')
+    return Text(f'share of bytes that overlap matmuls  {", ".join(parts)}')
 
 
 def _seconds(inspection: Inspection) -> list[Text]:
-    """Milliseconds on the wire and beside products, per axis and in total, and the rates used."""
+    """Return communication time and its overlap per axis, the step time, and the rates used."""
     rates = inspection.rates
     if rates is None:
         return []
@@ -225,22 +223,22 @@ def _seconds(inspection: Inspection) -> list[Text]:
     ]
     total = sum(overlap.seconds for overlap in inspection.schedule)
     parts.append(
-        _hidden('in all', total, sum(overlap.hidden_seconds for overlap in inspection.schedule))
+        _hidden('total', total, sum(overlap.hidden_seconds for overlap in inspection.schedule))
     )
     compute, exposed = inspection.compute_seconds, inspection.exposed_seconds
     assert compute is not None
     assert exposed is not None
     return [
-        Text(f'ms on the wire  {", ".join(parts)}'),
+        Text(f'communication ms  {"; ".join(parts)}'),
         Text(
-            f'ms of a step  {_ms(compute)} of kernels + {_ms(exposed)} waiting for transfers = '
-            f'{_ms(compute + exposed)}, by a timeline of the schedule; not measured'
+            f'step ms  {_ms(compute)} kernels + {_ms(exposed)} exposed communication = '
+            f'{_ms(compute + exposed)}, estimated from the schedule; not measured'
         ),
         Text(
-            f'at {rates.products / 1e12:.4g} TFLOP/s of {rates.dtype} products, '
-            f'{rates.attention / 1e12:.4g} of attention, {rates.memory / 1e12:.4g} TB/s of memory, '
-            f'{rates.inside_host / 1e9:.4g} GB/s inside a host, {rates.between_hosts / 1e9:.4g} a '
-            'GPU between hosts; without latency',
+            f'rates  {rates.products / 1e12:.4g} TFLOP/s {rates.dtype} matmul, '
+            f'{rates.attention / 1e12:.4g} TFLOP/s attention, {rates.memory / 1e12:.4g} TB/s '
+            f'memory, {rates.inside_host / 1e9:.4g} GB/s within a host, '
+            f'{rates.between_hosts / 1e9:.4g} GB/s per GPU between hosts; latency not counted',
             style='dim',
         ),
     ]
@@ -248,7 +246,7 @@ def _seconds(inspection: Inspection) -> list[Text]:
 
 def _hidden(name: str, seconds: float, hidden: float) -> str:
     share = f' ({hidden / seconds:.0%})' if seconds else ''
-    return f'{name}: {_ms(seconds)}, {_ms(hidden)} beside products{share}'
+    return f'{name}: {_ms(seconds)}, of which {_ms(hidden)}{share} overlap matmuls'
 
 
 def _ms(seconds: float) -> str:
@@ -257,8 +255,8 @@ def _ms(seconds: float) -> str:
 
 def _products(inspection: Inspection) -> Text:
     products = inspection.products
-    line = f'matrix products  {products.compiled / 1e12:,.3f} TFLOP a step and device'
-    return Text(f'{line}, {products.ratio:.3f} of what the config computes')
+    line = f'matmul work  {products.compiled / 1e12:,.3f} TFLOP per step and device'
+    return Text(f'{line}, {products.ratio:.3f}x what the config requires')
 
 
 def _memory(inspection: Inspection) -> Text:
@@ -283,8 +281,9 @@ def _findings(inspection: Inspection) -> list[Text]:
 
 def _conclusion(inspection: Inspection) -> Text:
     if inspection.ok:
-        executed = ', and the results of the program are correct' if inspection.runs else ''
-        return Text(f'ok: no more than {inspection.reference} anywhere{executed}', style='green')
+        executed = ", and the program's results are correct" if inspection.runs else ''
+        line = f"ok: no collective sends more than {inspection.reference}'s{executed}"
+        return Text(line, style='green')
     more = [
         f'{row.site} {row.phase} over {row.axis}'
         for row in inspection.rows
@@ -295,7 +294,7 @@ def _conclusion(inspection: Inspection) -> Text:
         [f'{errors} lint error{"s" * (errors > 1)}'] if errors else []
     )
     reasons += (
-        ['the results of the program differ from those of one device']
+        ["the program's results differ from one device's"]
         if not all(run.ok for run in inspection.runs)
         else []
     )

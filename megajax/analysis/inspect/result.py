@@ -1,14 +1,14 @@
 """The results of an inspection, as pydantic models for the terminal, the notebook and JSON."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megajax.analysis.inspect.memory_result import Memory
 from megajax.core.counts.products import Phase
 from megajax.xla.hlo.kernels import Kind
 
-Verdict = Literal['equal', 'less', 'stated', 'MORE']
+Verdict = Literal['equal', 'less', 'expected', 'MORE']
 
 
 class _Result(BaseModel):
@@ -66,17 +66,17 @@ class Row(_Result):
     sources: list[str] = Field(
         default=[], description='files and functions of Megatron-Core, or a paper, that place these'
     )
-    stated: list[Transfer] = Field(
+    expected: list[Transfer] = Field(
         default=[],
         description=(
-            'what stages in lock step, and sums in fp32 of context shards, send where that is more '
-            'than Megatron'
+            "documented transfers that are more than Megatron's: those of pipeline stages in lock "
+            'step, and fp32 sums of context parallelism'
         ),
     )
-    stated_sources: list[str] = Field(default=[], description='the reasons for these')
+    expected_sources: list[str] = Field(default=[], description='the reasons for these')
     wire_bytes: float = Field(description="bytes of XLA's transfers, per step and device")
     megatron_wire_bytes: float
-    stated_wire_bytes: float = 0
+    expected_wire_bytes: float = 0
     verdict: Verdict
 
 
@@ -216,7 +216,7 @@ class StepRun(_Result):
     smallest: str = Field(
         default='',
         description=(
-            'with --reduce, the smallest config of the family whose step is wrong, as YAML'
+            'with --minimize, the smallest config of the family whose step is wrong, as YAML'
         ),
     )
 
@@ -229,7 +229,7 @@ class StepRun(_Result):
 class Inspection(_Result):
     """The collectives, schedule, memory and lint of one compiled training step."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     config: str = Field(description='the resolved config, as YAML')
     target: str
     mesh: dict[str, int]
@@ -278,9 +278,24 @@ class Inspection(_Result):
     findings: list[Finding]
     runs: list[StepRun] = Field(default=[], description='with --run, the executions of the program')
 
+    @model_validator(mode='before')
+    @classmethod
+    def _from_version_1(cls, values: Any) -> Any:
+        """Read a file of schema version 1, which called expected transfers `stated`."""
+        if not isinstance(values, dict) or values.get('schema_version') != 1:
+            return values
+        rows = [
+            {
+                name.replace('stated', 'expected'): 'expected' if value == 'stated' else value
+                for name, value in row.items()
+            }
+            for row in values.get('rows', [])
+        ]
+        return values | {'schema_version': 2, 'rows': rows}
+
     @property
     def reference(self) -> str:
-        """The name of what collectives are compared with: Megatron has no 2-D layout."""
+        """The source of the expected collectives: Megatron has no 2-D tensor parallelism."""
         return 'Megatron and Pope et al.' if self.mesh.get('row', 1) > 1 else 'Megatron'
 
     def sent_over(self, axis: str) -> float:

@@ -1,4 +1,4 @@
-"""The lines of a report on an executed step."""
+"""Render the executions of a step as lines of the report."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,14 +11,14 @@ SHOWN = 5
 
 
 def run_lines(runs: Sequence[StepRun]) -> list[Text]:
-    """The verdict and the worst results of each run of a step.
+    """Return the verdict and the worst results of each execution.
 
-    Two more lines list the sizes that were reduced for a CPU, and what an execution does not cover.
+    Two more lines list the sizes that were reduced for a CPU, and what execution does not cover.
     """
     if not runs:
         return []
     sizes = ', '.join(runs[0].shrunk)
-    shrunk = [Text(f'made smaller so that a CPU can execute it: {sizes}')] if sizes else []
+    shrunk = [Text(f'reduced so that a CPU can execute it: {sizes}')] if sizes else []
     return [
         *(line for run in runs for line in _run(run)),
         *shrunk,
@@ -28,7 +28,7 @@ def run_lines(runs: Sequence[StepRun]) -> list[Text]:
 
 
 def _run(run: StepRun) -> Iterator[Text]:
-    kind = 'with fp32 in place of all 16-bit types' if run.exact else 'as compiled'
+    kind = 'with fp32 instead of 16-bit types' if run.exact else 'as compiled'
     wrong = sum(not result.ok for result in run.results)
     verdict = (
         f'{wrong} of {len(run.results)} results are WRONG'
@@ -39,9 +39,9 @@ def _run(run: StepRun) -> Iterator[Text]:
     yield Text(f'{head} ({run.seconds:.0f} s)', style='bold red' if wrong else 'green')
     yield from map(_line, run.results[:SHOWN])
     if run.culprit:
-        yield Text(f'right before, wrong after the pass {run.culprit}', style='bold red')
+        yield Text(f'first wrong after compiler pass {run.culprit}', style='bold red')
     if run.smallest:
-        yield Text(f'the smallest config of the family that is wrong:\n{run.smallest}')
+        yield Text(f'smallest wrong config of this family:\n{run.smallest}')
 
 
 def _line(result: Compared) -> Text:

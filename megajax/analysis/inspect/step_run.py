@@ -18,7 +18,7 @@ from megajax.core.config import Config, dump
 
 
 def run_in_child(
-    config: Config, target: str, *, bisect: bool, reduce: bool, say: Say
+    config: Config, target: str, *, bisect: bool, minimize: bool, say: Say
 ) -> list[StepRun]:
     """Execute the step of `config`, or of a smaller config, as compiled for `target`.
 
@@ -33,7 +33,7 @@ def run_in_child(
                     'config': config.model_dump_json(),
                     'target': target,
                     'bisect': bisect,
-                    'reduce': reduce,
+                    'minimize': minimize,
                 }
             )
         )
@@ -41,7 +41,7 @@ def run_in_child(
         return [StepRun.model_validate(step_run) for step_run in json.loads(result.read_text())]
 
 
-def run(config: Config, target: str, *, bisect: bool, reduce: bool, say: Say) -> list[StepRun]:
+def run(config: Config, target: str, *, bisect: bool, minimize: bool, say: Say) -> list[StepRun]:
     """Do the same in this process, which must have a CPU device for each device of the mesh."""
     from megajax.analysis.inspect.emulated_step import EmulatedStep
 
@@ -53,7 +53,7 @@ def run(config: Config, target: str, *, bisect: bool, reduce: bool, say: Say) ->
     for exact in (False, True) if has_16_bits(small) else (False,):
         say(
             'executing it on simulated CPU devices'
-            + (', with fp32 in place of all 16-bit types ...' if exact else ' ...')
+            + (', with fp32 instead of 16-bit types ...' if exact else ' ...')
         )
         results = judged(step.differences(exact=exact), small, exact=exact)
         seconds, start = time.perf_counter() - start, time.perf_counter()
@@ -62,12 +62,12 @@ def run(config: Config, target: str, *, bisect: bool, reduce: bool, say: Say) ->
                 config=dump(small), shrunk=changes, exact=exact, seconds=seconds, results=results
             )
         )
-    options = {'bisect': bisect, 'reduce': reduce}
+    options = {'bisect': bisect, 'minimize': minimize}
     return [_explained(step_run, small, target, **options, say=say) for step_run in runs]
 
 
 def _explained(
-    step_run: StepRun, config: Config, target: str, *, bisect: bool, reduce: bool, say: Say
+    step_run: StepRun, config: Config, target: str, *, bisect: bool, minimize: bool, say: Say
 ) -> StepRun:
     if step_run.ok:
         return step_run
@@ -87,7 +87,7 @@ def _explained(
     updates = {}
     if bisect:
         updates['culprit'] = culprit(config, target, exact=step_run.exact, say=say)
-    if reduce:
+    if minimize:
         updates['smallest'] = dump(smallest(config, is_wrong))
     return step_run.model_copy(update=updates)
 
@@ -99,8 +99,8 @@ def _main(task: str, result: str) -> None:
 
     jax.config.update('jax_num_cpu_devices', shrink(config)[0].mesh.num_devices)
     say = lambda line: print(line, flush=True)  # noqa: E731
-    bisect, reduce = request['bisect'], request['reduce']
-    runs = run(config, request['target'], bisect=bisect, reduce=reduce, say=say)
+    bisect, minimize = request['bisect'], request['minimize']
+    runs = run(config, request['target'], bisect=bisect, minimize=minimize, say=say)
     Path(result).write_text(json.dumps([step_run.model_dump() for step_run in runs]))
 
 

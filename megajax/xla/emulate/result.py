@@ -1,4 +1,4 @@
-"""The result of running a GPU's program: the error of each output."""
+"""The result of executing a GPU program: the error of each output."""
 
 from typing import Literal
 
@@ -9,13 +9,10 @@ from rich.text import Text
 
 from megajax.base.render.console import as_html, as_text
 
-_LEFT_OUT = (
-    'the kernels themselves, the assignment of buffers, streams, the choices of an autotuner'
-)
-NOT_COVERED = f'not covered: {_LEFT_OUT}, TF32'
+NOT_COVERED = 'not covered: kernels, buffer assignment, streams, autotuner choices, TF32'
 _OWN_PROGRAM = (
-    'A manual region (jax.shard_map) cannot run on one device, so the communication that the '
-    'function itself asks for is not checked: pass reference= for an independent answer.'
+    'jax.shard_map regions cannot run on one device, so the communication that the function itself '
+    'requests is not checked: pass reference= for an independent check.'
 )
 MAX_ROWS = 20
 
@@ -34,7 +31,7 @@ class Leaf(_Result):
 
 
 class GpuRun(_Result):
-    """The outputs that the GPU's program computes, compared with the expected ones."""
+    """The outputs of a GPU program, compared with the expected ones."""
 
     schema_version: Literal[1] = 1
     target: str
@@ -69,7 +66,7 @@ class GpuRun(_Result):
 
 def _tables(run: GpuRun) -> RenderableType:
     axes = ' x '.join(f'{name}={size}' for name, size in run.mesh.items()) or 'one device'
-    precision = ', 16 bits computed in fp32' if run.exact else ''
+    precision = ', 16-bit types computed in fp32' if run.exact else ''
     head = f'{axes}, target {run.target}, jax {run.jax_version}, {run.seconds:.0f} s{precision}'
     compared = f'compared with {run.compared_with}'
     parts: list[RenderableType] = [Text(head), Text(compared), Text(), _table(run.leaves)]

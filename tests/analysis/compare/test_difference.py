@@ -74,7 +74,7 @@ def test_a_site_of_another_shape_or_of_one_side_is_a_difference_with_its_reason(
 
 def test_other_batches_are_refused() -> None:
     other = dataclasses.replace(recording(1), batch={'tokens': np.arange(5)})
-    with pytest.raises(ConfigError, match='small and small have other batches'):
+    with pytest.raises(ConfigError, match='small and small have different batches'):
         compare(recording(1), other)
 
 

@@ -56,7 +56,7 @@ def test_a_run_at_its_start_is_its_config_to_the_bit(written: Path) -> None:
     save_run(run, small(), from_seed)
     result = command(run, written)
     assert result.exit_code == 0, result.exception
-    assert verdict(result).startswith('equal to the bit, all 19 equal to the bit: all 33')
+    assert verdict(result).startswith('bit-identical, all 19 bit-identical: all 33')
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_directory_is_its_import_to_the_bit(tmp_path: Path) -> None:
     )
     result = command(DATA / 'llama3', tmp_path / 'run')
     assert result.exit_code == 0, result.exception
-    assert 'equal to the bit: all' in verdict(result)
+    assert 'bit-identical: all' in verdict(result)
 
 
 def test_adapters_are_merged_for_a_side_that_has_none(written: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_directory_has_the_loss_and_the_documents_of_the_other_side(
     export_huggingface(Path('run'), Path('out'))
     result = command(*arguments.split())
     assert result.exit_code == 0, result.output or result.exception
-    assert 'equal to the bit: all' in verdict(result)
+    assert 'bit-identical: all' in verdict(result)
     for key in ('loss.', 'document_mask', 'dropout'):
         assert key not in result.output.partition('site')[0]
 
@@ -182,8 +182,8 @@ def test_the_data_of_a_directory_have_its_own_tokenizer(
 def test_a_dump_is_compared_with_a_config_over_its_own_batch(written: Path) -> None:
     file = written.parent / 'a.npz'
     assert command(written, '--dump', file).output == f'{file}\n'
-    assert 'equal to the bit: all' in verdict(command(file, file))
-    assert 'equal to the bit: all' in verdict(command(file, written))
+    assert 'bit-identical: all' in verdict(command(file, file))
+    assert 'bit-identical: all' in verdict(command(file, written))
 
 
 @pytest.mark.slow
@@ -197,26 +197,29 @@ def test_the_first_batch_of_the_data_is_taken_where_it_is_asked_for(tmp_path: Pa
     expected = load_data(load(tmp_path / 'small.yaml')).train[0]
     assert recording.batch.keys() == expected.keys()
     assert np.array_equal(recording.batch['tokens'], expected['tokens'])
-    with pytest.raises(ConfigError, match=r'a\.npz was dumped with a batch of its own'):
+    with pytest.raises(ConfigError, match=r'--data: \S*a\.npz contains its own batch'):
         raise command(file, file, '--data').exception or AssertionError
 
 
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['tiny'], 'compare got tiny to compare: give A and B, or A and --dump FILE'),
-        (['tiny', 'tiny', '--dump', 'a.npz'], 'give A alone, without --b'),
-        (['tiny', '--dump', 'a.npz', '--all'], 'and --dump compares nothing'),
-        (['tiny', '--dump', 'a.txt'], 'a dump is an .npz file; name it a.npz'),
+        (['tiny'], 'compare needs two sources, got tiny: give A and B, or A and --dump FILE'),
+        (['tiny', 'tiny', '--dump', 'a.npz'], 'give only A, without --b'),
+        (['tiny', '--dump', 'a.npz', '--all'], 'no effect with --dump, which compares nothing'),
+        (['tiny', '--dump', 'a.txt'], 'a dump is a .npz file; name it a.npz'),
         (['tiny', 'nowhere'], 'nowhere: no such file or preset'),
         (['tiny', 'nowhere.npz'], 'nowhere.npz cannot be read: No such file'),
         (['tiny', 'a.npz', '--b', 'mesh.model=1'], 'which mesh.model=1 cannot change'),
         (
             ['tiny', 'tiny', '--b', 'train.seq_len=64'],
-            'train.seq_len: 128 in tiny, 64 in tiny',
+            'train.seq_len: 128 in tiny but 64 in tiny',
         ),
-        (['tiny', 'tiny', '--b', 'model.num_layers=4'], 'model.num_layers: 2 in tiny, 4 in tiny'),
-        (['tiny_vlm', 'tiny'], 'tiny_vlm: its section vision'),
+        (
+            ['tiny', 'tiny', '--b', 'model.num_layers=4'],
+            'model.num_layers: 2 in tiny but 4 in tiny',
+        ),
+        (['tiny_vlm', 'tiny'], 'tiny_vlm: compare does not support vision models'),
         (['tiny', 'tiny', '--b', 'mesh.model=3'], '8 is not a multiple of mesh.model=3'),
     ],
 )
@@ -261,4 +264,4 @@ class TestWithTransformers:
 
     def test_only_a_directory_is_executed_by_it(self) -> None:
         result = command('tiny', DATA / 'llama2', '--transformers', 'a')
-        assert 'tiny is no Hugging Face directory' in str(result.exception)
+        assert 'tiny is not a Hugging Face directory' in str(result.exception)

@@ -346,13 +346,13 @@ def on_rung(rung: str, data: int = 4, model: int = 1, **train: object) -> Config
         exhaustive(
             reduced_for_each_microbatch, small(train={'microbatches': 4}), {'gradients step data'}
         ),
-        slow(wide_residual_stream, small(**HALF), {'fp32 on the wire'}),
+        slow(wide_residual_stream, small(**HALF), {'fp32 communication'}),
         slow(
             gathered_before_the_loop,
             on_rung('weights', recompute='full'),
-            {'unsharded weights kept'},
+            {'gathered weights kept'},
         ),
-        slow(gathered_for_both_passes, on_rung('weights'), {'unsharded weights kept'}),
+        slow(gathered_for_both_passes, on_rung('weights'), {'gathered weights kept'}),
         exhaustive(
             gathered_in_fp32,
             on_rung('weights', dtype='bfloat16', recompute='full'),

@@ -42,18 +42,18 @@ def test_it_prints_the_table_and_exits_0_where_nothing_is_more(inspected):
     done, _, _ = inspected
     assert done.returncode == 0, done.stderr
     assert 'attention  backward  model  2 AR f32[1,4,128,128]' in done.stdout
-    assert 'bytes on the wire  data: 1.000 of Megatron, model: 1.000 of Megatron' in done.stdout
+    assert 'bytes sent, relative to Megatron  data: 1.000x, model: 1.000x' in done.stdout
     assert re.search(
-        r'matrix products  \S+ TFLOP a step and device, 1.000 of what the config', done.stdout
+        r'matmul work  \S+ TFLOP per step and device, 1.000x what the config', done.stdout
     )
-    assert done.stdout.rstrip().endswith('ok: no more than Megatron anywhere')
+    assert done.stdout.rstrip().endswith("ok: no collective sends more than Megatron's")
 
 
 def test_memory_is_shown_by_use_and_line_with_the_same_sum(inspected):
     done, written, _ = inspected
     memory = Inspection.model_validate_json(written.read_text()).memory
     whole = si(memory.needed)
-    by_use, lines = re.findall(r'^in all +(\S+ \S+) +100.0%$', done.stdout, re.MULTILINE)
+    by_use, lines = re.findall(r'^total +(\S+ \S+) +100.0%$', done.stdout, re.MULTILINE)
     assert by_use == lines == whole
     assert f'outputs = {whole}' in done.stdout
     assert re.search(
@@ -74,7 +74,7 @@ def test_json_holds_all_of_it_in_the_documented_schema(inspected):
         assert all(schema[name]['properties'][key]['description'] for key in keys)
     assert inspection.products.ratio == pytest.approx(1, abs=1e-3)
     assert (inspection.rates, inspection.schedule, inspection.wire_seconds) == (None, [], {})
-    assert json.loads(written.read_text())['schema_version'] == 1
+    assert json.loads(written.read_text())['schema_version'] == 2
     assert text.read_text().startswith('HloModule jit_train_step')
 
 
@@ -98,6 +98,8 @@ def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
             ['tiny', '--json', '/dev/null/it.json'],
             '/dev/null/it.json: /dev/null is a file and no folder: choose another file',
         ),
+        (['tiny', '--minimize'], '--bisect and --minimize explain a wrong result of --run'),
+        (['tiny', '--reduce'], '--bisect and --minimize explain a wrong result of --run'),
         (['tiny', 'mesh.model=3'], 'model.num_heads: 8 is not a multiple of mesh.model=3'),
     ],
 )
@@ -146,8 +148,8 @@ def test_a_quick_look_compiles_a_loop_and_says_so() -> None:
     whole, quick = (megajax.inspect(config, scan=scan) for scan in (False, True))
     assert (whole.unrolled, quick.unrolled) == (True, False)
     assert (whole.scan, quick.scan) == (False, True)
-    assert 'overlap batch_split, each layer on its own' in str(whole)
-    assert 'a loop over layers (--scan; a run compiles each on its own)' in str(quick)
+    assert 'overlap batch_split, layers compiled separately' in str(whole)
+    assert 'layers in a loop (--scan; a run compiles them separately)' in str(quick)
     assert whole.ratios == quick.ratios
 
 

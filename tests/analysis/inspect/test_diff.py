@@ -1,5 +1,6 @@
-"""Two inspections beside each other, of steps compiled for CPUs and of kernels made here."""
+"""Two inspections compared, of steps compiled for CPUs and of kernels made here."""
 
+import json
 import re
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_a_step_does_not_differ_from_itself(one) -> None:
     found = difference(one, one)
     assert not any([found.keys, found.parts, found.arrays, found.new, found.gone])
     assert {change.text for change in (*found.totals, *found.memory)} == {'same'}
-    assert '- nothing differs' in to_markdown(found)
+    assert '- no differences' in to_markdown(found)
 
 
 def test_keys_bytes_and_memory_are_beside_each_other(one, two) -> None:
@@ -106,10 +107,10 @@ def test_a_large_ratio_is_no_percentage() -> None:
 
 
 def test_findings_come_and_go_and_markdown_escapes_them(one) -> None:
-    error = Finding(level='error', rule='products run twice', message='a|b <c>')
+    error = Finding(level='error', rule='matmuls run twice', message='a|b <c>')
     found = difference(one, one.model_copy(update={'findings': [*one.findings, error]}))
     assert (found.new, found.gone) == ([error], [])
-    assert '- new error: products run twice: a\\|b &lt;c>' in to_markdown(found)
+    assert '- new error: matmuls run twice: a\\|b &lt;c>' in to_markdown(found)
 
 
 def test_the_command_reads_files_and_exits_with_1_where_an_error_is_new(
@@ -126,6 +127,16 @@ def test_the_command_reads_files_and_exits_with_1_where_an_error_is_new(
     worse_than_two = CliRunner().invoke(app, [*DIFF, *files, '--markdown'])
     assert worse_than_two.exit_code == 1
     assert '- new error: r: m' in worse_than_two.stdout
+
+
+def test_a_file_of_schema_version_1_is_read_as_one_of_today(two) -> None:
+    """In which an expected row was a stated one."""
+    row = two.rows[0].model_copy(update={'verdict': 'expected', 'expected_sources': ['ticks']})
+    today = two.model_copy(update={'rows': [row, *two.rows[1:]]})
+    old = json.loads(today.model_dump_json())
+    old['rows'] = json.loads(json.dumps(old['rows']).replace('expected', 'stated'))
+    assert old['rows'][0]['stated_sources'] == ['ticks']
+    assert Inspection.model_validate_json(json.dumps(old | {'schema_version': 1})) == today
 
 
 @pytest.mark.parametrize(

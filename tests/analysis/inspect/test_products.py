@@ -83,8 +83,8 @@ def test_what_xla_computes_again_to_save_memory_is_no_error_but_a_note():
     step = compiled_here(config)
     again = dataclasses.replace(step, text=with_second_product(step.text, '.remat'))
     found = audit(config, again, 'h100')
-    assert not [one for one in found.findings if one.rule == 'products run twice']
-    [note] = [one.message for one in found.findings if one.rule == 'products run again for memory']
+    assert not [one for one in found.findings if one.rule == 'matmuls run twice']
+    [note] = [one.message for one in found.findings if one.rule == 'matmuls rematerialized']
     assert 'does not fit' in note
     assert found.products.rematerialized > 0.01 * found.products.expected
 
@@ -95,7 +95,7 @@ def test_a_product_that_runs_twice_is_an_error_that_names_it():
     assert not errors(config, step)
     twice = dataclasses.replace(step, text=with_second_product(step.text))
     [error] = errors(config, twice)
-    assert re.search(r'GFLOP of matrix products more .* there is more than one of \S*mlp', error)
+    assert re.search(r'GFLOP of matmuls more .* duplicated: \S*mlp', error)
     assert audit(config, twice, 'cpu').products.ratio > 1.01
 
 
@@ -107,15 +107,15 @@ def test_seconds_are_summed_by_axis_and_said_at_their_rates():
         assert sum(on_axis) > 0
         assert found.wire_seconds[axis] == pytest.approx(sum(on_axis))
         assert found.hidden_seconds[axis] == 0  # nothing runs in the background on a CPU
-    assert re.search(r'ms on the wire  data: [\d.]+, 0.00 beside products \(0%\)', str(found))
-    assert re.search(r'ms of a step  [\d.]+ of kernels \+ [\d.]+ waiting for transfers', str(found))
-    assert 'at 395.8 TFLOP/s of float32 products, 247.3 of attention, ' in str(found)
+    assert re.search(r'communication ms  data: [\d.]+, of which 0.00 \(0%\) overlap', str(found))
+    assert re.search(r'step ms  [\d.]+ kernels \+ [\d.]+ exposed communication', str(found))
+    assert 'rates  395.8 TFLOP/s float32 matmul, 247.3 TFLOP/s attention, ' in str(found)
 
 
 def errors(config: Config, step: CompiledStep) -> list[str]:
     """The messages of the rule, where the text is read as a GPU's."""
     findings = audit(config, step, 'h100').findings
-    return [one.message for one in findings if one.rule == 'products run twice']
+    return [one.message for one in findings if one.rule == 'matmuls run twice']
 
 
 def with_second_product(text: str, suffix: str = '') -> str:

@@ -48,13 +48,13 @@ def test_a_wrong_step_says_how_much_is_wrong_and_why() -> None:
         )
     )
     assert head.startswith(
-        'executed on simulated CPU devices, with fp32 in place of all 16-bit types, and compared '
+        'executed on simulated CPU devices, with fp32 instead of 16-bit types, and compared '
         'with one device: 1 of 8 results are WRONG'
     )
     assert worst == '  1.0e+00  gradient of lost  (limit 1.0e-05)'
-    assert culprit == 'right before, wrong after the pass some-pass'
-    assert smallest == 'the smallest config of the family that is wrong:\na: 1\n'
-    assert shrunk == 'made smaller so that a CPU can execute it: x 2 -> 1, y 4 -> 2'
+    assert culprit == 'first wrong after compiler pass some-pass'
+    assert smallest == 'smallest wrong config of this family:\na: 1\n'
+    assert shrunk == 'reduced so that a CPU can execute it: x 2 -> 1, y 4 -> 2'
 
 
 def test_what_is_wrong_is_red() -> None:
@@ -98,7 +98,7 @@ def test_a_program_of_16_bits_runs_twice_and_what_is_wrong_is_looked_into(
     monkeypatch.setattr(step_run, 'judged', judged)
     heard: list[str] = []
     config = make_config('gpt', 2, 4, train={'dtype': dtype})
-    found = run(config, 'h100', bisect=True, reduce=False, say=heard.append)
+    found = run(config, 'h100', bisect=True, minimize=False, say=heard.append)
     assert [one.exact for one in found] == exact
     assert [one.culprit for one in found] == [f'{dtype} on h100, exact={one}' for one in exact]
     assert heard[0] == 'compiling the step for h100 ...'
@@ -121,8 +121,8 @@ def test_the_process_of_its_own_runs_what_it_is_told_and_hands_the_result_back(
     monkeypatch.setattr(step_run, 'call_in_child', call)
     monkeypatch.setattr(step_run, 'run', fake)
     config = make_config('gpt', 2, 4)
-    assert run_in_child(config, 'h200', bisect=True, reduce=False, say=print) == [executed(RIGHT)]
-    assert (asked['config'], asked['target'], asked['bisect'], asked['reduce']) == (
+    assert run_in_child(config, 'h200', bisect=True, minimize=False, say=print) == [executed(RIGHT)]
+    assert (asked['config'], asked['target'], asked['bisect'], asked['minimize']) == (
         config,
         'h200',
         True,

@@ -92,12 +92,12 @@ def test_a_report_says_what_it_compares_with_and_names_the_axes() -> None:
     found = inspect_here(case('llama', GRID, 'weights', {'dtype': 'float32'}))
     text = to_text(found)
     assert text.startswith('data=2 x row=2 x model=2, ')
-    assert 'ok: no more than Megatron and Pope et al. anywhere' in text
+    assert "ok: no collective sends more than Megatron and Pope et al.'s" in text
     sources = {source for row in found.rows for source in row.sources}
     assert any('AllGatherPipeline.async_bucket_gather' in source for source in sources)
     assert any('Pope et al.' in source for source in sources)
     one_dimension = found.model_copy(update={'mesh': {'data': 2, 'model': 4}})
-    assert 'no more than Megatron anywhere' in to_text(one_dimension)
+    assert "no collective sends more than Megatron's" in to_text(one_dimension)
 
 
 @needs_compiler

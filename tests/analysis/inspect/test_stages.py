@@ -1,4 +1,4 @@
-"""A step on stages and context shards sends what is stated, and a wrong build is caught."""
+"""A step on stages and context shards sends the expected bytes, and a wrong build is caught."""
 
 import dataclasses
 import functools
@@ -87,7 +87,7 @@ SMALL = config(stages=2, context=2, train={'microbatches': 2})
         exhaustive(config(stages=2, context=2, data=2, context_exchange='ring', train=FULL)),
     ],
 )
-def test_a_step_sends_no_more_than_is_stated_and_computes_what_the_config_says(config):
+def test_a_step_sends_no_more_than_is_expected_and_computes_what_the_config_says(config):
     found = as_built(config)
     assert not caught(found)
     assert found.ok
@@ -100,9 +100,9 @@ def test_rows_have_megatrons_runs_and_those_of_the_bubbles_ticks():
     found = as_built(SMALL)
     for phase in ('forward', 'backward'):
         row = row_of(found, 'stage', phase, 'stage')
-        for transfers, times in ((row.placed, 3), (row.megatron, 2), (row.stated, 3)):
+        for transfers, times in ((row.placed, 3), (row.megatron, 2), (row.expected, 3)):
             assert {one.kind: one.times for one in transfers} == {'collective-permute': times}
-        assert row.verdict == 'stated'
+        assert row.verdict == 'expected'
         (head,) = row_of(found, 'head', phase, 'stage').placed
         assert head.times == 2
     assert row_of(found, 'attention', 'forward', 'context').placed[0].times == 2 * 3 * LAYERS / 2
@@ -110,8 +110,8 @@ def test_rows_have_megatrons_runs_and_those_of_the_bubbles_ticks():
     pipeline = found.pipeline
     assert (pipeline.ticks, pipeline.idle_ticks, pipeline.bubble) == (3, 1, 0.5)
     text = ' '.join(to_text(found, width=200).split())
-    assert 'a stage has a microbatch in 2 of 3 ticks each way: a bubble of 50.0%' in text
-    assert 'stated head forward over stage' in text
+    assert 'each stage is busy in 2 of 3 ticks per direction; bubble 50.0%' in text
+    assert 'expected head forward over stage' in text
 
 
 def sent_the_other_way(patch):
@@ -172,7 +172,7 @@ UNDECLARED = 'permute with undeclared pairs'
         exhaustive(
             sent_in_fp32,
             config(stages=2, model=2, train=HALF),
-            {'stage forward stage', 'stage backward stage', 'fp32 on the wire'},
+            {'stage forward stage', 'stage backward stage', 'fp32 communication'},
         ),
         slow(context_shards_left_out, config(context=2, data=2), {'gradients step data'}),
     ],
@@ -202,7 +202,7 @@ def test_a_loop_that_keeps_the_gradients_of_a_table_is_found(is_summed: bool) ->
     arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     program = Program(jax.jit(total).lower(*arrays).compile().as_text())
     rules = {finding.rule for finding in kept_gradients(one, program)}
-    assert rules == (set() if is_summed else {'gradients of a table kept'})
+    assert rules == (set() if is_summed else {'table gradients stacked'})
 
 
 RINGS = {'context': 2, 'context_exchange': 'ring'}
@@ -287,4 +287,4 @@ def test_an_array_that_is_gathered_to_enter_a_region_is_found(is_partial: bool) 
         text = jax.jit(doubled).lower(x).compile().as_text()
     found = [*gathered_at_edges(collectives(Program(text), dict(mesh.shape)))]
     assert bool(found) == is_partial
-    assert {finding.rule for finding in found} <= {'gathered at the edge of a region'}
+    assert {finding.rule for finding in found} <= {'gathered at a shard_map boundary'}

@@ -1,4 +1,4 @@
-"""A vision encoder sends what is stated, less than Megatron inside its layers, and no more."""
+"""A vision encoder sends the expected bytes, less than Megatron inside its layers, and no more."""
 
 import functools
 from typing import Any
@@ -64,14 +64,14 @@ cross = functools.partial(vlm, crossed=True)
         ),
     ],
 )
-def test_no_row_sends_more_than_is_stated(config: Config) -> None:
+def test_no_row_sends_more_than_is_expected(config: Config) -> None:
     found = inspect_here(config)
     assert found.ok, to_text(found)
     rows = {(row.site, row.phase, row.axis): row for row in found.rows}
     assert 'other' not in ''.join(site for site, *_ in rows)
     if config.mesh.model > 1:
         vectors = rows['vision', 'forward', 'model']
-        assert vectors.wire_bytes == vectors.stated_wire_bytes or vectors.verdict == 'less'
+        assert vectors.wire_bytes == vectors.expected_wire_bytes or vectors.verdict == 'less'
         assert [transfer.kind for transfer in vectors.placed] == ['all-gather']
         assert rows['vision', 'forward', 'model'].megatron_wire_bytes > vectors.wire_bytes
         is_summed = ('vision', 'backward', 'model') in rows

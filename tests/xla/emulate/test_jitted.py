@@ -329,7 +329,7 @@ def test_without_a_reference_a_manual_region_is_compared_with_the_cpus_own(stand
     run = megajax.inspect.run(total, np.arange(8.0, dtype=np.float32))
     assert run.ok
     assert run.compared_with == "the CPU's own program on 8 simulated devices"
-    assert 'pass reference= for an independent answer' in ' '.join(str(run).split())
+    assert 'pass reference= for an independent check' in ' '.join(str(run).split())
 
 
 def test_a_function_of_explicit_axes_has_the_mesh_that_its_caller_could_not_set(stand_in):
