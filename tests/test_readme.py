@@ -179,10 +179,17 @@ def resolve(name: str) -> Any:
     return found
 
 
-def test_the_readme_is_short_and_begins_with_its_two_commands() -> None:
+def test_the_readme_is_short_and_its_first_screen_has_its_commands_and_a_collective() -> None:
     lines = README.read_text().splitlines()
-    assert 150 <= len(lines) <= 200
-    assert [line.split('  ')[0] for line in lines[3:5]] == ['make train', 'make test']
+    assert 150 <= len(lines) <= 220
+    first, table = blocks(README)[:2]
+    words = [line.split()[:2] for line in first.splitlines()]
+    assert words == [
+        *(['make', x] for x in ('train', 'test')),
+        *(['megajax', x] for x in ('inspect', 'plan')),
+    ]
+    assert table.startswith('site  ')
+    assert lines.index(table.splitlines()[-1]) < 40
 
 
 def test_the_readmes_commands_write_where_git_ignores_it() -> None:

@@ -177,6 +177,16 @@ def test_the_readme_has_the_error_of_the_predicted_rates() -> None:
     assert f'off by {mean}% on average and {largest}% at worst' in README
 
 
+def test_the_readme_has_the_measured_rates_of_training() -> None:
+    table = (ROOT / 'README.md').read_text().split('| step | tokens/s |')[1].split('\n\n')[0]
+    rows = [[cell.strip() for cell in line.split('|')[2:5]] for line in table.splitlines()[2:]]
+    text = (RESULTS / '2026-11-26_gpu.md').read_text()
+    measured = re.findall(r'\| ([\d,]+) \| \d+ \| ([\d.]+) % \| ([\d.]+) % \|', text)
+    assert len(rows) == 5
+    for tokens, *shares in rows:
+        assert (tokens, *(share.removesuffix('%') for share in shares)) in measured
+
+
 def test_the_page_names_the_held_out_rates_that_are_far_off() -> None:
     text = (RESULTS / '2026-11-26_plan_tables.md').read_text()
     errors = re.findall(r'\| ([+-][\d.]+)% \| held out \|', text)
