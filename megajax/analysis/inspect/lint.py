@@ -10,7 +10,6 @@ from math import prod
 from megajax.analysis.inspect.result import Finding
 from megajax.analysis.inspect.sites import site_of
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import num_parts
 from megajax.core.counts.collective import Expected, Site, activation
 from megajax.core.counts.megatron import stated
 from megajax.core.counts.parameters import SHARDED_BY_MEGATRON, parameters
@@ -138,7 +137,7 @@ def _gathered_weights(
             shapes = [parameter.shape, parameter.shape[1:]] if stacked else [parameter.shape]
             weights |= {dims: parameter.name for shape in shapes for dims in _spellings(shape)}
     tokens = prod(activation(config).shape[:2])
-    counts = tokens, tokens // num_parts(config)
+    counts = tokens, tokens // config.overlap.num_parts
     for collective in placed:
         dims = collective.whole.dims
         name = weights.get(tuple(sorted(dims)))

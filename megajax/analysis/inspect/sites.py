@@ -8,7 +8,6 @@ import re
 from math import prod
 
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import repeats_outputs, rung
 from megajax.core.counts.collective import Site, activation
 from megajax.core.counts.context import keys
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
@@ -136,7 +135,7 @@ def _over_data(collective: Collective, words: list[str], config: Config) -> Site
     that of the array: ZeRO-1 gathers weights and sums gradients once a step, ZeRO-2 scatters sums
     of matrices in the backward pass, and ZeRO-3 gathers weights in both passes.
     """
-    axis, shard = collective.axis, rung(config)
+    axis, shard = collective.axis, config.overlap.shard
     over_shards = {*collective.axes} <= {'stage', 'data', 'context'}
     if collective.kind == 'all-gather' and over_shards and axis:
         is_forward = phase_of(collective.op_name) == 'forward'
@@ -162,7 +161,7 @@ def _over_row(collective: Collective, scope: str | None, config: Config) -> Site
         is_norm = sorted(collective.operand.dims) in tokens
         return Site('norm', 'forward', 'row') if is_norm else Site('gradients', 'backward', 'row')
     is_recomputed = scope == 'mlp' and phase_of(collective.op_name) == 'recompute'
-    is_for_norm = is_recomputed and repeats_outputs(config)
+    is_for_norm = is_recomputed and config.overlap.repeats_outputs
     if collective.kind == 'all-gather' and (is_recomputed or scope is None) and not is_for_norm:
         # The recomputed activation, gathered for a weight gradient alone. From ZeRO-2 on that
         # product has the path of the reduction over `data`.

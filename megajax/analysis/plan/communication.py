@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import repeats_outputs
 from megajax.core.counts.collective import activation
 from megajax.core.counts.context import own_over_context
 from megajax.core.counts.cross_attention import cross_layers, is_left_out
@@ -148,7 +147,7 @@ def _is_last_of_layer(collective: Expected, config: Config, cross: list[Expected
     """
     site = collective.site
     is_last = site.name == 'mlp' and site.phase == 'recompute' and collective.kind != GATHER
-    return is_last and not repeats_outputs(config) and collective not in cross
+    return is_last and not config.overlap.repeats_outputs and collective not in cross
 
 
 def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from megajax.analysis.plan.memory import num_logit_chunks
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import in_order, is_split, num_parts
 from megajax.core.counts.stages import Runs, ticks
 from megajax.core.counts.vision import is_learned
 
@@ -28,7 +27,7 @@ def num_launches(config: Config) -> int:
     """
     model, mesh, train = config.model, config.mesh, config.train
     is_full = train.recompute == 'full'
-    if in_order(config) and train.unroll is True:
+    if config.overlap.in_order and config.overlap.unroll:
         of_layers = model.num_layers * _of_layer_in_order(config)
         of_chunks = OF_CHUNK * num_logit_chunks(config)
         return OF_STEP + (of_layers + of_chunks) * train.microbatches
@@ -44,7 +43,7 @@ def num_launches(config: Config) -> int:
     of_layer += 15 if mesh.model > 1 else 0
     of_layer += 10 if mesh.model > 1 and mesh.sequence_parallel else 0
     of_layer += 20 if model.num_kv_heads < mesh.model else 0
-    of_layer += 35 if is_split(config) else 0
+    of_layer += 35 if config.overlap.is_split else 0
     of_layer += _of_sharding(config)
     if mesh.is_grid:
         of_layer += 40 if is_full else 25
@@ -72,8 +71,9 @@ def _of_layer_in_order(config: Config) -> int:
     is_summed = config.optim.shard in ('gradients', 'weights') and train.microbatches > 1
     added = 8 if model.bias and is_summed else 0  # gradients of vectors
     # Halves of the tokens have attention's kernels in common.
-    shared = 15 if train.overlap == 'sequence_split' and num_parts(config) > 1 else 0
-    return num_parts(config) * of_part - shared + added
+    overlap = config.overlap
+    shared = 15 if overlap.splits_tokens and overlap.num_parts > 1 else 0
+    return overlap.num_parts * of_part - shared + added
 
 
 def _of_images(config: Config) -> int:
@@ -93,7 +93,7 @@ def _of_sharding(config: Config) -> int:
         return 3 if config.optim.shard == 'gradients' else 0
     kernels = 18 if mesh.tensor_parallel == 1 else 0
     kernels = 15 if train.recompute == 'full' else kernels
-    kernels += 20 if is_split(config) else 0
+    kernels += 20 if config.overlap.is_split else 0
     return kernels + (20 if config.model.hidden_size % mesh.data_shards else 0)
 
 

@@ -18,7 +18,6 @@ from megajax.analysis.plan.held import Held
 from megajax.analysis.plan.sizes import FLOAT32, Sizes
 from megajax.analysis.plan.stage_memory import moments_of_stage
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import gathers_ahead, num_parts
 
 # The share of the temporary bytes that is lost between the arrays of XLA's heap: from nothing to
 # 4 % in programs for H100s.
@@ -73,7 +72,7 @@ def memory(config: Config, *, capacity_bytes: int | None = None) -> StepMemory:
 def largest_microbatch(config: Config, capacity_bytes: int) -> int:
     """Return the most rows that a data shard can have in a microbatch; 0 if not even one fits."""
     # Halves of the rows take turns, and a grid shards them.
-    halves = num_parts(config) if config.train.overlap == 'batch_split' else 1
+    halves = config.overlap.num_parts if config.train.overlap == 'batch_split' else 1
     step = halves * config.mesh.model_rows
 
     def fits(rows: int) -> bool:
@@ -160,7 +159,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     gathered = 2 * sizes.whole * sizes.layout.num_shards('D') // chunks if sizes.is_scattered else 0
     copies, in_passes = _transposed(sizes), _gathered_in_layers(sizes)
     # The head is among the buffers.
-    is_ahead = sizes.is_ordered and gathers_ahead(sizes.config)
+    is_ahead = sizes.is_ordered and sizes.overlap.gathers_ahead
     at_loss = in_passes if is_ahead else sizes.gathered
     return {
         'loss': Held(

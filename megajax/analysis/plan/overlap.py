@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megajax.core.config import Config, ModelConfig
-from megajax.core.config.overlap_rules import gathers_ahead, has_head, in_order, is_split, num_parts
 from megajax.core.counts.collective import PERMUTE
 from megajax.core.counts.flops import uses_flash
 from megajax.core.counts.megatron import GATHER, REDUCE, SCATTER, Expected
@@ -98,7 +97,7 @@ def _beside_others(collective: Expected, config: Config) -> Beside | None:
     site, phase = collective.site, collective.site.phase
     in_loop = 1.0 if config.train.unroll is True else _IN_LOOP
     if is_over_data(collective):
-        if site.name == 'parameters' and phase == 'step' and gathers_ahead(config):
+        if site.name == 'parameters' and phase == 'step' and config.overlap.gathers_ahead:
             phase = 'forward'
         if phase == 'step':
             return None
@@ -106,7 +105,7 @@ def _beside_others(collective: Expected, config: Config) -> Beside | None:
         layers_alone = site.name == 'parameters' and phase == 'backward'
         share = in_loop if layers_alone else in_loop * _in_order_over_data(config)
         return Beside(share, tuple(_in_pass(phase)), phase, of_products=in_loop)
-    if site.axis == 'model' and site.name in ('attention', 'mlp') and num_parts(config) > 1:
+    if site.axis == 'model' and site.name in ('attention', 'mlp') and config.overlap.num_parts > 1:
         return Beside(in_loop * _IN_ORDER[config.train.overlap], tuple(_in_pass(phase)))
     return None
 
@@ -119,7 +118,7 @@ def _in_order_over_data(config: Config) -> float:
     """
     counts = own_counts(config)
     first = _share_of_attention(config.model) / config.model.num_layers
-    head = counts.tables / 2 if has_head(config) else 0.0
+    head = counts.tables / 2 if config.overlap.has_head else 0.0
     return (counts.layers * (1 - first) + head) / (counts.layers + counts.tables)
 
 
@@ -171,7 +170,7 @@ def beside_ticks(collective: Expected, config: Config) -> Beside:
 def _shares_over_data(config: Config) -> dict[str, float]:
     if config.mesh.tensor_parallel == 1:
         return _OVER_DATA['alone']
-    if is_split(config):
+    if config.overlap.is_split:
         return _OVER_DATA['halves']
     if config.mesh.is_grid:
         return _OVER_DATA['grid']
@@ -209,7 +208,7 @@ def beside(collective: Expected, config: Config) -> Beside:
 
     Of a grid's collectives less than a tenth overlaps in the programs, none here.
     """
-    if in_order(config) and (others := _beside_others(collective, config)):
+    if config.overlap.in_order and (others := _beside_others(collective, config)):
         return others
     if is_over_data(collective):
         return _beside_layers(collective, config)
@@ -220,7 +219,7 @@ def beside(collective: Expected, config: Config) -> Beside:
         return beside_ticks(collective, config)
     if collective.site.axis == 'context':
         return _beside_blocks(collective, config)
-    if is_split(config):
+    if config.overlap.is_split:
         tables = {
             'forward': _FORWARD_OF_HALVES,
             'recompute': _RECOMPUTE_OF_HALVES,

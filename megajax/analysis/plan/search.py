@@ -14,7 +14,6 @@ from megajax.analysis.plan.programs import MEGAJAX, Software
 from megajax.analysis.plan.time import StepTime, Timer, peak_flops
 from megajax.analysis.plan.words import RUNGS, describe, no_layout
 from megajax.core.config import Config, ConfigError
-from megajax.core.config.overlap_rules import is_split
 from megajax.core.config.rules import incompatibilities
 from megajax.core.hardware.memory import USABLE
 
@@ -158,7 +157,7 @@ def _order(choice: Choice) -> tuple[float | int, ...]:
         config.mesh.context_exchange == 'ring',
         config.mesh.tensor_parallel,
         config.mesh.model_rows,
-        is_split(config),
+        config.overlap.is_split,
         [*RUNGS].index(config.optim.shard),
         config.mesh.replicas,
         ('none', 'selective', 'full').index(config.train.recompute),

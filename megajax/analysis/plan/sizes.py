@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megajax.core.config import Config, ModelConfig
-from megajax.core.config.overlap_rules import in_order, repeats_outputs, rung
 from megajax.core.counts.chunks import chunk_sizes
 from megajax.core.counts.flops import uses_flash
 from megajax.core.counts.layers import layer
@@ -46,8 +45,9 @@ class Sizes:
         self.length = train.seq_len // shards('S')  # tokens of a sequence
         self.tokens = config.microbatch_rows * self.length
         self.is_scattered = shards('T') > 1
-        self.sums_early = rung(config) in ('gradients', 'weights')
-        self.is_ordered = in_order(config) and config.train.unroll is True
+        self.overlap = config.overlap
+        self.sums_early = self.overlap.shard in ('gradients', 'weights')
+        self.is_ordered = self.overlap.in_order and self.overlap.unroll
 
         self.counts = own_counts(config)
         self.matrices, self.parameters = self.counts.matrices, self.counts.all
@@ -102,7 +102,7 @@ class Sizes:
         """
         if self.config.train.recompute != 'full':
             return self.layers * self.kept_by_layer
-        keeps_outputs = self.model.norm_position == 'after' and not repeats_outputs(self.config)
+        keeps_outputs = self.model.norm_position == 'after' and not self.overlap.repeats_outputs
         return self.layers * self.residual * (2 if keeps_outputs else 1)
 
     @property

@@ -24,7 +24,6 @@ from megajax.analysis.plan.programs import MEGAJAX, Attention, Software
 from megajax.analysis.plan.sizes import BYTES
 from megajax.analysis.plan.transfers import PlannedTransfer, Waiting, transfers
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import in_order, num_parts
 from megajax.core.counts.flops import Flops, step_flops, uses_flash
 from megajax.core.counts.products import Phase, Product, products
 from megajax.core.counts.stages import ticks
@@ -201,8 +200,8 @@ class Timer:
             at_head = changed(config, mesh__stages=1, mesh__virtual_stages=1)
             alone = [x for x in products(at_head, flash=flash) if x.where == 'head']
             work = [*(product for product in work if product.where != 'head'), *alone]
-        if program.has_order and in_order(config):
-            work = [in_parts(product, num_parts(config)) for product in work]
+        if program.has_order and config.overlap.in_order:
+            work = [in_parts(product, config.overlap.num_parts) for product in work]
         of_products = [
             product_seconds(product, config, cluster, program.attention) for product in work
         ]

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from megajax.analysis.plan.layouts import Mesh
 from megajax.analysis.plan.time import StepTime
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import is_split
 
 RUNGS = {'none': '', 'optimizer': 'ZeRO-1', 'gradients': 'ZeRO-2', 'weights': 'ZeRO-3'}
 # How many of the meshes that cannot be are given with their reasons: those of small tensor-parallel
@@ -38,7 +37,7 @@ def describe(config: Config) -> str:
     words += [f'{count} microbatch{"es" if count > 1 else ""} of {config.microbatch_rows}']
     words += [RUNGS[config.optim.shard]] if config.optim.shard != 'none' else []
     words += [f'{config.mesh.replicas} replicas'] if config.mesh.replicas > 1 else []
-    words += [config.train.overlap] if is_split(config) else []
+    words += [config.train.overlap] if config.overlap.is_split else []
     return ', '.join(words)
 
 

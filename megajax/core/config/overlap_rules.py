@@ -4,9 +4,10 @@
 order.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from megajax.base.errors import Problem
 from megajax.core.config.divisors import multiples
@@ -16,6 +17,61 @@ if TYPE_CHECKING:
 
 SPLITS = 'batch_split', 'sequence_split'
 PARTS = 2  # halves; `benchmarks/gpu_overlap.py` tries quarters
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """How the layers of a step run, and when they gather weights and sum gradients over `data`.
+
+    By default they run in a loop, and XLA orders what a layer does.
+    """
+
+    is_split: bool = False  # whether `train.overlap` asks for halves
+    splits_tokens: bool = False  # whether these are of the tokens, not of the rows
+    in_order: bool = False  # whether the layers run in the overlap schedule
+    unroll: bool = False  # whether each layer is compiled on its own
+    num_parts: int = 1  # parts of a microbatch, which do not depend on each other in a layer
+    # The value of `optim.shard` that says when a step sums gradients. With one microbatch in the
+    # overlap schedule, ZeRO-1 sums those of each layer beside the backward pass of the next, as
+    # ZeRO-2 does: the bytes are the same.
+    shard: str = 'none'
+    # Whether the forward pass gathers the weights of layers a little ahead, and keeps them. ZeRO-1
+    # and ZeRO-2 do with one microbatch in the overlap schedule, and gather all at first otherwise.
+    gathers_ahead: bool = False
+    # Whether a step has the matrices that it computes with as an array for each layer: where each
+    # is compiled on its own and several microbatches use the same matrices.
+    is_apart: bool = False
+    # Whether the overlap schedule gathers the head's matrix and sums its gradient, too. A head that
+    # is the embedding's table is needed before the layers, and its gradient after them.
+    has_head: bool = False
+    # Whether full recomputation repeats the last product of a layer, and its reduction. Only a norm
+    # of the output reads them, and the overlap schedule keeps them.
+    repeats_outputs: bool = False
+
+    @classmethod
+    def of(cls, config: 'Config') -> Self:
+        """Return what the keys of a config come to; those that are `auto` overlap nothing."""
+        train, shard = config.train, config.optim.shard
+        is_split, unroll = train.overlap in SPLITS, train.unroll is True
+        in_order = _has_order(config) and (is_split or unroll)
+        gathers_ahead = shard in ('optimizer', 'gradients') and in_order and train.microbatches == 1
+        if shard == 'optimizer' and gathers_ahead:
+            shard = 'gradients'
+        is_used_again = train.microbatches > 1 and shard in ('none', 'optimizer')
+        is_sent = gathers_ahead or shard == 'weights'
+        return cls(
+            is_split=is_split,
+            splits_tokens=train.overlap == 'sequence_split',
+            in_order=in_order,
+            unroll=unroll,
+            # Without tensor parallelism nothing is cut: all products hide what is sent over `data`.
+            num_parts=PARTS if is_split and not (in_order and config.mesh.model == 1) else 1,
+            shard=shard,
+            gathers_ahead=gathers_ahead,
+            is_apart=is_used_again and in_order and unroll,
+            has_head=is_sent and in_order and unroll and not config.model.tie_embeddings,
+            repeats_outputs=config.model.norm_position == 'after' and not in_order,
+        )
 
 
 def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
@@ -32,7 +88,7 @@ def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
         splits = (_with(config, overlap=name) for name in SPLITS if is_worth_it)
         config = next(filter(_fits, splits), _with(config, overlap='none'))
     if config.train.unroll == 'auto':
-        is_worth_it = is_ordered and (is_split(config) or not _sends(config))
+        is_worth_it = is_ordered and (config.overlap.is_split or not _sends(config))
         config = _with(config, unroll=is_worth_it and not config.train.deterministic)
     return config
 
@@ -68,7 +124,7 @@ def _sends(config: 'Config') -> bool:
 
 def _fits(config: 'Config') -> bool:
     """Whether the rows or the tokens of a microbatch can be cut in parts."""
-    parts, train = num_parts(config), config.train
+    parts, train = config.overlap.num_parts, config.train
     if train.overlap == 'batch_split':
         return config.microbatch_rows % parts == 0
     if config.model.has_dropout:  # whose masks are drawn for all tokens of a row at once
@@ -84,25 +140,7 @@ def _with(config: 'Config', **keys: object) -> 'Config':
     return config.model_copy(update={'train': config.train.model_copy(update=keys)})
 
 
-def is_split(config: 'Config') -> bool:
-    """Whether `train.overlap` asks for halves."""
-    return config.train.overlap in SPLITS
-
-
-def in_order(config: 'Config') -> bool:
-    """Whether the layers run in the overlap schedule; otherwise XLA chooses one."""
-    return _has_order(config) and (is_split(config) or config.train.unroll is True)
-
-
-def repeats_outputs(config: 'Config') -> bool:
-    """Whether full recomputation repeats the last product of a layer, and its reduction.
-
-    Only a norm of the output reads them, and the overlap schedule keeps them.
-    """
-    return config.model.norm_position == 'after' and not in_order(config)
-
-
-# The keys, and sections, that `num_parts` follows from beside train.overlap.
+# The keys, and sections, that `Overlap.num_parts` follows from beside train.overlap.
 PARTS_FOLLOW_FROM = (
     'mesh.model',
     'mesh.stages',
@@ -113,62 +151,18 @@ PARTS_FOLLOW_FROM = (
 )
 
 
-def num_parts(config: 'Config') -> int:
-    """Return the number of parts of a microbatch, which do not depend on each other in a layer."""
-    # Without tensor parallelism nothing is cut: all products hide what is sent over `data`.
-    return PARTS if is_split(config) and not (in_order(config) and config.mesh.model == 1) else 1
-
-
-def rung(config: 'Config') -> str:
-    """Return the value of `optim.shard` whose gradients a step sums, and when.
-
-    With one microbatch in the overlap schedule, ZeRO-1 sums the gradients of each layer beside the
-    backward pass of the next, as ZeRO-2 does: the bytes are the same.
-    """
-    shard = config.optim.shard
-    return 'gradients' if shard == 'optimizer' and gathers_ahead(config) else shard
-
-
-def gathers_ahead(config: 'Config') -> bool:
-    """Whether the forward pass gathers the weights of layers a little ahead, and keeps them.
-
-    ZeRO-1 and ZeRO-2 do with one microbatch in the overlap schedule, and gather all at first
-    otherwise.
-    """
-    is_gathered_once = config.optim.shard in ('optimizer', 'gradients')
-    return is_gathered_once and in_order(config) and config.train.microbatches == 1
-
-
-def is_apart(config: 'Config') -> bool:
-    """Whether a step has the matrices that it computes with as an array for each layer.
-
-    It has where each layer is compiled on its own and several microbatches use the same matrices.
-    """
-    is_used_again = config.train.microbatches > 1 and rung(config) in ('none', 'optimizer')
-    return is_used_again and in_order(config) and config.train.unroll is True
-
-
-def has_head(config: 'Config') -> bool:
-    """Whether the overlap schedule gathers the head's matrix and sums its gradient, too.
-
-    A head that is the embedding's table is needed before the layers, and its gradient after them.
-    """
-    is_sent = gathers_ahead(config) or config.optim.shard == 'weights'
-    is_ordered = in_order(config) and config.train.unroll is True
-    return is_sent and is_ordered and not config.model.tie_embeddings
-
-
 def length_multiple(config: 'Config') -> int:
     """Return what train.seq_len is a multiple of, for equal shards and halves of a sequence."""
     shards, context = _shards_of_tokens(config), config.mesh.context
-    parts = num_parts(config) if config.train.overlap == 'sequence_split' else 1
+    parts = config.overlap.num_parts if config.overlap.splits_tokens else 1
     return math.lcm(parts * shards, context * math.lcm(2, shards) if context > 1 else 1)
 
 
 def of_halves(config: 'Config') -> Iterator[Problem]:
     """Yield what the halves of a sequence need; those of the rows are a rule of the batch."""
     length, count = config.train.seq_len, PARTS * _shards_of_tokens(config)
-    if config.train.overlap == 'sequence_split' and num_parts(config) > 1 and length % count:
+    overlap = config.overlap
+    if overlap.splits_tokens and overlap.num_parts > 1 and length % count:
         message = (
             f'{length} tokens have no {PARTS} equal parts on each shard, and '
             f'train.overlap=sequence_split needs a multiple of {count}; '

@@ -167,7 +167,7 @@ def _batches(config: 'Config') -> Iterator[Problem]:
         )
         return
     reasons, others = {}, ['mesh.data', 'train.microbatches']
-    if train.overlap == 'batch_split' and overlap_rules.num_parts(config) > 1:
+    if train.overlap == 'batch_split' and config.overlap.num_parts > 1:
         reasons['train.overlap'] = 'train.overlap=batch_split cuts them in half'
         others += overlap_rules.PARTS_FOLLOW_FROM
     if rows > 1:

@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 from megajax.core.config.lora import LoraConfig
 from megajax.core.config.mesh import MeshConfig
 from megajax.core.config.model import ModelConfig, RelevanceConfig, VisionConfig
+from megajax.core.config.overlap_rules import Overlap
 from megajax.core.config.rules import incompatibilities
 from megajax.core.config.section import (
     LONGEST_WAIT,
@@ -293,6 +294,11 @@ class Config(Section):
     def microbatch_rows(self) -> int:
         """Number of sequences of a microbatch on a data shard."""
         return self.train.batch_size // (self.mesh.data * self.train.microbatches)
+
+    @property
+    def overlap(self) -> Overlap:
+        """How the layers of a step run."""
+        return Overlap.of(self)
 
     @model_serializer(mode='wrap')
     def _without_absent_sections(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from math import prod
 
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import rung
 from megajax.core.counts.collective import (
     GATHER,
     HLO_DTYPES,
@@ -112,7 +111,7 @@ class _Group:
 
     def scatters(self, counts: Counts) -> Iterator[Expected]:
         """Yield the reduce-scatters of the gradients of matrices."""
-        if rung(self.config) == 'optimizer':
+        if self.config.overlap.shard == 'optimizer':
             yield from self._scatter('step', counts.matrices, 1)
             return
         often, runs = counts.layers + counts.tables, self.config.train.microbatches

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from math import prod
 
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import repeats_outputs
 from megajax.core.counts.collective import (
     GATHER,
     HLO_DTYPES,
@@ -85,7 +84,7 @@ def _sublayer(config: Config, sublayer: Sublayer, phase: Phase) -> Iterator[Expe
         }
     for step, (axis, kind, array) in steps.items():
         place = phase
-        if phase == 'recompute' and name == 'mlp' and not repeats_outputs(config):
+        if phase == 'recompute' and name == 'mlp' and not config.overlap.repeats_outputs:
             if step == 'output':
                 continue
             place = 'backward' if step == 'second' else phase

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from megajax.core.config.model import Part
-from megajax.core.config.overlap_rules import repeats_outputs
 from megajax.core.config.schema import Config
 from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.parameters import declare, dim_sizes, elements, parameters
@@ -68,7 +67,7 @@ def products(
     layers = config.model.num_layers // (stages * chunks)
     runs = layers * num_passes(stages, chunks, microbatches)
     counted = _Counted(config, layout.shards, rows, runs)
-    recomputes_last |= repeats_outputs(config) or (stages > 1 and layers > 1)
+    recomputes_last |= config.overlap.repeats_outputs or (stages > 1 and layers > 1)
     every = [
         *counted.layers(recomputes_last=recomputes_last),
         *counted.attention(flash=flash),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import gathers_ahead, rung
+from megajax.core.config.overlap_rules import Overlap
 from megajax.core.counts.declaration import Parameter
 from megajax.core.model import at_rest
 from megajax.core.model.at_rest import gather, reduced_in_backward
@@ -22,28 +22,20 @@ class Computation(NamedTuple):
 
     dtype: str = 'float32'
     recompute: str = 'none'  # in the backward pass: none, selective (attention's core) or full
-    # Parts of the rows, independent within a layer: batch-split overlap (Domino).
-    num_parts: int = 1
-    in_order: bool = False  # whether the parts take turns (`model/overlap`), or XLA orders them
-    splits_tokens: bool = False  # whether the parts are of the tokens, not of the rows
-    unroll: bool = False  # whether each layer is compiled on its own, or a loop over layers
-    shard: str = 'none'  # what is sharded over `data` (`overlap_rules.rung`)
-    gathers_ahead: bool = False  # whether layers in order gather weights, and keep them
-    has_head: bool = False  # whether layers in order gather the head, too
+    overlap: Overlap = Overlap()
     reduce_dtype: str = 'float32'  # of gradients summed over `data` in the backward pass
     exchange: str | None = None  # of keys and values between context shards, if there are several
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """The computation of a run's config, with the rows of a microbatch in one part."""
-        mesh, optim = config.mesh, config.optim
+        """The computation of a run's steps on the current mesh."""
+        mesh = config.mesh
         return cls(
             config.train.compute_dtype,
             config.train.recompute,
-            shard=rung(config),
-            gathers_ahead=gathers_ahead(config),
-            reduce_dtype=optim.reduce_dtype,
-            exchange=mesh.context_exchange if mesh.context > 1 else None,
+            config.overlap,
+            config.optim.reduce_dtype,
+            mesh.context_exchange if mesh.context > 1 else None,
         )
 
     def pair(self, weights: Any, params: Any, layout: Layout) -> Any:
@@ -55,10 +47,10 @@ class Computation(NamedTuple):
             return params
 
         def join(declared: Parameter, x: jax.Array, weight: Any) -> Any:
-            if not reduced_in_backward(declared, self.shard):
+            if not reduced_in_backward(declared, self.overlap.shard):
                 return pair(declared, weight, x)
             dims, stored = declared.dims_of_layer, weight if is_fp8(weight) else x
-            if self.shard == 'weights':
+            if self.overlap.shard == 'weights':
                 # Full recomputation gathers once for itself and for the backward pass. Otherwise
                 # a weight that is gathered here would be kept from the forward pass.
                 is_kept = self.recompute != 'full'
@@ -75,8 +67,8 @@ class Computation(NamedTuple):
 
         Its gradient becomes that of x, a gradient slot or a matrix at rest.
         """
-        is_reduced = reduced_in_backward(declared, self.shard)
-        if is_reduced and self.shard == 'weights':
+        is_reduced = reduced_in_backward(declared, self.overlap.shard)
+        if is_reduced and self.overlap.shard == 'weights':
             weight = gather(x.astype(self.dtype), declared.dims, layout)
         if declared.is_frozen:
             return weight.astype(jnp.float32)

@@ -95,7 +95,7 @@ class CrossAttention(nnx.Module):
 
         `weights` has the weights to compute with, where they differ.
         """
-        num_parts = computation.num_parts
+        num_parts = computation.overlap.num_parts
 
         def run(xs_BTD: tuple[jax.Array, ...], layer: tuple[Any, ...]) -> tuple[jax.Array, ...]:
             block, weights, index, *key_values = layer

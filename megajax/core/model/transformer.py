@@ -150,9 +150,9 @@ class Transformer(nnx.Module):
         The layers of cross-attention are among the layers. `weights` has the weights to compute
         with, where they differ, and `first` is as in `run_layers`.
         """
-        if computation.in_order:
+        if computation.overlap.in_order:
             return self._in_order(x_BTD, computation, rows, weights, first)
-        num_parts = computation.num_parts
+        num_parts = computation.overlap.num_parts
         parts: list[Rows] = parts_of_rows(rows, num_parts)
 
         def run_block(
@@ -194,7 +194,7 @@ class Transformer(nnx.Module):
         """Do what `blocks` does in the overlap schedule, which also gathers a sharded head."""
         schedule = Schedule(self.config, self.layout, computation)
         of_layers = None if weights is None else weights.layers
-        at_rest = self.head_Vd if computation.has_head else None
+        at_rest = self.head_Vd if computation.overlap.has_head else None
         with jax.named_scope('layers'):
             x_BTD, head_Vd = schedule(x_BTD, self.layers, of_layers, rows, first, at_rest)
         return x_BTD, self.head_Vd if head_Vd is None else head_Vd

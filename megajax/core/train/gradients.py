@@ -39,9 +39,10 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, jax.A
     reduction over `data`. From ZeRO-2 on (`zero.py`) the backward pass sums those of matrices.
     """
     config = resolved(config, on_gpu=mesh_target() != 'cpu')
-    layout, is_fp8 = Layout.of(config), config.train.dtype == 'fp8'
+    layout = Layout.of(config)
+    objective = Objective.of(config, layout)
     of_microbatches = (
-        pipelined(config, layout) if config.mesh.stages > 1 else _accumulated(config, layout)
+        pipelined(objective, layout) if config.mesh.stages > 1 else _accumulated(objective, layout)
     )
 
     def loss_and_gradients(
@@ -58,8 +59,8 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, jax.A
         gradients, counts = scaling.detached(gradients)
         with jax.named_scope('data_parallel'):
             sums = jax.tree.map(lambda x: x.sum(), sums)
-            gradients = add_copies(sum_over_data(gradients, config, layout), layout)
-            places = scaling.largest(counts, narrow, scales, layout) if is_fp8 else None
+            gradients = add_copies(sum_over_data(gradients, objective.computation, layout), layout)
+            places = scaling.largest(counts, narrow, scales, layout) if objective.in_fp8 else None
         return *unscale(loss_scale, (sums, gradients)), places
 
     return loss_and_gradients
@@ -76,9 +77,10 @@ def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.Sta
     return loss_and_gradients
 
 
-def _accumulated(config: Config, layout: Layout) -> OfMicrobatches:
+def _accumulated(objective: Objective, layout: Layout) -> OfMicrobatches:
     """Return a function that takes one microbatch after the other."""
-    differentiate = jax.value_and_grad(Objective.of(config, layout), has_aux=True)
+    differentiate = jax.value_and_grad(objective, has_aux=True)
+    shard = objective.computation.overlap.shard
 
     def of_microbatches(
         primals: Any, weights: Any, microbatches: Batch, key: jax.Array
@@ -89,7 +91,7 @@ def _accumulated(config: Config, layout: Layout) -> OfMicrobatches:
             slots = primals if totals is None else with_totals(primals, totals)
             return differentiate(slots, weights, shard, key)
 
-        axes, is_added = mapped_axes(primals, config), holds_totals(primals, weights)
+        axes, is_added = mapped_axes(primals, shard), holds_totals(primals, weights)
         in_axes = 0, axes if is_added else None
         of_microbatch = over_shards(of_shard, layout, in_axes, out_axes=(0, axes))
 
@@ -99,11 +101,11 @@ def _accumulated(config: Config, layout: Layout) -> OfMicrobatches:
             add = added if is_added else partial(jax.tree.map, jnp.add)
             return (jax.tree.map(jnp.add, sums, new_sums), add(totals, gradients)), None
 
-        if config.train.microbatches == 1:
+        if objective.config.train.microbatches == 1:
             return of_microbatch(jax.tree.map(lambda x: x[0], microbatches), None)
         shards = layout.mapped
         zero = jnp.zeros(layout.sizes_of(shards), out_sharding=layout.stacked('', shards))
-        zeros = (zero, zero), zero_gradients(primals, config, layout)
+        zeros = (zero, zero), zero_gradients(primals, shard, layout)
         total, _ = lax.scan(accumulate, zeros, microbatches)
         return total
 

@@ -17,7 +17,6 @@ from megajax.core.model.transformer import Bert, LanguageModel, make_model, mode
 from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import Batch
 from megajax.core.train.microbatches import images_of, rows_of
-from megajax.core.train.overlap import computation_of
 
 Sums = tuple[jax.Array, jax.Array]  # the objective and the negative log-likelihood in nats
 
@@ -39,12 +38,7 @@ class Objective:
     def of(cls, config: Config, layout: Layout) -> Self:
         """The objective of a run's training steps."""
         in_fp8 = config.train.dtype == 'fp8'
-        return cls(config, layout.per_shard, computation_of(config), in_fp8)
-
-    @classmethod
-    def of_evaluation(cls, config: Config, layout: Layout) -> Self:
-        """The objective of a run's evaluation."""
-        return cls(config, layout.per_shard, Computation.of(config))
+        return cls(config, layout.per_shard, Computation.of(config), in_fp8)
 
     def __call__(
         self, params: nnx.State, weights: nnx.State | None, shard: Batch, key: jax.Array
@@ -164,6 +158,6 @@ class Objective:
             return x if declared.is_stacked else computation.value(weight, x, declared, layout)
 
         ready = map_parameters(outside_layers, params, weights)
-        if computation.has_head:
+        if computation.overlap.has_head:
             ready['head'] = params['head']  # at rest until the layers gather it
         return nnx.merge(self._graph, ready), nnx.merge(self._graph, weights)

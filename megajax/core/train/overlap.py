@@ -8,8 +8,6 @@ stages, context shards, grids and images, the halves are left to XLA's scheduler
 """
 
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import has_head, in_order, is_split, num_parts, rung
-from megajax.core.model.computation import Computation
 
 MEBIBYTE = 2**20
 # XLA's GPU compiler would merge the products and the collectives of the two halves again. It may
@@ -29,25 +27,15 @@ SLOTS = {'xla_gpu_experimental_parallel_collective_overlap_limit': '4'}
 EARLY = {'xla_gpu_experimental_collective_start_as_early_as_possible': True}
 
 
-def computation_of(config: Config) -> Computation:
-    """The computation of a config's training steps on the current mesh."""
-    return Computation.of(config)._replace(
-        num_parts=num_parts(config),
-        in_order=in_order(config),
-        splits_tokens=config.train.overlap == 'sequence_split',
-        unroll=config.train.unroll is True,
-        has_head=has_head(config),
-    )
-
-
 def overlap_options(config: Config) -> dict[str, str | bool]:
     """Return the options for XLA's GPU compiler that the config's overlap needs."""
-    mesh, is_ordered = config.mesh, in_order(config)
-    sends_in_layers = rung(config) in ('gradients', 'weights') and mesh.data > 1
+    mesh, overlap = config.mesh, config.overlap
+    sends_in_layers = overlap.shard in ('gradients', 'weights') and mesh.data > 1
     rings = mesh.context > 1 and mesh.context_exchange == 'ring'
-    needs_slots = mesh.stages > 1 or rings or is_ordered or (is_split(config) and sends_in_layers)
+    is_halved = overlap.is_split and sends_in_layers
+    needs_slots = mesh.stages > 1 or rings or overlap.in_order or is_halved
     return (
-        (OPTIONS if is_split(config) else {})
+        (OPTIONS if overlap.is_split else {})
         | (SLOTS if needs_slots else {})
-        | (EARLY if is_ordered else {})
+        | (EARLY if overlap.in_order else {})
     )

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.core.config import Config
 from megajax.core.counts.schedule import IDLE, Phase, Schedule, make_schedule, schedule_of
 from megajax.core.parallel.layout import STAGES, Layout
 from megajax.core.parallel.stages import BOTH, OF_STAGE, add, load, select, send, store
@@ -57,12 +56,14 @@ class Carry(NamedTuple):
     sums: Sums
 
 
-def pipelined(config: Config, layout: Layout) -> Callable[[Tree, Tree, Batch, jax.Array], Any]:
+def pipelined(
+    objective: Objective, layout: Layout
+) -> Callable[[Tree, Tree, Batch, jax.Array], Any]:
     """Return a function of primals, weights, microbatches and the key of dropout.
 
     It returns the sums of each stage and shard, and the gradients for `zero.sum_over_data`.
     """
-    objective, keeping = Objective.of(config, layout), keeping_residuals
+    config, keeping = objective.config, keeping_residuals
     if config.train.recompute == 'full':
         objective, keeping = objective.without_recomputation, keeping_inputs
 

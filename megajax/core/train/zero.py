@@ -23,11 +23,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from megajax.core.config import Config
-from megajax.core.config.overlap_rules import gathers_ahead, has_head, is_apart, rung
 from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.parameters import dtype_at_rest
 from megajax.core.model import at_rest
 from megajax.core.model.at_rest import reduced_in_backward
+from megajax.core.model.computation import Computation
 from megajax.core.model.fp8 import cast
 from megajax.core.model.gradient_slot import separate
 from megajax.core.model.overlap.per_layer_arrays import Stack, apart, together
@@ -54,24 +54,24 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
 
     The others of ZeRO-3 are returned as they are; a step gathers them where it uses them.
     """
-    shard, dtype = config.optim.shard, config.train.compute_dtype
+    shard, dtype, overlap = config.optim.shard, config.train.compute_dtype, config.overlap
 
     def gathered(declared: Parameter, x: jax.Array) -> Stack:
         is_whole = shard == 'none' and declared.owner == 'decoder'
-        is_ahead = gathers_ahead(config) and declared.is_stacked
+        is_ahead = overlap.gathers_ahead and declared.is_stacked
         is_gathered_later = (shard == 'weights' or is_ahead) and declared.is_in_microbatches
         if not declared.is_matrix or is_gathered_later:
             return x
         weight = x if is_whole else at_rest.gather(cast(x, dtype), declared.dims, layout)
-        if not is_apart(config) or not declared.is_stacked:
+        if not overlap.is_apart or not declared.is_stacked:
             return weight
         return tuple(cast(of_layer, dtype) for of_layer in apart(weight))
 
     with jax.named_scope('parameters'):
         weights = map_parameters(gathered, params)
-    if has_head(config):
+    if overlap.has_head:
         weights['head'] = params['head']
-    elif is_apart(config):  # else each microbatch casts the head
+    elif overlap.is_apart:  # else each microbatch casts the head
         is_tied = config.model.tie_embeddings
         parent, name = (weights['embedding'], 'table') if is_tied else (weights, 'head')
         parent[name] = parent[name].replace(cast(parent[name].get_value(), dtype))
@@ -95,7 +95,7 @@ class StepWeights(NamedTuple):
         cls, params: Any, config: Config, layout: Layout, scales: jax.Array | None = None
     ) -> Self:
         """Return what a step makes of its parameters; without `scales` fp8 computes in bf16."""
-        is_fp8, shard = config.train.dtype == 'fp8', rung(config)
+        is_fp8, shard = config.train.dtype == 'fp8', config.overlap.shard
         narrow = scaling.narrowed(params, scales, config) if is_fp8 else params
         gathered = gather_once(narrow, config, layout)
         weights, primals = separate(gathered)
@@ -112,16 +112,16 @@ class StepWeights(NamedTuple):
         return cls(copy_to_shards(weights, layout), copy_to_shards(primals, layout), narrow)
 
 
-def mapped_axes(primals: Any, config: Config) -> Any:
+def mapped_axes(primals: Any, shard: str) -> Any:
     """Return the dim of data shards in each gradient, None if the backward pass has summed it."""
 
     def axis(declared: Parameter, _: jax.Array) -> int | None:
-        return None if reduced_in_backward(declared, rung(config)) else 0
+        return None if reduced_in_backward(declared, shard) else 0
 
     return map_parameters(axis, primals)
 
 
-def zero_gradients(primals: Any, config: Config, layout: Layout) -> Any:
+def zero_gradients(primals: Any, shard: str, layout: Layout) -> Any:
     """Return zeros to accumulate the gradients of a step's microbatches in.
 
     They are [data shard, ...], with the dims of `Layout.mapped`. Gradients that the backward pass
@@ -133,7 +133,7 @@ def zero_gradients(primals: Any, config: Config, layout: Layout) -> Any:
             spec = layout.stacked(declared.dims_of_layer, layout.mapped)
             shape = *layout.sizes_of(layout.mapped), *x[0].shape
             return tuple(jnp.zeros(shape, of_layer.dtype, out_sharding=spec) for of_layer in x)
-        is_summed = reduced_in_backward(declared, rung(config))
+        is_summed = reduced_in_backward(declared, shard)
         stack = layout.mapped[:-1] if is_summed else layout.mapped
         spec = layout.stacked(copied_dims(declared, layout), stack, at_rest=is_summed)
         return jnp.zeros((*layout.sizes_of(stack), *x.shape), x.dtype, out_sharding=spec)
@@ -141,14 +141,14 @@ def zero_gradients(primals: Any, config: Config, layout: Layout) -> Any:
     return map_parameters(zeros, primals)
 
 
-def sum_over_data(gradients: Any, config: Config, layout: Layout) -> Any:
+def sum_over_data(gradients: Any, computation: Computation, layout: Layout) -> Any:
     """Return the sum of gradients like `zero_gradients`, with the placement of their parameters.
 
     Over `data` this is an all-reduce, or a reduce-scatter where the parameter is sharded over it;
     over `replica` it is an all-reduce of what is left. The gradients of what is outside the layers
     have one data shard more for each stage of a pipeline.
     """
-    dtype = config.optim.reduce_dtype
+    shard, dtype = computation.overlap.shard, computation.reduce_dtype
 
     def add(declared: Parameter, gradients: Stack) -> jax.Array:
         gradient = together(gradients, axis=len(layout.mapped))
@@ -157,7 +157,7 @@ def sum_over_data(gradients: Any, config: Config, layout: Layout) -> Any:
             return _sum_over_images(gradient, declared, layout, dtype)
         if not declared.is_matrix:
             return _sum_of_vector(gradient, dims, shards_of(declared, layout), layout)
-        if not reduced_in_backward(declared, rung(config)):
+        if not reduced_in_backward(declared, shard):
             gradient = _sum_within_replicas(gradient, dims, layout, dtype)
         return _sum_over_replicas(gradient, dims, layout, dtype)
 

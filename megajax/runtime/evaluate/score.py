@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 
 from megajax.core.config import Config
+from megajax.core.config.overlap_rules import without_order
 from megajax.core.counts.chunks import chunk_sizes
 from megajax.core.model.arr_coc.relevance import question
 from megajax.core.model.computation import Computation
@@ -137,7 +138,7 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
     log-likelihood of each label, and whether it is the most probable.
     """
     config = inference_config(config)
-    layout, computation = Layout.of(config), Computation.of(config)
+    layout, computation = Layout.of(config), Computation.of(without_order(config))
     loss, graph = Loss.of(config, layout), model_graph(config.model, layout)
 
     @jax.jit

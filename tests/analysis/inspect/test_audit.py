@@ -270,7 +270,13 @@ def wide_residual_stream(patch):
 def gathered_before_the_loop(patch):
     """ZeRO-2's step, where ZeRO-3's is expected."""
     of = Computation.of
-    patch(Computation, 'of', lambda config: of(config)._replace(shard='gradients'))
+
+    def of_zero_2(config: Config) -> Computation:
+        computation = of(config)
+        overlap = dataclasses.replace(computation.overlap, shard='gradients')
+        return computation._replace(overlap=overlap)
+
+    patch(Computation, 'of', of_zero_2)
     patch(zero, 'gather_once', lambda params, config, layout: cast(params, config, layout))
 
 

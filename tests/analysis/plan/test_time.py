@@ -15,7 +15,6 @@ from megajax.analysis.plan.overlap import beside
 from megajax.analysis.plan.programs import FSDP, MEGATRON, MEGATRON_2021
 from megajax.analysis.plan.time import Timer, in_parts, product_seconds, step_time
 from megajax.core.config import Config, ConfigError, load
-from megajax.core.config.overlap_rules import num_parts
 from megajax.core.counts.flops import step_flops
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.counts.products import products
@@ -132,7 +131,7 @@ def test_what_overlaps_is_hidden_as_far_as_the_products_beside_it_reach(overlap,
     config = load('gpt2_345m', [*sizes, *layout, *fixed])
     cluster, seconds = Cluster.of(H100, 4), defaultdict[tuple[str, str], float](float)
     for one in products(config, flash=True):
-        part = in_parts(one, num_parts(config))
+        part = in_parts(one, config.overlap.num_parts)
         seconds[one.name, one.phase] += product_seconds(part, config, cluster)
     limited = 0
     sent = zip(communication(config), step_time(config, cluster).transfers, strict=True)

@@ -3,15 +3,7 @@
 import pytest
 
 from megajax.core.config import Config, load
-from megajax.core.config.overlap_rules import (
-    gathers_ahead,
-    in_a_loop,
-    in_order,
-    length_multiple,
-    num_parts,
-    resolved,
-    rung,
-)
+from megajax.core.config.overlap_rules import in_a_loop, length_multiple, resolved
 from megajax.core.config.rules import incompatibilities
 
 
@@ -62,7 +54,7 @@ def test_on_gpus_it_is_what_hides_something_and_fits(
 def test_on_cpus_the_layers_are_plain_and_in_a_loop() -> None:
     config = resolved(llama('mesh.model=2', 'optim.shard=weights', 'mesh.data=2'), on_gpu=False)
     assert (config.train.overlap, config.train.unroll) == ('none', False)
-    assert not in_order(config)
+    assert not config.overlap.in_order
 
 
 def test_what_is_said_stays_as_it_is() -> None:
@@ -78,7 +70,7 @@ def test_a_quick_look_has_the_same_overlap_in_a_loop() -> None:
 def test_rows_are_cut_only_where_the_layers_send_something_over_model() -> None:
     over_data = resolved(llama('mesh.data=4', 'optim.shard=weights'), on_gpu=True)
     over_model = resolved(llama('mesh.model=2'), on_gpu=True)
-    assert (num_parts(over_data), num_parts(over_model)) == (1, 2)
+    assert (over_data.overlap.num_parts, over_model.overlap.num_parts) == (1, 2)
 
 
 def test_one_microbatch_of_zero_1_is_summed_layer_by_layer() -> None:
@@ -87,8 +79,8 @@ def test_one_microbatch_of_zero_1_is_summed_layer_by_layer() -> None:
             llama('mesh.data=2', 'optim.shard=optimizer', f'train.microbatches={microbatches}'),
             on_gpu=True,
         )
-        assert rung(config) == expected
-        assert gathers_ahead(config) is (microbatches == 1)
+        assert config.overlap.shard == expected
+        assert config.overlap.gathers_ahead is (microbatches == 1)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from support import (
 )
 
 from megajax.core.config import Config
+from megajax.core.config.overlap_rules import Overlap
 from megajax.core.counts.declaration import Parameter, Role
 from megajax.core.counts.parameters import dim_sizes
 from megajax.core.model import attention, sublayer, transformer
@@ -317,7 +318,8 @@ def residuals(config: Config, in_order: bool) -> list[jax.Array]:
     token_BS = jnp.zeros((2, 24), jnp.int32, out_sharding=Layout.of(config)('BS'))
     key_B, computation = jax.random.split(jax.random.key(0), 2), Computation.of(config)
     if in_order:
-        computation = computation._replace(num_parts=2, in_order=True, unroll=True)
+        overlap = Overlap(num_parts=2, in_order=True, unroll=True)
+        computation = computation._replace(overlap=overlap)
 
     def hidden(params: nnx.State) -> jax.Array:
         return nnx.merge(graph, params).hidden(token_BS, computation, Rows(key_B=key_B))[0]

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.core.config import ModelConfig
+from megajax.core.config.overlap_rules import Overlap
 from megajax.core.model.block import SUBLAYERS, Block, parts_of_rows
 from megajax.core.model.computation import Computation
 from megajax.core.model.overlap.barriers import Box, Clock, in_turn
@@ -57,8 +58,8 @@ class Schedule:
 
         `weights` and `first` are as in `Transformer.blocks`.
         """
-        count = self.computation.num_parts
-        if self.computation.splits_tokens:
+        count = self._overlap.num_parts
+        if self._overlap.splits_tokens:
             xs_BTD = tuple(split_tokens(x_BTD, 'BTD', count, self.layout))
             xs_BTD, head_Vd = self._run(xs_BTD, head_Vd, layers, weights, [rows] * count, first)
             return join_tokens(xs_BTD, 'BTD', self.layout), head_Vd
@@ -95,7 +96,7 @@ class Schedule:
             return dxs_BTD, dhead_Vd, of_all(given[0], blocks), None, None, None
 
         run.defvjp(forward, backward)
-        if self.computation.unroll:
+        if self._overlap.unroll:
             return run(xs_BTD, head_Vd, layers, weights, rows, first)
 
         def layer(block: Block, weight: Block | None, xs_BTD: Parts, index: jax.Array) -> Any:
@@ -154,7 +155,7 @@ class Schedule:
         self, layers: Block, sublayers: Sequence[SublayerSteps], x_BTD: jax.Array
     ) -> None:
         """Raise an AssertionError if the sublayers of a layer do not read all its parameters."""
-        num_parts = self.computation.num_parts if self.computation.splits_tokens else 1
+        num_parts = self._overlap.num_parts if self._overlap.splits_tokens else 1
         found = {
             f'{name}.{parameter}'
             for name, sublayer in zip(SUBLAYERS, sublayers, strict=True)
@@ -169,7 +170,7 @@ class Schedule:
         uses = [sublayer.matrix(linear) for sublayer in sublayers[0] for linear in LINEARS]
         uses += [head] if head else []
         matrices = Matrices(clock, uses, at_rest=self._gathers)
-        turns = Turns(clock, matrices, len(xs_BTD), meets=self.computation.splits_tokens)
+        turns = Turns(clock, matrices, len(xs_BTD), meets=self._overlap.splits_tokens)
         results = in_turn(
             turns.forward(part, Box(x), of_part)
             for part, (x, of_part) in enumerate(zip(xs_BTD, sublayers, strict=True))
@@ -200,7 +201,7 @@ class Schedule:
         else:
             uses = [b.matrix(name) for b in reversed(sublayers[0]) for name in reversed(LINEARS)]
         matrices = Matrices(clock, uses, at_rest=self._gathers, gathered=gathered)
-        turns = Turns(clock, matrices, len(dxs_BTD), meets=self.computation.splits_tokens)
+        turns = Turns(clock, matrices, len(dxs_BTD), meets=self._overlap.splits_tokens)
         gradients = Gradients(clock, len(dxs_BTD), self._reduce_dtype, (head, dhead_Vd))
         results = in_turn(
             turns.backward(part, Box(dx), of_part, of_sublayers, gradients)
@@ -212,21 +213,24 @@ class Schedule:
         return dxs_BTD, gradients.of_head, [*map(gradients.of, sublayers[0])]
 
     @property
+    def _overlap(self) -> Overlap:
+        return self.computation.overlap
+
+    @property
     def _gathers(self) -> bool:
         """Whether the layers gather their matrices over `data`."""
-        return self.computation.shard == 'weights' or self.computation.gathers_ahead
+        return self._overlap.shard == 'weights' or self._overlap.gathers_ahead
 
     @property
     def _keeps_matrices(self) -> bool:
         """Whether the backward pass has the matrices as the forward pass gathered or cast them."""
-        computation = self.computation
-        is_cast_here = computation.shard == 'none' and computation.dtype != 'float32'
-        return computation.gathers_ahead or (computation.unroll and is_cast_here)
+        is_cast_here = self._overlap.shard == 'none' and self.computation.dtype != 'float32'
+        return self._overlap.gathers_ahead or (self._overlap.unroll and is_cast_here)
 
     @property
     def _reduce_dtype(self) -> str | None:
         """The dtype in which the backward pass sums gradients over `data`, if it does."""
-        is_reduced = self.computation.shard in ('gradients', 'weights')
+        is_reduced = self._overlap.shard in ('gradients', 'weights')
         return self.computation.reduce_dtype if is_reduced else None
 
 

@@ -24,7 +24,6 @@ from megajax.base.render.text import folded, visible
 from megajax.base.render.units import duration
 from megajax.core.config import Config
 from megajax.core.config.model import ModelConfig
-from megajax.core.config.overlap_rules import is_split
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.counts.schedule import schedule_of
 from megajax.core.hardware.targets import is_nvidia
@@ -82,7 +81,7 @@ class Report:
         The config has no `auto` left (`overlap_rules.resolved`).
         """
         mesh, train = config.mesh, config.train
-        if is_split(config) or train.unroll is True:
+        if config.overlap.is_split or config.overlap.unroll:
             is_unrolled = train.unroll is True
             how = 'each layer compiled on its own' if is_unrolled else 'layers in a loop'
             self.say(f'overlap    {train.overlap}, {how}')
