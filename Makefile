@@ -32,7 +32,7 @@ inspect: $(VENV)/.installed
 # The site, where mkdocs installs; `make test-slow` then opens its pages, where there is a Chromium.
 docs:
 	@if $(MAKE) --quiet $(VENV)-docs/.installed; then \
-	  NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict && echo "site/index.html"; \
+	  NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict && echo "site/index.html"; \
 	else echo "mkdocs does not install here: no site"; fi
 
 # The layouts that `megajax plan` advises for H100s, written into the presets that reproduce no paper's mesh.

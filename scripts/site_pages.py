@@ -1,20 +1,33 @@
 """Hooks of mkdocs: the site has pages from all of the repository, with links as on GitHub.
 
-The README is the home page, and notebooks are shown as they were run, with their outputs.
+The README is the home page, and notebooks are shown as they were run, with their outputs. The old
+address of a page that was moved leads to the new one.
 """
 
+import logging
 import posixpath
 import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+from mkdocs.utils.templates import TemplateContext
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parents[1]
 AT_ROOT = ('README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'SECURITY.md')
 LINK = re.compile(r'\]\(([^)\s:#]+\.(?:md|ipynb|png|svg))(#[^)\s]*)?\)')
+FOOTER = {'Changes': 'CHANGELOG', 'Contributing': 'CONTRIBUTING', 'Security': 'SECURITY'}
+REDIRECT = """<!doctype html>
+<meta charset="utf-8">
+<title>Moved</title>
+<link rel="canonical" href="{target}">
+<meta http-equiv="refresh" content="0; url={target}">
+<a href="{target}">This page has moved.</a>
+"""
 QUOTED = re.compile(r'^<!-- lines of .* -->\n', re.MULTILINE)  # for the tests
 
 
@@ -38,6 +51,26 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f']({posixpath.relpath(target, posixpath.dirname(here) or ".")}{match[2] or ""})'
 
     return QUOTED.sub('', LINK.sub(link, markdown))
+
+
+def on_page_context(
+    context: TemplateContext, page: Page, config: MkDocsConfig, nav: Navigation
+) -> None:
+    """Link the pages at the root of the repository from the footer."""
+    links = {name: get_relative_url(f'{file}.html', page.url) for name, file in FOOTER.items()}
+    config.copyright = ' · '.join(f'<a href="{url}">{name}</a>' for name, url in links.items())
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write a page that redirects at each address of `extra.redirects`."""
+    site = Path(config.site_dir)
+    for old, new in config.extra['redirects'].items():
+        target = new.replace('.md', '.html')
+        file, _, anchor = target.partition('#')
+        page = site / file
+        if not page.exists() or (anchor and f'id="{anchor}"' not in page.read_text()):
+            logging.getLogger('mkdocs').warning('%s redirects to %s: not found', old, new)
+        (site / old).with_suffix('.html').write_text(REDIRECT.format(target=target))
 
 
 def _pages_of(notebook: Path) -> list[tuple[str, str | bytes]]:

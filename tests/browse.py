@@ -1,9 +1,10 @@
 """Open a built site in Chromium and print what is wrong: `browse.py SITE WIDTH CHROMIUM`.
 
-Clicks through every page of the navigation and prints a JSON object with the problems of each, by
-its path: errors of the console, requests that fail or leave this machine, pictures that do not
-load, a page that is wider than the window, and links within the site that lead nowhere. Runs in
-the environment of `make docs`, which has Playwright, and not in that of the tests.
+Clicks through every page of the navigation, opens those that are only linked, and prints a JSON
+object with the problems of each, by its path: errors of the console, requests that fail or leave
+this machine, pictures that do not load, a page that is wider than the window, and links within the
+site that lead nowhere. Runs in the environment of `make docs`, which has Playwright, and not in
+that of the tests.
 """
 
 import functools
@@ -89,7 +90,7 @@ def ids_of(file: Path) -> set[str | None]:
 
 
 def click_through(page: Page, site: Path, origin: str) -> dict[str, list[str]]:
-    """Open the home page, then each page by a click on its line of the navigation."""
+    """Open the home page, each page by a click on its line of the navigation, then the others."""
     visit = Visit(page, site, origin)
     page.goto(f'{origin}/index.html')
     found = {'/index.html': visit.look()}
@@ -102,7 +103,17 @@ def click_through(page: Page, site: Path, origin: str) -> dict[str, list[str]]:
         link.click()
         page.wait_for_url(target)
         found[urlsplit(target).path] = visit.look()
+    for file in sorted(site.rglob('*.html')):
+        path = f'/{file.relative_to(site)}'
+        if path not in found and is_page(file):
+            page.goto(f'{origin}{path}')
+            found[path] = visit.look()
     return found
+
+
+def is_page(file: Path) -> bool:
+    """Whether it is neither a redirect nor shown at an address that does not exist."""
+    return file.name != '404.html' and 'http-equiv="refresh"' not in file.read_text()
 
 
 def open_drawer(page: Page, link: Locator) -> None:
@@ -112,8 +123,12 @@ def open_drawer(page: Page, link: Locator) -> None:
         return
     drawer.click()
     section = link.locator('xpath=ancestor::li[contains(@class, "md-nav__item--nested")]')
-    if not section.locator('> input').is_checked():
+    in_section = section.count() > 0
+    if in_section and section.locator('> input').is_checked():
+        return
+    if page.locator(OPEN).count():
         page.locator(f'{OPEN} > nav > label.md-nav__title').click()
+    if in_section:
         section.locator('> label').click()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
+from test_readme import headings
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = ROOT / f'{os.environ.get("VENV", ".venv")}-docs'
@@ -20,32 +21,81 @@ BROKEN = """<!doctype html><title>broken</title><link rel="icon" href="data:,">
 for="__drawer" hidden></label>"""
 
 
-def pages() -> Iterator[str]:
-    """The pages of the navigation, in its order."""
-    navigation = YAML(typ='safe').load(ROOT / 'mkdocs.yml')['nav']
-    for section in navigation:
-        for names in section.values():
-            yield from names
+# The pages that the site had before it was arranged by the reader's task.
+OLD_PAGES = """
+add_a_family add_a_gpu add_a_layout add_a_parameter add_an_activation api architecture bert compare
+config data fine_tuning first_run fp8 from_a_download from_megatron generate_and_evaluate inspect
+install is_it_for_you layouts log many_hosts miscompiles nccl overlap pictures plan profile python
+report results run_the_gpu_program stages weights what_you_may_have_read when_a_run_breaks
+which_rung
+"""
+AT_ROOT = [path.name for path in ROOT.glob('*.md') if path.name != 'README.md']
+NOTEBOOKS = [f'notebooks/{path.stem}.md' for path in ROOT.glob('notebooks/*.ipynb')]
 
 
-def test_the_navigation_has_every_page_and_notebook_once() -> None:
+def settings() -> dict[str, Any]:
+    """Return mkdocs.yml, whose navigation and redirects the tests read."""
+    return YAML(typ='safe').load(ROOT / 'mkdocs.yml')
+
+
+def pages(navigation: Any) -> Iterator[str]:
+    """Yield the pages of the navigation in order."""
+    if isinstance(navigation, str):
+        yield navigation
+        return
+    for part in navigation.values() if isinstance(navigation, dict) else navigation:
+        yield from pages(part)
+
+
+def test_the_navigation_has_every_page_of_docs_once() -> None:
     docs = [path.name for path in ROOT.glob('docs/*.md')]
-    notebooks = [f'notebooks/{path.stem}.md' for path in ROOT.glob('notebooks/*.ipynb')]
-    others = ['index.md', *(path.name for path in ROOT.glob('*.md') if path.name != 'README.md')]
-    assert sorted(pages()) == sorted([*docs, *notebooks, *others])
+    read = settings()
+    hidden = [name.strip('/') for name in read['not_in_nav'].split()]
+    assert sorted(hidden) == sorted(['notebooks', *AT_ROOT, *({*docs} & {*hidden})])
+    assert sorted(pages(read['nav'])) == sorted(['index.md', *({*docs} - {*hidden})])
+
+
+def test_the_page_of_notebooks_links_each() -> None:
+    page = (ROOT / 'docs/notebooks.md').read_text()
+    for path in ROOT.glob('notebooks/*.ipynb'):
+        assert page.count(f'](../notebooks/{path.name})') == 1
+
+
+@pytest.mark.parametrize('old', OLD_PAGES.split())
+def test_an_old_page_exists_or_leads_to_a_heading_of_one_that_does(old: str) -> None:
+    redirects = settings()['extra']['redirects']
+    assert ((ROOT / f'docs/{old}.md').exists()) != (f'{old}.md' in redirects)
+    file, _, anchor = redirects.get(f'{old}.md', f'{old}.md').partition('#')
+    assert not anchor or anchor in headings(ROOT / 'docs' / file)
+    assert (ROOT / 'docs' / file).exists()
+
+
+def build(folder: Path, config: Path = ROOT / 'mkdocs.yml') -> subprocess.CompletedProcess[str]:
+    """Build a site as `make docs` does."""
+    mkdocs = ENVIRONMENT / 'bin/mkdocs'
+    if not mkdocs.exists():
+        pytest.skip(f'no {mkdocs}: make docs installs it')
+    command = [mkdocs, 'build', '--strict', '--config-file', config, '--site-dir', folder]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as `make docs` does."""
-    mkdocs = ENVIRONMENT / 'bin/mkdocs'
-    if not mkdocs.exists():
-        pytest.skip(f'no {mkdocs}: make docs installs it')
+    """The site of the repository."""
     folder = tmp_path_factory.mktemp('site')
-    command = [mkdocs, 'build', '--strict', '--quiet', '--site-dir', folder]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = build(folder)
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def test_a_dead_link_ends_the_build_of_make_docs(tmp_path: Path) -> None:
+    assert 'mkdocs build --strict &&' in (ROOT / 'Makefile').read_text()  # --quiet would hide it
+    (tmp_path / 'docs').mkdir()
+    (tmp_path / 'docs/index.md').write_text('[gone](gone.md)')
+    (tmp_path / 'mkdocs.yml').write_text('site_name: tiny\n')
+    done = build(tmp_path / 'site', tmp_path / 'mkdocs.yml')
+    assert done.returncode == 1
+    assert 'gone.md' in done.stderr
 
 
 def browse(folder: Path, width: int) -> dict[str, Any]:
@@ -60,10 +110,11 @@ def browse(folder: Path, width: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('width', [1280, 400])
+@pytest.mark.parametrize('width', [1280, 390])
 def test_every_page_opens_by_a_click_and_nothing_is_wrong_with_it(site: Path, width: int) -> None:
     found = browse(site, width)
-    assert [*found] == [f'/{page.removesuffix(".md")}.html' for page in pages()]
+    shown = [*pages(settings()['nav']), *sorted([*AT_ROOT, *NOTEBOOKS])]
+    assert [*found] == [f'/{page.removesuffix(".md")}.html' for page in shown]
     assert {page: problems for page, problems in found.items() if problems} == {}
 
 
