@@ -36,11 +36,11 @@ def product(
     placement of x: Megatron's f.
     """
     value = w.get_value() if isinstance(w, nnx.Variable) else w
+    how = _How(equation, layout, x.dtype, dtype)
     if not isinstance(value, Slotted):
-        return _product(x, value, None, equation, layout, dtype, False)
-    if value.slot is None:
-        return _frozen(x, value.weight, equation, layout, dtype, value.at_rest, x.dtype)
-    return _product(x, value.weight, value.slot, equation, layout, dtype, value.at_rest)
+        return _product(x, value, None, how)
+    how = how._replace(at_rest=value.at_rest, is_frozen=value.slot is None)
+    return _product(x, value.weight, value.slot, how)
 
 
 def partial_sums(
@@ -149,101 +149,63 @@ def parse(equation: str) -> Equation:
     return Equation(x, w, out)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _product(
-    x: jax.Array,
-    w: jax.Array,
-    slot: jax.Array | None,
-    equation: str,
-    layout: Layout,
-    dtype: DTypeLike,
-    at_rest: bool,
-) -> jax.Array:
-    dims = parse(equation)
+class _How(NamedTuple):
+    """The equation and the placements of a product, its dtypes, and what its weight is."""
+
+    equation: str
+    layout: Layout
+    operands: DTypeLike
+    result: DTypeLike
+    at_rest: bool = False  # whether the weight has to be gathered over `data`
+    is_frozen: bool = False  # whether it gets no gradient
+
+    def read(self, w: jax.Array) -> jax.Array:
+        """Return the weight to multiply by."""
+        w = w.astype(self.operands)
+        return gather(w, parse(self.equation).w, self.layout) if self.at_rest else w
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(x: jax.Array, w: jax.Array, slot: jax.Array | None, how: _How) -> jax.Array:
+    dims, layout, weight = parse(how.equation), how.layout, how.read(w)
     summed = tuple(range(x.ndim - dims.num_summed, x.ndim)), tuple(range(dims.num_summed))
-    weight = w.astype(x.dtype)
-    if at_rest:
-        weight = gather(weight, dims.w, layout)
     x = jax.reshard(x, layout(dims.x))  # nothing, but for the head of a grid: all-gather
     *rows, last = x.shape[: x.ndim - dims.num_summed]
     with_zeros = with_fast_rows(x, len(rows), prod(rows) * last // layout.num_shards('B'))
-    y = dot(with_zeros, weight, summed, layout(dims.out), dtype)
+    y = dot(with_zeros, weight, summed, layout(dims.out), how.result)
     return y if with_zeros is x else lax.slice_in_dim(y, 0, last, axis=len(rows))
 
 
-Saved = tuple[jax.Array, jax.Array, tuple[()] | None]
+Saved = tuple[jax.Array | None, jax.Array, tuple[()] | None]
 
 
 def _forward(
-    x: jax.Array,
-    w: jax.Array,
-    slot: jax.Array | None,
-    equation: str,
-    layout: Layout,
-    dtype: DTypeLike,
-    at_rest: bool,
+    x: jax.Array, w: jax.Array, slot: jax.Array | None, how: _How
 ) -> tuple[jax.Array, Saved]:
     # Save w itself: a loop over layers has it already, and would keep a copy of anything computed
-    # from it.
-    saved = x, w, None if slot is None else ()
-    return _product(x, w, slot, equation, layout, dtype, at_rest), saved
+    # from it. The gradient of x does not need x.
+    saved = None if how.is_frozen else x, w, None if slot is None else ()
+    return _product(x, w, slot, how), saved
 
 
 def _backward(
-    equation: str, layout: Layout, dtype: DTypeLike, at_rest: bool, saved: Saved, dy: jax.Array
+    how: _How, saved: Saved, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     x, w, has_slot = saved
-    dims = parse(equation)
-    dy, weight = gather_gradient(dy.astype(x.dtype), dims, layout), w.astype(x.dtype)
-    if at_rest:
-        weight = gather(weight, dims.w, layout)
+    dims, layout, dtype = parse(how.equation), how.layout, how.operands
+    dy, weight = gather_gradient(dy.astype(dtype), dims, layout), how.read(w)
+    if x is None:
+        return input_gradient(how.equation, dy, weight, layout, dtype), None, None
     if jax.typeof(x).sharding.spec != layout(dims.x):
         x = jax.reshard(x, layout(dims.x))
-        dx = grid.input_gradient(dy, weight, dims.out[:-1], layout, x.dtype)
+        dx = grid.input_gradient(dy, weight, dims.out[:-1], layout, dtype)
     else:
-        dx = input_gradient(equation, dy, weight, layout, x.dtype)
-    dw = weight_gradient(equation, x, dy, layout)
+        dx = input_gradient(how.equation, dy, weight, layout, dtype)
+    dw = weight_gradient(how.equation, x, dy, layout)
     return (dx, dw, None) if has_slot is None else (dx, None, dw)
 
 
 _product.defvjp(_forward, _backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
-def _frozen(
-    x: jax.Array,
-    w: jax.Array,
-    equation: str,
-    layout: Layout,
-    dtype: DTypeLike,
-    at_rest: bool,
-    x_dtype: DTypeLike,
-) -> jax.Array:
-    """The product with a weight that gets no gradient, for which x is not kept."""
-    return _product(x, w, None, equation, layout, dtype, at_rest)
-
-
-def _frozen_forward(x: jax.Array, w: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
-    return _frozen(x, w, *rest), w
-
-
-def _frozen_backward(
-    equation: str,
-    layout: Layout,
-    dtype: DTypeLike,
-    at_rest: bool,
-    x_dtype: DTypeLike,
-    w: jax.Array,
-    dy: jax.Array,
-) -> tuple[jax.Array, None]:
-    dims, weight = parse(equation), w.astype(x_dtype)
-    if at_rest:
-        weight = gather(weight, dims.w, layout)
-    dy = gather_gradient(dy.astype(x_dtype), dims, layout)
-    return input_gradient(equation, dy, weight, layout, x_dtype), None
-
-
-_frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
 def gather_gradient(dy: jax.Array, dims: Equation, layout: Layout) -> jax.Array:
