@@ -43,7 +43,7 @@ def verdict(comparison: Comparison) -> str:
     same = sum(site.same_bits for site in sites)
     return (
         f'equal within {worst.limit:.0e}: the largest difference is {worst.error:.1e}, '
-        f'{_title(worst)}; {same} of {len(sites)} sites are {SAME}'
+        f'{_title(worst)}; {same} of {len(sites)} sites {SAME}'
     )
 
 
@@ -58,7 +58,7 @@ def _side(side: Side) -> str:
 def _weights(comparison: Comparison) -> str:
     different = comparison.different_weights
     if not different:
-        return f'{SAME}, all {comparison.weights}'
+        return f'all {comparison.weights} {SAME}'
     shown = ', '.join(different[:MAX_WEIGHTS])
     more = f' and {len(different) - MAX_WEIGHTS} more' if len(different) > MAX_WEIGHTS else ''
     return f'{len(different)} of {comparison.weights} differ: {shown}{more}'

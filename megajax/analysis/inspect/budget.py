@@ -1,9 +1,9 @@
-"""Limits of a compiled step, which a file keeps and a CI compares with: `--budget`."""
+"""Limits on a compiled step, in a file for CI: `megajax inspect --budget`."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, field_validator
 
 from megajax.analysis.inspect.kernels import total, totals
 from megajax.analysis.inspect.result import Finding, Inspection
@@ -14,14 +14,21 @@ Axis = Literal['replica', 'stage', 'data', 'context', 'row', 'model']
 
 
 class Budget(Section):
-    """The most that a step on one device may take; what is left out is not limited."""
+    """The limits per step and device; a key that is left out has no limit."""
 
-    milliseconds: NonNegativeFloat | None = None  # of kernels + waiting
+    milliseconds: NonNegativeFloat | None = None  # kernels + exposed communication
     gigabytes: NonNegativeFloat | None = None  # that kernels read and write
     temporaries: NonNegativeFloat | None = None  # GB
-    launches: NonNegativeFloat | None = None  # of kernels
+    launches: NonNegativeFloat | None = None  # kernels
     kinds: dict[Kind, NonNegativeFloat] = Field(default={})  # GB by kind of kernel
-    wire: dict[Axis, NonNegativeFloat] = Field(default={})  # GB by mesh axis
+    wire: dict[Axis, NonNegativeFloat] = Field(default={})  # GB sent by mesh axis
+
+    @field_validator('kinds', mode='before')
+    @classmethod
+    def _in_todays_words(cls, kinds: Any) -> Any:
+        if not isinstance(kinds, dict):
+            return kinds
+        return {'matmul' if name == 'product' else name: limit for name, limit in kinds.items()}
 
 
 def over_budget(inspection: Inspection, budget: Budget) -> Iterator[Finding]:
@@ -33,7 +40,7 @@ def over_budget(inspection: Inspection, budget: Budget) -> Iterator[Finding]:
 
 
 def _compared(inspection: Inspection, budget: Budget) -> Iterator[tuple[str, float, float | None]]:
-    """Yield what is limited, what the step takes of it, and the limit."""
+    """Yield the name of each limit, the value of the step, and the limit."""
     whole = total(inspection.kernels)
     by_kind = totals(inspection.kernels, lambda kernel: (kernel.kind,))
     seconds = (inspection.compute_seconds or 0.0) + (inspection.exposed_seconds or 0.0)

@@ -8,7 +8,7 @@ Use = Literal[
     'parameters',
     'optimizer state',
     'batch and counters',
-    'weights',
+    'weight copies',
     'activations',
     'loss and head',
     'forward',
@@ -17,7 +17,7 @@ Use = Literal[
     'gradients',
     'optimizer',
     'outputs',
-    'not in use',
+    'unused',
 ]
 
 
@@ -31,10 +31,10 @@ class HeldArrays(_Result):
     use: Use = Field(
         description=(
             'what they are for. Throughout the step: parameters, optimizer state, batch and '
-            'counters. During the step: weights (parameters gathered, or copied in a different '
+            'counters. During the step: weight copies (parameters gathered, or in a different '
             'dtype or layout), activations (saved for the backward pass), loss and head, temporary '
             'arrays of the forward pass, of recomputation and of the backward pass, gradients of '
-            'parameters, and the optimizer; not in use is memory that XLA reserved and does not '
+            'parameters, and the optimizer; unused is memory that XLA reserved and does not '
             'use at that moment'
         )
     )

@@ -30,7 +30,7 @@ _ARGUMENTS: dict[str, Use] = {
 }
 # Of a copy of an argument in another dtype or layout.
 _COPIED: dict[Use, Use] = {
-    'parameters': 'weights',
+    'parameters': 'weight copies',
     'optimizer state': 'optimizer',
     'batch and counters': 'forward',
 }
@@ -51,7 +51,7 @@ def at_peak(config: Config, program: Program, compiled: CompiledStep) -> list[He
     for buffer in compiled.buffers:
         groups[describe(buffer)].append(buffer.bytes)
     used = sum(buffer.bytes for buffer in compiled.buffers)
-    groups['not in use', '-', '-', '-'].append(compiled.temporaries - used)
+    groups['unused', '-', '-', '-'].append(compiled.temporaries - used)
     groups['outputs', '-', '-', '-'].append(compiled.outputs)
     found = [
         HeldArrays(

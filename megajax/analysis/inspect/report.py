@@ -157,7 +157,7 @@ def schedule_table(inspection: Inspection) -> Table:
         size = si(sum(overlap.transfer.wire_bytes for overlap in group))
         on_wire = _ms(sum(overlap.seconds for overlap in group))
         hidden = _ms(sum(overlap.hidden_seconds for overlap in group))
-        source = group[0].source.split(' < ')[0].rpartition('megajax/')[2]
+        source = '/'.join(group[0].source.split(' < ')[0].split('/')[-2:])
         table.add_row(site, phase, axis, collective, size, on_wire, hidden, matched, link, source)
     return table
 
@@ -165,7 +165,7 @@ def schedule_table(inspection: Inspection) -> Table:
 def _matched(overlap: Overlap) -> str:
     if overlap.overlapped_gflops:
         return f'{overlap.overlapped_gflops:,.1f} GFLOP'
-    return 'nothing (synchronous)' if overlap.synchronous else 'no matmul'
+    return 'none (synchronous)' if overlap.synchronous else 'no matmul'
 
 
 def _link(overlap: Overlap) -> str:
@@ -229,24 +229,24 @@ def _seconds(inspection: Inspection) -> list[Text]:
     assert compute is not None
     assert exposed is not None
     return [
-        Text(f'communication ms  {"; ".join(parts)}'),
+        Text(f'communication ms (overlapping matmuls)  {"; ".join(parts)}'),
         Text(
             f'step ms  {_ms(compute)} kernels + {_ms(exposed)} exposed communication = '
             f'{_ms(compute + exposed)}, estimated from the schedule; not measured'
         ),
         Text(
             f'rates  {rates.products / 1e12:.4g} TFLOP/s {rates.dtype} matmul, '
-            f'{rates.attention / 1e12:.4g} TFLOP/s attention, {rates.memory / 1e12:.4g} TB/s '
-            f'memory, {rates.inside_host / 1e9:.4g} GB/s within a host, '
-            f'{rates.between_hosts / 1e9:.4g} GB/s per GPU between hosts; latency not counted',
+            f'{rates.attention / 1e12:.4g} attention; {rates.memory / 1e12:.4g} TB/s memory; '
+            f'{rates.inside_host / 1e9:.4g} GB/s within a host, '
+            f'{rates.between_hosts / 1e9:.4g} per GPU between hosts; no latency',
             style='dim',
         ),
     ]
 
 
 def _hidden(name: str, seconds: float, hidden: float) -> str:
-    share = f' ({hidden / seconds:.0%})' if seconds else ''
-    return f'{name}: {_ms(seconds)}, of which {_ms(hidden)}{share} overlap matmuls'
+    share = f', {hidden / seconds:.0%}' if seconds else ''
+    return f'{name}: {_ms(seconds)} ({_ms(hidden)}{share})'
 
 
 def _ms(seconds: float) -> str:

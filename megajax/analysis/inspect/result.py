@@ -11,6 +11,23 @@ from megajax.xla.hlo.kernels import Kind
 Verdict = Literal['equal', 'less', 'expected', 'MORE']
 
 
+_SINCE_VERSION_1 = {
+    ('verdict', 'stated'): 'expected',
+    ('kind', 'product'): 'matmul',
+    ('use', 'weights'): 'weight copies',
+    ('use', 'not in use'): 'unused',
+}
+
+
+def _renamed(value: Any, key: str = '') -> Any:
+    """Return what a file of schema version 1 has under a key, in today's words."""
+    if isinstance(value, dict):
+        return {name.replace('stated', 'expected'): _renamed(x, name) for name, x in value.items()}
+    if isinstance(value, list):
+        return [_renamed(x, key) for x in value]
+    return _SINCE_VERSION_1.get((key, value), value)
+
+
 class _Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra='forbid')
 
@@ -281,17 +298,10 @@ class Inspection(_Result):
     @model_validator(mode='before')
     @classmethod
     def _from_version_1(cls, values: Any) -> Any:
-        """Read a file of schema version 1, which called expected transfers `stated`."""
+        """Read a file of schema version 1."""
         if not isinstance(values, dict) or values.get('schema_version') != 1:
             return values
-        rows = [
-            {
-                name.replace('stated', 'expected'): 'expected' if value == 'stated' else value
-                for name, value in row.items()
-            }
-            for row in values.get('rows', [])
-        ]
-        return values | {'schema_version': 2, 'rows': rows}
+        return _renamed(values) | {'schema_version': 2}
 
     @property
     def reference(self) -> str:

@@ -19,7 +19,7 @@ from megajax.xla.hlo.timeline import Timeline, timeline
 from megajax.xla.hlo.transfers import arrays_of, kind_of, ring_bytes, whole_of, widest
 
 OUTSIDE, OTHER, GRAPH = 'outside the program', 'other', 'CUDA graph'
-PRODUCTS = 'product', 'attention', 'attention gradient'
+PRODUCTS = 'matmul', 'attention', 'attention gradient'
 
 
 class Work(NamedTuple):

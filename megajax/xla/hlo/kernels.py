@@ -10,7 +10,7 @@ from megajax.xla.hlo.program import Computation, Instruction, Program
 from megajax.xla.hlo.transfers import kind_of
 
 Kind = Literal[
-    'product',
+    'matmul',
     'attention',
     'attention gradient',
     'reduction',
@@ -81,7 +81,7 @@ def _kind(
         is_gradient = 'Backward' in instruction.attributes
         if any(product.is_attention for product in multiplied):
             return 'attention gradient' if is_gradient else 'attention'
-        return 'product'
+        return 'matmul'
     if instruction.opcode == 'custom-call':
         return 'library call'
     work = {each.opcode for each in _within(program, instruction)} - _NO_WORK

@@ -56,7 +56,7 @@ def test_a_run_at_its_start_is_its_config_to_the_bit(written: Path) -> None:
     save_run(run, small(), from_seed)
     result = command(run, written)
     assert result.exit_code == 0, result.exception
-    assert verdict(result).startswith('bit-identical, all 19 bit-identical: all 33')
+    assert verdict(result).startswith('all 19 bit-identical bit-identical: all 33')
 
 
 @pytest.mark.slow

@@ -41,14 +41,14 @@ def test_they_sum_to_the_programs_bytes_and_to_the_products_of_the_step(inspecte
     assert whole.seconds == pytest.approx(inspection.compute_seconds)
     by_kind = totals(inspection.kernels, lambda kernel: (kernel.kind,))
     assert sum(group.bytes for group in by_kind.values()) == whole.bytes
-    assert {'product', 'attention', 'attention gradient', 'elementwise'} <= {k for (k,) in by_kind}
+    assert {'matmul', 'attention', 'attention gradient', 'elementwise'} <= {k for (k,) in by_kind}
 
 
 def test_each_names_its_place_and_the_tables_show_it(inspected) -> None:
     inspection, _ = inspected
     slowest = [kernel.seconds for kernel in inspection.kernels]
     assert slowest == sorted(slowest, reverse=True)
-    products = [kernel for kernel in inspection.kernels if kernel.kind == 'product']
+    products = [kernel for kernel in inspection.kernels if kernel.kind == 'matmul']
     assert {kernel.site for kernel in products} == {'attention', 'mlp', 'head'}
     assert all('megajax/core/model' in kernel.source for kernel in products)
     shown = to_text(inspection, kernels=True)
@@ -86,6 +86,10 @@ def test_a_mistake_in_a_budget_is_named(tmp_path: Path) -> None:
     assert all(name in str(caught.value) for name in ('gigabyte', 'kinds.casts', 'wire.modle'))
     with pytest.raises(ValidationError):
         Budget.model_validate({'launches': -1})
+
+
+def test_a_budget_of_an_earlier_release_limits_matmuls_as_products() -> None:
+    assert Budget.model_validate({'kinds': {'product': 2}}) == Budget(kinds={'matmul': 2})
 
 
 @pytest.mark.parametrize('microbatches', [1, 4])

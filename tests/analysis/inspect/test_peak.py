@@ -61,7 +61,7 @@ def test_the_bytes_add_up_to_all_that_is_reserved(whole) -> None:
     found = memory(whole)
     by_use = uses(found)
     assert by_use.total() == found.needed
-    assert by_use['not in use'] <= 0.01 * found.temporaries
+    assert by_use['unused'] <= 0.01 * found.temporaries
     _, compiled = whole
     placed = {'parameters': compiled.parameters, 'optimizer state': compiled.optimizer}
     for use, arrays in placed.items():
@@ -121,7 +121,7 @@ def test_the_same_holds_for_the_program_of_a_gpu(overrides) -> None:
     found = memory((config, compile_in_child(config, 'h100', 1)), 'h100')
     by_use = uses(found)
     assert by_use.total() == found.needed
-    assert 0 <= by_use['not in use'] <= 0.1 * found.temporaries
+    assert 0 <= by_use['unused'] <= 0.1 * found.temporaries
     assert by_use['activations'] > by_use['forward']
-    unplaced = [x for x in found.at_peak if x.source == '-' and x.use != 'not in use']
+    unplaced = [x for x in found.at_peak if x.source == '-' and x.use != 'unused']
     assert total_bytes(unplaced) <= 0.01 * found.needed

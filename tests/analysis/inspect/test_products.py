@@ -107,9 +107,9 @@ def test_seconds_are_summed_by_axis_and_said_at_their_rates():
         assert sum(on_axis) > 0
         assert found.wire_seconds[axis] == pytest.approx(sum(on_axis))
         assert found.hidden_seconds[axis] == 0  # nothing runs in the background on a CPU
-    assert re.search(r'communication ms  data: [\d.]+, of which 0.00 \(0%\) overlap', str(found))
+    assert re.search(r'\(overlapping matmuls\)  data: [\d.]+ \(0.00, 0%\);', str(found))
     assert re.search(r'step ms  [\d.]+ kernels \+ [\d.]+ exposed communication', str(found))
-    assert 'rates  395.8 TFLOP/s float32 matmul, 247.3 TFLOP/s attention, ' in str(found)
+    assert 'rates  395.8 TFLOP/s float32 matmul, 247.3 attention; ' in str(found)
 
 
 def errors(config: Config, step: CompiledStep) -> list[str]:

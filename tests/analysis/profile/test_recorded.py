@@ -42,7 +42,7 @@ def test_its_products_are_those_of_the_config(result: Profile, run: Path) -> Non
     """Of attention the half that the mask hides does not count."""
     counted = step_flops(load(run / 'config.yaml'))
     flops = sum(line.flops for line in result.products)
-    products = sum(line.flops for line in result.products if line.kind == 'product')
+    products = sum(line.flops for line in result.products if line.kind == 'matmul')
     assert products == pytest.approx(3 * (counted.layers + counted.head))
     assert flops - products == pytest.approx(7 / 4 * counted.attention)
 

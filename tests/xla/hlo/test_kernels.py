@@ -36,7 +36,7 @@ BODIES = {
     ),
 }
 CALLS = {
-    'product': 'f32[4,4]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}',
+    'matmul': 'f32[4,4]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}',
     'attention': (
         'bf16[1,2,16,8]{3,2,1,0} custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax"'
         f', {FMHA}'
@@ -123,5 +123,5 @@ def test_kernels_of_a_loop_run_as_often_as_it_and_transfers_are_none() -> None:
     times = Counter[str]()
     for kernel in found:
         times[kernel.kind] += kernel.times
-    assert times['product'] == 5
+    assert times['matmul'] == 5
     assert not any(kernel.instruction.name == 's' for kernel in found)
