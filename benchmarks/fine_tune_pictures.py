@@ -1,4 +1,4 @@
-"""What the commands of "Fine-tune with pictures" in docs/data.md show:
+"""What the commands of "Fine-tune on images" in docs/data.md show:
 `python benchmarks/fine_tune_pictures.py OUT.md`.
 
 Draws a corpus of pictures of words, runs each of COMMANDS in its folder and writes what it

@@ -249,7 +249,7 @@ def test_the_page_on_the_api_has_every_name_of_the_package_and_no_other() -> Non
 
 
 def test_the_page_on_installing_has_every_extra_and_no_other() -> None:
-    page = (ROOT / 'docs/install.md').read_text()
+    page = (ROOT / 'docs/start.md').read_text()
     project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
     named = re.findall(r'^\| `([\w-]+)` \|', page, flags=re.MULTILINE)
     assert set(named) == project['optional-dependencies'].keys()
