@@ -25,7 +25,7 @@ from megajax.core.config import Config, dump
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.collective import Expected, Site
 from megajax.core.counts.megatron import expected, stated
-from megajax.core.counts.stages import ticks
+from megajax.core.counts.runs import ticks
 from megajax.core.hardware.records import hardware
 from megajax.core.hardware.targets import GPUS
 from megajax.core.train.compiled_step import CompiledStep

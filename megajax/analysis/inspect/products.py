@@ -8,7 +8,6 @@ from typing import Any
 from megajax.analysis.inspect.result import Finding, Products
 from megajax.core.config import Config
 from megajax.core.counts import products as counts
-from megajax.core.counts.flops import uses_flash
 from megajax.xla.hlo.products import is_rematerialized, products
 from megajax.xla.hlo.program import Program
 
@@ -24,7 +23,7 @@ def count_products(config: Config, program: Program, target: str) -> Products:
     XLA computes exactly the matmuls that `core/counts/products.py` lists, whatever the family, the
     layout and the recomputation. A CPU has no flash attention.
     """
-    flash = uses_flash(config) and target != 'cpu'
+    flash = counts.uses_flash(config) and target != 'cpu'
     required = counts.products(config, flash=flash)
     expected = sum(product.times * product.flops for product in required)
     compiled = rematerialized = 0
@@ -46,7 +45,7 @@ def padding(config: Config) -> int:
         return 0
     return sum(
         product.times * 2 * product.batch * (_padded(product.sizes) - prod(product.sizes))
-        for product in counts.products(config, flash=uses_flash(config))
+        for product in counts.products(config, flash=counts.uses_flash(config))
         if product.where != 'attention'
     )
 

@@ -25,7 +25,8 @@ from megajax.core.counts.megatron import (
     passes,
 )
 from megajax.core.counts.parameters import own_counts
-from megajax.core.counts.stages import Runs, between_lockstep_stages, gradients_of_lockstep_stages
+from megajax.core.counts.runs import Runs
+from megajax.core.counts.stages import between_lockstep_stages, gradients_of_lockstep_stages
 from megajax.core.counts.vision import (
     counts_over_data,
     encoder_in_parallel,
@@ -62,7 +63,7 @@ def over_tensor(config: Config) -> list[Expected]:
         return [*over_grid(config)]
     runs = Runs.of_stages(config)
     gathered = [*few_kv_heads(config, runs)]
-    cross, encoder = [*cross_layers(config)], [*encoder_in_parallel(config, runs)]
+    cross, encoder = [*cross_layers(config, runs)], [*encoder_in_parallel(config, runs)]
     kept = list[Expected]()
     for collective in over_model(config, runs):
         # Megatron gathers the full QKV; here the queries are exchanged instead.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megajax.analysis.plan.memory import num_logit_chunks
 from megajax.core.config import Config
-from megajax.core.counts.stages import Runs, ticks
+from megajax.core.counts.runs import Runs, ticks
 from megajax.core.counts.vision import is_learned
 
 # Seconds from one kernel to the next, launched back to back: Gray (2019), Getting Started with CUDA
@@ -26,11 +26,10 @@ def num_launches(config: Config) -> int:
     It is 5 % off the compiled programs on average, 15 % at most; a pipeline's 21 % at most.
     """
     model, mesh, train = config.model, config.mesh, config.train
-    is_full = train.recompute == 'full'
+    runs, is_full = Runs.of_stages(config), train.recompute == 'full'
+    of_chunks = OF_CHUNK * num_logit_chunks(config) * runs.head
     if config.overlap.in_order and config.overlap.unroll:
-        of_layers = model.num_layers * _of_layer_in_order(config)
-        of_chunks = OF_CHUNK * num_logit_chunks(config)
-        return OF_STEP + (of_layers + of_chunks) * train.microbatches
+        return OF_STEP + runs.layers * _of_layer_in_order(config) + of_chunks
     of_layer = 65 if is_full else 72  # which keeps the statistics of norms
     is_one_row = mesh.sequence_parallel and config.microbatch_rows == 1
     if mesh.model > 1 and is_one_row and train.recompute == 'none':
@@ -52,9 +51,9 @@ def num_launches(config: Config) -> int:
     of_block = (18 if is_full else 13) + (4 if mesh.context_exchange == 'ring' else 0)
     of_layer += of_block * (mesh.context - 1)
     of_ticks = OF_TICK * ticks(config) if mesh.stages > 1 else 0
-    of_chunks = OF_CHUNK * num_logit_chunks(config) * train.microbatches
-    of_layers = Runs.of_stages(config).layers * of_layer + _of_images(config)
-    return OF_STEP + of_ticks + of_layers + of_chunks
+    of_encoder = OF_ENCODER if config.vision and is_learned(config) else OF_FROZEN
+    of_images = runs.encoder * of_encoder + runs.cross * OF_CROSS
+    return OF_STEP + of_ticks + runs.layers * of_layer + of_images + of_chunks
 
 
 def _of_layer_in_order(config: Config) -> int:
@@ -74,16 +73,6 @@ def _of_layer_in_order(config: Config) -> int:
     overlap = config.overlap
     shared = 15 if overlap.splits_tokens and overlap.num_parts > 1 else 0
     return overlap.num_parts * of_part - shared + added
-
-
-def _of_images(config: Config) -> int:
-    """Return the kernels of an encoder's layers, and of those that attend to images."""
-    vision, runs = config.vision, config.train.microbatches
-    if vision is None:
-        return 0
-    of_layer = OF_ENCODER if is_learned(config) else OF_FROZEN
-    cross = config.model.num_cross_layers
-    return runs * (vision.num_layers * of_layer + cross * OF_CROSS)
 
 
 def _of_sharding(config: Config) -> int:

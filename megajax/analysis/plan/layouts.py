@@ -8,7 +8,7 @@ from megajax.core.config import Config
 from megajax.core.config.divisors import divisors
 from megajax.core.config.mesh_rules import replicas_within_hosts
 from megajax.core.config.overlap_rules import resolved
-from megajax.core.counts.flops import uses_flash
+from megajax.core.counts.products import uses_flash
 
 SHORTEST = 4096  # tokens of a sequence on a context shard, at least
 # Of a microbatch on stages: more make the bubble longer and no product faster.

@@ -7,7 +7,8 @@ distributed optimizer shards over `data`.
 
 from megajax.core.config import Config
 from megajax.core.counts.parameters import megatron_counts
-from megajax.core.counts.products import fits_flash
+from megajax.core.counts.products import uses_flash
+from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.counts.stages import FIRST
 
 OF_WEIGHTS_AND_GRADIENTS, OF_OPTIMIZER = 6, 12  # bytes of a parameter
@@ -35,13 +36,8 @@ def megatron_memory(config: Config, *, flash: bool | None = None) -> int:
     mesh, model = config.mesh, config.model
     count = megatron_counts(model, mesh.model, mesh.stages, ('layers', *FIRST)).all
     sharded = mesh.data_shards if config.optim.shard != 'none' else 1
-    of_chunk = (
-        model.num_layers
-        // (mesh.stages * mesh.virtual_stages)
-        * kept_by_layer(
-            config, flash=fits_flash(config.train.dtype, model.head_dim) if flash is None else flash
-        )
-    )
+    flash = uses_flash(config, with_dropout=True) if flash is None else flash
+    of_chunk = layers_of_chunk(config) * kept_by_layer(config, flash=flash)
     return int(
         count * (OF_WEIGHTS_AND_GRADIENTS + OF_OPTIMIZER / sharded) + in_flight(config) * of_chunk
     )

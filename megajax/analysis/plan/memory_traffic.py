@@ -10,7 +10,7 @@ from megajax.analysis.plan.sizes import BYTES
 from megajax.core.config import Config
 from megajax.core.counts.layers import layer
 from megajax.core.counts.parameters import dim_sizes, elements, megatron_counts
-from megajax.core.counts.stages import Runs, ticks
+from megajax.core.counts.runs import Runs, ticks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

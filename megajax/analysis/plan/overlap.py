@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 from megajax.core.config import Config, ModelConfig
 from megajax.core.counts.collective import PERMUTE
-from megajax.core.counts.flops import uses_flash
 from megajax.core.counts.megatron import GATHER, REDUCE, SCATTER, Expected
 from megajax.core.counts.parameters import dim_sizes, elements, own_counts, parameters
-from megajax.core.counts.products import Phase
-from megajax.core.counts.stages import ticks
+from megajax.core.counts.products import Phase, uses_flash
+from megajax.core.counts.runs import ticks
 
 
 class Beside(NamedTuple):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal
 
 from megajax.analysis.plan import communication
@@ -10,7 +11,6 @@ from megajax.analysis.plan.overlap import NOTHING, Beside, beside, beside_ticks,
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import without_order
 from megajax.core.counts.context import over_context
-from megajax.core.counts.flops import uses_flash
 from megajax.core.counts.megatron import (
     GATHER,
     HLO_DTYPES,
@@ -23,8 +23,9 @@ from megajax.core.counts.megatron import (
     over_model,
 )
 from megajax.core.counts.parameters import num_parameters
-from megajax.core.counts.products import Phase, fits_flash
-from megajax.core.counts.stages import Runs, between_stages, gradients_of_stages, ticks
+from megajax.core.counts.products import Phase, uses_flash
+from megajax.core.counts.runs import Runs, ticks
+from megajax.core.counts.stages import between_stages, gradients_of_stages
 from megajax.xla.hlo.program import Array
 
 ProgramName = Literal['megajax', 'megatron']
@@ -189,7 +190,7 @@ MEGATRON = Software(
     in_passes=_megatron_in_passes,
     over_data=_megatron_over_data,
     beside=_beside_its_layer,
-    uses_flash=lambda config: fits_flash(config.train.dtype, config.model.head_dim),
+    uses_flash=partial(uses_flash, with_dropout=True),
     recomputes_last=True,
 )
 MEGATRON_WITHOUT_OVERLAP = dataclasses.replace(MEGATRON, beside=lambda *_: NOTHING)

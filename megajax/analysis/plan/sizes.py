@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from megajax.core.config import Config, ModelConfig
 from megajax.core.counts.chunks import chunk_sizes
-from megajax.core.counts.flops import uses_flash
 from megajax.core.counts.layers import layer
 from megajax.core.counts.parameters import (
     dim_sizes,
@@ -19,6 +18,7 @@ from megajax.core.counts.parameters import (
     own_counts,
     parameters,
 )
+from megajax.core.counts.products import uses_flash
 from megajax.core.parallel.layout import Layout
 
 FLOAT32, MASK = 4, 1  # bytes of a number in fp32, and of an element of a dropout mask

@@ -24,9 +24,9 @@ from megajax.analysis.plan.programs import MEGAJAX, Attention, Software
 from megajax.analysis.plan.sizes import BYTES
 from megajax.analysis.plan.transfers import PlannedTransfer, Waiting, transfers
 from megajax.core.config import Config
-from megajax.core.counts.flops import Flops, step_flops, uses_flash
-from megajax.core.counts.products import Phase, Product, products
-from megajax.core.counts.stages import ticks
+from megajax.core.counts.flops import Flops, step_flops
+from megajax.core.counts.products import Phase, Product, products, uses_flash
+from megajax.core.counts.runs import ticks
 from megajax.core.hardware.records import FP8_SHARE, check_dtype
 
 # The shares of the peak in the GPUs' records are of seven products in the backward pass of flash

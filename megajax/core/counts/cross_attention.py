@@ -21,6 +21,7 @@ from megajax.core.counts.collective import (
 )
 from megajax.core.counts.parameters import dim_sizes, elements
 from megajax.core.counts.products import Phase
+from megajax.core.counts.runs import Runs
 from megajax.core.counts.vision import vectors
 from megajax.xla.hlo.program import Array
 
@@ -29,10 +30,9 @@ LAYER = 'transformer/transformer_layer.py TransformerLayer._forward_attention'
 KEYS_VALUES = 'transformer/attention.py CrossAttention.get_query_key_value_tensors'
 
 
-def cross_layers(config: Config) -> Iterator[Expected]:
+def cross_layers(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield what Megatron sends for layers of cross-attention, and for their MLPs."""
-    count = config.model.num_cross_layers * config.train.microbatches
-    if not count:
+    if not runs.cross:
         return
     is_scattered = config.mesh.sequence_parallel
     kinds: dict[Phase, tuple[str, ...]] = {
@@ -48,12 +48,12 @@ def cross_layers(config: Config) -> Iterator[Expected]:
     for phase in passes(config):
         for kind in kinds[phase]:
             for name in (SITE, 'mlp'):
-                yield _sent(config, name, phase, kind, activation(config), count, LAYER)
+                yield _sent(config, name, phase, kind, activation(config), runs.cross, LAYER)
         for kind in of_vectors[phase]:
-            yield _sent(config, SITE, phase, kind, vectors(config), count, KEYS_VALUES)
+            yield _sent(config, SITE, phase, kind, vectors(config), runs.cross, KEYS_VALUES)
         if config.model.num_kv_heads < config.mesh.model:
             kind = SCATTER if phase == 'backward' else GATHER
-            yield _sent(config, SITE, phase, kind, _keys_values(config), count, KEYS_VALUES)
+            yield _sent(config, SITE, phase, kind, _keys_values(config), runs.cross, KEYS_VALUES)
 
 
 def is_left_out(sent: Expected, config: Config) -> bool:

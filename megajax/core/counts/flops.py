@@ -10,7 +10,7 @@ import dataclasses
 
 from megajax.core.config.model import ModelConfig
 from megajax.core.config.schema import Config
-from megajax.core.counts.products import fits_flash, products
+from megajax.core.counts.products import products, uses_flash
 from megajax.core.parallel.layout import CONTEXT, STAGE, Layout
 
 
@@ -79,12 +79,6 @@ def _of_each_product(layout: Layout) -> Layout:
     axes = tuple((letter, axes) for letter, axes in layout.axes if letter not in 'LS')
     sizes = tuple((axis, size) for axis, size in layout.sizes if axis not in (STAGE, CONTEXT))
     return dataclasses.replace(layout, axes=axes, sizes=sizes, chunks=1)
-
-
-def uses_flash(config: Config) -> bool:
-    """Whether training on a GPU runs cuDNN's flash attention."""
-    model = config.model
-    return model.attention_dropout == 0 and fits_flash(config.train.dtype, model.head_dim)
 
 
 def narayanan_flops(model: ModelConfig, *, batch_size: int, seq_len: int, recompute: bool) -> int:

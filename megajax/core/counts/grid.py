@@ -26,6 +26,7 @@ from megajax.core.counts.layers import Sublayer, layer
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.counts.products import Phase
 from megajax.core.counts.qk_norm import sums_over_heads
+from megajax.core.counts.runs import Runs
 from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.program import Array
 
@@ -34,24 +35,24 @@ _SOURCE = 'Pope et al. (2022), section 3.2.2'
 
 def over_grid(config: Config) -> Iterator[Expected]:
     """Yield every collective over `row`, `model`, or both, except those of scalars."""
+    runs = Runs.of_megatron(config)
     for phase in passes(config):
         for sublayer in layer(config.model):
-            yield from _sublayer(config, sublayer, phase)
-    yield from _embedding_and_head(config)
-    yield from _loss(config)
-    yield from _norms(config)
-    yield from sums_over_heads(config, config.model.num_layers * config.train.microbatches)
-    yield from _vectors_over_row(config)
+            yield from _sublayer(config, sublayer, phase, runs.layers)
+    yield from _embedding_and_head(config, runs)
+    yield from _loss(config, runs)
+    yield from _norms(config, runs)
+    yield from sums_over_heads(config, runs.layers)
+    yield from _vectors_over_row(config, runs)
     yield from _vectors(config)
 
 
 def _send(
-    config: Config, name: str, phase: Phase, axes: str, kind: str, array: Array, times: int = 1
+    config: Config, name: str, phase: Phase, axes: str, kind: str, array: Array, times: int
 ) -> Iterator[Expected]:
     sizes = {axis: config.mesh.sizes.get(axis, 1) for axis in axes.split('+')}
     if prod(sizes.values()) > 1:
         axis = '+'.join(axis for axis, size in sizes.items() if size > 1)
-        times = times if phase == 'step' else times * config.train.microbatches
         yield Expected(
             site=Site(name, phase, axis),
             kind=kind,
@@ -62,14 +63,13 @@ def _send(
         )
 
 
-def _sublayer(config: Config, sublayer: Sublayer, phase: Phase) -> Iterator[Expected]:
+def _sublayer(config: Config, sublayer: Sublayer, phase: Phase, runs: int) -> Iterator[Expected]:
     """Yield the collectives of a sublayer of all layers in one pass.
 
     Recomputation needs no output of a layer that no norm reads. Then it gathers the input of the
     last product only for the gradient of that weight, in the backward pass.
     """
-    name, layers = sublayer.name, config.model.num_layers
-    residual = _residual(config, over=('row',))
+    name, residual = sublayer.name, _residual(config, over=('row',))
     first, second = _between(config, sublayer)
     steps = {
         'input': ('model', GATHER, residual),
@@ -88,7 +88,7 @@ def _sublayer(config: Config, sublayer: Sublayer, phase: Phase) -> Iterator[Expe
             if step == 'output':
                 continue
             place = 'backward' if step == 'second' else phase
-        yield from _send(config, name, place, axis, kind, array, layers)
+        yield from _send(config, name, place, axis, kind, array, runs)
 
 
 def _residual(config: Config, over: tuple[str, ...] = ()) -> Array:
@@ -110,32 +110,34 @@ def _between(config: Config, sublayer: Sublayer) -> tuple[Array, Array]:
     return first, second
 
 
-def _embedding_and_head(config: Config) -> Iterator[Expected]:
+def _embedding_and_head(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield those of vocabularies that are sharded over the entire grid."""
-    full = _residual(config)
-    yield from _send(config, 'embedding', 'forward', 'row+model', SCATTER, full)
+    full, in_row, in_column = (_residual(config, over) for over in ((), ('model',), ('row',)))
+    yield from _send(config, 'embedding', 'forward', 'row+model', SCATTER, full, runs.embedding)
     # Two gathers, or scatters, send the bytes of one over the grid.
-    yield from _send(
-        config, 'embedding', 'backward', 'model', GATHER, _residual(config, over=('row',))
+    sent: tuple[tuple[str, Phase, str, str, Array], ...] = (
+        ('embedding', 'backward', 'model', GATHER, in_column),
+        ('embedding', 'backward', 'row', GATHER, full),
+        ('head', 'forward', 'row', GATHER, in_row),
+        ('head', 'forward', 'model', GATHER, full),
+        ('head', 'backward', 'model', SCATTER, full),
+        ('head', 'backward', 'row', SCATTER, in_row),
     )
-    yield from _send(config, 'embedding', 'backward', 'row', GATHER, full)
-    yield from _send(config, 'head', 'forward', 'row', GATHER, _residual(config, over=('model',)))
-    yield from _send(config, 'head', 'forward', 'model', GATHER, full)
-    yield from _send(config, 'head', 'backward', 'model', SCATTER, full)
-    yield from _send(config, 'head', 'backward', 'row', SCATTER, _residual(config, over=('model',)))
+    for each in sent:
+        yield from _send(config, *each, runs.head)
 
 
-def _loss(config: Config) -> Iterator[Expected]:
+def _loss(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield the all-reduces of the maximum, the denominator and the label's logit, as Megatron's.
 
     The fourth is the mean logit of label smoothing.
     """
     tokens = Array('f32', activation(config).shape[:2])
     for _ in range(4 if config.loss.label_smoothing else 3):
-        yield from _send(config, 'loss', 'forward', 'row+model', REDUCE, tokens)
+        yield from _send(config, 'loss', 'forward', 'row+model', REDUCE, tokens, runs.head)
 
 
-def _norms(config: Config) -> Iterator[Expected]:
+def _norms(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield the all-reduces of norms, which see a part of each token, in all passes together.
 
     RMSNorm sums the squares, LayerNorm also the tokens themselves. These statistics are saved, and
@@ -143,8 +145,7 @@ def _norms(config: Config) -> Iterator[Expected]:
     """
     sums = 1 if config.model.norm == 'rmsnorm' else 2
     rows, tokens, _ = _residual(config, over=('model',)).shape
-    runs = 2 + (config.train.recompute == 'full')
-    times = sums * (2 * runs * config.model.num_layers + 2)
+    times = sums * 2 * (len(passes(config)) * runs.layers + runs.embedding)
     yield from _send(config, 'norm', 'forward', 'row', REDUCE, Array('f32', (rows, tokens)), times)
 
 
@@ -156,10 +157,10 @@ def _vectors(config: Config) -> Iterator[Expected]:
     shards = Layout.of(config).shards
     sizes = dim_sizes(config.model)
     count = sum(elements(x.dims, sizes, shards) for _, x in parameters(config.model) if x.summed)
-    yield from _send(config, 'gradients', 'step', 'model', REDUCE, Array('f32', (count,)))
+    yield from _send(config, 'gradients', 'step', 'model', REDUCE, Array('f32', (count,)), 1)
 
 
-def _vectors_over_row(config: Config) -> Iterator[Expected]:
+def _vectors_over_row(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield the reduction over `row` of vectors between the two products of a sublayer.
 
     There each row of the grid has other sequences. These are the biases of column-parallel products
@@ -169,10 +170,10 @@ def _vectors_over_row(config: Config) -> Iterator[Expected]:
     heads = {'query_norm': sizes['N'], 'key_norm': sizes['K']}
     for name, x in parameters(config.model):
         if x.is_stacked and not x.is_matrix and 'D' not in x.dims:
-            count = elements(x.dims, sizes, shards) // config.model.num_layers
+            count = elements(x.dims_of_layer, sizes, shards)
             if x.summed == 'N':
                 count *= heads[name.split('.')[-2]] // config.mesh.model
             # Batch-split overlap computes each half of the rows by itself.
             parts = 2 if config.train.overlap == 'batch_split' else 1
-            array, times = Array('f32', (count,)), config.model.num_layers * parts
+            array, times = Array('f32', (count,)), runs.layers * parts
             yield from _send(config, 'gradients', 'backward', 'row', REDUCE, array, times)

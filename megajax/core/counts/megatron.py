@@ -30,9 +30,9 @@ from megajax.core.counts.layers import layer
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.counts.products import Phase
 from megajax.core.counts.qk_norm import sums_over_heads
+from megajax.core.counts.runs import Runs
 from megajax.core.counts.stages import (
     EVERY_TICK,
-    Runs,
     between_lockstep_stages,
     between_stages,
     gradients_of_lockstep_stages,
@@ -112,10 +112,10 @@ def over_model(config: Config, runs: Runs) -> list[Expected]:
     """Return the collectives of a tensor-parallel group that runs its parts this often."""
     if config.mesh.model == 1:
         return []
-    sites = _embedding, _layers, few_kv_heads, _head, _loss, _vectors, encoder_in_parallel
+    of_images = encoder_in_parallel, cross_layers
+    sites = _embedding, _layers, few_kv_heads, _head, _loss, _vectors, *of_images
     return [
         *(collective for site in sites for collective in site(config, runs)),
-        *cross_layers(config),
         *sums_over_heads(config, runs.layers),
     ]
 

@@ -14,8 +14,8 @@ from megajax.core.config.model import Part
 from megajax.core.config.schema import Config
 from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.parameters import declare, dim_sizes, elements, parameters
-from megajax.core.counts.passes import num_passes
 from megajax.core.counts.relevance import level_products, network_products
+from megajax.core.counts.runs import Runs
 from megajax.core.parallel.layout import Layout
 
 Phase = Literal['forward', 'backward', 'recompute', 'step']
@@ -63,11 +63,10 @@ def products(
     layout = layout or Layout.of(config)
     microbatches = config.train.microbatches
     rows = config.train.batch_size // (layout.num_shards('B') * microbatches)
-    stages, chunks = layout.num_shards('L'), layout.chunks
-    layers = config.model.num_layers // (stages * chunks)
-    runs = layers * num_passes(stages, chunks, microbatches)
-    counted = _Counted(config, layout.shards, rows, runs)
-    recomputes_last |= config.overlap.repeats_outputs or (stages > 1 and layers > 1)
+    runs = Runs.of_stages(config, layout)
+    counted = _Counted(config, layout.shards, rows, runs.layers)
+    has_several = layout.num_shards('L') > 1 and runs.layers > runs.embedding  # layers in a tick
+    recomputes_last |= config.overlap.repeats_outputs or has_several
     every = [
         *counted.layers(recomputes_last=recomputes_last),
         *counted.attention(flash=flash),
@@ -108,8 +107,8 @@ def _of_encoder(
     blocks, images = vision.blocks, -(-rows * vision.images // layout.num_shards('I'))
     train = config.train.model_copy(update={'seq_len': vision.read_patches})
     alike = config.model_copy(update={'model': blocks, 'vision': None, 'train': train})
-    counted = _Counted(alike, {}, images, blocks.num_layers * runs)
-    flash = flash and fits_flash(config.train.dtype, blocks.head_dim)
+    counted = _Counted(alike, {}, images, Runs.of_megatron(config).encoder)
+    flash = flash and uses_flash(alike)
     layers = counted.layers(recomputes_last=recomputes_last), counted.attention(flash=flash)
     for product in itertools.chain(*layers):
         yield dataclasses.replace(product, name=f'vision {product.name}')
@@ -134,16 +133,16 @@ def _of_cross_attention(config: Config, rows: int, layout: Layout) -> Iterator[P
 
     Recomputation repeats the last product of a layer, whose result the gate's gradient needs.
     """
-    vision, runs, model = config.vision, config.train.microbatches, config.model
-    if vision is None or not model.num_cross_layers:
+    vision, runs = config.vision, Runs.of_stages(config, layout)
+    if vision is None or not runs.cross:
         return
-    counted = _Counted(config, layout.shards, rows, model.num_cross_layers * runs)
+    counted = _Counted(config, layout.shards, rows, runs.cross)
     for product in counted.layers(recomputes_last=True, stack='J'):
         yield dataclasses.replace(product, name=f'cross {product.name}')
     shards = layout.num_shards('I')
     vectors = -(-rows * vision.images // shards) * shards * vision.vectors
-    weight = dict(parameters(model))['cross.key_value.weight']
-    yield from counted.with_weight('cross key_value', 'layers', weight, vectors, runs)
+    weight = dict(parameters(config.model))['cross.key_value.weight']
+    yield from counted.with_weight('cross key_value', 'layers', weight, vectors, runs.embedding)
     keys = vision.images * vision.vectors
     for product in counted.attention(flash=False, keys=keys):
         yield dataclasses.replace(product, name=f'cross {product.name}')
@@ -202,6 +201,14 @@ def fits_flash(dtype: str, head_dim: int) -> bool:
     It needs a 16-bit dtype and a head dim that is a multiple of 8, at most 128.
     """
     return dtype in ('bfloat16', 'float16', 'fp8') and head_dim % 8 == 0 and head_dim <= 128
+
+
+def uses_flash(config: Config, *, with_dropout: bool = False) -> bool:
+    """Whether training on a GPU runs cuDNN's flash attention, here only without dropout in it."""
+    model = config.model
+    return fits_flash(config.train.dtype, model.head_dim) and (
+        with_dropout or model.attention_dropout == 0
+    )
 
 
 @dataclasses.dataclass(frozen=True)

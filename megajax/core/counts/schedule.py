@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megajax.core.config.schema import Config
-from megajax.core.counts.passes import num_passes
+from megajax.core.counts.runs import num_passes
 
 IDLE = -1
 Table = NDArray[np.int32]

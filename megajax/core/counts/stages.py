@@ -8,7 +8,6 @@ the embedding, and all of them share the head.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple, Self
 
 from megajax.core.config import Config
 from megajax.core.counts.collective import (
@@ -23,8 +22,8 @@ from megajax.core.counts.collective import (
 )
 from megajax.core.counts.data_parallel import SHARDS, over_data
 from megajax.core.counts.parameters import Counts, megatron_counts, own_counts, parameters
-from megajax.core.counts.passes import num_passes
 from megajax.core.counts.products import Phase
+from megajax.core.counts.runs import ticks
 from megajax.xla.hlo.program import Array
 
 FIRST = 'embedding', 'position', 'token_type'  # the modules of Megatron's first stage
@@ -37,33 +36,6 @@ SOURCES = {
     'p2p_communication.py send_forward_backward_recv_forward_backward',
     'tied': 'distributed/finalize_model_grads.py _allreduce_word_embedding_grads',
 }
-
-
-class Runs(NamedTuple):
-    """How often a device runs the parts of a model in a step."""
-
-    layers: int  # the number of runs of one layer, over all layers of the device
-    embedding: int
-    head: int
-    head_parts: int  # stages that share the tokens of a head
-
-    @classmethod
-    def of_megatron(cls, config: Config) -> Self:
-        """On the rank of Megatron that runs a part most often."""
-        count = config.train.microbatches
-        return cls(config.model.num_layers // config.mesh.stages * count, count, count, 1)
-
-    @classmethod
-    def of_stages(cls, config: Config) -> Self:
-        """On a device of stages in lock step."""
-        mesh, passes = config.mesh, ticks(config)
-        layers = config.model.num_layers // (mesh.stages * mesh.virtual_stages)
-        return cls(layers * passes, passes, config.train.microbatches, mesh.stages)
-
-
-def ticks(config: Config) -> int:
-    """Return the ticks of a step in which the stages run a forward pass; as many run a backward."""
-    return num_passes(config.mesh.stages, config.mesh.virtual_stages, config.train.microbatches)
 
 
 def between_stages(config: Config) -> Iterator[Expected]:

@@ -10,7 +10,6 @@ scattered; between steps they lie in parts over `model`.
 import functools
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING
 
 from megajax.core.config import Config
 from megajax.core.config.model import TEXTURE_CHANNELS
@@ -35,11 +34,9 @@ from megajax.core.counts.parameters import (
 )
 from megajax.core.counts.products import Phase
 from megajax.core.counts.relevance import num_slots
+from megajax.core.counts.runs import Runs
 from megajax.core.parallel.layout import BATCH_AXES, Layout
 from megajax.xla.hlo.program import Array
-
-if TYPE_CHECKING:
-    from megajax.core.counts.stages import Runs
 
 # Files and functions of Megatron-Core, below megatron/core.
 SOURCES = {
@@ -70,7 +67,7 @@ def vectors(config: Config) -> Array:
     return Array(HLO_DTYPES[config.train.dtype], shape)
 
 
-def encoder_in_parallel(config: Config, runs: 'Runs') -> Iterator[Expected]:
+def encoder_in_parallel(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield what Megatron sends for an encoder whose layers are divided over its ranks."""
     vision = config.vision
     if vision is None:
@@ -80,7 +77,7 @@ def encoder_in_parallel(config: Config, runs: 'Runs') -> Iterator[Expected]:
     merged, times = images * vision.vectors, runs.embedding
     mergers = times * (1 + len(vision.deepstack))
     for phase in passes(config):
-        arrays = [('layers', stream, 2 * vision.num_layers * times)]
+        arrays = [('layers', stream, 2 * runs.encoder)]
         if phase != 'recompute':
             width = config.model.hidden_size if phase == 'forward' else vision.merged_size
             arrays.append(('projection', Array(dtype, (merged, width)), mergers))

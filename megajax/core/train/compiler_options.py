@@ -1,7 +1,7 @@
 """Options for XLA: for `train.overlap` and `train.deterministic`, and around known miscompiles."""
 
 from megajax.core.config import Config, ConfigError, Problem
-from megajax.core.counts.products import fits_flash
+from megajax.core.counts.products import uses_flash
 from megajax.core.train.overlap import overlap_options
 from megajax.xla.miscompiles import cures, mesh_target, refuse_bitten, refuse_pipelined_sends
 
@@ -34,9 +34,8 @@ def evaluation_options() -> Options:
 
 def _refuse_unrolled_attention(config: Config) -> None:
     """Raise ConfigError for a deterministic step with cuDNN's attention in several places."""
-    train, model = config.train, config.model
-    is_flash = fits_flash(train.dtype, model.head_dim) and model.attention_dropout == 0
-    if train.deterministic and train.unroll is True and is_flash:
+    train = config.train
+    if train.deterministic and train.unroll is True and uses_flash(config):
         message = (
             "XLA cannot run cuDNN's deterministic attention in layers that are compiled on their "
             'own: on an H100, jax 0.11.2 ended in the first step with an IndexError; '

@@ -10,8 +10,8 @@ import pytest
 from support import make_config
 
 from megajax.core.config import Config, ModelConfig, load, presets
-from megajax.core.counts.flops import narayanan_flops, step_flops, uses_flash
-from megajax.core.counts.products import fits_flash
+from megajax.core.counts.flops import narayanan_flops, step_flops
+from megajax.core.counts.products import fits_flash, uses_flash
 
 PAPER = [
     'gpt2_124m',

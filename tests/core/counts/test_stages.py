@@ -10,8 +10,8 @@ from megajax.core.counts.collective import Expected
 from megajax.core.counts.flops import step_flops
 from megajax.core.counts.megatron import expected, stated
 from megajax.core.counts.parameters import num_parameters
-from megajax.core.counts.passes import num_passes
 from megajax.core.counts.products import products
+from megajax.core.counts.runs import num_passes
 from megajax.core.counts.schedule import make_schedule
 
 TOKENS, WIDTH = 4096, 4096
