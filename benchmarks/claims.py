@@ -1,6 +1,6 @@
 """What the commands of two pages show: `python benchmarks/claims.py OUT.md`.
 
-The pages are `docs/what_you_may_have_read.md` and `docs/is_it_for_you.md`. Runs each command of
+The pages are `docs/layout_guide.md` and `docs/parallelism.md`. Runs each command of
 COMMANDS in an empty folder and writes what it printed, errors and exit code included. Nothing here
 depends on the speed of the machine.
 """
@@ -46,9 +46,7 @@ def main() -> None:
     out = parser.parse_args().out
     first, rest = heading().split('\n', 1)
     day = first.rpartition(' ')[2]
-    found = [
-        f'# What you may have read, and is it for you, {day}\n{rest}'.replace('readme', 'claims')
-    ]
+    found = [f'# Choose a layout, and misconceptions, {day}\n{rest}'.replace('readme', 'claims')]
     for line in COMMANDS:
         found.append(shown(line))
         print(found[-1], flush=True)

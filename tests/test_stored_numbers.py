@@ -20,7 +20,7 @@ RESULTS = ROOT / 'benchmarks' / 'results'
 PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md')])
 INSPECT = (ROOT / 'docs/inspect.md').read_text()
 PLAN = ' '.join((ROOT / 'docs/plan.md').read_text().split())
-LAYOUTS = (ROOT / 'docs/layouts.md').read_text()
+PARALLELISM = (ROOT / 'docs/parallelism.md').read_text()
 README = ' '.join((ROOT / 'README.md').read_text().split())
 MARK = re.compile(
     r'^<!-- lines of (\S+) -->\n(```\n.*?^```$|(?:\|[^\n]*\n)+)', re.DOTALL | re.MULTILINE
@@ -216,12 +216,12 @@ def test_the_page_has_the_bytes_of_zero_1() -> None:
         state, temporaries = re.search(
             r'per device  ([\d.]+ GB) .*? \+ ([\d.]+ GB) temp', found
         ).groups()
-        assert f'| {shown} | {state} | {temporaries} |' in LAYOUTS
+        assert f'| {shown} | {state} | {temporaries} |' in PARALLELISM
     (reduced,) = re.findall(r'^gradients .* ([\d.]+ GB)  1 AR', whole, flags=re.MULTILINE)
     (gathered,) = re.findall(r'1 AG bf16\[6400,3072\] +([\d.]+ GB)', sharded)
     (scattered,) = re.findall(r'([\d.]+ GB)  1 RS', sharded)
-    assert f'all-reduce fp32, {reduced} |' in LAYOUTS
-    assert f'all-gather bf16 {gathered}, reduce-scatter fp32 {scattered} |' in LAYOUTS
+    assert f'all-reduce fp32, {reduced} |' in PARALLELISM
+    assert f'all-gather bf16 {gathered}, reduce-scatter fp32 {scattered} |' in PARALLELISM
 
 
 def test_the_readme_says_how_many_cases_of_faults_there_are() -> None:
