@@ -31,7 +31,7 @@ Every command exits with one of these codes. The codes above 2 come from `train`
 | 1 | a check failed (the command's section says which), XLA compiled the step wrongly, or a bug | read the last lines; do not retry |
 | 2 | a mistake in the command, the config or the data | fix it; do not retry |
 | 3 | a loss or gradient that is not finite, or loss spikes that cannot be skipped | change the config; do not retry |
-| 4 | no checkpoint can be used, or the last save failed | see [Handle failures](when_a_run_breaks.md) |
+| 4 | no checkpoint can be used, or the last save failed | see [Handle failures](failures.md) |
 | 5 | silent data corruption: a repeated step gave a different result (`train.replay_every`) | test the device; do not retry on it |
 | 75 | stopped by a signal or a time limit, or another process was lost | run the same command again: it resumes |
 | 124 | the run hung, and the watchdog ended it | read `watchdog.log`, then run the same command again |

@@ -1,34 +1,17 @@
-"""The table of faults has all cases, and names tests that are there."""
+"""The page on failure cases has every case once, with tests that exist."""
 
-import re
-from pathlib import Path
+from support import ROOT, load_script
 
-TESTS = Path(__file__).parents[2]
-ROWS = re.findall(
-    r'^\| (\d\d) \| [^|]+ \| [^|]+ \| (.*) \|$',
-    (TESTS.parent / 'docs/when_a_run_breaks.md').read_text(),
-    flags=re.MULTILINE,
-)
+failure_cases = load_script('failure_cases', 'scripts')
 
 
 def test_every_case_is_there_once() -> None:
-    assert len(ROWS) > 50
-    assert [number for number, _ in ROWS] == [f'{number:02}' for number in range(1, len(ROWS) + 1)]
+    lines = failure_cases.CASES.read_text().splitlines()
+    numbers = sorted(line[:2] for line in lines if not line.startswith('#'))
+    assert len(numbers) > 50
+    assert numbers == [f'{number:02}' for number in range(1, len(numbers) + 1)]
 
 
-def test_every_test_that_the_table_names_is_there() -> None:
-    for number, cell in ROWS:
-        for name in re.findall(r'`([^`]+)`', cell):
-            file, _, test = name.partition('.')
-            folder, _, file = file.rpartition('/')
-            paths = [
-                path
-                for path in TESTS.rglob(f'test_{file}.py')
-                if path.parent.name == (folder or path.parent.name)
-            ]
-            found = re.findall(
-                rf'^def test_{test}\w*\(',
-                '\n'.join(path.read_text() for path in paths),
-                flags=re.MULTILINE,
-            )
-            assert len(found) == 1, (number, name, found)
+def test_the_page_has_the_cases_and_each_names_one_test() -> None:
+    page = (ROOT / 'docs/failure_cases.md').read_text()
+    assert failure_cases.page() == page, 'python scripts/failure_cases.py > docs/failure_cases.md'

@@ -74,7 +74,7 @@ PRECISION = 'softmax, norms, loss and sums of gradients are in fp32'
 MEMORY = 'XLA allocates memory'
 FORMAT = 'checkpoints have one format, and are read on every mesh'
 LOGS = 'a run logs to its directory, TensorBoard included; run.wandb'
-WATCH = 'always watched, see docs/when_a_run_breaks.md'
+WATCH = 'always watched, see docs/failures.md'
 READER = 'tokens are read by memory-mapped files'
 NO_MEANING: Mapping[str, str] = {
     ATTENTION: 'use_flash_attn use_flash_attn_v2 attention_backend',
