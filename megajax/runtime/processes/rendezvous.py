@@ -46,7 +46,7 @@ def _gather_all(start: Start) -> tuple[Peers, int]:
     if start.token is None and {guest.host for guest in joined.values()} - {own_host()}:
         logger.warning(
             'no %s: whoever reaches process 0 at %s before the run has started can take part in '
-            'it; give the same random token to the processes of all hosts (docs/many_hosts.md)',
+            'it; give the same random token to the processes of all hosts (docs/hosts.md)',
             TOKEN,
             start.address,
         )
