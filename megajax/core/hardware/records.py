@@ -195,7 +195,7 @@ def _hardware(name: str | Path) -> Hardware:
     if path.suffix not in ('.yaml', '.yml'):
         raise ConfigError(
             f'GPU {name}: choose among {", ".join(hardware_names())}; of others there is no '
-            'record: write one as docs/add_a_gpu.md shows, and give its YAML file'
+            'record: write one as docs/extend.md shows, and give its YAML file'
         )
     return _read(path)
 

@@ -67,7 +67,7 @@ def check_target(target: str, dtype: str | None = None) -> None:
     """Raise ConfigError unless a step, of `train.dtype` if given, can be compiled for it here."""
     if target not in TARGETS:
         raise ConfigError(
-            f'target {target}: choose among {", ".join(TARGETS)}; docs/add_a_gpu.md adds others'
+            f'target {target}: choose among {", ".join(TARGETS)}; docs/extend.md adds others'
         )
     if target == 'cpu':
         return

@@ -125,7 +125,7 @@ def test_a_name_with_a_word_of_another_gpu_is_none_of_ours(name):
 
 @pytest.mark.parametrize('name', ['4090', 'L40S', 'a10'])
 def test_a_gpu_without_a_record_gets_the_page_that_says_how_to_write_one(name):
-    with pytest.raises(ConfigError, match=rf'GPU {name}: choose .*docs/add_a_gpu\.md'):
+    with pytest.raises(ConfigError, match=rf'GPU {name}: choose .*docs/extend\.md'):
         hardware(name)
 
 
