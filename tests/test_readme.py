@@ -231,8 +231,8 @@ def floor_of(floor: str) -> Iterator[str]:
         yield name.strip().rpartition('.')[2]
 
 
-def test_the_page_on_python_has_every_name_of_the_package() -> None:
-    page = (ROOT / 'docs/python.md').read_text()
+def test_the_page_on_the_api_lists_every_name_of_the_package() -> None:
+    page = (ROOT / 'docs/api.md').read_text()
     for name in importlib.import_module('megajax').__all__:
         assert re.search(rf'^\|.*`{name}\b', page, flags=re.MULTILINE), name
 
@@ -268,16 +268,16 @@ def test_the_example_prints_the_loss_of_a_model_that_has_learned_nothing() -> No
 
 
 @pytest.mark.slow
-def test_the_model_of_the_page_on_python_has_the_logits_that_it_says() -> None:
-    code = blocks(ROOT / 'docs/python.md', 'python')[0]
+def test_the_model_of_the_page_on_the_api_has_the_logits_that_it_says() -> None:
+    code = blocks(ROOT / 'docs/api.md', 'python')[0]
     (shape,) = re.findall(r'# (\(.*?\)):', code)
     assert run_python(code).strip() == shape
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('start', ['random', 'loaded'])
-def test_the_custom_loop_of_the_page_on_python_learns_its_batch(start: str, tmp_path: Path) -> None:
-    _, loop, shardings, loading = blocks(ROOT / 'docs/python.md', 'python')
+def test_the_custom_loop_of_the_page_on_the_api_learns_its_batch(start: str, tmp_path: Path) -> None:
+    _, loop, shardings, loading = blocks(ROOT / 'docs/api.md', 'python')
     parts = re.split(r'^(optimizer = .*)$', loop, flags=re.MULTILINE)
     if start == 'random':
         # With the optimizer's update inside `auto_axes`, which serves every optimizer.

@@ -45,7 +45,7 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
 def _check_arrays(batch: Mapping[str, np.ndarray]) -> None:
     """Raise ConfigError for what is no array with rows; those of other libraries have `ndim`."""
     if not isinstance(batch, Mapping):
-        message = f'a {type(batch).__name__} is not a dict of arrays by name; see docs/python.md'
+        message = f'a {type(batch).__name__} is not a dict of arrays by name; see docs/api.md'
         raise ConfigError(Problem(path='batch', message=message))
     problems = []
     for name, x in batch.items():
