@@ -276,7 +276,7 @@ def test_the_model_of_the_page_on_the_api_has_the_logits_that_it_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize('start', ['random', 'loaded'])
-def test_the_custom_loop_of_the_page_on_the_api_learns_its_batch(start: str, tmp_path: Path) -> None:
+def test_the_custom_loop_of_the_page_learns_its_batch(start: str, tmp_path: Path) -> None:
     _, loop, shardings, loading = blocks(ROOT / 'docs/api.md', 'python')
     parts = re.split(r'^(optimizer = .*)$', loop, flags=re.MULTILINE)
     if start == 'random':
