@@ -4,7 +4,6 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import typer
@@ -262,12 +261,7 @@ class _Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar.live.is_started:  # otherwise rich would print a line
             self._bar.stop()
 

@@ -46,9 +46,7 @@ def execute(
             params = load(plain)
         forward_pass = jax.jit(make_forward(plain), compiler_options=evaluation_options())
         sites = forward_pass(params, placed, key, scales)
-        forward = {
-            name: on_host(sites[name], plain) for name in site_names(config.model.num_layers)
-        }
+        forward = {name: on_host(sites[name], plain) for name in site_names(config.model)}
     forward['logits'] = forward['logits'][..., : config.model.vocab_size]
     about = About(
         source=source,

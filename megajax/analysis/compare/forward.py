@@ -18,7 +18,7 @@ from megajax.core.model.block import SUBLAYERS, Block
 from megajax.core.model.computation import Computation
 from megajax.core.model.grid import is_grid
 from megajax.core.model.loss import Loss
-from megajax.core.model.stack import run_layer
+from megajax.core.model.stack import count_layers, run_layer
 from megajax.core.model.transformer import LanguageModel
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.stages import over_shards
@@ -84,7 +84,7 @@ def _sites(
     rows = rows_of(shard, key)
     x_BTD = model.embed(shard['tokens'], computation.dtype, rows)
     sites = {'embedding': x_BTD}
-    for index in range(model.config.num_layers):
+    for index in range(count_layers(model.layers)):
         weights = None if used is None else _layer(used.layers, index)
         block = computation.pair(weights, _layer(model.layers, index), model.layout)
         taps = _tapped(block)

@@ -115,7 +115,7 @@ def _forward(
         kept['logits'].flatten(0, 1), labels.flatten(), reduction='none'
     )
     kept['loss'] = (nll * mask.flatten()).sum() / mask.sum().clamp(min=1)
-    return {name: kept[name] for name in [*site_names(config.model.num_layers), 'loss']}
+    return {name: kept[name] for name in [*site_names(config.model), 'loss']}
 
 
 def _path(source: Source, parameter: str, depth: int) -> str:

@@ -1,5 +1,7 @@
 """The names of sites, in the order in which a pass computes them. Imports no jax."""
 
+from megajax.core.config import ModelConfig
+
 SITES = 'attention.norm', 'attention', 'mlp.norm', 'mlp'  # of a layer
 # The parts of a layer, and what is outside the layers, in the order of a backward pass.
 WITHIN = (
@@ -10,9 +12,9 @@ LAST = 'position', 'token_type', 'embedding'
 LAYERS = 'layers.'
 
 
-def site_names(num_layers: int) -> list[str]:
+def site_names(model: ModelConfig) -> list[str]:
     """Return the names of a forward pass's sites, in order."""
-    layers = (f'layers.{index}' for index in range(num_layers))
+    layers = (f'layers.{index}' for index in range(model.num_layers))
     in_layers = [name for x in layers for name in (*(f'{x}.{site}' for site in SITES), x)]
     return ['embedding', *in_layers, 'norm', 'logits']
 

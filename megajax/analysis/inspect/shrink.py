@@ -5,6 +5,7 @@ from typing import Any
 
 from megajax.core.config import Config
 from megajax.core.counts.parameters import num_parameters
+from megajax.core.counts.runs import layers_of_chunk
 
 LARGEST = 10_000_000  # maximum number of parameters of a model that is executed unchanged
 MOST_TOKENS = 8192  # maximum number of tokens in its step
@@ -51,12 +52,11 @@ def _changes(config: Config) -> dict[str, Any]:
     divisor = mesh['mesh.context'] * math.lcm(2, mesh['mesh.model'])
     longest = MAX_SEQ_LEN if config.relevance is None else 2 * TOTAL_TOKENS
     seq_len = min(config.train.seq_len, math.ceil(longest / divisor) * divisor)
-    layers = config.model.num_layers // (config.mesh.stages * config.mesh.virtual_stages)
     # A size that the data shards divide stays one, and a size that they do not does too.
     divisor = rows * (1 if _is_uneven(config) else mesh['mesh.data'])
     batch_rows = min(config.microbatch_rows, 2 * rows)
     changes = mesh | {
-        'model.num_layers': stages * chunks * min(layers, 2),
+        'model.num_layers': stages * chunks * min(layers_of_chunk(config), 2),
         'model.hidden_size': min(config.model.hidden_size, math.lcm(HEAD_DIM, divisor) * 2),
         'model.num_heads': heads,
         'model.num_kv_heads': kv_heads,

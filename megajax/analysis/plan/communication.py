@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.core.config import Config
-from megajax.core.counts.collective import activation
+from megajax.core.counts.collective import activation, heads
 from megajax.core.counts.context import own_over_context
 from megajax.core.counts.cross_attention import cross_layers, is_left_out
 from megajax.core.counts.grid import over_grid
@@ -182,21 +182,16 @@ def _exchanged_heads(config: Config, layers: int) -> Iterator[Expected]:
     model, shards = config.model, config.mesh.model
     if model.num_kv_heads >= shards:
         return
-
-    def heads(count: int) -> Array:
-        rows, tokens, _ = activation(config).shape
-        return Array(HLO_DTYPES[config.train.dtype], (rows, tokens, count, model.head_dim))
-
     for phase in passes(config):
         site = Site('attention', phase, 'model')
         # The queries of a device.
         yield Expected(
             site=site,
             kind=ALL_TO_ALL,
-            array=heads(model.num_heads // shards),
+            array=heads(config, model.num_heads // shards),
             times=layers,
             size=shards,
         )
         # Keys and values; in the backward pass, the gradients of the shards' copies.
-        copied = heads(shards if phase == 'backward' else model.num_kv_heads)
+        copied = heads(config, shards if phase == 'backward' else model.num_kv_heads)
         yield Expected(site=site, kind=GATHER, array=copied, times=2 * layers, size=shards)

@@ -19,8 +19,9 @@ from megajax.core.config.divisors import divisors
 from megajax.core.config.lora import without_adapters
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.collective import HLO_DTYPES, REDUCE
-from megajax.core.counts.parameters import own_counts
+from megajax.core.counts.parameters import dim_sizes, elements, own_counts
 from megajax.core.counts.products import products
+from megajax.core.counts.runs import Runs
 from megajax.core.hardware.records import LinkName, hardware
 from megajax.xla.hlo.program import Array
 from megajax.xla.hlo.transfers import ring_bytes
@@ -115,9 +116,9 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
     size = BYTES[step.train.dtype]
     counts = own_counts(step)
     weights = size * counts.matrices + 4 * (counts.all - counts.matrices)
-    # A shard has at least one complete head of keys and values.
+    # Keys and values; a shard has at least one complete head of them.
     own_heads = max(1, model.num_kv_heads // shards)
-    of_token = 2 * model.num_layers * rows * own_heads * model.head_dim * size
+    of_token = size * rows * own_heads * elements('LUH', dim_sizes(model))
     sending = _sending(step, cluster, rows)
     read = weights + of_token * (step.train.seq_len + tokens / 2)
     # An embedding that is not the head is looked up, not read.
@@ -154,4 +155,4 @@ def _sending(step: Config, cluster: Cluster, vectors: int) -> float:
         return 0.0
     array = Array(HLO_DTYPES[step.train.dtype], (vectors, step.model.hidden_size))
     seconds = cluster.ring(step, 'model').seconds(REDUCE, ring_bytes(REDUCE, array, shards))
-    return (2 * step.model.num_layers + 1) * seconds
+    return (2 * Runs.of_stages(step).layers + 1) * seconds

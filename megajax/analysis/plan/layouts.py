@@ -9,6 +9,7 @@ from megajax.core.config.divisors import divisors
 from megajax.core.config.mesh_rules import replicas_within_hosts
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.products import uses_flash
+from megajax.core.counts.runs import layers_of_chunk
 
 SHORTEST = 4096  # tokens of a sequence on a context shard, at least
 # Of a microbatch on stages: more make the bubble longer and no product faster.
@@ -101,6 +102,7 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
         mesh__model_rows=1,
         mesh__model=mesh.model,
         mesh__stages=mesh.stages,
+        mesh__virtual_stages=1,
         mesh__context=mesh.context,
         mesh__replicas=1,
         mesh__sequence_parallel=mesh.model > 1,
@@ -111,7 +113,7 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
     rows = config.train.batch_size // mesh.data
     most = max(1, MOST_TOKENS * mesh.context // config.train.seq_len)
     counts = [n for n in divisors(rows) if mesh.stages == 1 or rows // n <= most]
-    chunks = divisors(config.model.num_layers // mesh.stages) if mesh.stages > 1 else (1,)
+    chunks = divisors(layers_of_chunk(on_mesh)) if mesh.stages > 1 else (1,)
     exchanges = ('gather', 'ring') if mesh.context > 1 and mesh.stages == 1 else ('gather',)
     recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
     shards: tuple[str, ...] = ('none',)

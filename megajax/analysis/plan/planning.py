@@ -23,10 +23,10 @@ from megajax.analysis.plan.transfers import PlannedTransfer
 from megajax.analysis.plan.verdicts import on_grids, on_sharding, on_tensor_parallelism
 from megajax.analysis.plan.verdicts_on_depth import bubble, on_contexts, on_pipelines
 from megajax.analysis.plan.words import describe, mesh_name, too_large, why_slower
-from megajax.core.config import Config, ConfigError, ModelConfig, dump
+from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.config.rules import incompatibilities
-from megajax.core.counts.flops import narayanan_flops
+from megajax.core.counts.flops import is_gpt, narayanan_flops
 from megajax.core.hardware.records import Hardware, LinkName, hardware
 
 TOKENS = 1e9  # tokens that the cost is given for by default
@@ -228,7 +228,7 @@ def _reason(choice: Choice, ranking: Ranking, available: int) -> str:
 
 
 def _paper_tflops(config: Config, time: StepTime) -> float | None:
-    if not _is_gpt(config.model):
+    if not is_gpt(config.model):
         return None
     recompute = config.train.recompute == 'full'
     flops = narayanan_flops(
@@ -238,15 +238,3 @@ def _paper_tflops(config: Config, time: StepTime) -> float | None:
         recompute=recompute,
     )
     return flops / time.total / time.devices / 1e12
-
-
-def _is_gpt(model: ModelConfig) -> bool:
-    is_square = (
-        model.num_heads * model.head_dim == model.hidden_size == model.num_kv_heads * model.head_dim
-    )
-    return (
-        not model.is_bert
-        and is_square
-        and model.ffn_size == 4 * model.hidden_size
-        and not model.is_gated
-    )

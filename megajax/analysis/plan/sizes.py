@@ -19,6 +19,7 @@ from megajax.core.counts.parameters import (
     parameters,
 )
 from megajax.core.counts.products import uses_flash
+from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.parallel.layout import Layout
 
 FLOAT32, MASK = 4, 1  # bytes of a number in fp32, and of an element of a dropout mask
@@ -40,8 +41,8 @@ class Sizes:
         self.flash = uses_flash(config)
         self.is_masked = model.is_bert or config.data.document_mask
         self.itemsize = BYTES[train.dtype]
-        self.layers = model.num_layers // shards('L')  # of a stage
-        self.chunk_layers = self.layers // layout.chunks
+        self.chunk_layers = layers_of_chunk(config)
+        self.layers = self.chunk_layers * layout.chunks  # of a stage
         self.length = train.seq_len // shards('S')  # tokens of a sequence
         self.tokens = config.microbatch_rows * self.length
         self.is_scattered = shards('T') > 1
@@ -217,16 +218,17 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
     sizes = dim_sizes(model)
     counts = {name: (x, num_at_rest(x, model, layout)) for name, x in parameters(model)}
     matrices = [(x, size) for x, size in counts.values() if x.is_matrix]
-    layer = sum(
-        elements(x.dims, sizes, layout.shards) for x, _ in matrices if x.dims.startswith('L')
-    )
     return AtRest(
         all=sum(size for _, size in counts.values()),
         layers=sum(size for x, size in counts.values() if x.is_stacked),
         inputs=sum(size for x, size in matrices if x.is_stacked and x.inputs != 'D'),
         table=counts['embedding.table'][1],
         early=sum(elements(x.dims, sizes, layout.shards) for x, _ in matrices if x.summed),
-        layer=layer * layout.num_shards('L') // model.num_layers,
+        layer=sum(
+            elements(x.dims_of_layer, sizes, layout.shards)
+            for x, _ in matrices
+            if x.dims.startswith('L')
+        ),
         learned=sum(size for x, size in counts.values() if not x.is_frozen),
         learned_layers=sum(size for x, size in counts.values() if x.is_stacked and not x.is_frozen),
         frozen_matrices=sum(size for x, size in matrices if x.is_frozen),

@@ -53,6 +53,12 @@ def activation(config: Config) -> Array:
     )
 
 
+def heads(config: Config, count: int) -> Array:
+    """Return `count` heads [B, S, heads, H] of the same tokens, unsharded."""
+    dtype, (rows, tokens, _) = activation(config)
+    return Array(dtype, (rows, tokens, count, config.model.head_dim))
+
+
 def axes_text(config: Config, *axes: str) -> str:
     """Return the name of those of some mesh axes that have several devices, in mesh order."""
     return '+'.join(axis for axis, size in config.mesh.sizes.items() if axis in axes and size > 1)

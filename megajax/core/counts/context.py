@@ -14,6 +14,7 @@ from megajax.core.counts.collective import (
     SCATTER,
     Expected,
     Site,
+    heads,
     passes,
 )
 from megajax.core.counts.products import Phase
@@ -80,8 +81,5 @@ def keys(config: Config) -> Array:
 
     Where devices share a head, each has a copy of it.
     """
-    model, train, ranks = config.model, config.train, config.mesh.model
-    heads = max(model.num_kv_heads // ranks, 1)
-    shards = config.mesh.context
-    shape = shards, config.microbatch_rows, train.seq_len // shards, heads, model.head_dim
-    return Array(HLO_DTYPES[train.dtype], shape)
+    of_shard = heads(config, max(config.model.num_kv_heads // config.mesh.model, 1))
+    return of_shard._replace(shape=(config.mesh.context, *of_shard.shape))

@@ -10,6 +10,7 @@ import dataclasses
 
 from megajax.core.config.model import ModelConfig
 from megajax.core.config.schema import Config
+from megajax.core.counts.parameters import dim_sizes, elements, shape_of
 from megajax.core.counts.products import products, uses_flash
 from megajax.core.parallel.layout import CONTEXT, STAGE, Layout
 
@@ -81,6 +82,12 @@ def _of_each_product(layout: Layout) -> Layout:
     return dataclasses.replace(layout, axes=axes, sizes=sizes, chunks=1)
 
 
+def is_gpt(model: ModelConfig) -> bool:
+    """Whether the formula of Narayanan et al. (2021) holds for a model."""
+    D, F, *heads = (elements(dims, dim_sizes(model)) for dims in ('D', 'F', 'NH', 'KH'))
+    return F == 4 * D and heads == [D, D] and not model.is_bert and not model.is_gated
+
+
 def narayanan_flops(model: ModelConfig, *, batch_size: int, seq_len: int, recompute: bool) -> int:
     """Count the FLOPs of a step by the formula of Narayanan et al. (2021), section 5.1.
 
@@ -88,12 +95,6 @@ def narayanan_flops(model: ModelConfig, *, batch_size: int, seq_len: int, recomp
     72 B s l h^2 (1 + s/(6h) + V/(12 l h)). It holds for GPT: a feed-forward size of 4h, as many
     key/value heads as heads, and head dims that sum to h.
     """
-    B, s, l, h, V = (
-        batch_size,
-        seq_len,
-        model.num_layers,
-        model.hidden_size,
-        model.padded_vocab_size,
-    )
+    B, s, (l, h, V) = batch_size, seq_len, shape_of('LDV', dim_sizes(model))
     layers = 24 * B * s * l * h**2 + 4 * B * s**2 * l * h
     return (4 if recompute else 3) * layers + 6 * B * s * h * V

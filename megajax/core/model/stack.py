@@ -43,8 +43,7 @@ def run_layers(
     def layer(x: Carry, layer: tuple[Block, Block | None, jax.Array]) -> tuple[Carry, None]:
         return layer_fn(layer[0], layer[1], x, layer[2]), None
 
-    count = len(jax.tree.leaves(layers)[0])
-    each = layers, weights, first + jnp.arange(count)
+    each = layers, weights, first + jnp.arange(count_layers(layers))
     if after_groups is None:
         return lax.scan(layer, x, each, unroll=unroll)[0]
     after, arrays = after_groups
@@ -52,8 +51,12 @@ def run_layers(
     def group(x: Carry, group: tuple[Any, Any]) -> tuple[Carry, None]:
         return after(lax.scan(layer, x, group[0])[0], group[1]), None
 
-    groups = len(jax.tree.leaves(arrays)[0])
-    return lax.scan(group, x, (_in_groups(each, groups), arrays))[0]
+    return lax.scan(group, x, (_in_groups(each, count_layers(arrays)), arrays))[0]
+
+
+def count_layers(layers: Any) -> int:
+    """Return the number of layers of stacked parameters, the first dim of each."""
+    return len(jax.tree.leaves(layers)[0])
 
 
 def run_layer(

@@ -20,6 +20,7 @@ from megajax.core.model.cross_attention import CrossAttention, CrossBlock
 from megajax.core.model.merged import merged
 from megajax.core.model.parameters import cast_matrices, map_parameters
 from megajax.core.model.shard_copies import copy_encoder
+from megajax.core.model.stack import count_layers
 from megajax.core.model.transformer import LanguageModel, model_graph
 from megajax.core.parallel.layer_order import in_model_order, map_stacked
 from megajax.core.parallel.layout import Layout
@@ -105,18 +106,18 @@ def _maker(config: Config) -> Any:
     def make(params: nnx.State) -> LayerWeights:
         cast = cast_matrices(merged(params, config), config.train.compute_dtype, layout)
         model = nnx.merge(graph, copy_encoder(cast, layout))
-        layers = _separate(model, config.model.num_layers)
-        cross = () if model.cross is None else _separate(model.cross, config.model.num_cross_layers)
+        layers = _separate(model)
+        cross = () if model.cross is None else _separate(model.cross)
         return LayerWeights(nnx.state(model), layers, cross)
 
     return jax.jit(make)
 
 
-def _separate(model: LanguageModel | CrossAttention, count: int) -> tuple[nnx.State, ...]:
+def _separate(model: LanguageModel | CrossAttention) -> tuple[nnx.State, ...]:
     """Take the stacked layers out of a module and return those of each."""
     stacked = nnx.state(model.layers)
     del model.layers
-    return tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count))
+    return tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count_layers(stacked)))
 
 
 class Graphs(NamedTuple):

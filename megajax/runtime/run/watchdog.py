@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, Self
 
 from megajax.base.errors import ConfigError
@@ -123,12 +122,7 @@ class Watchdog:
             self._make_timers(self.limits['start'])
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._timers:
             tell, leave = self._timers
             if not tell.delete():

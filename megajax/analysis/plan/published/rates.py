@@ -14,9 +14,17 @@ from megajax.core.config import Config, MeshConfig, ModelConfig, OptimConfig, Tr
 from megajax.core.config.divisors import divisors
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.flops import narayanan_flops, step_flops
+from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.hardware.records import Hardware, hardware
 
 Values = Mapping[str, str]  # the values of a line, by column
+COLUMNS = {
+    'layers': 'num_layers',
+    'hidden': 'hidden_size',
+    'heads': 'num_heads',
+    'kv_heads': 'num_kv_heads',
+    'ffn': 'ffn_size',
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,13 +85,16 @@ def of_model_flops(
     )
 
 
+def sizes_of(values: Values) -> dict[str, int]:
+    """Return the sizes of a layer that a line has, by the keys of `model`."""
+    return {key: int(values[column]) for column, key in COLUMNS.items() if column in values}
+
+
 def model_of(values: Values, *, vocab_size: int, seq_len: int, **keys: object) -> ModelConfig:
     """Return the model of a line, without dropout unless `keys` have it."""
     return ModelConfig.model_validate(
         {
-            'num_layers': int(values['layers']),
-            'hidden_size': int(values['hidden']),
-            'num_heads': int(values['heads']),
+            **sizes_of(values),
             'vocab_size': vocab_size,
             'max_seq_len': seq_len,
             'dropout': 0.0,
@@ -98,8 +109,6 @@ def llama_of(values: Values, *, vocab_size: int, seq_len: int) -> ModelConfig:
         values,
         vocab_size=vocab_size,
         seq_len=seq_len,
-        num_kv_heads=int(values['kv_heads']),
-        ffn_size=int(values['ffn']),
         activation='swiglu',
         norm='rmsnorm',
         position='rope',
@@ -161,10 +170,10 @@ def with_best_schedule(row: PublishedRate, stages: int) -> PublishedRate:
     each = row.config.train.batch_size // row.config.mesh.data
 
     def possible() -> Iterator[Config]:
-        for rows, chunks in product((1, 2, 4), divisors(row.config.model.num_layers // stages)):
+        on_stages = changed(row.config, mesh__stages=stages)
+        for rows, chunks in product((1, 2, 4), divisors(layers_of_chunk(on_stages))):
             config = changed(
-                row.config,
-                mesh__stages=stages,
+                on_stages,
                 mesh__virtual_stages=chunks,
                 train__microbatches=max(1, each // rows),
             )

@@ -24,6 +24,7 @@ from megajax.analysis.plan.published.rates import (
     of_2021,
     of_model_flops,
     sharded,
+    sizes_of,
     with_best_schedule,
     with_largest_microbatch,
 )
@@ -193,14 +194,7 @@ def _nvidia(lines: Iterator[Values]) -> Iterator[PublishedRate]:
         if 'llama' in values['model']:
             model = llama_of(values, **sizes)
         else:
-            heads, ffn = int(values['kv_heads']), int(values['ffn'])
-            model = model_of(
-                values,
-                **sizes,
-                num_kv_heads=heads,
-                ffn_size=ffn,
-                tie_embeddings=values['program'] == 'pax',
-            )
+            model = model_of(values, **sizes, tie_embeddings=values['program'] == 'pax')
         data = int(values['gpus']) // tensor
         batch, rows = int(values['batch']), int(values['rows'])
         config = sharded(
@@ -238,7 +232,8 @@ def _megajax(lines: Iterator[Values]) -> Iterator[PublishedRate]:
         rows, microbatches = values['rows'], values['microbatches']
         overrides = (
             *('mesh.data=1', 'mesh.model=1', 'optim.shard=none'),
-            *(f'model.num_layers={values["layers"]}', 'model.dropout=0'),
+            *(f'model.{key}={size}' for key, size in sizes_of(values).items()),
+            'model.dropout=0',
             *(f'train.batch_size={rows}', f'train.microbatches={microbatches}'),
             *('train.dtype=bfloat16', 'train.recompute=none'),
         )

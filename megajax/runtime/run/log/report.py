@@ -25,6 +25,7 @@ from megajax.base.render.units import duration
 from megajax.core.config import Config
 from megajax.core.config.model import ModelConfig
 from megajax.core.counts.parameters import num_parameters
+from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.counts.schedule import schedule_of
 from megajax.core.hardware.targets import is_nvidia
 from megajax.core.parallel.mesh import is_simulated
@@ -87,11 +88,10 @@ class Report:
             self.say(f'overlap    {train.overlap}, {how}')
         if mesh.stages > 1:
             schedule = schedule_of(config)
-            layers = config.model.num_layers // (mesh.stages * mesh.virtual_stages)
             chunks = f'{mesh.virtual_stages} x ' if mesh.virtual_stages > 1 else ''
             self.say(
-                f'pipeline   {mesh.stages} stages of {chunks}{layers} layers, {train.schedule}, '
-                f'{train.microbatches} microbatches: '
+                f'pipeline   {mesh.stages} stages of {chunks}{layers_of_chunk(config)} layers, '
+                f'{train.schedule}, {train.microbatches} microbatches: '
                 f'bubble {schedule.bubble:.1%} of the time at work'
             )
         if mesh.context > 1:
