@@ -107,7 +107,7 @@ def planned(config: Any) -> dict[str, Any]:
 
     plan = megajax.plan(config, gpu='h100', gpus=config.mesh.num_devices)
     return {
-        'planned_compute_ms': 1e3 * (plan.products + plan.memory_bound + plan.launches),
+        'planned_compute_ms': 1e3 * (plan.matmul + plan.memory_bound + plan.launches),
         'planned_bytes': plan.layout.bytes,
         'planned_step_ms': 1e3 * plan.seconds,
     }

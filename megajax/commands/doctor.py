@@ -1,4 +1,4 @@
-"""`megajax doctor`: the environment of a run on this machine, and its problems, each with a fix.
+"""`megajax doctor`: check the environment of a run on this machine, and suggest fixes.
 
 jax is started in a separate process (`ask_jax.py`), because a wrong flag or driver ends the
 process that starts it. A proxy is reported by the name of its variable only: its address may
@@ -73,7 +73,7 @@ def _packages(diagnosis: Diagnosis) -> None:
         jaxlib = dict(diagnosis.facts)['jaxlib']
         if 'cuda' in name and release.split('.')[:3] != jaxlib.split('.')[:3]:
             diagnosis.wrong(
-                f'{name} {release} is not for jaxlib {jaxlib}: jax ignores it',
+                f'{name} {release} does not match jaxlib {jaxlib}, so jax ignores it',
                 install('cuda', upgrade=True),
             )
 
@@ -132,7 +132,7 @@ def _why_jax_fails(
     if unknown := re.search(r'Unknown flags? in XLA_FLAGS: (.*)', done.stderr):
         flags = ' '.join(flag.partition('=')[0] for flag in unknown[1].split())
         diagnosis.wrong(
-            f'XLA_FLAGS has flags that this jaxlib does not know, which end every process: {flags}',
+            f'XLA_FLAGS has flags that this jaxlib does not know, so every process aborts: {flags}',
             'remove it from XLA_FLAGS',
         )
         return
@@ -141,59 +141,60 @@ def _why_jax_fails(
     wanted = environ.get('JAX_PLATFORMS', '')
     if not wanted or wanted.startswith('cpu'):
         diagnosis.wrong(
-            f'jax does not start: {why}',
+            f'jax fails to start: {why}',
             f"{sys.executable} -c 'import jax; jax.devices()' shows the full error",
         )
     elif 'cuda' in wanted and not any('cuda' in name for name in _plugins()):
         diagnosis.wrong(
-            f'JAX_PLATFORMS={wanted}, and jax has no plugin for it',
+            f'JAX_PLATFORMS={wanted}, but jax has no plugin for it',
             f'{install("cuda")}, or unset JAX_PLATFORMS',
         )
     else:
         diagnosis.wrong(
-            f'JAX_PLATFORMS={wanted}, and jax does not start: {why}',
+            f'JAX_PLATFORMS={wanted}, but jax fails to start: {why}',
             'check that nvidia-smi lists a GPU, or unset JAX_PLATFORMS',
         )
 
 
 def _missing_gpus(diagnosis: Diagnosis, kind: str, count: int, environ: Mapping[str, str]) -> None:
     gpus = visible_gpus(environ)
+    visible = f'{gpus} GPU{" is" if gpus == 1 else "s are"} visible'
     if kind == 'cpu' and gpus and not any('cuda' in name for name in _plugins()):
         diagnosis.wrong(
-            f'{gpus} GPUs are visible, and jax has no plugin for them: runs use the CPU',
+            f'{visible}, but jax has no plugin for them: runs use the CPU',
             install('cuda'),
         )
     elif kind == 'cpu' and gpus:
         fix = (
-            'update the driver; unset LD_LIBRARY_PATH if it contains another CUDA; '
+            'update the driver; unset LD_LIBRARY_PATH if it contains a different CUDA; '
             'CUDA_VISIBLE_DEVICES may name GPUs that do not exist'
         )
-        diagnosis.wrong(f'{gpus} GPUs are visible, and jax uses the CPU', fix)
+        diagnosis.wrong(f'{visible}, but jax uses the CPU', fix)
     elif kind != 'cpu' and count < gpus:
         diagnosis.wrong(
-            f'{gpus} GPUs are visible, and jax uses {count}',
+            f'{visible}, but jax uses {count}',
             'unset JAX_LOCAL_DEVICE_IDS, or list only those GPUs in CUDA_VISIBLE_DEVICES',
         )
 
 
 def _compilation_cache(diagnosis: Diagnosis, platform: str, environ: Mapping[str, str]) -> None:
-    """Add a line where jax's compilation cache does not help.
+    """Add a line if jax's compilation cache helps only one process.
 
-    On CPUs each process has its own cache keys, and jax writes only those of the first process.
+    On CPUs each process has its own cache keys, and jax writes only those of process 0.
     """
     if platform == 'cpu' and environ.get('JAX_COMPILATION_CACHE_DIR'):
         diagnosis.fact(
             'compilation cache',
-            'kept for process 0 alone; on a CPU the others always compile, and it waits for them',
+            'used by process 0 only: on CPUs the others always compile, and process 0 waits',
         )
 
 
 def _miscompiles(
     diagnosis: Diagnosis, target: str | None, environ: Mapping[str, str], timeout: float
 ) -> None:
-    """Add the known miscompiles that XLA's GPU compiler has, if it is installed.
+    """Add the known miscompiles of the installed XLA GPU compiler, if there is one.
 
-    The results are cached for the next time.
+    The results are cached.
     """
     if not has_compiler():
         return
@@ -206,7 +207,7 @@ def _miscompiles(
         )
     except subprocess.TimeoutExpired:
         diagnosis.fact(
-            'miscompiles', f'unknown: XLA does not compile the repros within {timeout:g} s'
+            'miscompiles', f'unknown: compiling the repros took longer than {timeout:g} s'
         )
         return
     reason = (done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]
@@ -224,7 +225,7 @@ def _network(diagnosis: Diagnosis, environ: Mapping[str, str]) -> None:
     except OSError as error:
         diagnosis.fact('loopback', f'no: {error.strerror or error}')
         diagnosis.wrong(
-            'no port of 127.0.0.1 can be bound and reached, so processes cannot connect',
+            'no port of 127.0.0.1 can be bound and reached, so the processes cannot connect',
             'allow it in the firewall or the sandbox',
         )
     try:
@@ -260,8 +261,8 @@ def _files(diagnosis: Diagnosis, folder: Path) -> None:
     )
     if not locks:
         diagnosis.wrong(
-            f'{folder} has no file locks: two runs may write to the same run.dir',
-            'mount it with locks, or make sure that each run has its own run.dir',
+            f'{folder} does not support file locks: two runs could write to the same run.dir',
+            'mount it with file locking, or give each run its own run.dir',
         )
     if free < LITTLE:
         diagnosis.wrong(

@@ -1,4 +1,4 @@
-"""NCCL in `megajax doctor`: its release, the links, the shared memory and its variables."""
+"""Check NCCL for `megajax doctor`: its release, links, shared memory and variables."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ from megajax.core.hardware.topology import Topology, topology_of_host
 PACKAGES = 'nvidia-nccl-cu12', 'nvidia-nccl-cu13'
 SHARED = Path('/dev/shm')
 LITTLE_SHARED = 1e9  # bytes; containers have 64 MB unless they are told otherwise
-# Variables that forbid a way of sending, with the value that does so.
+# Variables that disable a transport, with the value that does so.
 FORBID = {
     'NCCL_P2P_DISABLE': ('1', 'NVLink and PCIe between the GPUs of a host'),
     'NCCL_SHM_DISABLE': ('1', 'shared memory between the processes of a host'),
@@ -33,14 +33,14 @@ class BadRelease(NamedTuple):
 
 BAD = (
     # pytorch/pytorch#174338
-    BadRelease((2, 29, 2), (2, 29, 3), '', 'may hang, a regression that 2.29.3 mends'),
+    BadRelease((2, 29, 2), (2, 29, 3), '', 'may hang (a regression, fixed in 2.29.3)'),
     # marin-community/marin#8038 and the notes of 2.29.3
-    BadRelease((0,), (2, 29, 3), 'aarch64', 'loses proxy slots on ARM and hangs'),
+    BadRelease((0,), (2, 29, 3), 'aarch64', 'can run out of proxy slots on ARM and hang'),
 )
 
 
 def look_at_nccl(diagnosis: Diagnosis, gpus: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Add NCCL's release, and where there are GPUs, what its transfers depend on."""
+    """Add NCCL's release and variables, and on GPUs the links and the shared memory it needs."""
     for name in PACKAGES:
         try:
             _release(diagnosis, version(name), platform.machine())
@@ -65,14 +65,15 @@ def _release(diagnosis: Diagnosis, release: str, machine: str) -> None:
 
 def _links(diagnosis: Diagnosis, topology: Topology | None) -> None:
     if topology is None:
-        diagnosis.fact('links', 'unknown: nvidia-smi topo -m does not tell them')
+        diagnosis.fact('links', 'unknown: nvidia-smi topo -m does not list them')
         return
     groups = topology.nvlink_groups
     shared = [', '.join(map(str, group)) for group in groups if len(group) > 1]
     between = topology.over_pcie(range(len(topology.links)))
-    ways = [f'GPUs {group} share NVLink' for group in shared]
+    ways = [f'GPUs {group} are connected by NVLink' for group in shared]
     if between:
-        ways.append(f'{"others" if shared else "all"} meet over PCIe ({topology.words(between)})')
+        who = 'the rest communicate' if shared else 'all communicate'
+        ways.append(f'{who} over PCIe ({topology.words(between)})')
     diagnosis.fact('links', '; '.join(ways) or 'one GPU')
 
 
@@ -80,7 +81,7 @@ def _shared_memory(diagnosis: Diagnosis, size: float) -> None:
     diagnosis.fact('shared memory', f'{size / 1e9:.1f} GB in {SHARED}')
     if size < LITTLE_SHARED:
         diagnosis.wrong(
-            f'{SHARED} has {size / 1e6:.0f} MB, in which the processes of this host exchange data',
+            f'{SHARED} has {size / 1e6:.0f} MB, in which processes on this host exchange data',
             'docker run --shm-size=16g (or --ipc=host); in Kubernetes mount an emptyDir with '
             'medium: Memory there, as scripts/kubernetes.yaml does',
         )
@@ -92,4 +93,4 @@ def _variables(diagnosis: Diagnosis, environ: Mapping[str, str]) -> None:
         diagnosis.fact('variables', ', '.join(settings))
     for name, (value, way) in FORBID.items():
         if environ.get(name) == value:
-            diagnosis.wrong(f'{name}={value} forbids NCCL {way}', f'unset {name}')
+            diagnosis.wrong(f'{name}={value} disables {way} for NCCL', f'unset {name}')

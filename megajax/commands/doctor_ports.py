@@ -1,4 +1,4 @@
-"""The ports of a run over several hosts, and who may speak there, in `megajax doctor`."""
+"""List the ports of a multi-host run and who may connect to them, for `megajax doctor`."""
 
 from collections.abc import Mapping
 
@@ -13,17 +13,21 @@ NAME = 'between hosts'
 def look_at_ports(
     diagnosis: Diagnosis, environ: Mapping[str, str], *, jax: str, has_mutual_tls: bool
 ) -> None:
-    """Add a line for each kind of port, and the certificates that a run would refuse.
+    """Add a line for each kind of port, and a problem if a run would reject the certificates.
 
-    `has_mutual_tls` says whether jax, of release `jax`, has it for its coordinator.
+    `has_mutual_tls` says whether jax, of release `jax`, supports mutual TLS for its coordinator.
     """
-    token = f'who proves {TOKEN}' if environ.get(TOKEN) else f'anyone, as {TOKEN} is not set'
+    token = (
+        f'clients that authenticate with {TOKEN}'
+        if environ.get(TOKEN)
+        else f'any client, because {TOKEN} is not set'
+    )
     diagnosis.fact(NAME, f'rendezvous, process 0, the port in {COORDINATOR}: {token}')
     diagnosis.fact(
         NAME,
         f"jax's coordinator, process 0, a free port: {_coordinator(environ, jax, has_mutual_tls)}",
     )
-    diagnosis.fact(NAME, 'Gloo and NCCL, each process, free ports: anyone, and not encrypted')
+    diagnosis.fact(NAME, 'Gloo and NCCL, each process, free ports: any client, unencrypted')
     try:
         check_certificates(environ, jax=jax, has_mutual_tls=has_mutual_tls)
     except ConfigError as error:
@@ -33,7 +37,7 @@ def look_at_ports(
 
 def _coordinator(environ: Mapping[str, str], jax: str, has_mutual_tls: bool) -> str:
     if not has_mutual_tls:
-        return f'anyone, and not encrypted, as jax {jax} has no TLS for it; jax 0.12 has'
+        return f'any client, unencrypted: jax {jax} has no TLS for it; jax 0.12 does'
     if all(environ.get(name) for name in CERTIFICATES):
-        return f'who has a certificate of {CERTIFICATES[2]} (mutual TLS)'
-    return f'anyone, and not encrypted, as {CERTIFICATES[0]} is not set (mutual TLS)'
+        return f'clients with a certificate from {CERTIFICATES[2]} (mutual TLS)'
+    return f'any client, unencrypted, because {CERTIFICATES[0]} is not set (mutual TLS)'

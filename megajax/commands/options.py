@@ -1,9 +1,10 @@
-"""A key of the config that was written as an option: `--steps 10` is `train.steps=10`."""
+"""Options by other names: config keys written as options, and options that were renamed."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from megajax.core.config import ConfigError
 from megajax.core.config.load import KEYS
@@ -11,6 +12,23 @@ from megajax.core.config.synonyms import key_of_option
 
 OVERRIDE = 'KEY=VALUE'
 _CONFIG = 'config', 'cfg', 'config_file', 'config_path', 'preset'
+
+
+def with_old_names(new_of: Mapping[str, str]) -> type[TyperCommand]:
+    """Return a class of commands that also accept old names of options, with a warning."""
+
+    class Renamed(TyperCommand):
+        def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+            return super().parse_args(ctx, [self._current(word) for word in args])
+
+        def _current(self, word: str) -> str:
+            name, equals, value = word.partition('=')
+            if name not in new_of:
+                return word
+            typer.echo(f'warning: {name} is now {new_of[name]}', err=True)
+            return f'{new_of[name]}{equals}{value}'
+
+    return Renamed
 
 
 class KeysGroup(TyperGroup):

@@ -9,12 +9,20 @@ from rich.console import Console
 from megajax.base.files.outputs import check_outputs, with_folder
 from megajax.base.render.folded import Folded
 from megajax.commands.default_command import DefaultGroup
+from megajax.commands.options import with_old_names
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.hardware.records import record_name
 
 if TYPE_CHECKING:
     from megajax.analysis.plan import Plan
     from megajax.core.hardware.records import LinkName
+
+OLD_NAMES = {
+    '--failures': '--mtbf-gpu-hours',
+    '--price': '--gpu-hour-price',
+    '--storage': '--storage-bandwidth',
+    '--target-batch': '--global-batch-size',
+}
 
 
 class _Group(DefaultGroup):
@@ -25,8 +33,8 @@ plan_app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help='Say whether a config fits, how fast, on which mesh.\n\n'
-    'megajax plan CONFIG [KEY=VALUE ...] --gpu h100 --gpus 64; megajax plan for --help has all.',
+    help='Predict memory, speed and the best layout of a config.\n\n'
+    'megajax plan CONFIG [KEY=VALUE ...] --gpu h100 --gpus 64; options: megajax plan for --help.',
 )
 
 ConfigSource = Annotated[
@@ -40,78 +48,79 @@ Gpu = Annotated[
     str,
     typer.Option(
         callback=record_name,
-        help='a100, b200, h100, ..., or a YAML file such as calibrate writes.',
+        help='a100, b200, h100, ..., or a YAML file from plan calibrate.',
     ),
 ]
 NumGpus = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of GPUs; by default that of the config's mesh."),
+    typer.Option(min=1, help="Number of GPUs; default: the size of the config's mesh."),
 ]
 GpusPerHost = Annotated[
-    int | None, typer.Option(min=1, help='By default as many as the GPU is sold with.')
+    int | None, typer.Option(min=1, help='GPUs per host; default: as the GPU is sold.')
 ]
 LinkOption = Annotated[
     Literal['nvlink', 'pcie'] | None,
-    typer.Option(help='Link of the GPUs of a host; by default the one that they are sold with.'),
+    typer.Option(help='Link between the GPUs of a host; default: as the GPU is sold.'),
 ]
 NumTokens = Annotated[
-    float | None, typer.Option(min=1, help='Tokens to train on, for example 300e9, or to generate.')
+    float | None,
+    typer.Option(min=1, help='Tokens to train on, such as 300e9; with --generate, to generate.'),
 ]
-TargetBatch = Annotated[
+BatchSize = Annotated[
     int | None,
-    typer.Option(min=1, help='Sequences per step; by default those of the config.'),
+    typer.Option(min=1, help='Sequences per step; default: train.batch_size.'),
 ]
 Program = Annotated[
     Literal['megajax', 'megatron'],
-    typer.Option(help='The training step to plan: that of megajax or of Megatron-Core.'),
+    typer.Option(help='Software whose step is timed: megajax or Megatron-Core.'),
 ]
 Price = Annotated[
-    float | None, typer.Option(min=0.01, help='Price of a GPU hour, in any currency.')
+    float | None, typer.Option(min=0.01, help='Price of one GPU-hour, in any currency.')
 ]
 StorageRate = Annotated[
     float | None,
-    typer.Option(min=1, help='Bytes/s that all hosts write together; 1e9 per host if left out.'),
+    typer.Option(min=1, help='Bytes/s that all hosts write in total; default: 1e9 per host.'),
 ]
 GpuHoursToFailure = Annotated[
     float | None,
-    typer.Option(min=1, help='GPU hours between failures; those of Llama 3 if left out.'),
+    typer.Option(min=1, help='Mean GPU-hours between failures; default: as reported for Llama 3.'),
 ]
 VerifyOption = Annotated[
     bool,
     typer.Option(
-        '--verify', help='Compile the step for that GPU and compare its memory with the plan.'
+        '--verify', help='Compile the step for the GPU and compare its memory with the plan.'
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option(help='Write everything to this file.')]
+JsonFile = Annotated[Path | None, typer.Option(help='Write the complete result to this file.')]
 LayoutFile = Annotated[
-    Path | None, typer.Option(help='Write the fastest layout to this file, as a config.')
+    Path | None, typer.Option(help='Write the fastest layout to this file as a config.')
 ]
-RooflinePicture = Annotated[
+RooflinePlot = Annotated[
     Path | None,
-    typer.Option(help='Plot the matrix products under the roofline: .png, .svg or .pdf.'),
+    typer.Option(help='Plot the matmuls under the roofline: .png, .svg or .pdf.'),
 ]
-SchedulePicture = Annotated[
+SchedulePlot = Annotated[
     Path | None,
-    typer.Option(help='Plot the schedule of the pipeline: .png, .svg or .pdf.'),
+    typer.Option(help='Plot the pipeline schedule: .png, .svg or .pdf.'),
 ]
-ScalingPicture = Annotated[Path | None, typer.Option(help='Plot MFU over the number of GPUs.')]
+ScalingPlot = Annotated[Path | None, typer.Option(help='Plot MFU over the number of GPUs.')]
 TableName = Annotated[
     str | None,
-    typer.Option(help="Compare a published table with its predictions; 'all' sums up the errors."),
+    typer.Option(help="Compare a published table with predictions; 'all' summarizes all tables."),
 ]
 GenerateOption = Annotated[
     bool,
-    typer.Option('--generate', help='Plan generation: bytes, and milliseconds of a token.'),
+    typer.Option('--generate', help='Plan text generation: memory and latency.'),
 ]
 PromptTokens = Annotated[
-    int | None, typer.Option(min=1, help='Tokens of a prompt, with --generate; by default 1024.')
+    int | None, typer.Option(min=1, help='Prompt length in tokens, with --generate; default: 1024.')
 ]
-Rows = Annotated[
-    int | None, typer.Option(min=1, help='Prompts at once, with --generate; by default one.')
+NumPrompts = Annotated[
+    int | None, typer.Option(min=1, help='Prompts at once, with --generate; default: 1.')
 ]
 
 
-@plan_app.command('for')
+@plan_app.command('for', cls=with_old_names(OLD_NAMES))
 def for_config(
     source: ConfigSource = None,
     overrides: Overrides = None,
@@ -120,25 +129,25 @@ def for_config(
     gpus_per_host: GpusPerHost = None,
     link: LinkOption = None,
     tokens: NumTokens = None,
-    target_batch: TargetBatch = None,
+    global_batch_size: BatchSize = None,
     program: Program = 'megajax',
-    price: Price = None,
-    storage: StorageRate = None,
-    failures: GpuHoursToFailure = None,
+    gpu_hour_price: Price = None,
+    storage_bandwidth: StorageRate = None,
+    mtbf_gpu_hours: GpuHoursToFailure = None,
     verify: VerifyOption = False,
     json: JsonFile = None,
     write: LayoutFile = None,
-    roofline: RooflinePicture = None,
-    scaling: ScalingPicture = None,
-    schedule: SchedulePicture = None,
+    roofline: RooflinePlot = None,
+    scaling: ScalingPlot = None,
+    schedule: SchedulePlot = None,
     table: TableName = None,
     generate: GenerateOption = False,
     prompt: PromptTokens = None,
-    batch: Rows = None,
+    batch: NumPrompts = None,
 ) -> None:
-    """Show memory, time and every layout of a config on GPUs.
+    """Predict memory, time and the best layout of a config, for GPUs you need not have.
 
-    They need not be present. Exits with 1 if the config's own mesh does not fit.
+    Exits with code 1 if the layout of the config does not fit.
     """
     console = Console(highlight=False)
     if table:
@@ -155,15 +164,15 @@ def for_config(
         config,
         gpu,
         verify,
-        failures,
+        mtbf_gpu_hours,
         gpus=gpus,
         gpus_per_host=gpus_per_host,
         link=link,
         tokens=tokens,
-        target_batch=target_batch,
+        target_batch=global_batch_size,
         program=program,
-        price=price,
-        storage=storage,
+        price=gpu_hour_price,
+        storage=storage_bandwidth,
     )
     _write(result, json=json, layout=write)
     _draw(pictures, result, gpu, link)
@@ -175,18 +184,16 @@ def for_config(
 def calibrate(
     out: Annotated[
         Path,
-        typer.Argument(
-            metavar='FILE.yaml', help='The file for the measured rates; --gpu FILE.yaml uses it.'
-        ),
+        typer.Argument(metavar='FILE.yaml', help='Output file, for --gpu FILE.yaml.'),
     ],
     seconds: Annotated[
         float,
-        typer.Option(min=1, help='Seconds per measurement: products, memory, collectives.'),
+        typer.Option(min=1, help='Seconds per measurement: matmuls, memory, collectives.'),
     ] = 20,
 ) -> None:
-    """Measure the devices of this machine.
+    """Measure this machine's devices and write a file for --gpu FILE.yaml.
 
-    It measures matrix products by size, memory bandwidth and, with several devices, collectives.
+    It measures matmuls by size, memory bandwidth and, with several devices, collectives.
     """
     if out.suffix != '.yaml':
         raise ConfigError(f'{out}: give a file that ends in .yaml')
@@ -234,10 +241,10 @@ def _planned(
 
 def _check_generation(generate: bool, of_training: object) -> None:
     if not generate:
-        raise ConfigError('--prompt and --batch are those of generation: add --generate')
+        raise ConfigError('--prompt and --batch apply to generation only: add --generate')
     if of_training:
         raise ConfigError(
-            '--write, --verify and pictures are those of training: leave them out, or --generate'
+            '--write, --verify and plots apply to training only: remove them, or remove --generate'
         )
 
 
@@ -269,7 +276,7 @@ def _show(result: 'Plan', console: Console) -> None:
 
 
 def _checked_pictures(**paths: Path | None) -> dict[str, Path]:
-    """Return the pictures to draw, by name; raise ConfigError if one cannot be written."""
+    """Return the plots to draw, by name; raise ConfigError if one cannot be written."""
     pictures = {name: path for name, path in paths.items() if path}
     if pictures:
         from megajax.analysis.plan.plot import check_picture  # here, because it needs matplotlib

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megajax.base.files.outputs import check_outputs, with_folder
 
-LONGEST = 10  # lines of a table that are shown unless --top says otherwise
+LONGEST = 10  # default of --top
 
 
 def profile(
@@ -16,20 +16,22 @@ def profile(
     gpu: Annotated[
         str | None,
         typer.Option(
-            help='Compare with this GPU, or with a YAML file such as plan calibrate writes; '
-            'by default the GPU of the trace.'
+            help='GPU to compare with, or a YAML file from plan calibrate; default: the GPU of '
+            'the trace.'
         ),
     ] = None,
     top: Annotated[
         int | None,
-        typer.Option(min=1, help='Show this many lines per table, and the longest instructions.'),
+        typer.Option(min=1, help='Lines per table; also adds a table of the longest instructions.'),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
+    json: Annotated[
+        Path | None, typer.Option(help='Write the complete result to this file.')
+    ] = None,
 ) -> None:
-    """Show where the time of traced steps went.
+    """Show where the time of traced steps went: matmuls, other kernels, collectives, idle.
 
-    The steps are those of train.profile, divided among products, collectives, other kernels and
-    idle time. A GPU's peak, inspect's roofline and plan stand beside what was measured.
+    It reads the trace that train.profile wrote. If the GPU is known, it compares the measured times
+    with the GPU's peak, with inspect's roofline and with plan.
     """
     check_outputs(json)
     from megajax.analysis.profile import profile as read  # here, because it imports jax

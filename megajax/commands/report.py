@@ -13,20 +13,22 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar='RUN', help='Run directories.')],
     out: Annotated[
         Path | None,
-        typer.Option(help='The file; report.html in the run, or here for several runs.'),
+        typer.Option(
+            help='Output file; default: report.html in the run, or here for several runs.'
+        ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help='Predict for this GPU, or for a YAML file such as plan calibrate writes; '
-            'by default the devices of the run.'
+            help='GPU to predict for, or a YAML file from plan calibrate; default: the GPU of the '
+            'run.'
         ),
     ] = None,
 ) -> None:
-    """Write a page on runs: losses, cost, faults, time and speed.
+    """Write an HTML report on runs: losses, cost, problems, time and speed.
 
-    It is one HTML file without scripts. Beside the measured step stand plan's prediction and
-    inspect's collectives. Nothing is compiled, and a run may be going on.
+    The report is one file without scripts. It compares the measured step with plan's prediction,
+    and XLA's collectives with Megatron's. Nothing is compiled; a run may still be in progress.
     """
     check_outputs(out)
     os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them

@@ -15,7 +15,7 @@ TOPOLOGIES = Path(__file__).parents[1] / 'core/hardware/topologies'
     ('release', 'machine', 'problem'),
     [
         ('2.29.2', 'x86_64', 'NCCL 2.29.2 may hang'),
-        ('2.28.9', 'aarch64', 'NCCL 2.28.9 loses proxy slots on ARM and hangs'),
+        ('2.28.9', 'aarch64', 'NCCL 2.28.9 can run out of proxy slots on ARM and hang'),
         ('2.28.9', 'x86_64', None),
         ('2.29.3', 'aarch64', None),
         ('2.31.2', 'x86_64', None),
@@ -33,11 +33,12 @@ def test_known_bad_releases_are_named(release: str, machine: str, problem: str |
 @pytest.mark.parametrize(
     ('name', 'said'),
     [
-        ('dgx_h100', 'GPUs 0, 1, 2, 3, 4, 5, 6, 7 share NVLink'),
-        ('pcie_a100', 'all meet over PCIe (NODE, PXB, SYS)'),
+        ('dgx_h100', 'GPUs 0, 1, 2, 3, 4, 5, 6, 7 are connected by NVLink'),
+        ('pcie_a100', 'all communicate over PCIe (NODE, PXB, SYS)'),
         (
             'nvlink_pairs',
-            'GPUs 0, 1 share NVLink; GPUs 2, 3 share NVLink; others meet over PCIe (SYS)',
+            'GPUs 0, 1 are connected by NVLink; GPUs 2, 3 are connected by NVLink; '
+            'the rest communicate over PCIe (SYS)',
         ),
     ],
 )

@@ -19,9 +19,9 @@ def lines(environ: dict[str, str], *, has_mutual_tls: bool) -> tuple[Diagnosis, 
 @pytest.mark.parametrize(
     ('environ', 'has_mutual_tls', 'who'),
     [
-        ({}, False, 'anyone, and not encrypted, as jax 0.1 has no TLS for it; jax 0.12 has'),
-        ({}, True, 'anyone, and not encrypted, as JAX_MTLS_CERT_FILE is not set (mutual TLS)'),
-        (READABLE, True, 'who has a certificate of JAX_MTLS_CA_FILE (mutual TLS)'),
+        ({}, False, 'any client, unencrypted: jax 0.1 has no TLS for it; jax 0.12 does'),
+        ({}, True, 'any client, unencrypted, because JAX_MTLS_CERT_FILE is not set (mutual TLS)'),
+        (READABLE, True, 'clients with a certificate from JAX_MTLS_CA_FILE (mutual TLS)'),
     ],
 )
 def test_the_coordinator_is_as_open_as_jax_leaves_it(
@@ -35,8 +35,8 @@ def test_the_coordinator_is_as_open_as_jax_leaves_it(
 @pytest.mark.parametrize(
     ('environ', 'who'),
     [
-        ({}, 'anyone, as MEGAJAX_TOKEN is not set'),
-        ({'MEGAJAX_TOKEN': 'a secret of a run'}, 'who proves MEGAJAX_TOKEN'),
+        ({}, 'any client, because MEGAJAX_TOKEN is not set'),
+        ({'MEGAJAX_TOKEN': 'a secret of a run'}, 'clients that authenticate with MEGAJAX_TOKEN'),
     ],
 )
 def test_the_rendezvous_is_as_open_as_its_token_leaves_it(
@@ -44,7 +44,7 @@ def test_the_rendezvous_is_as_open_as_its_token_leaves_it(
 ) -> None:
     _, (rendezvous, _, collectives) = lines(environ, has_mutual_tls=True)
     assert rendezvous == f'rendezvous, process 0, the port in MEGAJAX_COORDINATOR: {who}'
-    assert collectives.endswith('anyone, and not encrypted')
+    assert collectives.endswith('any client, unencrypted')
 
 
 def test_certificates_that_a_run_would_refuse_are_a_problem() -> None:

@@ -59,7 +59,7 @@ def test_plan_shows_every_layout_with_its_time_and_the_reason(planned: Plan) -> 
     for layout in plan_report._best_of_each(planned.layouts):
         assert layout.name in text
         if layout.seconds and layout.mfu:
-            reason = layout.reason or 'the fastest'
+            reason = layout.reason or 'fastest'
             assert f'{1e3 * layout.seconds:,.1f} {layout.mfu:.1%}' in text
             assert reason.split(':')[0] in text
 

@@ -1,4 +1,4 @@
-"""A plan for the mesh of a run in one line, and the keys of a layout."""
+"""Summarize the plan of a run in a line or two, and name the keys that would improve it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,14 +8,14 @@ from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import Choice, search, usable_memory
 from megajax.analysis.plan.time import step_time
-from megajax.analysis.plan.words import too_large
+from megajax.analysis.plan.words import needs
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.records import Hardware
 
-# The share by which another layout must be faster to be worth a word.
+# A different layout is suggested if it is faster by more than this share.
 WORTH = 0.03
-# What a search chooses, in the order of the schema.
+# The keys that a search chooses, in the order of the schema.
 KEYS = {
     'mesh': (
         'stages',
@@ -35,15 +35,15 @@ KEYS = {
 
 
 def advice(config: Config, gpu: Hardware, gpus_per_host: int | None = None) -> Iterator[str]:
-    """Yield what a step of a config needs on the GPUs of its mesh, then the same after a search.
+    """Yield a step's memory and time on the GPUs of its mesh, then the same after a search.
 
-    The second line, which takes seconds, has the keys that make the config fit or faster. Raises
-    ConfigError if the GPU is unsuitable.
+    The second line takes seconds to compute. It names the keys that make the config fit, or make
+    it faster. Raises ConfigError if the GPU is unsuitable.
     """
     cluster = Cluster.of(gpu, config.mesh.num_devices, gpus_per_host)
     own, available = resolved(config, on_gpu=True), usable_memory(cluster)
     needed, seconds = memory(own, capacity_bytes=available).total, step_time(own, cluster).total
-    size, expected = too_large(needed, available), f'{_seconds(seconds)} a step expected'
+    size, expected = needs(needed, available), f'{_seconds(seconds)} per step expected'
     fits = needed <= available
     yield f'{size}; {expected}' if fits else f'does not fit: {size}'
     try:
@@ -53,7 +53,7 @@ def advice(config: Config, gpu: Hardware, gpus_per_host: int | None = None) -> I
         return
     ratio, changes = seconds / best.timed.total, _changes(config, best)
     if not fits:
-        step = f'{_seconds(best.timed.total)} a step expected'
+        step = f'{_seconds(best.timed.total)} per step expected'
         yield f'does not fit: {size}; fits with {changes}, {step}'
     elif ratio <= 1 + WORTH:
         yield f'{size}; {expected}, within {WORTH:.0%} of the fastest layout'
@@ -62,9 +62,9 @@ def advice(config: Config, gpu: Hardware, gpus_per_host: int | None = None) -> I
 
 
 def layout_keys(layout: Config, before: Config) -> dict[str, dict[str, Any]]:
-    """Return the keys, by section, with which `layout` differs from the layout of `before`.
+    """Return the keys, by section, in which `layout` differs from the layout of `before`.
 
-    Where `auto` stands for the overlap of `layout` it is `auto`.
+    Overlap and unrolling are `auto` if `auto` resolves to those of `layout`.
     """
     with_auto = changed(layout, train__overlap='auto', train__unroll='auto')
     chosen = with_auto if resolved(with_auto, on_gpu=True) == layout else layout
@@ -79,9 +79,11 @@ def layout_keys(layout: Config, before: Config) -> dict[str, dict[str, Any]]:
 
 
 def _unneeded(own: Config, best: Choice) -> str:
-    """Say that a model needs no tensor parallelism, if the fastest layout has none."""
+    """Say that the model fits without tensor parallelism, if the fastest layout has none."""
     group = own.mesh.tensor_parallel
-    return f'model={group}: fits without it; ' if best.mesh.model == 1 < group else ''
+    return (
+        f'fits without tensor parallelism (model={group}); ' if best.mesh.model == 1 < group else ''
+    )
 
 
 def _changes(config: Config, best: Choice) -> str:

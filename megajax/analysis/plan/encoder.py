@@ -48,20 +48,20 @@ def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict
         gradients = encoder.gradients if early and name == 'layout' else 0
         return dataclasses.replace(
             held,
-            weights=held.weights + weights,
+            gathered_weights=held.gathered_weights + weights,
             gradients=max(0, held.gradients + gradients - counted),
             activations=held.activations + encoder.kept + encoder.vectors + of_layers,
         )
 
     found = {name: beside(name, held) for name, held in moments.items()}
     backward, ended = found['backward'], found['embedding']
-    in_layer = cross.mask + max(backward.buffers, cross.buffers)
-    found['backward'] = dataclasses.replace(backward, buffers=in_layer)
+    in_layer = cross.mask + max(backward.workspace, cross.buffers)
+    found['backward'] = dataclasses.replace(backward, workspace=in_layer)
     found['encoder'] = dataclasses.replace(
         ended,
         gradients=ended.gradients + encoder.gradients,
         activations=ended.activations - deep,
-        buffers=encoder.buffers + encoder.vectors,
+        workspace=encoder.buffers + encoder.vectors,
     )
     return found
 

@@ -64,7 +64,7 @@ def plan_generation(
     batch: int,
     link: LinkName | None = None,
 ) -> Generation:
-    """Plan generation on every degree of tensor parallelism of at most `gpus`, by default a host.
+    """Plan text generation for every degree of tensor parallelism up to `gpus` (default: a host).
 
     Raises ConfigError for a model that does not generate text, or for more tokens than it takes.
     """

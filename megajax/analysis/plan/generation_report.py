@@ -1,4 +1,4 @@
-"""A plan of generation as a table."""
+"""Print a plan of generation as a table."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -6,9 +6,17 @@ from rich.text import Text
 
 from megajax.analysis.plan.generation import Generation
 from megajax.base.render.folded import Folded
-from megajax.base.render.units import si
+from megajax.base.render.units import count, si
 
-COLUMNS = 'model', 'weights', 'cache', 'first token', 'a token', 'in all-reduces', 'tokens/s'
+COLUMNS = (
+    'model',
+    'weights',
+    'KV cache',
+    'prefill ms',
+    'ms/token',
+    'all-reduce',
+    'tokens/s',
+)
 
 
 def generation_table(plan: Generation) -> RenderableType:
@@ -22,15 +30,15 @@ def generation_table(plan: Generation) -> RenderableType:
             str(line.model),
             si(line.weights),
             si(line.cache),
-            f'{1e3 * line.first_token:,.1f} ms',
-            f'{1e3 * line.token:.2f} ms',
+            f'{1e3 * line.first_token:,.1f}',
+            f'{1e3 * line.token:.2f}',
             f'{line.sending / line.token:.0%}',
             f'{line.tokens_per_second:,.0f}',
             '' if line.fits else 'does not fit',
         )
-    rows = 'row' if plan.batch == 1 else 'rows'
+    asked = f'{plan.tokens:,} tokens after a prompt of {plan.prompt:,}'
     return Group(
-        Text(f'{plan.tokens} tokens after {plan.prompt}, {plan.batch} {rows}, {plan.hardware}'),
+        Text(f'{asked}, {count(plan.batch, "sequence")} at once, {plan.hardware}'),
         Folded(table),
-        Text('computed from bytes, products and latencies; not measured'),
+        Text('computed from bytes, matmul FLOPs and latencies; not measured'),
     )

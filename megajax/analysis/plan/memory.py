@@ -21,7 +21,7 @@ from megajax.core.config import Config
 
 # The share of the temporary bytes that is lost between the arrays of XLA's heap: from nothing to
 # 4 % in programs for H100s.
-FRAGMENTS = 0.02
+FRAGMENTATION = 0.02
 # The share of the count that a program for H100s of more than 40 GB needed beyond it at most, as
 # tests/analysis/plan/test_compiled.py finds in the results.
 UNDERCOUNT = 0.029
@@ -33,12 +33,12 @@ class StepMemory:
 
     parameters: int  # the master weights, in fp32, and weights beside adapters
     optimizer: int  # AdamW's two moments
-    weights: int
+    gathered_weights: int
     gradients: int
     activations: int
     logits: int
-    buffers: int
-    fragments: int  # see FRAGMENTS
+    workspace: int
+    fragmentation: int  # see FRAGMENTATION
     batch: int
     repetition: int  # copies of state and batch in a step of `train.replay_every`
     moment: str  # loss, layout, backward, embedding or encoder, see `_moments`
@@ -51,8 +51,7 @@ class StepMemory:
     @property
     def total(self) -> int:
         """The bytes of everything."""
-        held = self.weights + self.gradients + self.activations + self.logits + self.buffers
-        return self.state + held + self.fragments + self.batch + self.repetition
+        return sum(size for size in vars(self).values() if isinstance(size, int))
 
 
 def memory(config: Config, *, capacity_bytes: int | None = None) -> StepMemory:
@@ -119,7 +118,7 @@ def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
     return StepMemory(
         parameters=sizes.parameters_at_rest,
         optimizer=sizes.moments,
-        fragments=int(FRAGMENTS * moments[moment].total),
+        fragmentation=int(FRAGMENTATION * moments[moment].total),
         batch=sizes.batch,
         repetition=copied if sizes.config.train.replay_every else 0,
         moment=moment,
@@ -163,28 +162,32 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     at_loss = in_passes if is_ahead else sizes.gathered
     return {
         'loss': Held(
-            weights=at_loss,
+            gathered_weights=at_loss,
             gradients=summed + table,
             activations=sizes.kept,
             logits=max(logits, added) + dlogits,
-            buffers=transposed + sizes.itemsize * sizes.table + sizes.residual + gathered + copies,
+            workspace=transposed
+            + sizes.itemsize * sizes.table
+            + sizes.residual
+            + gathered
+            + copies,
         ),
         'layout': Held(
-            weights=in_passes,
+            gathered_weights=in_passes,
             gradients=gradients if early and not sizes.is_ordered else gradients - in_layers,
             activations=sizes.kept,
-            buffers=(0 if sizes.is_ordered else sizes.layers * sizes.copied) + copies,
+            workspace=(0 if sizes.is_ordered else sizes.layers * sizes.copied) + copies,
         ),
         'backward': Held(
-            weights=in_passes + _weights_of_layer(sizes),
+            gathered_weights=in_passes + _weights_of_layer(sizes),
             gradients=summed + table + _of_layers(sizes, in_layers),
             activations=sizes.kept,
-            buffers=_buffers_of_layer(sizes) + kept_free + copies + _beside_adapters(sizes),
+            workspace=_buffers_of_layer(sizes) + kept_free + copies + _beside_adapters(sizes),
         ),
         'embedding': Held(
-            weights=0 if is_ahead else in_passes,
+            gathered_weights=0 if is_ahead else in_passes,
             gradients=gradients + table,
-            buffers=_embedded(sizes) + _stacks(sizes, in_layers),
+            workspace=_embedded(sizes) + _stacks(sizes, in_layers),
         ),
     }
 

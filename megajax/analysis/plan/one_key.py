@@ -1,4 +1,4 @@
-"""The one key of a config that makes its step fit a GPU's memory."""
+"""Find the one config key that makes a step fit in GPU memory."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import usable_memory
 from megajax.analysis.plan.time import step_time
-from megajax.analysis.plan.words import RUNGS, too_large
+from megajax.analysis.plan.words import RUNGS, needs
 from megajax.core.config import Config
 from megajax.core.config.divisors import divisors
 from megajax.core.config.overlap_rules import resolved
@@ -20,7 +20,7 @@ RECOMPUTE = 'none', 'selective', 'full'
 
 
 class OneKey(NamedTuple):
-    """A key with its new value, and what a step needs with it by the plan's count."""
+    """A key with its new value, and the memory and time of a step with it."""
 
     text: str  # train.recompute=full
     bytes: int
@@ -28,31 +28,28 @@ class OneKey(NamedTuple):
 
 
 def remedy(config: Config, needed: int, *, gpu: str, gpus_per_host: int) -> str:
-    """Say which key makes a step fit that was compiled and needs more than a program can use.
+    """Say which key makes a compiled step fit that needs more memory than is usable.
 
-    Empty if it fits.
+    Return an empty string if it fits.
     """
     available = int(USABLE * hardware(gpu).memory)
     if needed <= available:
         return ''
     cluster = Cluster.of(hardware(gpu), config.mesh.num_devices, gpus_per_host)
-    reason = f'does not fit: {too_large(needed, available)} that a program can use'
+    reason = f'does not fit: {needs(needed, available)}'
     key = one_key(config, cluster, excess=needed - available)
     if key is None:
-        return f'{reason}; no one key makes it fit: megajax plan searches all layouts'
-    time = f'{abs(key.slower):.1%} {"longer" if key.slower > 0 else "shorter"}'
-    return (
-        f'{reason}; {key.text} would make it fit, with {key.bytes / 1e9:.1f} GB and a step that is '
-        f'{time}, as megajax plan predicts'
-    )
+        return f'{reason}; no single key makes it fit; run megajax plan to search all layouts'
+    time = f'{abs(key.slower):.1%} {"slower" if key.slower > 0 else "faster"}'
+    return f'{reason}; use {key.text}, predicted to need {key.bytes / 1e9:.1f} GB and to be {time}'
 
 
 def one_key(config: Config, cluster: Cluster, *, excess: int = 0) -> OneKey | None:
-    """Return the key that makes a step fit at the least cost of time, None if none does.
+    """Return the key that makes a step fit and costs the least time; None if no key does.
 
-    It saves at least `excess` bytes, because the plan may count too few for the step as it is. Keys
-    that change no number of the training run come before `optim.moments_dtype`, which rounds
-    AdamW's moments between steps.
+    The key saves at least `excess` bytes, because the plan may underestimate the compiled step.
+    Keys that leave every number of the training run as it is come before `optim.moments_dtype`,
+    which rounds AdamW's moments between steps.
     """
     available, before = usable_memory(cluster), resolved(config, on_gpu=True)
     seconds = step_time(before, cluster).total
@@ -78,7 +75,7 @@ def _candidates(config: Config, keys: Iterator[tuple[str, object]]) -> Iterator[
 
 
 def _exact(config: Config) -> Iterator[tuple[str, object]]:
-    """Yield the keys that save memory and change no number, with their possible values."""
+    """Yield keys that save memory without changing any result, with their possible values."""
     mesh, train, rungs = config.mesh, config.train, [*RUNGS]
     for recompute in RECOMPUTE[RECOMPUTE.index(train.recompute) + 1 :]:
         yield 'train.recompute', recompute

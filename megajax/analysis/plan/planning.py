@@ -1,4 +1,4 @@
-"""A plan from a config and a number of GPUs: memory, time, and the competing layouts."""
+"""Plan a config on a number of GPUs: memory, time and alternative layouts."""
 
 import dataclasses
 from pathlib import Path
@@ -22,14 +22,14 @@ from megajax.analysis.plan.time import StepTime, step_time
 from megajax.analysis.plan.transfers import PlannedTransfer
 from megajax.analysis.plan.verdicts import on_grids, on_sharding, on_tensor_parallelism
 from megajax.analysis.plan.verdicts_on_depth import bubble, on_contexts, on_pipelines
-from megajax.analysis.plan.words import describe, mesh_name, too_large, why_slower
+from megajax.analysis.plan.words import describe, mesh_name, needs, why_slower
 from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.flops import is_gpt, narayanan_flops
 from megajax.core.hardware.records import Hardware, LinkName, hardware
 
-TOKENS = 1e9  # tokens that the cost is given for by default
+TOKENS = 1e9  # default number of tokens for the cost
 
 
 def plan(
@@ -46,15 +46,15 @@ def plan(
     storage: float | None = None,
     gpu_hours_to_failure: float = GPU_HOURS_TO_FAILURE,
 ) -> Plan:
-    """Return the memory and time of `config` on some GPUs, and compare every layout.
+    """Predict the memory and time of `config` on some GPUs, and compare every layout.
 
-    The plan is for the mesh of `config` if that has so many GPUs, else for the fastest layout.
-    `gpus` defaults to the size of the mesh, `link` to what the GPUs of a host are sold with.
+    The plan is for the layout of `config` if its mesh has `gpus` GPUs, else for the fastest layout.
+    `gpus` defaults to the size of the mesh, `link` to the link that the GPUs are sold with.
     `target_batch` replaces `train.batch_size`. `tokens` is the number to train on. `program` is the
-    software whose step is timed. `price` is that of a GPU hour. `storage` is the bytes per second
-    that it takes from all hosts together.
+    software whose step is timed. `price` is the price of a GPU-hour. `storage` is the bytes per
+    second that all hosts write in total.
 
-    Raises ConfigError if nothing fits or nothing divides; the error says what would.
+    Raises ConfigError if no layout fits or divides the model; the error says what would.
     """
     if target_batch:
         config = changed(config, train__batch_size=target_batch)
@@ -109,7 +109,7 @@ def _report(
         memory_moment=needed.moment,
         memory_available=available,
         largest_microbatch=largest_microbatch(config, available),
-        products=time.products,
+        matmul=time.products,
         idle=time.idle,
         memory_bound=time.memory_bound,
         launches=time.launches,
@@ -122,7 +122,7 @@ def _report(
         hfu=time.hfu,
         communication_share={axis: time.share(axis) for axis in (*config.mesh.sizes, *time.axes)},
         verdict=on_tensor_parallelism(ranking, available),
-        sharding=on_sharding(ranking, available),
+        sharding=on_sharding(ranking),
         grids=on_grids(ranking),
         pipelines=on_pipelines(ranking, available),
         contexts=on_contexts(ranking, available),
@@ -134,13 +134,13 @@ def _report(
 
 
 def _too_large(config: Config, needed: int, available: int) -> str:
-    """Say what a config needs that does not fit, and without dropout in attention if it has it."""
-    reason = too_large(needed, available)
+    """Say how much memory a config needs, and how much without attention dropout if it has any."""
+    reason = needs(needed, available)
     if not config.model.attention_dropout:
         return reason
     without = changed(config, model__attention_dropout=0.0)
     least = memory(without, capacity_bytes=available).total
-    return f'{reason}, and {least / 1e9:.1f} GB with model.attention_dropout=0'
+    return f'{reason}; {least / 1e9:.1f} GB with model.attention_dropout=0'
 
 
 def _cost(time: StepTime, cluster: Cluster, tokens: float, price: float | None) -> CostLine:
@@ -172,15 +172,15 @@ def _faults(time: StepTime, lost: Faults) -> FaultsLine:
 
 def _efficiencies(gpu: Hardware) -> str:
     reached, alone, fit = gpu.efficiency, gpu.reference, gpu.fit
-    parts = [f'products {reached.matmul:.0%} ({alone.matmul:.0%})']
+    parts = [f'matmul {reached.matmul:.0%} in training ({alone.matmul:.0%} standalone)']
     if reached.flash and alone.flash:
         parts.append(f'attention {reached.flash:.0%} ({alone.flash:.0%})')
     source = (
-        f'fitted on {fit.rows} published rates, mean error {fit.mean:.1%}'
+        f'fitted to {fit.rows} published throughputs, mean error {fit.mean:.1%}'
         if fit
-        else 'unverified: no published rate'
+        else 'unverified: no published throughput'
     )
-    return f'{", ".join(parts)} of the peak in training (alone), {source}'
+    return f'efficiency vs. peak: {", ".join(parts)}; {source}'
 
 
 def _transfer(transfer: PlannedTransfer) -> TransferLine:
@@ -203,7 +203,7 @@ def _layout(choice: Choice, ranking: Ranking, available: int) -> Candidate:
         sequence_parallel=config.mesh.sequence_parallel,
         recompute=config.train.recompute,
         microbatches=config.train.microbatches,
-        microbatch_rows=config.microbatch_rows,
+        microbatch_sequences=config.microbatch_rows,
         shard=config.optim.shard,
         overlap=config.train.overlap,
         unroll=config.train.unroll is True,
@@ -216,12 +216,12 @@ def _layout(choice: Choice, ranking: Ranking, available: int) -> Candidate:
 
 
 def _reason(choice: Choice, ranking: Ranking, available: int) -> str:
-    """Say why a layout lost; the fastest did not."""
+    """Say why a layout is slower than the fastest; empty for the fastest."""
     if choice.bytes > available:
-        return too_large(choice.bytes, available)
+        return needs(choice.bytes, available)
     if choice.time is None:
         excess = (choice.at_least or 0.0) / ranking.best.timed.total - 1
-        return f'at least {excess:+.1%}, and slower than another of its mesh'
+        return f'at least {excess:+.1%}; slower than another layout of its mesh'
     if choice.config == ranking.best.config:
         return ''
     return why_slower(choice.time, ranking.best.timed)

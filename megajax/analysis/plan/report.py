@@ -9,9 +9,9 @@ from rich.text import Text
 from megajax.analysis.plan.result import Candidate, Plan
 from megajax.base.render.console import as_html, as_text
 from megajax.base.render.folded import Folded
-from megajax.base.render.units import si
+from megajax.base.render.units import count, duration, si
 
-_SHOWN = 5e-4  # share of the step above which short kernels have a line
+_SHOWN = 5e-4  # share of the step above which launch overhead has a line
 
 
 def to_text(plan: Plan, *, width: int = 150) -> str:
@@ -27,16 +27,11 @@ def to_html(plan: Plan) -> str:
 def tables(plan: Plan) -> RenderableType:
     """Return all tables and lines of a plan, for a rich console."""
     hosts = plan.gpus // plan.gpus_per_host
-    origin = 'the fastest layout' if plan.is_from_search else 'as the config says'
+    origin = 'fastest layout' if plan.is_from_search else 'layout of the config'
+    timed = '' if plan.program == 'megajax' else f', timed for {plan.program}'
     return Group(
-        Text(
-            f'{plan.gpus} x {plan.hardware}, {hosts} host{"s" if hosts > 1 else ""} '
-            f'of {plan.gpus_per_host}'
-        ),
-        Text(
-            f'{plan.layout.name}: {origin}'
-            + (f', as {plan.program} runs it' if plan.program != 'megajax' else '')
-        ),
+        Text(f'{plan.gpus} x {plan.hardware}, {count(hosts, "host")} of {plan.gpus_per_host}'),
+        Text(f'{origin}{timed}: {plan.layout.name}'),
         Text(plan.efficiencies),
         Text(),
         Folded(memory_table(plan)),
@@ -49,11 +44,17 @@ def tables(plan: Plan) -> RenderableType:
         Folded(layouts_table(plan)),
         *_impossible(plan),
         Text(),
-        Text(f'tensor parallelism  {plan.verdict}', style='bold'),
-        Text(f'sharding over data  {plan.sharding}'),
-        *([Text(f'2-D grids           {plan.grids}')] if plan.grids else []),
-        *([Text(f'pipelines           {plan.pipelines}')] if plan.pipelines else []),
-        *([Text(f'context shards      {plan.contexts}')] if plan.contexts else []),
+        Text(f'{"tensor parallelism":<24}{plan.verdict}', style='bold'),
+        *(
+            Text(f'{name:<24}{verdict}')
+            for name, verdict in (
+                ('ZeRO', plan.sharding),
+                ('2-D tensor parallelism', plan.grids),
+                ('pipeline parallelism', plan.pipelines),
+                ('context parallelism', plan.contexts),
+            )
+            if verdict
+        ),
     )
 
 
@@ -63,20 +64,19 @@ def memory_table(plan: Plan) -> Table:
         box=None,
         header_style='bold',
         pad_edge=False,
-        title=f'memory per GPU, at its peak ({plan.memory_moment})',
+        title=f'peak memory per GPU ({plan.memory_moment})',
         title_justify='left',
     )
     table.add_column('')
-    table.add_column('bytes', justify='right')
+    table.add_column('memory', justify='right')
     table.add_column('')
     for line in plan.memory:
         if line.bytes:
-            table.add_row(line.name, si(line.bytes))
+            table.add_row(line.name.replace('_', ' '), si(line.bytes))
     fits = plan.layout.fits
-    rows = f'{plan.largest_microbatch} row{"" if plan.largest_microbatch == 1 else "s"}'
     note = (
         f'{"fits" if fits else "does not fit"} in {si(plan.memory_available)}; '
-        f'largest microbatch {rows}'
+        f'largest microbatch {count(plan.largest_microbatch, "sequence")}'
     )
     table.add_row('total', si(plan.layout.bytes), Text(note, style='green' if fits else 'bold red'))
     if not fits and plan.planned().model.attention_dropout:
@@ -85,16 +85,16 @@ def memory_table(plan: Plan) -> Table:
         table.add_row(
             'compiled',
             si(plan.compiled_bytes),
-            f"the plan's total is {plan.layout.bytes / plan.compiled_bytes:.3f} of it",
+            f'the plan predicts {plan.layout.bytes / plan.compiled_bytes:.3f}x this',
         )
     if plan.best_compiled_bytes is not None and plan.config != plan.best_config:
-        note = f"the plan's total is {plan.best.bytes / plan.best_compiled_bytes:.3f} of it"
-        table.add_row('compiled, the fastest layout', si(plan.best_compiled_bytes), note)
+        note = f'the plan predicts {plan.best.bytes / plan.best_compiled_bytes:.3f}x this'
+        table.add_row('compiled, fastest layout', si(plan.best_compiled_bytes), note)
     return table
 
 
 def time_table(plan: Plan) -> Table:
-    """Return a table of time, with a row per kind of work; of collectives only the exposed time."""
+    """Return a table of time, with a row per kind of work; collectives count if exposed."""
     table = Table(
         box=None,
         header_style='bold',
@@ -106,21 +106,22 @@ def time_table(plan: Plan) -> Table:
     for name in ('ms', 'share'):
         table.add_column(name, justify='right')
     table.add_column('')
-    rows = [('matrix products', plan.products - plan.idle, '')]
-    rows += [('bubble', plan.idle, 'products of idle ticks')] if plan.idle else []
-    rows += [('bound by memory', plan.memory_bound, '')]
-    rows += [('short kernels', plan.launches, '')] if plan.launches > _SHOWN * plan.seconds else []
+    rows = [('matmul', plan.matmul - plan.idle, '')]
+    rows += [('pipeline bubble', plan.idle, 'idle ticks')] if plan.idle else []
+    rows += [('memory-bound ops', plan.memory_bound, '')]
+    if plan.launches > _SHOWN * plan.seconds:
+        rows.append(('launch overhead', plan.launches, ''))
     for axis in dict.fromkeys(transfer.axis for transfer in plan.transfers):
         transfers = [transfer for transfer in plan.transfers if transfer.axis == axis]
         exposed = sum(transfer.exposed for transfer in transfers)
         on_wire = sum(transfer.seconds for transfer in transfers)
         hidden = sum(transfer.hidden for transfer in transfers)
         crosses_hosts = any(transfer.crosses_hosts for transfer in transfers)
-        link = 'between hosts' if crosses_hosts else 'inside a host'
+        link = 'inter-host' if crosses_hosts else 'intra-host'
         wire_bytes = sum(transfer.wire_bytes for transfer in transfers)
         sent = f'{si(wire_bytes)} in {1e3 * on_wire:,.1f} ms'
-        share = f'{1e3 * hidden:,.1f} ({hidden / on_wire:.0%}) of it beside products'
-        rows.append((f'collectives over {axis}', exposed, f'{link}, {sent}, {share}'))
+        overlap = f'of which {1e3 * hidden:,.1f} ms ({hidden / on_wire:.0%}) overlap matmuls'
+        rows.append((f'exposed collectives, {axis}', exposed, f'{link}: {sent}, {overlap}'))
     for name, seconds, note in [*rows, ('total', plan.seconds, '')]:
         table.add_row(name, f'{1e3 * seconds:,.1f}', f'{seconds / plan.seconds:.1%}', note)
     return table
@@ -137,7 +138,7 @@ def _rates(plan: Plan) -> Text:
         f'{plan.tflops_per_gpu:.3g} TFLOP/s per GPU',
     ]
     if plan.paper_tflops_per_gpu is not None:
-        parts[-1] += f" ({plan.paper_tflops_per_gpu:.3g} by the paper's formula)"
+        parts[-1] += f" ({plan.paper_tflops_per_gpu:.3g} by Narayanan et al.'s formula)"
     parts += [f'MFU {plan.mfu:.1%}', f'HFU {plan.hfu:.1%}']
     if plan.tokens and plan.days:
         parts.append(f'{plan.days:,.1f} days ({_band(plan)}) for {plan.tokens:,.0f} tokens')
@@ -148,35 +149,35 @@ def _run(plan: Plan) -> list[Text]:
     """Return lines on the full run: GPU hours, energy, price, checkpoints and failures."""
     cost, faults = plan.cost, plan.faults
     spent = [
-        f'{cost.tokens:,.0f} tokens take {cost.gpu_hours:,.0f} GPU hours ({_band(plan)})',
-        f'{cost.kilowatt_hours:,.0f} kWh at the limit of the boards',
+        f'{cost.tokens:,.0f} tokens: {count(round(cost.gpu_hours), "GPU-hour")} ({_band(plan)})',
+        f'at most {cost.kilowatt_hours:,.0f} kWh (GPUs at their power limit)',
     ]
     if cost.cost and cost.tokens_per_unit:
         spent.append(
-            f'a cost of {cost.cost:,.0f} at {cost.price:g} per GPU hour, '
-            f'{cost.tokens_per_unit:,.0f} tokens for 1'
+            f'cost {cost.cost:,.0f} at {cost.price:g} per GPU-hour '
+            f'({cost.tokens_per_unit:,.0f} tokens per unit of currency)'
         )
-    written = (
-        f'is on disk after {faults.write:,.0f} s and blocks training for {faults.hold_up:.1f} s'
-    )
     return [
         Text(', '.join(spent)),
-        Text(f'a checkpoint of {si(faults.checkpoint_bytes)} {written}'),
         Text(
-            f'goodput {faults.goodput:.2%} with a failure every '
-            f'{faults.between_failures / 3600:,.0f} hours '
-            f'and a checkpoint every {faults.interval / 60:,.0f} minutes; '
+            f'checkpoint: {si(faults.checkpoint_bytes)}, {faults.write:,.0f} s to write, '
+            f'blocks training for {faults.hold_up:.1f} s'
+        ),
+        Text(
+            f'goodput: {faults.goodput:.2%} with a failure every '
+            f'{faults.between_failures / 3600:,.0f} h '
+            f'and a checkpoint every {duration(faults.interval)}; '
             f'{faults.best_goodput:.2%} with checkpoint.every={faults.best_every}'
         ),
     ]
 
 
 def layouts_table(plan: Plan) -> Table:
-    """Return a table of the fastest layout of each mesh, and why it lost.
+    """Return a table of the fastest layout of each mesh, and why it is slower than the fastest.
 
-    Layouts with and without sequence parallelism have separate rows. If no layout fits, the row has
-    the smallest. Of 2-D grids there is the fastest alone, and of pipelines and context shards the
-    fastest of each number of them.
+    Layouts with and without sequence parallelism have separate rows. If no layout of a mesh fits,
+    its row shows the smallest. 2-D tensor parallelism has one row, pipelines one for each number of
+    stages, with and without context parallelism.
     """
     table = Table(
         box=None,
@@ -186,9 +187,9 @@ def layouts_table(plan: Plan) -> Table:
         title_justify='left',
     )
     table.add_column('', no_wrap=True)
-    for name in ('ms', 'MFU', 'bytes'):
+    for name in ('ms', 'MFU', 'memory'):
         table.add_column(name, justify='right', no_wrap=True)
-    table.add_column('')
+    table.add_column('vs. fastest')
     for layout in _best_of_each(plan.layouts):
         ms, mfu = (
             (f'{1e3 * layout.seconds:,.1f}', f'{layout.mfu:.1%}')
@@ -200,13 +201,13 @@ def layouts_table(plan: Plan) -> Table:
             ms,
             mfu,
             si(layout.bytes),
-            layout.reason or 'the fastest',
+            layout.reason or 'fastest',
             style=None if layout.fits else 'dim',
         )
-    count = sum(layout.fits for layout in plan.layouts)
+    fitting = sum(layout.fits for layout in plan.layouts)
     table.caption = (
-        f'{count} of {len(plan.layouts)} layouts fit; the best of each mesh is shown, '
-        '--json has all'
+        f'{fitting:,} of {len(plan.layouts):,} layouts fit; the table shows the best of each mesh, '
+        '--json FILE writes all'
     )
     table.caption_justify = 'left'
     return table
@@ -219,9 +220,9 @@ def _impossible(plan: Plan) -> list[Text]:
         by_key[reason.partition(':')[0]].append((mesh, reason))
     lines = []
     for ruled_out in by_key.values():
-        others = f', and {len(ruled_out) - 1} more meshes' if len(ruled_out) > 1 else ''
-        mesh, reason = ruled_out[0]
-        lines.append(Text(f'{mesh} is impossible: {reason}{others}', style='dim'))
+        (mesh, reason), *rest = ruled_out
+        others = f' (and {count(len(rest), "more mesh", "more meshes")})' if rest else ''
+        lines.append(Text(f'{mesh} is not possible: {reason}{others}', style='dim'))
     return lines
 
 

@@ -1,14 +1,23 @@
-"""The result of a plan: the one model behind the terminal, the notebook and the JSON.
+"""Define the result of a plan, which the terminal, the notebook and the JSON all show.
 
 Bytes are per GPU, seconds per step.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ruamel.yaml import YAML
 
 from megajax.core.config import Config
+
+# The fields and lines of schema version 2 that have a new name.
+_NEW = {
+    'products': 'matmul',
+    'microbatch_rows': 'microbatch_sequences',
+    'weights': 'gathered_weights',
+    'buffers': 'workspace',
+    'fragments': 'fragmentation',
+}
 
 
 class _Result(BaseModel):
@@ -16,7 +25,7 @@ class _Result(BaseModel):
 
 
 class MemoryLine(_Result):
-    """The bytes of one kind on one GPU."""
+    """The bytes of one kind of memory on one GPU."""
 
     name: str
     bytes: int
@@ -34,9 +43,9 @@ class TransferLine(_Result):
     crosses_hosts: bool
     seconds: float = Field(description='seconds on the wire, with latencies')
     hidden: float = Field(
-        description='seconds of these beside matrix products, each of which hides one transfer'
+        description='seconds that overlap matmuls; a matmul hides one transfer at a time'
     )
-    exposed: float = Field(description='seconds that no matrix product hides')
+    exposed: float = Field(description='seconds that no matmul hides')
 
 
 class CostLine(_Result):
@@ -45,111 +54,111 @@ class CostLine(_Result):
     tokens: float
     gpu_hours: float
     kilowatt_hours: float = Field(
-        description='energy of the GPUs at the power limit of their boards, without hosts and '
-        'cooling'
+        description='energy of the GPUs at their power limit, without hosts and cooling'
     )
-    price: float | None = Field(description='price of a GPU hour, as given')
-    cost: float | None = Field(description='cost in the unit of the price')
-    tokens_per_unit: float | None = Field(description='tokens for one unit of the price')
+    price: float | None = Field(description='price of a GPU-hour, as given')
+    cost: float | None = Field(description='cost in the currency of the price')
+    tokens_per_unit: float | None = Field(description='tokens per unit of currency')
 
 
 class FaultsLine(_Result):
     """The cost of checkpoints and failures; all times are in seconds."""
 
     checkpoint_bytes: int
-    hold_up: float = Field(description='seconds for which a save blocks the steps')
+    hold_up: float = Field(description='seconds for which a checkpoint blocks training')
     write: float = Field(
-        description='seconds until a checkpoint is on disk, during which steps continue'
+        description='seconds until a checkpoint is on disk; training continues meanwhile'
     )
-    between_failures: float = Field(description='seconds between two failures of any GPU')
-    interval: float = Field(description='seconds between two checkpoints, by checkpoint.every')
-    goodput: float = Field(description='share of the time spent on steps that are not lost')
+    between_failures: float = Field(description='seconds between failures of any GPU')
+    interval: float = Field(description='seconds between checkpoints, from checkpoint.every')
+    goodput: float = Field(
+        description='share of the time spent on steps that are not lost to failures'
+    )
     best_every: int = Field(description='the checkpoint.every with the highest goodput')
     best_goodput: float
 
 
 class Candidate(_Result):
-    """One layout of the model on the GPUs, whether it fits, and why it lost."""
+    """A layout of the model on the GPUs: its memory, its time, and why it is not the fastest."""
 
     name: str
     data: int
-    replicas: int = Field(description='groups of data shards, each with a complete state (HSDP)')
+    replicas: int = Field(
+        description='groups of data shards, each with a complete copy of the state (HSDP)'
+    )
     stages: int = 1
-    virtual_stages: int = Field(default=1, description='chunks of layers of a stage')
-    context: int = Field(default=1, description='shards of a sequence')
-    context_exchange: str = Field(default='gather', description='of keys and values')
+    virtual_stages: int = Field(default=1, description='chunks of layers per stage')
+    context: int = Field(default=1, description='context-parallel shards of a sequence')
+    context_exchange: str = Field(
+        default='gather', description='how keys and values are exchanged: gather or ring'
+    )
     bubble: float = Field(
-        default=0.0, description='idle ticks of a pipeline over the others; the head has none'
+        default=0.0, description='ratio of idle to busy pipeline ticks, without the head'
     )
     model_rows: int
     model: int
     sequence_parallel: bool
     recompute: str
     microbatches: int
-    microbatch_rows: int
+    microbatch_sequences: int
     shard: str = Field(
-        description='what ZeRO shards over the data shards of a group: none, optimizer, gradients '
-        'or weights'
+        description='ZeRO stage as in `optim.shard`: none, optimizer, gradients or weights'
     )
-    overlap: str = Field(description='`train.overlap`, or what auto stands for on GPUs')
-    unroll: bool = Field(description='whether each layer is compiled on its own')
+    overlap: str = Field(description='`train.overlap`, with auto resolved for GPUs')
+    unroll: bool = Field(description='whether each layer is compiled separately')
     bytes: int
     fits: bool
     seconds: float | None = Field(
-        description='None if it does not fit, or cannot be the fastest of its mesh'
+        description='None if it does not fit, or was not timed because it cannot be the fastest'
     )
     mfu: float | None
     reason: str = Field(description='empty for the fastest')
 
 
 class Plan(_Result):
-    """Memory and time of a config on GPUs that need not be present, and of all other layouts."""
+    """Memory and time of a config on GPUs you need not have, and of every other layout."""
 
-    schema_version: Literal[2] = 2
-    config: str = Field(description='the resolved config that the plan is for, YAML')
+    schema_version: Literal[3] = 3
+    config: str = Field(description='the planned config with all defaults resolved, YAML')
     program: str = Field(
         description='the software whose step is timed: megajax, or megatron for Megatron-Core; '
-        'the memory is always that of megajax'
+        "the memory is always megajax's"
     )
     hardware: str
     efficiencies: str = Field(
-        description='shares of the peaks that training reaches, and the fastest kernels alone'
+        description='shares of peak reached in training, and by the fastest standalone kernels'
     )
     band: float | None = Field(
-        description='relative error within which nine of ten published rates of the GPU are; '
-        'None if none was fitted'
+        description='relative error that covers 90% of the published throughputs of the GPU; '
+        'None without calibration'
     )
     gpus: int
     gpus_per_host: int
     layout: Candidate
     is_from_search: bool = Field(
-        description='whether the plan is for the fastest layout, because the mesh of the config '
-        'has another number of GPUs'
+        description='whether the planned layout is the fastest, because the mesh of the config has '
+        'a different number of GPUs'
     )
     memory: list[MemoryLine]
     memory_moment: str = Field(description='the part of the step that needs the most memory')
-    memory_available: int = Field(description='bytes that a program can use')
-    largest_microbatch: int = Field(description='rows that fit on each data shard; 0 if none')
+    memory_available: int = Field(description='usable bytes per GPU')
+    largest_microbatch: int = Field(description='sequences per data shard that fit; 0 if none')
     compiled_bytes: int | None = Field(
-        default=None, description='bytes that the compiler planned, with --verify'
+        default=None, description='bytes that XLA planned, with --verify'
     )
     best_compiled_bytes: int | None = Field(
         default=None, description='the same for the fastest layout'
     )
-    products: float
-    idle: float = Field(
-        default=0.0, description='seconds of products in the idle ticks of a pipeline'
-    )
+    matmul: float = Field(description='seconds of matmuls, with the idle ticks of a pipeline')
+    idle: float = Field(default=0.0, description='seconds of idle ticks of a pipeline')
     memory_bound: float
-    launches: float = Field(
-        description='seconds that launching short kernels takes beyond their work'
-    )
+    launches: float = Field(description='launch overhead: seconds beyond the work of short kernels')
     transfers: list[TransferLine]
     seconds: float
     tokens_per_second: float
-    tflops_per_gpu: float = Field(description='of model FLOPs: recomputation does not count')
+    tflops_per_gpu: float = Field(description='model FLOPs, without recomputation')
     paper_tflops_per_gpu: float | None = Field(
-        description='by the formula of Narayanan et al. (2021); None if it does not apply'
+        description="by Narayanan et al.'s formula (2021); None if it does not apply"
     )
     mfu: float
     hfu: float
@@ -158,27 +167,39 @@ class Plan(_Result):
     cost: CostLine
     faults: FaultsLine
     communication_share: dict[str, float] = Field(
-        description='per axis, the share of the step in which a GPU waits for collectives'
+        description='exposed communication per axis, as a share of the step'
     )
     verdict: str = Field(description='whether tensor parallelism is worth it here')
-    sharding: str = Field(description='what the fastest layout shards over data shards, and why')
+    sharding: str = Field(
+        description='ZeRO stage of the fastest layout, and what other stages would cost'
+    )
     grids: str | None = Field(
-        description='whether a 2-D tensor-parallel grid is worth it; None if none can be'
+        description='whether 2-D tensor parallelism is worth it; None if not possible'
     )
     pipelines: str | None = Field(
-        default=None, description='whether a pipeline is worth it; None if none can be'
+        default=None, description='whether pipeline parallelism is worth it; None if not possible'
     )
     contexts: str | None = Field(
-        default=None, description='whether context shards are worth it; None if none can be'
+        default=None, description='whether context parallelism is worth it; None if not possible'
     )
     layouts: list[Candidate] = Field(
-        description='all layouts: those that fit, fastest first, then those that fit and cannot be '
-        'the fastest of their mesh, then those that do not fit, smallest first'
+        description='all layouts: those timed, fastest first; then those that fit but were not '
+        'timed; then those that do not fit, smallest first'
     )
     best_config: str = Field(description='the config of the fastest layout, YAML')
     impossible: dict[str, str] = Field(
-        description='meshes that cannot run the config, with the reason'
+        description='meshes on which the config cannot run, with the reason'
     )
+
+    @model_validator(mode='before')
+    @classmethod
+    def _upgraded(cls, data: Any) -> Any:
+        """Accept a plan that was written with schema version 2."""
+        if not isinstance(data, dict) or data.get('schema_version') != 2:
+            return data
+        memory = [{**line, 'name': _NEW.get(line['name'], line['name'])} for line in data['memory']]
+        renamed = {'schema_version': 3, 'memory': memory, 'layout': _renamed(data['layout'])}
+        return _renamed(data) | renamed | {'layouts': [*map(_renamed, data['layouts'])]}
 
     @property
     def best(self) -> Candidate:
@@ -205,6 +226,10 @@ class Plan(_Result):
         from megajax.analysis.plan.report import to_text
 
         return to_text(self)
+
+
+def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
+    return {_NEW.get(name, name): value for name, value in fields.items()}
 
 
 def _parsed(text: str) -> Config:

@@ -12,7 +12,7 @@ from megajax.analysis.plan.memory import UNDERCOUNT, memory
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, Software
 from megajax.analysis.plan.time import StepTime, Timer, peak_flops
-from megajax.analysis.plan.words import RUNGS, describe, no_layout
+from megajax.analysis.plan.words import RUNGS, describe, needs, no_layout
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.rules import incompatibilities
 from megajax.core.hardware.memory import USABLE
@@ -183,8 +183,8 @@ def _why_none(
         return
     least, have = min(too_large, key=lambda choice: choice.bytes), usable_memory(cluster)
     yield (
-        f'nothing fits on {cluster.num_devices} x {cluster.hardware.name}: the smallest layout '
-        f'needs {least.bytes / 1e9:.1f} GB of {have / 1e9:.1f} GB, with {describe(least.config)}'
+        f'no layout fits on {cluster.num_devices} x {cluster.hardware.name}: the smallest '
+        f'{needs(least.bytes, have)}, with {describe(least.config)}'
     )
     count = 2 * cluster.num_devices
     while count <= MOST_GPUS:

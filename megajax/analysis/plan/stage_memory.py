@@ -38,17 +38,17 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     held = sizes.gathered + _weights_of_chunk(sizes)
     return {
         'head': Held(
-            weights=held,
+            gathered_weights=held,
             gradients=sums + table,
             activations=slots,
             logits=max(logits, added) + dlogits,
-            buffers=transposed + cast + 2 * sizes.residual,
+            workspace=transposed + cast + 2 * sizes.residual,
         ),
         'backward': Held(
-            weights=held,
+            gathered_weights=held,
             gradients=sums + of_chunk,
             activations=slots + live,
-            buffers=sizes.buffers_of_layer
+            workspace=sizes.buffers_of_layer
             + sizes.chunk_layers * _copied(sizes)
             + again
             + (transposed + cast if chunks > 1 else 0),

@@ -1,57 +1,51 @@
-"""The verdicts of a search: on tensor parallelism, on ZeRO and on 2-D grids."""
+"""Verdicts on tensor parallelism, ZeRO and 2-D tensor parallelism, from a search of layouts."""
 
 from megajax.analysis.plan.communication import over_tensor
 from megajax.analysis.plan.layouts import Mesh, changed
 from megajax.analysis.plan.search import Choice, Ranking
-from megajax.analysis.plan.words import RUNGS, group_name, too_large
+from megajax.analysis.plan.words import RUNGS, group_name, judged, needs
 from megajax.core.config import Config
 
 
 def on_tensor_parallelism(ranking: Ranking, available: int) -> str:
-    """Say whether tensor parallelism is worth it, and by how much."""
+    """Say whether tensor parallelism is worth it, and by how much it changes the time."""
     best = ranking.best
     without = next((choice for choice in ranking.fitting if _group(choice) == 1), None)
     with_it = next((choice for choice in ranking.fitting if _group(choice) > 1), None)
     if without and with_it:
-        ratio = with_it.timed.total / without.timed.total
-        waits = f'a GPU waits {_share(with_it):.1%} of it for its collectives'
-        name = f'model={group_name(with_it.mesh)}'
-        if best is without:
-            return f'no: the fastest step with it, {name}, takes {ratio - 1:.1%} longer; {waits}'
-        return (
-            f'yes: a step with {name} is {1 / ratio - 1:.1%} faster than the fastest step '
-            f'without it; {waits}'
-        )
+        name, exposed = f'model={group_name(with_it.mesh)}', f'{_share(with_it):.1%} of its step'
+        verdict = judged(name, with_it.timed, without.timed, what='layout with it')
+        return f'{verdict}; {exposed} is exposed TP communication'
     if without:
-        return 'no: no layout with it fits or divides'
+        return 'not possible: no layout with it fits or divides the model and the batch'
     least = min((choice.bytes for choice in ranking.too_large if _group(choice) == 1), default=None)
     reason = next(
         (why for mesh, why in ranking.impossible.items() if mesh.rows * mesh.model == 1),
-        'nothing divides',
+        'no layout divides the model and the batch',
     )
-    without_it = f'the smallest layout {too_large(least, available)}' if least else reason
+    without_it = f'the smallest layout {needs(least, available)}' if least else reason
     return (
-        f'yes: without it {without_it}; with model={group_name(best.mesh)} a GPU waits '
-        f'{_share(best):.1%} of the step for its collectives'
+        f'required: without it {without_it}; with model={group_name(best.mesh)}, '
+        f'{_share(best):.1%} of the step is exposed TP communication'
     )
 
 
-def on_sharding(ranking: Ranking, available: int) -> str:
-    """Say what is sharded over data shards in the fastest layout, and why not more or less.
+def on_sharding(ranking: Ranking) -> str:
+    """Name the ZeRO stage of the fastest layout, and what every other stage would cost.
 
-    The others are the same layout with another rung of ZeRO, or in other replicas, and with the
-    overlap that is best for it: of each rung without replicas and with the best number of them.
+    The other layouts differ from the fastest only in ZeRO stage, replicas and overlap. Each stage
+    is shown without replicas, and with the best number of them.
     """
     best = ranking.best
     if best.mesh.data == 1:
-        return 'nothing: there is one data shard'
+        return 'none: mesh.data=1'
     others = dict[tuple[str, bool], Choice]()
     for choice in ranking.all:
         config = choice.config
         if _apart_from_sharding(config) == _apart_from_sharding(best.config):
             others.setdefault((config.optim.shard, config.mesh.replicas > 1), choice)
     words = [
-        f'{_sharding(choice.config)} {_loss(choice, best, available)}'
+        f'{_sharding(choice.config)}: {_loss(choice, best)}'
         for choice in others.values()
         if choice is not best
     ]
@@ -59,23 +53,20 @@ def on_sharding(ranking: Ranking, available: int) -> str:
 
 
 def on_grids(ranking: Ranking) -> str | None:
-    """Say whether a 2-D grid is worth it, and what it sends; None if no grid can be."""
+    """Say whether 2-D tensor parallelism is worth it, and what it sends; None if not possible."""
     grid = next((choice for choice in ranking.fitting if choice.mesh.rows > 1), None)
     flat = next((choice for choice in ranking.fitting if choice.mesh.rows == 1), None)
     if grid is None:
         return None
     name, devices = group_name(grid.mesh), grid.config.mesh.tensor_parallel
-    sends = f'its layers send {grid_ratio(grid.config):.2f} times the bytes of model={devices}'
+    sends = f'its layers send {grid_ratio(grid.config):.2f}x the bytes of model={devices}'
     if flat is None:
-        return f'yes: nothing fits or divides without one; {sends}'
-    ratio = grid.timed.total / flat.timed.total
-    if grid is ranking.best:
-        return f'yes: {name} is {1 / ratio - 1:.1%} faster than any other; {sends}'
-    return f'no: the fastest one, {name}, takes {ratio - 1:.1%} longer; {sends}'
+        return f'required: without it no layout fits or divides; {name}: {sends}'
+    return f'{judged(name, grid.timed, flat.timed, what="2-D layout")}; {sends}'
 
 
 def grid_ratio(config: Config) -> float:
-    """Return the bytes that the layers send in a grid, over those of 1-D on as many devices."""
+    """Return the bytes that the layers send, relative to 1-D tensor parallelism on as many GPUs."""
     flat = changed(config, mesh__model_rows=1, mesh__model=config.mesh.tensor_parallel)
     return _sent_by_layers(config) / _sent_by_layers(flat)
 
@@ -104,9 +95,9 @@ def _sharding(config: Config) -> str:
     return f'{name} in {replicas} replicas' if replicas > 1 else name
 
 
-def _loss(choice: Choice, best: Choice, available: int) -> str:
+def _loss(choice: Choice, best: Choice) -> str:
     if choice.time is None:
-        return too_large(choice.bytes, available)
+        return f'does not fit ({choice.bytes / 1e9:.1f} GB)'
     return f'{choice.time.total / best.timed.total - 1:+.1%}'
 
 
@@ -115,6 +106,6 @@ def _group(choice: Choice) -> int:
 
 
 def _share(choice: Choice) -> float:
-    """The share of a step in which a GPU waits for its tensor-parallel group."""
+    """Return the share of a step that is exposed communication of tensor parallelism."""
     axes = (axis for axis in choice.timed.axes if {'row', 'model'} & {*axis.split('+')})
     return sum(choice.timed.share(axis) for axis in axes)

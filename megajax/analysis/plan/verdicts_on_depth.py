@@ -1,51 +1,50 @@
-"""The verdicts of a search on pipelines and on context shards."""
+"""Verdicts on pipeline and context parallelism, from a search of layouts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.search import Choice, Ranking
-from megajax.analysis.plan.words import describe, too_large
+from megajax.analysis.plan.words import describe, judged, needs
 from megajax.base.render.units import si
 from megajax.core.config import Config
 
 
 def bubble(config: Config) -> float:
-    """Return the idle ticks of a stage over its others, (p - 1) / (v m)."""
+    """Return the ratio of a stage's idle ticks to its busy ticks, (p - 1) / (v m)."""
     mesh = config.mesh
     return (mesh.stages - 1) / (mesh.virtual_stages * config.train.microbatches)
 
 
 def on_pipelines(ranking: Ranking, available: int) -> str | None:
-    """Say whether a pipeline is worth it, and why not; None if none can be."""
+    """Say whether pipeline parallelism is worth it, and why not; None if it is not possible."""
     piped, flat = _split(ranking, lambda choice: choice.mesh.stages > 1)
     if piped is None:
-        least = _smallest(ranking, lambda choice: choice.mesh.stages > 1)
-        return None if least is None else f'no: the smallest {too_large(least.bytes, available)}'
-    words = [f'its bubble is {bubble(piped.config):.1%}', *_crossing(piped)]
+        return _too_large(_smallest(ranking, lambda choice: choice.mesh.stages > 1), available)
     if flat is None:
         least = _smallest(ranking, lambda choice: choice.mesh.stages == 1)
-        why = too_large(least.bytes, available) if least else 'does not divide'
-        verdict = f'yes: without one the smallest layout {why}; with {_stages(piped)}'
+        why = needs(least.bytes, available) if least else 'does not divide'
+        verdict = f'required: without it the smallest layout {why}; with {_stages(piped)}'
     else:
-        verdict = _compared('stages', piped, flat, ranking)
-    return '; '.join([verdict, ', '.join(words), *_alternatives(ranking, piped, available)])
+        name = f'stages={piped.mesh.stages}'
+        verdict = judged(name, piped.timed, flat.timed, what='pipeline', than=describe(flat.config))
+    return '; '.join([verdict, _bubbles(piped), _crossing(piped), _memory(piped, available)])
 
 
 def on_contexts(ranking: Ranking, available: int) -> str | None:
-    """Say whether context shards are worth it; None if none can be."""
+    """Say whether context parallelism is worth it; None if it is not possible."""
     sharded, whole = _split(ranking, lambda choice: choice.mesh.context > 1)
     if sharded is None:
-        least = _smallest(ranking, lambda choice: choice.mesh.context > 1)
-        return None if least is None else f'no: the smallest {too_large(least.bytes, available)}'
+        return _too_large(_smallest(ranking, lambda choice: choice.mesh.context > 1), available)
     waits = sum(sharded.timed.share(axis) for axis in sharded.timed.axes if axis == 'context')
     if whole is None:
         least = _smallest(ranking, lambda choice: choice.mesh.context == 1)
-        why = too_large(least.bytes, available) if least else 'does not divide'
-        verdict = f'yes: without them the smallest layout {why}'
+        why = needs(least.bytes, available) if least else 'does not divide'
+        verdict = f'required: without it the smallest layout {why}'
     else:
-        verdict = _compared('context', sharded, whole, ranking)
-    return f'{verdict}; a GPU waits {waits:.1%} of it for keys and values'
+        name, than = f'context={sharded.mesh.context}', describe(whole.config)
+        verdict = judged(name, sharded.timed, whole.timed, what='layout with it', than=than)
+    return f'{verdict}; {waits:.1%} of its step is exposed communication of keys and values'
 
 
 def _split(ranking: Ranking, has: Callable[[Choice], bool]) -> tuple[Choice | None, Choice | None]:
@@ -64,13 +63,10 @@ def _smallest(ranking: Ranking, has: Callable[[Choice], bool]) -> Choice | None:
     )
 
 
-def _compared(name: str, one: Choice, other: Choice, ranking: Ranking) -> str:
-    ratio = one.timed.total / other.timed.total
-    if one is ranking.best:
-        return (
-            f'yes: {1 / ratio - 1:.1%} faster than the fastest without ({describe(other.config)})'
-        )
-    return f'no: the fastest, {name}={getattr(one.mesh, name)}, takes {ratio - 1:.1%} longer'
+def _too_large(least: Choice | None, available: int) -> str | None:
+    if least is None:
+        return None
+    return f'does not fit: the smallest layout {needs(least.bytes, available)}'
 
 
 def _stages(choice: Choice) -> str:
@@ -79,21 +75,27 @@ def _stages(choice: Choice) -> str:
     return f'stages={mesh.stages}{chunks}'
 
 
-def _crossing(choice: Choice) -> Iterator[str]:
-    """Yield what a GPU sends along stages, and waits for."""
+def _bubbles(choice: Choice) -> str:
+    """Return the bubble of a pipeline, and what it would be without virtual stages."""
+    text = f'bubble {bubble(choice.config):.1%}'
+    if choice.config.mesh.virtual_stages == 1:
+        return text
+    plain = changed(choice.config, mesh__virtual_stages=1)
+    return f'{text} ({bubble(plain):.1%} without virtual stages)'
+
+
+def _crossing(choice: Choice) -> str:
+    """Return how much each GPU sends to the next stage, and how much of that is exposed."""
     sent = [transfer for transfer in choice.timed.transfers if transfer.axis == 'stage']
     size = sum(transfer.wire_bytes for transfer in sent)
-    where = 'across hosts' if any(transfer.crosses_hosts for transfer in sent) else 'inside a host'
+    link = 'inter-host' if any(transfer.crosses_hosts for transfer in sent) else 'intra-host'
     waits = choice.timed.share('stage')
-    yield f'a GPU sends {si(size)} {where} along stages and waits {waits:.1%} of the step for it'
+    return f'each GPU sends {si(size)} to its neighbors ({link}), {waits:.1%} of the step exposed'
 
 
-def _alternatives(ranking: Ranking, piped: Choice, available: int) -> Iterator[str]:
-    """Yield what the same pipeline would need or take by GPipe, and with fewer virtual stages."""
+def _memory(piped: Choice, available: int) -> str:
+    """Return the memory of a pipeline, and what it would be with the GPipe schedule."""
     by_gpipe = changed(piped.config, train__schedule='gpipe')
     needed = memory(by_gpipe, capacity_bytes=available).total
-    fits = too_large(needed, available) if needed > available else f'needs {needed / 1e9:.1f} GB'
-    yield f'by gpipe it {fits} where 1f1b needs {piped.bytes / 1e9:.1f} GB'
-    if piped.config.mesh.virtual_stages > 1:
-        plain = changed(piped.config, mesh__virtual_stages=1)
-        yield f'without virtual stages the bubble is {bubble(plain):.1%}'
+    fits = ' (does not fit)' if needed > available else ''
+    return f'memory {piped.bytes / 1e9:.1f} GB with 1f1b, {needed / 1e9:.1f} GB with gpipe{fits}'

@@ -1,9 +1,10 @@
-"""Layouts in words: what each is, why it lost, and why there is none."""
+"""Describe layouts: their names, why they are slower than the best, and why none exists."""
 
 from collections.abc import Iterator, Mapping
 
 from megajax.analysis.plan.layouts import Mesh
 from megajax.analysis.plan.time import StepTime
+from megajax.base.render.units import count
 from megajax.core.config import Config
 
 RUNGS = {'none': '', 'optimizer': 'ZeRO-1', 'gradients': 'ZeRO-2', 'weights': 'ZeRO-3'}
@@ -33,29 +34,42 @@ def describe(config: Config) -> str:
     words += ['ring'] if config.mesh.context > 1 and config.mesh.context_exchange == 'ring' else []
     words += ['sequence parallel'] if config.mesh.sequence_parallel else []
     words += [f'recompute={config.train.recompute}'] if config.train.recompute != 'none' else []
-    count = config.train.microbatches
-    words += [f'{count} microbatch{"es" if count > 1 else ""} of {config.microbatch_rows}']
+    microbatches = count(config.train.microbatches, 'microbatch', 'microbatches')
+    words += [f'{microbatches} of {config.microbatch_rows}']
     words += [RUNGS[config.optim.shard]] if config.optim.shard != 'none' else []
     words += [f'{config.mesh.replicas} replicas'] if config.mesh.replicas > 1 else []
     words += [config.train.overlap] if config.overlap.is_split else []
     return ', '.join(words)
 
 
-def too_large(needed: int, available: int) -> str:
-    """Say what a layout needs that does not fit."""
-    return f'needs {needed / 1e9:.1f} GB of {available / 1e9:.1f} GB'
+def needs(needed: int, available: int) -> str:
+    """Say how much memory a layout needs, and how much a program can use."""
+    return f'needs {needed / 1e9:.1f} GB per GPU ({available / 1e9:.1f} GB usable)'
+
+
+def judged(name: str, one: StepTime, other: StepTime, *, what: str, than: str = '') -> str:
+    """Say whether the best layout with something is worth it, against the best without it.
+
+    `name` is its setting, such as model=4, and `than` describes the layout without it.
+    """
+    ratio = other.total / one.total
+    if ratio <= 1:
+        longer = f'{1 / ratio - 1:.1%} longer' if ratio > 1 / 1.5 else f'{1 / ratio:.2f}x as long'
+        return f'not worth it: the best {what} ({name}) takes {longer}'
+    faster = f'{ratio - 1:.1%} faster than' if ratio < 1.5 else f'{ratio:.2f}x as fast as'
+    return f'worth it: {name} is {faster} the best layout without it{than and f" ({than})"}'
 
 
 def why_slower(ours: StepTime, best: StepTime) -> str:
     """Say by how much a step is slower than the best, and where most of that time goes."""
     parts = {
-        'matrix products': ours.products - ours.idle - (best.products - best.idle),
-        'bubble': ours.idle - best.idle,
-        'bound by memory': ours.memory_bound - best.memory_bound,
-        'short kernels': ours.launches - best.launches,
+        'matmul': ours.products - ours.idle - (best.products - best.idle),
+        'pipeline bubble': ours.idle - best.idle,
+        'memory-bound ops': ours.memory_bound - best.memory_bound,
+        'launch overhead': ours.launches - best.launches,
     }
     for axis in ours.axes:
-        parts[f'collectives over {axis}'] = ours.waits(axis) - best.waits(axis)
+        parts[f'exposed collectives, {axis}'] = ours.waits(axis) - best.waits(axis)
     name, most = max(parts.items(), key=lambda item: item[1])
     return f'{ours.total / best.total - 1:+.1%}: {name} {most / best.total:+.1%}'
 
@@ -70,4 +84,4 @@ def no_layout(num_devices: int, impossible: Mapping[Mesh, str]) -> Iterator[str]
     ]
     yield from reasons[:REASONS]
     if len(reasons) > REASONS:
-        yield f'and {len(reasons) - REASONS} more meshes'
+        yield f'and {count(len(reasons) - REASONS, "more mesh", "more meshes")}'

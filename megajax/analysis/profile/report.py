@@ -1,4 +1,4 @@
-"""The tables of `megajax profile`."""
+"""Print the tables of `megajax profile`."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -12,25 +12,26 @@ from megajax.analysis.profile.work import GRAPH
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import si
 
-MAX_NAME_COLUMNS = 36  # of a site without a name, which is a path, and of an instruction
+MAX_NAME_COLUMNS = 36  # of an instruction, or of a site that has a path instead of a name
+LABELS = {'product': 'matmul', 'products': 'matmul', 'exposed': 'exposed transfers'}
 
 
 def tables(profile: Profile, *, top: int, with_instructions: bool = False) -> RenderableType:
-    """The complete report, for a rich console, with at most `top` lines of a table."""
+    """Return the complete report, for a rich console, with at most `top` lines per table."""
     shown = [
-        ('a step, divided among what runs: the parts add up to it', _parts(profile)),
-        ('products [m, k] [k, n]', _products(profile, top)),
+        ('time of a step, divided by what runs (the parts add up to the step)', _parts(profile)),
+        ('matmuls, [m, k] [k, n]', _products(profile, top)),
     ]
     if profile.collectives:
         shown.append(('collectives', _collectives(profile, top)))
     if profile.predictions:
-        title = f'ms of a step, beside those predicted for {profile.hardware}'
+        title = f'time of a step, measured and predicted for {profile.hardware}'
         shown.append((title, _predictions(profile)))
     if with_instructions:
-        title = f'the {min(top, len(profile.instructions))} longest instructions'
+        title = f'{min(top, len(profile.instructions))} longest instructions'
         shown.append((title, _instructions(profile, top)))
     if len(profile.processes) > 1:
-        title = 'processes; own: outside exposed transfers'
+        title = 'processes (own ms: time outside exposed transfers)'
         shown.append((title, _processes(profile)))
     sections = [part for title, table in shown for part in (Text(), Text(title), Folded(table))]
     return Group(Text(_head(profile)), *sections, Text(), *map(Text, _notes(profile)))
@@ -42,7 +43,7 @@ def _head(profile: Profile) -> str:
     steps = f'step {first}' if first == last else f'steps {first} to {last}'
     return (
         f'{profile.run}, {steps}, {axes}, {profile.device}: '
-        f'{_ms(profile.median.step)} ms a step on the median device'
+        f'{_ms(profile.median.step)} ms per step on the median device'
     )
 
 
@@ -50,10 +51,10 @@ def _parts(profile: Profile) -> Table:
     table = _table(('', 'part'), ('launches', 'median ms', 'share', 'slowest ms'))
     for kind in dict.fromkeys(part.kind for part in profile.parts):
         inside = [part for part in profile.parts if part.kind == kind]
-        table.add_row(kind, '', *_sum(profile, inside), style='bold')
+        table.add_row(LABELS.get(kind, kind), '', *_sum(profile, inside), style='bold')
         for part in inside:
-            table.add_row('', part.name, *_sum(profile, [part]))
-    table.add_row('in all', '', *_sum(profile, profile.parts), style='bold')
+            table.add_row('', LABELS.get(part.name, part.name), *_sum(profile, [part]))
+    table.add_row('total', '', *_sum(profile, profile.parts), style='bold')
     return table
 
 
@@ -92,7 +93,16 @@ def _products(profile: Profile, top: int) -> Table:
 def _collectives(profile: Profile, top: int) -> Table:
     table = _table(
         ('axis', 'kind', 'site', 'phase'),
-        ('runs', 'sent', 'ms', 'exposed', 'hidden', 'fastest', 'GB/s', *_roofline(profile)),
+        (
+            'runs',
+            'sent',
+            'ms',
+            'exposed ms',
+            'hidden ms',
+            'fastest ms',
+            'GB/s',
+            *_roofline(profile),
+        ),
     )
     for line in profile.collectives[:top]:
         rate = line.bytes_per_second
@@ -114,9 +124,11 @@ def _collectives(profile: Profile, top: int) -> Table:
 
 
 def _predictions(profile: Profile) -> Table:
-    table = _table(('part',), ('measured', 'roofline', 'plan'))
+    table = _table(('part',), ('measured ms', 'roofline ms', 'plan ms'))
     for line in profile.predictions:
-        table.add_row(line.part, *map(_ms, (line.measured, line.roofline, line.plan)))
+        table.add_row(
+            LABELS.get(line.part, line.part), *map(_ms, (line.measured, line.roofline, line.plan))
+        )
     return table
 
 
@@ -139,7 +151,7 @@ def _instructions(profile: Profile, top: int) -> Table:
 
 
 def _processes(profile: Profile) -> Table:
-    table = _table(('process', 'host'), ('step ms', 'own ms', 'behind the median'))
+    table = _table(('process', 'host'), ('step ms', 'own ms', 'ms behind median'))
     for line in profile.processes:
         is_slowest = line.process == profile.slowest_process
         table.add_row(
@@ -155,8 +167,8 @@ def _processes(profile: Profile) -> Table:
 def _notes(profile: Profile) -> Iterator[str]:
     if profile.collectives:
         yield (
-            'fastest: each run on the device that took least, which came last and waited for no '
-            'other; GB/s are by that time'
+            'fastest ms: per run, the shortest duration on any device (the one that arrived last '
+            'and waited for no other); GB/s: bytes sent, divided by it'
         )
     if len(profile.devices) > 1:
         median, slowest = profile.median, profile.slowest
@@ -167,14 +179,14 @@ def _notes(profile: Profile) -> Iterator[str]:
         )
     if graphs := sum(part.median for part in profile.parts if part.name == GRAPH):
         yield (
-            f'{_ms(graphs)} ms are in CUDA graphs, whose kernels a trace does not name: trace with '
-            'XLA_FLAGS=--xla_gpu_enable_command_buffer='
+            f'{_ms(graphs)} ms are in CUDA graphs, whose kernels the trace does not name; to see '
+            'them, trace with XLA_FLAGS=--xla_gpu_enable_command_buffer='
         )
     if profile.hardware is None:
         device = 'this CPU' if profile.device == 'cpu' else profile.device
         yield (
-            f'the peak of {device} is not known: --gpu FILE.yaml compares with a record '
-            'that megajax plan calibrate writes'
+            f'the peak of {device} is not known; to compare with a roofline, run megajax plan '
+            'calibrate FILE.yaml and pass --gpu FILE.yaml'
         )
 
 
@@ -188,7 +200,7 @@ def _predicted(profile: Profile, line: MeasuredLine) -> tuple[str, ...]:
 
 
 def _more(table: Table, lines: Sequence[MeasuredLine], top: int) -> Table:
-    """The table, with a last line that counts those that are not shown."""
+    """Add a last line to the table that counts the lines not shown."""
     if rest := lines[top:]:
         table.add_row(f'{len(rest)} more', style='dim')
     return table

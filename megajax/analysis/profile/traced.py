@@ -34,7 +34,7 @@ def read_traced(run: Path) -> Traced:
     """
     if not (run / CONFIG).is_file():
         raise ConfigError(
-            f'{run} holds no run: give the folder that megajax train printed after `run`'
+            f'{run} is not a run directory: give the folder that megajax train printed after `run`'
         )
     folder = run / FOLDER
     files = _newest(folder)

@@ -1,7 +1,7 @@
-"""A report on runs: one HTML file that needs no network and holds no script.
+"""Report on runs in one HTML file that needs no network and contains no scripts.
 
-It answers, in this order: did it learn, what did it cost, was anything wrong, where did time go, is
-it as fast as predicted. It reads what the runs have written; nothing is compiled.
+It answers in this order: Did it learn? What did it cost? Did anything go wrong? Where did the time
+go? Is it as fast as predicted? It reads only files of the runs; nothing is compiled.
 """
 
 from megajax.analysis.report.write import check_out, write_at_end, write_report

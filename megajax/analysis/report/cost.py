@@ -1,4 +1,4 @@
-"""The cost of a run: time on devices, throughput, memory, checkpoints."""
+"""Answer "What did it cost?": device time, throughput, memory, checkpoints."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,8 +9,7 @@ from megajax.analysis.report.html import Html, details, element, join, table
 from megajax.analysis.report.learned import tokens_of
 from megajax.analysis.report.read import Checkpoint, RunData
 from megajax.analysis.report.thin import thin
-from megajax.analysis.report.words import count, large
-from megajax.base.render.units import duration, si
+from megajax.base.render.units import count, duration, large, si
 
 SHOWN = 12  # checkpoints in a table
 
@@ -20,32 +19,32 @@ def headline(facts: Facts) -> str:
     run = facts.run
     seconds = total_seconds(run)
     if seconds is None:
-        return 'no time is known: the run wrote no summary.json'
+        return 'time unknown: the run wrote no summary.json'
     devices = run.config.mesh.num_devices
     return (
         f'{duration(seconds)} on {count(devices, "device")}, '
-        f'{seconds * devices / 3600:,.3g} device hours for {large(tokens_of(run))} tokens'
+        f'{seconds * devices / 3600:,.3g} device-hours for {large(tokens_of(run))} tokens'
     )
 
 
 def total_seconds(run: RunData) -> float | None:
-    """The seconds of all starts of a run; None if it wrote none."""
+    """Return the seconds of all starts of a run; None if it wrote none."""
     return run.summary['seconds'].get('total') if run.summary else None
 
 
 def section(runs: Sequence[Facts], points: int) -> Html:
-    """Return a table of rates and memory, the picture of the throughput, and the checkpoints."""
+    """Return a table of rates and memory, charts of throughput and MFU, and the checkpoints."""
     lines = lines_of(runs, 'tokens_per_s', points)
     throughput = chart(
         'Throughput',
         lines,
-        y='tokens/s of all devices',
+        y='tokens/s, all devices',
         is_log=spread(lines),
         from_zero=True,
         legend=len(runs) > 1,
     )
     used = [line for facts in runs if (line := _mfu(facts, points))]
-    mfu = chart('MFU', used, y='% of the peak', from_zero=True, legend=len(runs) > 1)
+    mfu = chart('MFU', used, y='% of peak', from_zero=True, legend=len(runs) > 1)
     figures = element('div', throughput, mfu, class_='figures')
     return join([_rates(runs), figures, *map(_checkpoints, runs)])
 
@@ -57,7 +56,7 @@ def _mfu(facts: Facts, points: int) -> Line | None:
 
 
 def _rates(runs: Sequence[Facts]) -> Html:
-    """A row for each quantity, so that the table of one run is as narrow as a telephone."""
+    """Return a table with a row per quantity, narrow enough for a phone if there is one run."""
     rows = [
         ('devices', [device_of(facts) for facts in runs]),
         ('mesh', [mesh_of(facts.run) for facts in runs]),
@@ -71,10 +70,10 @@ def _rates(runs: Sequence[Facts]) -> Html:
         ('memory per device', [memory_of(facts.run) for facts in runs]),
     ]
     body = [[name, *values] for name, values in rows]
-    head = ['median of all steps', *(join([chip(facts.colour), facts.run.name]) for facts in runs)]
+    head = ['median over steps', *(join([chip(facts.colour), facts.run.name]) for facts in runs)]
     note = (
-        'FLOPs are those of the model; recomputation does not count. MFU is left out where the '
-        'peak of the device is not known. Device hours are those of the newest mesh.'
+        'TFLOP/s and MFU count model FLOPs only, without recomputation. MFU is omitted if the '
+        'peak of the device is unknown. Device-hours assume the current mesh for the whole run.'
     )
     return join([table(head, body), element('p', note, class_='note')])
 
@@ -99,7 +98,7 @@ def _form(value: float | None, form: Any) -> str:
 
 
 def memory_of(run: RunData) -> str:
-    """Return the memory of a device as its allocator has measured it, or else as XLA planned it."""
+    """Return the peak memory of a device: measured by its allocator, or else planned by XLA."""
     measured, planned = (run.steps.known(name) for name in ('memory_bytes', 'planned_memory_bytes'))
     if len(measured):
         return si(float(measured.max()))
@@ -109,7 +108,7 @@ def memory_of(run: RunData) -> str:
 def _checkpoints(facts: Facts) -> Html:
     kept = facts.run.checkpoints
     if not kept:
-        return element('p', f'{facts.run.name} has no checkpoint.', class_='note')
+        return element('p', f'{facts.run.name} has no checkpoints.', class_='note')
     head = ['step', 'written (UTC)', 'files', 'size', 'validation loss']
     rows = map(_checkpoint, reversed(kept[-SHOWN:]))
     more = f', the newest {SHOWN} of {len(kept)}' if len(kept) > SHOWN else ''

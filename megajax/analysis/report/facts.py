@@ -1,4 +1,4 @@
-"""A run with what follows from its files: the audit of its step, and what `plan` predicts."""
+"""Derive from a run's files the audit of its step and the prediction of `plan`."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ class Prediction:
 
     @property
     def band(self) -> str:
-        """How far a time may be off."""
+        """Return the error band of predicted times."""
         fit = self.hardware.fit
         return f'± {fit.band:.0%}' if fit else 'unverified'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A run of a report; an error in place of a fact says why there is none."""
+    """A run of a report; a fact that is not available is a string that says why."""
 
     run: RunData
     colour: int  # number of the run, which decides the colour of its curves
@@ -47,32 +47,32 @@ class Facts:
 
     @cached_property
     def inspection(self) -> Inspection | str:
-        """The audit of the step that the run keeps."""
+        """Return the audit of the compiled step stored in the run."""
         kept = self.run.kept
         if kept is None:
-            return 'the run keeps no step.hlo.gz: it has compiled no step, or an older megajax did'
+            return 'the run has no step.hlo.gz: it has not compiled a step, or an older megajax did'
         if self.max_program is not None and len(kept.compiled.text) > self.max_program:
             return (
-                f'the text of the step has {len(kept.compiled.text) / 1e6:.0f} MB, which takes '
-                f'some time to read: run megajax report {typed(self.run.folder)}'
+                f'the text of the compiled step has {len(kept.compiled.text) / 1e6:.0f} MB and is '
+                f'slow to read; to include it, run megajax report {typed(self.run.folder)}'
             )
         try:
             return audit(self.run.config, kept.compiled, kept.target)
-        except Exception as error:  # a text of another version of megajax or of XLA
+        except Exception as error:  # the text is from a different version of megajax or XLA
             return f'the compiled step cannot be inspected: {reason(error)}'
 
     @cached_property
     def prediction(self) -> Prediction | str:
-        """The prediction of `plan` for the devices of the run."""
+        """Return the prediction of `plan` for the devices of the run."""
         kept = self.run.kept
         if kept is None:
-            return 'the run keeps no compiled step, which would name its devices'
+            return 'the run has no compiled step, which would name its devices'
         gpu = self.gpu or hardware_of(kept.device_kind)
         if gpu is None:
             device = 'this CPU' if kept.device_kind == 'cpu' else kept.device_kind
             return (
-                f'plan has no record of {device}: measure it with '
-                'megajax plan calibrate FILE.yaml, then give megajax report --gpu FILE.yaml'
+                f'there is no hardware record for {device}; measure it with megajax plan '
+                'calibrate FILE.yaml, then run megajax report --gpu FILE.yaml'
             )
         try:
             return _predict(self.run.config, gpu, kept.compiled.devices_per_host)
@@ -93,7 +93,7 @@ def _predict(config: Config, gpu: Hardware, devices_per_host: int) -> Prediction
 
 
 def lines_of(runs: Sequence[Facts], column: str, points: int) -> list[Line]:
-    """Return a line of a picture for each run: a column of its metrics, thinned to `points`."""
+    """Return a chart line per run: a column of its metrics, downsampled to `points`."""
     return [
         Line(
             name=facts.run.name,

@@ -1,4 +1,4 @@
-"""The answer to "did it learn?": losses, results on held-out data, samples."""
+"""Answer "Did it learn?": losses, results on held-out data, samples."""
 
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.html import Html, details, element, join, table
 from megajax.analysis.report.read import RunData
 from megajax.analysis.report.thin import Curve, Floats, thin
-from megajax.analysis.report.words import large
+from megajax.base.render.units import large
 
 VALIDATION, PER_BYTE = 'validation_loss', 'validation_bits_per_byte'
 MAX_CHARACTERS = 2000  # of a sample
@@ -20,7 +20,7 @@ LAST_STEPS = 0.02  # share of the steps whose mean is the training loss at the e
 
 
 def headline(facts: Facts) -> str:
-    """Return one line on how far a run has learned."""
+    """Return one line on the losses of a run."""
     run = facts.run
     if not run.last_step:
         return 'no step was taken yet'
@@ -39,12 +39,12 @@ def headline(facts: Facts) -> str:
         )
     known = run.steps.known('loss')
     if not len(known):
-        return 'no loss was finite'
+        return 'no finite loss'
     return f'training loss {known[0]:.3f} → {last_loss(run):.3f}, without validation'
 
 
 def last_loss(run: RunData) -> float:
-    """The mean loss of the last steps; NaN without any."""
+    """Return the mean loss of the last steps; NaN without any."""
     known = run.steps.known('loss')
     return (
         float(np.mean(known[-max(1, round(LAST_STEPS * len(known))) :])) if len(known) else np.nan
@@ -52,7 +52,7 @@ def last_loss(run: RunData) -> float:
 
 
 def section(runs: Sequence[Facts], points: int) -> Html:
-    """Return the pictures of the losses, a table of results, and the samples of each run."""
+    """Return charts of the losses, a table of results, and the samples of each run."""
     losses = _losses_per_byte(runs, points) if tokenizers_differ(runs) else _losses(runs, points)
     others = [
         chart(
@@ -78,7 +78,7 @@ def section(runs: Sequence[Facts], points: int) -> Html:
 
 
 def tokenizers_differ(runs: Sequence[Facts]) -> bool:
-    """Whether runs have different tokenizers, or ids of unknown ones where others are known."""
+    """Return whether the tokenizers differ, or only some of them are known."""
     return len({_ids(facts.run) for facts in runs}) > 1
 
 
@@ -87,16 +87,16 @@ def _ids(run: RunData) -> str | int:
 
 
 def comparison(runs: Sequence[Facts]) -> str:
-    """Return how to compare runs with different tokenizers; empty if their tokenizers agree."""
+    """Return how to compare runs with different tokenizers; empty if all have the same."""
     if not tokenizers_differ(runs):
         return ''
     is_known = all(facts.run.tokenizer for facts in runs)
-    cause = 'The runs have different tokenizers' if is_known else 'Not all tokenizers are known'
-    rule = f'{cause}, so the losses per token cannot be compared'
+    cause = 'The runs have different tokenizers' if is_known else 'Some tokenizers are unknown'
+    rule = f'{cause}, so losses per token are not comparable'
     without = [facts.run.name for facts in runs if not len(facts.run.finite(PER_BYTE))]
     if not without:
-        return f'{rule}: compare bits per byte, on the same validation text.'
-    return f'{rule}, and without bits per byte nothing else compares {", ".join(without)}.'
+        return f'{rule}; compare bits per byte on the same validation text instead.'
+    return f'{rule}. No bits per byte were logged for {", ".join(without)}.'
 
 
 def _losses(runs: Sequence[Facts], points: int) -> list[Html]:
@@ -108,7 +108,7 @@ def _losses(runs: Sequence[Facts], points: int) -> list[Html]:
 
 
 def _losses_per_byte(runs: Sequence[Facts], points: int) -> list[Html]:
-    """One chart of bits per byte, and the losses per token of each run in a chart of its own."""
+    """Return one chart of bits per byte, and a chart of losses per token for each run."""
     lines = [
         Line(
             name=facts.run.name,
@@ -127,7 +127,7 @@ def _losses_per_byte(runs: Sequence[Facts], points: int) -> list[Html]:
 def losses_chart(
     title: str, runs: Sequence[Facts], points: int, *, start: float = 0, is_log: bool = False
 ) -> Html:
-    """Return the losses of all runs from a step on, in training and on validation data."""
+    """Return a chart of training and validation losses of all runs, from step `start` on."""
     lines = []
     for facts in runs:
         name = f'{facts.run.name}, ' if len(runs) > 1 else ''
@@ -167,12 +167,12 @@ def _results(runs: Sequence[Facts]) -> Html:
         ]
         for facts in runs
     ]
-    note = 'Each result is that of the last evaluation; the best one stands below it if it differs.'
+    note = 'Results are from the last evaluation; a better earlier result is shown below it.'
     return join([table(head, rows), element('p', note, class_='note') if names else Html()])
 
 
 def tokens_of(run: RunData) -> int:
-    """The tokens of the steps that a run has taken, whose batches may have had several sizes."""
+    """Return the tokens that a run has trained on, even if its batch size has changed."""
     with np.errstate(over='ignore', invalid='ignore'):
         measured = run.steps['tokens_per_s'] * run.steps['step_ms'] / 1e3
     counts = np.rint(np.where((measured > 0) & (measured < MOST_TOKENS), measured, 0))
@@ -220,12 +220,12 @@ def _samples(facts: Facts) -> Html:
 
 
 def _readings(facts: Facts) -> Html:
-    """The sheet of held-out pictures with what was read in them, of a run on pictures."""
+    """Return the sheet of held-out images with their transcriptions, if the run wrote one."""
     if facts.run.readings is None:
         return Html()
     source = f'data:image/png;base64,{b64encode(facts.run.readings).decode()}'
-    sheet = element('img', src=source, alt='held-out pictures, and what was read in them')
-    return details(f'Pictures that {facts.run.name} has read', sheet, is_open=True)
+    sheet = element('img', src=source, alt='held-out images with their transcriptions')
+    return details(f'Images transcribed by {facts.run.name}', sheet, is_open=True)
 
 
 def _continuations(line: dict[str, object]) -> Iterator[Html]:

@@ -1,4 +1,4 @@
-"""The page: the answers at a glance, a section for each question, and the configs."""
+"""Build the HTML report: five answers at the top, a section for each, and the configs."""
 
 import datetime
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from megajax.analysis.report import cost, learned, predicted, time_spent, wrong
 from megajax.analysis.report.chart import chip
 from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.html import Html, details, element, join, table
-from megajax.analysis.report.words import large
+from megajax.base.render.units import large
 from megajax.core.config import dump
 from megajax.core.counts.parameters import num_parameters
 
@@ -31,8 +31,10 @@ class _Question(NamedTuple):
 QUESTIONS = (
     _Question('learned', 'Did it learn?', learned.headline, learned.section),
     _Question('cost', 'What did it cost?', cost.headline, cost.section),
-    _Question('wrong', 'Was anything wrong?', wrong.headline, lambda runs, _: wrong.section(runs)),
-    _Question('time', 'Where did time go?', time_spent.headline, time_spent.section),
+    _Question(
+        'wrong', 'Did anything go wrong?', wrong.headline, lambda runs, _: wrong.section(runs)
+    ),
+    _Question('time', 'Where did the time go?', time_spent.headline, time_spent.section),
     _Question(
         'predicted',
         'Is it as fast as predicted?',
@@ -43,7 +45,7 @@ QUESTIONS = (
 
 
 def page(runs: Sequence[Facts]) -> str:
-    """Return the page on some runs."""
+    """Return the HTML report on one or more runs."""
     points = max(FEWEST_POINTS, min(POINTS, _CURVES // len(runs)))
     title = ', '.join(facts.run.name for facts in runs)
     style = resources.files('megajax.analysis.report').joinpath('style.css').read_text()
@@ -84,7 +86,7 @@ def _subtitle(facts: Facts) -> Html:
 
 
 def _glance(runs: Sequence[Facts]) -> Html:
-    """Each question with its answer, a line for each run."""
+    """Return each question with its answer, one line per run."""
     entries = []
     for question in QUESTIONS:
         lines = [
@@ -110,17 +112,17 @@ def _configs(runs: Sequence[Facts]) -> Html:
     if len(runs) > 1 and differences:
         parts.append(table(['key', *names], differences, names=1 + len(runs)))
     elif len(runs) > 1:
-        parts.append(element('p', 'The configs of the runs are equal.', class_='note'))
+        parts.append(element('p', 'All runs have the same config.', class_='note'))
     parts += [
         details(f'Config of {facts.run.name}', element('pre', dump(facts.run.config)))
         for facts in runs
     ]
-    title = 'What differs between the configs?' if len(runs) > 1 else 'Config'
+    title = 'Config differences' if len(runs) > 1 else 'Config'
     return element('section', element('h2', title, id='configs'), *parts)
 
 
 def _differences(runs: Sequence[Facts]) -> list[list[object]]:
-    """The keys whose values differ, but for the folder of the run, with the value of each run."""
+    """Return the keys whose values differ, except `run.dir`, with the value in each run."""
     settings = [dict(_settings(facts)) for facts in runs]
     keys = dict.fromkeys(key for each in settings for key in each if key != 'run.dir')
     return [

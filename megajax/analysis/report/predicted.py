@@ -1,4 +1,4 @@
-"""The step as measured and as `plan` predicts it; XLA's collectives beside Megatron's."""
+"""Answer "Is it as fast as predicted?": plan against measurement, XLA against Megatron."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,11 +7,11 @@ from megajax.analysis.inspect.result import Inspection, Row
 from megajax.analysis.report.cost import memory_of
 from megajax.analysis.report.facts import Facts, Prediction
 from megajax.analysis.report.html import Html, details, element, join, table
-from megajax.base.render.units import duration, si
+from megajax.base.render.units import count, duration, si
 
 
 def headline(facts: Facts) -> str:
-    """Return the measured step beside the predicted one, and the verdict on its collectives."""
+    """Return the measured and the predicted step time, and the verdict on the collectives."""
     return f'{_speed(facts)}; {_collectives_headline(facts)}'
 
 
@@ -30,12 +30,12 @@ def section(runs: Sequence[Facts]) -> Html:
 def _speed(facts: Facts) -> str:
     measured, prediction = facts.run.steps.median('step_ms'), facts.prediction
     if measured is None:
-        return 'no step was timed'
+        return 'no step time was measured'
     if isinstance(prediction, str):
-        return f'{duration(measured / 1e3)} a step, without a prediction'
+        return f'{duration(measured / 1e3)} per step; no prediction'
     predicted = prediction.time.total
     return (
-        f'{duration(measured / 1e3)} a step, {measured / 1e3 / predicted:.2f} times the predicted '
+        f'{duration(measured / 1e3)} per step, {measured / 1e3 / predicted:.2f}x the predicted '
         f'{duration(predicted)} ({prediction.band})'
     )
 
@@ -62,21 +62,21 @@ def _prediction(facts: Facts) -> Html:
     ]
     head = [f'{prediction.hardware.name}, {prediction.band}', 'predicted by plan', 'measured']
     note = (
-        'The measured step is the median. Parts of it are measured by a trace '
-        '(train.profile, then megajax profile).'
+        'The measured step time is the median over all steps. To measure its parts, record a '
+        'trace (train.profile), then run megajax profile.'
     )
     return join([table(head, rows), element('p', note, class_='note')])
 
 
 def _predicted_parts(prediction: Prediction) -> Iterator[tuple[str, float]]:
     time = prediction.time
-    yield 'matrix products', time.products - time.idle
+    yield 'matmul', time.products - time.idle
     if time.idle:
-        yield 'bubble of the pipeline', time.idle
-    yield 'bound by memory', time.memory_bound
-    yield 'launching short kernels', time.launches
+        yield 'pipeline bubble', time.idle
+    yield 'memory-bound ops', time.memory_bound
+    yield 'launch overhead', time.launches
     for axis in time.axes:
-        yield f'waiting for collectives over {axis}', time.waits(axis)
+        yield f'exposed collectives, {axis}', time.waits(axis)
 
 
 def _or(value: float | None, form: str) -> str:
@@ -86,18 +86,19 @@ def _or(value: float | None, form: str) -> str:
 def _collectives_headline(facts: Facts) -> str:
     inspection = facts.inspection
     if isinstance(inspection, str):
-        return 'its collectives are not known'
+        return 'collectives unknown'
     more = sum(row.verdict == 'MORE' for row in inspection.rows)
     if more:
-        return f'more collectives than {inspection.reference} in {more} places'
-    return f'no more collectives than {inspection.reference}'
+        sites = count(more, 'site sends', 'sites send')
+        return f'{sites} more than {inspection.reference}'
+    return f'no collective sends more than in {inspection.reference}'
 
 
 def _collectives(facts: Facts) -> Html:
     inspection = facts.inspection
     if isinstance(inspection, str):
         return element('p', f'No table of collectives: {inspection}.', class_='note')
-    head = ['site', 'phase', 'axis', 'XLA placed', f'{inspection.reference} places']
+    head = ['site', 'phase', 'axis', 'XLA', inspection.reference]
     head += ['XLA bytes', 'Megatron bytes', 'ratio', 'verdict']
     rows = [_row(row) for row in inspection.rows]
     shown = table(head, rows, names=5, wide=True)
@@ -125,13 +126,11 @@ def _notes(inspection: Inspection) -> Iterator[Html]:
     ratios = ', '.join(
         f'{axis} {ratio:.3f}' for axis, ratio in inspection.ratios.items() if ratio is not None
     )
-    parts = [
-        f'Compiled for {where}; bytes over those of {inspection.reference}: {ratios or "none"}.'
-    ]
+    parts = [f'Compiled for {where}; bytes relative to {inspection.reference}: {ratios or "none"}.']
     if inspection.compute_seconds is not None and inspection.exposed_seconds is not None:
         parts.append(
-            f'By a timeline of the schedule a step takes {duration(inspection.compute_seconds)} of '
-            f'kernels and {duration(inspection.exposed_seconds)} waiting for transfers.'
+            f"Estimated from XLA's schedule, a step takes {duration(inspection.compute_seconds)} "
+            f'of kernels and {duration(inspection.exposed_seconds)} of exposed communication.'
         )
     memory = inspection.memory
     parts.append(

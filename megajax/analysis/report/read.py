@@ -1,4 +1,4 @@
-"""The content of run directories, read with patience: a run may be going on, or just begin."""
+"""Read run directories, also while a run is in progress or has only just started."""
 
 import dataclasses
 import shlex
@@ -62,7 +62,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The content of a run directory, as far as it is there."""
+    """The content of a run directory, as far as it exists."""
 
     name: str
     folder: Path
@@ -103,7 +103,7 @@ class RunData:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunData]:
-    """Read run directories. Raises ConfigError with each that holds no run, or is there twice."""
+    """Read run directories. Raises ConfigError for a folder without a run, or given twice."""
     faults = [*_faults(folders)]
     if faults:
         raise ConfigError(*faults)
@@ -117,16 +117,16 @@ def read_runs(folders: Sequence[Path]) -> list[RunData]:
 def _faults(folders: Sequence[Path]) -> Iterator[str]:
     for place, folder in enumerate(folders):
         if folder.resolve() in [other.resolve() for other in folders[:place]]:
-            yield f'{folder} is given twice: leave one out'
+            yield f'{folder} is given twice: remove one'
         if (folder / CONFIG).is_file():
             continue
         guess = f'did you mean {near}? ' if (near := run_like(folder)) else ''
         fix = (
-            f'give its runs: {shlex.join(below)}'
+            f'give the runs in it: {shlex.join(below)}'
             if (below := runs_in(folder))
             else f'{guess}give the folder that megajax train printed after `run`'
         )
-        yield f'{folder} holds no run (no {CONFIG}): {fix}'
+        yield f'{folder} is not a run directory (no {CONFIG}): {fix}'
 
 
 def _read(folder: Path, name: str) -> RunData:

@@ -1,4 +1,4 @@
-"""The answer to "where did time go?": the seconds of each activity, and the time of each step."""
+"""Answer "Where did the time go?": seconds by activity, and the time of each step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,48 +9,48 @@ from megajax.base.render.units import duration
 from megajax.runtime.run.clock import ACTIVITIES
 
 MEANINGS = {
-    'productive': 'steps that count',
+    'productive': 'training steps that were kept',
     'lost': 'steps skipped, rolled back or repeated',
     'compile': 'compiling the programs',
-    'setup': 'devices, corpus, first state',
+    'setup': 'starting devices, reading the corpus, initializing',
     'restore': 'reading a checkpoint',
-    'checkpoint': 'saving, while it blocks training',
+    'checkpoint': 'saving, while training waits',
     'evaluation': 'validation',
-    'replay': 'repeating steps to compare them',
+    'replay': 'repeating steps to detect silent data corruption',
     'data_wait': 'waiting for batches',
-    'other': 'samples, traces, between the steps',
+    'other': 'samples, traces, time between steps',
 }
 
 
 def headline(facts: Facts) -> str:
-    """Return the share of the time in steps, and the largest other activity."""
+    """Return the share of time in productive steps, and the largest other activity."""
     seconds = seconds_of(facts)
     total = sum(seconds.values())
     if not total:
-        return 'no time is known: the run wrote no summary.json'
+        return 'time unknown: the run wrote no summary.json'
     others = {name: value for name, value in seconds.items() if name != 'productive'}
     largest = max(others, key=lambda name: others[name])
     return (
-        f'{seconds["productive"] / total:.0%} in steps that count; then '
+        f'{seconds["productive"] / total:.0%} in productive steps; next: '
         f'{largest.replace("_", " ")} {others[largest] / total:.0%}'
     )
 
 
 def seconds_of(facts: Facts) -> Mapping[str, float]:
-    """The seconds of each activity in all starts of a run; zeros if it wrote none."""
+    """Return the seconds of each activity over all starts of a run; zeros if it wrote none."""
     seconds = facts.run.summary.get('seconds', {})
     return {name: float(seconds.get(name, 0)) for name in ACTIVITIES}
 
 
 def section(runs: Sequence[Facts], points: int) -> Html:
-    """Return a bar and a table of the activities, and the picture of the steps' times."""
+    """Return a bar and a table of the activities, and charts of step times and data waits."""
     lines = lines_of(runs, 'step_ms', points)
     times = chart(
-        'Time of a step', lines, y='ms', is_log=spread(lines), from_zero=True, legend=len(runs) > 1
+        'Step time', lines, y='ms', is_log=spread(lines), from_zero=True, legend=len(runs) > 1
     )
     waits = lines_of(runs, 'data_wait_ms', points)
     waiting = chart(
-        'Waiting for data', waits, y='ms of a step', from_zero=True, legend=len(runs) > 1
+        'Waiting for data', waits, y='ms per step', from_zero=True, legend=len(runs) > 1
     )
     figures = element('div', times, waiting, class_='figures')
     return join([*map(_bar, runs), _table(runs), figures])

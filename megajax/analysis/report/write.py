@@ -1,4 +1,4 @@
-"""The file of a report: where it goes, and what it may replace."""
+"""Write the HTML report, without overwriting a file that is not a report."""
 
 import logging
 from collections.abc import Sequence
@@ -58,12 +58,12 @@ def check_out(out: Path) -> None:
         start = file.read(_HEAD)
     if start and GENERATOR.encode() not in start:
         raise ConfigError(
-            f'{out} exists and is no report of megajax: delete it, or give another file (--out)'
+            f'{out} exists and is not a megajax report: delete it, or give a different --out'
         )
 
 
 def write_at_end(folder: Path) -> Path | None:
-    """Write the report of a run that ends, and return its path; a failure is logged."""
+    """Write the report of a run that is ending, and return its path; log any failure."""
     try:
         return write_report([folder], max_program=MAX_PROGRAM)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The answer to "was anything wrong?": skipped and slow steps, restarts, faults of files."""
+"""Answer "Did anything go wrong?": skipped and slow steps, restarts, damaged files."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -9,8 +9,7 @@ from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.html import Html, element, join, table
 from megajax.analysis.report.learned import VALIDATION
 from megajax.analysis.report.read import METRICS, RunData
-from megajax.analysis.report.words import count
-from megajax.base.render.units import duration
+from megajax.base.render.units import count, duration
 from megajax.runtime.checkpoint.record import config_differences
 from megajax.runtime.run.watchdog import LOG
 
@@ -18,12 +17,12 @@ SLOW = 2.0  # times the median, from which a step counts as slow
 WORTH_SAYING = 0.01  # share of the time of all steps that slow ones must cost to be a fault
 BEHIND = 0.1  # share of the median step by which a process is behind, and worth a line
 WORSE = 0.02  # share by which the last validation loss is above the best, and worth a line
-NOTHING = 'Nothing: no skipped step, no restart, no loss of time.'
+NOTHING = 'Nothing: no skipped steps, no restarts, no lost time.'
 SHOWN = 8  # steps in a table
 
 
 def headline(facts: Facts) -> str:
-    """Return the first fault of a run and how many more there are, or that there is none."""
+    """Return the first problem of a run and how many more there are, or nothing."""
     found = [*faults(facts)]
     if not found:
         return 'nothing'
@@ -43,11 +42,11 @@ def faults(facts: Facts) -> Iterator[str]:
     yield from _starts(run)
     yield from _slow(run)
     if (run.folder / LOG).is_file():
-        yield f'The watchdog found the run without progress: {LOG} has the stacks.'
+        yield f'The watchdog found no progress; {LOG} has the stack traces.'
 
 
 def section(runs: Sequence[Facts]) -> Html:
-    """Return the faults of each run, its skipped steps and its slowest ones."""
+    """Return the problems of each run, its skipped steps and its slowest steps."""
     parts = list[Html]()
     for facts in runs:
         found = [*faults(facts)]
@@ -68,9 +67,9 @@ def section(runs: Sequence[Facts]) -> Html:
 def _end(run: RunData) -> Iterator[str]:
     last, steps = run.last_step, run.config.train.steps
     if run.running:
-        yield f'The run is still going on ({run.running}), at step {last:,} of {steps:,}.'
+        yield f'The run is still in progress ({run.running}), at step {last:,} of {steps:,}.'
     elif not last:
-        yield f'No step was taken yet: there is no {METRICS} with one.'
+        yield f'No step has finished: {METRICS} has none.'
     elif not run.is_finished:
         yield f'The run stopped at step {last:,} of {steps:,}.'
 
@@ -83,13 +82,13 @@ def _skipped(run: RunData) -> Iterator[str]:
     reasons = [
         f'{number:,} for {why}'
         for why, number in (
-            ('a loss or gradient that is not finite', _count(run, finite=0, overflow=0)),
-            ('a spike in the loss', _count(run, spike=1)),
-            ('gradients that overflow in fp16', _count(run, overflow=1)),
+            ('non-finite loss or gradients', _count(run, finite=0, overflow=0)),
+            ('a loss spike', _count(run, spike=1)),
+            ('fp16 gradient overflow', _count(run, overflow=1)),
         )
         if number
     ]
-    yield f'{count(skipped, "step")} skipped: {", ".join(reasons) or "no reason was written"}.'
+    yield f'{count(skipped, "step")} skipped: {", ".join(reasons) or "reason unknown"}.'
 
 
 def _count(run: RunData, **values: int) -> int:
@@ -106,8 +105,8 @@ def _program(facts: Facts) -> Iterator[str]:
     for row in inspection.rows:
         if row.verdict == 'MORE':
             yield (
-                f'XLA inserted more collectives than {inspection.reference} at {row.site}, '
-                f'{row.phase}, over {row.axis}.'
+                f'XLA sends more than {inspection.reference} at {row.site}, {row.phase}, over '
+                f'{row.axis}.'
             )
     for finding in inspection.findings:
         if finding.level == 'error':
@@ -117,7 +116,7 @@ def _program(facts: Facts) -> Iterator[str]:
 def _checkpoints(run: RunData) -> Iterator[str]:
     if not run.checkpoints:
         if run.last_step and not run.running:
-            yield 'There is no finished checkpoint.'
+            yield 'There is no complete checkpoint.'
         return
     for checkpoint in run.checkpoints:
         if checkpoint.fault:
@@ -125,20 +124,20 @@ def _checkpoints(run: RunData) -> Iterator[str]:
     newest = run.checkpoints[-1].step
     if newest < run.last_step and not run.running:
         lost = count(run.last_step - newest, 'step')
-        yield f'The newest checkpoint is of step {newest:,}: {lost} after it would be repeated.'
+        yield f'The newest checkpoint is of step {newest:,}; a resume repeats {lost}.'
 
 
 def _validation(run: RunData) -> Iterator[str]:
     steps, losses = run.evaluated(VALIDATION)
     if not len(losses):
         if run.last_step:
-            yield 'Without a validation loss, over-fitting cannot be seen.'
+            yield 'No validation loss was measured, so overfitting would go unnoticed.'
         return
     best = int(np.nanargmin(losses)) if np.isfinite(losses).any() else 0
     if losses[-1] > (1 + WORSE) * losses[best]:
         yield (
-            f'The validation loss has risen from its best, {losses[best]:.3f} at step '
-            f'{steps[best]:,.0f}, to {losses[-1]:.3f}.'
+            f'The validation loss rose from its best of {losses[best]:.3f} at step '
+            f'{steps[best]:,.0f} to {losses[-1]:.3f}.'
         )
 
 
@@ -148,7 +147,7 @@ def _starts(run: RunData) -> Iterator[str]:
     if starts > 1:
         yield f'The run was started {starts} times.'
     if lost:
-        yield f'{duration(lost)} of steps were lost: skipped, rolled back, or repeated by a start.'
+        yield f'{duration(lost)} of training was lost to steps skipped, rolled back or repeated.'
     records = [checkpoint.record for checkpoint in run.checkpoints if checkpoint.record]
     for before, after in pairwise(records):
         for key, (old, new) in config_differences(before, after).items():
@@ -162,21 +161,21 @@ def _slow(run: RunData) -> Iterator[str]:
         share = extra / float(np.sum(run.steps.known('step_ms')))
         if share > WORTH_SAYING:
             yield (
-                f'{count(len(slow), "step")} took more than {SLOW:g} times the median: '
-                f'{duration(extra / 1e3)} more in all, {share:.1%} of the time of all steps.'
+                f'{count(len(slow), "step")} took more than {SLOW:g}x the median, '
+                f'{duration(extra / 1e3)} longer in total ({share:.1%} of all step time).'
             )
     behind, median = run.steps.known('slowest_process_behind_ms'), run.steps.median('step_ms')
     if len(behind) and median and np.median(behind) > BEHIND * median:
         process = run.steps.known('slowest_process')
         usual = int(np.bincount(process.astype(int)).argmax())
         yield (
-            f'Process {usual} is most often the last to a step, '
-            f'{duration(float(np.median(behind)) / 1e3)} after the median.'
+            f'Process {usual} is most often the slowest, usually '
+            f'{duration(float(np.median(behind)) / 1e3)} behind the median process.'
         )
 
 
 def slow_steps(run: RunData) -> np.ndarray:
-    """Return the places of the slow steps, slowest first; a first step connects the devices."""
+    """Return the indices of slow steps, slowest first; the first step connects the devices."""
     times, median = run.steps['step_ms'], run.steps.median('step_ms')
     if median is None:
         return np.array([], int)
@@ -199,7 +198,7 @@ def _slow_table(run: RunData) -> Html:
         ]
         for row, place in enumerate(slow)
     ]
-    head = ['slowest steps', 'ms', 'times the median', 'ms waiting for data', 'ms saving before']
+    head = ['slowest steps', 'ms', 'x median', 'data wait ms', 'checkpoint ms before it']
     return table(head, rows)
 
 

@@ -27,14 +27,14 @@ def test_a_slow_mesh_is_told_the_keys_of_a_faster_one_which_hold_what_they_promi
         'train.recompute=full',
     )
     alone, compared = said(*slow)
-    assert 'GB of 76.0 GB; ' in alone
+    assert 'GB per GPU (76.0 GB usable); ' in alone
     before, words = compared.split('x as fast with ')
     ratio, keys = float(before.rpartition(' ')[2]), words.split()
-    assert compared.startswith('model=8: fits without it; ')
+    assert compared.startswith('fits without tensor parallelism (model=8); ')
     assert {'mesh.model=1', 'mesh.data=8', 'train.recompute=none'} <= {*keys}
     assert not any('overlap' in key or 'unroll' in key for key in keys)  # auto chooses them
     assert said(*slow, *keys)[1].endswith('within 3% of the fastest layout')
-    seconds = [line.split(' a step')[0].split()[-2:] for line in (alone, said(*slow, *keys)[0])]
+    seconds = [line.split(' per step')[0].split()[-2:] for line in (alone, said(*slow, *keys)[0])]
     slow_ms, fast_ms = (float(n) * (1 if unit == 'ms' else 1000) for n, unit in seconds)
     assert slow_ms / fast_ms == pytest.approx(ratio, rel=0.02)
 
@@ -44,7 +44,7 @@ def test_a_mesh_that_does_not_fit_is_told_one_that_does():
     alone, compared = said('mesh.data=8', 'mesh.model=1', 'mesh.sequence_parallel=false', *large)
     assert alone.startswith('does not fit: needs ')
     keys = compared.partition('; fits with ')[2].partition(', ')[0].split()
-    assert ' a step expected' in said('mesh.data=8', 'mesh.model=1', *large, *keys)[0]
+    assert ' per step expected' in said('mesh.data=8', 'mesh.model=1', *large, *keys)[0]
 
 
 def test_where_nothing_fits_it_says_so():

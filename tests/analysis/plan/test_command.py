@@ -52,7 +52,7 @@ def test_the_command_says_what_the_call_says(tmp_path):
     assert str(called) in done.stdout
     titles = [line.strip() for line in done.stdout.splitlines()]
     assert {
-        f'memory per GPU, at its peak ({called.memory_moment})',
+        f'peak memory per GPU ({called.memory_moment})',
         'time per step, ± 10%',
         'layouts, times ± 10%',
     } <= set(titles)
@@ -100,7 +100,7 @@ def test_what_is_sharded_is_named_and_written():
     assert plan.sharding.startswith(
         {'gradients': 'ZeRO-2; ', 'weights': 'ZeRO-3; '}[plan.layout.shard]
     )
-    assert f'sharding over data  {plan.sharding}'[:60] in str(plan)
+    assert f'ZeRO                    {plan.sharding}'[:60] in str(plan)
     kinds = {(layout.shard, layout.replicas) for layout in plan.layouts if layout.fits}
     assert {shard for shard, _ in kinds} == {'none', 'optimizer', 'gradients', 'weights'}
     assert {replicas for _, replicas in kinds} > {1, 2}
@@ -111,8 +111,8 @@ def test_a_grid_is_named_with_what_it_sends():
     plan = megajax.plan(megajax.load('llama3_8b'), gpu='h100', gpus=8)
     assert plan.grids is not None
     assert re.fullmatch(
-        r'no: the fastest one, 2x2, takes [\d.]+% longer; '
-        r'its layers send 1.42 times the bytes of model=4',
+        r'not worth it: the best 2-D layout \(2x2\) takes [\d.]+% longer; '
+        r'its layers send 1.42x the bytes of model=4',
         plan.grids,
     )
     assert 'model=2x2, sequence parallel' in str(plan)
@@ -125,12 +125,12 @@ def test_a_grid_is_named_with_what_it_sends():
     plan = megajax.plan(config, gpu='h100', gpus=512)
     assert plan.layout.model_rows == plan.fastest().mesh.model_rows > 1
     assert plan.grids is not None
-    assert plan.grids.startswith('yes: ')
+    assert plan.grids.startswith('worth it: ')
     assert {line.axis for line in plan.transfers} >= {'row', 'model', 'row+model', 'data'}
-    assert 'collectives over row' in str(plan)
+    assert 'exposed collectives, row' in str(plan)
 
 
-def test_why_a_layout_lost_is_said_of_each():
+def test_every_layout_but_the_fastest_has_a_reason():
     plan = megajax.plan(megajax.load('llama3_8b'), gpu='h100', gpus=16)
     for layout in plan.layouts:
         if layout == plan.best:
@@ -169,7 +169,7 @@ def test_a_config_that_does_not_fit_exits_1_and_shows_what_does():
     assert 'does not fit in 76.0 GB' in done.stdout
     assert 'data=8 x model=1, 8 microbatches of 1, ZeRO-3, batch_split ' in done.stdout
     assert re.search(
-        r'sharding over data  ZeRO-[23]; .*no ZeRO needs [\d.]+ GB of 76.0 GB', done.stdout
+        r'ZeRO                    ZeRO-[23]; .*no ZeRO: does not fit \([\d.]+ GB\)', done.stdout
     )
 
 
@@ -185,7 +185,7 @@ def test_dropout_in_attention_is_named_where_a_config_does_not_fit():
 
 def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
     plan = megajax.plan(megajax.load('llama3_70b'), gpu='a100_40gb', gpus=64)
-    assert plan.verdict.startswith('yes: without it the smallest layout needs ')
+    assert plan.verdict.startswith('required: without it the smallest layout needs ')
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
     [
         (
             'gpt3_175b --gpus 8',
-            'nothing fits on 8 x NVIDIA H100 SXM 80 GB: the smallest layout needs ',
+            'no layout fits on 8 x NVIDIA H100 SXM 80 GB: the smallest needs ',
         ),
         ('gpt2_124m --gpus 5', '512 is not a multiple of mesh.data=5; use 510 or 515'),
         (
@@ -201,7 +201,7 @@ def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
             '12 GPUs do not fill hosts of 8: use 8 or 16, or set the GPUs of a host',
         ),
         (
-            'gpt2_124m --target-batch 3',
+            'gpt2_124m --global-batch-size 3',
             'train.batch_size: 3 is not a multiple of mesh.data=8 x train.microbatches=4',
         ),
         (
@@ -240,7 +240,7 @@ def test_a_wrong_call_exits_2():
     done = command('gpt3_175b', '--gpus', 8)
     assert (done.returncode, done.stdout) == (2, '')
     assert done.stderr.startswith(
-        'error: nothing fits on 8 x NVIDIA H100 SXM 80 GB: the smallest layout needs '
+        'error: no layout fits on 8 x NVIDIA H100 SXM 80 GB: the smallest needs '
     )
 
 
@@ -269,7 +269,7 @@ def test_a_plan_needs_no_jax_and_no_more_calls_than_a_core_makes_in_seconds():
 @pytest.mark.skipif(
     not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
 )
-def test_the_compilers_figure_stands_beside():
+def test_verify_shows_the_memory_that_the_compiler_planned():
     small = 'gpt2_124m', 'model.num_layers=2', 'mesh.data=4', 'mesh.model=2'
     done = command(*small, '--gpu', 'h100', '--verify')
     assert done.returncode == 0, done.stderr
@@ -295,3 +295,24 @@ def test_the_fastest_layout_is_compiled_too_where_it_is_another(monkeypatch):
     assert (checked.compiled_bytes, checked.best_compiled_bytes) == (114, 111)
     again = verified(megajax.plan(plan.fastest(), gpu='h100'), 'h100')
     assert (again.compiled_bytes, again.best_compiled_bytes) == (111, 111)
+
+
+def test_a_plan_that_was_written_with_the_old_names_is_read():
+    plan = megajax.plan(megajax.load('gpt2_345m', ['mesh.data=2', 'mesh.model=4']), gpu='h100')
+    old = plan.model_dump_json().replace('"schema_version":3', '"schema_version":2')
+    for before, after in (
+        ('"products":', '"matmul":'),
+        ('"microbatch_rows":', '"microbatch_sequences":'),
+        ('"weights"', '"gathered_weights"'),
+        ('"buffers"', '"workspace"'),
+        ('"fragments"', '"fragmentation"'),
+    ):
+        assert after in old
+        old = old.replace(after, before)
+    assert Plan.model_validate_json(old) == plan
+
+
+def test_an_option_with_its_old_name_works_and_warns():
+    called = CliRunner().invoke(app, ['plan', 'gpt2_124m', '--gpus', '8', '--price=2'])
+    assert 'warning: --price is now --gpu-hour-price' in called.stderr
+    assert ' at 2 per GPU-hour' in called.stdout

@@ -17,7 +17,7 @@ from megajax.analysis.inspect.products import count_products
 from megajax.analysis.plan.communication import wire_bytes
 from megajax.analysis.plan.launches import num_launches
 from megajax.analysis.plan.layouts import changed
-from megajax.analysis.plan.memory import FRAGMENTS, UNDERCOUNT, memory
+from megajax.analysis.plan.memory import FRAGMENTATION, UNDERCOUNT, memory
 from megajax.core.config import Config
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.flops import step_flops
@@ -249,4 +249,4 @@ def test_a_wider_mlp_needs_as_much_more_as_xla_said() -> None:
     compiled, predicted = (
         int(wide[key]) - int(narrow[key]) for key in ('compiled_bytes', 'predicted_bytes')
     )
-    assert predicted == pytest.approx(compiled, rel=FRAGMENTS)
+    assert predicted == pytest.approx(compiled, rel=FRAGMENTATION)

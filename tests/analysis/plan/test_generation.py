@@ -84,15 +84,15 @@ def test_the_command_shows_the_table() -> None:
         '512',
     ]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert shown.startswith('256 tokens after 512, 1 row, NVIDIA H100')
+    assert shown.startswith('256 tokens after a prompt of 512, 1 sequence at once, NVIDIA H100')
     assert 'not measured' in shown
 
 
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        (['--batch', '8'], '--prompt and --batch are those of generation: add --generate'),
-        (['--generate', '--verify'], 'are those of training: leave them out, or --generate'),
+        (['--batch', '8'], '--prompt and --batch apply to generation only: add --generate'),
+        (['--generate', '--verify'], 'apply to training only: remove them, or remove --generate'),
         (['--generate', '--tokens', '300e9'], 'model.max_seq_len=1024: ask for fewer'),
     ],
 )

@@ -97,7 +97,7 @@ def test_zero_shares_the_state_and_adds_the_weights_of_a_step() -> None:
     plain, sharded = (rung(shard, microbatches=2) for shard in ('none', 'optimizer'))
     parameters = plain.state / 12
     assert sharded.state == pytest.approx(12 / 64 * parameters, rel=0.01)
-    assert sharded.weights == pytest.approx(2 * parameters, rel=0.001)
+    assert sharded.gathered_weights == pytest.approx(2 * parameters, rel=0.001)
     assert sharded.total < plain.total
 
 
@@ -112,8 +112,12 @@ def test_each_rung_of_zero_needs_less_than_the_one_before() -> None:
     assert optimizer.gradients == pytest.approx(layers + head, rel=0.001)
     assert gradients.gradients == pytest.approx(layers / 8 + head, rel=0.001)
     # In one microbatch the tables are gathered only where they are used.
-    assert optimizer.weights == gradients.weights == pytest.approx(2 * 6.979e9, rel=0.001)
-    assert weights.weights == pytest.approx(2 * 6.979e9 / 32, rel=0.001)  # of a layer
+    assert (
+        optimizer.gathered_weights
+        == gradients.gathered_weights
+        == pytest.approx(2 * 6.979e9, rel=0.001)
+    )
+    assert weights.gathered_weights == pytest.approx(2 * 6.979e9 / 32, rel=0.001)  # of a layer
 
 
 def test_each_replica_has_the_complete_state() -> None:

@@ -62,8 +62,10 @@ def test_it_names_the_bytes_that_were_compiled_and_says_that_it_predicts() -> No
     usable = int(USABLE * H100.memory)
     assert remedy(config, usable, gpu='h100', gpus_per_host=8) == ''
     text = remedy(config, usable + 10**9, gpu='h100', gpus_per_host=8)
-    assert f'needs {(usable + 10**9) / 1e9:.1f} GB of {usable / 1e9:.1f} GB' in text
-    assert re.search(r'; \S+=\S+ would make it fit, with \S+ GB .* as megajax plan predicts', text)
+    assert f'needs {(usable + 10**9) / 1e9:.1f} GB per GPU ({usable / 1e9:.1f} GB usable)' in text
+    assert re.search(
+        r'; use \S+=\S+, predicted to need \S+ GB and to be \S+% (slower|faster)', text
+    )
 
 
 def test_a_key_that_saves_less_than_is_missing_is_not_named() -> None:
@@ -79,7 +81,7 @@ def test_where_no_key_is_enough_it_says_so() -> None:
     mesh = 'mesh.data=1', 'mesh.model=8', 'train.batch_size=8', 'train.microbatches=8'
     config = megajax.load('llama3_70b', [*mesh, 'train.recompute=full'])
     text = remedy(config, 10**12, gpu='h100', gpus_per_host=8)
-    assert text.endswith('no one key makes it fit: megajax plan searches all layouts')
+    assert text.endswith('no single key makes it fit; run megajax plan to search all layouts')
 
 
 def test_rounding_the_moments_is_named_only_where_nothing_else_fits() -> None:

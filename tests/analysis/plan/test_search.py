@@ -154,7 +154,7 @@ def test_the_reason_says_by_how_much():
     loser = next(choice for choice in found.fitting if choice.mesh == Mesh(2, 1, 4))
     excess = loser.timed.total / found.best.timed.total - 1
     why = why_slower(loser.timed, found.best.timed)
-    assert why.startswith(f'{excess:+.1%}: matrix products ')  # those of halves are smaller
+    assert why.startswith(f'{excess:+.1%}: matmul ')  # those of halves are smaller
 
 
 def test_a_mesh_that_cannot_be_says_why():
@@ -171,7 +171,7 @@ def test_where_nothing_fits_the_fewest_gpus_that_would_are_named():
     with pytest.raises(ConfigError) as caught:
         ranking(load('llama3_70b'), 'h100', 8)
     first, fix, *_ = str(caught.value).splitlines()
-    assert first.startswith('nothing fits on 8 x NVIDIA H100 SXM 80 GB: the smallest layout needs ')
+    assert first.startswith('no layout fits on 8 x NVIDIA H100 SXM 80 GB: the smallest needs ')
     gpus = int(fix.removeprefix('it fits on ').split()[0])
     assert ranking(load('llama3_70b'), 'h100', gpus).fitting
     with pytest.raises(ConfigError):

@@ -126,10 +126,10 @@ def test_the_head_of_megatron_is_on_the_last_stage() -> None:
 def test_where_the_model_fits_without_a_pipeline_it_loses_and_the_plan_says_why() -> None:
     plan = megajax.plan(load('llama3_8b', ['train.seq_len=4096']), gpu='h100', gpus=64)
     assert plan.best.stages == 1
-    assert plan.pipelines.startswith('no: the fastest, stages=')
-    for said in ('its bubble is ', ' across hosts along stages', 'by gpipe it needs '):
+    assert plan.pipelines.startswith('not worth it: the best pipeline (stages=')
+    for said in ('; bubble ', ' to its neighbors (inter-host)', ' GB with 1f1b, '):
         assert said in plan.pipelines
-    assert 'pipelines           no: ' in str(plan)
+    assert 'pipeline parallelism    not worth it: ' in str(plan)
 
 
 def test_a_pipeline_wins_where_groups_inside_a_host_are_too_small() -> None:

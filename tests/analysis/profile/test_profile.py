@@ -201,9 +201,9 @@ def test_the_report_sums_the_parts_of_each_kind_and_of_the_step(tmp_path):
     assert ', step 11, data=1 x model=2, ' in said
     rows = [line.split() for line in said.splitlines()]
     assert ['kernels', '2', '0.03', '30.0%', '0.04'] in rows
-    assert ['exposed', '1', '0.02', '20.0%', '0.01'] in rows
+    assert ['exposed', 'transfers', '1', '0.02', '20.0%', '0.01'] in rows
     assert ['idle', '0.05', '50.0%', '0.05'] in rows
-    assert ['in', 'all', '3', '0.10', '100.0%', '0.10'] in rows
+    assert ['total', '3', '0.10', '100.0%', '0.10'] in rows
 
 
 def test_kernels_of_a_cuda_graph_are_counted_apart_and_the_report_says_what_to_do(tmp_path):
@@ -239,7 +239,13 @@ def ask(*arguments: str | Path) -> tuple[int, str]:
 def test_the_command_prints_every_table_and_writes_what_it_knows(traced_run, result, tmp_path):
     code, said = ask(traced_run, '--top', '3', '--gpu', 'h100', '--json', tmp_path / 'it.json')
     assert code == 0, said
-    for title in ('a step, divided', 'products', 'collectives', 'beside', '3 longest instructions'):
+    for title in (
+        'time of a step, divided',
+        'matmuls',
+        'collectives',
+        'predicted',
+        '3 longest instructions',
+    ):
         assert title in said
     first, last = result.steps[0], result.steps[-1]
     assert f', steps {first} to {last}, ' in said
@@ -248,7 +254,7 @@ def test_the_command_prints_every_table_and_writes_what_it_knows(traced_run, res
     written = Profile.model_validate_json((tmp_path / 'it.json').read_text())
     assert written == profile(traced_run, gpu='h100')
     code, said = ask(traced_run)
-    assert 'the peak of this CPU is not known: --gpu' in said
+    assert 'the peak of this CPU is not known; ' in said
     assert 'longest instructions' not in said
 
 
@@ -259,8 +265,8 @@ def without(run: Path, folder: Path, pattern: str) -> Path:
 
 
 def test_a_run_without_a_trace_that_can_be_read_is_a_mistake_with_a_fix(traced_run, tmp_path):
-    assert ask(tmp_path) == (2, f'{tmp_path} holds no run: give the folder that megajax train '
-                             'printed after `run`')  # fmt: skip
+    assert ask(tmp_path) == (2, f'{tmp_path} is not a run directory: give the folder that megajax '
+                             'train printed after `run`')  # fmt: skip
     untraced = without(traced_run, tmp_path / 'untraced', 'profile')
     code, said = ask(untraced)
     assert code == 2

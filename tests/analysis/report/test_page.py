@@ -126,8 +126,8 @@ def test_a_run_that_was_resumed_on_another_mesh_says_so(markup: str) -> None:
     learned, cost, _, time, speed = glance(markup)
     assert learned.startswith('validation loss 5.')
     assert 'on 2 devices' in cost
-    assert '% in steps that count' in time
-    assert speed.endswith('no more collectives than Megatron')
+    assert '% in productive steps' in time
+    assert speed.endswith('no collective sends more than in Megatron')
 
 
 def test_the_collectives_of_the_step_are_those_of_inspect(finished_run: Path) -> None:
@@ -148,12 +148,12 @@ def test_a_run_with_nothing_but_a_config_says_what_is_missing(
     Outline(markup)
     assert glance(markup) == [
         'no step was taken yet',
-        'no time is known: the run wrote no summary.json',
-        'No step was taken yet: there is no metrics.jsonl with one',
-        'no time is known: the run wrote no summary.json',
-        'no step was timed; its collectives are not known',
+        'time unknown: the run wrote no summary.json',
+        'No step has finished: metrics.jsonl has none',
+        'time unknown: the run wrote no summary.json',
+        'no step time was measured; collectives unknown',
     ]
-    assert 'the run keeps no step.hlo.gz' in markup
+    assert 'the run has no step.hlo.gz' in markup
 
 
 def test_the_differences_of_two_configs_are_a_table(finished_run: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_the_differences_of_two_configs_are_a_table(finished_run: Path, tmp_path
 
 
 def test_equal_configs_are_said_to_be_equal(finished_run: Path, copied_run: Path) -> None:
-    assert 'The configs of the runs are equal.' in page_on(finished_run, copied_run)
+    assert 'All runs have the same config.' in page_on(finished_run, copied_run)
 
 
 def test_skipped_and_slow_steps_are_named_with_their_reasons(copied_run: Path) -> None:
@@ -183,19 +183,19 @@ def test_skipped_and_slow_steps_are_named_with_their_reasons(copied_run: Path) -
         {'step': 42, **usual, **times, 'step_ms': 9000.0, 'data_wait_ms': 8900.0},
     )
     shown = words(page_on(copied_run))
-    reasons = '1 for a loss or gradient that is not finite, 1 for a spike in the loss.'
+    reasons = '1 for non-finite loss or gradients, 1 for a loss spike.'
     assert f'2 steps skipped: {reasons}' in shown
     assert '40 not finite 1' in shown
     assert '42 9,000.0 90.0 8,900.0 0.0' in shown
-    assert 'The newest checkpoint is of step 6: 36 steps after it would be repeated.' in shown
+    assert 'The newest checkpoint is of step 6; a resume repeats 36 steps.' in shown
 
 
 def test_a_rise_of_the_validation_loss_is_a_fault(copied_run: Path) -> None:
     add_lines(copied_run, {'step': 6, 'validation_loss': 99.0})
-    assert 'The validation loss has risen from its best' in page_on(copied_run)
+    assert 'The validation loss rose from its best' in page_on(copied_run)
 
 
-def test_the_best_loss_stands_below_the_last_where_it_is_another(copied_run: Path) -> None:
+def test_the_best_loss_is_below_the_last_if_they_differ(copied_run: Path) -> None:
     best = r'<br/?><small>[\d.]+ at step \d+</small>'
     assert not re.search(best, page_on(copied_run))
     (run,) = read_runs([copied_run])
@@ -209,7 +209,7 @@ def test_a_single_validation_loss_that_is_not_finite_is_no_rise(copied_run: Path
     lines = [line for line in file.read_text().splitlines() if 'validation_loss' not in line]
     file.write_text('\n'.join(lines) + '\n')
     add_lines(copied_run, {'step': 6, 'validation_loss': float('nan')})
-    assert 'has risen' not in page_on(copied_run)
+    assert 'loss rose' not in page_on(copied_run)
 
 
 def test_without_validation_the_training_loss_is_the_answer(copied_run: Path) -> None:
@@ -218,7 +218,7 @@ def test_without_validation_the_training_loss_is_the_answer(copied_run: Path) ->
     file.write_text('\n'.join(lines) + '\n')
     markup = page_on(copied_run)
     assert re.match(r'training loss 5\.\d+ → 5\.\d+, without validation', glance(markup)[0])
-    assert 'Without a validation loss, over-fitting cannot be seen.' in markup
+    assert 'No validation loss was measured, so overfitting would go unnoticed.' in markup
 
 
 def test_a_damaged_checkpoint_is_a_fault(copied_run: Path) -> None:
@@ -226,20 +226,20 @@ def test_a_damaged_checkpoint_is_a_fault(copied_run: Path) -> None:
     assert 'Checkpoint 6 is damaged: ' in page_on(copied_run)
 
 
-def test_a_run_on_known_gpus_stands_beside_its_prediction(copied_run: Path) -> None:
+def test_a_run_on_known_gpus_is_compared_with_its_prediction(copied_run: Path) -> None:
     record = json.loads((copied_run / 'step.json').read_text())
     record |= {'device_kind': 'NVIDIA H100 80GB HBM3'}
     (copied_run / 'step.json').write_text(json.dumps(record))
     markup = page_on(copied_run)
-    assert re.search(r'a step, [\d.]+ times the predicted [\d.]+ ms \(± 10%\); no more', markup)
-    assert 'launching short kernels' in markup
+    assert re.search(r'per step, [\d.]+x the predicted [\d.]+ ms \(± 10%\); no collective', markup)
+    assert 'launch overhead' in markup
 
 
 def test_more_than_megatron_is_a_fault(copied_run: Path) -> None:
     text = (copied_run / 'config.yaml').read_text()
     (copied_run / 'config.yaml').write_text(text.replace('batch_size: 4', 'batch_size: 2'))
     shown = words(page_on(copied_run))
-    assert 'XLA inserted more collectives than Megatron at mlp, forward, over model.' in shown
+    assert 'XLA sends more than Megatron at mlp, forward, over model.' in shown
 
 
 def test_bert_has_the_results_of_both_its_tasks(tmp_path: Path) -> None:
@@ -266,11 +266,13 @@ def with_tokenizer(folder: Path, digest: str) -> Path:
 def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(
     finished_run: Path, copied_run: Path
 ) -> None:
-    rule = 'The runs have different tokenizers, so the losses per token cannot be compared'
+    rule = 'The runs have different tokenizers, so losses per token are not comparable'
     assert rule not in page_on(finished_run, copied_run)
     markup = page_on(finished_run, with_tokenizer(copied_run, 'f' * 64))
     Outline(markup)
-    assert f'{rule}: compare bits per byte, on the same validation text.' in glance(markup)[0]
+    assert (
+        f'{rule}; compare bits per byte on the same validation text instead.' in glance(markup)[0]
+    )
     assert re.search(r'nats per token \([\d.]+ → [\d.]+ bits per byte\)', glance(markup)[0])
     assert {'Loss of run', 'Loss of night'} <= {*re.findall('Loss of [a-z]+', markup)}
     assert 'Loss in the second half' not in markup
@@ -285,7 +287,7 @@ def test_a_run_without_a_checkpoint_has_the_tokenizer_of_its_folder(
     assert without.tokenizer == saved.tokenizer
     (copied_run / 'tokenizer.json').unlink()
     shown = glance(page_on(finished_run, copied_run))[0]
-    assert 'Not all tokenizers are known, so the losses per token cannot be compared' in shown
+    assert 'Some tokenizers are unknown, so losses per token are not comparable' in shown
 
 
 def test_runs_with_different_tokenizers_and_no_bits_per_byte_are_said_not_to_compare(
@@ -294,7 +296,7 @@ def test_runs_with_different_tokenizers_and_no_bits_per_byte_are_said_not_to_com
     metrics = with_tokenizer(copied_run, 'f' * 64) / 'metrics.jsonl'
     metrics.write_text(metrics.read_text().replace('validation_bits_per_byte', 'unread'))
     shown = glance(page_on(finished_run, copied_run))[0]
-    assert 'and without bits per byte nothing else compares night.' in shown
+    assert 'No bits per byte were logged for night.' in shown
 
 
 def test_a_run_on_pictures_shows_the_newest_it_has_read(tmp_path: Path) -> None:

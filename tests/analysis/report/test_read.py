@@ -101,12 +101,14 @@ def test_each_name_without_a_run_is_named_with_a_guess(finished_run: Path) -> No
     with pytest.raises(ConfigError) as raised:
         read_runs([missing, empty])
     first, second = str(raised.value).splitlines()
-    assert f'{missing} holds no run (no config.yaml): did you mean {finished_run}?' in first
-    assert f'{empty} holds no run' in second
+    assert (
+        f'{missing} is not a run directory (no config.yaml): did you mean {finished_run}?' in first
+    )
+    assert f'{empty} is not a run directory' in second
 
 
 def test_a_run_that_is_given_twice_is_refused(finished_run: Path) -> None:
-    with pytest.raises(ConfigError, match='is given twice: leave one out'):
+    with pytest.raises(ConfigError, match='is given twice: remove one'):
         read_runs([finished_run, finished_run / '..' / finished_run.name])
 
 
@@ -117,5 +119,5 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(copied_run: Path, tmp_pa
 
 
 def test_a_folder_that_cannot_be_listed_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match='holds no run'):
+    with pytest.raises(ConfigError, match='is not a run directory'):
         read_runs([tmp_path / 'no' / 'such' / f'run{os.sep}'])

@@ -53,18 +53,23 @@ def test_a_file_that_is_no_report_is_kept(finished_run: Path, tmp_path: Path, co
     file.write_text(content)
     code, said = command(finished_run, '--out', file)
     assert code == 2
-    assert f'{file} exists and is no report of megajax: delete it, or give another file' in said
+    assert (
+        f'{file} exists and is not a megajax report: delete it, or give a different --out' in said
+    )
     assert file.read_text() == content
 
 
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['{folder}/nothing'], '{folder}/nothing holds no run (no config.yaml): '),
-        (['{run}/..'], '{run}/.. holds no run (no config.yaml): give its runs: {run}/../'),
+        (['{folder}/nothing'], '{folder}/nothing is not a run directory (no config.yaml): '),
+        (
+            ['{run}/..'],
+            '{run}/.. is not a run directory (no config.yaml): give the runs in it: {run}/../',
+        ),
         (['{run}', '--out', '/dev/null/page.html'], '/dev/null is a file and no folder: choose an'),
         (['{run}', '--out', '{folder}'], '{folder} is a folder: give the name of a file in it'),
-        (['{run}', '{run}'], 'is given twice: leave one out'),
+        (['{run}', '{run}'], 'is given twice: remove one'),
         (['{run}', '--gpu', 'h101'], 'GPU h101: choose among '),
     ],
 )
