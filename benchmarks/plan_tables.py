@@ -1,9 +1,9 @@
-"""Published rates beside what `megajax plan` predicts, as Markdown on standard output."""
+"""Print published throughputs and the predictions of `megajax plan` as Markdown."""
 
 from megajax.analysis.plan.published.comparison import markdown, summary_rows
 from megajax.analysis.plan.published.tables import TABLES
 
-HEAD = """# What `megajax plan` predicts of published rates
+HEAD = """# Published throughputs, and what `megajax plan` predicts for them
 
 `python benchmarks/plan_tables.py` writes this file, and `megajax plan --table NAME` shows \
 a table. TFLOP/s
@@ -12,7 +12,7 @@ are those of one GPU, as the source counts them. At most three efficiencies of a
 of their
 text (`benchmarks/held_out.py`). The last columns are the predicted shares of the step.
 
-| table | GPU | rows | held out: mean | largest | fitted: mean | largest |
+| table | GPU | rows | held out: mean error | max error | fitted: mean error | max error |
 |---|---|---|---|---|---|---|"""
 
 if __name__ == '__main__':

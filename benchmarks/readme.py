@@ -46,6 +46,17 @@ COMMANDS = [
         quoted=r'executed|limit|smaller|covered',
     ),
     Command('plan megatron_8.3b model.dropout=0 --gpu h100 --gpus 64 --tokens 300e9', turns=5),
+    Command(
+        'plan llama3_8b train.seq_len=4096 mesh.stages=4 mesh.virtual_stages=2 mesh.data=2 '
+        'mesh.model=8 mesh.sequence_parallel=true train.microbatches=16 train.batch_size=32 '
+        'train.recompute=none optim.shard=none --gpu h100'
+    ),
+    Command(
+        'plan gpt3_175b model.num_layers=128 model.hidden_size=25600 model.num_heads=160 '
+        'model.head_dim=160 model.num_kv_heads=160 model.ffn_size=102400 model.vocab_size=51200 '
+        'model.dropout=0.1 model.attention_dropout=0.1 train.batch_size=3072 train.dtype=float16 '
+        '--gpu a100 --gpus 3072'
+    ),
 ]
 PACKAGES = 'megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy'
 
@@ -88,7 +99,7 @@ def shown(command: Command) -> str:
             start = time.perf_counter()
             said.append(run(command.line, folder))
             seconds.append(time.perf_counter() - start)
-    lines = [line for line in said[0].splitlines() if re.search(command.quoted, line)]
+    lines = [line.rstrip() for line in said[0].splitlines() if re.search(command.quoted, line)]
     turns = ', '.join(f'{one:.1f}' for one in seconds)
     return f'`megajax {command.line}`, {turns} s:\n\n```\n' + '\n'.join(lines) + '\n```\n'
 

@@ -1,4 +1,4 @@
-"""Measurement of this machine's devices, and the file for `megajax plan --gpu FILE.yaml`."""
+"""Measure this machine's devices and write the file for `megajax plan --gpu FILE.yaml`."""
 
 import functools
 import io
@@ -21,17 +21,17 @@ from megajax.core.hardware.records import Dtype, Efficiency, Hardware, Link, Ref
 from megajax.core.parallel.layout import batch_layout
 
 SIZES = 128, 256, 512, 1024, 2048, 4096, 8192
-ELEMENTS = tuple(1 << power for power in range(14, 27, 3))  # sizes of the arrays that are reduced
+ELEMENTS = tuple(1 << power for power in range(14, 27, 3))  # sizes of the all-reduced arrays
 MEMORY_ELEMENTS = 1 << 26
-SHORTEST = 3e-5  # seconds of a product that say something of its rate, not of its launch
+SHORTEST = 3e-5  # seconds; shorter matmuls measure the launch, not the rate
 MEMORY_TIMES = 16
-MOST_TIMES, LOOP_SECONDS = 256, 0.02  # of a loop that repeats a short product
+MOST_TIMES, LOOP_SECONDS = 256, 0.02  # of a loop that repeats a short matmul
 UNKNOWN = Link(bandwidth=1e9, latency=1e-5)
 UNKNOWN_POWER = 100.0
 
 
 class Rate(NamedTuple):
-    """The FLOP/s of a product [size, size] x [size, size]."""
+    """The FLOP/s of a matmul [size, size] x [size, size]."""
 
     size: int
     rate: float
@@ -40,9 +40,9 @@ class Rate(NamedTuple):
 def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
     """Measure the devices, yield lines with the results, and write a hardware file.
 
-    `seconds` bounds each kind of measurement. For a GPU that is known by its name, peaks and memory
-    are the vendor's. Without a known peak, as on a CPU, it is the rate of the fastest product
-    measured. Products alone are the reference; the efficiency is that of five real steps.
+    `seconds` bounds each kind of measurement. For a known GPU, peaks and memory are the vendor's.
+    If the peak is unknown, as on a CPU, it is the rate of the fastest matmul measured. Standalone
+    matmuls are the reference; the efficiency in training comes from five real steps.
     """
     device = jax.devices()[0]
     if warning := busy():
@@ -55,12 +55,11 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
     for dtype in dtypes:
         rates[dtype] = list(_product_rates(dtype, seconds / len(dtypes)))
         yield (
-            f'products of {dtype}: '
+            f'matmul TFLOP/s by size, {dtype}: '
             + ', '.join(f'{size}: {rate / 1e12:.3g}' for size, rate in rates[dtype])
-            + ' TFLOP/s'
         )
     bandwidth = _memory_bandwidth(seconds)
-    yield f'memory: {bandwidth / 1e9:.1f} GB/s'
+    yield f'memory bandwidth: {bandwidth / 1e9:.1f} GB/s'
     link = _link(seconds) if len(jax.devices()) > 1 else None
     if link:
         yield (
@@ -74,8 +73,8 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
     fastest, slowest = 1e3 * min(step_seconds), 1e3 * max(step_seconds)
     yield (
         f'{len(step_seconds)} training steps: {1e3 * median(step_seconds):,.1f} ms '
-        f'({fastest:,.1f} to {slowest:,.1f}); products reach {fitted.efficiency.matmul:.1%} '
-        f'of the peak in training, and {alone.efficiency.matmul:.1%} alone'
+        f'({fastest:,.1f} to {slowest:,.1f}); matmuls reach {fitted.efficiency.matmul:.1%} of peak '
+        f'in training, {alone.efficiency.matmul:.1%} standalone'
     )
     partial = out.with_suffix('.partial')
     with_folder(partial).write_text(_yaml(fitted), encoding='utf-8')
@@ -84,9 +83,9 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
 
 
 def fit_products(rates: list[Rate], peak: float) -> tuple[float, float]:
-    """Return the `matmul` and `half_size` of least squared logarithmic error over the products.
+    """Return the `matmul` and `half_size` with the least squared logarithmic error.
 
-    Those that take no time do not count, unless there are no two others.
+    Matmuls shorter than SHORTEST do not count, unless fewer than two are longer.
     """
     long = [each for each in rates if 2 * each.size**3 / each.rate >= SHORTEST]
     rates = long if len(long) > 1 else rates[-2:]
@@ -104,15 +103,14 @@ def fit_products(rates: list[Rate], peak: float) -> tuple[float, float]:
 def fit_link(bytes_and_seconds: list[tuple[float, float]], devices: int) -> Link:
     """Return the bandwidth and latency of a ring of t devices.
 
-    The fit is by least squares of relative errors of bytes / bandwidth + 2(t-1) latency against the
-    seconds.
+    Fits bytes / bandwidth + 2(t-1) latency to the seconds by least squares of relative errors.
     """
     wire = np.array([wire_bytes for wire_bytes, _ in bytes_and_seconds])
     seconds = np.array([measured for _, measured in bytes_and_seconds])
     steps = 2.0 * (devices - 1)
     columns = np.stack([wire / seconds, np.full_like(wire, steps) / seconds], axis=1)
     (per_byte, latency), *_ = np.linalg.lstsq(columns, np.ones_like(wire), rcond=None)
-    if per_byte <= 0 or latency < 0:  # noise: only the largest message counts
+    if per_byte <= 0 or latency < 0:  # noise: use only the largest message
         per_byte, latency = seconds[-1] / wire[-1], 0.0
     return Link(bandwidth=float(1 / per_byte), latency=float(latency))
 
@@ -123,14 +121,14 @@ def _mesh() -> Mesh:
 
 def _on_every_device(shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Return one array per device, so that all devices work at once, as in a training step."""
-    # Random numbers, because a GPU is faster if they are all alike.
+    # Random numbers, because a GPU is faster on constant data.
     x = jax.random.normal(jax.random.key(0), (len(jax.devices()), *shape)).astype(dtype)
     return jax.device_put(x, NamedSharding(_mesh(), batch_layout(['data'])('B')))
 
 
 def _product_rates(dtype: str, seconds: float) -> Iterator[Rate]:
     for size in SIZES:
-        # Scaled, so that a product of many is no larger.
+        # Scaled, so that repeated matmuls do not overflow.
         x = _on_every_device((size, size), dtype) * size**-0.5
         each = _product_seconds(x, most=seconds / len(SIZES))
         yield Rate(size, 2 * size**3 / each)
@@ -156,8 +154,10 @@ def _memory_bandwidth(seconds: float) -> float:
 
 
 def _product_seconds(x: jax.Array, *, most: float) -> float:
-    """Return the seconds of x times x, in a loop on the device if they are few: a GPU takes longer
-    to be asked for a kernel than to run it.
+    """Return the seconds of x times x.
+
+    A short matmul is repeated in a loop on the device, because its launch takes longer than the
+    kernel.
     """
 
     def in_turn(times: int) -> Callable[[], jax.Array]:
@@ -228,21 +228,21 @@ def _hardware(
             memory=min(1.0, bandwidth / memory_bandwidth),
         ),
         sources={
-            'peak_flops': "the vendor's" if known else f'the fastest product, {by}',
+            'peak_flops': "the vendor's" if known else f'the fastest matmul, {by}',
             'memory_bandwidth': "the vendor's" if known else by,
             'power': "the vendor's" if known else 'not measured: set it',
             'inside_host': by if link else 'not measured: there is only one device',
             'across_hosts': 'not measured: set it',
-            'memory': "the vendor's" if known else 'the memory that jax may use on this machine',
-            'efficiency': f'{by}: half_size from products of {training}, matmul from training '
+            'memory': "the vendor's" if known else 'the memory that jax can use on this machine',
+            'efficiency': f'{by}: half_size from matmuls in {training}, matmul from training '
             'steps; flash is not measured',
-            'reference': f'{by}: the fastest product of {training}; flash is not measured',
+            'reference': f'{by}: the fastest matmul in {training}; flash is not measured',
         },
     )
 
 
 def _memory(device: jax.Device) -> int:
-    """Return the bytes that jax may use on a device, or an equal share of the host's memory."""
+    """Return the bytes that jax can use on a device, or an equal share of the host's memory."""
     limit = (device.memory_stats() or {}).get('bytes_limit')
     return (
         int(limit)

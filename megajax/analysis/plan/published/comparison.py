@@ -1,4 +1,4 @@
-"""Published and predicted rates side by side, as text and as Markdown."""
+"""Compare published and predicted throughputs, as text and as Markdown."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,6 +7,7 @@ from rich.table import Table
 
 from megajax.analysis.plan.published.predictions import Prediction, predict
 from megajax.analysis.plan.published.tables import TABLES, source
+from megajax.base.render.units import count
 from megajax.core.config import Config
 
 COLUMNS = (
@@ -17,28 +18,28 @@ COLUMNS = (
     'predicted',
     'error',
     'efficiencies',
-    'products',
-    'memory',
-    'model',
-    'data',
+    'matmul',
+    'memory-bound',
+    'exposed model',
+    'exposed data',
 )
 
 
 class Errors(NamedTuple):
-    """The absolute relative errors of the predicted TFLOP/s against the published."""
+    """Absolute relative errors of predicted TFLOP/s against published ones."""
 
     mean: float
     largest: float
     rows: int  # number of rows
 
     def __str__(self) -> str:
-        return f'mean error {self.mean:.1%}, largest {self.largest:.1%}'
+        return f'mean error {self.mean:.1%}, maximum {self.largest:.1%}'
 
 
 def errors(predictions: Sequence[Prediction], *, held_out: bool = True) -> Errors | None:
-    """Return the errors of the rows that are held out, or that the efficiencies are fitted on.
+    """Return the errors on the rows that are held out, or that calibration used.
 
-    Returns None without such rows.
+    Return None if there are no such rows.
     """
     relative = [
         abs(prediction.error) for prediction in predictions if prediction.row.held_out == held_out
@@ -71,10 +72,10 @@ def summary() -> Table:
         box=None,
         header_style='bold',
         pad_edge=False,
-        title='TFLOP/s of a GPU, predicted over published',
+        title='error of the predicted TFLOP/s per GPU',
         title_justify='left',
     )
-    for column in ('table', 'GPU', 'rows', 'held out: mean', 'largest', 'fitted: mean', 'largest'):
+    for column in ('table', 'GPU', 'rows', 'held out: mean', 'max', 'fitted: mean', 'max'):
         table.add_column(
             column, justify='left' if column in ('table', 'GPU') else 'right', no_wrap=True
         )
@@ -117,17 +118,17 @@ def _caption(predictions: Sequence[Prediction]) -> str:
     parts = []
     for held_out, what in ((True, 'held out'), (False, 'fitted')):
         if error := errors(predictions, held_out=held_out):
-            parts.append(f'{error.rows} rows {what}: {error}')
+            parts.append(f'{count(error.rows, "row")} {what}: {error}')
     return '; '.join(parts)
 
 
 def _mesh(config: Config) -> str:
-    """Return model x data; with a pipeline also stages x virtual ones, and a microbatch's rows."""
+    """Return model x data; with a pipeline also stages x virtual stages and the microbatch size."""
     mesh = config.mesh
     group = f'{mesh.model} x {mesh.data}'
     if mesh.stages == 1:
         return group
-    return f'{group} x {mesh.stages}x{mesh.virtual_stages}, rows {config.microbatch_rows}'
+    return f'{group} x {mesh.stages}x{mesh.virtual_stages}, microbatch {config.microbatch_rows}'
 
 
 def _cells(prediction: Prediction) -> list[str]:
