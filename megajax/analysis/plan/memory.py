@@ -157,7 +157,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     # The tokens of a chunk, gathered, and the gradient of them all before its sum is scattered.
     gathered = 2 * sizes.whole * sizes.layout.num_shards('D') // chunks if sizes.is_scattered else 0
     copies, in_passes = _transposed(sizes), _gathered_in_layers(sizes)
-    # The head is among the buffers.
+    head = transposed + sizes.itemsize * sizes.table  # counted as workspace
     is_ahead = sizes.is_ordered and sizes.overlap.gathers_ahead
     at_loss = in_passes if is_ahead else sizes.gathered
     return {
@@ -166,11 +166,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             gradients=summed + table,
             activations=sizes.kept,
             logits=max(logits, added) + dlogits,
-            workspace=transposed
-            + sizes.itemsize * sizes.table
-            + sizes.residual
-            + gathered
-            + copies,
+            workspace=head + sizes.residual + gathered + copies,
         ),
         'layout': Held(
             gathered_weights=in_passes,
