@@ -6,7 +6,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 import megajax
-from megajax.analysis.report import cost, learned, predicted, time_spent, wrong
+from megajax.analysis.report import cost, learned, predicted, problems, time_spent
 from megajax.analysis.report.chart import chip
 from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.html import Html, details, element, join, table
@@ -32,7 +32,7 @@ QUESTIONS = (
     _Question('learned', 'Did it learn?', learned.headline, learned.section),
     _Question('cost', 'What did it cost?', cost.headline, cost.section),
     _Question(
-        'wrong', 'Did anything go wrong?', wrong.headline, lambda runs, _: wrong.section(runs)
+        'wrong', 'Did anything go wrong?', problems.headline, lambda runs, _: problems.section(runs)
     ),
     _Question('time', 'Where did the time go?', time_spent.headline, time_spent.section),
     _Question(
