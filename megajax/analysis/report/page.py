@@ -6,7 +6,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 import megajax
-from megajax.analysis.report import cost, learned, predicted, problems, time_spent
+from megajax.analysis.report import cost, learning, predicted, problems, time_spent
 from megajax.analysis.report.chart import chip
 from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.html import Html, details, element, join, table
@@ -29,7 +29,7 @@ class _Question(NamedTuple):
 
 
 QUESTIONS = (
-    _Question('learned', 'Did it learn?', learned.headline, learned.section),
+    _Question('learned', 'Did it learn?', learning.headline, learning.section),
     _Question('cost', 'What did it cost?', cost.headline, cost.section),
     _Question(
         'wrong', 'Did anything go wrong?', problems.headline, lambda runs, _: problems.section(runs)
@@ -93,7 +93,7 @@ def _glance(runs: Sequence[Facts]) -> Html:
             element('div', chip(facts.colour) if len(runs) > 1 else '', question.headline(facts))
             for facts in runs
         ]
-        if question.name == 'learned' and (note := learned.comparison(runs)):
+        if question.name == 'learned' and (note := learning.comparison(runs)):
             lines.append(element('div', note))
         link = element('a', question.title, href=f'#{question.name}')
         entries += [element('dt', link), element('dd', *lines)]

@@ -7,7 +7,7 @@ import numpy as np
 
 from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.html import Html, element, join, table
-from megajax.analysis.report.learned import VALIDATION
+from megajax.analysis.report.learning import VALIDATION
 from megajax.analysis.report.read import METRICS, RunData
 from megajax.base.render.units import count, duration
 from megajax.runtime.checkpoint.record import config_differences

@@ -15,7 +15,7 @@ import pytest
 from megajax.analysis.report.cost import SHOWN
 from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.html import _VOID
-from megajax.analysis.report.learned import tokens_of
+from megajax.analysis.report.learning import tokens_of
 from megajax.analysis.report.page import QUESTIONS, page
 from megajax.analysis.report.read import Checkpoint, Steps, read_runs
 from megajax.runtime.checkpoint.record import RECORD
