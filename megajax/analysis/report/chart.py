@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megajax.analysis.report.downsample import Curve
 from megajax.analysis.report.html import Html, element, join
 from megajax.analysis.report.scale import Scale, label, scale_of
-from megajax.analysis.report.thin import Curve
 
 WIDTH, HEIGHT = 460, 270  # pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 24, 40  # pixels around the frame

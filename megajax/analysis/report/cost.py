@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megajax.analysis.report.chart import Line, chart, chip, spread
+from megajax.analysis.report.downsample import thin
 from megajax.analysis.report.facts import Facts, lines_of
 from megajax.analysis.report.html import Html, details, element, join, table
 from megajax.analysis.report.learning import tokens_of
 from megajax.analysis.report.read import Checkpoint, RunData
-from megajax.analysis.report.thin import thin
 from megajax.base.render.units import count, duration, large, si
 
 SHOWN = 12  # checkpoints in a table

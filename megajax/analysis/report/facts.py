@@ -11,8 +11,8 @@ from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import usable_memory
 from megajax.analysis.plan.time import StepTime, step_time
 from megajax.analysis.report.chart import Line
+from megajax.analysis.report.downsample import thin
 from megajax.analysis.report.read import RunData
-from megajax.analysis.report.thin import thin
 from megajax.base.errors import reason
 from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError

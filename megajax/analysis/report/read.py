@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.analysis.report.thin import Floats
+from megajax.analysis.report.downsample import Floats
 from megajax.base.errors import reason
 from megajax.base.files.bounded_json import parse_json
 from megajax.core.config import Config, ConfigError, RunError, load

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megajax.analysis.report.thin import thin
+from megajax.analysis.report.downsample import thin
 
 
 def test_few_points_stay_as_they_are() -> None:
