@@ -5,10 +5,10 @@ from typing import Any
 
 from megajax.analysis.report.chart import Line, chart, chip, spread
 from megajax.analysis.report.downsample import thin
-from megajax.analysis.report.facts import Facts, lines_of
 from megajax.analysis.report.html import Html, details, element, join, table
 from megajax.analysis.report.learning import tokens_of
 from megajax.analysis.report.read import Checkpoint, RunData
+from megajax.analysis.report.run_facts import Facts, lines_of
 from megajax.base.render.units import count, duration, large, si
 
 SHOWN = 12  # checkpoints in a table

@@ -7,9 +7,9 @@ import numpy as np
 
 from megajax.analysis.report.chart import Line, chart, chip
 from megajax.analysis.report.downsample import Curve, Floats, thin
-from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.html import Html, details, element, join, table
 from megajax.analysis.report.read import RunData
+from megajax.analysis.report.run_facts import Facts
 from megajax.base.render.units import large
 
 VALIDATION, PER_BYTE = 'validation_loss', 'validation_bits_per_byte'

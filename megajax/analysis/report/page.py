@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import megajax
 from megajax.analysis.report import cost, learning, predicted, problems, time_spent
 from megajax.analysis.report.chart import chip
-from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.html import Html, details, element, join, table
+from megajax.analysis.report.run_facts import Facts
 from megajax.base.render.units import large
 from megajax.core.config import dump
 from megajax.core.counts.parameters import num_parameters

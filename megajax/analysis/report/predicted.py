@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from megajax.analysis.inspect.report import transfers_cell
 from megajax.analysis.inspect.result import Inspection, Row
 from megajax.analysis.report.cost import memory_of
-from megajax.analysis.report.facts import Facts, Prediction
 from megajax.analysis.report.html import Html, details, element, join, table
+from megajax.analysis.report.run_facts import Facts, Prediction
 from megajax.base.render.units import count, duration, si
 
 

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.html import Html, element, join, table
 from megajax.analysis.report.learning import VALIDATION
 from megajax.analysis.report.read import METRICS, RunData
+from megajax.analysis.report.run_facts import Facts
 from megajax.base.render.units import count, duration
 from megajax.runtime.checkpoint.record import config_differences
 from megajax.runtime.run.watchdog import LOG

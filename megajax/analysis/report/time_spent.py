@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from megajax.analysis.report.chart import chart, chip, spread
-from megajax.analysis.report.facts import Facts, lines_of
 from megajax.analysis.report.html import Html, element, join, table
+from megajax.analysis.report.run_facts import Facts, lines_of
 from megajax.base.render.units import duration
 from megajax.runtime.run.clock import ACTIVITIES
 

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.page import GENERATOR, page
 from megajax.analysis.report.read import read_runs
+from megajax.analysis.report.run_facts import Facts
 from megajax.base.errors import reason
 from megajax.base.files.outputs import check_outputs, with_folder
 from megajax.core.config import ConfigError

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from megajax.analysis.report.cost import SHOWN
-from megajax.analysis.report.facts import Facts
 from megajax.analysis.report.html import _VOID
 from megajax.analysis.report.learning import tokens_of
 from megajax.analysis.report.page import QUESTIONS, page
 from megajax.analysis.report.read import Checkpoint, Steps, read_runs
+from megajax.analysis.report.run_facts import Facts
 from megajax.runtime.checkpoint.record import RECORD
 
 EVIL = '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>"\'\u202e\x1b[2J\x00'
