@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megajax.analysis.plan.describe import needs
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import Choice, search, usable_memory
 from megajax.analysis.plan.time import step_time
-from megajax.analysis.plan.words import needs
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.records import Hardware

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megajax.analysis.plan.describe import RUNGS, needs
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import usable_memory
 from megajax.analysis.plan.time import step_time
-from megajax.analysis.plan.words import RUNGS, needs
 from megajax.core.config import Config
 from megajax.core.config.divisors import divisors
 from megajax.core.config.overlap_rules import resolved

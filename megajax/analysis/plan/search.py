@@ -7,12 +7,12 @@ import dataclasses
 import heapq
 from collections.abc import Iterable, Iterator
 
+from megajax.analysis.plan.describe import RUNGS, describe, needs, no_layout
 from megajax.analysis.plan.layouts import Mesh, changed, deep_meshes, is_frugal, layouts, meshes
 from megajax.analysis.plan.memory import UNDERCOUNT, memory
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, Software
 from megajax.analysis.plan.time import StepTime, Timer, peak_flops
-from megajax.analysis.plan.words import RUNGS, describe, needs, no_layout
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.rules import incompatibilities
 from megajax.core.hardware.memory import USABLE

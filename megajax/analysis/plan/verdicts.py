@@ -1,9 +1,9 @@
 """Verdicts on tensor parallelism, ZeRO and 2-D tensor parallelism, from a search of layouts."""
 
 from megajax.analysis.plan.communication import over_tensor
+from megajax.analysis.plan.describe import RUNGS, group_name, judged, needs
 from megajax.analysis.plan.layouts import Mesh, changed
 from megajax.analysis.plan.search import Choice, Ranking
-from megajax.analysis.plan.words import RUNGS, group_name, judged, needs
 from megajax.core.config import Config
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
+from megajax.analysis.plan.describe import describe, judged, needs
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.search import Choice, Ranking
-from megajax.analysis.plan.words import describe, judged, needs
 from megajax.base.render.units import si
 from megajax.core.config import Config
 

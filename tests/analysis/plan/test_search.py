@@ -10,12 +10,12 @@ from collections import Counter
 import pytest
 from support import exhaustive, make_config, slow
 
+from megajax.analysis.plan.describe import why_slower
 from megajax.analysis.plan.layouts import Mesh, changed, layouts, meshes
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, MEGATRON
 from megajax.analysis.plan.search import Ranking, search, usable_memory
 from megajax.analysis.plan.verdicts import grid_ratio
-from megajax.analysis.plan.words import why_slower
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.config.mesh_rules import replicas_within_hosts
 from megajax.core.hardware.records import Hardware, hardware

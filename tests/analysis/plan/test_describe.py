@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.analysis.plan.words import describe
+from megajax.analysis.plan.describe import describe
 from megajax.core.config import load
 
 
