@@ -5,7 +5,7 @@ the layers that attend to images.
 import dataclasses
 from typing import NamedTuple
 
-from megajax.analysis.plan.held import Held
+from megajax.analysis.plan.live_memory import Held
 from megajax.analysis.plan.sizes import BYTES, FLOAT32, Sizes
 from megajax.core.config import Config
 from megajax.core.config.mesh import MeshConfig

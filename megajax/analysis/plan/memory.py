@@ -14,7 +14,7 @@ t is the number of devices of the `model` axis.
 import dataclasses
 
 from megajax.analysis.plan.encoder import with_encoder
-from megajax.analysis.plan.held import Held
+from megajax.analysis.plan.live_memory import Held
 from megajax.analysis.plan.sizes import FLOAT32, Sizes
 from megajax.analysis.plan.stage_memory import moments_of_stage
 from megajax.core.config import Config

@@ -5,7 +5,7 @@ In each tick a stage runs one chunk of its layers forward and one backward
 (`core/train/pipeline.py`).
 """
 
-from megajax.analysis.plan.held import Held
+from megajax.analysis.plan.live_memory import Held
 from megajax.analysis.plan.sizes import FLOAT32, Sizes
 from megajax.core.config import Config
 
