@@ -195,7 +195,7 @@ def _read_inspection(source: str) -> 'Inspection | Config':
 
 def _with_remedy(inspection: 'Inspection', config: Config) -> 'Inspection':
     """Add the key that makes the step fit, if it does not fit in the GPU's memory."""
-    from megajax.analysis.plan.one_key import remedy
+    from megajax.analysis.plan.memory_fix import remedy
 
     if inspection.target == 'cpu':
         return inspection

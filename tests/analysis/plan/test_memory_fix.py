@@ -8,8 +8,8 @@ import pytest
 import megajax
 from megajax.analysis.inspect.child import compile_in_child
 from megajax.analysis.plan.memory import memory
+from megajax.analysis.plan.memory_fix import one_key, remedy
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.one_key import one_key, remedy
 from megajax.analysis.plan.search import usable_memory
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import Config
