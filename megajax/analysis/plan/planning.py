@@ -9,6 +9,7 @@ from megajax.analysis.plan.faults import GPU_HOURS_TO_FAILURE, Faults, faults
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory import largest_microbatch, memory
 from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.pipeline_verdicts import bubble, on_contexts, on_pipelines
 from megajax.analysis.plan.programs import BY_NAME, ProgramName
 from megajax.analysis.plan.result import (
     Candidate,
@@ -22,7 +23,6 @@ from megajax.analysis.plan.search import Choice, Ranking, search, usable_memory
 from megajax.analysis.plan.time import StepTime, step_time
 from megajax.analysis.plan.transfers import PlannedTransfer
 from megajax.analysis.plan.verdicts import on_grids, on_sharding, on_tensor_parallelism
-from megajax.analysis.plan.verdicts_on_depth import bubble, on_contexts, on_pipelines
 from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.config.rules import incompatibilities
