@@ -228,7 +228,7 @@ def _show_table(name: str, console: Console) -> None:
 def _planned(
     config: Config, gpu: str, verify: bool, failures: float | None, **asked: Any
 ) -> 'Plan':
-    from megajax.analysis.plan.faults import GPU_HOURS_TO_FAILURE
+    from megajax.analysis.plan.goodput import GPU_HOURS_TO_FAILURE
     from megajax.analysis.plan.planning import plan
     from megajax.analysis.plan.verify import check_verify, verified
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.analysis.plan.describe import describe, mesh_name, needs, why_slower
-from megajax.analysis.plan.faults import GPU_HOURS_TO_FAILURE, Faults, faults
+from megajax.analysis.plan.goodput import GPU_HOURS_TO_FAILURE, Faults, faults
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory import largest_microbatch, memory
 from megajax.analysis.plan.network import Cluster

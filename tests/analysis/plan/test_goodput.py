@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from megajax.analysis.plan.faults import Faults, faults
+from megajax.analysis.plan.goodput import Faults, faults
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import load
