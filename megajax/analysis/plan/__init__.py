@@ -1,6 +1,6 @@
-"""Memory, time and the best mesh of a training step, counted from a config without compiling.
+"""Predict memory, time and the best layout of a training step, without compiling it.
 
-`megajax.plan(config, gpu='h100', gpus=64)` plans for GPUs that need not be present.
+`megajax.plan(config, gpu='h100', gpus=64)` needs no GPU.
 """
 
 import sys
@@ -15,7 +15,7 @@ __all__ = ['Plan', 'plan']
 
 
 class PlanPackage(types.ModuleType):
-    """The package as a callable: `megajax.plan(config, gpu='h100')`."""
+    """Make the package callable: `megajax.plan(config, gpu='h100')`."""
 
     def __call__(self, config: Config, **keywords: Any) -> Plan:
         """Return the plan of a config; see `megajax.analysis.plan.planning.plan`."""

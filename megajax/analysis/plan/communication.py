@@ -1,8 +1,7 @@
-"""The collectives of a training step that XLA places, counted without compiling.
+"""Count the collectives that XLA places in a training step, without compiling it.
 
-They are Megatron's (`core/counts/megatron.py`) without those that XLA can omit.
-`tests/analysis/plan/test_compiled.py` compares the bytes with compiled steps; they are exactly
-equal.
+They are Megatron's (`core/counts/megatron.py`), except those that XLA can omit.
+`tests/analysis/plan/test_compiled.py` checks that the bytes equal those of compiled steps exactly.
 """
 
 import dataclasses
@@ -39,16 +38,15 @@ ALL_TO_ALL = 'all-to-all'
 
 
 def communication(config: Config) -> list[Expected]:
-    """Return every collective of a step of `config` that XLA places, except those of scalars.
+    """Return every collective that XLA places in a step of `config`, except collectives of scalars.
 
-    Those of tensor parallelism come before those of context shards, of stages and of data
-    parallelism.
+    The order is tensor, context, pipeline and data parallelism.
     """
     return [*in_passes(config), *over_data_shards(config)]
 
 
 def in_passes(config: Config) -> list[Expected]:
-    """Return the collectives of the passes of microbatches, whatever ZeRO shards."""
+    """Return the collectives of the forward and backward passes, which do not depend on ZeRO."""
     mesh = config.mesh
     return [
         *over_tensor(config),
@@ -88,9 +86,9 @@ def over_tensor(config: Config) -> list[Expected]:
 def _over_context(config: Config) -> Iterator[Expected]:
     """Yield the exchanges of keys and values, and of their gradients.
 
-    The gradients in fp32 come from a kernel in 16 bits and return to 16 bits: XLA sends the first
-    and the last hop of a ring in these. A backward pass of a layer shares what it gathers with the
-    layer's recomputation, of a ring the first hop.
+    The fp32 gradients come from a kernel in bf16 or fp16 and are cast back, so XLA sends the first
+    and the last hop of a ring in 16 bits. A layer's backward pass shares its gathers (of a ring,
+    the first hop) with the layer's recomputation.
     """
     mesh, dtype = config.mesh, HLO_DTYPES[config.train.dtype]
     is_ring = mesh.context_exchange == 'ring'
@@ -129,7 +127,7 @@ def wire_bytes(config: Config) -> dict[str, float]:
 
 
 def _is_kept_from_forward(collective: Expected, before: list[Expected]) -> bool:
-    """Whether it gathers an input that XLA has kept since the forward pass or recomputation.
+    """Return whether it gathers an input that XLA still has from the forward pass or recomputation.
 
     Megatron gathers a layer's input again for the weight gradient.
     """
@@ -141,10 +139,10 @@ def _is_kept_from_forward(collective: Expected, before: list[Expected]) -> bool:
 
 
 def _is_last_of_layer(collective: Expected, config: Config, cross: list[Expected]) -> bool:
-    """Whether it is a layer's last reduction, in recomputation, and nothing reads it.
+    """Return whether it is the last reduction of a recomputed layer whose output nothing reads.
 
-    XLA omits it, because the backward pass does not need a layer's output, unless a stage of a
-    pipeline recomputes all of its layers in one pass, or a norm reads it.
+    XLA omits it, because the backward pass does not need a layer's output. Exceptions are pipeline
+    stages, which recompute all of their layers in one pass, and layers whose output a norm reads.
     """
     site = collective.site
     is_last = site.name == 'mlp' and site.phase == 'recompute' and collective.kind != GATHER

@@ -8,25 +8,25 @@ from megajax.base.render.units import count
 from megajax.core.config import Config
 
 RUNGS = {'none': '', 'optimizer': 'ZeRO-1', 'gradients': 'ZeRO-2', 'weights': 'ZeRO-3'}
-# How many of the meshes that cannot be are given with their reasons: those of small tensor-parallel
-# groups first.
+# Meshes that are listed with the reason why they are not possible, small tensor-parallel groups
+# first.
 REASONS = 8
 
 
 def group_name(mesh: Mesh) -> str:
-    """Return the size of a tensor-parallel group: rows x columns for a grid."""
+    """Return the size of a tensor-parallel group; rows x columns for 2-D."""
     return f'{mesh.rows}x{mesh.model}' if mesh.rows > 1 else str(mesh.model)
 
 
 def mesh_name(mesh: Mesh) -> str:
-    """Return a mesh in words."""
+    """Describe a mesh."""
     stages = f'stages={mesh.stages} x ' if mesh.stages > 1 else ''
     context = f'context={mesh.context} x ' if mesh.context > 1 else ''
     return f'{stages}data={mesh.data} x {context}model={group_name(mesh)}'
 
 
 def describe(config: Config) -> str:
-    """Return a layout in words; `stages=8x3` are 8 stages of 3 virtual ones."""
+    """Describe a layout; `stages=8x3` means 8 stages with 3 virtual stages each."""
     mesh, chunks = config.mesh, config.mesh.virtual_stages
     virtual = f'stages={mesh.stages}x{chunks}' if chunks > 1 else f'stages={mesh.stages}'
     words = [mesh_name(Mesh.of(config)).replace(f'stages={mesh.stages}', virtual)]
@@ -61,7 +61,7 @@ def judged(name: str, one: StepTime, other: StepTime, *, what: str, than: str = 
 
 
 def why_slower(ours: StepTime, best: StepTime) -> str:
-    """Say by how much a step is slower than the best, and where most of that time goes."""
+    """Say by how much a step is slower than the best, and name the largest cause."""
     parts = {
         'matmul': ours.products - ours.idle - (best.products - best.idle),
         'pipeline bubble': ours.idle - best.idle,

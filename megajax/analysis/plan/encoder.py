@@ -1,5 +1,6 @@
-"""The bytes of a vision encoder on each GPU, which has whole weights and some of the images, and of
-the layers that attend to images.
+"""Count the memory of a vision encoder and of the layers that attend to images, per GPU.
+
+The encoder is replicated, and each GPU encodes some of the images.
 """
 
 import dataclasses
@@ -15,30 +16,30 @@ from megajax.core.counts.vision import images_of_device, vectors
 
 
 class EncoderBytes(NamedTuple):
-    """The bytes of an encoder in a step."""
+    """The bytes that an encoder needs in a step."""
 
     weights: int = 0  # its matrices in `train.dtype`, whole
     gradients: int = 0  # whole, in fp32
-    kept: int = 0  # by its layers for the backward pass, until that of the decoder has ended
+    kept: int = 0  # by its layers, until the decoder's backward pass has ended
     buffers: int = 0  # in the backward pass of a layer
     vectors: int = 0  # of the images of a microbatch, on every device
 
 
 def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict[str, Held]:
-    """Return the moments of `analysis/plan/memory.py` with what images need in them, and one more.
+    """Add the memory of images to the moments of `analysis/plan/memory.py`, and one more moment.
 
-    - encoder: in the backward pass of a layer of the encoder, after that of the embedding. The
-      encoder's gradients are where the decoder's passes had their arrays; between the passes they
-      have a place too if there is room (`early`).
+    - encoder: in the backward pass of an encoder layer, after the embedding's backward pass. The
+      encoder's gradients reuse the memory of the decoder's passes; between the passes they have
+      memory of their own if there is enough (`early`).
 
-    What DeepStack adds to layers is kept for their recomputation; from the backward pass on there
-    is its gradient, and in that of a layer another one to add to it.
+    DeepStack's inputs to layers are saved for recomputation. From the backward pass on, their
+    gradient is there too, and in the backward pass of a layer a second one to add to it.
     """
     encoder, cross, vision = encoder_bytes(sizes.config), cross_bytes(sizes), sizes.config.vision
     assert vision is not None
-    # Gathered once a step whatever the rung; a rung counts them with what it gathers.
+    # Gathered once per step with any ZeRO stage; ZeRO's own gathers already include them.
     weights = encoder.weights if sizes.config.optim.shard == 'none' else 0
-    # The others' gradients are whole, and the encoder's counted with them, up to ZeRO-1.
+    # Up to ZeRO-1 gradients are not sharded, and already include the encoder's.
     counted = 0 if sizes.sums_early else encoder.gradients
     deep = len(vision.deepstack) * sizes.residual
     deep_of = {'loss': 1, 'layout': 2, 'backward': 3, 'embedding': 1}
@@ -67,7 +68,7 @@ def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict
 
 
 def encoder_bytes(config: Config) -> EncoderBytes:
-    """Return the bytes of the encoder of a config; nothing without one."""
+    """Return the bytes of the encoder of a config; zeros without one."""
     if config.vision is None:
         return EncoderBytes()
     sizes = dim_sizes(config.model)
@@ -86,7 +87,7 @@ def encoder_bytes(config: Config) -> EncoderBytes:
 
 
 class CrossBytes(NamedTuple):
-    """The bytes of cross-attention in a step."""
+    """The bytes that cross-attention needs in a step."""
 
     kept: int = 0  # by its layers for the backward pass
     mask: int = 0  # of the scores of a layer, which XLA makes once before the layers, in fp32
@@ -94,10 +95,10 @@ class CrossBytes(NamedTuple):
 
 
 def cross_bytes(sizes: Sizes) -> CrossBytes:
-    """Return the bytes of cross-attention; nothing without it.
+    """Return the bytes of cross-attention; zeros without it.
 
-    It has no flash kernel. Keys and values of all layers are kept as they are made, normed, and by
-    head.
+    It has no flash kernel. The keys and values of all layers are saved three times: as computed,
+    normed, and by head.
     """
     config, model = sizes.config, sizes.model
     vision, layers, recompute = config.vision, model.num_cross_layers, config.train.recompute
@@ -118,9 +119,9 @@ def cross_bytes(sizes: Sizes) -> CrossBytes:
 
 
 def as_model(config: Config) -> Config:
-    """Return a config whose model is the encoder, and whose rows are the images of a device.
+    """Return a config whose model is the encoder, and whose sequences are a device's images.
 
-    The patches of an image attend to one another alone, as the tokens of a document do.
+    The patches of an image attend only to one another, like the tokens of a document.
     """
     vision, train = config.vision, config.train
     assert vision is not None

@@ -1,8 +1,8 @@
-"""The bytes of generation and the seconds of a token, on each degree of tensor parallelism.
+"""Predict memory and latency of text generation for each degree of tensor parallelism.
 
-A token reads every weight and the cache once, from the memory of its GPU, and waits for two
-all-reduces a layer and one for the embedding, each of one vector per row: they are latency
-(Pope et al., 2022). The prompt is bound by products. All figures are computed; nothing is timed.
+Each token reads all weights and the KV cache once from GPU memory, and waits for two all-reduces
+per layer and one for the embedding. These send one vector per sequence, so they are latency-bound
+(Pope et al., 2022). The prompt is compute-bound. All numbers are computed; nothing is timed.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from megajax.xla.hlo.transfers import ring_bytes
 
 
 class GenerationLine(BaseModel):
-    """Generation on one degree of tensor parallelism; bytes are per GPU."""
+    """Generation with one degree of tensor parallelism; bytes are per GPU."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -37,13 +37,13 @@ class GenerationLine(BaseModel):
     cache: int = Field(description='bytes of keys and values of all rows, at the last token')
     fits: bool
     first_token: float = Field(description='seconds to the first token: the prompts')
-    token: float = Field(description='seconds of a later token of each row, in the mean')
+    token: float = Field(description='seconds per later token of each sequence, on average')
     sending: float = Field(description='seconds of these in all-reduces')
     tokens_per_second: float = Field(description='of all rows, after the first token')
 
 
 class Generation(BaseModel):
-    """Generation of `tokens` tokens after prompts of `prompt` tokens, `batch` rows at once."""
+    """Generation of `tokens` tokens after prompts of `prompt` tokens, `batch` at once."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -85,7 +85,7 @@ def plan_generation(
 
 
 def _meshes(config: Config, gpus: int, prompt: int, batch: int) -> Iterator[Config]:
-    """Yield the config of the prompts on each degree that divides the model."""
+    """Yield the config of the prompts for each degree that divides the model."""
     mesh = config.mesh.model_copy(
         update=dict.fromkeys(
             ('data', 'replicas', 'stages', 'virtual_stages', 'context', 'model_rows'), 1
@@ -142,14 +142,14 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
 
 
 def _prompt(step: Config, cluster: Cluster) -> float:
-    """Seconds of the prompts through the layers; the head reads their last tokens alone."""
+    """Return the seconds of a pass of the prompts; the head computes only their last tokens."""
     layers = (x for x in products(step, flash=True) if x.where != 'head' and x.phase == 'forward')
     computing = sum(product_seconds(x, step, cluster) for x in layers)
     return computing + _sending(step, cluster, step.train.batch_size * step.train.seq_len)
 
 
 def _sending(step: Config, cluster: Cluster, vectors: int) -> float:
-    """Seconds of two all-reduces a layer and one for the embedding, of so many vectors."""
+    """Return the seconds of two all-reduces per layer and one for the embedding."""
     shards = step.mesh.model
     if shards == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""The cost of checkpoints and failures for a run, by Young (1974) and Daly (2006)."""
+"""Predict the cost of checkpoints and failures, by Young (1974) and Daly (2006)."""
 
 import dataclasses
 from math import sqrt
@@ -9,7 +9,7 @@ from megajax.analysis.plan.time import StepTime
 from megajax.core.config import Config
 from megajax.core.counts.parameters import dim_sizes, dtype_at_rest, elements, parameters
 
-HOST_LINK = 20e9  # bytes per second that a GPU copies to its host: PCIe 4, of 32 GB/s
+HOST_LINK = 20e9  # bytes per second from a GPU to its host, over PCIe 4 (32 GB/s)
 STORAGE = 1e9  # bytes per second that a host writes by default
 # Dubey et al. (2024), The Llama 3 Herd of Models, table 5: 419 interruptions in 54 days on 16,384
 # H100s.
@@ -22,8 +22,8 @@ class Faults:
     """The cost of checkpoints and failures for a run; all times are in seconds."""
 
     checkpoint_bytes: int
-    hold_up: float  # time for which a save blocks the steps: each GPU copies its part to its host
-    write: float  # time until a checkpoint is on disk; steps continue meanwhile
+    hold_up: float  # time a save blocks training: each GPU copies its part to its host
+    write: float  # time until a checkpoint is on disk; training continues meanwhile
     between_failures: float  # time between two failures of any GPU
     restart: float  # time from a failure to the step after the checkpoint
     interval: float  # time between two checkpoints, as the config sets it
@@ -64,7 +64,7 @@ def faults(
 ) -> Faults:
     """Return the cost of checkpoints and failures for a run of `config`.
 
-    `storage` is the bytes per second that it takes from all hosts together.
+    `storage` is the bytes per second that all hosts write in total.
     """
     sizes = dim_sizes(config.model)
     moments = 2 * BYTES[config.optim.moments_dtype]

@@ -1,4 +1,4 @@
-"""The time that launching kernels takes where their work is too short to hide it.
+"""Count launch overhead: the time of kernels that are too short to hide their launch.
 
 A GPU starts kernels no faster than one per LAUNCH, whatever their work. The numbers of kernels were
 counted in programs that jax 0.10.2 compiled for H100s (`benchmarks/plan_memory.py`).
@@ -23,7 +23,7 @@ OF_ENCODER, OF_FROZEN, OF_CROSS = 135, 65, 140
 def num_launches(config: Config) -> int:
     """Return the number of kernels of a step on each GPU.
 
-    It is 5 % off the compiled programs on average, 15 % at most; a pipeline's 21 % at most.
+    It is off by 5% on average and 15% at worst from compiled programs (pipelines: 21% at worst).
     """
     model, mesh, train = config.model, config.mesh, config.train
     runs, is_full = Runs.of_stages(config), train.recompute == 'full'
@@ -57,7 +57,7 @@ def num_launches(config: Config) -> int:
 
 
 def _of_layer_in_order(config: Config) -> int:
-    """Return the kernels of a layer that is compiled on its own, for all its parts."""
+    """Return the kernels of all parts of a layer that is compiled separately."""
     model, train = config.model, config.train
     is_full = train.recompute == 'full'
     of_part = 44 if model.norm == 'layernorm' else 42
@@ -87,11 +87,10 @@ def _of_sharding(config: Config) -> int:
 
 
 def launch_seconds(work: Sequence[tuple[float, float]], count: int) -> float:
-    """Return the seconds that launches take beyond the work.
+    """Return the launch overhead: the seconds that kernels take beyond their work.
 
-    `work` has a pair for each part: how often it runs, and its seconds in all runs. `count` kernels
-    do the work. Each run of a part has the same number of them, at least one, and none takes less
-    than LAUNCH.
+    `work` lists for each part how often it runs, and its seconds over all runs. `count` kernels do
+    the work, equally many in each run of a part (at least one), and none takes less than LAUNCH.
     """
     each = LAUNCH * max(1.0, count / sum(times for times, _ in work))
     return sum(max(0.0, each * times - seconds) for times, seconds in work)

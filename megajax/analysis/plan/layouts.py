@@ -1,4 +1,4 @@
-"""The layouts that a search compares: every choice that changes no number of the training run."""
+"""List the layouts that a search compares: all choices that leave training results unchanged."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -12,14 +12,13 @@ from megajax.core.counts.products import uses_flash
 from megajax.core.counts.runs import layers_of_chunk
 
 SHORTEST = 4096  # tokens of a sequence on a context shard, at least
-# Of a microbatch on stages: more make the bubble longer and no product faster.
+# In a microbatch on stages; more lengthen the bubble without speeding up matmuls.
 MOST_TOKENS = 32768
 
 
 class Mesh(NamedTuple):
-    """GPUs along `data`, replicas included, and in each dim of a tensor-parallel group.
-
-    And the stages of a pipeline, and the shards of a sequence.
+    """The number of GPUs along `data` (with replicas), in each dim of a tensor-parallel group,
+    of pipeline stages, and of shards of a sequence.
     """
 
     data: int
@@ -36,14 +35,14 @@ class Mesh(NamedTuple):
 
     @property
     def is_flat(self) -> bool:
-        """Whether the mesh has neither stages nor context shards."""
+        """Return whether the mesh has neither pipeline nor context parallelism."""
         return self.stages == self.context == 1
 
 
 def changed(config: Config, **keys: object) -> Config:
-    """Return the config with other values, `section__key=value`, unchecked.
+    """Return the config with changed values, `section__key=value`, unchecked.
 
-    `incompatibilities` says whether they work together.
+    Check the result with `incompatibilities`.
     """
     sections: dict[str, dict[str, object]] = {}
     for path, value in keys.items():
@@ -58,10 +57,10 @@ def changed(config: Config, **keys: object) -> Config:
 
 
 def meshes(num_devices: int, *, has_grids: bool) -> Iterator[Mesh]:
-    """Yield every mesh of the devices, those of small tensor-parallel groups first.
+    """Yield every mesh of the devices, small tensor-parallel groups first.
 
-    A grid has at most as many rows as columns: it sends least with 0.55 sqrt(t) rows
-    (`core/counts/grid.py`), and more with their numbers exchanged.
+    2-D groups have at most as many rows as columns: they send least with 0.55 sqrt(t) rows
+    (`core/counts/grid.py`), and more with rows and columns exchanged.
     """
     for group in divisors(num_devices):
         for rows in divisors(group) if has_grids else (1,):
@@ -70,9 +69,9 @@ def meshes(num_devices: int, *, has_grids: bool) -> Iterator[Mesh]:
 
 
 def deep_meshes(config: Config, num_devices: int, per_host: int) -> Iterator[Mesh]:
-    """Yield every mesh with stages or context shards that suits a model and its batch.
+    """Yield every mesh with pipeline or context parallelism that divides a model and its batch.
 
-    Tensor-parallel groups lie inside a host, and stages across hosts where there are several.
+    Tensor-parallel groups stay within a host. With several hosts, stages span hosts.
     """
     model, train = config.model, config.train
     can_shard = model.causal and not model.has_dropout and not config.data.document_mask
@@ -90,11 +89,11 @@ def deep_meshes(config: Config, num_devices: int, per_host: int) -> Iterator[Mes
 
 
 def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
-    """Yield the layouts of a mesh with stages or context shards.
+    """Yield the layouts of a mesh with pipeline or context parallelism.
 
-    They have sequence parallelism where there is tensor parallelism, and of the rungs of ZeRO those
-    that stages allow. GPipe is not among them: it takes at least as long as 1F1B and keeps at least
-    as much. Nor is a ring of stages, whose hops compete with those between stages.
+    They use sequence parallelism with tensor parallelism, and the ZeRO stages that pipelines
+    support. GPipe is left out, because it takes at least as long as 1F1B and needs at least as much
+    memory, and so are rings in pipelines, whose hops compete with transfers between stages.
     """
     on_mesh = changed(
         config,
@@ -134,7 +133,7 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
 
 
 def layouts(config: Config, mesh: Mesh, per_host: int) -> Iterator[Config]:
-    """Yield the layouts of one mesh; each has all requirements that the first has."""
+    """Yield the layouts of one mesh; if the first is not possible, none is."""
     if config.train.batch_size % mesh.data:
         return
     if not mesh.is_flat:
@@ -153,7 +152,7 @@ def layouts(config: Config, mesh: Mesh, per_host: int) -> Iterator[Config]:
         mesh__allow_model_across_hosts=config.mesh.allow_model_across_hosts or group > per_host,
     )
     sequence_parallel = (True,) if mesh.rows > 1 else (False, True) if group > 1 else (False,)
-    # With flash attention, selective recomputation has nothing to do.
+    # With flash attention, selective recomputation has no effect.
     recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
     counts = divisors(config.train.batch_size // mesh.data)
     for microbatches, sp, recompute in product(counts, sequence_parallel, recomputes):
@@ -168,7 +167,7 @@ def layouts(config: Config, mesh: Mesh, per_host: int) -> Iterator[Config]:
 
 
 def _overlaps(config: Config) -> Iterator[Config]:
-    """Yield a layout with the overlap that it has on GPUs, or with none and with halves."""
+    """Yield a layout with each overlap to compare: the GPU default, or none and split."""
     layout = resolved(config, on_gpu=True)
     yield layout
     is_auto = config.train.overlap == 'auto'
@@ -177,7 +176,7 @@ def _overlaps(config: Config) -> Iterator[Config]:
 
 
 def is_frugal(config: Config) -> bool:
-    """Whether a layout is one of those of its mesh that need the least memory."""
+    """Return whether a layout is among those of its mesh that need the least memory."""
     shards = 'weights' if config.mesh.stages == 1 else 'optimizer'
     return (
         config.train.recompute == 'full'
@@ -189,7 +188,7 @@ def is_frugal(config: Config) -> bool:
 
 
 def _shards(data: int, group: int, per_host: int) -> Iterator[tuple[str, int]]:
-    """Yield what ZeRO shards, and in how many replicas."""
+    """Yield each ZeRO stage with each number of replicas."""
     yield 'none', 1
     if data > 1:
         yield from product(('optimizer', 'gradients', 'weights'), _replicas(data, group, per_host))
@@ -198,8 +197,8 @@ def _shards(data: int, group: int, per_host: int) -> Iterator[tuple[str, int]]:
 def _replicas(data: int, group: int, per_host: int) -> tuple[int, ...]:
     """Return the numbers of replicas to compare.
 
-    Their groups of data shards lie inside a host, if any can. Otherwise they have a power of two of
-    shards.
+    Their groups of data shards stay within a host if that is possible. Otherwise the number of
+    shards in a group is a power of two.
     """
     if data * group <= per_host:
         return (1,)

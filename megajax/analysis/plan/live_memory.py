@@ -12,7 +12,7 @@ class Held:
     gradients: int = 0  # in fp32; with several microbatches also their sum
     activations: int = 0  # saved by the forward pass for the backward pass
     logits: int = 0  # of one chunk of tokens, and their gradient
-    workspace: int = 0  # arrays of the current layer, and copies in another dtype or layout
+    workspace: int = 0  # arrays of the current layer, copies in a different dtype or layout
 
     @property
     def total(self) -> int:

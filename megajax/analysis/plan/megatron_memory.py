@@ -1,8 +1,8 @@
-"""Bytes that a rank of Megatron needs on its GPU, by the formulas of its papers.
+"""Count the memory of a Megatron rank by the formulas of its papers.
 
-Activations are those of Korthikanti et al. (2022), table 2 and section 4.2.3; weights, gradients
-and optimizer those of Megatron-Core's mixed precision: 2 + 4 bytes a parameter and 12 that the
-distributed optimizer shards over `data`.
+Activations follow Korthikanti et al. (2022), table 2 and section 4.2.3. Weights, gradients and
+optimizer state follow Megatron-Core's mixed precision: 2 + 4 bytes per parameter, and 12 bytes that
+the distributed optimizer shards over `data`.
 """
 
 from megajax.core.config import Config
@@ -17,9 +17,8 @@ OF_WEIGHTS_AND_GRADIENTS, OF_OPTIMIZER = 6, 12  # bytes of a parameter
 def in_flight(config: Config) -> int:
     """Return the chunks of layers in flight on Megatron's first stage.
 
-    Plain 1F1B has as many as there are stages, fewer than in lock step
-    (`core/counts/schedule.py`); the interleaved schedule has one more than its forward passes of
-    warm-up, as in lock step.
+    Plain 1F1B has one per stage, fewer than a lock-step schedule (`core/counts/schedule.py`). The
+    interleaved schedule has one more than its warm-up forward passes, as in lock step.
     """
     stages, chunks, count = (
         config.mesh.stages,
@@ -32,7 +31,7 @@ def in_flight(config: Config) -> int:
 
 
 def megatron_memory(config: Config, *, flash: bool | None = None) -> int:
-    """Return the bytes of the rank that needs the most, the first one."""
+    """Return the bytes of the first rank, which needs the most."""
     mesh, model = config.mesh, config.model
     count = megatron_counts(model, mesh.model, mesh.stages, ('layers', *FIRST)).all
     sharded = mesh.data_shards if config.optim.shard != 'none' else 1
@@ -44,7 +43,7 @@ def megatron_memory(config: Config, *, flash: bool | None = None) -> int:
 
 
 def kept_by_layer(config: Config, *, flash: bool) -> float:
-    """Return the bytes that a layer's forward pass keeps for its backward pass."""
+    """Return the bytes that a layer's forward pass saves for its backward pass."""
     mesh, model = config.mesh, config.model
     tokens = config.microbatch_rows * config.train.seq_len // mesh.context
     stream, t = tokens * model.hidden_size, mesh.model

@@ -1,7 +1,7 @@
-"""Bytes that a training step needs on each GPU, line by line, counted without compiling.
+"""Count the memory that a training step needs on each GPU, without compiling it.
 
-The arrays that live between steps are counted exactly. The activations that a step keeps for its
-backward pass are counted array by array, as in Korthikanti et al. (2022), "Reducing Activation
+Arrays that live between steps are counted exactly. Activations saved for the backward pass are
+counted array by array, as in Korthikanti et al. (2022), "Reducing Activation
 Recomputation in Large Transformer Models": `kept_by_layer` is their s b h (10 + 24/t) and more.
 Temporary arrays are counted at the moments of a step that may need the most (`_moments`), and the
 largest of these is the answer. The moments and their arrays were read from the buffers of programs
@@ -19,8 +19,8 @@ from megajax.analysis.plan.sizes import FLOAT32, Sizes
 from megajax.analysis.plan.stage_memory import moments_of_stage
 from megajax.core.config import Config
 
-# The share of the temporary bytes that is lost between the arrays of XLA's heap: from nothing to
-# 4 % in programs for H100s.
+# The share of the temporary bytes lost between the arrays of XLA's heap: 0 to 4% in programs for
+# H100s.
 FRAGMENTATION = 0.02
 # The share of the count that a program for H100s of more than 40 GB needed beyond it at most, as
 # tests/analysis/plan/test_compiled.py finds in the results.
@@ -29,9 +29,9 @@ UNDERCOUNT = 0.029
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Bytes on each GPU at the moment of a step that needs the most."""
+    """Bytes on each GPU at the moment of a step that needs the most memory."""
 
-    parameters: int  # the master weights, in fp32, and weights beside adapters
+    parameters: int  # fp32 master weights, and frozen weights next to adapters
     optimizer: int  # AdamW's two moments
     gathered_weights: int
     gradients: int
@@ -45,12 +45,12 @@ class StepMemory:
 
     @property
     def state(self) -> int:
-        """The bytes that live between steps."""
+        """Return the bytes that live between steps."""
         return self.parameters + self.optimizer
 
     @property
     def total(self) -> int:
-        """The bytes of everything."""
+        """Return the total bytes."""
         return sum(size for size in vars(self).values() if isinstance(size, int))
 
 
@@ -69,8 +69,8 @@ def memory(config: Config, *, capacity_bytes: int | None = None) -> StepMemory:
 
 
 def largest_microbatch(config: Config, capacity_bytes: int) -> int:
-    """Return the most rows that a data shard can have in a microbatch; 0 if not even one fits."""
-    # Halves of the rows take turns, and a grid shards them.
+    """Return the most sequences per data shard that fit in a microbatch; 0 if none does."""
+    # Overlap splits the sequences in halves, and 2-D tensor parallelism shards them.
     halves = config.overlap.num_parts if config.train.overlap == 'batch_split' else 1
     step = halves * config.mesh.model_rows
 
@@ -93,11 +93,11 @@ def largest_microbatch(config: Config, capacity_bytes: int) -> int:
 
 
 def kept_by_layer(config: Config) -> int:
-    """Return the bytes that a layer's forward pass keeps on each GPU without recomputation.
+    """Return the bytes that a layer's forward pass saves on each GPU without recomputation.
 
     For a GPT in 16 bits with dropout, and without its scores, they are s b h (10 + 24/t) as in
     Korthikanti et al. (2022), table 2. With sequence parallelism the paper has s b h 34/t, because
-    Megatron gathers the inputs of products again; XLA keeps them: s b h (4 + 30/t). Without flash
+    Megatron gathers the inputs of matmuls again; XLA saves them: s b h (4 + 30/t). Without flash
     attention the scores are a s^2 b (4 + 2 + 1) rather than 5, because their softmax stays in fp32.
     """
     return Sizes(config).kept_by_layer
@@ -127,16 +127,16 @@ def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
 
 
 def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
-    """Return what a step holds at the moments that may need the most.
+    """Return the memory of a step at the moments that may need the most.
 
     - loss: with the head's gradient and the arrays that it is computed from.
-    - layout: between the passes, when XLA copies the arrays that the layers' loop has stacked to
-      another layout, and may already have allocated the layers' gradients (`early`).
+    - layout: between the passes, when XLA copies the arrays stacked by the loop over layers to a
+      different layout, and may already have allocated the layers' gradients (`early`).
     - backward: in the backward pass of a layer.
-    - embedding: at its end, in the gradient of the embedding. If the embedding is not the head,
-      this gradient is written where the transposed head was, and that place stays empty until then.
+    - embedding: at the end, in the gradient of the embedding. If the head is separate, this
+      gradient reuses the buffer of the transposed head, which stays empty until then.
 
-    From ZeRO-2 on only the shards of gradients stay, but the head's gradient is not summed over
+    From ZeRO-2 on only shards of gradients are stored, but the head's gradient is not reduced over
     `data` before the backward pass of the layers has begun.
     """
     table = FLOAT32 * sizes.table if sizes.learned_tables else 0
@@ -189,10 +189,11 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
 
 
 def _of_layers(sizes: Sizes, in_layers: int) -> int:
-    """Return the bytes of the layers' gradients that a step holds as their backward pass begins.
+    """Return the bytes of the layers' gradients at the beginning of their backward pass.
 
-    A loop has allocated all of them. In the overlap schedule they take the place of activations,
-    and those of one layer or two are there; sums over `data` of several microbatches are added to.
+    A loop has allocated all of them. In the overlap schedule they replace activations one by one,
+    so only one or two layers' gradients exist, unless reduced gradients are accumulated over
+    several microbatches.
     """
     adds_sums = sizes.sums_early and sizes.config.train.microbatches > 1
     if not sizes.is_ordered or adds_sums:
@@ -201,15 +202,15 @@ def _of_layers(sizes: Sizes, in_layers: int) -> int:
 
 
 def _stacks(sizes: Sizes, in_layers: int) -> int:
-    """Return the bytes of stacks that the overlap schedule makes of the sums of single layers.
+    """Return the bytes of the stacks that the overlap schedule makes of per-layer gradients.
 
-    XLA makes one after the other, the largest of more than half of all, and then frees its parts.
+    XLA makes them one by one, the largest with more than half of all bytes, then frees their parts.
     """
     return 3 * in_layers // 5 if sizes.is_ordered and sizes.sums_early else 0
 
 
 def _gathered_in_layers(sizes: Sizes) -> int:
-    """Return the bytes of gathered weights that a step holds in the passes of the layers.
+    """Return the bytes of gathered weights during the passes of the layers.
 
     In a single microbatch the tables are needed only before and after the forward pass.
     """
@@ -221,7 +222,7 @@ def _gathered_in_layers(sizes: Sizes) -> int:
 def _embedded(sizes: Sizes) -> int:
     """Return the bytes of the embedding's output gradient in fp32, with all of D on each GPU.
 
-    A grid gathers it over `row`, in `train.dtype`.
+    2-D tensor parallelism gathers it over `row`, in `train.dtype`.
     """
     rows = sizes.layout.num_shards('D')
     in_fp32 = FLOAT32 * rows * sizes.whole // sizes.itemsize
@@ -239,10 +240,10 @@ def _buffers_of_layer(sizes: Sizes) -> int:
 
 
 def _beside_adapters(sizes: Sizes) -> int:
-    """Return the bytes that a step with adapters holds in the layers, and one without does not.
+    """Return the bytes that adapters add in the layers.
 
-    They are the result of the largest adapter, before it is added, and with several microbatches
-    the transposed head, which XLA makes once for all of them, since it is frozen.
+    They are the output of the largest adapter before it is added and, with several microbatches,
+    the transposed head, which is frozen, so XLA makes it once for all of them.
     """
     if sizes.config.lora is None:
         return 0
@@ -251,7 +252,7 @@ def _beside_adapters(sizes: Sizes) -> int:
 
 
 def _transposed(sizes: Sizes) -> int:
-    """Return the bytes of copies of the parameters at rest in the layout of ZeRO-3's gathers.
+    """Return the bytes of the copies of stored parameters in the layout of ZeRO-3's gathers.
 
     XLA copies the row-parallel matrices before the loop over layers and, with several microbatches,
     the tables before the loop over these.

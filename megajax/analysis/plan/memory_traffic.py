@@ -1,4 +1,4 @@
-"""The bytes that a step's operations other than matrix products read and write on a GPU.
+"""Count the bytes that the memory-bound operations of a step read and write on a GPU.
 
 t is the number of GPUs of a tensor-parallel group.
 """
@@ -15,7 +15,7 @@ from megajax.core.counts.runs import Runs, ticks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """An operation that is bound by memory."""
+    """A memory-bound operation."""
 
     name: str
     bytes: float  # bytes that one run reads and writes
@@ -23,8 +23,8 @@ class Traffic:
 
 
 def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
-    """Yield the operations of the layers; each fused one reads and writes an array once."""
-    # Between two products of a sublayer a grid shards the rows of the batch.
+    """Yield the operations of the layers; a fused one reads and writes each array once."""
+    # Between the two matmuls of a sublayer, 2-D tensor parallelism shards the batch.
     model, t, widths = config.model, config.mesh.tensor_parallel, dim_sizes(config.model)
     attention, mlp = layer(model)
     tokens = config.microbatch_rows * config.train.seq_len // config.mesh.context
@@ -67,8 +67,8 @@ def traffic_of_weights(
 ) -> Iterator[Traffic]:
     """Yield the operations on weights, gradients and moments.
 
-    Gradients of microbatches are added up in full or, from ZeRO-2 on and with `adds_shards`, only
-    the part that a data shard keeps, at `accumulated_bytes` an element.
+    Gradients of microbatches are accumulated at `accumulated_bytes` per element: in full, or from
+    ZeRO-2 on and with `adds_shards`, only each data shard's part.
     """
     mesh, optim = config.mesh, config.optim
     every, count = (

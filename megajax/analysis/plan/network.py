@@ -1,4 +1,4 @@
-"""The time of a collective on a cluster: rings of GPUs over links inside and between hosts."""
+"""Predict the time of a collective on a cluster, as rings over links in and between hosts."""
 
 import dataclasses
 from math import prod
@@ -10,7 +10,7 @@ from megajax.core.hardware.records import Hardware
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """GPUs of one type, in hosts that hold the same number of them."""
+    """GPUs of one type, in hosts with the same number of GPUs each."""
 
     hardware: Hardware
     num_devices: int
@@ -33,7 +33,7 @@ class Cluster:
 
     @property
     def num_hosts(self) -> int:
-        """The number of hosts, all of which are full."""
+        """Return the number of hosts, all of which are full."""
         return self.num_devices // self.devices_per_host
 
     def members_per_host(self, config: Config, axis: str) -> int:
@@ -71,8 +71,8 @@ class Ring:
     size: int  # number of GPUs
     hosts: int
     bandwidth: float  # bytes per second of the slowest link between them
-    latency_inside: float  # seconds that a step inside a host costs
-    latency_across: float  # seconds that a step between hosts costs
+    latency_inside: float  # seconds per step within a host
+    latency_across: float  # seconds per step between hosts
 
     def seconds(self, kind: str, wire_bytes: float) -> float:
         """Return the seconds of one collective in which each GPU sends `wire_bytes`.

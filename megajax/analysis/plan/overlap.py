@@ -1,14 +1,14 @@
-"""The products that each collective overlaps with in the program that XLA compiles for GPUs.
+"""List the matmuls that each collective overlaps in the program that XLA compiles for GPUs.
 
-They are read from `megajax inspect --target h100` with jax 0.10.2. For each site and kind the
-tables have the share of the bytes that are on the wire while matrix products run, and which
-products these are; the same share of the products runs beside them. Nothing else overlaps: not the
-tables of ZeRO-2 and ZeRO-3, nor what a step sends once over `data`. The smaller of transfers and
-products is hidden (`transfers.py`).
+They were read from `megajax inspect --target h100` with jax 0.10.2. For each site and kind, the
+tables give the share of the bytes that are sent while matmuls run, and which matmuls these are; the
+same share of the matmuls runs meanwhile. Nothing else overlaps: neither the embedding tables of
+ZeRO-2 and ZeRO-3, nor what a step sends once over `data`. The smaller of the times of transfers and
+matmuls is hidden (`transfers.py`).
 
-XLA's scheduler decides by the sizes of a model. In 494 compiled steps that fit, the share of the
-bytes over `model` that overlaps is 5 points off on average, and within 10 points in 79 %
-(`benchmarks/plan_overlap.py`). The share of the seconds that products hide is within 9 points for
+XLA's scheduler decides by the sizes of a model. In 493 compiled steps that fit, the share of the
+bytes over `model` that overlaps is off by 5 points on average, and within 10 points in 79%
+(`benchmarks/plan_overlap.py`). The share of the time that matmuls hide is within 9 points for
 GPT-2 345M, and up to 29 points off for the 8.3B model and Llama 3 8B. Of the bytes over `data` from
 ZeRO-2 on, the share is within 9 points without tensor parallelism, and 10 points off on average in
 30 compiled steps (`benchmarks/plan_memory.py`). In a step that does not fit, nothing overlaps.
@@ -27,14 +27,14 @@ from megajax.core.counts.runs import ticks
 
 
 class Beside(NamedTuple):
-    """The share of a collective's transfers that can be hidden, and the products beside them.
+    """The share of a collective's transfers that can be hidden, and the matmuls that hide them.
 
-    The same share of the products hides them, or `of_products`.
+    The same share of the matmuls hides them, unless `of_products` is given.
     """
 
     share: float
     products: tuple[str, ...]
-    phase: Phase | None = None  # phase of the products; None for the phase of the collective
+    phase: Phase | None = None  # phase of the matmuls; None for the phase of the collective
     of_products: float | None = None
 
 
@@ -50,8 +50,8 @@ _BACKWARD = {
     ('mlp', REDUCE): Beside(1.0, ('attention',)),
     ('mlp', SCATTER): Beside(1.0, ('attention',)),
 }
-# The halves of a microbatch take turns (train.overlap=batch_split): the last half of a layer has
-# nothing beside it.
+# The halves of a microbatch alternate (train.overlap=batch_split). A layer's last half overlaps
+# nothing.
 _BACKWARD_OF_HALVES = _BACKWARD | {
     ('attention', REDUCE): Beside(0.5, (*_ATTENTION, 'attention')),
     ('attention', GATHER): Beside(0.5, _ATTENTION),
@@ -71,8 +71,9 @@ _RECOMPUTE_OF_HALVES = _FORWARD_OF_HALVES | {
 }
 
 
-# ZeRO-2 and ZeRO-3: the shares of the layers' weights and gradients over `data` that overlap. Those
-# of tensor parallelism take their place, the more so without recomputation (`benchmarks/results`).
+# ZeRO-2 and ZeRO-3: the shares of the layers' weights and gradients over `data` that overlap.
+# Tensor parallelism's traffic takes their place, more so without recomputation
+# (`benchmarks/results`).
 _OVER_DATA = {
     'alone': {'forward': 0.81, 'recompute': 0.88, 'backward': 0.73, 'gradients': 1.0},
     'tensor': {'forward': 0.35, 'recompute': 0.75, 'gradients': 0.7},
@@ -82,10 +83,9 @@ _OVER_DATA = {
 }
 
 
-# In the overlap schedule the traffic of the layers runs beside all products of its pass
-# (`core/model/overlap/`), but for what is sent beside a short one; halves of the tokens wait for
-# each other where attention needs both. In a loop the first and the last transfer of a layer have
-# nothing beside them.
+# In the overlap schedule (`core/model/overlap/`) the layers' traffic overlaps all matmuls of its
+# pass, except transfers next to a short one; halves of the tokens wait for each other if attention
+# needs both. In a loop the first and the last transfer of a layer overlap nothing.
 _IN_ORDER = {'batch_split': 0.92, 'sequence_split': 0.75}
 _IN_LOOP = 0.8
 _OF_LAYER = 'qkv', 'attention', 'out', 'up', 'down'
@@ -100,7 +100,7 @@ def _beside_others(collective: Expected, config: Config) -> Beside | None:
             phase = 'forward'
         if phase == 'step':
             return None
-        # The backward pass gathers the layers alone.
+        # The backward pass gathers only the layers.
         layers_alone = site.name == 'parameters' and phase == 'backward'
         share = in_loop if layers_alone else in_loop * _in_order_over_data(config)
         return Beside(share, tuple(_in_pass(phase)), phase, of_products=in_loop)
@@ -110,10 +110,9 @@ def _beside_others(collective: Expected, config: Config) -> Beside | None:
 
 
 def _in_order_over_data(config: Config) -> float:
-    """Return the share of what a pass sends over `data` that has products beside it.
+    """Return the share of a pass's traffic over `data` that overlaps matmuls.
 
-    The matrices of the first attention are needed before any product, and their gradients come
-    last.
+    The matrices of the first attention are needed before any matmul, and their gradients come last.
     """
     counts = own_counts(config)
     first = _share_of_attention(config.model) / config.model.num_layers
@@ -123,7 +122,7 @@ def _in_order_over_data(config: Config) -> float:
 
 @functools.cache
 def _share_of_attention(model: ModelConfig) -> float:
-    """Return the share of a layer's matrices that is attention's."""
+    """Return attention's share of a layer's matrices."""
     sizes = dim_sizes(model)
     matrices = {name: x for name, x in parameters(model) if x.is_stacked and x.is_matrix}
     of_attention = [x for name, x in matrices.items() if 'attention' in name.split('.')]
@@ -134,7 +133,7 @@ def _share_of_attention(model: ModelConfig) -> float:
 
 
 def _in_pass(phase: Phase) -> Iterator[str]:
-    """Yield the names of a layer's products in a pass."""
+    """Yield the names of a layer's matmuls in a pass."""
     for name in _OF_LAYER:
         if phase == 'backward' and name != 'attention':
             yield from (f'{name} input', f'{name} weight')
@@ -143,16 +142,16 @@ def _in_pass(phase: Phase) -> Iterator[str]:
 
 
 def is_over_data(collective: Expected) -> bool:
-    """Whether a collective is one of data parallelism, over context shards and stages too."""
+    """Return whether a collective belongs to data parallelism, also over context and stages."""
     axes = {*collective.site.axis.split('+')}
     is_of_weights = collective.site.name in ('parameters', 'gradients')
     return bool({'data', 'replica'} & axes) or (is_of_weights and not {'row', 'model'} & axes)
 
 
 def beside_ticks(collective: Expected, config: Config) -> Beside:
-    """Return what hides the sends of a pipeline in 1F1B: the other pass of the same tick.
+    """Return what hides the transfers between stages in 1F1B: the other pass of the same tick.
 
-    In the ticks of one pass alone, at both ends, and in GPipe, nothing does.
+    Nothing hides them in ticks with only one pass, at both ends, and in GPipe.
     """
     mesh = config.mesh
     if collective.kind != PERMUTE or config.train.schedule == 'gpipe':
@@ -178,7 +177,7 @@ def _shares_over_data(config: Config) -> dict[str, float]:
 
 
 def _beside_layers(collective: Expected, config: Config) -> Beside:
-    """Return what hides the weights or gradients of layers, of which tables are a part."""
+    """Return what hides the traffic of weights or gradients of layers, which includes tables."""
     if collective.site.phase == 'step':
         return NOTHING
     shares, recomputed = _shares_over_data(config), config.train.recompute == 'full'
@@ -189,7 +188,7 @@ def _beside_layers(collective: Expected, config: Config) -> Beside:
         return Beside(shares['gradients'] * layers, products, 'backward')
     if collective.site.phase == 'forward':
         return Beside(shares['forward'] * layers, ('attention', 'up'), 'forward')
-    # The backward pass gathers the layers alone; full recomputation shares its gathers with it.
+    # The backward pass gathers only the layers; full recomputation shares its gathers with it.
     if recomputed:
         return Beside(shares['recompute'], ('attention', 'out', 'up'), 'recompute')
     return Beside(shares['backward'], ('down weight', 'up weight'), 'backward')
@@ -203,9 +202,9 @@ def _beside_blocks(collective: Expected, config: Config) -> Beside:
 
 
 def beside(collective: Expected, config: Config) -> Beside:
-    """Return the products that a collective of a step of `config` overlaps with.
+    """Return the matmuls that a collective of a step of `config` overlaps.
 
-    Of a grid's collectives less than a tenth overlaps in the programs, none here.
+    Under 10% of the collectives of 2-D tensor parallelism overlap in programs; here none do.
     """
     if config.overlap.in_order and (others := _beside_others(collective, config)):
         return others

@@ -1,7 +1,4 @@
-"""Pictures of a plan: the roofline of a step, and the scaling of its rate with the number of GPUs.
-
-They need matplotlib.
-"""
+"""Plot a plan: the roofline of a step, and its MFU by the number of GPUs. Needs matplotlib."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,18 +23,18 @@ _FORMATS = ('.png', '.svg', '.pdf')
 
 
 def check_picture(path: Path) -> None:
-    """Raise ConfigError unless a picture can be drawn and written to `path`."""
+    """Raise ConfigError unless a plot can be drawn and written to `path`."""
     if path.suffix not in _FORMATS:
-        raise ConfigError(f'{path}: a picture ends in {", ".join(_FORMATS)}')
+        raise ConfigError(f'{path}: a plot must end in {", ".join(_FORMATS)}')
     check_outputs(path)
     new_figure()
 
 
 def roofline(config: Config, cluster: Cluster) -> 'Figure':
-    """Draw each weight's matrix products at their FLOPs per byte and predicted FLOP/s.
+    """Plot each weight's matmuls by FLOPs per byte and predicted FLOP/s.
 
-    The lines above them are the GPU's peak, the rates of large products alone and in training, and
-    the bandwidth of its memory.
+    The lines above them are the GPU's peak, the rates of large matmuls standalone and in training,
+    and the memory bandwidth.
     """
     figure = new_figure()
     from matplotlib.ticker import LogLocator
@@ -69,7 +66,7 @@ def roofline(config: Config, cluster: Cluster) -> 'Figure':
         axis.set_minor_formatter('')
     axes.set_title(
         f'{cluster.hardware.name}, {config.train.dtype}: '
-        'products with the weights, and shares of their time',
+        'matmuls by weight, with their share of the time',
         fontsize=10,
     )
     axes.grid(visible=True, which='both', alpha=0.2)
@@ -79,13 +76,13 @@ def roofline(config: Config, cluster: Cluster) -> 'Figure':
 def _draw_ceilings(
     axes: 'Axes', config: Config, cluster: Cluster, left: float, right: float
 ) -> None:
-    """Draw the highest rates from `left` to `right` FLOPs per byte, and the memory's bandwidth."""
+    """Plot the highest rates from `left` to `right` FLOPs per byte, and the memory bandwidth."""
     hardware, peak = cluster.hardware, peak_flops(config, cluster)
     ridge = peak / hardware.memory_bandwidth
     ceilings = (
         (1.0, 'solid', 'peak'),
-        (hardware.reference.matmul, 'dashed', 'large products alone'),
-        (hardware.efficiency.matmul, 'dotted', 'large products in training'),
+        (hardware.reference.matmul, 'dashed', 'large matmuls standalone'),
+        (hardware.efficiency.matmul, 'dotted', 'large matmuls in training'),
     )
     for share, style, what in ceilings:
         axes.plot(
@@ -113,7 +110,7 @@ class _Point(NamedTuple):
     name: str
     intensity: float  # FLOPs per byte
     rate: float  # FLOP/s
-    share: float  # share of the time of all products
+    share: float  # share of the time of all matmuls
 
 
 def _points(config: Config, cluster: Cluster) -> list[_Point]:
@@ -139,9 +136,9 @@ def _points(config: Config, cluster: Cluster) -> list[_Point]:
 
 
 def scaling(config: Config, cluster: Cluster) -> 'Figure':
-    """Draw the MFU of the fastest layout from one GPU to 512, or to the cluster's if it has more.
+    """Plot the MFU of the fastest layout from one GPU to 512, or to the cluster's if it has more.
 
-    The batch is that of the config on any number of GPUs.
+    The batch size is the config's on any number of GPUs.
     """
     figure = new_figure()
     axes = figure.subplots()
@@ -193,5 +190,5 @@ def new_figure() -> 'Figure':
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ConfigError(f'a picture needs matplotlib: {install("plot")}') from None
+        raise ConfigError(f'plots need matplotlib: {install("plot")}') from None
     return Figure(figsize=(8, 5), layout='constrained', dpi=120)

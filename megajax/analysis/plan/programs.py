@@ -1,4 +1,4 @@
-"""The programs whose training step is timed: their collectives, overlap and attention."""
+"""Describe the software whose step can be timed: its collectives, overlap and attention."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -35,36 +35,36 @@ Attention = Literal['flash', 'flash_2']
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Software:
-    """The software that runs the step."""
+    """The software that runs a training step."""
 
-    # Collectives of the passes: those of tensor parallelism, context shards and stages.
+    # Collectives of the passes: of tensor, context and pipeline parallelism.
     in_passes: Callable[[Config], list[Expected]]
     over_data: Callable[[Config], list[Expected]]
     beside: Callable[[Expected, Config], Beside]
     uses_flash: Callable[[Config], bool]
-    attention: Attention = 'flash'  # the flash attention that it uses, if it does
+    attention: Attention = 'flash'  # its flash attention, if it uses any
     gradient_bytes: int = 4  # bytes of each gradient element that is reduced over `data`
-    accumulated_bytes: int = 12  # bytes moved for each gradient element that is added up
-    adds_shards: bool = False  # adds up shards of the microbatches' gradients, not full gradients
-    # Whether it also recomputes the last product of a layer, which the backward pass does not need.
+    accumulated_bytes: int = 12  # bytes moved per accumulated gradient element
+    adds_shards: bool = False  # accumulates shards of gradients, not full gradients
+    # Whether it also recomputes the last matmul of a layer, which the backward pass does not need.
     recomputes_last: bool = False
     # The number of kernels of a step; 0 if they have not been counted.
     num_launches: Callable[[Config], int] = lambda _: 0
     has_grids: bool = False  # has 2-D tensor parallelism
-    has_order: bool = False  # has the overlap that `train.overlap` says
-    # Whether each stage of a pipeline has a part of the tokens of the head, or the last one all.
+    has_order: bool = False  # supports `train.overlap`
+    # Whether pipeline stages share the tokens of the head, or the last stage has them all.
     shares_head: bool = False
 
     def without_order(self, config: Config) -> Config:
-        """Return the config, without our overlap for a program that does not have it."""
+        """Return the config, without megajax's overlap if the software does not have it."""
         return config if self.has_order else without_order(config)
 
 
 def fully_sharded(config: Config) -> list[Expected]:
     """Return the collectives of FSDP.
 
-    Each microbatch gathers all weights for either pass and reduce-scatters their gradients, in 16
-    bits: Zhao et al. (2023), PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel.
+    Each microbatch all-gathers all weights for each pass and reduce-scatters their gradients, in
+    bf16: Zhao et al. (2023), PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel.
     """
     weights = Array(HLO_DTYPES[config.train.dtype], (num_parameters(config.model, padded=True),))
 
@@ -95,9 +95,9 @@ def _beside_its_layer(collective: Expected, config: Config) -> Beside:
     site = collective.site
     if is_over_data(collective):
         return _beside_everything(collective, config)
-    if site.axis == 'stage':  # --overlap-p2p-communication needs several chunks a stage
+    if site.axis == 'stage':  # --overlap-p2p-communication needs several chunks per stage
         return beside_ticks(collective, config) if config.mesh.virtual_stages > 1 else NOTHING
-    # Only the collectives of sequence parallelism overlap with the product that they belong to.
+    # Only the collectives of sequence parallelism overlap their own matmul.
     if collective.kind == REDUCE:
         return NOTHING
     parts = {'attention': ('qkv', 'out'), 'mlp': ('up', 'down'), 'head': ('head',)}.get(
@@ -128,13 +128,13 @@ def _beside_everything(collective: Expected, config: Config) -> Beside:
 
 
 def _names(products: tuple[str, ...], phase: Phase) -> Iterator[str]:
-    """Yield the names of these products in a pass, as `core/counts/products.py` has them."""
+    """Yield the names of these matmuls in a pass, as in `core/counts/products.py`."""
     for name in products:
         yield from (f'{name} input', f'{name} weight') if phase == 'backward' else (name,)
 
 
 def _megatron_in_passes(config: Config) -> list[Expected]:
-    """Return Megatron's collectives of the passes, those that a stage waits for in its bubble too.
+    """Return Megatron's collectives of the passes, including those of bubble ticks.
 
     Without sequence parallelism each device of a tensor-parallel group sends its part of a stage's
     output, and they gather it on the other side (Narayanan et al., 2021, section 4.1).
@@ -163,7 +163,7 @@ def _megatron_in_passes(config: Config) -> list[Expected]:
 
 
 def _megatron_over_data(config: Config) -> list[Expected]:
-    """Return Megatron's collectives of data parallelism, of matrices without megajax's padding."""
+    """Return Megatron's collectives of data parallelism, without megajax's padding."""
     size, sent = config.model.hidden_size, []
     padded = size + -size % (config.mesh.data_shards * config.mesh.context)
     is_staged = config.mesh.stages > 1
@@ -194,7 +194,7 @@ MEGATRON = Software(
     recomputes_last=True,
 )
 MEGATRON_WITHOUT_OVERLAP = dataclasses.replace(MEGATRON, beside=lambda *_: NOTHING)
-# As the papers of 2019 to 2022 ran it: attention in parts, gradients in fp16, nothing overlaps.
+# As in the papers of 2019 to 2022: unfused attention, fp16 gradients, no overlap.
 MEGATRON_2021 = Software(
     in_passes=_megatron_in_passes,
     over_data=_megatron_over_data,
@@ -203,8 +203,8 @@ MEGATRON_2021 = Software(
     gradient_bytes=2,
     recomputes_last=True,
 )
-# As Korthikanti et al. (2022) ran it: what the backward pass sends of an input's gradient overlaps
-# with the product of the weight's gradient (section 6.2), which adds to the sum of the gradients.
+# As in Korthikanti et al. (2022): communication of an input's gradient overlaps the matmul of the
+# weight's gradient (section 6.2), which accumulates into the gradient buffer.
 MEGATRON_2022 = dataclasses.replace(
     MEGATRON_2021, beside=_beside_weight_gradients, accumulated_bytes=8
 )

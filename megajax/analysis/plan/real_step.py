@@ -1,4 +1,4 @@
-"""Real training steps for a calibration, which determine the rate of products in training."""
+"""Time real training steps, from which calibration gets the rate of matmuls in training."""
 
 import os
 import time
@@ -20,7 +20,7 @@ BUSY = 0.25  # share of the cores, by the load of the last minute
 
 
 def busy() -> str | None:
-    """Return a warning if other processes are at work on this machine; None if it is idle."""
+    """Return a warning if other processes are using this machine; None if it is idle."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < BUSY * cores:
         return None
@@ -33,7 +33,7 @@ def busy() -> str | None:
 def config_for(devices: int, *, is_gpu: bool) -> Config:
     """Return a GPT whose step takes some tenths of a second on a CPU or on a GPU.
 
-    The batch has rows for every device.
+    The batch has sequences for every device.
     """
     width, length, rows = (2048, 2048, 4) if is_gpu else (512, 256, 2)
     return Config(
@@ -56,7 +56,7 @@ def config_for(devices: int, *, is_gpu: bool) -> Config:
 
 
 def real_seconds(config: Config) -> list[float]:
-    """Return the seconds of STEPS steps, after two that warm up."""
+    """Return the seconds of STEPS steps, after two warm-up steps."""
     train = config.train
     with jax.set_mesh(make_mesh(config.mesh.data, 1)):
         tokens = np.random.default_rng(0).integers(
@@ -74,9 +74,9 @@ def real_seconds(config: Config) -> list[float]:
 
 
 def fitted_to_step(record: Hardware, config: Config, seconds: list[float]) -> Hardware:
-    """Return the record with the rate of products at which a step takes the median of `seconds`.
+    """Return the record with the matmul rate at which a step takes the median of `seconds`.
 
-    If no rate gives the median, it has the nearest possible rate.
+    If no rate gives the median, use the nearest possible rate.
     """
     median = float(np.median(seconds))
 
@@ -92,7 +92,7 @@ def fitted_to_step(record: Hardware, config: Config, seconds: list[float]) -> Ha
 
 
 def _where(falls: Callable[[float], float], value: float, low: float, high: float) -> float:
-    """Return where a falling function has a value, between two bounds, by bisection."""
+    """Return by bisection where a decreasing function reaches a value between two bounds."""
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if falls(middle) > value else (low, middle)

@@ -1,4 +1,4 @@
-"""A plan as tables, for a terminal or as HTML."""
+"""Print a plan as tables, for a terminal or as HTML."""
 
 from collections import defaultdict
 
@@ -128,7 +128,7 @@ def time_table(plan: Plan) -> Table:
 
 
 def _band(plan: Plan) -> str:
-    """Return how far a time may be off."""
+    """Return the error band of predicted times."""
     return f'\u00b1 {plan.band:.0%}' if plan.band else 'unverified'
 
 
@@ -146,7 +146,7 @@ def _rates(plan: Plan) -> Text:
 
 
 def _run(plan: Plan) -> list[Text]:
-    """Return lines on the full run: GPU hours, energy, price, checkpoints and failures."""
+    """Return lines on the full run: GPU-hours, energy, price, checkpoints and failures."""
     cost, faults = plan.cost, plan.faults
     spent = [
         f'{cost.tokens:,.0f} tokens: {count(round(cost.gpu_hours), "GPU-hour")} ({_band(plan)})',

@@ -1,6 +1,6 @@
-"""A picture of a pipeline's schedule: what each stage does in each tick, and what it keeps.
+"""Plot a pipeline schedule: the passes of each stage and the microbatches in flight.
 
-It needs matplotlib. A backward pass is drawn twice as long as a forward pass, three times with full
+Needs matplotlib. A backward pass is drawn twice as long as a forward pass, three times with full
 recomputation. All stages are in the same tick at the same time.
 """
 
@@ -23,7 +23,7 @@ MOST = 200_000  # passes that can be drawn
 
 
 class Box(NamedTuple):
-    """A pass of a stage, or the time in which it has none."""
+    """A pass of a stage, or idle time."""
 
     stage: int
     start: float
@@ -34,7 +34,7 @@ class Box(NamedTuple):
 
 
 def schedule(config: Config) -> 'Figure':
-    """Draw the schedule of a config's training step, with the slots in use below.
+    """Plot the schedule of a config's training step, with the chunks in flight below.
 
     Raises ConfigError if there is no pipeline, or if it is too long to draw.
     """
@@ -132,10 +132,10 @@ def _color(box: Box, chunks: int) -> 'tuple[float, float, float, float] | str':
 
 
 def in_flight(plan: Schedule) -> np.ndarray:
-    """Return the chunks [tick, stage] whose backward pass is not yet done, with those of a tick."""
+    """Return the chunks in flight [tick, stage]: those whose backward pass is not yet done."""
     is_made, is_done = (table[:, :, 0] != IDLE for table in (plan.forward, plan.backward))
     made, done = (np.cumsum(x, axis=0) for x in (is_made, is_done))
-    before = np.vstack([np.zeros_like(done[:1]), done[:-1]])  # a slot is free in the tick after
+    before = np.vstack([np.zeros_like(done[:1]), done[:-1]])  # memory is free in the tick after
     return made - before
 
 

@@ -69,9 +69,9 @@ def search(
 ) -> Ranking:
     """Rank every layout for the batch of `config` on all GPUs of the cluster.
 
-    A layout is one choice of stages, virtual stages, data, replicas, context, its exchange, model,
-    rows, sequence parallelism, overlap, recompute, microbatches and what ZeRO shards. Without
-    `prune` even those are timed that cannot be the fastest of their mesh. Raises ConfigError if
+    A layout is a choice of stages, virtual stages, data, replicas, context and its exchange, model,
+    model_rows, sequence parallelism, overlap, recompute, microbatches and ZeRO stage. Without
+    `prune`, layouts that cannot be the fastest of their mesh are timed too. Raises ConfigError if
     none fits; the error says what would.
     """
     peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
@@ -108,7 +108,7 @@ def _meshes(config: Config, cluster: Cluster, program: Software) -> Iterator[Mes
 
 
 def _possible(config: Config, mesh: Mesh, cluster: Cluster) -> tuple[list[Choice], str]:
-    """Return the layouts of a mesh that can be, untimed; without any, the reason."""
+    """Return the possible layouts of a mesh, untimed; if there are none, the reason."""
     choices, reason = list[Choice](), ''
     for candidate in layouts(config, mesh, cluster.devices_per_host):
         if problems := incompatibilities(candidate):
@@ -122,9 +122,9 @@ def _possible(config: Config, mesh: Mesh, cluster: Cluster) -> tuple[list[Choice
 
 
 def _timed(choices: Iterable[Choice], timer: Timer, *, prune: bool) -> Iterator[Choice]:
-    """Time layouts of one mesh until no other can be faster than the fastest of them."""
+    """Time layouts of one mesh until none that is left can be the fastest."""
     best = float('inf')
-    # By the least time that is known of each, which is refined before the layout is timed.
+    # Sorted by a lower bound of the time, which is refined before the layout is timed.
     waiting = [
         (timer.floor(choice.config), order, False, choice) for order, choice in enumerate(choices)
     ]
@@ -143,7 +143,7 @@ def _timed(choices: Iterable[Choice], timer: Timer, *, prune: bool) -> Iterator[
 
 
 def usable_memory(cluster: Cluster) -> int:
-    """Return the bytes on each GPU that a program can use, minus a margin for UNDERCOUNT."""
+    """Return the usable bytes per GPU, minus a margin for UNDERCOUNT."""
     return int(USABLE * cluster.hardware.memory / (1 + UNDERCOUNT))
 
 
@@ -207,7 +207,7 @@ def _why_none(
 def _that_fits(
     config: Config, num_devices: int, cluster: Cluster, program: Software
 ) -> Config | None:
-    """Return some layout of the same batch that fits on a number of GPUs, None if there is none."""
+    """Return a layout with the same batch that fits on a number of GPUs; None if none does."""
     have = usable_memory(cluster)
     larger = dataclasses.replace(cluster, num_devices=num_devices)
     for mesh in _meshes(config, larger, program):

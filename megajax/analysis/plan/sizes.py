@@ -1,7 +1,7 @@
-"""The bytes of a training step's arrays on each GPU, counted one by one.
+"""Count the bytes of a training step's arrays on each GPU, one by one.
 
-In a 2-D grid (`mesh.model_rows`) the arrays between the two products of a sublayer have the rows of
-the batch over `row`, those around the products have D over it (`core/parallel/layout.py`).
+With 2-D tensor parallelism (`mesh.model_rows`), arrays between the two matmuls of a sublayer shard
+the batch over `row`, and arrays before and after them shard D over it (`core/parallel/layout.py`).
 """
 
 import functools
@@ -61,13 +61,13 @@ class Sizes:
 
         widths, (attention, mlp) = dim_sizes(model), layer(model)
         of_tokens = self.itemsize * self.tokens
-        between = self.tokens // shards('D') * self.itemsize  # tokens between two products
-        # The input of a column-parallel product.
+        between = self.tokens // shards('D') * self.itemsize  # tokens between two matmuls
+        # The input of a column-parallel matmul.
         self.whole = of_tokens * model.hidden_size // shards('D')
         self.residual = self.whole // shards('T')
         self.queries = between * elements(attention.second.inputs, widths, layout.shards)
         self.keys = between * max(model.num_kv_heads, shards('N')) * widths['H'] // shards('N')
-        # The inputs of the row-parallel products; in a grid they are gathered over `row`.
+        # The inputs of the row-parallel matmuls; in 2-D they are gathered over `row`.
         self.heads = self.queries * shards('D')
         self.hidden = of_tokens * elements(mlp.second.inputs, widths, layout.shards)
         self.up = between * elements(mlp.first.outputs, widths, layout.shards)
@@ -79,7 +79,7 @@ class Sizes:
 
     @cached_property
     def kept_by_layer(self) -> int:
-        """The bytes that the function `memory.kept_by_layer` returns."""
+        """Return the bytes of `memory.kept_by_layer`."""
         around_norms = 2 * (self.residual + self.whole)
         heads = self.queries + 2 * self.keys + self.heads  # queries, keys, values, core's output
         heads += self.queries + self.keys if self.model.qk_norm else 0
@@ -97,9 +97,9 @@ class Sizes:
 
     @cached_property
     def kept(self) -> int:
-        """The bytes that all layers keep: with full recomputation only their inputs.
+        """Return the bytes that all layers save: with full recomputation only their inputs.
 
-        The overlap schedule also keeps the outputs that a norm reads.
+        The overlap schedule also saves outputs that a norm reads.
         """
         if self.config.train.recompute != 'full':
             return self.layers * self.kept_by_layer
@@ -108,10 +108,10 @@ class Sizes:
 
     @property
     def batch(self) -> int:
-        """The bytes of tokens, labels and loss mask, and with document masks of what these need.
+        """Return the bytes of tokens, labels and loss mask, and of the inputs of document masks.
 
-        For BERT also of segments and token types, and of each row's sentence order; with an encoder
-        of the images, and of the vectors and places of tokens.
+        BERT adds segments, token types and the sentence order of each sequence; an image encoder
+        adds the images, and the indices and positions of their tokens.
         """
         rows, length = self.config.microbatch_rows, self.length
         of_row = (5 if self.is_masked else 3) * length + (1 if self.model.is_bert else 0)
@@ -123,34 +123,33 @@ class Sizes:
 
     @property
     def parameters_at_rest(self) -> int:
-        """The bytes of the parameters between steps; only beside adapters some are not in fp32."""
+        """Return the bytes of the stored parameters; only with adapters some are not in fp32."""
         narrower = FLOAT32 - self.itemsize if self.config.lora else 0
         return FLOAT32 * self.at_rest.all - narrower * self.at_rest.frozen_matrices
 
     @property
     def gathered(self) -> int:
-        """The bytes of the matrices that a step first gathers over `data`, or casts once."""
+        """Return the bytes of the matrices that a step first gathers over `data`, or casts once."""
         cast_once = self.matrices - self.tables if self.is_ordered and self.itemsize < 4 else 0
         matrices = {'none': cast_once, 'weights': self.at_rest.early}
         return self.itemsize * matrices.get(self.config.optim.shard, self.matrices)
 
     @property
     def layer_weights(self) -> int:
-        """The bytes of the matrices of one layer, in `train.dtype`."""
+        """Return the bytes of the matrices of one layer, in `train.dtype`."""
         return self.itemsize * self.at_rest.layer
 
     @property
     def moments(self) -> int:
-        """The bytes of AdamW's two moments."""
+        """Return the bytes of AdamW's two moments."""
         return 2 * BYTES[self.config.optim.moments_dtype] * self.at_rest.learned
 
     @cached_property
     def logits(self) -> tuple[int, int, int]:
-        """The number of chunks of the loss (`core/model/loss.py`), and the bytes of logits of one
-        chunk.
+        """Return the number of chunks of the loss, the bytes of a chunk's logits and of their
+        gradient (`core/model/loss.py`).
 
-        The logits are in fp32; the third value is the bytes of their gradient. Each stage of a
-        pipeline has a part of the tokens of all rows.
+        The logits are in fp32. Each pipeline stage has a part of the tokens of all sequences.
         """
         scattered, tokens = self.layout.num_shards('T'), self.tokens
         length = self.length // scattered
@@ -164,9 +163,9 @@ class Sizes:
 
     @property
     def copied(self) -> int:
-        """The bytes of the largest array of a layer whose stack XLA copies between the passes.
+        """Return the bytes of a layer in the largest stack that XLA copies between the passes.
 
-        It copies one stack after the other.
+        It copies one stack at a time.
         """
         recompute = self.config.train.recompute
         if recompute == 'full':
@@ -180,11 +179,10 @@ class Sizes:
 
     @property
     def buffers_of_layer(self) -> int:
-        """The temporary bytes in the backward pass of a layer: in its MLP, or in its attention.
+        """Return the temporary bytes in the backward pass of a layer: of its MLP or its attention.
 
-        XLA leaves the weights' gradients for last, unless they are summed over `data` in the
-        layer. So the gradients of both sublayers' outputs, unsharded, and the gradient of `up` live
-        to the end.
+        XLA computes the weights' gradients last, unless they are reduced over `data` in the layer.
+        The unsharded gradients of both sublayers' outputs, and of `up`, therefore live to the end.
         """
         mlp = 2 * self.up + self.hidden + 2 * self.whole
         outputs = 2 * self.queries + self.heads  # attention's output, its gradient, and both again
@@ -199,7 +197,7 @@ class Sizes:
 
 
 class AtRest(NamedTuple):
-    """Numbers of parameters of a GPU between steps, with their padding, and in a step."""
+    """Numbers of parameters of a GPU, stored between steps (with padding) and in a step."""
 
     all: int
     layers: int  # of all layers
@@ -207,8 +205,8 @@ class AtRest(NamedTuple):
     table: int
     early: int  # in a step, of the matrices that ZeRO-3 gathers at its start
     layer: int  # in a step, of the matrices of a layer
-    learned: int  # those of `all` that are not frozen
-    learned_layers: int  # those of `layers`
+    learned: int  # of `all`, those that are not frozen
+    learned_layers: int  # of `layers`, those that are not frozen
     frozen_matrices: int  # the matrices of `all` that are frozen
 
 

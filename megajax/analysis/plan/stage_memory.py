@@ -1,6 +1,6 @@
-"""Bytes that a pipeline's stage holds at the moments of a step that may need the most.
+"""Count the memory of a pipeline stage at the moments of a step that may need the most.
 
-They were read from the buffers of programs that XLA compiled for H100s, as those in `memory.py`.
+Like those in `memory.py`, they were read from the buffers of programs that XLA compiled for H100s.
 In each tick a stage runs one chunk of its layers forward and one backward
 (`core/train/pipeline.py`).
 """
@@ -11,16 +11,16 @@ from megajax.core.config import Config
 
 
 def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
-    """Return what a stage holds at the moments that may need the most.
+    """Return the memory of a stage at the moments that may need the most.
 
     - head: in its part of the head, whose gradient is one more array of the table's size.
-    - backward: in the backward pass of a chunk, with the gradients of all of its layers and what
-      its forward pass kept, which is read from its slot or computed again.
+    - backward: in the backward pass of a chunk, with the gradients of all of its layers and its
+      saved activations, which are read from memory or recomputed.
 
-    All of them hold the sums of the gradients and the slots of the chunks in flight. With two
-    chunks in all the last phase is one tick, which XLA takes out of its loop: the gradients of that
-    tick, and half of what it recomputes, have memory of their own from the start, if that fits
-    (`early`) and no ring of context shards has its barriers there. If the loss has several chunks,
+    All of them include the accumulated gradients and the chunks in flight. With two chunks in
+    total, the last phase is one tick, which XLA takes out of its loop. The gradients of that tick,
+    and half of what it recomputes, then have memory of their own from the start, if that fits
+    (`early`) and no context-parallel ring has its barriers there. If the loss has several chunks,
     the head in both layouts outlives it.
     """
     mesh, recompute = sizes.config.mesh, sizes.config.train.recompute
@@ -57,7 +57,7 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
 
 
 def kept_in_slots(sizes: Sizes) -> int:
-    """Return the bytes of the chunks in flight, of gradients that wait, and of both inputs."""
+    """Return the bytes of the chunks in flight, of waiting gradients, and of both inputs."""
     is_full = sizes.config.train.recompute == 'full'
     each = sizes.residual if is_full else sizes.chunk_layers * sizes.kept_by_layer
     turns = sizes.config.train.microbatches if sizes.config.train.schedule == 'gpipe' else 1
@@ -65,14 +65,14 @@ def kept_in_slots(sizes: Sizes) -> int:
 
 
 def num_slots(config: Config) -> int:
-    """Return the slots of a stage, as `core/counts/schedule.py` finds them, without its tables."""
+    """Return the chunks in flight on a stage, as in `core/counts/schedule.py`."""
     stages, chunks = config.mesh.stages, config.mesh.virtual_stages
     most = chunks * config.train.microbatches
     return most if config.train.schedule == 'gpipe' else min((chunks + 1) * stages - 1, most)
 
 
 def _copied(sizes: Sizes) -> int:
-    """Return the bytes of a layer that are copied to another layout when a slot is read."""
+    """Return the bytes of a layer that change layout when saved activations are read."""
     if sizes.config.train.recompute == 'full':
         return 0
     if sizes.is_scattered and sizes.config.microbatch_rows == 1:
@@ -81,10 +81,10 @@ def _copied(sizes: Sizes) -> int:
 
 
 def _weights_of_chunk(sizes: Sizes) -> int:
-    """Return the bytes of the weights of the chunk that a tick runs, where a stage has several.
+    """Return the bytes of the weights of the chunk that a tick runs, if a stage has several.
 
-    With full recomputation those of the chunk that runs forward are not all freed before those of
-    the chunk that runs backward are read.
+    With full recomputation, the weights of the forward chunk are not all freed before those of the
+    backward chunk are read.
     """
     chunks, train = sizes.config.mesh.virtual_stages, sizes.config.train
     if chunks == 1:

@@ -1,9 +1,9 @@
-"""The time of a training step on GPUs that need not be present.
+"""Predict the time of a training step, without a GPU.
 
-It is the sum of matrix products, operations bound by memory, launches and collectives. Products run
-at a share of the peak that depends on their sizes, other operations at a share of the memory's
-bandwidth, collectives by `network.py`. Compiled programs tell what a collective overlaps with
-(`overlap.py`); only the exposed rest of its time counts.
+It is the sum of matmuls, memory-bound operations, launch overhead and exposed communication.
+Matmuls run at a share of the peak that depends on their sizes, other operations at a share of the
+memory bandwidth, and collectives as in `network.py`. What a collective overlaps was read from
+compiled programs (`overlap.py`); only the exposed rest of its time counts.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ from megajax.core.counts.products import Phase, Product, products, uses_flash
 from megajax.core.counts.runs import ticks
 from megajax.core.hardware.records import FP8_SHARE, check_dtype
 
-# The shares of the peak in the GPUs' records are of seven products in the backward pass of flash
-# attention: with the forward kernel again, which no kernel that keeps the log-sum-exp needs.
+# The shares of the peak in the GPUs' records count seven matmuls in the backward pass of flash
+# attention. That includes a second forward kernel, which kernels that save the log-sum-exp omit.
 FITTED_BACKWARD = 7 / 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The seconds of one training step, and the rates that follow from them."""
+    """The seconds of a training step, and the rates that follow from them."""
 
     products: float
     idle: float  # seconds of these in the idle ticks of a pipeline
     memory_bound: float
-    launches: float  # seconds that launching short kernels takes beyond their work
+    launches: float  # launch overhead: seconds beyond the work of short kernels
     transfers: tuple[PlannedTransfer, ...]
     flops: Flops
     tokens: int
@@ -50,40 +50,40 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The seconds of the step."""
+        """Return the seconds of the step."""
         return self.products + self.memory_bound + self.launches + self.waits()
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes of the transfers; `row+model` is over both."""
+        """Return the mesh axes of the transfers; `row+model` is over both."""
         return tuple(dict.fromkeys(transfer.axis for transfer in self.transfers))
 
     def waits(self, axis: str | None = None) -> float:
-        """Return the seconds in which a GPU waits for collectives, of one axis or of all."""
+        """Return the seconds of exposed communication, of one axis or of all."""
         return sum(transfer.exposed for transfer in self.transfers if axis in (None, transfer.axis))
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all GPUs together."""
+        """Return the tokens per second of all GPUs together."""
         return self.tokens / self.total
 
     @property
     def flops_per_gpu(self) -> float:
-        """Model FLOP/s of one GPU; recomputation does not count."""
+        """Return the model FLOP/s of one GPU, without recomputation."""
         return self.flops.model / self.total / self.devices
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s over the peak."""
+        """Return the model FLOP/s divided by the peak."""
         return self.flops_per_gpu / self.peak_flops
 
     @property
     def hfu(self) -> float:
-        """FLOP/s over the peak, recomputation included."""
+        """Return the FLOP/s divided by the peak, with recomputation."""
         return self.flops.hardware / self.total / self.devices / self.peak_flops
 
     def share(self, axis: str | None = None) -> float:
-        """Return the share of the step in which a GPU waits for collectives, as in `waits`."""
+        """Return exposed communication as a share of the step, as in `waits`."""
         return self.waits(axis) / self.total
 
     def days(self, tokens: float) -> float:
@@ -101,9 +101,9 @@ def step_time(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _InGroup:
-    """The part of a step that a tensor-parallel group does whatever ZeRO shards."""
+    """The part of a step of a tensor-parallel group that does not depend on ZeRO."""
 
-    parts: list[tuple[float, float]]  # runs and seconds of each product and operation
+    parts: list[tuple[float, float]]  # runs and seconds of each matmul and operation
     products: float
     idle: float
     memory_bound: float
@@ -114,7 +114,7 @@ class _InGroup:
 
     @cached_property
     def total(self) -> float:
-        """The seconds without those of launches."""
+        """Return the seconds without launch overhead."""
         return self.products + self.memory_bound + sum(sent.exposed for sent in self.transfers)
 
 
@@ -156,18 +156,18 @@ class Timer:
         )
 
     def floor(self, config: Config) -> float:
-        """Return seconds that the products of a step take at least, without listing them."""
+        """Return a lower bound of the seconds of a step's matmuls, without listing them."""
         mesh, train, rates = config.mesh, config.train, self.cluster.hardware.efficiency
         layers, head = self._flops_forward(config)
         if train.recompute == 'full':
-            layers *= 3.5 / 3  # all products of a layer but the last one
+            layers *= 3.5 / 3  # all matmuls of a layer but the last
         if mesh.stages > 1:
             layers *= ticks(config) / (mesh.virtual_stages * train.microbatches)
         fastest = max(rates.matmul, rates.flash or 0.0, rates.flash_2 or 0.0)
         return 3 * (layers + head) / mesh.num_devices / (peak_flops(config, self.cluster) * fastest)
 
     def _flops_forward(self, config: Config) -> tuple[float, float]:
-        """Return the FLOPs of layers and head in a forward pass, half of the scores masked."""
+        """Return the FLOPs of layers and head in a forward pass, with half of the scores masked."""
         if self._forward is None:
             flops = step_flops(changed(config, train__recompute='none', train__overlap='none'))
             attention = flops.attention / 2 if config.model.causal else flops.attention
@@ -175,7 +175,7 @@ class Timer:
         return self._forward
 
     def at_least(self, config: Config) -> float:
-        """Return seconds that a step of `config` takes at least, whatever ZeRO shards."""
+        """Return a lower bound of the seconds of a step of `config` with any ZeRO stage."""
         return self._in_group(config).total
 
     def _flops_of(self, config: Config, *, flash: bool) -> Flops:
@@ -232,7 +232,7 @@ class Timer:
 
 
 def _whatever_is_sharded(config: Config) -> tuple[object, ...]:
-    """Return the keys that layouts differ in, but for what ZeRO shards and in how many replicas."""
+    """Return the keys in which layouts differ, other than ZeRO stage and replicas."""
     mesh, train = config.mesh, config.train
     return (
         *(mesh.data, mesh.model_rows, mesh.model, mesh.sequence_parallel),
@@ -243,7 +243,7 @@ def _whatever_is_sharded(config: Config) -> tuple[object, ...]:
 
 
 def _idle_share(config: Config) -> float:
-    """Return the share of the ticks in which a stage of a pipeline has no microbatch."""
+    """Return the share of the ticks in which a pipeline stage is idle."""
     return 1 - config.mesh.virtual_stages * config.train.microbatches / ticks(config)
 
 
@@ -257,9 +257,9 @@ def peak_flops(config: Config, cluster: Cluster) -> float:
 
 
 def in_parts(product: Product, count: int) -> Product:
-    """Return a product of a layer as its parts compute it, which have a share of the tokens.
+    """Return a matmul of a layer as computed by its parts, each with a share of the tokens.
 
-    Attention is one kernel for all tokens, or one for each part of the rows.
+    Attention is one kernel for all tokens, or one per part of the sequences.
     """
     if product.where == 'head' or product.name == 'attention':
         return product
@@ -271,17 +271,16 @@ def in_parts(product: Product, count: int) -> Product:
 def product_seconds(
     product: Product, config: Config, cluster: Cluster, attention: Attention = 'flash'
 ) -> float:
-    """Return the seconds that a product takes in all its runs of a step.
+    """Return the seconds of all runs of a matmul in a step.
 
-    It is bound by its FLOPs, of which flash attention skips the masked half, or by the bytes that
-    it moves.
+    It is compute-bound, where flash attention skips the masked half, or memory-bound.
     """
     hardware, peak = cluster.hardware, peak_flops(config, cluster)
-    if config.train.dtype == 'fp8':  # which the products of layers are in
+    if config.train.dtype == 'fp8':  # used by the matmuls of layers
         in_layers = product.where == 'layers'
         peak = peak * FP8_SHARE if in_layers else hardware.peak_flops[config.train.compute_dtype]
     if product.flash:
-        # Of the blocks of other context shards no score is masked.
+        # No score in the blocks of other context shards is masked.
         own = product.sizes[0] == config.train.seq_len // config.mesh.context
         done = product.flops / 2 if config.model.causal and own else product.flops
         efficiency = hardware.efficiency
@@ -296,7 +295,7 @@ def product_seconds(
 
 
 def traffic_seconds(operation: Traffic, cluster: Cluster) -> float:
-    """Return the seconds that an operation bound by memory takes in all its runs of a step."""
+    """Return the seconds of all runs of a memory-bound operation in a step."""
     return (
         operation.times
         * operation.bytes

@@ -1,4 +1,4 @@
-"""The seconds of a step's collectives on a cluster, and those that matrix products hide."""
+"""Predict the seconds of a step's collectives on a cluster, and how many matmuls hide."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -10,14 +10,14 @@ from megajax.core.config import Config
 from megajax.core.counts.megatron import Expected
 from megajax.core.counts.products import Phase
 
-ProductKey = tuple[str, Phase]  # the name and the phase of products
+ProductKey = tuple[str, Phase]  # the name and the phase of matmuls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedTransfer:
     """The collectives of one site, phase, axis and kind, in one step.
 
-    Of the `seconds` on the wire, `hidden` lie beside matrix products.
+    Of the `seconds` of transfer, `hidden` overlap matmuls.
     """
 
     site: str
@@ -32,30 +32,30 @@ class PlannedTransfer:
 
     @property
     def exposed(self) -> float:
-        """Seconds that no matrix product hides, in which a GPU waits."""
+        """Return the seconds that no matmul hides, in which a GPU waits."""
         return self.seconds - self.hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """Seconds of products in a step, in all and without those that hide a transfer already."""
+    """The seconds of matmuls in a step: the total, and those that do not yet hide a transfer."""
 
     seconds: Mapping[ProductKey, float]
     left: dict[ProductKey, float]
 
     @classmethod
     def of(cls, seconds: Mapping[ProductKey, float]) -> Self:
-        """Return the seconds of products that hide nothing yet."""
+        """Return the seconds of matmuls that hide nothing yet."""
         return cls(seconds=seconds, left=dict(seconds))
 
     def copy(self) -> Self:
-        """Return a copy to hide other transfers beside."""
+        """Return a copy, to hide more transfers."""
         return dataclasses.replace(self, left=dict(self.left))
 
     def hide(self, key: ProductKey, share: float, needed: float) -> float:
-        """Hide at most `needed` seconds of transfers beside a share of products; return how many.
+        """Hide at most `needed` seconds of transfers behind a share of matmuls; return how many.
 
-        A second of a product hides one transfer.
+        A matmul hides one transfer at a time.
         """
         covered = min(needed, share * self.seconds.get(key, 0.0), self.left.get(key, 0.0))
         self.left[key] = self.left.get(key, 0.0) - covered
@@ -69,10 +69,10 @@ def transfers(
     program: Software,
     products: Waiting,
 ) -> list[PlannedTransfer]:
-    """Return the transfers of collectives, which take from the seconds of `products`.
+    """Return the transfers of collectives, which use up the seconds of `products`.
 
-    Collectives that overlap with the same products share the seconds of these, in the order given.
-    Of each transfer the smaller of its time and of the products beside it is hidden.
+    Collectives that overlap the same matmuls share their seconds, in the order given. The hidden
+    part of a transfer is the smaller of its time and the time of the matmuls it overlaps.
     """
     sent, rings = [], dict[str, Ring]()
     for collective in collectives:

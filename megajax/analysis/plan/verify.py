@@ -1,4 +1,4 @@
-"""A plan's memory beside the compiler's, for GPUs that need not be present."""
+"""Compare the memory of a plan with what XLA plans, without a GPU."""
 
 from megajax.analysis.inspect.child import compile_in_child
 from megajax.analysis.plan.memory import memory
@@ -15,7 +15,7 @@ def check_verify(gpu: str) -> None:
 
 
 def verified(plan: Plan, gpu: str) -> Plan:
-    """Return the plan with the bytes that the compiler needs for its layout and for the fastest.
+    """Return the plan with the bytes that XLA plans for its layout and for the fastest one.
 
     If they are the same layout, it is compiled once.
     """
@@ -27,5 +27,5 @@ def verified(plan: Plan, gpu: str) -> Plan:
 
 def _compiled_bytes(config: Config, gpu: str, plan: Plan) -> int:
     step = compile_in_child(config, gpu, plan.gpus // plan.gpus_per_host)
-    # The copies of a repeated step are not its own.
+    # XLA's figure leaves out the copies of a replayed step.
     return step.arguments + step.temporaries + step.outputs + memory(config).repetition

@@ -1,6 +1,6 @@
-"""Where the time of traced steps went, from the trace that a run wrote.
+"""Analyze where the time of traced steps went, from the trace that a run wrote.
 
-The trace says how long each instruction ran, the program beside it what it computes and sends.
+The trace says how long each instruction ran; the program stored with it, what it computes or sends.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The measured steps as lines of the result, by what the instructions do."""
+"""Turn measured steps into lines of the result, by what the instructions do."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ _IDLE = 'before the first kernel', 'between kernels', 'after the last kernel'
 
 
 class Devices(NamedTuple):
-    """All devices, and of these the median and the slowest by their own time."""
+    """All devices, and the median and the slowest of them by their own time."""
 
     every: list[Measured]
     median: Measured
@@ -101,7 +101,7 @@ def parts(devices: Devices, work: ProgramWork) -> list[Part]:
 
 
 def product_lines(devices: Devices, work: ProgramWork) -> list[ProductLine]:
-    """Return the products by kind, sizes and site, longest first."""
+    """Return the matmuls by kind, sizes and site, longest first."""
     groups = _grouped(
         devices,
         work,
@@ -187,7 +187,7 @@ def _measured(devices: Devices, names: list[str], work: ProgramWork) -> dict[str
 
 
 def _runs(devices: Devices, name: str, work: ProgramWork) -> float:
-    """The runs of an instruction in a step, each of which may launch more than one kernel."""
+    """Return the runs of an instruction in a step; a run may launch several kernels."""
     return min(devices.median.launches(name), work.of(name).times)
 
 
@@ -197,7 +197,7 @@ def _grouped(
     key: Callable[[Work], Key],
     belongs: Callable[[Work], bool] = lambda _: True,
 ) -> dict[Key, list[str]]:
-    """The names of the instructions with the same key, of those that belong."""
+    """Group the names of the instructions that belong by their key."""
     groups = defaultdict[Key, list[str]](list)
     for name in _names(devices):
         if belongs(work.of(name)):

@@ -1,10 +1,10 @@
-"""Which instruction launched each kernel of a CUDA graph.
+"""Find the instruction that launched each kernel of a CUDA graph.
 
-A trace names such a kernel after its graph (openxla/xprof#3070), with the kernel's own name beside
-it. XLA's own kernels are named after the instruction that they are made for, or after another with
-the same work, whose kernel they share. The others are those of libraries, copies and fills: they
-belong to what the schedule has between the kernels before and after them. Where a loop and what is
-around it share a kernel, one may be taken for the other.
+A trace names such a kernel after its graph (openxla/xprof#3070), and also gives the kernel's own
+name. XLA's own kernels are named after the instruction they were made for, or after a different
+instruction with the same work, whose kernel they share. The rest are kernels of libraries, copies
+and fills; they belong to what the schedule launches between the kernels before and after them. If
+an instruction in a loop and one outside it share a kernel, they may be confused.
 """
 
 import re
@@ -29,7 +29,7 @@ _KERNELS = {
 
 
 def is_graph(name: str) -> bool:
-    """Whether an event is a kernel that XLA put into a CUDA graph, whose name it has."""
+    """Return whether an event is a kernel in a CUDA graph, named after the graph."""
     return name.startswith('command_buffer')
 
 
@@ -39,7 +39,7 @@ class _Place(NamedTuple):
 
 
 class Schedule:
-    """The instructions that the stream of a program launches, in its order."""
+    """The instructions that the stream of a program launches, in order."""
 
     def __init__(self, program: Program):
         self._launched = {
@@ -75,7 +75,7 @@ class Schedule:
     def named(self, events: Iterable[Event]) -> list[Event]:
         """Name the kernels of graphs after their instructions, where one is found.
 
-        `events` are those of the program on one device, from the beginning of a step.
+        `events` are the program's events on one device, from the beginning of a step.
         """
         events = sorted(events, key=lambda event: event.start)
         seen = {self._work[event.kernel] for event in events if event.kernel in self._work}
@@ -91,7 +91,7 @@ class Schedule:
         return named + _share_out(waiting, self._between(before, None, own))
 
     def _place(self, event: Event, before: _Place | None) -> _Place | None:
-        """Where XLA's own kernels stand; None for others, and for transfers."""
+        """Return the position of one of XLA's own kernels; None for others, and for transfers."""
         if not is_graph(event.name):
             place = self._places.get(event.name)
             is_kernel = place and kind_of(self._at(place)) is None
@@ -110,7 +110,7 @@ class Schedule:
     def _between(
         self, before: _Place | None, after: _Place | None, own: set[_Place]
     ) -> Iterator[Instruction]:
-        """Yield what is launched between two kernels of XLA's own that follow each other."""
+        """Yield what is launched between two successive kernels of XLA's own."""
 
         def is_passed(place: _Place) -> bool:
             return place not in own and self._at(place).opcode not in _CALLS
@@ -131,7 +131,7 @@ class Schedule:
 
 
 def _work(program: Program, instruction: Instruction) -> str:
-    """The text of what a fusion computes, without names: the same for those that share a kernel."""
+    """Return what a fusion computes, without names; fusions that share a kernel have the same."""
     (called,) = instruction.called
     inside = program.computations[called].instructions
     numbers = {each.name: str(number) for number, each in enumerate(inside)}
@@ -149,9 +149,9 @@ def _work(program: Program, instruction: Instruction) -> str:
 
 
 def _share_out(kernels: Sequence[Event], calls: Iterable[Instruction]) -> list[Event]:
-    """Name kernels after the calls that launch their kind, and fills after the kernel that follows.
+    """Name kernels after the calls that launch their kind, and fills after the next kernel.
 
-    One that fits no call keeps its name.
+    A kernel that matches no call keeps its name.
     """
     calls, names = [*calls], dict[Event, str]()
     for kind in ('cudnn', 'nccl', 'copy', 'library'):
@@ -166,7 +166,7 @@ def _share_out(kernels: Sequence[Event], calls: Iterable[Instruction]) -> list[E
 
 
 def _in_turn(count: int, names: Sequence[str]) -> list[str]:
-    """Which of some calls launched each of `count` kernels: each as many, or the last one more."""
+    """Assign `count` kernels to calls in equal numbers; the last call gets the remainder."""
     if not names:
         return []
     each = max(1, count // len(names))

@@ -57,7 +57,7 @@ def measure(
 
 
 def _own_work(trace: Trace, events: Sequence[Event], module: str, work: ProgramWork) -> list[Event]:
-    """The events of kernels and transfers; those of other programs have its name before theirs.
+    """Return kernels and transfers; events of other programs are prefixed by the program's name.
 
     On a CPU, a loop and most calls are events too, which last as long as those inside them.
     """

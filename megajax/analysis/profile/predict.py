@@ -1,4 +1,4 @@
-"""A measured step beside the roofline of `inspect` and the prediction of `plan`."""
+"""Compare a measured step with the roofline of `inspect` and the prediction of `plan`."""
 
 from collections.abc import Callable
 
@@ -19,9 +19,9 @@ def predictions(
     num_devices: int,
     devices_per_host: int,
 ) -> list[Prediction]:
-    """Return the parts of a device's step beside what is predicted for GPUs of this record.
+    """Return the parts of a device's step, measured and as predicted for GPUs of this record.
 
-    A roofline knows no idle time; that of `plan` is the idle ticks of a pipeline.
+    A roofline has no idle time; in `plan`, idle time is the idle ticks of a pipeline.
     """
 
     def spent(belongs: Callable[[Work], bool]) -> float:

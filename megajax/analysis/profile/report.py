@@ -13,7 +13,7 @@ from megajax.base.render.folded import Folded
 from megajax.base.render.units import si
 
 MAX_NAME_COLUMNS = 36  # of an instruction, or of a site that has a path instead of a name
-LABELS = {'product': 'matmul', 'products': 'matmul', 'exposed': 'exposed transfers'}
+LABELS = {'products': 'matmul', 'exposed': 'exposed transfers'}
 
 
 def tables(profile: Profile, *, top: int, with_instructions: bool = False) -> RenderableType:

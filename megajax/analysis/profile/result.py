@@ -1,8 +1,8 @@
-"""The result of a profile: the one model behind the terminal and the JSON.
+"""Define the result of a profile, which the terminal and the JSON both show.
 
-Seconds, launches and bytes are those of one step on one device: means over the traced steps, of
-the median device and of the slowest. A share of the step is in seconds too: all shares and the idle
-time add up to the step.
+Seconds, launches and bytes are per step and device: means over the traced steps, for the median and
+for the slowest device. Shares of the step are in seconds too; all shares and the idle time add up
+to the step.
 """
 
 from typing import Literal
@@ -30,23 +30,23 @@ class MeasuredLine(_Result):
     """One instruction, or several of the same kind, on the median and on the slowest device."""
 
     kind: str
-    what: str = Field(description='sizes of the products, or the arrays that are sent')
+    what: str = Field(description='sizes of the matmuls, or the arrays that are sent')
     site: str
     phase: str
     launches: float
-    seconds: float = Field(description='from beginning to end, on the median device')
+    seconds: float = Field(description='full duration on the median device')
     slowest_seconds: float = Field(description='the same on the slowest device')
     share: float = Field(description='share of the step in seconds, on the median device')
-    predicted_seconds: float | None = Field(description="by a roofline of the GPU's record")
+    predicted_seconds: float | None = Field(description="by the roofline of the GPU's record")
 
 
 class ProductLine(MeasuredLine):
-    """The matrix products or attention kernels of one shape at one site."""
+    """The matmuls or attention kernels of one shape at one site."""
 
     dtype: str
     flops: float
-    flops_per_second: float | None = Field(description='None where no time was measured')
-    peak_share: float | None = Field(description='None where the peak is not known')
+    flops_per_second: float | None = Field(description='None if no time was measured')
+    peak_share: float | None = Field(description='None if the peak is not known')
 
 
 class CollectiveLine(MeasuredLine):
@@ -55,12 +55,12 @@ class CollectiveLine(MeasuredLine):
     axis: str
     wire_bytes: float = Field(description='bytes that a device sends, by the ring algorithm')
     exposed_seconds: float = Field(description='seconds in which no kernel runs')
-    hidden_seconds: float = Field(description='seconds beside kernels, or beside other transfers')
+    hidden_seconds: float = Field(description='seconds that overlap kernels or other transfers')
     transfer_seconds: float = Field(
-        description='of each run the seconds on the device that took least, which is the last to '
-        'come and waits for no other'
+        description='sum over runs of the shortest duration on any device, which arrived last and '
+        'waited for no other'
     )
-    bytes_per_second: float | None = Field(description='wire_bytes over transfer_seconds')
+    bytes_per_second: float | None = Field(description='wire_bytes divided by transfer_seconds')
 
 
 class InstructionLine(MeasuredLine):
@@ -83,7 +83,7 @@ class DeviceLine(_Result):
 
     @property
     def own(self) -> float:
-        """Seconds that are not spent in exposed transfers: those for which other devices wait."""
+        """Return the seconds outside exposed transfers, for which other devices wait."""
         return self.step - self.exposed
 
 
@@ -94,11 +94,11 @@ class ProcessLine(_Result):
     host: str
     step: float
     own: float = Field(description='seconds outside exposed transfers')
-    behind: float = Field(description='`own` minus that of the median process')
+    behind: float = Field(description='`own` minus `own` of the median process')
 
 
 class Prediction(_Result):
-    """A part of the step beside what `inspect` and `plan` predict for the GPU, in seconds."""
+    """The seconds of a part of the step: measured, and predicted by `inspect` and by `plan`."""
 
     part: StepPart
     measured: float
@@ -114,7 +114,7 @@ class Profile(_Result):
     steps: list[int]
     mesh: dict[str, int]
     device: str = Field(description="jax's name of the GPUs, or cpu")
-    hardware: str | None = Field(description='the record whose peak and links are compared')
+    hardware: str | None = Field(description='the record whose peak and links it is compared with')
     parts: list[Part]
     products: list[ProductLine]
     collectives: list[CollectiveLine]
@@ -128,10 +128,10 @@ class Profile(_Result):
 
     @property
     def median(self) -> DeviceLine:
-        """The device with the median of `own`."""
+        """Return the device with the median of `own`."""
         return self.devices[self.median_device]
 
     @property
     def slowest(self) -> DeviceLine:
-        """The device with the largest `own`."""
+        """Return the device with the largest `own`."""
         return self.devices[self.slowest_device]

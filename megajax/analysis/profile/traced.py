@@ -110,6 +110,6 @@ def _check_program(folder: Path, program: Program, module: str, traces: list[Tra
     known = {name for each in program.computations.values() for name in each.by_name}
     if len(names & known) < len(names) / 2:
         raise ConfigError(
-            f'the traces in {folder} are not of the program beside them: {PROGRAM} has '
+            f'the traces in {folder} are not of the program stored with them: {PROGRAM} has '
             f'{len(names & known)} of their {len(names)} instructions; trace some steps again'
         )

@@ -1,4 +1,4 @@
-"""The work of each instruction of a compiled program: kernels, library calls and collectives."""
+"""Describe the work of each instruction of a program: kernels, library calls, collectives."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -25,9 +25,9 @@ PRODUCTS = 'matmul', 'attention', 'attention gradient'
 class Work(NamedTuple):
     """The work of one run of an instruction on one device.
 
-    `kind` is that of a kernel or of a collective. `site` and `phase` are empty where XLA recorded
-    no path. `what` has the sizes of products or the arrays that are sent. `flops` leaves out those
-    that a causal mask hides. `predicted` is the seconds by a roofline, None without a GPU's record.
+    `kind` is the kind of kernel or collective. `site` and `phase` are empty if XLA recorded no
+    path. `what` gives the sizes of matmuls or the arrays that are sent. `flops` omits those hidden
+    by a causal mask. `predicted` is the seconds by a roofline, None without a GPU's record.
     """
 
     kind: str
@@ -71,7 +71,7 @@ class ProgramWork:
         self.names = {name for each in program.computations.values() for name in each.by_name}
 
     def of(self, name: str) -> Work:
-        """The work of an event by its name."""
+        """Return the work of an event by its name."""
         if name in self._by_name:
             return self._by_name[name]
         if is_graph(name):
@@ -79,12 +79,12 @@ class ProgramWork:
         return Work(kind=OTHER if name in self.names else OUTSIDE)
 
     def predicted(self, belongs: Callable[[Work], bool]) -> float:
-        """Seconds of all runs of some kernels in a step, by a roofline."""
+        """Return the seconds of all runs of some kernels in a step, by a roofline."""
         each = (self._by_name[kernel.instruction.name] for kernel in self._kernels)
         return sum(work.times * (work.predicted or 0.0) for work in each if belongs(work))
 
     def timeline(self) -> Timeline | None:
-        """The timeline of a step by a roofline; None without a GPU's record."""
+        """Return the timeline of a step by a roofline; None without a GPU's record."""
         if self.gpu is None:
             return None
         seconds = {
@@ -150,7 +150,7 @@ def _of_collective(
     instruction: Instruction,
     arrays: list[Collective],
 ) -> Work:
-    """The work of a collective as it is compiled: on CPUs `inspect` reads some as what they mean.
+    """Return the work of a collective as compiled (on CPUs, `inspect` reinterprets some).
 
     A collective of several arrays has the site of the largest.
     """
@@ -176,6 +176,6 @@ def _of_collective(
 
 
 def peak_of(gpu: Hardware, dtype: str) -> float | None:
-    """Return the peak FLOP/s of products in a dtype as HLO spells it, None if it is not known."""
+    """Return the peak FLOP/s of matmuls in an HLO dtype; None if it is not known."""
     peaks = {str(name): peak for name, peak in gpu.peak_flops.items()}
     return peaks.get(dtype_of(dtype))

@@ -1,6 +1,6 @@
-"""Charts as inline SVG, drawn with the colours of the page's style sheet.
+"""Draw charts as inline SVG in the colors of the page's style sheet.
 
-A chart is as large as half of a page; at 400 pixels, its text is still as large as that around it.
+A chart is half as wide as the page; down to 400 pixels its text stays as large as the page's.
 """
 
 import dataclasses
@@ -14,21 +14,21 @@ from megajax.analysis.report.scale import Scale, label, scale_of
 
 WIDTH, HEIGHT = 460, 270  # pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 24, 40  # pixels around the frame
-NUM_COLOURS = 8
+NUM_COLORS = 8
 MAX_DOTS = 40  # of a line
-IN_RANGE = 0.9  # share of a band that the range of a chart holds
+IN_RANGE = 0.9  # share of a band that the y range covers
 FAR_APART = 4.0  # ratio of the means of two curves
-STRIPS = 60  # stretches of the axis that show their values where the pointer is
+STRIPS = 60  # strips of the x axis with a tooltip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """A curve of a chart, and how it is drawn."""
+    """A curve of a chart and its style."""
 
     name: str
     curve: Curve
-    colour: int  # number of the run
-    is_dotted: bool = False  # each point is drawn, because there are few of them
+    color: int  # number of the run
+    is_dotted: bool = False  # draw each point, because there are few
 
 
 def chart(
@@ -41,10 +41,10 @@ def chart(
     from_zero: bool = False,
     legend: bool = True,
 ) -> Html:
-    """Return a figure of some lines; `x` and `y` name the axes with their units.
+    """Return a figure of lines; `x` and `y` name the axes with their units.
 
-    Without any value it is empty. The range is that of the lines, begins with zero if asked to, and
-    holds most of the bands.
+    Without any values it is empty. The y range covers the lines and most of the bands, and starts
+    at zero if `from_zero`.
     """
     lines = [line for line in lines if len(line.curve.x)]
     if not lines:
@@ -67,24 +67,24 @@ def chart(
 
 
 def _heights(curve: Curve) -> list[float]:
-    """Values that the range of a chart has to hold."""
+    """Return the values that the y range of a chart must cover."""
     inside = [np.quantile(curve.low, 1 - IN_RANGE), np.quantile(curve.high, IN_RANGE)]
     return [*map(float, curve.y), *map(float, inside)]
 
 
 def spread(lines: Sequence[Line]) -> bool:
-    """Whether curves lie so far apart that only a logarithmic axis shows each of them."""
+    """Return whether curves are so far apart that they need a logarithmic axis."""
     means = [float(np.mean(line.curve.y)) for line in lines if len(line.curve.y)]
     return len(means) > 1 and min(means) > 0 and max(means) > FAR_APART * min(means)
 
 
-def chip(colour: int) -> Html:
-    """Return a patch of the colour of a run."""
-    return element('i', class_=f'chip c{colour % NUM_COLOURS}')
+def chip(color: int) -> Html:
+    """Return a patch in the color of a run."""
+    return element('i', class_=f'chip c{color % NUM_COLORS}')
 
 
 def _frame(across: Scale, up: Scale) -> dict[str, str]:
-    """Attributes of an inner drawing that ends at the frame and has the outer one's coordinates."""
+    """Return attributes of an inner SVG that clips at the frame, in outer coordinates."""
     width, height = across.end - across.start, up.start - up.end
     box = f'{across.start} {up.end} {width} {height}'
     return {
@@ -126,13 +126,13 @@ def _axes(across: Scale, up: Scale, x: str, y: str) -> Html:
 
 
 def _drawn(line: Line, across: Scale, up: Scale) -> Html:
-    curve, colour = line.curve, f'c{line.colour % NUM_COLOURS}'
-    style = f'{colour} second' if line.colour >= NUM_COLOURS else colour
+    curve, color = line.curve, f'c{line.color % NUM_COLORS}'
+    style = f'{color} second' if line.color >= NUM_COLORS else color
     parts = []
     if not np.array_equal(curve.low, curve.high):
         there = _points(curve.x, curve.high, across, up)
         back = _points(curve.x[::-1], curve.low[::-1], across, up)
-        parts.append(element('path', d=f'M{there}L{back}Z', class_=f'band {colour}'))
+        parts.append(element('path', d=f'M{there}L{back}Z', class_=f'band {color}'))
     path = f'M{_points(curve.x, curve.y, across, up)}'
     kind = 'line' if line.is_dotted else 'line thin'
     parts.append(element('path', d=path, class_=f'{kind} {style}'))
@@ -143,7 +143,7 @@ def _drawn(line: Line, across: Scale, up: Scale) -> Html:
                 cx=f'{across(a):.1f}',
                 cy=f'{up(b):.1f}',
                 r='2.6',
-                class_=f'dot {colour}',
+                class_=f'dot {color}',
             )
             for a, b in [*zip(curve.x, curve.y, strict=True)][:: -(-len(curve.x) // MAX_DOTS)]
         ]
@@ -155,7 +155,7 @@ def _points(x: np.ndarray, y: np.ndarray, across: Scale, up: Scale) -> str:
 
 
 def _strips(lines: Sequence[Line], across: Scale) -> Html:
-    """Transparent stretches that name the values of the lines nearest to their middle."""
+    """Return transparent strips whose tooltips give the values of the lines there."""
     width = (across.end - across.start) / STRIPS
     parts = []
     for number in range(STRIPS):
@@ -187,7 +187,7 @@ def _legend(lines: Sequence[Line]) -> Html:
                 'span',
                 element(
                     'i',
-                    class_=f'key c{line.colour % NUM_COLOURS} {"dotted" if line.is_dotted else ""}',
+                    class_=f'key c{line.color % NUM_COLORS} {"dotted" if line.is_dotted else ""}',
                 ),
                 line.name,
             )

@@ -52,7 +52,7 @@ def section(runs: Sequence[Facts], points: int) -> Html:
 def _mfu(facts: Facts, points: int) -> Line | None:
     mfu = facts.run.steps['mfu']
     curve = thin(facts.run.steps.number, 100 * mfu, points)
-    return Line(name=facts.run.name, curve=curve, colour=facts.colour) if len(curve.x) else None
+    return Line(name=facts.run.name, curve=curve, color=facts.color) if len(curve.x) else None
 
 
 def _rates(runs: Sequence[Facts]) -> Html:
@@ -70,7 +70,7 @@ def _rates(runs: Sequence[Facts]) -> Html:
         ('memory per device', [memory_of(facts.run) for facts in runs]),
     ]
     body = [[name, *values] for name, values in rows]
-    head = ['median over steps', *(join([chip(facts.colour), facts.run.name]) for facts in runs)]
+    head = ['median over steps', *(join([chip(facts.color), facts.run.name]) for facts in runs)]
     note = (
         'TFLOP/s and MFU count model FLOPs only, without recomputation. MFU is omitted if the '
         'peak of the device is unknown. Device-hours assume the current mesh for the whole run.'

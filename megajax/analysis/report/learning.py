@@ -58,7 +58,7 @@ def section(runs: Sequence[Facts], points: int) -> Html:
         chart(
             title,
             [
-                Line(name=facts.run.name, curve=_curve(facts, key, points), colour=facts.colour)
+                Line(name=facts.run.name, curve=_curve(facts, key, points), color=facts.color)
                 for facts in runs
             ],
             y=y,
@@ -113,7 +113,7 @@ def _losses_per_byte(runs: Sequence[Facts], points: int) -> list[Html]:
         Line(
             name=facts.run.name,
             curve=thin(*facts.run.evaluated(PER_BYTE), points // 2),
-            colour=facts.colour,
+            color=facts.color,
             is_dotted=True,
         )
         for facts in runs
@@ -134,13 +134,11 @@ def losses_chart(
         number, losses = facts.run.steps.number, facts.run.steps['loss']
         late = number >= start
         curve = thin(number[late], losses[late], points)
-        lines.append(Line(name=f'{name}training', curve=curve, colour=facts.colour))
+        lines.append(Line(name=f'{name}training', curve=curve, color=facts.color))
         steps, validation = facts.run.evaluated(VALIDATION)
         late = steps >= start
         curve = thin(steps[late], validation[late], points // 2)
-        lines.append(
-            Line(name=f'{name}validation', curve=curve, colour=facts.colour, is_dotted=True)
-        )
+        lines.append(Line(name=f'{name}validation', curve=curve, color=facts.color, is_dotted=True))
     return chart(title, lines, y='nats per token', is_log=is_log)
 
 
@@ -159,7 +157,7 @@ def _results(runs: Sequence[Facts]) -> Html:
     head = ['run', 'steps', 'tokens', 'training loss', *(_result_name(name) for name in names)]
     rows = [
         [
-            join([chip(facts.colour), facts.run.name]),
+            join([chip(facts.color), facts.run.name]),
             f'{facts.run.last_step:,}',
             large(tokens_of(facts.run)),
             _number(last_loss(facts.run)),

@@ -15,10 +15,10 @@ from megajax.core.config import dump
 from megajax.core.counts.parameters import num_parameters
 
 GENERATOR = '<meta name="generator" content="megajax report"/>'
-# Nothing is fetched and no script runs, whatever the data of a run hold.
+# Nothing is fetched and no script runs, whatever the data of a run contains.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 POINTS, FEWEST_POINTS = 240, 40  # points of a curve
-_CURVES = 960  # points of all runs in one picture
+_CURVES = 960  # points of all runs in one chart
 
 
 class _Question(NamedTuple):
@@ -82,7 +82,7 @@ def _subtitle(facts: Facts) -> Html:
         cost.mesh_of(run),
         f'step {run.last_step:,} of {train.steps:,}',
     ]
-    return element('p', chip(facts.colour), f' {run.name}: ', ', '.join(parts), class_='subtitle')
+    return element('p', chip(facts.color), f' {run.name}: ', ', '.join(parts), class_='subtitle')
 
 
 def _glance(runs: Sequence[Facts]) -> Html:
@@ -90,7 +90,7 @@ def _glance(runs: Sequence[Facts]) -> Html:
     entries = []
     for question in QUESTIONS:
         lines = [
-            element('div', chip(facts.colour) if len(runs) > 1 else '', question.headline(facts))
+            element('div', chip(facts.color) if len(runs) > 1 else '', question.headline(facts))
             for facts in runs
         ]
         if question.name == 'learned' and (note := learning.comparison(runs)):
@@ -107,7 +107,7 @@ def _section(question: _Question, runs: Sequence[Facts], points: int) -> Html:
 
 def _configs(runs: Sequence[Facts]) -> Html:
     differences = _differences(runs)
-    names = [join([chip(facts.colour), facts.run.name]) for facts in runs]
+    names = [join([chip(facts.color), facts.run.name]) for facts in runs]
     parts = []
     if len(runs) > 1 and differences:
         parts.append(table(['key', *names], differences, names=1 + len(runs)))

@@ -25,7 +25,7 @@ from megajax.runtime.run.lock import running_in
 METRICS, SAMPLES = 'metrics.jsonl', 'samples.jsonl'
 MAX_STEPS = 2**53  # that a float, as columns have them, can count
 LARGEST_FLOAT = 2**1023
-MAX_PNG_BYTES = 400_000  # of the pictures in a page
+MAX_PNG_BYTES = 400_000  # of an image in a report
 _PNG = b'\x89PNG\r\n'
 
 
@@ -40,12 +40,12 @@ class Steps:
         return self.columns.get(name, np.full(len(self.number), np.nan))
 
     def known(self, name: str) -> Floats:
-        """The finite values of a column; empty if there are none."""
+        """Return the finite values of a column."""
         column = self[name]
         return column[np.isfinite(column)]
 
     def median(self, name: str) -> float | None:
-        """The median of a column; None if it has no finite value."""
+        """Return the median of a column; None if it has no finite value."""
         known = self.known(name)
         return float(np.median(known)) if len(known) else None
 
@@ -73,23 +73,23 @@ class RunData:
     samples: Sequence[Mapping[str, Any]]
     checkpoints: Sequence[Checkpoint]
     tokenizer: str | None  # digest of the tokenizer; None if the run has none
-    readings: bytes | None  # the newest PNG of held-out pictures and what was read in them
+    readings: bytes | None  # the newest PNG of held-out images with transcriptions
     kept: KeptStep | None  # the compiled step
     unreadable: Sequence[str]  # a sentence for each file that cannot be read
     running: str | None  # the process that trains it now
 
     @property
     def last_step(self) -> int:
-        """The last step that was taken; 0 before the first."""
+        """Return the last step taken; 0 before the first."""
         return int(self.steps.number[-1]) if len(self.steps.number) else 0
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps of the config were taken."""
+        """Return whether all steps of the config were taken."""
         return self.last_step >= self.config.train.steps
 
     def evaluated(self, name: str) -> tuple[Floats, Floats]:
-        """The steps and the values of one result of the evaluations."""
+        """Return the steps and values of one result of the evaluations."""
         pairs = [
             (line['step'], line[name]) for line in self.evaluations if _is_number(line.get(name))
         ]
@@ -97,7 +97,7 @@ class RunData:
         return both[:, 0], both[:, 1]
 
     def finite(self, name: str) -> Floats:
-        """The finite values of one result of the evaluations."""
+        """Return the finite values of one result of the evaluations."""
         _, values = self.evaluated(name)
         return values[np.isfinite(values)]
 
@@ -151,7 +151,7 @@ def _read(folder: Path, name: str) -> RunData:
 
 
 def _metrics(path: Path) -> tuple[Steps, list[dict[str, float]]]:
-    """Read line by line: the file of a long run is larger than what is kept of it."""
+    """Read line by line, because the file of a long run is larger than its columns."""
     columns, numbers = defaultdict[str, Any](lambda: array('d')), array('d')
     evaluations = []
     for line in _lines(path):
@@ -169,7 +169,7 @@ def _metrics(path: Path) -> tuple[Steps, list[dict[str, float]]]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file with one in each line; a line that was cut short is passed over."""
+    """Yield the JSON objects of a file with one per line; skip incomplete lines."""
     try:
         with path.open('rb') as file:
             for piece in file:
@@ -188,7 +188,7 @@ def _is_step(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value is a number that a column can hold, as an integer of 400 digits is not."""
+    """Return whether a value is a number that fits a float; an integer of 400 digits does not."""
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < LARGEST_FLOAT
     return isinstance(value, float)
@@ -246,6 +246,6 @@ def _readings(folder: Path) -> bytes | None:
 def _kept(folder: Path, unreadable: list[str]) -> KeptStep | None:
     try:
         return read_step(folder)
-    except Exception as error:  # a damaged file, or one of another version
+    except Exception as error:  # a damaged file, or one of a different version
         unreadable.append(f'the compiled step cannot be read ({reason(error)})')
         return None

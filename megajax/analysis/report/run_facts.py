@@ -41,8 +41,8 @@ class Facts:
     """A run of a report; a fact that is not available is a string that says why."""
 
     run: RunData
-    colour: int  # number of the run, which decides the colour of its curves
-    gpu: Hardware | None = None  # the record to predict with, in place of that of the devices
+    color: int  # number of the run, which determines the color of its curves
+    gpu: Hardware | None = None  # the record to predict with, instead of the devices' own
     max_program: int | None = None  # characters of a compiled step that are read at most
 
     @cached_property
@@ -98,7 +98,7 @@ def lines_of(runs: Sequence[Facts], column: str, points: int) -> list[Line]:
         Line(
             name=facts.run.name,
             curve=thin(facts.run.steps.number, facts.run.steps[column], points),
-            colour=facts.colour,
+            color=facts.color,
         )
         for facts in runs
     ]

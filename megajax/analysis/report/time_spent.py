@@ -88,7 +88,7 @@ def _table(runs: Sequence[Facts]) -> Html:
     ]
     if not rows:
         return element('p', 'No run wrote summary.json.', class_='note')
-    head = ['activity', '', *(join([chip(facts.colour), facts.run.name]) for facts in runs)]
+    head = ['activity', '', *(join([chip(facts.color), facts.run.name]) for facts in runs)]
     return table(head, rows, names=2)
 
 

@@ -14,7 +14,7 @@ from megajax.core.hardware.records import hardware
 from megajax.runtime.checkpoint.digests import write_file
 
 NAME = 'report.html'
-# Characters of a compiled step that a run reads for its own report: seconds of a CPU.
+# A run's own report reads compiled steps up to this many characters, which takes CPU seconds.
 MAX_PROGRAM = 12_000_000
 _HEAD = 1000  # bytes in which a report names its generator
 
@@ -31,18 +31,18 @@ def write_report(
     """Write a report on the runs in some folders, and return its path.
 
     `out` defaults to `report.html` in the folder of the only run, or in the current folder. `gpu`
-    names the record to predict with, in place of that of the devices of each run. Steps with a text
-    of more than `max_program` characters are not inspected.
+    names the record to predict with, instead of each run's devices. Compiled steps with more than
+    `max_program` characters of text are not inspected.
 
-    Raises ConfigError for a folder without a run, and for an output that cannot be written or is
-    something other than a report.
+    Raises ConfigError for a folder without a run, and for an output that cannot be written or
+    exists and is not a report.
     """
     out = out or (folders[0] / NAME if len(folders) == 1 else Path(NAME))
     runs = read_runs(folders)
     check_out(out)
     record = hardware(gpu) if gpu else None
     facts = [
-        Facts(run=run, colour=number, gpu=record, max_program=max_program)
+        Facts(run=run, color=number, gpu=record, max_program=max_program)
         for number, run in enumerate(runs)
     ]
     write_file(with_folder(out), page(facts).encode())
@@ -50,7 +50,7 @@ def write_report(
 
 
 def check_out(out: Path) -> None:
-    """Raise ConfigError if a file cannot be written, or holds something other than a report."""
+    """Raise ConfigError if a file cannot be written, or exists and is not a report."""
     check_outputs(out)
     if not out.exists():
         return

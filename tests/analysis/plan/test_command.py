@@ -221,7 +221,7 @@ def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
             'README.md/x.json: README.md is a file and no folder',
         ),
         ('gpt2_124m --write tests', 'tests is a folder: give the name of a file in it'),
-        ('gpt2_124m --roofline x.gif', 'x.gif: a picture ends in .png, .svg, .pdf'),
+        ('gpt2_124m --roofline x.gif', 'x.gif: a plot must end in .png, .svg, .pdf'),
         (
             '--table megatron_2019',
             '--table megatron_2019: choose among scaling, heads, strong, megatron, narayanan',

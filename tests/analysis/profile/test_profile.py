@@ -287,7 +287,7 @@ def test_a_trace_of_other_devices_or_another_program_is_a_mistake(traced_run, tm
     text = gzip.decompress((other / 'profile/step.hlo.gz').read_bytes()).decode()
     renamed = gzip.compress(text.replace('fusion', 'infusion').replace('copy.', 'kopy.').encode())
     (other / 'profile/step.hlo.gz').write_bytes(renamed)
-    with pytest.raises(ConfigError, match='not of the program beside them'):
+    with pytest.raises(ConfigError, match='not of the program stored with them'):
         profile(other)
 
 

@@ -29,7 +29,7 @@ MODEL = (
 
 def page_on(*folders: Path) -> str:
     runs = read_runs(folders)
-    return page([Facts(run=run, colour=number) for number, run in enumerate(runs)])
+    return page([Facts(run=run, color=number) for number, run in enumerate(runs)])
 
 
 class Outline(HTMLParser):
@@ -116,7 +116,7 @@ def test_of_many_checkpoints_the_newest_are_shown(finished_run: Path) -> None:
     (run,) = read_runs([finished_run])
     for count, more in ((SHOWN, ''), (SHOWN + 1, f', the newest {SHOWN} of {SHOWN + 1}')):
         kept = [Checkpoint(step=i, record=None, bytes=0, fault=None) for i in range(1, count + 1)]
-        shown = page([Facts(run=replace(run, checkpoints=kept), colour=0)])
+        shown = page([Facts(run=replace(run, checkpoints=kept), color=0)])
         assert f'Checkpoints of {run.name}{more}<' in shown
 
 
@@ -132,7 +132,7 @@ def test_a_run_that_was_resumed_on_another_mesh_says_so(markup: str) -> None:
 
 def test_the_collectives_of_the_step_are_those_of_inspect(finished_run: Path) -> None:
     (run,) = read_runs([finished_run])
-    inspection = Facts(run=run, colour=0).inspection
+    inspection = Facts(run=run, color=0).inspection
     assert not isinstance(inspection, str)
     assert inspection.ratios['model'] == pytest.approx(0.8, abs=0.1)
     shown = words(page_on(finished_run))
@@ -304,8 +304,8 @@ def test_a_run_on_pictures_shows_the_newest_it_has_read(tmp_path: Path) -> None:
 
     (tmp_path / 'config.yaml').write_text(f'{MODEL}}}')
     add_lines(tmp_path, {'step': 90, 'loss': 1.0}, {'step': 90, 'validation_read': 0.25})
-    for step, colour in ((8, 'red'), (90, 'green')):
-        Image.new('RGB', (4, 4), colour).save(tmp_path / f'readings-{step}.png')
+    for step, color in ((8, 'red'), (90, 'green')):
+        Image.new('RGB', (4, 4), color).save(tmp_path / f'readings-{step}.png')
     outline = Outline(page_on(tmp_path))
     (source,) = [source for source in outline.sources if not source.startswith('#')]
     assert source.startswith('data:image/png;base64,')
