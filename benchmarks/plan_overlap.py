@@ -1,4 +1,4 @@
-"""What the plan says overlaps beside what the compiled steps have:
+"""What the plan says overlaps, and what the compiled steps have:
 `python benchmarks/plan_overlap.py`, as Markdown.
 
 The steps are those of `benchmarks/collectives.py`, compiled for H100s; a step that does not fit is
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megajax.analysis.plan.communication import communication
 from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.overlap import beside
+from megajax.analysis.plan.overlap import hidden_by
 from megajax.analysis.plan.search import usable_memory
 from megajax.core.config import Config, load
 from megajax.core.hardware.records import hardware
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / 'results'
 
 
 class Step(NamedTuple):
-    """A compiled step: the share of the bytes over `model` that runs beside products, there and in
+    """A compiled step: the share of the bytes over `model` that overlaps matmuls, there and in
     the plan.
     """
 
@@ -71,9 +71,9 @@ def config_of(line: dict[str, str]) -> Config:
 
 
 def planned(config: Config) -> float:
-    """The share of the bytes over `model` that can run beside products."""
+    """The share of the bytes over `model` that can overlap matmuls."""
     found = [
-        (one.times * one.wire_bytes, beside(one, config).share)
+        (one.times * one.wire_bytes, hidden_by(one, config).share)
         for one in communication(config)
         if one.site.axis == 'model'
     ]

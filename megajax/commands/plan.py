@@ -159,7 +159,7 @@ def for_config(
         _check_generation(generate, write or verify or roofline or scaling or schedule)
         size = {'prompt': prompt or 1024, 'tokens': int(tokens or 256), 'batch': batch or 1}
         return _show_generation(config, console, json, gpu=gpu, gpus=gpus, link=link, **size)
-    pictures = _checked_pictures(roofline=roofline, scaling=scaling, schedule=schedule)
+    plots = _checked_plots(roofline=roofline, scaling=scaling, schedule=schedule)
     result = _planned(
         config,
         gpu,
@@ -175,7 +175,7 @@ def for_config(
         storage=storage_bandwidth,
     )
     _write(result, json=json, layout=write)
-    _draw(pictures, result, gpu, link)
+    _draw(plots, result, gpu, link)
     _show(result, console)
     raise typer.Exit(0 if result.layout.fits else 1)
 
@@ -275,19 +275,19 @@ def _show(result: 'Plan', console: Console) -> None:
     )
 
 
-def _checked_pictures(**paths: Path | None) -> dict[str, Path]:
+def _checked_plots(**paths: Path | None) -> dict[str, Path]:
     """Return the plots to draw, by name; raise ConfigError if one cannot be written."""
-    pictures = {name: path for name, path in paths.items() if path}
-    if pictures:
-        from megajax.analysis.plan.plot import check_picture  # here, because it needs matplotlib
+    plots = {name: path for name, path in paths.items() if path}
+    if plots:
+        from megajax.analysis.plan.plot import check_plot  # here, because it needs matplotlib
 
-        for path in pictures.values():
-            check_picture(path)
-    return pictures
+        for path in plots.values():
+            check_plot(path)
+    return plots
 
 
-def _draw(pictures: dict[str, Path], result: 'Plan', gpu: str, link: 'LinkName | None') -> None:
-    if not pictures:
+def _draw(plots: dict[str, Path], result: 'Plan', gpu: str, link: 'LinkName | None') -> None:
+    if not plots:
         return
     from megajax.analysis.plan import plot, schedule_plot
     from megajax.analysis.plan.network import Cluster
@@ -295,7 +295,7 @@ def _draw(pictures: dict[str, Path], result: 'Plan', gpu: str, link: 'LinkName |
 
     config = result.planned()
     cluster = Cluster.of(hardware(gpu, link), result.gpus, result.gpus_per_host)
-    for name, path in pictures.items():
+    for name, path in plots.items():
         if name == 'schedule':
             schedule_plot.schedule(config).savefig(with_folder(path))
         else:

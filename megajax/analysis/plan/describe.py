@@ -7,7 +7,7 @@ from megajax.analysis.plan.time import StepTime
 from megajax.base.render.units import count
 from megajax.core.config import Config
 
-RUNGS = {'none': '', 'optimizer': 'ZeRO-1', 'gradients': 'ZeRO-2', 'weights': 'ZeRO-3'}
+ZERO_STAGES = {'none': '', 'optimizer': 'ZeRO-1', 'gradients': 'ZeRO-2', 'weights': 'ZeRO-3'}
 # Meshes that are listed with the reason why they are not possible, small tensor-parallel groups
 # first.
 REASONS = 8
@@ -36,7 +36,7 @@ def describe(config: Config) -> str:
     words += [f'recompute={config.train.recompute}'] if config.train.recompute != 'none' else []
     microbatches = count(config.train.microbatches, 'microbatch', 'microbatches')
     words += [f'{microbatches} of {config.microbatch_rows}']
-    words += [RUNGS[config.optim.shard]] if config.optim.shard != 'none' else []
+    words += [ZERO_STAGES[config.optim.shard]] if config.optim.shard != 'none' else []
     words += [f'{config.mesh.replicas} replicas'] if config.mesh.replicas > 1 else []
     words += [config.train.overlap] if config.overlap.is_split else []
     return ', '.join(words)

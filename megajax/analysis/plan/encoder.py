@@ -44,7 +44,7 @@ def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict
     deep = len(vision.deepstack) * sizes.residual
     deep_of = {'loss': 1, 'layout': 2, 'backward': 3, 'embedding': 1}
 
-    def beside(name: str, held: Held) -> Held:
+    def with_images(name: str, held: Held) -> Held:
         of_layers = deep_of[name] * deep + (0 if name == 'embedding' else cross.kept)
         gradients = encoder.gradients if early and name == 'layout' else 0
         return dataclasses.replace(
@@ -54,7 +54,7 @@ def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict
             activations=held.activations + encoder.kept + encoder.vectors + of_layers,
         )
 
-    found = {name: beside(name, held) for name, held in moments.items()}
+    found = {name: with_images(name, held) for name, held in moments.items()}
     backward, ended = found['backward'], found['embedding']
     in_layer = cross.mask + max(backward.workspace, cross.buffers)
     found['backward'] = dataclasses.replace(backward, workspace=in_layer)

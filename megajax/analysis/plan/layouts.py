@@ -117,8 +117,8 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
     recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
     shards: tuple[str, ...] = ('none',)
     if mesh.data * mesh.context > 1:
-        rungs = ('optimizer',) if mesh.stages > 1 else ('optimizer', 'gradients', 'weights')
-        shards = ('none', *rungs)
+        zero = ('optimizer',) if mesh.stages > 1 else ('optimizer', 'gradients', 'weights')
+        shards = ('none', *zero)
     for count, virtual, exchange in product(counts, chunks, exchanges):
         if count < mesh.stages or (virtual > 1 and count % mesh.stages):
             continue

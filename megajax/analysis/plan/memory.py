@@ -178,7 +178,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             gathered_weights=in_passes + _weights_of_layer(sizes),
             gradients=summed + table + _of_layers(sizes, in_layers),
             activations=sizes.kept,
-            workspace=_buffers_of_layer(sizes) + kept_free + copies + _beside_adapters(sizes),
+            workspace=_buffers_of_layer(sizes) + kept_free + copies + _of_adapters(sizes),
         ),
         'embedding': Held(
             gathered_weights=0 if is_ahead else in_passes,
@@ -239,7 +239,7 @@ def _buffers_of_layer(sizes: Sizes) -> int:
     return recomputed + sizes.buffers_of_layer
 
 
-def _beside_adapters(sizes: Sizes) -> int:
+def _of_adapters(sizes: Sizes) -> int:
     """Return the bytes that adapters add in the layers.
 
     They are the output of the largest adapter before it is added and, with several microbatches,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megajax.analysis.plan.describe import RUNGS, needs
+from megajax.analysis.plan.describe import ZERO_STAGES, needs
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
@@ -76,13 +76,13 @@ def _candidates(config: Config, keys: Iterator[tuple[str, object]]) -> Iterator[
 
 def _exact(config: Config) -> Iterator[tuple[str, object]]:
     """Yield keys that save memory without changing any result, with their possible values."""
-    mesh, train, rungs = config.mesh, config.train, [*RUNGS]
+    mesh, train, zero = config.mesh, config.train, [*ZERO_STAGES]
     for recompute in RECOMPUTE[RECOMPUTE.index(train.recompute) + 1 :]:
         yield 'train.recompute', recompute
     for times in divisors(config.microbatch_rows)[1:]:
         yield 'train.microbatches', times * train.microbatches
     if mesh.data_shards > 1:
-        for shard in rungs[rungs.index(config.optim.shard) + 1 :]:
+        for shard in zero[zero.index(config.optim.shard) + 1 :]:
             yield 'optim.shard', shard
     if mesh.model > 1 and not mesh.sequence_parallel:
         yield 'mesh.sequence_parallel', True

@@ -26,7 +26,7 @@ from megajax.core.counts.products import Phase, uses_flash
 from megajax.core.counts.runs import ticks
 
 
-class Beside(NamedTuple):
+class HiddenBy(NamedTuple):
     """The share of a collective's transfers that can be hidden, and the matmuls that hide them.
 
     The same share of the matmuls hides them, unless `of_products` is given.
@@ -38,36 +38,36 @@ class Beside(NamedTuple):
     of_products: float | None = None
 
 
-NOTHING = Beside(0.0, ())
+NOTHING = HiddenBy(0.0, ())
 RING_SHARE = 0.5  # of the hops of a ring
 _ATTENTION, _MLP = ('qkv weight', 'out weight'), ('up weight', 'down weight')
 _BACKWARD = {
-    ('head', REDUCE): Beside(1.0, ('head weight',)),
-    ('head', SCATTER): Beside(1.0, ('head weight',)),
-    ('attention', REDUCE): Beside(1.0, _ATTENTION),
-    ('attention', GATHER): Beside(1.0, _ATTENTION),
-    ('attention', SCATTER): Beside(1.0, ('out weight',)),
-    ('mlp', REDUCE): Beside(1.0, ('attention',)),
-    ('mlp', SCATTER): Beside(1.0, ('attention',)),
+    ('head', REDUCE): HiddenBy(1.0, ('head weight',)),
+    ('head', SCATTER): HiddenBy(1.0, ('head weight',)),
+    ('attention', REDUCE): HiddenBy(1.0, _ATTENTION),
+    ('attention', GATHER): HiddenBy(1.0, _ATTENTION),
+    ('attention', SCATTER): HiddenBy(1.0, ('out weight',)),
+    ('mlp', REDUCE): HiddenBy(1.0, ('attention',)),
+    ('mlp', SCATTER): HiddenBy(1.0, ('attention',)),
 }
 # The halves of a microbatch alternate (train.overlap=batch_split). A layer's last half overlaps
 # nothing.
 _BACKWARD_OF_HALVES = _BACKWARD | {
-    ('attention', REDUCE): Beside(0.5, (*_ATTENTION, 'attention')),
-    ('attention', GATHER): Beside(0.5, _ATTENTION),
-    ('mlp', REDUCE): Beside(1.0, _MLP),
-    ('mlp', SCATTER): Beside(1.0, _MLP),
-    ('mlp', GATHER): Beside(1.0, ('down input', 'attention')),
+    ('attention', REDUCE): HiddenBy(0.5, (*_ATTENTION, 'attention')),
+    ('attention', GATHER): HiddenBy(0.5, _ATTENTION),
+    ('mlp', REDUCE): HiddenBy(1.0, _MLP),
+    ('mlp', SCATTER): HiddenBy(1.0, _MLP),
+    ('mlp', GATHER): HiddenBy(1.0, ('down input', 'attention')),
 }
 _FORWARD_OF_HALVES = {
-    ('attention', REDUCE): Beside(0.5, ('attention', 'out')),
-    ('attention', SCATTER): Beside(0.5, ('attention', 'out')),
-    ('mlp', REDUCE): Beside(0.5, ('down',)),
-    ('mlp', SCATTER): Beside(0.5, ('down',)),
+    ('attention', REDUCE): HiddenBy(0.5, ('attention', 'out')),
+    ('attention', SCATTER): HiddenBy(0.5, ('attention', 'out')),
+    ('mlp', REDUCE): HiddenBy(0.5, ('down',)),
+    ('mlp', SCATTER): HiddenBy(0.5, ('down',)),
 }
 _RECOMPUTE_OF_HALVES = _FORWARD_OF_HALVES | {
-    ('attention', REDUCE): Beside(1.0, ('attention', 'out', 'up')),
-    ('mlp', GATHER): Beside(0.5, ('up',)),
+    ('attention', REDUCE): HiddenBy(1.0, ('attention', 'out', 'up')),
+    ('mlp', GATHER): HiddenBy(0.5, ('up',)),
 }
 
 
@@ -91,7 +91,7 @@ _IN_LOOP = 0.8
 _OF_LAYER = 'qkv', 'attention', 'out', 'up', 'down'
 
 
-def _beside_others(collective: Expected, config: Config) -> Beside | None:
+def _hidden_by_others(collective: Expected, config: Config) -> HiddenBy | None:
     """Return what hides the traffic of layers in the overlap schedule; None for other traffic."""
     site, phase = collective.site, collective.site.phase
     in_loop = 1.0 if config.train.unroll is True else _IN_LOOP
@@ -103,9 +103,9 @@ def _beside_others(collective: Expected, config: Config) -> Beside | None:
         # The backward pass gathers only the layers.
         layers_alone = site.name == 'parameters' and phase == 'backward'
         share = in_loop if layers_alone else in_loop * _in_order_over_data(config)
-        return Beside(share, tuple(_in_pass(phase)), phase, of_products=in_loop)
+        return HiddenBy(share, tuple(_in_pass(phase)), phase, of_products=in_loop)
     if site.axis == 'model' and site.name in ('attention', 'mlp') and config.overlap.num_parts > 1:
-        return Beside(in_loop * _IN_ORDER[config.train.overlap], tuple(_in_pass(phase)))
+        return HiddenBy(in_loop * _IN_ORDER[config.train.overlap], tuple(_in_pass(phase)))
     return None
 
 
@@ -148,7 +148,7 @@ def is_over_data(collective: Expected) -> bool:
     return bool({'data', 'replica'} & axes) or (is_of_weights and not {'row', 'model'} & axes)
 
 
-def beside_ticks(collective: Expected, config: Config) -> Beside:
+def hidden_by_ticks(collective: Expected, config: Config) -> HiddenBy:
     """Return what hides the transfers between stages in 1F1B: the other pass of the same tick.
 
     Nothing hides them in ticks with only one pass, at both ends, and in GPipe.
@@ -161,8 +161,8 @@ def beside_ticks(collective: Expected, config: Config) -> Beside:
     names = 'down', 'up', 'out', 'qkv'
     if collective.site.phase == 'forward':
         products = *(f'{name} {of}' for name in names for of in ('input', 'weight')), 'attention'
-        return Beside(1 - alone / passes, products, 'backward')
-    return Beside(1 - alone / passes, (*names, 'attention'), 'forward')
+        return HiddenBy(1 - alone / passes, products, 'backward')
+    return HiddenBy(1 - alone / passes, (*names, 'attention'), 'forward')
 
 
 def _shares_over_data(config: Config) -> dict[str, float]:
@@ -176,7 +176,7 @@ def _shares_over_data(config: Config) -> dict[str, float]:
     return _OVER_DATA['tensor' if is_full else 'tensor, no recomputation']
 
 
-def _beside_layers(collective: Expected, config: Config) -> Beside:
+def _hidden_by_layers(collective: Expected, config: Config) -> HiddenBy:
     """Return what hides the traffic of weights or gradients of layers, which includes tables."""
     if collective.site.phase == 'step':
         return NOTHING
@@ -185,38 +185,38 @@ def _beside_layers(collective: Expected, config: Config) -> Beside:
     layers = counts.layers / (counts.layers + counts.tables)
     if collective.site.name == 'gradients':
         products = 'qkv input', 'qkv weight', 'out weight'
-        return Beside(shares['gradients'] * layers, products, 'backward')
+        return HiddenBy(shares['gradients'] * layers, products, 'backward')
     if collective.site.phase == 'forward':
-        return Beside(shares['forward'] * layers, ('attention', 'up'), 'forward')
+        return HiddenBy(shares['forward'] * layers, ('attention', 'up'), 'forward')
     # The backward pass gathers only the layers; full recomputation shares its gathers with it.
     if recomputed:
-        return Beside(shares['recompute'], ('attention', 'out', 'up'), 'recompute')
-    return Beside(shares['backward'], ('down weight', 'up weight'), 'backward')
+        return HiddenBy(shares['recompute'], ('attention', 'out', 'up'), 'recompute')
+    return HiddenBy(shares['backward'], ('down weight', 'up weight'), 'backward')
 
 
-def _beside_blocks(collective: Expected, config: Config) -> Beside:
+def _hidden_by_blocks(collective: Expected, config: Config) -> HiddenBy:
     """Return what hides a hop of a ring: a block of attention; nothing hides a gather."""
     if config.mesh.context_exchange == 'gather':
         return NOTHING
-    return Beside(RING_SHARE, ('attention',))
+    return HiddenBy(RING_SHARE, ('attention',))
 
 
-def beside(collective: Expected, config: Config) -> Beside:
+def hidden_by(collective: Expected, config: Config) -> HiddenBy:
     """Return the matmuls that a collective of a step of `config` overlaps.
 
     Under 10% of the collectives of 2-D tensor parallelism overlap in programs; here none do.
     """
-    if config.overlap.in_order and (others := _beside_others(collective, config)):
+    if config.overlap.in_order and (others := _hidden_by_others(collective, config)):
         return others
     if is_over_data(collective):
-        return _beside_layers(collective, config)
+        return _hidden_by_layers(collective, config)
     if config.mesh.is_grid:
         return NOTHING
     key = collective.site.name, collective.kind
     if collective.site.axis == 'stage':
-        return beside_ticks(collective, config)
+        return hidden_by_ticks(collective, config)
     if collective.site.axis == 'context':
-        return _beside_blocks(collective, config)
+        return _hidden_by_blocks(collective, config)
     if config.overlap.is_split:
         tables = {
             'forward': _FORWARD_OF_HALVES,
@@ -227,7 +227,7 @@ def beside(collective: Expected, config: Config) -> Beside:
     if collective.site.phase != 'backward':
         return NOTHING
     if key == ('mlp', REDUCE) and config.train.recompute != 'full':
-        return Beside(1.0, _MLP)
+        return HiddenBy(1.0, _MLP)
     if key == ('mlp', SCATTER) and config.train.recompute == 'full' and not uses_flash(config):
         return NOTHING
     return _BACKWARD.get(key, NOTHING)

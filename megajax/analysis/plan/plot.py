@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _FORMATS = ('.png', '.svg', '.pdf')
 
 
-def check_picture(path: Path) -> None:
+def check_plot(path: Path) -> None:
     """Raise ConfigError unless a plot can be drawn and written to `path`."""
     if path.suffix not in _FORMATS:
         raise ConfigError(f'{path}: a plot must end in {", ".join(_FORMATS)}')

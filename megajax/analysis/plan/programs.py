@@ -7,7 +7,13 @@ from typing import Literal
 
 from megajax.analysis.plan import communication
 from megajax.analysis.plan.launches import num_launches
-from megajax.analysis.plan.overlap import NOTHING, Beside, beside, beside_ticks, is_over_data
+from megajax.analysis.plan.overlap import (
+    NOTHING,
+    HiddenBy,
+    hidden_by,
+    hidden_by_ticks,
+    is_over_data,
+)
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import without_order
 from megajax.core.counts.context import over_context
@@ -40,7 +46,7 @@ class Software:
     # Collectives of the passes: of tensor, context and pipeline parallelism.
     in_passes: Callable[[Config], list[Expected]]
     over_data: Callable[[Config], list[Expected]]
-    beside: Callable[[Expected, Config], Beside]
+    hidden_by: Callable[[Expected, Config], HiddenBy]
     uses_flash: Callable[[Config], bool]
     attention: Attention = 'flash'  # its flash attention, if it uses any
     gradient_bytes: int = 4  # bytes of each gradient element that is reduced over `data`
@@ -87,35 +93,35 @@ def fully_sharded(config: Config) -> list[Expected]:
     ]
 
 
-def _beside_its_layer(collective: Expected, config: Config) -> Beside:
+def _hidden_by_its_layer(collective: Expected, config: Config) -> HiddenBy:
     """Return the overlap of Megatron-Core.
 
     With --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather.
     """
     site = collective.site
     if is_over_data(collective):
-        return _beside_everything(collective, config)
+        return _hidden_by_everything(collective, config)
     if site.axis == 'stage':  # --overlap-p2p-communication needs several chunks per stage
-        return beside_ticks(collective, config) if config.mesh.virtual_stages > 1 else NOTHING
+        return hidden_by_ticks(collective, config) if config.mesh.virtual_stages > 1 else NOTHING
     # Only the collectives of sequence parallelism overlap their own matmul.
     if collective.kind == REDUCE:
         return NOTHING
     parts = {'attention': ('qkv', 'out'), 'mlp': ('up', 'down'), 'head': ('head',)}.get(
         site.name, ()
     )
-    return Beside(1.0, tuple(_names(parts, site.phase)))
+    return HiddenBy(1.0, tuple(_names(parts, site.phase)))
 
 
-def _beside_weight_gradients(collective: Expected, _: Config) -> Beside:
+def _hidden_by_weight_gradients(collective: Expected, _: Config) -> HiddenBy:
     """Return the overlap of Megatron-LM in 2022."""
     site = collective.site
     parts = {'attention': 'qkv', 'mlp': 'up', 'head': 'head'}
     if site.phase != 'backward' or site.axis != 'model' or site.name not in parts:
         return NOTHING
-    return Beside(1.0, (f'{parts[site.name]} weight',))
+    return HiddenBy(1.0, (f'{parts[site.name]} weight',))
 
 
-def _beside_everything(collective: Expected, config: Config) -> Beside:
+def _hidden_by_everything(collective: Expected, config: Config) -> HiddenBy:
     """Return the overlap of data parallelism: its traffic is prefetched or deferred.
 
     Weights are prefetched for a pass, gradients are deferred until after it.
@@ -124,7 +130,7 @@ def _beside_everything(collective: Expected, config: Config) -> Beside:
     if phase == 'step':
         phase = 'forward' if collective.site.name == 'parameters' else 'backward'
     names = (*_names(('head', 'qkv', 'out', 'up', 'down'), phase), 'attention')
-    return Beside(1.0, names, phase)
+    return HiddenBy(1.0, names, phase)
 
 
 def _names(products: tuple[str, ...], phase: Phase) -> Iterator[str]:
@@ -179,7 +185,7 @@ def _megatron_over_data(config: Config) -> list[Expected]:
 MEGAJAX = Software(
     in_passes=communication.in_passes,
     over_data=communication.over_data_shards,
-    beside=beside,
+    hidden_by=hidden_by,
     uses_flash=uses_flash,
     num_launches=num_launches,
     has_grids=True,
@@ -189,16 +195,16 @@ MEGAJAX = Software(
 MEGATRON = Software(
     in_passes=_megatron_in_passes,
     over_data=_megatron_over_data,
-    beside=_beside_its_layer,
+    hidden_by=_hidden_by_its_layer,
     uses_flash=partial(uses_flash, with_dropout=True),
     recomputes_last=True,
 )
-MEGATRON_WITHOUT_OVERLAP = dataclasses.replace(MEGATRON, beside=lambda *_: NOTHING)
+MEGATRON_WITHOUT_OVERLAP = dataclasses.replace(MEGATRON, hidden_by=lambda *_: NOTHING)
 # As in the papers of 2019 to 2022: unfused attention, fp16 gradients, no overlap.
 MEGATRON_2021 = Software(
     in_passes=_megatron_in_passes,
     over_data=_megatron_over_data,
-    beside=lambda *_: NOTHING,
+    hidden_by=lambda *_: NOTHING,
     uses_flash=lambda _: False,
     gradient_bytes=2,
     recomputes_last=True,
@@ -206,13 +212,13 @@ MEGATRON_2021 = Software(
 # As in Korthikanti et al. (2022): communication of an input's gradient overlaps the matmul of the
 # weight's gradient (section 6.2), which accumulates into the gradient buffer.
 MEGATRON_2022 = dataclasses.replace(
-    MEGATRON_2021, beside=_beside_weight_gradients, accumulated_bytes=8
+    MEGATRON_2021, hidden_by=_hidden_by_weight_gradients, accumulated_bytes=8
 )
 FSDP = dataclasses.replace(
     MEGATRON,
     in_passes=lambda _: [],
     over_data=fully_sharded,
-    beside=_beside_everything,
+    hidden_by=_hidden_by_everything,
     attention='flash_2',
     adds_shards=True,
     recomputes_last=False,  # PyTorch stops where the backward pass has what it needs

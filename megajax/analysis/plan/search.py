@@ -7,7 +7,7 @@ import dataclasses
 import heapq
 from collections.abc import Iterable, Iterator
 
-from megajax.analysis.plan.describe import RUNGS, describe, needs, no_layout
+from megajax.analysis.plan.describe import ZERO_STAGES, describe, needs, no_layout
 from megajax.analysis.plan.layouts import Mesh, changed, deep_meshes, is_frugal, layouts, meshes
 from megajax.analysis.plan.memory import UNDERCOUNT, memory
 from megajax.analysis.plan.network import Cluster
@@ -158,7 +158,7 @@ def _order(choice: Choice) -> tuple[float | int, ...]:
         config.mesh.tensor_parallel,
         config.mesh.model_rows,
         config.overlap.is_split,
-        [*RUNGS].index(config.optim.shard),
+        [*ZERO_STAGES].index(config.optim.shard),
         config.mesh.replicas,
         ('none', 'selective', 'full').index(config.train.recompute),
         config.train.microbatches,

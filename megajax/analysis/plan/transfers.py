@@ -84,7 +84,7 @@ def transfers(
             rings[site.axis] = cluster.ring(config, site.axis)
         ring = rings[site.axis]
         needed = collective.times * ring.seconds(collective.kind, wire)
-        share, names, phase, of_products = program.beside(collective, config)
+        share, names, phase, of_products = program.hidden_by(collective, config)
         of_products, hidden = share if of_products is None else of_products, 0.0
         for name in names:
             key = name, phase or site.phase

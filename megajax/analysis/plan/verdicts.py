@@ -1,7 +1,7 @@
 """Verdicts on tensor parallelism, ZeRO and 2-D tensor parallelism, from a search of layouts."""
 
 from megajax.analysis.plan.communication import over_tensor
-from megajax.analysis.plan.describe import RUNGS, group_name, judged, needs
+from megajax.analysis.plan.describe import ZERO_STAGES, group_name, judged, needs
 from megajax.analysis.plan.layouts import Mesh, changed
 from megajax.analysis.plan.search import Choice, Ranking
 from megajax.core.config import Config
@@ -90,7 +90,7 @@ def _apart_from_sharding(config: Config) -> tuple[object, ...]:
 
 
 def _sharding(config: Config) -> str:
-    name = RUNGS[config.optim.shard] or 'no ZeRO'
+    name = ZERO_STAGES[config.optim.shard] or 'no ZeRO'
     replicas = config.mesh.replicas
     return f'{name} in {replicas} replicas' if replicas > 1 else name
 

@@ -11,7 +11,7 @@ from support import make_config
 from megajax.analysis.plan.communication import communication
 from megajax.analysis.plan.launches import LAUNCH, launch_seconds, num_launches
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.overlap import beside
+from megajax.analysis.plan.overlap import hidden_by
 from megajax.analysis.plan.programs import FSDP, MEGATRON, MEGATRON_2021
 from megajax.analysis.plan.time import Timer, in_parts, product_seconds, step_time
 from megajax.core.config import Config, ConfigError, load
@@ -136,7 +136,7 @@ def test_what_overlaps_is_hidden_as_far_as_the_products_beside_it_reach(overlap,
     limited = 0
     sent = zip(communication(config), step_time(config, cluster).transfers, strict=True)
     for one, transfer in sent:
-        share, names, *_ = beside(one, config)
+        share, names, *_ = hidden_by(one, config)
         there = sum(seconds[name, transfer.phase] for name in names)
         assert transfer.hidden <= share * min(transfer.seconds, there) * (1 + 1e-9)
         limited += 0 < transfer.hidden < 0.999 * share * transfer.seconds
@@ -161,7 +161,7 @@ def test_nothing_of_the_papers_overlaps():
     assert all(one.exposed == one.seconds for one in time.transfers)
 
 
-def test_of_megatron_core_what_has_products_beside_it_overlaps():
+def test_megatron_core_overlaps_all_that_matmuls_can_hide():
     time = step_time(llama('mesh.sequence_parallel=true'), Cluster.of(H100, 16), MEGATRON)
     for one in time.transfers:
         can_hide = one.axis == 'data' or one.site in ('attention', 'mlp', 'head')
