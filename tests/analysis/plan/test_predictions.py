@@ -61,8 +61,8 @@ def test_a_document_has_a_line_for_each_row(table):
 
 
 def test_the_results_are_those_of_today():
-    (results,) = Path(__file__).parents[3].glob('benchmarks/results/*_plan_tables.md')
-    text = results.read_text()  # python benchmarks/plan_tables.py writes it
+    newest = max(Path(__file__).parents[3].glob('benchmarks/results/*_plan_tables.md'))
+    text = newest.read_text()  # python benchmarks/plan_tables.py writes it
     for table in TABLES:
         assert markdown(table) in text
     for cells in summary_rows():
