@@ -52,7 +52,7 @@ def test_a_search_that_takes_long_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(advice, 'search', lambda *_: late.wait(60))
     line = mesh_advice.mesh_advice(CONFIG, H100)
     late.set()
-    assert line.endswith(' a step expected')
+    assert line.endswith(' per step expected')
 
 
 def test_a_run_prints_the_line_below_its_mesh(capsys):

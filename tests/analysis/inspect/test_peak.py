@@ -69,7 +69,7 @@ def test_the_bytes_add_up_to_all_that_is_reserved(whole) -> None:
 
 
 def test_the_key_that_would_make_it_fit_is_told(whole) -> None:
-    found, key = audit(*whole, 'cpu'), 'train.recompute=full would make it fit'
+    found, key = audit(*whole, 'cpu'), 'use train.recompute=full, predicted to'
     with_key = found.memory.model_copy(update={'remedy': key})
     assert key in to_text(found.model_copy(update={'memory': with_key}))
 
