@@ -57,6 +57,7 @@ COMMANDS = [
         'model.dropout=0.1 model.attention_dropout=0.1 train.batch_size=3072 train.dtype=float16 '
         '--gpu a100 --gpus 3072'
     ),
+    Command('plan arr_coc_32b --gpu a100 --gpus 8'),
 ]
 PACKAGES = 'megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy'
 

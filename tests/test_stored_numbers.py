@@ -235,6 +235,7 @@ def test_the_readme_says_how_many_cases_of_faults_there_are() -> None:
     [
         '2026-11-27_plan.md',
         slow('2026-11-27_plan_pipelines.md'),
+        slow('2026-11-27_plan_images.md'),
         slow('2026-11-27_claims.md'),
     ],
 )
