@@ -44,6 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links within the repository at pages of the site."""
     here = page.file.src_uri
+    if here in AT_ROOT or here.startswith('notebooks/'):
+        page.meta['search'] = {'boost': 0.5}  # the search lists guides first
     folder = posixpath.dirname(_repository_path(here))
 
     def link(match: re.Match[str]) -> str:

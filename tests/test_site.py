@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -113,7 +114,9 @@ def browse(folder: Path, width: int) -> dict[str, Any]:
 @pytest.mark.parametrize('width', [1280, 390])
 def test_every_page_opens_by_a_click_and_nothing_is_wrong_with_it(site: Path, width: int) -> None:
     found = browse(site, width)
-    shown = [*pages(settings()['nav']), *sorted([*AT_ROOT, *NOTEBOOKS])]
+    read = settings()
+    hidden = {name.strip('/') for name in read['not_in_nav'].split()} - {'notebooks'}
+    shown = [*pages(read['nav']), *sorted([*hidden, *NOTEBOOKS])]
     assert [*found] == [f'/{page.removesuffix(".md")}.html' for page in shown]
     assert {page: problems for page, problems in found.items() if problems} == {}
 
@@ -139,3 +142,37 @@ def test_a_broken_page_is_noticed(tmp_path: Path) -> None:
         'no picture: http://127.0.0.1',
     ):
         assert problem in said
+
+
+SEARCHES = """pipeline parallelism, context parallelism, activation checkpointing, mixed precision,
+multi-node, silent data corruption, speedup, global batch size, fault tolerance, preemption"""
+
+
+def found_by_search(site: Path, queries: list[str]) -> list[list[str]]:
+    """Return the pages of docs that the site's own search finds for each query, best first."""
+    node = next(ENVIRONMENT.glob('lib/*/site-packages/playwright/driver/node'))
+    command = [node, ROOT / 'tests/search.js', site]
+    done = subprocess.run(
+        command, input=json.dumps(queries), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    listed = {page.replace('.md', '.html') for page in pages(settings()['nav'])}
+    return [[page for page in hits if page in listed] for hits in json.loads(done.stdout)]
+
+
+@pytest.mark.slow
+def test_the_search_finds_the_page_of_each_term_of_the_glossary(site: Path) -> None:
+    glossary = (ROOT / 'docs/glossary.md').read_text()
+    rows = re.findall(r'^\| (.+?) \| .+ \| \[.+\]\((\w+)\.md.*\) \|$', glossary, re.MULTILINE)
+    terms = [(term, f'{page}.html') for row, page in rows for term in row.split(', ')]
+    firsts = {row.split(', ')[0] for row, _ in rows}
+    assert {*' '.join(SEARCHES.split()).split(', ')} <= firsts
+    lost = []
+    for (term, page), hits in zip(
+        terms, found_by_search(site, [term for term, _ in terms]), strict=True
+    ):
+        best = [name for name in hits if name != 'glossary.html'][:3]
+        # A synonym that a page does not use leads to it through the glossary.
+        if page not in best and (term in firsts or 'glossary.html' not in hits[:5]):
+            lost.append((term, page, hits[:5]))
+    assert lost == []
