@@ -17,8 +17,8 @@ HEAD = """\
 this page from the commands. `megajax --version` prints the version.
 
 `CONFIG` is a preset (`megajax config list`) or a YAML file. `KEY=VALUE` overrides a key of the
-config, for example `mesh.model=4`: see [Config keys](config.md). An option of which the default is
-not given is off or unset.
+config, for example `mesh.model=4`: see [Config keys](config.md). An option without a default in
+these tables is off or unset.
 
 ## Exit codes
 
