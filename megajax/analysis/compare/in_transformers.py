@@ -99,14 +99,13 @@ def _forward(
     import torch
 
     kept = dict[str, Any]()
-    for index in range(config.model.num_layers):
-        paths = {name: _path(source, *SITES[name]).format(index) for name in SITES}
-        layer = paths['attention'].rpartition('.')[0]
+    paths = {name: _path(source, *SITES[name]) for name in SITES}
+    layers = model.get_submodule(paths['attention'].partition('.{}')[0])
+    _keep_input(layers[0], kept, 'embedding')
+    for index, layer in enumerate(layers):
         for name, path in paths.items():
-            _keep(model.get_submodule(path), kept, f'layers.{index}.{name}')
-        _keep(model.get_submodule(layer), kept, f'layers.{index}')
-        if index == 0:
-            _keep_input(model.get_submodule(layer), kept, 'embedding')
+            _keep(model.get_submodule(path.format(index)), kept, f'layers.{index}.{name}')
+        _keep(layer, kept, f'layers.{index}')
     _keep(model.get_submodule(_path(source, 'norm.weight', 1)), kept, 'norm')
     tokens, labels = (torch.from_numpy(batch[name]).long() for name in ('tokens', 'labels'))
     kept['logits'] = model(tokens, use_cache=False).logits

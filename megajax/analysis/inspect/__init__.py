@@ -180,17 +180,7 @@ class Inspect(types.ModuleType):
     assert_collectives = staticmethod(assert_collectives)
     known_miscompiles = staticmethod(known_miscompiles)
     run = staticmethod(run)
-
-    def __call__(
-        self,
-        config: Config,
-        *,
-        target: str = 'cpu',
-        hosts: int | None = None,
-        run: bool = False,
-        scan: bool = False,
-    ) -> Inspection:
-        return inspect(config, target=target, hosts=hosts, run=run, scan=scan)
+    __call__ = staticmethod(inspect)
 
 
 sys.modules[__name__].__class__ = Inspect

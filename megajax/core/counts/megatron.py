@@ -178,7 +178,8 @@ def over_products(config: Config) -> Iterator[Expected]:
 
     Those of the weights are the same on all data shards.
     """
-    products = 2 * len(layer(config.model)) * config.model.num_layers
+    sizes, every = dim_sizes(config.model), parameters(config.model)
+    products = sum(sizes['L'] for _, x in every if x.dims[0] == 'L' and x.is_matrix)
     for axes, count in ((config.mesh.sizes, 3 * products), (('row', 'model'), products)):
         size = prod(config.mesh.sizes[axis] for axis in axes if axis in config.mesh.sizes)
         if size > 1:

@@ -56,11 +56,12 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, jax.A
         weights, primals, narrow = StepWeights.of(params, config, layout, scales)
         microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
         sums, gradients = of_microbatches(primals, weights, microbatches, key)
-        gradients, counts = scaling.detached(gradients)
+        gradients, counts = scaling.detached(gradients, config.model)
         with jax.named_scope('data_parallel'):
             sums = jax.tree.map(lambda x: x.sum(), sums)
             gradients = add_copies(sum_over_data(gradients, objective.computation, layout), layout)
-            places = scaling.largest(counts, narrow, scales, layout) if objective.in_fp8 else None
+            seen = counts, narrow, scales, layout, config.model
+            places = scaling.largest(*seen) if objective.in_fp8 else None
         return *unscale(loss_scale, (sums, gradients)), places
 
     return loss_and_gradients

@@ -6,21 +6,28 @@ each exponent still counts as recent; the highest recent one gives the next step
 begins with the exponents of its first batch in 16 bits, so no scale is a guess.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import count, starmap
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.core.config import Config
+from megajax.core.config import Config, ModelConfig
 from megajax.core.counts.declaration import Parameter, Role
+from megajax.core.counts.layers import layer
+from megajax.core.counts.parameters import dim_sizes, shape_of
 from megajax.core.model import fp8
 from megajax.core.parallel.layout import Layout
 
-LINEARS = ('attention', 'qkv'), ('attention', 'out'), ('mlp', 'up'), ('mlp', 'down')
 # Steps for which an exponent is remembered, as many as in Transformer Engine's recipe.
 WINDOW = 1024
+
+
+def linears(model: ModelConfig) -> list[tuple[str, str]]:
+    """Return the sublayer and the name of each linear layer of a layer."""
+    return [(x.name, linear.name) for x in layer(model) for linear in (x.first, x.second)]
 
 
 def init_recent(config: Config) -> jax.Array | None:
@@ -30,7 +37,8 @@ def init_recent(config: Config) -> jax.Array | None:
 
 def nothing_seen(config: Config) -> jax.Array:
     """Return a state [layer, linear, operand, exponent] in which no exponent is recent."""
-    shape = config.model.num_layers, len(LINEARS), len(fp8.FORMATS), fp8.NUM_EXPONENTS
+    layers, model = shape_of('L', dim_sizes(config.model)), config.model
+    shape = *layers, len(linears(model)), len(fp8.FORMATS), fp8.NUM_EXPONENTS
     return jnp.zeros(shape, jnp.int32)
 
 
@@ -57,30 +65,38 @@ def are_finite(places: jax.Array) -> jax.Array:
 def narrowed(params: nnx.State, scales: jax.Array | None, config: Config) -> nnx.State:
     """Return parameters with the layers' matrices in 8 bits or, without scales, in 16."""
 
-    def narrow(index: int) -> nnx.Variable[jax.Array]:
-        weight = _linear(params, index)['weight']
+    def narrow(index: int, weight: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
         x = weight.get_value()
         if scales is None:
             return weight.replace(x.astype(config.train.compute_dtype))
         of_layers = scales[:, index, fp8.W].reshape(-1, *(1,) * (x.ndim - 1))
         return weight.replace(fp8.quantize(x, of_layers, fp8.E4M3))
 
-    return _merged(params, 'weight', [narrow(index) for index in range(len(LINEARS))])
+    weights = _of_linears(params, 'weight', config.model)
+    return _merged(params, 'weight', starmap(narrow, enumerate(weights)), config.model)
 
 
-def attached(weights: Any, primals: Any, scales: jax.Array | None) -> tuple[nnx.State, nnx.State]:
+def attached(
+    weights: Any, primals: Any, scales: jax.Array | None, model: ModelConfig
+) -> tuple[nnx.State, nnx.State]:
     """Return the weights with the scales of each linear layer, and the primals with its counts.
 
     The counts are zeros to differentiate with respect to.
     """
-    layers = len(_linear(weights, 0)['weight'].get_value())
-    shape = layers, len(LINEARS), len(fp8.FORMATS)
+    shape = *shape_of('L', dim_sizes(model)), len(linears(model)), len(fp8.FORMATS)
     scales = jnp.ones(shape) if scales is None else scales
     counts = jnp.zeros((*shape, fp8.NUM_EXPONENTS))
-    return _attach(weights, scales, fp8.SCALES), _attach(primals, counts, fp8.COUNTS)
+
+    def attach(params: nnx.State, values: jax.Array, declared: Parameter) -> nnx.State:
+        parts = (nnx.Param(values[:, i], declared=declared) for i in range(values.shape[1]))
+        return _merged(params, 'scales', parts, model)
+
+    return attach(weights, scales, fp8.SCALES), attach(primals, counts, fp8.COUNTS)
 
 
-def detached(params: nnx.State) -> tuple[nnx.State, list[nnx.Variable[jax.Array]]]:
+def detached(
+    params: nnx.State, model: ModelConfig
+) -> tuple[nnx.State, list[nnx.Variable[jax.Array]]]:
     """Return parameters, and apart from them the scales or counts of each linear layer, if any."""
 
     def is_scales(_: Any, x: nnx.Variable[jax.Array]) -> bool:
@@ -89,7 +105,7 @@ def detached(params: nnx.State) -> tuple[nnx.State, list[nnx.Variable[jax.Array]
     if not nnx.filter_state(params, is_scales):
         return params, []
     rest = nnx.filter_state(params, lambda path, x: not is_scales(path, x))
-    return rest, [_linear(params, index)['scales'] for index in range(len(LINEARS))]
+    return rest, _of_linears(params, 'scales', model)
 
 
 def largest(
@@ -97,6 +113,7 @@ def largest(
     narrow: nnx.State,
     scales: jax.Array | None,
     layout: Layout,
+    model: ModelConfig,
 ) -> jax.Array:
     """Return the places [layer, linear, operand] of the largest exponents, -1 for zeros.
 
@@ -105,32 +122,31 @@ def largest(
     """
     places = jnp.arange(fp8.NUM_EXPONENTS, dtype=jnp.float32)
 
-    def of_linear(index: int) -> jax.Array:
-        own = jnp.where(counts[index].get_value() > 0, places, -1).max(-1)
+    def of_linear(
+        index: int, counts: nnx.Variable[jax.Array], weight: nnx.Variable[jax.Array]
+    ) -> jax.Array:
+        own = jnp.where(counts.get_value() > 0, places, -1).max(-1)
         kept = [len(layout.mapped), len(layout.mapped) + 1]
         highest = own.max([dim for dim in range(own.ndim) if dim not in kept])
-        x = _linear(narrow, index)['weight'].get_value().astype(jnp.float32)
+        x = weight.get_value().astype(jnp.float32)
         of_weight = jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim)))
         if scales is not None:
             of_weight = of_weight / scales[:, index, fp8.W]
         return highest.astype(jnp.int32).at[:, fp8.W].set(fp8.place(of_weight))
 
-    return jnp.stack([of_linear(index) for index in range(len(LINEARS))], axis=1)
+    weights = _of_linears(narrow, 'weight', model)
+    return jnp.stack([*map(of_linear, count(), counts, weights)], axis=1)
 
 
-def _linear(params: nnx.State, index: int) -> Any:
-    sublayer, linear = LINEARS[index]
-    return params['layers'][sublayer][linear]
+def _of_linears(params: Any, name: str, model: ModelConfig) -> list[nnx.Variable[jax.Array]]:
+    return [params['layers'][sublayer][linear][name] for sublayer, linear in linears(model)]
 
 
-def _attach(params: nnx.State, values: jax.Array, declared: Parameter) -> nnx.State:
-    parts = [nnx.Param(values[:, index], declared=declared) for index in range(len(LINEARS))]
-    return _merged(params, 'scales', parts)
-
-
-def _merged(params: nnx.State, name: str, values: Sequence[nnx.Variable[jax.Array]]) -> nnx.State:
+def _merged(
+    params: nnx.State, name: str, values: Iterable[nnx.Variable[jax.Array]], model: ModelConfig
+) -> nnx.State:
     sublayers: dict[str, dict[str, dict[str, nnx.Variable[jax.Array]]]] = {}
-    for (sublayer, linear), value in zip(LINEARS, values, strict=True):
+    for (sublayer, linear), value in zip(linears(model), values, strict=True):
         sublayers.setdefault(sublayer, {})[linear] = {name: value}
     merged: nnx.State = nnx.merge_state(params, nnx.State({'layers': sublayers}))
     return merged

@@ -108,7 +108,7 @@ class StepWeights(NamedTuple):
 
             weights, primals = gathered, map_parameters(choose, params, primals)
         if is_fp8:
-            weights, primals = scaling.attached(weights, primals, scales)
+            weights, primals = scaling.attached(weights, primals, scales, config.model)
         return cls(copy_to_shards(weights, layout), copy_to_shards(primals, layout), narrow)
 
 

@@ -1,8 +1,35 @@
-"""Readers of settings that GPT-2 and MegatronBert share. Imports no jax."""
+"""Readers and writers of settings that families share. Imports no jax."""
 
-from megajax.interop.huggingface.reader import Reader
+from collections.abc import Mapping
+from typing import Any
+
+from megajax.core.config import ModelConfig
+from megajax.core.config.model import VisionConfig
+from megajax.interop.huggingface.reader import Keys, Reader
 
 GELUS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
+
+
+# A key of config.json, and what transformers takes it to be where it is left out.
+Names = Mapping[str, tuple[str, Any]]
+SIZES: Names = {
+    'num_layers': ('num_hidden_layers', ...),
+    'hidden_size': ('hidden_size', ...),
+    'num_heads': ('num_attention_heads', ...),
+    'ffn_size': ('intermediate_size', ...),
+    'max_seq_len': ('max_position_embeddings', ...),
+    'vocab_size': ('vocab_size', ...),
+}
+
+
+def read_names(read: Reader, names: Names, section: str = 'model') -> Keys:
+    """Read the keys of a section that `names` gives the names of."""
+    return {ours: read.take(key, f'{section}.{ours}', x) for ours, (key, x) in names.items()}
+
+
+def write_names(section: ModelConfig | VisionConfig, names: Names) -> Keys:
+    """Return the keys of config.json that `read_names` reads."""
+    return {key: getattr(section, ours) for ours, (key, _) in names.items()}
 
 
 def read_gelu(read: Reader, key: str, default: str) -> str | None:

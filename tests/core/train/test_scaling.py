@@ -26,7 +26,7 @@ from megajax.core.model import fp8
 from megajax.core.train.feed import place_batch
 from megajax.core.train.first_step import with_scales
 from megajax.core.train.gradients import make_gradients, make_loss_and_gradients
-from megajax.core.train.scaling import LINEARS, WINDOW, nothing_seen, remember, scales_of
+from megajax.core.train.scaling import WINDOW, linears, nothing_seen, remember, scales_of
 from megajax.core.train.step import TrainState, init_state, make_train_step
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 
@@ -54,7 +54,8 @@ def in_fp8(setting: Setting) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
 
 def test_a_scale_is_of_the_highest_exponent_of_recent_steps() -> None:
     config = ONE.config
-    places = np.full((2, len(LINEARS), 3), 0 - fp8.FIRST_EXPONENT)  # largest numbers in [1, 2)
+    shape = 2, len(linears(config.model)), 3
+    places = np.full(shape, -fp8.FIRST_EXPONENT)  # largest numbers in [1, 2)
     recent = remember(nothing_seen(config), jnp.asarray(places + 5))
     for _ in range(WINDOW - 1):
         recent = remember(recent, jnp.asarray(places))
@@ -65,7 +66,7 @@ def test_a_scale_is_of_the_highest_exponent_of_recent_steps() -> None:
 
 
 def test_an_operand_that_was_only_zero_is_not_scaled() -> None:
-    places = np.full((2, len(LINEARS), 3), -1)
+    places = np.full((2, len(linears(ONE.config.model)), 3), -1)
     np.testing.assert_array_equal(scales_from(places, ONE.config), np.ones((2, 4, 3)))
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 SIDES = (8, 10, 12, 14, 16, 18, 20)
@@ -31,19 +30,6 @@ class Places(NamedTuple):
     cell: jax.Array  # its row and column in the region's square, as a place in the finest square
     row: jax.Array  # of the finest cell at the center, among those of the image
     column: jax.Array
-
-
-def check_relevance(relevance: np.ndarray) -> None:
-    """Raise ValueError if a relevance [B, regions] is not finite; for values on the host.
-
-    A compiled step cannot refuse a value. There a NaN has the least relevance, so that the levels
-    stay in bounds, and comes back in the loss, on which the step is skipped
-    (`core/train/guard.py`).
-    """
-    if not np.isfinite(relevance).all():
-        row, region = np.argwhere(~np.isfinite(relevance))[0]
-        value = relevance[row, region]
-        raise ValueError(f'the relevance of region {region} in row {row} is {value}, not finite')
 
 
 def num_tokens(level: jax.Array, sides: Sequence[int] = SIDES) -> jax.Array:

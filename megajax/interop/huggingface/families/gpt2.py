@@ -5,7 +5,13 @@ import re
 from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.family import HEAD, Family, There
 from megajax.interop.huggingface.reader import Keys, Reader
-from megajax.interop.huggingface.settings import read_dropouts, read_gelu
+from megajax.interop.huggingface.settings import (
+    Names,
+    read_dropouts,
+    read_gelu,
+    read_names,
+    write_names,
+)
 
 # Linear layers are [in, out]. All queries come before all keys, and these before all values.
 TENSORS = {
@@ -27,6 +33,17 @@ TENSORS = {
     'norm.bias': [There('transformer.ln_f.bias', 'D')],
     'head': [There(HEAD, 'VD')],
 }
+NAMES: Names = {
+    'num_layers': ('n_layer', ...),
+    'hidden_size': ('n_embd', ...),
+    'num_heads': ('n_head', ...),
+    'ffn_size': ('n_inner', None),
+    'max_seq_len': ('n_positions', ...),
+    'vocab_size': ('vocab_size', ...),
+    'norm_eps': ('layer_norm_epsilon', 1e-5),
+    'tie_embeddings': ('tie_word_embeddings', True),
+    'init_std': ('initializer_range', 0.02),
+}
 
 
 def read_config(read: Reader) -> Keys:
@@ -36,19 +53,12 @@ def read_config(read: Reader) -> Keys:
     read.only('reorder_and_upcast_attn', False, default=False)
     read.only('add_cross_attention', False, default=False)
     activation = read_gelu(read, 'activation_function', 'gelu_new')
-    hidden = read.take('n_embd', 'model.hidden_size')
+    keys = read_names(read, NAMES)
     return {
-        'num_layers': read.take('n_layer', 'model.num_layers'),
-        'hidden_size': hidden,
-        'num_heads': read.take('n_head', 'model.num_heads'),
-        'ffn_size': read.take('n_inner', 'model.ffn_size', None) or 4 * (hidden or 0),
-        'vocab_size': read.take('vocab_size', 'model.vocab_size'),
-        'max_seq_len': read.take('n_positions', 'model.max_seq_len'),
+        **keys,
+        'ffn_size': keys['ffn_size'] or 4 * (keys['hidden_size'] or 0),
         'activation': activation,
-        'tie_embeddings': read.take('tie_word_embeddings', 'model.tie_embeddings', True),
         **read_dropouts(read, 'resid_pdrop', 'embd_pdrop', attention='attn_pdrop'),
-        'norm_eps': read.take('layer_norm_epsilon', 'model.norm_eps', 1e-5),
-        'init_std': read.take('initializer_range', 'model.init_std', 0.02),
     }
 
 
@@ -56,17 +66,9 @@ def write_config(model: ModelConfig) -> Keys:
     """Write the config.json of GPT-2."""
     return {
         'activation_function': 'gelu' if model.activation == 'gelu' else 'gelu_new',
-        'n_layer': model.num_layers,
-        'n_embd': model.hidden_size,
-        'n_head': model.num_heads,
-        'n_inner': model.ffn_size,
-        'n_positions': model.max_seq_len,
-        'vocab_size': model.vocab_size,
-        'layer_norm_epsilon': model.norm_eps,
-        'tie_word_embeddings': model.tie_embeddings,
+        **write_names(model, NAMES),
         **dict.fromkeys(('resid_pdrop', 'embd_pdrop'), model.dropout),
         'attn_pdrop': model.attention_dropout,
-        'initializer_range': model.init_std,
     }
 
 

@@ -19,6 +19,7 @@ from megajax.interop.huggingface.family import (
 )
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_rope, write_scaling
+from megajax.interop.huggingface.settings import SIZES, read_names, write_names
 
 # Linear layers are [out, in]. The queries of a key/value head are adjacent, as in megajax.
 TENSORS = {
@@ -72,23 +73,14 @@ def read_config(
     """
     read.only('hidden_act', 'silu', 'swish', default='silu')
     read.only('attention_dropout', 0, default=0)
-    hidden, heads, length = (
-        read.take('hidden_size', 'model.hidden_size'),
-        read.take('num_attention_heads', 'model.num_heads'),
-        read.take('max_position_embeddings', 'model.max_seq_len'),
-    )
-    decided = own(read)
+    sizes = read_names(read, SIZES)
+    hidden, heads, decided = sizes['hidden_size'], sizes['num_heads'], own(read)
     return {
-        'num_layers': read.take('num_hidden_layers', 'model.num_layers'),
-        'hidden_size': hidden,
-        'num_heads': heads,
+        **sizes,
         'num_kv_heads': read.take(
             'num_key_value_heads', 'model.num_kv_heads', ... if grouped else heads
         ),
         'head_dim': _read_head_dim(read, head_dim, hidden, heads),
-        'ffn_size': read.take('intermediate_size', 'model.ffn_size'),
-        'vocab_size': read.take('vocab_size', 'model.vocab_size'),
-        'max_seq_len': length,
         'norm': 'rmsnorm',
         'activation': 'swiglu',
         'position': 'rope',
@@ -179,14 +171,9 @@ def write_config(model: ModelConfig) -> Keys:
     """Return the keys of config.json that all families like Llama have."""
     return {
         'hidden_act': 'silu',
-        'num_hidden_layers': model.num_layers,
-        'hidden_size': model.hidden_size,
-        'num_attention_heads': model.num_heads,
+        **write_names(model, SIZES),
         'num_key_value_heads': model.num_kv_heads,
         'head_dim': model.head_dim,
-        'intermediate_size': model.ffn_size,
-        'max_position_embeddings': model.max_seq_len,
-        'vocab_size': model.vocab_size,
         'rms_norm_eps': model.norm_eps,
         'rope_theta': model.rope_theta,
         'rope_scaling': write_scaling(model),

@@ -5,7 +5,13 @@ import re
 from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.family import KEY, QUERIES, VALUE, Family, There
 from megajax.interop.huggingface.reader import Keys, Reader
-from megajax.interop.huggingface.settings import read_dropouts, read_gelu
+from megajax.interop.huggingface.settings import (
+    SIZES,
+    read_dropouts,
+    read_gelu,
+    read_names,
+    write_names,
+)
 
 # Linear layers are [out, in].
 TENSORS = {
@@ -46,6 +52,11 @@ TENSORS = {
     'order_head.classifier.weight': [There('cls.seq_relationship.weight', 'OD')],
     'order_head.classifier.bias': [There('cls.seq_relationship.bias', 'O')],
 }
+NAMES = {
+    **SIZES,
+    'norm_eps': ('layer_norm_eps', 1e-12),
+    'init_std': ('initializer_range', 0.02),
+}
 
 
 def read_config(read: Reader) -> Keys:
@@ -58,16 +69,9 @@ def read_config(read: Reader) -> Keys:
     activation = read_gelu(read, 'hidden_act', 'gelu')
     return {
         'objective': 'masked_lm',
-        'num_layers': read.take('num_hidden_layers', 'model.num_layers'),
-        'hidden_size': read.take('hidden_size', 'model.hidden_size'),
-        'num_heads': read.take('num_attention_heads', 'model.num_heads'),
-        'ffn_size': read.take('intermediate_size', 'model.ffn_size'),
-        'vocab_size': read.take('vocab_size', 'model.vocab_size'),
-        'max_seq_len': read.take('max_position_embeddings', 'model.max_seq_len'),
+        **read_names(read, NAMES),
         'activation': activation,
         **read_dropouts(read, 'hidden_dropout_prob', attention='attention_probs_dropout_prob'),
-        'norm_eps': read.take('layer_norm_eps', 'model.norm_eps', 1e-12),
-        'init_std': read.take('initializer_range', 'model.init_std', 0.02),
     }
 
 
@@ -75,18 +79,11 @@ def write_config(model: ModelConfig) -> Keys:
     """Write the config.json of MegatronBert."""
     return {
         'hidden_act': 'gelu' if model.activation == 'gelu' else 'gelu_new',
-        'num_hidden_layers': model.num_layers,
-        'hidden_size': model.hidden_size,
-        'num_attention_heads': model.num_heads,
-        'intermediate_size': model.ffn_size,
-        'max_position_embeddings': model.max_seq_len,
+        **write_names(model, NAMES),
         'type_vocab_size': 2,
-        'vocab_size': model.vocab_size,
-        'layer_norm_eps': model.norm_eps,
         'tie_word_embeddings': model.tie_embeddings,
         'hidden_dropout_prob': model.dropout,
         'attention_probs_dropout_prob': model.attention_dropout,
-        'initializer_range': model.init_std,
     }
 
 

@@ -9,6 +9,7 @@ from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.family import HEAD, Family, There
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_rope, write_scaling
+from megajax.interop.huggingface.settings import Names, read_names, write_names
 
 MROPE = 'mrope_section', 'mrope_interleaved'
 ROPE = {'rope_type': 'axial', 'rope_theta': 10000.0}  # of the encoder
@@ -63,6 +64,15 @@ TENSORS = {
     },
     **_merger('merger', MERGERS['merger'], 'Ⓓ'),
     **_merger('deep_mergers', MERGERS['deep_mergers'], 'Ⓦ'),
+}
+NAMES: Names = {
+    'num_layers': ('depth', 27),
+    'hidden_size': ('hidden_size', 1152),
+    'num_heads': ('num_heads', 16),
+    'ffn_size': ('intermediate_size', 4304),
+    'patch_size': ('patch_size', 16),
+    'frames': ('temporal_patch_size', 2),
+    'merge_size': ('spatial_merge_size', 2),
 }
 
 
@@ -120,13 +130,7 @@ def _read_vision(vision: Reader, hidden_size: int | None) -> Keys:
     if hidden_size is not None and width != hidden_size:
         vision.refuse('out_hidden_size', width, f'only hidden_size={hidden_size} is supported')
     return {
-        'num_layers': vision.take('depth', 'vision.num_layers', 27),
-        'hidden_size': vision.take('hidden_size', 'vision.hidden_size', 1152),
-        'num_heads': vision.take('num_heads', 'vision.num_heads', 16),
-        'ffn_size': vision.take('intermediate_size', 'vision.ffn_size', 4304),
-        'patch_size': vision.take('patch_size', 'vision.patch_size', 16),
-        'frames': vision.take('temporal_patch_size', 'vision.frames', 2),
-        'merge_size': vision.take('spatial_merge_size', 'vision.merge_size', 2),
+        **read_names(vision, NAMES, 'vision'),
         'positions': side,
         'deepstack': vision.take('deepstack_visual_indexes', 'vision.deepstack', [8, 16, 24]),
     }
@@ -144,13 +148,7 @@ def _write_config(model: ModelConfig) -> Keys:
             'model_type': 'qwen3_vl',
             'hidden_act': GELU,
             'in_channels': 3,
-            'depth': vision.num_layers,
-            'hidden_size': vision.hidden_size,
-            'num_heads': vision.num_heads,
-            'intermediate_size': vision.ffn_size,
-            'patch_size': vision.patch_size,
-            'temporal_patch_size': vision.frames,
-            'spatial_merge_size': vision.merge_size,
+            **write_names(vision, NAMES),
             'num_position_embeddings': vision.positions**2,
             'deepstack_visual_indexes': list(vision.deepstack),
             'out_hidden_size': model.hidden_size,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import P
 from support import slow
 
-from megajax.core.model.arr_coc.budget import SIDES, budget, check_relevance, num_tokens, places
+from megajax.core.model.arr_coc.budget import SIDES, budget, num_tokens, places
 from megajax.core.parallel.mesh import make_mesh
 
 TOKENS = np.square(SIDES)
@@ -76,12 +76,9 @@ def test_one_relevant_region_has_all_that_a_region_can_have():
 
 
 @pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
-def test_a_relevance_that_is_not_finite_is_refused_on_the_host_and_in_bounds_on_the_device(bad):
+def test_a_relevance_that_is_not_finite_stays_in_bounds(bad):
     relevance = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
-    check_relevance(relevance)
     relevance[1, 2] = bad
-    with pytest.raises(ValueError, match='region 2 in row 1 is'):
-        check_relevance(relevance)
     tokens = TOKENS[np.asarray(compiled(4, 640)(relevance[1]))]
     assert tokens.min() >= 64
     assert tokens.sum() <= 640
