@@ -183,13 +183,8 @@ def _exchanged_heads(config: Config, layers: int) -> Iterator[Expected]:
     for phase in passes(config):
         site = Site('attention', phase, 'model')
         # The queries of a device.
-        yield Expected(
-            site=site,
-            kind=ALL_TO_ALL,
-            array=heads(config, model.num_heads // shards),
-            times=layers,
-            size=shards,
-        )
+        own = heads(config, model.num_heads // shards)
+        yield Expected.over(config, site, ALL_TO_ALL, own, layers)
         # Keys and values; in the backward pass, the gradients of the shards' copies.
         copied = heads(config, shards if phase == 'backward' else model.num_kv_heads)
-        yield Expected(site=site, kind=GATHER, array=copied, times=2 * layers, size=shards)
+        yield Expected.over(config, site, GATHER, copied, 2 * layers)

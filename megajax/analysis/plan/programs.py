@@ -75,9 +75,8 @@ def fully_sharded(config: Config) -> list[Expected]:
     weights = Array(HLO_DTYPES[config.train.dtype], (num_parameters(config.model, padded=True),))
 
     def send(name: str, phase: Phase, kind: str) -> Expected:
-        site = Site(name, phase, 'data')
         return Expected(
-            site=site,
+            site=Site(name, phase, 'data'),
             kind=kind,
             array=weights,
             times=config.train.microbatches,

@@ -1,7 +1,8 @@
 """The record of a collective that a program is expected to run."""
 
 import dataclasses
-from typing import NamedTuple
+from math import prod
+from typing import NamedTuple, Self
 
 from megajax.core.config import Config
 from megajax.core.counts.products import Phase
@@ -35,6 +36,14 @@ class Expected:
     times: int
     size: int
     source: str = ''
+
+    @classmethod
+    def over(
+        cls, config: Config, site: Site, kind: str, array: Array, times: int, source: str = ''
+    ) -> Self:
+        """Return a collective over all devices of the site's axes, such as `row+model`."""
+        size = prod(config.mesh.sizes.get(axis, 1) for axis in site.axis.split('+'))
+        return cls(site=site, kind=kind, array=array, times=times, size=size, source=source)
 
     @property
     def wire_bytes(self) -> float:

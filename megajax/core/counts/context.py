@@ -61,14 +61,8 @@ def _exchanges(
     def send(phase: Phase, kind: str, array: Array, times: int) -> Expected:
         if kind == PERMUTE:
             array = array._replace(shape=array.shape[1:])
-        return Expected(
-            site=Site('attention', phase, 'context'),
-            kind=kind,
-            array=array,
-            times=2 * times * layers,  # keys and values
-            size=shards,
-            source=source,
-        )
+        site, times = Site('attention', phase, 'context'), 2 * times * layers  # keys and values
+        return Expected.over(config, site, kind, array, times, source)
 
     for phase in passes(config):
         yield send(phase, PERMUTE, sent, shards - 1) if is_ring else send(phase, GATHER, sent, 1)

@@ -34,6 +34,10 @@ def cross_layers(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield what Megatron sends for layers of cross-attention, and for their MLPs."""
     if not runs.cross:
         return
+
+    def sent(name: str, phase: Phase, kind: str, array: Array, source: str) -> Expected:
+        return Expected.over(config, Site(name, phase, 'model'), kind, array, runs.cross, source)
+
     is_scattered = config.mesh.sequence_parallel
     kinds: dict[Phase, tuple[str, ...]] = {
         'forward': (GATHER, SCATTER) if is_scattered else (REDUCE,),
@@ -48,12 +52,12 @@ def cross_layers(config: Config, runs: Runs) -> Iterator[Expected]:
     for phase in passes(config):
         for kind in kinds[phase]:
             for name in (SITE, 'mlp'):
-                yield _sent(config, name, phase, kind, activation(config), runs.cross, LAYER)
+                yield sent(name, phase, kind, activation(config), LAYER)
         for kind in of_vectors[phase]:
-            yield _sent(config, SITE, phase, kind, vectors(config), runs.cross, KEYS_VALUES)
+            yield sent(SITE, phase, kind, vectors(config), KEYS_VALUES)
         if config.model.num_kv_heads < config.mesh.model:
             kind = SCATTER if phase == 'backward' else GATHER
-            yield _sent(config, SITE, phase, kind, _keys_values(config), runs.cross, KEYS_VALUES)
+            yield sent(SITE, phase, kind, _keys_values(config), KEYS_VALUES)
 
 
 def is_left_out(sent: Expected, config: Config) -> bool:
@@ -66,16 +70,3 @@ def _keys_values(config: Config) -> Array:
     """Return the keys and values of a layer, which Megatron gathers as it does all of QKV."""
     of_images, columns = vectors(config), elements('UKH', dim_sizes(config.model))
     return of_images._replace(shape=(of_images.shape[0], columns))
-
-
-def _sent(
-    config: Config, name: str, phase: Phase, kind: str, array: Array, times: int, source: str
-) -> Expected:
-    return Expected(
-        site=Site(name, phase, 'model'),
-        kind=kind,
-        array=array,
-        times=times,
-        size=config.mesh.model,
-        source=source,
-    )

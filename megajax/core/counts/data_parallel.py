@@ -100,13 +100,10 @@ class _Group:
 
     def _gather(self, phase: Phase, count: int, times: int) -> Iterator[Expected]:
         if count and self.size > 1:
-            yield Expected(
-                site=Site('parameters', phase, axes_text(self.config, *self.axes)),
-                kind=GATHER,
-                array=Array(HLO_DTYPES[self.config.train.dtype], (self._padded(count),)),
-                times=times,
-                size=self.size,
-                source=SOURCES['gather once' if phase == 'step' else 'gather'],
+            array = Array(HLO_DTYPES[self.config.train.dtype], (self._padded(count),))
+            source = SOURCES['gather once' if phase == 'step' else 'gather']
+            yield Expected.over(
+                self.config, self._site('parameters', phase), GATHER, array, times, source
             )
 
     def scatters(self, counts: Counts) -> Iterator[Expected]:
@@ -120,36 +117,25 @@ class _Group:
 
     def _scatter(self, phase: Phase, count: int, times: int) -> Iterator[Expected]:
         if count and self.size > 1:
-            yield Expected(
-                site=Site('gradients', phase, axes_text(self.config, *self.axes)),
-                kind=SCATTER,
-                array=Array(self._reduce_dtype, (self._padded(count),)),
-                times=times,
-                size=self.size,
-                source=SOURCES['sum once' if phase == 'step' else 'sum'],
+            array = Array(self._reduce_dtype, (self._padded(count),))
+            source = SOURCES['sum once' if phase == 'step' else 'sum']
+            yield Expected.over(
+                self.config, self._site('gradients', phase), SCATTER, array, times, source
             )
 
     def sum_over_replicas(self, count: int) -> Expected:
         """Return the all-reduce of a shard's gradients of matrices, between the groups of HSDP."""
-        return Expected(
-            site=Site('gradients', 'step', 'replica'),
-            kind=REDUCE,
-            array=Array(self._reduce_dtype, (self._padded(count) // self.size,)),
-            times=1,
-            size=self.config.mesh.replicas,
-            source=SOURCES['sum over replicas'],
-        )
+        array = Array(self._reduce_dtype, (self._padded(count) // self.size,))
+        site, source = Site('gradients', 'step', 'replica'), SOURCES['sum over replicas']
+        return Expected.over(self.config, site, REDUCE, array, 1, source)
 
     def sum_replicated(self, count: int) -> Expected:
         """Return the reduction of replicated parameters' gradients, over all shards together."""
-        return Expected(
-            site=Site('gradients', 'step', axes_text(self.config, 'replica', *self.axes)),
-            kind=REDUCE,
-            array=Array('f32', (count,)),
-            times=1,
-            size=self.size * self.config.mesh.replicas,
-            source=SOURCES['sum once'],
-        )
+        site, array = self._site('gradients', 'step', 'replica'), Array('f32', (count,))
+        return Expected.over(self.config, site, REDUCE, array, 1, SOURCES['sum once'])
+
+    def _site(self, name: str, phase: Phase, *others: str) -> Site:
+        return Site(name, phase, axes_text(self.config, *others, *self.axes))
 
     def _padded(self, count: int) -> int:
         return with_padding(self.config, count, self.size)

@@ -9,7 +9,6 @@ Megatron's sequence parallelism over all devices of the grid.
 """
 
 from collections.abc import Iterator
-from math import prod
 
 from megajax.core.config import Config
 from megajax.core.counts.collective import (
@@ -20,6 +19,7 @@ from megajax.core.counts.collective import (
     Expected,
     Site,
     activation,
+    axes_text,
     passes,
 )
 from megajax.core.counts.layers import Sublayer, layer
@@ -50,17 +50,8 @@ def over_grid(config: Config) -> Iterator[Expected]:
 def _send(
     config: Config, name: str, phase: Phase, axes: str, kind: str, array: Array, times: int
 ) -> Iterator[Expected]:
-    sizes = {axis: config.mesh.sizes.get(axis, 1) for axis in axes.split('+')}
-    if prod(sizes.values()) > 1:
-        axis = '+'.join(axis for axis, size in sizes.items() if size > 1)
-        yield Expected(
-            site=Site(name, phase, axis),
-            kind=kind,
-            array=array,
-            times=times,
-            size=prod(sizes.values()),
-            source=_SOURCE,
-        )
+    if axis := axes_text(config, *axes.split('+')):
+        yield Expected.over(config, Site(name, phase, axis), kind, array, times, _SOURCE)
 
 
 def _sublayer(config: Config, sublayer: Sublayer, phase: Phase, runs: int) -> Iterator[Expected]:

@@ -8,7 +8,6 @@ and of long sequences in `context.py`. A grid has those of another paper (`grid.
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from math import prod
 
 from megajax.core.config import Config
 from megajax.core.counts.collective import (
@@ -137,14 +136,8 @@ def _over_model(
     config: Config, name: str, phase: Phase, kinds: tuple[str, ...], array: Array, times: int
 ) -> Iterator[Expected]:
     for kind in kinds:
-        yield Expected(
-            site=Site(name, phase, 'model'),
-            kind=kind,
-            array=array,
-            times=times,
-            size=config.mesh.model,
-            source=SOURCES[name],
-        )
+        site = Site(name, phase, 'model')
+        yield Expected.over(config, site, kind, array, times, SOURCES[name])
 
 
 def _embedding(config: Config, runs: Runs) -> Iterator[Expected]:
@@ -181,16 +174,9 @@ def over_products(config: Config) -> Iterator[Expected]:
     sizes, every = dim_sizes(config.model), parameters(config.model)
     products = sum(sizes['L'] for _, x in every if x.dims[0] == 'L' and x.is_matrix)
     for axes, count in ((config.mesh.sizes, 3 * products), (('row', 'model'), products)):
-        size = prod(config.mesh.sizes[axis] for axis in axes if axis in config.mesh.sizes)
-        if size > 1:
-            yield Expected(
-                site=Site('gradients', 'step', axes_text(config, *axes)),
-                kind=REDUCE,
-                array=Array('f32', (count,)),
-                times=1,
-                size=size,
-                source=SOURCES['fp8'],
-            )
+        if axis := axes_text(config, *axes):
+            site, array = Site('gradients', 'step', axis), Array('f32', (count,))
+            yield Expected.over(config, site, REDUCE, array, 1, SOURCES['fp8'])
 
 
 def _again(learns: bool) -> tuple[str, ...]:
@@ -245,11 +231,5 @@ def _vectors(config: Config, runs: Runs) -> Iterator[Expected]:
     if partial:
         sizes, shards = dim_sizes(config.model), {'L': config.mesh.stages}
         array = Array('f32', (sum(elements(x.dims, sizes, shards) for x in partial),))
-        yield Expected(
-            site=Site('gradients', 'step', 'model'),
-            kind=REDUCE,
-            array=array,
-            times=1,
-            size=config.mesh.model,
-            source=SOURCES['gradients'],
-        )
+        site = Site('gradients', 'step', 'model')
+        yield Expected.over(config, site, REDUCE, array, 1, SOURCES['gradients'])

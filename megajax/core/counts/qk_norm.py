@@ -25,11 +25,5 @@ def sums_over_heads(config: Config, layers: int) -> Iterator[Expected]:
         return
     rows, tokens, _ = activation(config).shape
     for phase in passes(config):
-        yield Expected(
-            site=Site(SITE, phase, 'model'),
-            kind=REDUCE,
-            array=Array('f32', (rows // config.mesh.model_rows, tokens, 2)),
-            times=layers,
-            size=config.mesh.model,
-            source=SOURCE,
-        )
+        array = Array('f32', (rows // config.mesh.model_rows, tokens, 2))
+        yield Expected.over(config, Site(SITE, phase, 'model'), REDUCE, array, layers, SOURCE)

@@ -52,30 +52,19 @@ def between_lockstep_stages(config: Config) -> Iterator[Expected]:
     stage, as all others, gets the gradients of all parts.
     """
     yield from _sends(config, ticks(config), EVERY_TICK)
-    tokens = _head_tokens(config, config.mesh.stages)
+    tokens, stages = _head_tokens(config, config.mesh.stages), config.mesh.stages
+    array = tokens._replace(shape=(stages * tokens.shape[1], tokens.shape[2]))
     kinds: dict[Phase, str] = {'forward': EXCHANGE, 'backward': GATHER}
     for phase, kind in kinds.items():
-        yield Expected(
-            site=Site('head', phase, 'stage'),
-            kind=kind,
-            array=tokens._replace(shape=(config.mesh.stages * tokens.shape[1], tokens.shape[2])),
-            times=config.train.microbatches,
-            size=config.mesh.stages,
-            source='the stages share the tokens of the head',
-        )
+        site, source = Site('head', phase, 'stage'), 'the stages share the tokens of the head'
+        yield Expected.over(config, site, kind, array, config.train.microbatches, source)
 
 
 def _sends(config: Config, times: int, source: str) -> Iterator[Expected]:
     phases: tuple[Phase, ...] = 'forward', 'backward'
     for phase in phases:
-        yield Expected(
-            site=Site('stage', phase, 'stage'),
-            kind=PERMUTE,
-            array=residual_of_device(config),
-            times=times,
-            size=config.mesh.stages,
-            source=source,
-        )
+        site, array = Site('stage', phase, 'stage'), residual_of_device(config)
+        yield Expected.over(config, site, PERMUTE, array, times, source)
 
 
 def residual_of_device(config: Config) -> Array:

@@ -82,14 +82,8 @@ def encoder_in_parallel(config: Config, runs: Runs) -> Iterator[Expected]:
             width = config.model.hidden_size if phase == 'forward' else vision.merged_size
             arrays.append(('projection', Array(dtype, (merged, width)), mergers))
         for name, array, count in arrays:
-            yield Expected(
-                site=Site('vision', phase, 'model'),
-                kind=REDUCE,
-                array=array,
-                times=count,
-                size=config.mesh.model,
-                source=SOURCES[name],
-            )
+            site = Site('vision', phase, 'model')
+            yield Expected.over(config, site, REDUCE, array, count, SOURCES[name])
 
 
 def is_learned(config: Config) -> bool:
@@ -104,33 +98,29 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
     mesh, runs = config.mesh, config.train.microbatches
     assert config.vision is not None
 
-    def sent(site: Site, kind: str, array: Array, times: int, size: int) -> Expected:
-        return Expected(site=site, kind=kind, array=array, times=times, size=size, source=WHOLE)
+    def sent(site: Site, kind: str, array: Array, times: int = 1) -> Expected:
+        return Expected.over(config, site, kind, array, times, WHOLE)
 
-    model = mesh.model
-    if model > 1:
-        yield sent(Site('vision', 'forward', 'model'), GATHER, vectors(config), runs, model)
+    if mesh.model > 1:
+        yield sent(Site('vision', 'forward', 'model'), GATHER, vectors(config), runs)
         if is_learned(config) and (mesh.sequence_parallel or config.model.num_cross_layers):
-            yield sent(Site('vision', 'backward', 'model'), SCATTER, vectors(config), runs, model)
+            yield sent(Site('vision', 'backward', 'model'), SCATTER, vectors(config), runs)
     own = [x for _, x in parameters(config.model) if x.owner == 'encoder']
     matrices = _padded(config, [x for x in own if x.is_matrix])
     to_learn = [x for x in own if x.is_matrix and not x.is_frozen]
     learned = _padded(config, to_learn)
     others = _count(config, [x for x in own if not x.is_matrix and not x.is_frozen])
     every = axes_text(config, *BATCH_AXES, 'model')
-    devices = prod(mesh.sizes.get(axis, 1) for axis in (*BATCH_AXES, 'model'))
-    if model > 1:
+    if mesh.model > 1:
         weights = Array(HLO_DTYPES[config.train.dtype], (matrices,))
         is_over_data = config.optim.shard != 'none' and mesh.data_shards > 1
-        axes, size = ('data', 'model') if is_over_data else ('model',), model
-        size *= mesh.data_shards if is_over_data else 1
-        place = Site('parameters', 'step', axes_text(config, *axes))
-        yield sent(place, GATHER, weights, 1, size)
+        axis = axes_text(config, 'data', 'model') if is_over_data else 'model'
+        yield sent(Site('parameters', 'step', axis), GATHER, weights)
         if not is_learned(config):
             return
         gradients = Array(HLO_DTYPES[config.optim.reduce_dtype], (learned,))
-        yield sent(Site('gradients', 'step', 'model'), SCATTER, gradients, 1, model)
-        yield sent(Site('gradients', 'step', every), REDUCE, Array('f32', (others,)), 1, devices)
+        yield sent(Site('gradients', 'step', 'model'), SCATTER, gradients)
+        yield sent(Site('gradients', 'step', every), REDUCE, Array('f32', (others,)))
 
 
 def padding_at_rest(config: Config) -> Expected | None:
@@ -147,14 +137,9 @@ def padding_at_rest(config: Config) -> Expected | None:
     mesh, optim = config.mesh, config.optim
     if not added or optim.shard == 'none' or mesh.data_shards == 1:
         return None
-    return Expected(
-        site=Site('gradients', 'step' if optim.shard == 'optimizer' else 'backward', 'data'),
-        kind=SCATTER,
-        array=Array(HLO_DTYPES[optim.reduce_dtype], (added // mesh.model,)),
-        times=1,
-        size=mesh.data_shards,
-        source=WHOLE,
-    )
+    site = Site('gradients', 'step' if optim.shard == 'optimizer' else 'backward', 'data')
+    array = Array(HLO_DTYPES[optim.reduce_dtype], (added // mesh.model,))
+    return Expected.over(config, site, SCATTER, array, 1, WHOLE)
 
 
 def counts_over_data(config: Config) -> tuple[Counts, Counts]:
@@ -194,15 +179,10 @@ def relevance_over_devices(config: Config) -> Iterator[Expected]:
     ]
     if config.mesh.sequence_parallel:
         sent.append(('forward', REDUCE, arrays['query']))
+    source = 'one scorer, or a part of one, on each device'
     for phase, kind, array in sent:
-        yield Expected(
-            site=Site('relevance', phase, 'model'),
-            kind=kind,
-            array=array,
-            times=config.train.microbatches,
-            size=config.mesh.model,
-            source='one scorer, or a part of one, on each device',
-        )
+        site = Site('relevance', phase, 'model')
+        yield Expected.over(config, site, kind, array, config.train.microbatches, source)
 
 
 def relevance_arrays(config: Config) -> dict[str, Array]:
