@@ -17,11 +17,8 @@ def look_at_ports(
 
     `has_mutual_tls` says whether jax, of release `jax`, supports mutual TLS for its coordinator.
     """
-    token = (
-        f'clients that authenticate with {TOKEN}'
-        if environ.get(TOKEN)
-        else f'any client, because {TOKEN} is not set'
-    )
+    open_to = f'any client, because {TOKEN} is not set'
+    token = f'clients that authenticate with {TOKEN}' if environ.get(TOKEN) else open_to
     diagnosis.fact(NAME, f'rendezvous, process 0, the port in {COORDINATOR}: {token}')
     diagnosis.fact(
         NAME,

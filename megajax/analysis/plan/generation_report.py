@@ -8,15 +8,7 @@ from megajax.analysis.plan.generation import Generation
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import count, si
 
-COLUMNS = (
-    'model',
-    'weights',
-    'KV cache',
-    'prefill ms',
-    'ms/token',
-    'all-reduce',
-    'tokens/s',
-)
+COLUMNS = 'model', 'weights', 'KV cache', 'prefill ms', 'ms/token', 'all-reduce', 'tokens/s'
 
 
 def generation_table(plan: Generation) -> RenderableType:

@@ -91,19 +91,8 @@ def _products(profile: Profile, top: int) -> Table:
 
 
 def _collectives(profile: Profile, top: int) -> Table:
-    table = _table(
-        ('axis', 'kind', 'site', 'phase'),
-        (
-            'runs',
-            'sent',
-            'ms',
-            'exposed ms',
-            'hidden ms',
-            'fastest ms',
-            'GB/s',
-            *_roofline(profile),
-        ),
-    )
+    numbers = 'runs', 'sent', 'ms', 'exposed ms', 'hidden ms', 'fastest ms', 'GB/s'
+    table = _table(('axis', 'kind', 'site', 'phase'), (*numbers, *_roofline(profile)))
     for line in profile.collectives[:top]:
         rate = line.bytes_per_second
         table.add_row(
@@ -126,9 +115,8 @@ def _collectives(profile: Profile, top: int) -> Table:
 def _predictions(profile: Profile) -> Table:
     table = _table(('part',), ('measured ms', 'roofline ms', 'plan ms'))
     for line in profile.predictions:
-        table.add_row(
-            LABELS.get(line.part, line.part), *map(_ms, (line.measured, line.roofline, line.plan))
-        )
+        seconds = line.measured, line.roofline, line.plan
+        table.add_row(LABELS.get(line.part, line.part), *map(_ms, seconds))
     return table
 
 
