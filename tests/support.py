@@ -87,6 +87,11 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+MODELS['both_norms'] = {
+    **MODELS['olmo2'],
+    'model': MODELS['olmo2']['model'] | {'norm_position': 'both', 'qk_norm': True},
+}
+
 SIZES = {'num_layers': 2, 'hidden_size': 64, 'num_heads': 8, 'max_seq_len': 32}
 TRAIN = {'batch_size': 8, 'seq_len': 32, 'dtype': 'float32'}
 

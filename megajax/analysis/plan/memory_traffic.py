@@ -36,7 +36,8 @@ def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
     forwards = 2 if config.train.recompute == 'full' else 1
     # Norms read and write one array; adding to the residual reads two and writes one. The backward
     # pass reads one array more.
-    yield Traffic(name='norms', bytes=2 * (2 * forwards + 3) * residual, times=times)
+    of_norms = model.norms_of_layer * (2 * forwards + 3) * residual
+    yield Traffic(name='norms', bytes=of_norms, times=times)
     yield Traffic(name='residual', bytes=2 * (3 * forwards + 2) * residual, times=times)
     yield Traffic(name='heads', bytes=2 * (forwards + 1) * heads, times=times)
     yield Traffic(

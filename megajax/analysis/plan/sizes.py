@@ -80,7 +80,7 @@ class Sizes:
     @cached_property
     def kept_by_layer(self) -> int:
         """Return the bytes of `memory.kept_by_layer`."""
-        around_norms = 2 * (self.residual + self.whole)
+        around_norms = self.model.norms_of_layer * self.residual + 2 * self.whole
         heads = self.queries + 2 * self.keys + self.heads  # queries, keys, values, core's output
         heads += self.queries + self.keys if self.model.qk_norm else 0
         heads += self.queries if self.layout.num_shards('D') > 1 else 0  # before it is gathered
@@ -103,7 +103,7 @@ class Sizes:
         """
         if self.config.train.recompute != 'full':
             return self.layers * self.kept_by_layer
-        keeps_outputs = self.model.norm_position == 'after' and not self.overlap.repeats_outputs
+        keeps_outputs = self.model.norms_outputs and not self.overlap.repeats_outputs
         return self.layers * self.residual * (2 if keeps_outputs else 1)
 
     @property

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MASKED, NEXT = 'model.objective=masked_lm', 'model.objective=next_token'
 CAUSAL, BIDIRECTIONAL = 'model.attention=causal', 'model.attention=bidirectional'
-AFTER, ALL_HEADS = 'model.norm_position=after', 'model.qk_norm=all'
+OUTPUTS, ALL_HEADS = 'model.norm_position', 'model.qk_norm=all'
 CROSS, DEEPSTACK = 'vision.fusion=cross_attention', 'vision.deepstack'
 TOKENS, UNROLLED, FP8 = 'train.overlap=sequence_split', 'train.unroll=true', 'train.dtype=fp8'
 NO_DROPOUT = 'model.dropout=0 and model.attention_dropout=0'
@@ -25,7 +25,7 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
     NEXT: (lambda config: not config.model.is_bert, MASKED),
     CAUSAL: (lambda config: config.model.causal, BIDIRECTIONAL),
     BIDIRECTIONAL: (lambda config: not config.model.causal, CAUSAL),
-    AFTER: (lambda config: config.model.norm_position == 'after', 'model.norm_position=before'),
+    OUTPUTS: (lambda config: config.model.norms_outputs, 'model.norm_position=before'),
     ALL_HEADS: (lambda config: config.model.norms_all_heads, 'model.qk_norm=true'),
     'model.norm=layernorm': (lambda config: config.model.norm == 'layernorm', 'model.norm=rmsnorm'),
     'model.position=learned': (
@@ -107,7 +107,7 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'mesh.model_rows': "a grid shards D, and the encoder's vectors have all of it; "
         'use mesh.model_rows=1',
         MASKED: "BERT's pairs of segments have no place for images",
-        AFTER: 'the layers of a model that sees have norms before their sublayers',
+        OUTPUTS: 'the layers of a model that sees have norms before their sublayers',
         ALL_HEADS: 'the layers of a model that sees have norms of queries and keys by the head',
     },
     CROSS: {

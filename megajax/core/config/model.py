@@ -219,9 +219,9 @@ class ModelConfig(Section):
     """Tokens that a token attends to: those up to itself, or all."""
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
     """Normalisation in each sublayer (norm_position) and before the head."""
-    norm_position: Literal['before', 'after'] = 'before'
-    """Norm of each sublayer: of its input, or of its output before that is added to the residual
-    stream (OLMo 2).
+    norm_position: Literal['before', 'after', 'both'] = 'before'
+    """Norm of each sublayer: of its input, of its output before that is added to the residual
+    stream (OLMo 2), or one of each (Gemma 2).
     """
     activation: Literal['gelu', 'gelu_tanh', 'geglu', 'swiglu'] = 'gelu_tanh'
     """Activation of the MLPs; geglu (whose GELU is gelu_tanh) and swiglu have a gate beside the
@@ -281,6 +281,21 @@ class ModelConfig(Section):
     def is_gated(self) -> bool:
         """Whether the MLPs have a gate beside the up-projection, in one product with it."""
         return self.activation in GATED
+
+    @property
+    def norms_inputs(self) -> bool:
+        """Whether the input of a sublayer is normalized."""
+        return self.norm_position != 'after'
+
+    @property
+    def norms_outputs(self) -> bool:
+        """Whether the output of a sublayer is normalized."""
+        return self.norm_position != 'before'
+
+    @property
+    def norms_of_layer(self) -> int:
+        """Number of norms of a layer, without those of queries and keys."""
+        return 2 * (self.norms_inputs + self.norms_outputs)
 
     @property
     def norms_all_heads(self) -> bool:

@@ -70,7 +70,7 @@ class Overlap:
             gathers_ahead=gathers_ahead,
             is_apart=is_used_again and in_order and unroll,
             has_head=is_sent and in_order and unroll and not config.model.tie_embeddings,
-            repeats_outputs=config.model.norm_position == 'after' and not in_order,
+            repeats_outputs=config.model.norms_outputs and not in_order,
         )
 
 

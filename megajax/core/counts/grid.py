@@ -134,9 +134,11 @@ def _norms(config: Config, runs: Runs) -> Iterator[Expected]:
     RMSNorm sums the squares, LayerNorm also the tokens themselves. These statistics are saved, and
     the backward pass computes as many sums of the gradient.
     """
-    sums = 1 if config.model.norm == 'rmsnorm' else 2
+    model = config.model
+    sums = 1 if model.norm == 'rmsnorm' else 2
     rows, tokens, _ = _residual(config, over=('model',)).shape
-    times = sums * 2 * (len(passes(config)) * runs.layers + runs.embedding)
+    in_layers = model.norms_of_layer * len(passes(config)) * runs.layers
+    times = sums * (in_layers + 2 * runs.embedding)
     yield from _send(config, 'norm', 'forward', 'row', REDUCE, Array('f32', (rows, tokens)), times)
 
 

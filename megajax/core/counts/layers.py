@@ -48,7 +48,7 @@ class Matmul(NamedTuple):
 
 
 class Sublayer(NamedTuple):
-    """A part of a layer: x + second(middle(first(norm(x)))), or with the norm after `second`."""
+    """A part of a layer: x + second(middle(first(norm(x)))), or with a norm after `second`."""
 
     name: Literal['attention', 'mlp']
     first: Matmul  # column-parallel
@@ -57,9 +57,11 @@ class Sublayer(NamedTuple):
 
     def declared(self, model: ModelConfig) -> Declared:
         """Declare the parameters."""
+        has_both = model.norms_inputs and model.norms_outputs
         first, second, sharded = self.first, self.second, self.second.inputs[0]
         return {
             'norm': norm(model, 'D', summed='T'),
+            **({'output_norm': norm(model, 'D', summed='T')} if has_both else {}),
             first.name: first.declared(model, model.init_std, (sharded, '')),
             second.name: second.declared(model, out_std(model), ('', sharded), summed='T'),
             **self.vectors,

@@ -37,6 +37,8 @@ class Sublayer(nnx.Module):
         first, second = self.LINEARS
         first_key, second_key = jax.random.split(key)
         self.norm = make_norm(config, parameters['norm'])
+        has_both = 'output_norm' in parameters
+        self.output_norm = make_norm(config, parameters['output_norm']) if has_both else None
         setattr(self, first, ColumnParallelLinear(parameters[first], key=first_key))
         setattr(self, second, RowParallelLinear(parameters[second], key=second_key))
 
@@ -64,8 +66,8 @@ class Sublayer(nnx.Module):
         return self.added(self.second.reduced(z), rows.key_B), kept
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
-        """Return the input of `first`: the normed residual stream, unless the norm comes last."""
-        return x_BTD if self.is_norm_after else self.norm(x_BTD)
+        """Return the input of `first`: the residual stream, normed unless only outputs are."""
+        return self.norm(x_BTD) if self.config.norms_inputs else x_BTD
 
     def middle(self, y: jax.Array, core: Any, rows: Rows) -> tuple[jax.Array, Any]:
         """Return the input of `second` from the result of `first`, and the second one of `core`.
@@ -77,7 +79,8 @@ class Sublayer(nnx.Module):
     def added(self, y_BTD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         """Return what is added to the residual stream, from the result of `second`."""
         h_BTD = self.second.with_bias(y_BTD)
-        h_BTD = self.norm(h_BTD) if self.is_norm_after else h_BTD
+        if self.config.norms_outputs:
+            h_BTD = (self.output_norm or self.norm)(h_BTD)
         return dropout(h_BTD, self.config.dropout, fold_in(key_B, self.KEY), self.layout('TD'))
 
     @property
@@ -91,8 +94,3 @@ class Sublayer(nnx.Module):
         """The row-parallel linear layer."""
         linear: RowParallelLinear = getattr(self, self.LINEARS[1])
         return linear
-
-    @property
-    def is_norm_after(self) -> bool:
-        """Whether the norm is applied to the result of `second` (OLMo 2)."""
-        return self.config.norm_position == 'after'

@@ -24,6 +24,7 @@ VALUES = {
     'mesh.replicas': 'mesh.replicas=2',
     'mesh.stages': 'mesh.stages=2',
     'model.dropout': 'model.dropout=0.1',
+    'model.norm_position': 'model.norm_position=both',
     'train.sample_prompts': 'train.sample_prompts=["a"]',
     'model.rope_scaling': 'model.rope_scaling={"type":"linear","factor":2}',
 }

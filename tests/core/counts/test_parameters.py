@@ -97,6 +97,7 @@ def test_each_preset_states_its_size(preset: str) -> None:
         ({'qk_norm': True, 'norm': 'rmsnorm'}, 2 * 2 * 16 - 5 * 64),
         ({'qk_norm': 'all', 'norm': 'rmsnorm'}, 2 * 2 * 64 - 5 * 64),
         ({'norm_position': 'after'}, 0),
+        ({'norm_position': 'both'}, 2 * 2 * 2 * 64),
         ({'bias': False}, -2 * (3 * 64 + 64 + 256 + 64)),
         (
             {'objective': 'masked_lm'},
