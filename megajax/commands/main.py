@@ -36,7 +36,7 @@ from megajax.core.config import (
     presets,
     recipes,
 )
-from megajax.core.config.combinations import COMBINATIONS
+from megajax.core.config.conflicts import CONFLICTS
 from megajax.core.counts.parameters import num_parameters
 from megajax.runtime.processes.environment import read_start
 from megajax.runtime.processes.signals import leave_when_asked
@@ -210,7 +210,7 @@ def combinations() -> None:
 
     Each pair has the reason, and what to use instead.
     """
-    for pair in COMBINATIONS:
+    for pair in CONFLICTS:
         print(f'{pair.one} with {pair.other}: {pair.reason}; {pair.instead}')
 
 

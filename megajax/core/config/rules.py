@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megajax.base.errors import Problem
 from megajax.base.render.text import shorten
 from megajax.core.config import mesh_rules, overlap_rules, relevance_rules, vision_rules
-from megajax.core.config.combinations import excluded
+from megajax.core.config.conflicts import excluded
 from megajax.core.config.divisors import divides, divisors, multiples, nearest
 
 if TYPE_CHECKING:

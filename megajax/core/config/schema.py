@@ -318,7 +318,7 @@ class Config(Section):
         return super().model_copy(update=sections, deep=deep)
 
     @model_validator(mode='after')
-    def _check_combinations(self) -> Self:
+    def _check_conflicts(self) -> Self:
         if problems := incompatibilities(self):
             raise ValueError('\n'.join(str(problem) for problem in problems))
         return self

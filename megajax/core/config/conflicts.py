@@ -156,7 +156,7 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-class Combination(NamedTuple):
+class Conflict(NamedTuple):
     """Two features that exclude one another."""
 
     one: str
@@ -170,18 +170,18 @@ class Combination(NamedTuple):
         return Problem(path=path, message=f'{self.reason}; {self.instead}', others=(key,))
 
 
-def _combination(one: str, other: str, text: str) -> Combination:
+def _conflict(one: str, other: str, text: str) -> Conflict:
     reason, _, instead = text.partition('; ')
     without = f'use {FEATURES[other][1]}, or {FEATURES[one][1]}'
-    return Combination(one, other, reason, instead or without)
+    return Conflict(one, other, reason, instead or without)
 
 
-COMBINATIONS = tuple(
-    _combination(one, other, text) for one, pairs in PAIRS.items() for other, text in pairs.items()
+CONFLICTS = tuple(
+    _conflict(one, other, text) for one, pairs in PAIRS.items() for other, text in pairs.items()
 )
 
 
 def excluded(config: 'Config') -> list[Problem]:
     """Return a problem for each pair of the table that a config has."""
     has = {name for name, (is_in, _) in FEATURES.items() if is_in(config)}
-    return [pair.problem() for pair in COMBINATIONS if {pair.one, pair.other} <= has]
+    return [pair.problem() for pair in CONFLICTS if {pair.one, pair.other} <= has]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from megajax.commands.main import app
 from megajax.core.config import ConfigError, load, reload
-from megajax.core.config.combinations import COMBINATIONS, FEATURES, Combination
+from megajax.core.config.conflicts import CONFLICTS, FEATURES, Conflict
 
 VISION = ' '.join(
     f'vision.{size}' for size in ('num_layers=1', 'hidden_size=64', 'num_heads=4', 'max_patches=16')
@@ -37,21 +37,21 @@ def refusal(*overrides: str) -> str:
 
 
 def test_the_rows_name_every_feature_and_no_other_and_no_pair_twice() -> None:
-    assert {name for row in COMBINATIONS for name in (row.one, row.other)} == FEATURES.keys()
-    pairs = [frozenset((row.one, row.other)) for row in COMBINATIONS]
+    assert {name for row in CONFLICTS for name in (row.one, row.other)} == FEATURES.keys()
+    pairs = [frozenset((row.one, row.other)) for row in CONFLICTS]
     assert all(len(pair) == 2 for pair in pairs)
     assert len(pairs) == len(set(pairs))
 
 
-@pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
-def test_each_row_is_refused_with_its_reason_and_what_to_do_instead(row: Combination) -> None:
+@pytest.mark.parametrize('row', CONFLICTS, ids=lambda row: f'{row.one}, {row.other}')
+def test_each_row_is_refused_with_its_reason_and_what_to_do_instead(row: Conflict) -> None:
     settings = (VALUES.get(setting, setting) for setting in (row.one, row.other))
     said = refusal(*(one for setting in settings for one in setting.split(' ')))
     assert f'{row.reason}; {row.instead}' in said
 
 
-@pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
-def test_what_excludes_a_setting_of_the_file_stands_at_the_override(row: Combination) -> None:
+@pytest.mark.parametrize('row', CONFLICTS, ids=lambda row: f'{row.one}, {row.other}')
+def test_what_excludes_a_setting_of_the_file_stands_at_the_override(row: Conflict) -> None:
     in_file, added = (VALUES.get(each, each).split() for each in (row.other, row.one))
     settings = YAML(typ='safe').load(ROOT / 'configs/gpt2_124m.yaml')
     for section, key, value in (re.split('[.=]', each, maxsplit=2) for each in in_file):
@@ -62,8 +62,8 @@ def test_what_excludes_a_setting_of_the_file_stands_at_the_override(row: Combina
     assert place in [f'override {each}' for each in added]
 
 
-@pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
-def test_each_row_is_printed(row: Combination) -> None:
+@pytest.mark.parametrize('row', CONFLICTS, ids=lambda row: f'{row.one}, {row.other}')
+def test_each_row_is_printed(row: Conflict) -> None:
     lines = CliRunner().invoke(app, ['config', 'combinations']).output.splitlines()
     (line,) = [line for line in lines if line.startswith(row.one) and row.other in line]
     assert row.reason in line
