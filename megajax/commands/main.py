@@ -205,11 +205,9 @@ def show(
 
 
 @config_app.command()
-def combinations() -> None:
-    """List the settings that exclude one another.
-
-    Each pair has the reason, and what to use instead.
-    """
+@config_app.command('combinations', hidden=True)  # its former name
+def conflicts() -> None:
+    """List the settings that cannot be combined, with the reason and what to use instead."""
     for pair in CONFLICTS:
         print(f'{pair.one} with {pair.other}: {pair.reason}; {pair.instead}')
 

@@ -1,6 +1,6 @@
-"""The table of settings that cannot be combined; `megajax config combinations` prints it.
+"""The table of settings that conflict; `megajax config conflicts` prints it.
 
-It has the pairs of features. Constraints between sizes (`ffn_size` and `mesh.model`) are in
+It lists pairs of features. Constraints between sizes, such as `ffn_size` and `mesh.model`, are in
 `rules.py`.
 """
 
@@ -19,7 +19,7 @@ CROSS, DEEPSTACK = 'vision.fusion=cross_attention', 'vision.deepstack'
 TOKENS, UNROLLED, FP8 = 'train.overlap=sequence_split', 'train.unroll=true', 'train.dtype=fp8'
 NO_DROPOUT = 'model.dropout=0 and model.attention_dropout=0'
 
-# Each feature by its setting: whether a config has it, and the setting of a config without it.
+# For each feature's setting: whether a config has the feature, and the setting to turn it off.
 FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
     MASKED: (lambda config: config.model.is_bert, NEXT),
     NEXT: (lambda config: not config.model.is_bert, MASKED),
@@ -66,98 +66,106 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
     ),
 }
 
-# The reason why two features exclude one another and, after a semicolon, what to use instead if
-# that is not the setting without the second one or without the first one.
+# The reason why two features conflict and, after a semicolon, what to use instead. Without the
+# latter, the message suggests the setting without the second feature or without the first one.
 PAIRS: Mapping[str, Mapping[str, str]] = {
     MASKED: {
-        CAUSAL: 'a masked token is filled in from both sides',
-        'train.sample_prompts': f'{MASKED} fills in tokens and continues no prompt; leave it out',
-        'data.order=megatron': "megatron is the order of Megatron's GPTDataset; "
+        CAUSAL: 'masked-token prediction needs the tokens on both sides',
+        'train.sample_prompts': f'a model with {MASKED} cannot continue a prompt; remove it',
+        'data.order=megatron': "megatron is the sample order of Megatron's GPTDataset; "
         f'use stateless with {MASKED}',
-        'data.document_mask=true': f'a sequence of {MASKED} comes from one document; leave it out',
-        'mesh.model_rows': "BERT's heads have square layers that a grid would have to gather; "
-        f'use mesh.model_rows=1 with {MASKED}',
-        'mesh.context': 'the order of tokens on context shards balances causal attention, and '
-        f"BERT's is not; use mesh.context=1 with {MASKED}",
+        'data.document_mask=true': f'with {MASKED} each sequence has one document; remove it',
+        'mesh.model_rows': '2-D tensor parallelism does not support BERT: it would have to '
+        f"all-gather the square layers of BERT's heads; use mesh.model_rows=1 with {MASKED}",
+        'mesh.context': 'context parallelism does not support BERT: its token order balances '
+        f'causal attention; use mesh.context=1 with {MASKED}',
     },
-    NEXT: {BIDIRECTIONAL: 'a token that sees the next one has nothing to predict'},
+    NEXT: {BIDIRECTIONAL: 'a token that attends to the next one has nothing to predict'},
     'optim.shard=none': {
-        'mesh.replicas': 'replicas are groups that a state is sharded within, and '
-        'optim.shard=none shards nothing',
+        'mesh.replicas': 'mesh.replicas needs ZeRO: the data shards of a replica share one sharded '
+        'copy of the state, and optim.shard=none shards nothing',
     },
     'mesh.model_rows': {
-        'mesh.stages': 'stages divide a model that one group of devices cannot hold, and so does '
-        'a grid; use mesh.model_rows=1, or mesh.stages=1',
-        'mesh.context': 'attention on context shards needs the rows that a grid would shard; '
+        'mesh.stages': 'pipeline parallelism and 2-D tensor parallelism cannot be combined: each '
+        'splits a model that one tensor-parallel group cannot hold; '
+        'use mesh.model_rows=1, or mesh.stages=1',
+        'mesh.context': 'context parallelism is not supported with 2-D tensor parallelism, which '
+        'shards the sequences of a microbatch inside attention; '
         'use mesh.model_rows=1, or mesh.context=1',
     },
     'data.document_mask=true': {
-        'mesh.context': 'a block of keys of another shard has no mask of documents; '
-        'use data.document_mask=false, or mesh.context=1',
+        'mesh.context': 'context parallelism does not support document masks: key blocks from '
+        'other shards carry no document ids; use data.document_mask=false, or mesh.context=1',
     },
     'model.dropout': {
-        'mesh.context': 'a mask of dropout is drawn for all tokens of a row at once; '
-        f'use {NO_DROPOUT}, or mesh.context=1',
+        'mesh.context': 'context parallelism does not support dropout, whose masks are drawn for '
+        f'entire sequences; use {NO_DROPOUT}, or mesh.context=1',
     },
     'vision': {
-        'mesh.stages': 'the encoder stands before the first stage, and the others would wait for '
-        'it; use mesh.stages=1; mesh.model and optim.shard=weights divide the model too',
-        'mesh.context': "an image's vectors are next to each other, and context shards would cut "
-        'them apart; use mesh.context=1',
-        'mesh.model_rows': "a grid shards D, and the encoder's vectors have all of it; "
-        'use mesh.model_rows=1',
-        MASKED: "BERT's pairs of segments have no place for images",
-        OUTPUTS: 'the layers of a model that sees have norms before their sublayers',
-        ALL_HEADS: 'the layers of a model that sees have norms of queries and keys by the head',
+        'mesh.stages': 'vision models do not support pipeline parallelism: all later stages would '
+        'wait for the encoder; use mesh.stages=1 (mesh.model and optim.shard=weights split the '
+        'model too)',
+        'mesh.context': 'vision models do not support context parallelism, which would split the '
+        'tokens of an image; use mesh.context=1',
+        'mesh.model_rows': 'vision models do not support 2-D tensor parallelism: it shards the '
+        "model dimension, and the encoder's output is unsharded; use mesh.model_rows=1",
+        MASKED: "BERT's segment pairs cannot contain images",
+        OUTPUTS: 'vision models support pre-norm layers only',
+        ALL_HEADS: 'vision models support per-head QK-norm only',
     },
     CROSS: {
-        DEEPSTACK: 'DeepStack adds vectors to the tokens of an image, and cross-attention has one '
-        'token for each image',
+        DEEPSTACK: 'DeepStack adds embeddings to each token of an image, and with cross-attention '
+        'one token marks the image',
     },
     TOKENS: {
-        'model.dropout': 'a mask of dropout is drawn for all tokens of a row at once',
-        'mesh.stages': 'the stages of a pipeline already have microbatches that take turns',
-        'mesh.context': 'context shards cut the sequence already',
-        'mesh.model_rows': 'a grid needs all tokens of the rows that it shards',
-        'vision': "an image's vectors are next to each other, and halves would cut them apart",
-        'lora': 'the order of halves of the tokens does not know adapters',
+        'model.dropout': 'sequence_split does not support dropout, whose masks are drawn for '
+        'entire sequences',
+        'mesh.stages': 'with pipeline parallelism, microbatches already overlap',
+        'mesh.context': 'context parallelism already splits the sequence',
+        'mesh.model_rows': '2-D tensor parallelism shards whole sequences, which sequence_split '
+        'would cut',
+        'vision': 'sequence_split does not support vision models: it would split the tokens of an '
+        'image',
+        'lora': 'sequence_split does not support LoRA',
     },
     UNROLLED: {
-        key: f'{UNROLLED} runs the layers in an order that does not know {what}; '
-        'use train.unroll=false'
-        for key, what in (
-            ('mesh.stages', 'the ticks of a pipeline'),
-            ('mesh.context', 'context shards'),
-            ('mesh.model_rows', 'a grid'),
-            ('vision', 'images'),
-            ('lora', 'adapters'),
+        key: f'{UNROLLED} is not supported with {feature}; use train.unroll=false'
+        for key, feature in (
+            ('mesh.stages', 'pipeline parallelism'),
+            ('mesh.context', 'context parallelism'),
+            ('mesh.model_rows', '2-D tensor parallelism'),
+            ('vision', 'a vision encoder'),
+            ('lora', 'LoRA'),
         )
     },
-    ALL_HEADS: {'model.norm=layernorm': 'over all heads there is an RMSNorm alone'},
+    ALL_HEADS: {'model.norm=layernorm': 'QK-norm over all heads supports RMSNorm only'},
     FP8: {
-        'mesh.stages': 'the ticks of a pipeline do not count the exponents that give fp8 its '
-        'scales',
-        'vision': 'the layers of an encoder and those that attend to images have no scales of fp8',
+        'mesh.stages': 'fp8 is not supported with pipeline parallelism: the pipeline does not '
+        'record the amax history that sets the scales',
+        'vision': 'fp8 is not supported with vision models: the encoder and the cross-attention '
+        'layers have no FP8 scales',
     },
     'lora': {
-        'mesh.stages': 'what adapters train is too small to be divided in stages; use '
-        'mesh.stages=1; mesh.model and optim.shard=weights divide the frozen weights, or no lora',
-        'mesh.context': "adapters' gradients are not summed over context shards",
-        'mesh.model_rows': 'a grid shards both dims of a weight, and an adapter has only one of '
-        'them',
-        FP8: 'the product of an adapter has no scales of fp8',
-        'vision': 'the layers of an encoder have no adapters; use vision.freeze instead, or no '
-        'lora',
-        MASKED: "BERT's heads would be frozen",
+        'mesh.stages': 'LoRA does not support pipeline parallelism: adapters are too small to be '
+        'worth splitting; use mesh.stages=1 (mesh.model and optim.shard=weights split the frozen '
+        'weights), or no lora',
+        'mesh.context': 'LoRA does not support context parallelism: the gradients of adapters are '
+        'not summed over context shards',
+        'mesh.model_rows': 'LoRA does not support 2-D tensor parallelism, which shards both dims '
+        'of a weight; an adapter has only one of them',
+        FP8: 'LoRA does not support fp8: the matmuls of adapters have no FP8 scales',
+        'vision': 'LoRA does not support vision models: the encoder has no adapters; '
+        'use vision.freeze instead, or no lora',
+        MASKED: "LoRA would freeze BERT's heads",
     },
     'model.position=learned': {
-        'model.rope_scaling': 'needs model.position=rope, not learned; leave it out',
+        'model.rope_scaling': 'needs model.position=rope, not learned; remove it',
     },
 }
 
 
 class Conflict(NamedTuple):
-    """Two features that exclude one another."""
+    """Two features that cannot be combined."""
 
     one: str
     other: str
@@ -182,6 +190,6 @@ CONFLICTS = tuple(
 
 
 def excluded(config: 'Config') -> list[Problem]:
-    """Return a problem for each pair of the table that a config has."""
+    """Return a problem for each pair of features that a config combines."""
     has = {name for name, (is_in, _) in FEATURES.items() if is_in(config)}
     return [pair.problem() for pair in CONFLICTS if {pair.one, pair.other} <= has]

@@ -1,4 +1,4 @@
-"""What excludes one another is one table, and each of its rows is refused with what it says."""
+"""Each pair of the table of conflicts is rejected, with its reason and what to use instead."""
 
 import re
 
@@ -44,14 +44,14 @@ def test_the_rows_name_every_feature_and_no_other_and_no_pair_twice() -> None:
 
 
 @pytest.mark.parametrize('row', CONFLICTS, ids=lambda row: f'{row.one}, {row.other}')
-def test_each_row_is_refused_with_its_reason_and_what_to_do_instead(row: Conflict) -> None:
+def test_each_row_is_rejected_with_its_reason_and_what_to_do_instead(row: Conflict) -> None:
     settings = (VALUES.get(setting, setting) for setting in (row.one, row.other))
     said = refusal(*(one for setting in settings for one in setting.split(' ')))
     assert f'{row.reason}; {row.instead}' in said
 
 
 @pytest.mark.parametrize('row', CONFLICTS, ids=lambda row: f'{row.one}, {row.other}')
-def test_what_excludes_a_setting_of_the_file_stands_at_the_override(row: Conflict) -> None:
+def test_a_conflict_with_the_file_is_reported_at_the_override(row: Conflict) -> None:
     in_file, added = (VALUES.get(each, each).split() for each in (row.other, row.one))
     settings = YAML(typ='safe').load(ROOT / 'configs/gpt2_124m.yaml')
     for section, key, value in (re.split('[.=]', each, maxsplit=2) for each in in_file):
@@ -64,10 +64,20 @@ def test_what_excludes_a_setting_of_the_file_stands_at_the_override(row: Conflic
 
 @pytest.mark.parametrize('row', CONFLICTS, ids=lambda row: f'{row.one}, {row.other}')
 def test_each_row_is_printed(row: Conflict) -> None:
-    lines = CliRunner().invoke(app, ['config', 'combinations']).output.splitlines()
+    lines = CliRunner().invoke(app, ['config', 'conflicts']).output.splitlines()
     (line,) = [line for line in lines if line.startswith(row.one) and row.other in line]
     assert row.reason in line
     assert row.instead in line
+
+
+def test_the_former_name_of_the_command_prints_the_same_and_is_hidden() -> None:
+    new, former, listed = (
+        CliRunner().invoke(app, ['config', name]).output
+        for name in ('conflicts', 'combinations', '--help')
+    )
+    assert new == former
+    assert 'conflicts' in listed
+    assert 'combinations' not in listed
 
 
 def test_attention_is_as_the_objective_needs_it() -> None:

@@ -28,7 +28,7 @@ def problems(*overrides: str) -> list[str]:
             'vision.fusion=cross_attention',
         ),
         ('vision.image_token=258', 'at most 257', 'vision.image_token=257'),
-        ('vision.deepstack=[1,0]', 'must rise', 'vision.deepstack=[0,1]'),
+        ('vision.deepstack=[1,0]', 'must be ascending layers', 'vision.deepstack=[0,1]'),
         ('vision.deepstack=[3]', '0 to 2', 'vision.deepstack=[2]'),
         ('model.num_layers=1 vision.deepstack=[0,1]', 'use at most 1', 'vision.deepstack=[1]'),
         (
@@ -38,7 +38,7 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             'vision.fusion=cross_attention vision.cross_every=1 vision.deepstack=[1]',
-            'one token for each image',
+            'one token marks the image',
             'vision.deepstack=[]',
         ),
         (
