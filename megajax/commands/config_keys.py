@@ -22,7 +22,7 @@ Every key that a config file may set, and how it is set on the command line:
 megajax train my.yaml optim.lr=3e-4 mesh.model=4
 megajax config keys mesh             # a section of this page, on a terminal
 megajax config show my.yaml          # every key with its value
-megajax config combinations          # the settings that exclude one another
+megajax config conflicts             # the settings that cannot be combined
 ```
 
 A key with two dots is within a group, which is set as a whole:

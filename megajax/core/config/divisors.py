@@ -1,4 +1,4 @@
-"""Divisors and multiples, for the fixes that a rule names."""
+"""Divisors and multiples, for the fixes that an error message offers."""
 
 import bisect
 import functools
@@ -11,7 +11,7 @@ from megajax.base.errors import Problem
 def divides(
     path: str, value: int, by: str, divisor: int, *, under: str | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem if the divisor of a key's value, the value of the key `by`, is none."""
+    """Yield a problem unless the value of the key `by` divides the value of the key `path`."""
     if value % divisor:
         fixes = f'{multiples(value, divisor)}, or {by} {nearest(divisors(value), divisor)}'
         limit = f'{by}={divisor}' + (f' under {under}' if under else '')
@@ -23,7 +23,7 @@ def divides(
 
 
 def multiples(value: int, divisor: int) -> str:
-    """Return the multiples of a divisor next to a value, in words."""
+    """Return the multiples of a divisor nearest to a value, as text."""
     below = value // divisor * divisor
     return f'{below} or {below + divisor}' if below else str(divisor)
 
@@ -36,6 +36,6 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def nearest(allowed: Sequence[int], value: int) -> str:
-    """Return the neighbors of a value among `allowed`, which is ascending and lacks it."""
+    """Return the neighbors of a value in `allowed`, an ascending sequence without it, as text."""
     at = bisect.bisect(allowed, value)
     return ' or '.join(str(n) for n in allowed[max(0, at - 1) : at + 1])

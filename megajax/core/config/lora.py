@@ -1,4 +1,4 @@
-"""The section `lora` of a config: low-rank adapters beside frozen weights."""
+"""The section `lora` of a config: low-rank adapters for frozen weights."""
 
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
@@ -14,27 +14,27 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA, Hu et al., 2021): only they are trained.
+    """Low-rank adapters (LoRA, Hu et al., 2021), the only parameters that are trained.
 
-    A target's product x W becomes x W + alpha / rank * (x A) B, where A and B are small. All other
-    parameters are frozen, and matrices among them are kept in the dtype of the computation.
+    A target's matmul x W becomes x W + alpha / rank * (x A) B, where A and B are small. All other
+    parameters are frozen; matrices among them are stored in the compute dtype.
     """
 
     rank: Annotated[PositiveInt, Field(le=4096)]
-    """Width of the adapters."""
+    """Rank of the adapters."""
     alpha: PositiveFloat = 32.0
     """Numerator of the adapters' scale, alpha / rank."""
     targets: Annotated[tuple[Target, ...], Field(strict=False, min_length=1)] = TARGETS
-    """Linear layers of each block that have an adapter: queries, keys and values together (qkv),
-    the output projection of attention (out), the MLP's first product (up) and its last (down).
+    """Linear layers of each block that get an adapter: the fused query, key and value projection
+    (qkv), the output projection of attention (out), and the MLP's up- and down-projections.
     """
 
     @property
     def scale(self) -> float:
-        """The factor of what an adapter adds."""
+        """The factor by which an adapter's output is multiplied."""
         return self.alpha / self.rank
 
 
 def without_adapters(config: 'Config') -> 'Config':
-    """Return the config of the model whose weights have the adapters added to them."""
+    """Return the config of the model after the adapters have been merged into its weights."""
     return config.model_copy(update={'lora': None})

@@ -8,63 +8,70 @@ from megajax.core.config.section import Devices, Layers, Section
 class MeshConfig(Section):
     """The number of devices along each mesh axis, and sequence parallelism.
 
-    `sequence_parallel` shards the sequence outside the matrix products. A tensor-parallel group has
-    `model_rows` x `model` devices.
+    A tensor-parallel group has `model_rows` x `model` devices.
     """
 
     stages: Devices = 1
-    """Stages of the pipeline; each has a part of the layers."""
+    """Pipeline-parallel degree: number of stages, each with an equal share of the layers."""
     virtual_stages: Layers = 1
-    """Chunks of layers a stage (Narayanan et al., 2021): they shorten the pipeline's bubble."""
+    """Chunks of layers per stage (interleaved schedule, Narayanan et al., 2021); more chunks
+    shorten the pipeline bubble.
+    """
     data: Devices = 1
-    """Shards of the batch in all."""
+    """Data-parallel degree: number of shards of the batch (all replicas together)."""
     replicas: Devices = 1
-    """Groups of data shards, each with a complete copy of the state (HSDP): ZeRO shards it over the
-    data / replicas shards of a group, and one all-reduce a step crosses the groups.
+    """Groups of data shards, each with a complete copy of the state (HSDP). ZeRO shards the state
+    over the data / replicas shards of a group; one all-reduce per step crosses the groups.
     """
     context: Devices = 1
-    """Shards of each sequence; attention exchanges keys and values."""
+    """Context-parallel degree: number of shards of each sequence. Attention exchanges keys and
+    values between them.
+    """
     context_exchange: Literal['gather', 'ring'] = 'gather'
-    """Exchange of keys and values between context shards: all at once, or one shard at a time."""
+    """How context shards exchange keys and values: all at once (all-gather), or shard by shard
+    (ring).
+    """
     model_rows: Devices = 1
-    """Rows of a 2-D tensor-parallel grid, which shard hidden_size."""
+    """Rows of the 2-D tensor-parallel grid; they shard hidden_size. 1: ordinary 1-D tensor
+    parallelism.
+    """
     model: Devices = 1
-    """Tensor-parallel size; with model_rows, the columns of the grid."""
+    """Tensor-parallel degree. (With model_rows: columns of the 2-D grid.)"""
     sequence_parallel: bool = False
-    """Whether the sequence is sharded over model outside the matrix products."""
+    """Whether activations outside the matmuls are sharded over `model` along the sequence."""
     allow_model_across_hosts: bool = False
-    """Whether model may cross hosts; then each layer waits for the network between them."""
+    """Whether tensor parallelism may span hosts; each layer then waits for the network."""
 
     @property
     def is_grid(self) -> bool:
-        """Whether tensor parallelism is two-dimensional."""
+        """Whether tensor parallelism is 2-D."""
         return self.model_rows > 1
 
     @property
     def is_one_dimensional(self) -> bool:
-        """Whether the mesh shards rows over `data` and a model over `model`, and nothing else."""
+        """Whether the mesh has no parallelism but data and 1-D tensor parallelism."""
         return self.stages == self.context == self.model_rows == 1
 
     @property
     def tensor_parallel(self) -> int:
-        """Number of devices of a tensor-parallel group."""
+        """Number of devices in a tensor-parallel group."""
         return self.model_rows * self.model
 
     @property
     def data_shards(self) -> int:
-        """Number of data shards of a group of `replicas`: the size of the mesh axis `data`."""
+        """Number of data shards in a replica group: the size of the mesh axis `data`."""
         return self.data // self.replicas
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of the mesh."""
+        """Number of devices in the mesh."""
         return self.stages * self.data * self.context * self.tensor_parallel
 
     @property
     def sizes(self) -> dict[str, int]:
         """The axes of the mesh and their sizes, outermost first.
 
-        An axis of one device is not in the mesh, `data` and `model` apart.
+        The mesh leaves out axes of one device, except `data` and `model`.
         """
         sizes = {
             'replica': self.replicas,

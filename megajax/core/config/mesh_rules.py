@@ -1,4 +1,4 @@
-"""The rules of the mesh: replicas, grids, stages and context shards."""
+"""Check the mesh: replicas, 2-D tensor parallelism, pipeline stages and context parallelism."""
 
 import math
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 def of_replicas(config: 'Config') -> Iterator[Problem]:
-    """Yield what replicas of the data shards need."""
+    """Check the replicas of the data shards (HSDP)."""
     mesh = config.mesh
     yield from divides('mesh.data', mesh.data, 'mesh.replicas', mesh.replicas)
 
 
 def of_grid(config: 'Config') -> Iterator[Problem]:
-    """Yield what the rows of a 2-D tensor-parallel grid need."""
+    """Check 2-D tensor parallelism."""
     model, mesh, rows = config.model, config.mesh, config.mesh.model_rows
     if not mesh.is_grid:
         return
     if not mesh.sequence_parallel:
         message = (
-            f'{rows} needs mesh.sequence_parallel=true: a grid shards the residual stream over '
-            'its rows and its columns; set it, or mesh.model_rows=1'
+            f'{rows} needs mesh.sequence_parallel=true, because 2-D tensor parallelism shards the '
+            'residual stream over rows and columns; set it, or mesh.model_rows=1'
         )
         yield Problem(path='mesh.model_rows', message=message, others=('mesh.sequence_parallel',))
     yield from divides('model.hidden_size', model.hidden_size, 'mesh.model_rows', rows)
@@ -35,8 +35,8 @@ def of_grid(config: 'Config') -> Iterator[Problem]:
     if part % shards:
         near = nearest([n * mesh.replicas for n in divisors(part)], mesh.data)
         message = (
-            f'{model.hidden_size} over mesh.model_rows={rows} is {part}, not a multiple of the '
-            f'{shards} data shards that optim.shard={config.optim.shard} divides it among; '
+            f'{model.hidden_size} over mesh.model_rows={rows} is {part}, not a multiple of '
+            f'{shards} data shards, which optim.shard={config.optim.shard} needs; '
             f'use mesh.data {near}'
         )
         yield Problem(
@@ -47,12 +47,12 @@ def of_grid(config: 'Config') -> Iterator[Problem]:
 
 
 def of_stages(config: 'Config') -> Iterator[Problem]:
-    """Yield what the stages of a pipeline need."""
+    """Check pipeline parallelism."""
     mesh, train, layers = config.mesh, config.train, config.model.num_layers
     stages, chunks, count = mesh.stages, mesh.virtual_stages, train.microbatches
     if stages == 1:
         if chunks > 1:
-            message = f'{chunks} are parts of a stage, and mesh.stages=1 has no pipeline; use 1'
+            message = f'{chunks} needs pipeline parallelism, and mesh.stages=1; use 1'
             yield Problem(path='mesh.virtual_stages', message=message, others=('mesh.stages',))
         return
     if layers % (stages * chunks):
@@ -70,14 +70,14 @@ def of_stages(config: 'Config') -> Iterator[Problem]:
         )
     if count < stages:
         message = (
-            f'{count} leaves some of mesh.stages={stages} idle in every tick; '
+            f'{count} is fewer than mesh.stages={stages}, so some stages would always idle; '
             f'use at least {stages}, or mesh.stages at most {count}'
         )
         yield Problem(path='train.microbatches', message=message, others=('mesh.stages',))
     elif chunks > 1 and count % stages:
         message = (
-            f'{count} is not a multiple of mesh.stages={stages}, and with mesh.virtual_stages='
-            f'{chunks} groups of as many microbatches go through all chunks; '
+            f'{count} is not a multiple of mesh.stages={stages}, which mesh.virtual_stages='
+            f'{chunks} needs; '
             f'use {multiples(count, stages)}, or mesh.virtual_stages=1'
         )
         yield Problem(
@@ -88,24 +88,24 @@ def of_stages(config: 'Config') -> Iterator[Problem]:
     if config.optim.shard in ('gradients', 'weights'):
         sent = 8 * count if config.optim.shard == 'weights' else 2 + 4 * count
         message = (
-            f'{config.optim.shard} would send about {sent} bytes a parameter and step over data, '
-            f'some in each of train.microbatches={count} microbatches, where optimizer sends 6; '
-            f'and mesh.stages={stages} has divided the state already; use optimizer or none'
+            f'{config.optim.shard} is not supported with pipeline parallelism: with '
+            f'train.microbatches={count} it would send about {sent} bytes per parameter and step '
+            'over data, and optimizer sends 6; use optimizer or none'
         )
         yield Problem(path='optim.shard', message=message, others=('mesh.stages',))
 
 
 def of_context(config: 'Config') -> Iterator[Problem]:
-    """Yield what the context shards of a sequence need."""
+    """Check context parallelism."""
     mesh, length = config.mesh, config.train.seq_len
     if mesh.context == 1:
         return
     tensor = mesh.model if mesh.sequence_parallel else 1
     divisor = mesh.context * math.lcm(2, tensor)
     if length % divisor:
-        why = f'two chunks for each of mesh.context={mesh.context} shards'
+        why = f'mesh.context={mesh.context} needs two chunks per shard'
         if tensor > 1:
-            why += f', and equal parts for mesh.model={tensor} under mesh.sequence_parallel'
+            why += f', and mesh.sequence_parallel splits each over mesh.model={tensor}'
         yield Problem(
             path='train.seq_len',
             message=f'{length} is not a multiple of {divisor}: {why}; '
@@ -115,7 +115,7 @@ def of_context(config: 'Config') -> Iterator[Problem]:
 
 
 def replicas_within_hosts(data: int, tensor_parallel: int, devices_per_host: int) -> list[int]:
-    """Return the values of mesh.replicas whose groups of data shards each lie inside a host."""
+    """Return the values of mesh.replicas with which each group of data shards fits in one host."""
     return [
         replicas
         for replicas in divisors(data)

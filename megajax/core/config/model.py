@@ -29,12 +29,12 @@ VOCAB_MULTIPLE = 1024
 GATED = 'geglu', 'swiglu'  # the activations that multiply by a gate
 
 Part = Literal['encoder', 'merger', 'decoder']
-TEXTURE_CHANNELS = 13  # of a pixel, or of a region (`core/model/arr_coc/texture.py`)
-FINEST = 20  # units of patches along each side of a region, of which it has up to 400 tokens
+TEXTURE_CHANNELS = 13  # per pixel or region (`core/model/arr_coc/texture.py`)
+FINEST = 20  # units along each side of a region, which gives it at most 400 tokens
 
 
 class RopeScaling(Section):
-    """Scaling of the rotary frequencies for sequences longer than those of pre-training.
+    """Scaling of the rotary frequencies for sequences longer than in pre-training.
 
     `linear` divides all frequencies by `factor`, `llama3` only the low ones. With llama3,
     wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched, wavelengths
@@ -43,19 +43,19 @@ class RopeScaling(Section):
     """
 
     type: Literal['linear', 'llama3']
-    """Frequencies that are scaled: all (linear), or the low ones (llama3)."""
+    """Which frequencies are scaled: all (linear), or the low ones (llama3)."""
     factor: PositiveFloat
     """Divisor of the scaled frequencies."""
     low_freq_factor: PositiveFloat = 1.0
     """Wavelengths above original_max_seq_len / low_freq_factor are stretched (llama3)."""
     high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths below original_max_seq_len / high_freq_factor stay as they are (llama3)."""
+    """Wavelengths below original_max_seq_len / high_freq_factor are unchanged (llama3)."""
     original_max_seq_len: Tokens = 8192
-    """Longest sequence of the pre-training (llama3)."""
+    """Longest sequence in pre-training (llama3)."""
 
 
 def _rows_and_columns(value: Any) -> Any:
-    """Return rows and columns of regions; a number of regions is that of a square."""
+    """Return rows and columns of regions; a single number is split into a square."""
     if type(value) is not int or value < 1:
         return value
     side = math.isqrt(value)
@@ -66,116 +66,117 @@ def _rows_and_columns(value: Any) -> Any:
 
 
 class RelevanceConfig(Section):
-    """The relevance of an image's regions, by which its tokens are distributed (ARR-COC)."""
+    """Distribution of an image's tokens over its regions by their relevance (ARR-COC)."""
 
     regions: Annotated[tuple[Count, Count], Field(strict=False), BeforeValidator(_rows_and_columns)]
-    """Rows and columns of regions in an image, or the number of regions of a square."""
+    """Rows and columns of regions in an image; a square number n means sqrt(n) of each."""
     total_tokens: Tokens
-    """Tokens of an image; a region has 64 to 400 of them."""
+    """Tokens per image; each region gets 64 to 400 of them."""
     scorer_size: Elements = 256
-    """Hidden units of each of the three scorers."""
+    """Hidden units in each of the three scorers."""
     scorer_shards: Literal[1, 2] = 1
-    """Slots of each scorer, over which its hidden units are divided; a device has one or more."""
+    """Number of shards of each scorer's hidden units; a device holds one or more."""
 
     @property
     def num_regions(self) -> int:
-        """Number of regions of an image."""
+        """Number of regions in an image."""
         return math.prod(self.regions)
 
     @property
     def units(self) -> tuple[int, int]:
-        """Rows and columns of the units of patches in an image."""
+        """Rows and columns of units in an image."""
         rows, columns = self.regions
         return rows * FINEST, columns * FINEST
 
 
 class VisionConfig(Section):
-    """The vision encoder, and where its vectors enter the model."""
+    """The vision encoder, and how its embeddings enter the model."""
 
     num_layers: Layers
-    """Number of the encoder's layers."""
+    """Number of encoder layers."""
     hidden_size: Elements
     """Width of the encoder."""
     num_heads: Heads
-    """Number of the encoder's attention heads."""
+    """Number of attention heads in the encoder."""
     ffn_size: Elements = follows('4 * hidden_size', lambda data: 4 * data['hidden_size'])
     """Width of the hidden layer in the encoder's MLPs."""
     patch_size: Pixels = 16
     """Pixels along each side of a patch."""
     frames: Count = 1
-    """Frames that a patch weighs; an image is shown to all of them (Qwen3-VL: 2)."""
+    """Temporal patch size, in frames; a still image is repeated for each frame (Qwen3-VL: 2)."""
     merge_size: Patches = 2
-    """Patches along each side of a unit, which becomes one vector."""
+    """Patches along each side of a unit; the patches of a unit are merged into one embedding."""
     positions: Patches = 48
-    """Side of the learned position table, which is interpolated to an image."""
+    """Side of the learned position table, which is interpolated to the size of each image."""
     deepstack: Annotated[tuple[CountFromZero, ...], Field(strict=False)] = ()
-    """Encoder layers whose outputs the first layers of the model add as well (DeepStack)."""
+    """Encoder layers whose outputs are also added in the first layers of the model (DeepStack)."""
     fusion: Literal['tokens', 'cross_attention'] = 'tokens'
-    """Where the vectors enter the model: in the places of tokens of the sequence, or as keys and
-    values of gated layers, one after each `cross_every` layers (Flamingo, Llama 3.2). Then one
-    token marks each image, which it and the later tokens of its document see.
+    """How image embeddings enter the model. tokens: they replace placeholder tokens.
+    cross_attention: gated layers, one after every `cross_every`, attend to them (Flamingo, Llama
+    3.2), and one token marks each image, which is visible to it and the later tokens of its
+    document.
     """
     cross_every: Annotated[Count, Unit('layers')] = 4
-    """Layers of the model between two layers of cross-attention."""
+    """Number of layers between two cross-attention layers."""
     cross_gate: float = 0.0
-    """Initial value of the gates of cross-attention: 0 leaves a model of text as it is, and a model
-    that learns from nothing learns faster where they are open, as at 1.
+    """Initial value of the cross-attention gates. 0 leaves a pretrained text model unchanged; a
+    model trained from scratch learns faster with open gates, such as 1.
     """
     images: Count = 1
-    """Largest number of images in a row of the batch."""
+    """Maximum number of images per sequence."""
     max_patches: Patches = 1024
-    """Largest size of an image; a larger one is reduced."""
+    """Maximum image size; larger images are scaled down."""
     min_patches: Annotated[CountFromZero, Unit('patches')] = 0
-    """Smallest size of an image; a smaller one is enlarged. Qwen3-VL: 256 (65,536 pixels)."""
+    """Minimum image size; smaller images are scaled up. Qwen3-VL: 256 (65,536 pixels)."""
     image_token: CountFromZero = 0
-    """Id of the token that stands where image vectors are."""
+    """Id of the image placeholder token."""
     freeze: Annotated[tuple[Part, ...], Field(strict=False)] = ()
-    """Parts without gradients, weight decay and moments: the encoder without its mergers, the
-    mergers, and all the rest but cross-attention and relevance (decoder).
+    """Parts that are not trained: the encoder without its mergers, the mergers (merger), or
+    everything else except cross-attention and relevance (decoder).
     """
     channels: Literal['rgb', 'texture'] = 'rgb'
-    """Input of the encoder for each pixel: its colors, or the channels of its texture."""
+    """Encoder input per pixel: its colors, or the channels of its texture."""
     relevance: RelevanceConfig | None = Field(default=None, exclude=True)
-    """The section `relevance` of the config, which stands beside this one."""
+    """The section `relevance` of the config."""
 
     @property
     def pixels(self) -> int:
-        """Numbers of a patch: three channels of each of its pixels."""
+        """Number of values in a patch: three channels per pixel."""
         return 3 * self.patch_size**2
 
     @property
     def unit(self) -> int:
-        """Number of patches that become one vector."""
+        """Number of patches that are merged into one embedding."""
         return self.merge_size**2
 
     @property
     def num_channels(self) -> int:
-        """Number of channels of a pixel that the encoder reads."""
+        """Number of channels per pixel that the encoder reads."""
         return 3 if self.channels == 'rgb' else TEXTURE_CHANNELS
 
     @property
     def vectors(self) -> int:
-        """Number of vectors of an image, at most: its tokens in a sequence."""
+        """Maximum number of embeddings per image: its tokens in a sequence."""
         return self.relevance.total_tokens if self.relevance else self.max_patches // self.unit
 
     @property
     def read_patches(self) -> int:
-        """Number of patches of an image that the encoder reads, at most."""
+        """Maximum number of patches per image that the encoder reads."""
         return self.vectors * self.unit
 
     @property
     def is_crossed(self) -> bool:
-        """Whether cross-attention reads the vectors, and the sequence has none of them."""
+        """Whether cross-attention reads the embeddings, which are then not part of the sequence."""
         return self.fusion == 'cross_attention'
 
     @property
     def merged_size(self) -> int:
-        """Width of the merged patches of a unit."""
+        """Width of a unit's patches, concatenated."""
         return self.unit * self.hidden_size
 
     @cached_property
     def blocks(self) -> 'ModelConfig':
-        """The layers of the encoder, as those of a model that looks both ways."""
+        """The encoder's layers, as the config of a bidirectional model."""
         return ModelConfig(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -190,7 +191,7 @@ class VisionConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model; GPT-2, Megatron's GPT and BERT, Llama, Qwen3 and OLMo 2 differ in these keys."""
+    """The model architecture: GPT-2, Megatron's GPT and BERT, Llama, Qwen3, OLMo 2 and others."""
 
     num_layers: Layers
     """Number of transformer layers."""
@@ -199,73 +200,73 @@ class ModelConfig(Section):
     num_heads: Heads
     """Number of query heads."""
     num_kv_heads: Heads = follows('num_heads', lambda data: data['num_heads'])
-    """Number of key/value heads; fewer than num_heads: grouped-query attention."""
+    """Number of key/value heads; fewer than num_heads give grouped-query attention."""
     head_dim: Elements = follows(
         'hidden_size // num_heads', lambda data: data['hidden_size'] // data['num_heads']
     )
-    """Width of a head."""
+    """Width of an attention head."""
     ffn_size: Elements = follows('4 * hidden_size', lambda data: 4 * data['hidden_size'])
     """Width of the hidden layer in the MLPs."""
     vocab_size: Count
-    """Entries of the tokenizer, before padding to a multiple of 1024."""
+    """Number of entries in the tokenizer, before padding to a multiple of 1024."""
     max_seq_len: Tokens
-    """Rows of the learned position table, and the limit of train.seq_len."""
+    """Longest sequence: size of the learned position table, and the limit of train.seq_len."""
     objective: Literal['next_token', 'masked_lm'] = 'next_token'
-    """Tokens to predict, the next or masked ones; masked_lm adds BERT's heads."""
+    """Tokens to predict: the next one, or masked ones; masked_lm adds BERT's heads."""
     attention: Literal['causal', 'bidirectional'] = follows(
         "'causal' if objective == 'next_token' else 'bidirectional'",
         lambda data: 'causal' if data['objective'] == 'next_token' else 'bidirectional',
     )
-    """Tokens that a token attends to: those up to itself, or all."""
+    """Tokens that a token attends to: itself and earlier ones (causal), or all (bidirectional)."""
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
     """Normalisation in each sublayer (norm_position) and before the head."""
     norm_position: Literal['before', 'after', 'both'] = 'before'
-    """Norm of each sublayer: of its input, of its output before that is added to the residual
-    stream (OLMo 2), or one of each (Gemma 2).
+    """Place of each sublayer's norm: on its input (pre-norm), on its output before the residual
+    addition (OLMo 2), or both (Gemma 2).
     """
     activation: Literal['gelu', 'gelu_tanh', 'geglu', 'swiglu'] = 'gelu_tanh'
-    """Activation of the MLPs; geglu (whose GELU is gelu_tanh) and swiglu have a gate beside the
+    """Activation of the MLPs; geglu (with gelu_tanh) and swiglu have a gate in addition to the
     up-projection.
     """
     position: Literal['learned', 'rope', 'mrope', 'rope_2d'] = 'learned'
-    """Position encoding: a learned table, or rotary angles; mrope: angles of time, row and column,
-    each for its part of the head dim (Qwen3-VL); rope_2d: of row and column, in the vision encoder
-    alone.
+    """Position encoding: a learned table or rotary embeddings. mrope: rotary by time, row and
+    column, each in its part of the head dim (Qwen3-VL). rope_2d: rotary by row and column, for the
+    vision encoder only.
     """
     mrope_section: Annotated[tuple[Count, Count, Count], Field(strict=False)] = (
         24,
         20,
         20,
     )
-    """Pairs of the head dim that turn with the time, the row and the column (mrope)."""
+    """Rotary pairs of the head dim for time, row and column (mrope)."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies, for example {type: llama3, factor: 8}."""
     qk_norm: bool | Literal['all'] = False
-    """Whether queries and keys are normalised: over head_dim (true), as Qwen3 does, or over all
-    heads at once (all), as OLMo 2 does.
+    """Whether queries and keys are normalized: per head (true), as in Qwen3, or over all heads at
+    once (all), as in OLMo 2.
     """
     bias: bool = True
-    """Whether linear layers but the LM head have biases; BERT's heads always do."""
+    """Whether linear layers have biases, except for the LM head; BERT's heads always have them."""
     qkv_bias: bool = follows('bias', lambda data: data['bias'])
-    """Whether the query, key and value projections have biases; Qwen2 has no others."""
+    """Whether the query, key and value projections have biases; Qwen2 has only these."""
     tie_embeddings: bool = True
     """Whether the LM head is the embedding table."""
     dropout: Fraction = 0.0
     """Dropout rate after the embedding and each sublayer."""
     attention_dropout: Fraction = follows('dropout', lambda data: data['dropout'])
-    """Dropout rate of the attention probabilities; flash attention needs 0."""
+    """Dropout rate on the attention probabilities; flash attention needs 0."""
     norm_eps: PositiveFloat = 1e-5
-    """Epsilon of the norms, added to the variance or mean square."""
+    """Epsilon that norms add to the variance or the mean square."""
     init_std: PositiveFloat = 0.02
-    """Standard deviation of initial weights. Projections into the residual stream are additionally
+    """Standard deviation of the initial weights. Projections into the residual stream are also
     scaled by 1/sqrt(2 num_layers).
     """
     vision: VisionConfig | None = Field(default=None, exclude=True)
-    """The section `vision` of the config, which stands beside this one."""
+    """The section `vision` of the config."""
     lora: LoraConfig | None = Field(default=None, exclude=True)
-    """The section `lora` of the config, which stands beside this one."""
+    """The section `lora` of the config."""
 
     @property
     def causal(self) -> bool:
@@ -274,12 +275,12 @@ class ModelConfig(Section):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether a training step draws masks of dropout."""
+        """Whether a training step draws dropout masks."""
         return self.dropout > 0 or self.attention_dropout > 0
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLPs have a gate beside the up-projection, in one product with it."""
+        """Whether the MLPs have a gate, which is in one matmul with the up-projection."""
         return self.activation in GATED
 
     @property
@@ -294,12 +295,12 @@ class ModelConfig(Section):
 
     @property
     def norms_of_layer(self) -> int:
-        """Number of norms of a layer, without those of queries and keys."""
+        """Number of norms in a layer, without QK-norms."""
         return 2 * (self.norms_inputs + self.norms_outputs)
 
     @property
     def norms_all_heads(self) -> bool:
-        """Whether the norm of queries and keys is over all heads at once."""
+        """Whether QK-norm is over all heads at once."""
         return self.qk_norm == 'all'
 
     @property
@@ -309,7 +310,7 @@ class ModelConfig(Section):
 
     @property
     def is_decoder_frozen(self) -> bool:
-        """Whether nothing of the decoder but adapters is learned (`vision.freeze`, `lora`)."""
+        """Whether the decoder is frozen, except for adapters (`vision.freeze`, `lora`)."""
         return self.lora is not None or (
             self.vision is not None and 'decoder' in self.vision.freeze
         )
@@ -326,7 +327,7 @@ class ModelConfig(Section):
 
     @property
     def num_cross_layers(self) -> int:
-        """Number of layers of cross-attention, in addition to `num_layers`."""
+        """Number of cross-attention layers, in addition to `num_layers`."""
         vision = self.vision
         return (
             0 if vision is None or not vision.is_crossed else self.num_layers // vision.cross_every

@@ -1,7 +1,7 @@
-"""Which steps overlap communication and computation in the overlap schedule.
+"""Decide which configs use the overlap schedule, and resolve `auto` in overlap and unroll.
 
-`core/train/overlap.py` says which collectives overlap which matmuls; `core/model/overlap/` has the
-order.
+`core/train/overlap.py` describes which collectives overlap which matmuls; `core/model/overlap/`
+implements the schedule.
 """
 
 import dataclasses
@@ -16,41 +16,42 @@ if TYPE_CHECKING:
     from megajax.core.config.schema import Config
 
 SPLITS = 'batch_split', 'sequence_split'
-PARTS = 2  # halves; `benchmarks/gpu_overlap.py` tries quarters
+PARTS = 2  # per microbatch; `benchmarks/gpu_overlap.py` tries 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """How the layers of a step run, and when they gather weights and sum gradients over `data`.
+    """How the layers of a step run, and when they gather weights and reduce gradients over `data`.
 
-    By default they run in a loop, and XLA orders what a layer does.
+    By default the layers are a scan that XLA schedules.
     """
 
-    is_split: bool = False  # whether `train.overlap` asks for halves
-    splits_tokens: bool = False  # whether these are of the tokens, not of the rows
+    is_split: bool = False  # whether `train.overlap` splits the microbatch
+    splits_tokens: bool = False  # whether it is split by token, not by sequence
     in_order: bool = False  # whether the layers run in the overlap schedule
-    unroll: bool = False  # whether each layer is compiled on its own
-    num_parts: int = 1  # parts of a microbatch, which do not depend on each other in a layer
-    # The value of `optim.shard` that says when a step sums gradients. With one microbatch in the
-    # overlap schedule, ZeRO-1 sums those of each layer beside the backward pass of the next, as
-    # ZeRO-2 does: the bytes are the same.
+    unroll: bool = False  # whether each layer is compiled separately
+    num_parts: int = 1  # parts of a microbatch that run independently through the layers
+    # The ZeRO stage by which a step reduces its gradients. With one microbatch in the overlap
+    # schedule, ZeRO-1 reduces the gradients of each layer during the backward pass of the next, as
+    # ZeRO-2 does; the bytes are the same.
     shard: str = 'none'
-    # Whether the forward pass gathers the weights of layers a little ahead, and keeps them. ZeRO-1
-    # and ZeRO-2 do with one microbatch in the overlap schedule, and gather all at first otherwise.
+    # Whether the forward pass prefetches the weights of each layer, and keeps them gathered. ZeRO-1
+    # and ZeRO-2 do so with one microbatch in the overlap schedule. Otherwise they gather all
+    # weights before the first layer.
     gathers_ahead: bool = False
-    # Whether a step has the matrices that it computes with as an array for each layer: where each
-    # is compiled on its own and several microbatches use the same matrices.
+    # Whether a step stores its compute-dtype matrices as one array per layer. It does if each layer
+    # is compiled separately and several microbatches use the same matrices.
     is_apart: bool = False
-    # Whether the overlap schedule gathers the head's matrix and sums its gradient, too. A head that
-    # is the embedding's table is needed before the layers, and its gradient after them.
+    # Whether the overlap schedule also gathers the LM head and reduces its gradient. A head that is
+    # tied to the embedding is needed before the layers, and its gradient after them.
     has_head: bool = False
-    # Whether full recomputation repeats the last product of a layer, and its reduction. Only a norm
-    # of the output reads them, and the overlap schedule keeps them.
+    # Whether full recomputation repeats the last matmul of a layer, and its reduction. Only a norm
+    # on the output reads them, and the overlap schedule saves them.
     repeats_outputs: bool = False
 
     @classmethod
     def of(cls, config: 'Config') -> Self:
-        """Return what the keys of a config come to; those that are `auto` overlap nothing."""
+        """Return the overlap that a config asks for; keys that are `auto` overlap nothing."""
         train, shard = config.train, config.optim.shard
         is_split, unroll = train.overlap in SPLITS, train.unroll is True
         in_order = _has_order(config) and (is_split or unroll)
@@ -64,7 +65,7 @@ class Overlap:
             splits_tokens=train.overlap == 'sequence_split',
             in_order=in_order,
             unroll=unroll,
-            # Without tensor parallelism nothing is cut: all products hide what is sent over `data`.
+            # Without tensor parallelism nothing is split: all matmuls hide traffic over `data`.
             num_parts=PARTS if is_split and not (in_order and config.mesh.model == 1) else 1,
             shard=shard,
             gathers_ahead=gathers_ahead,
@@ -75,12 +76,12 @@ class Overlap:
 
 
 def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
-    """Return the config with what `auto` stands for in `train.overlap` and `train.unroll`.
+    """Return the config with `auto` resolved in `train.overlap` and `train.unroll`.
 
-    On GPUs the halves of the rows take turns, or those of the tokens where a microbatch has an odd
-    number of rows, and each layer is compiled on its own. With dropout of attention neither is so:
-    XLA takes six seconds a layer to compile the random numbers of its masks. A deterministic step
-    keeps its loop, see `core/train/compiler_options.py`.
+    On GPUs, batch_split is chosen, or sequence_split if a microbatch has an odd number of
+    sequences, and each layer is compiled separately. With attention dropout neither is chosen:
+    XLA takes six seconds per layer to compile the random numbers of its masks. A deterministic
+    step keeps its loop, see `core/train/compiler_options.py`.
     """
     is_ordered = on_gpu and _has_order(config) and config.model.attention_dropout == 0
     if config.train.overlap == 'auto':
@@ -94,40 +95,40 @@ def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
 
 
 def in_a_loop(config: 'Config', *, on_gpu: bool) -> 'Config':
-    """Return the config with the overlap of `resolved`, in a loop over layers.
+    """Return the config with the overlap of `resolved`, but as a scan over the layers.
 
-    It compiles sooner, and overlaps less.
+    It compiles faster and overlaps less.
     """
     return _with(resolved(config, on_gpu=on_gpu), unroll=False)
 
 
 def without_order(config: 'Config') -> 'Config':
-    """Return the config with its layers in a loop that XLA orders."""
+    """Return the config with its layers in a scan that XLA schedules."""
     return _with(config, overlap='none', unroll=False)
 
 
 def _has_order(config: 'Config') -> bool:
-    """Whether there is an order of the layers.
+    """Whether the overlap schedule supports this config.
 
-    Stages, context shards and grids have loops and placements that it does not know, and so have
-    the vectors of images, and adapters.
+    It does not support the loops and shardings of pipeline stages, context parallelism, 2-D tensor
+    parallelism, vision and LoRA.
     """
     has_others = config.vision is not None or config.lora is not None
     return config.mesh.is_one_dimensional and not has_others
 
 
 def _sends(config: 'Config') -> bool:
-    """Whether the layers send something, over `model` or over `data`."""
+    """Whether the layers communicate, over `model` or over `data`."""
     mesh = config.mesh
     return mesh.model > 1 or (mesh.data > 1 and config.optim.shard != 'none')
 
 
 def _fits(config: 'Config') -> bool:
-    """Whether the rows or the tokens of a microbatch can be cut in parts."""
+    """Whether the microbatch can be split evenly, by sequence or by token."""
     parts, train = config.overlap.num_parts, config.train
     if train.overlap == 'batch_split':
         return config.microbatch_rows % parts == 0
-    if config.model.has_dropout:  # whose masks are drawn for all tokens of a row at once
+    if config.model.has_dropout:  # a mask is drawn for an entire sequence
         return False
     return train.seq_len % (parts * _shards_of_tokens(config)) == 0
 
@@ -140,7 +141,7 @@ def _with(config: 'Config', **keys: object) -> 'Config':
     return config.model_copy(update={'train': config.train.model_copy(update=keys)})
 
 
-# The keys, and sections, that `Overlap.num_parts` follows from beside train.overlap.
+# The keys and sections, in addition to train.overlap, that `Overlap.num_parts` depends on.
 PARTS_FOLLOW_FROM = (
     'mesh.model',
     'mesh.stages',
@@ -152,20 +153,19 @@ PARTS_FOLLOW_FROM = (
 
 
 def length_multiple(config: 'Config') -> int:
-    """Return what train.seq_len is a multiple of, for equal shards and halves of a sequence."""
+    """Return the number that must divide train.seq_len, for equal shards and parts."""
     shards, context = _shards_of_tokens(config), config.mesh.context
     parts = config.overlap.num_parts if config.overlap.splits_tokens else 1
     return math.lcm(parts * shards, context * math.lcm(2, shards) if context > 1 else 1)
 
 
 def of_halves(config: 'Config') -> Iterator[Problem]:
-    """Yield what the halves of a sequence need; those of the rows are a rule of the batch."""
+    """Check that sequence_split can split the sequence; `rules` checks batch_split."""
     length, count = config.train.seq_len, PARTS * _shards_of_tokens(config)
     overlap = config.overlap
     if overlap.splits_tokens and overlap.num_parts > 1 and length % count:
         message = (
-            f'{length} tokens have no {PARTS} equal parts on each shard, and '
-            f'train.overlap=sequence_split needs a multiple of {count}; '
+            f'{length} is not a multiple of {count}, which train.overlap=sequence_split needs; '
             f'use {multiples(length, count)}, or train.overlap=batch_split'
         )
         others = 'train.overlap', 'mesh.sequence_parallel', *PARTS_FOLLOW_FROM

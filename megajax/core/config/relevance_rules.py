@@ -1,4 +1,4 @@
-"""The rules of relevance: what its budget, regions and scorers need."""
+"""Check the token budget, regions and scorers of relevance."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,29 +10,29 @@ from megajax.core.config.model import FINEST
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config
 
-FEWEST, MOST = 64, FINEST**2  # tokens of a region
+FEWEST, MOST = 64, FINEST**2  # tokens per region
 
 
 def of_relevance(config: 'Config') -> Iterator[Problem]:
-    """Yield what the section `relevance` needs of itself and of the encoder."""
+    """Check the section `relevance` against itself and the encoder."""
     relevance, vision = config.relevance, config.vision
     if relevance is None:
         return
     if vision is None:
-        message = 'relevance distributes the tokens of images; add the section vision'
+        message = 'relevance needs a vision encoder; add the section vision'
         yield Problem(path='relevance.regions', message=message)
         return
     regions, total = relevance.num_regions, relevance.total_tokens
     fewest, most = FEWEST * regions, MOST * regions
     if not fewest <= total <= most:
         message = (
-            f'{total} is not between {fewest} and {most}: each of {regions} regions has {FEWEST} '
-            f'to {MOST} tokens; use {min(max(total, fewest), most)}'
+            f'{total} is not between {fewest} and {most}, {FEWEST} to {MOST} tokens for each of '
+            f'{regions} regions; use {min(max(total, fewest), most)}'
         )
         yield Problem(path='relevance.total_tokens', message=message, others=('relevance.regions',))
     if not vision.is_crossed and vision.images * total > config.train.seq_len:
         message = (
-            f'{total} tokens for each of {vision.images} images are more than '
+            f'{total} tokens for each of {vision.images} images exceed '
             f'train.seq_len={config.train.seq_len}; use longer sequences'
         )
         yield Problem(
@@ -43,8 +43,8 @@ def of_relevance(config: 'Config') -> Iterator[Problem]:
     patches = most * vision.unit
     if vision.max_patches != patches:
         message = (
-            f'{vision.max_patches} patches: {regions} regions have {FINEST} x {FINEST} units of '
-            f'{vision.unit} patches each, and every image is brought to that size; use {patches}'
+            f'{vision.max_patches} must equal {regions} regions x {FINEST} x {FINEST} units x '
+            f'{vision.unit} patches, the size to which every image is scaled; use {patches}'
         )
         yield Problem(
             path='vision.max_patches',

@@ -1,4 +1,4 @@
-"""The rules between keys of a config, checked before jax is imported or anything compiles."""
+"""Check keys of a config against each other, before jax is imported or anything compiles."""
 
 import math
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from megajax.core.config.schema import Config, OptimConfig
 
 
-SHORTEST_PAIR = 16  # minimum tokens of a BERT sequence
+SHORTEST_PAIR = 16  # tokens, the minimum length of a BERT sequence
 LARGEST_LOSS_SCALE = 2**32  # Megatron's initial loss scale
 
 
 def incompatibilities(config: 'Config') -> list[Problem]:
-    """Return a problem for every pair of keys that cannot work together."""
+    """Return a problem for every pair of keys that conflict."""
     rules = (
         _heads,
         _rope,
@@ -59,7 +59,7 @@ def _heads(config: 'Config') -> Iterator[Problem]:
     yield from divides('model.num_heads', model.num_heads, 'mesh.model', shards)
     if model.position != 'learned' and model.head_dim % 2:
         message = (
-            f'{model.head_dim} is odd, and model.position={model.position} rotates pairs; '
+            f'{model.head_dim} is odd, but model.position={model.position} rotates pairs; '
             f'use {multiples(model.head_dim, 2)}'
         )
         yield Problem(path='model.head_dim', message=message, others=('model.position',))
@@ -84,9 +84,9 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
     if config.mesh.is_grid:
         if model.num_kv_heads % shards:
             message = (
-                f'{model.num_kv_heads} is not a multiple of mesh.model={shards}, and the columns '
-                f'of a grid (mesh.model_rows={config.mesh.model_rows}) have complete key/value '
-                f'heads; use mesh.model {nearest(divisors(model.num_kv_heads), shards)}, '
+                f'{model.num_kv_heads} is not a multiple of mesh.model={shards}, which 2-D tensor '
+                f'parallelism (mesh.model_rows={config.mesh.model_rows}) needs; '
+                f'use mesh.model {nearest(divisors(model.num_kv_heads), shards)}, '
                 'or mesh.model_rows=1'
             )
             yield Problem(
@@ -108,8 +108,8 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
     elif shards > model.num_kv_heads and model.head_dim % shards:
         near = multiples(model.head_dim, shards)
         message = (
-            f'{model.head_dim} is not a multiple of mesh.model={shards}, which has to divide it '
-            f'where it exceeds model.num_kv_heads={model.num_kv_heads}; '
+            f'{model.head_dim} must be a multiple of mesh.model={shards} when mesh.model exceeds '
+            f'model.num_kv_heads={model.num_kv_heads}; '
             f'use {near}, or mesh.model at most {model.num_kv_heads}'
         )
         yield Problem(
@@ -134,7 +134,7 @@ def _widths(config: 'Config') -> Iterator[Problem]:
 
 
 def _vocabulary(config: 'Config') -> Iterator[Problem]:
-    """Yield what the vocabulary needs, which a grid shards over its rows and its columns."""
+    """Check the padded vocabulary, which 2-D tensor parallelism shards over rows and columns."""
     model, mesh = config.model, config.mesh
     padded, rows = model.padded_vocab_size, mesh.model_rows
     if padded % rows:
@@ -168,15 +168,15 @@ def _batches(config: 'Config') -> Iterator[Problem]:
         return
     reasons, others = {}, ['mesh.data', 'train.microbatches']
     if train.overlap == 'batch_split' and config.overlap.num_parts > 1:
-        reasons['train.overlap'] = 'train.overlap=batch_split cuts them in half'
+        reasons['train.overlap'] = 'train.overlap=batch_split splits them in half'
         others += overlap_rules.PARTS_FOLLOW_FROM
     if rows > 1:
-        reasons['mesh.model_rows'] = f'mesh.model_rows={rows} shards them in attention and MLP'
+        reasons['mesh.model_rows'] = f'mesh.model_rows={rows} shards them'
     parts = rows * (2 if 'train.overlap' in reasons else 1)
     if config.microbatch_rows % parts:
         message = (
-            f'{batch_size} gives each data shard {config.microbatch_rows} rows of a microbatch, '
-            f'and {" and ".join(reasons.values())}; use {multiples(batch_size, parts * shares)}'
+            f'{batch_size} gives {config.microbatch_rows} sequences per microbatch and data shard, '
+            f'but {" and ".join(reasons.values())}; use {multiples(batch_size, parts * shares)}'
         )
         if parts == 2 and 'train.overlap' in reasons:
             message += ', or train.overlap=none'
@@ -193,16 +193,16 @@ def _loss_scale(config: 'Config') -> Iterator[Problem]:
         return
     if train.dtype != 'float16':
         message = (
-            f'{train.loss_scale:g}, and only float16 has a loss scale, '
-            f'not train.dtype={train.dtype}; leave it out'
+            f'{train.loss_scale:g} has no effect with train.dtype={train.dtype} '
+            '(loss scaling is for float16); remove it'
         )
         yield Problem(path=path, message=message, others=('train.dtype',))
     below = min(2 ** max(math.floor(math.log2(train.loss_scale)), 0), LARGEST_LOSS_SCALE)
     if train.loss_scale != below:
         near = f'{below} or {2 * below}' if below < train.loss_scale < LARGEST_LOSS_SCALE else below
         message = (
-            f'{train.loss_scale:g} is not a power of two from 1 to {LARGEST_LOSS_SCALE}, '
-            f'by which nothing is rounded; use {near}'
+            f'{train.loss_scale:g} is not a power of two between 1 and {LARGEST_LOSS_SCALE}, '
+            f'which scaling without rounding needs; use {near}'
         )
         yield Problem(path=path, message=message)
 
@@ -224,25 +224,24 @@ def _optimizer(config: 'Config') -> Iterator[Problem]:
 def _schedule(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:
     if optim.decay_steps is None and optim.warmup_steps >= steps:
         message = (
-            f'{optim.warmup_steps} leaves nothing of train.steps={steps}; '
+            f'{optim.warmup_steps} must be less than train.steps={steps}; '
             f'use at most {steps - 1}, or raise train.steps'
         )
         yield Problem(path='optim.warmup_steps', message=message, others=('train.steps',))
     if optim.decay_steps is not None and optim.decay_steps <= optim.warmup_steps:
         message = (
-            f'{optim.decay_steps} is not after optim.warmup_steps={optim.warmup_steps}; '
-            f'use at least {math.floor(optim.warmup_steps) + 1}, or leave it out'
+            f'{optim.decay_steps} must be more than optim.warmup_steps={optim.warmup_steps}; '
+            f'use at least {math.floor(optim.warmup_steps) + 1}, or remove it'
         )
         yield Problem(path='optim.decay_steps', message=message, others=('optim.warmup_steps',))
     if optim.schedule == 'inverse_sqrt' and not optim.warmup_steps:
-        message = '0 with optim.schedule=inverse_sqrt, which divides by it; use 100, for example'
+        message = '0 is not supported with optim.schedule=inverse_sqrt; use for example 100'
         yield Problem(path='optim.warmup_steps', message=message, others=('optim.schedule',))
     after = (optim.decay_steps or steps) - optim.warmup_steps
     others = ('optim.decay_steps', 'optim.warmup_steps', 'train.steps')
     if optim.wsd_steps is not None and 0 < after < optim.wsd_steps:
         message = (
-            f'{optim.wsd_steps} is more than the {after} steps after the warm-up; '
-            f'use at most {after}'
+            f'{optim.wsd_steps} is more than the {after} steps after warm-up; use at most {after}'
         )
         yield Problem(path='optim.wsd_steps', message=message, others=others)
 
@@ -263,9 +262,8 @@ def _replay(config: 'Config') -> Iterator[Problem]:
     train = config.train
     if train.replay_every and not train.deterministic:
         message = (
-            f'{train.replay_every} compares a step with its repetition to the bit, and without '
-            'train.deterministic=true a GPU may give other bits each time; '
-            'set train.deterministic=true, or train.replay_every=0'
+            f'{train.replay_every} compares repeated steps bit for bit, which needs reproducible '
+            'results; set train.deterministic=true, or train.replay_every=0'
         )
         yield Problem(path='train.replay_every', message=message, others=('train.deterministic',))
 
@@ -273,8 +271,8 @@ def _replay(config: 'Config') -> Iterator[Problem]:
 def _data(config: 'Config') -> Iterator[Problem]:
     if config.data.blend and config.data.corpus != type(config.data).model_fields['corpus'].default:
         message = (
-            f'{config.data.corpus}, and data.blend names {", ".join(config.data.blend)}; '
-            'set one of the two'
+            f'{config.data.corpus} cannot be combined with data.blend='
+            f'{", ".join(config.data.blend)}; set only one of them'
         )
         yield Problem(path='data.corpus', message=message, others=('data.blend',))
     try:
@@ -288,8 +286,8 @@ def _data(config: 'Config') -> Iterator[Problem]:
         and math.isfinite(sum(parts))
     ):
         message = (
-            f'{shorten(repr(config.data.split))} is not three numbers of a finite sum, none '
-            "negative and the first above zero; write for example '95,5,0'"
+            f'{shorten(repr(config.data.split))} is not three finite numbers, the first positive '
+            "and the others at least 0; use for example '95,5,0'"
         )
         yield Problem(path='data.split', message=message)
 

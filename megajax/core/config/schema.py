@@ -1,4 +1,4 @@
-"""The schema of a config file: every key that it may set, with its type, default and limits.
+"""The schema of a config file: every key, with its type, default and limits.
 
 Sizes count elements, `seq_len` counts tokens, `batch_size` counts the sequences of a global batch.
 """
@@ -57,181 +57,203 @@ FirstLossScale = Annotated[Literal['auto'] | float, BeforeValidator(_check_loss_
 
 
 class Weights(dict[str, float]):
-    """A dict that is never modified and is therefore hashable, as a config must be."""
+    """A dict that is never modified, so that it can be hashed with its config."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
 
 class ProfileConfig(Section):
-    """The steps to trace: `steps` steps, after step `start`."""
+    """The steps to trace."""
 
     start: Annotated[CountFromZero, Unit('steps')]
-    """The last step before the trace."""
+    """Last step before the trace."""
     steps: Steps
-    """Number of traced steps."""
+    """Number of steps to trace."""
 
 
 class TrainConfig(Section):
-    """The training loop; `batch_size` is the number of sequences per step on all devices."""
+    """The training loop."""
 
     steps: Steps = 1000
-    """Length of the run."""
+    """Number of training steps."""
     batch_size: Sequences = 8
-    """Sequences of a step, on all devices together."""
+    """Global batch size: sequences per step over all devices and microbatches."""
     microbatches: Count = 1
-    """Forward and backward passes per step; gradients accumulate."""
+    """Forward and backward passes per step, over which gradients accumulate."""
     schedule: Literal['1f1b', 'gpipe'] = '1f1b'
-    """Order of passes where mesh.stages is above 1: a backward pass follows as soon as it can
-    (1f1b), or all forward passes come first (gpipe), which keeps every microbatch in memory.
+    """Pipeline schedule, if mesh.stages is above 1. 1f1b runs each backward pass as early as
+    possible; gpipe runs all forward passes first, and keeps every microbatch in memory.
     """
     seq_len: Tokens = 1024
-    """Tokens of each sequence."""
+    """Sequence length."""
     dtype: Literal['float32', 'bfloat16', 'float16', 'fp8'] = 'bfloat16'
-    """Dtype of the computation; parameters are float32. fp8: of the products of linear layers, the
-    rest is in bfloat16.
+    """Compute dtype; stored weights stay in float32. fp8: linear layers multiply in FP8, everything
+    else computes in bfloat16.
     """
     loss_scale: FirstLossScale = 'auto'
-    """Initial loss scale of fp16: a power of two; auto finds it with the first batch."""
+    """Initial loss scale of float16, a power of two; auto: found with the first batch."""
     recompute: Literal['none', 'selective', 'full'] = 'none'
-    """Activations that the backward pass recomputes: none, the attention core, or entire layers."""
+    """Activation recomputation (checkpointing): none; selective, the attention core; full, entire
+    layers.
+    """
     overlap: Literal['auto', 'none', 'batch_split', 'sequence_split'] = 'auto'
-    """Overlap of collectives and matrix products. Two halves take turns, of the rows of a
-    microbatch (batch_split) or of the tokens of each row (sequence_split), see
-    `megajax/core/train/overlap.py`; auto: on GPUs without dropout of attention the one that fits,
-    otherwise none.
+    """Overlap communication with computation by splitting each microbatch into two halves that
+    alternate: by sequence (batch_split) or by token (sequence_split). auto: on GPUs without
+    attention dropout, the first of the two that fits; otherwise none. See
+    `megajax/core/train/overlap.py`.
     """
     unroll: Literal['auto'] | bool = 'auto'
-    """Whether each layer is compiled on its own, in the overlap schedule, or one loop over all
-    layers; auto: on its own where `overlap` would be auto's choice, or where a GPU sends nothing,
-    but for a deterministic step.
+    """Compile each layer separately (true), or scan over the layers (false). Separate layers
+    compile more slowly and overlap more. auto: true on GPUs, where supported, if `overlap` splits
+    the microbatch or the layers send nothing; false otherwise, and with `deterministic` or
+    attention dropout.
     """
     eval_every: Steps = 500
-    """Interval of evaluations on the validation split."""
+    """Interval between evaluations on the validation split."""
     eval_batches: Count = 16
-    """Batches of an evaluation."""
+    """Number of batches per evaluation."""
     log_every: Steps = 10
-    """Interval of log lines."""
+    """Interval between log lines."""
     profile: ProfileConfig | None = None
-    """Steps to trace for XProf, in the run directory, for example {start: 10, steps: 3}."""
+    """Steps to trace for XProf, for example {start: 10, steps: 3}; null: none. The trace is stored
+    in the run directory.
+    """
     sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Prompts to continue at every evaluation but the first."""
+    """Prompts that the model continues at every evaluation except the first."""
     nonfinite: Literal['skip', 'rollback', 'stop'] = 'skip'
-    """Response to a loss or gradient that is not finite; it never changes a parameter."""
+    """Response to a NaN or infinite loss or gradient: skip the update, roll back to the last
+    checkpoint, or stop. The update is never applied.
+    """
     spike: Literal['off', 'skip', 'rollback'] = 'off'
-    """Response to a loss far above the most recent ones, see `megajax/core/train/guard.py`."""
+    """Response to a loss far above the most recent ones: none, skip the update, or roll back to the
+    last checkpoint. See `megajax/core/train/guard.py`.
+    """
     seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 1234
-    """Seed of initial weights, dropout and the order of samples."""
+    """Seed of the initial weights, dropout and the sample order."""
     deterministic: bool = False
-    """Whether a GPU runs only operations that return the same bits each time; a CPU always does."""
+    """Whether GPUs run only operations whose results are bitwise reproducible; CPUs always do."""
     replay_every: Annotated[CountFromZero, Unit('steps')] = 0
-    """Interval of steps that are computed again on other devices and compared to the bit, to find
-    hardware that computes wrongly; 0: never. Needs train.deterministic.
+    """Every N steps, run the step again on different devices and compare bit for bit, to detect
+    silent data corruption; 0: never. Needs train.deterministic.
     """
 
     @property
     def compute_dtype(self) -> Literal['float32', 'bfloat16', 'float16']:
-        """The dtype of all that is computed but, in fp8, the products of linear layers."""
+        """The compute dtype, except for linear layers in fp8, which multiply in FP8."""
         return 'bfloat16' if self.dtype == 'fp8' else self.dtype
 
 
-def _rung(value: Any) -> Any:
-    return {True: 'optimizer', False: 'none'}[value] if isinstance(value, bool) else value
+ZERO_STAGES = {'zero1': 'optimizer', 'zero2': 'gradients', 'zero3': 'weights', 'fsdp': 'weights'}
+
+
+def _zero_stage(value: Any) -> Any:
+    if isinstance(value, bool):
+        return 'optimizer' if value else 'none'
+    return ZERO_STAGES.get(value, value) if isinstance(value, str) else value
 
 
 class OptimConfig(Section):
     """AdamW and its learning-rate schedule."""
 
     lr: PositiveFloat = 1.5e-4
-    """Largest learning rate, at the end of the warm-up."""
+    """Peak learning rate, reached at the end of warm-up."""
     min_lr: NonNegativeFloat = 1e-5
     """Learning rate at the end of the schedule."""
     warmup_steps: PointFromZero = 0
-    """Length of the linear warm-up, which need not be a whole number of steps."""
+    """Length of the linear warm-up; fractions of a step are allowed."""
     warmup_init: NonNegativeFloat | None = None
-    """Learning rate of a warm-up's first step, 0 in Megatron-LM; null: lr / (warmup_steps + 1)."""
+    """Learning rate at the first step of warm-up (0 in Megatron-LM); null: lr / (warmup_steps + 1).
+    """
     decay_steps: Point | None = None
-    """Step at which `schedule` has come down to min_lr, where the rate stays; null: the last."""
+    """Step at which the schedule reaches min_lr; the rate stays there afterwards. null:
+    train.steps.
+    """
     schedule: Literal['cosine', 'linear', 'constant', 'wsd', 'inverse_sqrt'] = 'cosine'
-    """Way from lr to min_lr, after the warm-up. inverse_sqrt: lr * sqrt(warmup_steps / step)."""
+    """Learning-rate decay after warm-up, from lr to min_lr. inverse_sqrt: lr * sqrt(warmup_steps /
+    step).
+    """
     wsd_steps: Point | None = None
-    """Length of the decay of `schedule: wsd`; null: a fifth of the steps after the warm-up."""
+    """Length of the decay with `schedule: wsd`; null: a fifth of the steps after warm-up."""
     wsd_decay: Literal['linear', 'cosine', 'exponential', 'minus_sqrt'] = 'linear'
-    """Form of the decay of `schedule: wsd`."""
+    """Shape of the decay with `schedule: wsd`."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay, of all parameters but biases and norms."""
+    """Decoupled weight decay of all parameters except biases and norms."""
     beta1: Fraction = 0.9
-    """Decay of AdamW's first moment."""
+    """Decay rate of AdamW's first moment."""
     beta2: Fraction = 0.999
-    """Decay of AdamW's second moment."""
+    """Decay rate of AdamW's second moment."""
     eps: PositiveFloat = 1e-8
-    """Epsilon of AdamW's denominator."""
+    """Epsilon in AdamW's denominator."""
     grad_clip: PositiveFloat = 1.0
-    """Maximum global norm of the gradients."""
+    """Global gradient norm above which gradients are clipped."""
     shard: Annotated[
-        Literal['none', 'optimizer', 'gradients', 'weights'], BeforeValidator(_rung)
+        Literal['none', 'optimizer', 'gradients', 'weights'], BeforeValidator(_zero_stage)
     ] = 'none'
-    """State that is sharded over `data` too, see `megajax/core/train/zero.py`: nothing; fp32
-    weights and moments (ZeRO-1); gradients as well (ZeRO-2); the weights of the computation as well
-    (ZeRO-3, FSDP).
+    """ZeRO stage, i.e. what is sharded over `data` in addition to tensor parallelism: none;
+    optimizer, the fp32 weights and AdamW moments (zero1); gradients, those too (zero2); weights,
+    the compute-dtype weights too (zero3, fsdp). The names in parentheses are accepted as well. See
+    `megajax/core/train/zero.py`.
     """
     reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
-    """Dtype in which gradients are summed over `data`."""
+    """Dtype in which gradients are reduced over `data`."""
     moments_dtype: Literal['float32', 'bfloat16'] = 'float32'
-    """Dtype of AdamW's moments between steps."""
+    """Dtype in which AdamW's moments are stored."""
 
 
 class LossConfig(Section):
     """Loss terms in addition to the cross entropy."""
 
     label_smoothing: Fraction = 0.0
-    """Share of the target that is spread evenly over the vocabulary."""
+    """Fraction of the target probability that is spread evenly over the vocabulary."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of log(sum(exp(logits)))^2."""
 
 
 class DataConfig(Section):
-    """The corpus, its tokenizer, and the split of documents into training, validation and test."""
+    """The corpus, its tokenizer, and its split into training, validation and test."""
 
     corpus: Name = 'stdlib'
-    """stdlib (the sources of Python's standard library); a file of text, JSON lines (.jsonl, .json,
-    .ndjson) or Parquet; a folder of these; or the prefix of .bin and .idx files.
+    """Training data: stdlib (the sources of Python's standard library); a file of text, JSON lines
+    (.jsonl, .json, .ndjson) or Parquet; a folder of these; or the prefix of .bin and .idx files.
     """
     blend: Annotated[dict[Name, PositiveFloat], AfterValidator(Weights)] = Weights()
-    """Prefixes of .bin and .idx files, each with its weight, instead of a corpus."""
+    """Prefixes of .bin and .idx files and their sampling weights, instead of `corpus`."""
     tokenizer: Name = 'auto'
-    """A tokenizer.json, bytes, bpe (trained on the text), or none (for ids); auto: the one next to
-    .bin and .idx, otherwise that of the weights in `run.start_from`, otherwise bpe.
+    """Tokenizer: a tokenizer.json, bytes, bpe (trained on the text), or none (for token ids). auto:
+    the one next to .bin and .idx, otherwise the tokenizer of `run.start_from`, otherwise bpe.
     """
     split: str = '95,5,0'
-    """Weights of training, validation and test."""
+    """Relative sizes of the training, validation and test splits."""
     order: Literal['stateless', 'megatron'] = 'stateless'
-    """Order of samples: computed on the fly, or Megatron-LM's own."""
+    """Sample order: computed on the fly (stateless), or Megatron-LM's own (megatron)."""
     chat_template: Name | None = None
-    """A chat template of Hugging Face, a file, for JSON lines with messages; if null, that of the
-    model in `run.start_from`, and without one turns are written as ChatML or as `role: text`.
+    """File of a Hugging Face chat template, for JSON lines with messages. null: the template of the
+    model in `run.start_from`; if it has none, ChatML or `role: text`.
     """
     ignored_keys: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Keys of JSON lines with messages, and of messages, that the chat template need not read, such
-    as `id`.
+    """Keys of JSON lines with messages, and of messages, that may be dropped if the chat template
+    does not read them, such as `id`.
     """
     document_mask: bool = False
-    """Whether documents of a sequence do not attend to each other; positions restart in each."""
+    """Whether to mask attention between documents packed into one sequence; positions restart in
+    each document.
+    """
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, and their retention: any of the `keep` keys retains one."""
+    """When checkpoints are written and which are kept: those that any `keep` key selects."""
 
     every: Steps = 1000
-    """Interval of checkpoints."""
+    """Interval between checkpoints."""
     minutes: Minutes | None = None
-    """Time since the last checkpoint after which another is written as well."""
+    """Also write a checkpoint when this much time has passed since the last one."""
     keep: Count = 2
-    """Number of newest checkpoints to retain."""
+    """Number of newest checkpoints to keep."""
     keep_every: Steps | None = None
-    """Retain checkpoints whose step is a multiple of this."""
+    """Also keep checkpoints whose step is a multiple of this."""
     keep_best: Count | None = None
-    """Number of checkpoints with the lowest validation loss to retain."""
+    """Also keep this many checkpoints with the lowest validation loss."""
 
 
 def _check_patience(value: Any) -> Any:
@@ -243,27 +265,32 @@ def _check_patience(value: Any) -> Any:
 
 
 class RunConfig(Section):
-    """The directory of a run, its start and its end; without `dir` a run gets a new directory."""
+    """The run's directory, and how the run starts and ends."""
 
     dir: Name | None = None
-    """Directory of the run; a run that is there resumes. Without it, a new one below runs/."""
+    """Directory of the run; if it contains a run, that run resumes. null: a new directory in runs/.
+    """
     start_from: Name | None = None
-    """RUN or RUN/STEP: start from that checkpoint's weights, at step 0 with a new optimizer."""
+    """RUN or RUN/STEP: start from that checkpoint's weights, at step 0 with a new optimizer state.
+    """
     resume: Literal['auto', 'must', 'never'] = 'auto'
-    """Whether to resume from the newest checkpoint in `dir`: if there is one, always, never."""
+    """Whether to resume from the newest checkpoint in `dir`: auto, if there is one; must, fail
+    without one; never.
+    """
     allow_changed_data: bool = False
-    """Resume even if a corpus of the same name has other contents than at the checkpoint."""
+    """Resume even if the corpus has changed since the checkpoint."""
     max_minutes: Minutes | None = None
-    """Time after which to save and exit, before a queue's time limit."""
+    """Time after which to save a checkpoint and exit, for example before a queue's time limit."""
     compile_cache: Name = 'auto'
-    """Where compiled programs are kept for the next start: auto (the run's folder), a folder, none.
+    """Where compiled programs are cached for the next start: auto (in the run's folder), a folder,
+    or none.
     """
     wandb: Name | None = None
-    """The Weights & Biases project to log metrics to, for example megajax."""
+    """Weights & Biases project to log metrics to, for example megajax."""
     watchdog_seconds: Annotated[
         float | Literal['auto'] | None, BeforeValidator(_check_patience), Unit('seconds')
     ] = 'auto'
-    """Time without a finished step after which all stacks are written and the process exits with
+    """Time without a finished step after which the process writes all stacks and exits with code
     124. auto: ten minutes, or ten times the longest step so far.
     """
 
@@ -271,16 +298,16 @@ class RunConfig(Section):
 class Config(Section):
     """The config of a run.
 
-    Raises ValueError with every pair of keys that cannot work together.
+    Raises ValueError with every pair of keys that conflict.
     """
 
-    # A section that is a part of another comes before it.
+    # A section comes before the sections that contain it.
     relevance: RelevanceConfig | None = None
-    """Relevance of image regions; None: an image has all tokens that it fills."""
+    """Relevance of image regions; None: an image gets as many tokens as it fills."""
     vision: VisionConfig | None = None
-    """The vision encoder; None: a model of text alone."""
+    """The vision encoder; None: a text-only model."""
     lora: LoraConfig | None = None
-    """Low-rank adapters, which alone are trained; None: the model's own weights are."""
+    """Low-rank adapters, the only trained parameters; None: the model's own weights are trained."""
     model: ModelConfig
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
@@ -292,7 +319,7 @@ class Config(Section):
 
     @property
     def microbatch_rows(self) -> int:
-        """Number of sequences of a microbatch on a data shard."""
+        """Number of sequences per microbatch and data shard."""
         return self.train.batch_size // (self.mesh.data * self.train.microbatches)
 
     @property
@@ -311,7 +338,7 @@ class Config(Section):
         return section and section.with_parts(info.data)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with these sections; those that are parts of others are so in the copy."""
+        """Return a copy with these sections, and update the sections that contain them."""
         sections = {**dict(self), **(update or {})}
         for name in ('vision', 'model'):
             sections[name] = sections[name] and sections[name].with_parts(sections)
@@ -332,6 +359,6 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 def keys_of(section: str) -> list[str]:
-    """Return the keys of a section that a config file may set."""
+    """Return the keys that a config file may set in a section."""
     fields = SECTIONS[section].model_fields
     return [key for key, field in fields.items() if not field.exclude]

@@ -1,4 +1,4 @@
-"""The rules of the vision encoder's sizes, and of rotary positions with several numbers."""
+"""Check the sizes of the vision encoder, and multi-dimensional rotary positions."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, get_args
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def of_positions(config: 'Config') -> Iterator[Problem]:
-    """Yield what rotary positions with several numbers need."""
+    """Check multi-dimensional rotary positions (mrope, rope_2d)."""
     model = config.model
     if model.position == 'rope_2d':
-        message = "rope_2d is the vision encoder's, whose patches have rows and columns; use mrope"
+        message = 'rope_2d is for the vision encoder only; use mrope'
         yield Problem(path='model.position', message=message)
     if model.position != 'mrope':
         return
@@ -23,20 +23,20 @@ def of_positions(config: 'Config') -> Iterator[Problem]:
     others = 'model.head_dim', 'model.position'
     if sum(sections) != pairs:
         message = (
-            f'{list(sections)} are {sum(sections)} pairs, and model.head_dim={model.head_dim} has '
+            f'{list(sections)} has {sum(sections)} pairs, but model.head_dim={model.head_dim} has '
             f'{pairs}; use sections that add up to {pairs}'
         )
         yield Problem(path='model.mrope_section', message=message, others=others)
     elif 3 * max(sections[1:]) > pairs:
         message = (
-            f'{list(sections)}: row and column take every third of {pairs} pairs, so they have at '
-            f'most {pairs // 3}; give the rest to the time'
+            f'{list(sections)}: row and column can have at most a third of the {pairs} pairs; '
+            f'use at most {pairs // 3} for each of them, and the rest for time'
         )
         yield Problem(path='model.mrope_section', message=message, others=others)
 
 
 def of_encoder(config: 'Config') -> Iterator[Problem]:
-    """Yield what the sizes of the vision encoder need."""
+    """Check the sizes of the vision encoder."""
     vision, model = config.vision, config.model
     if vision is None:
         return
@@ -45,8 +45,8 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
     head_dim = vision.hidden_size // vision.num_heads
     if vision.hidden_size % vision.num_heads == 0 and head_dim % 4:
         message = (
-            f'{vision.hidden_size} gives {vision.num_heads} heads {head_dim} numbers each, and '
-            'positions rotate pairs in two halves, for row and column; '
+            f'{vision.hidden_size} gives each of {vision.num_heads} heads {head_dim} elements, '
+            'not a multiple of 4, which rotary positions by row and column need; '
             f'use {multiples(vision.hidden_size, 4 * vision.num_heads)}'
         )
         yield Problem(path='vision.hidden_size', message=message, others=('vision.num_heads',))
@@ -66,7 +66,7 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
     of_units = not vision.is_crossed and config.relevance is None
     if of_units and vision.vectors > config.train.seq_len:
         message = (
-            f'{vision.max_patches} patches become {vision.vectors} tokens of an image, more than '
+            f'{vision.max_patches} patches give an image {vision.vectors} tokens, more than '
             f'train.seq_len={config.train.seq_len}; use at most '
             f'{config.train.seq_len * vision.unit}, longer sequences, or '
             'vision.fusion=cross_attention'
@@ -78,13 +78,13 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
         )
     if vision.image_token >= model.vocab_size:
         message = (
-            f'{vision.image_token} is no token of model.vocab_size={model.vocab_size}; '
+            f'{vision.image_token} is not a token id below model.vocab_size={model.vocab_size}; '
             f'use at most {model.vocab_size - 1}'
         )
         yield Problem(path='vision.image_token', message=message, others=('model.vocab_size',))
     has_others = config.relevance is not None or vision.is_crossed
     if not has_others and set(vision.freeze) == set(get_args(Part)):
-        message = f'{list(vision.freeze)} are all parts, so nothing is trained; leave one out'
+        message = f'{list(vision.freeze)} leaves nothing to train; remove one of them'
         yield Problem(path='vision.freeze', message=message)
     yield from _taps(config)
     if vision.is_crossed:  # a layer of cross-attention follows each group of layers
@@ -93,19 +93,19 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
 
 
 def _taps(config: 'Config') -> Iterator[Problem]:
-    """Yield what DeepStack needs: layers of the encoder, and as many of the model to add them."""
+    """Check the encoder layers of DeepStack; the model needs at least as many layers."""
     vision, layers = config.vision, config.model.num_layers
     assert vision is not None
     taps = vision.deepstack
     if list(taps) != sorted(set(taps)) or (taps and taps[-1] >= vision.num_layers):
         message = (
-            f'{list(taps)} must rise and be layers of vision.num_layers={vision.num_layers}, '
-            f'0 to {vision.num_layers - 1}'
+            f'{list(taps)} must be ascending layers of vision.num_layers={vision.num_layers}; '
+            f'use 0 to {vision.num_layers - 1}'
         )
         yield Problem(path='vision.deepstack', message=message, others=('vision.num_layers',))
     if len(taps) > layers:
         message = (
-            f'{list(taps)} has {len(taps)} taps, and model.num_layers={layers} adds one in each '
-            f'layer; use at most {layers}'
+            f'{list(taps)} has {len(taps)} layers, more than model.num_layers={layers}, each of '
+            f'which adds one; use at most {layers}'
         )
         yield Problem(path='vision.deepstack', message=message, others=('model.num_layers',))

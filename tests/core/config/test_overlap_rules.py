@@ -96,7 +96,7 @@ def test_layers_on_their_own_are_refused_where_there_is_no_order_of_them(
 
 
 def test_tokens_that_cannot_be_halved_on_each_shard_are_refused_with_lengths_that_can() -> None:
-    fix = r'1022 .* needs a multiple of 4; use 1020 or 1024, or train\.overlap=batch_split'
+    fix = r'1022 is not a multiple of 4.*; use 1020 or 1024, or train\.overlap=batch_split'
     with pytest.raises(ValueError, match=fix):
         llama(*SP, 'train.overlap=sequence_split', 'train.seq_len=1022')
 

@@ -61,10 +61,9 @@ def test_an_unknown_key_names_the_one_that_other_programs_call_so(name: str, key
 @pytest.mark.parametrize(
     ('override', 'value'),
     [
-        ('optim.shard=zero3', 'weights'),
         ('optim.shard=ZeRO-2', 'gradients'),
         ('optim.shard=1', 'optimizer'),
-        ('optim.shard=fsdp', 'weights'),
+        ('optim.shard=FULL_SHARD', 'weights'),
         ('train.dtype=bf16', 'bfloat16'),
         ('train.dtype=bfloat_16', 'bfloat16'),
         ('train.recompute=true', 'full'),
