@@ -1,4 +1,4 @@
-"""The process in which `megajax doctor` starts jax; it prints what jax finds as a line of JSON."""
+"""Start jax for `megajax doctor`, and print the devices that it finds as a line of JSON."""
 
 import json
 import os

@@ -39,7 +39,7 @@ Run = Annotated[
 def ls(run: Run) -> None:
     """List the checkpoints of a run.
 
-    Names and sizes of files are checked; `verify` checks their contents.
+    This checks the names and sizes of files; `verify` checks their contents.
     """
     right = [Column(name, justify='right') for name in ('step', 'MB', 'validation loss')]
     table = Table(right[0], 'written (UTC)', *right[1:], 'mesh', 'files', box=None, pad_edge=False)
@@ -68,12 +68,12 @@ def ls(run: Run) -> None:
 def verify(run: Run) -> None:
     """Hash every file of a run's checkpoints.
 
-    Exits with 4 and names the files that have changed.
+    Names files whose hash differs from the recorded one, and then exits with code 4.
     """
     any_broken = False
     for path in _steps(run):
         with folder_lock(path, shared=True) as is_there:
-            if not is_there:  # its run has deleted it meanwhile
+            if not is_there:  # the run has deleted it in the meantime
                 continue
             broken = problems(path)
         any_broken = any_broken or bool(broken)
@@ -90,9 +90,9 @@ def diff(
         typer.Argument(metavar='RUN STEP STEP | RUN/STEP RUN/STEP', help='Two checkpoints.'),
     ],
 ) -> None:
-    """Show how far two checkpoints differ.
+    """Show how two checkpoints differ: config keys, then parameters.
 
-    Config keys come first, then parameters. The difference of a parameter is max |a - b| / max |b|.
+    The difference of a parameter is max |a - b| / max |b|.
     """
     if len(where) not in (2, 3):
         raise ConfigError(

@@ -15,7 +15,7 @@ Source = Annotated[str, typer.Argument(help='A preset, a YAML file or the folder
 def config_diff(before: Source, after: Source) -> None:
     """Show the keys in which two configs differ.
 
-    What a file leaves out has its default.
+    Keys that a file leaves out have their defaults.
     """
     for key, (old, new) in differences(_sections(before), _sections(after)).items():
         print(f'{key}: {old} -> {new}')
@@ -24,5 +24,5 @@ def config_diff(before: Source, after: Source) -> None:
 def _sections(source: str) -> dict[str, dict[str, Any]]:
     config = Path(source) / CONFIG
     sections = load(config if config.is_file() else source).model_dump(mode='json')
-    # A config without a section, such as vision, has none of its keys.
+    # A config without a section, such as vision, has no keys of that section.
     return {name: keys for name, keys in sections.items() if keys is not None}

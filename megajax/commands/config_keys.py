@@ -1,4 +1,4 @@
-"""`megajax config keys`: every key of a config, on a terminal, in a pipe and as a page."""
+"""`megajax config keys`: every key of a config, for a terminal, a pipe or the docs."""
 
 import inspect
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ megajax config show my.yaml          # every key with its value
 megajax config conflicts             # the settings that cannot be combined
 ```
 
-A key with two dots is within a group, which is set as a whole:
+A key with two dots is part of a group, which you set as a whole:
 `train.profile='{start: 10, steps: 3}'`. A default such as `4 * hidden_size` follows from other keys
 of the section.
 """
@@ -35,16 +35,16 @@ def keys(
     section: Annotated[
         str | None,
         typer.Argument(
-            help=f'One of {", ".join(SECTIONS)}, or a key such as train.steps; by default all.'
+            help=f'One of {", ".join(SECTIONS)}, or a key such as train.steps; default: all.'
         ),
     ] = None,
     markdown: Annotated[
-        bool, typer.Option('--markdown', help='Print all of them as the page docs/config.md.')
+        bool, typer.Option('--markdown', help='Print all keys as the page docs/config.md.')
     ] = False,
 ) -> None:
     """List every key with its type, default and meaning.
 
-    In a pipe each has one line.
+    In a pipe, each key is one line.
     """
     found = keys_in(section)
     console = Console(highlight=False)
@@ -62,7 +62,7 @@ def _type(key: Key) -> str:
 
 
 def _wide(found: Iterable[Key]) -> Table:
-    """A table with a line per key."""
+    """Return a table with one line per key."""
     table = Table('key', 'type', 'default', 'meaning', box=None, pad_edge=False)
     for key in found:
         table.add_row(key.path, _type(key), key.default, key.meaning)
@@ -70,7 +70,7 @@ def _wide(found: Iterable[Key]) -> Table:
 
 
 def _narrow(found: Iterable[Key]) -> Table:
-    """A table of two columns, of which the keys are never cut."""
+    """Return a table of two columns, in which keys are never cut."""
     rest = Column('type, default, meaning', overflow='fold')
     table = Table(Column('key', no_wrap=True), rest, box=None, pad_edge=False)
     for key in found:
@@ -80,7 +80,7 @@ def _narrow(found: Iterable[Key]) -> Table:
 
 
 def _markdown(section: str) -> str:
-    """A heading, the section's docstring and a table, of which a bar would end a cell."""
+    """Return the heading, docstring and table of a section, without bars inside a cell."""
     rows = [
         f'| `{key.path}` | {key.meaning} '
         f'| {key.default if key.default == "required" else f"`{key.default}`"} '

@@ -61,39 +61,38 @@ Inputs = Annotated[
 InputFormat = Annotated[
     Literal['jsonl', 'text', 'parquet'] | None,
     typer.Option(
-        help='By the suffix if left out; .gz, .zst, .bz2 and .xz are decompressed. '
-        'A text file is one document.'
+        help='Default: by the suffix. .gz, .zst, .bz2 and .xz are decompressed. A text file is one '
+        'document.'
     ),
 ]
-JsonKey = Annotated[str, typer.Option(help='The JSON key or Parquet column that holds the text.')]
+JsonKey = Annotated[str, typer.Option(help='JSON key or Parquet column with the text.')]
 TokenizerFile = Annotated[
     str | None,
-    typer.Option(metavar='PATH|bytes', help='A tokenizer.json; bytes: a token for each byte.'),
+    typer.Option(metavar='PATH|bytes', help='A tokenizer.json, or bytes (one token per byte).'),
 ]
 VocabSize = Annotated[
     int | None,
     typer.Option(
         metavar='VOCAB',
-        help='Train a byte-level BPE with this many entries on up to 256 MB of the text, '
-        'and use it.',
+        help='Train a byte-level BPE with this many entries on up to 256 MB of the text.',
     ),
 ]
 NumWorkers = Annotated[
-    int | None, typer.Option(help='Processes that encode; one per core if left out.')
+    int | None, typer.Option(help='Number of worker processes; default: one per core.')
 ]
 AppendEod = Annotated[
     bool, typer.Option('--append-eod', help='End each document with the end-of-document token.')
 ]
 SkipBad = Annotated[
     bool,
-    typer.Option('--skip-bad', help='Skip lines that cannot be read, and count them.'),
+    typer.Option('--skip-bad', help='Skip and count lines that cannot be read.'),
 ]
 ParseSpecial = Annotated[
     bool,
     typer.Option(
         '--parse-special',
         help='Read special tokens spelled in a text, such as <|endoftext|>, as these tokens. '
-        'Left out, they are read as letters.',
+        'By default they are read as letters.',
     ),
 ]
 
@@ -113,7 +112,7 @@ def build(
 ) -> None:
     """Tokenize a corpus into Megatron's file format.
 
-    After a kill or an interrupt, the same command resumes the build.
+    If the build is killed or interrupted, the same command resumes it.
     """
     from megajax.corpus.build import build as run  # here, because it imports numpy
     from megajax.corpus.job import Job
@@ -137,7 +136,7 @@ def build(
             summary = run(job, report=progress)
     except KeyboardInterrupt:
         print(
-            'interrupted: run the same command again to resume (standard input starts afresh)',
+            'interrupted: run the same command again to resume (standard input restarts)',
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
@@ -153,17 +152,14 @@ def info(
         str | None,
         typer.Option(
             metavar='PATH|bytes',
-            help='The tokenizer to decode with; by default the one next to the files.',
+            help='The tokenizer to decode with; default: the one next to the files.',
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=0, help='Number of documents to show the start of.')
+        int, typer.Option(min=0, help='Number of documents whose beginning to show.')
     ] = 3,
 ) -> None:
-    """Show documents, tokens and lengths of token files.
-
-    The start of some documents is shown as text.
-    """
+    """Show the number of documents and tokens, lengths, and some text."""
     from megajax.corpus.describe import decode_samples, describe
     from megajax.runtime.data.text.tokenizer import load_tokenizer
 
@@ -175,7 +171,7 @@ def info(
     if path:
         decoder = load_tokenizer(path)
         for number, text, is_spelled in decode_samples(description.sequences, decoder, samples):
-            letters = ', in which letters spell special tokens' if is_spelled else ''
+            letters = ', which spells special tokens in letters' if is_spelled else ''
             console.print(f'document {number}{letters}: {text!r}', markup=False)
 
 
@@ -186,12 +182,12 @@ def verify(
     ],
     vocab_size: Annotated[
         int | None,
-        typer.Option(min=1, help='Upper limit of ids; by default that of the tokenizer.'),
+        typer.Option(min=1, help="Upper limit of token ids; default: the tokenizer's size."),
     ] = None,
 ) -> None:
     """Check every invariant of token files.
 
-    Exits with 2 at the first violation.
+    Exits with code 2 at the first violation.
     """
     from megajax.corpus.describe import verify as check
 

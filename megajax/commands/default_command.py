@@ -1,4 +1,4 @@
-"""Groups of commands one of which need not be named."""
+"""Groups of commands with a default command."""
 
 from typing import ClassVar
 

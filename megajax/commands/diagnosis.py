@@ -1,4 +1,4 @@
-"""The findings of `megajax doctor`: facts, and problems with their fixes."""
+"""The result of `megajax doctor`: facts, and problems with their fixes."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ class Problem:
 
 @dataclass
 class Diagnosis:
-    """The facts about a machine, line by line, and its problems."""
+    """Facts about a machine, one per line, and its problems."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)
     findings: list[Problem] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Diagnosis:
         return '\n'.join(lines) + f'\n\n{problems or "no problems found"}'
 
     def fact(self, name: str, value: str) -> None:
-        """Add a line."""
+        """Add a fact, a line of the output."""
         self.facts.append((name, value))
 
     def wrong(self, what: str, fix: str) -> None:

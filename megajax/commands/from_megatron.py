@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-# Megatron-LM's arguments are no options of this command: `interop/megatron/command_line/line.py`
+# Megatron-LM's arguments are not options of this command; `interop/megatron/command_line/line.py`
 # reads them.
 SETTINGS = {'ignore_unknown_options': True}
 
@@ -14,16 +14,16 @@ def from_megatron(
         list[str],
         typer.Argument(
             metavar='COMMAND',
-            help='A command line of pretrain_gpt.py or pretrain_bert.py, with its launcher or '
-            'without; @FILE and - stand for the text of a file and of standard input.',
+            help='A command line of pretrain_gpt.py or pretrain_bert.py, with or without its '
+            'launcher; @FILE reads it from a file, - from standard input.',
         ),
     ],
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help='The number of GPUs, where the command does not have it.'),
+        typer.Option(min=1, help='Number of GPUs, if the command does not set it.'),
     ] = None,
 ) -> None:
-    """Print the config of a command of Megatron-LM."""
+    """Convert a Megatron-LM command line to a config, and print it."""
     from megajax.interop.megatron.command_line.line import read_line
     from megajax.interop.megatron.command_line.to_config import from_megatron
 

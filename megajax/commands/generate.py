@@ -32,26 +32,26 @@ _OVERRIDE = re.compile(r'[a-z]+\.\w+=')
 Run = Annotated[
     Path,
     typer.Argument(
-        metavar='RUN', help="A run's directory, for its newest checkpoint, or RUN/checkpoints/STEP."
+        metavar='RUN', help="A run's directory (newest checkpoint), or RUN/checkpoints/STEP."
     ),
 ]
 
 PromptTexts = Annotated[
     list[str] | None,
-    typer.Option(metavar='TEXT', help='A prompt; may be given several times. Empty if left out.'),
+    typer.Option(metavar='TEXT', help='A prompt; can be repeated. Default: an empty prompt.'),
 ]
 ImageFiles = Annotated[
     list[Path] | None,
     typer.Option(
         metavar='FILE',
-        help='A picture for the next <image> of the prompt; may be given several times.',
+        help='An image for the next <image> in the prompt; can be repeated.',
     ),
 ]
 ImageFolder = Annotated[
     Path | None,
     typer.Option(
         metavar='DIR',
-        help='Answer the prompt for each picture of a folder. The output is JSON lines.',
+        help='Answer the prompt for each image in a folder. The output is JSON lines.',
     ),
 ]
 Overrides = Annotated[
@@ -62,23 +62,24 @@ PromptFile = Annotated[
     Path | None,
     typer.Option(
         metavar='FILE',
-        help="A prompt per line, or JSON lines or Parquet with 'prompt'. The output is JSON lines.",
+        help="One prompt per line, or JSON lines or Parquet with the key 'prompt'. The output is "
+        'JSON lines.',
     ),
 ]
 BudgetFile = Annotated[
     Path | None,
     typer.Option(
-        metavar='PNG', help='Draw over the picture how many tokens relevance gives its regions.'
+        metavar='PNG', help='Draw the number of tokens per region (relevance) over the image.'
     ),
 ]
 Stops = Annotated[
     list[str] | None,
-    typer.Option(metavar='TEXT', help='Stop before this text; may be given several times.'),
+    typer.Option(metavar='TEXT', help='Stop before this text; can be repeated.'),
 ]
 TopK = Annotated[int | None, typer.Option(help='Sample from this many most probable tokens.')]
 TopP = Annotated[
     float | None,
-    typer.Option(help='Sample from the fewest tokens that have this probability together.'),
+    typer.Option(help='Sample from the smallest set of tokens with this total probability.'),
 ]
 
 
@@ -92,34 +93,34 @@ def generate(
     show_budget: BudgetFile = None,
     max_tokens: Annotated[int, typer.Option(help='Maximum number of new tokens per prompt.')] = 256,
     temperature: Annotated[
-        float, typer.Option(help='0 always chooses the most probable token.')
+        float, typer.Option(help='Sampling temperature; 0 always picks the most probable token.')
     ] = 0.8,
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Annotated[int, typer.Option(help='The same seed gives the same text on every mesh.')] = 0,
     stop: Stops = None,
     chat: Annotated[
-        bool, typer.Option('--chat', help='Converse: each --prompt, or line of input, is a turn.')
+        bool, typer.Option('--chat', help='Chat: each --prompt, or each line of input, is a turn.')
     ] = False,
     system: Annotated[
-        str | None, typer.Option(metavar='TEXT', help="The conversation's first message.")
+        str | None, typer.Option(metavar='TEXT', help='With --chat: the system message.')
     ] = None,
 ) -> None:
-    """Continue prompts with a trained model, or converse with it.
+    """Continue prompts with a trained model, or chat with it.
 
-    Without --prompts and --images, text is printed as it is generated.
+    Text is streamed, except with --prompts and --images.
     """
     from megajax.runtime.data.text.prompts import read_prompts  # here, because it imports numpy
 
-    of_pictures = {'--image': image, '--images': images, '--show-budget': show_budget}
-    check_chat(chat, system, {'--prompts': prompts, **of_pictures})
+    of_images = {'--image': image, '--images': images, '--show-budget': show_budget}
+    check_chat(chat, system, {'--prompts': prompts, **of_images})
     texts = [*(prompt or []), *(read_prompts(prompts) if prompts else [])]
     check_unicode('--prompt', prompt or [])
     check_unicode('--stop', stop or [])
     check_unicode('--system', [system or ''])
     check_unicode(str(prompts), texts[len(prompt or []) :])
     if image and len(texts) > 1:
-        raise ConfigError(f'--image belongs to one prompt, and there are {len(texts)}: give one')
+        raise ConfigError(f'--image needs a single prompt, not {len(texts)}: give one')
     check_images(images, image, prompts, texts)
     if show_budget is not None:
         check_budget(show_budget, image or [])
@@ -132,7 +133,7 @@ def generate(
     if chat:
         return converse(run, opened, overrides or [], request, system=system, said=prompt or None)
     if show_budget is not None and opened.config.relevance is None:
-        raise ConfigError(f'{run} has no relevance, whose budget --show-budget draws: leave it out')
+        raise ConfigError(f'--show-budget needs relevance, which {run} does not have: remove it')
     if images:
         return answer_all(opened, jax, (texts or ['<image>'])[0], images, request)
     rows = _continue(opened, jax, texts, image or [], request, as_lines=prompts is not None)
@@ -149,7 +150,7 @@ def _continue(
     *,
     as_lines: bool,
 ) -> 'Sequence[Continuation | None]':
-    """Print the prompts with their continuations, as text or as lines of JSON; return these."""
+    """Print the prompts and continuations as text or JSON lines, and return the continuations."""
     from megajax.runtime.generate import Generator, PromptReader, encode_prompts
 
     texts, pictures = texts or ['<image>' * len(image)], None
@@ -176,21 +177,21 @@ FilesAndOverrides = Annotated[
 Task = Annotated[
     Literal['perplexity', 'wikitext', 'lambada'] | None,
     typer.Option(
-        help='perplexity: text, JSON lines, Parquet, also with pictures, and folders. '
-        'wikitext, lambada: by the rules of the Megatron paper.'
+        help='perplexity: for text, JSON lines, Parquet (with or without images), and folders. '
+        'wikitext, lambada: as in the Megatron paper.'
     ),
 ]
 HarnessTasks = Annotated[
     str | None,
     typer.Option(
         metavar='TASKS',
-        help='Comma-separated tasks of lm-evaluation-harness; FOLDER/NAME is your own task.',
+        help='Comma-separated tasks of lm-evaluation-harness; FOLDER/NAME for your own task.',
     ),
 ]
 Stride = Annotated[
     int | None,
     typer.Option(
-        help='Tokens between windows; by default 32 for wikitext, the window for perplexity.'
+        help='Tokens between windows; default: 32 for wikitext, the window size for perplexity.'
     ),
 ]
 ResultsFile = Annotated[Path | None, typer.Option('--json', help='Write the results to this file.')]
@@ -204,14 +205,14 @@ def evaluate(
     stride: Stride = None,
     out: ResultsFile = None,
 ) -> None:
-    """Evaluate a trained model on text that it has not seen."""
+    """Evaluate a trained model on held-out text."""
     overrides = [argument for argument in arguments or [] if _OVERRIDE.match(argument)]
     files = [argument for argument in arguments or [] if not _OVERRIDE.match(argument)]
     _check(files, task, harness, stride, out)
     opened, jax = _open(run, overrides)
     tokenizer = opened.tokenizer
     if tokenizer is None:
-        raise ConfigError(f'{run} has no tokenizer, so it cannot read text')
+        raise ConfigError(f'{run} has no tokenizer, so it cannot be evaluated on text')
     with jax.set_mesh(opened.mesh):
         results: Mapping[str, Mapping[str, float | None]]
         if harness:
@@ -275,7 +276,7 @@ def _evaluate(
     if not are_documents(scorer, files):
         return perplexity(scorer, tokenizer, files, stride=stride)
     if stride is not None:
-        raise ConfigError('--stride is of a text; these documents are read whole: leave it out')
+        raise ConfigError('--stride has no effect on documents that are read whole: remove it')
     template = opened.chat_template(run, overrides)
     return document_perplexity(scorer, tokenizer, files, template)
 
@@ -290,24 +291,24 @@ def _check(
     """Raise ConfigError with every mistake in the command, before jax is imported."""
     problems = []
     if bool(task) == bool(harness):
-        problems.append('give one of --task and --harness')
+        problems.append('give either --task or --harness')
     if harness and not find_spec('lm_eval'):
         problems.append(f'--harness needs lm-evaluation-harness: {install("harness")}')
     if harness and (files or stride):
-        problems.append('--harness reads its own data: leave out files and --stride')
+        problems.append('--harness uses its own data: remove files and --stride')
     if task and (not files or (len(files) > 1 and task != 'perplexity')):
         problems.append(
             f'--task {task} needs {"files" if task == "perplexity" else "one file"}, '
             f'not {len(files)}'
         )
     if task == 'lambada' and stride:
-        problems.append('--task lambada has no --stride')
+        problems.append('--task lambada does not support --stride: remove it')
     problems += [
         f'{file}: no such file or folder' for file in files if not Path(file).expanduser().exists()
     ]
     paths = [Path(file).expanduser().resolve() for file in files]
     problems += [
-        f'{file}: would be read twice: name it, or the folder that holds it, once'
+        f'{file}: would be read twice: name it, or the folder that contains it, once'
         for i, (file, path) in enumerate(zip(files, paths, strict=True))
         if path in paths[:i] or not set(path.parents).isdisjoint(paths)
     ]

@@ -1,4 +1,4 @@
-"""`megajax generate --chat`: a conversation on a terminal, or with the lines of a pipe."""
+"""`megajax generate --chat`: chat on a terminal, or with the lines of a pipe."""
 
 import os
 import signal
@@ -23,15 +23,15 @@ PROMPT = '> '
 
 
 def check_chat(is_chat: bool, system: str | None, others: Mapping[str, object]) -> None:
-    """Raise ConfigError for options that do not go together, before jax is imported."""
+    """Raise ConfigError for options that conflict, before jax is imported."""
     if is_chat and (given := [name for name, value in others.items() if value]):
-        raise ConfigError(f'--chat takes its turns from --prompt or input: leave out {given[0]}')
+        raise ConfigError(f'--chat takes its turns from --prompt or input: remove {given[0]}')
     if system is not None and not is_chat:
-        raise ConfigError('--system is the first message of a conversation: add --chat')
+        raise ConfigError('--system needs a chat: add --chat')
 
 
 def check_unicode(where: str, texts: Sequence[str]) -> None:
-    """Raise ConfigError for a text from bytes that are not UTF-8, or were not read as UTF-8."""
+    """Raise ConfigError for a text that is not UTF-8, or that was not decoded as UTF-8."""
     for text in texts:
         try:
             text.encode()
@@ -39,7 +39,7 @@ def check_unicode(where: str, texts: Sequence[str]) -> None:
             problem = f'{text!r} is not UTF-8 at character {error.start}: write it in UTF-8'
             with suppress(UnicodeError):
                 problem = (
-                    f'{os.fsencode(text).decode()!r} is UTF-8, and the locale makes Python read '
+                    f'{os.fsencode(text).decode()!r} is UTF-8, but with this locale Python decodes '
                     f'it as {sys.getfilesystemencoding()}: set PYTHONUTF8=1 or LC_ALL=C.UTF-8'
                 )
             raise ConfigError(f'{where}: {problem}') from error
@@ -54,10 +54,10 @@ def converse(
     system: str | None,
     said: Sequence[str] | None,
 ) -> None:
-    """Answer the texts in `said`, or else the lines of standard input, until they end.
+    """Answer the texts in `said`, or the lines of standard input if it is None.
 
-    Raises ConfigError if the run has no chat template, or if a text cannot be answered; on a
-    terminal the conversation then goes on.
+    Raises ConfigError if the run has no chat template, or if a text cannot be answered. On a
+    terminal, the chat continues after a text that cannot be answered.
     """
     import jax
 
@@ -67,10 +67,10 @@ def converse(
 
     tokenizer = opened.tokenizer
     if tokenizer is None:
-        raise ConfigError(f'{run} has no tokenizer, so it cannot read text')
+        raise ConfigError(f'{run} has no tokenizer, so it cannot chat')
     template = opened.chat_template(run, overrides)
     if template is None:
-        message = f'{run} has no chat template: add {KEY}=FILE, a chat template of Hugging Face'
+        message = f'{run} has no chat template: add {KEY}=FILE, a Hugging Face chat template'
         raise ConfigError(Problem(path=KEY, message=message))
     with (
         open_chat(tokenizer, NO_IMAGE, template) as chat,
@@ -89,7 +89,7 @@ def converse(
 
 
 def _lines(is_asked: bool) -> Iterator[str]:
-    """Yield the lines of standard input that are not blank; Ctrl-C discards the one being typed."""
+    """Yield the non-blank lines of standard input; Ctrl-C discards the line being typed."""
     if is_asked:
         import readline  # noqa: F401 (input() edits lines with it)
     while True:
@@ -117,9 +117,9 @@ def _answer(conversation: 'Conversation', turn: str) -> None:
         for row in answer:
             if conversation.dropped > dropped:
                 number, dropped = conversation.dropped - dropped, conversation.dropped
-                note(f'the oldest {number} of the turns no longer fit and are forgotten')
+                note(f'dropped the oldest turns, which no longer fit: {number}')
             new, shown, end = row.text[shown:], len(row.text), row.end
-            # A terminal obeys none of it; a pipe gets it as it is.
+            # Control characters are escaped on a terminal, and unchanged in a pipe.
             sys.stdout.write(visible(new) if sys.stdout.isatty() else new)
             sys.stdout.flush()
             if interrupted:
@@ -127,12 +127,12 @@ def _answer(conversation: 'Conversation', turn: str) -> None:
     sys.stdout.write('\n')
     sys.stdout.flush()
     if end == 'length':
-        note('the answer was cut at --max-tokens, or where model.max_seq_len ends')
+        note('the answer was cut at --max-tokens or model.max_seq_len')
 
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Yield a list that gets an entry at Ctrl-C; the second one raises KeyboardInterrupt."""
+    """Yield a list that gets an entry at Ctrl-C; a second Ctrl-C raises KeyboardInterrupt."""
     interrupted: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:

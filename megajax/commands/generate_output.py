@@ -1,4 +1,4 @@
-"""How continuations are printed while they grow: as JSON lines or as text."""
+"""Print continuations as they are generated, as JSON lines or as text."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def as_json(prompts: Sequence[str]) -> Any:
-    """Return a function that prints each prompt and its text as JSON, in order, once complete."""
+    """Return a function that prints each complete prompt and its text as JSON, in order."""
     written = 0
 
     def show(rows: 'Sequence[Continuation | None]') -> None:
@@ -32,9 +32,9 @@ def as_json(prompts: Sequence[str]) -> Any:
 
 
 def as_text(prompts: Sequence[str]) -> Any:
-    """Return a function that prints each prompt and its text, in order, as far as generated.
+    """Return a function that prints each prompt and the text generated so far, in order.
 
-    A terminal obeys none of it; a pipe gets it as it is.
+    Control characters are escaped on a terminal, and unchanged in a pipe.
     """
     current, shown = 0, 0
 
@@ -56,19 +56,19 @@ def as_text(prompts: Sequence[str]) -> Any:
 
 
 def is_cut(row: 'Continuation', request: 'Request') -> bool:
-    """Whether a text ended at the end of the model's positions, before the tokens asked for."""
+    """Whether a text ended at model.max_seq_len, before the requested number of tokens."""
     return row.end == 'length' and row.limit < request.max_tokens
 
 
 def note_cut(number: int, total: int, request: 'Request', config: 'Config') -> None:
-    """Say how many texts `is_cut` is true of, if any."""
+    """Print a note with the number of texts that were cut, if any."""
     if number:
         note(
-            f'model.max_seq_len={config.model.max_seq_len}, which a prompt and its text share, '
-            f'ended {number} of {total} texts before --max-tokens {request.max_tokens}'
+            f'{number} of {total} texts were cut before --max-tokens {request.max_tokens}, at '
+            f'model.max_seq_len={config.model.max_seq_len} including the prompt'
         )
 
 
 def note(text: str) -> None:
-    """Print a note to standard error, so that a pipe gets the texts alone."""
+    """Print a note to standard error, so that a pipe gets only the texts."""
     print(f'note: {visible(text)}', file=sys.stderr, flush=True)

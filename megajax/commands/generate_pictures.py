@@ -1,4 +1,4 @@
-"""`megajax generate` with a folder of pictures, and the drawing of relevance's budget."""
+"""`megajax generate` for a folder of images, and for drawing the token budget of relevance."""
 
 import json
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def check_budget(path: Path, images: Sequence[Path]) -> None:
-    """Raise ConfigError unless the budget over one picture can be written to a file."""
+    """Raise ConfigError unless there is one image and the file can be written."""
     problems = [*output_problems(path)]
     if len(images) != 1:
-        problems.append(f'--show-budget draws over one picture, and --image gives {len(images)}')
+        problems.append(f'--show-budget needs exactly one --image, not {len(images)}')
     if problems:
         raise ConfigError(*problems)
 
@@ -27,7 +27,7 @@ def check_budget(path: Path, images: Sequence[Path]) -> None:
 def draw_budget(
     path: Path, file: Path, config: 'Config', rows: 'Sequence[Continuation | None]'
 ) -> None:
-    """Write the picture with the tokens that the only row's regions have."""
+    """Write the image with the number of tokens of each region, for the only row."""
     from PIL import Image
 
     from megajax.runtime.data.budget_sheet import write_budget
@@ -49,9 +49,9 @@ def check_images(
         _check_image_files(image or [], texts)
         return
     if image or prompts:
-        raise ConfigError('--images answers one --prompt: leave out --image and --prompts')
+        raise ConfigError('--images answers a single --prompt: remove --image and --prompts')
     if len(texts) > 1 or any(text.count('<image>') != 1 for text in texts):
-        raise ConfigError('--images puts each picture where the --prompt has <image>: give one')
+        raise ConfigError('--images needs a single --prompt that contains <image> once')
     if not images.is_dir():
         raise ConfigError(f'--images {images}: no such folder')
 
@@ -60,7 +60,7 @@ def _check_image_files(image: Sequence[Path], texts: Sequence[str]) -> None:
     problems = [f'{path}: no such file' for path in image if not path.exists()]
     if image and texts and (places := texts[0].count('<image>')) != len(image):
         problems.append(
-            f'the prompt has <image> {places} times, and there are {len(image)} --image: '
+            f'the prompt contains <image> {places} times, but --image is given {len(image)} times: '
             f"write <image> once for each, for example '{'<image>' * len(image)}?'"
         )
     if problems:
@@ -68,7 +68,7 @@ def _check_image_files(image: Sequence[Path], texts: Sequence[str]) -> None:
 
 
 def answer_all(opened: 'Opened', jax: Any, prompt: str, folder: Path, request: 'Request') -> None:
-    """Print the answer for each picture of a folder as JSON, in order."""
+    """Print the answer for each image in a folder as JSON, in order."""
     from megajax.runtime.generate import (
         Generator,
         PromptReader,
@@ -82,10 +82,10 @@ def answer_all(opened: 'Opened', jax: Any, prompt: str, folder: Path, request: '
     with jax.set_mesh(opened.mesh):
         generator = Generator(opened.config, opened.params, opened.tokenizer)
         cut = 0
-        for picture, row in answer_all(generator, reader, documents, request):
+        for file, row in answer_all(generator, reader, documents, request):
             cut += is_cut(row, request)
             line = {
-                'image': picture.name,
+                'image': file.name,
                 'text': row.text,
                 'tokens': len(row.ids),
                 'end': row.end,

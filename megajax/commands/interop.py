@@ -20,14 +20,16 @@ export_app = typer.Typer(
 )
 
 Model = Annotated[
-    str, typer.Argument(metavar='DIR | ORG/NAME', help='A directory, or a repository of the Hub.')
+    str,
+    typer.Argument(metavar='DIR | ORG/NAME', help='A directory, or a repository on the Hub.'),
 ]
 Folder = Annotated[Path, typer.Argument(metavar='DIR', help='The directory of the checkpoint.')]
 NewRun = Annotated[Path, typer.Argument(metavar='OUT', help='The run directory to create.')]
 Source = Annotated[
     Path,
     typer.Argument(
-        metavar='RUN', help="A run's directory, for its newest checkpoint, or RUN/checkpoints/STEP."
+        metavar='RUN',
+        help="A run's directory (newest checkpoint), or RUN/checkpoints/STEP.",
     ),
 ]
 NewFolder = Annotated[Path, typer.Argument(metavar='OUT', help='The directory to create.')]
@@ -52,14 +54,14 @@ def import_hf(
     overrides: Overrides = None,
     revision: Annotated[
         str | None,
-        typer.Option(help='A branch, a tag or a commit of the repository; main if left out.'),
+        typer.Option(help='Branch, tag or commit of the repository; default: main.'),
     ] = None,
 ) -> None:
     """Create a run at step 0 from a Hugging Face model.
 
-    It is a directory with config.json, *.safetensors and tokenizer.json, or a repository of the
-    Hub, ORG/NAME, which is downloaded with huggingface_hub, whose variables HF_TOKEN, HF_HOME,
-    HF_ENDPOINT and HF_HUB_OFFLINE count.
+    The model is a directory with config.json, *.safetensors and tokenizer.json, or a repository on
+    the Hub, ORG/NAME. Repositories are downloaded with huggingface_hub, which reads HF_TOKEN,
+    HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE.
     """
     log_to_terminal()
     from megajax.interop.folder import check_new
@@ -82,22 +84,22 @@ def export_hf(
     out: NewFolder,
     family: Annotated[
         Family | None,
-        typer.Option(help='If left out: the family of the import, or the first that fits.'),
+        typer.Option(help='Default: the family of the import, or the first that fits.'),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help='If left out: the dtype of the import, or float32.')
+        Dtype | None, typer.Option(help='Default: the dtype of the import, or float32.')
     ] = None,
-    shard_gb: Annotated[float, typer.Option(min=0, help='Maximum size of a file in GB.')] = 5.0,
+    shard_gb: Annotated[float, typer.Option(min=0, help='Maximum file size in GB.')] = 5.0,
     adapter: Annotated[
-        bool, typer.Option('--adapter', help="Write the adapters of `lora` alone, as PEFT's.")
+        bool, typer.Option('--adapter', help='Write only the LoRA adapters, in PEFT format.')
     ] = False,
     base: Annotated[
-        str | None, typer.Option(help='With --adapter: the model that PEFT shall add them to.')
+        str | None, typer.Option(help='With --adapter: the base model for PEFT.')
     ] = None,
 ) -> None:
     """Write a Hugging Face directory for transformers and vLLM.
 
-    It appears when it is complete. Adapters are added to the weights.
+    The directory appears when it is complete. Adapters are merged into the weights.
     """
     _on_the_host()
     if adapter:
@@ -120,17 +122,17 @@ def import_megatron_lm(
     overrides: Overrides = None,
     tensor_parallel: Annotated[
         int | None,
-        typer.Option(min=1, help='The expected number of ranks; not checked if left out.'),
+        typer.Option(min=1, help='Expected number of ranks; default: not checked.'),
     ] = None,
     pipeline_parallel: Annotated[
         int | None,
-        typer.Option(min=1, help='The expected number of stages; not checked if left out.'),
+        typer.Option(min=1, help='Expected number of stages; default: not checked.'),
     ] = None,
 ) -> None:
     """Create a run at step 0 from a Megatron-LM checkpoint.
 
-    The ranks' mp_rank_TT/model_optim_rng.pt are merged. Pipeline stages (mp_rank_TT_PPP) are merged
-    too, with their virtual stages.
+    The files mp_rank_TT/model_optim_rng.pt of all ranks are merged, and so are pipeline stages
+    (mp_rank_TT_PPP) and virtual stages.
     """
     log_to_terminal()
     from megajax.interop.megatron.ranks import ITERATION, import_megatron
@@ -147,20 +149,18 @@ def import_megatron_lm(
 def export_megatron_lm(
     source: Source,
     out: NewFolder,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help='The number of ranks to write.')],
+    tensor_parallel: Annotated[int, typer.Option(min=1, help='Number of ranks to write.')],
     pipeline_parallel: Annotated[
-        int, typer.Option(min=1, help='The number of pipeline stages of each rank.')
+        int, typer.Option(min=1, help='Number of pipeline stages per rank.')
     ] = 1,
     virtual_stages: Annotated[
-        int, typer.Option(min=1, help='The number of chunks of layers of each stage.')
+        int, typer.Option(min=1, help='Number of chunks of layers per stage.')
     ] = 1,
 ) -> None:
-    """Write the files of Megatron-LM's ranks.
+    """Write one checkpoint file per Megatron-LM rank.
 
-    Each is mp_rank_TT/model_optim_rng.pt; for several pipeline stages the folders are
-    mp_rank_TT_PPP.
-
-    The directory appears when it is complete.
+    The files are mp_rank_TT/model_optim_rng.pt; with several pipeline stages, the folders are
+    mp_rank_TT_PPP. The directory appears when it is complete.
     """
     _on_the_host()
     from megajax.interop.megatron.ranks import export_megatron

@@ -87,7 +87,7 @@ def megajax(
         ),
     ] = False,
 ) -> None:
-    """Megatron-LM's tensor parallelism in JAX."""
+    """Train transformers in JAX with Megatron-LM's parallelism."""
 
 
 @app.command()
@@ -96,8 +96,8 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar='CONFIG | KEY=VALUE',
-            help='A preset or a YAML file, then overrides. Without one: the config of the run '
-            'in run.dir or of run.start_from, otherwise tiny.',
+            help='A preset or a YAML file, then overrides. Default: the config of the run in '
+            'run.dir or run.start_from, otherwise tiny.',
         ),
     ] = None,
 ) -> None:
@@ -131,28 +131,28 @@ def launch(
             metavar='-- train CONFIG KEY=VALUE', help='The command that each process runs.'
         ),
     ],
-    processes: Annotated[int, typer.Option(min=1, help='How many processes on this machine.')],
+    processes: Annotated[int, typer.Option(min=1, help='Number of processes on this machine.')],
     devices_per_process: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help='Devices of each process; an equal share of the GPUs or of the mesh if left out.',
+            help='Devices per process; default: an equal share of the GPUs or of the mesh.',
         ),
     ] = None,
     hosts: Annotated[
-        int, typer.Option(min=1, help='How many hosts run this command, for one run.')
+        int, typer.Option(min=1, help='Number of hosts that run this command for one run.')
     ] = 1,
     host: Annotated[
         int | None,
-        typer.Option(help='Which of them this is, from 0; in a pod of an Indexed Job its index.'),
+        typer.Option(help='Index of this host, from 0; in a pod of an Indexed Job: its index.'),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option('--dry-run', help='Print the variables and the command of each process.')
     ] = False,
 ) -> None:
-    """Train in several processes, here or on each of several hosts.
+    """Train in several processes, on one host or several.
 
-    Each process has its own GPUs or simulated devices; they end together.
+    Each process has its own GPUs or simulated devices. All processes end together.
     """
     command, *rest = arguments
     if command != 'train':
@@ -182,9 +182,11 @@ def launch(
 def doctor(
     folder: Annotated[Path, typer.Option('--dir', help='The folder for runs.')] = Path('.'),
 ) -> None:
-    """Show versions, devices and file system, and their problems.
+    """Check this machine, and suggest a fix for each problem.
 
-    Exits with 1 if there are any.
+    It checks versions, devices, the network and the file system.
+
+    Exits with code 1 if there is a problem.
     """
     from megajax.commands.doctor import diagnose
 
@@ -207,7 +209,10 @@ def show(
 @config_app.command()
 @config_app.command('combinations', hidden=True)  # its former name
 def conflicts() -> None:
-    """List the settings that cannot be combined, with the reason and what to use instead."""
+    """List the settings that cannot be combined.
+
+    Each pair has a reason and what to use instead.
+    """
     for pair in CONFLICTS:
         print(f'{pair.one} with {pair.other}: {pair.reason}; {pair.instead}')
 

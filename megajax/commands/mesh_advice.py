@@ -1,4 +1,4 @@
-"""The line of a run on GPUs that says what `megajax plan` thinks of its mesh."""
+"""The line with which a run on GPUs reports what `megajax plan` predicts for its mesh."""
 
 import logging
 import threading
@@ -9,15 +9,15 @@ from jax.sharding import Mesh
 from megajax.core.config import Config
 from megajax.core.hardware.records import hardware_of
 
-PATIENCE = 2.0  # seconds that a run waits for the search of layouts
+PATIENCE = 2.0  # seconds that a run waits for the layout search
 
 logger = logging.getLogger(__name__)
 
 
 def mesh_advice(config: Config, mesh: Mesh) -> str:
-    """Return the line for the GPUs of a mesh; empty if they are unknown, and in other processes.
+    """Return the line for the GPUs of a mesh; empty for unknown GPUs and in processes above 0.
 
-    It never fails, and takes at most PATIENCE: after that it says what is known without the search.
+    It never fails and takes at most PATIENCE; if the search takes longer, its part is left out.
     """
     device = mesh.devices.flat[0]
     if jax.process_index() != 0 or hardware_of(device.device_kind) is None:
@@ -25,7 +25,7 @@ def mesh_advice(config: Config, mesh: Mesh) -> str:
     lines = list[str]()
     host = mesh.size if jax.process_count() == 1 else None
     arguments = config, device.device_kind, host, lines
-    # A thread, because a search of many layouts cannot be stopped.
+    # In a thread, because a search of many layouts cannot be stopped.
     search = threading.Thread(target=_search, args=arguments, name='mesh advice', daemon=True)
     search.start()
     search.join(PATIENCE)
@@ -40,5 +40,5 @@ def _search(config: Config, kind: str, gpus_per_host: int | None, lines: list[st
         assert gpu is not None
         for line in advice(config, gpu, gpus_per_host):
             lines.append(line)
-    except Exception:  # a mistake of the plan must not end a run that would work
+    except Exception:  # a bug in the plan must not end a run that would work
         logger.debug('no advice on the mesh', exc_info=True)

@@ -32,7 +32,7 @@ def with_old_names(new_of: Mapping[str, str]) -> type[TyperCommand]:
 
 
 class KeysGroup(TyperGroup):
-    """A group of commands whose error for an unknown option names the key that it stands for."""
+    """A group of commands that reports the config key meant by an unknown option."""
 
     _WORDS: ClassVar[str] = f'{__name__}.words'  # name in click's storage of a command line
 
@@ -41,7 +41,7 @@ class KeysGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        """Run the command. Raises ConfigError for an option that stands for a key."""
+        """Run the command. Raises ConfigError for an option that means a config key."""
         try:
             return super().invoke(ctx)
         except Exception as error:
@@ -60,7 +60,7 @@ def _takes_overrides(where: Any) -> bool:
 
 
 def _fix(option: str, words: list[str], command: str) -> str | None:
-    """Return what to write instead of an option of this command line, None if it is no key."""
+    """Return what to write instead of an option, None if it means no config key."""
     value = 'VALUE'
     for word, following in zip(words, [*words[1:], '-'], strict=True):
         name, equals, text = word.partition('=')
@@ -69,4 +69,4 @@ def _fix(option: str, words: list[str], command: str) -> str | None:
     if option.lstrip('-').replace('-', '_') in _CONFIG:
         return f'the config is an argument: {command} {value}'
     key = key_of_option(option, KEYS)
-    return key and f'keys of the config are set by {OVERRIDE}: {key}={value}'
+    return key and f'config keys are set by {OVERRIDE}: {key}={value}'

@@ -126,7 +126,7 @@ def test_each_line_of_a_pipe_is_a_turn_and_old_turns_are_said_to_be_forgotten(
     done = in_process('polite', '--max-tokens', '9', typed=b'a\n\nb\nc\nd\ne')
     assert (done.exit_code, done.stdout_bytes) == (0, (SAID + b'\n') * 5)
     notes = done.stderr.splitlines()
-    assert notes == ['note: the oldest 1 of the turns no longer fit and are forgotten']
+    assert notes == ['note: dropped the oldest turns, which no longer fit: 1']
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_each_line_of_a_pipe_is_a_turn_and_old_turns_are_said_to_be_forgotten(
         ('polite', [], b'x' * 200, 'this turn has 219 tokens in the chat template'),
         ('polite', [], b'\xff\n', 'is not UTF-8'),
         ('polite', ['--prompts', 'p.txt'], b'', '--chat takes its turns from --prompt or input'),
-        ('polite', ['--image', 'a.png'], b'', 'leave out --image'),
+        ('polite', ['--image', 'a.png'], b'', 'remove --image'),
     ],
 )
 def test_a_conversation_that_cannot_be_is_refused(
@@ -154,7 +154,7 @@ def test_a_conversation_that_cannot_be_is_refused(
 def test_a_system_message_without_a_conversation_is_refused(folder: Path) -> None:
     done = megajax('generate', 'polite', '--system', 'S', folder=folder)
     assert done.returncode == 2
-    assert done.stderr == ('error: --system is the first message of a conversation: add --chat\n')
+    assert done.stderr == 'error: --system needs a chat: add --chat\n'
 
 
 @pytest.mark.slow

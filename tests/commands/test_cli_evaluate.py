@@ -16,21 +16,21 @@ from megajax.commands.main import app
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
 
-TWICE = 'would be read twice: name it, or the folder that holds it, once'
+TWICE = 'would be read twice: name it, or the folder that contains it, once'
 
 
 @pytest.mark.parametrize(
     ('words', 'problem'),
     [
-        ('', 'give one of --task and --harness'),
+        ('', 'give either --task or --harness'),
         (
             '--task perplexity --harness boolq',
-            'give one of --task and --harness\n--task perplexity needs files, not 0',
+            'give either --task or --harness\n--task perplexity needs files, not 0',
         ),
         ('--task perplexity', '--task perplexity needs files, not 0'),
         ('--task wikitext', '--task wikitext needs one file, not 0'),
         ('--task wikitext a.txt b.txt', '--task wikitext needs one file, not 2'),
-        ('--task lambada a.txt --stride 4', '--task lambada has no --stride'),
+        ('--task lambada a.txt --stride 4', '--task lambada does not support --stride: remove it'),
         ('--task perplexity gone.txt', 'gone.txt: no such file or folder'),
         ('--task perplexity a.txt b.txt ./a.txt', f'./a.txt: {TWICE}'),
         ('--task perplexity . a.txt', f'a.txt: {TWICE}'),
@@ -38,10 +38,10 @@ TWICE = 'would be read twice: name it, or the folder that holds it, once'
             '--task perplexity a.txt --json a.txt/out.json',
             'a.txt/out.json: a.txt is a file and no folder: choose another file',
         ),
-        ('--harness boolq a.txt', '--harness reads its own data: leave out files and --stride'),
+        ('--harness boolq a.txt', '--harness uses its own data: remove files and --stride'),
         (
             '--harness boolq --stride 4',
-            '--harness reads its own data: leave out files and --stride',
+            '--harness uses its own data: remove files and --stride',
         ),
     ],
 )

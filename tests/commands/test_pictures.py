@@ -277,8 +277,8 @@ def test_every_mistake_in_the_images_of_a_prompt_is_named_before_jax_is_imported
         check_images(None, [there, gone], None, ['what is <image>'])
     assert str(caught.value).splitlines() == [
         f'{gone}: no such file',
-        'the prompt has <image> 1 times, and there are 2 --image: write <image> once for each, '
-        "for example '<image><image>?'",
+        'the prompt contains <image> 1 times, but --image is given 2 times: write <image> once '
+        "for each, for example '<image><image>?'",
     ]
     check_images(None, [there], None, ['what is <image>'])
     check_images(None, [there], None, [])

@@ -743,8 +743,8 @@ def test_a_text_that_the_models_positions_end_is_noted(
     row.add([5] * (left - 1))
     note_cut(int(is_cut(row, request)), 2, request, config)
     assert capsys.readouterr().err == is_noted * (
-        'note: model.max_seq_len=9, which a prompt and its text share, ended 1 of 2 texts before '
-        '--max-tokens 4\n'
+        'note: 1 of 2 texts were cut before --max-tokens 4, at model.max_seq_len=9 including the '
+        'prompt\n'
     )
 
 

@@ -168,9 +168,12 @@ def test_the_command_writes_a_line_for_each_picture(
     ('settings', 'message'),
     [
         ({'images': Path('gone')}, 'gone: no such folder'),
-        ({'images': Path(), 'image': [Path('a.png')]}, 'leave out --image and --prompts'),
-        ({'images': Path(), 'prompt': ['What?']}, 'has <image>: give one'),
-        ({'images': Path(), 'prompt': ['<image>', '<image>']}, 'has <image>: give one'),
+        ({'images': Path(), 'image': [Path('a.png')]}, 'remove --image and --prompts'),
+        ({'images': Path(), 'prompt': ['What?']}, 'single --prompt that contains <image> once'),
+        (
+            {'images': Path(), 'prompt': ['<image>', '<image>']},
+            'single --prompt that contains <image> once',
+        ),
     ],
 )
 def test_a_wrong_command_is_refused(run: Path, settings: dict[str, object], message: str) -> None:
