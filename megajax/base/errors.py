@@ -1,7 +1,6 @@
-"""The errors that end a run, each with its exit code; the watchdog adds 124
-(`runtime/run/watchdog.py`).
+"""The errors that end a run, each with its exit code.
 
-Imports no jax.
+The watchdog (`runtime/run/watchdog.py`) exits with code 124. Imports no jax.
 """
 
 from collections.abc import Iterator
@@ -13,11 +12,11 @@ from megajax.base.render.text import in_line, shorten, visible
 
 MAX_REASON_CHARACTERS = 300
 MAX_MESSAGE_CHARACTERS = 2000
-MAX_PROBLEMS = 40  # that are printed, of a file that may have thousands
+MAX_PROBLEMS = 40  # printed at most; a file may have thousands
 
 
 class RunError(Exception):
-    """An expected failure: printed without a traceback, exits with `exit_code`.
+    """An expected failure, which is printed without a traceback and exits with `exit_code`.
 
     Any other exception is a bug.
     """
@@ -32,7 +31,7 @@ class RunError(Exception):
 class Problem:
     """A mistake in a config: its key, a message and the place where it was written.
 
-    The message has the value, the limit and a value that works.
+    The message contains the value, the limit and a value that works.
     """
 
     path: str
@@ -50,7 +49,7 @@ class Problem:
 
 
 class ConfigError(RunError, ValueError):
-    """All of a user's mistakes, found before anything compiles; do not retry."""
+    """All mistakes of a user, found before anything compiles. Do not retry."""
 
     exit_code = 2
 
@@ -66,7 +65,7 @@ class ConfigError(RunError, ValueError):
 
 @contextmanager
 def problems_at(place: str) -> Iterator[None]:
-    """Add the place, such as file and line, to the problems of the block that have none."""
+    """Add a place, such as file and line, to problems of the block that have none."""
     try:
         yield
     except ConfigError as error:
@@ -81,45 +80,45 @@ def problems_at(place: str) -> Iterator[None]:
 
 
 class NumericError(RunError):
-    """Loss or gradients with which the run must not continue."""
+    """A loss or gradients with which the run must not continue."""
 
     exit_code = 3
 
 
 class CheckpointError(RunError):
-    """A checkpoint that cannot be trusted, or a last checkpoint that could not be written."""
+    """A corrupt checkpoint, or a last checkpoint that could not be written."""
 
     exit_code = 4
 
 
 class CorruptionError(RunError):
-    """A step that gave other bits when it was repeated: some hardware computes wrongly.
+    """Silent data corruption: a repeated step gave a different result (`runtime/run/replay.py`).
 
-    Do not retry on the same devices (`runtime/run/replay.py`).
+    Do not retry on the same devices.
     """
 
     exit_code = 5
 
 
 class StopRequested(RunError):  # noqa: N818
-    """A stop on request, with a saved checkpoint; the text names the cause.
+    """A stop on request, after a checkpoint was saved; the message names the cause.
 
-    The exit code is EX_TEMPFAIL: start the run again.
+    The exit code is EX_TEMPFAIL, which means: start the run again.
     """
 
     exit_code = 75
 
 
 class MiscompileError(RunError):
-    """A step that XLA compiled incorrectly: it does not compute what was written; do not retry."""
+    """A step that XLA has compiled incorrectly. Do not retry."""
 
-    exit_code = 1  # the same as `inspect` has for the same program
+    exit_code = 1  # as `inspect` has for the same program
 
 
 def reason(error: Exception) -> str:
     """Return the first line of an error, or its type; tensorstore's messages fill pages.
 
-    Of a long line the end stays too, where the system's reason is.
+    A long line is shortened in the middle, because the operating system's reason is at the end.
     """
     lines = visible(str(error)).strip().splitlines() or [type(error).__name__]
     return shorten(lines[0], MAX_REASON_CHARACTERS)

@@ -36,7 +36,7 @@ TWICE = 'would be read twice: name it, or the folder that contains it, once'
         ('--task perplexity . a.txt', f'a.txt: {TWICE}'),
         (
             '--task perplexity a.txt --json a.txt/out.json',
-            'a.txt/out.json: a.txt is a file and no folder: choose another file',
+            'a.txt/out.json: a.txt is a file, not a folder: choose another file',
         ),
         ('--harness boolq a.txt', '--harness uses its own data: remove files and --stride'),
         (

@@ -122,8 +122,8 @@ def test_an_import_is_refused_by_key_and_value(
 @pytest.mark.parametrize(
     ('text', 'why'),
     [
-        ('[' * 100_000, f'more than {MAX_DEPTH} objects and lists within each other'),
-        ('{"a":' * 100_000, f'more than {MAX_DEPTH} objects and lists within each other'),
+        ('[' * 100_000, f'more than {MAX_DEPTH} nested objects and lists'),
+        ('{"a":' * 100_000, f'more than {MAX_DEPTH} nested objects and lists'),
         (f'{{"a": {"[" * 60}{"]" * 60}}}', f'more than {MAX_DEPTH} objects and lists'),
         (f'{{"a": {"9" * 5_000}}}', 'not JSON: Exceeds the limit'),
         ('x' * 50_000, 'not JSON: Expecting value'),

@@ -1,4 +1,4 @@
-"""JSON files of bounded size and depth. Imports no jax."""
+"""Read JSON files with limits on size and depth. Imports no jax."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,14 @@ from megajax.base.errors import ConfigError
 from megajax.base.render.text import shorten
 
 MAX_BYTES = 100_000_000  # the index of 100,000 tensors has 10,000,000
-MAX_DEPTH = 50  # objects and lists within each other
+MAX_DEPTH = 50  # nested objects and lists
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object of a JSON file.
 
-    Raises ConfigError if it cannot be read, is none, or is larger or deeper than any that
-    describes a model.
+    Raises ConfigError if the file cannot be read, is not a JSON object, or is larger or deeper than
+    any file that describes a model.
     """
     try:
         with file.open('rb') as opened:
@@ -28,7 +28,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f'{file}: cannot be read: {error.strerror}') from error
     except RecursionError:
-        message = f'{file}: more than {MAX_DEPTH} objects and lists within each other'
+        message = f'{file}: more than {MAX_DEPTH} nested objects and lists'
         raise ConfigError(message) from None
     except ValueError as error:
         raise ConfigError(f'{file}: not JSON: {shorten(str(error), 200)}') from error

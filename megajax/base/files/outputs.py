@@ -1,4 +1,4 @@
-"""The output files of a command: they are checked before it computes anything."""
+"""Check the output files of a command before it computes anything."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from megajax.base.errors import ConfigError
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Raise ConfigError with each of these files that cannot be written; None is skipped."""
+    """Raise ConfigError with every file that cannot be written; None is skipped."""
     if problems := [*output_problems(*paths)]:
         raise ConfigError(*problems)
 
@@ -20,12 +20,12 @@ def output_problems(*paths: Path | None) -> Iterator[str]:
         if path.is_dir():
             yield f'{path} is a folder: give the name of a file in it'
         elif there != path and not there.is_dir():
-            yield f'{path}: {there} is a file and no folder: choose another file'
+            yield f'{path}: {there} is a file, not a folder: choose another file'
         elif not os.access(there, os.W_OK):
             yield f'{path} is not writable: change its permissions, or choose another file'
 
 
 def with_folder(path: Path) -> Path:
-    """Return the path of a file that is to be written, after its folder is created."""
+    """Create the folder of a file that is to be written, and return the path of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path

@@ -1,8 +1,8 @@
-"""Files that stand for others which were not downloaded. Imports no jax."""
+"""Recognize Git LFS pointers, files whose content was not downloaded. Imports no jax."""
 
 from pathlib import Path
 
-POINTER = b'version https://git-lfs.'  # with which Git LFS begins the files that it leaves out
+POINTER = b'version https://git-lfs.'  # the beginning of a pointer file
 
 
 def repair(path: Path) -> str:
@@ -10,7 +10,7 @@ def repair(path: Path) -> str:
     with path.open('rb') as file:
         is_pointer = file.read(len(POINTER)) == POINTER
     return (
-        'it is a Git LFS pointer and not the file itself: run git lfs pull in its repository'
+        'it is a Git LFS pointer, not the file itself: run git lfs pull in its repository'
         if is_pointer
         else 'download or copy it again'
     )

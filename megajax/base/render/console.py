@@ -1,4 +1,4 @@
-"""Rich renderables as plain text or HTML, independent of where this process writes to."""
+"""Render rich tables as plain text or HTML, whatever this process writes to."""
 
 import io
 
@@ -11,7 +11,7 @@ _HTML = f'<pre style="{_STYLE}">{{code}}</pre>'
 
 
 def as_text(shown: RenderableType, *, width: int = 150) -> str:
-    """Return what a rich console would show, as plain text."""
+    """Return the output of a rich console as plain text."""
     console = Console(width=width, force_terminal=False, force_jupyter=False)
     with console.capture() as capture:
         console.print(shown)
@@ -19,7 +19,7 @@ def as_text(shown: RenderableType, *, width: int = 150) -> str:
 
 
 def as_html(shown: RenderableType) -> str:
-    """Return what a rich console would show, as an HTML fragment for a notebook."""
+    """Return the output of a rich console as an HTML fragment for a notebook."""
     file = io.StringIO()
     console = Console(file=file, width=150, record=True, highlight=False, force_jupyter=False)
     console.print(shown)

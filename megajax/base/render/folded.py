@@ -1,4 +1,4 @@
-"""Tables that a narrow terminal shows whole, with some cells of a row below the others."""
+"""Tables that fit into a narrow terminal by moving cells of a row below the others."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,18 +9,18 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-WRAPPED = 10  # columns of text that a cell needs at least if it may be broken into lines
-GAP, INDENT = 2, 2  # columns between cells, and before what stands below a row
+WRAPPED = 10  # minimum width of a cell that may be wrapped, in terminal columns
+GAP, INDENT = 2, 2  # terminal columns between cells, and before cells below a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Folded:
-    """A table that is shown as it is where it fits, and folded where it does not.
+    """A table that is folded if it does not fit the terminal.
 
-    In a folded table each row begins with the cells that fit beside each other. The widest columns
-    follow on lines of their own, after the names of their columns; so does the first one, but above
-    the row, if it takes more than half of the width. No cell is cut that a line can hold. `names`
-    are those of columns in a folded table, where what explains them may stand elsewhere.
+    In a folded table, each row begins with the cells that fit next to each other. The widest cells
+    follow on lines of their own, after their column names. If the first cell takes more than half
+    of the width, it gets a line above the row. No cell is cut that fits on a line. `names` replaces
+    column names in a folded table.
     """
 
     table: Table
@@ -45,7 +45,7 @@ class Folded:
 class _Column:
     header: str
     cells: list[Text]
-    content: int  # columns of its longest line
+    content: int  # width of the longest line
     may_wrap: bool
     is_right: bool
 
@@ -65,12 +65,12 @@ class _Column:
 
     @property
     def width(self) -> int:
-        """Columns of the terminal that it fills."""
+        """Width in terminal columns."""
         return max(len(self.header), self.content)
 
     @property
     def needed(self) -> int:
-        """Columns of the terminal without which it is unreadable."""
+        """Smallest readable width in terminal columns."""
         return min(self.width, WRAPPED) if self.may_wrap else self.width
 
 
@@ -85,35 +85,35 @@ def _total(columns: Sequence[_Column]) -> int:
 def _folded(table: Table, columns: list[_Column], width: int) -> Iterator[Text | Table | Padding]:
     first, *others = columns
     leads = first.needed > width // 2
-    beside = others if leads else columns
+    fitting = others if leads else columns
     below = list[_Column]()
-    while _total(beside) > width - INDENT * leads and len(beside) > 1:
-        widest = max(beside if leads else beside[1:], key=lambda column: column.needed)
-        beside = [column for column in beside if column is not widest]
+    while _total(fitting) > width - INDENT * leads and len(fitting) > 1:
+        widest = max(fitting if leads else fitting[1:], key=lambda column: column.needed)
+        fitting = [column for column in fitting if column is not widest]
         below.insert(0, widest)
     below.sort(key=columns.index)
     indent = INDENT if leads else 0
-    widths = _widths(beside, width - indent)
+    widths = _widths(fitting, width - indent)
     if table.title:
         yield Text(str(table.title), style='table.title')
     if table.show_header and leads and first.header:
         yield Text(first.header, style='bold')
-    if table.show_header and any(column.header for column in beside):
-        headers = [Text(column.header, style='bold') for column in beside]
-        yield Padding.indent(_line(beside, widths, headers), indent)
+    if table.show_header and any(column.header for column in fitting):
+        headers = [Text(column.header, style='bold') for column in fitting]
+        yield Padding.indent(_line(fitting, widths, headers), indent)
     for number, row in enumerate(table.rows):
         style = row.style or ''
         if leads:
             yield _styled(first.cells[number], style)
-        cells = [_styled(column.cells[number], style) for column in beside]
-        yield Padding.indent(_line(beside, widths, cells), indent)
+        cells = [_styled(column.cells[number], style) for column in fitting]
+        yield Padding.indent(_line(fitting, widths, cells), indent)
         yield from _below(below, number, width)
     if table.caption:
         yield Text(str(table.caption), style='table.caption')
 
 
 def _widths(columns: Sequence[_Column], width: int) -> list[int]:
-    """The widths of cells: as needed, and what is left for those that may be broken."""
+    """Return the widths of cells: as needed, and what is left for those that may be wrapped."""
     left, widths = width - _total(columns), list[int]()
     for column in columns:
         more = min(max(left, 0), column.width - column.needed)
@@ -131,7 +131,7 @@ def _line(columns: Sequence[_Column], widths: Sequence[int], cells: Sequence[Tex
 
 
 def _below(columns: Sequence[_Column], number: int, width: int) -> Iterator[Padding]:
-    """The cells of a row that stand below it, as many beside each other as fit."""
+    """Yield lines with the cells that go below a row, as many next to each other as fit."""
     line, left = list[Text](), 0
     for column in columns:
         cell = column.cells[number]
@@ -140,15 +140,15 @@ def _below(columns: Sequence[_Column], number: int, width: int) -> Iterator[Padd
         lines = cell.split('\n', allow_blank=True)
         needed = len(column.header) + max(part.cell_len for part in lines) + 2 * GAP
         if line and needed > left:
-            yield _beside(line)
+            yield _in_line(line)
             line = []
         left = (left if line else width - INDENT) - needed
         line += [Text(column.header, style='dim'), cell]
     if line:
-        yield _beside(line)
+        yield _in_line(line)
 
 
-def _beside(cells: Sequence[Text]) -> Padding:
+def _in_line(cells: Sequence[Text]) -> Padding:
     grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, GAP, 0, 0))
     grid.add_row(*cells)
     return Padding.indent(grid, INDENT)

@@ -1,4 +1,4 @@
-"""Warnings and notes of the logging module on a terminal."""
+"""Print log messages on a terminal."""
 
 import logging
 import shutil
@@ -13,5 +13,5 @@ class _Lines(logging.StreamHandler):
 
 
 def log_to_terminal() -> None:
-    """Print what is logged to stderr, unless the root logger has handlers already."""
+    """Log to stderr, unless the root logger already has handlers."""
     logging.basicConfig(format='%(message)s', handlers=[_Lines()])

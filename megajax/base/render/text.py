@@ -1,15 +1,15 @@
-"""Text from elsewhere, as it may stand in a line of a message."""
+"""Make text from elsewhere safe and short enough for a message."""
 
 import re
 import shlex
 
-INDENT, CONTINUED = 11, 4  # columns before a value, and before the rest of another line
+INDENT, CONTINUED = 11, 4  # columns before a value, and before a continued line
 MIN_WIDTH = 40  # columns
 _VALUE = re.compile(rf'(?=.{{{INDENT - 1}}} \S)[\w ]+')
 
 
 def shorten(text: str, limit: int = 80) -> str:
-    """Return a text of at most `limit` characters, with its beginning, its end and its length."""
+    """Shorten a text to `limit` characters, keeping its beginning, its end and its length."""
     if len(text) <= limit:
         return text
     middle = f'...({len(text):,} characters)...'
@@ -18,27 +18,27 @@ def shorten(text: str, limit: int = 80) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Return a text whose control characters and changes of direction are seen, not obeyed.
+    r"""Return a text with control characters and changes of direction escaped.
 
-    An escape becomes \x1b. Newlines and tabs stay.
+    For example, an escape becomes \x1b. Newlines and tabs are unchanged.
     """
     return text.translate(_VISIBLE)
 
 
 def in_line(text: str, limit: int) -> str:
-    r"""Return a text of at most `limit` characters, with \n for a newline."""
+    r"""Shorten a text to `limit` characters, with \n for each newline."""
     return shorten(text, limit).replace('\n', r'\n')
 
 
 def typed(word: object) -> str:
-    """Return a word of a command as it is typed in a shell, in quotes if it needs them."""
+    """Return a word as it is typed in a shell, in quotes if necessary."""
     return shlex.quote(str(word))
 
 
 def folded(text: str, width: int) -> str:
-    """Return a text whose lines are broken at spaces to `width` columns, below their values.
+    """Wrap the lines of a text at `width` columns, and indent continued lines below their values.
 
-    A value begins after the name of a line of a run, in column INDENT. Longer words stay whole.
+    In a line of a run, the value begins after a name, in column INDENT. Long words are not broken.
     """
     return '\n'.join(
         part for line in text.splitlines() for part in (_parts(line, width) if line else [''])
@@ -46,7 +46,7 @@ def folded(text: str, width: int) -> str:
 
 
 def _parts(line: str, width: int) -> list[str]:
-    """Break a line at its spaces; spaces within a part stay as they are."""
+    """Break a line at spaces; other spaces are unchanged."""
     indent = ' ' * (INDENT if _VALUE.match(line) else CONTINUED)
     parts, rest = list[str](), line
     while len(rest) > max(width, MIN_WIDTH):
@@ -60,8 +60,8 @@ def _parts(line: str, width: int) -> list[str]:
 
 
 _CONTROL = {*range(0x20), *range(0x7F, 0xA0)} - {ord('\n'), ord('\t')}
-# Marks, embeddings, overrides and isolates of Unicode's bidirectional algorithm, which can show a
-# text in another order than it has, and its separators of lines.
+# Marks, embeddings, overrides and isolates of Unicode's bidirectional algorithm, which can display
+# a text in a different order, and line separators.
 _DIRECTION = {0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)}
 _VISIBLE = {code: f'\\x{code:02x}' for code in _CONTROL} | {
     code: f'\\u{code:04x}' for code in _DIRECTION

@@ -1,8 +1,8 @@
-"""Numbers with their units, as people read them."""
+"""Format numbers with units for people."""
 
 
 def si(count: float) -> str:
-    """Format bytes in the largest unit that leaves a digit before the point: 25.4 GB."""
+    """Format bytes in the largest unit that gives at least 1: 25.4 GB."""
     for unit in ('B', 'kB', 'MB', 'GB'):
         if count < 1000:
             return f'{count:.0f} B' if unit == 'B' else f'{count:.1f} {unit}'
@@ -11,7 +11,7 @@ def si(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in the units that a person would use: 12.3 s, 4 min 5 s, 7 h 30 min."""
+    """Format a time for people: 12.3 s, 4 min 5 s, 7 h 30 min."""
     if seconds < 1:
         return f'{1e3 * seconds:.3g} ms'
     if seconds < 99.95:

@@ -1,4 +1,4 @@
-"""The config of a run: its schema, presets, files and overrides, and rules for several keys.
+"""The config of a run: its schema, presets, files, overrides, and rules between keys.
 
 Imports no jax.
 """

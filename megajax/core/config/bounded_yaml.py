@@ -1,7 +1,7 @@
-"""YAML of bounded size: whatever a file holds, it is read or refused within a second.
+"""Parse YAML with limits, so that any file is read or rejected within a second.
 
-YAML 1.2: `3e-4` is a number, `off` and `2026-01-01` are text. An alias counts as all that it stands
-for, so that a few lines cannot become gigabytes.
+This is YAML 1.2: `3e-4` is a number, `off` and `2026-01-01` are text. Each alias counts with all
+its nodes, so that a few lines cannot expand to gigabytes.
 """
 
 from importlib.resources.abc import Traversable
@@ -19,51 +19,51 @@ from megajax.base.errors import MAX_REASON_CHARACTERS
 from megajax.base.render.text import shorten
 
 MAX_BYTES = 100_000  # the longest preset has 1,047
-MAX_NODES = 5_000  # keys and values, those of aliases included
-MAX_DEPTH = 20  # groups and lists within each other; a config has three
+MAX_NODES = 5_000  # keys and values, including those of aliases
+MAX_DEPTH = 20  # nested groups and lists; a config has three
 MAX_DIGITS = 100  # characters of a number
 STRING = 'tag:yaml.org,2002:str'
 
 
 class LimitError(MarkedYAMLError):
-    """A document that may be YAML, and is larger or has more in it than a config."""
+    """A document that may be YAML, but exceeds a limit for configs."""
 
 
 class _Constructor(SafeConstructor):
-    """A constructor that reads dates as text: YAML 1.2 has none, but ruamel parses them."""
+    """A constructor that reads dates as text, because YAML 1.2 has no dates; ruamel parses them."""
 
 
 _Constructor.add_constructor('tag:yaml.org,2002:timestamp', SafeConstructor.construct_yaml_str)
 
 
 class _Composer(Composer):
-    """A composer that refuses a document as soon as it exceeds a limit."""
+    """A composer that rejects a document as soon as it exceeds a limit."""
 
     def __init__(self, loader: Any = None) -> None:
         super().__init__(loader=loader)
         self.warn_double_anchors = False  # YAML 1.2 allows it
         self._depth = self._nodes = 0
-        self._sizes = dict[Node, int]()  # nodes with all that is in them
+        self._sizes = dict[Node, int]()  # number of nodes in each subtree
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Return the next node; raise LimitError at what exceeds a limit."""
+        """Return the next node; raise LimitError if the document exceeds a limit."""
         event, before = self.parser.peek_event(), self._nodes
         is_alias = isinstance(event, AliasEvent)
         if getattr(event, 'tag', None):
-            problem = 'a tag such as !!int is not supported; leave it out'
+            problem = 'tags such as !!int are not supported; remove it'
             raise ComposerError(None, None, problem, event.start_mark)
         if self._depth == MAX_DEPTH:
-            self._refuse(f'more than {MAX_DEPTH} groups and lists within each other', event)
+            self._reject(f'more than {MAX_DEPTH} nested groups and lists', event)
         self._depth += 1
         self._nodes += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias:
             if node not in self._sizes:
-                self._refuse(f'the alias *{event.anchor} is within what it stands for', event)
+                self._reject(f'the alias *{event.anchor} contains itself', event)
             self._nodes = before + self._sizes[node]
         if self._nodes > MAX_NODES:
-            self._refuse(f'more than {MAX_NODES:,} keys and values; a config has about 100', event)
+            self._reject(f'more than {MAX_NODES:,} keys and values; a config has about 100', event)
         self._check(node)
         self._sizes[node] = self._nodes - before
         return node
@@ -71,20 +71,20 @@ class _Composer(Composer):
     def _check(self, node: Node) -> None:
         if isinstance(node, ScalarNode):
             if str(node.tag) != STRING and len(node.value) > MAX_DIGITS:
-                self._refuse(f'a number of {len(node.value):,} digits', node)
+                self._reject(f'a number with {len(node.value):,} digits', node)
             if any('\ud800' <= x <= '\udfff' for x in node.value):
-                self._refuse('half of a surrogate pair, which is no text', node)
+                self._reject('an unpaired surrogate, which is not text', node)
         if isinstance(node, MappingNode):
             for key, _ in node.value:
                 if not isinstance(key, ScalarNode):
-                    self._refuse('a key that is a group or a list', key)
+                    self._reject('a key that is a group or a list', key)
 
-    def _refuse(self, problem: str, where: Any) -> None:
+    def _reject(self, problem: str, where: Any) -> None:
         raise LimitError(None, None, problem, where.start_mark)
 
 
 def read_text(file: Path | Traversable) -> str:
-    """Return a file's text; raise YAMLError if it is longer than any config, or no UTF-8."""
+    """Return a file's text; raise YAMLError if it is longer than any config or not UTF-8."""
     with file.open('rb') as opened:
         data = opened.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
@@ -99,7 +99,7 @@ def compose(text: str) -> Node | None:
     """Return the root of a document, None if it is empty; raise YAMLError for anything else."""
     try:
         return _yaml().compose(text)
-    # ruamel's own for some directives and escapes.
+    # ruamel raises these for some directives and escapes.
     except (ValueError, ArithmeticError, AssertionError) as error:
         raise YAMLError(str(error)) from error
 
@@ -116,7 +116,7 @@ def parse(text: str) -> Any:
 
 
 def explain(error: YAMLError) -> str:
-    """Return what is wrong, in a line of bounded length."""
+    """Return the error as one line of bounded length."""
     reason = getattr(error, 'problem', None) or str(error).splitlines()[0]
     reason = shorten(reason, MAX_REASON_CHARACTERS)
     return reason if isinstance(error, LimitError) else f'not valid YAML: {reason}'

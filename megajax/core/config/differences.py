@@ -7,7 +7,7 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 
 def differences(before: Sections, after: Sections) -> dict[str, tuple[Any, Any]]:
-    """Return both values of each key whose values differ, by `section.key`, in order."""
+    """Return both values of each key that differs, by `section.key`, sorted."""
     old, new = _flat(before), _flat(after)
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return {key: (old.get(key), new.get(key)) for key in keys}

@@ -1,7 +1,7 @@
-"""How an optional part of megajax is installed, from where megajax itself came.
+"""The command that installs an optional extra, from where megajax itself was installed.
 
-megajax is on no package index yet; whoever takes the name there would be installed by a message
-that says so. Imports no jax.
+megajax is not on a package index yet: a message with the plain name would install the package of
+whoever takes that name. Imports no jax.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Every key that a config file may set, with its type, unit, default and meaning.
 
-All of it is read from the schema: types and defaults from the fields, meanings from the docstrings
+All of it comes from the schema: types and defaults from the fields, meanings from the docstrings
 below them.
 """
 
@@ -26,19 +26,19 @@ _NAMES = {int: 'integer', float: 'number', str: 'text', bool: 'true | false', ty
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A key of a config file; a key within a group, such as train.profile.start, has two dots."""
+    """A key of a config file; a key in a group has two dots, such as train.profile.start."""
 
     path: str
     type: str  # or its choices, such as 'auto | integer > 0'
-    unit: str  # in the plural; '' for none
-    default: str  # as in YAML; 'required', or the formula by which it follows from other keys
+    unit: str  # in the plural, or ''
+    default: str  # as in YAML, 'required', or a formula of other keys
     meaning: str
 
 
 def keys_in(path: str | None = None) -> list[Key]:
-    """Return the keys of a section or a group, or a single key; without a path, all of them.
+    """Return the keys of a section or group, or a single key; without a path, return all.
 
-    Raises ConfigError for an unknown path, with the nearest one.
+    Raises ConfigError for an unknown path, and suggests the nearest one.
     """
     every = [key for name, section in SECTIONS.items() for key in _keys(name, section)]
     if path is None:
@@ -52,7 +52,7 @@ def keys_in(path: str | None = None) -> list[Key]:
 
 
 def sources(path: str) -> list[str]:
-    """Return the keys that the default of a key follows from, such as those of model.head_dim."""
+    """Return the keys from which the default of a key, such as model.head_dim, is computed."""
     name, _, key = path.partition('.')
     fields = SECTIONS[name].model_fields
     extra = fields[key].json_schema_extra if key in fields else None
@@ -79,14 +79,14 @@ def _keys(path: str, section: type[Section]) -> Iterator[Key]:
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
-    """Yield an annotation and all that it is made of."""
+    """Yield an annotation and its arguments, recursively."""
     yield annotation
     for part in get_args(annotation):
         yield from _parts(part)
 
 
 def _alternatives(annotation: Any) -> Iterator[str]:
-    """Yield the choices that an annotation has, or its type in words."""
+    """Yield the choices of an annotation, or the name of its type."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         limits = ' and '.join(filter(None, map(_limit, parts[1:])))

@@ -1,7 +1,7 @@
 """Load a Config from a preset or a YAML file and `section.key=value` overrides.
 
-All mistakes are reported at once. A key that is written twice is a mistake. `bounded_yaml.py` says
-what a file may be.
+All mistakes are reported at once. It is a mistake to write a key twice. `bounded_yaml.py` limits
+the size of a file.
 """
 
 import io
@@ -28,9 +28,9 @@ from megajax.core.config.synonyms import key_of_option, nearest_key, without_a_k
 
 KEYS = {f'{name}.{key}': key for name in SECTIONS for key in keys_of(name)}
 CONFIG = 'config.yaml'  # in the folder of a run
-RECIPES = 'recipes'  # the folder, beside the presets
+RECIPES = 'recipes'  # the folder in which they are stored, in that of the presets
 FEW_FILES = 5  # number of YAML files up to which an error lists them
-LONGEST_KEY = 100  # characters of a path; the schema's have fewer than 40
+LONGEST_KEY = 100  # characters in a path; in the schema, fewer than 40
 
 
 class _Setting(NamedTuple):
@@ -44,7 +44,7 @@ def presets() -> list[str]:
 
 
 def recipes() -> list[str]:
-    """Return the names of the recipes, which train a model that was imported, in order."""
+    """Return the names of the recipes, which train imported models, in alphabetical order."""
     return sorted(f'{RECIPES}/{path.stem}' for path in (_folder() / RECIPES).glob('*.yaml'))
 
 
@@ -52,7 +52,7 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a preset, recipe or YAML file, apply `section.key=value` overrides and check the result.
 
     If two overrides set the same key, the last one wins. Raises ConfigError with every mistake in
-    the file, in the overrides and between keys, each with its line or its override.
+    the file and the overrides, and every conflict between keys, each with its line or override.
     """
     file = _find(source)
     problems: list[Problem] = []
@@ -63,7 +63,7 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
 def reload(
     settings: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), *, place: str
 ) -> Config:
-    """Return the Config of sections that were read from `place`, for example a checkpoint's record.
+    """Return the Config of sections read from `place`, for example the record of a checkpoint.
 
     Raises ConfigError as `load` does.
     """
@@ -83,12 +83,12 @@ def reload(
 
 
 def runs_in(folder: Path) -> list[str]:
-    """Return the paths of the runs in a folder, in order; none if it is no folder."""
+    """Return the sorted paths of the runs in a folder; none if it is not a folder."""
     return sorted(str(file.parent) for file in folder.glob(f'*/{CONFIG}'))
 
 
 def run_like(folder: Path) -> str | None:
-    """Return the path of the run next to a folder whose name is like its own, None without one."""
+    """Return the run next to a folder with the most similar name, None if there is none."""
     runs = {Path(run).name: run for run in runs_in(folder.parent)}
     near = get_close_matches(folder.absolute().name, runs, n=1)
     return runs[near[0]] if near else None
@@ -102,7 +102,7 @@ def _resolve(
 ) -> Config:
     """Return the config of these settings.
 
-    Raises ConfigError with `problems` and with every mistake that is found here.
+    Raises ConfigError with `problems` and every further mistake.
     """
     if written is None:
         raise ConfigError(*problems)
@@ -120,7 +120,7 @@ def _resolve(
 
 
 def _place(keys: Sequence[str], settings: Mapping[str, _Setting]) -> str | None:
-    """Return the place of the first of these keys, or sections, that is set; None if none is."""
+    """Return the place of the first of these keys or sections that is set, None if none is."""
     return next(
         (
             setting.place
@@ -133,18 +133,18 @@ def _place(keys: Sequence[str], settings: Mapping[str, _Setting]) -> str | None:
 
 
 def overridden(overrides: Sequence[str], path: str) -> Any:
-    """Return the value of the last override of a key, None if there is no readable one."""
+    """Return the value of the last valid override of a key, None if there is none."""
     setting = _read_overrides(overrides, []).get(path)
     return setting.value if setting else None
 
 
 def dump(config: Config) -> str:
-    """Write every key as YAML that `load` reads back to an equal config."""
+    """Return every key as YAML, from which `load` reads an equal config."""
     return dump_sections(config.model_dump(mode='json'))
 
 
 def dump_sections(sections: Mapping[str, Any]) -> str:
-    """Write the keys of sections as YAML."""
+    """Return the keys of sections as YAML."""
     yaml: Any = YAML(typ='safe', pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
@@ -155,7 +155,7 @@ def dump_sections(sections: Mapping[str, Any]) -> str:
 
 def _folder() -> Path:
     package = Path(__file__).parents[2]
-    installed = package / 'configs'  # in a wheel; a clone has them next to the package
+    installed = package / 'configs'  # in a wheel; in a clone they are next to the package
     return installed if installed.is_dir() else package.parent / 'configs'
 
 
@@ -203,13 +203,13 @@ def _no_such_file(file: Path) -> str:
 
 def _is_a_folder(folder: Path) -> str:
     if (folder / CONFIG).is_file():
-        return f'is the folder of a run; to resume it use {typed(f"run.dir={folder}")}'
+        return f'is the folder of a run; to resume it, use {typed(f"run.dir={folder}")}'
     run = folder.absolute().parent.parent
     if (run / CONFIG).is_file():
         start = typed(f'run.start_from={folder}')
-        return f'is a checkpoint; to begin a run with its weights use {start}'
+        return f'is a checkpoint; to start a run from its weights, use {start}'
     if runs := runs_in(folder):
-        return f'is a folder of runs; to resume one use {typed(f"run.dir={runs[0]}")}'
+        return f'is a folder of runs; to resume one, use {typed(f"run.dir={runs[0]}")}'
     return 'is a folder; give a YAML file, or a preset (megajax config list)'
 
 
@@ -233,7 +233,7 @@ def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, _
 def _items(
     node: Node | None, prefix: str, file: str, problems: list[Problem]
 ) -> Iterator[tuple[str, Node, str]]:
-    """Yield path, value and place of a mapping's keys, each path once.
+    """Yield the path, value and place of each key of a mapping, each path once.
 
     An empty document or section yields nothing.
     """
@@ -286,9 +286,9 @@ def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[s
 def _validate(
     settings: Mapping[str, _Setting], file: str, problems: list[Problem]
 ) -> tuple[dict[str, Any], set[str]]:
-    """Return the sections, and the paths with a stand-in for an invalid value.
+    """Return the sections, and the paths whose invalid values were replaced by placeholders.
 
-    Nothing may be concluded from a stand-in.
+    Rules must not report problems that depend on a placeholder.
     """
     sections: dict[str, Any] = {}
     unsettled: set[str] = set()
@@ -307,38 +307,38 @@ def _validate(
             for key, detail in details.items():
                 path = f'{name}.{key}'
                 unsettled.add(path)
-                # Not called: the default of a key that follows from an invalid one.
+                # Raised for a default that depends on an invalid key.
                 if detail['type'] != 'default_factory_not_called':
                     place = settings[path].place if path in settings else file
-                    # The path within a value that is itself a group or a list.
+                    # The path inside a value that is a group or a list.
                     inner = ''.join(f'{shorten(str(part))} ' for part in detail['loc'][1:])
                     problems.append(
                         Problem(path=path, message=inner + values.explain(detail), place=place)
                     )
             valid = {key: value for key, value in given.items() if key not in details}
-            # Every key without a default is a size.
-            stand_ins = {key: 1 for key in details if section.model_fields[key].is_required()}
-            sections[name] = section.model_validate(valid | stand_ins)
+            # Every key without a default is a size, so 1 is valid.
+            placeholders = {key: 1 for key in details if section.model_fields[key].is_required()}
+            sections[name] = section.model_validate(valid | placeholders)
     return sections, unsettled
 
 
 def _unknown(path: str, problems: list[Problem]) -> str:
-    """Return the message for a path that is neither a section nor a key, with the nearest one.
+    """Return the message for an unknown path, with the nearest key.
 
-    It is not sought for what will not be shown, or is too long to be a misspelling.
+    The nearest key is not searched for problems that are not shown, or for very long paths.
     """
     if len(problems) >= MAX_PROBLEMS or len(path) > LONGEST_KEY:
         return 'unknown key'
     section, _, key = path.partition('.')
     if path in KEYS:
-        return f'is no section of its own; write it under {section}, as {section}: {{{key}: VALUE}}'
+        return f'is not a section; write it under {section}, as {section}: {{{key}: VALUE}}'
     if instead := without_a_key(path):
         return f'unknown key; {instead}'
     near = nearest_key(path)
     return (
         f'unknown key; did you mean {near}?'
         if near
-        else f'unknown key; there are {_members(section)}'
+        else f'unknown key; known keys: {_members(section)}'
     )
 
 

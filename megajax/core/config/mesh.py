@@ -36,7 +36,7 @@ class MeshConfig(Section):
     parallelism.
     """
     model: Devices = 1
-    """Tensor-parallel degree. (With model_rows: columns of the 2-D grid.)"""
+    """Tensor-parallel degree; with model_rows, the columns of the 2-D grid."""
     sequence_parallel: bool = False
     """Whether activations outside the matmuls are sharded over `model` along the sequence."""
     allow_model_across_hosts: bool = False

@@ -1,4 +1,4 @@
-"""Records in YAML files: GPUs, and budgets of a compiled step."""
+"""Read records from YAML files: GPUs, and budgets of a compiled step."""
 
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -15,7 +15,7 @@ Record = TypeVar('Record', bound=Section)
 
 
 def read_record(file: Path | Traversable, kind: type[Record], *, hint: str = '') -> Record:
-    """Read a record from a YAML file; `hint` is added where there is no such file.
+    """Read a record from a YAML file; `hint` is added to the error if there is no such file.
 
     Raises ConfigError with every mistake in the file.
     """

@@ -1,4 +1,4 @@
-"""Keys that have a new name; the old name works for one release, with a warning."""
+"""Renamed keys. The old name works for one release, with a warning."""
 
 import logging
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ RENAMED = {
 
 
 def current(path: str, value: Any, place: str | None = None) -> tuple[str, Any]:
-    """Return a path and a value by their new names; warn of old names if `place` is given."""
+    """Return the new names of a path and value; warn about old ones if `place` is given."""
     if path not in RENAMED:
         return path, value
     renamed = RENAMED[path]

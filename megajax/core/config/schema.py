@@ -116,9 +116,7 @@ class TrainConfig(Section):
     log_every: Steps = 10
     """Interval between log lines."""
     profile: ProfileConfig | None = None
-    """Steps to trace for XProf, for example {start: 10, steps: 3}; null: none. The trace is stored
-    in the run directory.
-    """
+    """Steps to trace for XProf, into the run directory, for example {start: 10, steps: 3}."""
     sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Prompts that the model continues at every evaluation except the first."""
     nonfinite: Literal['skip', 'rollback', 'stop'] = 'skip'
@@ -126,9 +124,7 @@ class TrainConfig(Section):
     checkpoint, or stop. The update is never applied.
     """
     spike: Literal['off', 'skip', 'rollback'] = 'off'
-    """Response to a loss far above the most recent ones: none, skip the update, or roll back to the
-    last checkpoint. See `megajax/core/train/guard.py`.
-    """
+    """Response to a loss far above the most recent ones; see `megajax/core/train/guard.py`."""
     seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 1234
     """Seed of the initial weights, dropout and the sample order."""
     deterministic: bool = False
@@ -163,16 +159,11 @@ class OptimConfig(Section):
     warmup_steps: PointFromZero = 0
     """Length of the linear warm-up; fractions of a step are allowed."""
     warmup_init: NonNegativeFloat | None = None
-    """Learning rate at the first step of warm-up (0 in Megatron-LM); null: lr / (warmup_steps + 1).
-    """
+    """Learning rate at the first step (0 in Megatron-LM); null: lr / (warmup_steps + 1)."""
     decay_steps: Point | None = None
-    """Step at which the schedule reaches min_lr; the rate stays there afterwards. null:
-    train.steps.
-    """
+    """Step at which the schedule reaches min_lr, where the rate stays; null: train.steps."""
     schedule: Literal['cosine', 'linear', 'constant', 'wsd', 'inverse_sqrt'] = 'cosine'
-    """Learning-rate decay after warm-up, from lr to min_lr. inverse_sqrt: lr * sqrt(warmup_steps /
-    step).
-    """
+    """Learning-rate decay after warm-up, to min_lr; inverse_sqrt: lr sqrt(warmup_steps / step)."""
     wsd_steps: Point | None = None
     """Length of the decay with `schedule: wsd`; null: a fifth of the steps after warm-up."""
     wsd_decay: Literal['linear', 'cosine', 'exponential', 'minus_sqrt'] = 'linear'
@@ -236,9 +227,7 @@ class DataConfig(Section):
     does not read them, such as `id`.
     """
     document_mask: bool = False
-    """Whether to mask attention between documents packed into one sequence; positions restart in
-    each document.
-    """
+    """Mask attention between documents packed into one sequence; positions restart in each."""
 
 
 class CheckpointConfig(Section):
@@ -268,23 +257,17 @@ class RunConfig(Section):
     """The run's directory, and how the run starts and ends."""
 
     dir: Name | None = None
-    """Directory of the run; if it contains a run, that run resumes. null: a new directory in runs/.
-    """
+    """Directory of the run; a run in it resumes. null: a new directory in runs/."""
     start_from: Name | None = None
-    """RUN or RUN/STEP: start from that checkpoint's weights, at step 0 with a new optimizer state.
-    """
+    """RUN or RUN/STEP: start from that checkpoint's weights, at step 0 with a new optimizer."""
     resume: Literal['auto', 'must', 'never'] = 'auto'
-    """Whether to resume from the newest checkpoint in `dir`: auto, if there is one; must, fail
-    without one; never.
-    """
+    """Resume from the newest checkpoint in `dir`: if there is one (auto), always (must), never."""
     allow_changed_data: bool = False
     """Resume even if the corpus has changed since the checkpoint."""
     max_minutes: Minutes | None = None
     """Time after which to save a checkpoint and exit, for example before a queue's time limit."""
     compile_cache: Name = 'auto'
-    """Where compiled programs are cached for the next start: auto (in the run's folder), a folder,
-    or none.
-    """
+    """Cache of compiled programs for the next start: auto (the run's folder), a folder, or none."""
     wandb: Name | None = None
     """Weights & Biases project to log metrics to, for example megajax."""
     watchdog_seconds: Annotated[

@@ -1,6 +1,6 @@
-"""The parts of a config's sections: groups of keys, and numbers with a unit.
+"""The building blocks of a config's sections: groups of keys, and numbers with a unit.
 
-The docstring below a key is what `megajax config keys` and `docs/config.md` say about it.
+`megajax config keys` and `docs/config.md` print the docstring below a key.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,19 +21,19 @@ from pydantic_core import PydanticCustomError
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a number, in the plural, as a part of its type."""
+    """The unit of a number, in the plural, for the annotation of its type."""
 
     name: str
 
 
-# What 32 bits with a sign hold: step counters, positions and token ids on a device have no more.
+# The largest signed 32-bit integer; step counters, positions and token ids on devices are int32.
 INT32 = 2**31 - 1
-# A thread may wait so long, and no run does: 19 years.
+# The longest time that a thread can wait for, 19 years.
 LONGEST_WAIT = 600_000_000  # seconds
 
 
 def check_path(text: str) -> str:
-    """Return a path or another name that reaches the file system, unless it cannot be one."""
+    """Return a path or file name; raise PydanticCustomError if the file system cannot have it."""
     fault = ''
     if '\0' in text:
         fault = 'text without the character NUL'
@@ -45,11 +45,11 @@ def check_path(text: str) -> str:
 
 
 def _encoded(text: str) -> bytes:
-    return text.encode(errors='surrogateescape')  # as Linux does, whatever the locale
+    return text.encode(errors='surrogateescape')  # as on Linux, for any locale
 
 
 def plain_number(number: float) -> float:
-    """Return a whole number as an integer, as it is written in a config."""
+    """Return a whole number as an integer, as users write it."""
     return int(number) if number == int(number) else number
 
 
@@ -66,16 +66,16 @@ Patches = Annotated[Count, Unit('patches')]
 Pixels = Annotated[PositiveInt, Field(le=2**16), Unit('pixels')]
 Sequences = Annotated[Count, Unit('sequences')]
 Steps = Annotated[Count, Unit('steps')]
-# A point of a schedule may lie between two steps: that of a number of samples does.
+# A point in a schedule can be between two steps, if it comes from a number of samples.
 Point = Annotated[float, Field(gt=0, le=INT32), AfterValidator(plain_number), Unit('steps')]
 PointFromZero = Annotated[float, Field(ge=0, le=INT32), AfterValidator(plain_number), Unit('steps')]
 Tokens = Annotated[Count, Unit('tokens')]
 
 
 class Section(BaseModel):
-    """A frozen group of keys that rejects unknown keys and values of another type.
+    """A frozen group of keys that rejects unknown keys and values of a different type.
 
-    `8.0` or `'8'` is not accepted for 8.
+    For example, `8.0` and `'8'` are not accepted for 8.
     """
 
     model_config = ConfigDict(
@@ -87,7 +87,7 @@ class Section(BaseModel):
     )
 
     def with_parts(self, sections: Mapping[str, Any]) -> Self:
-        """Return the section with others of the config in its fields that no file may set."""
+        """Return the section with its excluded fields set to other sections of the config."""
         fields = type(self).model_fields.items()
         parts = {name: sections.get(name) for name, field in fields if field.exclude}
         is_same = all(getattr(self, name) is part for name, part in parts.items())
@@ -95,5 +95,5 @@ class Section(BaseModel):
 
 
 def follows(formula: str, compute: Callable[[dict[str, Any]], Any]) -> Any:
-    """Return a field whose default follows from keys above it; the reference shows the formula."""
+    """Return a field whose default is computed from keys above it by a documented formula."""
     return Field(default_factory=compute, json_schema_extra={'default': formula})

@@ -1,4 +1,4 @@
-"""The names that other programs give to the keys of a config and to their values.
+"""Names that other programs use for config keys and values.
 
 Imports no jax.
 """
@@ -9,8 +9,8 @@ from typing import Any
 
 from megajax.core.config.schema import SECTIONS, keys_of
 
-# Hyphens are written as underscores. Names that a key of megajax has in another section are not
-# here, for example lr: it is found by its own name. A name with a section is meant only there.
+# Hyphens are written as underscores. A name that is a key of megajax in some section, such as lr,
+# is not listed, because it is found by itself. A name with a section applies only there.
 _NAMES = {
     'mesh.model': (
         'tp', 'tp_size', 'tensor', 'tensor_parallel', 'tensor_parallel_size',
@@ -151,18 +151,18 @@ _NAMES = {
     'run.max_minutes': ('max_time', 'exit_duration_in_mins', 'time_limit'),
 }  # fmt: skip
 _DIFFERENT = {
-    'a run is counted in steps; use train.steps': ('epochs', 'num_epochs', 'num_train_epochs'),
-    'use train.microbatches, their number: train.batch_size // (mesh.data x sequences of one)': (
+    'runs are measured in steps; use train.steps': ('epochs', 'num_epochs', 'num_train_epochs'),
+    'use train.microbatches, the number of microbatches: train.batch_size // (mesh.data x size)': (
         'micro_batch', 'micro_batch_size', 'microbatch_size', 'mbs',
     ),
-    'mixtures of experts are not supported': (
+    'mixture-of-experts models are not supported': (
         'ep', 'ep_size', 'expert', 'experts', 'expert_parallel', 'expert_parallel_size',
         'expert_model_parallel_size', 'num_experts', 'n_experts', 'moe', 'num_local_experts',
     ),
-    'AdamW is the only optimizer of megajax train': (
+    'megajax train supports AdamW only': (
         'optimizer', 'optim_type', 'momentum', 'optim.name', 'optim.type', 'optim.kind',
     ),
-    'adapters have no dropout and no bias': (
+    'dropout and biases are not supported in adapters': (
         'lora.dropout', 'lora.bias', 'lora_dropout', 'lora_bias',
     ),
 }  # fmt: skip
@@ -185,7 +185,7 @@ _VALUES = {
     'next_token': ('clm', 'causal_lm'),
     'masked_lm': ('mlm',),
 }  # fmt: skip
-# Names that mean the key only within its section, or without one: elsewhere, of something else.
+# Names that mean the key only in its own section or without one; elsewhere they are ambiguous.
 _VAGUE = {
     'path', 'file', 'files', 'input', 'out', 'output', 'name', 'load', 'save', 'weights', 'mix',
     'mixture', 'modules', 'project',
@@ -195,9 +195,9 @@ _REASONS = {name: reason for reason, names in _DIFFERENT.items() for name in nam
 
 
 def key_meant(path: str) -> str | None:
-    """Return the key that another program calls like the last part of `path`, None if unknown.
+    """Return the key that other programs call by the last part of `path`, None if unknown.
 
-    In a section that has a key of that name it is the key of this section: vision.n_layers is
+    If the section of `path` has that key, it is preferred: vision.n_layers means
     vision.num_layers.
     """
     section, _, name = path.rpartition('.')
@@ -211,9 +211,9 @@ def key_meant(path: str) -> str | None:
 
 
 def nearest_key(path: str) -> str | None:
-    """Return the key, or the section, that `path` is likely to mean, None if there is none.
+    """Return the key or section that `path` probably means, None if there is none.
 
-    A path in a section is one of its keys, or the same key in another section.
+    Candidates are the keys of its section, and keys of the same name in other sections.
     """
     section, _, key = path.partition('.')
     is_section = section in SECTIONS
@@ -227,19 +227,19 @@ def nearest_key(path: str) -> str | None:
 
 
 def value_meant(value: Any, allowed: Sequence[str]) -> str | None:
-    """Return the allowed value that another program calls so, or the nearest; None if none is."""
+    """Return the allowed value that other programs call so, or the nearest one, or None."""
     name = _plain(str(value))
     near = get_close_matches(name, allowed, n=1, cutoff=0.8)
     return next((one for one in allowed if name in _VALUES.get(one, ())), next(iter(near), None))
 
 
 def without_a_key(path: str) -> str | None:
-    """Return what to do about a key of other programs that means no key here, None for others."""
+    """Return what to do about another program's key that megajax does not have, or None."""
     return _REASONS.get(_plain(path)) or _REASONS.get(_plain(path.rpartition('.')[2]))
 
 
 def key_of_option(option: str, keys: Iterable[str]) -> str | None:
-    """Return the key that an option such as --steps or --batch-size stands for, None if none."""
+    """Return the key that an option such as --steps or --batch-size means, or None."""
     name = _plain(option.lstrip('-'))
     same = (key for key in keys if name in (key, key.partition('.')[2], key.replace('.', '_')))
     return next(same, None) or key_meant(name)

@@ -1,4 +1,4 @@
-"""Why a key of a config cannot have a value, in words."""
+"""Explain why a key of a config cannot have a value."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from megajax.core.config.synonyms import value_meant
 
 PLAIN_WORDS = {
     'bool_type': 'true or false',
-    'string_type': 'text (quote what looks like something else)',
+    'string_type': 'text (in quotes if it looks like another type)',
     'tuple_type': 'a list',
     'model_type': 'a group of keys',
 }
@@ -23,11 +23,11 @@ _GROUPS: dict[str, type[Section]] = {**SECTIONS, 'rope_scaling': RopeScaling}
 
 
 def explain(detail: ErrorDetails) -> str:
-    """Return what is wrong with a value, in a line of bounded length."""
+    """Return a line of bounded length that explains what is wrong with a value."""
     if detail['type'] == 'missing':
         return 'required, and has no default; add it'
     if detail['type'] == 'extra_forbidden':  # within a value that is a group
-        return 'is not a key; leave it out'
+        return 'is not a key; remove it'
     allowed = PLAIN_WORDS.get(detail['type']) or detail['msg'].removeprefix('Input should be ')
     value = 'null' if detail['input'] is None else shorten(repr(detail['input']))
     meant = None
@@ -39,7 +39,7 @@ def explain(detail: ErrorDetails) -> str:
 def fault(path: str, value: Any) -> str | None:
     """Return why a key such as `model.num_layers` cannot have this value, None if it can.
 
-    What follows from other keys is not checked.
+    Rules that involve other keys are not checked.
     """
     try:
         _adapter(path).validate_python(value)

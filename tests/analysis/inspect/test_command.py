@@ -96,7 +96,7 @@ def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
         ),
         (
             ['tiny', '--json', '/dev/null/it.json'],
-            '/dev/null/it.json: /dev/null is a file and no folder: choose another file',
+            '/dev/null/it.json: /dev/null is a file, not a folder: choose another file',
         ),
         (['tiny', '--minimize'], '--bisect and --minimize explain a wrong result of --run'),
         (['tiny', '--reduce'], '--bisect and --minimize explain a wrong result of --run'),

@@ -218,7 +218,7 @@ def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
         ),
         (
             'gpt2_124m --json README.md/x.json',
-            'README.md/x.json: README.md is a file and no folder',
+            'README.md/x.json: README.md is a file, not a folder',
         ),
         ('gpt2_124m --write tests', 'tests is a folder: give the name of a file in it'),
         ('gpt2_124m --roofline x.gif', 'x.gif: a plot must end in .png, .svg, .pdf'),

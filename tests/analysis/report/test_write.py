@@ -67,7 +67,7 @@ def test_a_file_that_is_no_report_is_kept(finished_run: Path, tmp_path: Path, co
             ['{run}/..'],
             '{run}/.. is not a run directory (no config.yaml): give the runs in it: {run}/../',
         ),
-        (['{run}', '--out', '/dev/null/page.html'], '/dev/null is a file and no folder: choose an'),
+        (['{run}', '--out', '/dev/null/page.html'], '/dev/null is a file, not a folder: choose an'),
         (['{run}', '--out', '{folder}'], '{folder} is a folder: give the name of a file in it'),
         (['{run}', '{run}'], 'is given twice: remove one'),
         (['{run}', '--gpu', 'h101'], 'GPU h101: choose among '),

@@ -24,5 +24,5 @@ def test_every_file_that_cannot_be_written_is_named_at_once(tmp_path: Path) -> N
         check_outputs(tmp_path, tmp_path / 'file/a/b.json')
     assert str(error.value) == (
         f'{tmp_path} is a folder: give the name of a file in it\n'
-        f'{tmp_path}/file/a/b.json: {tmp_path}/file is a file and no folder: choose another file'
+        f'{tmp_path}/file/a/b.json: {tmp_path}/file is a file, not a folder: choose another file'
     )

@@ -46,9 +46,7 @@ def test_two_seeds_never_give_the_same_numbers() -> None:
 
 @pytest.mark.parametrize('split', ['1e308,1e308,1e308', 'nan,1,1', 'inf,0,0', '1,-1,0', '1,1'])
 def test_a_split_has_a_finite_sum(split: str) -> None:
-    assert f"data.split: '{split}' is not three numbers of a finite sum" in message(
-        f'data.split={split}'
-    )
+    assert f"data.split: '{split}' is not three finite numbers" in message(f'data.split={split}')
 
 
 @pytest.mark.parametrize(

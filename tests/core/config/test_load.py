@@ -236,8 +236,7 @@ def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
 def test_a_path_as_a_key_of_the_file_is_told_its_section(tmp_path: Path) -> None:
     file = write(tmp_path, MODEL + 'optim.lr: 1e-4\n')
     assert mistakes(file) == [
-        f'{file}:2: optim.lr: is no section of its own; write it under optim, '
-        'as optim: {lr: VALUE}'
+        f'{file}:2: optim.lr: is not a section; write it under optim, as optim: {{lr: VALUE}}'
     ]
 
 
