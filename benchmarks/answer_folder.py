@@ -24,7 +24,7 @@ from megajax.core.hardware.records import hardware
 from megajax.core.hardware.targets import WITHOUT_GPU, gpu_devices
 from megajax.core.parallel.mesh import concrete, mesh_of
 from megajax.core.train.step import init_state
-from megajax.runtime.data.drawn import row_shape
+from megajax.runtime.data.synthetic_corpus import row_shape
 from megajax.runtime.generate.engine import Engine
 from megajax.runtime.generate.image_prompts import PromptImages, stack
 from megajax.runtime.generate.sampling import Sampling

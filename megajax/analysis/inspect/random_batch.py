@@ -3,8 +3,8 @@
 import numpy as np
 
 from megajax.core.config import Config
-from megajax.runtime.data.drawn import row_shape
 from megajax.runtime.data.image_rows import ImageDocument, RowShape
+from megajax.runtime.data.synthetic_corpus import row_shape
 
 
 def make_batch(config: Config) -> dict[str, np.ndarray]:

@@ -16,7 +16,6 @@ from megajax.runtime.data.corpus_tokenizer import (
     tokenizer_of_text,
 )
 from megajax.runtime.data.counted import check_counted
-from megajax.runtime.data.drawn import PICTURES, document_row_shape, draw_pictures, row_shape
 from megajax.runtime.data.image_rows import EmptySlots
 from megajax.runtime.data.image_text.chat import Template
 from megajax.runtime.data.image_text.load import (
@@ -34,6 +33,12 @@ from megajax.runtime.data.masked import (
 from megajax.runtime.data.megatron_order import MegatronSamples, blend_index, blend_sizes
 from megajax.runtime.data.samples import Joined, Samples, Windows
 from megajax.runtime.data.sources.manifest import Manifest
+from megajax.runtime.data.synthetic_corpus import (
+    PICTURES,
+    document_row_shape,
+    draw_pictures,
+    row_shape,
+)
 from megajax.runtime.data.text.corpus import (
     Document,
     naming_lines,

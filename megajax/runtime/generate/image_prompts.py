@@ -10,10 +10,10 @@ import numpy as np
 from megajax.core.config import Config, ConfigError
 from megajax.core.model.images import Images
 from megajax.runtime.data import Tokenizer
-from megajax.runtime.data.drawn import row_shape
 from megajax.runtime.data.image_rows import ImageDocument, RowShape
 from megajax.runtime.data.image_text.documents import FileDocument, encode_prompt
 from megajax.runtime.data.image_text.fit import check_pictures
+from megajax.runtime.data.synthetic_corpus import row_shape
 
 
 class PromptImages(NamedTuple):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megajax.core.config import ConfigError
-from megajax.runtime.data.drawn import NO_TOKEN
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.image_text.chat import DEFAULT, Template, TemplateChat
 from megajax.runtime.data.image_text.documents import FileDocument, read_documents
 from megajax.runtime.data.patches import PatchSize
+from megajax.runtime.data.synthetic_corpus import NO_TOKEN
 from megajax.runtime.data.text.tokenizer import Tokenizer
 
 transformers = pytest.importorskip('transformers')

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megajax.core.config import ConfigError
-from megajax.runtime.data.drawn import NO_TOKEN
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.image_text.chat import DEFAULT, Template
 from megajax.runtime.data.image_text.documents import FileDocument, read_documents
@@ -17,6 +16,7 @@ from megajax.runtime.data.image_text.lines import pieces_of
 from megajax.runtime.data.image_text.load import open_chat
 from megajax.runtime.data.image_text.turns import Vocabulary
 from megajax.runtime.data.patches import PatchSize
+from megajax.runtime.data.synthetic_corpus import NO_TOKEN
 from megajax.runtime.data.text.tokenizer import Tokenizer, byte_tokenizer
 
 SPECIAL = ('<s>', '<|end|>', '<|user|>', '<|assistant|>')

@@ -11,7 +11,6 @@ import numpy as np
 
 from megajax.core.config import Config, ConfigError, Problem
 from megajax.runtime.data.batches import Batch, Batches, Order
-from megajax.runtime.data.drawn import NO_TOKEN, PICTURES
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.image_text.chat import (
     Chat,
@@ -25,6 +24,7 @@ from megajax.runtime.data.image_text.fit import check_fit
 from megajax.runtime.data.image_text.lines import spelled
 from megajax.runtime.data.image_text.turns import Vocabulary, end_of_turn
 from megajax.runtime.data.sources.objects import read_objects
+from megajax.runtime.data.synthetic_corpus import NO_TOKEN, PICTURES
 from megajax.runtime.data.text.corpus import Document, find_corpus, split_documents, warn_of_copies
 from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.tokens.indexed import is_pair
