@@ -22,7 +22,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from megajax.runtime.data.pictures import Part, word_picture
+from megajax.runtime.data.synthetic_images import Part, word_picture
 
 READER = 'train tiny_vlm run.dir=reader'
 COMMANDS = [

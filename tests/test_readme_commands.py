@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from megajax.core.hardware.targets import has_compiler
-from megajax.runtime.data.pictures import draw_word, words
+from megajax.runtime.data.synthetic_images import draw_word, words
 
 ROOT = Path(__file__).parents[1]
 SKIPPED = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from megajax.runtime.data.pictures import LETTER_HEIGHT, LETTER_WIDTH
+from megajax.runtime.data.synthetic_images import LETTER_HEIGHT, LETTER_WIDTH
 
 SIDE = 160  # pixels of a region, at least
 _FEWEST, _MOST = (40, 60, 160), (255, 220, 60)  # colors of a region with 64 and with 400 tokens

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError, Problem
 from megajax.runtime.data.masked import SPECIAL
-from megajax.runtime.data.pictures import IMAGE
 from megajax.runtime.data.sources.manifest import Manifest, manifest_path
+from megajax.runtime.data.synthetic_images import IMAGE
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 
 CORPUS = ('data.corpus', 'data.blend')

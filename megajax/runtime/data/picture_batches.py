@@ -6,7 +6,7 @@ import numpy as np
 
 from megajax.runtime.data.batches import Batch, Batches
 from megajax.runtime.data.image_rows import ImageDocument, RowShape
-from megajax.runtime.data.pictures import IMAGE, Picture
+from megajax.runtime.data.synthetic_images import IMAGE, Picture
 from megajax.runtime.data.text.pieces import Piece
 from megajax.runtime.data.text.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from megajax.runtime.data.pictures import LETTER_HEIGHT, LETTER_WIDTH, Picture
+from megajax.runtime.data.synthetic_images import LETTER_HEIGHT, LETTER_WIDTH, Picture
 
 MISSING = '.'  # stands for letters of the answer that were not read
 MAX_READING = 40  # letters shown of a reading

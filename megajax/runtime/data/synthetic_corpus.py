@@ -12,7 +12,7 @@ from megajax.runtime.data.corpus_tokenizer import check_image_token
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.patches import PatchSize
 from megajax.runtime.data.picture_batches import PictureBatches
-from megajax.runtime.data.pictures import (
+from megajax.runtime.data.synthetic_images import (
     IMAGE,
     LINES,
     NUM_HELD_OUT,

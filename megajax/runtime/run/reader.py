@@ -13,7 +13,7 @@ from megajax.core.config.relevance_rules import FEWEST, MOST
 from megajax.runtime.data import Tokenizer
 from megajax.runtime.data.picture_batches import PictureBatches
 from megajax.runtime.data.picture_sheet import marked, write_sheet
-from megajax.runtime.data.pictures import Picture
+from megajax.runtime.data.synthetic_images import Picture
 from megajax.runtime.generate import (
     Continuation,
     Generator,
