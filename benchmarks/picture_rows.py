@@ -19,7 +19,7 @@ from megajax.runtime.data import Batches
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.image_text.load import load_image_text
 from megajax.runtime.data.patches import PatchSize
-from megajax.runtime.data.picture_batches import PictureBatches
+from megajax.runtime.data.synthetic_batches import PictureBatches
 from megajax.runtime.data.synthetic_images import lines_picture, word_picture
 from megajax.runtime.data.text.tokenizer import byte_tokenizer
 

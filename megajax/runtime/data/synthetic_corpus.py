@@ -11,7 +11,7 @@ from megajax.core.config.overlap_rules import length_multiple
 from megajax.runtime.data.corpus_tokenizer import check_image_token
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.patches import PatchSize
-from megajax.runtime.data.picture_batches import PictureBatches
+from megajax.runtime.data.synthetic_batches import PictureBatches
 from megajax.runtime.data.synthetic_images import (
     IMAGE,
     LINES,

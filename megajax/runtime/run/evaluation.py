@@ -12,7 +12,7 @@ from megajax.core.config import Config
 from megajax.core.train.evaluation import make_eval_step
 from megajax.runtime.data import Batch as HostBatch
 from megajax.runtime.data import Data
-from megajax.runtime.data.picture_batches import PictureBatches
+from megajax.runtime.data.synthetic_batches import PictureBatches
 from megajax.runtime.run.clock import Clock
 from megajax.runtime.run.log.report import Report
 from megajax.runtime.run.placed_batches import PlacedBatches

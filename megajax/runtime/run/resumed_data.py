@@ -13,7 +13,7 @@ from megajax.runtime.checkpoint.record import (
     read_record,
 )
 from megajax.runtime.data import Batches, Data
-from megajax.runtime.data.picture_batches import PictureBatches
+from megajax.runtime.data.synthetic_batches import PictureBatches
 
 # Keys that decide the order of samples, and those that also decide which samples there are.
 OF_ORDER = ('train.seed', 'data.order')

@@ -10,8 +10,8 @@ from PIL import Image
 
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.patches import PatchSize
-from megajax.runtime.data.picture_batches import PictureBatches
 from megajax.runtime.data.picture_sheet import MISSING, compared, marked, write_sheet
+from megajax.runtime.data.synthetic_batches import PictureBatches
 from megajax.runtime.data.synthetic_images import (
     MARKS,
     NUM_HELD_OUT,
