@@ -11,7 +11,7 @@ from flax import nnx
 from megajax.core.config import Config
 from megajax.core.config.relevance_rules import FEWEST, MOST
 from megajax.runtime.data import Tokenizer
-from megajax.runtime.data.picture_sheet import marked, write_sheet
+from megajax.runtime.data.ocr_sheet import marked, write_sheet
 from megajax.runtime.data.synthetic_batches import PictureBatches
 from megajax.runtime.data.synthetic_images import Picture
 from megajax.runtime.generate import (

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megajax.runtime.data.image_rows import RowShape
+from megajax.runtime.data.ocr_sheet import MISSING, compared, marked, write_sheet
 from megajax.runtime.data.patches import PatchSize
-from megajax.runtime.data.picture_sheet import MISSING, compared, marked, write_sheet
 from megajax.runtime.data.synthetic_batches import PictureBatches
 from megajax.runtime.data.synthetic_images import (
     MARKS,
