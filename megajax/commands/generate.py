@@ -13,13 +13,13 @@ import typer
 from megajax.base.files.outputs import output_problems, with_folder
 from megajax.base.render.logs import log_to_terminal
 from megajax.commands.generate_chat import check_chat, check_unicode, converse
-from megajax.commands.generate_output import as_json, as_text, is_cut, note_cut
-from megajax.commands.generate_pictures import (
+from megajax.commands.generate_images import (
     answer_all,
     check_budget,
     check_images,
     draw_budget,
 )
+from megajax.commands.generate_output import as_json, as_text, is_cut, note_cut
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
 

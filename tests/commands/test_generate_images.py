@@ -16,7 +16,7 @@ from PIL import Image
 from support import megajax, slow
 from typer.testing import CliRunner
 
-from megajax.commands.generate_pictures import check_images
+from megajax.commands.generate_images import check_images
 from megajax.commands.main import app
 from megajax.core.config import ConfigError
 
