@@ -104,7 +104,7 @@ def thin(path: Path) -> None:
 
 
 BAD: list[tuple[Make, str]] = [
-    (no_picture, 'is not a picture in one of the formats'),
+    (no_picture, 'is not an image in one of the formats'),
     (truncated, 'cannot be read'),
     (bomb, 'has 10000 x 10000 pixels, more than 67,108,864'),
     (pipe, 'is not a file'),
@@ -216,11 +216,11 @@ def test_generate_refuses_a_bad_picture_by_file(
 @pytest.mark.parametrize(
     ('written', 'message'),
     [
-        (line(text='<image>'), 'has 1 places for pictures, and 0 in "images"'),
+        (line(text='<image>'), 'has 1 image placeholders, but 0 files in "images"'),
         (line('gone.png'), 'gone.png: is not a file'),
         (line('../good.png'), '../good.png: lies outside'),
         (line('link.png'), 'link.png: lies outside'),
-        (line('good.png', 'good.png'), 'has 2 pictures, and a row holds 1'),
+        (line('good.png', 'good.png'), 'has 2 images, and a sequence can have 1'),
         ('{"text": \n', 'is not JSON'),
     ],
 )

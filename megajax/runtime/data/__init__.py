@@ -1,6 +1,6 @@
-"""The path from a corpus to batches.
+"""Read a corpus, and make batches of it.
 
-Imports no jax itself; grain, which orders samples and reads ahead, imports jax if jax is installed.
+Imports no jax itself. grain, which orders samples and prefetches, imports jax if it is installed.
 """
 
 from megajax.runtime.data.batches import Batch, Batches

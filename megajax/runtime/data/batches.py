@@ -1,6 +1,7 @@
-"""Samples as batches: a batch depends only on the config and on the samples before it.
+"""Make batches of samples.
 
-R stands for a range of the rows B.
+A batch depends only on the config and on the samples before it. R stands for a range of the batch
+dim B.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from megajax.runtime.data.samples import Samples
 Batch = dict[str, np.ndarray]
 Order = Sequence[int] | np.ndarray  # sample numbers, in the order of reading
 
-READ_AHEAD = 2  # number of batches read ahead
+READ_AHEAD = 2  # number of batches to prefetch
 
 
 class Batches:
@@ -22,12 +23,15 @@ class Batches:
 
     After `going_on`, the batch of a step begins with the first sample that was not read before.
 
-    It holds `tokens` and `labels` (int32) and `loss_mask` (float32), each [B, S]. `loss_mask` is 0
-    where there is no label: past the end of the tokens, and in the rows that pad the last batch.
+    A batch contains `tokens` and `labels` (int32) and `loss_mask` (float32), each [B, S].
+    `loss_mask` is 0 where there is no label: past the end of the tokens, and in sequences that pad
+    the last batch.
+
     With `document_mask`, attention does not cross document boundaries: int32 `segment_ids` [B, S]
-    number the documents of a row, int32 `positions` [B, S] restart in each document, and
-    `loss_mask` is 0 where the label belongs to the next document. `len` is the number of steps;
-    the order may be endless.
+    number the documents of a sequence, int32 `positions` [B, S] restart in each document, and
+    `loss_mask` is 0 where the label belongs to the next document.
+
+    `len` is the number of steps; the order may be endless.
     """
 
     read_threads = 1  # threads that make batches ahead of their steps
@@ -57,7 +61,7 @@ class Batches:
 
     @property
     def num_samples(self) -> int:
-        """The number of different samples."""
+        """Number of different samples."""
         return len(self._samples)
 
     def counted(self, sample: int) -> np.ndarray:
@@ -69,13 +73,13 @@ class Batches:
         return counted
 
     def going_on(self, step: int, samples: int) -> Self:
-        """Return these batches such that `samples` samples come before the batch of `step`."""
+        """Return these batches, shifted so that `samples` samples precede the batch of `step`."""
         batches = copy(self)
         batches.shift = samples - step * self.batch_size
         return batches
 
     def place(self, step: SupportsInt) -> dict[str, int | None]:
-        """Return the place before the batch of `step`, as a checkpoint records it."""
+        """Return the position before the batch of `step`, as a checkpoint records it."""
         return {'samples': self.samples_before(int(step)), 'order_of': self.order_of}
 
     def samples_before(self, step: int) -> int:
@@ -86,16 +90,18 @@ class Batches:
         return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        """Return rows `start` to `stop` of the batch of `step`, and read no others."""
+        """Return sequences `start` to `stop` of the batch of `step`, and read no others."""
         return self._rows(self._places(step, start, stop), stop - start)
 
     def unreadable(self, count: int) -> Batch:
-        """Return rows in place of unreadable ones: their loss is NaN, so the update is skipped."""
+        """Return replacements for unreadable sequences: their loss is NaN, so the update is
+        skipped.
+        """
         batch = self._rows(range(0), count)
         return {**batch, 'loss_mask': np.full_like(batch['loss_mask'], np.nan)}
 
     def _rows(self, places: range, count: int) -> Batch:
-        """Return `count` rows; the first ones hold the samples at these places of the order."""
+        """Return `count` sequences; the first ones are the samples at these indices."""
         window_RS = np.zeros((count, self._seq_len + 1), np.int32)
         loss_mask_RS = np.zeros((count, self._seq_len), np.float32)
         begins = []
@@ -113,7 +119,9 @@ class Batches:
         return range(first + start, min(first + stop, len(self.order)))
 
     def read_ahead(self, first: int, last: int, rows: slice) -> Iterator[Batch]:
-        """Yield these rows of the batches of steps `first` up to `last`, read ahead in threads."""
+        """Yield these sequences of the batches of steps `first` up to `last`, prefetched in
+        threads.
+        """
         import grain
 
         steps = grain.MapDataset.range(first, last).map(
@@ -129,7 +137,7 @@ class Batches:
 def _separate(batch: Batch, begins: Sequence[tuple[int, int]]) -> Batch:
     """Return the batch with `segment_ids` and `positions` that separate its documents.
 
-    Each of `begins` is a row and the token in it with which a document begins.
+    Each entry of `begins` is a sequence and the token in it at which a document begins.
     """
     loss_mask_RS = batch['loss_mask']
     starts_RS = np.zeros((len(loss_mask_RS), loss_mask_RS.shape[1] + 1), np.int32)

@@ -1,4 +1,4 @@
-"""The budget of an image drawn over it: how many tokens each region has."""
+"""Draw the token budget of an image over it: the number of tokens of each region."""
 
 from pathlib import Path
 
@@ -13,9 +13,9 @@ _VEIL = 96  # of 255, the opacity of a region's color
 
 
 def draw_budget(picture: Image.Image, tokens: np.ndarray) -> Image.Image:
-    """Draw the tokens [rows, columns] of the regions of a picture over it.
+    """Draw the tokens [rows, columns] of the regions of an image over it.
 
-    The more tokens a region has, the brighter its frame and veil.
+    The more tokens a region has, the brighter its frame and overlay.
     """
     rows, columns = tokens.shape
     scale = max(1, -(-SIDE * rows // picture.height), -(-SIDE * columns // picture.width))

@@ -1,4 +1,4 @@
-"""The tokenizer of a run, by its corpus: that of text, or that which made Megatron's tokens."""
+"""Find the tokenizer of a run: trained on text, loaded, or the one that made the token files."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,11 +10,11 @@ from megajax.runtime.data.synthetic_images import IMAGE
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 
 CORPUS = ('data.corpus', 'data.blend')
-IMAGE_TOKENS = IMAGE, '<|image_pad|>'  # what tokenizers call the token of pictures
+IMAGE_TOKENS = IMAGE, '<|image_pad|>'  # names of image placeholders in tokenizers
 
 
 def tokenizer_of_text(config: Config, texts: Callable[[], Sequence[str]]) -> Tokenizer:
-    """Return the tokenizer of a corpus of text, which may have to be trained on its `texts`."""
+    """Return the tokenizer of a text corpus, which may be trained on its `texts`."""
     spec = 'bpe' if config.data.tokenizer == 'auto' else config.data.tokenizer
     if spec == 'none':
         raise _problem(
@@ -35,9 +35,9 @@ def _special(config: Config) -> tuple[str, ...]:
 def tokenizer_of_pairs(
     config: Config, manifests: Mapping[str, Manifest | None]
 ) -> Tokenizer | None:
-    """Return the tokenizer that made all of these tokens, None where only ids are known.
+    """Return the tokenizer that made all of these tokens, None with data.tokenizer=none.
 
-    Raises ConfigError if it is not known, or if there are several.
+    Raises ConfigError if the tokenizer is unknown, or if there are several.
     """
     spec = config.data.tokenizer
     if spec == 'bpe':
@@ -91,7 +91,7 @@ def tokenizer_of_pairs(
 
 
 def _fix(config: Config, made_by: Tokenizer, spec: str) -> str:
-    """Return what to do about tokens that another tokenizer made."""
+    """Return what to do about tokens that a different tokenizer made."""
     again = f'build them again: megajax data build NEW --input FILES --tokenizer {typed(spec)}'
     if config.data.tokenizer == 'auto':
         return f'blend corpora that share a tokenizer; {again}'
@@ -103,16 +103,17 @@ def _fix(config: Config, made_by: Tokenizer, spec: str) -> str:
 
 
 def check_image_token(config: Config, tokenizer: Tokenizer | None) -> None:
-    """Raise ConfigError if a text could spell the token that stands for pictures.
+    """Raise ConfigError if a text could contain the image placeholder token.
 
-    It must be a special token, and not the end of a document, or none of the tokenizer's.
+    The placeholder must be a special token other than the end of a document, or an id that the
+    tokenizer does not use.
     """
     if config.vision is None or tokenizer is None:
         return
     given, special = config.vision.image_token, tokenizer.special_tokens()
     own = [i for name, i in special.items() if name in IMAGE_TOKENS]
     if own and given != own[0]:
-        message = f'{given} is not the token of pictures; use {own[0]}'
+        message = f'{given} is not the image placeholder token; use {own[0]}'
     elif given < tokenizer.vocab_size and (given == tokenizer.eod or given not in special.values()):
         message = f'{given} is a token of texts; use a special token of data.tokenizer'
     else:

@@ -1,4 +1,4 @@
-"""The check that tokens count in the loss, before a run takes its first step."""
+"""Check that tokens count in the loss, before a run takes its first step."""
 
 import logging
 from collections.abc import Iterable
@@ -20,8 +20,8 @@ def check_counted(
 ) -> None:
     """Raise ConfigError if no token counts in the loss of training, or of an evaluation.
 
-    A warning says if only special tokens do. Rows are read up to the first one with a token of text
-    that counts.
+    Logs a warning if only special tokens count. Sequences are read up to the first one with a text
+    token that counts.
     """
     order, fix = validation.order, 'give messages of the assistant that the chat template writes'
     if not isinstance(train, ImageTextBatches):
@@ -43,9 +43,9 @@ def check_counted(
 
 
 def _without_text(rows: Iterable[np.ndarray], token_bytes: np.ndarray | None) -> tuple[int, int]:
-    """Return the number of rows, and of labels in them; zeros if a label stands for text.
+    """Return the number of sequences and of their labels; zeros if a label stands for text.
 
-    Without `token_bytes`, every label does.
+    Without `token_bytes`, every label stands for text.
     """
     count = special = 0
     for labels in rows:

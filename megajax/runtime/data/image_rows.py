@@ -1,4 +1,4 @@
-"""Documents with pictures as rows of a batch."""
+"""Pack documents with images into sequences of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from megajax.runtime.data.patches import Grid, PatchSize, place_images
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageDocument:
-    """Tokens with the image token once for each unit of the pictures, and the pictures."""
+    """Tokens with one placeholder per unit of the images, and the images."""
 
     tokens: np.ndarray  # int32
-    answered: np.ndarray  # bool, the tokens that count in the loss; none of a picture
+    answered: np.ndarray  # bool, the tokens that count in the loss; never those of an image
     grids: Sequence[Grid]
-    patches: Sequence[np.ndarray]  # uint8 [rows columns, X] of each picture
+    patches: Sequence[np.ndarray]  # uint8 [rows columns, X] of each image
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """The static shape of rows with pictures, and what they hold beside `pixels`.
+    """The static shape of sequences with images, and their arrays in addition to `pixels`.
 
-    Rows without slots, for a model of text alone, have none of the pictures' arrays.
+    Sequences without image slots, for a text-only model, have no image arrays.
     """
 
     seq_len: int  # tokens
-    images: int  # slots for pictures
+    images: int  # image slots
     patches: PatchSize
     image_token: int
     mrope: bool  # positions of three axes
@@ -37,13 +37,13 @@ class RowShape:
     multiple: int = 1  # of which `seq_len` is one
 
     def longer(self, seq_len: int) -> str:
-        """Return the keys of the config, with values, for rows of at least so many tokens."""
+        """Return config keys with values that allow sequences of so many tokens."""
         fits = -(-seq_len // self.multiple) * self.multiple
         is_of_model = fits > self.max_seq_len and self.limited_by != 'model.max_seq_len'
         return f'{self.limited_by}={fits}' + f' model.max_seq_len={fits}' * is_of_model
 
     def empty(self, count: int) -> Batch:
-        """Return rows without documents."""
+        """Return sequences without documents."""
         S = self.seq_len
         batch: Batch = {name: np.zeros((count, S), np.int32) for name in ('tokens', 'labels')}
         batch |= {'loss_mask': np.zeros((count, S), np.float32), **self.no_pictures(count)}
@@ -56,7 +56,7 @@ class RowShape:
         return batch
 
     def no_pictures(self, count: int) -> Batch:
-        """Return the pictures' arrays of rows without pictures."""
+        """Return the image arrays of sequences without images."""
         if not self.images:
             return {}
         shape = count, self.images, self.patches.max_patches, 3 * self.patches.patch_size**2
@@ -67,10 +67,10 @@ class RowShape:
         }
 
     def fill(self, row: Batch, documents: Sequence[ImageDocument]) -> None:
-        """Fill an empty row with whole documents, which must fit into S + 1 tokens and I slots.
+        """Fill an empty sequence with whole documents, which fit into S + 1 tokens and I slots.
 
-        Of each document, the first token is no label: what stands before it does not announce it.
-        With `document_mask`, attention and positions begin anew in each document.
+        The first token of each document is not a label, because the text before it does not predict
+        it. With `document_mask`, attention and positions restart in each document.
         """
         S = self.seq_len
         window, answered = np.zeros(S + 1, np.int32), np.zeros(S + 1, bool)
@@ -110,7 +110,7 @@ class RowShape:
 
 
 class EmptySlots(Batches):
-    """Batches of text as a model that sees reads them: no row has a picture."""
+    """Text-only batches in the form that a vision-language model reads."""
 
     def __init__(self, text: Batches, shape: RowShape):
         self.batch_size, self.order = text.batch_size, text.order
@@ -119,7 +119,7 @@ class EmptySlots(Batches):
 
     @property
     def num_samples(self) -> int:
-        """The number of different samples."""
+        """Number of different samples."""
         return self._text.num_samples
 
     def counted(self, sample: int) -> np.ndarray:

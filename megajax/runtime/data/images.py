@@ -1,7 +1,7 @@
-"""Pictures from files, as a person sees them: upright, in colour, on white.
+"""Read image files as people see them: upright, in color, on white.
 
-Each error is a ConfigError with the file, the limit and a fix; its place is the line that named
-the file, which the caller knows.
+Errors are ConfigErrors with the file, the limit and a fix. The caller adds the line that named the
+file.
 """
 
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from PIL import Image, UnidentifiedImageError
 
 from megajax.base.errors import ConfigError, Problem, reason
 
-# pixels of a picture; it is read into memory as a whole, with at most 4 bytes for each
+# pixels per image; an image is read into memory as a whole, with at most 4 bytes per pixel
 MAX_PIXELS = 1 << 26
-# Decoders of pillow that run no other program (as EPS does), know the size of a picture before they
+# Decoders of pillow that run no other program (as EPS does), know the size of an image before they
 # decode it (as ICO does not) and recognize their files (as TGA does not)
 FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'AVIF', 'JPEG2000', 'PPM')
 MAX_NAME_CHARACTERS = 100
 
 _ORIENTATION = 0x0112  # EXIF tag
-_UPRIGHT = {  # value of the tag -> what makes the picture upright
+_UPRIGHT = {  # value of the tag -> operation that makes the image upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -36,7 +36,7 @@ _SIDEWAYS = 5  # from this value on, rows and columns are exchanged
 def inside(folder: str | Path, name: str, *, place: str = '') -> Path:
     """Return the file that a dataset in `folder` calls `name`; links are followed.
 
-    Raises ConfigError if there is no such file, or if it lies outside the folder.
+    Raises ConfigError if there is no such file, or if it is outside the folder.
     """
     try:
         root = Path(folder).resolve()
@@ -44,7 +44,7 @@ def inside(folder: str | Path, name: str, *, place: str = '') -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL in the name
         raise _problem(name, f'is no path ({reason(error)}); name a file', place) from error
     if not path.is_relative_to(root):
-        message = f'lies outside {root}, the folder of the dataset; move it there'
+        message = f'is outside {root}, the folder of the dataset; move it there'
         raise _problem(name, message, place)
     return path
 
@@ -52,18 +52,18 @@ def inside(folder: str | Path, name: str, *, place: str = '') -> Path:
 def read_size(
     path: str | Path, *, place: str = '', max_pixels: int = MAX_PIXELS
 ) -> tuple[int, int]:
-    """Return the pixel rows and columns of an upright picture, from the header of its file."""
+    """Return the height and width of an upright image, from the header of its file."""
     with _open(path, place, max_pixels) as image:
         width, height = image.size
         return (width, height) if _orientation(image) >= _SIDEWAYS else (height, width)
 
 
 def read_image(path: str | Path, *, place: str = '', max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Return a picture as a person sees it: RGB, uint8 [H, W, 3].
+    """Return an image as people see it: RGB, uint8 [H, W, 3].
 
-    It is turned as its EXIF orientation says; transparent parts are white; 16 bits become 8; an
-    animation is its first frame. Raises ConfigError if the file is no picture, is truncated or
-    has more than `max_pixels` pixels, which its header tells before anything is decoded.
+    It is rotated by its EXIF orientation; transparent parts are white; 16 bits become 8; an
+    animation is its first frame. Raises ConfigError if the file is not an image, is truncated or
+    has more than `max_pixels` pixels. The header tells that before anything is decoded.
     """
     with _open(path, place, max_pixels) as image:
         # before decoding, as in `read_size`; pillow turns TIFF itself
@@ -76,7 +76,7 @@ def read_image(path: str | Path, *, place: str = '', max_pixels: int = MAX_PIXEL
 
 @contextmanager
 def _open(path: str | Path, place: str, max_pixels: int) -> Iterator[Image.Image]:
-    """Open a picture; an error of pillow, also in the body, is a ConfigError."""
+    """Open an image; errors of pillow, also in the block, become ConfigErrors."""
     name = str(path)
     try:
         is_file = Path(path).is_file()  # a pipe or a device could block
@@ -99,7 +99,7 @@ def _open(path: str | Path, place: str, max_pixels: int) -> Iterator[Image.Image
         message = f'has more than {max_pixels:,} pixels ({reason(error)}); make it smaller'
         raise _problem(name, message, place) from error
     except UnidentifiedImageError as error:
-        message = f'is not a picture in one of the formats {", ".join(FORMATS)}; convert it'
+        message = f'is not an image in one of the formats {", ".join(FORMATS)}; convert it'
         raise _problem(name, message, place) from error
     except Exception as error:  # decoders raise almost anything for a broken file
         message = f'cannot be read ({reason(error)}); replace or convert it'
@@ -110,9 +110,9 @@ def _orientation(image: Image.Image) -> int:
     if image.format == 'TIFF':
         return 1
     try:
-        # PngImageFile's own method decodes the picture first
+        # PngImageFile's own method decodes the image first
         orientation = Image.Image.getexif(image).get(_ORIENTATION, 1)
-    except Exception:  # a viewer shows a picture with unreadable EXIF as it is stored
+    except Exception:  # viewers show an image with unreadable EXIF as it is stored
         return 1
     return orientation if orientation in _UPRIGHT else 1
 

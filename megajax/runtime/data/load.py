@@ -1,4 +1,4 @@
-"""The path from a config to the batches of its run."""
+"""Open the corpus of a config, and make the batches of its run."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -72,9 +72,9 @@ class Data:
 def load_data(config: Config, template: Template | None = None) -> Data:
     """Open the corpus of `config`.
 
-    The chat `template` of a run writes messages, or else that of the config. Raises ConfigError if
-    the corpus cannot be used, does not fit the model, does not fill a batch, or has no token that
-    counts in the loss.
+    Messages are written with the chat `template` of the run, or else of the config. Raises
+    ConfigError if the corpus cannot be used, does not fit the model, does not fill a batch, or has
+    no token that counts in the loss.
     """
     if config.data.corpus in PICTURES:
         drawn = draw_pictures(config)
@@ -95,7 +95,7 @@ def _load_files(config: Config, template: Template | None) -> Data:
     if not prefixes and keeps_documents(config, config.data.corpus):
         return _load_image_text(config, template)
     if config.data.chat_template is not None:
-        message = 'is for JSON lines with messages, and the corpus has none; leave it out'
+        message = 'is for JSON lines with messages, and the corpus has none; remove it'
         raise _problem('data.chat_template', message, *CORPUS)
     data = _load_pairs(config, prefixes) if prefixes else _load_text(config)
     if config.vision is None:
@@ -140,8 +140,8 @@ def _check_tokenizer(config: Config, tokenizer: Tokenizer, pair: Sequences) -> N
     _, high = token_range(pair)
     if high >= tokenizer.vocab_size:
         message = (
-            f'{config.data.tokenizer} has {tokenizer.vocab_size} tokens, so it did not make token '
-            f'{high} of {pair.name}; give the tokenizer.json that did, or none'
+            f'{config.data.tokenizer} has {tokenizer.vocab_size} tokens, but the corpus has token '
+            f'{high} in {pair.name}; give the tokenizer.json that made it, or none'
         )
         raise _problem('data.tokenizer', message, *CORPUS)
 
@@ -158,7 +158,7 @@ def prefixes_of(config: Config) -> list[str]:
 def _load_image_text(config: Config, template: Template | None) -> Data:
     data, train = config.data, config.train
     if data.order == 'megatron':
-        message = 'megatron cuts rows from a stream of tokens, and here documents stay whole'
+        message = 'megatron cuts sequences from a token stream, but these documents are not split'
         raise _problem('data.order', f'{message}; use stateless', 'data.corpus')
     tokenizer = tokenizer_of_text(config, partial(read_training_texts, data.corpus, data.split))
     check_image_token(config, tokenizer)
@@ -243,7 +243,7 @@ def _stateless(
     """Return batches in megajax's own order.
 
     Training batches are endless and shuffled. Validation batches come once and in order, so that
-    every evaluation sees the same ones.
+    every evaluation reads the same ones.
     """
     from megajax.runtime.data import stateless_order
 
@@ -289,7 +289,7 @@ def _megatron(
 ) -> Batches:
     """Return the batches that Megatron-LM reads with the same settings.
 
-    `num_samples` is the number of samples of the run, unless set that of the config. Every
+    `num_samples` is the number of samples of the run; by default it follows from the config. Every
     evaluation reads the batches of Megatron-LM's first one.
     """
     train = config.train

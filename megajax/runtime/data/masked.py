@@ -1,4 +1,4 @@
-"""BERT's batches: pairs of segments of one document, with masked tokens, half of them swapped."""
+"""Make BERT's batches: pairs of segments of one document, half of them swapped, with masks."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -140,7 +140,9 @@ class MaskedBatches(Batches):
         return batch
 
     def _fill(self, row: Batch, index: int) -> None:
-        """Fill a row from place `index` of the order; only it and the seed decide random draws."""
+        """Fill a sequence from index `index` of the order; all randomness follows from it and the
+        seed.
+        """
         random = np.random.default_rng([self._seed, index])
         piece_S = np.empty(self._seq_len - NUM_SPECIAL, np.int32)
         num_tokens, sentences = self._samples.read(self.order[index], piece_S)

@@ -1,8 +1,9 @@
-"""Megatron's order of samples, to continue a run of Megatron-LM.
+"""Read samples in Megatron-LM's order, to continue one of its runs.
 
-The indices are those of megatron-core's GPTDataset and BlendedDataset. All come from one numpy
-generator with the run's seed, so that equal settings give equal samples. Before shuffling, sample i
-of a part is tokens i S to (i + 1) S + 1 of its sequences, which are in a shuffled order themselves.
+The indices equal those of megatron-core's GPTDataset and BlendedDataset. All are drawn from one
+numpy generator with the run's seed, so that equal settings give equal samples. Before shuffling,
+sample i of a part is tokens i S to (i + 1) S + 1 of its sequences, which are themselves in a
+shuffled order.
 """
 
 import math

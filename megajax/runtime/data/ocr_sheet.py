@@ -1,4 +1,4 @@
-"""Readings of pictures compared with their answers: as marked text, and as one PNG."""
+"""Compare transcriptions of images with the answers, as marked text and as one PNG."""
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher
@@ -11,7 +11,7 @@ from megajax.runtime.data.synthetic_images import LETTER_HEIGHT, LETTER_WIDTH, P
 MISSING = '.'  # stands for letters of the answer that were not read
 MAX_READING = 40  # letters shown of a reading
 
-_SCALE = 4  # pixels of the sheet for each of a picture
+_SCALE = 4  # pixels of the sheet per pixel of an image
 _GAP = 8  # pixels
 _BLACK, _WRONG = (0, 0, 0), (220, 0, 0)
 
@@ -19,8 +19,8 @@ _BLACK, _WRONG = (0, 0, 0), (220, 0, 0)
 def compared(answer: str, reading: str) -> list[tuple[str, bool]]:
     """Return the letters of `reading`, each with whether it is right.
 
-    The letters that are right are a longest common part with `answer`; letters of the answer
-    between them for which nothing was read appear as one wrong `MISSING`.
+    The right letters are a longest common subsequence with `answer`; missing letters between them
+    appear as one wrong `MISSING`.
     """
     letters: list[tuple[str, bool]] = []
     matcher = SequenceMatcher(None, answer, reading, autojunk=False)
@@ -32,7 +32,7 @@ def compared(answer: str, reading: str) -> list[tuple[str, bool]]:
 
 
 def marked(answer: str, reading: str) -> str:
-    """Return what was read as text, with its wrong letters in brackets."""
+    """Return the transcription as text, with wrong letters in brackets."""
     text = ''.join(
         _printable(letter) if right else f'[{_printable(letter)}]'
         for letter, right in compared(answer, reading[:MAX_READING])
@@ -41,9 +41,9 @@ def marked(answer: str, reading: str) -> str:
 
 
 def draw_sheet(pictures: Sequence[Picture], readings: Sequence[str]) -> Image.Image:
-    """Draw pictures below each other, each with its question, answer and reading.
+    """Draw images in a column, each with its question, answer and transcription.
 
-    Wrong letters of a reading are red, and underlined.
+    Wrong letters are red and underlined.
     """
     rows = [_row(picture, reading) for picture, reading in zip(pictures, readings, strict=True)]
     width = max((row.width for row in rows), default=1)

@@ -1,7 +1,7 @@
-"""Pictures as the patches that an encoder reads, and their places among a row's tokens.
+"""Split images into the patches that an encoder reads, and place them among tokens.
 
 Letters are those of `core/parallel/layout.py`; X is 3 p p for a side of p pixels. A unit is m x m
-patches, which become one image vector.
+patches, which are merged into one embedding.
 """
 
 import math
@@ -13,39 +13,39 @@ from PIL import Image
 
 from megajax.base.errors import ConfigError, Problem
 
-MAX_ASPECT = 200  # ratio of the sides of a picture, as in transformers' Qwen2VLImageProcessor
+MAX_ASPECT = 200  # ratio of an image's sides, as in transformers' Qwen2VLImageProcessor
 
 Grid = tuple[int, int]  # rows and columns of patches
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchSize:
-    """The sides of patches and units, and the limits on the number of a picture's patches."""
+    """The sides of patches and units, and limits on the number of patches per image."""
 
     patch_size: int  # pixels
     merge_size: int  # patches
     max_patches: int
-    # Qwen3-VL enlarges a picture to 256 patches; its `size.shortest_edge` is that area in pixels
+    # Qwen3-VL enlarges images to 256 patches; its `size.shortest_edge` is that area in pixels
     min_patches: int = 0
-    # vectors of every picture, where relevance decides what they stand for; 0: one for each unit
+    # embeddings per image, if relevance distributes them over the units; 0: one for each unit
     budget: int = 0
-    grid: Grid | None = None  # of every picture, where relevance has regions of a fixed size
-    # whether one token marks a picture, whose vectors are not in the sequence (cross-attention)
+    grid: Grid | None = None  # of every image, if relevance has regions of a fixed size
+    # whether one token marks an image, whose embeddings are not in the sequence (cross-attention)
     marked: bool = False
 
     @property
     def unit(self) -> int:
-        """The side of a unit in pixels."""
+        """Side of a unit in pixels."""
         return self.patch_size * self.merge_size
 
     @property
     def max_units(self) -> int:
-        """The largest number of units of a picture."""
+        """Maximum number of units per image."""
         return self.max_patches // self.merge_size**2
 
     @property
     def max_vectors(self) -> int:
-        """The largest number of image vectors: the stride of the slots in `image_index`."""
+        """Maximum number of embeddings per image: the stride of image slots in `image_index`."""
         return self.budget or self.max_units
 
     @property
@@ -53,20 +53,20 @@ class PatchSize:
         return self.min_patches * self.patch_size**2
 
     def vectors(self, grid: Grid) -> int:
-        """Return the number of image vectors of a picture."""
+        """Return the number of embeddings of an image."""
         return self.budget or grid[0] * grid[1] // self.merge_size**2
 
     def tokens(self, grid: Grid) -> int:
-        """Return the number of tokens of a picture in the sequence."""
+        """Return the number of tokens of an image in the sequence."""
         return 1 if self.marked else self.vectors(grid)
 
     def fit(self, height: int, width: int, *, name: str = 'picture', place: str = '') -> Grid:
-        """Return the grid for a picture of `height` x `width` pixels.
+        """Return the patch grid of an image of `height` x `width` pixels.
 
-        As in transformers' `smart_resize` (Qwen2-VL and later): sides are rounded to whole units,
-        and scaled together where the area is beyond a limit. A picture so narrow that this leaves
-        more than `max_patches` is shortened. Raises ConfigError if one side is more than
-        `MAX_ASPECT` times the other. With a `grid` that is it.
+        As in transformers' `smart_resize` (Qwen2-VL and later), sides are rounded to whole units,
+        and scaled together if the area is out of limits. If an image is so narrow that it still has
+        more than `max_patches`, its long side is shortened. Raises ConfigError if one side is more
+        than `MAX_ASPECT` times the other. With a fixed `grid`, returns that.
         """
         if self.grid is not None:
             return self.grid
@@ -93,10 +93,10 @@ class PatchSize:
         return rows * self.merge_size, columns * self.merge_size
 
     def cut(self, image_HWC: np.ndarray, grid: Grid) -> np.ndarray:
-        """Return the patches of a picture, uint8 [rows columns, X].
+        """Return the patches of an image, uint8 [rows columns, X].
 
-        A picture of another size is resized (bicubic). The patches of a unit are neighbors: their
-        order is [rows / m, columns / m, m, m], and that in a patch [channel, y, x].
+        An image of a different size is resized (bicubic). The patches of a unit are neighbors:
+        patches are ordered [rows / m, columns / m, m, m], and values in a patch [channel, y, x].
         """
         p, m, (rows, columns) = self.patch_size, self.merge_size, grid
         if image_HWC.shape[:2] != (rows * p, columns * p):
@@ -115,15 +115,15 @@ def place_images(
     patches: PatchSize,
     first_slot: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the image vector at each token of a document, and the positions for M-RoPE.
+    """Return the image embedding at each token of a document, and positions for M-RoPE.
 
-    The `image_token`s of the document stand for the vectors of `grids`, in order. Returns int32
-    `image_index` [S], -1 for text, else slot * max_vectors + vector, and int32 `positions` [S, 3]
-    of time, row and column: text counts in all three alike; an image at n has (n, n + row,
-    n + column) of its units, and the text after it goes on at n + max(rows, columns) (Qwen2-VL,
-    https://arxiv.org/abs/2409.12191). With a `budget`, which units the vectors stand for is not
-    known yet, and they all have (n, n, n). A token that marks an image has the index of its first
-    vector, and counts as text.
+    The placeholder tokens `image_token` of the document stand for the embeddings of `grids`, in
+    order. Returns int32 `image_index` [S], -1 for text, else slot * max_vectors + index, and int32
+    `positions` [S, 3] of time, row and column. Text has the same number in all three; an image at n
+    has (n, n + row, n + column) of its units, and the text after it continues at n + max(rows,
+    columns) (Qwen2-VL, https://arxiv.org/abs/2409.12191). With a `budget`, it is not known yet
+    which units the embeddings stand for, and they all have (n, n, n). A token that marks an image
+    (cross-attention) has the index of its first embedding, and counts as text.
     """
     place_N = np.flatnonzero(tokens_S == image_token)
     assert len(place_N) == sum(map(patches.tokens, grids)), (len(place_N), grids)

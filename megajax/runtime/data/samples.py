@@ -27,7 +27,7 @@ class Samples(Protocol):
 class Windows:
     """The windows of a part: sample i is its tokens i S to (i + 1) S + 1.
 
-    Each token but the first is thus a label exactly once.
+    Each token except the first is thus a label exactly once.
     """
 
     def __init__(self, part: Part, *, seq_len: int, find_documents: bool = True):

@@ -1,4 +1,4 @@
-"""An order of samples that is computed on the fly: no index files, no memory, no state.
+"""Order samples on the fly: no index files, no memory, no state.
 
 Samples are numbered consecutively over all datasets: dataset d has the numbers `starts[d]` up to
 `starts[d + 1]`.

@@ -1,4 +1,4 @@
-"""Batches of drawn pictures with a question, to be answered letter by letter."""
+"""Batches of synthetic images with a question, to be answered letter by letter."""
 
 from collections.abc import Callable
 
@@ -14,11 +14,11 @@ ENDLESS = range(1 << 60)
 
 
 class PictureBatches(Batches):
-    """Rows of one picture each: the picture, its question, its answer and the end of the document.
+    """Sequences of one image each: image, question, answer and end of document.
 
-    `draw(i)` is picture i; the batch of a step holds pictures step B up to (step + 1) B, without
-    end or up to `count`. The loss counts the answer and its end. The arrays are those of
-    `RowShape`. `unlike` are batches with the same answers in pictures unlike any trained on.
+    `draw(i)` draws image i; the batch of a step has images step B up to (step + 1) B, without end
+    or up to `count`. The loss counts the answer and its end. The arrays are those of `RowShape`.
+    `unlike` are batches with the same answers in images unlike any trained on.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class PictureBatches(Batches):
 
     @property
     def pictures(self) -> list[Picture]:
-        """All pictures, of batches that end."""
+        """All images of finite batches."""
         return [self.draw(i) for i in self.order]
 
     def document(self, picture: Picture) -> ImageDocument:
-        """Return the tokens and patches of a picture with question and answer."""
+        """Return the tokens and patches of an image with question and answer."""
         patches, (height, width) = self.shape.patches, picture.image_HWC.shape[:2]
         grid = patches.fit(height, width)
         start, end = picture.question.split(IMAGE)

@@ -1,4 +1,4 @@
-"""Corpora that are drawn while they are read: pictures of words, with no file and no download."""
+"""Corpora of synthetic images of words, which are drawn on the fly: no file, no download."""
 
 import hashlib
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from megajax.runtime.data.synthetic_images import (
 )
 from megajax.runtime.data.text.tokenizer import Tokenizer, make_tokenizer
 
-# What `data.corpus` may name: a word in a picture; four words, one of which is asked for.
+# Values of `data.corpus`: images of one word, or of four words, one of which is asked for.
 PICTURES: dict[str, Callable[..., Picture]] = {'words': word_picture, 'lines': lines_picture}
 NO_TOKEN = -1
 
 
 class Drawn(NamedTuple):
-    """The pictures of a run, and the tokenizer of their questions and answers."""
+    """The images of a run, and the tokenizer of their questions and answers."""
 
     tokenizer: Tokenizer
     train: PictureBatches  # without end
@@ -39,9 +39,9 @@ class Drawn(NamedTuple):
 
 
 def draw_pictures(config: Config) -> Drawn:
-    """Return the pictures that `data.corpus` names.
+    """Return the images that `data.corpus` names.
 
-    Raises ConfigError for a model without a vision encoder, and where a row is too short.
+    Raises ConfigError for a model without a vision encoder, and if a sequence is too short.
     """
     draw, seed, shape = _drawing(config), config.train.seed, row_shape(config)
     tokenizer = make_tokenizer('bytes', config.model.vocab_size, special=(IMAGE,))
@@ -59,13 +59,13 @@ def draw_pictures(config: Config) -> Drawn:
         tokenizer,
         train,
         validation,
-        f'pictures of {len(known):,} words to train on, of {NUM_HELD_OUT} others to validate',
+        f'images of {len(known):,} words to train on, of {NUM_HELD_OUT} others to validate',
         hashlib.sha256('\n'.join(known).encode()).hexdigest(),
     )
 
 
 def _drawing(config: Config) -> Callable[..., Picture]:
-    """Return the function that draws; with relevance a region of the image holds one line."""
+    """Return the function that draws images; with relevance, a region contains one line."""
     draw, relevance, vision = PICTURES[config.data.corpus], config.relevance, config.vision
     if relevance is None or vision is None or config.data.corpus != 'lines':
         return draw
@@ -79,7 +79,7 @@ def _drawing(config: Config) -> Callable[..., Picture]:
 
 
 def _of_relevance(config: Config) -> dict[str, Any]:
-    """Return the fixed grid of patches of every picture, and the vectors that it gets."""
+    """Return the fixed patch grid of every image, and its number of embeddings."""
     relevance, vision = config.relevance, config.vision
     if relevance is None or vision is None:
         return {}
@@ -88,25 +88,25 @@ def _of_relevance(config: Config) -> dict[str, Any]:
 
 
 def _check(config: Config, tokenizer: Tokenizer, batches: PictureBatches) -> None:
-    """Raise ConfigError if the image token is another, or a picture with its answer too long."""
+    """Raise ConfigError for a wrong image token, or an image that is too long with its answer."""
     check_image_token(config, tokenizer)
     longest = max(len(batches.document(picture).tokens) for picture in batches.pictures)
     if longest > config.train.seq_len + 1:
         message = (
-            f'{config.train.seq_len} is too short for pictures of {config.data.corpus}, '
+            f'{config.train.seq_len} is too short for images of {config.data.corpus}, '
             f'which have up to {longest} tokens with question and answer; use {longest} or more'
         )
         raise ConfigError(Problem(path='train.seq_len', message=message, others=('data.corpus',)))
 
 
 def row_shape(config: Config) -> RowShape:
-    """Return the shape of the rows that a config's encoder reads.
+    """Return the shape of the sequences that the encoder of a config reads.
 
     Raises ConfigError without an encoder.
     """
     vision = config.vision
     if vision is None:
-        message = f'{config.data.corpus} are pictures; add the section vision, or name a text'
+        message = f'{config.data.corpus} are images; add the section vision, or name a text corpus'
         raise ConfigError(Problem(path='data.corpus', message=message))
     patches = PatchSize(
         patch_size=vision.patch_size,
@@ -125,7 +125,9 @@ def row_shape(config: Config) -> RowShape:
 
 
 def document_row_shape(config: Config) -> RowShape:
-    """Return the shape of rows of whole documents; without an encoder they have no slots."""
+    """Return the shape of sequences of whole documents; without an encoder they have no image
+    slots.
+    """
     if config.vision is not None:
         return row_shape(config)
     return RowShape(

@@ -1,7 +1,7 @@
-"""Drawn pictures of words to learn reading from: no file, no download.
+"""Draw images of words, from which a model learns to read: no file, no download.
 
-The words are identifiers of the standard library. A row depends on the seed and its number alone,
-so it is the same on every mesh and after a resume. H and W are pixel rows and columns.
+The words are identifiers of the standard library. An example depends only on the seed and its
+number, so it is the same on every mesh and after a resume. H and W are height and width in pixels.
 """
 
 import random as stdlib_random
@@ -22,7 +22,7 @@ IMAGE = '<image>'
 NUM_HELD_OUT = 256
 
 LETTER_HEIGHT, LETTER_WIDTH = 11, 6  # pixels of a letter of pillow's bitmap font
-WORD_SIZE = 12, 72  # pixels of a picture of a word: a jitter of one row, and room for 12 letters
+WORD_SIZE = 12, 72  # pixels of an image of a word: a jitter of one row, and room for 12 letters
 LINES = 4
 NUM_SINGLE = 4800
 MARKS = {
@@ -40,17 +40,17 @@ Part = Literal['train', 'held_out']
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Picture:
-    """A picture with a question and its answer."""
+    """An image with a question and its answer."""
 
     image_HWC: np.ndarray  # uint8 [H, W, 3]
-    question: str  # with IMAGE where the picture stands
+    question: str  # with IMAGE in place of the image
     answer: str
     line: int = 0  # number of the line that holds the answer
 
 
 @cache
 def words() -> dict[Part, tuple[str, ...]]:
-    """Return the words to train on, and `NUM_HELD_OUT` others; case alone makes no other word.
+    """Return the words to train on, and `NUM_HELD_OUT` others, which differ in more than case.
 
     They are the identifiers of 3 to 9 letters in the running interpreter's standard library.
     """
@@ -68,9 +68,9 @@ def words() -> dict[Part, tuple[str, ...]]:
 
 
 def word_picture(part: Part, seed: int, index: int, *, font: Font = 'bitmap') -> Picture:
-    """Draw picture `index` of a word, with contrast, noise and place at random.
+    """Draw image `index` of a word, with random contrast, noise and position.
 
-    Held-out words come in turn, those to train on at random.
+    Held-out words come in turn, training words at random.
     """
     random = np.random.default_rng([seed, index])
     word = _choose(part, random, index)
@@ -80,11 +80,11 @@ def word_picture(part: Part, seed: int, index: int, *, font: Font = 'bitmap') ->
 def lines_picture(
     part: Part, seed: int, index: int, *, line_size: tuple[int, int] = WORD_SIZE
 ) -> Picture:
-    """Draw picture `index` of four words, each beside a mark of another color; one is asked for.
+    """Draw image `index` of four words, each with a mark of its own color; one is asked for.
 
-    The first `NUM_SINGLE` to train on have a single word, from which a reader learns letters, and
-    the others one to four. A line has `line_size` pixel rows and columns, so regions 4 x 1 hold one
-    line each.
+    The first `NUM_SINGLE` training images have a single word, from which a model learns letters;
+    the others have one to four. A line has `line_size` pixel rows and columns, so that regions 4 x
+    1 contain one line each.
     """
     random = np.random.default_rng([seed, index])
     colors = [str(name) for name in random.choice(list(MARKS), LINES, replace=False)]
@@ -112,10 +112,10 @@ def draw_word(
     size: tuple[int, int] = WORD_SIZE,
     font: Font = 'bitmap',
 ) -> np.ndarray:
-    """Return a grey picture of a word, uint8 [H, W, 3].
+    """Return a gray image of a word, uint8 [H, W, 3].
 
-    The bitmap font begins at column 0, and at row 0 or 1. The scalable one has a random size, and
-    any place from which the word fits.
+    The bitmap font begins at column 0, and at row 0 or 1. The scalable font has a random size and a
+    random position at which the word fits.
     """
     height, width = size
     image = Image.new('L', (width, height), int(random.integers(190, 256)))
@@ -139,15 +139,15 @@ def draw_lines(
     *,
     line_size: tuple[int, int] = WORD_SIZE,
 ) -> np.ndarray:
-    """Return a picture of words below each other, each after a bar of its color.
+    """Return an image of words below each other, each after a bar of its color.
 
-    uint8 [lines H, W, 3] for a line of `line_size`. Letters are enlarged to fill it, and stand in
-    its middle or one row below.
+    The result is uint8 [lines H, W, 3] for lines of `line_size`. Letters are enlarged to fill a
+    line, and are centered or one row lower.
     """
     height, width = line_size
     scale = min(height // LETTER_HEIGHT, width // ((LONGEST_WORD + 2) * LETTER_WIDTH))
     assert scale, f'a line of {height} x {width} pixels holds no mark and {LONGEST_WORD} letters'
-    # the picture before it is enlarged
+    # the image before it is enlarged
     inner_height, inner_width = height // scale, width // scale
     ground, ink = int(random.integers(190, 256)), int(random.integers(0, 100))
     image = Image.new('RGB', (width, height * len(lines)), (ground,) * 3)

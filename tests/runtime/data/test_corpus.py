@@ -82,8 +82,8 @@ def test_a_url_is_refused_with_the_command_that_reads_it(url: str) -> None:
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [
-        ('missing', None, 'data.corpus: there is no .*missing'),
-        ('empty.txt', b'', r'data.corpus: .*empty\.txt.* holds no text'),
+        ('missing', None, 'data.corpus: no such file or folder: .*missing'),
+        ('empty.txt', b'', r'data.corpus: .*empty\.txt.* contains no text'),
         ('image.png', b'PNG\0\xff', r'image\.png: is binary'),
         (
             'latin1.txt',
@@ -95,8 +95,8 @@ def test_a_url_is_refused_with_the_command_that_reads_it(url: str) -> None:
             'né'.encode('latin-1'),
             r'latin1\.txt: is not UTF-8 at byte 1 .*; convert it',
         ),
-        ('empty.jsonl', b'{"text": ""}\n' * 3, r'data.corpus: .*empty\.jsonl.* holds no text'),
-        ('folder/empty.txt', b'', 'data.corpus: .*folder.* holds no text'),
+        ('empty.jsonl', b'{"text": ""}\n' * 3, r'data.corpus: .*empty\.jsonl.* contains no text'),
+        ('folder/empty.txt', b'', 'data.corpus: .*folder.* contains no text'),
     ],
 )
 def test_a_corpus_that_cannot_be_read(
@@ -183,7 +183,7 @@ def test_the_readme_of_a_data_set_is_not_read(
     assert 'README.md, which describes the data' in caplog.text
     (tmp_path / 'c/y.jsonl.gz').unlink()
     assert texts(tmp_path / 'c') == ['x\n']
-    assert 'reading x.txt, and not README.md' in caplog.text
+    assert 'reading x.txt, but not README.md' in caplog.text
     write(tmp_path, {'c/more.md': b'more\n'})
     assert texts(tmp_path / 'c') == ['# C\n', 'more\n', 'x\n']
 
@@ -271,7 +271,7 @@ def test_what_comes_with_a_dataset_is_not_read_and_is_named(
     (tmp_path / 'dataset_infos.json').write_text('{"default": {"description": "of lines"}}')
     (tmp_path / 'a.png').write_bytes(b'\x89PNG\0')
     assert texts(tmp_path) == TEXTS
-    assert 'reading data/train-00000-of-00001.parquet, and not README.md, data' in caplog.text
+    assert 'reading data/train-00000-of-00001.parquet, but not README.md, data' in caplog.text
     assert 'png' not in caplog.text
 
 
@@ -411,7 +411,7 @@ def test_names_like_that_of_a_corpus_which_is_not_there_are_named(
     monkeypatch.chdir(tmp_path)
     for name in ('web.bin', 'web.idx', 'notes.txt'):
         (tmp_path / name).write_bytes(b'')
-    with pytest.raises(ConfigError, match=rf'no wbe in {tmp_path} .similar names: web') as caught:
+    with pytest.raises(ConfigError, match=rf'folder: wbe in {tmp_path} .similar names: web') as caught:
         read_documents('wbe')
     for kind in ('.jsonl', 'Parquet', 'folder', '.idx', "'stdlib'"):
         assert kind in str(caught.value)

@@ -164,8 +164,8 @@ def test_chatml_counts_what_generation_would_write(folder: Path, with_template: 
         ({'text': 'a', 'messages': []}, 'needs either'),
         ({'text': 3}, '"text" is 3, not a text'),
         ({'text': 'a', 'images': 'a.png'}, 'not a list of file names'),
-        ({'text': '<image>'}, 'has 1 places for pictures, and 0 in "images"'),
-        ({'text': 'a', 'images': ['a.png']}, 'has 0 places for pictures, and 1 in "images"'),
+        ({'text': '<image>'}, 'has 1 image placeholders, but 0 files in "images"'),
+        ({'text': 'a', 'images': ['a.png']}, 'has 0 image placeholders, but 1 files in "images"'),
         ('{"text": "\\ud800"}', 'unpaired surrogate'),
         ({'messages': []}, 'not a list of messages'),
         ({'messages': ['hi']}, 'not an object with a "role"'),
@@ -181,15 +181,15 @@ def test_chatml_counts_what_generation_would_write(folder: Path, with_template: 
         ),
         (
             {'messages': [{'role': 'assistant', 'content': '<image>'}]},
-            'has 1 places for pictures, and 0 in "images"',
+            'has 1 image placeholders, but 0 files in "images"',
         ),
         (
             {'messages': [{'role': 'assistant', 'content': 'x'}], 'images': ['a.png']},
-            'has 0 places for pictures, and 1 in "images"',
+            'has 0 image placeholders, but 1 files in "images"',
         ),
         ({'text': '<image>', 'images': ['none.png']}, 'none.png: is not a file'),
-        ({'text': '<image>', 'images': ['text.png']}, 'text.png: is not a picture'),
-        ({'text': '<image>', 'images': ['../a.png']}, '../a.png: lies outside'),
+        ({'text': '<image>', 'images': ['text.png']}, 'text.png: is not an image'),
+        ({'text': '<image>', 'images': ['../a.png']}, '../a.png: is outside'),
         ({'text': '<image>', 'images': ['thin.png']}, 'one side may be at most 200 times'),
     ],
 )
@@ -207,19 +207,22 @@ def test_mistakes_are_refused_with_file_and_line(folder: Path, line: object, mes
 @pytest.mark.parametrize(
     ('lines', 'messages'),
     [
-        ([{'text': 'a' * 63}], ['1: has 65 tokens and a row holds 64; use train.seq_len=64, or']),
+        (
+            [{'text': 'a' * 63}],
+            ['1: has 65 tokens and a sequence can have 64; use train.seq_len=64, or'],
+        ),
         (
             [{'text': 'a'}, {'text': 'a' * 70}, {'text': 'a' * 90}, {'text': 'a' * 80}],
             [
-                '2: has 72 tokens and a row holds 64; too long: 3 of 4 documents; '
+                '2: has 72 tokens and a sequence can have 64; too long: 3 of 4 documents; '
                 'use train.seq_len=92 model.max_seq_len=92, or shorter documents'
             ],
         ),
         (
             [{'text': 'a' * 60 + '<image>', 'images': ['a.png']}, {'text': 'a'}],
             [
-                '1: has 68 tokens, 6 of them for pictures, and a row holds 64; too long: 1 of 2 '
-                'documents; use train.seq_len=68, a smaller vision.max_patches, or'
+                '1: has 68 tokens, 6 of them for images, and a sequence can have 64; too long: '
+                '1 of 2 documents; use train.seq_len=68, a smaller vision.max_patches, or'
             ],
         ),
         (
@@ -228,9 +231,9 @@ def test_mistakes_are_refused_with_file_and_line(folder: Path, line: object, mes
                 for count in (2, 3, 2, 20, 4)
             ],
             [
-                '2: has 3 pictures, and a row holds 2; too many: 3 of 5 documents; '
-                'use vision.images=20, or fewer pictures',
-                '4: has 122 tokens, 20 of them for pictures, and a row holds 64',
+                '2: has 3 images, and a sequence can have 2; too many: 3 of 5 documents; '
+                'use vision.images=20, or fewer images',
+                '4: has 122 tokens, 20 of them for images, and a sequence can have 64',
             ],
         ),
     ],
@@ -305,7 +308,7 @@ def test_a_template_that_does_not_know_pictures_is_refused(folder: Path) -> None
     template.write_text('{% for m in messages %}{{ m.role }}{% endfor %}', 'utf-8')
     line = {'messages': [{'role': 'assistant', 'content': '<image>'}], 'images': ['a.png']}
     path = write(folder, line)
-    with pytest.raises(ConfigError, match=rf'{path}:1: .*each of the 1 pictures once'):
+    with pytest.raises(ConfigError, match=rf'{path}:1: .*each of the 1 images once'):
         load_rows(path, template=template)
 
 
@@ -412,22 +415,22 @@ def test_files_of_a_folder_are_read_and_text_needs_no_pictures(folder: Path) -> 
     write(folder, {'text': 'one'}, name='one.jsonl')
     write(folder / 'more', {'text': 'two<image>', 'images': ['d.png']}, name='two.jsonl')
     data = load_rows(folder)
-    assert data.summary.startswith('2 documents with 1 pictures; 1 rows to train on')
+    assert data.summary.startswith('2 documents with 1 images; 1 sequences to train on')
     assert sorted(TOKENIZER.decode(data.train[0]['tokens'][0]).rstrip('\0'))
 
 
 @pytest.mark.parametrize('content', ['', '\n\n'])
 def test_an_empty_corpus_is_refused(folder: Path, content: str) -> None:
     (folder / 'data.jsonl').write_text(content)
-    with pytest.raises(ConfigError, match='holds no documents'):
+    with pytest.raises(ConfigError, match='contains no documents'):
         load_rows(folder / 'data.jsonl')
-    with pytest.raises(ConfigError, match='holds no documents'):
+    with pytest.raises(ConfigError, match='contains no documents'):
         load_rows(folder / 'a.png')
 
 
 def test_too_few_rows_for_a_batch_are_refused(folder: Path) -> None:
     path = write(folder, {'text': 'one'}, {'text': 'two'})
-    with pytest.raises(ConfigError, match=r'fills 1 rows .* use train.batch_size=1'):
+    with pytest.raises(ConfigError, match=r'fills 1 training sequences .* use train.batch_size=1'):
         load_rows(path, batch_size=2)
 
 
@@ -442,7 +445,7 @@ def test_a_prompt_is_the_beginning_of_the_document_that_was_trained_on(folder: P
     assert prompt.grids == trained.grids
     for ours, theirs in zip(prompt.patches, trained.patches, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    with pytest.raises(ConfigError, match='prompt: has 2 places for pictures, and 1 in'):
+    with pytest.raises(ConfigError, match='prompt: has 2 image placeholders, but 1 files in'):
         encode_prompt(line['text'], [folder / 'a.png'], SHAPE, TOKENIZER)
     with pytest.raises(ConfigError, match=r'none.png: is not a file'):
         encode_prompt('<image>', [folder / 'none.png'], SHAPE, TOKENIZER)

@@ -203,7 +203,7 @@ def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
         texts[name] = save(tmp_path, halves(), name).read_bytes()
     for name, data in texts.items():
         (tmp_path / name).write_bytes(data)
-        assert 'is not a picture' in refusal(tmp_path / name)
+        assert 'is not an image' in refusal(tmp_path / name)
 
 
 def test_a_picture_without_a_scale_is_refused(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Pa
         ([*IDS, 'data.corpus={folder}/ids.bin'],
          r'ids: there is no ids.idx; give the prefix .*if ids.bin .*nanoGPT.*docs/data.md'),
         ([*IDS, 'data.corpus=x', 'data.blend={{{pair}: 1}}'],
-         r'data.corpus: x, and data.blend names .*a; set one of the two'),
+         r'data.corpus: x cannot be combined with data.blend=.*a; set only one'),
         ([*IDS, 'data.blend={{{pair}: 1, {pair}2: 1}}'],
          r'a2: there is no a2.bin and no a2.idx; give the prefix'),
         ([*IDS, 'data.blend={{{pair}: -1}}'], r'data.blend: .*greater than 0'),

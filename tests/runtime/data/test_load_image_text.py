@@ -66,7 +66,7 @@ def test_json_lines_with_pictures_are_read_where_a_config_has_an_encoder(folder:
     write(folder, *[{'messages': TURNS, 'images': ['a.png']}] * 3)
     data = load_data(config(folder))
     assert shown(data) == 'Red.<|endoftext|>'
-    assert data.summary.startswith('3 documents with 3 pictures')
+    assert data.summary.startswith('3 documents with 3 images')
     assert len(data.validation) == 1
     assert data.train[0]['image_grid'][0].tolist() == [[2, 2], [0, 0]]
     tokens, index = data.train[0]['tokens'], data.train[0]['image_index']
@@ -122,7 +122,7 @@ def test_a_model_of_text_learns_the_turns_of_messages(folder: Path) -> None:
     data = load_data(text_config(folder))
     assert shown(data) == 'Red.<|endoftext|>'
     assert 'pixels' not in data.train[0]
-    assert data.summary == '2 documents; 1 rows to train on, 1 to validate'
+    assert data.summary == '2 documents; 1 sequences to train on, 1 to validate'
 
 
 @pytest.mark.parametrize('name', ['data.json', 'data.ndjson', 'data.parquet'])
@@ -142,7 +142,7 @@ def test_messages_are_learned_from_every_kind_of_file(folder: Path, name: str) -
 
 
 def test_a_corpus_that_is_not_there_is_named_beside_a_chat_template(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r'data.corpus: there is no .*gone.jsonl'):
+    with pytest.raises(ConfigError, match=r'data.corpus: no such file or folder: .*gone.jsonl'):
         load_data(text_config(folder / 'gone.jsonl', chat_template=str(folder / 't.jinja')))
 
 
@@ -162,14 +162,14 @@ def test_a_tokenizer_is_trained_on_what_is_trained_on(folder: Path) -> None:
     seen = many.vision.model_copy(update={'image_token': 263})
     data = load_data(many.model_copy(update={'vision': seen}))
     assert data.tokenizer.fingerprint == tokenizer.fingerprint
-    with pytest.raises(ConfigError, match='image_token: 257 is not the token of pictures; use 263'):
+    with pytest.raises(ConfigError, match='257 is not the image placeholder token; use 263'):
         load_data(many)
 
 
 @pytest.mark.parametrize(
     ('keys', 'message'),
     [
-        ({'order': 'megatron'}, 'data.order: megatron cuts rows .*; use stateless'),
+        ({'order': 'megatron'}, 'data.order: megatron cuts sequences .*; use stateless'),
         ({'chat_template': 'gone.jinja'}, 'gone.jinja: cannot be read'),
         ({'tokenizer': 'none'}, 'data.tokenizer: none, and .* is text'),
     ],
@@ -190,7 +190,7 @@ def test_a_template_without_chats_is_refused(folder: Path) -> None:
 
 def test_a_picture_for_a_model_of_text_is_refused_with_its_line(folder: Path) -> None:
     write(folder, {'messages': TURNS, 'images': ['a.png']})
-    with pytest.raises(ConfigError, match=r'data.jsonl:1: has 1 pictures, and the model reads'):
+    with pytest.raises(ConfigError, match=r'data.jsonl:1: has 1 images, but this is a text'):
         load_data(text_config(folder))
 
 

@@ -243,7 +243,7 @@ def test_for_a_model_of_text_image_is_a_word(tmp_path: Path, template: str | Non
     assert answered.startswith(svg)
     assert svg in shown(read(tmp_path, template, {'text': svg}))[0]
     pictures = {'messages': turns(svg, svg), 'images': ['a.png']}
-    assert 'the model reads text alone' in refusal(tmp_path, template, pictures)
+    assert 'this is a text-only model' in refusal(tmp_path, template, pictures)
 
 
 @pytest.mark.parametrize(

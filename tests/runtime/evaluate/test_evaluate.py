@@ -489,7 +489,7 @@ def test_a_file_without_text_is_refused(tmp_path: Path, task: Callable[..., obje
 
 def test_documents_without_text_have_no_perplexity(tmp_path: Path) -> None:
     (tmp_path / 'a.jsonl').write_text('{"text": ""}\n' * 3)
-    with pytest.raises(ConfigError, match=r'a.jsonl.* holds no text'):
+    with pytest.raises(ConfigError, match=r'a.jsonl.* contains no text'):
         perplexity(Oracle(), TOKENIZER, [str(tmp_path / 'a.jsonl')])
 
 

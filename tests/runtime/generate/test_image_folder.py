@@ -124,7 +124,7 @@ def test_files_that_are_no_pictures_are_named_before_anything_is_computed(folder
         check_prompts(reader, '<image>', find_pictures(folder))
     lines = str(found.value).splitlines()
     assert len(lines) == 6
-    assert 'x0.txt: is not a picture' in lines[0]
+    assert 'x0.txt: is not an image' in lines[0]
     assert lines[-1] == 'and 2 more of 12 files'
 
 
@@ -183,7 +183,7 @@ def test_a_wrong_command_is_refused(run: Path, settings: dict[str, object], mess
 
 @pytest.mark.slow
 def test_more_pictures_than_a_row_holds_are_refused(run: Path, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r'has 3 pictures, and a row holds 2; use vision.images='):
+    with pytest.raises(ConfigError, match=r'has 3 images, .* have 2; use vision.images='):
         cli_generate.generate(run, image=[folder / '0.png'] * 3)
     cli_generate.generate(run, ['vision.images=3'], image=[folder / '0.png'] * 3, max_tokens=1)
 

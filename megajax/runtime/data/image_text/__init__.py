@@ -1,1 +1,1 @@
-"""Documents with pictures, from JSON lines to batches."""
+"""Make batches of documents with images from JSON lines."""

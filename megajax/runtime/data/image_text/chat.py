@@ -1,4 +1,4 @@
-"""Messages as text: by a chat template, or in the plain form for a model without one."""
+"""Convert messages to text, with a chat template or in a plain form."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ Message = Mapping[str, Any]  # 'role', and what else a line gives
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Messages to write as text."""
+    """Messages to convert to text."""
 
     messages: Sequence[Message]
     begins: bool = False  # whether the beginning of an assistant's turn follows
@@ -48,7 +48,7 @@ class Rendering:
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A chat template of Hugging Face, or several by name."""
+    """A Hugging Face chat template, or several by name."""
 
     name: str  # in messages: the file, or the run that has it
     texts: Mapping[str, str]
@@ -56,7 +56,7 @@ class Template:
 
     @property
     def asks_for_time(self) -> bool:
-        """Whether what it writes may depend on the time."""
+        """Whether its output may depend on the time."""
         return any(CLOCK in text for text in self.texts.values())
 
 
@@ -71,19 +71,19 @@ def read_template(path: str | Path, now: datetime | None = None) -> Template:
 
 
 class Chat(Protocol):
-    """Makes texts of messages."""
+    """An object that converts messages to text."""
 
     begins_texts: bool  # whether its texts have what begins a document, such as Llama's BOS
 
     def render(self, requests: Sequence[Request], *, place: str) -> list[Rendering]:
-        """Return the text of each request; `place` is the line that holds the messages."""
+        """Return the text of each request; `place` is the line with the messages."""
         ...
 
 
 class PlainChat:
-    """Turns of ChatML where the tokenizer has its special tokens, else 'role: text' in lines.
+    """Write turns as ChatML if the tokenizer has its tokens, else as "role: text" lines.
 
-    Without ChatML, `eod` ends the assistant's turn, and a new line that of any other.
+    Without ChatML, `eod` ends the turns of the assistant, and a line break all others.
     """
 
     begins_texts = False
@@ -135,10 +135,10 @@ class PlainChat:
 
 
 class TemplateChat:
-    """A chat template as transformers renders it, in a process that is bounded in time and size.
+    """A chat template as transformers renders it, in a process limited in time and memory.
 
-    `named_tokens` are what it can name, such as bos_token, and `ignored` keys that it need not
-    read. Raises ConfigError if jinja2 is not installed.
+    `named_tokens` are the tokens that it can name, such as bos_token. It may leave keys in
+    `ignored` unread. Raises ConfigError if jinja2 is not installed.
     """
 
     begins_texts = True
@@ -205,7 +205,7 @@ class TemplateChat:
         return renderings
 
     def _start(self) -> None:
-        """Start the process, which an error has ended or no rendering has needed so far."""
+        """Start the process, if it has not been started or has ended with an error."""
         worker = Path(__file__).with_name('render_worker.py')
         self._process = subprocess.Popen(
             [sys.executable, '-P', str(worker)],
@@ -272,9 +272,9 @@ class TemplateChat:
 
 
 def _as_transformers_gives(message: Message) -> dict[str, Any]:
-    """Return a message as `apply_chat_template` hands it on.
+    """Return a message as `apply_chat_template` passes it on.
 
-    It drops the keys whose value is null, and fills the names that templates have for reasoning.
+    Keys whose value is null are dropped, and all names that templates use for reasoning are filled.
     """
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[key] for key in REASONING if key in given), None)
@@ -289,10 +289,10 @@ def _unread(
     messages: Sequence[Container[str]],
     ignored: Container[str],
 ) -> list[tuple[int, str]]:
-    """Return the unread keys that say something.
+    """Return the unread keys that carry information.
 
-    Reasoning is read if it is under any of its names, and the order of messages says too what links
-    a tool's answer to its call.
+    Reasoning counts as read under any of its names. The ids that link tool answers to calls do not
+    count, because the order of messages links them too.
     """
 
     def counts(key: str, value: object, unread: Container[str]) -> bool:
@@ -314,5 +314,5 @@ def _unread(
 
 
 def are_parts(content: object) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether a content is a list of texts and pictures, and not the answer of a tool."""
+    """Whether a content is a list of texts and images, and not the answer of a tool."""
     return isinstance(content, list) and all(isinstance(x, dict) and 'type' in x for x in content)

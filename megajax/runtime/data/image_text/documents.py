@@ -1,4 +1,4 @@
-"""Documents with pictures: their tokens at once, their pictures when a row is made."""
+"""Documents with images: tokens are made at once, images are decoded for each batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from megajax.runtime.data.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FileDocument:
-    """A document whose pictures are in files, which `read` decodes."""
+    """A document whose images are in files; `read` decodes them."""
 
     place: str  # file and line
     tokens: np.ndarray  # int32
@@ -29,7 +29,7 @@ class FileDocument:
     grids: Sequence[Grid]
 
     def read(self, shape: RowShape) -> ImageDocument:
-        """Decode the pictures; raises ConfigError with the place if one is broken."""
+        """Decode the images; raise ConfigError with the place if one is broken."""
         patches = []
         for path, grid in zip(self.paths, self.grids, strict=True):
             image_HWC = read_image(path, place=self.place)
@@ -46,10 +46,11 @@ class FileDocument:
 def read_documents(
     path: Path, shape: RowShape, tokenizer: Tokenizer, chat: Chat
 ) -> Iterator[FileDocument]:
-    """Yield the documents of JSON lines or a Parquet file, with the sizes of its pictures.
+    """Yield the documents of JSON lines or a Parquet file, with the sizes of their images.
 
-    Pictures are named from the file's folder. Raises ConfigError with file and line if a line
-    breaks a rule, or a picture is missing or no picture. `check_fit` is for all documents at once.
+    Image names are relative to the folder of the file. Raises ConfigError with file and line if a
+    line breaks a rule, or if an image is missing or not an image. `check_fit` is for all documents
+    at once.
     """
     vocabulary = _vocabulary(shape, tokenizer)
     for place, line in read_objects(path):
@@ -74,7 +75,7 @@ def encode_prompt(
 ) -> FileDocument:
     """Return the beginning of a document: a text in which each <image> is the next of `images`.
 
-    Raises ConfigError if their numbers differ, or if one is no picture by its header.
+    Raises ConfigError if their numbers differ, or if the header of a file is not that of an image.
     """
     line = {'text': prompt, 'images': [str(path) for path in images]}
     pieces = pieces_of_text(line, _vocabulary(shape, tokenizer), 'prompt')
@@ -101,10 +102,10 @@ def _encode(
     *,
     is_begun: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of a document, from its start to its end, and whether each counts.
+    """Return the tokens of a document, from start to end, and whether each counts in the loss.
 
-    The end counts if what stands before it does. `is_begun` says that the pieces have whatever
-    begins a document, as those of a chat template have.
+    The end counts if the token before it does. With `is_begun`, the pieces already contain the
+    start of a document, as those of a chat template do.
     """
     ids, answered = tokenizer.encode_pieces(
         pieces, sizes=list(map(shape.patches.tokens, grids)), image_token=shape.image_token

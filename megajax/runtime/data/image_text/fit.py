@@ -1,4 +1,4 @@
-"""The checks that documents fit into rows, which hold them whole."""
+"""Check that documents fit into sequences, in which they are not split."""
 
 from collections.abc import Sequence
 
@@ -8,16 +8,16 @@ from megajax.runtime.data.image_text.documents import FileDocument
 
 
 def check_fit(documents: Sequence[FileDocument], shape: RowShape) -> None:
-    """Raise ConfigError if documents have more tokens or pictures than a row.
+    """Raise ConfigError if documents have more tokens or images than a sequence.
 
-    It names the place of the first one, how many there are, and the values at which all fit.
+    The error names the place of the first one, how many there are, and values with which all fit.
     """
     if problems := [*_of_pictures(documents, shape), *_of_tokens(documents, shape)]:
         raise ConfigError(*problems)
 
 
 def check_pictures(document: FileDocument, shape: RowShape) -> None:
-    """Raise ConfigError if a document has more pictures than a row."""
+    """Raise ConfigError if a document has more images than a sequence can have."""
     if problems := _of_pictures([document], shape):
         raise ConfigError(*problems)
 
@@ -28,8 +28,8 @@ def _of_pictures(documents: Sequence[FileDocument], shape: RowShape) -> list[Pro
         return []
     most = max(len(document.grids) for document in wrong)
     message = (
-        f'has {len(wrong[0].grids)} pictures, and a row holds {shape.images}'
-        f'{_share(wrong, documents, "too many")}; use vision.images={most}, or fewer pictures'
+        f'has {len(wrong[0].grids)} images, and a sequence can have {shape.images}'
+        f'{_share(wrong, documents, "too many")}; use vision.images={most}, or fewer images'
     )
     return [Problem(path=wrong[0].place, message=message, others=('vision.images',))]
 
@@ -42,11 +42,11 @@ def _of_tokens(documents: Sequence[FileDocument], shape: RowShape) -> list[Probl
     if not wrong:
         return []
     first, longest = wrong[0], max(len(document.tokens) for document in wrong)
-    pictures = f', {of_pictures(first)} of them for pictures,' if first.grids else ''
+    pictures = f', {of_pictures(first)} of them for images,' if first.grids else ''
     is_large = any(of_pictures(document) > len(document.grids) for document in wrong)
     smaller = ', a smaller vision.max_patches' if is_large else ''
     message = (
-        f'has {len(first.tokens)} tokens{pictures} and a row holds {shape.seq_len + 1}'
+        f'has {len(first.tokens)} tokens{pictures} and a sequence can have {shape.seq_len + 1}'
         f'{_share(wrong, documents, "too long")}; '
         f'use {shape.longer(longest - 1)}{smaller}, or shorter documents'
     )

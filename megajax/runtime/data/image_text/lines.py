@@ -1,8 +1,8 @@
-"""JSON lines with messages or pictures as pieces, each answered or not.
+"""Split JSON lines with messages or images into pieces, which count in the loss or not.
 
 A line is {"text": "...<image>...", "images": ["a.png"]} or {"messages": [{"role": ..., "content":
 ...}], "images": [...]}; a content is a text, or a list of {"type": "text", "text": ...} and
-{"type": "image", "image": "a.png"}, as Hugging Face writes it. Where a model reads pictures, each
+{"type": "image", "image": "a.png"}, as Hugging Face writes it. If a model reads images, each
 <image> takes the next of "images". The other keys of a line with messages are for its chat
 template, such as "tools". The loss counts all of a "text", and the assistant's turns of "messages".
 Messages, tools and documents may be JSON in a text, as tables hold lists whose entries differ.
@@ -30,7 +30,7 @@ KWARGS = 'chat_template_kwargs'  # trl's key for other variables of a template
 
 
 def spelled(line: dict[str, Any]) -> str:
-    """Return the texts of a line, which need not keep the rules, to train a tokenizer on."""
+    """Return the texts of a line, which may break the rules, to train a tokenizer on."""
     texts = [line.get('text')]
     messages = _parsed(line.get('messages'))
     for message in messages if isinstance(messages, list) else ():
@@ -75,7 +75,7 @@ def pieces_of_text(line: dict[str, Any], vocabulary: Vocabulary, place: str) -> 
 
 
 def _parsed(value: object) -> Any:
-    """Return the list that a text holds as JSON, and any other value as it is."""
+    """Return the list that a text contains as JSON; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -86,9 +86,9 @@ def _parsed(value: object) -> Any:
 
 
 def _with_texts(value: Any) -> Any:
-    """Return a value with the text of what JSON has no form for, such as a time of Parquet.
+    """Return a value in which everything that JSON does not support, such as a time, is text.
 
-    It is what a template writes of it.
+    This is the text that a template would write.
     """
     if isinstance(value, dict):
         return {key: _with_texts(x) for key, x in value.items()}
@@ -98,7 +98,7 @@ def _with_texts(value: Any) -> Any:
 
 
 def _variables(line: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return what a line has for its template but the messages."""
+    """Return the variables of a line for its template, except the messages."""
     for key in OBJECTS:
         value = line.get(key, [])
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
@@ -130,7 +130,7 @@ def _around(vocabulary: Vocabulary) -> Sequence[str]:
 def _messages(
     messages: object, images: Sequence[str], vocabulary: Vocabulary, place: str
 ) -> tuple[list[Message], list[str]]:
-    """Return the messages with their pictures as parts, and the pictures' names in order."""
+    """Return the messages with images as parts, and the names of the images in order."""
     if not isinstance(messages, list) or not messages:
         refuse(place, f'"messages" is {short(messages)}, not a list of messages')
     rest = list(reversed(images))
@@ -160,7 +160,7 @@ def _messages(
 def _content(
     content: object, vocabulary: Vocabulary, place: str
 ) -> str | list[dict[str, Any]] | None:
-    """Return the content of a message; a text with places for pictures becomes a list of parts."""
+    """Return the content of a message; a text with image placeholders becomes a list of parts."""
     if content is None or (isinstance(content, str) and not _has_places(content, vocabulary)):
         return content
     if isinstance(content, str):
@@ -186,12 +186,12 @@ def _has_places(text: str, vocabulary: Vocabulary) -> bool:
 
 def _check_blind(pictures: int, place: str) -> None:
     if pictures:
-        mistake = f'has {pictures} pictures, and the model reads text alone'
-        refuse(place, mistake, 'leave them out')
+        mistake = f'has {pictures} images, but this is a text-only model'
+        refuse(place, mistake, 'remove them')
 
 
 def _unequal(places: int, images: Sequence[str], place: str) -> NoReturn:
-    refuse(place, f'has {places} places for pictures, and {len(images)} in "images"')
+    refuse(place, f'has {places} image placeholders, but {len(images)} files in "images"')
 
 
 def _check(value: object, place: str) -> None:

@@ -1,4 +1,4 @@
-"""The path from JSON lines with pictures to batches."""
+"""Make batches of documents with images from JSON lines."""
 
 import logging
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 class ImageTextBatches(Batches):
-    """Rows of documents with pictures, which are decoded when their batch is read.
+    """Sequences of documents with images, which are decoded when their batch is read.
 
-    The arrays are those of `RowShape`; `order` numbers the rows.
+    The arrays are those of `RowShape`; `order` numbers the sequences.
     """
 
     read_threads = 4
@@ -48,11 +48,11 @@ class ImageTextBatches(Batches):
 
     @property
     def num_samples(self) -> int:
-        """The number of different rows."""
+        """Number of different sequences."""
         return len(self._packed)
 
     def counted(self, sample: int) -> np.ndarray:
-        """Return the labels of a row that count in the loss; no picture is decoded."""
+        """Return the labels of a sequence that count in the loss, without decoding images."""
         return np.concatenate(
             [document.tokens[1:][document.answered[1:]] for document in self._packed[sample]]
         )
@@ -67,12 +67,12 @@ class ImageTextBatches(Batches):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTextData:
-    """Batches of documents with pictures."""
+    """Batches of documents with images."""
 
     train: ImageTextBatches  # endless and shuffled
     validation: ImageTextBatches  # once and in order
     summary: str
-    fingerprint: str  # of tokens, and of the pictures' names, and sizes in bytes and patches
+    fingerprint: str  # of tokens, and of the names and sizes (bytes, patches) of images
 
 
 def load_image_text(
@@ -86,12 +86,12 @@ def load_image_text(
     template: Template | str | Path | None = None,
     ignored: Container[str] = (),
 ) -> ImageTextData:
-    """Open a file of JSON lines or Parquet, or all of a folder; no other text of it is read.
+    """Open a file of JSON lines or Parquet, or all of them in a folder, but no other files.
 
-    Documents are split by the hash of file and line, as text is, and packed into rows whole and in
-    that order; training draws rows, reshuffled in each epoch. `template` and `ignored` are as for
-    `open_chat`. Raises ConfigError if a line cannot be used, if documents do not fit into rows, or
-    if the rows do not fill a batch.
+    Documents are split by the hash of file and line, as text is, and packed into sequences whole
+    and in order; training reshuffles the sequences in each epoch. `template` and `ignored` are as
+    for `open_chat`. Raises ConfigError if a line cannot be used, if documents do not fit into
+    sequences, or if the sequences do not fill a batch.
     """
     from megajax.runtime.data import stateless_order
 
@@ -102,7 +102,7 @@ def load_image_text(
                 documents[_name(name, document.place)] = document
         _warn_of_endless_answers(list(documents.values()), tokenizer, chat)
     if not documents:
-        raise _problem(f'{corpus!r} holds no documents; give JSON lines or Parquet that do')
+        raise _problem(f'{corpus!r} contains no documents; give JSON lines or Parquet that do')
     check_fit(list(documents.values()), shape)
     find_corpus(corpus).log_unread(corpus)
     parts = [[documents[name] for name in names] for names in _split(list(documents), split)]
@@ -110,14 +110,14 @@ def load_image_text(
     train, validation = (pack(part, shape) for part in parts)
     if len(train) < batch_size:
         raise _problem(
-            f'{corpus!r} fills {len(train)} rows of train.seq_len={shape.seq_len} to train on; '
+            f'{corpus!r} fills {len(train)} training sequences of train.seq_len={shape.seq_len}; '
             f'use train.batch_size={max(len(train), 1)}, or more documents',
             'train.batch_size',
             'train.seq_len',
             'data.split',
         )
     pictures = sum(len(document.paths) for document in documents.values())
-    with_pictures = f' with {pictures:,} pictures' if shape.images else ''
+    with_images = f' with {pictures:,} images' if shape.images else ''
     return ImageTextData(
         train=ImageTextBatches(
             train,
@@ -131,16 +131,16 @@ def load_image_text(
             stateless_order.in_order([0, len(validation)], [1.0]),
             batch_size=batch_size,
         ),
-        summary=f'{len(documents):,} documents{with_pictures}; {len(train):,} rows to train on, '
+        summary=f'{len(documents):,} documents{with_images}; {len(train):,} sequences to train on, '
         f'{len(validation):,} to validate',
         fingerprint=_fingerprint(documents),
     )
 
 
 def pack(documents: Iterable[FileDocument], shape: RowShape) -> list[list[FileDocument]]:
-    """Return rows of whole documents, in order; a document that no longer fits begins a row.
+    """Return sequences of whole documents in order; one that no longer fits begins a sequence.
 
-    With relevance each begins one, since a row has one question.
+    With relevance, each document begins a sequence, because a sequence has one question.
     """
     rows: list[list[FileDocument]] = []
     tokens = images = 0
@@ -173,10 +173,10 @@ def open_chat(
     *,
     ignored: Container[str] = (),
 ) -> Iterator[Chat]:
-    """Open a chat template of Hugging Face, or without one the plain form of a tokenizer.
+    """Open a Hugging Face chat template, or the plain form of a tokenizer without one.
 
-    `template` may be the path of its file. `ignored` are keys of lines and messages that it need
-    not read.
+    `template` may be the path of its file. `ignored` are keys of lines and messages that the
+    template may leave unread.
     """
     special = tokenizer.special_tokens()
     eod = next((name for name, i in special.items() if i == tokenizer.eod), '')
@@ -200,9 +200,9 @@ def files_of(corpus: str) -> list[tuple[Path, str]]:
 
 
 def keeps_documents(config: Config, corpus: str) -> bool:
-    """Whether a corpus is JSON lines whose documents stay whole in a row.
+    """Whether a corpus is JSON lines whose documents stay whole in a sequence.
 
-    They are where a model sees, and where a text model is to learn the turns of messages. Raises
+    They do for vision-language models, and if a text model learns the turns of messages. Raises
     ConfigError if there is no such corpus.
     """
     if corpus in PICTURES or is_pair(corpus):
@@ -234,7 +234,7 @@ def _warn_of_endless_answers(
 
 
 def _name(file: str, place: str) -> str:
-    """Return the name of a line, which sorts by file and number."""
+    """Return the name of a line, which sorts by file and line number."""
     return f'{file}:{int(place.rpartition(":")[2]):012}'
 
 

@@ -57,7 +57,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class Message(dict[str, Any]):
-    """A message that notes which of its keys a template has not read."""
+    """A message that records which of its keys a template has not read."""
 
     __module__ = 'builtins'  # so that errors of jinja2 call it a "Message object"
     __slots__ = ('_unread',)
@@ -105,7 +105,7 @@ class Message(dict[str, Any]):
 
 
 class CheckedNamespace(jinja2.utils.Namespace):
-    """Jinja's, without the names with an underscore, which transformers refuses."""
+    """The jinja environment without names that begin with an underscore, as in transformers."""
 
     # no parameter is called self, which may be a name
     def __init__(*args: Any, **names: Any) -> None:
@@ -121,7 +121,7 @@ class CheckedNamespace(jinja2.utils.Namespace):
 def make_environment() -> jinja2.Environment:
     """Return the environment in which transformers renders chat templates.
 
-    Constants are not computed in advance, so that their cost counts where a line is rendered.
+    Constants are not computed in advance, so that their cost counts when a line is rendered.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -244,7 +244,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON that is not escaped for HTML; the parameters are those of transformers."""
+    """Return JSON without HTML escapes; the parameters are those of transformers."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

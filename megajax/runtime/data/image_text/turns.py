@@ -1,4 +1,4 @@
-"""The turns of a conversation as pieces: what a template writes, and which of it the model says."""
+"""Split a rendered conversation into pieces, and find those that the model writes."""
 
 import json
 import re
@@ -11,8 +11,8 @@ from megajax.base.errors import ConfigError, Problem
 from megajax.runtime.data.image_text.chat import Chat, Message, Rendering, Request, are_parts
 from megajax.runtime.data.text.pieces import GUARDS, Piece
 
-MARKER = '<image>'  # a picture's place in a text
-VISION = '<|vision_start|>', '<|vision_end|>'  # stand around a picture where a tokenizer has them
+MARKER = '<image>'  # the image placeholder in a text
+VISION = '<|vision_start|>', '<|vision_end|>'  # put around an image if a tokenizer has them
 ASSISTANT = 'assistant'
 OTHER_NAMES = 'gpt', 'chatgpt', 'bot', 'chatbot', 'model', 'ai'  # of it, in other datasets
 JOIN = (
@@ -23,24 +23,24 @@ JOIN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The special tokens of a tokenizer by name, and the one that stands for pictures."""
+    """The special tokens of a tokenizer by name, and the image placeholder token."""
 
     special: dict[str, int]
     image_token: int  # negative for a model of text
 
     @property
     def sees(self) -> bool:
-        """Whether the model reads pictures."""
+        """Whether the model reads images."""
         return self.image_token >= 0
 
     @property
     def image(self) -> str:
-        """The text of a picture in a chat."""
+        """The text of an image in a chat."""
         name = next((name for name, i in self.special.items() if i == self.image_token), MARKER)
         return name.join(VISION) if set(VISION) <= self.special.keys() else name
 
     def pattern(self) -> re.Pattern[str]:
-        """Return what finds special tokens and pictures, the longest first."""
+        """Return a pattern that matches special tokens and images, the longest first."""
         names = {*self.special, self.image} if self.sees else self.special.keys()
         longest_first = sorted(names, key=len, reverse=True)
         return re.compile('|'.join(map(re.escape, longest_first)) or '(?!)')
@@ -48,13 +48,13 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Guard:
-    """A character that takes apart what spells a special token in a message: it is text."""
+    """A character that breaks up special tokens spelled in a message, so that they stay text."""
 
     mark: str
     pattern: re.Pattern[str]
 
     def put(self, value: Any) -> Any:
-        """Return a value with the guard in all of its texts, keys included."""
+        """Return a value with the guard in all of its texts, including keys."""
         if isinstance(value, str):
             return self.pattern.sub(lambda m: m.group()[0] + self.mark + m.group()[1:], value)
         if isinstance(value, Mapping):
@@ -62,17 +62,17 @@ class Guard:
         return [self.put(x) for x in value] if isinstance(value, list) else value
 
     def take(self, text: str) -> str:
-        """Return a text without it, also where a template has written it as JSON's escape."""
+        """Return a text without the guard, also where a template has escaped it as JSON."""
         return text.replace(self.mark, '').replace(_escaped(self.mark), '')
 
 
 def pieces_of_chat(
     request: Request, names: Sequence[str], vocabulary: Vocabulary, chat: Chat, place: str
 ) -> list[Piece]:
-    """Return the pieces of messages; `names` are the pictures that they show, in order.
+    """Return the pieces of messages; `names` are the images that they show, in order.
 
-    Raises ConfigError if the template does not read a key, or where it is not clear which part of
-    its text the assistant says.
+    Raises ConfigError if the template does not read a key, or if it is not clear which part of its
+    text the assistant writes.
     """
     guard, guarded, rendering = _render(request, vocabulary, chat, place)
     text, spans = rendering.text, rendering.marked
@@ -114,9 +114,9 @@ def pieces_of_chat(
 def pieces_of_prompt(
     messages: Sequence[Message], vocabulary: Vocabulary, chat: Chat, place: str
 ) -> list[Piece]:
-    """Return the pieces of messages without pictures, up to where the assistant's turn begins.
+    """Return the pieces of messages without images, up to where the assistant's turn begins.
 
-    Raises ConfigError if the template looks for a special token that a message spells.
+    Raises ConfigError if the template treats a special token that a message spells differently.
     """
     request = Request(messages=messages, begins=True)
     guard, _, rendering = _render(request, vocabulary, chat, place)
@@ -154,9 +154,9 @@ def _escaped(mark: str) -> str:
 def _render(
     request: Request, vocabulary: Vocabulary, chat: Chat, place: str
 ) -> tuple[Guard, Request, Rendering]:
-    """Return what a template writes for a request with a guard in its texts.
+    """Return the output of a template for a request with a guard in its texts.
 
-    Raises ConfigError if it writes another text where a special token is spelled.
+    Raises ConfigError if the output differs when a special token is spelled.
     """
     guard = _unused_guard(request, vocabulary, place)
     messages = [guard.put(message) for message in request.messages]
@@ -199,11 +199,11 @@ def _check_all_is_read(rendering: Rendering, place: str) -> None:
 def _assistant_spans(
     request: Request, text: str, chat: Chat, guard: Guard, place: str
 ) -> list[tuple[int, int]]:
-    """Return where in the text of all messages the assistant's turns are.
+    """Return where the assistant's turns are in the text of all messages.
 
-    A turn is what the template adds for a message of the assistant after the beginning with which
-    it asks for one, so that training sees what generation sees. Special tokens that the template
-    writes once, after all turns, belong to the last message.
+    A turn is the text that the template adds for an assistant message after the prompt for one, so
+    that training sees what generation sees. Special tokens that the template writes once, after all
+    turns, belong to the last message.
     """
     messages = request.messages
     _check_assistants_name(messages, place)
@@ -232,7 +232,7 @@ def _assistant_spans(
 
 
 def _check_assistants_name(messages: Sequence[Message], place: str) -> None:
-    """Raise ConfigError for a role that means the assistant, whose turns would not count."""
+    """Raise ConfigError for a role that means the assistant but would not count in the loss."""
     for number, message in enumerate(messages, 1):
         role = message['role']
         name = role.strip().lower()
@@ -247,7 +247,7 @@ def _check_assistants_name(messages: Sequence[Message], place: str) -> None:
 
 
 def _check_no_list_is_printed(messages: Sequence[Message], text: str, place: str) -> None:
-    """Raise ConfigError for parts of a content that a template for texts writes as Python does."""
+    """Raise ConfigError if a text-only template writes the parts of a content as Python code."""
     for number, message in enumerate(messages, 1):
         content = message.get('content')
         if content and are_parts(content) and str(content) in text:
@@ -256,7 +256,7 @@ def _check_no_list_is_printed(messages: Sequence[Message], text: str, place: str
 
 
 def _up_to(request: Request, i: int, guard: Guard) -> Request:
-    """Return what is written before the assistant's message `i`, up to its content.
+    """Return the text before the assistant's message `i`, up to its content.
 
     Templates may need a message, so the first one is written with a content of its own.
     """
@@ -272,7 +272,7 @@ def _text(request: Request, chat: Chat, place: str) -> str:
 
 
 def _shared(a: str, b: str, pattern: re.Pattern[str]) -> int:
-    """Return the length of the beginning that two texts share, without a part of a token."""
+    """Return the length of the common prefix of two texts, without a partial token."""
     if b.startswith(a):
         return len(a)
     shorter = min(len(a), len(b))
@@ -306,8 +306,8 @@ def _cuts(length: int, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, 
 def _unmatched(text: str, names: Sequence[str], place: str) -> NoReturn:
     refuse(
         place,
-        f'the chat template does not write each of the {len(names)} pictures once: {short(text)}',
-        'use a template that knows pictures, or leave them out',
+        f'the chat template does not write each of the {len(names)} images once: {short(text)}',
+        'use a template that supports images, or remove them',
     )
 
 

@@ -1,1 +1,1 @@
-"""The files that documents are read from: local or remote, compressed, JSON or Parquet."""
+"""Read documents from files: local or remote, compressed, JSON or Parquet."""

@@ -1,4 +1,4 @@
-"""The kind of a corpus file by its first bytes, where its name says another."""
+"""Detect the kind of a corpus file by its first bytes, if its name is misleading."""
 
 import codecs
 import json
@@ -56,11 +56,11 @@ PAGE = (
 
 
 class NoTextError(ConfigError):
-    """A file of bytes that are no text, which a folder of text may hold too."""
+    """A file that is not text, which is allowed in a folder of text."""
 
 
 class JsonText(NamedTuple):
-    """The JSON with which a text begins."""
+    """The JSON at the beginning of a text."""
 
     kind: Literal['lines', 'array', 'object']  # an object a line; several in a list; one
     first: dict[str, Any]
@@ -68,16 +68,16 @@ class JsonText(NamedTuple):
 
     @property
     def is_documents(self) -> bool:
-        """Whether these are documents, and not the settings of a program."""
+        """Whether these are documents, not the settings of a program."""
         return self.lines > 1 or not DOCUMENT_KEYS.isdisjoint(self.first)
 
 
 def check_contents(input: Input, head: bytes, *, whole: bool, key: str = 'text') -> None:
-    """Raise ConfigError with its first line if a file is not what its name says.
+    """Raise ConfigError with the first line of a file that contradicts its name.
 
     `head` is the beginning of the file, decompressed, in complete lines if it is text; `whole`
-    says that nothing follows, and `key` is where a line should have its text. Raises NoTextError
-    for what is no text in any encoding.
+    tells whether it is the entire file, and `key` is where a line should have its text. Raises
+    NoTextError for data that is not text in any encoding.
     """
     shown = head.removeprefix(codecs.BOM_UTF8)
     for signs, kind_of_error in ((DATA, ConfigError), (OTHERS, NoTextError)):
@@ -119,7 +119,7 @@ def check_parquet(input: Input, head: bytes) -> None:
 
 
 def json_text(head: bytes, *, whole: bool) -> JsonText | None:
-    """Return the JSON with which a text begins, None if it begins with no object of JSON."""
+    """Return the JSON at the beginning of a text, None if there is no JSON object."""
     text = head.removeprefix(codecs.BOM_UTF8).decode(errors='replace').lstrip()
     if not text.startswith(('{', '[')):
         return None

@@ -102,7 +102,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 def cards_among(names: Sequence[str]) -> set[str]:
-    """Return the names of README.md, which describes other data, unless these are Markdown too."""
+    """Return the names of README.md files, which describe other data, unless all are Markdown."""
     cards = {name for name in names if Path(name).name.lower() == 'readme.md'}
     others = [_suffix(name) for name in names if name not in cards]
     return cards if others and '.md' not in others else set()
@@ -130,7 +130,7 @@ def _named_before(pattern: str, paths: Sequence[str], named: dict[str, str]) -> 
 
 
 def _once(pattern: str, names: list[str]) -> list[str]:
-    """Return the names without those that links give to the same files; a loop of links has 40."""
+    """Return the names without links to files that are also listed; a loop ends after 40 links."""
     files = dict[str, str]()
     for name in sorted(names, key=lambda name: (name.count(os.sep), name)):
         files.setdefault(os.path.realpath(name), name)
@@ -195,12 +195,12 @@ def name_of(path: str) -> str:
 
 
 def format_of(path: str) -> Format:
-    """Return the format that the name of a file or URL says it has."""
+    """Return the format of a file or URL by its name."""
     return SUFFIXES.get(_suffix(path), 'text')
 
 
 def is_table(path: str) -> bool:
-    """Whether the name of a file or URL says that it is CSV or TSV, of which none is text."""
+    """Whether a file or URL is CSV or TSV by its name; these are not read as text."""
     return _suffix(path) in TABLES
 
 

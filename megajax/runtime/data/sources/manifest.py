@@ -1,4 +1,4 @@
-"""The manifest PREFIX.json, which `megajax data build` writes beside PREFIX.bin and PREFIX.idx.
+"""The manifest PREFIX.json, which `megajax data build` writes next to PREFIX.bin and PREFIX.idx.
 
 It records the tokenizer that made them, with its hash.
 """

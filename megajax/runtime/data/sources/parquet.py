@@ -1,4 +1,4 @@
-"""Rows of Parquet files, in pieces."""
+"""Read rows of Parquet files in pieces."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ def read_rows(
 
 
 def read_records(input: Input) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file with all their columns; a null is left out, at any depth."""
+    """Yield the rows of a Parquet file with all columns; nulls are left out at any depth."""
     with _open(input) as file:
         for batch in file.iter_batches(batch_size=256, use_threads=False):
             yield from map(_without_nulls, batch.to_pylist())

@@ -24,7 +24,7 @@ FIXES = Fixes()
 def parse(piece: InputPiece, key: str, fixes: Fixes = FIXES) -> Iterator[str | Problem]:
     """Yield the texts of a piece in order, and a Problem in place of each bad one.
 
-    The byte order mark with which a file may begin is no part of its text.
+    A byte order mark at the beginning of a file is not part of its text.
     """
     path = piece.input.path
     if isinstance(piece.data, list):

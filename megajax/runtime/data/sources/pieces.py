@@ -1,4 +1,4 @@
-"""Raw bytes of the corpus on their way from the reader to the workers."""
+"""Pieces of raw corpus bytes, which the reader passes to the workers."""
 
 from dataclasses import dataclass, field
 

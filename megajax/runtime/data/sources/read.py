@@ -1,4 +1,4 @@
-"""Corpus files as units of raw bytes, decompressed and cut at line ends; `parse.py` parses them."""
+"""Read corpus files as units of decompressed bytes, cut at line ends; `parse.py` parses them."""
 
 import re
 from codecs import BOM_UTF8
@@ -18,9 +18,9 @@ MAX_LINE_BYTES = 1 << 28  # maximum bytes of a line, all of which is held in mem
 
 
 def check_inputs(inputs: Sequence[Input], key: str) -> None:
-    """Raise ConfigError with every local file that is not what its name says.
+    """Raise ConfigError with every local file whose content contradicts its name.
 
-    A stream or a remote file is checked when it is read.
+    A stream or remote file is checked when it is read.
     """
     problems: list[Problem | str] = []
     for input in inputs:

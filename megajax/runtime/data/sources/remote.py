@@ -1,7 +1,7 @@
-"""Corpus files that are named by URLs, such as s3://bucket/*.jsonl, opened by fsspec.
+"""Open corpus files by URL, such as s3://bucket/*.jsonl, with fsspec.
 
 fsspec and the package for a protocol (s3fs, gcsfs, huggingface_hub, aiohttp) are imported when a
-URL asks for them. Credentials are those that the package finds by itself.
+URL needs them. Credentials are those that the package finds by itself.
 """
 
 import io
@@ -36,7 +36,7 @@ def is_remote(path: str) -> bool:
 
 
 def is_web(url: str) -> bool:
-    """Whether the URL is of a web server, where a name may have a query and no ranges be served."""
+    """Whether the URL is of a web server, where names can have queries and ranges may not work."""
     return url.startswith(('http://', 'https://'))
 
 
@@ -52,7 +52,7 @@ def expand(url: str) -> list[str]:
 
 
 def look(url: str) -> tuple[int | None, str]:
-    """Return the bytes of a file, None if the server does not tell, and what tells its version.
+    """Return the size of a file, None if unknown, and a string that identifies its version.
 
     Raises ConfigError if there is no such file.
     """
@@ -78,7 +78,8 @@ def open_remote(url: str, size: int, *, at_any_place: bool = False) -> Iterator[
 class _Raw(io.RawIOBase):
     """A file of fsspec whose errors are OSErrors, and which raises EOFError if it ends early.
 
-    A server that refuses its content is a ConfigError: a gated repository shows names and sizes.
+    If a server denies access to the content, a ConfigError is raised; a gated repository still
+    shows names and sizes.
     """
 
     def __init__(self, file: Any, url: str, size: int, *, is_seekable: bool) -> None:
@@ -134,7 +135,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _quieten(package: str) -> None:
-    """Turn off a package's log, unless the user has chosen a level of it (GCSFS_DEBUG)."""
+    """Turn off the log of a package, unless the user has set its level (GCSFS_DEBUG)."""
     logger = logging.getLogger(package)
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.CRITICAL)
@@ -155,7 +156,9 @@ def _ask(url: str, question: Callable[[], Found]) -> Found:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a server has answered 401 or 403, as s3fs, gcsfs, huggingface_hub and aiohttp say."""
+    """Whether a server has answered 401 or 403, as reported by s3fs, gcsfs, huggingface_hub and
+    aiohttp.
+    """
     codes = (
         getattr(error, 'code', None),
         getattr(error, 'status', None),

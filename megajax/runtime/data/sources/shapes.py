@@ -1,4 +1,4 @@
-"""Forms of lines that other programs write, and the command that makes of them what is read."""
+"""Suggest commands that convert lines of other programs to the form that megajax reads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,13 +19,13 @@ ALTERNATE = '{role: ["user", "assistant"][.key % 2], content: .value}'
 
 
 def as_messages(document: Mapping[str, Any]) -> str:
-    """Return how a line becomes messages, for example of a prompt and its completion, or ''."""
+    """Return how a line is converted to messages, for example from prompt and completion, or ''."""
     turns = _turns(document)
     return f'for a chat, write messages: {_jq("messages", turns)}' if turns else ''
 
 
 def as_prompt(document: Mapping[str, Any]) -> str:
-    """Return how the question or the text of a line is written as its prompt, or ''."""
+    """Return how the question or text of a line is converted to a prompt, or ''."""
     name = _text(document, (*QUESTIONS, *TEXTS))
     return f'write it there: {_jq("prompt", f".{name}")}' if name else ''
 

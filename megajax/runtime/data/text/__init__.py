@@ -1,1 +1,1 @@
-"""Text: corpora, tokenizers, and the split into training, validation and test."""
+"""Text corpora, tokenizers, and the split into training, validation and test."""

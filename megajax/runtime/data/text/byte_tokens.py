@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for, and the text of bytes."""
+"""Map tokens to bytes, and bytes to text."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -59,7 +59,7 @@ def _has_byte_fallback(backend: 'tokenizers.Tokenizer') -> bool:
 
 
 def without_broken_bytes(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield tokens with U+FFFD in place of those bytes that are no character."""
+    """Yield tokens with U+FFFD for bytes that do not form a character."""
     for is_byte, run in groupby(tokens, lambda token: bool(BYTE.fullmatch(token))):
         if not is_byte:
             yield from run

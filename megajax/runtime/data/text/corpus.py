@@ -1,4 +1,4 @@
-"""The files of a corpus, their text documents, and the split into training, validation and test."""
+"""Find the files of a corpus and its text documents, and split them into parts."""
 
 import logging
 import mimetypes
@@ -62,7 +62,7 @@ Parts = tuple[list[Document], list[Document], list[Document]]  # training, valid
 
 
 class CorpusFile(NamedTuple):
-    """A file of a corpus, and its name inside it, with slashes."""
+    """A file of a corpus, and its name in it, with slashes."""
 
     path: Path
     name: str
@@ -71,17 +71,17 @@ class CorpusFile(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """The files that hold the documents of a corpus, and other files of its folder."""
+    """The files that contain the documents of a corpus, and the other files of its folder."""
 
     files: list[CorpusFile]
     unread: list[str]  # names
 
     def log_unread(self, corpus: str) -> None:
-        """Name the files of a folder that are not read, except pictures."""
+        """Log the files of a folder that are not read, except images."""
         kinds = ((name, mimetypes.guess_type(name)[0] or '') for name in sorted(self.unread))
         if names := [name for name, kind in kinds if not kind.startswith('image/')]:
             logger.warning(
-                'data.corpus: %s: reading %s, and not %s',
+                'data.corpus: %s: reading %s, but not %s',
                 corpus,
                 _few([file.name for file in self.files]),
                 _few(names),
@@ -91,12 +91,13 @@ class Corpus(NamedTuple):
 def find_corpus(corpus: str) -> Corpus:
     """Return the files of a corpus: 'stdlib', a file, or a folder.
 
-    The documents of a folder are its JSON lines and Parquet, or where it has none its text, without
-    a README.md about the data and hidden files. Raises ConfigError if there is no such file.
+    The documents of a folder are its JSON lines and Parquet files. If there are none, they are its
+    text files, except hidden files and a README.md about the data. Raises ConfigError if there is
+    no such file.
     """
     if is_remote(corpus):
         raise _error(
-            f'{corpus} is a URL, which a run does not read: run megajax data build OUT --input '
+            f'{corpus} is a URL, which runs cannot read: run megajax data build OUT --input '
             f'{typed(corpus)}, and set data.corpus=OUT'
         )
     if corpus == 'stdlib':
@@ -105,7 +106,7 @@ def find_corpus(corpus: str) -> Corpus:
         return Corpus(files, [])
     root = Path(corpus).expanduser()
     if not root.exists():
-        raise _error(f'there is no {root}{_near(root)}; give {KINDS}')
+        raise _error(f'no such file or folder: {root}{_near(root)}; give {KINDS}')
     if root.is_file():
         return Corpus([_file(root, root.parent)._replace(alone=True)], [])
     files = sorted(_in_folder(path, root) for path in _walk(root))
@@ -122,9 +123,9 @@ def find_corpus(corpus: str) -> Corpus:
 def read_documents(corpus: str) -> list[Document]:
     """Return the text documents of `find_corpus`, sorted by name.
 
-    A text file is one document; each line of JSON lines is one, and each row of Parquet, with its
-    text under the key 'text'. Of a folder of text, files of bytes and empty files are left out.
-    Raises ConfigError if no text remains, or if a text cannot be read.
+    A text file is one document, and so is each line of JSON lines or row of Parquet, with its text
+    under the key 'text'. In a folder of text, binary files and empty files are left out. Raises
+    ConfigError if no text remains, or if a text cannot be read.
     """
     files, unread = find_corpus(corpus)
     is_folder = corpus == 'stdlib' or Path(corpus).expanduser().is_dir()
@@ -137,14 +138,16 @@ def read_documents(corpus: str) -> list[Document]:
                 raise
             unread.append(file.name)
     if not any(document.text for document in documents):
-        raise _error(f'{corpus!r} holds no text; give {KINDS}')
+        raise _error(f'{corpus!r} contains no text; give {KINDS}')
     Corpus([file for file in files if file.name not in unread], unread).log_unread(corpus)
     return sorted(documents, key=lambda document: document.name)
 
 
 @contextmanager
 def naming_lines(documents: Sequence[Document]) -> Iterator[None]:
-    """Name the line of a text, or the document of JSON lines, with a token that has no row."""
+    """Return the line of a text, or the document of JSON lines, with a token outside the
+    vocabulary.
+    """
     try:
         yield
     except NoRowError as error:
@@ -162,7 +165,7 @@ def naming_lines(documents: Sequence[Document]) -> Iterator[None]:
 
 
 def read_text(path: str | Path, key: str = 'text') -> str:
-    """Return a file of text, without a byte order mark; raises ConfigError if it is none.
+    """Return a text file without a byte order mark; raise ConfigError if it is not text.
 
     `key` is where a line of JSON lines would have its text.
     """
@@ -198,7 +201,7 @@ def split_documents(documents: Sequence[Document], split: str) -> Parts:
 
 
 def warn_of_copies(train: Iterable[Hashable], validation: Sequence[Hashable]) -> None:
-    """Log how many documents to validate on are equal to one to train on."""
+    """Log how many validation documents are copies of training documents."""
     known = set(train)
     if copies := sum(document in known for document in validation):
         logger.warning(
@@ -259,7 +262,7 @@ def _texts(file: CorpusFile, key: str = 'text') -> Iterator[str]:
 
 
 def _in_folder(path: Path, root: Path) -> CorpusFile:
-    """Return a file of a folder: a .json that holds no documents, such as settings, is a text."""
+    """Return a file of a folder; a .json file without documents, such as settings, is text."""
     file = _file(path, root)
     if file.format == 'jsonl' and '.json' in map(str.lower, path.suffixes[-2:]):
         as_text = file._replace(format='text')
@@ -295,7 +298,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _near(path: Path) -> str:
-    """Return where a relative path begins, and the names there that are like its own."""
+    """Return the working directory for a relative path, and similar names there."""
     names: set[str] = set()
     with suppress(OSError):
         names = {name.name for name in path.parent.iterdir()}

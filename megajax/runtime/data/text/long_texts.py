@@ -1,9 +1,9 @@
-"""Parts of a long text, which together have the tokens of the whole.
+"""Tokenize a long text in parts, with the same result as in one piece.
 
-The library tokenizers holds over 100 bytes for each byte of a text that it reads, so a long text is
-read in parts. A tokenizer may add a space before a text, strip its blanks or merge over a cut.
-Therefore each part is read with its neighborhood. A window around each cut, which is the same for
-the parts on both sides, tells how many tokens belong to the neighborhood.
+The library tokenizers needs over 100 bytes of memory per byte of text, so a long text is read in
+parts. A tokenizer may add a space before a text, strip its blanks or merge over a cut. Therefore
+each part is read with its neighborhood. A window around each cut, which is the same for the parts
+on both sides, tells how many tokens belong to the neighborhood.
 """
 
 import re
@@ -23,7 +23,7 @@ Locate = Callable[[str], tuple[Sequence[int], Sequence[int]]]  # ids, and where 
 
 
 class UncuttableError(ConfigError):
-    """A tokenizer does not read a text in parts as it reads the whole."""
+    """An error for a tokenizer whose result for parts of a text differs from the whole."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -83,9 +83,9 @@ def tail(text: str) -> str:
 
 
 def _candidates(text: str, start: int) -> Iterator[int]:
-    """Yield places for a cut in the second half of a part, the last of each kind.
+    """Yield positions for a cut in the second half of a part, the last of each kind.
 
-    Where there is none, longer parts follow, up to WHOLE.
+    If there is none, longer parts follow, up to WHOLE.
     """
     size = PART
     while size <= WHOLE and start + size // 2 < len(text):

@@ -1,10 +1,10 @@
-"""Token ids of a text with special tokens and images in it, as `tokenizers` reads the whole text.
+"""Tokenize a text with special tokens and images, as `tokenizers` reads the whole text.
 
-A tokenizer reads a piece of a text differently when it is alone: it may add a space, strip blanks,
-or miss a merge over the border. Therefore the pieces are joined and encoded at once. In the joined
-text, a mark that no text spells replaces each special token of the markup. A copy of the tokenizer
-knows the marks as added tokens with the properties of the special ones, so letters that spell a
-special token remain letters.
+A tokenizer reads a piece of a text differently on its own: it may add a space, strip blanks, or
+miss a merge over the border. Therefore the pieces are joined and encoded at once. In the joined
+text, a mark that no text can spell replaces each special token of the markup. A copy of the
+tokenizer has the marks as added tokens with the properties of the special ones, so that letters
+that spell a special token remain letters.
 """
 
 import json
@@ -104,10 +104,10 @@ class MarkedTokenizer:
 
 
 def reader_of_letters(backend: 'tokenizers.Tokenizer') -> 'tokenizers.Tokenizer':
-    """Return a tokenizer that reads what spells a special token as letters.
+    """Return a tokenizer that reads spelled special tokens as letters.
 
-    It is `backend`, whose `encode_special_tokens` is set, or a copy if its model itself would make
-    special tokens of letters: in the copy, they have names that nobody can spell.
+    It is `backend` with `encode_special_tokens` set, or a copy if its model itself would make
+    special tokens of letters. In the copy, they have names that nobody can spell.
     """
     names = {name: f'{END}{token_hex()}{END}' for name in _found_by_model(backend)}
     if not names:
@@ -129,10 +129,10 @@ def reader_of_letters(backend: 'tokenizers.Tokenizer') -> 'tokenizers.Tokenizer'
 
 
 def _found_by_model(backend: 'tokenizers.Tokenizer') -> set[str]:
-    """Return the names of special tokens that a tokenizer's model makes of their letters.
+    """Return the names of special tokens that a tokenizer's model would make of their letters.
 
-    A BPE with `ignore_merges` makes a token of any word that the vocabulary has; another one makes
-    what it merges.
+    A BPE with `ignore_merges` makes a token of any word in the vocabulary; other models only make
+    tokens by merges.
     """
     model, added = backend.model, backend.get_added_tokens_decoder().values()
     names = {x.content for x in added if x.special and model.token_to_id(x.content) is not None}

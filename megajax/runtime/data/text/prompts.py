@@ -1,4 +1,4 @@
-"""Prompts that are read from a file."""
+"""Read prompts from a file."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +11,10 @@ from megajax.runtime.data.text.corpus import read_text
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the lines of a text, or what JSON lines or Parquet have under 'prompt'.
+    """Return the lines of a text, or the values of 'prompt' in JSON lines or Parquet.
 
-    A line ends with a line feed, which a carriage return may precede, and with no other character.
-    Raises ConfigError with file and line.
+    Only a line feed, after an optional carriage return, ends a line. Raises ConfigError with file
+    and line.
     """
     if format_of(path.name) != 'text':
         prompts = list(_prompts(path))

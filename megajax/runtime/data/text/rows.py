@@ -1,4 +1,4 @@
-"""Tokens that a model has no row for in its embedding, such as a padding token added later."""
+"""Reject tokens without a row in the embedding, such as a padding token that was added later."""
 
 import logging
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoRowError(ConfigError):
-    """A text has a token that the model has no row for."""
+    """An error for a text with a token that has no row in the embedding."""
 
     def __init__(self, spec: str, token: str, token_id: int, rows: int, size: int) -> None:
         self.token = token
@@ -28,11 +28,11 @@ class NoRowError(ConfigError):
 
 
 def fit_to_rows(tokenizer: 'Tokenizer', rows: int, spec: str, special: Sequence[str]) -> None:
-    """Let a model whose embedding has `rows` rows use a tokenizer that may have more entries.
+    """Let a model with `rows` embedding rows use a tokenizer that may have more entries.
 
-    As in transformers, added tokens may have ids beyond them, and a text that has one is rejected.
-    Raises ConfigError if parts of words do, or a token that every document has, or one of
-    `special`.
+    As in transformers, added tokens may have ids beyond the rows, and a text with such a token is
+    rejected. Raises ConfigError if an ordinary token has such an id, or a token that every document
+    has, or one of `special`.
     """
     beyond = tokenizer.limit(rows)
     if not beyond:

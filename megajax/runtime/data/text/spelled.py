@@ -1,4 +1,4 @@
-"""Special tokens that a text spells, which are read as letters unless a build parses them."""
+"""Find special tokens spelled in a text, which are read as letters unless a build parses them."""
 
 import logging
 import re
@@ -22,7 +22,7 @@ class SpelledTokens:
         return set(self._pattern.findall(text))
 
     def count(self, text: str) -> int:
-        """Return how many times a text spells one."""
+        """Return how many special tokens a text spells."""
         return len(self._pattern.findall(text))
 
 

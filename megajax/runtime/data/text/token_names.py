@@ -1,4 +1,4 @@
-"""The special tokens that the files next to a tokenizer.json name, as transformers reads them."""
+"""Read the special tokens that the files next to a tokenizer.json name, as transformers does."""
 
 import json
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ class TokenNames:
 
     @property
     def content(self) -> bytes:
-        """The tokenizer_config.json that says the same, empty if there is nothing to say."""
+        """The content of a tokenizer_config.json with these names, empty without any."""
         if not self.named and self.end is None:
             return b''
         keys = {'tokenizer_class': 'PreTrainedTokenizerFast', **self.named, END: self.end}
@@ -104,7 +104,7 @@ def name_tokens(
 
 
 def start_ids(backend: 'tokenizers.Tokenizer') -> list[int]:
-    """Return the ids that a tokenizer.json puts before every text, except [CLS].
+    """Return the ids that a tokenizer.json adds before every text, except [CLS].
 
     [CLS] is added with the masks (`masked.py`).
     """

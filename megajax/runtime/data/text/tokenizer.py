@@ -1,6 +1,6 @@
-"""Conversion of text to token ids and back.
+"""Convert text to token ids and back.
 
-The tokens are bytes, those of a byte-level BPE trained here, or those of a Hugging Face
+The tokens are bytes, or those of a byte-level BPE trained here, or of a Hugging Face
 tokenizer.json.
 """
 
@@ -176,9 +176,9 @@ class Tokenizer:
         return ids, answered
 
     def limit(self, rows: int) -> dict[int, str]:
-        """Return the tokens with ids of `rows` or more by id, and reject texts that have them.
+        """Return the tokens with ids of `rows` or more by id, and reject texts that contain them.
 
-        A model of that vocabulary has no row for them in its embedding.
+        A model with that vocabulary has no row for them in its embedding.
         """
         self._rows = min(rows, self.vocab_size)
         self.token_bytes[self._rows :] = 0
@@ -191,7 +191,7 @@ class Tokenizer:
             raise NoRowError(self._spec, name, last, self._rows, self.vocab_size)
 
     def also_ends(self, ids: Iterable[int]) -> None:
-        """End generated texts at these ids too, such as those of the end of a turn."""
+        """End generated texts also at these ids, such as the end of a turn."""
         self.ends = tuple(dict.fromkeys([*self.ends, *ids]))
 
     def token_id(self, name: str) -> int | None:
@@ -206,7 +206,7 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> frozenset[int]:
-        """The ids of the tokens that are found in texts before the vocabulary is used."""
+        """Ids of the tokens that are matched in texts before the vocabulary is used."""
         return frozenset(self._backend.get_added_tokens_decoder())
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -293,7 +293,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face tokenizer.json, or make that of 'bytes'.
+    """Load a Hugging Face tokenizer.json, or make the tokenizer of 'bytes'.
 
     The files next to it, such as tokenizer_config.json, name its tokens (`token_names.py`). Raises
     ConfigError if a file does not exist or cannot be used.

@@ -1,8 +1,8 @@
-"""The parts of a tokenizer that transformers 5 makes by its class, not as tokenizer.json says.
+"""Build tokenizer parts as transformers 5 does by class, whatever tokenizer.json says.
 
-The classes below make normalizer, pre_tokenizer and decoder anew and take the vocabulary and the
-post_processor of the file. Of the class PreTrainedTokenizerFast, transformers reads the whole file,
-as version 4 does of all classes.
+The classes below rebuild normalizer, pre_tokenizer and decoder, and take the vocabulary and the
+post_processor from the file. With the class PreTrainedTokenizerFast, transformers reads the whole
+file, as version 4 does with all classes.
 """
 
 import json
@@ -138,7 +138,7 @@ def _differ(old: Any, new: Any) -> bool:
 
 
 def _state(part: Any) -> Any:
-    """Return what decides about ids and texts: not whether spaces count in a token's place."""
+    """Return the parts that decide about ids and texts, but not whether spaces count in offsets."""
 
     def without_places(value: dict[str, Any]) -> dict[str, Any]:
         return {key: x for key, x in value.items() if key != 'trim_offsets'}

@@ -1,4 +1,4 @@
-"""The check that every token id of a pair of files is in the model's vocabulary.
+"""Check that every token id in a pair of files is in the model's vocabulary.
 
 The whole file is read once, and the range of its ids is cached.
 """

@@ -1,6 +1,6 @@
-"""Token files that a run reads for days: watched for changes, with every id checked when read.
+"""Watch token files for changes during a run, and check every id when it is read.
 
-A mapped file that is truncated ends the process with SIGBUS; `preadv` reports a short read instead.
+If a mapped file is truncated, the process ends with SIGBUS; `preadv` reports a short read instead.
 """
 
 import logging
@@ -112,7 +112,7 @@ class _WatchedTokens:
 
 
 def _look(path: Path) -> _Look | None:
-    """Return the status that changes when a file is written to; None if the file is gone."""
+    """Return the status that changes when a file is written to, None if the file is gone."""
     try:
         status = path.stat()
     except OSError:
