@@ -1,1 +1,1 @@
-"""Corpora: from files of text to files of tokens."""
+"""Build corpora: convert text files to token files."""

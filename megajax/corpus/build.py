@@ -1,7 +1,7 @@
-"""Conversion of corpus files to Megatron's token files: the command `megajax data build`.
+"""Convert corpus files to Megatron's token files: the command `megajax data build`.
 
-The builder reads and writes, and workers (`encode.py`) parse and encode. Incomplete output lies in
-a folder of its own (`partial.py`), from which a killed build resumes.
+The builder reads and writes; workers (`encode.py`) parse and encode. Incomplete output is in a
+folder of its own (`partial.py`), from which a killed build resumes.
 """
 
 import logging
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax.base.errors import ConfigError, Problem
-from megajax.corpus.choose_tokenizer import given_tokenizer, kept_tokenizer
+from megajax.corpus.choose_tokenizer import given_tokenizer, saved_tokenizer
 from megajax.corpus.encode import Encoded, Options, Workers
 from megajax.corpus.job import Job, check_job, fingerprint
 from megajax.corpus.partial import (
@@ -77,13 +77,13 @@ def build(
 ) -> BuildSummary:
     """Build OUT.bin, OUT.idx, OUT.json and OUT.tokenizer.json.
 
-    The files appear only when they are complete, OUT.idx last. Each document becomes one sequence,
-    and a document without tokens becomes none. A text document of more than `unit` bytes is encoded
-    in pieces, which are cut after a line break and joined again; the output does not depend on the
+    The files appear only when they are complete, OUT.idx last. Each document becomes one sequence;
+    a document without tokens becomes none. A text document of more than `unit` bytes is encoded in
+    pieces, which are cut after a line break and joined again; the output does not depend on the
     number of workers. `train_bpe` trains on the first bytes of each file, in proportion to its size
-    on disk, 256 MB of text in all. After a kill, the same job resumes from the last checkpoint,
-    unless it reads a stream. Raises ConfigError with file, place and fix, and leaves no files
-    behind, if an input, the disk or the job is bad.
+    on disk, with a total of 256 MB of text. After a kill, the same job resumes from the last
+    checkpoint, unless it reads a stream. Raises ConfigError with file, place and fix, and leaves no
+    files behind, if an input, the disk or the job is bad.
     """
     started = time.perf_counter()
     out = Path(job.out).expanduser()
@@ -105,7 +105,7 @@ def build(
                 inputs,
                 partial,
                 progress,
-                kept_tokenizer(job, inputs, partial, tokenizer),
+                saved_tokenizer(job, inputs, partial, tokenizer),
                 report,
             )
             builder.encode(unit, checkpoint_units, checkpoint_seconds)
@@ -132,7 +132,7 @@ def _cleaned_up(partial: Partial) -> Iterator[None]:
 
 
 class _Builder:
-    """A writer of encoded units in order, with checkpoints, and finally of index and manifest."""
+    """Write encoded units in order, with checkpoints, and finally the index and the manifest."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class _Builder:
         return lengths
 
     def complete(self, out: Path) -> None:
-        """Write index and manifest, so that only the renames are left."""
+        """Write the index and the manifest, so that only renames are left to do."""
         job, progress, partial, tokenizer = (
             self._job,
             self._progress,
@@ -245,7 +245,7 @@ class _Builder:
         )
         if not (progress.tokens and progress.text_bytes):
             message = (
-                f'holds no text: {progress.documents} documents without a token of text, '
+                f'contains no text: {progress.documents} documents without a text token, '
                 f'{progress.skipped} bad lines; give other files'
             )
             raise ConfigError(Problem(path='--input', message=message))
@@ -286,7 +286,7 @@ def _progress(out: Path, fingerprint: str) -> Progress | None:
     progress = read_progress(out)
     if progress and progress.fingerprint != fingerprint:
         logger.info(
-            '%s.partial belongs to other inputs or options, or to a stream: starting afresh', out
+            '%s.partial is of different inputs or options, or of a stream: starting over', out
         )
         progress = None
     if not (progress and progress.complete) and (

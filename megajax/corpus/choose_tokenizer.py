@@ -1,4 +1,4 @@
-"""The tokenizer of a build: loaded, or trained on a sample of the inputs."""
+"""Load the tokenizer of a build, or train it on a sample of the inputs."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ TRAINING_BYTES = 256_000_000  # maximum bytes of text to train a BPE on
 
 
 def given_tokenizer(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
-    """Return the tokenizer that the job names, None if one has to be trained."""
+    """Return the tokenizer that the job names, None if one must be trained."""
     if job.tokenizer is None:
         if streams := [input.path for input in inputs if input.stream]:
             message = (
@@ -40,12 +40,12 @@ def given_tokenizer(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
         ) from error
 
 
-def kept_tokenizer(
+def saved_tokenizer(
     job: Job, inputs: Sequence[Input], partial: Partial, tokenizer: Tokenizer | None
 ) -> Tokenizer:
     """Return the tokenizer, saved in the folder for the workers and for a resumed build.
 
-    It is loaded from the folder if it is there, and trained if the job names none.
+    If the folder has none yet, the tokenizer of the job is saved, or one is trained.
     """
     saved = partial.folder / TOKENIZER
     if saved.exists():

@@ -1,4 +1,4 @@
-"""Description and verification of a pair of token files."""
+"""Describe and verify a pair of token files."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -27,13 +27,13 @@ class Description:
 
     sequences: Sequences
     manifest: Manifest | None
-    # numbers of documents: first the empty ones, then those of more than 2**(i - 1) and up to 2**i
+    # numbers of documents: first empty ones, then documents of more than 2**(i - 1) and up to 2**i
     # tokens, from i = 0
     histogram: list[int]
 
     @property
     def num_documents(self) -> int:
-        """The number of documents, one less than that of the boundaries."""
+        """Number of documents, one less than the number of boundaries."""
         return len(self.sequences.documents) - 1
 
 
@@ -79,7 +79,7 @@ def decode_samples(
 
 
 def document_lengths(sequences: Sequences) -> Iterator[np.ndarray]:
-    """Yield the documents' lengths in tokens, int64, a chunk of documents at a time."""
+    """Yield the lengths of documents in tokens, int64, one chunk of documents at a time."""
     for first in range(0, len(sequences.documents) - 1, CHUNK):
         bounds = sequences.documents[first : first + CHUNK + 1]
         starts = np.full(len(bounds), len(sequences.tokens), np.int64)
@@ -94,10 +94,10 @@ def verify(
     vocab_size: int | None = None,
     progress: Progress = lambda read, total: None,
 ) -> list[str]:
-    """Check every invariant of a pair, its manifest and its token ids; return a line for each.
+    """Check every invariant of a pair, its manifest and its token ids; yield a line for each.
 
-    Ids must be below `vocab_size`, by default that of the tokenizer beside the pair. Raises
-    ConfigError at the first invariant that does not hold.
+    Ids must be below `vocab_size`, by default the size of the tokenizer next to the pair. Raises
+    ConfigError at the first violation.
     """
     sequences = read_pair(prefix)
     bin_path, idx_path = paths(sequences.name)

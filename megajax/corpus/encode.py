@@ -1,4 +1,4 @@
-"""Conversion of units of raw bytes to token ids, in worker processes."""
+"""Encode units of raw bytes as token ids, in worker processes."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of parsing and encoding a unit."""
+    """Options for parsing and encoding a unit."""
 
     key: str  # JSON key or Parquet column of the text
     append_eod: bool  # whether documents end with an end-of-document token
@@ -36,7 +36,7 @@ class Options:
 class Encoded:
     """The tokens of a unit.
 
-    `ids` includes end-of-document tokens, except that of a document that began in an earlier unit.
+    `ids` includes end-of-document tokens, unless the document began in an earlier unit.
     """
 
     ids: np.ndarray  # [tokens], token ids of all documents

@@ -1,4 +1,4 @@
-"""The options of a build, their mistakes, and the hash from which a resumed build knows them."""
+"""The options of a build, their checks, and the hash that identifies a build to resume."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from megajax.base.errors import ConfigError, Problem
 from megajax.runtime.data.sources.inputs import Format, Input
 from megajax.runtime.data.text.tokenizer import Tokenizer
 
-# version of the conversion from bytes to tokens; a partial build of another version is not resumed
+# Version of the conversion from bytes to tokens; builds of other versions are not resumed.
 VERSION = 3
 
 
@@ -84,7 +84,7 @@ def check_job(job: Job, out: Path) -> None:
 
 
 def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, unit: int) -> str:
-    """Return the hash of everything that determines the output; a stream never has the same."""
+    """Return the hash of everything that determines the output; it is unique for a stream."""
     import tokenizers
 
     files = [_identity(input) for input in inputs]
@@ -97,9 +97,9 @@ def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, 
 
 
 def _identity(input: Input) -> dict[str, Any]:
-    """Return what tells a file and its version from others."""
+    """Return what identifies a file and its version."""
     identity = asdict(input)
-    del identity['table']  # which decides whether it is read, not how
+    del identity['table']  # decides whether the file is read, not how
     if not input.is_remote:
         identity['path'] = os.path.abspath(input.path)
         del identity['version']
@@ -107,5 +107,5 @@ def _identity(input: Input) -> dict[str, Any]:
 
 
 def _is_unknown(input: Input) -> bool:
-    """Whether nothing tells if the input is the same as before."""
+    """Whether it is unknown if the input is the same as before."""
     return input.stream or (input.is_remote and not input.version)

@@ -27,7 +27,7 @@ TOKENIZER, TOKEN_NAMES, MANIFEST, PROGRESS, LOCK, NEW = (
     'lock',
     'new',
 )
-# the final suffix of each file, in the order of the renames; TOKEN_NAMES is not always there
+# The final suffix of each file, in the order of the renames; TOKEN_NAMES is optional.
 FINAL = {
     TOKENIZER: '.tokenizer.json',
     TOKEN_NAMES: '.tokenizer_config.json',
@@ -39,7 +39,7 @@ NAMES = frozenset({LENGTHS, DOCUMENTS, PROGRESS, LOCK, NEW, *FINAL})
 
 
 class UnfinishedError(ConfigError):
-    """An interrupted build whose folder is intact: the same command resumes it."""
+    """An error of an interrupted build whose folder is intact; the same command resumes it."""
 
 
 class Progress(BaseModel):
@@ -48,7 +48,7 @@ class Progress(BaseModel):
     model_config = ConfigDict(extra='forbid', strict=True)
 
     fingerprint: str  # hash of everything that determines the output
-    complete: bool = False  # whether only the renames are left
+    complete: bool = False  # whether only renames are left to do
     position: Position = Position()  # position in the inputs to resume from
     itemsize: int = 0  # bytes per token id
     tokens: int = 0  # number of tokens written
@@ -87,7 +87,7 @@ def read_progress(out: Path) -> Progress | None:
 
 
 class Partial:
-    """The folder OUT.partial, locked.
+    """The locked folder OUT.partial.
 
     Disk errors are raised as ConfigErrors that name the file and its size.
     """
@@ -103,7 +103,7 @@ class Partial:
     def lock(cls, out: Path) -> Iterator[Self]:
         """Create the folder if necessary, and hold its lock.
 
-        Raises ConfigError if another process holds it, or if the folder has files that no build
+        Raises ConfigError if another process has the lock, or if the folder has files that no build
         wrote.
         """
         partial = cls(out)
@@ -112,7 +112,7 @@ class Partial:
             if strange := sorted({path.name for path in partial.folder.iterdir()} - NAMES):
                 raise _problem(
                     partial.folder,
-                    f'holds {strange[0]}, which no build wrote; '
+                    f'contains {strange[0]}, which no build wrote; '
                     'move the folder, or choose another OUT',
                 )
             file = (partial.folder / LOCK).open('w')
@@ -153,7 +153,7 @@ class Partial:
                     raise _problem(
                         path,
                         f'has {file.tell()} bytes instead of {size}; '
-                        'run the same command again, which starts afresh',
+                        'run the same command again, which starts over',
                     )
                 file.truncate(size)
         self._files[TOKENS].seek(0)
@@ -182,7 +182,7 @@ class Partial:
         self.write(PROGRESS, progress.model_dump_json().encode())
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, which appears under its name only when all of it is on disk."""
+        """Write a file, which appears under its name only when it is completely on disk."""
         with _errors(self.folder / NEW), (self.folder / NEW).open('wb', buffering=0) as file:
             while content:
                 content = content[file.write(content) :]

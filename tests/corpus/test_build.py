@@ -300,7 +300,7 @@ def test_another_build_starts_afresh(
     assert end(wanted, before='progress.json', count=5).returncode == -signal.SIGKILL
     with caplog.at_level('INFO'):
         summary = build(replace(wanted, **{option: True}), unit=2000)  # type: ignore[arg-type]
-    assert 'starting afresh' in caplog.text
+    assert 'starting over' in caplog.text
     assert (
         summary.encoded == summary.progress.text_bytes == sum(len(text.encode()) for text in TEXTS)
     )
@@ -337,7 +337,7 @@ BAD = [
     (b'{"text": "a\xff"}', r'bad.jsonl:1: is not UTF-8 at byte 11 \(0xff\)'),
     (b'{"text": "\\ud800"}', r"bad.jsonl:1: 'text' has an unpaired surrogate at character 0"),
     (b'[' * 10**5, r'bad.jsonl:1: is not JSON'),
-    (b' \n', '--input: holds no text: 0 documents'),
+    (b' \n', '--input: contains no text: 0 documents'),
 ]
 
 
@@ -348,7 +348,7 @@ def test_bad_input_is_named_and_leaves_nothing_behind(
 ) -> None:
     bad = tmp_path / 'bad.jsonl'
     bad.write_bytes(data)
-    inputs = (bad,) if 'holds no text' in message else (corpus, bad)
+    inputs = (bad,) if 'contains no text' in message else (corpus, bad)
     with pytest.raises(ConfigError, match=message):
         build(job(tmp_path / 'out', *inputs, workers=workers), unit=500)
     assert not files(tmp_path / 'out')
@@ -404,7 +404,7 @@ def test_a_mistake_in_the_job_is_named(
 
 def test_ends_of_empty_documents_alone_are_no_text(tmp_path: Path) -> None:
     (tmp_path / 'a.jsonl').write_text('{"text": ""}\n' * 3)
-    with pytest.raises(ConfigError, match=r'--input: holds no text: 3 documents without a token'):
+    with pytest.raises(ConfigError, match=r'--input: contains no text: 3 documents without a text'):
         build(job(tmp_path / 'out', tmp_path / 'a.jsonl', append_eod=True))
 
 

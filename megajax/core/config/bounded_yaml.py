@@ -19,7 +19,7 @@ from megajax.base.errors import MAX_REASON_CHARACTERS
 from megajax.base.render.text import shorten
 
 MAX_BYTES = 100_000  # the longest preset has 1,047
-MAX_NODES = 5_000  # keys and values, including those of aliases
+MAX_NODES = 5_000  # keys and values, also in aliases
 MAX_DEPTH = 20  # nested groups and lists; a config has three
 MAX_DIGITS = 100  # characters of a number
 STRING = 'tag:yaml.org,2002:str'

@@ -28,7 +28,7 @@ from megajax.core.config.synonyms import key_of_option, nearest_key, without_a_k
 
 KEYS = {f'{name}.{key}': key for name in SECTIONS for key in keys_of(name)}
 CONFIG = 'config.yaml'  # in the folder of a run
-RECIPES = 'recipes'  # the folder in which they are stored, in that of the presets
+RECIPES = 'recipes'  # their folder, inside the presets' folder
 FEW_FILES = 5  # number of YAML files up to which an error lists them
 LONGEST_KEY = 100  # characters in a path; in the schema, fewer than 40
 

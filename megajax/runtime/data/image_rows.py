@@ -14,7 +14,7 @@ class ImageDocument:
     """Tokens with one placeholder per unit of the images, and the images."""
 
     tokens: np.ndarray  # int32
-    answered: np.ndarray  # bool, the tokens that count in the loss; never those of an image
+    answered: np.ndarray  # bool, the tokens that count in the loss; an image's never do
     grids: Sequence[Grid]
     patches: Sequence[np.ndarray]  # uint8 [rows columns, X] of each image
 

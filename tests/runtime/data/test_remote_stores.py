@@ -155,7 +155,7 @@ def test_a_package_that_is_missing_is_named(
     for protocol in ('gs', 'hf'):
         monkeypatch.delitem(known, protocol, raising=False)
     said = refusal(url)
-    needed = f'{url}: needs {package}, which is not installed; pip install {package}, beside '
+    needed = f'{url}: needs {package}, which is not installed; pip install {package} '
     assert said.startswith(needed)
     assert 'remote' in said.removeprefix(needed)
 

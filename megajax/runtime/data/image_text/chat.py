@@ -50,9 +50,9 @@ class Rendering:
 class Template:
     """A Hugging Face chat template, or several by name."""
 
-    name: str  # in messages: the file, or the run that has it
+    name: str  # in messages: the file, or its run
     texts: Mapping[str, str]
-    now: datetime | None = None  # the time that it sees; that of its first use if None
+    now: datetime | None = None  # the time for the template; by default, when first used
 
     @property
     def asks_for_time(self) -> bool:

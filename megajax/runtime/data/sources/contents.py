@@ -23,7 +23,7 @@ DATA = (
     (rb'\xff\xfe|\xfe\xff', 'UTF-16', 'convert it: iconv -f UTF-16 -t UTF-8 {} > NEW'),
     (
         re.escape(POINTER),
-        'a Git LFS pointer and not the file itself',
+        'a Git LFS pointer, not the file itself',
         'run git lfs pull in its repository',
     ),
 )
@@ -50,7 +50,7 @@ SCRIPT = (
 UNPACK = {'': 'cat', '.gz': 'gzip -dc', '.zst': 'zstd -dc', '.bz2': 'bzip2 -dc', '.xz': 'xz -dc'}
 PAGE = (
     rb'(?i)\s*<(!doctype html|html)[\s>]',
-    'an HTML page, perhaps that of an error',
+    'an HTML page, perhaps an error page',
     'download it again',
 )
 

@@ -119,7 +119,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise _error(url, f'needs fsspec, which is not installed; {install("remote")}') from error
-    for logger in ('gcsfs', 'google.auth'):  # which log what gcsfs raises, with a traceback
+    for logger in ('gcsfs', 'google.auth'):  # they log a traceback of what gcsfs raises
         _quieten(logger)
     try:
         files, path = url_to_fs(url)
@@ -128,7 +128,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
             fix = f'{package}, which is not installed; pip install {package}'
         else:
             fix = f'a package that is not installed; {reason(error).rstrip(".")}'
-        raise _error(url, f'needs {fix}, beside {install("remote")}') from error
+        raise _error(url, f'needs {fix} (in addition to {install("remote")})') from error
     except ValueError as error:
         raise _error(url, f'{reason(error)}; use s3://, gs://, hf:// or https://') from error
     return files, path

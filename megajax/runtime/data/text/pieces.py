@@ -154,7 +154,8 @@ def answered_spans(pieces: Sequence[Piece], texts: Sequence[str]) -> list[tuple[
 def covered(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> Iterator[bool]:
     """Yield for each token whether it overlaps one of the spans, which are in order.
 
-    The tokens need not be: byte-level tokenizers give an added space the end of its neighbor.
+    The tokens may be out of order, because byte-level tokenizers give an added space the end of its
+    neighbor.
     """
     ends = [end for _, end in spans]
     for start, end in offsets:
