@@ -411,7 +411,7 @@ def test_names_like_that_of_a_corpus_which_is_not_there_are_named(
     monkeypatch.chdir(tmp_path)
     for name in ('web.bin', 'web.idx', 'notes.txt'):
         (tmp_path / name).write_bytes(b'')
-    with pytest.raises(ConfigError, match=rf'folder: wbe in {tmp_path} .similar names: web') as caught:
+    with pytest.raises(ConfigError, match=rf': wbe in {tmp_path} .similar names: web') as caught:
         read_documents('wbe')
     for kind in ('.jsonl', 'Parquet', 'folder', '.idx', "'stdlib'"):
         assert kind in str(caught.value)
