@@ -37,10 +37,10 @@ class Batches:
     read_threads = 1  # threads that make batches ahead of their steps
     batch_size: int
     order: Order
-    # Samples before batch 0: not 0 where earlier batches had another size.
+    # Samples before batch 0; not 0 if earlier batches had a different size.
     shift = 0
-    # Of Megatron-LM's order: for how many samples it was made, and how often and how it passes
-    # through each dataset. Equal passes make equal orders.
+    # Megatron-LM's order: the number of samples it was made for, and its passes through each
+    # dataset. Equal passes give equal orders.
     order_of: int | None = None
     passes: tuple[object, ...] = ()
 

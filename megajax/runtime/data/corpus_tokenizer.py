@@ -19,7 +19,7 @@ def tokenizer_of_text(config: Config, texts: Callable[[], Sequence[str]]) -> Tok
     if spec == 'none':
         raise _problem(
             'data.tokenizer',
-            f'none, and data.corpus={config.data.corpus} is text; '
+            f'none is not supported for text (data.corpus={config.data.corpus}); '
             'use bpe, bytes or a tokenizer.json',
         )
     own = spec in ('bytes', 'bpe')
@@ -43,19 +43,19 @@ def tokenizer_of_pairs(
     if spec == 'bpe':
         raise _problem(
             'data.tokenizer',
-            f'bpe is trained on text, and {next(iter(manifests))} holds tokens; '
+            f'bpe is trained on text, but {next(iter(manifests))} contains tokens; '
             'use auto, or the tokenizer that made them',
         )
     if spec == 'none':
         if config.train.sample_prompts:
             raise _problem(
                 'train.sample_prompts',
-                'nothing can be sampled with data.tokenizer=none; leave it out',
+                'is not supported with data.tokenizer=none; remove it',
                 'data.tokenizer',
             )
         if config.model.is_bert:
             message = (
-                'none, and model.objective=masked_lm needs the ids of special tokens; '
+                'none is not supported with model.objective=masked_lm, which needs special tokens; '
                 'give the tokenizer.json that made the tokens'
             )
             raise _problem('data.tokenizer', message, 'model.objective')
@@ -83,7 +83,7 @@ def tokenizer_of_pairs(
     for prefix, manifest in manifests.items():
         if manifest and manifest.append_eod and manifest.eod != tokenizer.eod:
             message = (
-                f'{spec} ends documents with token {tokenizer.eod}, and those of {prefix} end with '
+                f'{spec} ends documents with token {tokenizer.eod}, but {prefix} ends them with '
                 f'{manifest.eod}; build it again with --tokenizer {typed(spec)}'
             )
             raise _problem('data.tokenizer', message, *CORPUS)

@@ -10,7 +10,7 @@ from megajax.runtime.data.batches import Batches
 from megajax.runtime.data.image_text.load import ImageTextBatches
 from megajax.runtime.data.text.tokenizer import Tokenizer
 
-ONLY_SPECIAL = 'only special tokens count in the loss, so bits per byte cannot be given'
+ONLY_SPECIAL = 'only special tokens count in the loss, so bits per byte cannot be computed'
 
 logger = logging.getLogger(__name__)
 

@@ -102,7 +102,7 @@ def test_only_special_tokens_are_named_and_have_no_bits_per_byte(
         assert not caplog.records
         load_data(config(chat(tmp_path, [''] * 40)))
     assert [record.getMessage().partition(' rows ')[2] for record in caplog.records] == [
-        f'{use}, only special tokens count in the loss, so bits per byte cannot be given'
+        f'{use}, only special tokens count in the loss, so bits per byte cannot be computed'
         for use in ('to train on', 'of an evaluation')
     ]
     losses, text = losses_of(Counter(nll=6.0, tokens=3.0, bytes=0.0))
@@ -131,7 +131,7 @@ def test_tokens_of_another_tokenizer_are_rejected(tmp_path: Path) -> None:
     )
     load_data(large)
     np.memmap(tmp_path / 'pair.bin', np.uint16, 'r+')[7] = 290
-    with pytest.raises(ConfigError, match=r'bytes has 257 tokens, so .* token 290 of .*or none'):
+    with pytest.raises(ConfigError, match=r'bytes has 257 tokens, but .* token 290 in .*or none'):
         load_data(large)
 
 

@@ -169,12 +169,12 @@ def test_chatml_counts_what_generation_would_write(folder: Path, with_template: 
         ('{"text": "\\ud800"}', 'unpaired surrogate'),
         ({'messages': []}, 'not a list of messages'),
         ({'messages': ['hi']}, 'not an object with a "role"'),
-        ({'messages': [{'role': 'assistant'}]}, 'has no text as its "content"'),
+        ({'messages': [{'role': 'assistant'}]}, 'has no text in "content"'),
         (
             {'messages': [{'role': 'assistant', 'content': 3}]},
             'a "content" is 3, neither a text nor a list of parts',
         ),
-        ({'messages': [{'role': 'user', 'content': 'hi'}]}, 'no message is of the role'),
+        ({'messages': [{'role': 'user', 'content': 'hi'}]}, 'no message has the role'),
         (
             {'messages': [{'role': 'assistant', 'content': [{'type': 'video'}]}]},
             'neither a text nor an image',
@@ -317,7 +317,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(folder: Path) -> None
     template.write_text('{{ messages | length }}', 'utf-8')
     turn = {'role': 'assistant', 'content': 'a'}
     path = write(folder, {'messages': [turn, turn]})
-    with pytest.raises(ConfigError, match=rf'{path}:1: .*writes message 1 otherwise'):
+    with pytest.raises(ConfigError, match=rf'{path}:1: .*writes message 1 differently'):
         load_rows(path, template=template)
 
 

@@ -126,7 +126,7 @@ LENGTHS, POINTERS, DOCUMENTS = (
         (lambda b: b'P' + b[1:], r"web.idx: at byte 0: b'PMIDIDX.*' instead of b'MMIDIDX"),
         (
             lambda b: patched(b, 9, '<Q', 2),
-            r'web.idx: at byte 9: version 2, but only version 1 exists; copy it again',
+            r'web.idx: at byte 9: version 2, but only version 1 is supported; copy it again',
         ),
         (
             lambda b: patched(b, 17, '<B', 9),
@@ -146,7 +146,7 @@ LENGTHS, POINTERS, DOCUMENTS = (
         ),
         (
             lambda b: patched(b, LENGTHS + 8, '<i', -4),
-            r'at byte 42: sequence 2 has -4 tokens, and cannot have fewer than 0',
+            r'at byte 42: sequence 2 has -4 tokens, fewer than 0',
         ),
         (
             lambda b: patched(b, POINTERS + 8, '<q', -6),

@@ -242,15 +242,15 @@ def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Pa
         (['data.corpus={folder}', 'train.seq_len=128', 'train.batch_size=128'],
          r'train.batch_size: 128 is more than the \d+ sequences'),
         (['data.corpus={folder}', 'data.tokenizer=none'],
-         r'data.tokenizer: none, and data.corpus=.* is text; use bpe'),
+         r'data.tokenizer: none is not supported for text .data.corpus=.*; use bpe'),
         (['data.corpus={pair}'], (
             r'data.tokenizer: no tokenizer is known: there is no .*a.json; '
             r'give the tokenizer.json that'
         )),
         (['data.corpus={pair}', 'data.tokenizer=bpe'],
-         r'data.tokenizer: bpe is trained on text, and .*a holds tokens; use auto'),
+         r'data.tokenizer: bpe is trained on text, but .*a contains tokens; use auto'),
         (['data.corpus={pair}', 'data.tokenizer=none'],
-         r'train.sample_prompts: nothing can be sampled with data.tokenizer=none'),
+         r'train.sample_prompts: is not supported with data.tokenizer=none'),
         ([*IDS[:2], 'data.corpus={pair}', 'model.vocab_size=500'],
          r'a.bin: at byte \d+: .*500 ids end below \d+.*; use 1000 or more'),
         (['data.corpus={folder}/0.py', 'data.split=0.00001,99,0', 'data.tokenizer=bytes'],
@@ -328,7 +328,7 @@ def test_documents_that_end_with_another_token_than_the_tokenizers(tmp_path: Pat
     (tmp_path / 'web.tokenizer_config.json').write_text(json.dumps({'eos_token': 'x'}))
     with pytest.raises(
         ConfigError,
-        match=r'web.tokenizer.json ends documents with token \d+, .* end with 264',
+        match=r'web.tokenizer.json ends documents with token \d+, .* ends them with 264',
     ):
         load_data(config(f'data.corpus={prefix}'))
 

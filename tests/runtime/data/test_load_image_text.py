@@ -171,7 +171,7 @@ def test_a_tokenizer_is_trained_on_what_is_trained_on(folder: Path) -> None:
     [
         ({'order': 'megatron'}, 'data.order: megatron cuts sequences .*; use stateless'),
         ({'chat_template': 'gone.jinja'}, 'gone.jinja: cannot be read'),
-        ({'tokenizer': 'none'}, 'data.tokenizer: none, and .* is text'),
+        ({'tokenizer': 'none'}, 'data.tokenizer: none is not supported for text'),
     ],
 )
 def test_what_does_not_go_with_pictures_is_refused(
@@ -238,4 +238,4 @@ def test_answers_that_a_template_does_not_end_are_counted(
     if ends or answers == 1:
         assert not said
     else:
-        assert 'in 20 documents the model learns to end the last answer alone' in said[0]
+        assert 'in 20 documents the model learns to end only the last answer' in said[0]

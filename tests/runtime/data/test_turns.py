@@ -133,9 +133,9 @@ def test_a_template_that_leaves_out_earlier_reasoning_is_refused_with_a_way_out(
     one = {'messages': messages[:2]}
     assert shown(read(tmp_path, template, one))[1] == f'(why)b<|end|>{EOD}'
     text = refusal(tmp_path, template, {'messages': messages})
-    assert 'writes message 2 otherwise once more messages follow' in text
+    assert 'writes message 2 differently if more messages follow' in text
     assert '{% generation %}' in text
-    assert 'one message of the assistant' in text
+    assert 'one assistant message' in text
 
 
 @pytest.mark.parametrize('ascii', ['False', 'True'])
@@ -233,7 +233,7 @@ def test_a_call_without_content_is_written_by_a_template_that_allows_it(
     call = {'role': 'assistant', 'tool_calls': [{'function': {'name': 'f'}}], **content}
     line = {'messages': [*turns('a'), call, {'role': 'tool', 'content': {'degrees': 22}}]}
     assert shown(read(tmp_path, template + BEGIN, line))[1] == 'f<|end|>'
-    assert '"assistant" has no text as its "content"' in refusal(tmp_path, None, line)
+    assert '"assistant" has no text in "content"' in refusal(tmp_path, None, line)
 
 
 @pytest.mark.parametrize('template', [None, PLAIN + BEGIN])
@@ -271,7 +271,7 @@ def test_an_answer_under_another_role_is_rejected_and_not_left_out_of_the_loss(
 ) -> None:
     line = {'messages': [*turns('a', 'b', 'c'), {'role': role, 'content': 'd'}]}
     text = refusal(tmp_path, template, line)
-    assert f'message 4 is of the role "{role}", whose turns do not count' in text
+    assert f'message 4 has the role "{role}", whose turns do not count' in text
     assert 'write "assistant"' in text
 
 

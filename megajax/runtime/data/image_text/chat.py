@@ -122,8 +122,8 @@ class PlainChat:
         content = message.get('content')
         if not isinstance(content, str) and not are_parts(content):
             problem = (
-                f'a message of the role "{message["role"]}" has no text as its "content", which '
-                'turns without a chat template need; set data.chat_template, or correct the line'
+                f'a message with the role "{message["role"]}" has no text in "content", which is '
+                'needed without a chat template; set data.chat_template, or correct the line'
             )
             raise ConfigError(Problem(path=place, message=problem, others=('data.chat_template',)))
         if not isinstance(content, str):

@@ -227,8 +227,8 @@ def _warn_of_endless_answers(
         return
     if several and end is None:
         logger.warning(
-            'data.chat_template: writes no special token after an answer, so that in %s documents '
-            'the model learns to end the last answer alone; set one that ends each answer',
+            'data.chat_template: writes no special token after an answer, so in %s documents the '
+            'model learns to end only the last answer; set one that ends each answer',
             f'{several:,}',
         )
 

@@ -209,7 +209,7 @@ def _assistant_spans(
     _check_assistants_name(messages, place)
     numbers = [i for i, message in enumerate(messages) if message['role'] == ASSISTANT]
     if not numbers:
-        refuse(place, 'no message is of the role "assistant", so nothing can be learned')
+        refuse(place, 'no message has the role "assistant", so nothing can be learned')
     asked = []
     for i in numbers:
         asked += [_up_to(request, i, guard), replace(request, messages=messages[: i + 1])]
@@ -241,7 +241,7 @@ def _check_assistants_name(messages: Sequence[Message], place: str) -> None:
         ):
             refuse(
                 place,
-                f'message {number} is of the role "{role}", whose turns do not count in the loss',
+                f'message {number} has the role "{role}", whose turns do not count in the loss',
                 f'write "{ASSISTANT}" if it is an answer of the model',
             )
 
@@ -287,10 +287,10 @@ def _shared(a: str, b: str, pattern: re.Pattern[str]) -> int:
 def _rewritten(i: int, place: str) -> NoReturn:
     refuse(
         place,
-        f'the chat template writes message {i + 1} otherwise once more messages follow (as Qwen3 '
-        'leaves out earlier reasoning), so no answer is as the model would generate it',
+        f'the chat template writes message {i + 1} differently if more messages follow (Qwen3 '
+        'drops earlier reasoning), so training would not match generation',
         "use a template with {% generation %} around the assistant's turns, or lines with one "
-        'message of the assistant',
+        'assistant message',
     )
 
 

@@ -196,7 +196,7 @@ def _parse(path: Path, index: np.ndarray) -> tuple[np.dtype, Arrays]:
         )
     if version != VERSION:
         raise _problem(
-            path, f'at byte 9: version {version}, but only version {VERSION} exists; {again}'
+            path, f'at byte 9: version {version}, but only version {VERSION} is supported; {again}'
         )
     if code not in DTYPES or np.issubdtype(DTYPES[code], np.floating):
         integers = ', '.join(
@@ -244,7 +244,7 @@ def _check_index(
             where = f'at byte {HEADER.size + 4 * (first + bad)}: sequence {first + bad}'
             raise _problem(
                 path,
-                f'{where} has {some_lengths[bad]} tokens, and cannot have fewer than 0; {again}',
+                f'{where} has {some_lengths[bad]} tokens, fewer than 0; {again}',
             )
         if (bad := _first(some_pointers != expected)) is not None:
             byte = HEADER.size + 4 * len(lengths) + 8 * (first + bad)
