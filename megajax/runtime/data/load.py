@@ -15,7 +15,6 @@ from megajax.runtime.data.corpus_tokenizer import (
     tokenizer_of_pairs,
     tokenizer_of_text,
 )
-from megajax.runtime.data.counted import check_counted
 from megajax.runtime.data.image_rows import EmptySlots
 from megajax.runtime.data.image_text.chat import Template
 from megajax.runtime.data.image_text.load import (
@@ -23,6 +22,7 @@ from megajax.runtime.data.image_text.load import (
     load_image_text,
     read_training_texts,
 )
+from megajax.runtime.data.loss_check import check_counted
 from megajax.runtime.data.masked import (
     NUM_SPECIAL,
     SHORTEST,

@@ -9,11 +9,11 @@ import numpy as np
 
 from megajax.core.config import ConfigError
 from megajax.runtime.data import Tokenizer
-from megajax.runtime.data.counted import ONLY_SPECIAL
 from megajax.runtime.data.image_text.chat import Template
 from megajax.runtime.data.image_text.documents import FileDocument, read_documents
 from megajax.runtime.data.image_text.fit import check_fit
 from megajax.runtime.data.image_text.load import files_of, keeps_documents, open_chat
+from megajax.runtime.data.loss_check import ONLY_SPECIAL
 from megajax.runtime.data.synthetic_corpus import document_row_shape
 from megajax.runtime.evaluate.perplexity import Perplexity, exp
 from megajax.runtime.evaluate.score import Scorer, Window
