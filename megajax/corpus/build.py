@@ -36,7 +36,7 @@ from megajax.runtime.data.sources.inputs import Input, find_inputs
 from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.sources.pieces import UNIT
 from megajax.runtime.data.sources.read import check_inputs, read_units
-from megajax.runtime.data.text.spelled import letters_warning, tokens_note
+from megajax.runtime.data.text.spelled_tokens import letters_warning, tokens_note
 from megajax.runtime.data.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

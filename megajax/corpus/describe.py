@@ -9,7 +9,7 @@ import numpy as np
 
 from megajax.base.errors import ConfigError, Problem
 from megajax.runtime.data.sources.manifest import Manifest, manifest_path
-from megajax.runtime.data.text.spelled import SpelledTokens
+from megajax.runtime.data.text.spelled_tokens import SpelledTokens
 from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.tokens.indexed import CHUNK, Sequences, paths, read_pair
 from megajax.runtime.data.tokens.token_ids import check_token_ids, token_range

@@ -18,7 +18,7 @@ from megajax.corpus.partial import UnfinishedError
 from megajax.runtime.data.sources.parse import parse
 from megajax.runtime.data.sources.pieces import Position, Unit
 from megajax.runtime.data.text.long_texts import WHOLE, UncuttableError
-from megajax.runtime.data.text.spelled import SpelledTokens
+from megajax.runtime.data.text.spelled_tokens import SpelledTokens
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 
 

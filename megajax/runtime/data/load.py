@@ -47,7 +47,7 @@ from megajax.runtime.data.text.corpus import (
     warn_of_copies,
 )
 from megajax.runtime.data.text.parts import Part, split_sequences
-from megajax.runtime.data.text.spelled import warn_of_letters
+from megajax.runtime.data.text.spelled_tokens import warn_of_letters
 from megajax.runtime.data.text.tokenizer import Tokenizer, encode_documents
 from megajax.runtime.data.tokens.indexed import Sequences, from_lengths, is_pair, read_pair
 from megajax.runtime.data.tokens.token_ids import check_token_ids, token_range

@@ -12,7 +12,7 @@ from megajax.runtime.data import Tokenizer
 from megajax.runtime.data.sources.inputs import format_of, is_table
 from megajax.runtime.data.sources.objects import read_objects
 from megajax.runtime.data.text.pieces import Piece
-from megajax.runtime.data.text.spelled import warn_of_letters
+from megajax.runtime.data.text.spelled_tokens import warn_of_letters
 from megajax.runtime.evaluate.score import Scorer, Window
 
 

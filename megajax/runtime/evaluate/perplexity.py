@@ -12,7 +12,7 @@ import numpy as np
 from megajax.core.config import ConfigError
 from megajax.runtime.data import Tokenizer, encode_documents, read_documents
 from megajax.runtime.data.text.corpus import naming_lines, read_text
-from megajax.runtime.data.text.spelled import warn_of_letters
+from megajax.runtime.data.text.spelled_tokens import warn_of_letters
 from megajax.runtime.evaluate.detokenize import detokenize_wikitext
 from megajax.runtime.evaluate.score import Scorer, Window
 
