@@ -31,7 +31,7 @@ from megajax.runtime.data.sources.pieces import Position
 from megajax.runtime.data.sources.read import HEAD, read_pieces
 from megajax.runtime.data.sources.remote import is_remote
 from megajax.runtime.data.sources.shapes import as_messages
-from megajax.runtime.data.text.rows import NoRowError
+from megajax.runtime.data.text.embedding_rows import NoRowError
 
 NOT_STDLIB = frozenset(
     {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'}

@@ -21,6 +21,7 @@ from megajax.runtime.data.text.byte_tokens import (
     tokenizer_error,
     without_broken_bytes,
 )
+from megajax.runtime.data.text.embedding_rows import NoRowError, fit_to_rows
 from megajax.runtime.data.text.long_texts import PART, WHOLE, UncuttableError, encode_in_parts
 from megajax.runtime.data.text.pieces import (
     GUARDS,
@@ -29,7 +30,6 @@ from megajax.runtime.data.text.pieces import (
     Piece,
     reader_of_letters,
 )
-from megajax.runtime.data.text.rows import NoRowError, fit_to_rows
 from megajax.runtime.data.text.token_names import TokenNames, name_tokens, start_ids
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def make_tokenizer(
     tokenizer.json. `special` names tokens that the tokenizer must have; they are added to bytes and
     to a BPE. A BPE has fewer entries if the texts have no more pairs to merge. Raises ConfigError
     if the file cannot be used or lacks special tokens, or if there are more entries than
-    `vocab_size`, except for added tokens (`rows.py`).
+    `vocab_size`, except for added tokens (`embedding_rows.py`).
     """
     tokenizer = (
         byte_tokenizer(special)
