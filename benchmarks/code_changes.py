@@ -92,12 +92,12 @@ def changes_of(file: str, source: str) -> list[Change]:
 
 
 def sample(
-    root: Path, files: Sequence[str], *, seed: int, rooms: Sequence[str] = ()
+    root: Path, files: Sequence[str], *, seed: int, packages: Sequence[str] = ()
 ) -> Iterator[Change]:
     """Changes, none twice: of each room in turn, first a kind and then a place at random."""
     places: dict[str, dict[str, list[Change]]] = {}
     for file in sorted(files):
-        if not rooms or room_of(file) in rooms:
+        if not packages or room_of(file) in packages:
             for change in changes_of(file, (root / file).read_text()):
                 places.setdefault(room_of(file), {}).setdefault(change.kind, []).append(change)
     # A generator of its own for each room: leaving one out changes nothing in the others.

@@ -1,12 +1,13 @@
-"""What the fast tests notice of random small changes:
+"""Measure which random small changes the fast tests notice:
 `python benchmarks/mutants.py OUT.csv --seed 1`.
 
-Changes are drawn from each room of the package in turn, and applied one at a time to a copy of the
-repository. Of a change those fast tests are run that call the changed function, the folder that
-mirrors its room first, up to the first that fails. Which tests call what is measured once, with
-Python 3.12 or later, and kept beside OUT.csv, for each file of tests as long as it is the same. A
-change that OUT.csv has is left out, so a run that was stopped goes on. The column `equivalent` is
-for hand: why a change that no test noticed makes no difference. `--count 0` shows the shares again.
+Changes are drawn from each package in turn, and applied one at a time to a copy of the repository.
+For each change, the fast tests that call the changed function run, the folder that mirrors its
+package first, up to the first failure. Which tests call which functions is measured once, with
+Python 3.12 or later, and stored next to OUT.csv, for each file of tests until it changes. Changes
+that are in OUT.csv already are skipped, so that a stopped run resumes. Fill in the column
+`equivalent` by hand: why a change that no test noticed makes no difference. `--count 0` prints the
+shares again.
 
 mutmut leaves out decorated functions (here every `custom_vjp`, cached function and property) and
 draws no sample, and cosmic-ray starts a process, which imports jax anew, for each change: so this
@@ -43,7 +44,7 @@ def main() -> None:
         scratch = tree.parent
         tests = measure_calls(tree, arguments.tests, recorded, scratch)
         drawn = sample(
-            tree, package_files(arguments.since), seed=arguments.seed, rooms=arguments.rooms
+            tree, package_files(arguments.since), seed=arguments.seed, packages=arguments.packages
         )
         writer = csv.DictWriter(file, COLUMNS)
         if not rows:
@@ -79,7 +80,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument(
-        '--rooms',
+        '--packages',
         nargs='+',
         default=(),
         help='folders of megajax/; `megajax` for the files that are in none',

@@ -81,13 +81,13 @@ def files() -> list[str]:
     ]
 
 
-def test_rooms_take_turns_and_leaving_one_out_changes_nothing_in_the_others(files):
+def test_packages_take_turns_and_leaving_one_out_changes_nothing_in_the_others(files):
     drawn = [*itertools.islice(code.sample(ROOT, files, seed=1), 40)]
     assert len(set(drawn)) == 40
     counts = Counter(code.room_of(change.file) for change in drawn)
     assert counts.keys() == {'core/parallel', 'base/render', 'core/train', 'megajax'}
     assert max(counts.values()) - min(counts['core/parallel'], counts['core/train']) <= 1
-    alone = code.sample(ROOT, files, seed=1, rooms=['core/train'])
+    alone = code.sample(ROOT, files, seed=1, packages=['core/train'])
     assert [*itertools.islice(alone, 5)] == [
         change for change in drawn if code.room_of(change.file) == 'core/train'
     ][:5]
