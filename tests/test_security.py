@@ -195,7 +195,7 @@ def test_a_path_in_a_manifest_stays_in_its_folder(folder: Path, checkpoint: Path
     sums = folder / 'run/checkpoints/2/SHA256SUMS'
     sums.write_text(sums.read_text().replace('  record.json', '  ../../../secret'))
     code, said = finish(start(folder))
-    assert (code, 'is refused: ../../../secret is missing' in said) == (4, True), said
+    assert (code, 'is rejected: ../../../secret is missing' in said) == (4, True), said
 
 
 @pytest.mark.parametrize('processes', [1, pytest.param(2, marks=pytest.mark.exhaustive)])

@@ -113,7 +113,7 @@ def test_a_base_with_other_weights_is_rejected(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f'--base {folder}: .*{fault}'):
             export_adapters(run, tmp_path / 'alone', base=str(folder), family='llama')
     export_huggingface(run, tmp_path / 'with')  # so that the adapters would be added twice
-    with pytest.raises(ConfigError, match=r'proj.weight is not that of .*: megajax export hf RUN'):
+    with pytest.raises(ConfigError, match=r'proj.weight differs from .*: megajax export hf RUN'):
         export_adapters(run, tmp_path / 'alone', base=str(tmp_path / 'with'))
     assert not (tmp_path / 'alone').exists()
 

@@ -197,7 +197,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     damaged(first, b'', 'is empty')
     damaged(index, whole[index][:-10], 'cut short or damaged')
     moved = whole[index].replace(b'__0_0.distcp', b'../0_0.distc')
-    damaged(index, moved, "lies in '../0_0.distc', which is no name of a file")
+    damaged(index, moved, "is stored in '../0_0.distc', which is not a file name")
     other = whole[index].replace(b'__0_0.distcp', b'__1_0.distcp')
     damaged(index, other, r'__1_0.distcp: embed.* is float32 \(4,\), but .metadata .* \(8, 4\)')
     half = whole[index].replace(b'float32', b'float16')

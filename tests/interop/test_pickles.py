@@ -89,7 +89,7 @@ def test_a_dict_in_itself_and_one_in_many_places_are_refused(tmp_path: Path) -> 
     many = b'\x80\x02}X\x05\x00\x00\x00model' + levels + b's.'
     for content in (itself, many):
         write_zip(tmp_path / 'x.pt', content)
-        with pytest.raises(ConfigError, match='is a dict that stands in two places'):
+        with pytest.raises(ConfigError, match='is a dict that occurs twice'):
             read_rank(tmp_path / 'x.pt')
 
 

@@ -92,8 +92,7 @@ def _check_base(checkpoint: Path, model: ModelConfig, base: str | None, family: 
                 raise ConfigError(f'--base {base}: has no {piece.name}, of a {family}; {fix}')
             if there.dtype.itemsize > 1 and not _are_equal(cut(here, piece), there):
                 raise ConfigError(
-                    f'--base {base}: {piece.name} is not that of the run, to which the adapters '
-                    f'are added; {fix}'
+                    f'--base {base}: {piece.name} differs from the base model of the run; {fix}'
                 )
 
 

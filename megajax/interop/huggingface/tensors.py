@@ -121,7 +121,7 @@ def _read_files(folder: Path, index: Path, files: Mapping[str, str]) -> dict[str
         if Path(file).name != file or not file.endswith('.safetensors'):
             raise ConfigError(
                 f'{index}: {name} is said to be in {file!r}, '
-                'which is not the name of a safetensors file beside it'
+                'which is not the name of a safetensors file next to it'
             )
         if not (folder / file).is_file():
             raise ConfigError(f'{index}: {name} is said to be in {file}, which is missing')

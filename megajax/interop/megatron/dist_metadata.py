@@ -159,7 +159,7 @@ def _places(storage: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, Shape], Ent
             raise ValueError(f'{index.fqn} is compressed: save it without transforms')
         file, start, length = info.relative_path, info.offset, info.length
         if not isinstance(file, str) or not re.fullmatch(r'[\w.-]+', file):
-            raise ValueError(f'{index.fqn} lies in {file!r}, which is no name of a file')
+            raise ValueError(f'{index.fqn} is stored in {file!r}, which is not a file name')
         offsets = tuple(getattr(index, 'offset', None) or ())  # other objects have none
         _check_numbers((start, length, *offsets))
         yield (index.fqn, offsets), Entry(file, start, length)

@@ -197,7 +197,7 @@ def _tensors(model: Mapping[str, Any], path: Path) -> dict[str, np.ndarray]:
                 continue
             if isinstance(value, Mapping):
                 if id(value) in visited:
-                    raise ConfigError(f'{path}: {name:.200} is a dict that stands in two places')
+                    raise ConfigError(f'{path}: {name:.200} is a dict that occurs twice')
                 visited.add(id(value))
                 pending.append((f'{name}.', value))
             elif isinstance(value, np.ndarray):

@@ -90,8 +90,8 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
         _log_schedule(there, here)
     for name, (old, new) in version_differences(there, here).items():
         logger.warning(
-            'resume     %s %s -> %s: the results may differ in their last bits from those of a run '
-            'with one version',
+            'resume     %s %s -> %s: the results may differ in their last bits from a run with '
+            'one version',
             name,
             old,
             new,

@@ -206,7 +206,7 @@ def sound_checkpoint(path: Path) -> Iterator[Path]:
             if not faults:
                 yield candidate.absolute()
                 return
-        logger.warning('checkpoint %s is refused: %s', candidate, faults[0])
+        logger.warning('checkpoint %s is rejected: %s', candidate, faults[0])
     raise unusable(path)
 
 

@@ -147,10 +147,10 @@ class StepFolders:
         if faults:
             self._refused.add(step)
             more = f' (and {len(faults) - 1} more)' if len(faults) > 1 else ''
-            logger.warning('checkpoint %s is refused: %s%s', path, faults[0], more)
+            logger.warning('checkpoint %s is rejected: %s%s', path, faults[0], more)
         elif extra := strangers(path):
             logger.warning(
-                'checkpoint %s holds %s, which does not belong to it: ignored',
+                'checkpoint %s contains %s, which does not belong to it: ignored',
                 path,
                 ', '.join(extra[:3]),
             )

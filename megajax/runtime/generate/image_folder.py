@@ -29,9 +29,9 @@ def find_pictures(folder: Path) -> list[Path]:
     try:
         files = [path for path in sorted(folder.iterdir()) if not path.name.startswith('.')]
     except OSError as error:
-        raise ConfigError(f'{folder}: {error.strerror}: give a folder of pictures') from error
+        raise ConfigError(f'{folder}: {error.strerror}: give a folder of images') from error
     if not (pictures := [path for path in files if not path.is_dir()]):
-        raise ConfigError(f'{folder}: holds no pictures: give a folder that does')
+        raise ConfigError(f'{folder}: contains no images: give a folder that does')
     return pictures
 
 

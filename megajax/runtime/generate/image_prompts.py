@@ -36,7 +36,7 @@ class PromptReader:
 
     def __init__(self, config: Config, tokenizer: Tokenizer | None):
         if config.vision is None:
-            raise ConfigError('the model reads text alone: give no pictures, or train with vision')
+            raise ConfigError('this is a text-only model: give no images, or train with vision')
         if tokenizer is None:
             raise ConfigError('the model has no tokenizer, so it cannot read a prompt')
         self._tokenizer = tokenizer
@@ -60,8 +60,8 @@ class PromptReader:
         if (length := len(document.tokens)) >= self._shape.seq_len:
             names = ', '.join(map(str, images))
             raise ConfigError(
-                f'{names}: the prompt has {length} tokens with its pictures, which leaves no room '
-                f'in model.max_seq_len={self._shape.seq_len}: shorten it, or give smaller or fewer'
+                f'{names}: the prompt has {length} tokens with its images, which leaves no room '
+                f'in model.max_seq_len={self._shape.seq_len}: shorten it, or give fewer images'
             )
         return document
 

@@ -89,7 +89,7 @@ class Greetings:
     def _drop_the_slow(self) -> None:
         now = time.monotonic()
         for stranger in [one for one in self._strangers if one.until <= now]:
-            self._drop(stranger, f'no greeting within {GREETING_SECONDS:g} s')
+            self._drop(stranger, f'no handshake within {GREETING_SECONDS:g} s')
 
     def _accept_while_there_is_room(self) -> None:
         is_accepting = self.server in self._selector.get_map()
@@ -137,11 +137,11 @@ class Greetings:
                     self._join(guest, index, count)
                 else:
                     guest.link.send(event='denied')
-                    self._drop(guest, f'its {TOKEN} is not that of process 0')
+                    self._drop(guest, f'its {TOKEN} differs from process 0')
             case {'event': 'closed'}:
-                self._drop(guest, 'it closed without a greeting')
+                self._drop(guest, 'it closed without a handshake')
             case _:
-                self._drop(guest, 'it sent no greeting of a process')
+                self._drop(guest, 'it sent no valid handshake')
 
     def _join(self, guest: Guest, index: int, count: int) -> None:
         guest.link.name = f'process {index} on {guest.host}'

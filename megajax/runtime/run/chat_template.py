@@ -41,7 +41,7 @@ def companions_of_run(config: Config, run: Path, start: Path | None) -> Companio
         return companions
     logger.info('chat       messages are written by %s', _name(config, start or run))
     if start is not None and path is not None and there.chat_templates not in ({}, template.texts):
-        logger.info('chat       %s came with another template', start)
+        logger.info('chat       %s came with a different template', start)
     if not template.asks_for_time:
         return companions
     known = template.now if start is None else None

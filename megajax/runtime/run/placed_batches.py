@@ -51,7 +51,7 @@ class PlacedBatches:
                 raise
             # Logged now, because the others may end this process before it reports the error.
             if not isinstance(error, RunError):
-                logger.exception('this process could not read its rows of a batch')
+                logger.exception('this process could not read its part of a batch')
             self._error = self._error or error
             batch = self._unreadable()
         return place_batch(self._prepare(batch), batch_size=self._batches.batch_size)
@@ -68,6 +68,5 @@ class PlacedBatches:
             raise self._error
         if failed.any():
             raise ConfigError(
-                f'process {int(failed.argmax())} could not read its rows of a batch: '
-                'see what it printed'
+                f'process {int(failed.argmax())} could not read its part of a batch: see its output'
             )

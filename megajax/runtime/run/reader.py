@@ -52,7 +52,7 @@ class Reader:
         """
         rows = self._read(self._pictures, params, check)
         share, readings = _share_right(self._pictures, rows), [row.text for row in rows[:SHOWN]]
-        report.say(f'step {step}  {100 * share:.1f}% of {len(rows)} held-out pictures read exactly')
+        report.say(f'step {step}  {100 * share:.1f}% of {len(rows)} held-out images read exactly')
         for picture, reading in zip(self._pictures, readings, strict=False):
             report.say(f'  {picture.answer:12} {marked(picture.answer, reading)}')
         if jax.process_index() == 0:
@@ -80,7 +80,7 @@ class Reader:
         }
         report.say(
             f'step {step}  {100 * values["budget_right_line"]:.1f}% of the lines asked for have '
-            f'{DETAILED} tokens or more; {values["budget_used"]:.0f} of a picture are used, '
+            f'{DETAILED} tokens or more; {values["budget_used"]:.0f} tokens per image are used, '
             f'{100 * values["budget_fewest"]:.0f}% of the regions have {FEWEST}, '
             f'{100 * values["budget_most"]:.0f}% {MOST}'
         )

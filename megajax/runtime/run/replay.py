@@ -111,8 +111,8 @@ class Replay:
         end = self.clock.begin('productive')
         self._has_run = True
         self.report.say(
-            f'step {step}  repeated with the same bits, in {end - done + copied - start:.2f} s '
-            f'beside {done - copied:.2f} s'
+            f'step {step}  replayed bit for bit in {end - done + copied - start:.2f} s '
+            f'(the step took {done - copied:.2f} s)'
         )
         return results
 
@@ -136,13 +136,12 @@ class Replay:
         is_alone = first.repeated_on == first.device
         where = 'the same device' if is_alone else f'device {first.repeated_on}'
         raise CorruptionError(
-            f'step {step} gave other bits when it was repeated from the same state and batch: '
-            f'{names[first.array]} on device {first.device} of process {process} ({host}) differs '
-            f'from its repetition on {where}, in {first.elements:,} of {first.of:,} elements; '
-            f'{devices} of {self._mesh.size} devices differ, '
-            f'in process {", ".join(map(str, processes))}. '
-            'A device computes wrongly: nothing of this step is saved; test these devices or leave '
-            'them out, then run the same command, which resumes from the last checkpoint'
+            f'silent data corruption at step {step}: {names[first.array]} on device {first.device} '
+            f'(process {process}, host {host}) does not match its replay on {where} '
+            f'({first.elements:,} of {first.of:,} elements; {devices} of {self._mesh.size} devices '
+            f'differ, in process {", ".join(map(str, processes))}). At least one device is faulty. '
+            'This step was not saved. Test or exclude these devices, then rerun the same command '
+            'to resume from the last checkpoint'
         )
 
     def _difference(self, arrays: Sequence[jax.Array], others: Sequence[jax.Array]) -> Difference:

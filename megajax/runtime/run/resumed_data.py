@@ -41,7 +41,7 @@ def resumed_data(data: Data, config: Config, there: Record | None, *, batches: i
         samples = 0
     elif samples:
         logger.info(
-            'start      data.order=megatron: goes on with sample %s, the first one that '
+            'start      data.order=megatron: continues with sample %s, the first one that '
             'Megatron-LM had not consumed',
             f'{samples:,}',
         )

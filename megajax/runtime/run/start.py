@@ -151,8 +151,8 @@ def _check_corpus(start: Path, config: Config) -> None:
                 theirs = tokenizer_of(start) if there else 'TOKENIZER.json'
                 new = f'{prefix}_{start.absolute().parent.parent.name}'
                 message = (
-                    f'{prefix} holds tokens of {path}, and the weights of {start} were trained '
-                    f'with the ids of another tokenizer; build the corpus again: megajax data '
+                    f'{prefix} has tokens of {path}, but the weights of {start} were trained '
+                    f'with the ids of a different tokenizer; build the corpus again: megajax data '
                     f'build {typed(new)} --input FILES --tokenizer {typed(theirs)}, and set '
                     f'{typed(f"data.corpus={new}")}; '
                     'or train on the text itself, data.corpus=FILE.jsonl'

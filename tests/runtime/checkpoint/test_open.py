@@ -82,7 +82,7 @@ def test_what_does_not_hold_what_was_written_is_passed_over(
     try:
         victim.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         assert_holds(open_model(run), 1)
-        assert 'checkpoints/2 is refused' in caplog.text
+        assert 'checkpoints/2 is rejected' in caplog.text
         with pytest.raises(
             CheckpointError, match='2 cannot be used: run megajax checkpoint verify'
         ):

@@ -190,5 +190,5 @@ def test_more_pictures_than_a_row_holds_are_refused(run: Path, folder: Path) -> 
 
 def test_an_empty_folder_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / 'empty').mkdir()
-    with pytest.raises(ConfigError, match='holds no pictures'):
+    with pytest.raises(ConfigError, match='contains no images'):
         cli_generate.generate(run, images=tmp_path / 'empty')

@@ -115,7 +115,7 @@ def test_each_stranger_is_dropped_in_one_line_and_the_run_goes_on(port: int) -> 
                 while stranger.recv(1 << 16):  # until it is closed
                     pass
         lines = meets(first, port)
-    dropped = 'dropped a connection from 127.0.0.1: it sent no greeting of a process'
+    dropped = 'dropped a connection from 127.0.0.1: it sent no valid handshake'
     assert dict(zip(STRANGERS, lines, strict=True)) == dict.fromkeys(STRANGERS, dropped)
 
 
@@ -127,7 +127,7 @@ def test_idle_connections_make_way_and_do_not_use_up_the_descriptors(port: int) 
             idle.setblocking(False)
             idle.connect_ex(('127.0.0.1', port))
         lines = meets(first, port)
-        assert lines[0] == 'dropped a connection from 127.0.0.1: no greeting within 0.5 s'
+        assert lines[0] == 'dropped a connection from 127.0.0.1: no handshake within 0.5 s'
         assert lines[-1].endswith('no more of them are logged')
         assert len(lines) == 20
 
@@ -144,7 +144,7 @@ def test_a_greeting_that_comes_byte_by_byte_has_no_more_time_than_another(port: 
                         break
         assert time.monotonic() - began < 5
         (line,) = meets(first, port)
-        assert line == 'dropped a connection from 127.0.0.1: no greeting within 0.5 s'
+        assert line == 'dropped a connection from 127.0.0.1: no handshake within 0.5 s'
 
 
 TOKEN = 'correct horse battery staple'
@@ -162,7 +162,7 @@ def test_who_does_not_prove_the_token_is_dropped_and_learns_nothing(port: int) -
             events = [json.loads(line)['event'] for line in heard.splitlines()]
             assert events == ['challenge', 'denied'], proof
         lines = meets(first, port, TOKEN)
-    denied = 'dropped a connection from 127.0.0.1: its MEGAJAX_TOKEN is not that of process 0'
+    denied = 'dropped a connection from 127.0.0.1: its MEGAJAX_TOKEN differs from process 0'
     assert lines == [denied] * len(PROOFS)
 
 
@@ -182,7 +182,7 @@ def test_a_process_with_another_token_exits_2_with_the_fix_and_process_0_waits_f
             'export the same to all processes of the run'
         )
         (line,) = meets(first, port, first_token)
-        assert line.endswith(': its MEGAJAX_TOKEN is not that of process 0')
+        assert line.endswith(': its MEGAJAX_TOKEN differs from process 0')
         assert not any(token and token in line for token in (first_token, second_token))
 
 

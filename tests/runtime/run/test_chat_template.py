@@ -65,7 +65,7 @@ def test_another_template_needs_a_word_and_is_named(
     companions = companions_of_run(mine, folder / 'run', start)
     assert companions.chat_template == 'mine' + TEXT
     assert 'messages are written by mine.jinja' in caplog.text
-    assert f'{start} came with another template' in caplog.text
+    assert f'{start} came with a different template' in caplog.text
 
 
 def test_a_run_keeps_the_time_that_its_template_saw_first(

@@ -274,7 +274,7 @@ def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(
     code, said = finish(start(folder, processes=2, fault=fault))
     assert code in codes, said
     assert f'[1] {told}' in said
-    assert '[0] error: process 1 could not read its rows of a batch: see what it printed' in said
+    assert '[0] error: process 1 could not read its part of a batch: see its output' in said
     assert max(find_steps(folder / 'run/checkpoints')) == 33
     assert_goes_on_as_if_nothing_had_been(folder, straight)
 

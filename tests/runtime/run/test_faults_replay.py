@@ -59,14 +59,14 @@ def test_a_wrong_bit_in_one_process_ends_both_and_the_run_goes_on_as_if_it_had_n
     code, said = finish(start(folder, processes=2, fault=WRONG))
     assert code == 5, said
     told = (
-        r'step 8 gave other bits when it was repeated from the same state and batch: '
-        r'grad_norm on device \d+ of process 1 \(\S+\) differs from its repetition on device \d+, '
-        r'in 1 of 1 elements; 1 of 4 devices differ, in process 1\.'
+        r'silent data corruption at step 8: grad_norm on device \d+ \(process 1, host \S+\) does '
+        r'not match its replay on device \d+ '
+        r'\(1 of 1 elements; 1 of 4 devices differ, in process 1\)\.'
     )
     # Process 0, which writes the report of the run first, may hear of it from the other.
     assert re.search(rf'^\[0\] error: (process 1 on \S+ failed \(\w+: )?{told}', said, re.M), said
     assert re.search(rf'^\[1\] error: {told}', said, re.MULTILINE), said
-    assert '[0] step 4  repeated with the same bits' in said
+    assert '[0] step 4  replayed bit for bit' in said
     assert max(steps(folder / 'run')) == 6
     train(folder, 'run.resume=must')
     assert losses(folder / 'run') == losses(folder / 'straight')

@@ -28,7 +28,7 @@ def test_a_model_that_answers_nothing_reads_nothing_and_its_readings_are_drawn(
     assert found == {'validation_read': 0, 'validation_read_unlike': 0}
     assert checks
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == 'step 7  0.0% of 256 held-out pictures read exactly'
+    assert said[0] == 'step 7  0.0% of 256 held-out images read exactly'
     answers = [data.validation.draw(i).answer for i in range(SHOWN)]
     assert [line.split()[0] for line in said[1 : 1 + SHOWN]] == answers
     assert said[1 + SHOWN] == 'step 7  0.0% in a font, at places and in sizes not trained on'

@@ -34,7 +34,7 @@ train: {steps: 6, batch_size: 4, seq_len: 16, dtype: float32, log_every: 1, eval
 checkpoint: {every: 3}
 optim: {lr: 1e-2, shard: optimizer}
 """
-REPEATED = r'^step (\d+)  repeated with the same bits, in [\d.]+ s beside [\d.]+ s$'
+REPEATED = r'^step (\d+)  replayed bit for bit in [\d.]+ s \(the step took [\d.]+ s\)$'
 WEIGHT = 'params.layers.mlp.down.weight'
 
 
@@ -113,10 +113,10 @@ def test_a_bit_that_is_wrong_on_one_device_ends_the_run_and_is_not_saved(
             start(folder, 'corrupted', 'train.replay_every=2', 'checkpoint.every=1')
     assert error.value.exit_code == 5
     said = str(error.value)
-    assert said.startswith('step 4 gave other bits when it was repeated from the same state')
-    assert f'{WEIGHT} on device 2 of process 0 (' in said
-    assert 'differs from its repetition on device 3, in 1 of 256 elements' in said
-    assert '1 of 4 devices differ, in process 0' in said
+    assert said.startswith('silent data corruption at step 4: ')
+    assert f'{WEIGHT} on device 2 (process 0, host ' in said
+    assert 'does not match its replay on device 3 (1 of 256 elements; ' in said
+    assert '1 of 4 devices differ, in process 0)' in said
     assert steps(folder / 'corrupted')[-1] == 3
     start(folder, 'corrupted', 'train.replay_every=2', 'run.resume=must')
     assert losses(folder / 'corrupted') == losses(folder / 'straight')
@@ -217,7 +217,7 @@ def test_a_device_that_repeats_its_own_step_is_named_with_the_metric_that_differ
     with pytest.raises(CorruptionError) as error:
         repeat(replayed(), tmp_path, lambda results: flip_loss(flip_weight(results, 0), 0))
     said = str(error.value)
-    assert 'step 2 gave other bits' in said
-    assert ': loss on device 0 of process 0 (' in said
-    assert 'differs from its repetition on the same device, in 1 of 1 elements' in said
+    assert 'silent data corruption at step 2: ' in said
+    assert ': loss on device 0 (process 0, host ' in said
+    assert 'does not match its replay on the same device (1 of 1 elements; ' in said
     assert '1 of 1 devices differ' in said

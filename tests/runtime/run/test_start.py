@@ -87,7 +87,7 @@ def test_of_a_run_the_newest_that_verifies_is_taken_and_of_a_step_nothing_else(
 ) -> None:
     damage(source / 'checkpoints/3')
     assert find_start(starting(source), source.parent / 'new') == source / 'checkpoints/0'
-    assert 'checkpoints/3 is refused' in caplog.text
+    assert 'checkpoints/3 is rejected' in caplog.text
     with pytest.raises(CheckpointError, match='3 cannot be used: run megajax checkpoint verify'):
         find_start(starting(source / '3'), source.parent / 'new')
     with pytest.raises(

@@ -26,7 +26,7 @@ UNSUPPORTED = {  # what a user may well have, and why it is refused
         ('qwen2_vl', 'qwen2_5_vl'),
         'windows in the encoder and rotary angles in chunks are not supported, but "qwen3_vl" is',
     ),
-    'mllama': 'an encoder of tiles and two towers is not supported, but that of "qwen3_vl" is',
+    'mllama': 'an encoder of tiles and two towers is not supported, but "qwen3_vl" is',
 }
 # Keys of `model` that only some families have a key for.
 IN_TRAINING = frozenset({'dropout', 'attention_dropout', 'init_std'})

@@ -19,7 +19,7 @@ class Only(NamedTuple):
 ROPE = 'all of a head is rotated, in two halves: leave it out'
 # Arguments that must be absent or have one of these values: otherwise Megatron's decoder differs.
 ONLY: Mapping[str, Only] = {
-    'num_experts': Only((), 'there are no experts here: use a dense model'),
+    'num_experts': Only((), 'no mixture-of-experts models; use a dense model'),
     'multi_latent_attention': Only((False,), 'use --group-query-attention'),
     'heterogeneous_layers_config_path': Only((), 'all layers are the same'),
     'window_size': Only((), 'attention sees all earlier tokens'),

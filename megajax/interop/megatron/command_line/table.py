@@ -187,8 +187,8 @@ NO_MEANING: Mapping[str, str] = {
         tiktoken_special_tokens tokenizer_prompt_format legacy_tokenizer trust_remote_code
         tokenizer_hf_use_fast tokenizer_hf_include_special_tokens
     """,
-    'without --data-path the corpus is that of data.corpus': 'mock_data',
-    'where steps are split between processes is found by jax': 'data_sharding no_data_sharding',
+    'without --data-path, data.corpus names the corpus': 'mock_data',
+    'jax decides how steps are split between processes': 'data_sharding no_data_sharding',
     'it is only read together with an argument of its own': """
         moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_grouped_gemm
         moe_token_dispatcher_type moe_z_loss_coeff moe_permute_fusion moe_router_dtype
@@ -200,10 +200,10 @@ NO_MEANING: Mapping[str, str] = {
     """,
 }
 # Arguments of which no value is supported, with what to do instead.
-NO_EXPERTS = 'there are no experts here: train a dense model, or Mixtral with MaxText'
+NO_EXPERTS = 'no mixture-of-experts models; use a dense model, or Mixtral with MaxText'
 INSTEAD: Mapping[str, str] = {
     'rampup_batch_size': 'leave it out; a run that is stopped and resumed with a larger '
-    'train.batch_size goes on with it',
+    'train.batch_size continues with it',
     'step_batch_size_schedule': 'use one train.batch_size, or several runs with run.start_from',
     'num_moe_experts': NO_EXPERTS,
     'init_method_xavier_uniform': 'weights are drawn from a normal distribution: '

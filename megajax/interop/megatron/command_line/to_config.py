@@ -27,13 +27,19 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     'weight_decay_incr_style': (('constant',), 'the decay is constant: give --weight-decay'),
     'loss_scale': ((0.0,), 'the scale of fp16 is dynamic: leave it out'),
-    'fp8_format': (('hybrid',), 'products are e4m3 forward and e5m2 backward: give hybrid'),
+    'fp8_format': (('hybrid',), 'matmuls are e4m3 forward and e5m2 backward: give hybrid'),
     'fp8_recipe': (('delayed',), 'scaling is delayed: give delayed'),
     'cp_comm_type': (('p2p', 'all_gather'), 'give p2p, which is a ring, or all_gather'),
     'dataloader_type': (('single',), 'samples are read in their order: give single'),
     'softmax_type': (('vanilla',), 'give vanilla'),
-    'expert_model_parallel_size': ((1,), 'there are no experts here: leave it out'),
-    'expert_tensor_parallel_size': ((1,), 'there are no experts here: leave it out'),
+    'expert_model_parallel_size': (
+        (1,),
+        'only dense models are supported: leave it out',
+    ),
+    'expert_tensor_parallel_size': (
+        (1,),
+        'only dense models are supported: leave it out',
+    ),
     'mask_prob': ((0.15,), 'give 0.15'),
     'exp_avg_dtype': (('fp32', 'bf16'), 'give fp32 or bf16'),
     'exp_avg_sq_dtype': (('fp32', 'bf16'), 'give fp32 or bf16'),
@@ -176,9 +182,9 @@ def _head(line: Line, config: Config) -> Iterator[str]:
         yield f'# {line.world_size} GPUs: {sizes or "one"}'
     if line.get('load'):
         yield from _comment(
-            'To go on from its checkpoint: `megajax import megatron '
+            'To continue from its checkpoint: `megajax import megatron '
             f'{typed(line.get("load"))} RUN`, and then '
-            'run.start_from=RUN. The learning rate then begins anew, with step 1.'
+            'run.start_from=RUN. The learning rate then restarts at step 1.'
         )
 
 
