@@ -48,7 +48,7 @@ def _gemm_config(attributes: str) -> dict:
     text = attributes[attributes.index('backend_config=') + len('backend_config=') :]
     config = json.JSONDecoder().raw_decode(text)[0]['gemm_backend_config']
     if not _EPILOGUES.fullmatch(config['epilogue']) or config.get('alpha_imag'):
-        raise HloError(f'no translation for a product with this configuration: {config}')
+        raise HloError(f'no translation for a matmul with this configuration: {config}')
     return config
 
 
@@ -79,7 +79,7 @@ def _matmul(
     elif 'RELU' in epilogue:
         y = jax.nn.relu(y)
     if rest:
-        raise HloError(f'a product with {len(rest)} operands too many: {config}')
+        raise HloError(f'a matmul with {len(rest)} operands too many: {config}')
     outputs = [y, before_activation] if epilogue.endswith('_AUX') else [y]
     return _as_results(outputs, results)
 
@@ -87,9 +87,9 @@ def _matmul(
 def _scaled_matmul(
     config: dict, results: Sequence[Shape], a: jax.Array, b: jax.Array, *others: jax.Array
 ) -> Arrays:
-    """cuBLASLt's product of 8-bit numbers; the scales of A and of B stand after C."""
+    """cuBLASLt's FP8 matmul; the scales of A and B come after C."""
     if config.get('damax_output') or config.get('scale_mode', 1) != 1:
-        raise HloError(f'no translation for a product of 8-bit numbers like this: {config}')
+        raise HloError(f'no translation for this FP8 matmul: {config}')
     count = 1 if config['beta'] else 0
     c, (scale_a, scale_b, *rest) = others[:count], others[count:]
     return _matmul(config, results, scale_a * _wide(a), scale_b * _wide(b), *c, *rest)

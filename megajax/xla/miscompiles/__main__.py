@@ -17,17 +17,17 @@ def report(target: str) -> list[str]:
 
 
 def _deed(entry: Miscompile, answer: Answer) -> str:
-    """The measure that megajax takes against the fault."""
+    """Return what megajax does about the fault."""
     if answer.is_faulty is None:
         return f'unknown, {answer.why}'
     if entry.platform == 'cpu':
-        return 'inspect refuses a program that shows it'
+        return 'inspect rejects a program that shows it'
     if answer.cure:
         options = ' '.join(f'{name}={value}' for name, value in answer.cure.items())
         return f'every program is compiled with {options}'
     if entry.bitten_keys:
-        return f'{answer.why}; affected configs are refused ({", ".join(entry.bitten_keys)})'
-    return 'inspect and train refuse a program that shows it'
+        return f'{answer.why}; affected configs are rejected ({", ".join(entry.bitten_keys)})'
+    return 'inspect and train reject a program that shows it'
 
 
 if __name__ == '__main__':

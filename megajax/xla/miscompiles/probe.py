@@ -56,7 +56,7 @@ def probe(entry: Miscompile, target: str) -> Answer:
     if not is_faulty:
         return Answer(is_faulty=False, cure=None)
     if entry.workaround is None:
-        return Answer(is_faulty=True, cure=None, why='no option cures it')
+        return Answer(is_faulty=True, cure=None, why='no option works around it')
     given = ' '.join(f'{name}={value}' for name, value in entry.workaround.items())
     try:
         is_cured = not shows_fault(entry, target, entry.workaround)
@@ -65,7 +65,7 @@ def probe(entry: Miscompile, target: str) -> Answer:
         return Answer(is_faulty=True, cure=None, why=why)
     if is_cured:
         return Answer(is_faulty=True, cure=dict(entry.workaround))
-    return Answer(is_faulty=True, cure=None, why=f'{given} does not cure it')
+    return Answer(is_faulty=True, cure=None, why=f'{given} does not work around it')
 
 
 def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:

@@ -99,7 +99,7 @@ def test_what_is_not_a_real_multiple_of_a_product_is_an_error():
     call = product('DEFAULT', lhs=0).replace('"alpha_imag": 0', '"alpha_imag": 1')
     array = 'f32[4,4]{1,0}'
     lines = [f'%a = {array} parameter(0)', f'%y = {array} custom-call(%a, %a), {call}']
-    with pytest.raises(HloError, match='no translation for a product'):
+    with pytest.raises(HloError, match='no translation for a matmul'):
         for_cpu(module(lines), 1)
 
 

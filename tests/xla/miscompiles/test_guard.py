@@ -195,7 +195,7 @@ def test_the_register_is_read_by_no_import_of_megajax() -> None:
 
 
 CURED = Answer(is_faulty=True, cure=EMPTY_PERMUTE.workaround)
-UNCURED = Answer(is_faulty=True, cure=None, why='no option cures it')
+UNCURED = Answer(is_faulty=True, cure=None, why='no option works around it')
 RIGHT = Answer(is_faulty=False, cure=None)
 UNKNOWN = Answer(is_faulty=None, cure=None, why='no GPU compiler to ask')
 
@@ -266,11 +266,11 @@ def test_the_report_says_of_each_fault_what_is_done_about_it(answers: Answers) -
     cured, misplaced, unknown = __main__.report('h100')
     assert cured.endswith(f'every program is compiled with xla_disable_hlo_passes={PASS}')
     name = f'{MISPLACED_BIAS.name} ({MISPLACED_BIAS.source})'
-    assert misplaced == f'{name}: inspect and train refuse a program that shows it'
+    assert misplaced == f'{name}: inspect and train reject a program that shows it'
     assert unknown.endswith('unknown, no GPU compiler to ask')
     answers[EMPTY_PERMUTE.name] = UNCURED
     [uncured, *_] = __main__.report('h100')
-    assert 'are refused (mesh.sequence_parallel, model.bias, mesh.data)' in uncured
+    assert 'are rejected (mesh.sequence_parallel, model.bias, mesh.data)' in uncured
 
 
 @pytest.mark.parametrize(

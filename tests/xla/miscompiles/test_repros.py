@@ -274,8 +274,8 @@ def test_a_compiler_is_asked_with_the_options_of_the_repro_and_once_more_with_th
     ('entry', 'is_faulty', 'why'),
     [
         (entry_of(lambda options: False), False, ''),
-        (entry_of(lambda options: True), True, 'cure=True does not cure it'),
-        (entry_of(lambda options: True, workaround=None), True, 'no option cures it'),
+        (entry_of(lambda options: True), True, 'cure=True does not work around it'),
+        (entry_of(lambda options: True, workaround=None), True, 'no option works around it'),
         (entry_of(rejects('cure')), True, 'the compiler rejects cure=True: No such option: cure'),
         (entry_of(rejects('needed')), None, 'its repro does not compile: No such option: needed'),
     ],
