@@ -84,9 +84,9 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
     if config.mesh.is_grid:
         if model.num_kv_heads % shards:
             message = (
-                f'{model.num_kv_heads} is not a multiple of mesh.model={shards}, which 2-D tensor '
-                f'parallelism (mesh.model_rows={config.mesh.model_rows}) needs; '
-                f'use mesh.model {nearest(divisors(model.num_kv_heads), shards)}, '
+                f'{model.num_kv_heads} is not a multiple of mesh.model={shards}, and the columns '
+                f'of a grid (mesh.model_rows={config.mesh.model_rows}) have complete key/value '
+                f'heads; use mesh.model {nearest(divisors(model.num_kv_heads), shards)}, '
                 'or mesh.model_rows=1'
             )
             yield Problem(

@@ -183,8 +183,8 @@ def problems(*overrides: str) -> list[Problem]:
         (
             f'{GRID} mesh.model=6 model.num_kv_heads=4',
             'model.num_kv_heads',
-            '4 is not a multiple of mesh.model=6, which 2-D tensor parallelism (mesh.model_rows=2) '
-            'needs; use mesh.model 4, or mesh.model_rows=1',
+            '4 is not a multiple of mesh.model=6, and the columns of a grid (mesh.model_rows=2) '
+            'have complete key/value heads; use mesh.model 4, or mesh.model_rows=1',
             'mesh.model=4',
         ),
         (
