@@ -219,7 +219,7 @@ class ModelConfig(Section):
     )
     """Tokens that a token attends to: itself and earlier ones (causal), or all (bidirectional)."""
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
-    """Normalisation in each sublayer (norm_position) and before the head."""
+    """Normalization in each sublayer (see norm_position) and before the LM head."""
     norm_position: Literal['before', 'after', 'both'] = 'before'
     """Place of each sublayer's norm: on its input (pre-norm), on its output before the residual
     addition (OLMo 2), or both (Gemma 2).
