@@ -1,10 +1,10 @@
-"""Products with a frozen weight and a low-rank adapter: y = x W + scale (x A) B (LoRA).
+"""Matmuls with a frozen weight and a low-rank adapter: y = x W + scale (x A) B (LoRA).
 
-W is sharded over `model`, and so is one of A and B: B beside a column-parallel W, A beside a
-row-parallel one. The other is replicated, and each shard uses a copy of its own. Then every shard
-has its part of both products, and of both gradients of x. They are added before the sum over
-`model`, so Megatron's f and g stay the only reductions of activations; the gradients of the copies
-are summed once a step (`shard_copies.py`).
+W is sharded over `model`, and so is one of A and B: B for a column-parallel W, A for a row-parallel
+one. The other one is replicated, and each shard uses its own copy. Every shard then computes its
+part of both matmuls and of both gradients of x. They are added before the sum over `model`, so
+Megatron's f and g stay the only reductions of activations; the gradients of the copies are summed
+once a step (`shard_copies.py`).
 """
 
 from functools import partial
@@ -37,22 +37,22 @@ ADAPTER = 0x6C6F7261  # differs from every index that a key is split by
 
 
 class Adapter(nnx.Module):
-    """The matrices A [inputs, Q] and B [Q, outputs] beside a weight [inputs, outputs]."""
+    """The matrices A [inputs, Q] and B [Q, outputs] that adapt a weight [inputs, outputs]."""
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
         self.scale = parameters.adapter_scale
-        # Apart from the weight's, which begins as without an adapter.
+        # A key of its own: the weight's initial values are the same as without an adapter.
         self.A = parameters.make('A', jax.random.fold_in(key, ADAPTER))
         self.B = parameters.make('B')
 
 
 def maybe(parameters: Parameters, *, key: jax.Array) -> Adapter | None:
-    """Make the adapter of a linear layer, or return None where none is declared."""
+    """Make the adapter of a linear layer, or return None if none is declared."""
     return Adapter(parameters['adapter'], key=key) if 'adapter' in parameters else None
 
 
 class _Product(NamedTuple):
-    """A product with an adapter: its equation and placements, the factor of what is added."""
+    """A matmul with an adapter: the equation, the shardings, and the adapter's factor."""
 
     equation: str
     layout: Layout
@@ -61,7 +61,7 @@ class _Product(NamedTuple):
 
     @property
     def dims(self) -> Equation:
-        """The dims of the product with the weight."""
+        """The dims of the matmul with the weight."""
         return parse(self.equation)
 
     @property
@@ -76,11 +76,11 @@ class _Product(NamedTuple):
         return letter
 
     def split(self, dims: str) -> str:
-        """Return the letters, for einsum, of dims with the shards z before the part of each."""
+        """Return dims as einsum letters, with the sharded dim split into shards z and parts."""
         return dims.replace(self.sharded, f'z{self.sharded}').lower()
 
     def shards(self, x: jax.Array, dims: str) -> jax.Array:
-        """Split the sharded dim of x in the shards and the part of each."""
+        """Split the sharded dim of x into the shards and the part of each shard."""
         return with_shards(x, dims, self.sharded, self.layout)
 
     def copies(self, x: jax.Array, dims: str) -> jax.Array:
@@ -91,7 +91,7 @@ class _Product(NamedTuple):
         return lax.broadcast_in_dim(x, shape, (0, 2), out_sharding=self.spec(dims))
 
     def spec(self, dims: str) -> P:
-        """Return the placement of an array; Z in its dims is a dim of shards."""
+        """Return the sharding of an array; Z in its dims is a dim of shards."""
         letter = self.sharded
         return self.layout(dims.replace(letter, f'{letter}-').replace('Z', letter))
 
@@ -107,8 +107,8 @@ def product(
 ) -> jax.Array:
     """Multiply x by a frozen weight and by its adapter, in the dtype of x.
 
-    The result is placed and reduced as that of `product.product`. A or B, whichever is replicated,
-    has a copy for each shard in a dim before its last, where there are several shards.
+    The result is sharded and reduced like the result of `product.product`. If there are several
+    shards, the replicated one of A and B has a copy for each of them, in a dim before its last.
     """
     value = weight.get_value()
     frozen, is_at_rest = value, False
@@ -161,7 +161,7 @@ def _column_backward(
     db_z = _einsum(f'bszq,bs{out}->q{out}', h_BSZQ, dy_z, how.spec(f'Q{outputs}'), jnp.float32)
     dx_ZBSD = partial_gradient(how.equation, dy, how.weight(w, dtype), how.layout, dtype)
     dx_ZBSD += _einsum('zbsq,dzq->zbsd', dh_ZBSQ, a_DZQ, how.spec('ZBSD'))
-    # f: all-reduce over model, once for both products
+    # f: all-reduce over model, once for both matmuls
     dx_BSD = sum_over_shards(dx_ZBSD, how.dims.x, how.layout, dtype)
     return dx_BSD, None, *_like((da_DZQ, a), (db_z, b))
 
@@ -189,7 +189,7 @@ def _row_forward(
     h_ZBSQ = _einsum(f'bs{into},{into}q->zbsq', x_z, a_z.astype(dtype), how.spec('ZBSQ'))
     y_ZBSD = partial_sums(how.equation, x, how.weight(w, dtype), how.layout, dtype)
     y_ZBSD += how.scale * _einsum('zbsq,qzd->zbsd', h_ZBSQ, b_QZD, how.spec('ZBSD'))
-    # g: all-reduce over model, once for both products (SP: reduce-scatter)
+    # g: all-reduce over model, once for both matmuls (SP: reduce-scatter)
     y_BTD = sum_over_shards(y_ZBSD, how.dims.out, how.layout, dtype)
     return y_BTD, (x, w, a, b, h_ZBSQ)
 
@@ -221,7 +221,7 @@ _row_parallel.defvjp(_row_forward, _row_backward)
 def _einsum(
     letters: str, x: jax.Array, y: jax.Array, spec: P, dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """Multiply into a result in `dtype`, by default that of x."""
+    """Multiply into a result in `dtype`, by default the dtype of x."""
     dtype = dtype or x.dtype
     product = jnp.einsum(
         letters,
@@ -234,7 +234,7 @@ def _einsum(
 
 
 def _like(*pairs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return each first array with the shape and placement of the second."""
+    """Return each array of the first tree with the shape and sharding of its peer in the second."""
     of_a, of_b = (
         x.reshape(like.shape, out_sharding=jax.typeof(like).sharding.spec) for x, like in pairs
     )

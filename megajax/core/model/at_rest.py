@@ -1,7 +1,7 @@
-"""Matrices that are sharded over `data` between steps (ZeRO), where a step uses them.
+"""All-gather ZeRO-sharded matrices for use in a step, and reduce-scatter their gradients.
 
-A step gathers such a matrix in the dtype of the computation, and its gradient, in fp32, is summed
-over the data shards to the shard that each of them keeps. XLA makes of this one all-gather for each
+Between steps ZeRO shards these matrices over `data`. A step gathers them in the compute dtype. Each
+gradient is reduced over `data` to the shard that each device stores. XLA emits one all-gather per
 use and one reduce-scatter.
 """
 
@@ -21,18 +21,19 @@ from megajax.core.parallel.layout import Layout
 def reduced_in_backward(declared: Parameter, shard: str) -> bool:
     """Whether the backward pass of each microbatch sums a parameter's gradient over `data`.
 
-    That of the others is summed once, after the last microbatch. `shard` is `optim.shard`.
+    The gradients of the other parameters are summed once, after the last microbatch. `shard` is
+    `optim.shard`.
     """
     return shard in ('gradients', 'weights') and declared.is_in_microbatches
 
 
 def scatter(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """Return a matrix with its placement between steps, padded to a multiple of its shards."""
+    """Return a matrix in its stored sharding, padded to a multiple of the number of shards."""
     return jax.reshard(pad(x, dims, layout), layout(dims, at_rest=True))
 
 
 def gather(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """Return a matrix at rest with its placement in the computation, without padding."""
+    """All-gather a ZeRO-sharded matrix to its sharding in the computation, without padding."""
     x = jax.reshard(x, layout(dims))  # all-gather over data
     for dim, size in enumerate(layout.unpadded(dims)):
         if size is not None and size != x.shape[dim]:
@@ -41,7 +42,7 @@ def gather(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
 
 
 def reduce(gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -> jax.Array:
-    """Sum the gradients [data shard, *dims] of a matrix, in `dtype`, to its shards at rest."""
+    """Reduce-scatter a matrix's gradients [data shard, *dims], in `dtype`, to its stored shards."""
     padded = pad(gradient.astype(dtype), '-' + dims, layout)
     total = lax.reduce_sum(padded, (0,), out_sharding=layout(dims, at_rest=True))
     return total.astype(jnp.float32)  # reduce-scatter over data
@@ -50,10 +51,10 @@ def reduce(gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -> 
 def slotted(
     x: jax.Array, weight: jax.Array | None, dims: str, layout: Layout, reduce_dtype: str
 ) -> Slotted:
-    """Pair the weight to compute with and a slot whose gradient becomes that of x, at rest.
+    """Pair the weight to compute with and an fp32 slot whose gradient becomes the gradient of x.
 
-    Without a `weight` each product gathers x for itself, and again in its backward pass, so that
-    no gathered weight is kept in between.
+    x is a ZeRO-sharded matrix. Without a `weight`, each matmul gathers x itself, and again in its
+    backward pass, so that no gathered weight is saved in between.
     """
     slot = _slot(x, dims, layout, reduce_dtype)
     if weight is None:
@@ -62,19 +63,22 @@ def slotted(
 
 
 def without_slot(x: jax.Array, weight: jax.Array | None) -> Slotted:
-    """Return a frozen weight to compute with, or without one x, which each product gathers."""
+    """Return the frozen `weight` to compute with or, without one, x, which each matmul gathers."""
     return Slotted(weight=x if weight is None else weight, slot=None, at_rest=weight is None)
 
 
 def pad(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """Return an array with the padding of a matrix with these dims at rest."""
+    """Return an array with the padding of a stored matrix with these dims."""
     added = layout.padding(dims)
     return jnp.pad(x, [(0, count) for count in added]) if any(added) else x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _slot(x: jax.Array, dims: str, layout: Layout, dtype: str) -> jax.Array:
-    """The fp32 slot for the gradient of a gathered matrix, whose gradient becomes that of x."""
+    """Return fp32 zeros to differentiate with respect to, in place of the gathered matrix.
+
+    The cotangent of these zeros is reduced and becomes the gradient of x.
+    """
     shape = (size or own for size, own in zip(layout.unpadded(dims), x.shape, strict=True))
     return jnp.zeros(tuple(shape), jnp.float32, out_sharding=layout(dims))
 
@@ -93,7 +97,7 @@ _slot.defvjp(_slot_forward, _slot_backward)
 
 
 def sum_over_data(gradient: jax.Array, dims: str, layout: Layout, dtype: str) -> jax.Array:
-    """Sum a gradient over the data shards that a `vmap` maps, to the shards at rest."""
+    """Reduce-scatter a gradient over the data shards that a `vmap` maps."""
     return _sum_over_data(dims, layout, dtype)(gradient)
 
 
@@ -101,8 +105,8 @@ def sum_over_data(gradient: jax.Array, dims: str, layout: Layout, dtype: str) ->
 def _sum_over_data(dims: str, layout: Layout, dtype: str) -> Any:
     """Return a function that sums a gradient over the data shards that a `vmap` maps.
 
-    To `vmap` a matrix at rest belongs to no single data shard, so its gradient must not either:
-    the rule returns the sum as a result that is not mapped.
+    To `vmap` a ZeRO-sharded matrix belongs to no single data shard, so its gradient must not
+    either: the rule returns the sum as a result that is not mapped.
     """
 
     @jax.custom_batching.custom_vmap

@@ -22,14 +22,14 @@ from megajax.core.parallel.layout import Layout
 
 Kept = TypeVar('Kept')
 # A function of queries, keys and values, with complete heads on each shard. It returns attention's
-# output and whatever the caller wants to keep, such as keys and values for the next token.
+# output and whatever the caller wants to save, such as keys and values for the next token.
 Core = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kept]]
 
 
 class Attention(Sublayer):
     """Fused QKV (column-parallel), attention on complete heads, output projection (row-parallel).
 
-    The columns of QKV are grouped by key/value head, [G queries, key, value] each. So one product
+    The columns of QKV are grouped by key/value head, [G queries, key, value] each. One matmul thus
     computes all three, and the gradient of its input is reduced over `model` once, not three times.
     """
 
@@ -106,11 +106,11 @@ def attention_core(
     recompute: bool = False,
     exchange: str | None = None,
 ) -> Core[None]:
-    """The core of training and evaluation: every token of a sequence at once, nothing to keep.
+    """The core of training and evaluation: every token of a sequence at once, and no cache.
 
-    With `exchange` it sees also the tokens of other context shards (`context.py`). Attention stays
-    inside a segment where the `rows` of the layer have segments. With `recompute` no [S, S] scores
-    are saved for the backward pass (selective recomputation of Korthikanti et al., 2022).
+    With `exchange`, tokens also attend to those on other context shards (`context.py`). If the
+    layer's `rows` have segments, attention stays within a segment. With `recompute` no [S, S]
+    scores are saved for the backward pass (selective recomputation of Korthikanti et al., 2022).
     """
     segment_RS = _reshard(rows.segment_BS, layout('RS'))
     key_R = _reshard(fold_in(rows.key_B, 0), layout('R'))
@@ -188,7 +188,7 @@ def attend_where(
     layout: Layout,
     rate: float,
 ) -> jax.Array:
-    """Attention o_RSNH with softmax in fp32, in which each query sees the `allowed` keys.
+    """Attention o_RSNH with softmax in fp32, in which each query attends to the `allowed` keys.
 
     `allowed` broadcasts against [R, K, G, S, Y].
     """
@@ -223,9 +223,9 @@ def _weighted(
 
 
 def _allowed(length: int, segment_RS: jax.Array | None, *, causal: bool) -> jax.Array | None:
-    """A mask of the keys Y that each query S sees, to broadcast against [R, K, G, S, Y].
+    """A mask of the keys Y that each query S attends to; broadcasts against [R, K, G, S, Y].
 
-    None where a query sees all keys.
+    None if every query attends to all keys.
     """
     position = jnp.arange(length)
     earlier = None

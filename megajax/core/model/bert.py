@@ -20,8 +20,8 @@ from megajax.core.model.shard_copies import along_last
 class UnshardedLinear(nnx.Module):
     """x times a replicated weight: no communication.
 
-    Where x is sharded over the sequence, the train step gives each shard its own copy of the
-    weight (`shard_copies.py`).
+    If x is sharded over the sequence, the train step gives each shard its own copy of the weight
+    (`shard_copies.py`).
     """
 
     def __init__(self, parameters: Parameters, *, rows: str, key: jax.Array):
@@ -69,7 +69,7 @@ class MaskedHead(nnx.Module):
         self.bias = parameters.make('bias')
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Transform x_BTD; the result is placed as x_BTD and the residual stream are."""
+        """Transform x_BTD; the result is sharded like x_BTD and the residual stream."""
         return self.norm(activate(self.dense(x_BTD), self.activation))
 
 
@@ -91,7 +91,7 @@ class OrderHead(nnx.Module):
         return self.classifier(pooled_BD).astype(jnp.float32)
 
     def loss(self, x_BTD: jax.Array, swapped_B1: jax.Array, weight_B1: jax.Array) -> jax.Array:
-        """The negative log-likelihood of `swapped_B1` (0 or 1), weighted by row and summed."""
+        """The negative log-likelihood of `swapped_B1` (0 or 1), weighted by sequence and summed."""
         log_probability_BO = jax.nn.log_softmax(self(x_BTD), axis=-1)
         order_O = jnp.expand_dims(jnp.arange(NUM_SEGMENTS), 0)
         return -(jnp.where(order_O == swapped_B1, log_probability_BO, 0) * weight_B1).sum()

@@ -13,7 +13,7 @@ from megajax.core.model.rows import NO_ROWS, Rows
 
 
 def parts_of_rows(rows: Any, num_parts: int) -> list[Any]:
-    """Return equal parts of the rows of arrays [B, ...]."""
+    """Split arrays [B, ...] into equal parts of their sequences."""
 
     def part(x: jax.Array, index: int) -> jax.Array:
         rows = x.shape[0] // num_parts
@@ -28,7 +28,7 @@ SUBLAYERS = 'attention', 'mlp'  # the modules of a block, in the order in which 
 class Block(nnx.Module):
     """Attention, then the feed-forward layer; each adds to the residual stream.
 
-    All parameters are those of a sublayer, which the overlap schedule relies on.
+    Every parameter belongs to a sublayer; the overlap schedule relies on it.
     """
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):

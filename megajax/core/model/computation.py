@@ -1,4 +1,4 @@
-"""The settings of a forward and backward pass, and the parameters as its products take them."""
+"""The settings of a forward and backward pass, and the parameters as its matmuls take them."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
@@ -24,7 +24,7 @@ class Computation(NamedTuple):
     recompute: str = 'none'  # in the backward pass: none, selective (attention's core) or full
     overlap: Overlap = Overlap()
     reduce_dtype: str = 'float32'  # of gradients summed over `data` in the backward pass
-    exchange: str | None = None  # of keys and values between context shards, if there are several
+    exchange: str | None = None  # how context shards exchange keys and values, if there are several
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -39,9 +39,10 @@ class Computation(NamedTuple):
         )
 
     def pair(self, weights: Any, params: Any, layout: Layout) -> Any:
-        """Return parameters, of a layer or outside the layers, as their products take them.
+        """Return parameters, of a layer or outside the layers, as their matmuls take them.
 
-        Where `params` are gradient slots or matrices at rest, `weights` are those to compute with.
+        If `params` are gradient slots or ZeRO-sharded matrices, `weights` are the weights to
+        compute with.
         """
         if weights is None:
             return params
@@ -51,8 +52,8 @@ class Computation(NamedTuple):
                 return pair(declared, weight, x)
             dims, stored = declared.dims_of_layer, weight if is_fp8(weight) else x
             if self.overlap.shard == 'weights':
-                # Full recomputation gathers once for itself and for the backward pass. Otherwise
-                # a weight that is gathered here would be kept from the forward pass.
+                # Full recomputation gathers once for itself and for the backward pass. Without it,
+                # a weight that is gathered here would be saved from the forward pass on.
                 is_kept = self.recompute != 'full'
                 weight = None if is_kept else gather(cast(stored, self.dtype), dims, layout)
             if declared.is_frozen:
@@ -65,7 +66,7 @@ class Computation(NamedTuple):
     def value(self, weight: jax.Array, x: jax.Array, declared: Parameter, layout: Layout) -> Any:
         """Return a parameter outside the layers in fp32, rounded as its weight is.
 
-        Its gradient becomes that of x, a gradient slot or a matrix at rest.
+        Its gradient becomes the gradient of x, a gradient slot or a ZeRO-sharded matrix.
         """
         is_reduced = reduced_in_backward(declared, self.overlap.shard)
         if is_reduced and self.overlap.shard == 'weights':

@@ -1,9 +1,10 @@
 """Causal attention of sequences that are sharded over `context`, in the order of `zigzag.py`.
 
-Each shard has its queries, and in turn sees the keys and values of every shard: all at once after
-an all-gather (as in Llama 3, 2024), or passed on from shard to shard, a ring (Liu et al., 2023).
-Blocks are merged by their log-sum-exp. Whatever shard the keys come from, half of the scores
-between the two chunks of queries and of keys are needed, and only that half is computed.
+Context parallelism: each shard has its own queries, and attends to the keys and values of every
+shard: all at once after an all-gather (as in Llama 3, 2024), or one shard at a time, passed around
+a ring (Liu et al., 2023). Blocks are merged by their log-sum-exp. Whatever shard the keys come
+from, half of the scores between the two chunks of queries and of keys are needed, and only that
+half is computed.
 """
 
 import functools
@@ -143,13 +144,13 @@ class _Keys:
             self._gathered = tuple(lax.all_gather(x, CONTEXT) for x in self._kv)
 
     def of(self, step: int, done: list[jax.Array]) -> Pair:
-        """Return those of the shard `step` places before; `done` has a result of each block."""
+        """Return the keys and values of the shard `step` before; `done` has a result per block."""
         if not self._ring:
             shard = (lax.axis_index(CONTEXT) - step) % lax.axis_size(CONTEXT)
             k, v = (lax.dynamic_index_in_dim(x, shard, keepdims=False) for x in self._gathered)
             return k, v
-        # XLA would start all sends at once and keep everything that arrives: each waits for the
-        # block before the one that it is sent beside.
+        # XLA would start all sends at once and hold everything that arrives in memory. Each send
+        # therefore waits for a block, and overlaps with the block after it.
         if step > 1:
             self._kv, _ = lax.optimization_barrier((self._kv, done[step - 2]))
         self._kv = _pass_on(self._kv)
@@ -159,8 +160,7 @@ class _Keys:
 class _Sums:
     """The gradients of all shards' keys and values, until each shard has its own.
 
-    They are summed in fp32. What goes round the ring starts and ends as one shard's, in the dtype
-    of keys and values.
+    They are summed in fp32. They enter and leave the ring in the dtype of keys and values.
     """
 
     def __init__(self, dk: jax.Array, dv: jax.Array, ring: bool):
@@ -198,14 +198,14 @@ class _Sums:
 
 
 def _pass_on(kv: Any) -> Any:
-    """Send to the next shard what this one has, and receive from the one before."""
+    """Send this shard's arrays to the next shard, and receive the previous shard's."""
     shards = lax.axis_size(CONTEXT)
     pairs = [(i, (i + 1) % shards) for i in range(shards)]
     return jax.tree.map(lambda x: lax.ppermute(x, CONTEXT, pairs), kv)
 
 
 def _both(x: jax.Array, is_earlier: jax.Array) -> jax.Array:
-    """Return twice the rows of [R, S, ...]: the second chunk of queries, and the one beside it.
+    """Return the second chunk of queries, then the first or, unless `is_earlier`, the second again.
 
     Keys of an earlier shard matter to both chunks of queries, but only their first chunk does. Of
     keys of a later shard both chunks matter, but only to the second chunk of queries.

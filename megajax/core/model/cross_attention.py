@@ -1,8 +1,8 @@
 """Cross-attention to images: gated layers between those of the model (Flamingo, Llama 3.2 Vision).
 
-A token sees the images of its document that stand before it. The keys and values of all layers are
-one product before the first of them, so that the gradient of the image vectors is reduced over
-`model` once. The gates start closed: the model is then that of text.
+A token attends to the images before it in its document. One matmul before the first layer computes
+the keys and values of all layers, so that the gradient of the image vectors is reduced over `model`
+once. The gates start closed, so that the initial model is the text model.
 """
 
 from collections.abc import Callable
@@ -38,11 +38,11 @@ class Seen(NamedTuple):
 
     k_JBYNH: jax.Array
     v_JBYNH: jax.Array
-    seen_BSY: jax.Array  # whether a token sees a vector
+    seen_BSY: jax.Array  # whether a token attends to a vector
 
 
 class CrossAttention(nnx.Module):
-    """The layers of cross-attention, and the product that makes the keys and values of all."""
+    """The cross-attention layers, and the matmul that computes the keys and values for all."""
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
         self.layout = parameters.layout
@@ -65,7 +65,7 @@ class CrossAttention(nnx.Module):
         computation: Computation,
         detail: Detail | None = None,
     ) -> Seen:
-        """Encode the images of a shard's rows; `segment_BS` has the documents, if there are any."""
+        """Encode the images of a shard's sequences; `segment_BS` has their documents, if any."""
         dtype, recompute = computation.dtype, computation.recompute
         kv_BYJNUH = self.key_values(encoder, dtype, recompute, images, detail)
         return self.split(kv_BYJNUH, seen(images, segment_BS, encoder.config, self.layout, detail))
@@ -78,7 +78,7 @@ class CrossAttention(nnx.Module):
         dtype: str,
         detail: Detail | None = None,
     ) -> Seen:
-        """Do the same for the rows of all data shards, outside a function mapped over them."""
+        """Do what `see` does for all data shards, outside a function that is mapped over them."""
         of_shard = partial(self.key_values, encoder, dtype, 'none')
         kv_BYJNUH = of_shards(of_shard, self.layout, images, detail)
         images = jax.tree.map(lambda x: jax.reshard(x, self.layout('B')), images)
@@ -91,9 +91,9 @@ class CrossAttention(nnx.Module):
         computation: Computation,
         weights: 'CrossAttention | None',
     ) -> AfterGroups:
-        """Return what applies each layer after its group of layers, to all parts of the rows.
+        """Return a function that applies each layer after its group, to all parts of the batch.
 
-        `weights` has the weights to compute with, where they differ.
+        `weights` has the weights to compute with, if they differ from the parameters.
         """
         num_parts = computation.overlap.num_parts
 
@@ -124,7 +124,7 @@ class CrossAttention(nnx.Module):
         """Return the keys and values of all layers, of the vectors Y of each row."""
         vectors = encode(encoder, images, self.layout, dtype, recompute, detail)
         with jax.named_scope('cross_attention'):
-            # All vectors, those of the empty slots after the last too: XLA then scatters the sum
+            # All vectors, including the empty slots after the last one: XLA then scatters the sum
             # of their gradient to the devices that encoded them.
             kv_YJNUH = self.key_value(vectors[:, 0])
             rows, slots = images.grid_BI2.shape[:2]
@@ -179,9 +179,9 @@ class CrossBlock(nnx.Module):
         key_B: jax.Array | None = None,
         recompute: bool = False,
     ) -> jax.Array:
-        """Return the residual stream after this layer; that of tokens without an image is x_BTD.
+        """Return the residual stream after this layer; tokens that attend to no image keep theirs.
 
-        It communicates as a layer of self-attention does.
+        Its collectives are the same as those in a self-attention layer.
         """
         is_open_BT1 = jnp.expand_dims(jax.reshard(seen_BSY.any(-1), self.layout('BT')), 2)
         gates = jnp.tanh(along_last(self.gates[...], x_BTD, 'TU', self.layout))
@@ -225,9 +225,9 @@ def seen(
     layout: Layout,
     detail: Detail | None = None,
 ) -> jax.Array:
-    """Whether a token sees each of its row's vectors, [B, S, Y].
+    """Whether each token attends to each image vector of its sequence, [B, S, Y].
 
-    It sees those of the images whose own token is not after it, inside its document.
+    A token attends to the images of its document whose own token is not after it.
     """
     index_BS = jax.reshard(images.index_BS, layout('BS'))
     rows, length = index_BS.shape
@@ -239,7 +239,7 @@ def seen(
     sees_BSI = is_mark_BSI.any(1)[:, None] & (token_1S1 >= mark_BI[:, None])
     if segment_BS is not None:
         segment_BS1 = jax.reshard(segment_BS, layout('BS'))[..., None]
-        # That of an image's own token.
+        # The segment of an image's own token.
         segment_BI = jnp.where(token_1S1 == mark_BI[:, None], segment_BS1, 0).sum(1)
         sees_BSI &= segment_BS1 == segment_BI[:, None]
     if detail is None:

@@ -1,7 +1,7 @@
 """Dropout whose masks are the same on every mesh and for every number of microbatches.
 
 Each sequence of the global batch has its own key, so a mask depends only on the sequence, the layer
-and the place in it.
+and the position of the dropout in it.
 """
 
 import jax
@@ -10,12 +10,12 @@ from jax import P
 
 
 def sequence_keys(key: jax.Array, row_B: jax.Array) -> jax.Array:
-    """One key per sequence, from its row in the global batch, placed as `row_B` is."""
+    """One key per sequence, from its index in the global batch; sharded like `row_B`."""
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(row_B)
 
 
 def fold_in(key_B: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
-    """The keys of one place in the model, derived from those of the whole model or of a layer.
+    """Derive the keys of one dropout from the keys of the model or of a layer.
 
     None, which means no dropout, stays None.
     """
@@ -25,7 +25,7 @@ def fold_in(key_B: jax.Array | None, index: int | jax.Array) -> jax.Array | None
 def dropout(x: jax.Array, rate: float, key_B: jax.Array | None, row: P) -> jax.Array:
     """Zero each element of x [B, ...] with probability `rate` and scale the rest.
 
-    Without keys, return x unchanged. `row` is the placement of one row of x.
+    Without keys, return x unchanged. `row` is the sharding of one row of x.
     """
     if key_B is None or rate == 0:
         return x

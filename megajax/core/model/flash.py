@@ -1,4 +1,4 @@
-"""cuDNN's flash attention, on the heads and rows that each GPU has."""
+"""cuDNN's flash attention, on the heads and sequences of each GPU."""
 
 import functools
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def can_flash(platform: str, dtype: str, head_dim: int) -> bool:
     """Whether cuDNN's flash attention runs on a device with this dtype and head dim.
 
-    The platform of an NVIDIA GPU is 'gpu'; other GPUs have another name here.
+    The platform of an NVIDIA GPU is 'gpu'; other vendors' GPUs have a different name.
     """
     can = platform == 'gpu' and fits_flash(dtype, head_dim)
     logger.info(
@@ -41,7 +41,7 @@ def flash_attention(
     segment_RS: jax.Array | None = None,
     causal: bool = True,
 ) -> jax.Array:
-    """Attention o_RSNH, causal or bidirectional, placed as q; within segments if they are given.
+    """Attention o_RSNH, causal or bidirectional, sharded like q; within segments if they are given.
 
     No scores are saved for the backward pass, which computes them again from the result and the
     log-sum-exp of each query, 4 bytes per query and head.

@@ -1,13 +1,13 @@
-"""Matrix products of 8-bit numbers, with a scale for each operand (Micikevicius et al., 2022).
+"""FP8 matmuls, with a scale for each operand (Micikevicius et al., 2022).
 
 Activations and weights are in e4m3, gradients in e5m2. A number is multiplied by the scale of its
-tensor, a power of two, before it is rounded; the product is divided by both scales. The scales of a
-step come from earlier steps (delayed scaling), so no product waits for the largest number of a
-tensor on other devices.
+tensor, a power of two, before it is rounded; the result is divided by both scales. The scales of a
+step come from earlier steps (delayed scaling), so no matmul waits for a tensor's maximum on other
+devices.
 
-What a step sees is the exponent of the largest number of each operand. It leaves the backward pass
-as a gradient, that of the scales: a count for each exponent. So what adds gradients, of parts of
-the rows, of microbatches and of devices, keeps the largest exponent: the highest with a count.
+A step records the exponent of each operand's amax. It leaves the backward pass as the gradient of
+the scales: a count for each exponent. Wherever gradients are added (over parts of the batch,
+microbatches and devices), the largest exponent survives: it is the highest one with a count.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ from megajax.core.parallel.layout import Layout
 
 FIRST_EXPONENT, NUM_EXPONENTS = -96, 128  # the last also counts numbers that are not finite
 X, W, DY = range(3)  # the operands: input, weight, and gradient of the result
-# The scales of a linear layer [operand], and in a step's backward pass their counts [operand,
+# The scales of a linear layer [operand]. In a step's backward pass: their counts [operand,
 # exponent], of which each tensor-parallel shard has its own.
 SCALES = Parameter('L-', Role.SCALES)
 COUNTS = Parameter('L--', Role.SCALES, summed='V')
@@ -38,7 +38,7 @@ class Format(NamedTuple):
     """An 8-bit format, and the exponent that the largest number of a tensor is scaled to."""
 
     dtype: DTypeLike
-    top: int  # so that the format holds numbers 3.5 times as large
+    top: int  # leaves headroom: the format's maximum is 3.5 times as large
 
 
 E4M3 = Format(jnp.float8_e4m3fn, 6)
@@ -47,24 +47,25 @@ FORMATS = E4M3, E4M3, E5M2  # of the operands
 
 
 def is_fp8(x: jax.Array) -> bool:
-    """Whether an array holds 8-bit numbers."""
+    """Whether an array is FP8."""
     return x.dtype in (E4M3.dtype, E5M2.dtype)
 
 
 def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Cast x to a dtype, unless it holds 8-bit numbers, which are of no use without their scale."""
+    """Cast x to a dtype, unless it is FP8, whose numbers mean nothing without their scale."""
     return x if is_fp8(x) else x.astype(dtype)
 
 
 def quantize(x: jax.Array, scale: jax.Array, form: Format) -> jax.Array:
-    """Multiply by the scale and round; what is beyond the largest number becomes that.
+    """Multiply by the scale, clip to the format's range, and round.
 
     A number that is not finite becomes NaN, so that it is not lost.
     """
     largest = float(jnp.finfo(form.dtype).max)
     scaled = x.astype(jnp.float32) * scale
     clipped = jnp.clip(scaled, -largest, largest) + 0 * scaled  # NaN where it is not finite
-    # Without the barrier XLA would give fp32, not rounded, to whoever casts back, and write it out.
+    # Without the barrier, XLA would pass unrounded fp32 to any operation that casts back, and write
+    # it to memory.
     return lax.optimization_barrier(clipped.astype(form.dtype))
 
 
@@ -75,15 +76,15 @@ def exponent(x: jax.Array) -> jax.Array:
 
 
 def place(largest: jax.Array) -> jax.Array:
-    """Return the place of each number's exponent among those that are counted, -1 for zeros."""
+    """Return the index of each number's exponent in the counts, -1 for zeros."""
     return jnp.clip(exponent(largest) - FIRST_EXPONENT, -1, NUM_EXPONENTS - 1)
 
 
 def count(x: jax.Array, scale: jax.Array | float, layout: Layout) -> jax.Array:
     """Return the counts of a tensor: [exponent], of each shard's part if there are several.
 
-    They are of x divided by its scale. x is read as 8-bit numbers, which are half the bytes: where
-    a number was too large for them, its exponent is only known to be higher.
+    They are of x divided by its scale. x is read as FP8, which is half the bytes: if a number was
+    clipped, its exponent is only known to be higher.
     """
     is_copied = layout.num_shards('V') > 1
     dims = f'*{"-" * x.ndim}->*{"V" if is_copied else ""}'
@@ -97,7 +98,7 @@ def count(x: jax.Array, scale: jax.Array | float, layout: Layout) -> jax.Array:
 
 
 class Quantized(NamedTuple):
-    """8-bit numbers, and the counts of the tensor that they are rounded from."""
+    """An FP8 tensor, and the counts of the tensor from which it was rounded."""
 
     value: jax.Array
     counts: jax.Array
@@ -119,10 +120,10 @@ def product(
     layout: Layout,
     placed: str,
 ) -> jax.Array:
-    """Multiply as `product.product` does, in 8 bits; x has the placement of dims `placed`.
+    """Multiply as `product.product` does, in FP8; x is sharded as `placed`, its dims, says.
 
-    What is gathered is gathered in 8 bits: x before the product, and the gradient of the result.
-    Where the weight is not in 8 bits nothing is, and the exponents are only counted.
+    x and the gradient of the result are all-gathered in FP8. If the weight is not FP8, nothing is
+    cast to FP8, and the exponents are only counted.
     """
     w, scaled = weight.get_value(), scales.get_value()
     assert isinstance(w, Slotted)
@@ -181,13 +182,13 @@ _product.defvjp(_forward, _backward)
 
 
 def counts(of_x: jax.Array, of_dy: jax.Array) -> jax.Array:
-    """Return the counts of a product's operands, without those of the weight.
+    """Return the counts of a matmul's operands other than the weight.
 
-    It is the same for all rows of a batch, and is counted once a step.
+    The weight is the same for all sequences of a batch, and is counted once a step.
     """
     return jnp.stack([of_x, 0 * of_x, of_dy])
 
 
 def divided(y: jax.Array, scale: jax.Array) -> jax.Array:
-    """Divide a product by a power of two, which is exact."""
+    """Divide a result by a power of two, which is exact."""
     return y * (1 / scale).astype(y.dtype)

@@ -1,8 +1,8 @@
-"""Gradients in fp32 of weights in 16 bits, like Megatron's `main_grad`.
+"""fp32 gradients of bf16 and fp16 weights, like Megatron's `main_grad`.
 
-jax returns a cotangent in the dtype of its primal. So a step that computes with weights in bf16 or
-fp16 differentiates with respect to fp32 gradient slots, zeros in the place of these weights, and
-the backward pass of `product` returns a weight's gradient as the gradient of its slot.
+jax returns a cotangent in the dtype of its primal. A step that computes with weights in bf16 or
+fp16 therefore differentiates with respect to fp32 gradient slots: zeros in place of these weights.
+The backward pass of `product` returns a weight's gradient as the gradient of its slot.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from megajax.core.counts.declaration import Parameter, Role
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slotted:
-    """A weight to compute with and the fp32 slot for its gradient; only products accept it.
+    """A weight to compute with and the fp32 slot for its gradient; only matmuls accept it.
 
-    A frozen weight has no slot. A weight `at_rest` is sharded as between steps, and a product
-    gathers it.
+    A frozen weight has no slot. A weight `at_rest` is in its ZeRO-sharded storage layout, and each
+    matmul gathers it.
     """
 
     weight: jax.Array
@@ -31,8 +31,8 @@ class Slotted:
 def separate(weights: Any) -> tuple[Any | None, Any]:
     """Return the weights to compute with, and the tree to differentiate with respect to.
 
-    The latter has an fp32 slot in the place of each weight that is not in fp32, and the other
-    weights unchanged. The former is None if all weights are in fp32.
+    The latter has an fp32 slot in place of each weight that is not in fp32, and the other weights
+    unchanged. The former is None if all weights are in fp32.
     """
 
     def slot(x: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def separate(weights: Any) -> tuple[Any | None, Any]:
 
 
 def pair(declared: Parameter, weight: jax.Array, slot: jax.Array) -> jax.Array | Slotted:
-    """Return a weight with its slot, if it is not in fp32; a frozen matrix has none in any case."""
+    """Return a weight with its slot if it is not in fp32; a frozen matrix never has a slot."""
     if declared.is_frozen:
         return Slotted(weight=weight, slot=None) if declared.is_matrix else weight
     if declared.role is Role.SCALES:

@@ -1,8 +1,8 @@
-"""Sums over a vocabulary that a 2-D grid shards over both axes, scattered onto both.
+"""Sums over a vocabulary that 2-D tensor parallelism shards over both axes, scattered onto both.
 
-The residual stream is sharded over tokens and over D. XLA makes a reduce-scatter of a sum whose
-result each device takes a part of, but only if that part is of one dim; of two dims, it reduces
-everything to everywhere, which sends twice the bytes, and cuts.
+The residual stream is sharded over tokens and over D. If each device needs a part of a sum, XLA
+emits a reduce-scatter, but only if a single dim is split. If two dims are split, XLA emits an
+all-reduce, which sends twice the bytes, and slices the result.
 """
 
 import jax
@@ -23,8 +23,8 @@ def is_grid(layout: Layout) -> bool:
 def lookup(table_Vd: jax.Array, token_BS: jax.Array, layout: Layout) -> jax.Array:
     """Look up x_BTD: one reduce-scatter over the grid.
 
-    Each token looks up one piece of its vector for each row of the grid, as if they were tokens of
-    their own: so the part of a device is of one dim, that of the pieces.
+    Each token looks up one piece of its vector for each row of the grid, as if the pieces were
+    separate tokens. A device's part of the sum is thus split along a single dim, the pieces.
     """
     vocab, size = table_Vd.shape
     (batch, length), rows = token_BS.shape, layout.num_shards('D')
@@ -33,7 +33,7 @@ def lookup(table_Vd: jax.Array, token_BS: jax.Array, layout: Layout) -> jax.Arra
     row = jnp.expand_dims(jnp.arange(rows), (0, 2))
     index = (jnp.expand_dims(token_BS, 1) * rows + row).reshape(batch, rows * length)
     x = pieces.at[index].get(out_sharding=layout('BS-'))
-    x = jax.reshard(x, layout('BV-'))  # a device has the place that it has in the vocabulary
+    x = jax.reshard(x, layout('BV-'))  # in the order in which the vocabulary is sharded
     x = x.reshape(batch, rows, length, size // rows, out_sharding=layout('BDT-'))
     return jnp.moveaxis(x, 1, 2).reshape(batch, length, size, out_sharding=layout('BTD'))
 
@@ -43,14 +43,14 @@ def input_gradient(
 ) -> jax.Array:
     """Multiply dy [*rows, V] by the head: a reduce-scatter over `model`, and one over `row`.
 
-    The dims of the result are `rows` and D, with T in the place of S. The vocabulary of each row of
-    the grid is summed by itself, and then the sums of all rows.
+    The dims of the result are `rows` and D, with T in place of S. The sum runs first over the
+    vocabulary within each row of the grid, and then over the rows.
     """
     size, vocab = head_dV.shape
     count = layout.num_shards('D')
     scattered = rows.replace('S', 'T')
     parts = *dy.shape[:-1], count, vocab // count
-    # In these two, D and F stand for the parts of V over `row` and over `model`.
+    # In these two, D and F are the letters for the parts of V over `row` and over `model`.
     dy = dy.reshape(parts, out_sharding=layout(f'{rows}DF'))
     head = head_dV.reshape(size, count, vocab // count, out_sharding=layout('dDF'))
     partial = lax.dot_general(

@@ -18,12 +18,12 @@ from megajax.core.parallel.stages import over_shards
 
 
 class Images(NamedTuple):
-    """The images of the rows of a batch, I slots a row, and what relevance is asked about them."""
+    """The images of a batch, I slots per sequence, and what relevance is asked about them."""
 
     pixels_BIPX: jax.Array  # uint8, patches of each image
     grid_BI2: jax.Array  # rows and columns of patches; 0 0 in an empty slot
-    index_BS: jax.Array  # the vector of the row's own images that stands at a token; -1 at text
-    is_question_BS: jax.Array | None = None  # the tokens that relevance is to
+    index_BS: jax.Array  # the index of a token's vector among its sequence's images; -1 at text
+    is_question_BS: jax.Array | None = None  # the tokens of the question that relevance refers to
     key_B: jax.Array | None = None  # turns its noise on
 
 
@@ -38,9 +38,9 @@ class Merged(NamedTuple):
     is_empty_BS: jax.Array | None = None
 
     def rows(self, rows: Rows) -> Rows:
-        """Return the arrays next to the tokens, with those of images, as relevance changes them.
+        """Return the arrays next to the tokens, with the images' arrays, as relevance changes them.
 
-        Empty tokens are a segment of their own, so that no other attends to them.
+        Empty tokens are a segment of their own, so that no other tokens attend to them.
         """
         rows = rows._replace(deep_BTAD=self.deep_BTAD)
         if self.offset_BS2 is None or self.is_empty_BS is None:
@@ -62,7 +62,7 @@ def merge_images(
     recompute: str = 'none',
     detail: Detail | None = None,
 ) -> Merged:
-    """Encode images and put their vectors in the places of their tokens."""
+    """Encode images and put their vectors in place of their tokens."""
     vectors = encode(encoder, images, layout, x_BTD.dtype, recompute, detail)
     return place(x_BTD, vectors, images, encoder.config, layout, detail)
 
@@ -78,8 +78,9 @@ def encode(
     """Return the vectors [rows x slots x V, 1 + taps, D] of all images, on every device.
 
     `encoder` has a copy of each parameter for each shard of the images, in a first dim. Encoding
-    communicates nothing, one all-gather follows; the backward pass has nothing, or with sequence
-    parallelism one reduce-scatter. With `detail` they are the vectors that it chooses.
+    communicates nothing, and one all-gather follows. The backward pass has no collective or, with
+    sequence parallelism, one reduce-scatter. With `detail` the vectors are the ones that it
+    chooses.
     """
 
     def of_shard(
@@ -100,7 +101,7 @@ def encode(
             encoder, images.pixels_BIPX, images.grid_BI2, detail
         )
     with jax.named_scope('vision_gather'):
-        # The dim of images comes first: elsewhere XLA would all-reduce its gradient.
+        # The dim of images comes first: in any other position XLA would all-reduce its gradient.
         vectors = vectors.reshape(-1, *vectors.shape[3:], out_sharding=layout('I--'))
         return jax.reshard(vectors, layout('---'))
 
@@ -113,7 +114,7 @@ def place(
     layout: Layout,
     detail: Detail | None = None,
 ) -> Merged:
-    """Put the vectors of images in the places of their tokens; no collective."""
+    """Put the vectors of images in place of their tokens; no collective."""
     with jax.named_scope('vision_place'):
         at_BS, is_image_BS = _vector_at(images, config)
         offset_BS2 = is_empty_BS = None
@@ -135,7 +136,7 @@ def merge_images_of_shards(
     layout: Layout,
     detail: Detail | None = None,
 ) -> Merged:
-    """Do the same for the rows of all data shards, outside a function that is mapped over them."""
+    """Do what `merge_images` does for all data shards, outside a function mapped over them."""
 
     def of_shard(x_BTD: jax.Array, images: Images, detail: Detail | None) -> Merged:
         return merge_images(encoder, x_BTD, images, layout.per_shard, detail=detail)
@@ -144,7 +145,7 @@ def merge_images_of_shards(
 
 
 def of_shards(function: Callable[..., Any], layout: Layout, *rows: Any) -> Any:
-    """Apply a function of a data shard's rows to those of all shards, and join its results.
+    """Apply a function of one data shard's sequences to every data shard, and join the results.
 
     The first dim of each array is the rows.
     """
@@ -165,7 +166,7 @@ def of_shards(function: Callable[..., Any], layout: Layout, *rows: Any) -> Any:
 
 
 def _vector_at(images: Images, config: VisionConfig) -> tuple[jax.Array, jax.Array]:
-    """Return the index of the vector at each token among those of all rows, and where one is."""
+    """Return each token's index into the vectors of all sequences, and whether it has a vector."""
     index_BS = images.index_BS
     own = images.grid_BI2.shape[1] * config.vectors
     first_B1 = jnp.expand_dims(jnp.arange(len(index_BS)) * own, 1)

@@ -1,9 +1,9 @@
 """Attention of a block of queries on a block of keys, and its gradients, on one device.
 
-Blocks of different keys are merged by their log-sum-exp (Dao et al., 2022): `lse_RNS` is that of
-each query's scores. The backward pass takes the merged output and log-sum-exp and returns what
-these keys contribute. Both are cuDNN's kernels, or matrix products and softmax in fp32. A query
-sees the keys that `mask_R1SY` allows, if it is given.
+Blocks of different keys are merged by their log-sum-exp (Dao et al., 2022): `lse_RNS` is the
+log-sum-exp of each query's scores. The backward pass takes the merged output and log-sum-exp and
+returns what these keys contribute to the gradients. Both passes are cuDNN's kernels, or matmuls and
+a softmax in fp32. A query attends to the keys that `mask_R1SY` allows, if it is given.
 """
 
 import inspect
@@ -18,7 +18,7 @@ Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Kernel(NamedTuple):
-    """The two passes; `causal` means that key and query at the same place are the same token."""
+    """The two passes; `causal` means that key and query at the same index are the same token."""
 
     # (q, k, v, causal[, mask]) -> o_RSNH, lse_RNS
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -115,7 +115,7 @@ def _xla_backward(
     lse_RKGS = lse_RNS.reshape(score_RKGSY.shape[:-1])
     weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None])
     # The gradient of a softmax is weight * (dweight - sum of weight * dweight over the keys), and
-    # that sum over all keys, not only these, is do * o.
+    # the sum over all keys, not only these, is do * o.
     all_RSN = (do_RSNH.astype(jnp.float32) * o_RSNH.astype(jnp.float32)).sum(-1)
     all_RKGS = jnp.moveaxis(all_RSN, 1, -1).reshape(lse_RKGS.shape)
     dweight_RKGSY = _product('rskgh,rykh->rkgsy', do_RSKGH, v_RYKH)

@@ -1,6 +1,6 @@
 """Megatron's pair of linear layers, column-parallel and row-parallel.
 
-A column-parallel product needs no communication; a row-parallel product ends in one reduction. A
+A column-parallel matmul needs no communication; a row-parallel matmul ends in one reduction. A
 weight is stored [input dims, output dims], the transpose of Megatron's.
 """
 
@@ -21,8 +21,9 @@ from megajax.core.model.shard_copies import along_last
 class ColumnParallelLinear(nnx.Module):
     """x_BSD times a weight whose output dims are sharded over `model`: no communication forward.
 
-    The backward pass of `product` reduces the gradient of x over `model`: Megatron's f. A grid also
-    shards D, over `row`: its partial sums are reduced and scattered over the rows R of the batch.
+    The backward pass of `product` reduces the gradient of x over `model`: Megatron's f. 2-D tensor
+    parallelism also shards D, over `row`: its partial sums are reduced and scattered over the
+    sequences R.
     """
 
     scales: nnx.Param[Any] | None = None  # in a step that computes in fp8
@@ -37,12 +38,12 @@ class ColumnParallelLinear(nnx.Module):
         self.adapter = adapter.maybe(parameters, key=key)
 
     def gather(self, x_BTD: jax.Array) -> jax.Array:
-        """Gather the sequence, if it is sharded; `product` gathers in 8 bits, if it is in fp8."""
+        """Gather the sequence, if it is sharded; with fp8, `product` gathers it in 8 bits."""
         # SP: all-gather forward, reduce-scatter backward
         return x_BTD if self.scales is not None else jax.reshard(x_BTD, self.layout('BSD'))
 
     def product(self, x_BSD: jax.Array) -> jax.Array:
-        """Multiply by the weight what `gather` returned."""
+        """Multiply the result of `gather` by the weight."""
         if self.adapter is not None:
             return adapter.product(self.equation, x_BSD, self.weight, self.adapter, self.layout)
         if self.scales is None:
@@ -50,7 +51,7 @@ class ColumnParallelLinear(nnx.Module):
         return fp8.product(self.equation, x_BSD, self.weight, self.scales, self.layout, 'BTD')
 
     def with_bias(self, y: jax.Array) -> jax.Array:
-        """Add the bias, if there is one, to the product."""
+        """Add the bias, if there is one, to the result."""
         return y if self.bias is None else add_bias(y, jnp.expand_dims(self.bias[...], (0, 1)))
 
 
@@ -58,8 +59,8 @@ class RowParallelLinear(nnx.Module):
     """x times a weight whose input dims are sharded over `model`, added to the residual stream.
 
     Forward, the partial sums are reduced over `model`: Megatron's g. The bias is replicated and
-    added once, after the reduction. In a grid each device has some rows R of x, which are gathered
-    over `row` first, and some columns D of the weight.
+    added once, after the reduction. In 2-D tensor parallelism, each device has some sequences R of
+    x, which are gathered over `row` first, and some columns D of the weight.
     """
 
     scales: nnx.Param[Any] | None = None  # in a step that computes in fp8
@@ -74,7 +75,7 @@ class RowParallelLinear(nnx.Module):
         self.adapter = adapter.maybe(parameters, key=key)
 
     def reduced(self, x: jax.Array) -> jax.Array:
-        """Gather the sequences of x, if a grid shards them; multiply by the weight, and reduce."""
+        """Gather the sequences of x, if 2-D tensor parallelism shards them; multiply and reduce."""
         # grid: all-gather over row forward, reduce-scatter backward
         x = jax.reshard(x, self.layout(f'BS{self.inputs}'))
         # g: all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
@@ -90,7 +91,7 @@ class RowParallelLinear(nnx.Module):
         return fp8.product(self.equation, x, self.weight, self.scales, self.layout, dims)
 
     def with_bias(self, y_BTD: jax.Array) -> jax.Array:
-        """Add the bias, if there is one, to the reduced product."""
+        """Add the bias, if there is one, to the reduced result."""
         if self.bias is None:
             return y_BTD
         return add_bias(y_BTD, along_last(self.bias[...], y_BTD, 'TD', self.layout))

@@ -1,6 +1,7 @@
 """Cross entropy on logits that are sharded over the vocabulary and never fully materialized.
 
-No device has all columns, and no moment has all tokens: they are computed in chunks.
+No device has all columns, and the logits of all tokens are never in memory at once: they are
+computed in chunks.
 """
 
 import dataclasses
@@ -97,7 +98,7 @@ class Loss:
     ) -> tuple[jax.Array, jax.Array]:
         """Sum the objective and the negative log-likelihood over tokens, weighted by `weight_BS`.
 
-        Memory holds the logits of one chunk of tokens at a time. Where a gradient is wanted, it is
+        Memory holds the logits of one chunk of tokens at a time. If a gradient is needed, it is
         computed in the same pass, so nothing is computed twice.
         """
         return _sum_over_tokens(x_BTD, (head_Vd.T, bias_V), label_BS, weight_BS, self)
@@ -209,7 +210,7 @@ def _sum_over_chunk(
     """
     with jax.named_scope('head'):
         # f: nothing forward, all-reduce backward (SP: all-gather forward, reduce-scatter backward)
-        if not is_grid(loss.layout):  # there the product does it, over both axes
+        if not is_grid(loss.layout):  # there the matmul does it, over both axes
             x = jax.reshard(x, loss.layout('BS-d'))
         logits = loss.logits(x, *head, rows='BS-')
     objective, nll = loss.per_token(logits, label)

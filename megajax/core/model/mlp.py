@@ -1,8 +1,8 @@
 """The feed-forward layer: column-parallel up, activation, row-parallel down.
 
-The activation is not linear, so it must see complete sums. Splitting `up` by columns gives each
-shard complete columns of the hidden layer; splitting it by rows would need a reduction before the
-activation.
+The activation is not linear, so its input must be complete sums. Splitting `up` by columns gives
+each shard complete columns of the hidden layer; splitting it by rows would need a reduction before
+the activation.
 """
 
 import jax

@@ -87,7 +87,8 @@ def make_head_norm(config: ModelConfig, parameters: Parameters) -> Norm | RMSNor
 
 
 # For the backward pass x is saved, and the statistics, which are one or two numbers per token. With
-# both, its kernel reads x once; without the statistics XLA writes an array in fp32 between two.
+# both, its kernel reads x once; without the statistics XLA writes an fp32 array between two
+# kernels.
 _saving = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SAVED))
 
 

@@ -25,7 +25,7 @@ class Parameters:
     sizes: Mapping[str, int]
     layout: Layout
     is_of_encoder: bool = False
-    adapter_scale: float = 0.0  # the factor of what adapters add
+    adapter_scale: float = 0.0  # the factor of the adapters' outputs
 
     @classmethod
     def of(cls, model: ModelConfig, layout: Layout) -> 'Parameters':
@@ -37,7 +37,7 @@ class Parameters:
     def of_encoder(cls, model: ModelConfig, declared: Declared | None = None) -> 'Parameters':
         """The parameters of a model's vision encoder, by its own letters; no axis shards them.
 
-        `declared` are others that are placed as they are.
+        `declared` are other parameters with the same shardings.
         """
         assert model.vision is not None
         declared = declared or declare_vision(model.vision)
@@ -101,7 +101,7 @@ def with_frozen(params: nnx.State, others: nnx.State) -> nnx.State:
 
 
 def cast_matrices(params: Any, dtype: DTypeLike, layout: Layout) -> Any:
-    """Cast each matrix to `dtype` and gather it to its placement in the computation."""
+    """Cast each matrix to `dtype` and gather it to its sharding in the computation."""
 
     def cast(declared: Parameter, x: jax.Array) -> jax.Array:
         return gather(x.astype(dtype), declared.dims, layout) if declared.is_matrix else x

@@ -1,8 +1,8 @@
-"""Functions of what each device has, inside a computation that is mapped over data shards.
+"""Functions of each device's part of arrays, in a computation that is mapped over data shards.
 
-A kernel supports neither Explicit axes nor the dims that a training step maps, and collectives of
-a `shard_map` need to know the device. A mapped dim is sharded over its mesh axes, so each device
-has one element of it, and a `shard_map` over all axes reaches that directly.
+A kernel supports neither Explicit axes nor the dims that a training step maps, and collectives of a
+`shard_map` need to know the device. A mapped dim is sharded over its mesh axes, so each device has
+one element of it, and a `shard_map` over all axes reaches that directly.
 """
 
 import functools
@@ -22,14 +22,14 @@ def per_device(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Return `function`, applied to each device's part of its arguments, however they are mapped.
 
-    `out` returns the placements of the results, given those of the arguments; both begin with the
-    mapped dims. Where nothing is mapped, `unmapped` takes the place of a function that communicates
+    `out` returns the shardings of the results, given the shardings of the arguments; both begin
+    with the mapped dims. If nothing is mapped, `unmapped` replaces a function that communicates
     along a mapped dim.
     """
 
     @functools.cache
     def with_mapped(count: int) -> Callable[..., tuple[jax.Array, ...]]:
-        """The function of arrays with this number of mapped dims before the others."""
+        """Return the function for arrays with this number of leading mapped dims."""
 
         @jax.custom_batching.custom_vmap
         def on_devices(*arrays: jax.Array) -> tuple[jax.Array, ...]:

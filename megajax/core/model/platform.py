@@ -1,10 +1,10 @@
-"""Where a traced computation on a CPU differs from the same one on a GPU."""
+"""Differences between a traced computation on a CPU and the same computation on a GPU."""
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-# XLA for CPUs has fast products for several rows of 16-bit numbers, and not for one.
+# XLA for CPUs has fast bf16 and fp16 matmuls for several rows, but not for a single row.
 FAST_ROWS = 8
 
 
@@ -16,8 +16,8 @@ def is_on_cpu(x: jax.Array) -> bool:
 def accumulation_dtype(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
     """The dtype to multiply x into, for a result in `dtype`.
 
-    XLA's CPU backend multiplies bf16 fast only into an fp32 result. Elsewhere the result, and with
-    it the reduction over `model`, is in the requested dtype.
+    XLA's CPU backend multiplies bf16 fast only into an fp32 result. On other backends the result,
+    and with it the reduction over `model`, is in the requested dtype.
     """
     return jnp.float32 if is_on_cpu(x) else dtype
 
@@ -25,7 +25,7 @@ def accumulation_dtype(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
 def with_fast_rows(x: jax.Array, axis: int, rows: int) -> jax.Array:
     """Add rows of zeros along an axis of size 1, if a device would multiply a single row slowly.
 
-    `rows` is the number of rows of a device.
+    `rows` is the number of rows per device.
     """
     if rows != 1 or x.dtype.itemsize != 2 or not is_on_cpu(x):
         return x

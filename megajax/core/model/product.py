@@ -1,4 +1,4 @@
-"""The matrix product of every layer, and its two gradients.
+"""The matmul of every layer, and its two gradients.
 
 Operands are in the compute dtype; the gradient of a weight is accumulated in fp32 and stays in
 fp32, like Megatron's `main_grad`.
@@ -30,10 +30,10 @@ def product(
 ) -> jax.Array:
     """Multiply x by a weight, which is cast to the dtype of x, as in `'BSF,FD->BTD'`.
 
-    The letters give the placements. Where the weight's input dims are sharded over `model`, XLA
-    reduces the partial sums; where the result has T for S, it scatters them over the sequence:
-    Megatron's g. The same holds in the backward pass for the gradient of x, which has the
-    placement of x: Megatron's f.
+    The letters give the shardings. If the weight's input dims are sharded over `model`, XLA reduces
+    the partial sums; if the result has T instead of S, XLA reduce-scatters them over the sequence:
+    Megatron's g. The same holds in the backward pass for the gradient of x, which is sharded like
+    x: Megatron's f.
     """
     value = w.get_value() if isinstance(w, nnx.Variable) else w
     how = _How(equation, layout, x.dtype, dtype)
@@ -46,7 +46,7 @@ def product(
 def partial_sums(
     equation: str, x: jax.Array, w: jax.Array, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
-    """Multiply as `product` does, and leave the sum over `model` to `sum_over_shards`.
+    """Multiply like `product`, but leave the sum over `model` to `sum_over_shards`.
 
     Return [shard of the input dims, ...].
     """
@@ -59,27 +59,27 @@ def partial_gradient(
 ) -> jax.Array:
     """The gradient of x in `product`, before its sum over `model`: [shard of the output dims, ...].
 
-    dy has the placement of the result before it is scattered.
+    dy has the sharding of the result before it is scattered.
     """
     dims = parse(equation)
     return _partial(dy, w, dims.rows, dims.w, dims.w[dims.num_summed :], layout, dtype)
 
 
 def sum_over_shards(y: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -> jax.Array:
-    """Add partial sums [shard, ...] over `model`: one all-reduce, or reduce-scatter if T is."""
+    """Add partial sums [shard, ...] over `model`: all-reduce, or reduce-scatter if T is sharded."""
     return lax.reduce_sum(y, (0,), out_sharding=layout(dims)).astype(dtype)
 
 
 def input_gradient(
     equation: str, dy: jax.Array, w: jax.Array, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
-    """The gradient of x in a product whose output dims are not sharded over `model`."""
+    """The gradient of x in a matmul whose output dims are not sharded over `model`."""
     dims = parse(equation)
     return dot(dy, w, output_dims(dy, w, dims), layout(dims.x), dtype)
 
 
 def weight_gradient(equation: str, x: jax.Array, dy: jax.Array, layout: Layout) -> jax.Array:
-    """The gradient of w in a product, in fp32."""
+    """The gradient of w in a matmul, in fp32."""
     dims = parse(equation)
     rows = tuple(range(x.ndim - dims.num_summed))
     return dot(x, dy, (rows, rows), layout(dims.w), jnp.float32)
@@ -94,7 +94,7 @@ def _partial(
     layout: Layout,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Sum the last dims of x with dims of w, the part of each shard on its own."""
+    """Sum the last dims of x with dims of w, separately for each shard's part."""
     (letter,) = (letter for letter in summed if layout.is_sharded(letter))
     x, w = (with_shards(y, dims, letter, layout) for y, dims in ((x, dims_x), (w, dims_w)))
     dims_x, dims_w = (dims.replace(letter, letter + '-') for dims in (dims_x, dims_w))
@@ -114,14 +114,14 @@ def _partial(
 
 
 def with_shards(x: jax.Array, dims: str, letter: str, layout: Layout) -> jax.Array:
-    """Split the dim of a letter in its shards and the part of each."""
+    """Split the dim of a letter into its shards and the part of each shard."""
     place, shards = dims.index(letter), layout.num_shards(letter)
     shape = *x.shape[:place], shards, x.shape[place] // shards, *x.shape[place + 1 :]
     return x.reshape(shape, out_sharding=layout(dims.replace(letter, letter + '-')))
 
 
 class Equation(NamedTuple):
-    """The dims of a product's operands and result.
+    """The dims of a matmul's operands and result.
 
     The last dims of x are the first dims of w, its input dims, and are summed.
     """
@@ -143,14 +143,14 @@ class Equation(NamedTuple):
 
 @cache
 def parse(equation: str) -> Equation:
-    """Return the dims of a product like `'BSF,FD->BTD'`."""
+    """Return the dims of a matmul such as `'BSF,FD->BTD'`."""
     operands, out = equation.split('->')
     x, w = operands.split(',')
     return Equation(x, w, out)
 
 
 class _How(NamedTuple):
-    """The equation and the placements of a product, its dtypes, and what its weight is."""
+    """The equation, shardings and dtypes of a matmul, and what kind of weight it has."""
 
     equation: str
     layout: Layout
@@ -169,7 +169,8 @@ class _How(NamedTuple):
 def _product(x: jax.Array, w: jax.Array, slot: jax.Array | None, how: _How) -> jax.Array:
     dims, layout, weight = parse(how.equation), how.layout, how.read(w)
     summed = tuple(range(x.ndim - dims.num_summed, x.ndim)), tuple(range(dims.num_summed))
-    x = jax.reshard(x, layout(dims.x))  # nothing, but for the head of a grid: all-gather
+    # nothing, except for the head with 2-D tensor parallelism: all-gather
+    x = jax.reshard(x, layout(dims.x))
     *rows, last = x.shape[: x.ndim - dims.num_summed]
     with_zeros = with_fast_rows(x, len(rows), prod(rows) * last // layout.num_shards('B'))
     y = dot(with_zeros, weight, summed, layout(dims.out), how.result)
@@ -182,7 +183,7 @@ Saved = tuple[jax.Array | None, jax.Array, tuple[()] | None]
 def _forward(
     x: jax.Array, w: jax.Array, slot: jax.Array | None, how: _How
 ) -> tuple[jax.Array, Saved]:
-    # Save w itself: a loop over layers has it already, and would keep a copy of anything computed
+    # Save w itself: a loop over layers has it already, and would save a copy of anything computed
     # from it. The gradient of x does not need x.
     saved = None if how.is_frozen else x, w, None if slot is None else ()
     return _product(x, w, slot, how), saved
@@ -209,9 +210,9 @@ _product.defvjp(_forward, _backward)
 
 
 def gather_gradient(dy: jax.Array, dims: Equation, layout: Layout) -> jax.Array:
-    """Return the gradient of a result with all of the sequence, if that is sharded."""
+    """Return the gradient of a result, gathered over the sequence if that is sharded."""
     if layout(dims.out) != layout(dims.rows):  # SP: the result is sharded over the sequence
-        # Gather once for both gradients. A cotangent that a loop carries has no placement yet, and
+        # Gather once for both gradients. A cotangent that a loop carries has no sharding yet, and
         # Shardy would let its other readers, such as the residual stream, read the gathered array
         # and slice it. The barrier makes the gathered array a separate value.
         return jax.reshard(lax.optimization_barrier(dy), layout(dims.rows))
@@ -221,7 +222,7 @@ def gather_gradient(dy: jax.Array, dims: Equation, layout: Layout) -> jax.Array:
 def output_dims(
     dy: jax.Array, weight: jax.Array, dims: Equation
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the output dims of a product in the gradient of its result and in its weight."""
+    """Return a matmul's output dims, as axes of its result's gradient and of its weight."""
     num_out = weight.ndim - dims.num_summed
     return (
         tuple(range(dy.ndim - num_out, dy.ndim)),
@@ -236,7 +237,7 @@ def dot(
     out_sharding: P,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Sum the products over these dims of x and of w, into a result in `dtype`."""
+    """Contract these dims of x and w, with a result in `dtype`."""
     y = lax.dot_general(
         x,
         w,

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., 2021).
 
 A pair that is rotated has one element from each half of the head dim, as in GPT-NeoX, Llama and
-Megatron. A position has one number, or several for an image's tokens, and each pair turns with one
-of them.
+Megatron. A position has one number, or several for an image's tokens, and each pair is rotated by
+one of them.
 """
 
 import math
@@ -20,9 +20,10 @@ def rotate(
     position_RS: jax.Array | None,
     config: ModelConfig,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rotate queries and keys by their positions, with angles and products in fp32.
+    """Rotate queries and keys by their positions, with angles and multiplications in fp32.
 
-    Positions are 0, 1, ... unless given; with several numbers they are [R, S, numbers].
+    Positions are 0, 1, ... unless given. With several numbers per position they are [R, S,
+    numbers].
     """
     position = jnp.arange(q_RSNH.shape[1])[None] if position_RS is None else position_RS
     numbers = position[..., None] if position.ndim == 2 else position
@@ -38,9 +39,9 @@ def rotate(
 
 
 def position_frequencies(config: ModelConfig) -> jax.Array:
-    """The angle by which each pair turns with each number of a position, fp32 [numbers, H / 2].
+    """The angle by which each number of a position rotates each pair, fp32 [numbers, H / 2].
 
-    A pair turns with one of them: of `mrope` (Qwen3-VL, 2025) row and column take every third pair
+    Only one number rotates a pair: of `mrope` (Qwen3-VL, 2025) row and column take every third pair
     until they have their section, and the time the others; of `rope_2d` the row takes the first
     half and the column the second, with the same frequencies.
     """
@@ -60,7 +61,7 @@ def position_frequencies(config: ModelConfig) -> jax.Array:
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
-    """The angle in radians by which each pair turns from one token to the next, fp32 [H / 2].
+    """The angle in radians by which each pair rotates from one token to the next, fp32 [H / 2].
 
     `scaling` is applied as in Llama 3.1 (2024).
     """

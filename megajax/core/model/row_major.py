@@ -1,6 +1,7 @@
 """The layout of the residual stream in the memory of a GPU.
 
-With many rows XLA would put the rows innermost, and copy the residual stream for every product.
+With many sequences, XLA would put their dim innermost, and copy the residual stream for every
+matmul.
 """
 
 import jax

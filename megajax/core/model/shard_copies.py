@@ -1,6 +1,6 @@
 """Replicated parameters that are applied along a sharded dim of an activation.
 
-These are norms, biases after a row-parallel product, and the dense layer of BERT's masked-LM head.
+These are norms, biases after a row-parallel matmul, and the dense layer of BERT's masked-LM head.
 Each shard computes a partial gradient of such a parameter. `copy_to_shards` gives each shard its
 own copy, so that partial gradients are accumulated over all microbatches and reduced only once per
 step, as in Megatron.
@@ -37,8 +37,8 @@ def along_last(vector: jax.Array, x: jax.Array, dims: str, layout: Layout) -> ja
 def copy_to_shards(params: Any, layout: Layout) -> Any:
     """Give each shard its own copy of the parameters that are applied along a sharded dim.
 
-    The copies are a new dim before the last, of the vision encoder before the first; other
-    parameters are unchanged.
+    The copies are a new dim before the last one, or for the vision encoder before the first one;
+    other parameters are unchanged.
     """
 
     def copy(declared: Parameter, x: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ def copy_encoder(params: Any, layout: Layout) -> Any:
 def add_copies(gradients: Any, layout: Layout) -> Any:
     """Turn the gradients of `copy_to_shards(params)` into the gradients of `params`.
 
-    Those of the vision encoder are added already, with the sum over the data shards.
+    The gradients of the vision encoder are already added, by the sum over the data shards.
     """
 
     def add(declared: Parameter, gradient: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ def add_copies(gradients: Any, layout: Layout) -> Any:
 
 def copied_dims(declared: Parameter, layout: Layout) -> str:
     """The dims of a parameter with its copies: `LTD` for an `LD` applied along a sharded T."""
-    if declared.owner == 'encoder':  # also of a single shard, so that its module has one form
+    if declared.owner == 'encoder':  # even with one shard: its module has one form
         return declared.summed + declared.dims
     if not declared.summed or layout.num_shards(declared.summed) == 1:
         return declared.dims

@@ -1,4 +1,4 @@
-"""The walk over the layers of a model, and what training and evaluation do at each of them."""
+"""Run the layers of a model, in training and in evaluation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from megajax.core.parallel.layout import UNSHARDED
 Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
 # (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
 LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
-# A function of what one layer passes to the next, and of its own part of some arrays; and these.
+# A function of a carry and of one layer's part of some arrays; and these arrays.
 AfterGroups = tuple[Callable[[Carry, Any], Carry], Any]
 
 
@@ -33,9 +33,9 @@ def run_layers(
 ) -> Carry:
     """Apply `layer_fn` to every layer in turn, in a loop that is compiled once.
 
-    Return the last carry. Where `layers` holds gradient slots (`gradient_slot.py`) or matrices at
-    rest (`at_rest.py`), `weights` are the layers' weights to compute with. `first` is the index in
-    the model of the first of `layers`. Equal groups of layers are followed by `after_groups`.
+    Return the last carry. If `layers` contains gradient slots (`gradient_slot.py`) or ZeRO-sharded
+    matrices (`at_rest.py`), `weights` are the layers' weights to compute with. `first` is the index
+    in the model of the first of `layers`. Equal groups of layers are followed by `after_groups`.
     """
     if recompute == 'full':
         layer_fn = jax.checkpoint(layer_fn, prevent_cse=False)
@@ -80,7 +80,7 @@ def run_layer(
 
 
 def add_deep(x_BTD: jax.Array, deep_BTAD: jax.Array | None, index: jax.Array | int) -> jax.Array:
-    """Add what DeepStack has for the layer with this index, if anything; later layers get none."""
+    """Add DeepStack's vectors for the layer with this index, if any; later layers get none."""
     if deep_BTAD is None or not (taps := deep_BTAD.shape[2]):
         return x_BTD
 

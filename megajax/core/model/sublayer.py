@@ -23,13 +23,13 @@ from megajax.core.model.rows import NO_ROWS, Rows
 class Sublayer(nnx.Module):
     """The norm and the two linear layers of a sublayer, and its steps.
 
-    A subclass says what is between the linear layers (`middle`). All its parameters are read in
-    `enter`, `first`, `middle`, `second` or `added`.
+    A subclass defines the operations between the linear layers (`middle`). All its parameters are
+    read in `enter`, `first`, `middle`, `second` or `added`.
     """
 
     SCOPE: ClassVar[str]  # the name of its operations in a compiled program
     LINEARS: ClassVar[tuple[str, str]]  # the names of `first` and `second`
-    KEY: ClassVar[int]  # what the layer's key is folded with for dropout; 0 is the core's
+    KEY: ClassVar[int]  # folded into the layer's key for dropout; 0 is used by attention's core
     MIXES_TOKENS: ClassVar[bool]  # whether a token's result depends on other tokens
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
@@ -66,7 +66,7 @@ class Sublayer(nnx.Module):
         return self.added(self.second.reduced(z), rows.key_B), kept
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
-        """Return the input of `first`: the residual stream, normed unless only outputs are."""
+        """Return the input of `first`: the residual stream, normed if the model norms inputs."""
         return self.norm(x_BTD) if self.config.norms_inputs else x_BTD
 
     def middle(self, y: jax.Array, core: Any, rows: Rows) -> tuple[jax.Array, Any]:

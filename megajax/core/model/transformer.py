@@ -29,7 +29,7 @@ from megajax.core.model.vision import Encoder
 from megajax.core.parallel.layer_order import require_model_order
 from megajax.core.parallel.layout import Layout
 
-VISION, CROSS, RELEVANCE = 7, 8, 9  # none is an index that the key of a model is split by
+VISION, CROSS, RELEVANCE = 7, 8, 9  # none is an index that splits a model's key
 
 
 class Transformer(nnx.Module):
@@ -39,7 +39,8 @@ class Transformer(nnx.Module):
     same on every mesh.
     """
 
-    head: nnx.Param[jax.Array] | None = None  # that of a language model, unless it is the embedding
+    # a language model's head, unless it is tied to the embedding
+    head: nnx.Param[jax.Array] | None = None
 
     def __init__(self, config: ModelConfig, layout: Layout, *, key: jax.Array):
         self.config, self.layout = config, layout
@@ -131,7 +132,7 @@ class Transformer(nnx.Module):
     def with_images(
         self, x_BTD: jax.Array, images: Images, computation: Computation, detail: Detail | None
     ) -> Merged:
-        """Put the vectors of images in their places."""
+        """Put the vectors of images in place of their tokens."""
         assert self.vision is not None
         return merge_images(self.vision, x_BTD, images, self.layout, computation.recompute, detail)
 
@@ -147,8 +148,8 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """The residual stream after `self.layers`, and the weight of the head.
 
-        The layers of cross-attention are among the layers. `weights` has the weights to compute
-        with, where they differ, and `first` is as in `run_layers`.
+        Cross-attention layers are included. `weights` has the weights to compute with, if they
+        differ from the parameters, and `first` is as in `run_layers`.
         """
         if computation.overlap.in_order:
             return self._in_order(x_BTD, computation, rows, weights, first)
@@ -201,7 +202,7 @@ class Transformer(nnx.Module):
 
     @property
     def head_Vd(self) -> jax.Array:
-        """The weight of the head: the embedding table where they are tied."""
+        """The weight of the head: the embedding table if they are tied."""
         return self.embedding.table[...] if self.head is None else self.head[...]
 
 
@@ -226,7 +227,8 @@ class LanguageModel(Transformer):
         """Logits [B, S, V] in fp32, sharded over V.
 
         The logits of the vocabulary's padding are the lowest fp32 number. `megajax.cross_entropy`
-        compares them with labels. Raises ConfigError on stages and context shards.
+        compares them with labels. Raises ConfigError on meshes with pipeline stages or context
+        shards.
         """
         rows = Rows(position_BS, segment_BS, type_BS)
         x_BTD, head_Vd = self.hidden(token_BS, computation, rows)

@@ -1,6 +1,6 @@
 """The vision encoder: whole weights on every device, and images sharded over `data` and `model`.
 
-A device encodes its own images, so no layer communicates. Names have the letters of the encoder's
+A device encodes its own images, so no layer communicates. Names use the letters of the encoder's
 own dims, which no mesh axis shards; E is the D of the model, W the width of a unit's merged
 patches, V its vectors, Q frames and A DeepStack's taps.
 """
@@ -32,8 +32,8 @@ class Encoder(nnx.Module):
     def __init__(self, model: ModelConfig, *, key: jax.Array):
         assert model.vision is not None
         self.config, blocks = model.vision, model.vision.blocks
-        # Whether the layers are separate instructions, which XLA can run beside collectives; a loop
-        # is one.
+        # Whether the layers are separate instructions, which XLA can overlap with collectives. A
+        # loop is a single instruction.
         self.is_unrolled = False
         parameters = Parameters.of_encoder(model)
         patch_key, position_key, layers_key, merger_key, deep_key = jax.random.split(key, 5)
@@ -61,7 +61,7 @@ class Encoder(nnx.Module):
         *,
         recompute: str = 'none',
     ) -> jax.Array:
-        """Return the vectors [I, V, 1 + taps, E] of images; those of empty places mean nothing.
+        """Return the vectors [I, V, 1 + taps, E] of images; those of empty slots are meaningless.
 
         `grid_I2` has the rows and columns of patches of each image, `place_IP2` the row and column
         of each patch; attention stays within a segment.
@@ -82,7 +82,7 @@ class Encoder(nnx.Module):
     def _run_layers(
         self, x_IPD: jax.Array, place_IP2: jax.Array, segment_IP: jax.Array, recompute: str
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Return the output of the last layer, and of those that DeepStack taps."""
+        """Return the output of the last layer, and of the layers that DeepStack taps."""
         taps = self.config.deepstack
         rows, computation = Rows(place_IP2, segment_IP), Computation(recompute=recompute)
 
@@ -91,14 +91,15 @@ class Encoder(nnx.Module):
         ) -> tuple[jax.Array, ...]:
             x_IPD, *tapped = carry
             x_IPD = run_layer(block, x_IPD, rows, index, computation)
-            # A condition for each tap: one of all would be kept with the shape of their arrays.
+            # One condition per tap: a single condition for all of them would be saved with the
+            # shape of their arrays.
             chosen = (
                 lax.select_n(index == tap, old, x_IPD)
                 for tap, old in zip(taps, tapped, strict=True)
             )
             return x_IPD, *chosen
 
-        # Zeros of the image's own, so that they are mapped as it is.
+        # Zeros made from the image, so that they are mapped like it.
         carry = (x_IPD, *(0 * x_IPD for _ in taps))
         with jax.named_scope('layers'):
             x_IPD, *tapped = run_layers(
@@ -108,7 +109,7 @@ class Encoder(nnx.Module):
 
 
 class PatchEmbedding(nnx.Module):
-    """One product for each patch: a convolution whose stride is its kernel."""
+    """One matmul for all patches: a convolution whose stride equals its kernel size."""
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
         self.layout = parameters.layout
@@ -117,7 +118,7 @@ class PatchEmbedding(nnx.Module):
         self.bias = parameters.make('bias')
 
     def __call__(self, x_IPX: jax.Array) -> jax.Array:
-        """Return x_IPD of the numbers of each patch; all frames show the image."""
+        """Return x_IPD, computed from each patch's pixels; all frames show the same image."""
         channels, _, size = self.shape
         shape = *x_IPX.shape[:2], channels, size
         x_IPYX = x_IPX.reshape(shape, out_sharding=self.layout('IPYX'))
@@ -127,10 +128,10 @@ class PatchEmbedding(nnx.Module):
 
 
 class PatchPosition(nnx.Module):
-    """A learned vector for each place of a square grid, interpolated to the grid of an image.
+    """A learned vector for each cell of a square grid, interpolated to the grid of an image.
 
-    At first it is the sum of one for the row and one for the column, so that what is learned of a
-    column in one row holds in all rows.
+    Its initial value is the sum of a row vector and a column vector, so that what is learned about
+    a column in one row holds in all rows.
     """
 
     def __init__(self, parameters: Parameters, config: VisionConfig, *, key: jax.Array):
@@ -141,7 +142,7 @@ class PatchPosition(nnx.Module):
         self.table[...] = table.reshape(self.table.shape)
 
     def __call__(self, place_IP2: jax.Array, grid_I2: jax.Array) -> jax.Array:
-        """Return the vectors [I, P, D] in fp32, bilinear between the four nearest ones."""
+        """Return the vectors [I, P, D] in fp32, bilinear between the four nearest cells."""
         last = jnp.maximum(grid_I2 - 1, 1)
         at_IP2 = place_IP2 * ((self.side - 1) / last.astype(jnp.float32))[:, None]
         side = jnp.expand_dims(jnp.arange(self.side), (0, 1, 2))
@@ -153,7 +154,7 @@ class PatchPosition(nnx.Module):
 
 
 class Merger(nnx.Module):
-    """Two layers that make one vector of a unit of patches; `norm` is the dim that is normed."""
+    """Two layers that turn a unit of patches into one vector; `norm` is the dim that is normed."""
 
     def __init__(self, config: VisionConfig, parameters: Parameters, norm: str, *, key: jax.Array):
         self.unit, self.norm_dim, self.layout = config.unit, norm, parameters.layout
@@ -173,7 +174,7 @@ class Merger(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A product with an unsharded weight, and a bias; `equation` has the dims of both."""
+    """A matmul with an unsharded weight, and a bias; `equation` has the dims of both."""
 
     def __init__(self, equation: str, parameters: Parameters, *, key: jax.Array):
         self.equation, self.layout = equation, parameters.layout
@@ -187,7 +188,7 @@ class Linear(nnx.Module):
 
 
 def numbers_of(pixel_IPX: jax.Array, grid_I2: jax.Array, config: VisionConfig) -> jax.Array:
-    """Return what the encoder reads of the bytes of each patch, in fp32: -1 to 1."""
+    """Return the encoder's input, the bytes of each patch scaled to -1 to 1, in fp32."""
     if config.channels == 'rgb':
         return pixel_IPX.astype(jnp.float32) / 127.5 - 1
     of_image = partial(texture, patch_size=config.patch_size, merge_size=config.merge_size)

@@ -1,1 +1,1 @@
-"""The overlap schedule: layers in an order that hides what they send (`schedule.py`)."""
+"""The overlap schedule: an order of the layers' steps that hides communication (`schedule.py`)."""

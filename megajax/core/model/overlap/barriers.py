@@ -1,9 +1,9 @@
-"""Steps of a program in an order that XLA's scheduler keeps.
+"""Order the steps of a program with barriers, so that XLA's scheduler keeps the order.
 
 XLA may run operations that do not depend on each other in any order. It starts a collective as
-early as it can, but which products are then left to run beside it is a matter of luck. Here a
-barrier makes each step depend on the step before it. A collective is not a step: it starts after
-the last step, and is done before the first step that takes its result.
+early as it can, but which matmuls are then left to overlap with it is a matter of luck. Here a
+barrier makes each step depend on the previous step. A collective is not a step: it starts after the
+latest step, and is done before the first step that takes its result.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from jax import lax
 
 
 class Box:
-    """A value, and the copies of it that barriers make: who reads it late runs late."""
+    """A value that barriers replace by copies: a step that reads a late copy runs late."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -25,18 +25,18 @@ Steps = Generator[None, None, Any]  # yields where it has just started a collect
 
 
 class Clock:
-    """One step at a time; `scope` is the name that the compiled program shows for a step."""
+    """Runs one step at a time; `scope` is a step's name in the compiled program."""
 
     def __init__(self) -> None:
         self._last: list[Box] = []
 
     def tick(self, scope: str, step: Callable[..., Any], *boxes: Box) -> Box:
-        """Run a step after the last one."""
+        """Run a step after the previous one."""
         (result,) = self.ticks(scope, lambda *values: (step(*values),), *boxes)
         return result
 
     def ticks(self, scope: str, step: Callable[..., Sequence[Any]], *boxes: Box) -> list[Box]:
-        """Run a step of several results; the next step comes after all of them."""
+        """Run a step with several results; the next step comes after all of them."""
         with jax.named_scope(scope):
             self._wait(boxes)
             values = step(*(box.value for box in boxes))
@@ -46,13 +46,13 @@ class Clock:
         return results
 
     def send(self, scope: str, collective: Callable[[Any], Any], box: Box) -> Box:
-        """Start a collective after the last step."""
+        """Start a collective after the latest step."""
         with jax.named_scope(scope):
             self._wait([box])
             return Box(collective(box.value))
 
     def wait(self, scope: str, box: Box) -> None:
-        """Let the next step wait for a collective that it does not read."""
+        """Make the next step wait for a collective whose result it does not read."""
         with jax.named_scope(scope):
             self._wait([box])
 
@@ -64,7 +64,7 @@ class Clock:
 
 
 class Meeting:
-    """A step that several generators have in common, which runs when the last of them has come."""
+    """A step that several generators share; it runs when the last of them has arrived."""
 
     def __init__(self, size: int):
         self._size = size
@@ -73,7 +73,7 @@ class Meeting:
 
     @property
     def is_last(self) -> bool:
-        """Whether all but one have come."""
+        """Whether all but one have arrived."""
         return len(self._boxes) == self._size - 1
 
     def join(
@@ -83,7 +83,7 @@ class Meeting:
         step: Callable[..., list[Box]],
         meanwhile: Callable[[], None],
     ) -> Generator[None, None, list[Box]]:
-        """Bring the boxes of generator `index`; return what `step` makes of those of all."""
+        """Bring the boxes of generator `index`; return the results of `step` on all boxes."""
         is_last = self.is_last
         self._boxes[index] = boxes
         if is_last:
@@ -100,7 +100,7 @@ class Meeting:
 def in_turn(parts: Iterable[Steps]) -> list[Any]:
     """Run generators in turn, each to its next `yield`; return their results.
 
-    Each starts one turn after the one before it, so that their collectives do not meet.
+    Each starts one turn after the previous one, so that their collectives do not coincide.
     """
     waiting, running = deque(enumerate(parts)), list[tuple[int, Steps]]()
     results: dict[int, Any] = {}

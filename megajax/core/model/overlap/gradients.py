@@ -1,4 +1,4 @@
-"""The gradients of the layers' parameters, which the parts of a batch add up as they take turns."""
+"""The gradients of the layers' parameters, accumulated while the parts of a batch alternate."""
 
 from collections import Counter, defaultdict
 from functools import partial
@@ -15,9 +15,9 @@ from megajax.core.model.sublayer import Sublayer
 
 
 class Gradients:
-    """Gradients of all sublayers, which are sums over the parts.
+    """Gradients of all sublayers, summed over the parts.
 
-    That of the head, if there is one, is here to be summed over `data`.
+    The head's gradient, if there is one, is included so that it is summed over `data`.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class Gradients:
         self._head, self._of_head = head[0], Box(head[1])
         self._matrices: dict[Key, Box] = {}
         self._num_added = Counter[Key]()
-        self._counts: dict[Key, jax.Array] = {}  # of operands in fp8
+        self._counts: dict[Key, jax.Array] = {}  # exponent counts of fp8 operands
         self._vectors = defaultdict[int, list[Box]](list)
 
     def add(self, sublayer: SublayerSteps, linear: str, x: Box, dy: Box) -> None:
         """Add the gradient of a sublayer's `first` or `second` matrix, as one step.
 
-        After that of the last part the sum over `data` begins, if the backward pass has one.
+        After the last part's gradient the sum over `data` starts, if the backward pass has one.
         """
         key = sublayer.place, linear
         if key not in self._matrices and (total := sublayer.total(linear)) is not None:
@@ -46,7 +46,7 @@ class Gradients:
         step = partial(sublayer.gradient_of_weight, linear)
         self._matrices[key] = self._clock.tick(sublayer.scope, step, x, dy, *before)
         if self._head and self._reduce_dtype and not self._num_added:
-            # Not before the matrices of the first products, which would wait for it.
+            # Not before the matrices of the first matmuls, which would wait for it.
             reduce = partial(self._head.reduced, self._reduce_dtype)
             self._of_head = self._clock.send(self._head.scope, reduce, self._of_head)
         self._num_added[key] += 1
@@ -56,25 +56,26 @@ class Gradients:
             )
         if self._reduce_dtype is not None and self._num_added[key] == self._num_parts:
             if later := self._after(sublayer, linear):
-                # That of the layer after it is done: one at a time is under way, and in memory.
+                # Wait for the sum of the layer after it: only one at a time is in flight, and in
+                # memory.
                 self._clock.wait(sublayer.scope, later)
             reduce = partial(sublayer.matrix(linear).reduced, self._reduce_dtype)
             self._matrices[key] = self._clock.send(sublayer.scope, reduce, self._matrices[key])
 
     def _after(self, sublayer: SublayerSteps, linear: str) -> Box | None:
-        """The sum of the same matrix in the layer after this one, or that of the head."""
+        """The sum of the same matrix in the layer after this one, or the head's sum."""
         of_head = self._of_head if self._head and sublayer.offset == 0 else None
         return self._matrices.get((sublayer.place + len(SUBLAYERS), linear), of_head)
 
     def add_vectors(self, sublayer: SublayerSteps, vectors: Box) -> None:
         """Add gradients of some of a sublayer's vectors, and zeros for the others."""
-        # Their value is read at the end, and so after the step that comes next: otherwise XLA puts
-        # off all sums over tokens to the end of the pass, and keeps what they are sums of.
+        # The barrier ties them to the next step. Otherwise XLA postpones all sums over tokens to
+        # the end of the pass, and holds their inputs in memory until then.
         self._vectors[sublayer.place].append(vectors)
 
     @property
     def of_head(self) -> jax.Array | None:
-        """The gradient of the head at rest."""
+        """The gradient of the head in its stored sharding."""
         return self._of_head.value
 
     def of(self, sublayer: SublayerSteps) -> Sublayer:

@@ -1,8 +1,8 @@
-"""The turns that parts of a batch take in the layers, forward and backward.
+"""Interleave the parts of a microbatch through the layers, forward and backward.
 
-Each part is a generator, which yields where another one should go on: where it has sent something,
-and between two products while the other one has something to send. So what one part sends is under
-way while the other one multiplies.
+Each part is a generator. It yields when the other part should run: after it starts a collective,
+and between two matmuls when the other part has a collective to start. One part's communication thus
+overlaps the other's computation.
 """
 
 from collections import defaultdict
@@ -21,18 +21,18 @@ from megajax.core.model.sublayer import Sublayer
 
 
 class Kept(NamedTuple):
-    """The values that a sublayer keeps of a part for its backward pass, in boxes or as arrays."""
+    """The values that a sublayer saves of a part for its backward pass, in boxes or as arrays."""
 
     x_BTD: Any
     enter: Any  # the transpose of the norm
-    h_BSD: Any  # the input of the first product
-    pull: Any  # the transpose of what is between the products
-    z: Any  # the input of the second product
-    y_BTD: Any  # the second product, if the sublayer keeps its output
+    h_BSD: Any  # the input of the first matmul
+    pull: Any  # the transpose of the operations between the matmuls
+    z: Any  # the input of the second matmul
+    y_BTD: Any  # the second matmul's result, if the sublayer saves it
 
 
 class Pending(NamedTuple):
-    """A sublayer that has sent the gradient of what its norm returned."""
+    """A sublayer whose collective for the gradient of its norm's output has started."""
 
     sublayer: SublayerSteps
     enter: Box
@@ -42,8 +42,8 @@ class Pending(NamedTuple):
 class Turns:
     """The parts of a batch in one pass over the layers.
 
-    The parts have different rows or, with `meets`, different tokens of the same rows, all of which
-    attention needs.
+    The parts have different sequences or, with `meets`, different tokens of the same sequences;
+    attention needs the tokens of all parts.
     """
 
     def __init__(self, clock: Clock, matrices: Matrices, num_parts: int, *, meets: bool):
@@ -59,10 +59,10 @@ class Turns:
         sublayers: Sequence[SublayerSteps],
         entered: tuple[Box, Box] | None = None,
     ) -> Steps:
-        """Return the residual stream and what each sublayer keeps.
+        """Return the residual stream and the values that each sublayer saves.
 
-        What is done again in a backward pass has `entered` the first sublayer, and ends before the
-        products of the last one.
+        Recomputation in a backward pass starts after the `entered` first sublayer's norm, and ends
+        before the matmuls of the last one.
         """
         clock, kept = self.clock, list[Kept]()
         h, enter = entered or self._enter(sublayers[0], x)
@@ -91,7 +91,7 @@ class Turns:
         return x, kept
 
     def _enter(self, sublayer: SublayerSteps, x: Box) -> tuple[Box, Box]:
-        """Return the first product's input and the transpose of the norm."""
+        """Return the first matmul's input and the transpose of the norm."""
         h, pull = self.clock.ticks(sublayer.scope, sublayer.enter, x)
         return self.clock.send(
             sublayer.scope, sublayer.gather, h
@@ -105,9 +105,9 @@ class Turns:
     def _middle(
         self, part: int, sublayer: SublayerSteps, y: Box
     ) -> Generator[None, None, tuple[Box, Box]]:
-        """Return the transpose of what is between the products, and the second one's input."""
+        """Return the transpose of the operations between the matmuls, and the second input."""
         *zs, pull = yield from self._together(part, sublayer, sublayer.middle_and_pull, y)
-        # Parts that meet have one transpose, which the first of them keeps.
+        # Parts that meet share one transpose, which the first of them saves.
         return pull if len(zs) == 1 or part == 0 else Box(None), zs[part % len(zs)]
 
     def backward(
@@ -120,8 +120,8 @@ class Turns:
     ) -> Steps:
         """Return the gradient of the residual stream before the sublayers.
 
-        `kept` has what each sublayer has kept or, with full recomputation, the residual stream
-        before each block, and the output of its last sublayer.
+        `kept` has the values that each sublayer saved or, with full recomputation, the residual
+        stream before each block, and the output of its last sublayer.
         """
         count = len(SUBLAYERS)
         pending, again = None, [sublayer.again for sublayer in sublayers]
@@ -137,7 +137,8 @@ class Turns:
             for sublayer, own in zip(reversed(sublayers[block]), reversed(saved), strict=True):
                 dx, dy = self._turn_back(pending, sublayer, dx, gradients, own.y_BTD)
                 if is_full and sublayer.offset == 0 and first:
-                    # What the layer before this one gathers again runs beside these products.
+                    # The gather that recomputes the layer before this one overlaps with these
+                    # matmuls.
                     entered = self._enter(again[first - count], kept[first // count - 1].x_BTD)
                 dh = yield from self._products_back(part, sublayer, own, dy, gradients)
                 pending = Pending(sublayer, own.enter, dh)
@@ -148,7 +149,7 @@ class Turns:
     def _products_back(
         self, part: int, sublayer: SublayerSteps, kept: Kept, dy: Box, gradients: Gradients
     ) -> Steps:
-        """Return the gradient of what a sublayer's norm returned, whose sum is under way."""
+        """Return the gradient of a sublayer's norm output, whose sum is in flight."""
         clock, scope = self.clock, sublayer.scope
         if sublayer.is_scattered:
             dy = clock.send(scope, sublayer.gather, dy)
@@ -185,7 +186,7 @@ class Turns:
         gradients: Gradients,
         output: Box | None = None,
     ) -> tuple[Box, Box]:
-        """Return the gradients of the residual stream and of what `sublayer` adds to it."""
+        """Return the gradients of the residual stream and of the term added by `sublayer`."""
         turned = pending.sublayer if pending else sublayer
         assert turned is not None
 
@@ -224,7 +225,7 @@ class Turns:
         return (yield from meeting.join(part, boxes, run, meanwhile=partial(self._do_one, part)))
 
     def _let_ahead(self, part: int, sublayer: SublayerSteps) -> Steps:
-        """After a meeting, let those that came late send before those that came early."""
+        """After a meeting, let the last parts to arrive send before the first ones."""
         was_early = part in self._early and sublayer.is_scattered
         self._early.discard(part)
         if was_early:

@@ -1,4 +1,4 @@
-"""The matrices of the layers as their products take them, gathered over `data` before their use."""
+"""The matrices of the layers as the matmuls take them, gathered over `data` before their use."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ from megajax.core.model import at_rest, fp8
 from megajax.core.model.overlap.barriers import Box, Clock
 from megajax.core.parallel.layout import Layout
 
-AHEAD = 2  # gathers that have started when a product begins, beside its own
+AHEAD = 2  # gathers that are prefetched when a matmul begins, in addition to its own
 
-Key = tuple[int, str]  # the place of a sublayer, and 'first' or 'second'
+Key = tuple[int, str]  # the index of a sublayer, and 'first' or 'second'
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix of a sublayer, which is `stored` with those of all layers, or that of the head."""
+    """A sublayer's matrix, which is `stored` in one array with all layers, or the head's."""
 
     key: Key
     scope: str
@@ -28,7 +28,7 @@ class Matrix:
     dtype: DTypeLike
 
     def own(self, stored: jax.Array) -> jax.Array:
-        """Return the matrix in the dtype of the computation."""
+        """Return the matrix in the compute dtype."""
         return fp8.cast(stored if self.index is None else stored[self.index], self.dtype)
 
     def gathered(self, own: jax.Array) -> jax.Array:
@@ -36,15 +36,15 @@ class Matrix:
         return at_rest.gather(own, self.dims, self.layout)
 
     def reduced(self, dtype: str, gradient: jax.Array) -> jax.Array:
-        """Sum its gradient over `data` to the shards at rest, in a dtype."""
+        """Reduce-scatter its gradient over `data` to the stored shards, in a dtype."""
         return at_rest.sum_over_data(gradient, self.dims, self.layout, dtype)
 
 
 class Matrices:
     """The matrices of one pass over sublayers.
 
-    `uses` are the matrices in the order in which the pass first uses them. Those `at_rest` are
-    gathered, each a little before its use, but for those that another pass has `gathered`.
+    `uses` are the matrices in the order in which the pass first uses them. With `at_rest`, each
+    matrix is prefetched shortly before its use, unless an earlier pass has `gathered` it.
     """
 
     def __init__(
@@ -75,6 +75,6 @@ class Matrices:
             return Box(self._gathered[matrix.key])
         stored = Box(matrix.stored)
         if not self._at_rest:
-            # As a step of its own, or XLA would copy the matrices of all layers at once.
+            # A separate step: otherwise XLA would copy the matrices of all layers at once.
             return self._clock.send(matrix.scope, matrix.own, stored)
         return self._clock.send(matrix.scope, matrix.gathered, Box(matrix.own(stored.value)))

@@ -1,8 +1,9 @@
-"""Matrices of layers that are arrays of their own, where each layer is compiled on its own.
+"""Per-layer arrays of the layers' matrices, for layers that are compiled separately.
 
-What a layer uses of a stack is copied from it, in each pass of each microbatch. And a product can
-add to an array as it computes, but not to a part of a stack: a gradient slot that is apart holds
-the gradients of earlier microbatches, and the backward pass returns the sum as its gradient.
+A layer's part of a stacked array is copied out of it, in each pass of each microbatch. And a matmul
+can accumulate into a whole array, but not into a part of a stack. A separate gradient slot
+therefore holds the gradients of earlier microbatches, and the backward pass returns the sum as its
+gradient.
 """
 
 from collections.abc import Sequence
@@ -33,14 +34,14 @@ def holds_totals(layers: Any, weights: Any | None) -> bool:
 
 
 def with_totals(slots: Any, totals: Any) -> Any:
-    """Return gradient slots, of which those apart hold the gradients of earlier microbatches."""
+    """Return gradient slots; per-layer slots hold the gradients of earlier microbatches."""
     return map_parameters(
         lambda _, slot, total: total if isinstance(slot, tuple) else slot, slots, totals
     )
 
 
 def added(totals: Any, gradients: Any) -> Any:
-    """Add gradients to those of earlier microbatches, which those apart have in them."""
+    """Add gradients to earlier microbatches' totals, which per-layer gradients already include."""
     return map_parameters(
         lambda _, total, gradient: gradient if isinstance(total, tuple) else total + gradient,
         totals,
@@ -54,7 +55,7 @@ def of_layer(layers: Any, index: int) -> Any:
 
 
 def of_all(layers: Any, blocks: Sequence[Any]) -> Any:
-    """Return the parameters of `blocks` as those of `layers` are."""
+    """Return the parameters of `blocks`, stacked or per layer like the parameters of `layers`."""
 
     def join(_: Any, stack: Stack, *of_blocks: jax.Array) -> Stack:
         return of_blocks if isinstance(stack, tuple) else jnp.stack(of_blocks)

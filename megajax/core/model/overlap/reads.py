@@ -40,7 +40,7 @@ def named(module: Block | Sublayer) -> Iterator[tuple[str, nnx.Variable[Any]]]:
 def read(sublayer: SublayerSteps, x_BTD: jax.Array, num_parts: int, *, gathers: bool) -> set[str]:
     """Return the names of the parameters that a sublayer reads, in `num_parts` parts of the tokens.
 
-    `gathers` says that it gathers its matrices.
+    `gathers` is whether it gathers its matrices.
     """
 
     def run(vectors: Sublayer, x_BTD: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def read(sublayer: SublayerSteps, x_BTD: jax.Array, num_parts: int, *, gathers: 
     is_read = _are_read(run, sublayer.vectors, x_BTD)
     products = [linear.weight for linear in (sublayer.matrices.first, sublayer.matrices.second)]
     return {
-        # The scales of fp8 are those of the products.
+        # fp8 scales count as read if their matmul's weight is.
         *(n for (n, x), used in zip(vectors, is_read[:-1], strict=True) if used or is_scale(x)),
         *(
             n
@@ -70,7 +70,7 @@ def read(sublayer: SublayerSteps, x_BTD: jax.Array, num_parts: int, *, gathers: 
 
 
 def reads_output(sublayer: SublayerSteps, y_BTD: jax.Array) -> bool:
-    """Return whether the gradients of `leave` depend on the second product."""
+    """Return whether the gradients of `leave` depend on the second matmul's result."""
     return _are_read(sublayer.gradient_of_leave, y_BTD, y_BTD)[1]
 
 
@@ -80,7 +80,7 @@ def has_value(param: nnx.Variable[Any]) -> bool:
 
 
 def is_scale(param: nnx.Variable[Any]) -> bool:
-    """Return whether a parameter is the scales of a product in fp8."""
+    """Return whether a parameter is the scales of an fp8 matmul."""
     return bool(param.declared.role is Role.SCALES)
 
 

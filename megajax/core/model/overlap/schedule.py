@@ -3,8 +3,8 @@
 Two halves of a batch alternate: while one communicates, the other one computes (Domino, Wang et
 al., 2024). In the backward pass the gradients of weights, which no collective waits for, are
 computed while the same half communicates. Collectives over `data`, for layers and head, overlap
-with the matmuls of the layer before or after. The numbers are those of the loop over layers, since
-both run the steps of `Sublayer`; only the order, and where a reduction starts, is different.
+with the matmuls of the layer before or after. The numbers are the same as in the loop over layers,
+since both run the steps of `Sublayer`; only the order, and where a reduction starts, is different.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ X = TypeVar('X')
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The layers of a model, all of them compiled on their own or each in a loop."""
+    """The overlap schedule over a stack of layers, either unrolled or as a loop."""
 
     config: ModelConfig
     layout: Layout
@@ -54,7 +54,7 @@ class Schedule:
         first: jax.Array | int,
         head_Vd: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the residual stream after `layers`, and the head at rest as products take it.
+        """Return the residual stream after `layers`, and the head, gathered if it is ZeRO-sharded.
 
         `weights` and `first` are as in `Transformer.blocks`.
         """
@@ -119,7 +119,7 @@ class Schedule:
         rows: Sequence[Rows],
         first: Any,
     ) -> list[list[SublayerSteps]]:
-        """The sublayers of all layers in turn, for each part of the rows; `x_BTD` is a part's."""
+        """All layers' sublayers in order, for each part of the batch; `x_BTD` is one part's."""
         count = len(layers.attention.norm.weight[...])
         blocks = [of_layer(layers, index) for index in range(count)]
         used = weights or layers
@@ -223,7 +223,7 @@ class Schedule:
 
     @property
     def _keeps_matrices(self) -> bool:
-        """Whether the backward pass has the matrices as the forward pass gathered or cast them."""
+        """Whether the backward pass reuses the matrices that the forward pass gathered or cast."""
         is_cast_here = self._overlap.shard == 'none' and self.computation.dtype != 'float32'
         return self._overlap.gathers_ahead or (self._overlap.unroll and is_cast_here)
 
@@ -241,7 +241,7 @@ def by_layer(of_sublayers: Sequence[X]) -> Iterator[Sequence[X]]:
 
 
 def _scales(sublayer: Sublayer, index: int) -> tuple[jax.Array, jax.Array] | None:
-    """The scales [operand] of a layer's two products in a sublayer, in fp8."""
+    """The scales [operand] of a sublayer's two matmuls in fp8, for one layer."""
     first, second = sublayer.first.scales, sublayer.second.scales
     if first is None or second is None:
         return None
@@ -249,12 +249,12 @@ def _scales(sublayer: Sublayer, index: int) -> tuple[jax.Array, jax.Array] | Non
 
 
 def _of_block(kept: Sequence[Kept]) -> Kept:
-    """Return the values that full recomputation keeps of a block."""
+    """Return the values that full recomputation saves of a block."""
     return Kept(kept[0].x_BTD, None, None, None, None, kept[-1].y_BTD)
 
 
 def _block(layers: Block, gradients: Sequence[Sublayer]) -> Block:
-    """Return the gradients of a block from those of its sublayers."""
+    """Return the gradients of a block from its sublayers' gradients."""
     block: Block = map_parameters(lambda *_: None, layers)
     for name, sublayer in zip(SUBLAYERS, gradients, strict=True):
         setattr(block, name, sublayer)

@@ -1,4 +1,4 @@
-"""Parts of a sequence: of the tokens that each shard has, so that nothing moves between devices."""
+"""Split sequences within each shard's tokens, so that nothing moves between devices."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from megajax.core.parallel.layout import Layout
 
 
 def split_tokens(x: jax.Array, dims: str, num_parts: int, layout: Layout) -> list[jax.Array]:
-    """Cut x, whose second dim is T or S, in parts with equally many tokens of each shard of T."""
+    """Split x along its second dim, T or S, into parts with equal shares of each shard's tokens."""
     rows, length, *rest = x.shape
     shards = layout.num_shards('T')
     shape = rows, shards, num_parts, length // (shards * num_parts), *rest

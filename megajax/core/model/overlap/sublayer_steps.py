@@ -40,21 +40,21 @@ class SublayerSteps:
     Steps that are differentiated take the `vectors` as an argument.
     """
 
-    place: int  # among the sublayers of all layers
-    index: int  # of the layer
+    place: int  # its index among the sublayers of all layers
+    index: int  # the index of the layer
     scope: str
-    vectors: Sublayer  # norms and biases, and None in the place of matrices
-    matrices: Sublayer  # those of all layers, and None in the place of vectors
-    totals: Sublayer | None  # the gradients of earlier microbatches in the place of matrices
+    vectors: Sublayer  # norms and biases, and None in place of matrices
+    matrices: Sublayer  # the matrices of all layers, and None in place of vectors
+    totals: Sublayer | None  # the gradients of earlier microbatches in place of matrices
     rows: Rows
     layout: Layout
     dtype: DTypeLike
-    recompute: bool  # what attention would save
-    scales: tuple[jax.Array, jax.Array] | None  # [operand] of the two products, in fp8
-    keeps_output: bool = False  # for the gradient of `leave`
+    recompute: bool  # whether to recompute what attention would save
+    scales: tuple[jax.Array, jax.Array] | None  # [operand] of the two matmuls, in fp8
+    keeps_output: bool = False  # whether the gradient of `leave` needs the second matmul's result
 
     def enter(self, x_BTD: jax.Array) -> tuple[Operand, Any]:
-        """Return the normed residual stream and the transpose, which keeps the statistics."""
+        """Return the normed residual stream and the transpose, which saves the statistics."""
 
         def normed(vectors: Sublayer, x_BTD: jax.Array) -> jax.Array:
             return vectors.enter(row_major(x_BTD))
@@ -74,7 +74,7 @@ class SublayerSteps:
         return self._unscaled('first', y, fp8.X, fp8.W)
 
     def middle(self, vectors: Sublayer, y: jax.Array) -> jax.Array:
-        """Compute the second product's input from the first product."""
+        """Compute the second matmul's input from the first matmul's result."""
         core = None
         if self.mixes_tokens:
             core = attention_core(vectors.config, self.layout, self.rows, recompute=self.recompute)
@@ -96,7 +96,7 @@ class SublayerSteps:
         return *(self._operand('second', fp8.X, z) for z in zs), pull
 
     def pull_middle(self, pull: Any, *dzs: jax.Array) -> Sequence[Any]:
-        """Return the gradients of the first products of parts of the tokens, and of the vectors."""
+        """Return the gradients of the parts' first matmuls, and of the vectors."""
         vectors, *d_first = pull(dzs)
         return *(self._operand('first', fp8.DY, d) for d in d_first), vectors
 
@@ -107,11 +107,11 @@ class SublayerSteps:
         return self._unscaled('second', sums, fp8.X, fp8.W)
 
     def sum(self, partial: jax.Array) -> jax.Array:
-        """Add partial sums: of the second product forward, of an input's gradient backward."""
+        """Add partial sums: of the second matmul forward, of an input's gradient backward."""
         return sum_over_shards(partial, 'BTD', self.layout, self.dtype)
 
     def leave(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
-        """Add the second product to the residual stream."""
+        """Add the second matmul's result to the residual stream."""
         return x_BTD + self._added(self.vectors, y_BTD)
 
     def _added(self, vectors: Sublayer, y_BTD: jax.Array) -> jax.Array:
@@ -120,9 +120,9 @@ class SublayerSteps:
     def gradient_of_leave(
         self, dx_BTD: jax.Array, y_BTD: jax.Array | None = None
     ) -> tuple[Operand, Sublayer]:
-        """Return the gradients of the second product and of the vectors.
+        """Return the gradients of the second matmul's result and of the vectors.
 
-        They depend on the second product `y_BTD` only if the sublayer `keeps_output`.
+        They depend on that result, `y_BTD`, only if the sublayer `keeps_output`.
         """
         y_BTD = jnp.zeros_like(dx_BTD) if y_BTD is None else y_BTD
         _, pull = jax.vjp(self._added, self.vectors, y_BTD)
@@ -130,13 +130,13 @@ class SublayerSteps:
         return self._operand('second', fp8.DY, dy_BTD), vectors
 
     def gradient_of_second(self, weight: jax.Array, dy_BSD: Operand) -> jax.Array:
-        """Return the gradient of what `middle` returned."""
+        """Return the gradient of the result of `middle`."""
         equation = self._linear('second').equation
         dz = input_gradient(equation, value(dy_BSD), weight, self.layout, self.dtype)
         return self._unscaled('second', dz, fp8.DY, fp8.W)
 
     def gradient_of_first(self, weight: jax.Array, dy: Operand) -> jax.Array:
-        """Return the gradient of what `gather` returned, up to the sum over the shards."""
+        """Return the gradient of the result of `gather`, up to the sum over the shards."""
         equation = self._linear('first').equation
         sums = partial_gradient(equation, value(dy), weight, self.layout, self.dtype)
         return self._unscaled('first', sums, fp8.DY, fp8.W)
@@ -144,7 +144,7 @@ class SublayerSteps:
     def gradient_of_weight(
         self, linear: str, x: Operand, dy: Operand, before: jax.Array | None = None
     ) -> jax.Array:
-        """Add the gradient of the `first` or the `second` matrix to that of other parts."""
+        """Add the gradient of the `first` or the `second` matrix to the other parts' gradient."""
         equation = self._linear(linear).equation
         gradient = weight_gradient(equation, value(x), value(dy), self.layout)
         gradient = self._unscaled(linear, gradient, fp8.X, fp8.DY)
@@ -177,9 +177,9 @@ class SublayerSteps:
         second: jax.Array,
         counts: Sequence[jax.Array] | None,
     ) -> Sublayer:
-        """Return the sublayer with gradients in the place of its parameters.
+        """Return the sublayer with gradients in place of its parameters.
 
-        `counts` are those of the two products in fp8.
+        `counts` are the exponent counts of the two matmuls in fp8.
         """
         gradients: Sublayer = jax.tree.map(lambda x: x, vectors)
         for index, (name, weight) in enumerate((('first', first), ('second', second))):
@@ -214,7 +214,7 @@ class SublayerSteps:
         return self.place % len(SUBLAYERS)
 
     def _operand(self, linear: str, operand: int, x: jax.Array) -> Operand:
-        """Return an operand of the `first` or the `second` matrix's product, rounded in fp8."""
+        """Return an operand of the `first` or the `second` matmul, quantized with fp8."""
         if self.scales is None:
             return x
         scale, form = self._scale(linear)[operand], fp8.FORMATS[operand]
@@ -222,7 +222,7 @@ class SublayerSteps:
         return Quantized(narrow, fp8.count(narrow, scale, self.layout))
 
     def _unscaled(self, linear: str, y: jax.Array, *operands: int) -> jax.Array:
-        """Divide a product by the scales of its operands."""
+        """Divide a matmul's result by the scales of its operands."""
         if self.scales is None:
             return y
         one, other = (self._scale(linear)[operand] for operand in operands)
