@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megajax.analysis.inspect.result import Rates
 from megajax.core.config import Config
-from megajax.core.counts.megatron import HLO_DTYPES
+from megajax.core.counts.collective import HLO_DTYPES
 from megajax.core.hardware.records import Hardware, hardware
 from megajax.xla.hlo.collectives import Collective
 from megajax.xla.hlo.groups import Groups, crosses_hosts

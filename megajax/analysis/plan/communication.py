@@ -8,21 +8,22 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.core.config import Config
-from megajax.core.counts.collective import activation, heads
-from megajax.core.counts.context import own_over_context
-from megajax.core.counts.cross_attention import cross_layers, is_left_out
-from megajax.core.counts.grid import over_grid
-from megajax.core.counts.megatron import (
+from megajax.core.counts.collective import (
+    EXCHANGE,
     GATHER,
     HLO_DTYPES,
     REDUCE,
     Expected,
     Site,
-    few_kv_heads,
-    over_data,
-    over_model,
+    activation,
+    heads,
     passes,
 )
+from megajax.core.counts.context import own_over_context
+from megajax.core.counts.cross_attention import cross_layers, is_left_out
+from megajax.core.counts.data_parallel import over_data
+from megajax.core.counts.grid import over_grid
+from megajax.core.counts.megatron import few_kv_heads, over_model
 from megajax.core.counts.parameters import own_counts
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.stages import between_lockstep_stages, gradients_of_lockstep_stages
@@ -33,8 +34,6 @@ from megajax.core.counts.vision import (
     relevance_over_devices,
 )
 from megajax.xla.hlo.program import Array
-
-ALL_TO_ALL = 'all-to-all'
 
 
 def communication(config: Config) -> list[Expected]:
@@ -184,7 +183,7 @@ def _exchanged_heads(config: Config, layers: int) -> Iterator[Expected]:
         site = Site('attention', phase, 'model')
         # The queries of a device.
         own = heads(config, model.num_heads // shards)
-        yield Expected.over(config, site, ALL_TO_ALL, own, layers)
+        yield Expected.over(config, site, EXCHANGE, own, layers)
         # Keys and values; in the backward pass, the gradients of the shards' copies.
         copied = heads(config, shards if phase == 'backward' else model.num_kv_heads)
         yield Expected.over(config, site, GATHER, copied, 2 * layers)

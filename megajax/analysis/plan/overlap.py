@@ -15,12 +15,11 @@ ZeRO-2 on, the share is within 9 points without tensor parallelism, and 10 point
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megajax.core.config import Config, ModelConfig
-from megajax.core.counts.collective import PERMUTE
-from megajax.core.counts.megatron import GATHER, REDUCE, SCATTER, Expected
+from megajax.core.counts.collective import GATHER, PERMUTE, REDUCE, SCATTER, Expected
 from megajax.core.counts.parameters import dim_sizes, elements, own_counts, parameters
 from megajax.core.counts.products import Phase, uses_flash
 from megajax.core.counts.runs import ticks
@@ -103,9 +102,9 @@ def _hidden_by_others(collective: Expected, config: Config) -> HiddenBy | None:
         # The backward pass gathers only the layers.
         layers_alone = site.name == 'parameters' and phase == 'backward'
         share = in_loop if layers_alone else in_loop * _in_order_over_data(config)
-        return HiddenBy(share, tuple(_in_pass(phase)), phase, of_products=in_loop)
+        return HiddenBy(share, in_pass(phase), phase, of_products=in_loop)
     if site.axis == 'model' and site.name in ('attention', 'mlp') and config.overlap.num_parts > 1:
-        return HiddenBy(in_loop * _IN_ORDER[config.train.overlap], tuple(_in_pass(phase)))
+        return HiddenBy(in_loop * _IN_ORDER[config.train.overlap], in_pass(phase))
     return None
 
 
@@ -115,30 +114,26 @@ def _in_order_over_data(config: Config) -> float:
     The matrices of the first attention are needed before any matmul, and their gradients come last.
     """
     counts = own_counts(config)
-    first = _share_of_attention(config.model) / config.model.num_layers
     head = counts.tables / 2 if config.overlap.has_head else 0.0
-    return (counts.layers * (1 - first) + head) / (counts.layers + counts.tables)
+    others = counts.layers * (1 - _share_of_first_attention(config.model))
+    return (others + head) / (counts.layers + counts.tables)
 
 
 @functools.cache
-def _share_of_attention(model: ModelConfig) -> float:
-    """Return attention's share of a layer's matrices."""
+def _share_of_first_attention(model: ModelConfig) -> float:
+    """Return the first attention's share of the matrices of all layers."""
     sizes = dim_sizes(model)
-    matrices = {name: x for name, x in parameters(model) if x.is_stacked and x.is_matrix}
-    of_attention = [x for name, x in matrices.items() if 'attention' in name.split('.')]
-    attention, layer = (
-        sum(elements(x.dims, sizes) for x in group) for group in (of_attention, matrices.values())
+    matrices = [(name, x) for name, x in parameters(model) if x.is_stacked and x.is_matrix]
+    first = sum(elements(x.dims_of_layer, sizes) for name, x in matrices if '.attention.' in name)
+    return first / sum(elements(x.dims, sizes) for _, x in matrices)
+
+
+def in_pass(phase: Phase, names: Sequence[str] = _OF_LAYER) -> tuple[str, ...]:
+    """Return the names of matmuls in a pass, by default a layer's."""
+    gradients = (' input', ' weight') if phase == 'backward' else ('',)
+    return tuple(
+        f'{name}{of}' for name in names for of in (gradients if name != 'attention' else ('',))
     )
-    return attention / layer
-
-
-def _in_pass(phase: Phase) -> Iterator[str]:
-    """Yield the names of a layer's matmuls in a pass."""
-    for name in _OF_LAYER:
-        if phase == 'backward' and name != 'attention':
-            yield from (f'{name} input', f'{name} weight')
-        else:
-            yield name
 
 
 def is_over_data(collective: Expected) -> bool:
@@ -156,13 +151,9 @@ def hidden_by_ticks(collective: Expected, config: Config) -> HiddenBy:
     mesh = config.mesh
     if collective.kind != PERMUTE or config.train.schedule == 'gpipe':
         return NOTHING
-    passes = ticks(config)
     alone = mesh.virtual_stages * mesh.stages - 1
-    names = 'down', 'up', 'out', 'qkv'
-    if collective.site.phase == 'forward':
-        products = *(f'{name} {of}' for name in names for of in ('input', 'weight')), 'attention'
-        return HiddenBy(1 - alone / passes, products, 'backward')
-    return HiddenBy(1 - alone / passes, (*names, 'attention'), 'forward')
+    other: Phase = 'backward' if collective.site.phase == 'forward' else 'forward'
+    return HiddenBy(1 - alone / ticks(config), in_pass(other), other)
 
 
 def _shares_over_data(config: Config) -> dict[str, float]:

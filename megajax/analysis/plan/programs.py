@@ -1,7 +1,7 @@
 """Describe the software whose step can be timed: its collectives, overlap and attention."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -12,22 +12,15 @@ from megajax.analysis.plan.overlap import (
     HiddenBy,
     hidden_by,
     hidden_by_ticks,
+    in_pass,
     is_over_data,
 )
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import without_order
+from megajax.core.counts.collective import GATHER, HLO_DTYPES, REDUCE, SCATTER, Expected, Site
 from megajax.core.counts.context import over_context
-from megajax.core.counts.megatron import (
-    GATHER,
-    HLO_DTYPES,
-    REDUCE,
-    SCATTER,
-    Expected,
-    Site,
-    expected,
-    over_data,
-    over_model,
-)
+from megajax.core.counts.data_parallel import over_data
+from megajax.core.counts.megatron import expected, over_model
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.counts.products import Phase, uses_flash
 from megajax.core.counts.runs import Runs, ticks
@@ -108,7 +101,7 @@ def _hidden_by_its_layer(collective: Expected, config: Config) -> HiddenBy:
     parts = {'attention': ('qkv', 'out'), 'mlp': ('up', 'down'), 'head': ('head',)}.get(
         site.name, ()
     )
-    return HiddenBy(1.0, tuple(_names(parts, site.phase)))
+    return HiddenBy(1.0, in_pass(site.phase, parts))
 
 
 def _hidden_by_weight_gradients(collective: Expected, _: Config) -> HiddenBy:
@@ -128,14 +121,8 @@ def _hidden_by_everything(collective: Expected, config: Config) -> HiddenBy:
     phase: Phase = collective.site.phase
     if phase == 'step':
         phase = 'forward' if collective.site.name == 'parameters' else 'backward'
-    names = (*_names(('head', 'qkv', 'out', 'up', 'down'), phase), 'attention')
-    return HiddenBy(1.0, names, phase)
-
-
-def _names(products: tuple[str, ...], phase: Phase) -> Iterator[str]:
-    """Yield the names of these matmuls in a pass, as in `core/counts/products.py`."""
-    for name in products:
-        yield from (f'{name} input', f'{name} weight') if phase == 'backward' else (name,)
+    names = 'head', 'qkv', 'out', 'up', 'down', 'attention'
+    return HiddenBy(1.0, in_pass(phase, names), phase)
 
 
 def _megatron_in_passes(config: Config) -> list[Expected]:

@@ -7,7 +7,7 @@ from typing import Self
 from megajax.analysis.plan.network import Cluster, Ring
 from megajax.analysis.plan.programs import Software
 from megajax.core.config import Config
-from megajax.core.counts.megatron import Expected
+from megajax.core.counts.collective import Expected
 from megajax.core.counts.products import Phase
 
 ProductKey = tuple[str, Phase]  # the name and the phase of matmuls

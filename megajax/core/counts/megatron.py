@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from megajax.core.config import Config
 from megajax.core.counts.collective import (
     GATHER,
-    HLO_DTYPES,
     REDUCE,
     SCATTER,
     Expected,
@@ -45,20 +44,6 @@ from megajax.core.counts.vision import (
     relevance_over_devices,
 )
 from megajax.xla.hlo.program import Array
-
-__all__ = [
-    'GATHER',
-    'HLO_DTYPES',
-    'REDUCE',
-    'SCATTER',
-    'Expected',
-    'Site',
-    'expected',
-    'few_kv_heads',
-    'over_data',
-    'passes',
-    'stated',
-]
 
 
 def expected(config: Config) -> list[Expected]:

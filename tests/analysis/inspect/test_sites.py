@@ -7,7 +7,7 @@ from inspect_collectives import reduced
 from support import make_config
 
 from megajax.analysis.inspect.sites import site_of
-from megajax.core.counts.megatron import Site
+from megajax.core.counts.collective import Site
 from megajax.xla.hlo.program import Array
 
 IN_THE_LOSS = (

@@ -4,7 +4,8 @@ import pytest
 
 import megajax
 from megajax.analysis.plan.communication import communication, wire_bytes
-from megajax.core.counts.megatron import Expected, expected
+from megajax.core.counts.collective import Expected
+from megajax.core.counts.megatron import expected
 
 LAYERS = ('attention', 'mlp')
 MESH = [

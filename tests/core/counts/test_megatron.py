@@ -4,7 +4,8 @@ import pytest
 
 import megajax
 from megajax.core.config import presets
-from megajax.core.counts.megatron import Expected, expected, over_products
+from megajax.core.counts.collective import Expected
+from megajax.core.counts.megatron import expected, over_products
 from megajax.core.counts.parameters import own_counts
 
 
