@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.analysis.compare.difference import Comparison, Side, Site
+from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 
 MAX_WEIGHTS = 3  # names of different weights that are shown
@@ -65,14 +66,14 @@ def _weights(comparison: Comparison) -> str:
 
 
 def _keys(comparison: Comparison) -> Table:
-    table = Table('differs in', 'A', 'B', box=None, header_style='bold', pad_edge=False)
+    table = open_table('differs in', 'A', 'B')
     for row in comparison.keys:
         table.add_row(*map(Text, row))
     return table
 
 
 def _sites(comparison: Comparison, *, every: bool) -> Table:
-    table = Table(box=None, header_style='bold', pad_edge=False)
+    table = open_table()
     table.add_column('site')
     table.add_column('difference', justify='right', no_wrap=True)
     table.add_column('at', no_wrap=True)

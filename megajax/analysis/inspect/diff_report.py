@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from megajax.analysis.inspect.diff import LEAST, Change, Difference
+from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import si
 
@@ -17,8 +17,7 @@ def to_tables(found: Difference) -> RenderableType:
     """Return the tables for a rich console."""
     parts: list[RenderableType] = []
     for title, names, rows in _sections(found):
-        table = Table(box=None, header_style='bold', pad_edge=False, title=title)
-        table.title_justify = 'left'
+        table = open_table(title=title)
         for index, name in enumerate(names):
             table.add_column(name, justify='left' if index == 0 else 'right')
         for row in rows:

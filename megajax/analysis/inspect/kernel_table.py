@@ -7,6 +7,7 @@ from rich.table import Table
 
 from megajax.analysis.inspect.kernels import Total, total, totals
 from megajax.analysis.inspect.result import Inspection
+from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 
 LONGEST = 20  # groups of kernels that are listed one by one
@@ -36,7 +37,7 @@ def _table(
     groups: Iterable[tuple[tuple[str, ...], Total]],
     whole: Total,
 ) -> Table:
-    table = Table(box=None, header_style='bold', pad_edge=False, title=title, title_justify='left')
+    table = open_table(title=title)
     for name in names:
         table.add_column(name, no_wrap=True)
     for name in _NUMBERS:

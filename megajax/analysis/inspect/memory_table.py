@@ -7,6 +7,7 @@ from rich.table import Table
 
 from megajax.analysis.inspect.memory_result import HeldArrays, Memory
 from megajax.analysis.inspect.peak_groups import Key, by_source_line, grouped, total_bytes
+from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import si
 
@@ -42,7 +43,7 @@ def _shown(groups: Mapping[Key, list[HeldArrays]], memory: Memory) -> Iterator[t
 
 
 def _table(title: str, names: tuple[str, ...]) -> Table:
-    table = Table(box=None, header_style='bold', pad_edge=False, title=title, title_justify='left')
+    table = open_table(title=title)
     for name in names:
         table.add_column(name, no_wrap=True)
     for name in ('bytes', 'share'):

@@ -12,7 +12,7 @@ from megajax.analysis.inspect.kernel_table import kernel_tables
 from megajax.analysis.inspect.memory_table import memory_tables
 from megajax.analysis.inspect.result import Inspection, Overlap, Row, Transfer
 from megajax.analysis.inspect.run_report import run_lines
-from megajax.base.render.console import as_html, as_text
+from megajax.base.render.console import as_html, as_text, open_table
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import si
 
@@ -81,13 +81,7 @@ def tables(
 
 def collectives_table(rows: list[Row], reference: str = 'Megatron') -> Table:
     """Return a table with a row per site, phase and axis; a cell has a line per kind of array."""
-    table = Table(
-        box=None,
-        header_style='bold',
-        pad_edge=False,
-        title='collectives per step and device',
-        title_justify='left',
-    )
+    table = open_table(title='collectives per step and device')
     for name in (
         'site',
         'phase',
@@ -123,9 +117,7 @@ def collectives_table(rows: list[Row], reference: str = 'Megatron') -> Table:
 
 def schedule_table(inspection: Inspection) -> Table:
     """Return a table with a row per group of similar collectives, most bytes first."""
-    table = Table(
-        box=None, header_style='bold', pad_edge=False, title='schedule', title_justify='left'
-    )
+    table = open_table(title='schedule')
     numbers = 'bytes', 'ms', 'ms hidden'
     for name in (
         'site',

@@ -1,10 +1,10 @@
 """Print a plan of generation as a table."""
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from megajax.analysis.plan.generation import Generation
+from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import count, si
 
@@ -13,7 +13,7 @@ COLUMNS = 'model', 'weights', 'KV cache', 'prefill ms', 'ms/token', 'all-reduce'
 
 def generation_table(plan: Generation) -> RenderableType:
     """Return the table of a plan, for a rich console."""
-    table = Table(box=None, header_style='bold', pad_edge=False)
+    table = open_table()
     for column in COLUMNS:
         table.add_column(column, justify='right', no_wrap=True)
     table.add_column('', no_wrap=True)

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.analysis.plan.result import Candidate, Plan
-from megajax.base.render.console import as_html, as_text
+from megajax.base.render.console import as_html, as_text, open_table
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import count, duration, si
 
@@ -60,13 +60,7 @@ def tables(plan: Plan) -> RenderableType:
 
 def memory_table(plan: Plan) -> Table:
     """Return a table of memory, with a row per kind of array."""
-    table = Table(
-        box=None,
-        header_style='bold',
-        pad_edge=False,
-        title=f'peak memory per GPU ({plan.memory_moment})',
-        title_justify='left',
-    )
+    table = open_table(title=f'peak memory per GPU ({plan.memory_moment})')
     table.add_column('')
     table.add_column('memory', justify='right')
     table.add_column('')
@@ -95,13 +89,7 @@ def memory_table(plan: Plan) -> Table:
 
 def time_table(plan: Plan) -> Table:
     """Return a table of time, with a row per kind of work; collectives count if exposed."""
-    table = Table(
-        box=None,
-        header_style='bold',
-        pad_edge=False,
-        title=f'time per step, {_band(plan)}',
-        title_justify='left',
-    )
+    table = open_table(title=f'time per step, {_band(plan)}')
     table.add_column('')
     for name in ('ms', 'share'):
         table.add_column(name, justify='right')
@@ -179,13 +167,7 @@ def layouts_table(plan: Plan) -> Table:
     its row shows the smallest. 2-D tensor parallelism has one row, pipelines one for each number of
     stages, with and without context parallelism.
     """
-    table = Table(
-        box=None,
-        header_style='bold',
-        pad_edge=False,
-        title=f'layouts, times {_band(plan)}',
-        title_justify='left',
-    )
+    table = open_table(title=f'layouts, times {_band(plan)}')
     table.add_column('', no_wrap=True)
     for name in ('ms', 'MFU', 'memory'):
         table.add_column(name, justify='right', no_wrap=True)

@@ -9,6 +9,7 @@ from rich.text import Text
 from megajax.analysis.inspect.kernel_table import own_line
 from megajax.analysis.profile.result import MeasuredLine, Part, Profile
 from megajax.analysis.profile.work import GRAPH
+from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import si
 
@@ -195,7 +196,7 @@ def _more(table: Table, lines: Sequence[MeasuredLine], top: int) -> Table:
 
 
 def _table(names: Iterable[str], numbers: Iterable[str]) -> Table:
-    table = Table(box=None, header_style='bold', pad_edge=False)
+    table = open_table()
     for name in names:
         table.add_column(name, no_wrap=True, max_width=MAX_NAME_COLUMNS)
     for name in numbers:

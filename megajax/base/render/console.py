@@ -3,11 +3,19 @@
 import io
 
 from rich.console import Console, RenderableType
+from rich.table import Table
 
 _STYLE = (
     'font-family: monospace; font-size: 85%; line-height: 1.25; white-space: pre; overflow-x: auto'
 )
 _HTML = f'<pre style="{_STYLE}">{{code}}</pre>'
+
+
+def open_table(*columns: str, title: str | None = None) -> Table:
+    """Return a table without lines, with column names in bold and a title on the left."""
+    table = Table(*columns, box=None, header_style='bold', pad_edge=False)
+    table.title, table.title_justify = title, 'left'
+    return table
 
 
 def as_text(shown: RenderableType, *, width: int = 150) -> str:

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megajax.base.render.console import as_html, as_text
+from megajax.base.render.console import as_html, as_text, open_table
 
 NOT_COVERED = 'not covered: kernels, buffer assignment, streams, autotuner choices, TF32'
 _OWN_PROGRAM = (
@@ -82,7 +82,7 @@ def _tables(run: GpuRun) -> RenderableType:
 
 
 def _table(leaves: list[Leaf]) -> Table:
-    table = Table(box=None, header_style='bold', pad_edge=False)
+    table = open_table()
     for name in ('output', 'error', 'limit', ''):
         table.add_column(name, justify='right' if name in ('error', 'limit') else 'left')
     for leaf in leaves[:MAX_ROWS]:

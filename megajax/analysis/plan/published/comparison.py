@@ -7,6 +7,7 @@ from rich.table import Table
 
 from megajax.analysis.plan.published.predictions import Prediction, predict
 from megajax.analysis.plan.published.tables import TABLES, source
+from megajax.base.render.console import open_table
 from megajax.base.render.units import count
 from megajax.core.config import Config
 
@@ -52,9 +53,7 @@ def errors(predictions: Sequence[Prediction], *, held_out: bool = True) -> Error
 def table_of(name: str) -> Table:
     """Return a table of published and predicted TFLOP/s per GPU, with shares of the step."""
     predictions = predict(name)
-    table = Table(
-        box=None, header_style='bold', pad_edge=False, title=source(name), title_justify='left'
-    )
+    table = open_table(title=source(name))
     for column in COLUMNS:
         table.add_column(
             column, justify='left' if column in ('model', 'efficiencies') else 'right', no_wrap=True
@@ -68,13 +67,7 @@ def table_of(name: str) -> Table:
 
 def summary() -> Table:
     """Return a table of how well every published table is predicted."""
-    table = Table(
-        box=None,
-        header_style='bold',
-        pad_edge=False,
-        title='error of the predicted TFLOP/s per GPU',
-        title_justify='left',
-    )
+    table = open_table(title='error of the predicted TFLOP/s per GPU')
     for column in ('table', 'GPU', 'rows', 'held out: mean', 'max', 'fitted: mean', 'max'):
         table.add_column(
             column, justify='left' if column in ('table', 'GPU') else 'right', no_wrap=True

@@ -16,9 +16,9 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
+from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 from megajax.base.render.text import folded, visible
 from megajax.base.render.units import duration
@@ -112,15 +112,7 @@ class Report:
 
     def placements(self, parameters: list[Placement], model: ModelConfig) -> None:
         """Print the table of the parameters' placements, and how many of them are trained."""
-        table = Table(
-            'parameter',
-            'shape',
-            'placement',
-            'bytes per device',
-            box=None,
-            header_style='bold',
-            pad_edge=False,
-        )
+        table = open_table('parameter', 'shape', 'placement', 'bytes per device')
         for column in table.columns:
             column.no_wrap = True
         table.columns[-1].justify = 'right'
