@@ -1,12 +1,11 @@
 """`megajax generate` for a folder of images, and for drawing the token budget of relevance."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megajax.base.files.outputs import output_problems, with_folder
-from megajax.commands.generate_output import is_cut, note_cut
+from megajax.commands.generate_output import is_cut, note_cut, print_json
 from megajax.core.config import ConfigError
 
 if TYPE_CHECKING:
@@ -84,11 +83,5 @@ def answer_all(opened: 'Opened', jax: Any, prompt: str, folder: Path, request: '
         cut = 0
         for file, row in answer_all(generator, reader, documents, request):
             cut += is_cut(row, request)
-            line = {
-                'image': file.name,
-                'text': row.text,
-                'tokens': len(row.ids),
-                'end': row.end,
-            }
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+            print_json(row, image=file.name)
     note_cut(cut, len(documents), request, opened.config)

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from megajax.runtime.generate import Continuation, Request
 
 
+def print_json(row: 'Continuation', **asked: str) -> None:
+    """Print what was asked, and the text that answers it, as a line of JSON."""
+    line = {**asked, 'text': row.text, 'tokens': len(row.ids), 'end': row.end}
+    print(json.dumps(line, ensure_ascii=False), flush=True)
+
+
 def as_json(prompts: Sequence[str]) -> Any:
     """Return a function that prints each complete prompt and its text as JSON, in order."""
     written = 0
@@ -19,13 +25,7 @@ def as_json(prompts: Sequence[str]) -> Any:
     def show(rows: 'Sequence[Continuation | None]') -> None:
         nonlocal written
         while written < len(rows) and (row := rows[written]) and row.end:
-            line = {
-                'prompt': prompts[written],
-                'text': row.text,
-                'tokens': len(row.ids),
-                'end': row.end,
-            }
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+            print_json(row, prompt=prompts[written])
             written += 1
 
     return show

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax.base.errors import ConfigError, Problem
+from megajax.base.files.outputs import sync
 from megajax.corpus.choose_tokenizer import given_tokenizer, saved_tokenizer
 from megajax.corpus.encode import Encoded, Options, Workers
 from megajax.corpus.job import Job, check_job, fingerprint
@@ -30,7 +31,6 @@ from megajax.corpus.partial import (
     UnfinishedError,
     finals,
     read_progress,
-    sync,
 )
 from megajax.runtime.data.sources.inputs import Input, find_inputs
 from megajax.runtime.data.sources.manifest import Manifest

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megajax.base.errors import ConfigError, Problem
 from megajax.base.files.locks import lock
+from megajax.base.files.outputs import sync
 from megajax.runtime.data.sources.pieces import UNIT, Position
 from megajax.runtime.data.tokens.indexed import write_index
 
@@ -242,15 +243,6 @@ class Partial:
             (self.folder / name).unlink(missing_ok=True)
         with suppress(OSError):
             self.folder.rmdir()
-
-
-def sync(folder: Path) -> None:
-    """Flush the entries of a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _folder(out: Path) -> Path:

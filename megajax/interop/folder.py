@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.base.files.locks import lock
+from megajax.base.files.outputs import sync
 from megajax.core.config import ConfigError
 from megajax.runtime.checkpoint.digests import find_steps
 
@@ -81,9 +82,9 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield partial
         for folder, _, names in os.walk(partial):
             for name in (*names, '.'):
-                _sync(Path(folder, name))
+                sync(Path(folder, name))
         partial.rename(out)
-        _sync(out.parent)
+        sync(out.parent)
     finally:
         os.close(descriptor)
 
@@ -94,11 +95,3 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,7 +14,7 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(
 ) -> None:
     out, synced = tmp_path / 'out', list[tuple[str, bool]]()
     monkeypatch.setattr(
-        folder, '_sync', lambda path: synced.append((str(path.relative_to(tmp_path)), out.exists()))
+        folder, 'sync', lambda path: synced.append((str(path.relative_to(tmp_path)), out.exists()))
     )
     with new_folder(out) as partial:
         (partial / 'deep').mkdir()

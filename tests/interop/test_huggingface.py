@@ -561,7 +561,7 @@ elif {moment!r} == 'a tensor':
     write, count = tensors.np.ascontiguousarray, iter(range(99))
     tensors.np.ascontiguousarray = lambda x: die() if next(count) == 7 else write(x)
 else:
-    folder._sync = die
+    folder.sync = die
 directories.export_huggingface(Path('run'), Path('out'), shard_bytes=8000)
 """
     killed = subprocess.run(

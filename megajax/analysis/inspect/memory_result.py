@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from megajax.base.result import Result
 
 Use = Literal[
     'parameters',
@@ -21,11 +23,7 @@ Use = Literal[
 ]
 
 
-class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra='forbid')
-
-
-class HeldArrays(_Result):
+class HeldArrays(Result):
     """Similar arrays in the memory of one device at the peak of a step."""
 
     use: Use = Field(
@@ -47,7 +45,7 @@ class HeldArrays(_Result):
     )
 
 
-class Memory(_Result):
+class Memory(Result):
     """The compiler's memory plan, in bytes on one device."""
 
     arguments: int

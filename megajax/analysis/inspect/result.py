@@ -2,9 +2,10 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from megajax.analysis.inspect.memory_result import Memory
+from megajax.base.result import Result
 from megajax.core.counts.products import Phase
 from megajax.xla.hlo.kernels import Kind
 
@@ -28,11 +29,7 @@ def _renamed(value: Any, key: str = '') -> Any:
     return _SINCE_VERSION_1.get((key, value), value)
 
 
-class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra='forbid')
-
-
-class Transfer(_Result):
+class Transfer(Result):
     """One kind of array that crosses the wire, at one site in one phase."""
 
     kind: str = Field(
@@ -48,7 +45,7 @@ class Transfer(_Result):
     )
 
 
-class CollectiveInstruction(_Result):
+class CollectiveInstruction(Result):
     """One collective instruction of the compiled text, even if no device or no step runs it."""
 
     instruction: str
@@ -72,7 +69,7 @@ class CollectiveInstruction(_Result):
     site: str
 
 
-class Row(_Result):
+class Row(Result):
     """One site in one phase along one mesh axis: what XLA placed and what Megatron places."""
 
     site: str
@@ -97,7 +94,7 @@ class Row(_Result):
     verdict: Verdict
 
 
-class Pipeline(_Result):
+class Pipeline(Result):
     """The schedule of a pipeline's stages in lock step."""
 
     ticks: int = Field(description='ticks in which the stages run a forward pass')
@@ -105,7 +102,7 @@ class Pipeline(_Result):
     bubble: float = Field(description='idle ticks over the others')
 
 
-class Overlap(_Result):
+class Overlap(Result):
     """The schedule of one collective on a GPU."""
 
     site: str
@@ -131,7 +128,7 @@ class Overlap(_Result):
     source: str = Field(description='Python frames, innermost first')
 
 
-class Kernel(_Result):
+class Kernel(Result):
     """One kernel of a GPU program, with what all its runs in a step amount to."""
 
     instruction: str
@@ -146,7 +143,7 @@ class Kernel(_Result):
     source: str = Field(description='Python frames, innermost first')
 
 
-class Rates(_Result):
+class Rates(Result):
     """The rates of one GPU from which seconds are computed; latencies are not counted."""
 
     hardware: str
@@ -171,7 +168,7 @@ class Rates(_Result):
     )
 
 
-class Products(_Result):
+class Products(Result):
     """The FLOPs of all matrix products of a step on one device."""
 
     compiled: float = Field(
@@ -188,7 +185,7 @@ class Products(_Result):
         return self.compiled / self.expected
 
 
-class Finding(_Result):
+class Finding(Result):
     """One lint finding: an error makes the exit status 1, a note does not."""
 
     level: Literal['error', 'note']
@@ -196,7 +193,7 @@ class Finding(_Result):
     message: str
 
 
-class Compared(_Result):
+class Compared(Result):
     """One result of an executed step, compared with one device."""
 
     name: str
@@ -214,7 +211,7 @@ class Compared(_Result):
         return self.error <= self.limit
 
 
-class StepRun(_Result):
+class StepRun(Result):
     """An execution of a compiled step on simulated CPU devices, compared with one device."""
 
     config: str = Field(description='the config that was executed, as YAML')
@@ -243,7 +240,7 @@ class StepRun(_Result):
         return all(result.ok for result in self.results)
 
 
-class Inspection(_Result):
+class Inspection(Result):
     """The collectives, schedule, memory and lint of one compiled training step."""
 
     schema_version: Literal[2] = 2

@@ -5,9 +5,10 @@ Bytes are per GPU, seconds per step.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from ruamel.yaml import YAML
 
+from megajax.base.result import Result
 from megajax.core.config import Config
 
 # The fields and lines of schema version 2 that have a new name.
@@ -20,18 +21,14 @@ _NEW = {
 }
 
 
-class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra='forbid')
-
-
-class MemoryLine(_Result):
+class MemoryLine(Result):
     """The bytes of one kind of memory on one GPU."""
 
     name: str
     bytes: int
 
 
-class TransferLine(_Result):
+class TransferLine(Result):
     """The collectives of one site, phase, axis and kind."""
 
     site: str
@@ -48,7 +45,7 @@ class TransferLine(_Result):
     exposed: float = Field(description='seconds that no matmul hides')
 
 
-class CostLine(_Result):
+class CostLine(Result):
     """The cost of training on the given number of tokens, or on 1e9."""
 
     tokens: float
@@ -61,7 +58,7 @@ class CostLine(_Result):
     tokens_per_unit: float | None = Field(description='tokens per unit of currency')
 
 
-class FaultsLine(_Result):
+class FaultsLine(Result):
     """The cost of checkpoints and failures; all times are in seconds."""
 
     checkpoint_bytes: int
@@ -78,7 +75,7 @@ class FaultsLine(_Result):
     best_goodput: float
 
 
-class Candidate(_Result):
+class Candidate(Result):
     """A layout of the model on the GPUs: its memory, its time, and why it is not the fastest."""
 
     name: str
@@ -115,7 +112,7 @@ class Candidate(_Result):
     reason: str = Field(description='empty for the fastest')
 
 
-class Plan(_Result):
+class Plan(Result):
     """Memory and time of a config on GPUs you need not have, and of every other layout."""
 
     schema_version: Literal[3] = 3

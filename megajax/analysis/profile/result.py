@@ -7,16 +7,14 @@ to the step.
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from megajax.base.result import Result
 
 StepPart = Literal['products', 'other kernels', 'exposed transfers', 'idle', 'step']
 
 
-class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra='forbid')
-
-
-class Part(_Result):
+class Part(Result):
     """A part of the step; all parts of a device add up to its step."""
 
     kind: Literal['kernels', 'exposed', 'idle']
@@ -26,7 +24,7 @@ class Part(_Result):
     slowest: float
 
 
-class MeasuredLine(_Result):
+class MeasuredLine(Result):
     """One instruction, or several of the same kind, on the median and on the slowest device."""
 
     kind: str
@@ -71,7 +69,7 @@ class InstructionLine(MeasuredLine):
     source: str = Field(description='Python frames, innermost first')
 
 
-class DeviceLine(_Result):
+class DeviceLine(Result):
     """The step of one device; kernels, exposed and idle add up to `step`."""
 
     process: int
@@ -87,7 +85,7 @@ class DeviceLine(_Result):
         return self.step - self.exposed
 
 
-class ProcessLine(_Result):
+class ProcessLine(Result):
     """The step of one process: the means over its devices."""
 
     process: int
@@ -97,7 +95,7 @@ class ProcessLine(_Result):
     behind: float = Field(description='`own` minus `own` of the median process')
 
 
-class Prediction(_Result):
+class Prediction(Result):
     """The seconds of a part of the step: measured, and predicted by `inspect` and by `plan`."""
 
     part: StepPart
@@ -106,7 +104,7 @@ class Prediction(_Result):
     plan: float
 
 
-class Profile(_Result):
+class Profile(Result):
     """Where the time of the traced steps went."""
 
     schema_version: Literal[1] = 1

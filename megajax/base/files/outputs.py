@@ -1,4 +1,4 @@
-"""Check the output files of a command before it computes anything."""
+"""Check the output files of a command before it computes anything, and flush them to disk."""
 
 import os
 from collections.abc import Iterator
@@ -29,3 +29,12 @@ def with_folder(path: Path) -> Path:
     """Create the folder of a file that is to be written, and return the path of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -91,37 +91,31 @@ class _Group:
         or its recomputation, which share them. It gathers the tables once in each microbatch.
         """
         if self.config.optim.shard != 'weights':
-            yield from self._gather('step', counts.matrices, 1)
+            yield from self._send(GATHER, 'step', counts.matrices, 1)
             return
         often, runs = counts.layers + counts.tables, self.config.train.microbatches
-        yield from self._gather('forward', often, runs)
-        yield from self._gather('forward', counts.matrices - often, 1)
-        yield from self._gather('backward', counts.layers, runs)
-
-    def _gather(self, phase: Phase, count: int, times: int) -> Iterator[Expected]:
-        if count and self.size > 1:
-            array = Array(HLO_DTYPES[self.config.train.dtype], (self._padded(count),))
-            source = SOURCES['gather once' if phase == 'step' else 'gather']
-            yield Expected.over(
-                self.config, self._site('parameters', phase), GATHER, array, times, source
-            )
+        yield from self._send(GATHER, 'forward', often, runs)
+        yield from self._send(GATHER, 'forward', counts.matrices - often, 1)
+        yield from self._send(GATHER, 'backward', counts.layers, runs)
 
     def scatters(self, counts: Counts) -> Iterator[Expected]:
         """Yield the reduce-scatters of the gradients of matrices."""
         if self.config.overlap.shard == 'optimizer':
-            yield from self._scatter('step', counts.matrices, 1)
+            yield from self._send(SCATTER, 'step', counts.matrices, 1)
             return
         often, runs = counts.layers + counts.tables, self.config.train.microbatches
-        yield from self._scatter('backward', often, runs)
-        yield from self._scatter('backward', counts.matrices - often, 1)
+        yield from self._send(SCATTER, 'backward', often, runs)
+        yield from self._send(SCATTER, 'backward', counts.matrices - often, 1)
 
-    def _scatter(self, phase: Phase, count: int, times: int) -> Iterator[Expected]:
+    def _send(self, kind: str, phase: Phase, count: int, times: int) -> Iterator[Expected]:
+        """Yield the gather of weights, or the scatter of gradients; none without elements."""
         if count and self.size > 1:
-            array = Array(self._reduce_dtype, (self._padded(count),))
-            source = SOURCES['sum once' if phase == 'step' else 'sum']
-            yield Expected.over(
-                self.config, self._site('gradients', phase), SCATTER, array, times, source
-            )
+            is_gather = kind == GATHER
+            name, source = ('parameters', 'gather') if is_gather else ('gradients', 'sum')
+            dtype = HLO_DTYPES[self.config.train.dtype] if is_gather else self._reduce_dtype
+            source = SOURCES[f'{source} once' if phase == 'step' else source]
+            site, array = self._site(name, phase), Array(dtype, (self._padded(count),))
+            yield Expected.over(self.config, site, kind, array, times, source)
 
     def sum_over_replicas(self, count: int) -> Expected:
         """Return the all-reduce of a shard's gradients of matrices, between the groups of HSDP."""

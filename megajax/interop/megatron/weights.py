@@ -134,7 +134,7 @@ def megatron_pieces(
     Of a pipeline only the pieces in `chunk` are returned. Raises ConfigError for a model that
     Megatron-LM's files cannot hold, and if the ranks do not divide it.
     """
-    chunk = chunk or Chunk(range(model.num_layers), is_first=True, is_last=True)
+    chunk = chunk or chunks_of([model.num_layers])[0]
     _check_model(model)
     rows = (vocab_rows or model.vocab_size) // ranks
     if model.num_kv_heads % ranks or model.ffn_size % ranks:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megajax.base.files.locks import folder_lock
+from megajax.base.files.outputs import sync
 from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, ConfigError
 from megajax.core.config.load import run_like, runs_in
@@ -228,11 +229,7 @@ def write_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
 
 
 def _files(folder: Path) -> set[str]:

@@ -2,12 +2,13 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megajax.base.render.console import as_html, as_text, open_table
+from megajax.base.result import Result
 
 NOT_COVERED = 'not covered: kernels, buffer assignment, streams, autotuner choices, TF32'
 _OWN_PROGRAM = (
@@ -17,11 +18,7 @@ _OWN_PROGRAM = (
 MAX_ROWS = 20
 
 
-class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra='forbid')
-
-
-class Leaf(_Result):
+class Leaf(Result):
     """One output of the function."""
 
     name: str = Field(description='path among the outputs, as jax.tree_util.keystr writes it')
@@ -30,7 +27,7 @@ class Leaf(_Result):
     ok: bool
 
 
-class GpuRun(_Result):
+class GpuRun(Result):
     """The outputs of a GPU program, compared with the expected ones."""
 
     schema_version: Literal[1] = 1
