@@ -14,7 +14,8 @@ from flax import nnx
 
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import without_order
-from megajax.core.model.block import SUBLAYERS, Block
+from megajax.core.counts.layers import SUBLAYERS
+from megajax.core.model.block import Block
 from megajax.core.model.computation import Computation
 from megajax.core.model.grid import is_grid
 from megajax.core.model.loss import Loss

@@ -172,8 +172,7 @@ def _faulty_permutes(
             sentence += f"; if this is intended, declare its pairs: permutes={{'{name}': ...}}"
         if sentence:
             array = f'{permute.whole} over {permute.axis or "no axis"}'
-            place = f'{permute.op_name} ({permute.source})'
-            yield f'  {permute.times:4d} x of {array} at {place}: {sentence}'
+            yield f'  {permute.times:4d} x of {array} at {permute.place}: {sentence}'
 
 
 def _message(
@@ -188,5 +187,5 @@ def _message(
     for collective in placed:
         times = ('at most ' if collective.at_most else '') + f'{collective.times} x'
         array = f'{collective.kind} over {collective.axis} of {collective.whole}'
-        lines.append(f'  {times:>6} {array} at {collective.op_name} ({collective.source})')
+        lines.append(f'  {times:>6} {array} at {collective.place}')
     return '\n'.join(lines)

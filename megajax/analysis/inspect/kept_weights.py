@@ -34,18 +34,17 @@ def kept_weights(
         computation = program.computations[collective.computation]
         instruction = computation.by_name[collective.instruction]
         weight, kept = collective.whole, stored_in(program, computation, instruction)
-        place = f'{collective.op_name} ({collective.source})'
         at_once = stacked.get(tuple(sorted(weight.dims)), 0)
         if layers and kept is not None and prod(kept.shape) >= layers * prod(weight.shape):
             message = (
                 f'the loop over layers saves {kept}, every gathered {weight}, for the backward '
-                f'pass, at {place}: gather again in the backward pass'
+                f'pass, at {collective.place}: gather again in the backward pass'
             )
             yield Finding(level='error', rule=RULE, message=message)
         elif collective.times < at_once * config.train.microbatches:
             message = (
-                f'{weight}, the weights of all layers, is gathered at once at {place}: gather '
-                "each layer's weights inside the loop over layers"
+                f'{weight}, the weights of all layers, is gathered at once at {collective.place}: '
+                "gather each layer's weights inside the loop over layers"
             )
             yield Finding(level='error', rule=RULE, message=message)
 

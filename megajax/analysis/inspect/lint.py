@@ -147,7 +147,7 @@ def _gathered_weights(
         has_tokens = prod(dims[:-1]) in counts
         if collective.kind == 'all-gather' and name and not has_row and not has_tokens:
             message = (
-                f'{name} is all-gathered over {collective.axis} at {_place(collective)}: '
+                f'{name} is all-gathered over {collective.axis} at {collective.place}: '
                 'multiply by its shards instead'
             )
             yield _error('gathered weight', message)
@@ -175,7 +175,7 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
         ):
             array = f'{collective.kind} of {collective.whole} over {collective.axis}'
             fix = f'cast to {config.train.dtype} before it'
-            yield _error('fp32 communication', f'{array} at {_place(collective)}: {fix}')
+            yield _error('fp32 communication', f'{array} at {collective.place}: {fix}')
 
 
 def _lossy_permutes(compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
@@ -185,11 +185,7 @@ def _lossy_permutes(compiled: CompiledStep, placed: Sequence[Collective]) -> Ite
         if problem := fault(permute.groups, prod(compiled.mesh.values())):
             rule, sentence = problem
             array = f'{permute.times} x of {permute.whole}'
-            yield _error(rule, f'{array} at {_place(permute)}: {sentence}')
-
-
-def _place(collective: Collective) -> str:
-    return f'{collective.op_name} ({collective.source})'
+            yield _error(rule, f'{array} at {permute.place}: {sentence}')
 
 
 def _padded(config: Config) -> Iterator[Finding]:

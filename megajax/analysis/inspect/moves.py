@@ -35,7 +35,7 @@ def undeclared_permutes(mesh: Mapping[str, int], placed: Sequence[Collective]) -
             shown = ', '.join(map(str, permute.groups[:SHOWN]))
             shown += ', ...' * (len(permute.groups) > SHOWN)
             message = (
-                f'{permute.times} x of {permute.whole} over {permute.axis} at {_place(permute)}: '
+                f'{permute.times} x of {permute.whole} over {permute.axis} at {permute.place}: '
                 f'its pairs of devices are {shown}, and {where}'
             )
             yield Finding(level='error', rule='permute with undeclared pairs', message=message)
@@ -69,7 +69,7 @@ def gathered_at_edges(
         moves = {STAGE, CONTEXT} & {*gather.axes} or (few_kv_heads and 'core' in _words(gather))
         if gather.kind == 'all-gather' and not moves and REGION in _words(gather):
             message = (
-                f'{gather.whole} is all-gathered over {gather.axis} at {_place(gather)}, where it '
+                f'{gather.whole} is all-gathered over {gather.axis} at {gather.place}, where it '
                 'enters or leaves a shard_map: map over all mesh axes, with the specs of the arrays'
             )
             yield Finding(level='error', rule='gathered at a shard_map boundary', message=message)
@@ -121,7 +121,3 @@ def _tables(config: Config) -> dict[tuple[int, ...], str]:
 
 def _words(collective: Collective) -> list[str]:
     return re.findall(r'\w+', collective.op_name)
-
-
-def _place(collective: Collective) -> str:
-    return f'{collective.op_name} ({collective.source})'

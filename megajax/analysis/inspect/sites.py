@@ -10,6 +10,7 @@ from math import prod
 from megajax.core.config import Config
 from megajax.core.counts.collective import Site, activation
 from megajax.core.counts.context import keys
+from megajax.core.counts.layers import SUBLAYERS
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.counts.products import Phase
 from megajax.core.counts.vision import relevance_arrays, shapes, vectors
@@ -19,33 +20,11 @@ from megajax.core.train.pipeline import TO_NEXT, TO_PREVIOUS
 from megajax.xla.hlo.collectives import Collective
 
 # In order of precedence: the first scope that is in the path names the site.
-SCOPES = (
-    'optimizer',
-    'embedding',
-    'cross_attention',
-    'qk_norm',
-    'attention',
-    'mlp',
-    'head',
-    'loss',
-    'norm',
-)
+SCOPES = 'optimizer', 'embedding', 'cross_attention', 'qk_norm', *SUBLAYERS, 'head', 'loss', 'norm'
 ORDER = (
-    'parameters',
-    'stage',
-    'relevance',
-    'vision',
-    'embedding',
-    'attention',
-    'qk_norm',
-    'cross_attention',
-    'mlp',
-    'norm',
-    'head',
-    'loss',
-    'gradients',
-    'optimizer',
-    'metrics',
+    *('parameters', 'stage', 'relevance', 'vision', 'embedding'),
+    *('attention', 'qk_norm', 'cross_attention', 'mlp', 'norm', 'head', 'loss'),
+    *('gradients', 'optimizer', 'metrics'),
 )
 
 

@@ -6,7 +6,7 @@ follow from this list. `core/model/sublayer.py` computes it. Imports no jax.
 
 import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megajax.core.config.model import ModelConfig
 from megajax.core.counts.declaration import (
@@ -18,6 +18,8 @@ from megajax.core.counts.declaration import (
     norm,
     out_std,
 )
+
+SUBLAYERS = 'attention', 'mlp'  # in the order in which they are applied
 
 
 class Matmul(NamedTuple):
@@ -50,7 +52,7 @@ class Matmul(NamedTuple):
 class Sublayer(NamedTuple):
     """A part of a layer: x + second(middle(first(norm(x)))), or with a norm after `second`."""
 
-    name: Literal['attention', 'mlp']
+    name: str  # one of SUBLAYERS
     first: Matmul  # column-parallel
     second: Matmul  # row-parallel
     vectors: Declared  # that `middle` reads

@@ -22,9 +22,6 @@ def parts_of_rows(rows: Any, num_parts: int) -> list[Any]:
     return [jax.tree.map(lambda x, i=i: part(x, i), rows) for i in range(num_parts)]
 
 
-SUBLAYERS = 'attention', 'mlp'  # the modules of a block, in the order in which they are applied
-
-
 class Block(nnx.Module):
     """Attention, then the feed-forward layer; each adds to the residual stream.
 

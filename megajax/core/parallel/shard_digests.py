@@ -41,10 +41,10 @@ def _digest(x: jax.Array) -> jax.Array:
     bits = x if x.dtype == jnp.bool else lax.bitcast_convert_type(x, word)
     bits = bits.astype(jnp.uint32).ravel()
     place = lax.iota(jnp.uint32, bits.size)
-    return _mix(bits + jnp.uint32(GOLDEN) * place).sum(dtype=jnp.uint32)
+    return mix(bits + jnp.uint32(GOLDEN) * place).sum(dtype=jnp.uint32)
 
 
-def _mix(bits: jax.Array) -> jax.Array:
+def mix(bits: jax.Array) -> jax.Array:
     """Return the last steps of MurmurHash3, in which each bit of the result depends on all bits."""
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.shard_digests import mix
 
 ONE_DEVICE = Layout()  # the order of the layers is that of the model
 ODD = 0x9E3779B9  # 2**32 over the golden ratio: multiples of it are far from one another
@@ -34,7 +35,7 @@ def with_moments_in_bf16(
         step = state.count.astype(jnp.uint32)
 
         def round_moment(x: jax.Array, index: jax.Array, is_stacked: bool) -> jax.Array:
-            seed = _mix(step * jnp.uint32(ODD) + index)
+            seed = mix(step * jnp.uint32(ODD) + index)
             return round_to_bf16(x, seed, layout if is_stacked else ONE_DEVICE)
 
         return updates, _map_moments(round_moment, state)
@@ -62,14 +63,7 @@ def _random_bits(x: jax.Array, seed: jax.Array, layout: Layout) -> jax.Array:
         if dim == 0 and layout.chunks > 1:
             index = layout.layer_at(index, len(x))
         place = place * jnp.uint32(ODD) + index
-    return _mix(place)
-
-
-def _mix(bits: jax.Array) -> jax.Array:
-    """Mix 32 bits so that each of the result depends on all of them: MurmurHash3's finalizer."""
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return bits ^ (bits >> 16)
+    return mix(place)
 
 
 def _map_moments(function: Callable[[jax.Array, Any, bool], jax.Array], state: Any) -> Any:

@@ -49,6 +49,11 @@ class Collective:
         return '+'.join(self.axes)
 
     @property
+    def place(self) -> str:
+        """Where it is from: its path, and its line of source."""
+        return f'{self.op_name} ({self.source})'
+
+    @property
     def wire_bytes(self) -> float:
         """Bytes that a device sends each time, by the ring algorithm."""
         return ring_bytes(self.kind, self.whole, widest(self.groups))

@@ -151,7 +151,7 @@ def renamed(folder: Path, names: dict[str, str]) -> Path:
     looked_up = re.compile(
         rf"(?:\[|(?:get|make|maybe|dims)\()'(?:{any_name})'"
         rf"|'(?:{any_name})' in (?:parameters|self)\b"
-        rf"|(?:\(|SUBLAYERS = )'(?:{any_name})', '(?:{any_name})'"
+        rf"|\('(?:{any_name})', '(?:{any_name})'"
     )
     as_text = re.compile(rf"'(?:{any_name})'")
     files = [

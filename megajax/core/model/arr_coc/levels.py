@@ -56,7 +56,7 @@ def _weights(level: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
     few = size // finest * coarsest
     to_few = _overlaps(jnp.full_like(side, few), few, size)
     within = _overlaps(side, size, few)
-    return _overlaps(side, size, size), _einsum('rnf,rfm->rnm', within, to_few)
+    return _overlaps(side, size, size), einsum('rnf,rfm->rnm', within, to_few)
 
 
 def _overlaps(side: jax.Array, num_cells: int, num_parts: int) -> jax.Array:
@@ -74,8 +74,8 @@ def _overlaps(side: jax.Array, num_cells: int, num_parts: int) -> jax.Array:
 
 def _resized(pixels: jax.Array, weight: jax.Array) -> jax.Array:
     """Return pictures whose rows and columns are these means."""
-    by_row = _einsum('ryn,rnmc->rymc', weight, pixels)
-    return _einsum('rxm,rymc->ryxc', weight, by_row)
+    by_row = einsum('ryn,rnmc->rymc', weight, pixels)
+    return einsum('rxm,rymc->ryxc', weight, by_row)
 
 
 def _pictures(
@@ -101,6 +101,6 @@ def _units(pixels: jax.Array, patch_size: int, merge_size: int) -> jax.Array:
     return x.reshape(units, out_sharding=UNSHARDED('---'))
 
 
-def _einsum(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+def einsum(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Multiply in fp32, also on a GPU whose default is a shorter mantissa."""
     return jnp.einsum(equation, x, w, precision='highest')

@@ -21,6 +21,7 @@ from jax import lax
 
 from megajax.core.config import ModelConfig
 from megajax.core.counts.vision_parameters import SCORER_FEATURES, SUMMARIES, declare_scorers
+from megajax.core.model.arr_coc.levels import einsum
 from megajax.core.model.arr_coc.texture import SALIENCY
 from megajax.core.model.dropout import fold_in
 from megajax.core.model.gradient_slot import Slotted, value
@@ -208,8 +209,8 @@ def definitions(texture: jax.Array, query_BD: jax.Array, coupling: Coupling) -> 
     """
     log_p = jax.nn.log_softmax(texture, 2)
     propositional = _from_zero_to_one(-(jnp.exp(log_p) * log_p).sum(2))
-    hidden = jax.nn.relu(_einsum('brc,ch->brh', texture, coupling.texture))
-    vector, asked = _einsum('brh,hd->brd', hidden, coupling.out), jnp.expand_dims(query_BD, 1)
+    hidden = jax.nn.relu(einsum('brc,ch->brh', texture, coupling.texture))
+    vector, asked = einsum('brh,hd->brd', hidden, coupling.out), jnp.expand_dims(query_BD, 1)
     square = (vector * vector).sum(2) * (asked * asked).sum(2)
     cosine = (vector * asked).sum(2) * lax.rsqrt(square + _EPSILON)
     return jnp.stack([propositional, texture[:, :, SALIENCY], (cosine + 1) / 2])
@@ -228,11 +229,11 @@ def _learned(
     known = [start[i] for i in range(len(SCORES))]
     features = jnp.concatenate([texture, difference / deviation, jnp.stack(known, 2)], 2)
     features = lax.stop_gradient(features)
-    hidden = _einsum('brc,scf->sbrf', features, scorers.features)
-    asked = _einsum('bd,sdf->sbf', query_BD, scorers.query)
+    hidden = einsum('brc,scf->sbrf', features, scorers.features)
+    asked = einsum('bd,sdf->sbf', query_BD, scorers.query)
     asked = asked + jnp.expand_dims(scorers.bias, 1)
     hidden = jnp.tanh(hidden + jnp.expand_dims(asked, 2))
-    partial = _einsum('sbrf,sf->sbr', hidden, scorers.out)
+    partial = einsum('sbrf,sf->sbr', hidden, scorers.out)
     # all-gather over model forward, nothing backward
     partial = jax.reshard(partial, UNSHARDED('---'))
     used = partial[: len(SCORES) * shards]
@@ -247,9 +248,9 @@ def _weigh(scores: jax.Array, query_BD: jax.Array, balance: Balance) -> jax.Arra
     deviation = jnp.sqrt((difference * difference).mean(2) + _EPSILON)
     rows = [x[i] for x in (mean, scores.max(2), deviation) for i in range(len(SCORES))]
     summary = jnp.stack(rows, 1)
-    hidden = _einsum('bi,ih->bh', summary, balance.summary)
-    hidden = jax.nn.relu(hidden + _einsum('bd,dh->bh', query_BD, balance.query))
-    return jax.nn.softmax(_einsum('bh,hi->bi', hidden, balance.out), 1)
+    hidden = einsum('bi,ih->bh', summary, balance.summary)
+    hidden = jax.nn.relu(hidden + einsum('bd,dh->bh', query_BD, balance.query))
+    return jax.nn.softmax(einsum('bh,hi->bi', hidden, balance.out), 1)
 
 
 def _gumbel(like: jax.Array, key_B: jax.Array | None) -> jax.Array | float:
@@ -264,8 +265,3 @@ def _from_zero_to_one(x: jax.Array) -> jax.Array:
     """Bring the extremes of each row to 0 and 1; all are 0 where they are equal."""
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     return (x - low) / (high - low + _EPSILON)
-
-
-def _einsum(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply in fp32, also on a GPU whose default is a shorter mantissa."""
-    return jnp.einsum(equation, x, w, precision='highest')

@@ -5,8 +5,8 @@ from functools import partial
 
 import jax
 
+from megajax.core.counts.layers import SUBLAYERS
 from megajax.core.model import fp8
-from megajax.core.model.block import SUBLAYERS
 from megajax.core.model.fp8 import Quantized
 from megajax.core.model.overlap.barriers import Box, Clock
 from megajax.core.model.overlap.matrices import Key, Matrix

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from megajax.core.model.block import SUBLAYERS
+from megajax.core.counts.layers import SUBLAYERS
 from megajax.core.model.overlap.barriers import Box, Clock, Meeting, Steps
 from megajax.core.model.overlap.gradients import Gradients
 from megajax.core.model.overlap.matrices import Matrices

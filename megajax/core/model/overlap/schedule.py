@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from megajax.core.config import ModelConfig
 from megajax.core.config.overlap_rules import Overlap
-from megajax.core.model.block import SUBLAYERS, Block, parts_of_rows
+from megajax.core.counts.layers import SUBLAYERS
+from megajax.core.model.block import Block, parts_of_rows
 from megajax.core.model.computation import Computation
 from megajax.core.model.overlap.barriers import Box, Clock, in_turn
 from megajax.core.model.overlap.gradients import Gradients

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from megajax.core.counts.layers import SUBLAYERS
 from megajax.core.model import fp8
 from megajax.core.model.attention import attention_core
-from megajax.core.model.block import SUBLAYERS
 from megajax.core.model.fp8 import Operand, Quantized, value
 from megajax.core.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.core.model.overlap.matrices import Matrix
