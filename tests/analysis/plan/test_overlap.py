@@ -11,7 +11,7 @@ from support import load_script
 import megajax
 from megajax.analysis.plan.communication import communication
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.overlap import beside
+from megajax.analysis.plan.overlap import hidden_by
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import resolved
@@ -67,7 +67,7 @@ def hidden(config: Config, axis: str = 'model', half_size: int = 192) -> float:
 def share(config: Config) -> float:
     """The share of the bytes over `model` that the plan sees beside products."""
     found = [
-        (one.times * one.wire_bytes, beside(one, config).share)
+        (one.times * one.wire_bytes, hidden_by(one, config).share)
         for one in communication(config)
         if one.site.axis == 'model'
     ]
@@ -172,7 +172,7 @@ def test_only_products_of_the_same_phase_hide_and_never_more_than_all():
             ],
         )
         for one in communication(config):
-            part, names, phase, _ = beside(one, config)
+            part, names, phase, _ = hidden_by(one, config)
             assert phase is None
             assert 0 <= part <= 1
             assert bool(part) == bool(names)
@@ -182,7 +182,7 @@ def test_only_products_of_the_same_phase_hide_and_never_more_than_all():
 def over_data(config: Config) -> float:
     """The share of the bytes over `data` that the plan sees beside products."""
     found = [
-        (one.times * one.wire_bytes, beside(one, config).share)
+        (one.times * one.wire_bytes, hidden_by(one, config).share)
         for one in communication(config)
         if 'data' in one.site.axis.split('+')
     ]
@@ -252,7 +252,7 @@ def test_over_data_only_what_layers_send_in_a_pass_is_hidden() -> None:
     assert len(steps) >= 3
     for config, _ in steps:
         for one in communication(config):
-            part, names, *_ = beside(one, config)
+            part, names, *_ = hidden_by(one, config)
             if one.site.phase == 'step' or one.site.axis == 'replica+data':
                 assert (part, names) == (0, ())
             elif one.site.axis == 'data':
