@@ -1,1 +1,1 @@
-"""A model on paper: parameters, products, FLOPs and the collectives of Megatron-LM."""
+"""A model on paper: parameters, matmuls, FLOPs and the collectives of Megatron-LM."""

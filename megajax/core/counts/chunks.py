@@ -1,8 +1,8 @@
 """The chunks of a microbatch's tokens in the loss, which has the logits of one chunk in memory."""
 
 # fp32 logits per device. On CPUs: the least time of 32 to 1000 MB. On GPUs each chunk reads the
-# head and adds to its gradient; with a gibibyte a step of a 4.5B model would be 1 % faster, but
-# others would need up to 13 % more memory.
+# head and adds to its gradient; with a gibibyte a step of a 4.5B model would be 1% faster, but
+# other models would need up to 13% more memory.
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 128 * 2**20, 512 * 2**20
 FEW_MORE = 2  # maximum chunks per needed chunk, for a number of chunks that divides the tokens
 

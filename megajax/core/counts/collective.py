@@ -69,7 +69,7 @@ def heads(config: Config, count: int) -> Array:
 
 
 def axes_text(config: Config, *axes: str) -> str:
-    """Return the name of those of some mesh axes that have several devices, in mesh order."""
+    """Return the name of some mesh axes, in mesh order, without the axes that have one device."""
     return '+'.join(axis for axis, size in config.mesh.sizes.items() if axis in axes and size > 1)
 
 

@@ -1,7 +1,8 @@
-"""The collectives of context shards, which attend to one another's tokens.
+"""The collectives of context parallelism, whose shards attend to each other's tokens.
 
 Megatron leaves this to TransformerEngine, whose backward pass sums the gradients of keys and values
-in the compute dtype. Here they are summed in fp32, and those of a ring make one hop more, home.
+in the compute dtype. megajax sums them in fp32, and with a ring the sums make one more hop, back to
+their own shard.
 """
 
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def _exchanges(
 ) -> Iterator[Expected]:
     """Yield the collectives of all passes, with sums of gradients in `dtype`.
 
-    `hops` is the number of times that a ring passes on the sums.
+    `hops` is how often a ring passes the sums on.
     """
     shards = config.mesh.context
     is_ring = config.mesh.context_exchange == 'ring'
@@ -71,9 +72,9 @@ def _exchanges(
 
 
 def keys(config: Config) -> Array:
-    """Return the keys [shard, B, S, K, H] of all context shards that a device of `model` sees.
+    """Return the keys [shard, B, S, K, H] of all context shards that a device of `model` reads.
 
-    Where devices share a head, each has a copy of it.
+    If devices share a head, each has a copy of it.
     """
     of_shard = heads(config, max(config.model.num_kv_heads // config.mesh.model, 1))
     return of_shard._replace(shape=(config.mesh.context, *of_shard.shape))

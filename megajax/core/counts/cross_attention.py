@@ -1,10 +1,10 @@
-"""The collectives of gated cross-attention to images: Megatron's, and those that take their place.
+"""The collectives of gated cross-attention to images: Megatron's, and the ones that replace them.
 
 Megatron's layer (`CrossAttention`) makes its own keys and values, so every layer reduces the
-gradient of the image vectors, and with sequence parallelism also gathers the vectors. Here one
-product makes the keys and values of all layers, from vectors that were gathered once
-(`vision.py`): their gradient is reduced once. Otherwise a layer sends what one of self-attention
-does.
+gradient of the image vectors, and with sequence parallelism also gathers the vectors. In megajax
+one matmul computes the keys and values of all layers, from vectors that were gathered once
+(`vision.py`), so that their gradient is reduced once. Apart from that, a layer has the collectives
+of a self-attention layer.
 """
 
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def cross_layers(config: Config, runs: Runs) -> Iterator[Expected]:
 
 
 def is_left_out(sent: Expected, config: Config) -> bool:
-    """Whether keys and values that are made once, for all layers, need no such collective."""
+    """Whether computing keys and values once, for all layers, makes this collective unnecessary."""
     is_of_vectors = sent.array == vectors(config) or sent.site.phase == 'recompute'
     return sent.source == KEYS_VALUES and is_of_vectors
 

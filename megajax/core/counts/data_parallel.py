@@ -1,11 +1,12 @@
-"""The collectives of data parallelism: what each rung of ZeRO sends, and when.
+"""The collectives of data parallelism: what each ZeRO stage sends, and when.
 
-Megatron-Core has the same rungs (`data_parallel_sharding_strategy` of its FSDP): `optim` is ZeRO-1,
-`optim_grads` ZeRO-2, `optim_grads_params` ZeRO-3. Its HSDP adds one all-reduce between the groups.
-Weights are gathered in the compute dtype, gradients of matrices are summed in
-`optim.reduce_dtype`, and those of vectors and lookup tables, which are replicated, in fp32. Context
-shards have the same weights and other tokens, so all of this is over `data` and `context` together,
-as in Megatron (`parallel_state.get_data_parallel_group(with_context_parallel=True)`).
+Megatron-Core has the same stages (`data_parallel_sharding_strategy` of its FSDP): `optim` is
+ZeRO-1, `optim_grads` ZeRO-2, `optim_grads_params` ZeRO-3. Its HSDP adds one all-reduce between the
+groups. Weights are gathered in the compute dtype, gradients of matrices are summed in
+`optim.reduce_dtype`, and gradients of vectors and lookup tables, which are replicated, in fp32.
+Context shards have the same weights and different tokens, so all of this runs over `data` and
+`context` together, as in Megatron
+(`parallel_state.get_data_parallel_group(with_context_parallel=True)`).
 """
 
 import dataclasses
@@ -51,8 +52,8 @@ def over_data(
     """Yield the collectives over `data`, `context` and `replica`.
 
     `counts` are the parameters of a device without data parallelism, by default as Megatron shards
-    them, and `learned` those with gradients. The devices along `axes`, in each replica, have the
-    same ones.
+    them, and `learned` the parameters with gradients. Within a replica, the devices along `axes`
+    have the same parameters.
     """
     sizes = config.mesh.sizes
     group = _Group(config, axes, prod(sizes.get(axis, 1) for axis in axes))

@@ -18,11 +18,11 @@ IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the ima
 class Role(enum.Enum):
     """The role of a parameter, which decides its dtype in a step, its decay and its ZeRO shards."""
 
-    MATRIX = 'matrix'  # computed with in train.dtype, decayed, sharded by ZeRO
+    MATRIX = 'matrix'  # a matmul weight: used in train.dtype, decayed, sharded by ZeRO
     TABLE = 'table'  # in fp32, decayed, not sharded by ZeRO: a lookup
     ADAPTER = 'adapter'  # cast where it is multiplied; decayed, not sharded by ZeRO
     VECTOR = 'vector'  # in fp32, not decayed, not sharded by ZeRO: norms and biases
-    SCALES = 'scales'  # of a product in fp8, in a step alone: not a parameter of the model
+    SCALES = 'scales'  # of an fp8 matmul, only within a step: not a parameter of the model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Parameter:
     """The declaration of a parameter.
 
     The initial values are N(0, std) or, without `std`, `value`. `inputs` are the dims of a weight
-    that a product sums over. `summed` is a dim of activations: if that dim is sharded, each shard
+    that a matmul sums over. `summed` is a dim of activations: if that dim is sharded, each shard
     computes a partial gradient of the parameter, and these are summed over the shards once a step.
     """
 
@@ -40,7 +40,7 @@ class Parameter:
     value: float = 0.0
     inputs: str = ''
     summed: str = ''
-    owner: Literal['decoder', 'encoder'] = 'decoder'  # the encoder's are whole on each device
+    owner: Literal['decoder', 'encoder'] = 'decoder'  # the encoder's are replicated for a step
     is_frozen: bool = False  # has neither gradient nor moments, and does not decay
 
     @property
@@ -55,12 +55,12 @@ class Parameter:
 
     @property
     def dims_of_layer(self) -> str:
-        """The dims without that of stacked layers, or mergers of the encoder."""
+        """The dims without the stacking dim of layers, or of the encoder's mergers."""
         return self.dims.lstrip(STACKS)
 
     @property
     def outputs(self) -> str:
-        """The dims of a layer's weight that a product with it has in its result."""
+        """The dims of a layer's weight that appear in the result of its matmul."""
         return ''.join(letter for letter in self.dims_of_layer if letter not in self.inputs)
 
     @property
@@ -70,15 +70,14 @@ class Parameter:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is a matrix of an adapter, beside a frozen weight."""
+        """Whether it is a matrix of an adapter of a frozen weight."""
         return self.role is Role.ADAPTER
 
     @property
     def is_in_microbatches(self) -> bool:
         """Whether ZeRO-2 and ZeRO-3 sum its gradient, and ZeRO-3 gathers it, in each microbatch.
 
-        The others are vectors and tables, and the layer of BERT that has a copy on each shard of
-        the sequence.
+        It does not for vectors, tables, and the BERT layer that has a copy on each sequence shard.
         """
         return self.is_matrix and not self.summed
 
@@ -87,7 +86,7 @@ Declared = Mapping[str, 'Parameter | Declared']
 
 
 def out_std(model: ModelConfig) -> float:
-    """Return the std of the weights of a product that adds to the residual stream."""
+    """Return the std of the weights of a matmul that adds to the residual stream."""
     # Each layer adds to the residual stream twice; this scale preserves its initial variance
     # (Radford et al., 2019).
     return model.init_std / (2 * model.num_layers) ** 0.5
@@ -96,7 +95,7 @@ def out_std(model: ModelConfig) -> float:
 def linear(
     inputs: str, outputs: str, std: float, *, bias: bool = False, summed: str = ''
 ) -> Declared:
-    """Declare a linear layer's weight and bias; `summed` is that of the bias."""
+    """Declare a linear layer's weight and bias; `summed` is the bias's."""
     weight = {'weight': Parameter(inputs + outputs, Role.MATRIX, std, inputs=inputs)}
     return weight | ({'bias': Parameter(outputs, Role.VECTOR, summed=summed)} if bias else {})
 

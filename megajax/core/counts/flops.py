@@ -1,9 +1,8 @@
 """The floating-point operations of a training step, counted without building it.
 
-The counts include matrix products only, on all devices and for the entire global batch; a
-multiply-add is two. Causal attention is counted as in the papers, every query with every key,
-although a kernel may skip the masked half. What the stages of a pipeline compute while they are
-idle does not count.
+The counts include only matmuls, on all devices and for the entire global batch; a multiply-add is
+two FLOPs. Causal attention is counted as in the papers, every query with every key, although a
+kernel may skip the masked half. The computation of idle pipeline stages does not count.
 """
 
 import dataclasses
@@ -17,15 +16,15 @@ from megajax.core.parallel.layout import CONTEXT, STAGE, Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flops:
-    """The FLOPs of a forward pass, by part of the model, and those of repeated computation."""
+    """The FLOPs of a forward pass, by part of the model, and the FLOPs of repeated computation."""
 
-    layers: int  # products with the weights of the layers
-    attention: int  # scores, and their product with the values
+    layers: int  # matmuls with the weights of the layers
+    attention: int  # scores, and their multiplication with the values
     head: int  # logits, and BERT's other heads
     # Gradients of `layers` and `head` that a step leaves out: of frozen weights, and of the input
-    # of a vision encoder's first product.
+    # of a vision encoder's first matmul.
     left_out: int
-    # Recomputation in the backward pass, and the products of BERT's heads that each device of a
+    # Recomputation in the backward pass, and the matmuls of BERT's heads that each device of a
     # tensor-parallel group repeats.
     recomputed: int
 
@@ -33,7 +32,7 @@ class Flops:
     def model(self) -> int:
         """The FLOPs of a forward and a backward pass, without recomputation.
 
-        They are those of the model FLOPs utilization (MFU) of Chowdhery et al. (2022).
+        They are the FLOPs in the model FLOPs utilization (MFU) of Chowdhery et al. (2022).
         """
         return 3 * (self.layers + self.attention + self.head) - self.left_out
 
@@ -41,7 +40,7 @@ class Flops:
     def hardware(self) -> int:
         """All FLOPs that are executed.
 
-        They are those of the hardware FLOPs utilization (HFU) of Korthikanti et al. (2022).
+        They are the FLOPs in the hardware FLOPs utilization (HFU) of Korthikanti et al. (2022).
         """
         return self.model + self.recomputed
 
@@ -72,10 +71,10 @@ def step_flops(config: Config, *, flash: bool | None = None) -> Flops:
 
 
 def _of_each_product(layout: Layout) -> Layout:
-    """Return the layout of devices that do each product once.
+    """Return the layout without pipeline stages and context shards: each matmul counts once.
 
-    It has neither stages, whose idle ticks and padded heads are no work, nor context shards, which
-    leave out a part of the scores that a causal mask hides.
+    Idle pipeline ticks and padded heads are not work, and context shards skip part of the causally
+    masked scores.
     """
     axes = tuple((letter, axes) for letter, axes in layout.axes if letter not in 'LS')
     sizes = tuple((axis, size) for axis, size in layout.sizes if axis not in (STAGE, CONTEXT))

@@ -1,11 +1,11 @@
 """The collectives of weight-stationary 2-D tensor parallelism, for the training step of a config.
 
-They are those of Pope et al. (2022), Efficiently Scaling Transformer Inference, section 3.2.2, for
-a grid of `mesh.model_rows` x `mesh.model` devices: no weight moves, and a sublayer gathers
-its input over `model`, scatters the result of its first product over `row`, gathers the input of
-its second product over `row`, and scatters the result over `model`. The backward pass mirrors this.
-The paper treats inference; the embedding, the head, the loss and the norms are here those of
-Megatron's sequence parallelism over all devices of the grid.
+They follow Pope et al. (2022), Efficiently Scaling Transformer Inference, section 3.2.2, for a grid
+of `mesh.model_rows` x `mesh.model` devices: no weight moves, and a sublayer gathers its input over
+`model`, scatters the result of its first matmul over `row`, gathers the input of its second matmul
+over `row`, and scatters the result over `model`. The backward pass mirrors this. The paper treats
+inference; for the embedding, the head, the loss and the norms, the collectives follow Megatron's
+sequence parallelism over all devices of the grid.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ _SOURCE = 'Pope et al. (2022), section 3.2.2'
 
 
 def over_grid(config: Config) -> Iterator[Expected]:
-    """Yield every collective over `row`, `model`, or both, except those of scalars."""
+    """Yield every collective over `row`, `model`, or both, except collectives of scalars."""
     runs = Runs.of_megatron(config)
     for phase in passes(config):
         for sublayer in layer(config.model):
@@ -57,8 +57,8 @@ def _send(
 def _sublayer(config: Config, sublayer: Sublayer, phase: Phase, runs: int) -> Iterator[Expected]:
     """Yield the collectives of a sublayer of all layers in one pass.
 
-    Recomputation needs no output of a layer that no norm reads. Then it gathers the input of the
-    last product only for the gradient of that weight, in the backward pass.
+    If no norm reads a layer's output, recomputation skips it. The last matmul's input is then
+    gathered only for the weight gradient, in the backward pass.
     """
     name, residual = sublayer.name, _residual(config, over=('row',))
     first, second = _between(config, sublayer)
@@ -91,7 +91,7 @@ def _residual(config: Config, over: tuple[str, ...] = ()) -> Array:
 
 
 def _between(config: Config, sublayer: Sublayer) -> tuple[Array, Array]:
-    """Return the result of a sublayer's first product, and the input of its second, in a column."""
+    """Return the result of a sublayer's first matmul, and the input of its second, in a column."""
     dtype, rows = HLO_DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len)
     sizes, columns = dim_sizes(config.model), config.mesh.model
     first, second = (
@@ -102,10 +102,10 @@ def _between(config: Config, sublayer: Sublayer) -> tuple[Array, Array]:
 
 
 def _embedding_and_head(config: Config, runs: Runs) -> Iterator[Expected]:
-    """Yield those of vocabularies that are sharded over the entire grid."""
+    """Yield the collectives of the vocabularies, which are sharded over the entire grid."""
     full, in_row, in_column = (_residual(config, over) for over in ((), ('model',), ('row',)))
     yield from _send(config, 'embedding', 'forward', 'row+model', SCATTER, full, runs.embedding)
-    # Two gathers, or scatters, send the bytes of one over the grid.
+    # Two gathers (or scatters), one per axis, send as many bytes as one over the whole grid.
     sent: tuple[tuple[str, Phase, str, str, Array], ...] = (
         ('embedding', 'backward', 'model', GATHER, in_column),
         ('embedding', 'backward', 'row', GATHER, full),
@@ -129,7 +129,7 @@ def _loss(config: Config, runs: Runs) -> Iterator[Expected]:
 
 
 def _norms(config: Config, runs: Runs) -> Iterator[Expected]:
-    """Yield the all-reduces of norms, which see a part of each token, in all passes together.
+    """Yield the all-reduces of norms, which read a part of each token, in all passes together.
 
     RMSNorm sums the squares, LayerNorm also the tokens themselves. These statistics are saved, and
     the backward pass computes as many sums of the gradient.
@@ -154,10 +154,11 @@ def _vectors(config: Config) -> Iterator[Expected]:
 
 
 def _vectors_over_row(config: Config, runs: Runs) -> Iterator[Expected]:
-    """Yield the reduction over `row` of vectors between the two products of a sublayer.
+    """Yield the reduction over `row` of vectors between the two matmuls of a sublayer.
 
-    There each row of the grid has other sequences. These are the biases of column-parallel products
-    and the norms of queries and keys, whose gradient XLA sums over the heads of a device last.
+    There each row of the grid has different sequences. The vectors are the biases of
+    column-parallel matmuls and the norms of queries and keys, whose gradient XLA sums over the
+    heads of a device last.
     """
     sizes, shards = dim_sizes(config.model), Layout.of(config).shards
     heads = {'query_norm': sizes['N'], 'key_norm': sizes['K']}
@@ -166,7 +167,7 @@ def _vectors_over_row(config: Config, runs: Runs) -> Iterator[Expected]:
             count = elements(x.dims_of_layer, sizes, shards)
             if x.summed == 'N':
                 count *= heads[name.split('.')[-2]] // config.mesh.model
-            # Batch-split overlap computes each half of the rows by itself.
+            # Batch-split overlap computes each half of the batch separately.
             parts = 2 if config.train.overlap == 'batch_split' else 1
             array, times = Array('f32', (count,)), runs.layers * parts
             yield from _send(config, 'gradients', 'backward', 'row', REDUCE, array, times)

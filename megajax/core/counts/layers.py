@@ -1,7 +1,7 @@
-"""A transformer layer on paper: its sublayers, and their products with weights.
+"""A transformer layer on paper: its sublayers, and their matmuls with weights.
 
-A layer's parameters and adapters, its products, what Megatron would send and what a step keeps
-follow from this list. `core/model/sublayer.py` computes it. Imports no jax.
+A layer's parameters and adapters, its matmuls, Megatron's collectives and the values that a step
+saves all follow from this list. `core/model/sublayer.py` computes it. Imports no jax.
 """
 
 import math
@@ -23,7 +23,7 @@ SUBLAYERS = 'attention', 'mlp'  # in the order in which they are applied
 
 
 class Matmul(NamedTuple):
-    """A product with a weight [inputs, outputs]."""
+    """A matmul with a weight [inputs, outputs]."""
 
     name: str
     inputs: str

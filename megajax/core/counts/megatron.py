@@ -1,8 +1,9 @@
 """The collectives that Megatron-LM places manually, for the training step of a config.
 
-They follow Megatron-Core's code, with megajax's padding of the vocabulary. Those of tensor
-parallelism are here, those of data parallelism in `data_parallel.py`, of a pipeline in `stages.py`
-and of long sequences in `context.py`. A grid has those of another paper (`grid.py`).
+They follow Megatron-Core's code, with megajax's padding of the vocabulary. This file has the
+collectives of tensor parallelism, `data_parallel.py` of data parallelism, `stages.py` of pipeline
+parallelism and `context.py` of context parallelism. 2-D tensor parallelism, which Megatron does not
+have, follows a paper (`grid.py`).
 """
 
 import dataclasses
@@ -47,10 +48,10 @@ from megajax.xla.hlo.program import Array
 
 
 def expected(config: Config) -> list[Expected]:
-    """Return every collective of a step of `config`, except those of scalars.
+    """Return every collective of a step of `config`, except collectives of scalars.
 
-    Where tensor parallelism is 2-D, which Megatron does not have, they are those of Pope et al.
-    (`grid.py`). On the stages of a pipeline they are those of the rank that sends most at a site.
+    For 2-D tensor parallelism, which Megatron does not have, they follow Pope et al. (`grid.py`).
+    With pipeline parallelism, each site has the collectives of the rank that sends most there.
     """
     mesh, runs = config.mesh, Runs.of_megatron(config)
     exponents = over_products(config) if config.train.dtype == 'fp8' else ()
@@ -66,10 +67,10 @@ def expected(config: Config) -> list[Expected]:
 
 
 def stated(config: Config) -> list[Expected]:
-    """Return what stages in lock step and context shards send, at most, where it is not Megatron's.
+    """Return what lockstep stages and context shards send at most, where Megatron differs.
 
     The difference is the price of one program for all stages (`stages.py`), and of sums in fp32
-    (`context.py`). A vision encoder sends other things altogether (`vision.py`).
+    (`context.py`). A vision encoder has entirely different collectives (`vision.py`).
     """
     mesh, runs = config.mesh, Runs.of_stages(config)
     if config.vision is not None:
@@ -136,7 +137,7 @@ def _embedding(config: Config, runs: Runs) -> Iterator[Expected]:
 
 
 def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
-    """In fp8 what a product multiplies is gathered in 8 bits, and its result reduced in 16."""
+    """With fp8, a matmul's operands are gathered in FP8, and its result is reduced in 16 bits."""
     stream, is_scattered = activation(config), config.mesh.sequence_parallel
     narrow = stream._replace(dtype='f8e4m3fn') if config.train.dtype == 'fp8' else stream
     gradient = stream._replace(dtype='f8e5m2') if config.train.dtype == 'fp8' else stream
@@ -152,9 +153,9 @@ def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
 
 
 def over_products(config: Config) -> Iterator[Expected]:
-    """Yield the maxima of what products in fp8 multiply, over all devices.
+    """Yield the max-reductions of fp8 matmuls' operands, over all devices.
 
-    Those of the weights are the same on all data shards.
+    The maxima of the weights are the same on all data shards.
     """
     sizes, every = dim_sizes(config.model), parameters(config.model)
     products = sum(sizes['L'] for _, x in every if x.dims[0] == 'L' and x.is_matrix)
@@ -165,8 +166,9 @@ def over_products(config: Config) -> Iterator[Expected]:
 
 
 def _again(learns: bool) -> tuple[str, ...]:
-    """With sequence parallelism Megatron keeps the input of a product sharded, and gathers it again
-    for the gradient of a weight that `learns`.
+    """Return the gather of a matmul's input for the gradient of a weight that `learns`.
+
+    With sequence parallelism Megatron saves the input sharded, and gathers it again.
     """
     return (GATHER,) if learns else ()
 
@@ -206,8 +208,8 @@ def _loss(config: Config, runs: Runs) -> Iterator[Expected]:
 def _vectors(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield the reduction of partial gradients of replicated vectors.
 
-    Each device sees a part of the sequence, or of the heads, that the vector is applied along. So
-    it is with the replicated half of an adapter, which is applied beside a part of the weight.
+    Each device has a part of the sequence, or of the heads, along which the vector is applied. The
+    same is true of the replicated half of an adapter, since each device has a part of the weight.
     """
     learned = [x for _, x in parameters(config.model) if not x.is_frozen]
     heads = [x for x in learned if x.summed and x.summed in 'NF']

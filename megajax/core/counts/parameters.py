@@ -1,9 +1,9 @@
 """The declaration of every parameter of a model: its dims, its role and its initial values.
 
-Everything else about a parameter follows from its declaration: its placement
+Everything else about a parameter follows from its declaration: its sharding
 (`core/parallel/layout.py` maps letters to mesh axes), the dtype that a step computes with, weight
 decay, its ZeRO shards, the expectations of lint, its slices in `interop`, and every count of this
-package. The letters of dims are those of `core/parallel/layout.py`. Imports no jax.
+package. The letters of dims are defined in `core/parallel/layout.py`. Imports no jax.
 """
 
 import functools
@@ -35,7 +35,7 @@ from megajax.core.counts.vision_parameters import (
 )
 from megajax.core.parallel.layout import Layout
 
-# Dims of weights and biases that Megatron shards over its ranks, those of an encoder too.
+# Dims of weights and biases that Megatron shards over its ranks, including an encoder's.
 SHARDED_BY_MEGATRON = 'VFNKⒻⓃⓀⓌ'
 UNSHARDED: Mapping[str, int] = {}
 
@@ -69,7 +69,7 @@ def declare(model: ModelConfig) -> Declared:
 def _cross_attention(model: ModelConfig) -> Declared:
     """Declare the layers that attend to images.
 
-    The keys and values of all layers are one product, outside of the layers.
+    One matmul, outside the layers, computes the keys and values of all layers.
     """
     assert model.vision is not None
     sublayers = layers.declared(model, layers.cross_layer(model))
@@ -141,7 +141,7 @@ def num_at_rest(parameter: Parameter, model: ModelConfig, layout: Layout) -> int
 def dtype_at_rest(parameter: Parameter, config: Config) -> str:
     """Return the dtype of a parameter between steps.
 
-    It is fp32 but for the frozen matrices beside adapters, which a step only multiplies by.
+    It is fp32, except for frozen matrices that have adapters, which a step only multiplies by.
     """
     is_multiplied = config.lora is not None and parameter.is_frozen and parameter.is_matrix
     return config.train.compute_dtype if is_multiplied else 'float32'
@@ -150,8 +150,7 @@ def dtype_at_rest(parameter: Parameter, config: Config) -> str:
 class Counts(NamedTuple):
     """Numbers of elements of the parameters on a device.
 
-    Those of `layers` and `tables` are gathered and summed in each microbatch where ZeRO shards the
-    weights.
+    With ZeRO-3, `layers` and `tables` are gathered and reduced in each microbatch.
     """
 
     matrices: int  # all that a step computes with in `train.dtype`
@@ -178,7 +177,8 @@ def count(
         if (modules is None or name.split('.')[0] in modules)
         and not (learned and parameter.is_frozen)
     ]
-    # The keys and values of all layers of cross-attention are gathered again, as each layer's are.
+    # The matrix for the keys and values of all cross-attention layers is gathered again, like each
+    # layer's.
     in_microbatches = [('J' in x.dims or x.is_stacked, n) for x, n in sizes if x.is_in_microbatches]
     return Counts(
         matrices=sum(size for x, size in sizes if x.is_matrix),

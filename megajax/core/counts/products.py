@@ -1,4 +1,4 @@
-"""Every matrix product of a training step, by its sizes on one device.
+"""Every matmul of a training step, by its sizes on one device.
 
 The list follows from the declared parameters and their layout. FLOPs (`flops.py`), the time of a
 step (`analysis/plan/time.py`) and the expectations of `inspect` on a compiled program follow from
@@ -24,7 +24,7 @@ Where = Literal['layers', 'attention', 'head']
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """`batch` matrix products [m, k] x [k, n] in a kernel that runs `times` times in a step."""
+    """`batch` matmuls [m, k] x [k, n] in a kernel that runs `times` times in a step."""
 
     name: str
     where: Where
@@ -53,12 +53,12 @@ class Product:
 def products(
     config: Config, *, flash: bool, layout: Layout | None = None, recomputes_last: bool = False
 ) -> list[Product]:
-    """Return the products of a step on one device of `layout`, by default that of `config`.
+    """Return the matmuls of a step on one device of `layout`, by default the layout of `config`.
 
-    The backward pass of a product is two products of the same FLOPs: the gradients of its input and
-    of its weight. Full recomputation omits the last product of a layer, which the backward pass
-    does not need, unless `recomputes_last`, a norm reads it, or a stage recomputes several layers
-    at once. The stages of a pipeline compute in the ticks in which they are idle, too.
+    The backward pass of a matmul is two matmuls of the same FLOPs: the gradients of its input and
+    of its weight. Full recomputation omits the last matmul of a layer, which the backward pass does
+    not need, unless `recomputes_last`, a norm reads it, or a stage recomputes several layers at
+    once. Pipeline stages also compute in their idle ticks.
     """
     layout = layout or Layout.of(config)
     microbatches = config.train.microbatches
@@ -81,9 +81,9 @@ def products(
 
 
 def _is_needed(product: Product, freeze: tuple[Part, ...]) -> bool:
-    """Whether a step with frozen parts computes a product.
+    """Whether a step with frozen parts computes a matmul.
 
-    A frozen weight has no gradient, and the backward pass ends where nothing before it is learned.
+    A frozen weight has no gradient, and the backward pass ends where nothing before it is trained.
     """
     if product.phase == 'forward':
         return True
@@ -100,7 +100,7 @@ def _is_needed(product: Product, freeze: tuple[Part, ...]) -> bool:
 def _of_encoder(
     config: Config, rows: int, layout: Layout, *, flash: bool, recomputes_last: bool
 ) -> Iterator[Product]:
-    """Yield the products of a vision encoder for the images that a device encodes."""
+    """Yield the matmuls of a vision encoder for the images that a device encodes."""
     vision, runs = config.vision, config.train.microbatches
     if vision is None:
         return
@@ -120,7 +120,7 @@ def _of_encoder(
         ('position', D, vision.positions**2),
     )
     for name, n, k in first:
-        # But for the gates of relevance, which a patch is multiplied with.
+        # Except for relevance's gates, by which a patch is multiplied.
         of_input = name == 'patch' and config.relevance is not None
         yield from _product_and_gradients(f'vision {name}', patches, n, k, runs, of_input=of_input)
     for name, n, k in (('merger up', W, W), ('merger down', config.model.hidden_size, W)):
@@ -129,9 +129,9 @@ def _of_encoder(
 
 
 def _of_cross_attention(config: Config, rows: int, layout: Layout) -> Iterator[Product]:
-    """Yield the products of the layers that attend to images.
+    """Yield the matmuls of the layers that attend to images.
 
-    Recomputation repeats the last product of a layer, whose result the gate's gradient needs.
+    Recomputation repeats the last matmul of a layer, whose result the gate's gradient needs.
     """
     vision, runs = config.vision, Runs.of_stages(config, layout)
     if vision is None or not runs.cross:
@@ -149,7 +149,7 @@ def _of_cross_attention(config: Config, rows: int, layout: Layout) -> Iterator[P
 
 
 def _of_relevance(config: Config, rows: int, layout: Layout) -> Iterator[Product]:
-    """Yield the products of relevance: regions at their levels, and small networks."""
+    """Yield the matmuls of relevance: regions at their levels, and small networks."""
     vision, runs = config.vision, config.train.microbatches
     if config.relevance is None or vision is None:
         return
@@ -187,7 +187,7 @@ def _product_and_gradients(
 
 
 def _product_name(parameter: str) -> str:
-    """Return the name of the product with a parameter: that of its linear layer, as `qkv`.
+    """Return the name of the matmul with a parameter: its linear layer's name, such as `qkv`.
 
     `layers.attention.qkv.adapter.A` gives `qkv A`.
     """
@@ -196,7 +196,7 @@ def _product_name(parameter: str) -> str:
 
 
 def fits_flash(dtype: str, head_dim: int) -> bool:
-    """Whether cuDNN's flash attention supports these.
+    """Whether cuDNN's flash attention supports this config.
 
     It needs a 16-bit dtype and a head dim that is a multiple of 8, at most 128.
     """
@@ -215,7 +215,7 @@ def uses_flash(config: Config, *, with_dropout: bool = False) -> bool:
 class _Counted:
     config: Config
     shards: Mapping[str, int]
-    rows: int  # rows of a microbatch on a data shard
+    rows: int  # sequences of a microbatch on a data shard
     runs: int  # of one layer in a pass, over all layers of a device and the step
 
     @property
@@ -228,7 +228,7 @@ class _Counted:
         return self.rows * self.length
 
     def layers(self, *, recomputes_last: bool, stack: str = 'L') -> Iterator[Product]:
-        """Yield the products with the weights of the layers, whose first dim is `stack`."""
+        """Yield the matmuls with the weights of the layers, whose first dim is `stack`."""
         train = self.config.train
         weights = [
             (_product_name(name), parameter)
@@ -246,7 +246,7 @@ class _Counted:
                 )
 
     def attention(self, *, flash: bool, keys: int | None = None) -> Iterator[Product]:
-        """Yield the products of the attention core, with a sequence's own keys or this many.
+        """Yield the matmuls of the attention core, with a sequence's own keys or this many.
 
         The forward pass has two of the same FLOPs, with keys and with values, and the backward pass
         four. With a flash kernel the backward pass also computes the scores again.
@@ -264,9 +264,9 @@ class _Counted:
             yield self._attention(phase, heads, self.length, count, flash=flash, keys=keys)
 
     def _attention_across(self, heads: int, recomputed: int, *, flash: bool) -> Iterator[Product]:
-        """Yield the products of attention across context shards, which keeps no scores.
+        """Yield the matmuls of attention across context shards, which saves no scores.
 
-        The first block is that of a shard's own tokens. For each other shard there is one with half
+        The first block is a shard's own tokens. For each other shard there is one block with half
         of the queries and half of the keys, for twice the rows.
         """
         others, half = self.shards['S'] - 1, self.length // 2
@@ -289,7 +289,7 @@ class _Counted:
         flash: bool,
         keys: int | None = None,
     ) -> Product:
-        """Return `count` products of `length` queries and as many or other `keys` in each layer."""
+        """Return `count` matmuls of `length` queries and, by default, as many `keys` per layer."""
         return Product(
             name='attention',
             where='attention',
@@ -301,11 +301,11 @@ class _Counted:
         )
 
     def heads(self) -> Iterator[Product]:
-        """Yield the products of the heads.
+        """Yield the matmuls of the heads.
 
-        They are the logits of every token, BERT's dense layer of every token, and two products of
-        each row's first token. Sequence parallelism shards the dense layer; every device computes
-        the two products of a row. Stages share the tokens, in equal parts on each shard of a
+        They are the logits of every token, BERT's dense layer of every token, and two matmuls of
+        each sequence's first token. Sequence parallelism shards the dense layer; every device
+        computes the latter two. Stages share the tokens, in equal parts on each shard of a
         sequence.
         """
         declared = declare(self.config.model)
@@ -326,7 +326,7 @@ class _Counted:
     def with_weight(
         self, name: str, where: Where, weight: Parameter, rows: int, times: int
     ) -> Iterator[Product]:
-        """Yield the product of some rows with a weight, and its gradients.
+        """Yield the matmul of some rows with a weight, and its gradients.
 
         A frozen weight has none.
         """

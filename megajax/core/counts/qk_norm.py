@@ -1,9 +1,9 @@
 """The sums of norms of queries and keys over all heads, which `model` shards.
 
 OLMo 2 norms all queries of a token at once, and all its keys; Megatron-Core norms each head, which
-sums nothing over devices. The nearest there is the example of InternViT, which gathers the sums of
-the queries, and those of the keys, in the forward pass alone. Here a layer sums two numbers of each
-token once, and the backward pass sums the gradients of both once.
+sums nothing over devices. The closest code is its InternViT example, which gathers the sums of the
+queries and the sums of the keys, in the forward pass only. In megajax a layer sums two numbers of
+each token once, and the backward pass sums the gradients of both once.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ SOURCE = 'the least for OLMo 2 (2024): q and k in one sum; Megatron-Core norms e
 def sums_over_heads(config: Config, layers: int) -> Iterator[Expected]:
     """Yield the all-reduces of a device that runs a layer so many times; none without such norms.
 
-    In a grid the rows of the batch are over `row`.
+    With 2-D tensor parallelism the sequences are sharded over `row`.
     """
     if not config.model.norms_all_heads or config.mesh.model == 1:
         return

@@ -1,4 +1,4 @@
-"""The sizes of what relevance computes: regions at their levels, and small networks.
+"""The sizes of relevance's computation: regions at their levels, and small networks.
 
 Scorers have their slots over `model`, and everything else is on every device of a tensor-parallel
 group.
@@ -16,17 +16,17 @@ from megajax.core.counts.vision_parameters import (
 )
 
 FEWEST = 8  # cells along each side of a region at its coarsest
-Sizes = tuple[int, int, int]  # m, n and k of a product
+Sizes = tuple[int, int, int]  # m, n and k of a matmul
 
 
 def num_slots(config: Config, shards: int) -> int:
-    """Return the slots of scorers on all devices, those that stay empty included."""
+    """Return the slots of scorers on all devices, including slots that stay empty."""
     assert config.relevance is not None
     return -(-SCORERS * config.relevance.scorer_shards // shards) * shards
 
 
 def level_products(config: Config, images: int) -> Iterator[tuple[int, Sizes]]:
-    """Yield how many and which products make the pictures of `images` at their levels.
+    """Yield the number and sizes of the matmuls that resize `images` to their levels.
 
     They are means of rows and then of columns, at the level and at the coarsest one
     (`core/model/arr_coc/levels.py`), and have no gradient.
@@ -43,7 +43,7 @@ def level_products(config: Config, images: int) -> Iterator[tuple[int, Sizes]]:
 def network_products(
     config: Config, images: int, shards: int
 ) -> Iterator[tuple[str, int, int, int, bool]]:
-    """Yield the name, m, n and k of each product of the networks, and whether its input learns.
+    """Yield the name, m, n and k of each matmul of the networks, and if its input has a gradient.
 
     Textures and questions do not.
     """

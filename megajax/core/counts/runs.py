@@ -28,7 +28,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of_stages(cls, config: Config, layout: Layout | None = None) -> Self:
-        """On a device of stages in lock step; `layout` is by default that of `config`."""
+        """On a device of lockstep stages; `layout` defaults to the layout of `config`."""
         layout, count = layout or Layout.of(config), config.train.microbatches
         stages = layout.num_shards('L')
         passes = num_passes(stages, layout.chunks, count)
@@ -37,7 +37,7 @@ class Runs(NamedTuple):
 
 
 def layers_of_chunk(config: Config, layout: Layout | None = None) -> int:
-    """Return the number of layers of a chunk of a stage, those that a tick runs."""
+    """Return the number of layers in a chunk of a stage, which one tick runs."""
     layout = layout or Layout.of(config)
     return config.model.num_layers // (layout.num_shards('L') * layout.chunks)
 

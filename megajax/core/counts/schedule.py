@@ -1,8 +1,9 @@
 """The schedule of a pipeline: which passes each stage does in each tick (Narayanan et al., 2021).
 
 All stages run the same program in lock step. In a tick a stage does at most one forward pass of one
-chunk of its layers, and one backward pass; what it makes is the input of its neighbor in the next
-tick. Between the two passes of a chunk, a slot keeps what the backward pass needs. Imports no jax.
+chunk of its layers, and one backward pass; its output is its neighbor's input in the next tick.
+Between the two passes of a chunk, a slot stores the values that the backward pass needs. Imports no
+jax.
 """
 
 import dataclasses
@@ -63,7 +64,7 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """The time in which a stage is idle, as a part of that in which it is not.
+        """The ratio of a stage's idle time to its busy time.
 
         All chunks are taken to need the same time, and idle ticks as much as others.
         """

@@ -1,9 +1,9 @@
-"""The sends of a pipeline's stages: in Megatron's schedule, and in lock step.
+"""The sends of pipeline parallelism: in Megatron's schedule, and in lock step.
 
 Megatron's ranks differ: the first has the embedding, the last has the head, and a rank sends only
-what it has computed. Each row has the rank that sends most. Here all stages run one program
-(`core/train/pipeline.py`): they send in every tick, those of the bubble too, every stage looks up
-the embedding, and all of them share the head.
+what it has computed. Each row counts the rank that sends most. In megajax all stages run one
+program (`core/train/pipeline.py`): they send in every tick, including the bubble's, every stage
+looks up the embedding, and all of them share the head.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ SOURCES = {
 
 
 def between_stages(config: Config) -> Iterator[Expected]:
-    """Yield what a rank of Megatron sends to its neighbors; one at an end sends less."""
+    """Yield what a rank of Megatron sends to its neighbors; the first and the last send less."""
     runs = config.train.microbatches * config.mesh.virtual_stages
     source = SOURCES['interleaved' if config.mesh.virtual_stages > 1 else 'sends']
     yield from _sends(config, runs, source)

@@ -1,10 +1,10 @@
-"""The collectives of a vision encoder: Megatron's, and those that take their place.
+"""The collectives of a vision encoder: Megatron's, and the ones that replace them.
 
 Megatron divides each layer of the encoder over the ranks of the decoder (`LLaVAModel`), and every
-rank sees all images of its data shard: two all-reduces a layer and pass, and two for the layers of
-the projection. Here a device has whole weights and some of the images, so that all of this becomes
-one all-gather of the image vectors. The weights are gathered once a step, and their gradients
-scattered; between steps they lie in parts over `model`.
+rank encodes all images of its data shard: two all-reduces per layer and pass, and two for the
+layers of the projection. In megajax a device has whole weights and some of the images, so that one
+all-gather of the image vectors replaces all of this. The weights are gathered once per step, and
+their gradients scattered; between steps they are sharded over `model`.
 """
 
 import functools
@@ -124,7 +124,7 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
 
 
 def padding_at_rest(config: Config) -> Expected | None:
-    """Return what the encoder's gradients have more over `data` where its dims are uneven.
+    """Return the padding that uneven dims add to the encoder's gradients over `data`.
 
     Megatron pads buckets of all parameters instead, by less.
     """
@@ -145,8 +145,8 @@ def padding_at_rest(config: Config) -> Expected | None:
 def counts_over_data(config: Config) -> tuple[Counts, Counts]:
     """Count the parameters that data parallelism gathers on a device, and whose gradients it sums.
 
-    An encoder's matrices are gathered over `model` too, and are not counted; their gradients come
-    in parts over `model`, and those of its vectors are summed over all axes.
+    An encoder's matrices are gathered over `model` too, and are not counted. Their gradients are
+    sharded over `model`, and the gradients of its vectors are summed over all axes.
     """
     every, learned = (own_counts(config, learned=only) for only in (False, True))
     if config.mesh.model == 1:
@@ -200,7 +200,7 @@ def relevance_arrays(config: Config) -> dict[str, Array]:
 
 @functools.cache
 def shapes(config: Config) -> frozenset[tuple[int, ...]]:
-    """Return the dims above 1 of the encoder's parameters, as they are and as padded at rest.
+    """Return the dims above 1 of the encoder's parameters, without and with storage padding.
 
     They are sorted: XLA for GPUs transposes a weight before it is gathered.
     """
@@ -215,7 +215,7 @@ def shapes(config: Config) -> frozenset[tuple[int, ...]]:
 
 
 def _padded(config: Config, chosen: list[Parameter]) -> int:
-    """Count elements at rest, where a dim is padded that its shards do not divide."""
+    """Count stored elements, with a dim padded if its shards do not divide it."""
     layout, sizes = Layout.of(config), dim_sizes(config.model)
     return sum(
         prod(map(sum, zip(shape_of(x.dims, sizes), layout.padding(x.dims), strict=True)))

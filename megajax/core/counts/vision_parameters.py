@@ -1,6 +1,6 @@
-"""The parameters of what reads images: the vision encoder, the scorers and relevance's networks.
+"""The parameters that process images: the vision encoder, the scorers and relevance's networks.
 
-Their letters are those of the encoder's own dims, which are circled in the whole model.
+Their letters are the encoder's own dims, which are circled in the whole model.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ SCORERS = 3
 # Of a region: its texture, how it differs from the others, and its first scores.
 SCORER_FEATURES = 2 * TEXTURE_CHANNELS + SCORERS
 SUMMARIES = 3 * SCORERS  # mean, greatest and standard deviation of each score
-POSITION_STD = 0.5  # as large as what a patch adds to it, or places are long alike
-RELEVANCE_HIDDEN = 64  # hidden units of relevance's two networks beside the scorers
+POSITION_STD = 0.5  # as large as the patch embedding, or positions look alike for long
+RELEVANCE_HIDDEN = 64  # hidden units of relevance's two networks other than the scorers
 
 
 @functools.cache
 def declare_vision(vision: VisionConfig) -> Declared:
     """Declare the parameters of the vision encoder, by letters of its own dims."""
     blocks = vision.blocks
-    # As large as their input: images are neither louder nor fainter than what is learned of text.
+    # As large as their input, so that images are neither louder nor fainter than text.
     patch_std = (vision.frames * vision.num_channels * vision.patch_size**2) ** -0.5
     merger_std = vision.merged_size**-0.5
 
@@ -63,8 +63,8 @@ def declare_vision(vision: VisionConfig) -> Declared:
 def declare_scorers(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
     """Declare the scorers of regions in their slots, by letters of the vision encoder's dims.
 
-    Like its parameters they are sharded at rest and copied for a step; of its copy a device uses
-    the slots that are its own.
+    Like its parameters they are stored sharded and copied for a step; of its copy a device uses its
+    own slots.
     """
     hidden = relevance.scorer_size // relevance.scorer_shards
     return {
@@ -76,7 +76,7 @@ def declare_scorers(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
 
 
 def declare_relevance(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
-    """Declare the networks of relevance; those beside the scorers are small and unsharded."""
+    """Declare the networks of relevance; those other than the scorers are small and unsharded."""
     hidden, size = RELEVANCE_HIDDEN**-0.5, model.hidden_size**-0.5
 
     def table(dims: str, std: float) -> Parameter:

@@ -1,1 +1,1 @@
-"""Descriptions of GPUs, for the plan and the compiler; no GPU needs to be present."""
+"""Descriptions of GPUs, for the plan and the compiler; they work without the GPU."""

@@ -1,4 +1,4 @@
-"""The memory that a program may use: its share of a GPU's, and that of this host."""
+"""The memory that a program may use: its share of a GPU's memory, and this host's memory."""
 
 import os
 from collections.abc import Iterator, MutableMapping
@@ -8,7 +8,7 @@ from pathlib import Path
 # default of jax is 0.75, with which layouts that `megajax plan` calls fitting would not run.
 USABLE = 0.92
 FRACTION = 'XLA_PYTHON_CLIENT_MEM_FRACTION'
-# A user who sets one of these has chosen already; jax refuses two fractions at once.
+# A user who sets one of these has chosen already; jax rejects two fractions at once.
 CHOICES = FRACTION, 'XLA_CLIENT_MEM_FRACTION'
 
 
@@ -27,8 +27,8 @@ def claim_gpu_memory(environ: MutableMapping[str, str] = os.environ) -> None:
 def host_memory(root: Path = Path('/')) -> int | None:
     """Return the bytes of memory and swap that this process may use, None if it is unknown.
 
-    The memory is that of the host, or the least limit of a control group (a container's, a Slurm
-    job's) that the process is in. `root` is the root of the file system, which has proc and sys.
+    The result is the host's memory, or the lowest limit of a control group (of a container or Slurm
+    job) that contains the process. `root` is the root of the file system, which has proc and sys.
     """
     try:
         lines = (root / 'proc/meminfo').read_text().splitlines()
@@ -50,7 +50,7 @@ def _limits(root: Path) -> Iterator[int]:
             if controllers
             else (root / 'sys/fs/cgroup', 'memory.max')
         )
-        # In a container the path may be that of its host, and the mount is its own group.
+        # In a container the path may be the host's, and the mount is the container's own group.
         path = Path(group.lstrip('/'))
         for folder in (path, *path.parents):
             file = mount / folder / name

@@ -20,8 +20,8 @@ from megajax.core.config.section import Section
 Share = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal['float32', 'bfloat16', 'float16', 'fp8']
 LinkName = Literal['nvlink', 'pcie']
-# What 8-bit products reach of their peak, relative to what 16-bit products reach of theirs: an
-# assumption, by which they are 1.54 times as fast. Nothing was measured.
+# The efficiency of FP8 matmuls relative to the efficiency of 16-bit matmuls: an assumption, by
+# which they are 1.54x as fast. Not measured.
 FP8_SHARE = 0.77
 
 
@@ -54,11 +54,11 @@ class Fit(Section):
 class Efficiency(Section):
     """The shares of the peaks that training reaches.
 
-    A matrix product [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d +
-    half_size) for each d of m, n and k. Attention in one kernel reaches `flash` of the peak
-    rate if the kernel is cuDNN's and `flash_2` if it is FlashAttention-2 (Dao, 2023), for which
-    only the FLOPs that the causal mask leaves count, times S / (S + half_length) for S tokens.
-    Memory-bound operations reach `memory` of the memory bandwidth.
+    A matmul [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d + half_size) for each d
+    of m, n and k. Attention in one kernel reaches `flash` of the peak rate if the kernel is cuDNN's
+    and `flash_2` if it is FlashAttention-2 (Dao, 2023), for which only the FLOPs that the causal
+    mask leaves count, times S / (S + half_length) for S tokens. Memory-bound operations reach
+    `memory` of the memory bandwidth.
     """
 
     matmul: Share
@@ -74,7 +74,7 @@ class Efficiency(Section):
         return share and share * length / (length + self.half_length)
 
     def of_product(self, *sizes: int) -> float:
-        """Return the share of the peak that a product of these sizes reaches."""
+        """Return the share of the peak that a matmul of these sizes reaches."""
         share = self.matmul
         for size in sizes:
             share *= size / (size + self.half_size)
@@ -82,9 +82,9 @@ class Efficiency(Section):
 
 
 class Compiler(Section):
-    """The description of a GPU that is not present, for XLA's compiler.
+    """The description of a GPU for XLA's compiler, which then works without the GPU.
 
-    The figures are the vendor's, and those of its architecture in the CUDA programming guide.
+    The figures come from the vendor, and for its architecture from the CUDA programming guide.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Hardware(Section):
 
     name: str
     device_kinds: Annotated[tuple[str, ...], Field(strict=False)] = ()  # `device_kind` in jax
-    peak_flops: dict[Dtype, PositiveFloat]  # FLOP/s of dense matrix products, without sparsity
+    peak_flops: dict[Dtype, PositiveFloat]  # FLOP/s of dense matmuls, without sparsity
     memory: PositiveInt  # bytes that a program can allocate
     memory_bandwidth: PositiveFloat  # bytes/s
     power: PositiveFloat  # power limit of the board in watts
@@ -117,10 +117,10 @@ class Hardware(Section):
     sources: dict[str, str]
 
     def product_rate(self, dtype: str, *, is_attention: bool = False) -> float:
-        """Return the FLOP/s of the fastest matrix products or of flash attention.
+        """Return the FLOP/s of the fastest matmuls or of flash attention.
 
         For attention, only the FLOPs that the mask leaves count. A dtype that is not in the record
-        gets the highest peak, so that no product seems to take longer than it does.
+        gets the highest peak, so that no matmul seems to take longer than it does.
         """
         peaks = {str(name): peak for name, peak in self.peak_flops.items()}
         flash = self.reference.flash if is_attention else None
@@ -165,7 +165,7 @@ def compiled_for() -> tuple[str, ...]:
 def hardware(name: str | Path, link: LinkName | None = None) -> Hardware:
     """Read the record of a GPU by its name, or from a YAML file.
 
-    `link` is that between the GPUs of a host, if not the one that they are sold with. Raises
+    `link` is the link between the GPUs of a host, if not the one that they are sold with. Raises
     ConfigError with every mistake in the file, and for a link that the record does not have.
     """
     return _with_link(_hardware(name), link)
@@ -203,7 +203,7 @@ def _hardware(name: str | Path) -> Hardware:
 def record_name(name: str) -> str:
     """Return a GPU's name as records write it: H100 is h100, and A100-SXM4-40GB is a100_40gb.
 
-    All words of the name must be those of the GPU; a name that may mean two has the shorter one.
+    Every word of `name` must be one of the GPU's; if two records match, the shorter name wins.
     """
     words = _words(name)
     plain = '_'.join(re.findall(r'[a-z0-9]+', name.lower()))

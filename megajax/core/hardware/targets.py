@@ -1,4 +1,4 @@
-"""Compile targets: abstract devices of GPUs that are not present, and their hosts."""
+"""Compile targets: abstract devices for GPUs that you do not have, and their hosts."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -37,9 +37,9 @@ def compile_without_gpu(
 ) -> Any:
     """Call `compile_with` with these options and those that a compiler without a GPU needs.
 
-    XLA of jax 0.10 begins with tiles of Triton's that do not fit every product in fp32, and has no
-    GPU to find others on; that of 0.12 has none for a deterministic step. Then it is called again,
-    with the products left to cuBLAS.
+    XLA of jax 0.10 starts with Triton tiles that do not fit every fp32 matmul, and has no GPU on
+    which to find others; XLA of jax 0.12 has none for a deterministic step. In these cases it is
+    called again, with the matmuls left to cuBLAS.
     """
     import jax
 

@@ -1,4 +1,4 @@
-"""How the GPUs of a host are linked, as `nvidia-smi topo -m` tells it.
+"""How the GPUs of a host are linked, according to `nvidia-smi topo -m`.
 
 `NV#` is a number of NVLinks between two GPUs; every other word is a way over PCIe, from PIX (one
 switch) to SYS (between the sockets of the host). Imports no jax.
@@ -62,7 +62,7 @@ def read_topology(text: str) -> Topology | None:
 
 
 def topology_of_host() -> Topology | None:
-    """Return the links of this host's GPUs; None where nvidia-smi does not tell them."""
+    """Return the links of this host's GPUs; None if nvidia-smi does not report them."""
     try:
         done = subprocess.run(
             COMMAND, capture_output=True, text=True, timeout=TIMEOUT, check=False, errors='replace'

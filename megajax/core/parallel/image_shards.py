@@ -1,4 +1,4 @@
-"""The shards of images: each device of a tensor-parallel group has its own."""
+"""The shards of images: each device of a tensor-parallel group has different images."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from megajax.core.parallel.layout import Layout
 def over_images(function: Any, layout: Layout) -> Any:
     """Map a function of copies and of images over the shards of the images.
 
-    It takes a module with copies and arrays [rows, slots, ...], and is given those of a shard,
-    [images, ...]. Empty slots after the last one make all shards equal.
+    The mapped function takes a module with copies and arrays [rows, slots, ...]; `function` is
+    given one shard's, [images, ...]. Empty slots after the last one make all shards equal.
     """
     shards, (axis,) = layout.num_shards('I'), layout.mesh_axes('I')
 

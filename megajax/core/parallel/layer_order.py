@@ -1,8 +1,8 @@
 """The order of layers on the stages of a pipeline, and the way to and from the order of a model.
 
-A stage with several chunks of layers has, in neighboring places, those that the model's layers come
-to in turn: first chunk 0 of all stages, then chunk 1 of all. What leaves or enters the memory of a
-run (checkpoints, other formats, other meshes) has the layers in the order of the model.
+A stage stores its chunks of layers next to each other, while the model's layers pass through chunk
+0 of all stages first, then chunk 1 of all stages, and so on. Everything that leaves or enters the
+memory of a run (checkpoints, other formats, other meshes) has the layers in the order of the model.
 """
 
 import functools
@@ -42,8 +42,8 @@ def tree_on_stages(tree: Any, layout: Layout) -> Any:
 def tree_on_host(tree: Any, layout: Layout) -> Any:
     """Return a state in the order of the model, to be saved.
 
-    What had another order is in the memory of the hosts, where each device puts its part before the
-    next parameter is moved, so that on the devices one parameter at a time exists twice.
+    Arrays that had a different order end up in host memory: each device puts its part there before
+    the next parameter is moved, so that only one parameter at a time exists twice on the devices.
     """
 
     def move(x: jax.Array) -> jax.Array:
@@ -117,7 +117,7 @@ def _rounds(stages: int, chunks: int) -> list[list[Move]]:
 
 
 def require_model_order(layout: Layout) -> None:
-    """Raise ConfigError where a layout has layers or tokens in another order than the model's."""
+    """Raise ConfigError if a layout has layers or tokens in a different order from the model's."""
     keys = {'stages': 'L', 'context': 'S'}
     axes = [f'mesh.{key}' for key, dim in keys.items() if layout.num_shards(dim) > 1]
     if axes:

@@ -1,9 +1,9 @@
-"""The placement of arrays: every PartitionSpec of the project follows from the letters of dims.
+"""The sharding of arrays: every PartitionSpec of the project follows from the letters of dims.
 
 The name of an array ends in its dims, as in x_BTD. A letter means one thing in all files:
 
-    B rows of the batch             S tokens of a sequence          D model
-    R rows of the batch between the two products of a sublayer, which a 2-D grid shards
+    B sequences of the batch        S tokens of a sequence          D model
+    R sequences of the batch between the two matmuls of a sublayer, which 2-D TP shards
     T tokens of a sequence in the residual stream, which sequence parallelism shards
     Y tokens that attention reads keys and values of; slots of the cache; vectors of images
     N query heads                   K key/value heads               G query heads per key/value head
@@ -16,8 +16,8 @@ The name of an array ends in its dims, as in x_BTD. A letter means one thing in 
     Q rank of adapters              W chunks of layers of a stage
     Z stages of the pipeline, or the shards of an adapter's dim
 
-A circled letter is a dim of what reads images. Those of the encoder's layers are its own of the
-above, as Ⓓ is its D; the others are:
+A circled letter is a dim of the modules that process images. In the encoder's layers it means the
+encoder's own dim of that letter, so Ⓓ is its D; the others are:
 
     Ⓘ copies of a parameter, one for each shard of the images       Ⓐ mergers of DeepStack
     Ⓨ channels of a patch           Ⓠ its frames                    Ⓧ its pixels in a frame
@@ -26,12 +26,12 @@ above, as Ⓓ is its D; the others are:
     Ⓩ features of a region          Ⓣ channels of texture           Ⓜ summaries of scores
     Ⓑ hidden units of relevance's other networks
 
-The files of the encoder and of relevance write these without the circle. Pictures in `data` are
-HWC: pixel rows, columns and colors.
+The files of the encoder and of relevance write these without the circle. Images in `data` are HWC:
+pixel rows, columns and colors.
 
 A lowercase letter is the same dim unsharded in every computation: in `sD` every device has every
-position. `-` is an unsharded dim without a letter, which comments call by a word, as in
-[region, channel], or a part of the dim before it, where that is split in several: `BT-D`.
+position. `-` is an unsharded dim without a letter, which comments call by a word, as in [region,
+channel], or a part of the dim before it, where that is split in several: `BT-D`.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from jax import P
 
 Axes = tuple[str, ...]
-BATCH_AXES = 'replica', 'data'  # the mesh axes that shard the rows of a batch
+BATCH_AXES = 'replica', 'data'  # the mesh axes that shard the sequences of a batch
 STAGE, CONTEXT = 'stage', 'context'
 
 
@@ -57,9 +57,9 @@ class Layout:
     """The mesh axes that shard each dim, in the computation and, for matrices, between steps.
 
     `axes` has the mesh axes of each letter; a letter without an entry is unsharded. `at_rest` has
-    the axes of a matrix and its moments between steps where they differ (ZeRO). `sizes` has the
-    number of devices along each mesh axis, `uneven` the sizes of dims that their shards at rest do
-    not divide: at rest they are padded. `chunks` is the number of chunks of layers of each stage.
+    the axes of a matrix and its moments between steps, if they differ (ZeRO). `sizes` has the
+    number of devices along each mesh axis, `uneven` the sizes of dims that their stored shards do
+    not divide: they are stored padded. `chunks` is the number of chunks of layers of each stage.
     """
 
     axes: tuple[tuple[str, Axes], ...] = ()
@@ -74,10 +74,10 @@ class Layout:
 
         It is Megatron's: column-parallel weights are sharded over their output dims, row-parallel
         ones over their input dims. With fewer key/value heads than devices along `model`, QKV is
-        sharded within each head. A grid (`mesh.model_rows`) also shards the other dim of every
-        weight, D, over `row`, and with it the residual stream; the vocabulary is over both axes.
-        Layers are over `stage`. ZeRO also shards over `context`, whose devices have the same
-        weights, and what is outside the layers over `stage`.
+        sharded within each head. 2-D tensor parallelism (`mesh.model_rows`) also shards the other
+        dim of every weight, D, over `row`, and with it the residual stream; the vocabulary is
+        sharded over both axes. Layers are over `stage`. ZeRO also shards over `context`, whose
+        devices have the same weights, and what is outside the layers over `stage`.
         """
         widths = dict.fromkeys('Dd', config.model.hidden_size)
         if config.vision is not None:
@@ -102,10 +102,11 @@ class Layout:
         return P(*map(_entry, entries))
 
     def like(self, spec: 'P | Sequence[Any]', dims: str) -> 'P':
-        """Return the PartitionSpec of an array whose dims are in part those of another, at `spec`.
+        """Return the PartitionSpec of an array that shares dims with one sharded as `spec`.
 
-        `dims` are those of both: in `*RSNH->*RNS-`, R, N and S are placed as the other array's, and
-        so is `*`, any number of dims. A letter after the arrow alone has this layout's axes.
+        `dims` has the dims of both: in `*RSNH->*RNS-`, R, N and S are sharded like the other
+        array's, and so is `*`, any number of dims. A letter after the arrow alone has this layout's
+        axes.
         """
         from jax import P
 
@@ -177,8 +178,8 @@ class Layout:
     def layer_order(self, num_layers: int) -> Sequence[int]:
         """Return the layer at each place of a stacked parameter between steps.
 
-        A stage has neighboring places: those of its first chunk, of its second one and so on. Chunk
-        after chunk, the layers pass through all stages in turn.
+        A stage's chunks have adjacent indices. Chunk after chunk, the layers pass through all
+        stages in order.
         """
         return [self.layer_at(place, num_layers) for place in range(num_layers)]
 
@@ -190,7 +191,7 @@ class Layout:
         return (chunk * stages + stage) * size + place % size
 
     def padding(self, dims: str) -> tuple[int, ...]:
-        """Return the number of elements that are added at rest to each dim of a matrix."""
+        """Return the number of elements by which each dim of a matrix is padded in storage."""
         shards = self.shards_at_rest(dims)
         sizes = (self._uneven.get(letter, 0) for letter in dims)
         return tuple(
@@ -198,7 +199,7 @@ class Layout:
         )
 
     def unpadded(self, dims: str) -> tuple[int | None, ...]:
-        """Return the size of each dim that is padded at rest, None for the others."""
+        """Return the size of each dim that is stored padded, None for the others."""
         return tuple(map(self._uneven.get, dims))
 
     def is_sharded(self, letter: str) -> bool:

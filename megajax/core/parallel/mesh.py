@@ -25,7 +25,7 @@ from megajax.core.parallel.layout import UNSHARDED
 # Mesh axes, outermost first; the axis that communicates most, and waits for it, is innermost.
 AXES = ('replica', 'stage', 'data', 'context', 'row', 'model')
 ALWAYS = ('data', 'model')  # in every mesh, even with one device
-KEYS = {'stage': 'stages', 'row': 'model_rows'}  # keys of `mesh` that are not called as their axis
+KEYS = {'stage': 'stages', 'row': 'model_rows'}  # keys of `mesh` whose name differs from their axis
 HOST_BYTES = 256  # maximum length of a host's name in bytes
 NVIDIA = '/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg'  # one of them where jax looks for GPUs
 
@@ -75,7 +75,7 @@ def axis_sizes(data: int = 1, model: int = 1, **axes: int) -> dict[str, int]:
 
 
 def check_is_config(config: object) -> None:
-    """Raise ConfigError for what a script gives in place of a config, such as its name."""
+    """Raise ConfigError if a script passes something other than a config, such as its name."""
     if not isinstance(config, Config):
         message = f'{reprlib.repr(config)} is not a megajax.Config; give what megajax.load returns'
         raise ConfigError(Problem(path='config', message=message))
@@ -109,9 +109,10 @@ def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
 def one_dimensional(config: Config) -> Config:
     """Return the config with the mesh axes `data` and `model` alone and without ZeRO.
 
-    A model that is not trained has no use for others. The rows of a grid become columns or, where
-    these would not divide the model, data shards, as stages and context shards do. As many devices
-    are used; where they do not divide the batch, a microbatch has a row for each data shard.
+    A model that is not trained does not need other axes. The rows of 2-D tensor parallelism become
+    columns or, if these would not divide the model, data shards, like stages and context shards.
+    The number of devices stays the same; if it does not divide the batch, a microbatch has one
+    sequence per data shard.
     """
     mesh, train = config.mesh, config.train
     data = mesh.data * mesh.stages * mesh.context
@@ -135,7 +136,7 @@ def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: 
     """Raise ConfigError if groups of devices span hosts that need not.
 
     `hosts` has the host of each device of the mesh. A tensor-parallel group may span hosts only if
-    `cross_hosts`; a group of replicas may if there is no number of them with which none does.
+    `cross_hosts`; the data shards of a replica may if no number of replicas avoids it.
     """
     if not cross_hosts:
         _check_tensor_groups(hosts, sizes)
@@ -187,7 +188,7 @@ def _check_tensor_groups(hosts: Sequence[str], sizes: Mapping[str, int]) -> None
 
 
 def _crossing(hosts: Sequence[str], num_groups: int) -> list[str]:
-    """Return the hosts of the first of as many groups of neighbors that spans several; or none."""
+    """Return the hosts of the first group of neighbors that spans several hosts, if any."""
     size = len(hosts) // num_groups
     groups = (set(hosts[i * size : (i + 1) * size]) for i in range(num_groups))
     return next((sorted(group) for group in groups if len(group) > 1), [])
@@ -236,7 +237,7 @@ def concrete(abstract: Any) -> Any:
 def _within_hosts(
     devices: list[jax.Device], sizes: Mapping[str, int], cross_hosts: bool
 ) -> list[jax.Device]:
-    """Return the devices with those of a host adjacent, however its processes are numbered.
+    """Return the devices with each host's devices adjacent, however its processes are numbered.
 
     Raises ConfigError as `check_hosts` does.
     """
@@ -270,7 +271,7 @@ def _devices() -> list[jax.Device]:
     """
     wanted: str = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
     if not any(os.path.exists(device) for device in NVIDIA):
-        # Otherwise a CUDA plugin that is only here to compile prints a traceback because the
+        # Otherwise a CUDA plugin that is installed only to compile prints a traceback, because the
         # libraries that run its programs are missing.
         os.environ.setdefault('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', '1')
     try:

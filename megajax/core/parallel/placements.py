@@ -1,4 +1,4 @@
-"""The placement of every parameter, in bytes per device."""
+"""The sharding of every parameter, and its bytes per device."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -31,7 +31,7 @@ def successors(mesh: Mesh) -> dict[jax.Device, jax.Device]:
 
 
 def copy_rotated(mesh: Mesh, tree: Any) -> Any:
-    """Copy arrays on a mesh onto the rotated one: all that a device has, to its successor.
+    """Copy arrays from a mesh to the rotated one: each device's part goes to its successor.
 
     The copies share no memory with the arrays, which may be donated.
     """

@@ -1,7 +1,7 @@
-"""Digests of what each device has of arrays, computed where it lies.
+"""Digests of each device's parts of arrays, computed on that device.
 
-Arrays that differ in one element have different digests; of those that differ in more, one pair in
-2^32 has equal ones.
+Arrays that differ in one element have different digests; of pairs that differ in more elements, one
+in 2^32 has equal digests.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def compile_digests(mesh: Mesh, arrays: Sequence[jax.ShapeDtypeStruct | jax.Arra
 
 
 def _digest(x: jax.Array) -> jax.Array:
-    """Return the sum of a bijection of each element's bits, which is another at each place."""
+    """Return the sum of a bijection of each element's bits, a different one for each index."""
     word = jnp.dtype(f'uint{8 * x.dtype.itemsize}')
     bits = x if x.dtype == jnp.bool else lax.bitcast_convert_type(x, word)
     bits = bits.astype(jnp.uint32).ravel()

@@ -1,4 +1,4 @@
-"""Moves of arrays along the pipeline's stages, and inside what a stage has.
+"""Moves of arrays along the pipeline's stages, and within a stage's part.
 
 A stage is a mapped dim: [stage, data shard, ...]. Every function here runs on the part of an array
 that each device has, so nothing moves along other mesh axes.
@@ -19,9 +19,9 @@ BOTH, OF_STAGE, OF_SHARD, SAME = 'both', 'stage', 'shard', 'same'
 def over_shards(
     function: Callable[..., Any], layout: Layout, in_axes: Any = 0, out_axes: Any = 0
 ) -> Any:
-    """Map a function of a shard's rows over all data shards.
+    """Map a function of one shard's sequences over all data shards.
 
-    `in_axes` and `out_axes` are those of `jax.vmap` for the data shards of a replica.
+    `in_axes` and `out_axes` are `jax.vmap`'s, for the data shards of a replica.
     """
     *replicas, data = layout.mapped
     function = jax.vmap(function, in_axes=in_axes, out_axes=out_axes, spmd_axis_name=data)
@@ -59,12 +59,12 @@ def select(condition_Z: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def send(x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Send what each stage has of x [stage, ...] to another; zeros where nothing arrives."""
+    """Send each stage's part of x [stage, ...] to a different stage; zeros if nothing arrives."""
     return _on_devices(lambda x: lax.ppermute(x, STAGE, pairs), _spec(x), x)
 
 
 def pick(tree: Any, index_Z: jax.Array) -> Any:
-    """Return [stage, ...]: of arrays [choices, ...] that all stages have, each stage's own."""
+    """Return [stage, ...]: each stage's choice from arrays [choices, ...] that all stages have."""
 
     def own(tree: Any, index: jax.Array) -> Any:
         return jax.tree.map(lambda x: _at(x, index[0])[None], tree)
@@ -74,7 +74,7 @@ def pick(tree: Any, index_Z: jax.Array) -> Any:
 
 
 def load(tree: Any, index_Z: jax.Array) -> Any:
-    """Return [stage, ...] of arrays [stage, slots, ...]: what each stage has in one of its slots.
+    """Return [stage, ...] from arrays [stage, slots, ...]: the contents of one slot per stage.
 
     A negative index reads the first slot.
     """
@@ -122,7 +122,7 @@ def share_tokens(y: jax.Array, layout: Layout) -> jax.Array:
     """Give each stage its part of the tokens of the last stage: one all-to-all.
 
     y is [stage, *shards, B, T, D]; the result is [stage, *shards, 1, T, D] with the tokens of all
-    rows in one, padded to a multiple of the stages on each shard of T.
+    sequences in one, padded to a multiple of the stages on each shard of T.
     """
     stages, size = y.shape[0], y.shape[-1]
 
@@ -147,7 +147,7 @@ def collect_tokens(parts: jax.Array, shape: tuple[int, ...], layout: Layout) -> 
 
 
 def own_tokens(z: jax.Array, layout: Layout) -> jax.Array:
-    """Return what `share_tokens` gives each stage of z [*shards, B, S], which all stages have."""
+    """Return what `share_tokens` would give each stage of z [*shards, B, S], which all have."""
     shards, stages = layout.num_shards('T'), layout.num_shards('L')
 
     def own(z: jax.Array, stage: jax.Array) -> jax.Array:
@@ -162,7 +162,7 @@ def own_tokens(z: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _on_devices(function: Callable[..., Any], out: Any, *arrays: Any) -> Any:
-    """Apply a function to what each device has; `out` is the placement of the result."""
+    """Apply a function to each device's part; `out` is the sharding of the result."""
     specs = jax.tree.map(_spec, arrays)
     return jax.shard_map(function, in_specs=specs, out_specs=out, check_vma=False)(*arrays)
 
