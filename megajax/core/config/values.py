@@ -37,7 +37,7 @@ def explain(detail: ErrorDetails) -> str:
 
 
 def fault(path: str, value: Any) -> str | None:
-    """Return why a key such as `model.num_layers` cannot have this value, None if it can.
+    """Return why a key such as `model.norm_eps` cannot have this value, None if it can.
 
     Rules that involve other keys are not checked.
     """

@@ -63,7 +63,7 @@ class Reader:
         return None if value is ... else value
 
     def take(self, key: str, ours: str, default: Any = ...) -> Any:
-        """Return the value of a key that becomes `ours` here, such as `model.num_layers`.
+        """Return the value of a key that becomes `ours` here, such as `model.norm_eps`.
 
         None if it may be null, and null or left out. None, and a problem, if it is missing or no
         value of `ours`.
