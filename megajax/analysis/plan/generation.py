@@ -14,7 +14,7 @@ from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import usable_memory
 from megajax.analysis.plan.sizes import BYTES
 from megajax.analysis.plan.time import peak_flops, product_seconds
-from megajax.core.config import Config, ConfigError
+from megajax.core.config import Config, ConfigError, MeshConfig
 from megajax.core.config.divisors import divisors
 from megajax.core.config.lora import without_adapters
 from megajax.core.config.rules import incompatibilities
@@ -86,13 +86,7 @@ def plan_generation(
 
 def _meshes(config: Config, gpus: int, prompt: int, batch: int) -> Iterator[Config]:
     """Yield the config of the prompts for each degree that divides the model."""
-    mesh = config.mesh.model_copy(
-        update=dict.fromkeys(
-            ('data', 'replicas', 'stages', 'virtual_stages', 'context', 'model_rows'), 1
-        )
-        | {'sequence_parallel': False}
-    )
-    others = {'mesh': mesh, 'vision': None, 'relevance': None}
+    others = {'mesh': MeshConfig(), 'vision': None, 'relevance': None}
     text = without_adapters(config).model_copy(update=others)
     for count in divisors(config.model.num_heads):
         step = changed(

@@ -155,9 +155,7 @@ def with_largest_microbatch(config: Config, gpu: Hardware) -> Config:
     microbatches = next(
         count for count in range(1, each + 1) if each % count == 0 and each // count <= limit
     )
-    return config.model_copy(
-        update={'train': config.train.model_copy(update={'microbatches': microbatches})}
-    )
+    return changed(config, train__microbatches=microbatches)
 
 
 def with_best_schedule(row: PublishedRate, stages: int) -> PublishedRate:
