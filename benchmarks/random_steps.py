@@ -26,7 +26,7 @@ import numpy as np
 
 import megajax
 from megajax.analysis.inspect.emulated_step import EmulatedStep
-from megajax.analysis.inspect.limits import judged
+from megajax.analysis.inspect.tolerances import judged
 from megajax.core.counts import chunks
 
 TARGET = 'h100'

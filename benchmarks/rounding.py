@@ -13,7 +13,7 @@ import jax
 
 import megajax
 from megajax.analysis.inspect.emulated_step import EmulatedStep
-from megajax.analysis.inspect.limits import judged
+from megajax.analysis.inspect.tolerances import judged
 
 SIZES = (
     'model.hidden_size=128 model.num_heads=8 model.head_dim=16 model.ffn_size=256 '

@@ -79,7 +79,7 @@ def compare(
         _check_dump(sources, dump, of_b=b, is_compared=is_compared)
     check_outputs(dump, json)
     log_to_terminal()
-    from megajax.analysis.compare.compared import compare_sources, dump_source
+    from megajax.analysis.compare.api import compare_sources, dump_source
 
     if dump is not None:
         overrides += a or ()

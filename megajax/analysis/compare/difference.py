@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megajax.analysis.compare.recording import Arrays, Recording
 from megajax.analysis.inspect.emulated_step import ROUNDING
-from megajax.analysis.inspect.limits import limits
+from megajax.analysis.inspect.tolerances import limits
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.differences import differences
 from megajax.core.config.load import reload
@@ -87,8 +87,8 @@ def compare(
     """Compare two passes over the same batch.
 
     The limit is `tolerance`, or the limit of `inspect --run` for the less precise of the two dtypes
-    (`analysis/inspect/limits.py`). `merged` has the letters of the sides whose adapters were merged
-    into their weights. Raises ConfigError if the batches differ.
+    (`analysis/inspect/tolerances.py`). `merged` has the letters of the sides whose adapters were
+    merged into their weights. Raises ConfigError if the batches differ.
     """
     if not _same_batch(a.batch, b.batch):
         raise ConfigError(

@@ -9,9 +9,9 @@ from flax import nnx
 
 import megajax
 from megajax.analysis.compare.forward import layer_by_layer, make_forward, on_host
-from megajax.analysis.compare.order import site_names
 from megajax.analysis.compare.parameters import by_layer, digests
 from megajax.analysis.compare.recording import About, Arrays, Recording
+from megajax.analysis.compare.site_names import site_names
 from megajax.core.config import Config
 from megajax.core.parallel.mesh import mesh_for
 from megajax.core.train.compiler_options import evaluation_options, step_options

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 import megajax
-from megajax.analysis.compare.order import site_names
 from megajax.analysis.compare.recording import About, Arrays, Recording
-from megajax.analysis.compare.sides import Source
+from megajax.analysis.compare.site_names import site_names
+from megajax.analysis.compare.sources import Source
 from megajax.core.config import Config, ConfigError, MeshConfig, OptimConfig
 from megajax.core.config.extras import install
 from megajax.interop.huggingface.families import FAMILIES

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from megajax.analysis.compare.order import LAYERS, backward_order
+from megajax.analysis.compare.site_names import LAYERS, backward_order
 from megajax.core.config import Config
 from megajax.core.counts.declaration import Parameter
 from megajax.core.parallel.layout import Layout

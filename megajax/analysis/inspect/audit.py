@@ -3,13 +3,16 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from megajax.analysis.inspect.kept_weights import kept_weights
 from megajax.analysis.inspect.kernels import records
 from megajax.analysis.inspect.lint import known_miscompiles, lint, replicated_over_model
 from megajax.analysis.inspect.memory_result import Memory
-from megajax.analysis.inspect.moves import gathered_at_edges, kept_gradients, undeclared_permutes
 from megajax.analysis.inspect.overlap import rates_of, timeline_of, transfer_seconds
 from megajax.analysis.inspect.peak import at_peak
+from megajax.analysis.inspect.pipeline_lint import (
+    gathered_at_edges,
+    kept_gradients,
+    undeclared_permutes,
+)
 from megajax.analysis.inspect.products import count_products, products_run_twice
 from megajax.analysis.inspect.result import (
     CollectiveInstruction,
@@ -21,6 +24,7 @@ from megajax.analysis.inspect.result import (
     Verdict,
 )
 from megajax.analysis.inspect.sites import ORDER, site_of
+from megajax.analysis.inspect.zero3_lint import kept_weights
 from megajax.core.config import Config, dump
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.collective import Expected, Site

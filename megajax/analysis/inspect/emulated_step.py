@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.analysis.inspect.limits import has_16_bits, limits
 from megajax.analysis.inspect.random_batch import make_batch
+from megajax.analysis.inspect.tolerances import has_16_bits, limits
 from megajax.core.config import Config, MeshConfig
 from megajax.core.counts.declaration import Parameter
 from megajax.core.hardware.targets import gpu_devices

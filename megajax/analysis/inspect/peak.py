@@ -20,7 +20,7 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.train.compiled_step import CompiledStep
 from megajax.xla.hlo.buffers import Buffer
 from megajax.xla.hlo.errors import HloError
-from megajax.xla.hlo.makers import COPIES, Place, maker
+from megajax.xla.hlo.producers import COPIES, Place, maker
 from megajax.xla.hlo.program import Instruction, Program
 
 _Kind = tuple[Use, str, str, str]  # with the part of the step, dtype and shape, and the source

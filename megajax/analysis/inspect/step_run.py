@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from megajax.analysis.inspect.child import call_in_child, telling_parent
-from megajax.analysis.inspect.limits import Say, has_16_bits, judged
 from megajax.analysis.inspect.result import StepRun
 from megajax.analysis.inspect.shrink import shrink
+from megajax.analysis.inspect.tolerances import Say, has_16_bits, judged
 from megajax.core.config import Config, dump
 
 
@@ -71,9 +71,9 @@ def _explained(
 ) -> StepRun:
     if step_run.ok:
         return step_run
-    from megajax.analysis.inspect.culprit import culprit
+    from megajax.analysis.inspect.bisect_pass import culprit
     from megajax.analysis.inspect.emulated_step import EmulatedStep
-    from megajax.analysis.inspect.reduce import smallest
+    from megajax.analysis.inspect.minimize import smallest
 
     def is_wrong(simpler: Config) -> bool:
         exact = step_run.exact and has_16_bits(simpler)

@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from megajax.xla.hlo.cpu_readings import as_meant
+from megajax.xla.hlo.cpu_collectives import as_meant
 from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.groups import Groups, axes_of, device_groups
-from megajax.xla.hlo.paths import destination, joined, origin, paths
+from megajax.xla.hlo.op_paths import destination, joined, origin, paths
 from megajax.xla.hlo.program import Array, Computation, Instruction, Program
 from megajax.xla.hlo.schedule import overlap
 from megajax.xla.hlo.transfers import Sent, arrays_of, kind_of, ring_bytes, whole_of, widest

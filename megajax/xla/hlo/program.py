@@ -16,7 +16,7 @@ from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.sources import Sources
 
 if TYPE_CHECKING:
-    from megajax.xla.hlo.runs import Runs
+    from megajax.xla.hlo.execution_counts import Runs
 
 DTYPE_BITS = {
     'pred': 8, 's2': 2, 'u2': 2, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8,
@@ -202,7 +202,7 @@ class Program:
     @cached_property
     def runs(self) -> 'Runs':
         """The number of runs of each computation, and the computations that may not run."""
-        from megajax.xla.hlo.runs import Runs  # here, because it reads programs
+        from megajax.xla.hlo.execution_counts import Runs  # here, because it reads programs
 
         return Runs(self, self._trip_count)
 
@@ -210,7 +210,7 @@ class Program:
     def times(self) -> dict[str, int]:
         """The number of runs of each computation in one run of the program, by name.
 
-        See `megajax.xla.hlo.runs`.
+        See `megajax.xla.hlo.execution_counts`.
         """
         return self.runs.times
 

@@ -1,10 +1,10 @@
 """The register of known miscompiles, and all of its detectors run on a compiled program."""
 
 from megajax.xla.hlo.program import Program
-from megajax.xla.miscompiles.double_product import DOUBLE_PRODUCT
+from megajax.xla.miscompiles.double_matmul import DOUBLE_MATMUL
 from megajax.xla.miscompiles.empty_permute import EMPTY_PERMUTE
 from megajax.xla.miscompiles.entry import Miscompile, Sighting, find
-from megajax.xla.miscompiles.lost_places import LOST_PLACES
+from megajax.xla.miscompiles.lost_indices import LOST_INDICES
 from megajax.xla.miscompiles.misplaced_bias import MISPLACED_BIAS
 from megajax.xla.miscompiles.scaled_bias import SCALED_BIAS
 from megajax.xla.miscompiles.sliced_scatter import SLICED_SCATTER
@@ -16,9 +16,9 @@ REGISTER: tuple[Miscompile, ...] = (
     SCALED_BIAS,
     MISPLACED_BIAS,
     SPLIT_CYCLES,
-    DOUBLE_PRODUCT,
+    DOUBLE_MATMUL,
     SLICED_SCATTER,
-    LOST_PLACES,
+    LOST_INDICES,
     SMALL_DOT,
 )
 

@@ -12,7 +12,7 @@ from support import make_config
 
 from megajax.analysis.compare.execute import execute
 from megajax.analysis.compare.recording import Recording
-from megajax.analysis.compare.sides import Source
+from megajax.analysis.compare.sources import Source
 from megajax.analysis.inspect.random_batch import make_batch
 from megajax.core.config import Config
 

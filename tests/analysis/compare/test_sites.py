@@ -5,7 +5,7 @@ from analysis.compare.small import on_one_device, recorded, small, with_fault
 from support import exhaustive, slow
 
 from megajax.analysis.compare.difference import Comparison, compare
-from megajax.analysis.compare.order import site_names
+from megajax.analysis.compare.site_names import site_names
 
 MESHES = {
     'tensor and sequence parallel': {'mesh': {'data': 2, 'model': 4, 'sequence_parallel': True}},

@@ -15,10 +15,10 @@ from interop.stored import DATA
 from support import make_config, write_run
 from typer.testing import CliRunner
 
-from megajax.analysis.compare.compared import _batch, _Side
+from megajax.analysis.compare.api import _batch, _Side
 from megajax.analysis.compare.in_transformers import check_installed
 from megajax.analysis.compare.recording import read_recording
-from megajax.analysis.compare.sides import Source
+from megajax.analysis.compare.sources import Source
 from megajax.commands.main import app
 from megajax.core.config import Config, ConfigError, dump, load
 from megajax.core.config.load import dump_sections

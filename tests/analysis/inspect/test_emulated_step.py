@@ -11,10 +11,10 @@ from support import make_config
 
 from megajax.analysis.inspect import emulated_step
 from megajax.analysis.inspect.emulated_step import EmulatedStep
-from megajax.analysis.inspect.limits import judged
-from megajax.analysis.inspect.reduce import smallest
+from megajax.analysis.inspect.minimize import smallest
 from megajax.analysis.inspect.result import Compared
 from megajax.analysis.inspect.shrink import shrink
+from megajax.analysis.inspect.tolerances import judged
 from megajax.core.config import Config
 from megajax.core.counts import chunks
 from megajax.core.hardware.targets import has_compiler

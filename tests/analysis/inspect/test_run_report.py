@@ -92,7 +92,7 @@ def test_a_program_of_16_bits_runs_twice_and_what_is_wrong_is_looked_into(
 
     monkeypatch.setattr('megajax.analysis.inspect.emulated_step.EmulatedStep', Step)
     monkeypatch.setattr(
-        'megajax.analysis.inspect.culprit.culprit',
+        'megajax.analysis.inspect.bisect_pass.culprit',
         lambda config, target, *, exact, say: f'{config.train.dtype} on {target}, exact={exact}',
     )
     monkeypatch.setattr(step_run, 'judged', judged)

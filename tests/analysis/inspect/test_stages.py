@@ -13,7 +13,11 @@ from support import AS_SHIPPED, exhaustive, make_config, slow
 from megajax.analysis.inspect import inspect_with_text
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import CompiledStep, compile_step
-from megajax.analysis.inspect.moves import gathered_at_edges, kept_gradients, undeclared_permutes
+from megajax.analysis.inspect.pipeline_lint import (
+    gathered_at_edges,
+    kept_gradients,
+    undeclared_permutes,
+)
 from megajax.analysis.inspect.report import to_text
 from megajax.analysis.inspect.result import Inspection, Row
 from megajax.core.config import Config

@@ -10,10 +10,10 @@ from vlm import SP, relevant, vlm
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_for
 from megajax.analysis.inspect.emulated_step import EmulatedStep
-from megajax.analysis.inspect.limits import judged
 from megajax.analysis.inspect.report import to_text
 from megajax.analysis.inspect.result import Inspection
 from megajax.analysis.inspect.shrink import LARGEST, shrink
+from megajax.analysis.inspect.tolerances import judged
 from megajax.core.config import Config, load
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.hardware.targets import has_compiler

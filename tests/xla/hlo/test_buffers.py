@@ -13,7 +13,7 @@ from megajax.core.hardware.targets import compile_without_gpu, gpu_devices, has_
 from megajax.xla.hlo.buffers import Buffer, at_peak, buffers_at_peak
 from megajax.xla.hlo.dump import compile_with_buffers
 from megajax.xla.hlo.errors import HloError
-from megajax.xla.hlo.makers import COPIES, Place, maker
+from megajax.xla.hlo.producers import COPIES, Place, maker
 from megajax.xla.hlo.program import Program
 
 SIZE, LAYERS = 256, 5

@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 from megajax.xla.hlo.collectives import Collective, collectives
+from megajax.xla.hlo.execution_counts import UnknownLoopError
 from megajax.xla.hlo.program import Program
-from megajax.xla.hlo.runs import UnknownLoopError
 
 SHAPE = (8, 16)
 BYTES = 8 * 16 * 4

@@ -22,7 +22,7 @@ KINDS = {
     'AllToAll': 'all-to-all',
 }
 # What is not read as it is executed, because XLA's CPU backend cannot say it; see
-# megajax/xla/hlo/cpu_readings.py.
+# megajax/xla/hlo/cpu_collectives.py.
 SCATTERED = (
     'partial sums of which each keeps a part',
     'fsdp step with remat in bf16',

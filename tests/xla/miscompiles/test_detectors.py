@@ -8,10 +8,10 @@ import pytest
 
 from megajax.analysis.inspect import known_miscompiles
 from megajax.xla.miscompiles import REGISTER, detect
-from megajax.xla.miscompiles.double_product import DOUBLE_PRODUCT
+from megajax.xla.miscompiles.double_matmul import DOUBLE_MATMUL
 from megajax.xla.miscompiles.empty_permute import EMPTY_PERMUTE
 from megajax.xla.miscompiles.entry import Miscompile
-from megajax.xla.miscompiles.lost_places import LOST_PLACES
+from megajax.xla.miscompiles.lost_indices import LOST_INDICES
 from megajax.xla.miscompiles.misplaced_bias import MISPLACED_BIAS
 from megajax.xla.miscompiles.scaled_bias import SCALED_BIAS
 from megajax.xla.miscompiles.sliced_scatter import SLICED_SCATTER
@@ -28,12 +28,12 @@ WRONG = [
     (SCALED_BIAS, texts.product(1.5, 'BIAS_GELU_AUX')),
     (MISPLACED_BIAS, texts.product(1, 'BIAS', rows=8)),
     (SPLIT_CYCLES, texts.ring('{1,0},{3,2}', '{0,1},{2,3}', 2)),
-    (DOUBLE_PRODUCT, texts.products('layers/dot')),
+    (DOUBLE_MATMUL, texts.products('layers/dot')),
     (SLICED_SCATTER, texts.scatter('{{0,2},{1,3}}')),
     (SMALL_DOT, texts.small_dot(32_769, 3)),
     (SMALL_DOT, texts.small_dot(40_000, 2)),
     (SMALL_DOT, DOUBLE.replace('f32', 'f64')),
-    (LOST_PLACES, texts.top_k('zeros')),
+    (LOST_INDICES, texts.top_k('zeros')),
 ]
 RIGHT = [
     DOUBLE,

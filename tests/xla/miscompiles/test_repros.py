@@ -20,10 +20,10 @@ from megajax.core.hardware.targets import WITHOUT_GPU, gpu_devices, has_compiler
 from megajax.xla.hlo.program import Program
 from megajax.xla.miscompiles import REGISTER, answers, ask, detect
 from megajax.xla.miscompiles import probe as probing
-from megajax.xla.miscompiles.double_product import DOUBLE_PRODUCT
+from megajax.xla.miscompiles.double_matmul import DOUBLE_MATMUL
 from megajax.xla.miscompiles.empty_permute import EMPTY_PERMUTE
 from megajax.xla.miscompiles.entry import Miscompile, find
-from megajax.xla.miscompiles.lost_places import LOST_PLACES
+from megajax.xla.miscompiles.lost_indices import LOST_INDICES
 from megajax.xla.miscompiles.misplaced_bias import MISPLACED_BIAS
 from megajax.xla.miscompiles.probe import probe, shows_fault
 from megajax.xla.miscompiles.scaled_bias import SCALED_BIAS
@@ -210,7 +210,7 @@ def test_the_repro_of_a_lost_shard_reads_the_whole_and_each_devices_own_part() -
 
 def test_the_repro_of_lost_places_returns_where_the_largest_are() -> None:
     x = numbers(8, 64)
-    largest, places = computed(LOST_PLACES, x)
+    largest, places = computed(LOST_INDICES, x)
     np.testing.assert_array_equal(places, np.argsort(-x)[:, :2])
     np.testing.assert_array_equal(largest, np.take_along_axis(x, places, 1))
 
@@ -223,7 +223,7 @@ def test_the_ring_of_the_repro_brings_every_shard_home_after_an_even_number_of_t
 
 def test_the_repro_of_a_product_that_runs_twice_reads_its_products_and_stacks_them() -> None:
     x, w = np.eye(512), np.broadcast_to(2 * np.eye(512), (4, 512, 512))
-    last, stacked = computed(DOUBLE_PRODUCT, x.astype('bfloat16'), w.astype('bfloat16'))
+    last, stacked = computed(DOUBLE_MATMUL, x.astype('bfloat16'), w.astype('bfloat16'))
     assert stacked.shape == (4, 512, 512)
     np.testing.assert_array_equal(stacked[0].astype(np.float32), 2 * x)
     tanh = np.tanh(stacked[-1].astype(np.float32))
@@ -345,7 +345,7 @@ def test_an_answer_is_for_the_flags_that_change_programs(
 def test_an_answer_is_for_one_repro_one_target_and_one_level_of_optimization() -> None:
     gpus = [answers.identity(EMPTY_PERMUTE, target) for target in ('h100', 'h200')]
     assert gpus[0] != gpus[1]
-    assert gpus[0] != answers.identity(LOST_PLACES, 'h100')
+    assert gpus[0] != answers.identity(LOST_INDICES, 'h100')
     before = answers.identity(SMALL_DOT, 'cpu')
     disabled = jax.config.read('jax_disable_most_optimizations')
     jax.config.update('jax_disable_most_optimizations', not disabled)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megajax.xla.hlo.evaluate import run_of
 from megajax.xla.hlo.groups import Groups
-from megajax.xla.hlo.paths import SAME
+from megajax.xla.hlo.op_paths import SAME
 from megajax.xla.hlo.program import DTYPE_BITS, Array, Computation, Instruction, Program
 from megajax.xla.hlo.transfers import Sent
 

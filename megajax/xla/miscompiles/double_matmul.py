@@ -81,7 +81,7 @@ def _lower(devices: Sequence[Any]) -> Lowered:
     return jax.jit(stacked).lower(shape(512, 512), shape(4, 512, 512))
 
 
-DOUBLE_PRODUCT = Miscompile(
+DOUBLE_MATMUL = Miscompile(
     name='products that run twice',
     what='the same product of the same operands runs twice: right results, lost time',
     where='a cuBLAS product in lax.scan whose result is read and kept for the backward pass',

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from megajax.analysis.inspect.emulated_step import EmulatedStep
-from megajax.analysis.inspect.limits import Say, judged
+from megajax.analysis.inspect.tolerances import Say, judged
 from megajax.core.config import Config
 from megajax.xla.emulate.bisect import dump_options, first_wrong, modules
 

@@ -10,8 +10,8 @@ from megajax.core.counts.data_parallel import with_padding
 from megajax.core.counts.parameters import dim_sizes, parameters
 from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.collectives import Collective
+from megajax.xla.hlo.loop_residuals import stored_in
 from megajax.xla.hlo.program import Program
-from megajax.xla.hlo.stored import stored_in
 
 RULE = 'gathered weights kept'
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.xla.hlo.paths import destination, origin
+from megajax.xla.hlo.op_paths import destination, origin
 from megajax.xla.hlo.program import Program
 
 DOT = 'f32[8,32]{1,0} dot(%read, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}'

@@ -7,7 +7,7 @@ or a tuple computes nothing.
 from collections.abc import Collection
 from typing import NamedTuple
 
-from megajax.xla.hlo.paths import is_path
+from megajax.xla.hlo.op_paths import is_path
 from megajax.xla.hlo.program import Computation, Instruction, Program
 
 # Opcodes that change the place, the layout or the dtype of an array, or the part of it that a

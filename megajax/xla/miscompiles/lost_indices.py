@@ -34,7 +34,7 @@ def _lower(devices: Sequence[Any]) -> Lowered:
     return jax.jit(lambda x: jax.lax.top_k(x, 2)).lower(x)
 
 
-LOST_PLACES = Miscompile(
+LOST_INDICES = Miscompile(
     name='lost places of a top-k',
     what='the program returns zeros for the places of the largest elements; the values are right',
     where='a sharded jax.lax.top_k whose places a program returns unchanged',

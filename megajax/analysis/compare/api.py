@@ -9,7 +9,7 @@ import numpy as np
 from megajax.analysis.compare.difference import Comparison, compare, config_of
 from megajax.analysis.compare.in_transformers import check_installed, execute_with_transformers
 from megajax.analysis.compare.recording import Recording, read_recording, write_recording
-from megajax.analysis.compare.sides import WITHOUT_DROPOUT, Source, check_comparable
+from megajax.analysis.compare.sources import WITHOUT_DROPOUT, Source, check_comparable
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.lora import without_adapters
 

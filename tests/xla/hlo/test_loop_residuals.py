@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from megajax.xla.hlo.loop_residuals import stored_in
 from megajax.xla.hlo.program import Program
-from megajax.xla.hlo.stored import stored_in
 
 LENGTH, SIZE = 5, 48
 

@@ -1,6 +1,6 @@
 """Arrays that a loop stores for later, as a scan keeps its residuals for the backward pass."""
 
-from megajax.xla.hlo.paths import SAME
+from megajax.xla.hlo.op_paths import SAME
 from megajax.xla.hlo.program import Array, Computation, Instruction, Program
 
 _UPDATE = 'dynamic-update-slice'
