@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'
 PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md')])
 INSPECT = (ROOT / 'docs/inspect.md').read_text()
+VERIFY = (ROOT / 'docs/verify.md').read_text()
 PLAN = ' '.join((ROOT / 'docs/plan.md').read_text().split())
 PARALLELISM = (ROOT / 'docs/parallelism.md').read_text()
 README = ' '.join((ROOT / 'README.md').read_text().split())
@@ -155,7 +156,7 @@ def test_every_random_step_is_right() -> None:
     rows = read('2026-11-22_random_steps.csv')
     for jax in ('0.10.2', '0.12.0.1'):
         assert [row['verdict'] for row in rows if row['jax'] == jax] == 200 * ['right']
-        assert jax in INSPECT
+        assert jax in VERIFY
 
 
 def test_the_page_has_the_error_of_the_counted_memory() -> None:

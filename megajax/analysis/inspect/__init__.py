@@ -136,7 +136,7 @@ def run(
     """Compile `function(*args)` with XLA's GPU compiler, execute the program and check its outputs.
 
     No GPU is needed: the program runs on simulated CPU devices, as many as the mesh has (see
-    `docs/run_the_gpu_program.md`). The mesh is the mesh of the arguments, or else `mesh`, or the
+    `docs/verify.md`). The mesh is the mesh of the arguments, or else `mesh`, or the
     mesh of `jax.set_mesh`; an AbstractMesh will do.
 
     Args:
