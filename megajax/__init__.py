@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megajax.old_names import OldNames
 
 if TYPE_CHECKING:
+    from megajax.analysis import compare as compare
     from megajax.analysis.inspect import Inspect
     from megajax.analysis.plan import PlanPackage
     from megajax.core.config import Config as Config
@@ -47,6 +48,7 @@ __all__ = [
     'Run',
     'RunError',
     'TrainState',
+    'compare',
     'cross_entropy',
     'gradients',
     'init_state',
@@ -84,7 +86,8 @@ _HOMES = {
     'placements': 'megajax.core.parallel.placements',
     'step_options': 'megajax.core.train.compiler_options',
 }
-_CALLED = {
+_PACKAGES = {
+    'compare': 'megajax.analysis.compare',
     'inspect': 'megajax.analysis.inspect',
     'plan': 'megajax.analysis.plan',
     'train': 'megajax.core.train',
@@ -100,8 +103,8 @@ def __getattr__(name: str) -> Any:
             return version('megajax')
         except PackageNotFoundError:  # a clone that is not installed
             return 'unknown'
-    if name in _CALLED:
-        return import_module(_CALLED[name])
+    if name in _PACKAGES:
+        return import_module(_PACKAGES[name])
     if name not in _HOMES:
         raise AttributeError(f'module megajax has no attribute {name!r}')
     return getattr(import_module(_HOMES[name]), name)

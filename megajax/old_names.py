@@ -15,7 +15,9 @@ GROUPS = {
     'xla': ('emulate', 'hlo', 'miscompiles'),
 }
 _GROUP_OF = {room: group for group, rooms in GROUPS.items() for room in rooms}
-PUBLIC = 'megajax.inspect', 'megajax.plan', 'megajax.train'  # names of the package, for good
+RENAMED = {'megajax.analysis.compare.compared': 'megajax.analysis.compare.api'}
+# Names of the package, for good.
+PUBLIC = 'megajax.compare', 'megajax.inspect', 'megajax.plan', 'megajax.train'
 
 
 class OldNames(MetaPathFinder, Loader):
@@ -26,7 +28,8 @@ class OldNames(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         """Return the spec of an old name, and None for any other."""
         package, _, rest = fullname.partition('.')
-        if package != 'megajax' or rest.partition('.')[0] not in _GROUP_OF:
+        is_old = rest.partition('.')[0] in _GROUP_OF or fullname in RENAMED
+        if package != 'megajax' or not is_old:
             return None
         return ModuleSpec(fullname, self)
 
@@ -49,4 +52,6 @@ class OldNames(MetaPathFinder, Loader):
 def today(name: str) -> str:
     """Return the name that a module with an old name has today."""
     package, _, rest = name.partition('.')
-    return f'{package}.{_GROUP_OF[rest.partition(".")[0]]}.{rest}'
+    group = _GROUP_OF.get(rest.partition('.')[0])
+    new = f'{package}.{group}.{rest}' if group else name
+    return RENAMED.get(new, new)

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 import megajax
-from megajax.old_names import GROUPS, PUBLIC, today
+from megajax.old_names import GROUPS, PUBLIC, RENAMED, today
 
 NAMES = [f'megajax.{room}' for rooms in GROUPS.values() for room in rooms]
 
 
-@pytest.mark.parametrize('name', [*NAMES, 'megajax.train.optimizer', 'megajax.data.tokens.indexed'])
+@pytest.mark.parametrize(
+    'name', [*NAMES, *RENAMED, 'megajax.train.optimizer', 'megajax.data.tokens.indexed']
+)
 def test_an_old_name_is_the_module_of_today(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', DeprecationWarning)
@@ -27,7 +29,7 @@ def test_an_old_name_is_the_module_of_today(name: str) -> None:
 
 def test_a_warning_tells_the_name_of_today_but_for_public_names() -> None:
     program = (
-        'import megajax.inspect, megajax.plan, megajax.train\n'
+        'import megajax.compare, megajax.inspect, megajax.plan, megajax.train\n'
         'from megajax.config import load\n'
         'from megajax.config.model import ModelConfig\n'
     )
@@ -48,4 +50,4 @@ def test_every_room_has_an_old_name() -> None:
         for group in GROUPS
         for path in (package / group).glob('*/__init__.py')
     }
-    assert all(callable(importlib.import_module(today(name))) for name in PUBLIC)
+    assert all(importlib.import_module(today(name)) for name in PUBLIC)

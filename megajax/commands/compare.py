@@ -79,15 +79,15 @@ def compare(
         _check_dump(sources, dump, of_b=b, is_compared=is_compared)
     check_outputs(dump, json)
     log_to_terminal()
-    from megajax.analysis.compare.api import compare_sources, dump_source
+    from megajax.analysis.compare import api
 
     if dump is not None:
         overrides += a or ()
         is_theirs = transformers is not None
-        dump_source(sources[0], dump, overrides=overrides, transformers=is_theirs, data=data)
+        api.dump(sources[0], dump, overrides=overrides, transformers=is_theirs, data=data)
         print(dump)
         return
-    comparison = compare_sources(
+    comparison = api.compare(
         *sources,
         overrides=overrides,
         of_a=a or (),

@@ -1,4 +1,4 @@
-"""The numbers of one or two sources, and their comparison."""
+"""Compare two sources, or dump the numbers of one."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax.analysis.compare.difference import Comparison, compare, config_of
+from megajax.analysis.compare.difference import Comparison, compare_recordings, config_of
 from megajax.analysis.compare.in_transformers import check_installed, execute_with_transformers
 from megajax.analysis.compare.recording import Recording, read_recording, write_recording
 from megajax.analysis.compare.sources import WITHOUT_DROPOUT, Source, check_comparable
@@ -18,9 +18,9 @@ from megajax.core.config.lora import without_adapters
 class _Side:
     source: Source
     config: Config
-    recording: Recording | None = None  # of a file
+    recording: Recording | None = None  # read from a file
     with_transformers: bool = False
-    is_merged: bool = False  # whether adapters are added to the weights
+    is_merged: bool = False  # whether adapters were merged into the weights
 
     def record(self, batch: Mapping[str, np.ndarray]) -> Recording:
         """Return the numbers of a pass over a batch."""
@@ -34,7 +34,7 @@ class _Side:
         return execute(self.config, source.load, batch, source=source.name)
 
 
-def compare_sources(
+def compare(
     a: str,
     b: str,
     *,
@@ -45,14 +45,21 @@ def compare_sources(
     data: bool = False,
     tolerance: float | None = None,
 ) -> Comparison:
-    """Compute and compare the passes of two sources.
+    """Run one forward and one backward pass on each of two sources, and compare them site by site.
 
-    A source is a preset, a YAML file, a run, a Hugging Face directory or a file of `dump_source`.
-    `overrides` are of both, `of_a` and `of_b` of one. `transformers` is the letter of a Hugging
-    Face directory that transformers executes, in fp32 on the CPU and, like the other one, without
-    dropout. With `data` the batch is the first of A's training data, or of B's if A is a directory,
-    otherwise of random tokens. Raises ConfigError for what cannot be compared, before anything
-    compiles.
+    Args:
+        a: a preset, a YAML file, a run, a Hugging Face directory or a file written by `dump`.
+        b: the same.
+        overrides: overrides of both configs, such as `train.batch_size=4`.
+        of_a: overrides of A's config alone.
+        of_b: overrides of B's config alone.
+        transformers: 'a' or 'b', a Hugging Face directory to execute with transformers, in fp32 on
+            the CPU. Neither side then has dropout.
+        data: use the first batch of A's training data, or of B's if A is a Hugging Face directory,
+            instead of random tokens.
+        tolerance: the largest difference that passes; the default depends on the dtype.
+
+    Raises ConfigError for sources that cannot be compared, before anything compiles.
     """
     both = _of_both(overrides, bool(transformers))
     with Source.opened(a, both, of_a) as first, Source.opened(b, both, of_b) as second:
@@ -62,17 +69,20 @@ def compare_sources(
         check_comparable(sides[0].config, sides[1].config, names=[a, b])
         batch = _batch(sides, data=data)
         _make_meshes(sides)
-        return compare(
+        return compare_recordings(
             *(side.record(batch) for side in sides),
             tolerance=tolerance,
             merged=[letter for letter, side in zip('AB', sides, strict=True) if side.is_merged],
         )
 
 
-def dump_source(
+compare_sources = compare  # its name in an earlier release
+
+
+def dump(
     name: str, file: Path, *, overrides: Sequence[str] = (), transformers: bool = False, data: bool
 ) -> None:
-    """Write the numbers of a source's pass to a file that `compare_sources` reads."""
+    """Write the numbers of a source's pass to a file that `compare` reads."""
     with Source.opened(name, _of_both(overrides, transformers)) as source:
         if source.kind == 'dump':
             raise ConfigError(f'{name} is already a dump: give a config, a run or a directory')
@@ -81,7 +91,7 @@ def dump_source(
 
 
 def _of_both(overrides: Sequence[str], transformers: bool) -> Sequence[str]:
-    """Return the overrides, with those that transformers needs on both sides."""
+    """Return the overrides of both sides, with those that transformers needs."""
     if not transformers:
         return overrides
     check_installed()
@@ -89,7 +99,7 @@ def _of_both(overrides: Sequence[str], transformers: bool) -> Sequence[str]:
 
 
 def _sides(sources: Sequence[Source], transformers: str | None) -> list[_Side]:
-    """Read every config, those of Hugging Face directories after what they take keys from."""
+    """Read all configs; Hugging Face directories take missing keys from the other side."""
     for letter, source in zip('ab', sources, strict=False):
         if letter == transformers and source.kind != 'huggingface':
             raise ConfigError(
@@ -121,7 +131,7 @@ def _sides(sources: Sequence[Source], transformers: str | None) -> list[_Side]:
 
 
 def _with_like_adapters(sides: Sequence[_Side]) -> list[_Side]:
-    """Merge the adapters of a side that is to be computed if the other one has none."""
+    """Merge the adapters of a side into its weights if the other side has none."""
     if all(side.config.lora is not None for side in sides):
         return [*sides]
     return [
@@ -133,7 +143,7 @@ def _with_like_adapters(sides: Sequence[_Side]) -> list[_Side]:
 
 
 def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
-    """Return the batch of both: that of a dump, of the data of one, or random tokens."""
+    """Return the batch of both sides: from a dump, from training data, or random tokens."""
     for side in sides:
         if side.recording is not None:
             if data:
@@ -157,7 +167,7 @@ def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
 
 
 def _make_meshes(sides: Sequence[_Side]) -> None:
-    """Make the largest mesh first, which decides how many devices a CPU simulates."""
+    """Make the largest mesh first: it decides how many devices the CPU simulates."""
     from megajax.core.parallel.mesh import mesh_for
 
     executed = [

@@ -81,7 +81,7 @@ class Comparison(_Result):
         return all(site.same_bits for site in self.sites)
 
 
-def compare(
+def compare_recordings(
     a: Recording, b: Recording, *, tolerance: float | None = None, merged: Sequence[str] = ()
 ) -> Comparison:
     """Compare two passes over the same batch.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support import make_config
 
-from megajax.analysis.compare.difference import compare
+from megajax.analysis.compare.difference import compare_recordings
 from megajax.analysis.compare.recording import About, Recording, read_recording, write_recording
 from megajax.analysis.compare.report import to_text, verdict
 from megajax.base.render.console import as_text
@@ -36,7 +36,7 @@ def recording(*numbers: float, gradient: float = 1.0) -> Recording:
 
 
 def test_a_difference_is_relative_to_the_largest_number_and_has_its_place() -> None:
-    comparison = compare(recording(1, -8, 2), recording(1, -8, 2.5))
+    comparison = compare_recordings(recording(1, -8, 2), recording(1, -8, 2.5))
     first = comparison.first
     assert first is not None
     assert (first.name, first.place, first.a, first.b) == ('embedding', [2], 2.0, 2.5)
@@ -46,36 +46,44 @@ def test_a_difference_is_relative_to_the_largest_number_and_has_its_place() -> N
 
 def test_what_is_not_a_number_is_equal_only_to_itself() -> None:
     broken = recording(1, np.nan, np.inf)
-    assert compare(broken, broken).same_bits
+    assert compare_recordings(broken, broken).same_bits
     for other in (recording(1, 2, np.inf), recording(1, np.nan, -np.inf)):
-        first = compare(broken, other).first
+        first = compare_recordings(broken, other).first
         assert first is not None
         assert first.error == np.inf
 
 
 def test_a_gradient_that_is_all_rounding_is_relative_to_the_others() -> None:
-    assert compare(recording(1, gradient=1e-9), recording(1, gradient=-1e-9)).first is None
-    assert compare(recording(1, gradient=1e-5), recording(1, gradient=-1e-5)).first is not None
+    assert (
+        compare_recordings(recording(1, gradient=1e-9), recording(1, gradient=-1e-9)).first is None
+    )
+    assert (
+        compare_recordings(recording(1, gradient=1e-5), recording(1, gradient=-1e-5)).first
+        is not None
+    )
 
 
 def test_zeros_of_two_signs_are_within_any_limit_but_not_equal_to_the_bit() -> None:
-    comparison = compare(recording(0.0), recording(-0.0), tolerance=0)
+    comparison = compare_recordings(recording(0.0), recording(-0.0), tolerance=0)
     assert comparison.first is None
     assert not comparison.same_bits
 
 
 def test_a_site_of_another_shape_or_of_one_side_is_a_difference_with_its_reason() -> None:
-    first = compare(recording(1, 2), recording(1)).first
+    first = compare_recordings(recording(1, 2), recording(1)).first
     assert first is not None
     assert first.note == '[2] in A, [1] in B'
     more = dataclasses.replace(recording(1), forward=recording(1).forward | {'norm': np.ones(1)})
-    assert verdict(compare(recording(1), more)) == 'first difference: norm forward, only in B'
+    assert (
+        verdict(compare_recordings(recording(1), more))
+        == 'first difference: norm forward, only in B'
+    )
 
 
 def test_other_batches_are_refused() -> None:
     other = dataclasses.replace(recording(1), batch={'tokens': np.arange(5)})
     with pytest.raises(ConfigError, match='small and small have different batches'):
-        compare(recording(1), other)
+        compare_recordings(recording(1), other)
 
 
 def test_a_layer_is_a_row_unless_it_has_the_first_difference() -> None:
@@ -86,7 +94,7 @@ def test_a_layer_is_a_row_unless_it_has_the_first_difference() -> None:
         forward = dict(zip(layers, arrays, strict=True))
         return dataclasses.replace(recording(1), forward=forward)
 
-    comparison = compare(of_layers(1, 1, 1, 1, 1, 1), of_layers(1, 1, 1, 2, 3, 1))
+    comparison = compare_recordings(of_layers(1, 1, 1, 1, 1, 1), of_layers(1, 1, 1, 2, 3, 1))
     lines = as_text(to_text(comparison)).splitlines()
     sites = [line.split('  ')[0] for line in lines if line.startswith('layers.')]
     assert sites == ['layers.0 (2 sites)', *layers[2:4], 'layers.2 (2 sites)']
@@ -97,7 +105,7 @@ def test_a_layer_is_a_row_unless_it_has_the_first_difference() -> None:
 def test_a_file_holds_a_recording_to_the_bit(tmp_path: Path) -> None:
     written = recording(1, np.nan, -0.0)
     write_recording(tmp_path / 'a.npz', written)
-    assert compare(written, read_recording(tmp_path / 'a.npz')).same_bits
+    assert compare_recordings(written, read_recording(tmp_path / 'a.npz')).same_bits
     assert [path.name for path in tmp_path.iterdir()] == ['a.npz']
 
 

@@ -4,7 +4,7 @@ import pytest
 from analysis.compare.small import on_one_device, recorded, small, with_fault
 from support import exhaustive, slow
 
-from megajax.analysis.compare.difference import Comparison, compare
+from megajax.analysis.compare.difference import Comparison, compare_recordings
 from megajax.analysis.compare.site_names import site_names
 
 MESHES = {
@@ -51,7 +51,7 @@ def test_no_site_of_a_mesh_differs_from_one_device(mesh: str) -> None:
     sections = MESHES[mesh]
     model, there = sections.get('model'), recorded(small(**sections))
     here = recorded(small(model=model)) if model else on_one_device()
-    comparison = compare(here, there)
+    comparison = compare_recordings(here, there)
     assert comparison.first is None
     assert not comparison.same_bits
     assert [*there.forward] == [*site_names(small(model=model).model), 'loss']
@@ -64,12 +64,12 @@ def test_no_site_of_a_mesh_differs_from_one_device(mesh: str) -> None:
 def test_every_model_and_dtype_has_the_same_sites_on_two_meshes(name: str, dtype: str) -> None:
     train, mesh = {'dtype': dtype}, {'data': 2, 'model': 2, 'sequence_parallel': True}
     sides = recorded(small(name, train=train)), recorded(small(name, train=train, mesh=mesh))
-    assert compare(*sides).first is None
+    assert compare_recordings(*sides).first is None
 
 
 def test_a_pass_repeats_to_the_bit_and_its_gradients_come_last_layer_first() -> None:
     here = on_one_device()
-    comparison = compare(here, recorded(small()))
+    comparison = compare_recordings(here, recorded(small()))
     assert comparison.same_bits
     assert not comparison.different_weights
     names = [*here.gradients]
@@ -80,14 +80,14 @@ def test_a_pass_repeats_to_the_bit_and_its_gradients_come_last_layer_first() -> 
 def test_a_changed_weight_is_found_where_it_is_used_first() -> None:
     fault = ('layers', 'mlp', 'down', 'weight')
     broken = recorded(small(), lambda config: with_fault(config, fault, 1e-3))
-    comparison = compare(on_one_device(), broken)
+    comparison = compare_recordings(on_one_device(), broken)
     assert title(comparison) == ('layers.1.mlp', 'forward')
     assert comparison.different_weights == ['layers.1.mlp.down.weight']
 
 
 @pytest.mark.slow
 def test_another_rope_is_found_in_the_attention_of_the_first_layer() -> None:
-    comparison = compare(on_one_device(), recorded(small(model={'rope_theta': 5000})))
+    comparison = compare_recordings(on_one_device(), recorded(small(model={'rope_theta': 5000})))
     assert title(comparison) == ('layers.0.attention', 'forward')
     assert comparison.keys == [('model.rope_theta', '10000.0', '5000.0')]
     assert not comparison.different_weights
@@ -98,7 +98,7 @@ def test_gradients_that_are_summed_in_16_bits_are_found_after_an_equal_forward_p
     meshes = [
         small(mesh={'data': 2}, optim={'reduce_dtype': dtype}) for dtype in ('float32', 'bfloat16')
     ]
-    comparison = compare(*map(recorded, meshes), tolerance=1e-5)
+    comparison = compare_recordings(*map(recorded, meshes), tolerance=1e-5)
     assert title(comparison) == ('head', 'gradient')
     assert all(site.same_bits for site in comparison.sites if site.phase == 'forward')
 
@@ -112,5 +112,5 @@ def test_a_wrong_backward_pass_is_found_by_its_gradient(monkeypatch: pytest.Monk
 
     sound = on_one_device()  # before the patch: it is computed once for all tests
     monkeypatch.setattr(embedding._embed, 'bwd', doubled)
-    comparison = compare(sound, recorded(small()))
+    comparison = compare_recordings(sound, recorded(small()))
     assert title(comparison) == ('embedding.table', 'gradient')
