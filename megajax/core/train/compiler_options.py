@@ -3,7 +3,12 @@
 from megajax.core.config import Config, ConfigError, Problem
 from megajax.core.counts.products import uses_flash
 from megajax.core.train.overlap import overlap_options
-from megajax.xla.miscompiles import cures, mesh_target, refuse_bitten, refuse_pipelined_sends
+from megajax.xla.miscompiles import (
+    mesh_target,
+    reject_affected,
+    reject_pipelined_sends,
+    workarounds,
+)
 
 Options = dict[str, str | bool]
 # XLA sorts what it would otherwise add atomically, and takes kernels of cuDNN and cuBLAS whose sums
@@ -18,18 +23,18 @@ def step_options(config: Config) -> Options:
     those of XLA_FLAGS, and for one whose program would not run.
     """
     target = mesh_target()
-    refuse_bitten(config, target)
-    refuse_pipelined_sends(config, target)
+    reject_affected(config, target)
+    reject_pipelined_sends(config, target)
     if target == 'cpu':
-        return cures(target)
+        return workarounds(target)
     _refuse_unrolled_attention(config)
     deterministic = DETERMINISTIC if config.train.deterministic else {}
-    return {**overlap_options(config), **deterministic, **cures(target)}
+    return {**overlap_options(config), **deterministic, **workarounds(target)}
 
 
 def evaluation_options() -> Options:
     """Options for the evaluation step on the current mesh."""
-    return cures(mesh_target())
+    return workarounds(mesh_target())
 
 
 def _refuse_unrolled_attention(config: Config) -> None:

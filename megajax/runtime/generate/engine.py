@@ -24,7 +24,7 @@ from megajax.runtime.generate.cache import KeysValues, decode, prefill, write
 from megajax.runtime.generate.sampling import Sampling, choose, head_logits, row_keys
 from megajax.runtime.generate.seen import PromptBatch, SeenPrompts, look
 from megajax.runtime.generate.weights import LayerWeights, graphs, inference_config
-from megajax.xla.miscompiles import cures, mesh_target
+from megajax.xla.miscompiles import mesh_target, workarounds
 
 NO_TOKEN = -1
 
@@ -64,7 +64,7 @@ class Engine:
         self.config = config = inference_config(config)
         self._layout = Layout.of(config)
         self._graphs = graphs(config)
-        options = cures(target)
+        options = workarounds(target)
         self.look = jax.jit(self._look, compiler_options=options)
         self.read = jax.jit(
             self._read, static_argnames=('num_slots', 'sampling'), compiler_options=options

@@ -7,11 +7,11 @@ each entry.
 from megajax.xla.miscompiles.entry import Miscompile, Repro, Sighting
 from megajax.xla.miscompiles.guard import (
     check_compiled,
-    cures,
     mesh_target,
-    refuse_bitten,
-    refuse_pipelined_sends,
+    reject_affected,
+    reject_pipelined_sends,
     target_of,
+    workarounds,
 )
 from megajax.xla.miscompiles.probe import Answer, ask, confirmed
 from megajax.xla.miscompiles.register import REGISTER, detect, detect_in
@@ -25,11 +25,11 @@ __all__ = [
     'ask',
     'check_compiled',
     'confirmed',
-    'cures',
     'detect',
     'detect_in',
     'mesh_target',
-    'refuse_bitten',
-    'refuse_pipelined_sends',
+    'reject_affected',
+    'reject_pipelined_sends',
     'target_of',
+    'workarounds',
 ]

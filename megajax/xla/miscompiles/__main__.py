@@ -1,4 +1,4 @@
-"""`python -m megajax.xla.miscompiles [TARGET]`: one line per fault that the installed XLA has."""
+"""`python -m megajax.xla.miscompiles [TARGET]`: one line per bug of the installed XLA."""
 
 import sys
 
@@ -9,7 +9,7 @@ from megajax.xla.miscompiles.register import REGISTER
 
 
 def report(target: str) -> list[str]:
-    """One line for each entry whose fault the compiler for `target` has, or may have."""
+    """Return a line for each bug that the compiler for `target` has, or may have."""
     answers = [(entry, ask(entry, target)) for entry in REGISTER]
     present = [(entry, answer) for entry, answer in answers if answer.is_faulty is not False]
     lines = [f'{entry.name} ({entry.source}): {_deed(entry, answer)}' for entry, answer in present]
@@ -17,17 +17,17 @@ def report(target: str) -> list[str]:
 
 
 def _deed(entry: Miscompile, answer: Answer) -> str:
-    """Return what megajax does about the fault."""
+    """Return what megajax does about the bug."""
     if answer.is_faulty is None:
         return f'unknown, {answer.why}'
     if entry.platform == 'cpu':
-        return 'inspect rejects a program that shows it'
-    if answer.cure:
-        options = ' '.join(f'{name}={value}' for name, value in answer.cure.items())
+        return 'inspect rejects an affected program'
+    if answer.workaround:
+        options = ' '.join(f'{name}={value}' for name, value in answer.workaround.items())
         return f'every program is compiled with {options}'
-    if entry.bitten_keys:
-        return f'{answer.why}; affected configs are rejected ({", ".join(entry.bitten_keys)})'
-    return 'inspect and train reject a program that shows it'
+    if entry.affected_keys:
+        return f'{answer.why}; affected configs are rejected ({", ".join(entry.affected_keys)})'
+    return 'inspect and train reject an affected program'
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Stored answers of compilers: a small file per repro and compiler in the user's cache folder."""
+"""Cache the answers of compilers: a small file per repro and compiler."""
 
 import hashlib
 import importlib.metadata
@@ -26,7 +26,7 @@ _IRRELEVANT = (
     '--xla_gpu_kernel_cache_file',
     '--xla_gpu_enable_llvm_module_compilation_parallelism',
 )
-_FIELDS = {'is_faulty', 'cure', 'why'}
+_FIELDS = {'is_faulty', 'workaround', 'why'}
 Identity = dict[str, Any]
 
 
@@ -48,7 +48,7 @@ def identity(entry: Miscompile, target: str) -> Identity:
 
 
 def read(wanted: Identity) -> dict[str, Any] | None:
-    """The stored answer; None if there is none or its file is broken."""
+    """Return the stored answer; None if there is none or its file is broken."""
     try:
         kept = parse_json(_file(wanted).read_bytes())
         answer = kept['answer'] if kept['identity'] == wanted else None
@@ -70,7 +70,7 @@ def write(wanted: Identity, answer: dict[str, Any]) -> None:
 
 
 def folder() -> Path:
-    """The directory of the answers: `megajax/xla/miscompiles` under $XDG_CACHE_HOME or ~/.cache."""
+    """Return the directory of the answers, under $XDG_CACHE_HOME or ~/.cache."""
     cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     return Path(cache) / 'megajax' / 'miscompiles'
 
@@ -81,7 +81,7 @@ def _file(wanted: Identity) -> Path:
 
 
 def _plugins() -> list[str]:
-    """Every jax plugin: its version, and its libraries, which may have been built manually."""
+    """Return every jax plugin with its version and libraries (which may be built by hand)."""
     plugins = importlib.metadata.entry_points(group='jax_plugins')
     stamps = {f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist}
     for plugin in plugins:

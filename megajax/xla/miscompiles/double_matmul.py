@@ -1,4 +1,4 @@
-"""A product that runs twice: XLA clones a cuBLAS call whose result is both read and stacked."""
+"""A matmul that runs twice: XLA clones a cuBLAS call whose result is both read and stacked."""
 
 import re
 from collections import defaultdict
@@ -21,7 +21,7 @@ Key = tuple[object, ...]
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every product with the same operands and path as an earlier one, inside fusions too."""
+    """Yield every matmul with the same operands and path as an earlier one, inside fusions too."""
     first: dict[str, set[Key]] = defaultdict(set)
     for computation in program.computations.values():
         for instruction in computation.instructions:
@@ -35,7 +35,7 @@ def detect(program: Program) -> Iterator[Instruction]:
 
 
 def _home(program: Program, computation: Computation) -> str:
-    """The computation that runs this one as a fusion, or this computation itself."""
+    """Return the computation that runs this one as a fusion, or this computation itself."""
     callers = program.callers.get(computation.name, [])
     if len(callers) == 1 and callers[0][1].opcode in ('fusion', 'fusion-start'):
         return _home(program, callers[0][0])
@@ -46,12 +46,12 @@ def _product(program: Program, place: Place) -> Key:
     instruction = place.instruction
     dims = re.search(r'"dot_dimension_numbers":\{.*?\}', instruction.attributes)
     operands = [_value(program, place.operand(index)) for index in range(len(instruction.operands))]
-    # A product that the author recomputes has a different path.
+    # A matmul that the author recomputes has a different path.
     return (instruction.op_name, instruction.results[0], dims[0] if dims else '', *operands)
 
 
 def _value(program: Program, place: Place) -> Key:
-    """A key that identifies a value; equal slices of the same array have equal keys."""
+    """Return a key that identifies a value; equal slices of the same array have equal keys."""
     home, instruction = place = trace(program, place)
     if instruction.opcode == 'dynamic-slice':
         operands = (place.operand(index) for index in range(len(instruction.operands)))
@@ -82,14 +82,14 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
 
 DOUBLE_MATMUL = Miscompile(
-    name='products that run twice',
-    what='the same product of the same operands runs twice: right results, lost time',
-    where='a cuBLAS product in lax.scan whose result is read and kept for the backward pass',
+    name='matmuls that run twice',
+    what='the same matmul of the same operands runs twice: right results, lost time',
+    where='a cuBLAS matmul in lax.scan whose result is read and saved for the backward pass',
     platform='gpu',
     source='seen with jax 0.11.2',
     effect='slow',
     detect=detect,
     repro=Repro(num_devices=1, lower=_lower, options={'xla_gpu_enable_triton_gemm': False}),
     workaround={'xla_gpu_enable_dynamic_slice_fusion': False},
-    remedy='give the compiler xla_gpu_enable_dynamic_slice_fusion=False',
+    remedy='set the compiler option xla_gpu_enable_dynamic_slice_fusion=False',
 )

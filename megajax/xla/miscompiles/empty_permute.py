@@ -19,7 +19,7 @@ PASS = 'all-gather-to-collective-permute-simplifier'
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every permute in which no device sends, so that all of them receive zeros."""
+    """Yield every permute in which no device sends, so that all of them receive zeros."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             is_permute = instruction.opcode in ('collective-permute', 'collective-permute-start')
@@ -28,7 +28,7 @@ def detect(program: Program) -> Iterator[Instruction]:
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
-    """An array gathered over one of two axes, read, and sharded over it again."""
+    """Return an array gathered over one of two axes, read, and sharded over it again."""
     grid = np.array(devices).reshape(2, 2)
     mesh = Mesh(grid, ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
 
@@ -42,20 +42,20 @@ def _lower(devices: Sequence[Any]) -> Lowered:
         return jax.jit(gather_and_slice).lower(x)
 
 
-def _bites(config: Config) -> bool:
+def _affects(config: Config) -> bool:
     return not config.model.bias and config.mesh.sequence_parallel and config.mesh.data > 1
 
 
 EMPTY_PERMUTE = Miscompile(
     name='permute without pairs',
-    what='a permute without pairs gives zeros, where each device was to keep its own shard',
-    where='an array gathered over one of several mesh axes, read, and sharded over it again',
+    what='a permute without pairs returns zeros, although each device should keep its own shard',
+    where='an array all-gathered over one of several mesh axes, read, and sharded over it again',
     platform='gpu',
     source='openxla/xla#45218',
     detect=detect,
     repro=Repro(num_devices=4, lower=_lower),
     workaround={'xla_disable_hlo_passes': PASS},
-    remedy=f'give the compiler xla_disable_hlo_passes={PASS}',
-    bites=_bites,
-    bitten_keys=('mesh.sequence_parallel', 'model.bias', 'mesh.data'),
+    remedy=f'set the compiler option xla_disable_hlo_passes={PASS}',
+    affects=_affects,
+    affected_keys=('mesh.sequence_parallel', 'model.bias', 'mesh.data'),
 )

@@ -1,4 +1,4 @@
-"""An entry of the register: a known miscompile, its detector, and a program that shows it."""
+"""An entry of the register: a known miscompile, its detector, and a program that is affected."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,31 +15,31 @@ Options = Mapping[str, Option]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repro:
-    """A small program that decides whether the installed compiler has the fault.
+    """A small program that decides whether the installed compiler has the bug.
 
-    `lower` gets `num_devices` devices; GPUs need not be present. The compiled program has the fault
-    if the entry's detector fires on its text or, if `is_wrong` is given, if its results are wrong.
+    `lower` gets `num_devices` devices; no GPU is needed. The compiler has the bug if the entry's
+    detector fires on the compiled text or, if `is_wrong` is given, if the results are wrong.
     """
 
     num_devices: int
     lower: Callable[[Sequence[Any]], Lowered]
-    options: Options = dataclasses.field(default_factory=dict)  # options that the fault needs
+    options: Options = dataclasses.field(default_factory=dict)  # options that trigger the bug
     is_wrong: Callable[[Any], bool] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Miscompile:
-    """A fault of XLA, in words and as code.
+    """A bug of XLA, in words and as code.
 
-    If `is_certain` is false, `detect` may also fire on a correct program: a finding then counts
-    only if the installed compiler has the fault. A config that `bites` accepts is refused if the
-    compiler has the fault and `workaround`, a set of compiler options, does not cure it.
+    If `is_certain` is false, `detect` may also fire on a correct program, and a finding counts only
+    if the installed compiler has the bug. A config for which `affects` is true is rejected if the
+    compiler has the bug and the compiler options in `workaround` do not avoid it.
     """
 
     name: str
-    what: str  # description of the fault
+    what: str  # description of the bug
     where: str  # affected pattern in a user's program
-    platform: Literal['gpu', 'cpu']  # platform of the faulty compiler
+    platform: Literal['gpu', 'cpu']  # platform of the compiler with the bug
     source: str  # upstream issue
     effect: Literal['wrong', 'slow'] = 'wrong'
     is_certain: bool = True
@@ -47,13 +47,13 @@ class Miscompile:
     repro: Repro
     workaround: Options | None = None
     remedy: str  # advice to the reader of a finding
-    bites: Callable[[Config], bool] = lambda config: False
-    bitten_keys: tuple[str, ...] = ()  # config keys that decide whether a config is affected
+    affects: Callable[[Config], bool] = lambda config: False
+    affected_keys: tuple[str, ...] = ()  # config keys that decide whether a config is affected
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sighting:
-    """An instruction of a compiled program that shows a known miscompile."""
+    """An instruction of a compiled program that matches a known miscompile."""
 
     entry: Miscompile
     instruction: str
@@ -67,7 +67,7 @@ class Sighting:
 
 
 def find(entry: Miscompile, program: Program) -> list[Sighting]:
-    """Every place in a compiled program that shows this miscompile."""
+    """Return every instruction of a compiled program that matches this miscompile."""
     return [
         Sighting(
             entry=entry,

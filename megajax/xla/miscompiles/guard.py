@@ -1,4 +1,4 @@
-"""The register at work in megajax: options that cure faults, and refused configs and steps."""
+"""Apply the register: set workarounds, and reject affected configs and steps."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ _LISTS = ('xla_disable_hlo_passes',)  # options with comma-separated values
 
 
 def target_of(device: Any) -> str:
-    """The target for a device: `cpu`, or the GPU that its kind names."""
+    """Return the target for a device: `cpu`, or the GPU that its kind names."""
     if device.platform == 'cpu':
         return 'cpu'
     kind = device.device_kind.lower()
@@ -28,22 +28,22 @@ def target_of(device: Any) -> str:
 
 
 def mesh_target() -> str:
-    """The target of the current mesh; `cpu` if there is none."""
+    """Return the target of the current mesh; `cpu` if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return 'cpu' if mesh.empty else target_of(mesh.abstract_device)
 
 
-def cures(target: str) -> dict[str, Option]:
-    """All known options that cure faults of the compiler for `target`; none for a CPU."""
+def workarounds(target: str) -> dict[str, Option]:
+    """Return the workarounds that the compiler for `target` needs; none for a CPU."""
     if target == 'cpu':
         return {}
     entries = [entry for entry in REGISTER if entry.platform == 'gpu' and entry.workaround]
     answers = [ask(entry, target) for entry in entries]
-    return merged(answer.cure for answer in answers if answer.cure)
+    return merged(answer.workaround for answer in answers if answer.workaround)
 
 
 def merged(several: Iterable[Options]) -> dict[str, Option]:
-    """All options in one mapping.
+    """Return all options in one mapping.
 
     An option that is a list gets all values, including those of XLA_FLAGS, which it would hide.
     """
@@ -60,24 +60,26 @@ def _flag(name: str) -> str:
     return next((value for key, _, value in flags if key == f'--{name}'), '')
 
 
-def refuse_bitten(config: Config, target: str, register: Sequence[Miscompile] = REGISTER) -> None:
-    """Raise ConfigError for a config that is affected by a fault which no option cures."""
-    bitten = [] if target == 'cpu' else [entry for entry in register if entry.bites(config)]
-    if uncured := [entry for entry in bitten if _is_uncured(entry, target)]:
-        raise ConfigError(*(_problem(config, entry, target) for entry in uncured))
+def reject_affected(config: Config, target: str, register: Sequence[Miscompile] = REGISTER) -> None:
+    """Raise ConfigError for a config that is affected by a bug without a workaround."""
+    affecting = [] if target == 'cpu' else [entry for entry in register if entry.affects(config)]
+    if problems := [
+        _problem(config, entry, target) for entry in affecting if _has_no_workaround(entry, target)
+    ]:
+        raise ConfigError(*problems)
 
 
-def _is_uncured(entry: Miscompile, target: str) -> bool:
+def _has_no_workaround(entry: Miscompile, target: str) -> bool:
     answer = ask(entry, target)
-    return bool(answer.is_faulty) and answer.cure is None
+    return bool(answer.is_faulty) and answer.workaround is None
 
 
 def _problem(config: Config, entry: Miscompile, target: str) -> Problem:
-    path, *others = entry.bitten_keys
-    values = ', '.join(f'{key}={_value(config, key)}' for key in entry.bitten_keys)
+    path, *others = entry.affected_keys
+    values = ', '.join(f'{key}={_value(config, key)}' for key in entry.affected_keys)
     message = (
         f'XLA compiles {values} wrongly for {target} ({entry.source}: {entry.what}), '
-        f'and {ask(entry, target).why}; use another jaxlib, or change one of these keys'
+        f'and {ask(entry, target).why}; use a different jaxlib, or change one of these keys'
     )
     return Problem(path=path, message=message, others=tuple(others))
 
@@ -87,8 +89,8 @@ def _value(config: Config, key: str) -> str:
     return str(getattr(getattr(config, section), name)).lower()
 
 
-def refuse_pipelined_sends(config: Config, target: str) -> None:
-    """Raise ConfigError where XLA_FLAGS pipeline sends that go round several rings at a time.
+def reject_pipelined_sends(config: Config, target: str) -> None:
+    """Raise ConfigError if XLA_FLAGS pipelines permutes that have several rings.
 
     XLA splits such a permute and loses data (`split_cycles.py`), or turns it into sends that
     `inspect` cannot count. A mesh of several axes has a ring of its stages, or of its context
@@ -104,14 +106,14 @@ def refuse_pipelined_sends(config: Config, target: str) -> None:
         return
     size = rings[several[0]]
     message = (
-        f'XLA_FLAGS has {" ".join(flags)}, which loses data where a permute has several cycles '
-        f'(openxla/xla#45222), here {mesh.num_devices // size} of {size} devices; leave it out'
+        f'XLA_FLAGS has {" ".join(flags)}, which loses data if a permute has several cycles '
+        f'(openxla/xla#45222), here {mesh.num_devices // size} of {size} devices; remove it'
     )
     raise ConfigError(Problem(path=several[0], message=message, others=tuple(several[1:])))
 
 
 def _pipelined_flags() -> list[str]:
-    """The flags of XLA_FLAGS that pipeline sends."""
+    """Return the flags of XLA_FLAGS that pipeline sends."""
     flags = os.environ.get('XLA_FLAGS', '').split()
     parts = [(flag, *flag.removeprefix('--').partition('=')) for flag in flags]
     return [

@@ -1,4 +1,4 @@
-"""Zeros from XLA for the places of a sharded top-k that a program returns unchanged."""
+"""XLA returns zeros for the indices of a sharded top-k that a program returns unchanged."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from megajax.xla.miscompiles.trace import Place, trace
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every returned constant of integers whose path is that of a top-k."""
+    """Yield every integer constant that the program returns with the path of a top-k."""
     root = Place(program.entry, program.entry.root)
     is_tuple = root.instruction.opcode == 'tuple'
     count = len(root.instruction.operands)
@@ -35,9 +35,9 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
 
 LOST_INDICES = Miscompile(
-    name='lost places of a top-k',
-    what='the program returns zeros for the places of the largest elements; the values are right',
-    where='a sharded jax.lax.top_k whose places a program returns unchanged',
+    name='zero indices from a sharded top-k',
+    what='the program returns zeros for the indices of the largest elements; the values are right',
+    where='a sharded jax.lax.top_k whose indices a program returns unchanged',
     platform='gpu',
     source='openxla/xla#49005',
     detect=detect,
@@ -45,6 +45,6 @@ LOST_INDICES = Miscompile(
     # The pass that could be disabled also chooses XLA's own kernel for small k.
     remedy=(
         'constrain the sharding of both results, '
-        'or give the compiler xla_disable_hlo_passes=topk-rewriter'
+        'or set the compiler option xla_disable_hlo_passes=topk-rewriter'
     ),
 )

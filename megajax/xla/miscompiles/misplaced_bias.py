@@ -1,4 +1,4 @@
-"""A bias along the wrong dim: `(x @ w + b).T` of a square product adds b to the rows."""
+"""A bias along the wrong dim: `(x @ w + b).T` of a square matmul adds b to the rows."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ _BIAS = re.compile(r'"epilogue":"\w*BIAS')
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every cuBLASLt call that adds a vector to a square product.
+    """Yield every cuBLASLt call that adds a vector to a square matmul.
 
-    The text does not say along which dim the vector was meant to be.
+    The text does not show along which dim the vector should be added.
     """
     for computation in program.computations.values():
         for instruction in computation.instructions:
@@ -43,11 +43,11 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
 
 MISPLACED_BIAS = Miscompile(
-    name='bias along the wrong dim of a square product',
-    what='a cuBLASLt call adds its bias to a square product, where it may lie along the wrong dim',
+    name='bias along the wrong dim of a square matmul',
+    what='a cuBLASLt call adds its bias to a square matmul, possibly along the wrong dim',
     where=(
         'a linear layer with as many tokens as features whose result is transposed, '
-        'in cuBLAS products'
+        'in cuBLAS matmuls'
     ),
     platform='gpu',
     source='openxla/xla#46897',

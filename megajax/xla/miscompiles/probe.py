@@ -1,4 +1,4 @@
-"""Ask the installed compiler whether it has a fault: compile the repro once, store the answer."""
+"""Ask the installed compiler whether it has a bug: compile the repro once, and cache the answer."""
 
 import dataclasses
 import functools
@@ -19,22 +19,22 @@ _FAILURES = RuntimeError, ValueError, TypeError  # XLA's errors are RuntimeError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Whether the installed compiler has a fault, the options that cure it, or why none do.
+    """Whether the installed compiler has a bug, and the workaround, or why there is none.
 
     `is_faulty` is None if the compiler cannot be asked: the repro does not compile, or no GPU
-    compiler is installed. `cure` is None if no option cures the fault.
+    compiler is installed. `workaround` is None if no option avoids the bug.
     """
 
     is_faulty: bool | None
-    cure: Options | None
+    workaround: Options | None
     why: str = ''
 
 
 @functools.cache
 def ask(entry: Miscompile, target: str) -> Answer:
-    """The answer of the compiler for `target`, which is asked once; its answer is stored."""
+    """Return the answer of the compiler for `target`, from the cache after the first time."""
     if entry.platform == 'gpu' and (target not in GPUS or not has_compiler()):
-        return Answer(is_faulty=None, cure=None, why='no GPU compiler to ask')
+        return Answer(is_faulty=None, workaround=None, why='no GPU compiler to ask')
     identity = answers.identity(entry, target)
     kept = answers.read(identity)
     if kept is not None:
@@ -47,29 +47,29 @@ def ask(entry: Miscompile, target: str) -> Answer:
 
 
 def probe(entry: Miscompile, target: str) -> Answer:
-    """Compile the repro, and again with the workaround if it shows the fault."""
+    """Compile the repro, and again with the workaround if the compiler has the bug."""
     try:
         is_faulty = shows_fault(entry, target, {})
     except _FAILURES as error:
         why = f'its repro does not compile: {_reason(error)}'
-        return Answer(is_faulty=None, cure=None, why=why)
+        return Answer(is_faulty=None, workaround=None, why=why)
     if not is_faulty:
-        return Answer(is_faulty=False, cure=None)
+        return Answer(is_faulty=False, workaround=None)
     if entry.workaround is None:
-        return Answer(is_faulty=True, cure=None, why='no option works around it')
+        return Answer(is_faulty=True, workaround=None, why='no option avoids it')
     given = ' '.join(f'{name}={value}' for name, value in entry.workaround.items())
     try:
-        is_cured = not shows_fault(entry, target, entry.workaround)
+        is_avoided = not shows_fault(entry, target, entry.workaround)
     except _FAILURES as error:
         why = f'the compiler rejects {given}: {_reason(error)}'
-        return Answer(is_faulty=True, cure=None, why=why)
-    if is_cured:
-        return Answer(is_faulty=True, cure=dict(entry.workaround))
-    return Answer(is_faulty=True, cure=None, why=f'{given} does not work around it')
+        return Answer(is_faulty=True, workaround=None, why=why)
+    if is_avoided:
+        return Answer(is_faulty=True, workaround=dict(entry.workaround))
+    return Answer(is_faulty=True, workaround=None, why=f'{given} does not avoid it')
 
 
 def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
-    """Whether the repro, compiled for `target` with these extra options, shows the fault."""
+    """Return whether the repro, compiled for `target` with these options, shows the bug."""
     lowered = entry.repro.lower(_devices(entry, target))
     common: Options = {} if entry.platform == 'cpu' else WITHOUT_GPU
     with warnings.catch_warnings():
@@ -82,9 +82,9 @@ def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
 
 
 def confirmed(findings: Sequence[Sighting], target: str) -> list[Sighting]:
-    """The findings that count for `target`.
+    """Return the findings that count for `target`.
 
-    A finding that a correct program may show too is dropped if the compiler lacks the fault.
+    A finding that a correct program can show too is dropped if the compiler does not have the bug.
     """
     return [
         finding

@@ -24,7 +24,7 @@ REGISTER: tuple[Miscompile, ...] = (
 
 
 def detect(text: str) -> list[Sighting]:
-    """Every place in a compiled program's text that shows a known miscompile.
+    """Return every instruction in a compiled program's text that matches a known miscompile.
 
     Findings of an entry with `is_certain=False` may be correct: `confirmed` asks the compiler.
     """

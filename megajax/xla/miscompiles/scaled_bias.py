@@ -19,7 +19,7 @@ _EPILOGUE = re.compile(r'"epilogue":"(\w+)"')
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every cuBLASLt call that scales the product and then adds a vector.
+    """Yield every cuBLASLt call that scales the matmul and then adds a vector.
 
     The correct program `a * (x @ w) + b` has the same text.
     """
@@ -45,9 +45,9 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
 
 SCALED_BIAS = Miscompile(
-    name='scaled product with a bias that is not scaled',
+    name='scaled matmul whose bias is not scaled',
     what='a cuBLASLt call adds its bias unscaled, but a * (x @ w + b) scales it too',
-    where='a constant factor after a linear layer, as in dropout(x @ w + b), in cuBLAS products',
+    where='a constant factor after a linear layer, as in dropout(x @ w + b), in cuBLAS matmuls',
     platform='gpu',
     source='openxla/xla#46110, jax-ml/jax#39336',
     is_certain=False,

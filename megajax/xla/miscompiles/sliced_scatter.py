@@ -1,4 +1,4 @@
-"""An embedding's gradient sliced before it is summed: rows get the gradients of other rows."""
+"""An embedding gradient sliced before it is summed: rows get the gradients of other rows."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ _SUMMED = frozenset({'convert', 'all-reduce', 'all-reduce-start'})
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every sum over devices that each add a different slice of their scattered gradients."""
+    """Yield every sum over devices that each add a different slice of their scattered gradients."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             place = Place(computation, instruction)
@@ -60,7 +60,7 @@ def _differs(program: Program, start: Place, group: tuple[int, ...]) -> bool:
 
 
 def lower(devices: Sequence[Any], *, reduced: bool = True) -> Lowered:
-    """The gradient of a lookup: tokens sharded over both axes, the table over the first."""
+    """Return the gradient of a lookup: tokens sharded over both axes, the table over the first."""
     grid = np.array(devices).reshape(2, 2)
     mesh = Mesh(grid, ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
 
@@ -81,8 +81,8 @@ def lower(devices: Sequence[Any], *, reduced: bool = True) -> Lowered:
 
 
 SLICED_SCATTER = Miscompile(
-    name="an embedding's gradient sliced before it is summed",
-    what='devices add different slices: rows of a table get the gradients of other rows',
+    name='an embedding gradient sliced before it is summed',
+    what='devices add different slices, so rows of a table get the gradients of other rows',
     where="a lookup in a table P('data', None, reduced={'model'}) by tokens over data; on CPUs too",
     platform='gpu',
     source='openxla/xla#42481',

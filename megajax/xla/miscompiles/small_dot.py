@@ -1,4 +1,4 @@
-"""A small product fused with a reduction on a CPU, with wrong last rows."""
+"""A small matmul fused with a reduction on a CPU, with wrong last rows."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _ELEMENTWISE = frozenset({'multiply', 'add', 'subtract', 'negate', 'abs', 'conve
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every YNNPACK fusion of a product over at most three elements with its reduction."""
+    """Yield every YNNPACK fusion of a matmul over at most three elements with its reduction."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             if '"__ynn_fusion"' in instruction.attributes and instruction.called:
@@ -65,8 +65,8 @@ def _is_wrong(compiled: Any) -> bool:
 
 
 SMALL_DOT = Miscompile(
-    name='a small product and its reduction on CPUs',
-    what='a product over two or three elements, fused with its reduction, has wrong last rows',
+    name='a small matmul and its reduction on CPUs',
+    what='a matmul over two or three elements, fused with its reduction, has wrong last rows',
     where='a 3 x 3 matrix times more than 32,768 vectors (fp32; fp64: 16,384), reduced at once',
     platform='cpu',
     source='jax-ml/jax#39103',
@@ -74,5 +74,6 @@ SMALL_DOT = Miscompile(
     detect=detect,
     repro=Repro(num_devices=1, lower=_lower, is_wrong=_is_wrong),
     workaround={'xla_disable_hlo_passes': 'dot-library-rewriter'},
-    remedy='give the compiler xla_disable_hlo_passes=dot-library-rewriter, or another jaxlib',
+    remedy='set the compiler option xla_disable_hlo_passes=dot-library-rewriter, or use a '
+    'different jaxlib',
 )

@@ -21,7 +21,7 @@ _WITH_BROADCAST = frozenset({'broadcast'})
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every select between two permutes that gives a device the one that sends it nothing."""
+    """Yield every select between two permutes that gives a device the one that sends it nothing."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             is_choice = instruction.opcode == 'select'
@@ -38,7 +38,7 @@ def _loses_data(program: Program, select: Place) -> bool:
 
 
 def _targets(program: Program, place: Place) -> set[int] | None:
-    """The devices that receive data from a permute, or from the receive that replaced it."""
+    """Return the devices that receive data from a permute, or from the receive that replaced it."""
     instruction = trace(program, place).instruction
     if instruction.opcode not in ('recv', 'collective-permute', 'collective-permute-start'):
         return None
@@ -47,7 +47,7 @@ def _targets(program: Program, place: Place) -> set[int] | None:
 
 
 def _device_of(program: Program, place: Place) -> int | None:
-    """The only device for which `partition-id == constant` holds; None for other conditions."""
+    """Return the device of a condition `partition-id == constant`; None for other conditions."""
     place = trace(program, place, through=_WITH_BROADCAST)
     if place.instruction.opcode != 'compare' or 'direction=EQ' not in place.instruction.attributes:
         return None
@@ -61,7 +61,7 @@ def _device_of(program: Program, place: Place) -> int | None:
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
-    """A ring along one of two axes, in a loop: two cycles of two devices."""
+    """Return a ring along one of two axes, in a loop: two cycles of two devices."""
     mesh = Mesh(np.array(devices).reshape(2, 2), ('a', 'b'))
 
     @jax.jit
@@ -78,7 +78,7 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
 SPLIT_CYCLES = Miscompile(
     name='ring permutes that lose data',
-    what='a permute of several cycles is split in two, and devices that close a cycle get zeros',
+    what='a permute of several cycles is split, and devices that close a cycle receive zeros',
     where='lax.ppermute around one of several mesh axes, with xla_gpu_enable_pipelined_p2p',
     platform='gpu',
     source='openxla/xla#45222',
@@ -92,5 +92,5 @@ SPLIT_CYCLES = Miscompile(
         },
     ),
     workaround={'xla_gpu_enable_pipelined_p2p': False},
-    remedy='leave out xla_gpu_enable_pipelined_p2p',
+    remedy='remove xla_gpu_enable_pipelined_p2p',
 )

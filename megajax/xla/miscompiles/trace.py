@@ -34,7 +34,7 @@ class Place(NamedTuple):
     instruction: Instruction
 
     def operand(self, index: int) -> 'Place':
-        """The place of one of its operands."""
+        """Return the place of one of its operands."""
         return Place(self.home, self.home.by_name[self.instruction.operands[index]])
 
 
@@ -45,7 +45,7 @@ def trace(
     through: frozenset[str] = frozenset(),
     around: bool = True,
 ) -> Place:
-    """The instruction that computes a value, behind copies, fusions, tuples, loops and `through`.
+    """Return the instruction that computes a value, through copies, fusions, tuples and loops.
 
     A value that a loop carries and changes is followed to the end of an iteration, unless
     `around=False`.
@@ -74,7 +74,7 @@ def _before(program: Program, place: Place, through: frozenset[str], around: boo
 
 
 def _given(program: Program, place: Place) -> Place | None:
-    """The operand for a parameter of a computation that only one fusion or call runs, if so."""
+    """Return the operand of a parameter, if only one fusion or call runs its computation."""
     callers = program.callers.get(place.home.name, [])
     if len(callers) != 1 or callers[0][1].opcode not in _CALLERS:
         return None
@@ -116,7 +116,7 @@ def _is_element(place: Place, owner: str, index: int) -> bool:
 
 
 def integer(program: Program, place: Place, device: int) -> int | None:
-    """A scalar's value on a device, from the device's number and tables.
+    """Return a scalar's value on a device, from the device's number and tables.
 
     None if the text does not determine it, or if it differs between the iterations of a loop.
     """
@@ -138,7 +138,7 @@ def integer(program: Program, place: Place, device: int) -> int | None:
 
 
 def _entry(program: Program, lookup: Place, device: int) -> int | None:
-    """The entry that a device reads from a table."""
+    """Return the entry that a device reads from a table."""
     table = trace(program, lookup.operand(0), around=False).instruction
     numbers = _literal(table) if table.opcode == 'constant' else None
     index = integer(program, lookup.operand(1), device)
@@ -148,7 +148,7 @@ def _entry(program: Program, lookup: Place, device: int) -> int | None:
 
 
 def _literal(instruction: Instruction) -> list[int] | None:
-    """The integers of a constant; None if XLA abbreviated them (`{...}`)."""
+    """Return the integers of a constant; None if XLA abbreviated them (`{...}`)."""
     text = instruction.line.partition('constant(')[2].partition(')')[0]
     if not re.fullmatch(r'[{}\d\s,-]+', text):
         return None

@@ -89,4 +89,4 @@ def test_every_entry_has_a_name_of_its_own_a_source_and_a_fix() -> None:
     for entry in REGISTER:
         assert entry.source
         assert entry.remedy
-        assert bool(entry.bitten_keys) == (entry is EMPTY_PERMUTE)
+        assert bool(entry.affected_keys) == (entry is EMPTY_PERMUTE)

@@ -1,4 +1,4 @@
-"""Programs of megajax are compiled with the cures, and refused where there is none."""
+"""Programs of megajax are compiled with the workarounds, and refused where there is none."""
 
 import dataclasses
 import os
@@ -30,14 +30,14 @@ from megajax.xla.miscompiles import (
     __main__,
     ask,
     check_compiled,
-    cures,
     detect,
     guard,
     mesh_target,
     probe,
-    refuse_bitten,
-    refuse_pipelined_sends,
+    reject_affected,
+    reject_pipelined_sends,
     target_of,
+    workarounds,
 )
 from megajax.xla.miscompiles.empty_permute import EMPTY_PERMUTE, PASS
 from megajax.xla.miscompiles.guard import DEFAULT_TARGET, merged
@@ -62,7 +62,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask.cache_clear()
 
 
-def bitten_config() -> Config:
+def affected_config() -> Config:
     """Sequence parallelism without biases, over two data shards."""
     model = {'num_heads': 2, 'head_dim': 64, 'hidden_size': 128, 'dropout': 0.0}
     return make_config('llama', 2, 2, sequence_parallel=True, model=model)
@@ -72,7 +72,7 @@ def bitten_config() -> Config:
 @needs_compiler
 def test_a_step_that_is_compiled_with_the_cures_shows_no_fault() -> None:
     devices = gpu_devices('h100', hosts=1, per_host=4)
-    config, mesh = bitten_config(), mesh_of(devices, axis_sizes(2, 2))
+    config, mesh = affected_config(), mesh_of(devices, axis_sizes(2, 2))
     compiled = compile_step(config, mesh, 4)
     assert detect(compiled.text) == []
     assert check_compiled(compiled.text, 'h100') == []
@@ -86,10 +86,12 @@ def test_an_instruction_that_shows_a_fault_is_a_lint_error() -> None:
 
 @needs_compiler
 def test_the_cures_of_all_faults_are_given_to_a_gpu_and_none_to_a_cpu() -> None:
-    given = cures('h100')
-    assert (given.get('xla_disable_hlo_passes') == PASS) == bool(ask(EMPTY_PERMUTE, 'h100').cure)
-    assert ('xla_gpu_enable_pipelined_p2p' in given) == bool(ask(SPLIT_CYCLES, 'h100').cure)
-    assert cures('cpu') == {}
+    given = workarounds('h100')
+    assert (given.get('xla_disable_hlo_passes') == PASS) == bool(
+        ask(EMPTY_PERMUTE, 'h100').workaround
+    )
+    assert ('xla_gpu_enable_pipelined_p2p' in given) == bool(ask(SPLIT_CYCLES, 'h100').workaround)
+    assert workarounds('cpu') == {}
 
 
 @needs_compiler
@@ -98,23 +100,23 @@ def test_a_config_that_has_an_uncured_fault_is_refused_with_its_keys_and_the_fix
     entry = dataclasses.replace(
         SPLIT_CYCLES,
         workaround={'xla_no_such_option': True},
-        bites=EMPTY_PERMUTE.bites,
-        bitten_keys=EMPTY_PERMUTE.bitten_keys,
+        affects=EMPTY_PERMUTE.affects,
+        affected_keys=EMPTY_PERMUTE.affected_keys,
     )
     if not ask(entry, 'h100').is_faulty:
         pytest.skip('this compiler has no such fault')
     with pytest.raises(ConfigError) as error:
-        refuse_bitten(bitten_config(), 'h100', (entry,))
+        reject_affected(affected_config(), 'h100', (entry,))
     assert error.value.exit_code == 2
     for part in (
         'mesh.sequence_parallel=true, model.bias=false, mesh.data=2',
         'xla_no_such_option',
-        'another jaxlib',
+        'a different jaxlib',
     ):
         assert part in str(error.value)
-    refuse_bitten(make_config('llama', 1, 2, sequence_parallel=True), 'h100', (entry,))
-    refuse_bitten(make_config('gpt', 2, 2, sequence_parallel=True), 'h100', (entry,))
-    refuse_bitten(bitten_config(), 'cpu', (entry,))
+    reject_affected(make_config('llama', 1, 2, sequence_parallel=True), 'h100', (entry,))
+    reject_affected(make_config('gpt', 2, 2, sequence_parallel=True), 'h100', (entry,))
+    reject_affected(affected_config(), 'cpu', (entry,))
 
 
 @needs_compiler
@@ -194,10 +196,10 @@ def test_the_register_is_read_by_no_import_of_megajax() -> None:
     )
 
 
-CURED = Answer(is_faulty=True, cure=EMPTY_PERMUTE.workaround)
-UNCURED = Answer(is_faulty=True, cure=None, why='no option works around it')
-RIGHT = Answer(is_faulty=False, cure=None)
-UNKNOWN = Answer(is_faulty=None, cure=None, why='no GPU compiler to ask')
+WITH_WORKAROUND = Answer(is_faulty=True, workaround=EMPTY_PERMUTE.workaround)
+WITHOUT_WORKAROUND = Answer(is_faulty=True, workaround=None, why='no option avoids it')
+RIGHT = Answer(is_faulty=False, workaround=None)
+UNKNOWN = Answer(is_faulty=None, workaround=None, why='no GPU compiler to ask')
 
 
 Answers = dict[str, Answer]
@@ -213,38 +215,40 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 
 def test_a_config_that_loses_a_shard_is_refused_where_nothing_cures_it(answers: Answers) -> None:
-    answers[EMPTY_PERMUTE.name] = UNCURED
+    answers[EMPTY_PERMUTE.name] = WITHOUT_WORKAROUND
     with pytest.raises(ConfigError) as error:
-        refuse_bitten(bitten_config(), 'h100')
+        reject_affected(affected_config(), 'h100')
     keys = 'mesh.sequence_parallel=true, model.bias=false, mesh.data=2'
-    for part in (keys, 'for h100', EMPTY_PERMUTE.what, UNCURED.why):
+    for part in (keys, 'for h100', EMPTY_PERMUTE.what, WITHOUT_WORKAROUND.why):
         assert part in str(error.value)
-    refuse_bitten(make_config('llama', 1, 2, sequence_parallel=True), 'h100')
-    refuse_bitten(make_config('llama', 2, 2), 'h100')
-    refuse_bitten(make_config('gpt', 2, 2, sequence_parallel=True), 'h100')
-    refuse_bitten(bitten_config(), 'cpu')
+    reject_affected(make_config('llama', 1, 2, sequence_parallel=True), 'h100')
+    reject_affected(make_config('llama', 2, 2), 'h100')
+    reject_affected(make_config('gpt', 2, 2, sequence_parallel=True), 'h100')
+    reject_affected(affected_config(), 'cpu')
 
 
-@pytest.mark.parametrize('answer', [CURED, RIGHT, UNKNOWN], ids=['cured', 'right', 'unknown'])
+@pytest.mark.parametrize(
+    'answer', [WITH_WORKAROUND, RIGHT, UNKNOWN], ids=['avoided', 'right', 'unknown']
+)
 def test_a_cured_or_unknown_fault_refuses_no_config(answers: Answers, answer: Answer) -> None:
     answers[EMPTY_PERMUTE.name] = answer
-    refuse_bitten(bitten_config(), 'h100')
+    reject_affected(affected_config(), 'h100')
 
 
 def test_the_options_are_those_that_cure_what_the_compiler_has(answers: Answers) -> None:
-    assert cures('h100') == {}
-    answers[SPLIT_CYCLES.name] = Answer(is_faulty=True, cure=SPLIT_CYCLES.workaround)
-    assert cures('h100') == SPLIT_CYCLES.workaround
-    answers[EMPTY_PERMUTE.name] = CURED
-    assert cures('h100') == {**SPLIT_CYCLES.workaround, **EMPTY_PERMUTE.workaround}
-    answers[SPLIT_CYCLES.name] = UNCURED
-    assert cures('h100') == EMPTY_PERMUTE.workaround
-    assert cures('cpu') == {}
+    assert workarounds('h100') == {}
+    answers[SPLIT_CYCLES.name] = Answer(is_faulty=True, workaround=SPLIT_CYCLES.workaround)
+    assert workarounds('h100') == SPLIT_CYCLES.workaround
+    answers[EMPTY_PERMUTE.name] = WITH_WORKAROUND
+    assert workarounds('h100') == {**SPLIT_CYCLES.workaround, **EMPTY_PERMUTE.workaround}
+    answers[SPLIT_CYCLES.name] = WITHOUT_WORKAROUND
+    assert workarounds('h100') == EMPTY_PERMUTE.workaround
+    assert workarounds('cpu') == {}
 
 
 def test_a_text_that_may_be_right_ends_the_run_where_the_fault_is_there(answers: Answers) -> None:
     assert check_compiled(texts.product(1.5, 'BIAS'), 'h100') == []
-    answers[SCALED_BIAS.name] = UNCURED
+    answers[SCALED_BIAS.name] = WITHOUT_WORKAROUND
     with pytest.raises(MiscompileError, match='call at no path'):
         check_compiled(texts.product(1.5, 'BIAS'), 'h100')
 
@@ -260,15 +264,15 @@ def test_a_gpu_has_the_target_that_its_kind_names_or_else_the_default(target: st
 
 def test_the_report_says_of_each_fault_what_is_done_about_it(answers: Answers) -> None:
     assert __main__.report('h100') == [f'none of the {len(REGISTER)} known miscompiles']
-    answers[EMPTY_PERMUTE.name] = CURED
-    answers[MISPLACED_BIAS.name] = UNCURED
+    answers[EMPTY_PERMUTE.name] = WITH_WORKAROUND
+    answers[MISPLACED_BIAS.name] = WITHOUT_WORKAROUND
     answers[SPLIT_CYCLES.name] = UNKNOWN
     cured, misplaced, unknown = __main__.report('h100')
     assert cured.endswith(f'every program is compiled with xla_disable_hlo_passes={PASS}')
     name = f'{MISPLACED_BIAS.name} ({MISPLACED_BIAS.source})'
-    assert misplaced == f'{name}: inspect and train reject a program that shows it'
+    assert misplaced == f'{name}: inspect and train reject an affected program'
     assert unknown.endswith('unknown, no GPU compiler to ask')
-    answers[EMPTY_PERMUTE.name] = UNCURED
+    answers[EMPTY_PERMUTE.name] = WITHOUT_WORKAROUND
     [uncured, *_] = __main__.report('h100')
     assert 'are rejected (mesh.sequence_parallel, model.bias, mesh.data)' in uncured
 
@@ -300,9 +304,9 @@ def test_flags_that_pipeline_sends_are_refused_where_a_permute_has_several_cycle
     monkeypatch.setenv('XLA_FLAGS', flags)
     train = {'microbatches': 2, 'batch_size': 8}
     config = make_config('llama', mesh={'data': 1, 'model': 1} | mesh, train=train)
-    refuse_pipelined_sends(config, 'cpu')
+    reject_pipelined_sends(config, 'cpu')
     if not (is_refused and pipelines):
-        refuse_pipelined_sends(config, 'h100')
+        reject_pipelined_sends(config, 'h100')
         return
-    with pytest.raises(ConfigError, match=r'xla#45222.* 2 of 2 devices; leave it out'):
-        refuse_pipelined_sends(config, 'h100')
+    with pytest.raises(ConfigError, match=r'xla#45222.* 2 of 2 devices; remove it'):
+        reject_pipelined_sends(config, 'h100')

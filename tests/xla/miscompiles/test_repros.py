@@ -70,9 +70,9 @@ def test_a_compiled_repro_shows_its_own_fault_or_none(entry: Miscompile) -> None
 def test_the_cure_of_a_fault_takes_it_out_of_the_text(entry: Miscompile) -> None:
     answer = probe(entry, 'h100')
     if answer.is_faulty:
-        assert answer.cure == entry.workaround
-    if answer.cure:
-        assert not shows_fault(entry, 'h100', answer.cure)
+        assert answer.workaround == entry.workaround
+    if answer.workaround:
+        assert not shows_fault(entry, 'h100', answer.workaround)
 
 
 @needs_compiler
@@ -87,7 +87,7 @@ def test_rings_in_several_cycles_lose_data_without_the_options_too_only_if_they_
 def test_an_option_that_the_compiler_rejects_is_no_cure() -> None:
     entry = dataclasses.replace(SPLIT_CYCLES, workaround={'xla_no_such_option': True})
     answer = probe(entry, 'h100')
-    assert answer.cure is None
+    assert answer.workaround is None
     assert not answer.is_faulty or 'rejects xla_no_such_option=True' in answer.why
 
 
@@ -266,7 +266,7 @@ def test_a_compiler_is_asked_with_the_options_of_the_repro_and_once_more_with_th
         return 'cure' not in options
 
     answer = probe(entry_of(shows), 'cpu')
-    assert (answer.is_faulty, answer.cure) == (True, {'cure': True})
+    assert (answer.is_faulty, answer.workaround) == (True, {'cure': True})
     assert asked == [{'needed': True}, {'needed': True, 'cure': True}]
 
 
@@ -274,16 +274,20 @@ def test_a_compiler_is_asked_with_the_options_of_the_repro_and_once_more_with_th
     ('entry', 'is_faulty', 'why'),
     [
         (entry_of(lambda options: False), False, ''),
-        (entry_of(lambda options: True), True, 'cure=True does not work around it'),
-        (entry_of(lambda options: True, workaround=None), True, 'no option works around it'),
-        (entry_of(rejects('cure')), True, 'the compiler rejects cure=True: No such option: cure'),
+        (entry_of(lambda options: True), True, 'cure=True does not avoid it'),
+        (entry_of(lambda options: True, workaround=None), True, 'no option avoids it'),
+        (
+            entry_of(rejects('cure')),
+            True,
+            'the compiler rejects cure=True: No such option: cure',
+        ),
         (entry_of(rejects('needed')), None, 'its repro does not compile: No such option: needed'),
     ],
     ids=['right', 'not cured', 'no cure', 'rejects the cure', 'does not compile'],
 )
 def test_what_no_option_cures_has_its_reason(entry: Miscompile, is_faulty: Any, why: str) -> None:
     answer = probe(entry, 'cpu')
-    assert (answer.is_faulty, answer.cure, answer.why) == (is_faulty, None, why)
+    assert (answer.is_faulty, answer.workaround, answer.why) == (is_faulty, None, why)
 
 
 def test_a_gpu_compiler_is_asked_once_for_each_target(monkeypatch: pytest.MonkeyPatch) -> None:
