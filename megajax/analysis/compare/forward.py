@@ -135,7 +135,7 @@ def _layer(layers: Block, index: int) -> Block:
 
 def _logits(model: LanguageModel, x_BTD: jax.Array) -> jax.Array:
     x_BSD = model.before_head(x_BTD)
-    if not is_grid(model.layout):  # there the product gathers it, over both axes
+    if not is_grid(model.layout):  # there the matmul gathers it, over both axes
         x_BSD = jax.reshard(x_BSD, model.layout('BSd'))
     size = model.config.vocab_size
     logits_BSV = Loss(vocab_size=size, layout=model.layout).logits(

@@ -1,4 +1,4 @@
-"""The collectives that XLA inserted, compared with those that Megatron places manually.
+"""Compare the collectives that XLA inserted with those that Megatron-LM issues.
 
 `megajax.inspect(config)` compiles the training step and lists what it sends.
 `megajax.inspect.assert_collectives` checks the collectives of any function in a test.
@@ -94,7 +94,7 @@ def assert_collectives(
     the branch that sends most is counted each time.
 
     `trip_count` is the number of steps of loops whose length XLA does not know; without it, such a
-    loop is an error if it sends something.
+    loop is an error if it communicates.
 
     A permute that leaves a device without a source gives it zeros, and is an error unless
     `permutes` declares it. By mesh axis, `permutes` has 'chain' (i to i + 1 without wrapping),

@@ -1,4 +1,4 @@
-"""Inspection of a compiled step: a comparison with Megatron, the schedule, memory and lint."""
+"""Audit a compiled step: compare it with Megatron, and report schedule, memory and lint."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -42,7 +42,7 @@ NUM_REPLICATED = 5
 
 
 def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
-    """Return everything that `megajax inspect` reports on a compiled step."""
+    """Return the complete inspection of a compiled step."""
     config = resolved(config, on_gpu=target != 'cpu')
     program = Program(compiled.text)
     every = collectives(program, compiled.mesh)
@@ -130,7 +130,7 @@ def _place(site: Site) -> tuple[int, int, str]:
 def _instructions(
     config: Config, program: Program, every: Sequence[Collective]
 ) -> list[CollectiveInstruction]:
-    """A record for each collective instruction of the text."""
+    """Return a record for each collective instruction of the text."""
     by_name = defaultdict[tuple[str, str], list[Collective]](list)
     for collective in every:
         by_name[collective.computation, collective.instruction].append(collective)

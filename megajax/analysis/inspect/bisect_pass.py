@@ -1,4 +1,4 @@
-"""The pass of XLA's GPU compiler after which the step of a config is wrong."""
+"""Find the pass of XLA's GPU compiler after which the step of a config is wrong."""
 
 import tempfile
 from pathlib import Path
@@ -10,7 +10,7 @@ from megajax.xla.emulate.bisect import dump_options, first_wrong, modules
 
 
 def culprit(config: Config, target: str, *, exact: bool, say: Say) -> str:
-    """Compile again with a dump after every pass, and bisect by executing some of the dumps."""
+    """Compile again with a dump after every pass, and find the first wrong one by bisection."""
     with tempfile.TemporaryDirectory() as folder:
         say('compiling with a dump of every pass ...')
         step = EmulatedStep(config, target, dump_options(Path(folder)))

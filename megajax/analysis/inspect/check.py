@@ -1,4 +1,4 @@
-"""Comparison of the collectives of any compiled function with those that its author expects."""
+"""Compare the collectives of any compiled function with those that its author expects."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ def check_collectives(
     program = Program(program_text(_compiled(function, args)), trip_count=trip_count)
     executed = [collective for collective in collectives(program, sizes) if collective.times]
     if faults := [*_faulty_permutes(executed, allowed, prod(sizes.values()))]:
-        head = 'the compiled function has permutes that lose data or are not as declared'
+        head = 'the compiled function has permutes that lose data or differ from their declaration'
         raise AssertionError('\n'.join([head, *faults]))
     arrays = [collective for collective in executed if not collective.is_scalar]
     _check_counts(axes, [collective for collective in arrays if collective.axes])
@@ -65,11 +65,11 @@ def _check_counts(expected: Mapping[str, Counter[str]], placed: Sequence[Collect
 
 
 def _compiled(function: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
-    """The compiled program of anything that holds one or can be compiled to one."""
+    """Return the compiled program of anything that contains one or can be compiled to one."""
     if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
         if args:
             name = type(function).__name__
-            raise ValueError(f'a {name} program has its arguments already: give no others')
+            raise ValueError(f'a {name} program already has its arguments: give no others')
         return function.compile() if isinstance(function, jax.stages.Lowered) else function
     if not hasattr(function, 'lower') and callable(function):
         function = jax.jit(function)
@@ -86,7 +86,7 @@ def _compiled(function: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
 
 
 def _axes(name: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes that a name such as `model_and_data` has, in the mesh's order: ('data', 'model')."""
+    """Return the axes of a name in the mesh's order: `model_and_data` is ('data', 'model')."""
     axes = {name} if name in mesh else {*name.split('_and_')}
     if unknown := axes - {*mesh}:
         names = ', '.join(sorted(unknown))
@@ -95,7 +95,7 @@ def _axes(name: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None, shardings: Any) -> dict[str, int] | None:
-    """The axis sizes of `mesh`, or else of the first mesh in a tree of shardings or arrays."""
+    """Return the axis sizes of `mesh`, or of the first mesh in a tree of shardings or arrays."""
     if mesh is not None:
         return dict(mesh.shape)
     for leaf in jax.tree.leaves(shardings):
@@ -115,7 +115,7 @@ def _current_mesh() -> dict[str, int]:
 
 
 def _declarations(name: str, value: Declared) -> list[str | Pairs]:
-    """The declarations that an author allows along an axis: a single one, or several in a list."""
+    """Return the declarations along an axis as a list; the author may give a single one."""
     is_single = isinstance(value, str) or not value or all(_is_pair(pair) for pair in value)
     declarations: list[Any] = [value] if is_single else [*value]
     for pairs in declarations:
@@ -143,7 +143,7 @@ def _allowed(
     declarations: Sequence[str | Pairs],
     mesh: Mapping[str, int],
 ) -> list[DevicePairs]:
-    """The pairs of devices that an author's declarations for an axis allow."""
+    """Return the pairs of devices that the author's declarations for an axis allow."""
     size = prod(mesh[axis] for axis in _axes(name, mesh))
     for pairs in declarations:
         places = [] if isinstance(pairs, str) else [place for pair in pairs for place in pair]
@@ -180,7 +180,7 @@ def _message(
     actual: Mapping[str, Counter[str]],
     placed: Sequence[Collective],
 ) -> str:
-    lines = ['the compiled function has other collectives than expected']
+    lines = ['the compiled function does not have the expected collectives']
     for axis in sorted({*expected, *actual}):
         wanted, counted = (dict(counts.get(axis, {})) or 'none' for counts in (expected, actual))
         lines.append(f'  over {axis}: expected {wanted}, found {counted}')

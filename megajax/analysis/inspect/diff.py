@@ -1,4 +1,4 @@
-"""The differences of two inspections: of two commits, two configs or two versions of jax."""
+"""Compare two inspections: of two commits, two configs or two versions of jax."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -41,9 +41,9 @@ class Change(NamedTuple):
 class Difference(NamedTuple):
     """The differences of two inspections.
 
-    `totals` has all numbers of a step, and `memory` what a device holds when most is in use, by
-    use. `parts` and `arrays` have those parts of the two that differ by more than LEAST of the sum
-    of all parts. Arrays are told apart by use, part of the step and file, because lines move.
+    `totals` has the numbers of the whole step, and `memory` the memory at the peak, by use. `parts`
+    and `arrays` have only the parts that differ by more than LEAST of the total. Arrays are matched
+    by use, site and file, not by line, because lines move.
     """
 
     keys: list[tuple[str, str, str]]  # of the config, with both values

@@ -134,7 +134,7 @@ class EmulatedStep:
         return [compare(name, x) for name, x in _compared(*tree).items()]
 
     def _in_places(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Return what belongs to a parameter with the layers in the order of their stages."""
+        """Return a parameter's array with the layers in the order of their stages."""
         if self.config.mesh.virtual_stages == 1 or 'layers.' not in name:
             return x
         return x[np.array(Layout.of(self.config).layer_order(len(x)))]
@@ -161,7 +161,7 @@ def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 
 def _on_one_device(config: Config, *, exact: bool) -> Config:
-    """The config of the reference, which all variants of a model share."""
+    """Return the config of the reference, which all variants of a model share."""
     train = {'microbatches': 1, 'recompute': 'none', 'schedule': '1f1b'}
     train |= {'overlap': 'none', 'unroll': False}
     if exact:
@@ -172,7 +172,7 @@ def _on_one_device(config: Config, *, exact: bool) -> Config:
 
 @functools.lru_cache(maxsize=32)
 def first_state(config: Config) -> TrainState:
-    """The state before a step on one device, in numpy, with noise on every parameter."""
+    """Return the state before a step on one device, in numpy, with noise on every parameter."""
     random = np.random.default_rng(1)
     with jax.set_mesh(make_mesh()):
         make = jax.jit(functools.partial(init_state, config)).lower().compile(quick())
@@ -207,7 +207,7 @@ def _placed(state: TrainState, config: Config) -> TrainState:
 
 @functools.lru_cache(maxsize=32)
 def reference(config: Config) -> Values:
-    """The results of a step on one device that are compared, by name."""
+    """Return the results of a step on one device that are compared, by name."""
     with jax.set_mesh(make_mesh()):
         state, batch = _placed(first_state(config), config), place_batch(make_batch(config))
         step = make_train_step(config).lower(state, batch).compile(quick())
@@ -215,7 +215,7 @@ def reference(config: Config) -> Values:
 
 
 def _compared(state: TrainState, metrics: Values) -> Values:
-    """The loss, each gradient (as Adam's first moment) and each updated parameter, by name."""
+    """Return loss, gradients (as Adam's first moments) and updated parameters, by name."""
     is_adam = lambda part: hasattr(part, 'mu')  # noqa: E731
     adam = next(filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam)))
     return (

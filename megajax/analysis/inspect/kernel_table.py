@@ -15,7 +15,7 @@ _NUMBERS = 'launches', 'GB', 'TFLOP', 'ms', 'share'
 
 
 def kernel_tables(inspection: Inspection) -> RenderableType:
-    """The kernels of a GPU program by what they do and where, and the longest by source line."""
+    """Return tables of a GPU program's kernels: by kind and site, and by source line."""
     by_kind = totals(inspection.kernels, lambda kernel: (kernel.kind, kernel.site, kernel.phase))
     by_line = totals(
         inspection.kernels, lambda kernel: (kernel.kind, own_line(kernel.source), kernel.phase)

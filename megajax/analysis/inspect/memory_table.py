@@ -16,7 +16,7 @@ LEAST = 5e-4  # of the memory: uses with less have one row together
 
 
 def memory_tables(memory: Memory) -> RenderableType:
-    """The memory of a device at the peak, by use, and the largest arrays by source line."""
+    """Return tables of the memory at the peak: by use, and the largest arrays by source line."""
     by_use = grouped(memory.at_peak, lambda arrays: (arrays.use,))
     uses = _table('memory per device at its peak', ('use',))
     for key, size in _shown(by_use, memory):

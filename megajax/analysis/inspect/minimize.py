@@ -1,4 +1,4 @@
-"""The smallest config of a family whose compiled step is still wrong."""
+"""Minimize a config whose compiled step is wrong."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,11 +25,11 @@ _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
 )
 
 
-RUNGS = 'none', 'optimizer', 'gradients', 'weights'
+ZERO_STAGES = 'none', 'optimizer', 'gradients', 'weights'
 
 
 def smallest(config: Config, is_wrong: Callable[[Config], bool]) -> Config:
-    """Remove options and halve sizes for as long as the step stays wrong.
+    """Return the smallest config that is still wrong: remove options and halve sizes.
 
     Each call of `is_wrong` compiles and executes a step.
     """
@@ -45,10 +45,10 @@ def smallest(config: Config, is_wrong: Callable[[Config], bool]) -> Config:
 
 
 def _simpler(config: Config) -> Iterator[Config]:
-    model, mesh, train = config.model, config.mesh, config.train
+    model, mesh, train, shard = config.model, config.mesh, config.train, config.optim.shard
     changes: list[dict[str, dict[str, Any]]] = [
         *_PLAINER,
-        *({'optim': {'shard': rung}} for rung in RUNGS[: RUNGS.index(config.optim.shard)]),
+        *({'optim': {'shard': stage}} for stage in ZERO_STAGES[: ZERO_STAGES.index(shard)]),
         {'mesh': {'data': mesh.data // 2}, 'train': {'batch_size': train.batch_size // 2}},
         {'mesh': {'model': mesh.model // 2}},
         {

@@ -1,4 +1,4 @@
-"""Seconds of each collective on the wire, and seconds of these that matrix products hide."""
+"""Estimate the time of each collective, and how much of it matmuls hide."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from megajax.xla.hlo.timeline import Timeline, timeline
 
 
 def rates_of(config: Config, target: str) -> Rates:
-    """The rates of a GPU target: its peaks, efficiencies and links, as `megajax plan` uses them."""
+    """Return the rates of a GPU target, as `megajax plan` uses them."""
     gpu, dtype = hardware(target), config.train.dtype
     products = gpu.product_rate(dtype, is_attention=False)
     attention = gpu.product_rate(config.train.compute_dtype, is_attention=True)
@@ -38,7 +38,7 @@ def transfer_seconds(
     target: str,
     devices_per_host: int,
 ) -> list[tuple[float, float]]:
-    """Seconds of each collective on the wire, and those that products hide, each time it runs.
+    """Return the transfer time of each collective, and the part that matmuls hide, per execution.
 
     Arrays that XLA joined in one instruction share its hidden seconds in proportion to their bytes.
     """
@@ -61,7 +61,7 @@ def timeline_of(
     target: str,
     devices_per_host: int,
 ) -> Timeline:
-    """The timeline of a program for a GPU target, at the rates of `rates_of`."""
+    """Return the timeline of a program for a GPU target, at the rates of `rates_of`."""
     gpu = hardware(target)
     seconds = {
         (kernel.computation.name, kernel.instruction.name): kernel_seconds(kernel, gpu)
@@ -71,7 +71,7 @@ def timeline_of(
 
 
 def kernel_seconds(kernel: Kernel, gpu: Hardware) -> float:
-    """Seconds of one run of a kernel by a roofline: of its products, or of its bytes if longer."""
+    """Return the roofline time of one kernel: of its matmuls, or of its bytes if longer."""
     products = sum(product_seconds(product, gpu) for product in kernel.products)
     return max(products, kernel.bytes / (gpu.memory_bandwidth * gpu.reference.memory))
 
@@ -90,13 +90,13 @@ def sent_by(
 
 
 def product_seconds(product: Product, gpu: Hardware) -> float:
-    """Seconds of a matrix product or an attention kernel; a causal kernel skips half its FLOPs."""
+    """Return the time of a matmul or an attention kernel; a causal one skips half its FLOPs."""
     flops = product.flops / 2 if product.is_causal else product.flops
     return flops / gpu.product_rate(dtype_of(product.dtype), is_attention=product.is_attention)
 
 
 def dtype_of(spelled: str) -> str:
-    """The name that a GPU's record has for a dtype as HLO spells it; empty if it has none."""
+    """Return the name in a GPU's record of a dtype as HLO spells it; empty if it has none."""
     if spelled.startswith('f8'):
         return 'fp8'
     return next((name for name, dtype in HLO_DTYPES.items() if dtype == spelled), '')
@@ -111,7 +111,7 @@ def _seconds(collective: Collective, gpu: Hardware, devices_per_host: int) -> fl
 
 
 def _bandwidth(gpu: Hardware, groups: Groups, devices_per_host: int) -> float:
-    """The bandwidth of the slowest group, in bytes per second."""
+    """Return the bandwidth of the slowest group, in bytes per second."""
     on_hosts = [Counter(device // devices_per_host for device in group) for group in groups]
     return min(
         (gpu.ring_bandwidth(members=min(hosts.values()), hosts=len(hosts)) for hosts in on_hosts),

@@ -1,7 +1,7 @@
-"""The memory of a device when a step needs the most, by use, part of the step and source line.
+"""Break down the memory of a device at the peak of a step, by use, site and source line.
 
-The arguments stay in memory for the whole step. Of the temporaries, `megajax.xla.hlo.buffers` has
-those that are in use when most are.
+The arguments stay in memory for the whole step. `megajax.xla.hlo.buffers` finds the temporaries
+that are live at the peak.
 """
 
 import re
@@ -20,7 +20,7 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.train.compiled_step import CompiledStep
 from megajax.xla.hlo.buffers import Buffer
 from megajax.xla.hlo.errors import HloError
-from megajax.xla.hlo.producers import COPIES, Place, maker
+from megajax.xla.hlo.producers import COPIES, Place, producer
 from megajax.xla.hlo.program import Instruction, Program
 
 _Kind = tuple[Use, str, str, str]  # with the part of the step, dtype and shape, and the source
@@ -28,7 +28,7 @@ _ARGUMENTS: dict[str, Use] = {
     'state.params': 'parameters',
     'state.opt_state': 'optimizer state',
 }
-# Of a copy of an argument in another dtype or layout.
+# The use of a copy of an argument in a different dtype or layout.
 _COPIED: dict[Use, Use] = {
     'parameters': 'weight copies',
     'optimizer state': 'optimizer',
@@ -37,9 +37,9 @@ _COPIED: dict[Use, Use] = {
 
 
 def at_peak(config: Config, program: Program, compiled: CompiledStep) -> list[HeldArrays]:
-    """Return what the arguments, temporaries and outputs of a step are used for, largest first.
+    """Return the uses of the arguments, temporaries and outputs of a step, largest first.
 
-    The bytes add up to all that XLA reserves.
+    The bytes add up to everything that XLA reserves.
     """
     groups = defaultdict[_Kind, list[int]](list)
     for argument in program.entry.parameters.values():
@@ -79,14 +79,14 @@ class _Step:
         """Return the use of an array, the part of the step, dtype and shape, and its source."""
         known = next((name for name in buffer.names if name[0] in self.places), None)
         if known is None and self._is_end(buffer.last):
-            # XLA does not print what is inside an asynchronous operation, though it has memory.
+            # XLA does not print the inside of an asynchronous operation, though it has memory.
             known = buffer.last, ''
         if known is None:
             raise HloError(f'the program does not have {buffer.names[0][0]}, which has memory')
         name, index = known
         place = self.places[name]._replace(part=tuple(map(int, index.split(',') if index else ())))
-        made = maker(self.program, place).instruction
-        copied = maker(self.program, place, COPIES).instruction
+        made = producer(self.program, place).instruction
+        copied = producer(self.program, place, COPIES).instruction
         site = kernel_site(made.op_name)
         if _is_argument(copied):
             source = self.program.source(made) or _name(copied)
@@ -94,7 +94,7 @@ class _Step:
         return self._use(buffer, made), site, buffer.array, self.program.source(made) or '-'
 
     def _is_end(self, name: str) -> bool:
-        """Whether the instruction of this name ends an asynchronous operation."""
+        """Return whether the instruction of this name ends an asynchronous operation."""
         return name in self.places and self.places[name].instruction.opcode.endswith('-done')
 
     def _use(self, buffer: Buffer, made: Instruction) -> Use:
@@ -108,23 +108,23 @@ class _Step:
             return 'optimizer'
         if site == 'gradients':
             return 'gradients'
-        if site == 'stage':  # the slots of a pipeline's chunks in flight
+        if site == 'stage':  # inputs of a pipeline's microbatches in flight
             return 'activations'
         if phase == 'forward':
             return 'activations' if self._is_kept(buffer) else 'forward'
         return 'recompute' if phase == 'recompute' else 'backward'
 
     def _is_kept(self, buffer: Buffer) -> bool:
-        """Whether what needs an array of the forward pass last is not in the forward pass."""
+        """Return whether the last reader of a forward array is not in the forward pass."""
         place = self.places.get(buffer.last)
         path = place.instruction.op_name if place else ''
         return not path or phase_of(path) != 'forward'
 
     def _is_gradient(self, text: str) -> bool:
-        """Whether an array has the shape of a parameter, of all layers or one, in fp32.
+        """Return whether an array has the shape of a parameter, of all layers or one, in fp32.
 
-        Its dims may be joined, and in another order: what the backward pass makes in fp32 of
-        weights in 16 bits has no other reason.
+        Its dims may be joined, and in a different order. If weights are in 16 bits, the backward
+        pass makes no other fp32 arrays of these shapes.
         """
         if not text.startswith('f32'):
             return False

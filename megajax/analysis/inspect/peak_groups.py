@@ -1,4 +1,4 @@
-"""Sums over the arrays that a device holds when a step needs the most memory."""
+"""Sum the arrays in memory at the peak, by key."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Batches of random tokens and pictures, for the execution of a step."""
+"""Make batches of random tokens and images, to execute a step."""
 
 import numpy as np
 

@@ -52,11 +52,13 @@ class CollectiveInstruction(Result):
     computation: str
     kind: str = Field(
         description=(
-            'kind as in a transfer; several kinds where XLA for CPUs joined arrays that are '
+            'kind as in a transfer; several kinds if XLA for CPUs joined arrays that are '
             'interpreted differently'
         )
     )
-    axis: str = Field(description='mesh axes joined by +; empty where no device sends to another')
+    axis: str = Field(
+        description='mesh axes joined by +; empty if no device sends to a different one'
+    )
     groups: str = Field(
         description='groups of devices, or pairs of source and target, as spelled in the text'
     )
@@ -70,7 +72,7 @@ class CollectiveInstruction(Result):
 
 
 class Row(Result):
-    """One site in one phase along one mesh axis: what XLA placed and what Megatron places."""
+    """One site in one phase along one mesh axis: the collectives of XLA and of Megatron."""
 
     site: str
     phase: Phase
@@ -78,7 +80,7 @@ class Row(Result):
     placed: list[Transfer]
     megatron: list[Transfer]
     sources: list[str] = Field(
-        default=[], description='files and functions of Megatron-Core, or a paper, that place these'
+        default=[], description='files and functions of Megatron-Core, or a paper, that issue these'
     )
     expected: list[Transfer] = Field(
         default=[],
@@ -98,7 +100,7 @@ class Pipeline(Result):
     """The schedule of a pipeline's stages in lock step."""
 
     ticks: int = Field(description='ticks in which the stages run a forward pass')
-    idle_ticks: int = Field(description='those in which a stage has no microbatch')
+    idle_ticks: int = Field(description='ticks in which a stage has no microbatch')
     bubble: float = Field(description='idle ticks over the others')
 
 
@@ -136,10 +138,10 @@ class Kernel(Result):
     kind: Kind
     site: str = Field(description='the part of the step that its path names')
     phase: Phase
-    times: int = Field(description='runs per step')
+    times: int = Field(description='executions per step')
     bytes: int = Field(description='bytes read and written, per step and device')
-    flops: int = Field(description='FLOPs of matrix products, per step and device')
-    seconds: float = Field(description='by a roofline: those of the products, or of the bytes')
+    flops: int = Field(description='FLOPs of matmuls, per step and device')
+    seconds: float = Field(description='roofline time: of the matmuls, or of the bytes if longer')
     source: str = Field(description='Python frames, innermost first')
 
 
@@ -150,8 +152,8 @@ class Rates(Result):
     dtype: str
     products: float = Field(
         description=(
-            'FLOP/s of products in `dtype`; products in another dtype reach the same share of its '
-            'peak'
+            'FLOP/s of matmuls in `dtype`; in a different dtype, matmuls reach the same share of '
+            'its peak'
         ),
     )
     attention: float = Field(
@@ -169,14 +171,14 @@ class Rates(Result):
 
 
 class Products(Result):
-    """The FLOPs of all matrix products of a step on one device."""
+    """The FLOPs of all matmuls of a step on one device."""
 
     compiled: float = Field(
         description='FLOPs of the compiled program, multiplied by the trip counts of loops'
     )
     expected: float = Field(description='FLOPs that the config requires, recomputation included')
     rematerialized: float = Field(
-        default=0, description='those of the compiled FLOPs that XLA repeats to save memory'
+        default=0, description='part of the compiled FLOPs, which XLA repeats to save memory'
     )
 
     @property
@@ -216,12 +218,12 @@ class StepRun(Result):
 
     config: str = Field(description='the config that was executed, as YAML')
     shrunk: list[str] = Field(
-        description='each key that was made smaller so that a CPU can execute the step'
+        description='each key that was reduced so that a CPU can execute the step'
     )
-    exact: bool = Field(description='whether fp32 was used in place of all 16-bit types')
+    exact: bool = Field(description='whether fp32 was used instead of 16-bit types')
     seconds: float
     results: list[Compared] = Field(
-        description='loss, gradients and updated parameters, the nearest to its limit first'
+        description='loss, gradients and updated parameters, the closest to its limit first'
     )
     culprit: str = Field(
         default='',
@@ -249,24 +251,22 @@ class Inspection(Result):
     mesh: dict[str, int]
     devices_per_host: int
     jax_version: str
-    overlap: str = Field(description='`train.overlap`, or what auto stands for')
-    unrolled: bool = Field(description='whether each layer is compiled on its own')
+    overlap: str = Field(description='`train.overlap`, with auto resolved')
+    unrolled: bool = Field(description='whether the layers are compiled separately')
     scan: bool = Field(
         default=False,
-        description='whether this is a loop over layers that a run compiles on their own',
+        description='whether the layers are in a loop although a run compiles them separately',
     )
     compile_seconds: float
     rows: list[Row]
     collectives: list[CollectiveInstruction]
     pipeline: Pipeline | None = Field(default=None, description='None without stages')
     ratios: dict[str, float | None] = Field(
-        description=(
-            'per axis, bytes on the wire over those of Megatron; None where Megatron sends none'
-        )
+        description=('per axis, bytes sent relative to Megatron; None if Megatron sends none')
     )
     schedule: list[Overlap]
     overlapped_share: dict[str, float] = Field(
-        description='per axis, the share of bytes whose transfer overlaps with matrix products'
+        description='per axis, the share of bytes whose transfer overlaps matmuls'
     )
     rates: Rates | None = Field(
         description='rates from which the seconds are computed; None for a CPU'
@@ -276,15 +276,15 @@ class Inspection(Result):
     )
     exposed_seconds: float | None = Field(
         description=(
-            'seconds of a step in which no kernel runs because one waits for a transfer, by a '
-            'timeline of the schedule; None for a CPU'
+            'exposed communication: seconds of a step in which a kernel waits for a transfer, '
+            'estimated from the schedule; None for a CPU'
         )
     )
     wire_seconds: dict[str, float] = Field(
         description='per axis, seconds of the transfers in `schedule`, per step',
     )
     hidden_seconds: dict[str, float] = Field(
-        description='per axis, those of `wire_seconds` that lie beside matrix products',
+        description='per axis, the part of `wire_seconds` that overlaps matmuls',
     )
     products: Products
     kernels: list[Kernel] = Field(description='every kernel, longest first; empty for a CPU')
@@ -306,12 +306,12 @@ class Inspection(Result):
         return 'Megatron and Pope et al.' if self.mesh.get('row', 1) > 1 else 'Megatron'
 
     def sent_over(self, axis: str) -> float:
-        """Bytes that a device sends over a mesh axis in a step, alone or together with others."""
+        """Return the bytes that a device sends over a mesh axis, alone or together with others."""
         return sum(row.wire_bytes for row in self.rows if axis in row.axis.split('+'))
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is MORE than Megatron, no finding is an error and all runs are right."""
+        """Whether no row is MORE than Megatron, no finding is an error and all runs are right."""
         no_more = all(row.verdict != 'MORE' for row in self.rows)
         return (
             no_more

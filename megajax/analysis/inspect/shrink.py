@@ -10,7 +10,7 @@ from megajax.core.counts.runs import layers_of_chunk
 LARGEST = 10_000_000  # maximum number of parameters of a model that is executed unchanged
 MOST_TOKENS = 8192  # maximum number of tokens in its step
 MOST_DEVICES = 16  # maximum number of devices in its mesh, which one process simulates
-HEAD_DIM = 64  # Triton cannot tile every product of smaller heads
+HEAD_DIM = 64  # Triton cannot tile every matmul of smaller heads
 MAX_SEQ_LEN = 64
 REGIONS, TOTAL_TOKENS = (2, 1), 160  # two regions, between which a budget has to choose
 VOCAB_SIZE = 1000  # padded to 1024 rows, so that the padding is executed too
@@ -112,7 +112,7 @@ def _of_encoder(config: Config, head_dim: int, seq_len: int) -> dict[str, Any]:
 
 
 def _mesh(config: Config) -> dict[str, int]:
-    """The axes of the mesh; `mesh.data` is the number of data shards of a group of replicas."""
+    """Return the sizes of the mesh axes; `mesh.data` is the number of data shards per replica."""
     mesh = config.mesh
     rows, model, replicas, shards = mesh.model_rows, mesh.model, mesh.replicas, mesh.data_shards
     stages, chunks, context = mesh.stages, min(mesh.virtual_stages, 2), mesh.context
@@ -139,14 +139,14 @@ def _mesh(config: Config) -> dict[str, int]:
 
 
 def _is_uneven(config: Config) -> bool:
-    """Whether matrices are padded so that the data shards divide them."""
+    """Return whether matrices are padded so that the data shards divide them."""
     return config.optim.shard != 'none' and bool(config.model.hidden_size % config.mesh.data_shards)
 
 
 def _heads(config: Config, shards: int) -> tuple[int, int]:
-    """The smallest numbers of key/value heads and query heads that keep the kind of sharding.
+    """Return the smallest numbers of key/value and query heads that keep the kind of sharding.
 
-    Each device keeps complete key/value heads, or a part of one head, as in the original config.
+    Each device has complete key/value heads, or a part of one head, as in the original config.
     """
     model = config.model
     kv_heads = (

@@ -1,6 +1,6 @@
-"""The part of the training step that a collective belongs to.
+"""Find the part of the training step (the site) that a collective belongs to.
 
-The named scopes in its path decide, and for gradients of some parameters their size.
+The named scopes in its path decide; for the gradients of some parameters, their size does.
 """
 
 import functools
@@ -29,7 +29,7 @@ ORDER = (
 
 
 def site_of(collective: Collective, config: Config) -> Site:
-    """The site of a collective; without a scope in its path, a site named after the path."""
+    """Return the site of a collective; without a scope in its path, a site named after the path."""
     op_name, axis = collective.op_name, collective.axis
     if collective.is_scalar:
         return Site('metrics', 'step', axis)
@@ -61,7 +61,7 @@ def site_of(collective: Collective, config: Config) -> Site:
 
 
 def _of_encoder(collective: Collective, config: Config) -> Site | None:
-    """The site of what a vision encoder sends over `model`, by its arrays.
+    """Return the site of a vision encoder's collective over `model`, from its arrays.
 
     XLA moves the gather of image vectors past the slice that reads them, and their scope with it.
     """
@@ -83,7 +83,7 @@ def _of_encoder(collective: Collective, config: Config) -> Site | None:
 
 
 def _over_stages(collective: Collective, words: list[str], config: Config) -> Site | None:
-    """The site of what stages send to one another; gradients and weights have other sites."""
+    """Return the site of sends between stages; gradients and weights have different sites."""
     if collective.axes != ('stage',):
         return None
     axis, kind = collective.axis, collective.kind
@@ -99,7 +99,7 @@ def _over_stages(collective: Collective, words: list[str], config: Config) -> Si
 
 
 def _has_keys(collective: Collective, config: Config) -> bool:
-    """Whether context shards send keys, values or their gradients."""
+    """Return whether context shards send keys, values or their gradients."""
     if collective.axes != ('context',):
         return False
     if collective.kind == 'collective-permute':
@@ -108,11 +108,11 @@ def _has_keys(collective: Collective, config: Config) -> bool:
 
 
 def _over_data(collective: Collective, words: list[str], config: Config) -> Site | None:
-    """The site of a collective of data parallelism, None for the others.
+    """Return the site of a collective of data parallelism, None for the others.
 
-    The rung decides about the phase, because XLA gives a gather the path of its reader, and a sum
-    that of the array: ZeRO-1 gathers weights and sums gradients once a step, ZeRO-2 scatters sums
-    of matrices in the backward pass, and ZeRO-3 gathers weights in both passes.
+    The ZeRO stage decides the phase, because XLA gives an all-gather the path of its reader and a
+    reduction the path of the array. ZeRO-1 gathers weights and reduces gradients once per step,
+    ZeRO-2 reduce-scatters matrices in the backward pass, and ZeRO-3 gathers weights in both passes.
     """
     axis, shard = collective.axis, config.overlap.shard
     over_shards = {*collective.axes} <= {'stage', 'data', 'context'}
@@ -128,7 +128,7 @@ def _over_data(collective: Collective, words: list[str], config: Config) -> Site
 
 
 def _over_row(collective: Collective, scope: str | None, config: Config) -> Site | None:
-    """The site of a collective over the rows of a grid whose path does not tell it."""
+    """Return the site of a collective over the rows of a grid whose path does not tell it."""
     if collective.axes != ('row',):
         return None
     if collective.kind == 'all-reduce':
@@ -143,16 +143,16 @@ def _over_row(collective: Collective, scope: str | None, config: Config) -> Site
     is_for_norm = is_recomputed and config.overlap.repeats_outputs
     if collective.kind == 'all-gather' and (is_recomputed or scope is None) and not is_for_norm:
         # The recomputed activation, gathered for a weight gradient alone. From ZeRO-2 on that
-        # product has the path of the reduction over `data`.
+        # matmul has the path of the reduction over `data`.
         return Site('mlp', 'backward', 'row')
     return None
 
 
 def phase_of(op_name: str) -> Phase:
-    """The phase of a path, by jax's transformations in it.
+    """Return the phase of a path, from jax's transformations in it.
 
-    The overlap schedule differentiates what it recomputes inside the backward pass: a second
-    transposition, whose operations keep the path of what they are the gradients of.
+    The overlap schedule recomputes and differentiates inside the backward pass. The path then has a
+    second transposition.
     """
     if 'rematted_computation' in op_name and op_name.count('transpose(') < 2:
         return 'recompute'
@@ -162,7 +162,7 @@ def phase_of(op_name: str) -> Phase:
 
 
 def _is_partial_gradient(collective: Collective, words: list[str], config: Config) -> bool:
-    """Whether a collective reduces the partial gradients of a parameter.
+    """Return whether a collective reduces the partial gradients of a parameter.
 
     XLA joins these small arrays into one buffer, whose parts may have the path of another array or
     none. The loss's arrays, with one number per token, can have the same size; where they belong to
@@ -178,7 +178,7 @@ def _is_partial_gradient(collective: Collective, words: list[str], config: Confi
 
 @functools.cache
 def _partial_sizes(config: Config) -> frozenset[int]:
-    """Numbers of elements, on a device, of the parameters that are applied along a sharded dim.
+    """Return the per-device sizes of the parameters that are applied along a sharded dim.
 
     Each stacked parameter has two: in all layers, and in one layer.
     """

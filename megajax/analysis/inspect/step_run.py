@@ -1,4 +1,4 @@
-"""Execution of a config's compiled step, on simulated devices in a child process, and its verdict.
+"""Execute a config's compiled step on simulated devices, in a child process, and judge its results.
 
 If a result is wrong, one search can find the compiler pass after which it is wrong, and another the
 smallest config that shows it. Each try compiles and executes a program.

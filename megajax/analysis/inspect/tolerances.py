@@ -1,4 +1,4 @@
-"""Limits on the difference between an executed step and the step on one device."""
+"""Tolerances for the difference between an executed step and the step on one device."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,9 +6,9 @@ from megajax.analysis.inspect.result import Compared
 from megajax.core.config import Config
 from megajax.xla.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, Difference
 
-# Relative to the largest element of a gradient, and to the loss; a bf16 number has 8 bits of
-# precision. One of 8 bits has 4: where programs differ by roundings of bf16, gradients of a small
-# model differ by up to 0.25. In fp32 they agree as those of bf16 do.
+# Relative to the largest element of a gradient, and to the loss. bf16 has 8 bits of precision and
+# FP8 4: if FP8 programs differ by bf16 rounding, gradients of a small model differ by up to 0.25.
+# Executed in fp32 instead, they agree as well as those of bf16 programs.
 LIMITS = {
     'float32': (LIMIT, 1e-5),
     'exact': (LIMIT_EXACT, 1e-5),
@@ -20,12 +20,12 @@ Say = Callable[[str], None]
 
 
 def has_16_bits(config: Config) -> bool:
-    """Whether a step computes, or sums gradients, in 16 bits or fewer."""
+    """Return whether a step computes, or sums gradients, in 16 bits or fewer."""
     return not config.train.dtype == config.optim.reduce_dtype == 'float32'
 
 
 def limits(config: Config, *, exact: bool) -> tuple[float, float]:
-    """The limits on a gradient and on the loss."""
+    """Return the limits on a gradient and on the loss."""
     if exact and has_16_bits(config):
         return LIMITS['exact']
     if config.train.dtype == 'fp8':

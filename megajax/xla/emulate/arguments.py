@@ -49,13 +49,13 @@ def cpu_devices(count: int) -> list[jax.Device]:
 
 
 def have_devices(args: tuple[Any, ...]) -> bool:
-    """Whether any argument is on a mesh of devices, not an abstract one."""
+    """Return whether any argument is on a mesh of devices, not an abstract one."""
     on_meshes = filter(_is_on_a_mesh, jax.tree.leaves(args))
     return any(isinstance(leaf.sharding.mesh, Mesh) for leaf in on_meshes)
 
 
 def on_devices(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
-    """The arguments, with abstract arrays moved from an abstract mesh to `mesh`."""
+    """Return the arguments, with abstract arrays moved from an abstract mesh to `mesh`."""
 
     def placed(leaf: Any) -> Any:
         if not (_is_on_a_mesh(leaf) and isinstance(leaf.sharding.mesh, AbstractMesh)):
@@ -68,7 +68,7 @@ def on_devices(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
 
 
 def values(args: tuple[Any, ...], dtypes: list[Any], seed: int) -> list[np.ndarray]:
-    """The arguments' leaves as NumPy arrays: abstract ones drawn at random, keys as integers.
+    """Return the arguments' leaves as NumPy arrays; abstract ones are random, keys are integers.
 
     Raises ValueError for an abstract argument of integers, because random integers would be
     meaningless, and for static arguments.
@@ -90,7 +90,7 @@ def _value(name: str, leaf: Any, dtype: Any, random: np.random.Generator) -> np.
         return np.array(jax.random.key_data(leaf)) if is_key else np.array(leaf, dtype)
     if is_key or not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(f'the argument{name} is abstract and of {dtype}: pass an array{_DRAWN}')
-    # Rows have norm 1: products of longer rows would saturate later functions and magnify rounding.
+    # Rows have norm 1: matmuls of longer rows would saturate later functions and magnify rounding.
     scale = (leaf.shape[-1] or 1) ** -0.5 if leaf.shape else 1
     drawn = scale * random.normal(size=leaf.shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):

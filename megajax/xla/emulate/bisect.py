@@ -46,7 +46,7 @@ def dump_options(folder: Path) -> dict[str, str | bool]:
 
 
 def modules(folder: Path) -> list[Path]:
-    """The dumps in the order of the passes, from the partitioner's to the executed module.
+    """Return the dumps in the order of the passes, from the partitioner's to the executed module.
 
     A program for one device has no partitioner, so all of its dumps count. If the folder holds
     several programs, the one with the most dumps is used. Raises ValueError if it holds none.
@@ -103,7 +103,7 @@ class _Verdicts:
         return self.found[place]
 
     def known(self, low: int, high: int) -> Iterator[int]:
-        """The indices between two others that have a verdict, nearest to the middle first."""
+        """Return the indices between two that have a verdict, closest to the middle first."""
         middle = (low + high) / 2
         places = sorted(range(low + 1, high), key=lambda place: abs(place - middle))
         return (place for place in places if self(place) is not None)
@@ -126,7 +126,7 @@ def _culprit(dumps: Sequence[Path], low: int | None, high: int) -> Culprit:
 
 
 def _pass_of(path: Path) -> tuple[str, str]:
-    """The pass after which a module was written, and its pipeline."""
+    """Return the pass after which a module was written, and its pipeline."""
     dump = _DUMP.fullmatch(path.name)
     return (
         (dump['after'], dump['pipeline']) if dump else ('the end of the compiler', 'of all passes')

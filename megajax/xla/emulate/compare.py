@@ -84,7 +84,7 @@ def difference_of_rounded(
 
 
 def _norm(pieces: Sequence[tuple[Index, np.ndarray]], expected: Any) -> float:
-    """The norm of the errors of all pieces, relative to the norm of what is expected of them."""
+    """Return the norm of the errors of all pieces, relative to the norm of the expected values."""
     wanted = np.asarray(expected, np.float64)
     error = sum(np.sum(np.square(piece.astype(np.float64) - wanted[at])) for at, piece in pieces)
     size = sum(np.sum(np.square(wanted[at])) for at, _ in pieces)
@@ -92,13 +92,13 @@ def _norm(pieces: Sequence[tuple[Index, np.ndarray]], expected: Any) -> float:
 
 
 def _apart(piece: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The element-wise difference; zero between two infinities of the same sign."""
+    """Return the element-wise difference; zero between two infinities of the same sign."""
     actual = np.asarray(piece).astype(wanted.dtype)
     with np.errstate(invalid='ignore'):
         return np.where(actual == wanted, 0, actual - wanted)
 
 
 def largest(x: Any) -> float:
-    """The largest absolute element; infinite if an element is not a number."""
+    """Return the largest absolute element; infinite if an element is not a number."""
     maximum = float(np.abs(np.asarray(x)).max(initial=0))
     return np.inf if np.isnan(maximum) else maximum

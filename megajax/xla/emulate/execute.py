@@ -82,13 +82,13 @@ def compile_for_gpu(
 
 
 def num_devices(traced: Traced) -> int:
-    """The number of devices that the function was traced for."""
+    """Return the number of devices that the function was traced for."""
     lowering: Any = traced.lower(lowering_platforms=('cuda',))._lowering
     return lowering.compile_args['num_devices']
 
 
 def stored_program(traced: Traced, arguments: Any, text: str) -> GpuProgram:
-    """A program compiled earlier from the same function; arguments and results have shardings."""
+    """Return a program that was compiled earlier from the same function, with its shardings."""
     computation: Any = traced.lower()._lowering
     kept = tuple(sorted(computation.compile_args['kept_var_idx']))
     leaves, results = jax.tree.leaves(arguments), jax.tree.leaves(traced.out_info)
@@ -102,7 +102,7 @@ def stored_program(traced: Traced, arguments: Any, text: str) -> GpuProgram:
 
 
 def full_text(module: hlo.HloModule) -> str:
-    """The text of a module with all constants."""
+    """Return the text of a module with all constants."""
     printed = hlo.HloPrintOptions()
     printed.print_large_constants = True
     return module.to_string(printed)
@@ -136,7 +136,7 @@ def run_on_cpu(
 
 
 def compile_on_cpu(text: str, devices: Sequence[jax.Device]) -> Any:
-    """An executable with one replica per device."""
+    """Return an executable with one replica per device."""
     proto = hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = len(devices), 1
@@ -148,14 +148,14 @@ def compile_on_cpu(text: str, devices: Sequence[jax.Device]) -> Any:
 
 
 def _stored_shape(info: Any) -> tuple[int, ...]:
-    """The shape in the program, where a typed key is an array of integers."""
+    """Return the shape in the program, where a typed key is an array of integers."""
     if jnp.issubdtype(info.dtype, jax.dtypes.prng_key):
         info = jax.eval_shape(jax.random.key_data, info)
     return info.shape
 
 
 def _on(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sharding:
-    """The same placement on other devices, in their order; None means replicated."""
+    """Return the same placement on other devices, in their order; None means replicated."""
     if isinstance(sharding, NamedSharding):
         shape = sharding.mesh.shape
         mesh = Mesh(np.array(devices).reshape([*shape.values()]), tuple(shape))
@@ -167,6 +167,6 @@ def _on(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sharding:
 
 
 def widened(x: Any) -> Any:
-    """The array, in fp32 if it has 8 or 16 bits."""
+    """Return the array, in fp32 if it has 8 or 16 bits."""
     narrow = x.dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
     return np.asarray(x, np.float32) if narrow else x

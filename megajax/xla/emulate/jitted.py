@@ -96,7 +96,7 @@ def run(
 
 
 def _traceable(fn: Any) -> Any:
-    """The function with `.trace`; a plain function is jitted."""
+    """Return the function with `.trace`; a plain function is jitted."""
     if callable(fn) and hasattr(fn, 'trace'):
         return fn
     if isinstance(fn, types.FunctionType | types.MethodType | functools.partial):
@@ -143,7 +143,7 @@ class _Step:
         return LIMIT_EXACT if self.exact else LIMIT_16_BITS
 
     def expected(self, args: tuple[Any, ...], reference: Reference) -> tuple[list[np.ndarray], str]:
-        """The right outputs and their source. Raises ValueError if one is not a number."""
+        """Return the right outputs and their source. Raises ValueError if one is not a number."""
         if reference is not None:
             outputs = self._of_reference(args, reference, self.inputs)
             source = 'the reference given'
@@ -159,7 +159,7 @@ class _Step:
     def rounding(
         self, args: tuple[Any, ...], reference: Reference, expected: Arrays
     ) -> list[float]:
-        """The error of each expected output when the last digit of every input changes.
+        """Return the error of each expected output when the last digit of every input changes.
 
         An output that is zero except for rounding, such as the gradient of a bias of keys, changes
         by as much as its own size.
@@ -204,7 +204,7 @@ class _Step:
         return [_stored(x) for x in jax.tree.leaves(outputs)]
 
     def limits(self, limit: float, rounding: Sequence[float] | None = None) -> list[float]:
-        """The limit of each output: 0 for integers, higher where rounding alone exceeds `limit`."""
+        """Return the limits of the outputs: 0 for integers, higher if rounding exceeds `limit`."""
         infos = jax.tree.leaves(self.traced.out_info)
         moves = rounding or [0.0] * len(infos)
         pairs = zip(infos, moves, strict=True)
@@ -212,19 +212,19 @@ class _Step:
         return [max(limit, MARGIN * move) if is_inexact(info) else 0.0 for info, move in pairs]
 
     def leaves(self, program: GpuProgram, expected: Arrays, limits: Sequence[float]) -> list[Leaf]:
-        """Every output of the program, compared with the expected one, in the order of outputs."""
+        """Return the comparison of every output with the expected one, in the order of outputs."""
         results = run_on_cpu(program, self.inputs, self.devices, exact=self.exact)
         differences = starmap(difference, zip(self.names, results, expected, strict=True))
         return self.judged(differences, limits)
 
     @staticmethod
     def judged(errors: Iterable[Leaf | Difference], limits: Sequence[float]) -> list[Leaf]:
-        """The outputs' errors, judged by these limits."""
+        """Return the outputs' errors, judged by these limits."""
         pairs = zip(errors, limits, strict=True)
         return [_leaf(each.name, each.error, limit) for each, limit in pairs]
 
     def culprit(self, expected: Arrays, limits: Sequence[float]) -> str:
-        """The compiler pass after which the program is wrong."""
+        """Return the compiler pass after which the program is wrong."""
 
         def is_right(text: str) -> bool:
             program = dataclasses.replace(self.program, text=text)
@@ -252,7 +252,7 @@ def _leaf(name: str, error: float, limit: float) -> Leaf:
 
 
 def _nudged(x: np.ndarray, unit: float, *, exact: bool) -> np.ndarray:
-    """The array with every number changed by `unit` times itself, up or down."""
+    """Return the array with every number changed by `unit` times itself, up or down."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     signs = np.random.default_rng(0).choice((-1.0, 1.0), size=x.shape)

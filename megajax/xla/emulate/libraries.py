@@ -18,7 +18,7 @@ LOWEST = -1e30
 
 
 def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
-    """The jax function of its operands that a custom call computes.
+    """Return the jax function of its operands that a custom call computes.
 
     A workspace among the results is filled with zeros. Raises HloError for an unknown call.
     """
@@ -40,7 +40,7 @@ def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
 
 
 def _top_k(results: Sequence[Shape], x: jax.Array) -> Arrays:
-    """The largest elements along the last dim, and their indices."""
+    """Return the largest elements along the last dim, and their indices."""
     return _as_results(lax.top_k(x, results[0].dims[-1]), results)
 
 
@@ -87,7 +87,7 @@ def _matmul(
 def _scaled_matmul(
     config: dict, results: Sequence[Shape], a: jax.Array, b: jax.Array, *others: jax.Array
 ) -> Arrays:
-    """cuBLASLt's FP8 matmul; the scales of A and B come after C."""
+    """cuBLASLt's matmul of 8-bit numbers; the scales of A and of B stand after C."""
     if config.get('damax_output') or config.get('scale_mode', 1) != 1:
         raise HloError(f'no translation for this FP8 matmul: {config}')
     count = 1 if config['beta'] else 0
@@ -156,7 +156,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def _as_results(outputs: Sequence[jax.Array], results: Sequence[Shape]) -> Arrays:
-    """The arrays in the dtypes of the results, followed by zeros for a workspace."""
+    """Return the arrays in the dtypes of the results, followed by zeros for a workspace."""
     workspaces, pairs = results[len(outputs) :], [*zip(outputs, results, strict=False)]
     if len(workspaces) > 1 or any(y.shape != r.dims for y, r in pairs):
         wanted, have = [str(r) for r in results], [f'{y.dtype}{[*y.shape]}' for y in outputs]

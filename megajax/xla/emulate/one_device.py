@@ -46,7 +46,7 @@ class CpuModule:
         self.reads_16_bits = bool(_BITS.search(text))
 
     def run(self, values: Sequence[Any], devices: Devices, *, exact: bool) -> list[np.ndarray]:
-        """The results for all of the function's arguments, computed on one of the devices.
+        """Return the results for all of the function's arguments, computed on one of the devices.
 
         A manual region runs on all of them. With `exact`, 16-bit arrays are fp32.
         """
@@ -143,7 +143,7 @@ def _result_shapes(module: ir.Module) -> list[tuple[int, ...]]:
 
 
 def _compiled(bytecode: bytes, devices: Devices) -> Any:
-    """An executable with one partition per device."""
+    """Return an executable with one partition per device."""
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = 1, len(devices)
     assignment = np.arange(len(devices), dtype=np.int32)[None]
@@ -163,7 +163,7 @@ def _execute(
     shapes: Sequence[tuple[int, ...]],
     devices: Devices,
 ) -> list[np.ndarray]:
-    """The results as full arrays of these shapes."""
+    """Return the results as full arrays of these shapes."""
     inputs = _shardings(executable.get_parameter_shardings(), devices, len(values))
     arrays = [jax.device_put(x, sharding) for x, sharding in zip(values, inputs, strict=True)]
     pieces = executable.execute_sharded(arrays).disassemble_into_single_device_arrays()

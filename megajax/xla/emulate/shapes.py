@@ -34,14 +34,14 @@ class Shape(NamedTuple):
         return tuple(self.dims[dim] for dim in self.order)
 
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """The shape for jax, which lays arrays out in the order of their dims."""
+        """Return the shape for jax, which lays arrays out in the order of their dims."""
         if self.dtype not in _DTYPES:
             raise HloError(f'no translation for a library call with arrays of {self.dtype}')
         return jax.ShapeDtypeStruct(self.dims, _DTYPES[self.dtype])
 
 
 def shapes(text: str) -> list[Shape]:
-    """The arrays of a type; nested tuples are flattened."""
+    """Return the arrays of a type; nested tuples are flattened."""
     arrays = []
     for dtype, dims, minor_to_major in _SHAPE.findall(text):
         sizes = numbers(dims)
@@ -51,12 +51,12 @@ def shapes(text: str) -> list[Shape]:
 
 
 def without_layouts(text: str) -> str:
-    """The type with every array laid out in the order of its dims."""
+    """Return the type with every array laid out in the order of its dims."""
     return _LAYOUT.sub('', text)
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The integers of a list such as `0,2,1`."""
+    """Return the integers of a list such as `0,2,1`."""
     return tuple(int(number) for number in re.findall(r'\d+', text))
 
 
@@ -66,7 +66,7 @@ def joined(numbers: Iterable[int]) -> str:
 
 
 def split(text: str) -> list[str]:
-    """The pieces between the commas outside brackets and quotes."""
+    """Return the pieces between the commas outside brackets and quotes."""
     pieces, depth, quoted, start = list[str](), 0, False, 0
     for place, letter in enumerate(text):
         if letter == '"' and text[place - 1] != '\\':

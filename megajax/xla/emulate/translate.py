@@ -42,7 +42,7 @@ _NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
 
 
 def for_cpu(text: str, num_devices: int, *, exact: bool = False) -> str:
-    """The module for `num_devices` replicas; with `exact`, arrays of 8 and 16 bits are fp32.
+    """Return the module for `num_devices` replicas; with `exact`, arrays of 8 and 16 bits are fp32.
 
     Raises HloError with the line of an instruction that has no translation.
     """
@@ -61,7 +61,7 @@ def _widened(text: str) -> str:
 
 
 def _widened_line(line: str) -> str:
-    """The line with fp32 for 8 and 16 bits; a constant is read in its own dtype and then converted.
+    """Return the line with fp32 instead of 8 and 16 bits; constants are read in their own dtype.
 
     The text of a constant has only as many digits as its own dtype needs.
     """
@@ -73,7 +73,7 @@ def _widened_line(line: str) -> str:
 
 
 def _computation(program: Program, computation: Computation, num_devices: int) -> Iterator[str]:
-    """The computation, preceded by those that replace its library calls."""
+    """Yield the computation, preceded by those that replace its library calls."""
     head = 'ENTRY ' if computation is program.entry else ''
     lines = [f'{head}%{computation.name} {{']
     for instruction in computation.instructions:
@@ -100,7 +100,7 @@ class _Translation:
         self._lines: list[str] = []
 
     def lines(self) -> list[str]:
-        """The lines of the translation. Raises HloError if there is none."""
+        """Return the lines of the translation. Raises HloError if there is none."""
         self._translators().get(self.opcode, self._as_it_is)()
         root = 'ROOT ' if self.instruction.is_root else ''
         return [*self._lines[:-1], f'  {root}{self._lines[-1].strip()}']
@@ -154,7 +154,7 @@ class _Translation:
         self._finish('constant', '0')
 
     def _dot(self) -> None:
-        """Widen narrow operands: CPUs have no fp32 product of 16-bit numbers, and no 8-bit one."""
+        """Widen narrow operands: CPUs have no fp32 matmul of 16-bit numbers, and no 8-bit one."""
         operands = [shapes(operand.type)[0] for operand in self.operands]
         [result] = shapes(self.type)
         if not any(_NARROW_FLOAT.match(str(shape)) for shape in operands):
@@ -216,7 +216,7 @@ class _Translation:
         return self._add(str(row), 'slice', array, f', slice={{{bounds}}}')
 
     def _groups(self) -> str:
-        """The groups as lists of devices: in terms of mesh axes they would lose their order."""
+        """Return the groups as lists of devices: named by mesh axes they would lose their order."""
         if 'channel_id=' not in self.source.attributes:
             raise HloError(f'a collective that is not between partitions: {self.source.line}')
         if self.opcode == 'collective-permute':
@@ -243,7 +243,7 @@ class _Translation:
 
 @functools.lru_cache(maxsize=256)
 def _lowered(attributes: str, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> str:
-    """The HLO that computes the same as a library call."""
+    """Return the HLO that computes the same as a library call."""
     function = meaning(attributes, results)
 
     def named(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -263,6 +263,6 @@ def _lowered(attributes: str, operands: tuple[Shape, ...], results: tuple[Shape,
 
 
 def _renamed(text: str, name: str) -> str:
-    """The computations of a module, renamed to start with `name`; the entry is named `name`."""
+    """Return the computations of a module, renamed to start with `name`; the entry is `name`."""
     text = re.sub(r'%([\w.-]+)', rf'%{name}.\1', text)
     return re.sub(r'ENTRY %\S+', f'%{name}', text).strip()

@@ -1,8 +1,7 @@
-"""The arrays in a program's temporary memory at the moment when it needs the most.
+"""Find the arrays in a program's temporary memory at its peak.
 
-XLA writes the addresses and the lifetimes of all arrays to text files where compiler options ask
-for them (`megajax.xla.hlo.dump`). Arrays that share an address, as those that are changed in place,
-count once.
+XLA dumps the addresses and lifetimes of all arrays to text files if compiler options ask for it
+(`megajax.xla.hlo.dump`). Arrays that share an address, such as in-place updates, count once.
 """
 
 import re
@@ -30,7 +29,7 @@ Name = tuple[str, str]  # an instruction, and the place in its tuple, such as `3
 
 
 class Buffer(NamedTuple):
-    """An array in temporary memory, and what it takes."""
+    """An array in temporary memory."""
 
     names: tuple[Name, ...]  # the instruction that defines it, then others whose result it is
     array: str  # dtype and shape on a device; `tuple` for the addresses of several arrays
@@ -47,9 +46,9 @@ class _Assigned(NamedTuple):
 
 
 def buffers_at_peak(folder: Path) -> tuple[Buffer, ...]:
-    """Return the arrays in temporary memory when most of it is in use, from XLA's dump.
+    """Return the arrays in temporary memory at its peak, from XLA's dump.
 
-    Their bytes add up to those that are in use; the rest of the temporary memory is between them.
+    Their bytes add up to the memory in use; the rest of the temporary memory is between them.
     """
     kinds = 'live-range', 'buffer-assignment', 'buffer-assignment-values'
     return at_peak(*(_last(folder, kind) for kind in kinds))
@@ -100,7 +99,7 @@ def _assigned(text: str) -> Iterator[_Assigned]:
 
 
 def _most(lives: Sequence[tuple[_Assigned, int, int]]) -> list[tuple[_Assigned, int]]:
-    """Return the arrays that are alive when most addresses are in use, with their bytes."""
+    """Return the arrays that are live when most addresses are in use, with their bytes."""
     changes = [0] * (max((last for *_, last in lives), default=0) + 2)
     for each, first, last in lives:
         changes[first] += each.end - each.start

@@ -1,7 +1,6 @@
-"""The collectives of a compiled program.
+"""List the collectives of a compiled program.
 
-Each has the array that crosses the wire, how often, along which axes, and the products that run
-meanwhile.
+Each has its array, number of executions, mesh axes and the matmuls that overlap it.
 """
 
 import dataclasses
@@ -24,9 +23,9 @@ class Collective:
     XLA may have joined several arrays in one instruction; they have the same `instruction`.
     `operand` and `result` are one device's arrays before and after. `times` is the number of runs;
     with `at_most` it is an upper bound, because the branch may not run or because data decides how
-    much of the array is sent. `axes` is empty where no device sends to another. `op_name` is the
+    much of the array is sent. `axes` is empty if no device sends to another. `op_name` is the
     path of the array, or of the instruction that made it. `overlapped_flops` counts the matrix
-    products on one device that run between start and end; `synchronous` says that none can.
+    matmuls on one device that run between start and end; `synchronous` says that none can.
     """
 
     kind: str
@@ -135,9 +134,9 @@ def _named(
                     origin(program, computation, part),
                 )
         else:
-            # An all-gather belongs to its reader. XLA may have moved a cast before it, with its
-            # path. So does a permute that joins several, which have no path then: the first of a
-            # ring sends what an earlier pass may have made.
+            # An all-gather belongs to its reader, because XLA may have moved a cast, with its path,
+            # before it. A joined permute, which has no path, belongs to its reader too: the first
+            # permute of a ring may send an array that an earlier pass produced.
             is_of_reader = kind == 'all-gather' or (kind == 'collective-permute' and not own)
             reader = destination(program, computation, instruction, sent.place)
             name = own or origin(program, computation, operand)

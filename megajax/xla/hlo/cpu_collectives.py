@@ -1,6 +1,6 @@
-"""Interpretation of collectives that XLA's CPU backend cannot express.
+"""Interpret collectives that XLA's CPU backend cannot express.
 
-It makes no reduce-scatters, and reduces and moves arrays only in fp32.
+That backend has no reduce-scatter, and reduces and moves arrays in fp32 only.
 """
 
 import re
@@ -25,7 +25,7 @@ def as_meant(
     sent: Sent,
     groups: Groups,
 ) -> tuple[str, Array, Array]:
-    """Return the kind, operand and result that a collective stands for.
+    """Return the kind, operand and result of a collective as a GPU would have them.
 
     They differ from those in the text only in XLA for CPUs, which never starts an asynchronous
     collective and never configures one.
@@ -74,7 +74,7 @@ def _narrow_dtype(
     index: int,
     readers: Sequence['_Reader'],
 ) -> str:
-    """The smaller dtype that an array stands for on the wire; empty where it is its own dtype."""
+    """Return the smaller dtype that a GPU would send; empty if it would send this one."""
     operand = computation.by_name[instruction.operands[index]]
     before, narrow = _dtype_before(program, computation, operand), _NARROW[operand.results[0].dtype]
     after = set[str]()
@@ -88,7 +88,7 @@ def _narrow_dtype(
     reduction = instruction.attribute('to_apply')
     if reduction is None:  # moved without a reduction
         return before if before in narrow and after == {before} else ''
-    # Partial sums of a product are in fp32 here and in the product's dtype elsewhere. A sum that
+    # Partial sums of a matmul are in fp32 here and in the matmul's dtype elsewhere. A sum that
     # the author wrote has the dtype that was written.
     is_authors = (
         re.search(r'/(psum|reduce_scatter)\w*$', instruction.op_name)
@@ -144,7 +144,7 @@ def _readers(
 
 
 def _dtype_before(program: Program, computation: Computation, producer: Instruction) -> str:
-    """The dtype of an array before the conversion that made it; empty without a conversion."""
+    """Return the dtype of an array before its conversion; empty without a conversion."""
     while producer.opcode in {*SAME, 'slice', 'dynamic-slice'} - {'get-tuple-element'}:
         before = computation.by_name[producer.operands[0]]
         if producer.opcode == 'convert':
@@ -158,7 +158,7 @@ def _dtype_before(program: Program, computation: Computation, producer: Instruct
 
 
 def _is_own_part(program: Program, reader: _Reader, groups: Groups) -> bool:
-    """Whether each device reads the part at its place in its group, along one dim."""
+    """Return whether each device reads the shard at its index in its group, along one dim."""
     if reader.instruction.opcode != 'dynamic-slice':
         return False
     array, *starts = reader.instruction.operands
@@ -180,7 +180,7 @@ def _is_own_part(program: Program, reader: _Reader, groups: Groups) -> bool:
 def _given(
     program: Program, computation: Computation, producer: Instruction
 ) -> tuple[Computation, Instruction] | None:
-    """The value that a caller passes for a fusion's parameter or for a value that a loop carries.
+    """Return the value that a caller passes for a fusion's parameter or a loop's carried value.
 
     Returned as its computation and instruction; None for any other instruction.
     """

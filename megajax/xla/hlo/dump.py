@@ -1,4 +1,4 @@
-"""Compilation without jax's cache, and with what is in the memory of a device at its peak."""
+"""Compile without jax's cache, and return the arrays in memory at the peak."""
 
 import contextlib
 import tempfile

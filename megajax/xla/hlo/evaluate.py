@@ -1,6 +1,6 @@
 """Integers that a program computes only from constants, loop counters and the device's number.
 
-`Run` is one run of a computation. Its values are computed only on request, and are None where they
+`Run` is one run of a computation. Its values are computed only on request, and are None if they
 depend on data.
 """
 
@@ -50,7 +50,7 @@ class Run:
         self._loops: dict[str, Loop] = {}
 
     def value(self, name: str) -> Value:
-        """The value of an instruction whose result is a single array."""
+        """Return the value of an instruction whose result is a single array."""
         ahead = [name]  # rather than recursion, since an unrolled loop can be a long chain
         while ahead:
             instruction = self.computation.by_name[ahead[-1]]
@@ -67,7 +67,7 @@ class Run:
         return self._values[name]
 
     def part(self, name: str, place: int) -> Value:
-        """The value at a place in the result of an instruction that returns a tuple."""
+        """Return the value at a place in the result of an instruction that returns a tuple."""
         instruction = self.computation.by_name[name]
         match instruction.opcode:
             case 'tuple':
@@ -85,11 +85,11 @@ class Run:
         return None
 
     def loop(self, instruction: Instruction) -> 'Loop':
-        """The loop of a while instruction: the runs of its body and condition."""
+        """Return the loop of a while instruction: the runs of its body and condition."""
         return self._loops.setdefault(instruction.name, Loop(self, instruction))
 
     def branch(self, conditional: Instruction) -> int | None:
-        """The index of the branch that a conditional runs; None where it is unknown."""
+        """Return the index of the branch that a conditional runs; None if it is unknown."""
         chosen = self.value(conditional.operands[0])
         if chosen is None:
             return None
@@ -99,9 +99,9 @@ class Run:
         return int(chosen) if 0 <= chosen <= last else last
 
     def inside(self, instruction: Instruction, branch: int | None = None) -> 'Run | None':
-        """The run of the computation that a fusion or call names, or of a conditional's branch.
+        """Return the run of the computation that a fusion, call or conditional branch names.
 
-        None where it is unknown which branch runs.
+        None if it is unknown which branch runs.
         """
         first = 0
         if instruction.opcode == 'conditional':
@@ -164,7 +164,7 @@ class Loop:
     def trip_count(self) -> int | None:
         """The number of steps, as the compiler states it or else by the condition.
 
-        None where neither gives it.
+        None if neither gives it.
         """
         if self._instruction.trip_count is not None:
             return self._instruction.trip_count
@@ -178,7 +178,7 @@ class Loop:
         return None
 
     def run(self, which: str, step: int) -> Run:
-        """The run of 'body' or 'condition' in a step."""
+        """Return the run of 'body' or 'condition' in a step."""
         if (which, step) not in self._runs:
             program, device = self._run.program, self._run.device
             called = program.computations[self._instruction.attribute(which) or '']
@@ -190,7 +190,7 @@ class Loop:
         return self._runs[which, step]
 
     def carried(self, place: int | None, step: int) -> Value:
-        """The value at the start of a step; `place` is None if the loop carries a single array."""
+        """Return the value at the start of a step; `place` is None if a single array is carried."""
         values = self._carried.setdefault(place, [])
         if not values:
             values.append(_of(self._run, self._instruction.operands[0], place))
@@ -227,7 +227,7 @@ def run_of(program: Program, computation: Computation, device: int) -> Run:
 
 
 def _is_kept(body: Computation, place: int) -> bool:
-    """Whether a loop's body passes on the carried value at a place unchanged."""
+    """Return whether a loop's body passes on the carried value at a place unchanged."""
     if body.root.opcode != 'tuple':
         return False
     producer = body.by_name[body.root.operands[place]]
@@ -239,7 +239,7 @@ def _is_kept(body: Computation, place: int) -> bool:
 
 
 def _is_small(instruction: Instruction) -> bool:
-    """Whether the result of an instruction is a single, small array of integers."""
+    """Return whether the result of an instruction is a single, small array of integers."""
     is_integer = len(instruction.results) == 1 and instruction.results[0].dtype in INTEGER_DTYPES
     return is_integer and prod(instruction.results[0].shape) <= MAX_ELEMENTS
 

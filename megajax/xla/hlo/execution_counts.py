@@ -1,8 +1,8 @@
-"""The number of runs of each computation of a program.
+"""Count how often each computation of a program executes.
 
-Trip counts of nested loops are multiplied. Where a conditional's branch sends something and its
-predicate follows from loop counters, the branch that runs counts; where the predicate is unknown,
-the branch that sends most bytes counts each time. Every other branch counts as run.
+Trip counts of nested loops are multiplied. If a branch of a conditional communicates and the
+predicate follows from loop counters, the branch that is taken counts. If the predicate is unknown,
+the branch that sends the most bytes counts each time. Branches of other conditionals all count.
 """
 
 from collections import Counter
@@ -18,11 +18,11 @@ MAX_STEPS = 20_000  # steps of loops that are walked; beyond them predicates cou
 
 
 class UnknownLoopError(HloError):
-    """A loop that sends something, where neither compiler nor caller knows how often it runs."""
+    """A loop that communicates, of which neither compiler nor caller knows the trip count."""
 
 
 class Runs:
-    """The number of runs of each computation in one run of the program.
+    """The number of executions of each computation in one execution of the program.
 
     `trip_count` is the number of steps of loops of unknown length. `at_most` has the computations
     in branches that may not run; it is complete once `times` has been read.
@@ -36,7 +36,7 @@ class Runs:
 
     @cached_property
     def times(self) -> dict[str, int]:
-        """The number of runs, by name of the computation."""
+        """The number of executions, by name of the computation."""
         counts = self._walk(Run(self._program, self._program.entry))
         return {name: counts[name] for name in self._program.computations}
 
@@ -62,8 +62,8 @@ class Runs:
                 part for part in (instruction.op_name, self._program.source(instruction)) if part
             ]
             raise UnknownLoopError(
-                f'the loop {instruction.name} sends something and XLA does not know how often it '
-                'runs: give a trip_count, or a fixed number of steps to '
+                f'the loop {instruction.name} communicates, and XLA does not know its trip count: '
+                'give a trip_count, or a fixed number of steps to '
                 f'{" at ".join(known) or instruction.line}'
             )
         counts = Counter[str]()
@@ -100,7 +100,7 @@ class Runs:
         return sum(times * self._own_bytes(computations[name]) for name, times in counts.items())
 
     def _own_bytes(self, computation: Computation) -> float:
-        """Bytes that the instructions of a computation send, without called computations."""
+        """Return the bytes that a computation's own instructions send, without its calls."""
         total = 0.0
         for instruction in computation.instructions:
             if kind := kind_of(instruction):
@@ -122,7 +122,7 @@ class Runs:
         return self._fixed[computation.name]
 
     def _open(self, computation: Computation) -> list[Instruction]:
-        """The instructions whose called computations send something as often as a value decides."""
+        """Return the instructions whose calls communicate a data-dependent number of times."""
         return [
             instruction
             for instruction in computation.instructions
@@ -137,14 +137,14 @@ class Runs:
 
     @cached_property
     def _sending(self) -> set[str]:
-        """The names of computations that send something, or call another that does."""
+        """The names of computations that communicate, or call a computation that does."""
         computations = self._program.computations.values()
         own = {each.name for each in computations if any(map(kind_of, each.instructions))}
         return self._with_callers(own)
 
     @cached_property
     def _deciding(self) -> set[str]:
-        """The names of computations in which a value decides what is sent, and of their callers."""
+        """The names of computations with data-dependent communication, and of their callers."""
         own = {
             computation.name
             for computation in self._program.computations.values()
@@ -164,7 +164,7 @@ class Runs:
 
 
 def _decides(instruction: Instruction) -> bool:
-    """Whether a value decides how often an instruction runs the computations that it calls."""
+    """Return whether a value decides how often an instruction executes its computations."""
     return instruction.opcode == 'conditional' or (
         instruction.opcode == 'while' and instruction.trip_count is None
     )
@@ -175,7 +175,7 @@ def _multiplied(counts: Counter[str], times: int) -> Counter[str]:
 
 
 def _runs(caller: Instruction, name: str) -> int:
-    """The number of times that an instruction runs the computation `name` that it calls."""
+    """Return how often an instruction executes the computation `name` that it calls."""
     if caller.opcode in ('async-update', 'async-done'):
         return 0  # older versions of XLA repeat the computation that async-start started
     if caller.opcode != 'while':

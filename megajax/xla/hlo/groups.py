@@ -14,7 +14,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> Groups:
-    """The groups of devices of a collective, as places in the flattened mesh.
+    """Return the groups of devices of a collective, as places in the flattened mesh.
 
     For a collective-permute these are its pairs of source and target. Raises HloError for an
     instruction without groups.
@@ -34,7 +34,7 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
 
 
 def groups_text(instruction: Instruction) -> str:
-    """The groups or pairs as spelled in the text."""
+    """Return the groups or pairs as spelled in the text."""
     match = re.search(
         r'(?:source_target_pairs|replica_groups)=(.*?)(?:, (?!device_ids)\w+=|$)',
         instruction.attributes,
@@ -43,7 +43,7 @@ def groups_text(instruction: Instruction) -> str:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The fewest mesh axes that span every group: ('data',), ('data', 'model'), ...
+    """Return the fewest mesh axes that span every group: ('data',), ('data', 'model'), ...
 
     () where each device is alone. Raises HloError for a device that the mesh does not have.
     """
@@ -66,12 +66,12 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def crosses_hosts(groups: Groups, devices_per_host: int) -> bool:
-    """Whether some group has devices of more than one host."""
+    """Return whether some group has devices of more than one host."""
     return any(len({device // devices_per_host for device in group}) > 1 for group in groups)
 
 
 def _along_axes(sizes: str, device_ids: str | None, names: str, line: str) -> Groups:
-    """The groups that mesh['a'=2,'b'=4] {'b'} spells.
+    """Return the groups that mesh['a'=2,'b'=4] {'b'} spells.
 
     {'b':(2)2} is a part of b: of size 2, after a part of size 2.
     """
@@ -107,7 +107,7 @@ def _along_axes(sizes: str, device_ids: str | None, names: str, line: str) -> Gr
 
 
 def _iota(text: str) -> np.ndarray:
-    """The devices in the order that '[8]', '[2,4]T(1,0)' or a list of devices gives."""
+    """Return the devices in the order that '[8]', '[2,4]T(1,0)' or a list of devices gives."""
     match = re.fullmatch(r'(\[[\d,]+\])(?:T(\([\d,]+\)))?', text)
     if not match:
         return np.array(_numbers(text))

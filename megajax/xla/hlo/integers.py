@@ -20,7 +20,7 @@ INTEGER_DTYPES = {
 
 
 def apply(instruction: Instruction, values: Sequence[Value]) -> Value:
-    """The result of an operation; None if it is unknown or the operation is not supported."""
+    """Return the result of an operation; None if it is unknown or not supported."""
     for value in values if instruction.opcode in _ABSORBING else ():  # false and x, true or x
         if value is None or value.dtype != np.bool_:
             continue
@@ -43,12 +43,12 @@ def apply(instruction: Instruction, values: Sequence[Value]) -> Value:
 
 
 def dtype_of(instruction: Instruction) -> type[np.generic]:
-    """The numpy dtype of the result of an instruction."""
+    """Return the numpy dtype of the result of an instruction."""
     return INTEGER_DTYPES[instruction.results[0].dtype]
 
 
 def constant(instruction: Instruction) -> Value:
-    """The value of a constant; None where the text abbreviates it as {...}."""
+    """Return the value of a constant; None if the text abbreviates it as {...}."""
     tokens = re.findall(r'-?\d+|true|false', instruction.inputs)
     words = {'true': 1, 'false': 0}
     if len(tokens) != prod(instruction.results[0].shape):
@@ -62,7 +62,7 @@ def constant(instruction: Instruction) -> Value:
 
 
 def numbers(instruction: Instruction, key: str) -> list[int]:
-    """The numbers after `key=`: a list in braces, or a single number."""
+    """Return the numbers after `key=`: a list in braces, or a single number."""
     match = re.search(rf'\b{key}=\{{?([\d,]*)', instruction.attributes)
     return [int(number) for number in re.findall(r'\d+', match[1])] if match else []
 
@@ -72,7 +72,7 @@ def _compare(instruction: Instruction, left: np.ndarray, right: np.ndarray) -> n
 
 
 def _divide(instruction: Instruction, left: np.ndarray, right: np.ndarray) -> Value:
-    """Divide and round towards zero; None where a divisor is zero."""
+    """Divide and round towards zero; None if a divisor is zero."""
     if not right.all():
         return None
     return (left - np.fmod(left, right)) // right
@@ -124,7 +124,7 @@ def _window(
     starts: Sequence[np.ndarray],
     sizes: Sequence[int],
 ) -> tuple[slice, ...]:
-    """A window of these sizes, moved inward where it would reach beyond the end."""
+    """Return a window of these sizes, moved inward where it would reach beyond the end."""
     window = []
     for start, dim, size in zip(starts, value.shape, sizes, strict=True):
         place = min(max(int(start), 0), dim - size)

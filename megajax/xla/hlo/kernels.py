@@ -1,4 +1,4 @@
-"""The kernels of a compiled program by what they do, with the bytes and FLOPs of each."""
+"""Classify the kernels of a compiled program, and count the bytes and FLOPs of each."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
@@ -45,7 +45,7 @@ class Kernel(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """FLOPs of the products in one run."""
+        """FLOPs of the matmuls in one run."""
         return sum(product.flops for product in self.products)
 
 
@@ -67,7 +67,7 @@ def kernels(program: Program) -> Iterator[Kernel]:
 
 
 def moved_without_products(program: Program) -> int:
-    """Bytes that all kernels without products read and write in one run of a program."""
+    """Return the bytes that all kernels without matmuls read and write in one run of a program."""
     return sum(kernel.times * kernel.bytes for kernel in kernels(program) if not kernel.products)
 
 

@@ -46,5 +46,5 @@ def launching(program: Program) -> Iterator[Computation]:
 
 
 def is_launched(instruction: Instruction) -> bool:
-    """Whether an instruction is a kernel, a library call, a copy or a collective."""
+    """Return whether an instruction is a kernel, a library call, a copy or a collective."""
     return instruction.opcode not in _WITHOUT_KERNEL and not instruction.opcode.endswith('-done')

@@ -1,4 +1,4 @@
-"""Arrays that a loop stores for later, as a scan keeps its residuals for the backward pass."""
+"""Find arrays that a loop saves, such as the residuals of a scan for the backward pass."""
 
 from megajax.xla.hlo.op_paths import SAME
 from megajax.xla.hlo.program import Array, Computation, Instruction, Program
@@ -7,9 +7,9 @@ _UPDATE = 'dynamic-update-slice'
 
 
 def stored_in(program: Program, computation: Computation, producer: Instruction) -> Array | None:
-    """Return the buffer that the array of an instruction is written into, if it is, as a part.
+    """Return the stacked buffer into which a loop writes an instruction's array, if it does.
 
-    Only what passes the array on unchanged is followed: casts, copies and reshapes, alone or fused.
+    Only casts, copies and reshapes of the array are followed, alone or fused.
     """
     ahead, seen = [producer], {producer.name}
     for source in ahead:

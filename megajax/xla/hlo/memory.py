@@ -12,7 +12,7 @@ _WITHOUT_NUMBERS = 's8', 'u8'  # of a library call: the workspace
 
 
 def bytes_moved(program: Program, computation: Computation, instruction: Instruction) -> int:
-    """Bytes that one kernel reads and writes; an array that it changes in place does not count."""
+    """Return the bytes that one kernel reads and writes, without arrays updated in place."""
     if instruction.opcode in ('fusion', 'fusion-start'):
         return _of_fusion(program.computations[instruction.called[0]])
     if instruction.opcode in _READS_PART:

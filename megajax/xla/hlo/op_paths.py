@@ -1,6 +1,6 @@
-"""The origin and destination of arrays in a compiled program, by the paths that jax recorded.
+"""Find the producer and the reader of an array by the paths that jax recorded.
 
-A path names the transformations and scopes of the instruction that makes or reads an array.
+A path names the transformations and scopes of an instruction.
 """
 
 import re
@@ -24,7 +24,7 @@ SAME = {
 
 
 def joined(program: Program, computation: Computation, producer: Instruction) -> list[Instruction]:
-    """The parts of a flat buffer into which XLA joined arrays to send them together.
+    """Return the parts of a flat buffer into which XLA joined arrays to send them together.
 
     Any other array, such as one that the author concatenated, is its own only part.
     """
@@ -60,7 +60,7 @@ def _before_reshapes(computation: Computation, name: str) -> Instruction:
 def origin(
     program: Program, computation: Computation, producer: Instruction, depth: int = 24
 ) -> str:
-    """The path of an array, or of the nearest predecessor that has a path; empty if none has."""
+    """Return the path of an array, or of its nearest predecessor with a path; empty if none."""
     if depth == 0 or is_path(producer.op_name):
         return producer.op_name
     if producer.opcode == 'get-tuple-element':
@@ -88,7 +88,7 @@ def origin(
 
 
 def paths(op_name: str, count: int) -> list[str]:
-    """The path of each of `count` operands of an instruction.
+    """Return the path of each of `count` operands of an instruction.
 
     For joined operands XLA writes `before/(first:second)/after`, if it writes paths at all.
     """
@@ -102,7 +102,7 @@ def paths(op_name: str, count: int) -> list[str]:
 
 
 def is_path(op_name: str) -> bool:
-    """Whether a name is a path that jax recorded, and not a loop's.
+    """Return whether a name is a path that jax recorded, and not a loop's.
 
     The path of a loop says nothing about what the loop returns.
     """
@@ -112,12 +112,12 @@ def is_path(op_name: str) -> bool:
 def destination(
     program: Program, computation: Computation, producer: Instruction, index: int
 ) -> str:
-    """The path of the first matrix product that reads an array, or else of its first reader.
+    """Return the path of the first matmul that reads an array, or else of its first reader.
 
     `index` is the place of the array in the results of `producer`. An instruction that only stores
     the array for later, or adds it to a sum, does not count as a reader, nor one that jax 0.12
-    names after a call without a name. A product to which XLA gave the path of the operation after
-    it counts only if no other product reads the array.
+    names after a call without a name. A matmul to which XLA gave the path of the operation after
+    it counts only if no other matmul reads the array.
     """
     first, product = '', ''
     ahead, known = [producer], {producer.name}
@@ -148,7 +148,7 @@ def destination(
 
 
 def _slice_start(program: Program, producer: Instruction) -> int | None:
-    """The start of a slice of a flat buffer; None for any other instruction."""
+    """Return the start of a slice of a flat buffer; None for any other instruction."""
     if producer.opcode == 'fusion':
         inside = program.computations[producer.called[0]]
         producer = inside.root if len(inside.instructions) == 2 else producer
@@ -163,7 +163,7 @@ def _slice_start(program: Program, producer: Instruction) -> int | None:
 def _part_at(
     program: Program, computation: Computation, buffer: Instruction, start: int
 ) -> Instruction:
-    """The part that has element `start` of a flat buffer, which may have been reduced as one."""
+    """Return the part of a flat buffer (possibly reduced as one) that contains element `start`."""
     while buffer.opcode in SAME or buffer.opcode.startswith('all-reduce'):
         buffer = computation.by_name[buffer.operands[0]]
     end = 0

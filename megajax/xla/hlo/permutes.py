@@ -16,7 +16,7 @@ SHOWN = 8  # maximum number of devices or pairs in a message
 def fault(pairs: Groups, num_devices: int) -> tuple[str, str] | None:
     """Describe the fault of a permute: a name, and a sentence with its devices.
 
-    Return None where every device has one source.
+    Return None if every device has one source.
     """
     if not pairs:
         return 'permute without pairs', 'it has no pairs, so every device gets zeros'
@@ -32,7 +32,7 @@ def fault(pairs: Groups, num_devices: int) -> tuple[str, str] | None:
 
 
 def along(pairs: Pairs | str, axes: Sequence[str], mesh: Mapping[str, int]) -> list[DevicePairs]:
-    """The pairs of devices that a declaration allows; a ring may go in either direction."""
+    """Return the pairs of devices that a declaration allows; a ring may go in either direction."""
     names = [*mesh]
     devices = np.arange(prod(mesh.values())).reshape([*mesh.values()])
     size = prod(mesh[axis] for axis in axes)
@@ -48,7 +48,7 @@ def along(pairs: Pairs | str, axes: Sequence[str], mesh: Mapping[str, int]) -> l
 
 
 def _listed(devices: Sequence[int], one: str, many: str) -> str:
-    """A clause on devices, with the predicate `one` or `many`: `devices 0, 4 have no source`."""
+    """Return a clause such as `devices 0, 4 have no source`, with the predicate `one` or `many`."""
     shown = ', '.join(map(str, devices[:SHOWN]))
     rest = f' and {len(devices) - SHOWN} more' if len(devices) > SHOWN else ''
     return f'devices {shown}{rest} {many}' if len(devices) > 1 else f'device {shown} {one}'

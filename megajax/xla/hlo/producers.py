@@ -1,7 +1,7 @@
-"""The instruction that computes an array, where another one only has its memory.
+"""Trace an array back to the instruction that computed its values.
 
-A loop over layers stacks what its body computes, a fusion has many instructions inside, and a copy
-or a tuple computes nothing.
+Copies, tuples and slices compute nothing; loops stack the results of their body, and fusions
+contain many instructions. All of these are looked through.
 """
 
 from collections.abc import Collection
@@ -10,8 +10,7 @@ from typing import NamedTuple
 from megajax.xla.hlo.op_paths import is_path
 from megajax.xla.hlo.program import Computation, Instruction, Program
 
-# Opcodes that change the place, the layout or the dtype of an array, or the part of it that a
-# device has, and no number.
+# Opcodes that move, slice, gather, transpose or cast an array without changing its values.
 COPIES = frozenset(
     {
         *('bitcast', 'convert', 'copy', 'copy-done', 'copy-start', 'dynamic-slice', 'reshape'),
@@ -19,27 +18,27 @@ COPIES = frozenset(
     }
 )
 _UPDATE = 'dynamic-update-slice'
-# In the path of what jax's loops do to read a slice of a stack and to write one.
+# In the paths of jax's reads and writes of slices of stacked arrays.
 _OF_STACKS = 'jit(dynamic_index_in_dim)', 'jit(dynamic_update_index_in_dim)'
-_MOST_STEPS = 200  # of a search, which a program in a circle of loops would not end
+_MOST_STEPS = 200  # ends the search if loops pass an array around in a circle
 
 
 class Place(NamedTuple):
-    """A result of an instruction: `part` is its place in the tuple, if the result is one."""
+    """A result of an instruction; `part` is its index in the tuple, if the result is a tuple."""
 
     computation: Computation
     instruction: Instruction
     part: tuple[int, ...] = ()
 
 
-def maker(program: Program, place: Place, through: Collection[str] = ()) -> Place:
-    """Return the place where an array is computed, inside loops and fusions.
+def producer(program: Program, place: Place, through: Collection[str] = ()) -> Place:
+    """Return the result that computed an array, looking inside loops and fusions.
 
-    Copies without a path, those of a part of a stack, and the opcodes in `through` pass on their
-    operand. An array that a loop does not change is made before the loop, and one that the loop
-    fills, such as a stack of what each layer computes, is made where its parts are. The result can
-    be a parameter of the program. Where XLA has kept no path for what computes the array, it is the
-    last place on the way that has one.
+    Looked through are copies without a path, reads and writes of stacked arrays, and the opcodes in
+    `through`. An array that a loop does not change was produced before the loop; an array that a
+    loop fills, such as a stack of layer results, was produced where its slices are. The result can
+    be a parameter of the program. If the producing instruction has no path, it is the last
+    instruction on the way that has one.
     """
     named = place
     for _ in range(_MOST_STEPS):
@@ -52,7 +51,7 @@ def maker(program: Program, place: Place, through: Collection[str] = ()) -> Plac
 
 
 def _before(program: Program, place: Place, through: Collection[str]) -> Place | None:
-    """Return the place that an array comes from unchanged, None if it is computed here."""
+    """Return the result that an array is an unchanged copy of, None if it is computed here."""
     computation, instruction, part = place
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == 'parameter':
@@ -79,12 +78,12 @@ def _before(program: Program, place: Place, through: Collection[str]) -> Place |
 
 
 def _is_own(op_name: str) -> bool:
-    """Whether a path is that of a computation, and not of a stack that holds its results."""
+    """Return whether a path names a computation, and not access to a stack of its results."""
     return is_path(op_name) and not any(name in op_name for name in _OF_STACKS)
 
 
 def _outside(program: Program, place: Place) -> Place | None:
-    """Return what a computation is called with; None for the program's own parameters."""
+    """Return the argument of a computation's parameter; None for the program's own parameters."""
     callers = program.callers.get(place.computation.name)
     if not callers:
         return None
@@ -102,7 +101,7 @@ def _outside(program: Program, place: Place) -> Place | None:
 def _of_loop(
     program: Program, computation: Computation, loop: Instruction, part: tuple[int, ...]
 ) -> Place | None:
-    """Return what the body of a loop makes of an array, or what it was before if it stays."""
+    """Return the body's result for a carried array, or its initial value if it never changes."""
     body = program.computations[loop.attribute('body') or '']
     if body.root.opcode != 'tuple':
         return None
@@ -120,7 +119,7 @@ def _of_loop(
 def _filled_by_loop(
     program: Program, computation: Computation, instruction: Instruction
 ) -> Place | None:
-    """Return what a loop writes into an array that is the same number everywhere, if one does."""
+    """Return the values that a loop writes into a constant-filled array, if one does."""
     if instruction.opcode not in ('broadcast', 'constant'):
         return None
     while caller := _caller_of_fusion(program, computation, instruction):

@@ -1,4 +1,4 @@
-"""The matrix products of a compiled program: dots, fused or not, and calls of cuBLAS and cuDNN."""
+"""The matmuls of a compiled program: dots, fused or not, and calls of cuBLAS and cuDNN."""
 
 import re
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ _BATCH = re.compile(r'lhs_batch_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)[}\]]')
 
 
 class Product(NamedTuple):
-    """One matrix product on one device, or the products of one attention kernel.
+    """One matmul on one device, or the matmuls of one attention kernel.
 
     `flops` counts every pair of query and key, although a causal kernel skips the half that the
-    mask hides. `dtype` is the dtype of the operands. `sizes` is (batch, m, n, k) of a product
+    mask hides. `dtype` is the dtype of the operands. `sizes` is (batch, m, n, k) of a matmul
     [m, k] x [k, n]; of attention it is the shape of the first operand.
     """
 
@@ -29,7 +29,7 @@ class Product(NamedTuple):
 
 
 def product_of(computation: Computation, instruction: Instruction) -> Product | None:
-    """The product that an instruction itself computes; None for any other instruction."""
+    """Return the matmul that an instruction itself computes; None for any other instruction."""
     if instruction.opcode not in ('dot', 'custom-call'):
         return None
     operands = [computation.by_name[name].results[0] for name in instruction.operands]
@@ -50,7 +50,7 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
 
 
 def flops(program: Program, computation: Computation, instruction: Instruction) -> int:
-    """FLOPs of the products in an instruction and in its called computations, on one device."""
+    """Return the per-device FLOPs of an instruction's matmuls, called computations included."""
     if product := product_of(computation, instruction):
         return product.flops
     inside = [
@@ -63,7 +63,7 @@ def flops(program: Program, computation: Computation, instruction: Instruction) 
 def inside(
     program: Program, computation: Computation, instruction: Instruction
 ) -> Iterator[Product]:
-    """Yield the products of one kernel: of an instruction, or of the computations it calls."""
+    """Yield the matmuls of one kernel: of an instruction, or of the computations it calls."""
     if product := product_of(computation, instruction):
         yield product
     for called in (program.computations[name] for name in instruction.called):
@@ -72,7 +72,7 @@ def inside(
 
 
 def in_all(instruction: Instruction, inside: list[Number]) -> Number:
-    """The total work of an instruction, from the work in one run of each computation it calls."""
+    """Return the total work of an instruction, from one execution of each computation it calls."""
     if not inside or instruction.opcode in ('async-update', 'async-done'):
         return 0  # older versions of XLA repeat the computation that async-start started
     if instruction.opcode == 'conditional':
@@ -82,7 +82,7 @@ def in_all(instruction: Instruction, inside: list[Number]) -> Number:
 
 
 def products(program: Program) -> Iterator[tuple[Product, Computation, Instruction, int]]:
-    """Yield every product of a program, its computation, its instruction and how often it runs."""
+    """Yield every matmul of a program, its computation, its instruction and how often it runs."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             product = product_of(computation, instruction)
@@ -91,13 +91,13 @@ def products(program: Program) -> Iterator[tuple[Product, Computation, Instructi
 
 
 def is_rematerialized(program: Program, computation: Computation, instruction: Instruction) -> bool:
-    """Whether XLA repeats an instruction, so that the program needs less memory."""
+    """Return whether XLA repeats an instruction, so that the program needs less memory."""
     callers = [caller for _, caller in program.callers.get(computation.name, ())]
     return any('.remat' in each.name for each in (instruction, *callers))
 
 
 def _size_along(array: Array, dims: re.Match[str] | None) -> int:
-    """The number of elements along the dims of an array that a match lists."""
+    """Return the number of elements along the dims of an array that a match lists."""
     numbers = re.findall(r'\d+', dims[1]) if dims else []
     return prod(array.shape[int(number)] for number in numbers)
 

@@ -100,12 +100,12 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """The number of steps of a while loop; None where the compiler does not know it."""
+        """The number of steps of a while loop; None if the compiler does not know it."""
         match = _TRIP_COUNT.search(self.attributes)
         return int(match[1]) if match else None
 
     def attribute(self, key: str) -> str | None:
-        """The number or name after `key=`; None where there is none."""
+        """Return the number or name after `key=`; None if there is none."""
         match = re.search(rf'\b{key}=%?([\w.\-]+)', self.attributes)
         return match[1] if match else None
 
@@ -215,9 +215,9 @@ class Program:
         return self.runs.times
 
     def source(self, instruction: Instruction) -> str:
-        """The Python frames that made an instruction: `file:line < file:line < ...`.
+        """Return the Python frames that made an instruction: `file:line < file:line < ...`.
 
-        Innermost first; empty where the text does not record them.
+        Innermost first; empty if the text does not record them.
         """
         return self._sources.of(instruction.attributes)
 

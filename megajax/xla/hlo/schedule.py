@@ -1,4 +1,4 @@
-"""Overlap of collectives with the matrix products scheduled between their start and their end."""
+"""Overlap of collectives with the matmuls scheduled between their start and their end."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -28,9 +28,9 @@ class Sent(NamedTuple):
 
 
 def overlap(program: Program, computation: Computation, start: Instruction) -> tuple[bool, int]:
-    """Return whether a collective is synchronous, and the FLOPs of products that overlap with it.
+    """Return whether a collective is synchronous, and the FLOPs of matmuls that overlap with it.
 
-    These are the matrix products that are scheduled between its start and its end.
+    These are the matmuls that are scheduled between its start and its end.
     """
     under_way = span(program, computation, start)
     if under_way is None:
@@ -41,7 +41,7 @@ def overlap(program: Program, computation: Computation, start: Instruction) -> t
 
 
 def span(program: Program, computation: Computation, start: Instruction) -> Span | None:
-    """Find where a collective starts and ends; return None where it is synchronous."""
+    """Find where a collective starts and ends; return None if it is synchronous."""
     home, first = computation, start
     for caller, instruction in program.callers.get(computation.name, ()):
         if instruction.opcode == 'async-start':
@@ -61,9 +61,9 @@ def hidden_seconds(
     sent: Mapping[Place, Sent],
     seconds_of: Callable[[Product], float],
 ) -> dict[Place, float]:
-    """The seconds of each collective's transfer that matrix products hide, each time it runs.
+    """Return the seconds of each collective's transfer that matmuls hide, per execution.
 
-    One wire serves the transfers of a link in the order of their start. A second of a product hides
+    One wire serves the transfers of a link in the order of their start. A second of a matmul hides
     one transfer per link: the first transfer in flight until that is done, then the next. Product
     seconds of a loop, over all its iterations, that its own transfers do not use can hide transfers
     in flight around the loop.
@@ -99,7 +99,7 @@ class _Walk:
         return events
 
     def unspent(self, computation: Computation) -> dict[str, float]:
-        """Seconds of products in one run of a computation that hide nothing in it, by link."""
+        """Return the seconds of a computation's matmuls that hide no transfer in it, by link."""
         if computation.name in self.left:
             return self.left[computation.name]
         left = self.left[computation.name] = dict.fromkeys(self.links, 0.0)

@@ -50,7 +50,7 @@ class Sources:
     def of(self, attributes: str) -> str:
         """Return the frames of an instruction, `file:line < file:line < ...`, from its attributes.
 
-        Innermost first; empty where the text does not record them.
+        Innermost first; empty if the text does not record them.
         """
         if match := re.search(r'source_file="([^"]*)" source_line=(\d+)', attributes):
             return f'{match[1]}:{match[2]}'

@@ -16,7 +16,7 @@ _END = re.compile(rf'({"|".join(KINDS)})-(update|done)')
 
 
 class Sent(NamedTuple):
-    """One array of a collective: its place among the operands; operand and result on a device."""
+    """One array of a collective: its index among the operands; operand and result on a device."""
 
     place: int
     operand: Array
@@ -24,7 +24,7 @@ class Sent(NamedTuple):
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The kind of collective that an instruction is or starts; None for other instructions.
+    """Return the kind of collective that an instruction is or starts; None for other instructions.
 
     Raises HloError for a collective that is not understood.
     """
@@ -38,7 +38,7 @@ def kind_of(instruction: Instruction) -> str | None:
 
 
 def arrays_of(computation: Computation, instruction: Instruction) -> list[Sent]:
-    """The arrays that an instruction sends."""
+    """Return the arrays that an instruction sends."""
     inputs = [computation.by_name[name].results[0] for name in instruction.operands]
     results = instruction.results
     if len(results) >= 2 * len(inputs) and instruction.opcode.endswith('-start'):
@@ -57,7 +57,7 @@ def arrays_of(computation: Computation, instruction: Instruction) -> list[Sent]:
 
 
 def ring_bytes(kind: str, array: Array, size: int) -> float:
-    """Bytes that each of `size` devices sends by the ring algorithm; `array` is from `whole_of`."""
+    """Return the bytes that each of `size` devices sends of an array (of `whole_of`), by a ring."""
     if size < 2:
         return 0
     if kind in ('collective-permute', 'collective-broadcast', 'ragged-all-to-all'):
@@ -66,12 +66,12 @@ def ring_bytes(kind: str, array: Array, size: int) -> float:
 
 
 def whole_of(kind: str, operand: Array, result: Array) -> Array:
-    """The gathered, reduced or scattered array; for a ragged all-to-all the most that it sends."""
+    """Return the gathered, reduced or scattered array; of a ragged all-to-all, its upper bound."""
     if kind == 'ragged-all-to-all' or operand.bytes >= result.bytes:
         return operand
     return result
 
 
 def widest(groups: Sequence[Sequence[int]]) -> int:
-    """The number of distinct devices in the largest group."""
+    """Return the number of distinct devices in the largest group."""
     return max((len({*group}) for group in groups), default=0)

@@ -13,7 +13,7 @@ from megajax.core.hardware.targets import compile_without_gpu, gpu_devices, has_
 from megajax.xla.hlo.buffers import Buffer, at_peak, buffers_at_peak
 from megajax.xla.hlo.dump import compile_with_buffers
 from megajax.xla.hlo.errors import HloError
-from megajax.xla.hlo.producers import COPIES, Place, maker
+from megajax.xla.hlo.producers import COPIES, Place, producer
 from megajax.xla.hlo.program import Program
 
 SIZE, LAYERS = 256, 5
@@ -71,7 +71,7 @@ def test_a_stack_is_made_where_each_layer_computes_its_part(gradient) -> None:
         part = tuple(int(number) for number in index.split(',') if number)
         place = places[name]._replace(part=part)
         if buffer.bytes == 4 * LAYERS * SIZE**2:
-            made.append(maker(program, place).instruction)
+            made.append(producer(program, place).instruction)
     assert any('/inside/' in each.op_name for each in made)
     assert all('dynamic_update_slice' not in each.op_name for each in made)
     assert any(program.source(each).partition(':')[0].endswith('test_buffers.py') for each in made)
@@ -85,7 +85,7 @@ def test_a_copy_leads_to_the_parameter_and_a_result_does_not() -> None:
     program = Program(step.as_text())
     entry = program.entry
     results = [Place(entry, entry.by_name[name]) for name in entry.root.operands]
-    copied, made = (maker(program, place, COPIES).instruction for place in results)
+    copied, made = (producer(program, place, COPIES).instruction for place in results)
     assert (copied.opcode, copied.op_name) == ('parameter', 'w_DD')
     assert made.opcode == 'sine'
 
