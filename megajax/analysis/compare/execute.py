@@ -1,4 +1,4 @@
-"""The numbers of one forward and one backward pass of a config, on its mesh."""
+"""Run one forward and one backward pass of a config on its mesh, and record its numbers."""
 
 from collections.abc import Callable, Mapping
 
@@ -30,9 +30,9 @@ Load = Callable[[Config], nnx.State]
 def execute(
     config: Config, load: Load, batch: Mapping[str, np.ndarray], *, source: str
 ) -> Recording:
-    """Return the numbers of the pass that a training step makes over a batch.
+    """Return the numbers of a training step's forward and backward pass over a batch.
 
-    Loss and gradients are those of the step itself. `source` says where the parameters are from.
+    The step itself computes loss and gradients. `source` names the origin of the parameters.
     """
     mesh = mesh_for(config)
     check_host_memory(config, mesh)

@@ -1,8 +1,8 @@
-"""The forward pass of a model, site by site.
+"""Run the forward pass of a model, site by site.
 
-The model's own modules run in the layout of a training step, one layer after the other, as each
-shard of a step runs them. What a step does in another way, its numbers do not depend on: halves
-that take turns, a loop over layers, recomputation, microbatches and stages.
+The model's own modules run layer by layer in the layout of a training step, on each shard. The
+overlap schedule, the loop over layers, recomputation, microbatches and pipeline stages are left
+out: the numbers of a step do not depend on them.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ Sites = dict[str, jax.Array]
 
 
 def layer_by_layer(config: Config) -> Config:
-    """Return the config with all layers on each device, each a step of one microbatch."""
+    """Return the config without pipeline stages, microbatches, recomputation and overlap."""
     mesh = config.mesh.model_copy(update={'stages': 1, 'virtual_stages': 1})
     plain = without_order(config)
     train = plain.train.model_copy(update={'microbatches': 1, 'recompute': 'none'})
@@ -42,8 +42,8 @@ def layer_by_layer(config: Config) -> Config:
 def make_forward(config: Config) -> Callable[..., Sites]:
     """Return a function of parameters, batch, dropout key and the scales of fp8.
 
-    It returns the result at each site, [*data shards, rows, tokens, ...], of which `on_host` makes
-    an array of the batch. `config` is one of `layer_by_layer`.
+    The function returns the result at each site, [*data shards, rows, tokens, ...], which `on_host`
+    turns into an array of the batch. `config` is a result of `layer_by_layer`.
     """
     layout, objective = Layout.of(config), Objective.of(config, Layout.of(config))
 

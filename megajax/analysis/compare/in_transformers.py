@@ -1,4 +1,4 @@
-"""The pass of a Hugging Face directory, executed by transformers itself.
+"""Run the pass of a Hugging Face directory with transformers itself.
 
 The modules are found by the names of their parameters in the family's table.
 """
@@ -42,7 +42,7 @@ def execute_with_transformers(
     """Return the numbers of a directory's pass over a batch, in fp32 on the CPU.
 
     Weights and gradients are in the form of megajax's parameters. Raises ConfigError for a model
-    or a batch of which transformers' loss is another.
+    or a batch for which transformers computes a different loss.
     """
     _check(source, config, batch)
     import torch
@@ -57,7 +57,7 @@ def execute_with_transformers(
     ).eval()
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None  # of which torch leaves out the gradient alone
+            module.padding_idx = None  # torch would leave out only its gradient
     forward = _forward(model, source, config, batch)
     forward['loss'].backward()
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
@@ -81,14 +81,14 @@ def execute_with_transformers(
 def _check(source: Source, config: Config, batch: Mapping[str, np.ndarray]) -> None:
     if config.model.is_bert:
         raise ConfigError(
-            f'{source.name}: the heads of {source.family} have other labels in transformers; '
-            'leave out --transformers'
+            f'{source.name}: transformers computes a different loss for {source.family}; '
+            'remove --transformers'
         )
     if config.loss.label_smoothing or config.loss.z_loss or 'segment_ids' in batch:
         raise ConfigError(
-            'transformers computes a plain cross entropy on rows of one document: set '
+            '--transformers supports plain cross entropy without document masks: set '
             'loss.label_smoothing=0 loss.z_loss=0 data.document_mask=false, '
-            'or leave out --transformers'
+            'or remove --transformers'
         )
 
 

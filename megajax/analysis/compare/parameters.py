@@ -1,4 +1,4 @@
-"""Parameters, or their gradients, as arrays on the host, one for each layer."""
+"""Copy parameters, or their gradients, to the host, one array per layer."""
 
 from collections.abc import Iterator
 from hashlib import sha256
@@ -18,7 +18,7 @@ from megajax.core.parallel.placements import parameter_name
 def by_layer(params: nnx.State, config: Config) -> dict[str, np.ndarray]:
     """Return parameters by name, in the order of a backward pass, without padding.
 
-    `params` are placed as they are between steps, on the current mesh.
+    `params` are sharded as they are stored between steps, on the current mesh.
     """
     layout = Layout.of(config)
     arrays = dict[str, np.ndarray]()

@@ -37,8 +37,8 @@ class About(BaseModel):
 class Recording:
     """The numbers of one forward and one backward pass, all in fp32 and in the order of a model.
 
-    `forward` has results by site and `gradients` those of parameters, each in the order in which a
-    pass computes them. Arrays are those of the global batch, without the vocabulary's padding.
+    `forward` has results by site and `gradients` has gradients by parameter, each in the order in
+    which a pass computes them. Arrays span the global batch, without the vocabulary's padding.
     """
 
     about: About

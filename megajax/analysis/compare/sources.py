@@ -1,4 +1,4 @@
-"""The two that are compared: configs, runs, Hugging Face directories or files of `--dump`.
+"""Open the sources of a comparison: configs, runs, Hugging Face directories or dumps.
 
 Their configs are read and checked before anything compiles.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from megajax.runtime.data import Data
 
 Kind = Literal['config', 'run', 'huggingface', 'dump']
-# A Hugging Face directory does not have these keys, a loss, and perhaps dropout: they are those of
-# the other side or, compared with another directory, these.
+# A Hugging Face directory lacks these keys, a loss and perhaps dropout. It takes them from the
+# other side or, compared with a second directory, from here.
 SHARED = 'batch_size', 'seq_len', 'dtype', 'seed'
 ALONE = {'batch_size': 2, 'dtype': 'float32'}
 ALONE_TOKENS = 128  # of a sequence, unless the model's maximum is smaller
@@ -32,7 +32,7 @@ WITHOUT_DROPOUT = tuple(f'model.{key}=0' for key in DROPOUT)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """One of the two that are compared, as the user named it."""
+    """One side of a comparison, as the user named it."""
 
     name: str
     kind: Kind
@@ -45,10 +45,10 @@ class Source:
     def opened(
         cls, name: str, overrides: Sequence[str], own: Sequence[str] = ()
     ) -> 'Iterator[Source]':
-        """Tell what a name stands for; `own` are overrides of this source alone.
+        """Find out what a name refers to; `own` are overrides of this source alone.
 
-        The checkpoint of a run is not deleted during the block. Raises ConfigError if nothing is
-        there, if it must not be read, or for overrides of a dump alone.
+        The checkpoint of a run is not deleted during the block. Raises ConfigError if there is no
+        such source, if it cannot be read, or for overrides of a dump alone.
         """
         path = Path(name)
         if path.suffix == SUFFIX:
@@ -118,11 +118,11 @@ class Source:
 
     @property
     def has_data(self) -> bool:
-        """Whether training data are named; a Hugging Face directory has those of overrides."""
+        """Whether training data are named; for a Hugging Face directory, overrides name them."""
         return self.kind != 'huggingface' or bool(overridden(self.overrides, 'data.corpus'))
 
     def data(self, config: Config) -> 'Data':
-        """Return the data; a run and a directory have their own tokenizers, a run its template."""
+        """Return the data, with a run's own tokenizer and template, or a directory's tokenizer."""
         from megajax.runtime.data import load_data
 
         tokenizer = self.path / TOKENIZER
@@ -142,7 +142,7 @@ class Source:
         return load_data(own, template)
 
     def load(self, config: Config) -> 'nnx.State':
-        """Return the parameters, placed on the current mesh as a config has them between steps."""
+        """Return the parameters on the current mesh, sharded as a config stores them."""
         if self.kind == 'run':
             from megajax.runtime.checkpoint.open import restore_params
 
@@ -161,7 +161,7 @@ class Source:
 
 
 def check_comparable(a: Config, b: Config, *, names: Sequence[str]) -> None:
-    """Raise ConfigError with every key whose value must be the same in both, and is not."""
+    """Raise ConfigError with every key that must have the same value on both sides and has not."""
     must_agree = {
         'model': ('num_layers', 'hidden_size', 'vocab_size', 'objective'),
         'train': ('batch_size', 'seq_len'),

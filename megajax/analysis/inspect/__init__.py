@@ -148,7 +148,7 @@ def run(
         reference: a correct function of the same arguments, run on one device. The default is
             `function` itself on one device, or, if it has a `jax.shard_map`, on the mesh.
         exact: compute everything in 16 bits in fp32 instead, in both programs.
-        limit: the largest error that passes; the default is 1e-5, with 16-bit numbers 3e-2, with
+        limit: the largest error that passes; the default is 1e-5, with 16-bit types 3e-2, with
             `exact` 2e-5.
         compiler_options: XLA's options for the GPU program.
         bisect: if an output is wrong, find the compiler pass after which it is wrong.

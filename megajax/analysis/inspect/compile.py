@@ -1,7 +1,6 @@
-"""Compilation of the training step with abstract arguments, for devices that need not exist.
+"""Compile the training step with abstract arguments, for devices that you do not have.
 
-`megajax.analysis.inspect.child.compile_in_child` runs this module, to compile in a process of its
-own.
+`megajax.analysis.inspect.child.compile_in_child` runs this module in a child process.
 """
 
 import functools

@@ -90,7 +90,7 @@ class EmulatedStep:
         self._results = traced.out_info
 
     def differences(self, *, exact: bool = False, text: str | None = None) -> list[Difference]:
-        """Compare loss, gradients and updated parameters with those of one device.
+        """Compare loss, gradients and updated parameters with a step on one device.
 
         `exact` computes everything in 16 bits in fp32 instead, in both. `text` is another module of
         the same program to run, such as a dump after an earlier compiler pass.

@@ -60,7 +60,7 @@ def _numbers(group: Total, whole: Total) -> list[str]:
 
 
 def own_line(source: str) -> str:
-    """Return the innermost line of megajax among Python frames, or that of a library."""
+    """Return the innermost line of megajax among Python frames, or of a library if none is."""
     frames = source.split(' < ')
     ours = (frame.rpartition('megajax/')[2] for frame in frames if 'megajax/' in frame)
     return next(ours, frames[0].rpartition('site-packages/')[2]) or '-'

@@ -140,7 +140,7 @@ class _Step:
 def _parameter_shapes(config: Config) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of all parameters on a device, in a step and as ZeRO shards them.
 
-    Those of layers are also yielded for a single layer.
+    A stacked parameter also yields the shape of a single layer.
     """
     sizes, layout = dim_sizes(config.model), Layout.of(config)
     for _, parameter in parameters(config.model):

@@ -20,8 +20,8 @@ LEAST_PART = 24  # elements of each part of a contraction that XLA splits
 def count_products(config: Config, program: Program, target: str) -> Products:
     """Count the FLOPs of a step on one device, in the compiled program and required by the config.
 
-    XLA computes exactly the matmuls that `core/counts/products.py` lists, whatever the family, the
-    layout and the recomputation. A CPU has no flash attention.
+    XLA computes exactly the matmuls that `core/counts/products.py` lists, for every family, layout
+    and kind of recomputation. A CPU has no flash attention.
     """
     flash = counts.uses_flash(config) and target != 'cpu'
     required = counts.products(config, flash=flash)

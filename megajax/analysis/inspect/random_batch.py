@@ -25,15 +25,15 @@ def make_batch(config: Config) -> dict[str, np.ndarray]:
         batch |= {'token_types': position > length // 2, 'segment_ids': padding}
         batch |= {'loss_mask': counts & ~padding, 'swapped': random.integers(2, size=(rows, 1))}
     if config.vision is not None:
-        batch |= _with_pictures(config, token, counts, random)
+        batch |= _with_images(config, token, counts, random)
     dtypes = {'loss_mask': np.float32, 'pixels': np.uint8}
     return {name: np.ascontiguousarray(x, dtypes.get(name, np.int32)) for name, x in batch.items()}
 
 
-def _with_pictures(
+def _with_images(
     config: Config, token: np.ndarray, counts: np.ndarray, random: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """Make rows of one document with pictures of several sizes, but for every fourth row."""
+    """Make rows of one document with images of several sizes; every fourth row has none."""
     shape = row_shape(config)
     batch = shape.empty(len(token))
     for number in range(len(token)):
@@ -47,7 +47,7 @@ def _with_pictures(
 def _document(
     shape: RowShape, images: int, token: np.ndarray, random: np.random.Generator
 ) -> ImageDocument:
-    """Make a document of these tokens, some of which make room for pictures."""
+    """Make a document of these tokens, some of which are replaced by images."""
     patches, merge = shape.patches, shape.patches.merge_size
     text = np.where(token == shape.image_token, (shape.image_token + 1) % 2, token)
     units = min(patches.max_units, max(1, len(text) // (2 * max(1, images))))
@@ -64,16 +64,16 @@ def _document(
         answered=text != shape.image_token,
         grids=grids,
         patches=[
-            _picture(rows * columns, 3 * patches.patch_size**2, random) for rows, columns in grids
+            _image(rows * columns, 3 * patches.patch_size**2, random) for rows, columns in grids
         ],
     )
 
 
-def _picture(patches: int, size: int, random: np.random.Generator) -> np.ndarray:
+def _image(patches: int, size: int, random: np.random.Generator) -> np.ndarray:
     """Draw noise that is faint in the first patch and strong in the last.
 
-    The regions of a photograph differ. Where all are alike, their normalization over the picture
-    leaves little more than the rounding of their means.
+    The regions of a photograph differ. If all were alike, normalizing them over the image would
+    leave little more than rounding.
     """
     strength = np.linspace(0.1, 1, patches)[:, None]
     return (random.integers(256, size=(patches, size)) * strength).astype(np.uint8)

@@ -85,8 +85,8 @@ class Row(Result):
     expected: list[Transfer] = Field(
         default=[],
         description=(
-            "documented transfers that are more than Megatron's: those of pipeline stages in lock "
-            'step, and fp32 sums of context parallelism'
+            "documented transfers that are more than Megatron's: pipeline stages in lock step, and "
+            'fp32 sums of context parallelism'
         ),
     )
     expected_sources: list[str] = Field(default=[], description='the reasons for these')
@@ -113,17 +113,13 @@ class Overlap(Result):
     transfer: Transfer
     synchronous: bool
     overlapped_gflops: float = Field(
-        description=(
-            'GFLOP of matrix products between its start and its end, on one device, each time'
-        )
+        description=('GFLOP of matmuls between its start and its end, on one device, per execution')
     )
-    seconds: float = Field(
-        description='seconds on the wire, per step, at the rates of the inspection'
-    )
+    seconds: float = Field(description='transfer time per step, at the rates of the inspection')
     hidden_seconds: float = Field(
         description=(
-            'those of the seconds that lie beside matrix products, each of which hides one '
-            'transfer per link'
+            'the part of the seconds that overlaps matmuls; a matmul hides one transfer per link '
+            'at a time'
         ),
     )
     crosses_hosts: bool

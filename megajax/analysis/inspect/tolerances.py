@@ -8,7 +8,7 @@ from megajax.xla.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, Diffe
 
 # Relative to the largest element of a gradient, and to the loss. bf16 has 8 bits of precision and
 # FP8 4: if FP8 programs differ by bf16 rounding, gradients of a small model differ by up to 0.25.
-# Executed in fp32 instead, they agree as well as those of bf16 programs.
+# Executed in fp32 instead, they agree as well as bf16 programs do.
 LIMITS = {
     'float32': (LIMIT, 1e-5),
     'exact': (LIMIT_EXACT, 1e-5),
@@ -34,7 +34,7 @@ def limits(config: Config, *, exact: bool) -> tuple[float, float]:
 
 
 def judged(differences: Iterable[Difference], config: Config, *, exact: bool) -> list[Compared]:
-    """Pair each difference with its own limit, or that of the dtype; the worst comes first."""
+    """Pair each difference with its own limit or the dtype's; the worst comes first."""
     gradient, loss = limits(config, exact=exact)
     results = [
         Compared(name=name, error=error, limit=own or (loss if name in LOSSES else gradient))

@@ -70,9 +70,9 @@ def first_wrong(
     is_right: Callable[[str], bool],
     progress: Progress = lambda line: None,
 ) -> Culprit:
-    """Bisect the dumps until a single pass lies between a right and a wrong one.
+    """Bisect the dumps until a single pass separates a right one from a wrong one.
 
-    A module that cannot be translated is skipped, and its neighbours are run instead. `progress`
+    A module that cannot be translated is skipped, and its neighbors run instead. `progress`
     gets a line for each module. Raises ValueError if the last module is right.
     """
     verdicts = _Verdicts(dumps, is_right, progress)

@@ -8,11 +8,11 @@ import numpy as np
 
 from megajax.xla.emulate.execute import Index
 
-# Limits of the error, relative to the largest element of a result: for fp32, for 16-bit numbers,
-# and for 16-bit numbers that are computed in fp32.
+# Limits of the error, relative to the largest element of a result: for fp32, for 16-bit types, and
+# for 16-bit types that are computed in fp32.
 LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
-# Two programs in 16 bits round differently: an error may be this multiple of that of rounding on
-# one device, by its largest element and by its norm. The norm of few elements is left to chance.
+# Two programs in 16 bits round differently: an error may be this multiple of the rounding error on
+# one device, by its largest element and by its norm. The norm of few elements is not reliable.
 MARGIN, NORM_FLOOR, FEW = 2.0, 1e-2, 16
 WHOLE: Index = ()
 

@@ -1,4 +1,4 @@
-"""A jitted function compiled for absent GPUs, and its program run on simulated CPU devices."""
+"""Compile a jitted function for GPUs, without any, and run its program on simulated CPU devices."""
 
 import dataclasses
 import functools
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# jax has no public way to compile for other devices than those of the arguments, nor to turn HLO
-# text into an executable of replicas.
+# jax has no public way to compile for devices that the arguments are not on, or to turn HLO text
+# into an executable with replicas.
 from jax._src.lib import _jax, hlo, xla_client  # type: ignore[attr-defined]
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, Sharding

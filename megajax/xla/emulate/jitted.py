@@ -43,7 +43,7 @@ from megajax.xla.emulate.result import GpuRun, Leaf
 
 _NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
 _PASS_OTHERS = 'pass arguments for which it is (abstract ones are drawn at random)'
-_NO_BITS = 'exact=True: the function reads the bits of bf16 or fp16 values as integers'
+_NO_BITS = 'exact=True: the function reads the bits of 16-bit values as integers'
 MARGIN = 4  # limit of an output over its change when the arguments are nudged
 Arrays = Sequence[np.ndarray]
 Reference = Callable[..., Any] | None

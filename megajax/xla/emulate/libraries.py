@@ -55,7 +55,7 @@ def _gemm_config(attributes: str) -> dict:
 def _matmul(
     config: dict, results: Sequence[Shape], a: jax.Array, b: jax.Array, *others: jax.Array
 ) -> Arrays:
-    """cuBLASLt's alpha A B + beta C, plus the unscaled vector bias, then the activation.
+    """Compute cuBLASLt's alpha A B + beta C, plus the unscaled bias, then the activation.
 
     The bias runs along the dim that is contiguous in memory.
     """
@@ -87,9 +87,9 @@ def _matmul(
 def _scaled_matmul(
     config: dict, results: Sequence[Shape], a: jax.Array, b: jax.Array, *others: jax.Array
 ) -> Arrays:
-    """cuBLASLt's matmul of 8-bit numbers; the scales of A and of B stand after C."""
+    """Compute cuBLASLt's FP8 matmul; the scales of A and of B follow C."""
     if config.get('damax_output') or config.get('scale_mode', 1) != 1:
-        raise HloError(f'no translation for this FP8 matmul: {config}')
+        raise HloError(f'no translation for an FP8 matmul like this: {config}')
     count = 1 if config['beta'] else 0
     c, (scale_a, scale_b, *rest) = others[:count], others[count:]
     return _matmul(config, results, scale_a * _wide(a), scale_b * _wide(b), *c, *rest)

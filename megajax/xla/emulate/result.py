@@ -37,7 +37,7 @@ class GpuRun(Result):
         description='devices of each axis; empty for a program of one device'
     )
     compared_with: str = Field(description="source of the expected outputs, such as 'one device'")
-    exact: bool = Field(description='whether bf16 and fp16 values were computed in fp32')
+    exact: bool = Field(description='whether 16-bit types were computed in fp32')
     limit: float = Field(description='limit of the error of floating-point outputs')
     leaves: list[Leaf] = Field(description='outputs, worst first')
     culprit: str | None = Field(description='pass that made the program wrong, if bisected')

@@ -154,7 +154,7 @@ class _Translation:
         self._finish('constant', '0')
 
     def _dot(self) -> None:
-        """Widen narrow operands: CPUs have no fp32 matmul of 16-bit numbers, and no 8-bit one."""
+        """Widen narrow operands: CPUs have no fp32 matmul of 16-bit types, and no FP8 matmul."""
         operands = [shapes(operand.type)[0] for operand in self.operands]
         [result] = shapes(self.type)
         if not any(_NARROW_FLOAT.match(str(shape)) for shape in operands):

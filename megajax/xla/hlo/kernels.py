@@ -34,7 +34,7 @@ _THREEFRY = {'xor', 'shift-left', 'shift-right-logical'}
 
 
 class Kernel(NamedTuple):
-    """One kernel; `bytes` are those of one run, and `products` what it multiplies."""
+    """One kernel, with its matmuls (`products`); `bytes` is per execution."""
 
     computation: Computation
     instruction: Instruction
@@ -50,7 +50,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(program: Program) -> Iterator[Kernel]:
-    """Yield every kernel of a program that runs and sends nothing, in the order of its text."""
+    """Yield every executed kernel of a program that does not communicate, in text order."""
     for computation in launching(program):
         times = program.times[computation.name]
         for instruction in computation.instructions:
@@ -102,7 +102,7 @@ def _kind(
 
 
 def _within(program: Program, instruction: Instruction) -> Iterator[Instruction]:
-    """Yield an instruction, or those of the computation that it fuses."""
+    """Yield an instruction, or the instructions of the computation that it fuses."""
     if instruction.opcode in ('fusion', 'fusion-start'):
         yield from program.computations[instruction.called[0]].instructions
     else:

@@ -9,7 +9,7 @@ from math import prod
 from megajax.xla.hlo.products import flops
 from megajax.xla.hlo.program import Computation, Instruction, Program
 
-# Opcodes that pass an array on unchanged, or in another layout or dtype.
+# Opcodes that pass an array on unchanged, or in a different layout or dtype.
 SAME = {
     'bitcast',
     'copy',

@@ -63,10 +63,9 @@ def hidden_seconds(
 ) -> dict[Place, float]:
     """Return the seconds of each collective's transfer that matmuls hide, per execution.
 
-    One wire serves the transfers of a link in the order of their start. A second of a matmul hides
-    one transfer per link: the first transfer in flight until that is done, then the next. Product
-    seconds of a loop, over all its iterations, that its own transfers do not use can hide transfers
-    in flight around the loop.
+    A link serves its transfers one at a time, in the order of their start. A matmul hides one
+    transfer per link at a time: the first in flight until it is done, then the next. Matmul time of
+    a loop that hides none of the loop's own transfers can hide transfers in flight around the loop.
     """
     walk = _Walk(program, sent, seconds_of)
     walk.unspent(program.entry)

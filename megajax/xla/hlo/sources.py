@@ -1,5 +1,6 @@
-"""The Python frames of a program's instructions: in tables at the head of its text, or, in older
-texts, as file and line in each instruction's metadata.
+"""Read the Python frames of a program's instructions.
+
+They are in tables at the top of its text or, in older texts, in each instruction's metadata.
 """
 
 import re
@@ -8,9 +9,9 @@ from megajax.xla.hlo.errors import HloError
 
 
 class Sources:
-    """The frames that the tables at the head of a program's text hold, as XLA numbers them.
+    """The frames in the tables at the top of a program's text, as XLA numbers them.
 
-    Raises HloError where a table lacks what another one names.
+    Raises HloError if a table lacks an entry that a different table names.
     """
 
     def __init__(self, text: str):

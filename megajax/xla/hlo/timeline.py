@@ -97,7 +97,7 @@ class _Walk:
             self.seconds[name] += (times - 2) * (self.seconds[name] - before.get(name, 0.0))
 
     def _longest(self, branches: list[Computation]) -> None:
-        """Run each of the computations from here; go on after the one that takes longest."""
+        """Run each of the computations from here; continue after the one that takes longest."""
         before, ends = dict(self.seconds), []
         for branch in branches:
             self.seconds = defaultdict(float, before)

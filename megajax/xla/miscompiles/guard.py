@@ -45,7 +45,7 @@ def workarounds(target: str) -> dict[str, Option]:
 def merged(several: Iterable[Options]) -> dict[str, Option]:
     """Return all options in one mapping.
 
-    An option that is a list gets all values, including those of XLA_FLAGS, which it would hide.
+    A list option gets all values, including XLA_FLAGS' own, which it would override.
     """
     options: dict[str, Option] = {}
     for mapping in several:
