@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'
 PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md')])
 INSPECT = (ROOT / 'docs/inspect.md').read_text()
+BENCHMARKS = (ROOT / 'docs/results.md').read_text()
 VERIFY = (ROOT / 'docs/verify.md').read_text()
 PLAN = ' '.join((ROOT / 'docs/plan.md').read_text().split())
 PARALLELISM = (ROOT / 'docs/parallelism.md').read_text()
@@ -81,7 +82,8 @@ def test_no_step_sends_more_than_megatron() -> None:
 
 
 def test_the_page_says_how_many_steps_were_compiled() -> None:
-    assert f'all {len(ROWS)} steps' in ' '.join(INSPECT.split())
+    assert f'all {len(ROWS)} steps' in ' '.join(BENCHMARKS.split())
+    assert f'In {len(ROWS)} compiled steps' in INSPECT
 
 
 @pytest.mark.parametrize('preset', sorted({row['preset'] for row in ROWS}))
@@ -94,7 +96,9 @@ def test_the_page_has_the_largest_ratios(preset: str) -> None:
 
     model = largest('model_ratio', 'False'), largest('model_ratio', 'True')
     columns = *model, largest('data_ratio', 'False', 'True')
-    assert f'| {preset} | {len(rows)} | {" | ".join(columns)} | 0 |' in INSPECT
+    row = f'| {preset} | {len(rows)} | {" | ".join(columns)} | 0 |'
+    assert row in BENCHMARKS
+    assert row in INSPECT or f'| {preset} |' not in INSPECT
 
 
 def overlap(*words: str) -> list[dict[str, str]]:
