@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from megajax.old_names import OldNames
 
 if TYPE_CHECKING:
-    from megajax.analysis import compare as compare
+    from types import ModuleType
+
     from megajax.analysis.inspect import Inspect
     from megajax.analysis.plan import PlanPackage
     from megajax.core.config import Config as Config
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from megajax.runtime.run.run import train as train
     from megajax.runtime.run.start import load_params as load_params
 
+    compare: ModuleType
     inspect: Inspect
     plan: PlanPackage
     __version__: str
