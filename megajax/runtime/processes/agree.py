@@ -1,4 +1,4 @@
-"""Agreement between the processes of a run about what they do on the host."""
+"""Collectives and barriers on the host, by which the processes of a run agree."""
 
 import jax
 import numpy as np
@@ -55,10 +55,10 @@ def from_first(*values: int) -> list[int]:
 class SaveBarrier:
     """A barrier between Orbax's threads in all processes that opens when one of them has failed.
 
-    A thread that fails goes to the barrier at the end of a save and never reaches the barriers
-    before it, where the others would wait for hours. Here they wait in rounds, and in each round
-    every thread says at which barrier it is. If another is elsewhere, those that are not at the
-    end raise, and thereby come to the end too.
+    A thread that fails goes to the barrier at the end of a save and never reaches the earlier
+    barriers, at which the other threads would wait for hours. Here all threads wait in rounds, and
+    in each round every thread publishes the barrier that it is at. If they differ, each thread that
+    is not at the end raises, and so reaches the end too.
     """
 
     END = 'set_value'  # part of the keys of Orbax's last barriers of a save

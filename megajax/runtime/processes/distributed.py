@@ -1,4 +1,4 @@
-"""Many processes as one jax: each sees all devices, and all end within seconds of each other."""
+"""Join many processes into one jax: each sees all devices, and if one ends early, all end."""
 
 import atexit
 import os
@@ -21,8 +21,9 @@ HEARTBEAT_TIMEOUT = 30
 # Environment variables for proxies, as gRPC reads them.
 PROXIES = 'grpc_proxy', 'https_proxy', 'http_proxy'
 NO_PROXIES = 'no_grpc_proxy', 'no_proxy'
-# How jax, Gloo and NCCL say that processes did not reach each other in time. Errors that would
-# recur after a restart (an invalid NCCL argument, a CUDA error, a lack of memory) do not match.
+# The errors with which jax, Gloo and NCCL report that processes did not reach each other in time.
+# Errors that would recur after a restart (an invalid NCCL argument, a CUDA error, too little
+# memory) do not match.
 UNREACHED = re.compile(
     r'(DEADLINE_EXCEEDED|UNAVAILABLE): |[A-Z_]+: .*?(Gloo [\w -]+ failed: '
     r'|NCCL operation .* failed: '
@@ -36,10 +37,11 @@ LAST_WORDS = 3  # seconds for the exit handlers, which may be waiting for a proc
 def processes(start: Start | None = None) -> Iterator[None]:
     """Join the processes that the environment names into one jax while the block runs.
 
-    `start` is this process's place if it has been read. Without such an environment the block runs
-    in this process alone. A process that leaves with an
-    exception ends the others with exit code 75; `SystemExit(75)` is one that all raise. Processes
-    that did not reach each other in time end with 75 too. Raises ConfigError as `initialize` does.
+    `start` describes this process if its environment has been read already. Without such an
+    environment the block runs in this process alone. If a process leaves the block with an
+    exception, the others exit with code 75; `SystemExit(75)` is an exception that all processes
+    raise. Processes that did not reach each other in time also exit with code 75. Raises
+    ConfigError as `initialize` does.
     """
     peers = initialize(start)
     try:
@@ -63,9 +65,9 @@ def processes(start: Start | None = None) -> Iterator[None]:
 def initialize(start: Start | None = None) -> Peers | None:
     """Start `jax.distributed` if the environment names other processes.
 
-    Call it before the first use of jax's devices. It ends the process with exit code 75 if the
-    others do not all connect in time, or if one is lost later. Raises ConfigError for an invalid
-    environment, and if jax is in use already.
+    Call it before the first use of jax's devices. The process exits with code 75 if the other
+    processes do not all connect in time, or if one is lost later. Raises ConfigError if the
+    environment is invalid or jax is already in use.
     """
     start = start or read_start()
     if start is None or jax.distributed.is_initialized():

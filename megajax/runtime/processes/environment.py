@@ -2,8 +2,8 @@
 
 `megajax launch`, a launcher (`launchers.py`) or a user sets the variables. A user, or a Kubernetes
 manifest, sets MEGAJAX_COORDINATOR to host:port of process 0, MEGAJAX_PROCESSES to the number of
-processes and MEGAJAX_PROCESS to the index of each. Under Slurm, torchrun and Open MPI 4 nothing
-need be set; other launchers do not say where process 0 runs.
+processes and MEGAJAX_PROCESS to the index of each. Under Slurm, torchrun and Open MPI 4 no variable
+must be set; other launchers do not set the address of process 0.
 """
 
 import os
@@ -35,7 +35,7 @@ class Start:
     port: int
     bind: str | None  # the interface that process 0 listens on; None: all
     timeout: float  # seconds until all processes must have connected
-    # Indices among the visible GPUs; None: all, or those in JAX_LOCAL_DEVICE_IDS.
+    # Indices among the visible GPUs; None: all of them, or the GPUs in JAX_LOCAL_DEVICE_IDS.
     gpus: tuple[int, ...] | None = None
     token: str | None = field(default=None, repr=False)  # the secret of the run's processes
 
@@ -48,7 +48,7 @@ class Start:
 def check_host_name() -> None:
     """Raise ConfigError if the name of this host does not resolve to an address.
 
-    Gloo, with which processes reduce on CPUs, resolves it, and jax starts Gloo beside GPUs too.
+    Gloo, with which processes reduce on CPUs, resolves it, and jax starts Gloo on GPUs too.
     """
     name = socket.gethostname()
     try:
@@ -180,10 +180,10 @@ def _bind(environ: Mapping[str, str], host: str, index: int) -> str | None:
 
 
 def _interface_of(name: str) -> str | None:
-    """The address of this host that its name resolves to, IPv4 if there are both.
+    """Return the address of this host that `name` resolves to, IPv4 rather than IPv6.
 
-    None if there is only loopback, to which a host may resolve its own name and where no other
-    could reach it, or an address that leads here through a proxy or a translation.
+    Returns None for a loopback address, to which a host may resolve its own name and which other
+    hosts cannot reach, and for an address that leads here through a proxy or a translation.
     """
     with suppress(OSError):
         for family, *_, socket_address in sorted(socket.getaddrinfo(name, None)):

@@ -1,9 +1,9 @@
-"""Process 0's side of the meeting: who connects is a stranger until it has greeted as a process.
+"""Process 0's side of the handshake, before which every client is unauthenticated.
 
 A port scan, a health check or an attacker costs one line of the log and, for `GREETING_SECONDS`,
-one of `MAX_GREETINGS` connections. While all of these are taken, others wait in the kernel's queue,
-so that strangers can delay the processes of the run but not use up the descriptors of process 0.
-Imports no jax.
+one of `MAX_GREETINGS` connections. While all of these are in use, further clients wait in the
+kernel's queue: unauthenticated clients can delay the processes of the run, but cannot exhaust the
+file descriptors of process 0. Imports no jax.
 """
 
 import logging
@@ -18,25 +18,25 @@ from megajax.runtime.processes.environment import PROCESSES, START_TIMEOUT, TOKE
 from megajax.runtime.processes.peers import Connection, Message, end
 from megajax.runtime.processes.token import is_signed, make_nonce, sign
 
-MAX_GREETINGS = 64  # connections at once that have not greeted yet
-GREETING_SECONDS = 10.0  # from the connection to the end of the greeting
-SILENT_SECONDS = 10.0  # of waiting, after which the missing processes are named
+MAX_GREETINGS = 64  # maximum number of concurrent unauthenticated connections
+GREETING_SECONDS = 10.0  # from the connection to the end of its handshake
+SILENT_SECONDS = 10.0  # of waiting before the missing processes are named
 MAX_DROPS_LOGGED = 20
 MAX_HOST_CHARACTERS = 100
-MAX_PROCESSES = 10**6  # more is no greeting of a process
+MAX_PROCESSES = 10**6  # a handshake with a larger index or number is invalid
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, kw_only=True)
 class Guest:
-    """A connection to process 0, and the latest moment for its greeting."""
+    """A connection to process 0, and the time by which its handshake must end."""
 
     link: Connection
     until: float
     challenge: str  # the nonce of process 0
-    nonce: str = ''  # that of the greeting
-    host: str = ''  # that the greeting names
+    nonce: str = ''  # the client's nonce, from its handshake
+    host: str = ''  # the client's host name, from its handshake
 
     def answer(self, token: str | None, **message: Any) -> None:
         """Send a message that proves that process 0 knows the token."""
@@ -44,7 +44,7 @@ class Guest:
 
 
 class Greetings:
-    """The connections to process 0 until all processes of the run have greeted."""
+    """The connections to process 0 until all processes of the run are authenticated."""
 
     def __init__(self, start: Start, server: socket.socket):
         self.start, self.server = start, server
@@ -54,14 +54,14 @@ class Greetings:
         self._selector = selectors.DefaultSelector()
 
     def wait(self) -> dict[int, Guest]:
-        """Wait until all other processes have greeted; return them by index.
+        """Wait for the handshake of all other processes; return their connections by index.
 
-        Ends the process with exit code 75 after `start.timeout` seconds, or if one is lost before
-        all have come. Raises ConfigError if a process does not fit into the run.
+        The process exits with code 75 after `start.timeout` seconds, or if a process is lost before
+        all have connected. Raises ConfigError if a process does not belong to this run.
         """
         deadline = time.monotonic() + self.start.timeout
         silent_until = time.monotonic() + SILENT_SECONDS
-        self.server.setblocking(False)  # who is about to be accepted may have gone again
+        self.server.setblocking(False)  # a client may disconnect before it is accepted
         with self._selector:
             while len(self.joined) < self.start.count - 1:
                 if time.monotonic() >= deadline:
@@ -103,7 +103,7 @@ class Greetings:
             connection, (host, *_) = self.server.accept()
             connection.settimeout(GREETING_SECONDS)
             link = Connection(connection, host)
-        except OSError:  # it has gone, or something else has used up the descriptors
+        except OSError:  # the client has disconnected, or no file descriptor is left
             time.sleep(0.1)
             return
         until = time.monotonic() + GREETING_SECONDS
@@ -189,10 +189,10 @@ class Greetings:
 
 
 def own_host() -> str:
-    """The name of this host, as `Guest.host` has that of another."""
+    """Return the name of this host, escaped like `Guest.host`."""
     return escape(socket.gethostname())
 
 
 def escape(text: str, most: int = MAX_HOST_CHARACTERS) -> str:
-    """Return text that came over the network, bounded and without control characters."""
+    """Return text from the network, truncated and with control characters escaped."""
     return text[:most].encode('unicode_escape').decode()

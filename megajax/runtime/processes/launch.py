@@ -1,6 +1,6 @@
 """`megajax launch`: start and watch the processes of one run on this machine. Imports no jax.
 
-If one of them fails, the others are ended too.
+If one process fails, the others are ended too.
 """
 
 import collections
@@ -30,18 +30,18 @@ GRACE_IF_ASKED = 30.0
 LAST_LINES = 20  # lines of the output of a failed process that are printed again
 POLL = 0.05  # seconds
 # Signals from outside (a scheduler, the kernel out of memory) or from jax, which aborts when
-# another process is lost: a restart can fix their cause. Others, such as SIGSEGV, are crashes that
+# a peer is lost: a restart can fix their cause. Other signals, such as SIGSEGV, are crashes that
 # would recur.
 MENDABLE = (*STOPS, signal.SIGKILL, signal.SIGABRT)
 
 
 def launch(plan: LaunchPlan, *, grace: float = GRACE) -> int:
-    """Run the plan to its end; return the exit code: 0, or that of the process that failed first.
+    """Run the plan to its end; return 0, or the exit code of the process that failed first.
 
-    If signal n ended that process the exit code is 75 if a restart can help (MENDABLE) or if a
+    If signal n ended that process, the exit code is 75 if a restart can help (MENDABLE) or if a
     process was stopped (SIGSTOP), else 128 + n. When one process fails, the others get SIGTERM and,
-    after `grace` seconds, SIGKILL. The first signal that asks to leave is forwarded; another
-    SIGINT, more than a second later, ends them with SIGKILL.
+    after `grace` seconds, SIGKILL. The first signal that asks the run to stop is forwarded; a
+    SIGINT more than a second later ends all processes with SIGKILL.
     """
     group = _Group(plan, grace)
     with group.passing_signals():
@@ -59,12 +59,12 @@ class _Group:
             collections.deque(maxlen=LAST_LINES) for _ in plan.variables
         ]
         self.readers: list[threading.Thread] = []
-        # The first signal that asked to leave, and the SIGINT that insisted.
+        # The first signal that asked the run to stop, and the SIGINT that insisted.
         self.signals: list[signal.Signals] = []
         self.asked = 0  # number of processes that got the first signal
         self.patience = Patience()
         self.total = plan.hosts * len(plan.variables)
-        self.stopped: list[int] = []  # processes that were stopped when another failed
+        self.stopped: list[int] = []  # processes that were stopped when a peer failed
 
     @contextlib.contextmanager
     def passing_signals(self) -> Iterator[None]:
@@ -79,7 +79,7 @@ class _Group:
 
     def start(self) -> None:
         shared = {'PYTHONUNBUFFERED': '1'}
-        if self.plan.hosts == 1:  # several hosts have theirs from the environment
+        if self.plan.hosts == 1:  # with several hosts, the environment sets the token
             shared[TOKEN] = make_token()  # not part of the plan, which is printed
         for variables in self.plan.variables:
             if self.signals:
@@ -110,7 +110,7 @@ class _Group:
         for reader in self.readers:
             reader.start()
         if self.signals:
-            # To the process that was being started when the signal came.
+            # Forward the signal to the process that was being started when it came.
             self._send(self.signals[0], self.asked)
 
     def wait(self) -> int:
@@ -135,7 +135,7 @@ class _Group:
         if not failed:
             # With fewer processes than planned, a signal came before all had started.
             return RETRY if len(self.processes) < len(self.plan.variables) else 0
-        # Exit code 75 says that another process ended first.
+        # Exit code 75 says that a peer ended first.
         first = min(failed, key=lambda index: self.processes[index].returncode == RETRY)
         code = self.processes[first].returncode
         drop_lost_outputs()
@@ -163,8 +163,8 @@ class _Group:
         return [index for index, process in enumerate(self.processes) if process.poll()]
 
     def _failed_first(self) -> list[int]:
-        # Exit code 75 says that another process ended first, or will end within seconds: the exit
-        # codes distinguish the cause from its consequences.
+        # Exit code 75 says that a peer ended first, or will end within seconds: the exit codes
+        # distinguish the cause from its consequences.
         deadline = time.monotonic() + self.grace
         while True:
             time.sleep(POLL)
@@ -220,7 +220,7 @@ class _Group:
 
 
 def _exit_code(code: int) -> int:
-    """Return the exit code of the launch for a process's, which is -n if signal n ended it."""
+    """Return the launch's exit code for a process's code, which is -n if signal n ended it."""
     if -code in MENDABLE:
         return RETRY
     return 128 - code if code < 0 else code
@@ -243,7 +243,7 @@ def _is_stopped(pid: int) -> bool:
 def _in_the_child() -> None:
     """Have Linux kill this process when its launcher is killed; elsewhere it would continue.
 
-    Until it can tell where it stands, the signal that asks for it must not end it.
+    Until the process can report its status, the signal that asks for it must not end the process.
     """
     signal.signal(TELL, signal.SIG_IGN)
     if sys.platform == 'linux':

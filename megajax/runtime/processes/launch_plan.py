@@ -29,7 +29,7 @@ class LaunchPlan:
 
     command: tuple[str, ...]
     variables: tuple[Mapping[str, str], ...]
-    hosts: int = 1  # that each start as many processes of the run
+    hosts: int = 1  # number of hosts, each of which starts this many processes of the run
     first: int = 0  # index in the run of this host's first process
 
     def __str__(self) -> str:

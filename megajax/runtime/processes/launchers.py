@@ -13,7 +13,7 @@ class Launcher(NamedTuple):
 
     name: str
     rank: str
-    size: str | None  # None: it does not say how many there are
+    size: str | None  # None: the launcher does not set the number of processes
     local: tuple[str, str] | None = None  # index and number of the processes on this host
 
 
@@ -21,7 +21,7 @@ class Place(NamedTuple):
     """A process among those that its launcher started."""
 
     launcher: Launcher
-    address: str | None = None  # host:port of process 0; None: it does not say
+    address: str | None = None  # host:port of process 0; None: the launcher does not set it
     local: tuple[int, int] | None = None  # index and number of the processes on this host
     on_node: int = 0  # GPUs of this host, 0 if unknown
 
@@ -34,7 +34,7 @@ OPEN_MPI = Launcher(
     'OMPI_COMM_WORLD_SIZE',
     ('OMPI_COMM_WORLD_LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_SIZE'),
 )
-# A launcher whose variables another one sets as well comes after that one.
+# If launcher A also sets the variables of launcher B, A comes before B.
 OTHERS = (
     Launcher(
         'MVAPICH',
@@ -57,7 +57,7 @@ OTHERS = (
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
-    """Return what the launcher of this process says, None if no launcher started it.
+    """Return this process's place as its launcher sets it, or None if no launcher started it.
 
     Launchers start one another: the daemons of an mpirun are tasks of a Slurm step, and srun sets
     PMI's variables for its own tasks. The innermost launcher counts. RANK and WORLD_SIZE count only
@@ -83,7 +83,7 @@ def _numbers(launcher: Launcher, environ: Mapping[str, str]) -> bool:
 
 
 def _is_of_slurm(found: Launcher, environ: Mapping[str, str]) -> bool:
-    """Whether srun has set the variables of another launcher for its own task."""
+    """Whether srun has set this launcher's variables for its own task."""
     if found.size is None:
         return environ.get('PMIX_NAMESPACE', 'slurm.').startswith('slurm.')
     same_index = environ[found.rank] == environ.get(SLURM.rank)
@@ -129,7 +129,7 @@ def _slurm(environ: Mapping[str, str]) -> Place:
 
 
 def first_node(nodes: str) -> str:
-    """Return the first name that `scontrol show hostnames` makes of a list of nodes.
+    """Return the first name to which `scontrol show hostnames` expands a list of nodes.
 
     `rack[0-1]_blade[08-09,12]-ib,other` begins with rack0_blade08-ib.
     """

@@ -1,10 +1,10 @@
-"""Connections of a run's processes to process 0, by which each learns when another ends early.
+"""Connections of a run's processes to process 0, which tell all of them when one ends early.
 
 jax notices a dead process when its heartbeats stop, and then aborts with a stack dump. The kernel
 closes the connections of a process that dies, however it dies, and its keepalive probes detect a
-host that is gone; neither needs the process itself, so a long compilation is not mistaken for
-death. A process that is frozen keeps its connections: where its signs of life stop, the others name
-it, and jax ends them later, since a thread of Python may be late where the process is not frozen.
+lost host. Neither needs the process itself, so a long compilation is not mistaken for death. A
+frozen process keeps its connections: when its signs of life stop, the other processes name it, and
+jax ends them later, because a Python thread may be late although its process is not frozen.
 Messages are lines of JSON. Imports no jax.
 """
 
@@ -24,25 +24,26 @@ from megajax.base.render.text import visible
 
 logger = logging.getLogger(__name__)
 
-RETRY = 75  # exit code of a run that another attempt may finish, EX_TEMPFAIL
+RETRY = 75  # exit code of a run that may succeed if it is started again, EX_TEMPFAIL
 MAX_MESSAGE_BYTES = 1 << 16  # maximum message length in bytes
 # In seconds, seconds and probes: a silent host counts as lost after 5 s.
 KEEPALIVE = {'TCP_KEEPIDLE': 2, 'TCP_KEEPINTVL': 1, 'TCP_KEEPCNT': 3}
-# Seconds in which a process may still fail by an error of its own after another has reported one.
+# Seconds in which a process may still fail with its own error after a peer has reported one.
 OWN_ERROR = 1.0
 BEAT = 2.0  # seconds between two signs of life of a process
 SILENCE = 8.0  # seconds without one until a process is named
-# Set once this process is ending with an error of its own that it has not announced yet.
+# Set once this process is ending with its own error, which it has not announced yet.
 LEAVING = threading.Event()
 
 Message = dict[str, Any]
 
 
 class Connection:
-    """A connection to another process.
+    """A connection to a peer process.
 
-    `done` is true once the other process has announced that it may close the connection, `closed`
-    once it is closed. `heard` is when it last sent something, `silent` whether that is long ago.
+    `done` is true once the peer has announced that it may close the connection, and `closed` once
+    the connection is closed. `heard` is the time of its last message, and `silent` whether that
+    time is too long ago.
     """
 
     def __init__(self, connection: socket.socket, name: str):
@@ -67,7 +68,7 @@ class Connection:
         try:
             received = self.socket.recv(MAX_MESSAGE_BYTES)
         except OSError as error:
-            # Only the socket's own timeout has no errno; that of the keepalive probes has one.
+            # The socket's own timeout has no errno; a timeout of the keepalive probes has one.
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise
             received = b''
@@ -92,13 +93,13 @@ class Peers:
 
     def __init__(self, index: int, links: Sequence[Connection]):
         self.index, self.links = index, links
-        self._told = threading.Event()  # set once another process is known to have ended
+        self._told = threading.Event()  # set once a peer is known to have ended
         self._failing = False
         LEAVING.clear()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name='megajax-peers')
 
     def watch(self, heard: Sequence[Message] = ()) -> None:
-        """Start a thread that listens and ends this process when another ends early.
+        """Start a thread that listens to the peers, and ends this process when one ends early.
 
         `heard` are messages that have already been received on the first link.
         """
@@ -113,8 +114,8 @@ class Peers:
     def failed(self, why: str, *, own: bool) -> None:
         """Announce why this process ends early.
 
-        If the error may not be its `own`, and another process has reported one, this process ends
-        here with exit code 75.
+        If the error may not be this process's `own`, and a peer has reported an error, this process
+        exits here with code 75.
         """
         if not own and self._told.wait(OWN_ERROR):
             self._watcher.join()
@@ -122,7 +123,7 @@ class Peers:
         self._tell(event='failed', why=why)
 
     def wait(self, seconds: float) -> None:
-        """Wait, in process 0, until the others have ended: jax aborts those that outlive it."""
+        """Wait, in process 0, until its peers have ended: jax aborts peers that outlive it."""
         if self.index == 0:
             self._watcher.join(seconds)
 
@@ -147,9 +148,9 @@ class Peers:
                     beat = time.monotonic() + BEAT
 
     def _check_silence(self, *, was_frozen: bool) -> None:
-        """Name those that have been silent for long, but not where this process was frozen itself.
+        """Warn of peers that are silent for too long, unless this process was frozen itself.
 
-        Of all that hear from process 0 alone, the first one does.
+        Only process 0 and process 1 log the warning: the rest would repeat process 1's.
         """
         now = time.monotonic()
         for link in self.links:
@@ -189,7 +190,7 @@ class Peers:
                 self._leave(str(message.get('what')), OWN_ERROR if message.get('patience') else 0)
 
     def _leave(self, what: str, patience: float) -> None:
-        """End this process because of another, unless it fails itself within `patience` seconds."""
+        """End this process because a peer ended, unless it fails itself within `patience` s."""
         if self._failing:
             return
         if self.index == 0:
@@ -201,7 +202,7 @@ class Peers:
 
 
 def _receive(link: Connection) -> list[Message]:
-    """Receive from a process that has joined; one that sends anything else counts as lost."""
+    """Receive from an authenticated process; if it sends an invalid message, it counts as lost."""
     try:
         return link.receive()
     except ValueError:

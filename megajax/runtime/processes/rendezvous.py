@@ -1,6 +1,6 @@
-"""A meeting of all processes of a run at process 0, before jax starts.
+"""The rendezvous of all processes of a run at process 0, before jax starts.
 
-jax itself would abort with a stack dump if one is missing or a port is taken.
+jax itself would abort with a stack dump if a process is missing or a port is in use.
 """
 
 import logging
@@ -22,9 +22,9 @@ def gather(start: Start) -> tuple[Peers, int]:
     """Wait until all processes have connected to process 0.
 
     Returns the peers, which are being watched, and the port for jax's coordinator on the host of
-    process 0. After `start.timeout` seconds it ends the process with exit code 75 and one line that
-    names the address and the missing processes. Raises ConfigError if process 0 cannot listen, or
-    if the processes do not agree on their number.
+    process 0. After `start.timeout` seconds the process exits with code 75 and one line that names
+    the address and the missing processes. Raises ConfigError if process 0 cannot listen, or if the
+    processes have different values for their number.
     """
     return _gather_all(start) if start.index == 0 else _join(start)
 
@@ -45,7 +45,7 @@ def _gather_all(start: Start) -> tuple[Peers, int]:
         guest.answer(start.token, event='welcome', jax_port=port)
     if start.token is None and {guest.host for guest in joined.values()} - {own_host()}:
         logger.warning(
-            'no %s: whoever reaches process 0 at %s before the run has started can take part in '
+            'no %s: any client that reaches process 0 at %s before the run has started can join '
             'it; give the same random token to the processes of all hosts (docs/hosts.md)',
             TOKEN,
             start.address,
@@ -58,7 +58,7 @@ def _gather_all(start: Start) -> tuple[Peers, int]:
 def _join(start: Start) -> tuple[Peers, int]:
     deadline = time.monotonic() + start.timeout
     link = Connection(_connect(start, deadline), f'process 0 on {start.host}')
-    # Longer than process 0 waits, which knows who is missing and so reports it first.
+    # Longer than process 0 waits: it knows which processes are missing, so it reports them first.
     link.socket.settimeout(max(deadline - time.monotonic(), 0) + 5)
     nonces = _greet(start, link)
     answer, *later = _receive(start, link)
@@ -67,9 +67,9 @@ def _join(start: Start) -> tuple[Peers, int]:
         answer['event'] in ('welcome', 'refused') and not is_signed(start.token, answer, *nonces)
     ):
         raise ConfigError(
-            f'process 0 at {start.address} has another {TOKEN} than process {start.index}, '
+            f'process 0 at {start.address} has a different {TOKEN} than process {start.index}, '
             f'which has {"none" if start.token is None else "one"}: '
-            'export the same to all processes of the run'
+            'export the same token to all processes of the run'
         )
     match answer:
         case {'event': 'welcome', 'jax_port': int(port)}:
@@ -82,7 +82,7 @@ def _join(start: Start) -> tuple[Peers, int]:
 
 
 def _greet(start: Start, link: Connection) -> tuple[str, str]:
-    """Answer the challenge of process 0; return its nonce and that of this process."""
+    """Answer process 0's challenge; return its nonce and this process's nonce."""
     match _receive(start, link)[0]:
         case {'event': 'challenge', 'nonce': str(challenge)}:
             nonce = make_nonce()
@@ -131,7 +131,7 @@ def _connect(start: Start, deadline: float) -> socket.socket:
                     f'and that {COORDINATOR} is right, or set more seconds in {START_TIMEOUT}'
                 )
         else:
-            # On one host, a connection to a port where nobody listens can connect to itself.
+            # On one host, a connection to a port without a listener can connect to itself.
             if connection.getsockname() != connection.getpeername():
                 return connection
             connection.close()
@@ -151,5 +151,5 @@ def _listen(start: Start, port: int) -> socket.socket:
         where = f'{start.bind or "all interfaces"}, port {port}'
         raise ConfigError(
             f'process 0 cannot listen on {where} ({error.strerror}): '
-            f'choose another port in {COORDINATOR}, or another interface in {BIND}'
+            f'choose a different port in {COORDINATOR}, or a different interface in {BIND}'
         ) from error

@@ -17,11 +17,11 @@ from megajax.runtime.processes.peers import RETRY
 # SIGTERM: schedulers and `kill`. SIGINT: Ctrl-C. SIGHUP: the terminal was closed. SIGUSR1: many
 # batch templates send it before the time limit (`#SBATCH --signal=USR1@300`).
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# Seconds after the first signal in which another SIGINT counts as the same one, because wrappers
+# Within this many seconds of the first signal a SIGINT counts as the same one, because wrappers
 # forward the signals that they receive.
 SAME_SECONDS = 1.0
 
-# SIGUSR2: a person asks where the run stands; it goes on.
+# SIGUSR2: a person asks for the run's status; the run continues.
 TELL = signal.SIGUSR2
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -45,7 +45,7 @@ def take_stops(
 
 
 def leave_when_asked() -> None:
-    """Exit with 75 on any of these signals, as long as there is no run that could be saved."""
+    """Exit with code 75 on any of these signals, as long as there is no run to save."""
     take_stops(lambda *_: os._exit(RETRY))
     signal.signal(TELL, lambda *_: _tell('starting'))
 
@@ -54,7 +54,8 @@ def leave_when_asked() -> None:
 def telling(describe: Callable[[], str]) -> Iterator[None]:
     """Print what `describe` returns, on standard error, whenever SIGUSR2 comes.
 
-    It comes between two operations of the main thread, so not before the devices answer.
+    Python handles the signal between two operations of the main thread, so the line is not printed
+    before the devices have answered.
     """
     before = signal.signal(TELL, lambda *_: _tell(describe()))
     try:
@@ -69,7 +70,7 @@ def _tell(text: str) -> None:
 
 
 class Patience:
-    """A filter that distinguishes a signal that asks from a signal that insists.
+    """Distinguish a signal that asks the run to stop from a signal that insists.
 
     Schedulers send SIGTERM twice within milliseconds and mean one signal.
     """

@@ -1,9 +1,9 @@
-"""The token of a run: a secret that its processes share, and by which they know each other.
+"""The token of a run: a secret that its processes share to authenticate each other.
 
 Each side sends a fresh nonce and signs its message with HMAC-SHA256 over both nonces, so that the
-token itself is never sent and what was overheard cannot be used again. Both sides prove that they
-know it: process 0 hears nobody else, and no process follows another's process 0. Messages are not
-encrypted, and nothing is signed once the processes have met. Imports no jax.
+token itself is never sent and recorded messages cannot be replayed. Authentication is mutual:
+process 0 accepts only processes that know the token, and they accept only a process 0 that knows
+it. Messages are not encrypted, and after the handshake they are not signed. Imports no jax.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ def make_token() -> str:
 
 
 def make_nonce() -> str:
-    """Make a number that is used once, of 128 bits."""
+    """Make a random nonce of 128 bits."""
     return secrets.token_hex(16)
 
 
@@ -31,12 +31,12 @@ def sign(token: str | None, message: Message, *nonces: str) -> Message:
 
 
 def is_signed(token: str | None, message: Message, *nonces: str) -> bool:
-    """Whether the sender of the message knows this token or, if it is None, has none either."""
+    """Whether the message's sender knows this token or, if it is None, has none either."""
     unsigned = {name: value for name, value in message.items() if name != 'proof'}
     given = message.get('proof', '')
     try:
         expected = _proof(token, unsigned, nonces)
-    except RecursionError:  # lists in lists, as deep as can just be read
+    except RecursionError:  # nested too deeply to be serialized, although it could be parsed
         return False
     return isinstance(given, str) and given.isascii() and hmac.compare_digest(expected, given)
 

@@ -177,9 +177,9 @@ def test_a_process_with_another_token_exits_2_with_the_fix_and_process_0_waits_f
         with process(1, port, token=second_token) as second:
             said = second.communicate(timeout=30)[1].splitlines()
         assert said[-1] == (
-            f'megajax.base.errors.ConfigError: process 0 at 127.0.0.1:{port} has another '
+            f'megajax.base.errors.ConfigError: process 0 at 127.0.0.1:{port} has a different '
             f'MEGAJAX_TOKEN than process 1, which has {has}: '
-            'export the same to all processes of the run'
+            'export the same token to all processes of the run'
         )
         (line,) = meets(first, port, first_token)
         assert line.endswith(': its MEGAJAX_TOKEN differs from process 0')
