@@ -1,9 +1,9 @@
 """Saving and restoring a run's state through Orbax: saved in the background, verified by digests.
 
 A step's folder holds Orbax's arrays in `state`, `record.json`, `tokenizer.json` and the digests of
-all. Orbax writes its commit marker last and deletes old steps only afterwards, so a committed step
-always has digests, and at every moment at least one committed step exists. With several processes
-all call the same methods and share the folder.
+all these files. Orbax writes its commit marker last and deletes old steps only afterwards. So a
+committed step always has digests, and once a step is committed there is always at least one. With
+several processes, all of them call the same methods and share the folder.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 class Checkpoints:
     """The checkpoints of one run; leaving it as a context waits for the save in progress.
 
-    `data` describes what the run trains on, in any words. Raises ConfigError if the folder cannot
+    `data` describes the run's training data, in any words. Raises ConfigError if the folder cannot
     be used, and CheckpointError if it cannot be read.
     """
 
@@ -70,11 +70,11 @@ class Checkpoints:
     ):
         self.folder, self.config = folder.absolute(), config
         self.tokenizer, self.data = tokenizer, data
-        self.companions = Companions()  # what the model was imported with
+        self.companions = Companions()  # the files that the model was imported with
         self.origin: Mapping[str, str] = {}  # the origin in the records
         self.restored: Record | None = None  # the record of the state that was restored last
         self._saving: Record | None = None
-        self._padded: dict[str, Shape] = {}  # shapes without padding of the arrays to be saved
+        self._padded: dict[str, Shape] = {}  # unpadded shapes of the arrays that are being saved
         self._failed: str | None = None  # why the newest state is not on disk
         self._retry, self._is_retry = False, False
         self._verified: int | None = None
@@ -112,10 +112,10 @@ class Checkpoints:
         return self._verified
 
     def restore(self, step: int) -> TrainState:
-        """Restore the state of `step`, placed on the current mesh.
+        """Restore the state of `step`, sharded over the current mesh.
 
-        Differences from the run that wrote it are logged. Raises ConfigError if it is of another
-        model, dtype, tokenizer or data, and CheckpointError if it does not hold what was written.
+        Differences from the run that wrote it are logged. Raises ConfigError if the model, dtype,
+        tokenizer or data differ, and CheckpointError if the checkpoint is damaged.
         """
         self._settle()
         path = self.folder / str(step)
@@ -170,11 +170,11 @@ class Checkpoints:
         validation_loss: float | None = None,
         **place: int | None,
     ) -> None:
-        """Start saving `state` as that after `step`, unless a sound checkpoint of `step` exists.
+        """Start saving `state` as step `step`, unless a valid checkpoint of `step` exists.
 
-        The record holds the place in the data, as `Batches.place` returns it.
-        An import saves parameters only; a run that resumes from it begins with a fresh optimizer.
-        Waits for the previous save. A failure is logged here or by `poll`, and does not raise.
+        The record contains the position in the data, as `Batches.place` returns it. An import saves
+        parameters only; a run that resumes from it begins with a fresh optimizer. Waits for the
+        previous save. A failure is logged here or by `poll`, and does not raise.
         """
         if self._saving and self._saving.step == step:
             return
@@ -243,7 +243,7 @@ class Checkpoints:
             return
         self._closed = True
         self._settle()
-        with contextlib.suppress(Exception):  # `_settle` has logged it
+        with contextlib.suppress(Exception):  # `_settle` has logged the error
             self._manager.close()
         if final and self._failed:
             raise CheckpointError(f'the last checkpoint is not in {self.folder}: {self._failed}')
@@ -255,7 +255,7 @@ class Checkpoints:
         self.close(final=kind is None)
 
     def abandon(self) -> None:
-        """Finish the save in progress and close, when the other processes will not take part."""
+        """Finish the save in progress and close without the other processes."""
         self._closed = True
         if self._saving is not None:
             self._saving = None
@@ -279,7 +279,7 @@ class Checkpoints:
         write_sums(path)
 
     def _settle(self, error: Exception | None = None) -> None:
-        """Wait for the save in the background, and gather from all processes how it ended."""
+        """Wait for the save in the background, and gather its outcome from all processes."""
         if self._saving is None:
             return
         try:
@@ -314,7 +314,7 @@ class Checkpoints:
         self._manager.reload()
 
     def _make_room(self, step: int) -> bool:
-        """Delete what is in the way of a new `step`; False if that is a usable checkpoint."""
+        """Delete an unusable checkpoint of `step`; return False if there is a usable one."""
         sound, in_the_way = self._folders.clear_place(step)
         if sound:
             return False
@@ -336,9 +336,9 @@ class Checkpoints:
 
 
 def _parts(state: TrainState | ParametersOnly) -> dict[str, Any]:
-    """The parts of a state by name, without those that the config does not use.
+    """Return the parts of a state by name, without the parts that the config does not use.
 
-    Checkpoints written before such parts existed therefore still restore.
+    Checkpoints that were written before such parts existed therefore still restore.
     """
     parts = state if isinstance(state, dict) else state._asdict()
     return {str(name): part for name, part in parts.items() if part is not None}

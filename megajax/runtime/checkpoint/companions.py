@@ -1,7 +1,7 @@
-"""Files that Hugging Face keeps beside a model, and that a checkpoint carries along unchanged.
+"""Files of a Hugging Face model besides its weights, which a checkpoint carries along unchanged.
 
-They say where a text ends, how messages become one, and how transformers makes the tokenizer. They
-are in the folder `huggingface` of a run and of each of its checkpoints. Imports no jax.
+They define the tokens that end a text, the chat template, and how transformers makes the tokenizer.
+They are in the folder `huggingface` of a run and of each of its checkpoints. Imports no jax.
 """
 
 import json
@@ -31,9 +31,9 @@ COMPANIONS = (
     'vocab.txt',
     'tokenizer.model',
 )
-TOKEN_IDS = 'token_ids.json'  # what NAMED keys of config.json say
+TOKEN_IDS = 'token_ids.json'  # the values of the NAMED keys of config.json
 CHAT_TIME = 'chat_time.txt'  # the time that the run's chat template sees
-OURS = TOKEN_IDS, CHAT_TIME  # what no Hugging Face folder has
+OURS = TOKEN_IDS, CHAT_TIME  # files that no Hugging Face folder has
 TEMPLATES = 'additional_chat_templates'  # folder of templates that are not the default one
 NAMED = 'bos_token_id', 'eos_token_id', 'pad_token_id'
 MAX_BYTES = 100_000_000  # of a file
@@ -41,7 +41,7 @@ MAX_BYTES = 100_000_000  # of a file
 
 @dataclass(frozen=True)
 class Companions:
-    """The contents of these files by name; none for a model that began here."""
+    """The contents of these files by name; empty for a model that was not imported."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class Companions:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids at which transformers ends a text; raises ConfigError if they are no ids."""
+        """The ids at which transformers ends a text; raises ConfigError if they are not ids."""
         for file in (GENERATION, TOKEN_IDS):
             ids = self._read(file).get('eos_token_id')
             if ids is None:
@@ -101,7 +101,7 @@ class Companions:
         }
 
     def template(self, name: str) -> Template | None:
-        """Return the chat templates, called `name` in messages, with the time that they see."""
+        """Return the chat templates, called `name` in messages, with the time that they use."""
         if not self.chat_templates:
             return None
         time = self.files.get(CHAT_TIME)
@@ -109,12 +109,12 @@ class Companions:
         return Template(name=name, texts=self.chat_templates, now=now)
 
     def with_template(self, text: str) -> 'Companions':
-        """Return these with one chat template, in the file that transformers reads first."""
+        """Return these files with one chat template, in the file that transformers reads first."""
         kept = {x: files for x, files in self.files.items() if not x.startswith(f'{TEMPLATES}/')}
         return replace(self, files={**kept, TEMPLATE: text.encode()})
 
     def with_chat_time(self, now: datetime | None) -> 'Companions':
-        """Return these with the time that chat templates see, None for no particular one."""
+        """Return these files with a fixed time for chat templates; None removes the fixed time."""
         kept = {name: content for name, content in self.files.items() if name != CHAT_TIME}
         return replace(self, files=kept | ({CHAT_TIME: now.isoformat().encode()} if now else {}))
 
@@ -138,14 +138,14 @@ class Companions:
 
 
 def read_companions(folder: Path) -> Companions:
-    """Return those of a run or of a checkpoint; there may be none."""
+    """Return the companions of a run or a checkpoint, which may be empty."""
     return Companions(_contents(folder / FOLDER, (*COMPANIONS, *OURS)))
 
 
 def companions_of_model(folder: Path, config: Mapping[str, Any], vocab_size: int) -> Companions:
-    """Return those of a Hugging Face directory, whose config.json is `config`.
+    """Return the companions of a Hugging Face directory, whose config.json is `config`.
 
-    Ids that the vocabulary does not have, as transformers' defaults may be, are left out. Raises
+    Ids outside the vocabulary, which transformers' defaults may be, are left out. Raises
     ConfigError for a file that cannot be used.
     """
 

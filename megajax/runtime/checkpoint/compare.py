@@ -1,4 +1,4 @@
-"""The differences between a checkpoint and the run that restores it, and of two checkpoints."""
+"""Find the differences between a checkpoint and the run that restores it, or two checkpoints."""
 
 import functools
 import logging
@@ -31,7 +31,7 @@ from megajax.runtime.checkpoint.record import (
 OF_LEARNED = 'vision.freeze', 'lora.'  # keys that decide what is learned
 BLOCK = 1 << 24  # elements compared at a time
 SHOWN = 3  # maximum number of arrays named in an error
-RECENT = 'recent'  # only in fp8, and found anew where it is missing
+RECENT = 'recent'  # amax history of fp8, which is measured again if it is missing
 MOMENT = re.compile(r'opt_state/.*/(mu|nu)/')  # names of AdamW's moments
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ Rename = Callable[[Any], Any]
 def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool) -> None:
     """Raise ConfigError if a resumed run changes the model, the dtype or the tokenizer.
 
-    The error names every difference. What is frozen decides which moments there are, so it may
-    differ from an import, which has none, and adapters may be added to one.
+    The error names every difference. `vision.freeze` decides which arrays have moments, so it may
+    differ from an import, which has no moments; adapters may also be added to an import.
     """
     different = [
         f'{key} {a} there, {b} here'
@@ -77,7 +77,7 @@ def check_same_data(path: Path, there: Record, here: Record) -> None:
 
 
 def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
-    """Log the permitted changes of a resumed run, and those without effect once a run has begun."""
+    """Log the permitted changes of a resumed run; name changes that have no effect any more."""
     without_effect = {START_FROM} if is_import else AT_THE_START
     for key, (old, new) in other_differences(there, here).items():
         effect = (
@@ -99,7 +99,7 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
 
 
 def _log_schedule(there: Record, here: Record) -> None:
-    """Log what the changes of a resumed run do to the learning rate, if they do anything."""
+    """Log how the changes of a resumed run affect the learning rate, if they do."""
     (optim, steps), (old_optim, old_steps) = map(_schedule, (here, there))
     ends, old_ends = optim.decay_steps or steps, old_optim.decay_steps or old_steps
     rate, old_rate = (
@@ -132,9 +132,9 @@ def check_same_arrays(
 ) -> None:
     """Raise ConfigError if names, shapes or dtypes of the arrays differ.
 
-    Orbax would silently cast, cut and pad them. AdamW's moments alone may have another dtype
-    (`optim.moments_dtype`), and with `any_dtype` all arrays. With `under`, only arrays whose names
-    start with it are compared.
+    Orbax would silently cast, cut and pad the arrays. Only AdamW's moments may have a different
+    dtype (`optim.moments_dtype`); with `any_dtype`, all arrays may. With `under`, only arrays whose
+    names start with it are compared.
     """
     both = _saved_kinds(path), _kinds(abstract)
     there, here = (
@@ -157,7 +157,7 @@ def check_same_arrays(
 
 
 def changed_shapes(a: Any, b: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes in tree b, by name, of the arrays whose shape differs from that in tree a."""
+    """Return the shapes in tree b of the arrays whose shape in tree a differs, by name."""
     before = _kinds(a)
     return {name: shape for name, (shape, _) in _kinds(b).items() if shape != before[name][0]}
 
@@ -168,7 +168,7 @@ def holds_array(path: Path, name: str) -> bool:
 
 
 def renames(path: Path) -> tuple[Rename, Rename]:
-    """Return functions that give a tree the names of a checkpoint, and those of this version."""
+    """Return two functions that rename a tree: to a checkpoint's names, and to current names."""
     if not _has_old_names(path):
         return lambda tree: tree, lambda tree: tree
     return (
@@ -198,9 +198,9 @@ def read_parameter(path: Path, name: str) -> np.ndarray:
 
 
 def parameter_differences(a: Path, b: Path) -> Iterator[tuple[str, float | str]]:
-    """Yield max |a - b| / max |b| for each parameter of either step, or why it has none.
+    """Yield max |a - b| / max |b| for each parameter of either step, or why they do not compare.
 
-    One parameter at a time is in the memory of this host.
+    Only one parameter at a time is in the memory of this host.
     """
     left, right = _parameters(a), _parameters(b)
     for name in sorted(left.keys() | right.keys()):
@@ -236,10 +236,11 @@ def _raw_kinds(step: Path) -> Kinds:
 
 @functools.lru_cache(maxsize=4)
 def _kinds_in(state: Path, written: tuple[tuple[str, int, int], ...]) -> Kinds:
-    """The arrays in a folder with these files: Orbax takes 20 ms for the list, which each read of
-    a parameter needs.
+    """Return the arrays in a folder with these files.
+
+    Cached: Orbax takes 20 ms for the list, which each read of a parameter needs.
     """
-    # A Checkpointer would look for a file of its own there, and warn that there is none.
+    # A Checkpointer would look for its own metadata file there, and warn that there is none.
     return _kinds(ocp.PyTreeCheckpointHandler().metadata(state).tree)
 
 
@@ -254,7 +255,7 @@ def _kinds(tree: Any) -> Kinds:
 
 
 def _fixed_part(name: str, kind: Kind | None, *, any_dtype: bool) -> Any:
-    """The part of an array's kind that a resumed run must have as well."""
+    """Return the part of an array's kind that must be equal in a resumed run."""
     return kind[0] if kind and (any_dtype or MOMENT.match(name)) else kind
 
 
@@ -280,7 +281,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> float:
     difference = size = 0.0
     for start in range(0, a.size, BLOCK):
         x, y = (array[start : start + BLOCK].astype(np.float64) for array in (a, b))
-        # np.maximum keeps NaN.
+        # np.maximum propagates NaN.
         difference = np.maximum(difference, np.abs(x - y).max())
         size = np.maximum(size, np.abs(y).max())
     return float(difference / size) if size else float(difference and np.inf)

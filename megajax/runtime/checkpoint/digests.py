@@ -35,7 +35,7 @@ class Sums(NamedTuple):
     """The contents of a step when it was written."""
 
     digests: dict[str, str]  # SHA-256 by path
-    size: int  # bytes in all
+    size: int  # total bytes
 
 
 def write_sums(folder: Path) -> None:
@@ -60,7 +60,7 @@ def read_sums(folder: Path) -> Sums:
 
 
 def problems(folder: Path, *, contents: bool = True) -> list[str]:
-    """Return the faults of a step, a line for each file; none if it holds what was written.
+    """Return the faults of a step, one line per file; empty if the step is intact.
 
     Without `contents` only names and sizes are checked.
     """
@@ -97,14 +97,14 @@ def problems(folder: Path, *, contents: bool = True) -> list[str]:
 
 
 def strangers(folder: Path) -> list[str]:
-    """The files that were added to a step's folder after it was written."""
+    """Return the files that were added to a step's folder after it was written."""
     return sorted(_files(folder) - read_sums(folder).digests.keys())
 
 
 def is_finished(folder: Path) -> bool:
     """Whether the folder holds a finished save, or links to one.
 
-    Raises ConfigError if this user must not look into it.
+    Raises ConfigError if this user may not read it.
     """
     with readable(folder):
         return (folder / COMMIT).is_file()
@@ -112,7 +112,7 @@ def is_finished(folder: Path) -> bool:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Raise ConfigError for what this user must not read of a folder during the block."""
+    """Raise ConfigError if the block meets a file of a folder that this user may not read."""
     try:
         yield
     except PermissionError as error:
@@ -123,9 +123,9 @@ def readable(folder: Path) -> Iterator[None]:
 
 
 def foreign_step(folder: Path) -> int | None:
-    """The step in a folder that bears the number of another step; None if it bears its own.
+    """Return the step in a folder whose name is a different step's number, otherwise None.
 
-    A copied or exchanged folder is such a folder.
+    Such a folder was copied or swapped.
     """
     if not is_step_name(folder.name) or folder.is_symlink() or not is_finished(folder):
         return None
@@ -134,7 +134,7 @@ def foreign_step(folder: Path) -> int | None:
 
 
 def find_foreign(folder: Path) -> list[Path]:
-    """The finished checkpoints under the number of another step, in order; the run ignores them."""
+    """Return finished checkpoints in folders with a different step's number, which runs ignore."""
     if not folder.is_dir():
         return []
     with readable(folder):
@@ -143,9 +143,9 @@ def find_foreign(folder: Path) -> list[Path]:
 
 
 def find_steps(folder: Path) -> list[int]:
-    """The finished steps in order, sound or not.
+    """Return the finished steps in order, intact or not.
 
-    Links count, so that they can be refused by name; folders that hold another step do not.
+    Links count, so that they can be rejected by name; folders that contain a different step do not.
     """
     if not folder.is_dir():
         return []
@@ -192,11 +192,11 @@ def find_candidates(path: Path) -> list[Path]:
 def sound_checkpoint(path: Path) -> Iterator[Path]:
     """Yield the folder of the checkpoint that `path` stands for, verified by its digests.
 
-    For a run this is the newest sound checkpoint. Its run does not delete it during the block.
-    Raises ConfigError if there is no finished checkpoint, and CheckpointError if none is sound.
+    For a run this is the newest intact checkpoint. Its run does not delete it during the block.
+    Raises ConfigError if there is no finished checkpoint, and CheckpointError if none is intact.
     """
     tried: set[Path] = set()
-    # The list is read anew each time: a run that trains may have written one and deleted others.
+    # Read the list again each time: a live run may have written a step and deleted others.
     while untried := [each for each in find_candidates(path) if each not in tried]:
         candidate = untried[0]
         tried.add(candidate)

@@ -30,15 +30,15 @@ class ValidationLosses:
         return self._losses[step]
 
     def begin(self, step: int, loss: float | None) -> None:
-        """Take the loss that is in the record of `step`, whose save begins."""
+        """Store the loss that is in the record of `step`, whose save begins."""
         self._losses[step] = loss
 
     def note(self, step: int, loss: float) -> None:
-        """Take the loss of `step`, measured after its save began; `write` writes it."""
+        """Store the loss of `step`, measured after its save began, until `write` writes it."""
         self._losses[step] = self._unwritten[step] = loss
 
     def write(self) -> None:
-        """Write the noted losses of the finished steps, and drop those of the others."""
+        """Write the noted losses of finished steps, and drop the losses of all other steps."""
         for step, loss in self._unwritten.items():
             if jax.process_index() == 0 and is_finished(self.folder / str(step)):
                 try:

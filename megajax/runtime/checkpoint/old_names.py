@@ -1,7 +1,7 @@
-"""Parameters by the names that checkpoints of earlier versions have for them.
+"""Translate between current parameter names and the names in checkpoints of earlier versions.
 
 Until 0.1 the norm of a sublayer was next to it in a layer: `layers.attention_norm.weight` is now
-`layers.attention.norm.weight`. A checkpoint has the names of one version.
+`layers.attention.norm.weight`. A checkpoint uses the names of one version.
 """
 
 import re
@@ -16,17 +16,17 @@ NOW = re.compile(r'\b(attention|mlp)([./])norm\b')
 
 
 def current(name: str) -> str:
-    """Return the name of an array, with dots or slashes, as this version has it."""
+    """Return the name of an array, with dots or slashes, in this version."""
     return OLD.sub(r'\1/norm' if '/' in name else r'\1.norm', name)
 
 
 def old(name: str) -> str:
-    """Return the name of an array, with dots or slashes, as earlier versions had it."""
+    """Return the name of an array, with dots or slashes, in earlier versions."""
     return NOW.sub(r'\1_norm', name)
 
 
 def renamed(tree: Any, rename: Callable[[str], str]) -> Any:
-    """Return a tree whose parameters have the names that `old` or `current` gives them."""
+    """Return a tree whose parameters are renamed by `rename`, which is `old` or `current`."""
 
     def of_state(state: Any) -> Any:
         if not isinstance(state, nnx.State):

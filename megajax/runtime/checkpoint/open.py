@@ -1,4 +1,4 @@
-"""A trained model from a checkpoint: config, parameters and tokenizer, without the optimizer."""
+"""Open a trained model from a checkpoint: config, parameters and tokenizer, no optimizer state."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -35,15 +35,15 @@ class Opened:
     config: Config  # the checkpoint's config with the overrides
     mesh: Mesh
     params: nnx.State  # the parameters, placed on `mesh`
-    tokenizer: Tokenizer | None  # whose `ends` are those of `companions` too
+    tokenizer: Tokenizer | None  # its `ends` include the ends in `companions`
     companions: Companions
     step: int  # the step of the checkpoint
 
     def chat_template(self, run: Path, overrides: Sequence[str]) -> Template | None:
-        """Return the chat template, None if there is none; it sees the time of its first use.
+        """Return the chat template or None; it gets the time of its first use.
 
-        An override comes first. The checkpoint has the template that it was trained with, or else
-        the one that its model was imported with.
+        An override of `data.chat_template` has precedence. Otherwise it is the template that the
+        checkpoint was trained with, or else the one that its model was imported with.
         """
         path = self.config.data.chat_template
         carried = self.companions.with_chat_time(None).template(f'the chat template of {run}')
@@ -55,18 +55,17 @@ class Opened:
 def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
     """Open the model of a run or of one checkpoint (RUN/checkpoints/STEP, or RUN/STEP).
 
-    For a run this is its newest checkpoint that verifies. The model lies on a mesh of as many
-    devices as the run's, but without ZeRO, replicas, stages, context shards and rows of a grid
-    (`one_dimensional`), and with its adapters added to its weights.
-    `overrides` are like those of `load` and may set the mesh, which is made here; use the model
-    under `jax.set_mesh(opened.mesh)`:
+    For a run this is its newest checkpoint that verifies. The model's mesh has as many devices as
+    the run's, but without ZeRO, replicas, and pipeline, context and 2-D tensor parallelism
+    (`one_dimensional`), and its adapters are merged into its weights. `overrides` work as in `load`
+    and may set the mesh, which is made here; use the model under `jax.set_mesh(opened.mesh)`:
 
         opened = open_model(Path('runs/mine'), ['mesh.data=1', 'mesh.model=2'])
         with jax.set_mesh(opened.mesh):
             ...
 
     Raises ConfigError if there is no checkpoint or the overrides do not fit it, and CheckpointError
-    if no checkpoint holds what was written.
+    if every checkpoint is damaged.
     """
     with sound_checkpoint(path) as folder:
         record = read_record(folder)
@@ -94,16 +93,16 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
 
 
 def abstract_params(config: Config) -> nnx.State:
-    """The shapes of the parameters and their placements between steps, on the current mesh."""
+    """Return the parameters' shapes and their stored shardings on the current mesh."""
     return concrete(jax.eval_shape(lambda: make_params(config)))
 
 
 def restore_params(folder: Path, config: Config) -> nnx.State:
-    """Restore the parameters in a checkpoint's folder, placed as they are between steps.
+    """Restore the parameters in a checkpoint's folder, with their stored shardings.
 
-    Each process reads the shards of its own devices. Adapters that only the config has are new,
-    and those that only the checkpoint has are added to its weights. Raises ConfigError if the
-    folder holds other parameters, and CheckpointError if they cannot be restored.
+    Each process reads the shards of its own devices. Adapters that only the config has are new;
+    adapters that only the checkpoint has are merged into its weights. Raises ConfigError if the
+    folder contains different parameters, and CheckpointError if they cannot be restored.
     """
     there = read_record(folder).config.get('lora')
     if there is None and config.lora is not None:
@@ -116,7 +115,7 @@ def restore_params(folder: Path, config: Config) -> nnx.State:
 
 
 def _restore(folder: Path, config: Config, *, with_adapters: bool = True) -> nnx.State:
-    """Restore the parameters, all or those beside adapters alone; as `restore_params` raises."""
+    """Restore the parameters, with or without adapters; raises like `restore_params`."""
     item: Any = {'params': abstract_params(config)}
     if not with_adapters:
         item['params'] = nnx.filter_state(
@@ -146,7 +145,7 @@ def _restore(folder: Path, config: Config, *, with_adapters: bool = True) -> nnx
 
 
 def _adapters(config: Config) -> nnx.State:
-    """Make the adapters of a run that begins; no value depends on the mesh."""
+    """Make the initial adapters of a run; no value depends on the mesh."""
 
     def make() -> nnx.State:
         return nnx.filter_state(make_params(config), lambda _, param: param.declared.is_adapter)

@@ -18,14 +18,14 @@ TIMEOUT = 3600
 
 
 class Manager(ocp.CheckpointManager):
-    """Orbax's manager, which here never asks jax whether the processes are to stop.
+    """Orbax's manager, which here never asks jax whether the processes should stop.
 
-    `runtime/run/stop.py` does so at each step. jax gives all processes one number at which they
-    stop, later than any number that it was asked about. Orbax asks with the number of the step: if
-    that were the last question before jax chooses, the run's own numbers would never reach the
+    `runtime/run/stop.py` asks at each step. jax gives all processes one number at which they stop,
+    which is larger than any number that it was asked about. Orbax asks with the number of the step:
+    if that were the last question before jax chooses, the run's own numbers would never reach the
     chosen one, and the signal would be lost.
 
-    `restore_gb` is the limit of what a process reads at a time, `policy` the retention. Orbax's
+    `restore_gb` limits how much a process reads at a time, and `policy` is the retention. Orbax's
     thread calls `seal` in the first process, after the arrays of a step and before its commit
     marker.
     """
@@ -39,7 +39,7 @@ class Manager(ocp.CheckpointManager):
         self._checkpoint_deleter = _Deleter(folder, self._checkpoint_deleter)
 
     def save(self, step: int, *args: Any, **options: Any) -> bool:
-        """Save a step; if one of this number was left to be deleted, the new one stays."""
+        """Save a step; if an old step of this number was due for deletion, the new one stays."""
         self._checkpoint_deleter.left.discard(step)
         return bool(super().save(step, *args, **options))
 
@@ -49,9 +49,10 @@ class Manager(ocp.CheckpointManager):
 
 
 class _Deleter:
-    """Orbax's deleter, but a step that another process is reading is deleted after a later save.
+    """Orbax's deleter, which delays the deletion of a step that a reader has locked.
 
-    `left` holds these steps, in the first process, which deletes for all.
+    Such a step is deleted after a later save. `left` contains these steps, in the first process,
+    which deletes for all.
     """
 
     def __init__(self, folder: Path, deleter: Any):
@@ -59,7 +60,7 @@ class _Deleter:
         self.left: set[int] = set()
 
     def delete_steps(self, steps: Sequence[int]) -> None:
-        """Delete what was left and what Orbax chose; its thread calls this in each process."""
+        """Delete delayed steps and Orbax's `steps`; its thread calls this in each process."""
         if jax.process_index() == 0:
             self.left |= {*steps}
             for step in sorted(self.left):
@@ -69,18 +70,18 @@ class _Deleter:
                         self.left.discard(step)
 
     def delete(self, step: int) -> None:
-        """Delete a step whether it is read or not."""
+        """Delete a step, even while a reader has locked it."""
         self.deleter.delete(step)
 
     def close(self) -> None:
-        """Wait for what is being deleted."""
+        """Wait for running deletions."""
         self.deleter.close()
 
 
 def restore_gb(model: ModelConfig) -> int:
-    """Return how many GB a process may read at a time: those of the model's largest parameter.
+    """Return how many GB a process may read at a time: the size of the largest parameter.
 
-    Orbax would read up to 96 GB, and refuse a larger array.
+    Orbax's default limit is 96 GB, and it rejects a larger array.
     """
     sizes = dim_sizes(model)
     return gb_to_read(max(elements(parameter.dims, sizes) for _, parameter in parameters(model)))

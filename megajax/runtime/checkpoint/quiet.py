@@ -1,4 +1,4 @@
-"""Filters for the hundreds of lines that Orbax and tensorstore log about a failed save.
+"""Filter out the hundreds of lines that Orbax and tensorstore log about a failed save.
 
 `runtime/checkpoint/checkpoints.py` logs one line instead.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def leave_failed_saves_to_us() -> None:
-    """Drop the tracebacks of failed saves from Orbax's threads; log everything else as before."""
+    """Drop the tracebacks of failed saves in Orbax's threads; everything else is still logged."""
     for name in ('absl', 'asyncio'):
         logging.getLogger(name).addFilter(_is_told)
     if getattr(sys.unraisablehook, 'func', None) is not _tell:

@@ -1,6 +1,6 @@
 """The record stored with each checkpoint, and the differences that a resume allows.
 
-It holds config, tokenizer, versions and data. Imports no jax.
+The record contains config, tokenizer, versions and data. Imports no jax.
 """
 
 import datetime
@@ -24,9 +24,9 @@ VALIDATION = 'validation_loss.json'  # loss of a state that was evaluated after 
 PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 # Keys that change the arrays, or the numbers computed from them.
 FIXED = ('model.', 'vision.', 'lora.', 'train.dtype')
-# Those of `vision` that only change the rows of a batch.
+# Keys of `vision` that only change the batches.
 OF_ROWS = ('vision.images', 'vision.max_patches', 'vision.min_patches')
-OWN = ('run.', 'checkpoint.')  # keys of a process, not of the training
+OWN = ('run.', 'checkpoint.')  # keys that configure the process, not the training
 FAMILY = 'imported as'  # key of `data` and `origin`: the Hugging Face family of an import
 START_FROM = 'run.start_from'
 # Keys that matter only when a run begins, and change nothing afterwards.
@@ -40,7 +40,7 @@ class Record(BaseModel):
 
     step: int  # the step after which the state was saved
     # Samples of the training order that come before the next batch; None in records of old
-    # versions, whose batches all had the size of their config.
+    # versions, in which all batches had the size in the config.
     samples: int | None = None
     # Samples for which Megatron-LM's order was made, which depends on them; else None.
     order_of: int | None = None
@@ -55,9 +55,9 @@ class Record(BaseModel):
 
     @property
     def mesh(self) -> str:
-        """The mesh on which the checkpoint was written, and the rung of ZeRO.
+        """The mesh on which the checkpoint was written, and the ZeRO stage.
 
-        What there is one of is left out, but for data and model, and the rung if it is none.
+        Axes of size 1 are left out, except data and model, and so is `optim.shard=none`.
         """
         mesh, shard = self.config.get('mesh', {}), self.config.get('optim', {}).get('shard')
         groups = (
@@ -113,7 +113,7 @@ def read_record(folder: Path) -> Record:
 
 
 def recorded_step(folder: Path) -> int | None:
-    """The step of the state in a checkpoint's folder; None if its record cannot be read."""
+    """Return the step of the state in a checkpoint's folder; None if its record is unreadable."""
     try:
         return int(parse_json((folder / RECORD).read_bytes())['step'])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
@@ -128,22 +128,22 @@ def _noted_loss(folder: Path) -> float | None:
 
 
 def is_fixed(key: str, there: Any, here: Any) -> bool:
-    """Whether a resumed run cannot have the value `here` of a config key that was another one."""
+    """Whether a resumed run must not change a config key from `there` to `here`."""
     if key == 'train.dtype' and {there, here} == {'bfloat16', 'fp8'}:
-        return False  # fp8 computes in bfloat16 but for some products, whose scales are found anew
+        return False  # fp8 differs only in some matmuls, whose scales are initialized again
     return key.startswith(FIXED) and key not in OF_ROWS
 
 
 def config_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
     """The config keys whose values differ, with both values.
 
-    A key that one record does not know has its default there.
+    A key that is missing in one record counts with its default there.
     """
     return differences(_with_defaults(there.config), _with_defaults(here.config))
 
 
 def other_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
-    """The changes that a resume allows: in config keys that are not fixed, and in the data."""
+    """The changes that a resume permits: of config keys that are not fixed, and of the data."""
     different = {
         key: pair
         for key, pair in config_differences(there, here).items()

@@ -16,10 +16,10 @@ def preservation_policy(
 ) -> Any:
     """Return the policy that retains the newest, every n-th and the best steps, as `config` asks.
 
-    `loss_of` returns a step's validation loss. `is_junk` returns whether a step was refused, and
-    None for one that is not the run's own; neither kind takes the place of a sound step. A refused
-    one is deleted when the next is written, and one that is not the run's own stays. Step 0 stays
-    too: training never writes it, so it is an import, from which other runs may still begin.
+    `loss_of` returns a step's validation loss. `is_junk` returns whether a step was rejected, or
+    None for a folder that is not the run's own; neither displaces an intact step. A rejected step
+    is deleted when the next one is written; a folder that is not the run's own stays. Step 0 also
+    stays: training never writes it, so it is an import, from which other runs may still begin.
     """
     policies: list[Any] = [checkpoint_managers.LatestN(config.keep)]
     if config.keep_every:
@@ -30,7 +30,7 @@ def preservation_policy(
 
 
 class _OfTheSound:
-    """A policy that sees only sound checkpoints."""
+    """A policy that is applied to intact checkpoints only."""
 
     def __init__(self, policy: Any, is_junk: Callable[[int], bool | None]):
         self.policy, self.is_junk = policy, is_junk

@@ -1,6 +1,6 @@
-"""The folders of a run's steps: which are sound, which are refused, and which are deleted.
+"""The folders of a run's steps: verify them, reject damaged ones, and delete steps.
 
-The first process reads and deletes; with several processes all call the same methods.
+The first process reads and deletes; with several processes, all of them call the same methods.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepFolders:
-    """The folders in `folder`, one for each step, and the steps that were refused."""
+    """The folders in `folder`, one for each step, and the steps that were rejected."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -41,10 +41,10 @@ class StepFolders:
         self._swept = False
 
     def find_newest(self) -> int | None:
-        """The newest step that its digests verify; None if no step was ever finished.
+        """Return the newest step that its digests verify; None if no step was ever finished.
 
-        Each newer step that is refused is logged with the reason. Raises CheckpointError if all
-        steps are refused.
+        Each newer step that is rejected is logged with the reason. Raises CheckpointError if all
+        steps are rejected.
         """
         steps = find_steps(self.folder) if jax.process_index() == 0 else []
         if jax.process_index() == 0:
@@ -78,13 +78,13 @@ class StepFolders:
         return None
 
     def refuses(self, step: int) -> bool:
-        """Whether the digests of a step refuse it, which is logged; equal in all processes."""
+        """Whether a step's digests do not match, which is logged; equal in all processes."""
         return bool(from_first(jax.process_index() == 0 and self._refuses(step))[0])
 
     def is_junk(self, step: int) -> bool | None:
-        """Whether a step was refused; None if it is not the run's own.
+        """Whether a step was rejected; None if its folder is not the run's own.
 
-        That is a link, or a folder that holds another step than its name says.
+        A link is not the run's own, nor is a folder that contains a different step than its name.
         """
         path = self.folder / str(step)
         return (
@@ -96,9 +96,9 @@ class StepFolders:
         return bool(from_first(is_finished(self.folder / str(step)))[0])
 
     def clear_place(self, step: int) -> tuple[bool, bool]:
-        """Return whether a usable checkpoint has the place of a new `step`, and whether any has.
+        """Return whether a usable checkpoint of `step` exists, and whether a folder is in the way.
 
-        What is not the run's own is moved aside, and the first call sweeps unfinished saves away.
+        A folder that is not the run's own is moved aside. The first call deletes unfinished saves.
         """
         path, sound, in_the_way = self.folder / str(step), False, False
         if jax.process_index() == 0:
@@ -115,13 +115,13 @@ class StepFolders:
         return sound, in_the_way
 
     def renew(self, step: int) -> None:
-        """Forget that `step` was refused: it is written anew."""
+        """Forget that `step` was rejected, because it is written again."""
         self._refused.discard(step)
 
     def remove(self, steps: Sequence[int]) -> None:
         """Delete these steps in the first process, the newest first.
 
-        A kill in between leaves nothing that looks finished.
+        If the process is killed meanwhile, no partly deleted step looks finished.
         """
         if jax.process_index() == 0:
             for path in (self.folder / str(step) for step in sorted(steps, reverse=True)):

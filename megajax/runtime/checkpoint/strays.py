@@ -1,6 +1,6 @@
-"""Strays: paths among a run's checkpoints that are not its own.
+"""Paths among a run's checkpoints that are not its own.
 
-They are left alone, named once, and moved aside if they are in the way.
+The run does not delete them; it logs each once, and moves it aside if it is in the way.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def warn_of_strays(folder: Path, named: set[Path]) -> None:
 
 
 def move_aside(path: Path) -> bool:
-    """Rename a folder that holds another step than its name says; return whether it was one.
+    """Rename a folder that contains a different step than its name; return False for any other.
 
     The run does not own such a folder and must not delete it.
     """
@@ -59,7 +59,7 @@ def sweep(folder: Path) -> None:
 
 
 def delete_folder(path: Path) -> None:
-    """Delete a folder, also if a thread of a save that failed still writes into it for a moment."""
+    """Delete a folder, even if a thread of a failed save still writes into it for a moment."""
     for pause in (0.01, 0.1, 1.0, 0.0):
         shutil.rmtree(path, ignore_errors=True)
         if not path.exists():

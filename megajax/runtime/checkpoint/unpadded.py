@@ -1,10 +1,10 @@
-"""The arrays of a checkpoint, which hold no padding.
+"""Store the arrays of a checkpoint without padding.
 
-Between steps a matrix is padded where its shards do not divide it (`core/parallel/layout.py`). How
-much depends on the mesh, so a checkpoint holds the parameters and their moments in their own
-shapes, and restores on any mesh. Each process writes its shards as they are; afterwards the shapes
-that a checkpoint records are reduced, which moves no data: whoever reads the array does not see
-what lies beyond its end. A restore pads with zeros again, shard by shard.
+The sharded storage pads a matrix if its number of shards does not divide it
+(`core/parallel/layout.py`). The padding depends on the mesh, so a checkpoint stores parameters and
+moments in their own shapes, and restores on any mesh. Each process writes its padded shards; the
+recorded shapes are then reduced, which moves no data: a reader does not see elements beyond the end
+of an array. A restore pads with zeros again, shard by shard.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 def unpadded(tree: Any, layout: Layout) -> Any:
-    """Return the shapes and dtypes of a state, or a part of one, as a checkpoint holds them."""
+    """Return the shapes and dtypes of a state, or a part of one, as a checkpoint stores them."""
 
     def own(x: Any) -> Any:
         value = x.get_value() if isinstance(x, nnx.Variable) else x
@@ -38,7 +38,7 @@ def unpadded(tree: Any, layout: Layout) -> Any:
 def strip_padding(folder: Path, shapes: Mapping[str, Shape]) -> None:
     """Reduce the arrays with these names, in a folder that Orbax wrote, to these shapes.
 
-    All of them change in one transaction, for which they must share a context.
+    All arrays change in one transaction, for which they must share a context.
     """
     context, transaction = tensorstore.Context(), tensorstore.Transaction(atomic=True)
     for name, shape in shapes.items():

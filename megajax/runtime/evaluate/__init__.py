@@ -1,4 +1,4 @@
-"""Evaluation on unseen text: perplexity, and the two evaluations of the Megatron paper."""
+"""Evaluation on held-out text: perplexity, and the two evaluations of the Megatron paper."""
 
 from megajax.runtime.evaluate.documents import are_documents, document_perplexity
 from megajax.runtime.evaluate.lambada import lambada

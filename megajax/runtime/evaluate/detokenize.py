@@ -1,4 +1,4 @@
-"""Conversion of WikiText's tokens back to text, by the rules of Megatron's evaluation.
+"""Convert WikiText's tokens back to text, by the rules of Megatron's evaluation.
 
 lm-evaluation-harness has the same rules, in the same order. WikiText puts spaces around punctuation
 and writes `@-@` for a hyphen inside a word; a language model's tokenizer knows neither.

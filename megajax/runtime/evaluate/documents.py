@@ -1,4 +1,4 @@
-"""The perplexity of documents that training reads whole: with pictures, or turns of messages."""
+"""The perplexity of documents that training does not split: with images, or with messages."""
 
 import dataclasses
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentPerplexity(Perplexity):
-    """The perplexity of what counts in documents: tokens and bytes are of that."""
+    """The perplexity of the tokens that count; `tokens` and `bytes` include only these."""
 
     pictures: int
 
@@ -46,10 +46,10 @@ def document_perplexity(
 ) -> DocumentPerplexity:
     """Evaluate JSON-lines files and folders of them, each document in a row of its own.
 
-    What counts is what counts in training: all of a "text" but its pictures, and the assistant's
-    turns of "messages", with the model's chat `template`, or else the config's. Raises ConfigError
-    with file and line if a document cannot be used, or if some have more than `model.max_seq_len`
-    tokens.
+    The same tokens count as in training: all of a "text" except its images, and the assistant's
+    turns of "messages", rendered by the model's chat `template`, or else the config's. Raises
+    ConfigError with file and line if a document cannot be used, or if some have more than
+    `model.max_seq_len` tokens.
     """
     config = scorer.config
     shape = dataclasses.replace(
@@ -101,5 +101,5 @@ def document_perplexity(
 
 
 def _answered(document: FileDocument) -> np.ndarray:
-    """Return whether each token but the first counts."""
+    """Return whether each token counts, for all tokens but the first."""
     return document.answered[1:]

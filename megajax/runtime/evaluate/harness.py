@@ -1,8 +1,8 @@
 """A model for EleutherAI's lm-evaluation-harness, which answers with `Scorer` and `Generator`.
 
 Needs the extra `harness`. As in the harness's own models, a text begins with the start
-tokens of its tokenizer, and an empty context is a start token, or the end of a document. A
-request has the result of the harness's `HFLM`; one that `HFLM` fails at is a ConfigError.
+tokens of its tokenizer, and an empty context is a start token, or the end of a document. A request
+has the same result as with the harness's `HFLM`; if `HFLM` fails at it, ConfigError is raised.
 """
 
 import logging
@@ -41,7 +41,7 @@ NOTHING = r'[^\s\S]'  # a pattern without a match
 class HarnessModel(TemplateLM):
     """The model in the form that `lm_eval.simple_evaluate(model=...)` takes.
 
-    `generation` is the model's generation_config.json, whose `top_k` and `top_p` are those of tasks
+    `generation` is the model's generation_config.json, whose `top_k` and `top_p` apply to tasks
     that sample and do not set them.
     """
 
@@ -69,7 +69,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands for an empty context: the tokenizer's bos_token if it has one."""
+        """The token of an empty context: the tokenizer's bos_token if it has one."""
         bos = self._special.get(self._text.named_tokens.get('bos_token', ''))
         return (self._text.start or [self._text.eod])[-1] if bos is None else bos
 
@@ -78,8 +78,8 @@ class HarnessModel(TemplateLM):
     ) -> list[int]:
         """Return the ids of a text, after the tokenizer's start tokens unless told to omit them.
 
-        As in `HFLM`, what spells a special token is that token, and a text that begins with the
-        token of an empty context has no other start.
+        As in `HFLM`, text that spells a special token is encoded as that token, and a text that
+        begins with the token of an empty context gets no other start token.
         """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._text.decode([self.prefix_token_id]))
@@ -99,7 +99,7 @@ class HarnessModel(TemplateLM):
     ) -> list[float]:
         """Return the log-likelihood of each full text.
 
-        Its windows do not overlap, except for the last.
+        The windows of a text do not overlap, except for the last.
         """
         windows: list[Window] = []
         counts = []
@@ -134,7 +134,7 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each context, up to the end that its task sets.
 
-        Raises ConfigError with everything in `generation_kwargs` that cannot be kept to.
+        Raises ConfigError with every key of `generation_kwargs` that is not supported.
         """
         asked = [
             (getattr(x, 'task_name', None) or 'a task', self._defaults | x.args[1])
@@ -200,7 +200,7 @@ class HarnessModel(TemplateLM):
         return any(stop in text for stop in stops)
 
     def _answer(self, ids: Sequence[int], stops: Sequence[str]) -> str:
-        """Return the text of generated ids as `HFLM` decodes it: alone, without special tokens.
+        """Return the text of generated ids as `HFLM` decodes it: separately, no special tokens.
 
         The last id is the first one that completes a stop, which may be a special token's name.
         """
@@ -225,7 +225,7 @@ class HarnessModel(TemplateLM):
 
 
 class Tasks(TaskManager):
-    """The harness's tasks, of which all requests are checked before the first one is made."""
+    """The harness's tasks; all their requests are checked before the first one is made."""
 
     def __init__(self, limit: int, include_path: Sequence[str] | None):
         super().__init__(include_path=include_path)
@@ -252,9 +252,9 @@ def evaluate_tasks(
 ) -> dict[str, dict[str, float]]:
     """Return the harness's results for each task, by name and metric.
 
-    A task is NAME, or FOLDER/NAME for one of your own, from the YAML files in a folder.
-    `generation` is the model's generation_config.json. Raises ConfigError for a task that the
-    harness does not know, or that sets what cannot be kept to.
+    A task is NAME, or FOLDER/NAME for your own task, from the YAML files in a folder. `generation`
+    is the model's generation_config.json. Raises ConfigError for a task that the harness does not
+    know, or that sets options that are not supported.
     """
     folders = sorted({str(Path(task).parent) for task in tasks if '/' in task})
     manager = Tasks(config.model.max_seq_len, folders or None)

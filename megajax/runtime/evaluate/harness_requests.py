@@ -1,4 +1,4 @@
-"""The requests that tasks of lm-evaluation-harness make of a generator by `generation_kwargs`."""
+"""Translate the `generation_kwargs` of lm-evaluation-harness tasks to requests of a generator."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from megajax.core.config import ConfigError
 from megajax.runtime.generate import Request, Sampling
 
-TOP_K = 50  # of transformers' `generate`, unless the task or generation_config.json sets it
+TOP_K = 50  # default of transformers' `generate`; the task or generation_config.json may set it
 READ = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_k', 'top_p'}
 NO_EFFECT = {'num_beams': 1, 'repetition_penalty': 1}
 OWN_TASK = 'in a copy of the task, and evaluate it as FOLDER/NAME'
@@ -17,7 +17,7 @@ OWN_TASK = 'in a copy of the task, and evaluate it as FOLDER/NAME'
 def requests_of(asked: Iterable[tuple[str, Mapping[str, Any]]], limit: int) -> list[Request]:
     """Return the request of each task's `generation_kwargs`.
 
-    Raises ConfigError with all that `request_of` rejects.
+    Raises ConfigError with everything that `request_of` rejects.
     """
     requests: list[Request] = []
     problems: list[str] = []
@@ -34,8 +34,8 @@ def requests_of(asked: Iterable[tuple[str, Mapping[str, Any]]], limit: int) -> l
 def request_of(given: Mapping[str, Any], limit: int) -> Request:
     """Return the request that `HFLM` makes of `generation_kwargs`, for a model of `limit` tokens.
 
-    Raises ConfigError for what `HFLM` or `generate` of transformers would fail at, and for
-    what is not `READ`.
+    Raises ConfigError for values at which `HFLM` or transformers' `generate` would fail, and for
+    keys that are not in `READ`.
     """
     kwargs = {key: value for key, value in given.items() if value is not None}
     kwargs = normalize_gen_kwargs(kwargs)

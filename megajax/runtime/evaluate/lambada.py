@@ -31,8 +31,8 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, file: str) -> Lambada:
     """Evaluate JSON lines of passages under the key 'text', as OpenAI published it for GPT-2.
 
     A last word is right if each of its sub-word tokens is the most probable one, given the tokens
-    before it. A passage is encoded as a whole; the tokens of the last word are those that cover a
-    character of it or of the space before it. If a passage is longer than the model's positions,
+    before it. A passage is encoded as a whole; the last word's tokens are all tokens that cover a
+    character of it or of the space before it. If a passage is longer than the model's context,
     only its end is read.
     """
     limit = scorer.config.model.max_seq_len + 1
@@ -81,7 +81,7 @@ def _read(file: str) -> list[str]:
 
 
 def _is_passage(text: object) -> TypeGuard[str]:
-    """Whether a value is a text with words, and without the half of a character."""
+    """Whether a value is a text with words, and without lone surrogates."""
     try:
         return isinstance(text, str) and bool(text.encode() and text.split())
     except UnicodeEncodeError:

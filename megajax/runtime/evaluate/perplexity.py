@@ -1,6 +1,6 @@
 """The perplexity of a text, and of WikiText-103 by the rule of the Megatron paper.
 
-The rule is that of Shoeybi et al. (2019), appendix E.1.
+The rule is in Shoeybi et al. (2019), appendix E.1.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ class Perplexity:
 
     documents: int
     tokens: int
-    bytes: int  # of the text in UTF-8
+    bytes: int  # size of the text in UTF-8
     loss: float  # nats per token
     perplexity: float  # per token
-    # The loss per byte of UTF-8, which no tokenizer can flatter; None without a byte.
+    # The loss per byte of UTF-8, comparable between tokenizers; None for an empty text.
     bits_per_byte: float | None
 
 
@@ -40,7 +40,7 @@ class WikiText:
     original_tokens: int  # words of the file
     loss: float  # nats per sub-word token
     token_perplexity: float  # per sub-word token
-    perplexity: float  # normalised by `original_tokens`
+    perplexity: float  # normalized by `original_tokens`
 
 
 def perplexity(
@@ -50,7 +50,8 @@ def perplexity(
 
     An end-of-document token follows each document. Every token except a start token of the first
     document is predicted once, from the tokens before it in its window of `max_seq_len`. The window
-    moves by `stride` tokens, by default by its own length, so that its first tokens see little.
+    moves by `stride` tokens. By default that is the window's length, which leaves the first tokens
+    of each window little context.
     """
     documents = [document for file in files for document in read_documents(file)]
     texts = [document.text for document in documents]
@@ -77,7 +78,7 @@ def wikitext(
     """Evaluate a file of WikiText-103 as it is published, such as `wiki.test.tokens`.
 
     The file has words and punctuation with spaces between them. It is converted back to text, and
-    the loss of its T sub-word tokens is normalised by the T_o words of the file:
+    the loss of its T sub-word tokens is normalized by the T_o words of the file:
     exp(loss (T - 1) / (T_o - 1)). Each token but the first is predicted once, in a window that
     moves by `stride` tokens. The tokenizer's start tokens are read before the text.
 
@@ -123,7 +124,7 @@ def _sum(scorer: Scorer, ids: Sequence[int] | np.ndarray, stride: int) -> float:
 
 
 def exp(loss: float) -> float:
-    """Return the perplexity of a loss, infinite beyond all numbers."""
+    """Return the perplexity of a loss; infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The log-likelihood of given tokens, and whether each is the most probable one for the model."""
+"""Score given tokens: the log-likelihood of each, and whether it is the most probable one."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,8 +41,8 @@ class Window(NamedTuple):
 
     tokens: Sequence[int] | np.ndarray
     num_targets: int
-    images: PromptImages | None = None  # those of the tokens but the last; of all windows or none
-    counts: np.ndarray | None = None  # beside images: whether each target is of an answer
+    images: PromptImages | None = None  # images of all tokens but the last; in all windows or none
+    counts: np.ndarray | None = None  # with images: whether each target counts
 
 
 class Scored(NamedTuple):
@@ -55,7 +55,7 @@ class Scored(NamedTuple):
 class Scorer:
     """A model that scores windows on the current mesh.
 
-    The scores are the same on every mesh up to the order of sums.
+    The scores are the same on every mesh, except for the order of sums.
     """
 
     def __init__(self, config: Config, params: nnx.State):
@@ -116,7 +116,7 @@ def hidden_of_shards(
     count_BS: jax.Array,
     computation: Computation,
 ) -> jax.Array:
-    """Return the model's `hidden` for rows with images, those of all data shards at once."""
+    """Return the model's `hidden` for sequences with images, on all data shards at once."""
     layout = model.layout
     position_BS, count_BS, index_BS = (
         jax.reshard(x, layout('BS')) for x in (position_BS, count_BS, images.index_BS)
@@ -133,9 +133,9 @@ def hidden_of_shards(
 def _make_score(config: Config) -> jax.stages.Wrapped:
     """Return the compiled function `score(params, token_BS, label_BS, ...)`.
 
-    Rows with images also have these, the positions of their tokens, [B, S] or [B, S, 3], and
-    whether each label counts. Its results, replicated on every device, are the negative
-    log-likelihood of each label, and whether it is the most probable.
+    For sequences with images, `score` also takes the images, the positions of the tokens, [B, S] or
+    [B, S, 3], and whether each label counts. Its results, replicated on every device, are the
+    negative log-likelihood of each label, and whether it is the most probable.
     """
     config = inference_config(config)
     layout, computation = Layout.of(config), Computation.of(without_order(config))

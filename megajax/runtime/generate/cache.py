@@ -1,9 +1,9 @@
-"""Attention cores with a KV cache, so that the next token is one row of every product.
+"""Attention cores with a KV cache, so that every matmul handles only the newest token.
 
-The cache is placed where attention works: complete key/value heads, sharded over `model`, and rows
-over `data`. It therefore adds no communication, and a token costs Megatron's two all-reduces per
-layer. Prompts of different lengths end at the same slot, and each row knows its first slot: all
-rows then write the same slot, in place.
+The cache is sharded like attention: complete key/value heads over `model`, and sequences over
+`data`. It therefore adds no communication, and a token costs Megatron's two all-reduces per layer.
+Prompts of different lengths end at the same cache position, and each sequence knows its first one:
+all sequences then write the same position, in place.
 """
 
 from typing import NamedTuple
@@ -17,9 +17,10 @@ from megajax.core.parallel.layout import Layout
 
 
 class KeysValues(NamedTuple):
-    """The keys and values that one layer keeps.
+    """The cached keys and values of one layer.
 
-    Slots are the second-to-last dim, so that a token's products read the cache without a copy.
+    Cache positions are the second-to-last dim, so that a token's matmuls read the cache without a
+    copy.
     """
 
     k_BKYH: jax.Array
@@ -29,7 +30,7 @@ class KeysValues(NamedTuple):
 def prefill(layout: Layout, segment_BS: jax.Array, num_slots: int) -> Core[KeysValues]:
     """Return the attention core for full prompts, each within its segment.
 
-    It keeps the prompts' keys and values, which fill the first of `num_slots` slots.
+    It caches the prompts' keys and values, which fill the first of `num_slots` positions.
     """
 
     def core(
@@ -52,9 +53,9 @@ def decode(
     first_B: jax.Array,
     is_empty_BY: jax.Array | None = None,
 ) -> Core[KeysValues]:
-    """Return the attention core for one token per row, at `slot`.
+    """Return the attention core for one token per sequence, at cache position `slot`.
 
-    The token attends to the slots from the row's first on that are not empty. The core keeps the
+    The token attends to its sequence's cache positions that are not empty. The core returns the
     token's own keys and values [B, K, 1, H], for `write`.
     """
     slot_1Y = jnp.arange(cache.k_BKYH.shape[2])[None]
@@ -91,9 +92,9 @@ def _attend_to_cache(
     read_BY: jax.Array,
     layout: Layout,
 ) -> jax.Array:
-    """Return the attention o_B1NH of one query to the slots in `read_BY`, and to its own.
+    """Return the attention o_B1NH of one query to the positions in `read_BY` and to itself.
 
-    Its own key and value are not in the cache yet. The softmax is in fp32.
+    The query's own key and value are not in the cache yet. The softmax is in fp32.
     """
     batch, groups, _, head_dim = cache.k_BKYH.shape
     q_BNH = q_B1NH[:, 0] * head_dim**-0.5

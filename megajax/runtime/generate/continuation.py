@@ -12,11 +12,11 @@ End = Literal['eod', 'stop', 'length']
 
 
 class Continuation:
-    """Up to `limit` tokens of a row, added as they are generated.
+    """Up to `limit` tokens after one prompt, added as they are generated.
 
-    `ids` exclude the token of `ends` that ended them, and `end` says what did, None until then.
-    `text` is the text of `ids` up to the first of `stops`. Until the end it omits what later tokens
-    may still change: an incomplete character, or the beginning of a stop.
+    `ids` exclude the token of `ends` that ended them. `end` is the reason for the end, None until
+    then. `text` is the text of `ids` up to the first of `stops`. Until the end it omits the part
+    that later tokens may still change: an incomplete character, or the beginning of a stop.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Continuation:
         elif len(self.ids) == self.limit:
             self.end = 'length'
         if self._tokenizer:
-            # With the prompt: some tokenizers drop a space at the start of what they decode.
+            # Decode with the prompt: some tokenizers drop a space at the start of decoded text.
             text, before = self._tokenizer.decode([*self._prompt, *self.ids]), self._before
             if not text.startswith(before):  # the prompt's last character is complete now
                 before = before.rstrip(UNFINISHED)

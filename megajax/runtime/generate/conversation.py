@@ -1,4 +1,4 @@
-"""A conversation: its turns as tokens, by a chat template, within the positions of the model."""
+"""A conversation, rendered by a chat template and kept within the model's context length."""
 
 from collections.abc import Generator as GeneratorType
 
@@ -16,11 +16,12 @@ NO_IMAGE = -1
 class Conversation:
     """Turns with a model, each answered as the assistant.
 
-    A conversation begins as a document does in training, and text that spells a special token is
-    text. An answer ends at the ends of texts and of the template's turns. `dropped` counts the
-    turns that the next answer no longer sees: the oldest ones, once a prompt leaves no room for the
-    answer in `model.max_seq_len`, where `room` tokens or a quarter of all are left, if that is
-    less. The system's message stays. Raises ConfigError if the template cannot be rendered.
+    A conversation begins like a document in training, and text that spells a special token is
+    encoded as text. An answer ends at the tokens that end a text or a turn of the template.
+    `dropped` counts the oldest turns, which the next answer no longer attends to: they are dropped
+    once a prompt leaves too little of `model.max_seq_len` for the answer, which gets `room` tokens,
+    or a quarter of the context if that is less. The system message is never dropped. Raises
+    ConfigError if the template cannot be rendered.
     """
 
     def __init__(self, generator: Generator, chat: Chat, request: Request, system: str | None):
@@ -38,8 +39,8 @@ class Conversation:
     def answer(self, text: str) -> GeneratorType[Continuation, None, None]:
         """Yield the answer each time it grows.
 
-        Closing the generator ends the answer, which the model then remembers as far as it came.
-        Raises ConfigError, and forgets the text, if it alone leaves no room.
+        Closing the generator ends the answer; the part generated so far stays in the conversation.
+        If `text` alone leaves no room for an answer, it is dropped and ConfigError is raised.
         """
         self._turns.append(_message('user', text))
         try:
@@ -56,7 +57,7 @@ class Conversation:
             self._turns.append(_message('assistant', row.text if row else ''))
 
     def _prompt(self, config: Config) -> list[int]:
-        """Return the tokens of the turns that fit, and forget the others."""
+        """Return the tokens of the turns that fit, and drop the older turns."""
         limit = config.model.max_seq_len
         room = min(self._request.max_tokens, limit // 4)
         ids, number = self._encode(self._turns), 0

@@ -1,7 +1,8 @@
-"""The compiled functions of generation: one reads prompts, another generates tokens.
+"""The compiled functions of generation: prefill and decoding.
 
-The second generates several tokens per dispatch. A third encodes the images of the first of several
-batches; those of the others are encoded beside the layers that read the batch before.
+Decoding generates several tokens per dispatch. If there are several batches with images, a third
+function encodes the images of the first batch; the images of each later batch are encoded during
+the prefill of the batch before it.
 """
 
 import functools
@@ -32,25 +33,26 @@ NO_TOKEN = -1
 class DecodeState(NamedTuple):
     """The state of generation, which each token changes.
 
-    A row's position is its slot minus `origin_B`, which is `first_B` unless it has images, whose
-    positions are fewer than their tokens.
+    The position of a sequence's token is its slot, an index into the cache, minus `origin_B`.
+    `origin_B` is `first_B`, except for a sequence with images, which have fewer positions than
+    tokens.
     """
 
     caches: tuple[KeysValues, ...]  # one cache per layer
     token_B: jax.Array  # the last token generated, which is not in the cache yet
     slot: jax.Array  # the slot that `token_B` will be written to
-    first_B: jax.Array  # the slot of the row's first token
+    first_B: jax.Array  # the slot of the sequence's first token
     origin_B: jax.Array
     is_empty_BY: jax.Array | None  # slots of images that relevance has left empty
-    tokens_BIR: jax.Array | None  # of each region of each image, on every device
-    left_B: jax.Array  # number of tokens still wanted; 0 for a row that has ended
-    number_B: jax.Array  # the row's number, from which its random keys follow
-    seen: Seen | None = None  # the keys and values of images, and those that later tokens see
+    tokens_BIR: jax.Array | None  # number of tokens of each region, replicated
+    left_B: jax.Array  # number of tokens still wanted; 0 for a sequence that has ended
+    number_B: jax.Array  # the prompt's number, from which its random keys follow
+    seen: Seen | None = None  # keys and values of images, and which of them new tokens attend to
 
 
-# Prompts before the first layer, and the slot less position of new tokens [B].
+# Prompts before the first layer, and the difference between slot and position of new tokens [B].
 Start = tuple[SeenPrompts, jax.Array]
-# State, new tokens [B, S], their number, whether any row continues.
+# State, new tokens [B, S], their number, whether any sequence continues.
 Carry = tuple[DecodeState, jax.Array, jax.Array, jax.Array]
 
 
@@ -77,7 +79,10 @@ class Engine:
         )
 
     def _look(self, weights: LayerWeights, batch: PromptBatch, *, is_beside: bool = False) -> Start:
-        """Do for prompts all that comes before the layers, alone or beside the layers of others."""
+        """Embed the prompts and encode their images: all work before the first layer.
+
+        It runs in a program of its own, or within the prefill of the batch before (`is_beside`).
+        """
         decoder = nnx.merge(self._graphs.decoder, weights.rest)
         if decoder.vision is not None:
             decoder.vision.is_unrolled = is_beside
@@ -97,11 +102,12 @@ class Engine:
         num_slots: int,
         sampling: Sampling,
     ) -> tuple[DecodeState, jax.Array, Start | None]:
-        """Read prompts and generate their first tokens [B, 1].
+        """Prefill the cache with prompts and generate their first tokens [B, 1].
 
-        `start` is what `look` returned for them. With a `following` batch the last result is its
-        start: nothing in it waits for these prompts, so XLA encodes its images while the layers'
-        all-reduces are under way. A prompt's own images come before its layers.
+        `start` is the result of `look` for these prompts. With a `following` batch, the last result
+        is that batch's start: it does not depend on these prompts, so XLA encodes its images while
+        the layers' all-reduces are in flight. These prompts' own images are encoded before their
+        layers.
         """
         layout = self._layout
         left_B, number_B = (jax.reshard(x, layout('B')) for x in (left_B, number_B))
@@ -124,7 +130,7 @@ class Engine:
             tokens_BIR,
             left_B,
             number_B,
-            # Later tokens see what the last one of the prompt does.
+            # New tokens attend to the images that the prompt's last token attends to.
             None if seen is None else seen._replace(seen_BSY=seen.seen_BSY[:, -1:]),
         )
         rows, token_B = self._sample(decoder, x_BSD[:, -1:], rows, seed, end_ids, sampling)
@@ -141,9 +147,9 @@ class Engine:
         num_tokens: int,
         sampling: Sampling,
     ) -> tuple[DecodeState, jax.Array]:
-        """Generate up to `num_tokens` more tokens [B, S] in the rows that are still wanted.
+        """Generate up to `num_tokens` more tokens [B, S] for the sequences that are still wanted.
 
-        After a row's end there is NO_TOKEN.
+        After a sequence's end the tokens are NO_TOKEN.
         """
         rows = rows._replace(
             left_B=jnp.where(jax.reshard(wanted_B, self._layout('B')), rows.left_B, 0)
@@ -175,7 +181,7 @@ class Engine:
         end_ids: jax.Array,
         sampling: Sampling,
     ) -> tuple[DecodeState, jax.Array]:
-        """Generate one more token [B] in each row."""
+        """Generate one more token [B] for each sequence."""
         decoder = nnx.merge(self._graphs.decoder, weights.rest)
         position_B1 = (rows.slot - rows.origin_B)[:, None]
         dtype, beside = self.config.train.compute_dtype, Rows(position_B1)
@@ -187,7 +193,7 @@ class Engine:
         x_B1D, owns = self._run_layers(weights, x_B1D, cores, beside, rows.seen)
         new, token_B = self._sample(decoder, x_B1D, rows, seed, end_ids, sampling)
         # Make the write slot depend on a result of this step: XLA then updates the caches in place
-        # instead of copying them. If no row continues, any slot will do.
+        # instead of copying them. If no sequence continues, any slot will do.
         slot = jnp.where(_any_left(new), rows.slot, 0)
         caches = tuple(
             write(cache, own, slot) for cache, own in zip(rows.caches, owns, strict=True)
@@ -202,7 +208,7 @@ class Engine:
         rows: Rows,
         seen: Seen | None,
     ) -> tuple[jax.Array, tuple[KeysValues, ...]]:
-        """Return the residual stream after all layers, and what the core of each one keeps."""
+        """Return the residual stream after all layers, and each layer's keys and values."""
         kept = list[KeysValues]()
         for index, (layer, core) in enumerate(zip(weights.layers, cores, strict=True)):
             x_BSD, own = nnx.merge(self._graphs.block, layer)(x_BSD, core, rows)
@@ -234,7 +240,7 @@ class Engine:
         end_ids: jax.Array,
         sampling: Sampling,
     ) -> tuple[DecodeState, jax.Array]:
-        """Choose the token after the one at `rows.slot`, or NO_TOKEN in a row that has ended.
+        """Choose the token after `rows.slot`, or NO_TOKEN for a sequence that has ended.
 
         x_B1D is the last layer's output for the token at `rows.slot`.
         """

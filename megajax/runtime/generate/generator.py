@@ -1,4 +1,4 @@
-"""Generation of texts from prompts: rows of different lengths, a few tokens per dispatch."""
+"""Generate text from prompts of different lengths, a few tokens per dispatch."""
 
 import dataclasses
 from collections.abc import Generator as GeneratorType
@@ -19,8 +19,8 @@ from megajax.runtime.generate.seen import PromptBatch
 from megajax.runtime.generate.weights import inference_config, make_weights
 
 TOKENS_AT_ONCE = 16  # tokens generated per dispatch, between two searches for stops
-BATCH_SIZE = 16  # rows at a time
-SLOTS = 64  # divisor of the cache's number of slots, so that other lengths seldom recompile
+BATCH_SIZE = 16  # prompts at a time
+SLOTS = 64  # divisor of the cache's length, so that different lengths rarely recompile
 SHORTEST = 16  # tokens; prompts are padded to this length or a larger power of two
 
 Prompt = Sequence[int]
@@ -31,8 +31,8 @@ T = TypeVar('T')
 class Request:
     """A request for up to `max_tokens` tokens after each prompt.
 
-    A text ends at the first of `stops` or, if `to_eod`, at the end of the document or of a turn,
-    which are the tokenizer's `ends`. Raises ConfigError for values out of range.
+    A text ends at the first of `stops`. With `to_eod` it also ends at a token of the tokenizer's
+    `ends`, the end of the document or of a turn. Raises ConfigError for values out of range.
     """
 
     max_tokens: int
@@ -58,7 +58,7 @@ class Batch(NamedTuple):
     first: int  # number of the first prompt
     rows: list[Continuation]
     arrays: PromptBatch
-    limit_B: np.ndarray  # the most tokens that each row can have
+    limit_B: np.ndarray  # maximum number of tokens after each prompt
 
 
 # The number of a batch's first prompt and its rows; at the end the start of the next batch.
@@ -68,8 +68,8 @@ _Growth = GeneratorType[tuple[int, list[Continuation]], None, Start | None]
 class Generator:
     """A model that generates text on the current mesh.
 
-    The weights are kept in the dtype of the computation, in addition to `params`. A generator with
-    other parameters of the same config recompiles nothing.
+    The weights are stored in the compute dtype, in addition to `params`. A generator with different
+    parameters of the same config recompiles nothing.
     """
 
     def __init__(self, config: Config, params: nnx.State, tokenizer: Tokenizer | None = None):
@@ -80,7 +80,7 @@ class Generator:
     def texts(self, prompts: Sequence[str], request: Request) -> list[str]:
         """Return the continuation of each prompt.
 
-        It is the same on every mesh and whatever the other prompts are.
+        It does not depend on the mesh or on the other prompts.
         """
         *_, rows = self.stream(encode_prompts(self.config, self.tokenizer, prompts), request)
         return [row.text for row in rows if row]
@@ -93,8 +93,8 @@ class Generator:
     ) -> Iterator[list[Continuation | None]]:
         """Yield all continuations each time they grow, with None for those that have not begun.
 
-        A prompt has at least one token; `images` are those of each prompt. The random numbers of a
-        prompt follow from its number.
+        A prompt has at least one token; `images` has the images of each prompt. The random numbers
+        of a prompt follow from its number.
         """
         all_rows: list[Continuation | None] = [None] * len(prompts)
         parts = [slice(at, at + BATCH_SIZE) for at in range(0, len(prompts), BATCH_SIZE)]
@@ -111,14 +111,15 @@ class Generator:
     ) -> Iterator[tuple[int, list[Continuation]]]:
         """Yield the continuations of a batch each time they grow, and the number of the first.
 
-        A batch of fewer than `size` prompts is padded instead of compiled. The images of the next
-        batch are encoded beside the layers that read the prompts of this one.
+        A batch of fewer than `size` prompts is padded, so that it is not compiled separately. The
+        images of the next batch are encoded during the prefill of this one.
         """
         start: Start | None = None
         for batch, following in with_next(self._prepared(batches, request, size)):
             if start is None and following is not None and batch.arrays.images is not None:
                 start = self._engine.look(self._weights, batch.arrays)
-            # The last of several batches looks at itself again: no other `read` is compiled.
+            # Pass the last batch as its own successor, so that `read` is not compiled again with a
+            # different signature.
             ahead = None if start is None else following or batch
             start = yield from self._grow(batch, request, start, ahead)
 
@@ -155,7 +156,7 @@ class Generator:
     def _grow(
         self, batch: Batch, request: Request, start: Start | None, ahead: Batch | None
     ) -> _Growth:
-        """Yield as `batches` does to the end of all rows, and return the start of those ahead."""
+        """Yield like `batches` until all texts have ended; return the start of `ahead`."""
         size, length = batch.arrays.token_BS.shape
         seed = np.uint32(request.seed)
         end_ids = np.array(self._ends(request), np.int32)
@@ -197,7 +198,7 @@ class Generator:
 def with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
     """Yield each item with the one after it, or None.
 
-    What making that one raises is raised in its turn.
+    If making the next item raises ConfigError, the error is raised after this item is yielded.
     """
     rest = iter(items)
     item, failure = next(rest, None), None
@@ -228,9 +229,9 @@ def generate(
 ) -> list[str]:
     """Continue each prompt by `max_tokens` tokens, to a stop or to the end of the document.
 
-    A prompt is read as the start of a document. The text is the same on every mesh and whatever the
-    other prompts are. Raises ConfigError for a prompt that fills `max_seq_len`, which prompt and
-    text share.
+    A prompt is read as the start of a document. Its text does not depend on the mesh or on the
+    other prompts. Raises ConfigError for a prompt that fills `max_seq_len`, which prompt and text
+    share.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stops))
@@ -242,7 +243,7 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Encode each prompt as the start of a document.
 
-    Raises ConfigError with every prompt that leaves none of the model's positions.
+    Raises ConfigError with every prompt that leaves no room for a token in `model.max_seq_len`.
     """
     config = inference_config(config)
     if tokenizer is None:

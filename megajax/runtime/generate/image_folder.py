@@ -1,4 +1,4 @@
-"""Answers for all pictures of a folder, in batches that are read ahead."""
+"""Answers for all images of a folder, in batches that are prefetched."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +15,14 @@ SHOWN = 5  # maximum number of files named in an error
 
 
 class Answer(NamedTuple):
-    """A picture and the text that a model continues the prompt with."""
+    """An image, and the model's continuation of the prompt with it."""
 
     picture: Path
     continuation: Continuation
 
 
 def find_pictures(folder: Path) -> list[Path]:
-    """Return the files of a folder by name, without hidden ones and those of its folders.
+    """Return the files of a folder by name, without hidden files and subfolders.
 
     Raises ConfigError if there are none.
     """
@@ -38,9 +38,9 @@ def find_pictures(folder: Path) -> list[Path]:
 def check_prompts(
     reader: PromptReader, prompt: str, pictures: Sequence[Path]
 ) -> list[FileDocument]:
-    """Return the prompt for each picture, by its header.
+    """Return the prompt for each image; only the headers of the files are read.
 
-    Raises ConfigError with the files that are no pictures or too large, the first five by name.
+    Raises ConfigError for files that are not images or are too large; it names the first five.
     """
     documents: list[FileDocument] = []
     problems: list[Problem | str] = []
@@ -64,10 +64,10 @@ def answer_all(
     *,
     batch_size: int = BATCH_SIZE,
 ) -> Iterator[Answer]:
-    """Yield the answer for each picture, in order, when it is complete.
+    """Yield the answer for each image, in order, when it is complete.
 
-    An answer does not depend on the batch. Raises ConfigError with the name of a picture that
-    breaks off, once all pictures of the batches before are answered.
+    An answer does not depend on its batch. Raises ConfigError with the name of a truncated image,
+    after all images of the earlier batches are answered.
     """
     read = read_ahead(reader, documents, batch_size)
     batches = (tuple(zip(*prompts, strict=True)) for prompts in read)
@@ -81,7 +81,7 @@ def answer_all(
 def read_ahead(
     reader: PromptReader, documents: Sequence[FileDocument], batch_size: int
 ) -> Iterator[list[Prompt]]:
-    """Yield batches of prompts with their pictures; a thread reads the next one meanwhile."""
+    """Yield batches of prompts with their images; a thread prefetches the next batch."""
 
     def read(start: int) -> list[Prompt]:
         return [reader.read(document) for document in documents[start : start + batch_size]]

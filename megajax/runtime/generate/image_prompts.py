@@ -1,4 +1,4 @@
-"""Prompts with images: their tokens, and the arrays that the model takes beside them."""
+"""Prompts with images: their tokens, and the image arrays that the model takes with them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from megajax.runtime.data.synthetic_corpus import row_shape
 
 
 class PromptImages(NamedTuple):
-    """The images of a prompt: arrays of `Images` without rows, and positions [S] or [S, 3]."""
+    """The images of a prompt: arrays of `Images` without dim B, and positions [S] or [S, 3]."""
 
     pixels_IPX: np.ndarray
     grid_I2: np.ndarray
@@ -29,9 +29,9 @@ Prompt = tuple[list[int], PromptImages]
 
 
 class PromptReader:
-    """The reader of prompts with pictures for a model.
+    """Read prompts with images for a model.
 
-    Raises ConfigError for a model that reads no pictures.
+    Raises ConfigError if the model is not a vision-language model.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer | None):
@@ -45,16 +45,16 @@ class PromptReader:
     def check(self, text: str, images: Sequence[Path]) -> FileDocument:
         """Return a prompt in which each `<image>` stands for the next of the files `images`.
 
-        Only the headers of the files are read. Raises ConfigError if one is no picture, if their
-        numbers differ, for a prompt that leaves no room in `model.max_seq_len`, and with relevance
-        for one that ends with a picture.
+        Only the headers of the files are read. Raises ConfigError if a file is not an image, if the
+        number of files differs from the number of `<image>`, or if the prompt leaves no room in
+        `model.max_seq_len`. With relevance, a prompt must not end with an image.
         """
         document = encode_prompt(text, images, self._shape, self._tokenizer)
         check_pictures(dataclasses.replace(document, place='prompt'), self._shape)
         patches, last = self._shape.patches, int(document.tokens[-1])
         if patches.budget and not patches.marked and last == self._shape.image_token:
             raise ConfigError(
-                f'the prompt ends with {images[-1]}, whose last places relevance may leave empty: '
+                f'the prompt ends with {images[-1]}, whose last tokens relevance may leave empty: '
                 'write text after <image>'
             )
         if (length := len(document.tokens)) >= self._shape.seq_len:
@@ -66,7 +66,7 @@ class PromptReader:
         return document
 
     def read(self, document: FileDocument) -> Prompt:
-        """Read the pictures of a prompt; raises ConfigError for one that is broken."""
+        """Read the images of a prompt; raises ConfigError for a damaged image."""
         return prompt_of(document.read(self._shape), self._shape, len(document.tokens))
 
 
@@ -81,7 +81,7 @@ def prompt_of(document: ImageDocument, shape: RowShape, length: int) -> Prompt:
 
 
 def pad(images: PromptImages, length: int) -> PromptImages:
-    """Return the images of a prompt to which tokens of text are added up to this length."""
+    """Return the images of a prompt that is padded with text tokens to this length."""
     added = length - len(images.index_S)
     positions = np.pad(images.position_S, ((0, added), *[(0, 0)] * (images.position_S.ndim - 1)))
     index_S = np.pad(images.index_S, (0, added), constant_values=-1)
@@ -89,7 +89,7 @@ def pad(images: PromptImages, length: int) -> PromptImages:
 
 
 def stack(images: Sequence[PromptImages], size: int, length: int) -> tuple[Images, np.ndarray]:
-    """Return the images of `size` rows, and the positions of their last tokens."""
+    """Return the images of `size` prompts, and the positions of their last `length` tokens."""
 
     def rows(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: int = 0) -> Any:
         filled = np.full((size, *shape), fill, arrays[0].dtype)

@@ -42,9 +42,9 @@ class Sampling:
 def head_logits(x_BD: jax.Array, head_Vd: jax.Array, layout: Layout) -> jax.Array:
     """Return logits [B, V] in fp32, sharded over the vocabulary, without communication.
 
-    They are those of `Loss.logits`, but of the vocabulary's padding too. The head is the left
-    operand, untransposed: on a CPU this product took between a quarter and all of the time of x
-    times the transposed head.
+    They equal `Loss.logits`, but include the vocabulary's padding. The head is the left operand,
+    untransposed: on a CPU this matmul took between a quarter and all of the time of x times the
+    transposed head.
     """
     x_BSD = jnp.expand_dims(x_BD, 1)
     with_zeros = with_fast_rows(x_BSD, 1, x_BD.shape[0] // layout.num_shards('B'))
@@ -68,7 +68,7 @@ def choose(
 ) -> jax.Array:
     """Choose a token [B] below `vocab_size` for each row.
 
-    It is the same on every mesh and in every batch, because each row has its own key.
+    The token is the same on every mesh and in every batch, because each row has its own key.
     """
     if sampling.temperature == 0:
         return most_probable(logits_BV, vocab_size, layout)
@@ -104,7 +104,7 @@ def row_keys(key: jax.Array, row_B: jax.Array, position_B: jax.Array) -> jax.Arr
 def _keep_top_p(logits_BV: jax.Array, top_p: float) -> jax.Array:
     falling_BV = -jnp.sort(-logits_BV, axis=-1)
     probability_BV = jax.nn.softmax(falling_BV, axis=-1)
-    # The probability of all tokens that are more probable.
+    # The total probability of all tokens that are more probable.
     before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
     lowest_B1 = jnp.min(jnp.where(before_BV < top_p, falling_BV, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits_BV < lowest_B1, -jnp.inf, logits_BV)

@@ -1,4 +1,4 @@
-"""The images of prompts, as the layers of a model see them."""
+"""Embed prompts and encode their images, before the first layer of a model."""
 
 from functools import partial
 from typing import NamedTuple
@@ -22,24 +22,24 @@ class PromptBatch(NamedTuple):
     token_BS: jax.Array | np.ndarray
     length_B: jax.Array | np.ndarray
     images: Images | None = None
-    # Of tokens, where there are images: [B, S] or [B, S, 3].
+    # Positions of the tokens if there are images: [B, S] or [B, S, 3].
     position_BS: jax.Array | np.ndarray | None = None
 
 
 class SeenPrompts(NamedTuple):
-    """Prompts before the first layer, and what images add to the layers."""
+    """Prompts before the first layer, and the arrays that images add to the layers."""
 
     x_BSD: jax.Array
     position_BS: jax.Array
     segment_BS: jax.Array
     deep_BSAD: jax.Array | None = None
-    seen: Seen | None = None  # by the layers of cross-attention
+    seen: Seen | None = None  # image vectors for the cross-attention layers
     is_empty_BS: jax.Array | None = None  # tokens of images that relevance has left empty
-    tokens_BIR: jax.Array | None = None  # of each region of each image, on every device
+    tokens_BIR: jax.Array | None = None  # number of tokens of each region, replicated
 
     @property
     def rows(self) -> Rows:
-        """The arrays next to the tokens, for the layers."""
+        """The arrays that the layers take in addition to the tokens."""
         return Rows(self.position_BS, self.segment_BS, deep_BTAD=self.deep_BSAD)
 
 
@@ -48,7 +48,8 @@ def see(
 ) -> SeenPrompts:
     """Return the prompts with their images.
 
-    Unless `images` tell relevance's question, it is the whole text of a prompt.
+    If `images` does not say which tokens are the question for relevance, the question is the whole
+    text of the prompt.
     """
     assert decoder.vision is not None
     x_BSD, segment_BS = prompts.x_BSD, prompts.segment_BS
@@ -84,10 +85,10 @@ def see(
 def look(
     decoder: LanguageModel, batch: PromptBatch, dtype: str, layout: Layout
 ) -> tuple[SeenPrompts, jax.Array]:
-    """Return prompts before the first layer, and the slot less position of new tokens [B].
+    """Return prompts before the first layer, and the slot minus the position of new tokens [B].
 
-    This is all that comes before the layers: for images relevance and the encoder, which
-    communicate little.
+    This is all work before the layers: the embedding and, for images, relevance and the encoder,
+    which communicate little.
     """
     token_BS = jax.reshard(batch.token_BS, layout('BS'))
     position_BS, segment_BS, origin_B = _places(batch, layout)
@@ -99,7 +100,7 @@ def look(
 
 
 def _places(batch: PromptBatch, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the positions of prompts, their segments, and the slot less position of new tokens.
+    """Return positions and segments of prompts, and the slot minus the position of new tokens.
 
     Padding is a separate document.
     """

@@ -1,8 +1,8 @@
-"""A model's weights for generation: separate layers, and matrices in the dtype of the computation.
+"""A model's weights for generation: separate layers, and matrices in the compute dtype.
 
-Training stacks the layers and casts a matrix where it is used. For one token that would copy every
+Training stacks the layers and casts a matrix at each use. For one token that would copy every
 weight: on a CPU a token of GPT-2 takes 1.5 to 2.2 times as long. Here the layers are separated and
-the matrices cast once.
+the matrices are cast once.
 """
 
 import functools
@@ -38,8 +38,8 @@ class LayerWeights(NamedTuple):
 def inference_config(config: Config) -> Config:
     """Return the config without sequence parallelism, which would shard sequences of one token.
 
-    Raises ConfigError for a model that does not predict the next token, and for a mesh with axes
-    that would shard a row's one token or the layers that it passes one after the other.
+    Raises ConfigError for a model that does not predict the next token, and for a mesh with
+    pipeline, context or 2-D tensor parallelism.
     """
     if config.model.is_bert:
         raise ConfigError(
@@ -51,7 +51,7 @@ def inference_config(config: Config) -> Config:
         used = {key: getattr(config.mesh, key) for key in others if getattr(config.mesh, key) > 1}
         raise ConfigError(
             f'{", ".join(f"mesh.{key}={size}" for key, size in used.items())}: generation and '
-            'scoring shard rows over mesh.data and a model over mesh.model alone; '
+            'scoring shard sequences over mesh.data and a model over mesh.model alone; '
             f'use {" ".join(f"mesh.{key}=1" for key in used)} '
             f'mesh.data={mesh.data} mesh.model={mesh.model}'
         )
@@ -61,12 +61,10 @@ def inference_config(config: Config) -> Config:
 
 
 def make_one_dimensional(config: Config, params: nnx.State) -> tuple[Config, Mesh, nnx.State]:
-    """Return config, mesh and parameters of a model without stages, context shards and a grid.
+    """Return config, mesh and parameters without pipeline, context and 2-D tensor parallelism.
 
-    The devices are the same.
-
-    `params` are placed as they are between steps on the current mesh, that of `config`. The result
-    has the matrices in the dtype of the computation.
+    The devices are the same. `params` have their stored sharding on the current mesh, which is
+    `config`'s. The result has the matrices in the compute dtype.
     """
     plain = one_dimensional(config)
     mesh = mesh_of(list(jax.sharding.get_mesh().devices.flat), plain.mesh.sizes)
@@ -93,7 +91,7 @@ def _gather(config: Config) -> Any:
 def make_weights(config: Config, params: nnx.State) -> LayerWeights:
     """Return a model's parameters as weights, sharded over `model` and replicated over `data`.
 
-    Adapters are added to the weights that they are beside.
+    Adapters are merged into their base weights.
     """
     return _maker(config)(params)
 
@@ -114,14 +112,14 @@ def _maker(config: Config) -> Any:
 
 
 def _separate(model: LanguageModel | CrossAttention) -> tuple[nnx.State, ...]:
-    """Take the stacked layers out of a module and return those of each."""
+    """Take the stacked layers out of a module and return them one by one."""
     stacked = nnx.state(model.layers)
     del model.layers
     return tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count_layers(stacked)))
 
 
 class Graphs(NamedTuple):
-    """The graph definitions to `nnx.merge` with.
+    """The graph definitions for `nnx.merge`.
 
     `LayerWeights.rest` goes into a model without layers, each of `LayerWeights.layers` into a
     block, and each of `LayerWeights.cross` into a layer of cross-attention.

@@ -1,1 +1,1 @@
-"""A run on a machine: the loop, and what watches, stops and resumes it."""
+"""A run on a machine: the training loop, its watchdog, stopping and resuming."""

@@ -1,4 +1,4 @@
-"""The time that a process spends between the steps: saving, waiting for data, and Python."""
+"""Measure the time that a process spends between steps: saving, waiting for data, and Python."""
 
 from megajax.runtime.run.clock import Clock
 from megajax.runtime.run.meter import slowest
@@ -9,7 +9,7 @@ class BetweenSteps:
 
     def __init__(self, clock: Clock):
         self._clock = clock
-        self._own_seconds = self._checkpoint_seconds = 0.0  # on the clock at their last report
+        self._own_seconds = self._checkpoint_seconds = 0.0  # clock readings at the last report
 
     def begin(self) -> None:
         """Count the process's own seconds from now on; called before the first step."""
@@ -24,10 +24,10 @@ class BetweenSteps:
     def find_slowest(self, steps: int) -> dict[str, float]:
         """Return the process that is last to reach a step; all processes must call this.
 
-        It is the last on average over the `steps` since the previous call.
+        It is the last on average, over the `steps` since the previous call.
         """
         own = self._clock.seconds('data_wait', 'other') - self._own_seconds
-        # The answers of the others come after the step that the devices are at, which counts.
+        # Other processes answer only after the step in flight: this wait counts as productive.
         self._clock.begin('productive')
         values = slowest(own / steps)
         self._clock.begin('other')

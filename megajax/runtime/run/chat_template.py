@@ -1,4 +1,4 @@
-"""The corpus of a run, its messages written by the chat template of the model that it trains."""
+"""Read the corpus of a run, and render its messages with the chat template of its model."""
 
 import logging
 from datetime import datetime, timedelta
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_corpus(config: Config, run: Path, start: Path | None) -> tuple[Data, Companions]:
-    """Return the data of a run, and what its checkpoints carry along; all processes must call this.
+    """Return a run's data, and the files its checkpoints carry; all processes must call this.
 
     Raises ConfigError as `load_data` does.
     """
@@ -26,11 +26,12 @@ def read_corpus(config: Config, run: Path, start: Path | None) -> tuple[Data, Co
 
 
 def companions_of_run(config: Config, run: Path, start: Path | None) -> Companions:
-    """Return what the run's checkpoints carry along.
+    """Return the files that the run's checkpoints carry along.
 
-    That is what its model was imported with, the chat template that it trains with, and the time
-    which that sees: that of the run's first start, so that it reads the same tokens when it
-    resumes. All processes must call this. Raises ConfigError if the template cannot be read.
+    They are the files that its model was imported with, the chat template that it trains with, and
+    the time that this template gets: the time of the run's first start, so that a resumed run reads
+    the same tokens. All processes must call this. Raises ConfigError if the template cannot be
+    read.
     """
     there = read_companions(run if start is None else start)
     companions, path = there, config.data.chat_template
@@ -54,7 +55,7 @@ def template_of_run(config: Config, run: Path, companions: Companions) -> Templa
 
 
 def _began_with(path: str, run: Path, companions: Companions) -> bool:
-    """Whether a run carries the template of the file that its config still names."""
+    """Whether the config still names the file whose template the run carries."""
     _, data = newest_data(run)
     return path == data.get('chat_template') and companions.chat_template is not None
 

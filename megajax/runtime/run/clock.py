@@ -1,6 +1,6 @@
-"""Where the seconds of a run go, in this start and in all starts of a run directory.
+"""Account for the seconds of a run, in this start and in all starts of a run directory.
 
-Each second belongs to one activity, so that they add up.
+Each second belongs to exactly one activity, so the activities add up to the total.
 """
 
 import json
@@ -34,7 +34,7 @@ Activity = Literal[
 # data_wait: steps that wait for their batch. other: samples, traces, and time between the steps.
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 
-# The activities that a line always names; it names others above this share.
+# The summary line always names these activities, and the rest above this share of the total.
 ALWAYS, SMALL = ('compile', 'restore', 'checkpoint', 'data_wait'), 0.01
 SUMMARY = 'summary.json'
 EVERY = 10.0  # minimum seconds between two writes of the summary during a run
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Clock:
-    """A clock that assigns each second since its creation to the activity begun last."""
+    """A clock that assigns each second since its creation to the current activity."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
@@ -64,7 +64,7 @@ class Clock:
         self._seconds['lost'] += seconds
 
     def seconds(self, *activities: Activity) -> float:
-        """Return the seconds of these activities until now, of all if none is named."""
+        """Return the seconds of these activities until now, or of all if none is named."""
         self.begin(self._activity)
         return sum(self._seconds[activity] for activity in activities or ACTIVITIES)
 
@@ -72,7 +72,7 @@ class Clock:
 class RunSummary:
     """The `summary.json` of a run directory: the seconds of this start, and of all starts.
 
-    The first process writes it. For a start that was killed it holds the last state written, at
+    The first process writes it. If a start is killed, the file contains its last written state, at
     most EVERY seconds and `train.log_every` steps before the end.
     """
 
@@ -81,7 +81,8 @@ class RunSummary:
         before = _read(self.path)
         self.step: int | None = None  # the step reached; None before the run has a state
         self.dispatched = 0  # the newest step that the devices were given
-        self.first_step, self.began = 0, time.monotonic()  # of this start: its first state
+        # The step and the time at which this start got its first state.
+        self.first_step, self.began = 0, time.monotonic()
         self.last_step: int = before.get('step', 0)  # the step that the previous start reached
         self._starts = before.get('starts', 0) + 1
         self._before = {
@@ -93,7 +94,7 @@ class RunSummary:
     def begin(self, step: int, *, lost_seconds: float) -> None:
         """Begin at `step`.
 
-        `lost_seconds` are productive seconds of earlier starts whose steps are done again.
+        `lost_seconds` are productive seconds of earlier starts whose steps are repeated.
         """
         lost_seconds = min(lost_seconds, self._before['productive'])
         self._before['productive'] -= lost_seconds
@@ -126,7 +127,7 @@ class RunSummary:
             self.write()
 
     def __str__(self) -> str:
-        """A line for this start, and one for all if there were more."""
+        """Return a line for this start, and one for all starts if there were more."""
         this = self._this()
         lines = [_line('seconds', this)]
         if self._starts > 1:
@@ -141,7 +142,7 @@ class RunSummary:
 
 
 def describe(seconds: Mapping[Activity, float]) -> str:
-    """Describe the total, its productive part, and where the rest went.
+    """Describe the total, its productive share, and the other activities.
 
     Activities below the share SMALL count as other, except for those in ALWAYS.
     """
@@ -175,7 +176,7 @@ def _rounded(seconds: Mapping[Activity, float]) -> dict[str, float]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The summary of the previous start; empty if it cannot be read, because it only informs."""
+    """Return the previous start's summary; empty if it is unreadable, as it is informational."""
     try:
         summary = parse_json(path.read_bytes())
         is_valid = isinstance(summary, dict) and isinstance(summary.get('seconds'), dict)

@@ -1,8 +1,8 @@
-"""Compiled programs on disk, `run.compile_cache`, so that a run that starts again starts sooner.
+"""Cache compiled programs on disk (`run.compile_cache`), so that a run restarts faster.
 
-jax writes a program that took it more than a second to compile, in process 0 alone, and reads it at
-a later start; on CPUs its names differ by process, so that the others compile again. On GPUs XLA
-keeps the choices of its autotuner there too, so that a run that is resumed runs the same kernels.
+Process 0 writes each program that took more than a second to compile, and jax reads it at a later
+start. On CPUs the cache keys differ by process, so the other processes compile again. On GPUs XLA
+also stores its autotuner's choices there, so that a resumed run uses the same kernels.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def compile_cache(config: RunConfig, run_folder: Path) -> Iterator[None]:
-    """Let jax keep compiled programs where the config says.
+    """Let jax cache compiled programs in the folder that the config names.
 
-    With `auto` that is the run's folder, unless jax has a cache already, by its own settings.
-    Raises ConfigError for a folder that cannot be written.
+    With `auto` this is the run's folder, unless jax's own settings already name a cache. Raises
+    ConfigError for a folder that cannot be written.
     """
     before: str | None = jax.config.values['jax_compilation_cache_dir']
     if config.compile_cache == 'none' or (config.compile_cache == 'auto' and before):
@@ -53,11 +53,11 @@ def compile_cache(config: RunConfig, run_folder: Path) -> Iterator[None]:
 
 def _use(folder: str | None) -> None:
     jax.config.update('jax_compilation_cache_dir', folder)
-    compilation_cache.reset_cache()  # jax looks for the folder once, when it first compiles
+    compilation_cache.reset_cache()  # jax reads the folder's name only once, when it first compiles
 
 
 def _drop_damaged(folder: Path) -> None:
-    """Delete programs that a process did not live to write: jax would never write them again."""
+    """Delete incomplete programs, left by a killed process: jax would never write them again."""
     for entry in folder.glob(ENTRIES):
         if not _is_whole(entry.read_bytes()):
             logger.warning('%s is damaged: the program is compiled again', entry)

@@ -1,4 +1,4 @@
-"""The compilation of a run's training step, which is checked and kept."""
+"""Compile a run's training step, check it for known miscompiles, and save its text."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ from megajax.xla.miscompiles import check_compiled, mesh_target
 
 
 def compile_step(config: Config, state: TrainState, folder: Path, report: Report) -> Compiled:
-    """Compile the step of a run that has this state, and keep its text in the run directory.
+    """Compile the step of a run that has this state, and save its text in the run directory.
 
     All processes must call this. Raises MiscompileError if XLA compiled the step wrongly for these
     GPUs.

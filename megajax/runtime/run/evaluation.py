@@ -1,4 +1,4 @@
-"""The evaluation of a state: its losses on the validation data, and the line that reports them."""
+"""Evaluate a state: compute its losses on the validation data and report them."""
 
 import math
 from collections import Counter
@@ -51,7 +51,7 @@ class Evaluation:
         """
         if not len(self.data.validation):
             return {}
-        # The limit is that of compiling: the first batch compiles the evaluation step.
+        # Use the limit for compiling: the first batch compiles the evaluation step.
         self.watchdog.beat('evaluation', 'compile')
         start = self.clock.begin('evaluation')
         sums: Counter[str] = Counter()
@@ -75,7 +75,7 @@ class Evaluation:
         return losses | {'evaluation_ms': 1e3 * (self.clock.begin('other') - start)}
 
     def _check(self) -> None:
-        self.watchdog.beat('reading', 'compile')  # another shape of prompts may follow
+        self.watchdog.beat('reading', 'compile')  # prompts of a new shape compile again
         self.stop.check()
 
     def _batches(self) -> PlacedBatches:
@@ -92,13 +92,13 @@ class Evaluation:
         tokenizer = self.data.tokenizer
         if tokenizer is None or self.config.model.is_bert:
             return batch
-        # Where no label counts there may be an image token that the tokenizer does not have.
+        # A label that does not count may be an image token, which the tokenizer does not have.
         labels = np.where(batch['loss_mask'] > 0, batch['labels'], tokenizer.eod)
         return {**batch, 'label_bytes': tokenizer.token_bytes[labels]}
 
 
 def losses_of(sums: Counter[str]) -> tuple[dict[str, float], str]:
-    """Return the losses of all batches by name, and as text; no bits per byte without a byte."""
+    """Return the losses of all batches by name, and as text; without bytes, no bits per byte."""
     losses = {'validation_loss': sums['nll'] / sums['tokens']}
     text = f'{losses["validation_loss"]:.3f} nats per token'
     if 'rows' in sums:

@@ -1,7 +1,7 @@
-"""A run on simulated devices that its host has no memory for is refused before it begins.
+"""Reject a run on simulated devices that does not fit in the host's memory, before it begins.
 
-All of them share the memory of one host, and the kernel kills a process that needs more, without a
-word.
+All simulated devices share the memory of one host, and the kernel kills a process that needs more,
+without a message.
 """
 
 import resource
@@ -15,13 +15,15 @@ from megajax.core.hardware.memory import host_memory
 from megajax.core.parallel.layout import Layout
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}
-# Bytes of address space that jax and its threads take on two cores, however small the model is.
+# Bytes of address space that jax and its threads take on two cores, for a model of any size.
 ADDRESSES = 2 * 10**9
 
 
 def check_host_memory(config: Config, mesh: Mesh) -> None:
-    """Raise ConfigError if this process's CPU devices need more memory than the host has, with its
-    swap, or more address space than the process may use.
+    """Raise ConfigError if this process's CPU devices need more memory than the host has.
+
+    The host's memory includes its swap. Also raises ConfigError if the devices need more address
+    space than the process may use.
     """
     if any(device.platform != 'cpu' for device in mesh.devices.flat):
         return
@@ -45,9 +47,9 @@ def check_host_memory(config: Config, mesh: Mesh) -> None:
 def state_bytes(config: Config) -> int:
     """Return the bytes of parameters, moments and gradients on each device of a training step.
 
-    It is a lower bound of what a step needs: activations and gathered weights come on top, and of
-    gradients only those count that must be there before the first update, for their norm. A step
-    that is repeated (`train.replay_every`) has a copy of parameters and moments.
+    This is a lower bound of a step's memory: activations and gathered weights are not included.
+    Gradients count once, because all of them must exist before the first update, for their norm.
+    With `train.replay_every` there is a second copy of parameters and moments.
     """
     layout, optim = Layout.of(config), config.optim
     each = [(x, num_at_rest(x, config.model, layout)) for _, x in parameters(config.model)]

@@ -1,4 +1,4 @@
-"""The compiled step that a run keeps beside its config, for `megajax report`."""
+"""The compiled step that a run stores next to its config, for `megajax report`."""
 
 import gzip
 import json
@@ -31,9 +31,9 @@ class KeptStep(NamedTuple):
 
 
 def keep_step(folder: Path, compiled: Compiled, state: TrainState, *, seconds: float) -> None:
-    """Write the text of a compiled step and what is known of it into a run directory.
+    """Write the text of a compiled step and its metadata into a run directory.
 
-    All processes must call this; the first one writes. A failure is logged and ends no run.
+    All processes must call this; the first one writes. A failure is logged and does not end a run.
     """
     mesh = jax.sharding.get_mesh()
     per_host = devices_per_host(mesh)
@@ -54,7 +54,7 @@ def keep_step(folder: Path, compiled: Compiled, state: TrainState, *, seconds: f
 
 
 def read_step(folder: Path) -> KeptStep | None:
-    """Return the step that a run keeps; None if it keeps none.
+    """Return the step that a run has stored, or None if there is none.
 
     Raises ValueError or OSError for files that cannot be read.
     """
@@ -67,14 +67,14 @@ def read_step(folder: Path) -> KeptStep | None:
 
 
 def compressed(text: str) -> bytes:
-    """Return the text of a program as the content of a .gz file; the same text, the same bytes."""
+    """Return the text of a program as the content of a .gz file; equal texts give equal bytes."""
     return gzip.compress(text.encode(), mtime=0)
 
 
 def decompressed(content: bytes) -> str:
     """Return the text that `compressed` has packed.
 
-    Raises ValueError for another content, or one that is cut short or damaged.
+    Raises ValueError if the content is not such a file, or is truncated or damaged.
     """
     try:
         return gzip.decompress(content).decode()

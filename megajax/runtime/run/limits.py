@@ -6,9 +6,9 @@ from megajax.core.config import Config
 from megajax.core.counts.parameters import num_parameters
 
 # Times were measured on two cores, idle unless stated otherwise. A limit is at least twenty times
-# the measured time, because machines are shared and file systems slow; and because a hang costs as
-# much as the limit, it is at most half an hour while a cluster is held.
-# Compiling: the 8.3B model's step takes XLA's GPU compiler 30 to 52 s, and every layer has the same
+# the measured time, because machines are shared and file systems may be slow. It is at most half an
+# hour while a cluster is held, because a hang wastes as much time as the limit.
+# Compiling: XLA's GPU compiler needs 30 to 52 s for the 8.3B model's step. All layers share one
 # program, so larger models take no longer.
 COMPILE = 1800.0
 # A first step waits for the last process to compile, and connects the devices (0.1 to 3 s over
@@ -29,7 +29,7 @@ STATE_BYTES = 12  # bytes for each parameter: fp32 weights and two moments
 
 
 def phase_limits(config: Config, processes: int) -> Mapping[str, float] | None:
-    """The limits in seconds, by kind of phase; None without a watchdog.
+    """Return the limits in seconds, by kind of phase; None without a watchdog.
 
     A number in `run.watchdog_seconds` is the limit of a step, and raises every lower limit to it.
     """

@@ -1,4 +1,4 @@
-"""A note where tensor parallelism joins GPUs that have no NVLink between them."""
+"""Warn if tensor parallelism spans GPUs that have no NVLink between them."""
 
 import os
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def slow_links(
 ) -> str | None:
     """Return a line on the first tensor-parallel group of a process that uses PCIe, or None.
 
-    GPUs are numbered as nvidia-smi numbers them, which CUDA_VISIBLE_DEVICES may hide some of.
+    The line has nvidia-smi's numbers of the GPUs, some of which CUDA_VISIBLE_DEVICES may hide.
     """
     visible = _visible(environ)
     sizes = [mesh.shape[axis] for axis in mesh.axis_names if axis in TENSOR]
@@ -39,7 +39,7 @@ def _advice(together: int) -> str:
 
 
 def _visible(environ: Mapping[str, str]) -> list[int] | None:
-    """nvidia-smi's numbers of the GPUs that CUDA shows; None if it shows all or names them."""
+    """Return nvidia-smi's numbers of the visible GPUs; None if all are, or if they are named."""
     chosen = environ.get('CUDA_VISIBLE_DEVICES', '')
     names = [name.strip() for name in chosen.split(',')]
     return [int(name) for name in names] if all(name.isdigit() for name in names) else None

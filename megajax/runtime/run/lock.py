@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 def run_lock(folder: Path) -> Iterator[None]:
     """Lock the run directory while the block runs; the first process does so for all.
 
-    The directory is created if need be. Raises ConfigError if another run holds the lock. The
-    kernel releases a lock when its process ends, however it ends, so the lock of a killed process
-    is taken over, with a warning.
+    The directory is created if it does not exist. Raises ConfigError if another run has the lock.
+    The kernel releases a lock when its process ends, however it ends, so the lock of a killed
+    process is taken over, with a warning.
     """
     if jax.process_index():
         yield
@@ -43,7 +43,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Not unlinked: a process that has opened it already would lock a file without a name.
+            # Not unlinked: a process that has it open already would lock a file without a name.
             _write(file, None)
 
 
@@ -54,7 +54,7 @@ def running_in(folder: Path) -> str | None:
             holder = _holder(file)
             if holder is None or _is_own(file):
                 return None
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # of a killed process: not held
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a killed process does not hold it
     except OSError as error:
         return holder if error.errno in TAKEN else None
     return None

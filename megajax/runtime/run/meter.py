@@ -1,4 +1,4 @@
-"""The speed and memory of a step: tokens/s, FLOP/s, utilisation and bytes."""
+"""Measure the speed and memory of a step: tokens/s, FLOP/s, utilization and bytes."""
 
 import statistics
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ class Meter:
     def measure(self, seconds: float) -> dict[str, float]:
         """Return the rates of a step that took `seconds`, and its memory.
 
-        Tokens/s are of all devices; TFLOP/s, utilisation of the peak and memory are of one device.
-        FLOPs are the model's, without recomputation (Chowdhery et al., 2022); `mfu` is left out if
-        the peak of the device is not known. `memory_bytes` is the largest number of bytes that the
-        allocator of any local device has had in use since the start. Without such a count, as on a
-        CPU, `planned_memory_bytes` is the memory that XLA planned for the step.
+        Tokens/s are summed over all devices; TFLOP/s, MFU and memory are per device. FLOPs are the
+        model's, without recomputation (Chowdhery et al., 2022); `mfu` is left out if the device's
+        peak is not known. `memory_bytes` is the largest number of bytes that the allocator of any
+        local device has had in use since the start. Without such a count, as on a CPU,
+        `planned_memory_bytes` is the memory that XLA planned for the step.
         """
         rates = {
             'tokens_per_s': self._tokens / seconds,
@@ -66,9 +66,9 @@ def _planned_bytes(compiled: Compiled) -> int:
 def slowest(own_seconds: float) -> dict[str, float]:
     """Return the process with the most seconds of its own, and its lead over the median in ms.
 
-    All processes must call this. In a step all wait for each other, so only time outside of it
-    tells them apart: waiting for data, and Python between the steps. A GPU that computes more
-    slowly than the others is not seen here.
+    All processes must call this. In a step all processes wait for each other, so only time outside
+    of steps distinguishes them: waiting for data, and Python between steps. A GPU that computes
+    more slowly than the rest is not detected here.
     """
     if jax.process_count() == 1:
         return {}

@@ -1,4 +1,4 @@
-"""The config of a `train` command that names none: that of the run it resumes or starts from.
+"""Infer the config of a `train` command that names none, from the run it resumes or starts from.
 
 Imports no jax.
 """
@@ -29,7 +29,7 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
     """Return the config that these overrides change, and its name.
 
     It is the config of the run in `run.dir`, else of `run.start_from`, else the default. Raises
-    ConfigError if `run.dir` is set but holds no run, because the default is hardly what was meant.
+    ConfigError if `run.dir` is set but contains no run, because the default is hardly intended.
     """
     folder, start = (overridden(overrides, key) for key in ('run.dir', START_FROM))
     began = Path(folder) / CONFIG if isinstance(folder, str) and folder else None
@@ -45,13 +45,13 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
 def _config_of_start(start: Path, overrides: Sequence[str]) -> tuple[Config, str]:
     """Return the checkpoint's config, without the keys of its process, and a name for it.
 
-    The tokenizer is the one that the weights were trained with, and the chat template the one that
-    the checkpoint carries.
+    The tokenizer is the one that the weights were trained with, and the chat template is the one
+    that the checkpoint carries.
     """
     for checkpoint in candidates_of_start(start):
         try:
             record = read_record(checkpoint)
-        except CheckpointError:  # the checkpoint before it is used, as in the verification
+        except CheckpointError:  # use the checkpoint before it, as the verification does
             continue
         settings = {section: keys for section, keys in record.config.items() if section != 'run'}
         settings['data'] = settings['data'] | {'chat_template': None}
@@ -73,9 +73,9 @@ def candidates_of_start(start: Path) -> list[Path]:
 
 
 def tokenizer_of(checkpoint: Path) -> Path:
-    """The path of a checkpoint's tokenizer.json.
+    """Return the path of a checkpoint's tokenizer.json.
 
-    The run's own file comes first, because it outlives the checkpoint.
+    The run's own file has precedence, because it outlives the checkpoint.
     """
     run_tokenizer = checkpoint.absolute().parent.parent / TOKENIZER
     return run_tokenizer if run_tokenizer.is_file() else checkpoint.absolute() / TOKENIZER
@@ -84,10 +84,9 @@ def tokenizer_of(checkpoint: Path) -> Path:
 def with_own_tokenizer(config: Config, run: Path, start: Path | None = None) -> Config:
     """Return the config of a run with its own tokenizer.json in place of the file it began with.
 
-    So a run resumes wherever it was moved to, and whatever has become of that file. A file that
-    the config names for the first time is not replaced. With `data.tokenizer=auto`, the run's own
-    tokenizer is that of the weights which it began with; a new run finds it in the checkpoint
-    `start`.
+    So a run resumes after it was moved, and after that file was changed or deleted. A file that the
+    config names for the first time is not replaced. With `data.tokenizer=auto`, the run's own
+    tokenizer is its initial weights' tokenizer; a new run finds it in the checkpoint `start`.
     """
     checkpoint, begun = newest_data(run) if start is None else (start, {})
     tokenizer = config.data.tokenizer
@@ -102,12 +101,12 @@ def with_own_tokenizer(config: Config, run: Path, start: Path | None = None) -> 
 
 
 def newest_data(run: Path) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return a run's newest checkpoint that has a record, and the `data` section that it holds."""
+    """Return a run's newest checkpoint that has a record, and the `data` section of its config."""
     for step in reversed(find_steps(run / 'checkpoints')):
         checkpoint = run / 'checkpoints' / str(step)
         try:
             return checkpoint, read_record(checkpoint).config.get('data', {})
-        except CheckpointError:  # one without a record is not restored
+        except CheckpointError:  # a checkpoint without a record is not restored
             continue
     return None, {}
 

@@ -1,4 +1,4 @@
-"""Batches of a run, read ahead of their steps; each process reads its own rows."""
+"""Prefetch the batches of a run; each process reads its own sequences."""
 
 import logging
 from collections.abc import Callable
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class PlacedBatches:
-    """The batches of steps `first` up to `last` on the current mesh, read ahead.
+    """The batches of steps `first` up to `last` on the current mesh, prefetched.
 
-    Each process reads its own rows. In a run of one process, a read error is raised at once. In a
-    run of several, a process that cannot read its rows must still take part in the step that all
-    of them compute, or the others would wait forever: it feeds rows whose loss is not a number.
-    All processes call `check` when they see such a loss, and it raises in every one.
+    Each process reads its own sequences. With one process, a read error is raised at once. With
+    several, a process that cannot read its sequences must still take part in the step that all of
+    them compute, or the others would wait forever: it feeds sequences whose loss is NaN. All
+    processes call `check` when they get such a loss, and it raises in every one.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class PlacedBatches:
 
     def __next__(self) -> Batch:
         try:
-            # After an error the rows of every later batch are unreadable too: the next step may be
-            # dispatched before the failure is known, and it must not change anything either.
+            # After an error, every later batch counts as unreadable too: the next step may be
+            # dispatched before the failure is known, and must not change anything either.
             batch = next(self._read) if self._error is None else self._unreadable()
         except StopIteration:
             raise
         except Exception as error:
             if jax.process_count() == 1:
                 raise
-            # Logged now, because the others may end this process before it reports the error.
+            # Log the error now: the other processes may end this one before it reports it.
             if not isinstance(error, RunError):
                 logger.exception('this process could not read its part of a batch')
             self._error = self._error or error
@@ -60,7 +60,7 @@ class PlacedBatches:
         return self._batches.unreadable(self._rows.stop - self._rows.start)
 
     def check(self) -> None:
-        """Raise in all processes if one of them could not read its rows; all must call this."""
+        """Raise in all processes if one could not read its sequences; all must call this."""
         if jax.process_count() == 1:
             return
         failed = from_all(self._error is not None)[:, 0]

@@ -1,4 +1,4 @@
-"""A trace of some steps, with their program and config: for XProf and `megajax profile`."""
+"""Trace some steps, and store their program and config, for XProf and `megajax profile`."""
 
 import contextlib
 import logging
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 class Profiler:
     """A tracer of the steps that `train.profile` names, into `folder`/profile.
 
-    With several processes each has a folder of its own there. Beside the trace, process 0 writes
-    the text of `compiled`, the program of the steps, and the config. If a trace cannot be taken or
-    written, a warning is logged. Leaving this as a context writes an unfinished trace.
+    With several processes, each has its own subfolder. Next to the trace, process 0 writes the text
+    of `compiled`, the program of the steps, and the config. If a trace cannot be taken or written,
+    a warning is logged. Leaving this as a context writes an unfinished trace.
     """
 
     compiled: Compiled | None = None
@@ -34,7 +34,7 @@ class Profiler:
     def __init__(self, folder: Path, config: Config):
         self._config, self._program_folder = config, folder / FOLDER
         self.folder = self._program_folder
-        if jax.process_count() > 1:  # the files are named after the host, which they may share
+        if jax.process_count() > 1:  # files are named after the host, which processes may share
             self.folder /= PROCESS.format(jax.process_index())
         profile = config.train.profile
         self._first, self._last = (
@@ -60,7 +60,7 @@ class Profiler:
         return self._tracing or 0 < self._first <= step <= self._last
 
     def _start(self) -> None:
-        self._first = 0  # a run that is rolled back takes this step again
+        self._first = 0  # do not trace this step again after a rollback
         try:
             if jax.process_index() == 0:
                 self._write_program()

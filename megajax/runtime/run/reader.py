@@ -1,4 +1,4 @@
-"""The readings of held-out pictures at every evaluation of a run on drawn pictures."""
+"""Transcribe held-out images at every evaluation of a run on synthetic images."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -24,17 +24,17 @@ from megajax.runtime.generate import (
 )
 from megajax.runtime.run.log.report import Report
 
-SHOWN = 8  # pictures whose readings are printed and drawn
-DETAILED = 300  # tokens of a region from which it counts as seen in detail
+SHOWN = 8  # number of images whose transcriptions are printed and drawn
+DETAILED = 300  # number of tokens at which a region counts as seen in detail
 GREEDY = Sampling(temperature=0.0)
 
 logger = logging.getLogger(__name__)
 
 
 class Reader:
-    """The reader of a run's held-out pictures.
+    """The OCR evaluation of a run's held-out images.
 
-    It prints some readings with their wrong letters marked, and draws them in `readings-STEP.png`.
+    It prints some transcriptions with wrong letters marked, and draws them in `readings-STEP.png`.
     """
 
     def __init__(self, config: Config, batches: PictureBatches, tokenizer: Tokenizer, folder: Path):
@@ -46,7 +46,7 @@ class Reader:
     def read(
         self, step: int, params: nnx.State, report: Report, check: Callable[[], None]
     ) -> dict[str, float]:
-        """Return the share of pictures that the parameters after `step` read exactly.
+        """Return the share of images that the parameters after `step` transcribe exactly.
 
         All processes must call this; `check` is called every few letters.
         """
@@ -67,7 +67,7 @@ class Reader:
         return values
 
     def _detail(self, step: int, rows: Sequence[Continuation], report: Report) -> dict[str, float]:
-        """Report how relevance has distributed the tokens of pictures, if it has."""
+        """Report how relevance distributes the tokens of images, if the model has relevance."""
         tokens = [row.region_tokens[0] for row in rows if row.region_tokens is not None]
         if not tokens:
             return {}
@@ -87,7 +87,7 @@ class Reader:
         return values
 
     def _prompt(self, picture: Picture) -> tuple[list[int], PromptImages]:
-        """Return the tokens before the answer, and their pictures."""
+        """Return the tokens before the answer, and their images."""
         document = self._batches.document(picture)
         return prompt_of(document, self._batches.shape, int(np.argmax(document.answered)))
 

@@ -1,8 +1,8 @@
-"""A step computed twice on different devices, to find hardware that computes wrongly in silence.
+"""Detect silent data corruption: compute a step twice, on different devices.
 
 With `train.replay_every`, such a step runs from the same state and batch on the mesh of the run and
 on that mesh with its devices rotated (`core/parallel/rotated.py`). Both programs are compiled from
-the same text, so on sound hardware their results are equal to the bit.
+the same text, so on healthy hardware their results are bit-identical.
 """
 
 import time
@@ -31,7 +31,7 @@ from megajax.runtime.run.watchdog import Watchdog
 class Difference(NamedTuple):
     """The first array that differs on the devices of a process; sent between processes as int32."""
 
-    array: int  # its place among the results of a step, -1 if none differs
+    array: int  # its index among the results of a step, -1 if none differs
     device: int  # jax's id of the device that has the result of the step
     repeated_on: int  # jax's id of the device that has the result of its repetition
     elements: int  # number of elements that differ there, read by the host; capped, as is `of`
@@ -73,7 +73,7 @@ class Replay:
     def of_step(self, step: int) -> TrainStep:
         """Return the function that takes a step: the compiled step, repeated if it is due.
 
-        It raises CorruptionError, in all processes, if the repetition has another result.
+        It raises CorruptionError, in all processes, if the repetition has a different result.
         """
         return partial(self._take_twice, step) if self.is_due(step) else self._train_step
 
@@ -172,9 +172,9 @@ class Replay:
 
 
 def named_results(state: TrainState, metrics: Metrics) -> list[tuple[str, jax.Array]]:
-    """Return the arrays that a step returns, with their names: the loss first, then the others.
+    """Return the arrays that a step returns, with their names, the loss first.
 
-    What is wrong in a forward pass shows in the loss, and then everywhere.
+    An error in the forward pass changes the loss, and then all other arrays.
     """
     names = sorted(metrics, key=lambda name: (name != 'loss', name))
     return [(name, metrics[name]) for name in names] + [
@@ -183,7 +183,7 @@ def named_results(state: TrainState, metrics: Metrics) -> list[tuple[str, jax.Ar
 
 
 def _by_place(digests: jax.Array) -> dict[int, np.ndarray]:
-    """Return the digests of this process's devices by their place in the mesh."""
+    """Return the digests of this process's devices by their index in the mesh."""
     return {
         shard.index[0].start or 0: np.asarray(shard.data)[0] for shard in digests.addressable_shards
     }

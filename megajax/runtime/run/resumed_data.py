@@ -1,4 +1,4 @@
-"""The batches of a resumed run: they begin with the first sample that it has not read."""
+"""The batches of a resumed run, which begin with the first sample that it has not read."""
 
 import logging
 from dataclasses import replace
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 def resumed_data(data: Data, config: Config, there: Record | None, *, batches: int) -> Data:
     """Return data whose next training batch, of number `batches`, begins with an unread sample.
 
-    `there` is the record of the restored state; without one the run begins. If the order of samples
-    is the same, that is the first one that the run has not read, whatever the size of its batches
-    was. What cannot be kept is logged, in tokens.
+    `there` is the record of the restored state, or None for a new run. If the order of samples has
+    not changed, the next batch begins with the first unread sample, even if the batch size has
+    changed. Samples that are repeated or skipped are logged, in tokens.
     """
     if there is None:
         return data
@@ -37,7 +37,7 @@ def resumed_data(data: Data, config: Config, there: Record | None, *, batches: i
         samples = batches * before['batch_size']
     if batches:
         samples = _in_new_order(data, config, there, samples)
-    elif data.train_of is None:  # what Megatron-LM has consumed counts in its own order alone
+    elif data.train_of is None:  # samples that Megatron-LM consumed count only in its own order
         samples = 0
     elif samples:
         logger.info(
@@ -60,18 +60,19 @@ def resumed_data(data: Data, config: Config, there: Record | None, *, batches: i
 
 
 def imported(start: Path) -> Record | None:
-    """Return the record of an import from Megatron-LM in which samples are consumed, else None.
+    """Return the record of an import from Megatron-LM that has consumed samples, otherwise None.
 
-    A run that begins with any other checkpoint reads its data from the first sample on.
+    A run that starts from any other checkpoint reads its data from the first sample on.
     """
     record = read_record(start)
     return record if record.step == 0 and record.samples else None
 
 
 def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> int:
-    """Return the sample with which a run goes on that has read `samples` in its order of before.
+    """Return the sample with which a run continues that has read `samples` in its old order.
 
-    It is the same unless the order or the samples have changed, which is logged.
+    That is sample `samples`, unless the samples have changed. A change of the samples or of their
+    order is logged.
     """
     different = config_differences(there, make_record(config, there.step))
     old, new = set(there.data.values()), set(data.fingerprints.values())
@@ -111,7 +112,7 @@ def _at_stake(train: Batches, config: Config, samples: int) -> int:
 def _megatron(data: Data, config: Config, there: Record, samples: int) -> Batches:
     """Return batches in Megatron-LM's order, which depends on the number of samples of the run.
 
-    It is the run's order of before if that suffices. Otherwise it is the order of as many samples
+    It is the run's old order if that has enough samples, and otherwise the order of as many samples
     as the run needs; a difference is logged.
     """
     assert data.train_of is not None

@@ -1,4 +1,4 @@
-"""The return of a run to its newest checkpoint after a step that is rejected."""
+"""Roll a run back to its newest checkpoint after a step that is rejected."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""A run from config to result: data, state, training, samples."""
+"""Run a config from start to end: data, state, training, samples."""
 
 import dataclasses
 import datetime
@@ -59,7 +59,7 @@ from megajax.runtime.run.stop import StopWatch
 from megajax.runtime.run.trainer import Trainer
 from megajax.runtime.run.watchdog import Watchdog
 
-# What is made of a run directory at the end of a run: the path of a file, None if it failed.
+# Called with the run directory at the end of a run; returns the path of a file, None if it failed.
 AtEnd = Callable[[Path], Path | None]
 
 
@@ -89,7 +89,7 @@ Advise = Callable[[Config, Mesh], str]
 def train(config: Config, *, name: str = 'run') -> Run:
     """Train `config` as `megajax train` does; call it in every process of the run.
 
-    Processes find one another through the environment (`megajax launch`, Slurm, Kubernetes).
+    Processes find each other through the environment (`megajax launch`, Slurm, Kubernetes).
     Unless `run.dir` is set, the run directory is a new one, named after `name`. If `run.dir` holds
     an interrupted run, that run is resumed.
 
@@ -111,9 +111,9 @@ def run(
 ) -> Run:
     """Train `config` on its mesh, in processes that are already connected; see `train`.
 
-    What `advise` returns is printed below the mesh. The first process calls `at_end` with the run
-    directory, however the run ends once it has begun. When a signal
-    (`runtime/processes/signals.py`) or `run.max_minutes` asks it to stop, it saves and raises
+    The line that `advise` returns is printed below the mesh. The first process calls `at_end` with
+    the run directory when a run that has begun ends, for whatever reason. When a signal
+    (`runtime/processes/signals.py`) or `run.max_minutes` asks the run to stop, it saves and raises
     SystemExit(75).
     """
     check_wandb(config)
@@ -205,7 +205,7 @@ def _train(
             except StopRequested:
                 _stop(trainer, folder)
                 raise
-            # The newest state may be the cause.
+            # The newest state may be the cause of the error, so it is not saved.
             except (NumericError, CheckpointError, CorruptionError):
                 raise
             except Exception:
@@ -275,15 +275,12 @@ def _check_dtype(config: Config, mesh: Mesh) -> None:
 def _summed(
     folder: Path, clock: Clock, report: Report, at_end: AtEnd | None
 ) -> Iterator[RunSummary]:
-    """Write and print where the run's seconds went, however it ends once it has begun.
-
-    `at_end` follows.
-    """
+    """Write and print the run's time summary when it ends, for whatever reason; call `at_end`."""
     summary = RunSummary(folder, clock)
     try:
         yield summary
     except RunError:
-        LEAVING.set()  # writing the page takes longer than the others' patience
+        LEAVING.set()  # writing the page takes longer than the other processes wait for this one
         raise
     finally:
         if summary.step is not None:
@@ -336,7 +333,7 @@ def _restore_start(
 
 
 def _carry_along(checkpoints: Checkpoints, companions: Companions) -> None:
-    """Keep the companions of the model, at whose ends of texts samples end too."""
+    """Store the companions of the model; samples end at their end tokens, too."""
     checkpoints.companions = companions
     if checkpoints.tokenizer is not None:
         checkpoints.tokenizer.also_ends(checkpoints.companions.ends)

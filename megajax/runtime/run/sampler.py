@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class Sampler:
     """The sampler, which writes to the terminal, samples.jsonl and TensorBoard's text (`samples`).
 
-    The run resumes from `step`; samples of later steps are deleted. Raises ConfigError for prompts
-    that cannot be continued. A failed write does not end the run.
+    The run resumes from `step`, and samples of later steps are deleted. Raises ConfigError for
+    prompts that cannot be continued. A failed write does not end the run.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""The process beside each process of a run that reports its stall.
+"""A helper process for each process of a run, which reports when that process stalls.
 
-It runs this file alone, which imports only the standard library, so it needs nothing of the run.
-It reads a shared page of memory, into which the run writes its phase. When half of the limit of a
-phase has passed, each process of the run writes a line to the common `watchdog.log`, so that the
-first can name the process that is behind, for which the others therefore wait. At the limit the
-run's stacks come through a pipe and are logged.
+It runs only this file, which imports nothing but the standard library, so it does not depend on the
+run. It reads a shared page of memory into which the run writes its phase. When half of a phase's
+limit has passed, each process's helper writes a line to the common `watchdog.log`, so that the
+first one can name the process that is behind and that the others wait for. At the limit the run's
+stacks arrive through a pipe and are logged.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import time
 from dataclasses import dataclass
 
 PAGE = 512  # bytes of text: limit, beat, time of the beat, index and number of processes, phase
-QUIET = 1.0  # seconds without another line of the stacks, after which they are complete
+QUIET = 1.0  # seconds without a further line, after which the stacks are complete
 MAX_SLEEP = 10.0  # maximum seconds between two reads of the page
 TAIL = 1 << 20  # bytes at the end of the log in which to look for lines of this stall
 HINT = 'run.watchdog_seconds sets the limit of a step, null turns the watchdog off'
@@ -45,7 +45,7 @@ class Place:
     phase: str  # name of the phase
 
     def encode(self) -> bytes:
-        """Return the page that holds this place."""
+        """Return the page that encodes this phase."""
         text = '\t'.join(
             map(str, (self.limit, self.beat, self.since, self.index, self.count, self.phase))
         )
@@ -53,7 +53,7 @@ class Place:
 
 
 def decode(page: bytes) -> Place:
-    """Return the place that a page holds."""
+    """Return the phase that a page encodes."""
     limit, beat, since, index, count, phase = (
         page.rstrip(b'\0').decode(errors='replace').split('\t', 5)
     )
@@ -65,7 +65,7 @@ def report(shared: int, stacks: int, pid: int, log: str) -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     who, told = f'pid {pid} on host {platform.node()}', -1
-    start = os.path.getsize(log) if os.path.exists(log) else 0  # what follows is of this run
+    start = os.path.getsize(log) if os.path.exists(log) else 0  # this run's lines begin here
     while not select.select([stacks], [], [], _until_half(place := _place(shared), told))[0]:
         if place == _place(shared) and place.beat != told and _age(place) >= place.limit / 2:
             told = place.beat
@@ -95,7 +95,7 @@ def _until_half(place: Place, told: int) -> float:
 
 
 def _tell_half(shared: int, place: Place, who: str, log: str, start: int) -> None:
-    """Warn in the log and, in the first process once the others have done so, on the terminal."""
+    """Warn in the log; then, in the first process, after the other processes, on the terminal."""
     line = f'process {place.index} of {place.count} ({who}) has been in phase {place.phase!r}'
     line += f' for {place.limit / 2:g} s and ends at {place.limit:g} s'
     _append(log, f'watchdog: {_now()} {line} [beat {place.beat}]\n'.encode())
@@ -107,9 +107,9 @@ def _tell_half(shared: int, place: Place, who: str, log: str, start: int) -> Non
 
 
 def _waited_for(place: Place, log: str, start: int) -> str:
-    """Name the processes that are behind, if the log from the byte `start` on shows any; else ''.
+    """Name the processes that are behind by the log from byte `start` on; '' if none is.
 
-    The times in the log are not compared: a host may have a wrong clock.
+    The times in the log are not compared, because a host's clock may be wrong.
     """
     try:
         with open(log, 'rb') as file:

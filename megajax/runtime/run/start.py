@@ -1,4 +1,4 @@
-"""The checkpoint that `run.start_from` names: it is verified and compared with the run's config."""
+"""Verify the checkpoint that `run.start_from` names, and compare it with the run's config."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.runtime.processes.agree import from_first
 from megajax.runtime.run.named import NO_FILES, candidates_of_start, tokenizer_of
 
-# Keys that do not change what the weights mean.
+# Keys that do not change the meaning of the weights.
 HARMLESS = ('model.dropout', 'model.attention_dropout', 'model.init_std', 'vision.freeze', *OF_ROWS)
 # Keys that longer contexts change.
 ROTARY = ('model.max_seq_len', 'model.rope_theta', 'model.rope_scaling')
@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 def start_checkpoint(config: Config, run: Path) -> Iterator[Path | None]:
     """Yield the checkpoint whose weights the run begins with, verified by its digests.
 
-    It may be of any mesh and any number of processes, and its own run does not delete it during the
-    block. Yields None if the run has checkpoints of its own, or begins with random weights.
-    Permitted differences are logged. Raises ConfigError with every key of `model` that must not
-    differ, or CheckpointError if no checkpoint holds what was written.
+    Its run may have had any mesh and any number of processes, and does not delete the checkpoint
+    during the block. Yields None if this run already has checkpoints, or begins with random
+    weights. Permitted differences are logged. Raises ConfigError with every key of `model` that
+    must not differ, or CheckpointError if every checkpoint is damaged.
     """
     wanted = config.run.start_from
     if wanted is None or from_first(len(find_steps(run / 'checkpoints')))[0]:
@@ -60,13 +60,12 @@ def start_checkpoint(config: Config, run: Path) -> Iterator[Path | None]:
 def load_params(path: str | Path, config: Config) -> nnx.State:
     """Return the parameters of a run, an import or one checkpoint, placed on the current mesh.
 
-    They are placed as those of `init_state(config)`, which also takes them, and may have been
-    trained on any mesh. For a run they are those of its newest checkpoint that verifies, and
-    `load('RUN/config.yaml', overrides)` is its config.
+    They have the shardings of the parameters of `init_state(config)`, which also takes them, and
+    may have been trained on any mesh. For a run they come from its newest checkpoint that verifies,
+    and `load('RUN/config.yaml', overrides)` is its config.
 
     Raises ConfigError if the config has a different model, with every key that differs, or a
-    different mesh from the current one, and CheckpointError if no checkpoint holds what was
-    written.
+    different mesh from the current one, and CheckpointError if every checkpoint is damaged.
     """
     check_current_mesh(config)
     with sound_checkpoint(Path(path)) as start:
@@ -123,7 +122,8 @@ def _check_same_model(
     free = HARMLESS + (ROTARY if config.model.position in ('rope', 'mrope') else ())
     problems = []
     for key, (old, new) in different.items():
-        # Adapters that only one of the two has are added to its weights, or begin here.
+        # Adapters of the checkpoint alone are merged into its weights; adapters of the run alone
+        # are new.
         if key in free or (key.startswith('lora.') and None in (old, new)):
             logger.info('start      %s: %s -> %s', key, _text(old), _text(new))
         elif key.startswith(('model.', 'vision.', 'lora.')):
@@ -134,9 +134,9 @@ def _check_same_model(
 
 
 def _check_corpus(start: Path, config: Config) -> None:
-    """Raise ConfigError if the tokens of the corpus, or its tokenizer, are not of these weights.
+    """Raise ConfigError unless the corpus has the tokens and the tokenizer of these weights.
 
-    Their vocabulary is fixed, so that tokens which another tokenizer made must be made again.
+    The weights' vocabulary is fixed, so a corpus from a different tokenizer must be built again.
     """
     there = read_record(start).tokenizer_sha256
     for prefix in prefixes_of(config):

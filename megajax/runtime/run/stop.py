@@ -1,4 +1,4 @@
-"""Stopping on request: all processes honour a signal or a time limit at the same safe point."""
+"""Stop on request: all processes follow a signal or a time limit at the same safe point."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ class StopWatch:
     """
 
     def __init__(self, max_minutes: float | None):
-        # Returns a description of what will be saved, once there is a run to save.
+        # Describes what will be saved, once there is a run to save.
         self.progress: Callable[[], str] | None = None
         # `is_initialized` does not start the devices.
         self._alone = not jax.distributed.is_initialized()
@@ -34,8 +34,8 @@ class StopWatch:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        # With several processes jax handles SIGTERM, to tell all of them where to stop; a handler
-        # of our own would replace that.
+        # With several processes jax handles SIGTERM, to make all of them stop at the same step; our
+        # own handler would replace jax's.
         self._before = take_stops(
             self._handle, [number for number in STOPS if self._alone or number != signal.SIGTERM]
         )
@@ -62,7 +62,7 @@ class StopWatch:
             if self._alone
             else multihost_utils.reached_preemption_sync_point(self._checks)
         ):
-            drop_lost_outputs()  # again: their reader may have ended after the signal came
+            drop_lost_outputs()  # again: the reader may have ended after the signal came
             raise StopRequested(self._reason or 'a signal')
 
     def _handle(self, number: int, _: FrameType | None) -> None:

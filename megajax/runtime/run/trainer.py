@@ -30,11 +30,11 @@ from megajax.runtime.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-COMPANY = 5.0  # seconds to wait for the other processes to fail in the same place
+COMPANY = 5.0  # seconds to wait for the other processes to fail after the same step
 
 
 class _Dispatched(NamedTuple):
-    """A step that was handed to the devices; its metrics are still on them."""
+    """A step that was dispatched to the devices; its metrics are still on them."""
 
     step: int
     metrics: Metrics
@@ -43,9 +43,9 @@ class _Dispatched(NamedTuple):
 
 
 class Trainer:
-    """The state of a run, which `train` brings to the last step.
+    """The state of a run, which `train` advances to the last step.
 
-    Between two safe points it is the state after a complete step.
+    At a safe point it is the state after a complete step.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Trainer:
         """Save the newest state before the run exits with an error, and report its path.
 
         The state must be complete and not the cause of the error. A process that fails alone cannot
-        save: the others, in a step, will not come to write their part.
+        save: the other processes, in a step, will not write their parts.
         """
         failed_after = self.step
         if not self._is_whole():
@@ -168,7 +168,7 @@ class Trainer:
                 self.report.say(f'step {self.step} is saved: {self.checkpoints.folder}/{self.step}')
 
     def _is_whole(self) -> bool:
-        """Whether the state is that of the last step, the one in flight included."""
+        """Whether the state is the result of the last step, including a step in flight."""
         try:
             if self._ahead is not None:
                 values = jax.device_get(self._ahead.metrics)
@@ -179,10 +179,10 @@ class Trainer:
             return False
 
     def _take_step(self, *, go_ahead: bool) -> dict[str, float]:
-        """Take one step, timed from its batch to its metrics, and return its values so far.
+        """Take one step, timed from its batch to its metrics, and return its metrics so far.
 
-        The next step is dispatched before the metrics of this one are read, so that the devices do
-        not wait for the host, unless something may need the state between the two.
+        The next step is dispatched before this one's metrics are read, so that the devices do not
+        wait for the host, unless something may need the state between the two.
         """
         if self._failure is not None:
             raise self._failure
@@ -191,7 +191,7 @@ class Trainer:
         if go_ahead and self._may_go_ahead(current.step):
             try:
                 self._ahead = self._dispatch(current.step + 1)
-            except Exception as error:  # raised after this step, which is complete without it
+            except Exception as error:  # raised after this step, which is complete anyway
                 self._failure = error
         kind = 'first step' if current.step == self._first else 'step'
         self._begin('productive', f'step {current.step}', kind)
@@ -231,7 +231,7 @@ class Trainer:
                 self.state = with_scales(self.config, self.state, batch)
             self.state, metrics = self._run_step(step, batch)
             if self.profiler.covers(step):
-                jax.block_until_ready(metrics)  # its kernels belong to its part of the trace
+                jax.block_until_ready(metrics)  # the step's kernels must end within its trace event
         return _Dispatched(step, metrics, start, after_batch)
 
     def _may_go_ahead(self, step: int) -> bool:
@@ -279,12 +279,12 @@ class Trainer:
             self._batches.check()
         except Exception:
             self.state = before_skipped(self.state)
-            if self._ahead is not None:  # that step had no rows to read either
+            if self._ahead is not None:  # the step ahead could not read its batch either
                 self.state, self._ahead = before_skipped(self.state), None
             raise
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate if it is due, after the state is saved, so that a failure here costs no step.
+        """Evaluate if it is due, after the state is saved, so that a failure here loses no step.
 
         A run that is stopped during the evaluation repeats it when it resumes.
         """

@@ -1,7 +1,7 @@
-"""The watchdog: a run that makes no progress reports where it stands, and ends.
+"""The watchdog: a run that makes no progress reports its phase and stacks, and ends.
 
 A Python thread cannot do this: while the main thread is in C code, holds the GIL and never returns,
-no other thread runs. So the kernel keeps the time. At the limit, one of its timers sends a signal,
+no other thread runs. So the kernel measures the time. At the limit, a kernel timer sends a signal,
 which faulthandler handles: in C, it writes the stacks of all threads into a pipe. A separate
 process at the other end of the pipe (`stall_report.py`) logs them with the phase. Then a second
 timer makes the C library start a thread that calls `_exit` with the exit code. Imports no jax.
@@ -25,11 +25,11 @@ from megajax.base.errors import ConfigError
 from megajax.runtime.run import stall_report
 from megajax.runtime.run.stall_report import PAGE, Place
 
-STALLED = 124  # the exit code, the same as that of `timeout`
+STALLED = 124  # the exit code, the same as `timeout`'s
 LOG = 'watchdog.log'
 MAX_TIMER_SECONDS = 1e9  # maximum seconds for a timer; longer than any run
 # Seconds between the stacks and the end. Processes that wait for each other stall at about the same
-# time, and end with the first: this gives each of them the time to report where it stood.
+# time, and end with the first: this gives each of them the time to report its phase and stacks.
 GRACE = 3.0
 CLOCK_MONOTONIC, SIGEV_SIGNAL, SIGEV_THREAD = 1, 0, 2  # values on Linux
 
@@ -72,14 +72,14 @@ class _Timer:
         self.start(limit)
 
     def start(self, limit: float) -> bool:
-        """Restart the timer; return False if it had gone off.
+        """Restart the timer; return False if it had already fired.
 
-        The kernel decides this atomically, so that nothing can happen in between.
+        The kernel decides this atomically, so the timer cannot fire in between.
         """
         return self._begin(math.ceil(1e9 * (min(limit, MAX_TIMER_SECONDS) + self._extra)))
 
     def delete(self) -> bool:
-        """Delete the timer before it goes off; return False if it had."""
+        """Delete the timer before it fires; return False if it had already fired."""
         in_time = self._begin(0)
         self._delete(self._timer)
         return in_time
@@ -130,7 +130,7 @@ class Watchdog:
             leave.delete()
             self._timers = ()
             faulthandler.unregister(signal.SIGRTMAX)
-            # Otherwise it would wait for processes forked from this one, which hold the pipe too.
+            # Otherwise it would wait for processes forked from this one, which have the pipe open.
             self._reporter.kill()
             self._reporter.wait()
             os.close(self._pipe)
@@ -159,7 +159,7 @@ class Watchdog:
         self._page[:] = place.encode()
 
     def _wait_for_the_end(self) -> NoReturn:
-        # The run continued too late: the report of its end is being written.
+        # The run has continued too late: the report of its stall is already being written.
         time.sleep(2 * GRACE)
         os._exit(STALLED)
 
@@ -173,7 +173,7 @@ class Watchdog:
             stall_report.__file__,
             *map(str, (self._shared, stacks, os.getpid(), log)),
         ]
-        # A new session, out of reach of Ctrl-C, after which the run may continue for a while.
+        # In a new session, which Ctrl-C does not reach: the run may continue for a while after it.
         self._reporter = subprocess.Popen(
             command,
             pass_fds=(self._shared, stacks),
@@ -188,8 +188,8 @@ class Watchdog:
     def _make_timers(self, limit: float) -> None:
         libc = _libc()
         tell = _Event(None, signal.SIGRTMAX, SIGEV_SIGNAL)
-        # The function gets the value in the register of a first argument, whether that is declared
-        # as a union, a pointer or an int.
+        # The function gets the value in the register of its first argument, whether that argument
+        # is declared as a union, a pointer or an int.
         leave = _Event(STALLED, 0, SIGEV_THREAD, ctypes.cast(libc._exit, ctypes.c_void_p))
         self._timers = _Timer(libc, tell, limit, 0), _Timer(libc, leave, limit, GRACE)
 

@@ -104,7 +104,7 @@ def test_a_grid_scores_and_generates_nothing_and_is_refused_with_the_mesh_that_d
     config = laid_out('data=2 x model_rows=2 model=2, optimizer')
     with pytest.raises(
         ConfigError,
-        match=r'mesh\.model_rows=2: generation and scoring shard rows over mesh.data '
+        match=r'mesh\.model_rows=2: generation and scoring shard sequences over mesh.data '
         'and a model over mesh.model alone; '
         r'use mesh\.model_rows=1 mesh\.data=2 mesh\.model=4$',
     ):

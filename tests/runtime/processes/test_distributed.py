@@ -281,7 +281,7 @@ def test_a_port_that_is_taken_is_refused_with_the_fix():
             ConfigError,
             match=(
                 rf'cannot listen on 127.0.0.1, port {port} .*: '
-                r'choose another port in MEGAJAX_COORDINATOR'
+                r'choose a different port in MEGAJAX_COORDINATOR'
             ),
         ):
             gather(start)

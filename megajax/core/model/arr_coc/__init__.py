@@ -1,1 +1,1 @@
-"""The networks of ARR-COC, which give the regions of images their detail."""
+"""The networks of ARR-COC, which choose how many tokens each region of an image gets."""

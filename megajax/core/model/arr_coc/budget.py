@@ -1,11 +1,12 @@
-"""The tokens that each region of an image gets, and where they stand: ARR-COC's budget.
+"""Distribute the tokens of an image over its regions: ARR-COC's budget.
 
-An image is cut into regions. At a level a region is a smaller picture of a square of cells
-(`SIDES`), so that what matters to the question has up to 400 tokens and the rest 64, and all
-together at most a total. All shapes are static, nothing communicates, and no token is sorted.
+An image is cut into regions. Each region has a level, at which it is resized to a square of cells
+(`SIDES`), one token per cell: regions that matter to the question get up to 400 tokens, the rest
+64, and all regions together at most a given total. All shapes are static, nothing communicates, and
+no token is sorted.
 
-The functions are of one image, to be mapped with `jax.vmap(..., spmd_axis_name='data')`. A level is
-discrete and has no gradient: relevance learns from the detail that it is multiplied with
+The functions handle one image; map them with `jax.vmap(..., spmd_axis_name='data')`. A level is
+discrete and has no gradient: relevance learns through the gate that multiplies the detail
 (`levels.py`).
 """
 
@@ -18,17 +19,17 @@ from jax import lax
 
 SIDES = (8, 10, 12, 14, 16, 18, 20)
 NUM_WATER_LEVELS = 65
-HIGHEST_WATER = 4  # the most that relevance is multiplied with
+HIGHEST_WATER = 4  # the largest factor of relevance
 NUM_EXCHANGES = 4
-ENOUGH = 0.97  # of the total
+ENOUGH = 0.97  # share of the total at which no higher water is tried
 
 
 class Places(NamedTuple):
-    """The cells that stand at the places of an image's tokens, [total]; -1 at an empty place."""
+    """The cell of each of an image's token positions, [total]; -1 at an empty position."""
 
-    region: jax.Array  # of the image, in raster order
-    cell: jax.Array  # its row and column in the region's square, as a place in the finest square
-    row: jax.Array  # of the finest cell at the center, among those of the image
+    region: jax.Array  # index of the region, in raster order
+    cell: jax.Array  # row and column in the region's square, as an index into the finest square
+    row: jax.Array  # row of the finest cell at the cell's center, counted over the whole image
     column: jax.Array
 
 
@@ -40,12 +41,12 @@ def num_tokens(level: jax.Array, sides: Sequence[int] = SIDES) -> jax.Array:
 def budget(relevance: jax.Array, total: int, sides: Sequence[int] = SIDES) -> jax.Array:
     """Return the level of each region, as an index of `sides`, from its relevance in [0, 1].
 
-    Between the fewest and the most tokens a region has the share `clip(water * relevance, 0, 1)`,
-    rounded down to a level. Then regions rise by a level in the order of relevance while they fit,
-    again and again. What is left is used by raising one region and lowering a less relevant one,
-    which costs less than either. The water is the highest with which `ENOUGH` of `total` is used,
-    or that uses most. A region never has fewer tokens than a less relevant one, and ties go to the
-    first.
+    Each region gets the share `clip(water * relevance, 0, 1)` of the range between the fewest and
+    the most tokens, rounded down to a level. Then regions are raised by a level in the order of
+    relevance while they fit, repeatedly. Remaining tokens are used by raising one region and
+    lowering a less relevant one, which costs fewer tokens than a raise alone. The water is the
+    highest that uses `ENOUGH` of `total`, or the one that uses the most tokens. A region never has
+    fewer tokens than a less relevant one; ties go to the first region.
 
     `total` is at least the fewest tokens of all regions.
     """
@@ -76,7 +77,7 @@ def budget(relevance: jax.Array, total: int, sides: Sequence[int] = SIDES) -> ja
 def places(
     level: jax.Array, total: int, regions: tuple[int, int], sides: Sequence[int] = SIDES
 ) -> Places:
-    """Return what stands at each of `total` places: all cells of a region after another's.
+    """Return the cell at each of `total` token positions, region by region.
 
     `regions` are the rows and columns of regions in the image.
     """
@@ -99,14 +100,14 @@ def places(
 
 
 def side_of(level: jax.Array, sides: Sequence[int] = SIDES) -> jax.Array:
-    """Return `sides[level]` by arithmetic: a lookup by a mapped index needs a placement."""
+    """Return `sides[level]` by arithmetic: indexing with a mapped array needs a sharding."""
     steps = zip(sides[1:], sides, strict=False)
     rises = (jnp.where(level > i, side - last, 0) for i, (side, last) in enumerate(steps))
     return sum(rises, 0 * level + sides[0])
 
 
 def _order(relevance: jax.Array) -> jax.Array:
-    """Return is_at[rank, region], whether a region has this rank; the most relevant has rank 0."""
+    """Return is_at[rank, region]: whether a region has this rank, 0 for the most relevant."""
     index = jnp.arange(len(relevance))
     mine, other = jnp.expand_dims(relevance, 0), jnp.expand_dims(relevance, 1)
     is_before = (other > mine) | ((other == mine) & (index.reshape(-1, 1) < index.reshape(1, -1)))
@@ -116,7 +117,7 @@ def _order(relevance: jax.Array) -> jax.Array:
 def _rise(level: jax.Array, total: int, sides: Sequence[int]) -> jax.Array:
     """Raise regions, given by rank, by one level each for as long as they fit.
 
-    What does not fit by itself is passed over.
+    A region whose next level does not fit is skipped.
     """
     used = num_tokens(level, sides)
     left = total - used.sum()
@@ -126,10 +127,10 @@ def _rise(level: jax.Array, total: int, sides: Sequence[int]) -> jax.Array:
 
 
 def _exchange(level: jax.Array, total: int, sides: Sequence[int]) -> jax.Array:
-    """Raise a region by a level and lower a less relevant one, so that most of the rest is used.
+    """Raise one region and lower a less relevant one by a level, to use most remaining tokens.
 
-    The levels are in descending order, and stay so: the raised one is the first with its level and
-    the lowered one the last.
+    The levels stay in descending order, because the raised region is the first and the lowered one
+    the last with its level.
     """
     used, rank = num_tokens(level, sides), jnp.arange(len(level))
     before, after = jnp.diff(level, prepend=len(sides)), jnp.diff(level, append=-1)

@@ -1,7 +1,8 @@
-"""The detail that relevance gives to the regions of images: from the question to tokens.
+"""Choose the detail of the regions of images by their relevance to the question.
 
-The texture of regions is measured where their image is encoded and gathered, a few KB; scorers,
-balance and budget follow on every device, and each image is encoded at the levels of its regions.
+Each device measures the texture of the regions of its own images, and the texture, a few KB, is
+all-gathered. Scorers, balance and budget then run on every device, and each image is encoded at
+the levels of its regions.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,7 @@ class Detail(NamedTuple):
     """The detail of the regions of images, [B, I, regions]."""
 
     level: jax.Array  # an index of `budget.SIDES`
-    gate: jax.Array  # what detail is multiplied with
+    gate: jax.Array  # factor of each region's detail
 
 
 def detail_of(
@@ -35,7 +36,7 @@ def detail_of(
     images: 'Images',
     layout: Layout,
 ) -> Detail:
-    """Return the detail of every image, by its relevance to the question of its row."""
+    """Return the detail of every image, by its relevance to the question of its sequence."""
     rows, slots, regions = *images.grid_BI2.shape[:2], networks.config.num_regions
     shape = rows, slots, regions
     found = relevance_of(networks, config, x_BTD, images, layout)
@@ -55,9 +56,9 @@ def relevance_of(
     images: 'Images',
     layout: Layout,
 ) -> Relevance:
-    """Return the relevance of the regions of all images, a row for each slot of the batch's rows.
+    """Return the relevance of the regions of all images, one row per image slot of each sequence.
 
-    The texture is that of a shard's own images, and is gathered: a few KB.
+    Each data shard measures the texture of its own images, which is all-gathered: a few KB.
     """
     assert images.is_question_BS is not None
     rows, slots = images.grid_BI2.shape[:2]
@@ -82,7 +83,7 @@ def relevance_of(
 def chosen(
     numbers_IPX: jax.Array, detail: Detail, config: VisionConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the patches of images at their levels, their rows and columns, and 1 where one is.
+    """Return the patches of images at their levels, their rows and columns, and 1 for each patch.
 
     `numbers_IPX` are the patches at the finest level.
     """
@@ -112,7 +113,7 @@ def places_of(
 ) -> tuple[jax.Array, jax.Array]:
     """Return row and column [B, S, 2] in the image of each of its tokens, and the tokens in use.
 
-    `at_BS` is the index of a token's vector among those of all images.
+    `at_BS` is the index of a token's vector among the vectors of all images.
     """
     relevance = config.relevance
     assert relevance is not None
@@ -127,7 +128,7 @@ def places_of(
 
 
 def _keys_of_slots(key_B: jax.Array | None, slots: int) -> jax.Array | None:
-    """Return a key for each slot of each row."""
+    """Return a key for each image slot of each sequence."""
     if key_B is None:
         return None
     of_slots = [
@@ -138,7 +139,7 @@ def _keys_of_slots(key_B: jax.Array | None, slots: int) -> jax.Array | None:
 
 
 def _for_slots(x_BD: jax.Array, slots: int, layout: Layout) -> jax.Array:
-    """Repeat the rows of x for each of their slots."""
+    """Repeat the vector of each sequence for each of its image slots."""
     rows, size = x_BD.shape
     repeated = jnp.broadcast_to(jnp.expand_dims(x_BD, 1), (rows, slots, size))
     return repeated.reshape(rows * slots, size, out_sharding=layout('--'))

@@ -1,10 +1,10 @@
-"""The regions of an image at their levels of detail: smaller pictures of what matters less.
+"""Resize the regions of an image to their levels of detail: regions that matter less get smaller.
 
-A picture is made smaller by area means before it is encoded. So an encoder reads no more patches
-than the budget has tokens for, it reads them as it reads any picture, and what a level leaves out
-cannot be guessed from features of the whole.
+A region is downsampled by area means before it is encoded. So the encoder reads only as many
+patches as the budget has tokens for, and reads them like the patches of any image, and the detail
+that a level drops cannot be recovered from features of the full image.
 
-The functions are of one image. Its regions are pictures [region, y, x, channel] of as many pixels
+The functions handle one image. Its regions are images [region, y, x, channel] with as many pixels
 as the finest level has.
 """
 
@@ -25,12 +25,12 @@ def at_levels(
     patch_size: int,
     merge_size: int,
 ) -> jax.Array:
-    """Return the patches [total merge_size^2, X] at an image's places; 0 where nothing stands.
+    """Return the patches [total merge_size^2, X] at an image's token positions; 0 if empty.
 
-    `numbers_PX` are the patches at the finest level, with any number of channels. What a region has
-    beyond its coarsest picture is multiplied by `gate` [regions], as a mixture of experts does with
-    what it chooses: it gives relevance its only gradient, and a region with the fewest tokens has
-    none.
+    `numbers_PX` are the patches at the finest level, with any number of channels. The difference
+    between a region and its coarsest level is multiplied by `gate` [regions], as a mixture of
+    experts multiplies the outputs of the chosen experts. This is relevance's only gradient, and a
+    region with the fewest tokens gives none.
     """
     pixels = _pictures(numbers_PX, regions, patch_size, merge_size)
     own, coarse = (
@@ -45,11 +45,10 @@ def at_levels(
 
 
 def _weights(level: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Return the shares of a line's pixels in those at a level, for two pictures.
+    """Return two matrices that resize a line of pixels: to the level, and through the coarsest.
 
-    They are [region, pixel at the level, pixel]. The first is the picture at the level, the second
-    the coarsest one as the pixels of the level see it. Pixels after the last one of a level have no
-    share.
+    They are [region, pixel at the level, pixel]. The first gives the image at the level, the second
+    the coarsest image, resampled to the pixels of the level. Rows after a level's last pixel are 0.
     """
     finest, coarsest = SIDES[-1], SIDES[0]
     side = jnp.expand_dims(side_of(level) * (size // finest), 1)
@@ -60,20 +59,20 @@ def _weights(level: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _overlaps(side: jax.Array, num_cells: int, num_parts: int) -> jax.Array:
-    """Return [region, cell, part]: the share of each of equal parts of a line in a cell's mean.
+    """Return [region, cell, part]: the weight of each equal part of a line in a cell's mean.
 
-    `side` [region, 1] is the number of cells that the line has; those after them have no share.
+    `side` [region, 1] is the number of cells in the line; further cells have weight 0.
     """
     cell, part = jnp.arange(num_cells).reshape(1, -1, 1), jnp.arange(num_parts).reshape(1, 1, -1)
     side = jnp.expand_dims(side, 2)
-    # In whole numbers, of which a line has side * num_parts.
+    # Measured in units of which a line has side * num_parts, so that all bounds are integers.
     last = jnp.minimum((cell + 1) * num_parts, (part + 1) * side)
     first = jnp.maximum(cell * num_parts, part * side)
     return jnp.maximum(last - first, 0) / num_parts
 
 
 def _resized(pixels: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return pictures whose rows and columns are these means."""
+    """Return images whose rows and columns are these weighted means."""
     by_row = einsum('ryn,rnmc->rymc', weight, pixels)
     return einsum('rxm,rymc->ryxc', weight, by_row)
 
@@ -81,7 +80,7 @@ def _resized(pixels: jax.Array, weight: jax.Array) -> jax.Array:
 def _pictures(
     numbers_PX: jax.Array, regions: tuple[int, int], patch_size: int, merge_size: int
 ) -> jax.Array:
-    """Return the picture of each region from patches of units."""
+    """Return the image of each region from patches that are ordered by merge unit."""
     (rows, columns), p, m, n = regions, patch_size, merge_size, SIDES[-1]
     cells = rows, n, columns, n, m, m, -1, p, p
     x = numbers_PX.reshape(cells, out_sharding=UNSHARDED('-' * 9))
@@ -91,7 +90,7 @@ def _pictures(
 
 
 def _units(pixels: jax.Array, patch_size: int, merge_size: int) -> jax.Array:
-    """Return [region, unit, number], the inverse in each region."""
+    """Return [region, unit, number]: the patches of each region, the inverse of `_pictures`."""
     p, m, n = patch_size, merge_size, SIDES[-1]
     regions, *_, channels = pixels.shape
     cells = regions, n, m, p, n, m, p, channels
@@ -102,5 +101,5 @@ def _units(pixels: jax.Array, patch_size: int, merge_size: int) -> jax.Array:
 
 
 def einsum(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply in fp32, also on a GPU whose default is a shorter mantissa."""
+    """Multiply in full fp32, also on a GPU whose default precision is lower."""
     return jnp.einsum(equation, x, w, precision='highest')

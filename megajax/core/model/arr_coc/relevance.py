@@ -3,13 +3,13 @@
 Three scorers look at the texture of each region (`core/model/arr_coc/texture.py`). Each starts as
 one way of knowing, of Vervaeke: propositional is how much information a region has, perspectival
 how salient it is, participatory how it couples with the question. A network of one shape adds to
-each what is learned, so the three stand in one array whose slots are sharded over `model`: one
-scorer for each device, or `shards` slots with equal parts of its hidden units. Their scores are
-gathered, and the rest is replicated. Arrays are of the rows of a data shard, in fp32: budgets are
-discrete choices.
+each what is learned, so the three are stored in one array whose slots are sharded over `model`: one
+scorer for each device, or `shards` slots with equal parts of its hidden units. The scores are
+all-gathered, and everything else is replicated. Arrays hold the sequences of one data shard, in
+fp32, because budgets are discrete choices.
 
-The gradient reaches scorers, coupling and balance through `Relevance.gate`, since budgets have
-none. The networks' inputs have none either, or it would be reduced over `model`.
+The gradient reaches scorers, coupling and balance through `Relevance.gate`, because budgets have no
+gradient. The networks' inputs have none either, or it would have to be reduced over `model`.
 """
 
 from typing import Any, NamedTuple
@@ -31,17 +31,17 @@ from megajax.core.parallel.layout import UNSHARDED, Layout
 SCORES = 'propositional', 'perspectival', 'participatory'
 NUM_FEATURES, NUM_SUMMARIES = SCORER_FEATURES, SUMMARIES
 SHARPNESS = 3.0  # scores are in [0, 1] at first, where a softmax hardly distinguishes them
-# Standard Gumbel noise would choose regions without anything to read half of the time.
+# Standard Gumbel noise would choose regions with nothing to read half of the time.
 NOISE = 0.3
-# A region asks for tokens by its probability to this power, so that at nine tenths of the most
-# probable one it asks for a quarter: what has to be seen in detail cannot be read at half of it.
+# A region asks for tokens by its probability to this power: with nine tenths of the highest
+# probability it asks for a quarter, because text that needs full detail is illegible at half of it.
 DECISION = 4 / NOISE
 _EPSILON = 1e-8
-_NOISE = 0x67756D62  # differs from the layers, whose indices dropout's keys are derived by
+_NOISE = 0x67756D62  # differs from every layer index, by which dropout's keys are derived
 
 
 class Coupling(NamedTuple):
-    """The network that brings the texture of a region beside the question."""
+    """The network that projects the texture of a region into the space of the question."""
 
     texture: jax.Array  # [13, hidden]
     out: jax.Array  # [hidden, D]
@@ -73,10 +73,10 @@ class RelevanceParameters(NamedTuple):
 
 
 class Relevance(NamedTuple):
-    """The relevance of the regions in a row."""
+    """The relevance of the regions of each image."""
 
     relevance: jax.Array  # [B, regions], in [0, 1], with noise in training: for `budget`
-    gate: jax.Array  # [B, regions], 1 on average, without noise: what detail is multiplied with
+    gate: jax.Array  # [B, regions], 1 on average, without noise: the factor of the detail
     scores: jax.Array  # [3, B, regions]
     weights: jax.Array  # [B, 3], which add up to 1
 
@@ -84,8 +84,8 @@ class Relevance(NamedTuple):
 class RelevanceNetworks(nnx.Module):
     """The coupling, the scorers and the balance of a model.
 
-    A step gives each device a copy of all scorers (`shard_copies.py`), of which it uses the slots
-    that are its own, so that checkpoints do not depend on the mesh.
+    A step gives each device a copy of all scorers (`shard_copies.py`), of which it uses its own
+    slots, so that checkpoints do not depend on the mesh.
     """
 
     def __init__(self, model: ModelConfig, parameters: Parameters, *, key: jax.Array):
@@ -122,7 +122,7 @@ class _Networks(nnx.Module):
             setattr(self, name, parameters.make(name, jax.random.fold_in(key, index)))
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Return each parameter in fp32; its gradient goes to its slot where it has one."""
+        """Return each parameter in fp32; its gradient goes to its accumulator, if it has one."""
         params = {name: x for name, x in vars(self).items() if isinstance(x, nnx.Param)}
         return {name: _in_fp32(x.get_value()) for name, x in params.items()}
 
@@ -134,7 +134,7 @@ def _in_fp32(x: Any) -> jax.Array:
 def _slots(copies: jax.Array, layout: Layout) -> jax.Array:
     """Return the slots of all devices, each with its own, from a copy [Ⓘ, slots, ...] on each.
 
-    Devices in excess have slots of zeros.
+    Devices beyond the number of slots get slots of zeros.
     """
     (axis,) = layout.mesh_axes('Ⓘ')
     shards, used, rest = len(copies), copies.shape[1], copies.shape[2:]
@@ -156,8 +156,8 @@ def num_slots(shards: int, model: int) -> int:
 def question(loss_mask_BS: jax.Array, image_index_BS: jax.Array) -> jax.Array:
     """Return the tokens of the question [B, S]: the text before the answer.
 
-    A loss mask counts the prediction of the next token, so the first token that it counts ends the
-    question. Without a loss all text is the question; padding is for the caller to leave out.
+    A loss mask marks the tokens that predict a counted token, so the first one that it marks ends
+    the question. Without a loss all text is the question; the caller must exclude padding.
     """
     counts_BS = (loss_mask_BS > 0).astype(jnp.int32)
     return (jnp.cumsum(counts_BS, 1) == counts_BS) & (image_index_BS < 0)
@@ -166,8 +166,8 @@ def question(loss_mask_BS: jax.Array, image_index_BS: jax.Array) -> jax.Array:
 def query(x_BTD: jax.Array, is_question_BT: jax.Array) -> jax.Array:
     """Return the sum [B, D] of the question's embeddings in fp32, brought to an RMS of 1.
 
-    It has no gradient. A row without a question has 0. Where T is sharded, the sums of the shards
-    are reduced.
+    It has no gradient. A sequence without a question has 0. If T is sharded, the sums of the shards
+    are all-reduced.
     """
     weight = jnp.expand_dims(is_question_BT, 2)
     total = jnp.where(weight, lax.stop_gradient(x_BTD).astype(jnp.float32), 0).sum(1)
@@ -186,7 +186,7 @@ def assess(
     """Assess the relevance of regions to a question from their texture [B, regions, 13].
 
     With `key_B`, a key for each row (`core/model/dropout.py`), relevance has Gumbel noise, the same
-    on every mesh: without it regions that once had no detail would never be tried.
+    on every mesh: without noise, regions that once got no detail would never be tried.
     """
     with jax.named_scope('relevance'):
         query_BD = lax.stop_gradient(query_BD)
@@ -205,7 +205,8 @@ def definitions(texture: jax.Array, query_BD: jax.Array, coupling: Coupling) -> 
     """Return the scores [3, B, regions] before anything is learned, each in [0, 1].
 
     They are the entropy of a softmax over channels, the length of the gradient, and the cosine
-    between the question and a small network of the texture. Extremes are those of one image.
+    between the question and a small network's output for the texture. Each is scaled by its minimum
+    and maximum over one image.
     """
     log_p = jax.nn.log_softmax(texture, 2)
     propositional = _from_zero_to_one(-(jnp.exp(log_p) * log_p).sum(2))
@@ -219,9 +220,9 @@ def definitions(texture: jax.Array, query_BD: jax.Array, coupling: Coupling) -> 
 def _learned(
     texture: jax.Array, start: jax.Array, query_BD: jax.Array, scorers: Scorers, shards: int
 ) -> jax.Array:
-    """Return what the networks add to each score, [3, B, regions].
+    """Return the correction that the networks add to each score, [3, B, regions].
 
-    Their features are the channels, how these differ from the image's mean, in its standard
+    Their features are the channels, each channel's difference from the image's mean in standard
     deviations, and all three definitions.
     """
     difference = texture - texture.mean(1, keepdims=True)
@@ -254,7 +255,7 @@ def _weigh(scores: jax.Array, query_BD: jax.Array, balance: Balance) -> jax.Arra
 
 
 def _gumbel(like: jax.Array, key_B: jax.Array | None) -> jax.Array | float:
-    """Draw noise like [B, regions] from the keys of rows; without keys there is none."""
+    """Draw noise like [B, regions] from the key of each row, or return 0 without keys."""
     keys = fold_in(key_B, _NOISE)
     if keys is None:
         return 0.0
@@ -262,6 +263,6 @@ def _gumbel(like: jax.Array, key_B: jax.Array | None) -> jax.Array | float:
 
 
 def _from_zero_to_one(x: jax.Array) -> jax.Array:
-    """Bring the extremes of each row to 0 and 1; all are 0 where they are equal."""
+    """Scale each row to [0, 1] by its minimum and maximum; if they are equal, return 0."""
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
     return (x - low) / (high - low + _EPSILON)

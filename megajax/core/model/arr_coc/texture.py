@@ -1,12 +1,12 @@
 """The texture of an image: 13 channels in fp32, without parameters or communication.
 
-They are those of ARR-COC (Adaptive Relevance Realization - Contexts Optical Compression) by the
-formulas of kornia. Every minimum and maximum is over one image, so that no image depends on its
-neighbors in a batch, and a coarser grid has area means.
+The channels follow ARR-COC (Adaptive Relevance Realization - Contexts Optical Compression), with
+kornia's formulas. Every minimum and maximum is over one image, so that no image depends on the
+others in its batch; coarser grids use area means.
 
-Images come as patches, whose order depends on the number of their rows and columns: the patches of
-a merge unit are neighbors. Gradients read a pixel across the borders of a patch, so each patch is
-given the edges of its neighbors, which needs no array that holds every shape of an image.
+Images come as patches, ordered so that the patches of a merge unit are adjacent. Gradients read one
+pixel beyond the borders of a patch, so each patch is padded with the edges of its neighbors. This
+avoids an array that fits every shape of image.
 """
 
 import math
@@ -59,7 +59,7 @@ def region_texture(
 
     The image fills its patches with regions as high as wide, in units, or it is empty: then every
     channel is 0. Area means are taken before the extremes of the image, so that the regions'
-    gradients go from 0 to 1. The first and last region are at 0 and 1, a single one is at 1/2.
+    gradients range from 0 to 1. The first region is at 0, the last at 1, and a single one at 1/2.
     """
     rows, columns = regions
     side = math.isqrt(len(pixels) // (rows * columns * merge_size**2))
@@ -71,7 +71,7 @@ def region_texture(
 
     measured = [means(channel) for channel in _measure(pixels, grid, patch_size, merge_size)]
     y, x = (jnp.linspace(0, 1, n) if n > 1 else jnp.full(1, 0.5) for n in regions)
-    zero = 0 * measured[0]  # placed as the image's, which a stack asks of all that it is of
+    zero = 0 * measured[0]  # has the channels' sharding, which a stack needs of all its inputs
     is_used = zero + grid[0] > 0
     y, x = zero + jnp.expand_dims(y, 1), zero + jnp.expand_dims(x, 0)
     channels = _complete(measured, y, x, is_used, axis=-1)
@@ -94,7 +94,7 @@ def patch_places(grid: jax.Array, count: int, merge_size: int) -> tuple[jax.Arra
 def _measure(
     pixels: jax.Array, grid: jax.Array, patch_size: int, merge_size: int
 ) -> list[jax.Array]:
-    """Measure the first eight channels, each [P, y, x], before extremes are known."""
+    """Measure the first eight channels, each [P, y, x], before they are scaled."""
     shape = len(pixels), 3, patch_size, patch_size
     rgb = pixels.reshape(shape, out_sharding=UNSHARDED('----')).astype(jnp.float32) / 255
     colors = [rgb[:, i] for i in range(3)]
@@ -104,7 +104,7 @@ def _measure(
 
 
 def _weighted(weights: Sequence[float], colors: Sequence[jax.Array]) -> jax.Array:
-    """Add three colors elementwise: a product of matrices would round differently by its size."""
+    """Add three colors elementwise: the rounding of a matmul would depend on its size."""
     red, green, blue = (w * color for w, color in zip(weights, colors, strict=True))
     return red + green + blue
 
@@ -138,15 +138,15 @@ def _sobel(gray: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _with_edges(patches: jax.Array, grid: jax.Array, merge_size: int) -> jax.Array:
-    """Add a pixel of its neighbors on all sides of each patch [P, y, x].
+    """Pad each patch [P, y, x] on all sides with one pixel of its neighbors.
 
-    At the image's border they are the patch's own. Corners come by themselves: columns are added
-    when the neighbors have their rows.
+    At the image's border the patch's own pixels are repeated. Corners need no extra step: columns
+    are added when the neighbors already have their rows.
     """
     row, column = patch_places(grid, len(patches), merge_size)
 
     def neighbors(edge: jax.Array, own: jax.Array, down: int, right: int) -> jax.Array:
-        """The edges of the neighbors in a direction, or `own` where there are none."""
+        """Return the edges of the neighbors in a direction, or `own` if there is no neighbor."""
         place = row + down, column + right
         last = jnp.maximum(grid - 1, 0)
         other = [jnp.clip(x, 0, last[dim]) for dim, x in enumerate(place)]
@@ -169,7 +169,7 @@ def _with_edges(patches: jax.Array, grid: jax.Array, merge_size: int) -> jax.Arr
 def _complete(
     measured: Sequence[jax.Array], y: jax.Array, x: jax.Array, is_used: jax.Array, axis: int
 ) -> jax.Array:
-    """Bring gradients from 0 to 1, add the other channels and stack all of them along `axis`."""
+    """Scale gradients to [0, 1], add the other channels and stack all of them along `axis`."""
     y, x = (jnp.broadcast_to(place, measured[0].shape) for place in (y, x))
     *colors, by_x, by_y, length = measured
     by_x, by_y, length = (_from_zero_to_one(gradient, is_used) for gradient in (by_x, by_y, length))

@@ -9,9 +9,9 @@ MAX_WAITING = 10_000  # maximum number of waiting pieces; beyond it the oldest a
 
 
 class AppendedFile:
-    """The end of the file `path`, which is created if need be.
+    """The end of the file `path`, which is created if it does not exist.
 
-    A piece that does not fit, on a full disk, leaves no part of itself behind.
+    If a piece does not fit on a full disk, none of it is left in the file.
     """
 
     def __init__(self, path: Path):

@@ -39,8 +39,7 @@ class Sink(Protocol):
 class MetricsWriter:
     """The writer of `folder`/metrics.jsonl and of the trackers, in the first process only.
 
-    Lines that a run wrote for steps after `step`, which it lost, are deleted, so that each step
-    appears once.
+    Lines for steps after `step`, which a run has lost, are deleted, so that each step appears once.
     """
 
     def __init__(self, folder: Path, step: int, *, config: Config | None = None):
@@ -62,18 +61,18 @@ class MetricsWriter:
         self.rewind(step)
 
     def write(self, step: int, **values: float) -> None:
-        """Write the metrics of a step, by name; JSON has null for those that are not finite."""
+        """Write the metrics of a step, by name; in JSON, values that are not finite are null."""
         self._each(lambda sink: sink.write(step, values))
 
     def rewind(self, step: int) -> None:
-        """Delete the metrics of steps after `step`; 0 also deletes those of step 0.
+        """Delete the metrics of steps after `step`; with 0, step 0's metrics too.
 
-        A run that begins writes step 0 itself.
+        A new run writes step 0 again.
         """
         self._each(lambda sink: sink.rewind(step))
 
     def lost_seconds(self, *, until: float = math.inf) -> float:
-        """The seconds of the applied steps that the last `rewind` deleted, up to step `until`."""
+        """Return the seconds of the applied steps that the last `rewind` deleted, up to `until`."""
         taken = (
             line for line in self._lines.removed if line.get('taken') and line['step'] <= until
         )
@@ -158,7 +157,7 @@ class JsonLines:
 
 
 def _parse(piece: bytes) -> dict[str, Any] | None:
-    """The object in a complete line; None if the line was cut short or damaged."""
+    """Return the object in a complete line; None if the line is truncated or damaged."""
     try:
         line = parse_json(piece) if piece.endswith(b'\n') else None
     except ValueError:

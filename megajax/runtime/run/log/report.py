@@ -77,7 +77,7 @@ class Report:
             )
 
     def parallelism(self, config: Config) -> None:
-        """Print what overlaps, and what stages and the shards of a sequence do, if there are any.
+        """Print the overlap schedule and, if they are used, pipeline and context parallelism.
 
         The config has no `auto` left (`overlap_rules.resolved`).
         """
@@ -103,7 +103,7 @@ class Report:
             )
 
     def loss_scale(self, first: float, held: float) -> None:
-        """Print the loss scale tried first in fp16 and the one at which the first batch held."""
+        """Print fp16's first loss scale, and the one at which the first gradients are finite."""
         before = f'overflow at {first:,.0f}, and ' if held < first else ''
         self.say(
             f'loss scale the gradients of the first batch {before}hold at {held:,.0f}: '
@@ -158,7 +158,7 @@ class Report:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Continue without a reader, where rich would exit.
+        """Continue when the output's reader is gone; rich would exit.
 
         An example is `megajax train | tee log` in a terminal that was closed.
         """
@@ -182,7 +182,7 @@ class StepReport:
         self._sums: Counter[str] = Counter()  # since the last line
         self._skipped: Counter[str] = Counter()
         self._count = 0
-        self._is_timed = False  # whether the time of the run was estimated
+        self._is_timed = False  # whether the run's remaining time has been estimated
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Report a step; `values` are its numbers as in `metrics.jsonl`."""
@@ -210,7 +210,7 @@ class StepReport:
         self._estimate(step, values['step_ms'] / 1e3)
 
     def _estimate(self, step: int, seconds: float) -> None:
-        """Print the time of the steps that are left, after the first step if that was long."""
+        """Print the time of the remaining steps, after the first step if that was long."""
         left = self.steps - step
         if self._is_timed or not left or (self._count == 1 and seconds < LONG):
             return
@@ -240,7 +240,7 @@ def _describe(forms: Mapping[str, str], values: Mapping[str, float]) -> str:
 
 
 def _in_short(values: Mapping[str, float], rates: Mapping[str, float]) -> str:
-    """The loss and one rate, which fit beside the bar."""
+    """Return the loss and one rate, which fit next to the bar."""
     rate = 'mfu' if 'mfu' in rates else 'tokens_per_s'
     shown = {'loss': LEARNING['loss'], rate: RATES[rate]}
     return _describe(shown, {**values, **rates})

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class TensorBoard:
     """An event file in `folder`.
 
-    tensorboardX's own writer has a thread that dies of a full disk; the run would wait for it.
+    tensorboardX's own writer has a thread that dies when the disk is full; the run would hang.
     """
 
     def __init__(self, folder: Path):

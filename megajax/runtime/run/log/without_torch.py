@@ -1,4 +1,4 @@
-"""Imports of a package that would import torch, where it is installed, only for its types."""
+"""Import a package without torch, which it would import only for its types."""
 
 import sys
 from collections.abc import Iterator
