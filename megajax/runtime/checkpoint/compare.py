@@ -61,9 +61,9 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
     if different:
         fix = 'change these back, or choose another run.dir'
         if all(line.startswith(OF_LEARNED) for line in different):
-            fix = 'change it back, or begin another run with '
+            fix = 'change it back, or begin a new run with '
             fix += typed(f'run.start_from={path.parent.parent}')
-        raise ConfigError(f'{path} holds another model ({"; ".join(different)}): {fix}')
+        raise ConfigError(f'{path} contains a different model ({"; ".join(different)}): {fix}')
 
 
 def check_same_data(path: Path, there: Record, here: Record) -> None:
@@ -73,7 +73,9 @@ def check_same_data(path: Path, there: Record, here: Record) -> None:
         lines = [f'{name} {a[:12]} there, {b[:12]} here' for name, (a, b) in changed.items()]
         fix = 'restore it, choose another run.dir, or set run.allow_changed_data=true'
         changes = f'SHA-256 of {"; ".join(lines)}'
-        raise ConfigError(f'{path} was trained on other data of the same name ({changes}): {fix}')
+        raise ConfigError(
+            f'{path} was trained on different data of the same name ({changes}): {fix}'
+        )
 
 
 def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
@@ -153,7 +155,7 @@ def check_same_arrays(
         ]
         more = f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''
         fix = 'use the config and the version of megajax that wrote it, or choose another run.dir'
-        raise ConfigError(f'{path} holds other arrays ({"; ".join(lines)}{more}): {fix}')
+        raise ConfigError(f'{path} contains different arrays ({"; ".join(lines)}{more}): {fix}')
 
 
 def changed_shapes(a: Any, b: Any) -> dict[str, tuple[int, ...]]:

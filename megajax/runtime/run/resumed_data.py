@@ -80,7 +80,7 @@ def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> in
     same = {'data.corpus', 'data.blend'} if old == new and weights[:1] == weights[1:] else set()
     changed = [key for key in (*OF_SAMPLES, *OF_ORDER) if key in different and key not in same]
     if old and old.isdisjoint(new) and {'data.corpus', 'data.blend'} & set(changed):
-        logger.warning('resume     the corpus is another one: it is read from its first sample')
+        logger.warning('resume     the corpus has changed: it is read from its first sample')
         return 0
     old_length, length = there.config['train']['seq_len'], config.train.seq_len
     read = samples * old_length
@@ -91,9 +91,9 @@ def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> in
         changed = ['the corpus']
     if changed:
         logger.warning(
-            'resume     %s: the order of samples is another one; of the %s tokens that the run has '
-            'read, up to %s are read again before the next epoch, and as many others are not read '
-            'before it',
+            'resume     %s: the order of samples has changed; of the %s tokens that the run has '
+            'read, up to %s are read again before the next epoch, and as many unread tokens are '
+            'not read before it',
             ', '.join(changed),
             f'{read:,}',
             f'{_at_stake(data.train, config, samples) * length:,}',
@@ -127,7 +127,7 @@ def _megatron(data: Data, config: Config, there: Record, samples: int) -> Batche
         steps = there.step + (order_of - samples) // train.batch_size
         logger.warning(
             'resume     data.order=megatron: %s samples need other passes through the corpus than '
-            'the %s of before, so their order is another one: of the %s samples that the run has '
+            'the previous %s, so the order of samples changes: of the %s samples that the run has '
             'read, some are read again, and others are not read; train.steps=%d keeps the order',
             f'{wanted:,}',
             f'{order_of:,}',

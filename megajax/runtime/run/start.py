@@ -78,7 +78,7 @@ def check_tokenizer(start: Path, tokenizer: Tokenizer | None) -> None:
     there, here = read_record(start).tokenizer_sha256, tokenizer.fingerprint if tokenizer else None
     if there and here and there != here:
         message = (
-            f'differs from the tokenizer of {start} ({there} there, {here} here), with whose ids '
+            f'differs from the tokenizer of {start} ({there} there, {here} here), on whose ids '
             f'the weights were trained; set data.tokenizer={tokenizer_of(start)}'
         )
         raise ConfigError(Problem(path='data.tokenizer', message=message))

@@ -212,7 +212,7 @@ def test_a_resumed_run_freezes_the_same_parts_and_an_import_any(tmp_path: Path) 
             moments = by_name(optax.tree_utils.tree_get(checkpoints.restore(0).opt_state, 'mu'))
     message = str(found.value)
     assert "vision.freeze [] there, ['decoder'] here" in message
-    assert message.endswith(f'begin another run with run.start_from={tmp_path / "run"}')
+    assert message.endswith(f'begin a new run with run.start_from={tmp_path / "run"}')
     assert {part_of(name) for name in moments} == {'encoder', 'merger'}
 
 

@@ -102,7 +102,7 @@ def test_what_is_not_there_or_does_not_fit_is_told(run: Path) -> None:
     ):
         open_model(run, ['mesh.model=3'])
     with pytest.raises(
-        ConfigError, match=r'holds other arrays \(params/layers/mlp/down/weight/value'
+        ConfigError, match=r'contains different arrays \(params/layers/mlp/down/weight/value'
     ):
         open_model(run, ['model.ffn_size=64'])
 

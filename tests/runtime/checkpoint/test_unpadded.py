@@ -227,5 +227,5 @@ def test_an_array_of_another_size_is_neither_cut_nor_padded(written: Path) -> No
         pytest.raises(ConfigError, match=r'model\.hidden_size 32 there, 36 here'),
     ):
         checkpoints.restore(1)
-    with on_mesh(config), pytest.raises(ConfigError, match='holds other arrays'):
+    with on_mesh(config), pytest.raises(ConfigError, match='contains different arrays'):
         restore_params(written / 'one device/checkpoints/1', config)

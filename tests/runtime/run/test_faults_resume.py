@@ -125,7 +125,7 @@ def test_a_corpus_that_was_replaced_is_not_trained_on_without_a_word(folder: Pat
     file.write_text(file.read_text().replace('x + 3', 'x - 3'))  # as long as before
     code, said = finish(start(folder, CONSTANT, 'train.steps=3'))
     assert (code, 'compiling' in said) == (2, False), said
-    assert 'checkpoints/2 was trained on other data of the same name' in said
+    assert 'checkpoints/2 was trained on different data of the same name' in said
     assert 'restore it, choose another run.dir, or set run.allow_changed_data=true' in said
     assert '-> ' in train(folder, CONSTANT, 'train.steps=3', 'run.allow_changed_data=true')
     assert sorted(losses(folder / 'run')) == [1, 2, 3]

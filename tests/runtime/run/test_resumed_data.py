@@ -118,11 +118,11 @@ def test_a_record_of_an_old_version_has_read_batches_of_its_own_size() -> None:
         ),
         (
             ['train.seq_len=16'],
-            ['train.seq_len: the order of samples is another one', '1,024 tokens', 'up to 1,024'],
+            ['train.seq_len: the order of samples has changed', '1,024 tokens', 'up to 1,024'],
         ),
         (['train.seed=5'], ['train.seed: ', 'of the 1,024 tokens that the run has read']),
         (['data.split=1,1,0'], ['data.split: ']),
-        ([f'data.corpus={PAIRS}/b'], ['the corpus is another one: it is read from its first']),
+        ([f'data.corpus={PAIRS}/b'], ['the corpus has changed: it is read from its first']),
         (['data.order=megatron'], ['data.order: ']),
     ],
 )
