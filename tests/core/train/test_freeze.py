@@ -191,7 +191,7 @@ def test_layers_of_cross_attention_learn_beside_what_is_frozen(
 
 
 def test_freezing_everything_is_refused() -> None:
-    with pytest.raises(ConfigError, match='nothing is trained; leave one out'):
+    with pytest.raises(ConfigError, match='leaves nothing to train; remove one of them'):
         load('tiny_vlm', ['vision.freeze=[encoder,merger,decoder]'])
     assert load('tiny_vlm', ['vision.freeze=[encoder]']).vision.freeze == ('encoder',)
 
