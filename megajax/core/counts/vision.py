@@ -8,6 +8,7 @@ their gradients scattered; between steps they are sharded over `model`.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
@@ -199,19 +200,19 @@ def relevance_arrays(config: Config) -> dict[str, Array]:
 
 
 @functools.cache
-def shapes(config: Config) -> frozenset[tuple[int, ...]]:
-    """Return the dims above 1 of the encoder's parameters, without and with storage padding.
+def shapes(config: Config) -> Counter[tuple[int, ...]]:
+    """Count the encoder's parameters by their dims above 1, without and with storage padding.
 
     They are sorted: XLA for GPUs transposes a weight before it is gathered.
     """
     layout, sizes = Layout.of(config), dim_sizes(config.model)
-    found = set()
+    found = Counter[tuple[int, ...]]()
     for _, x in parameters(config.model):
         if x.owner == 'encoder':
             shape = shape_of(x.dims, sizes)
             padded = tuple(map(sum, zip(shape, layout.padding(x.dims), strict=True)))
-            found |= {tuple(sorted(n for n in one if n > 1)) for one in (shape, padded)}
-    return frozenset(found)
+            found.update({tuple(sorted(n for n in one if n > 1)) for one in (shape, padded)})
+    return found
 
 
 def _padded(config: Config, chosen: list[Parameter]) -> int:

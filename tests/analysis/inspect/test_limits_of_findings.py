@@ -5,11 +5,14 @@ import dataclasses
 import pytest
 from inspect_collectives import reduced
 from support import make_config
+from vlm import vlm
 
 from megajax.analysis.inspect.audit import _row
 from megajax.analysis.inspect.lint import _reduced_twice, _wide
 from megajax.analysis.inspect.sites import site_of
 from megajax.core.counts.megatron import expected
+from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
+from megajax.core.counts.vision import vectors
 from megajax.xla.hlo.program import Array
 
 CONFIG = make_config('gpt', 1, 2, train={'dtype': 'bfloat16', 'batch_size': 4})
@@ -27,6 +30,20 @@ def test_one_reduction_of_an_input_gradient_more_is_found(times: int, findings: 
     assert all(
         f'reduced {times} times a step, {ALLOWED} in Megatron' in one.message for one in found
     )
+
+
+@pytest.mark.parametrize(('times', 'findings'), [(2, 0), (3, 1)])
+def test_the_gradient_of_a_weight_that_is_shaped_as_the_images_is_no_second_reduction(
+    times: int, findings: int
+) -> None:
+    config = vlm(1, 2, crossed=True)
+    weight = next(x for name, x in parameters(config.model) if name == 'vision.merger.down.weight')
+    shape = shape_of(weight.dims, dim_sizes(config.model))
+    assert vectors(config).dims == shape
+    one = dataclasses.replace(
+        reduced(BACKWARD, Array('f32', shape), times=times), kind='reduce-scatter'
+    )
+    assert len([*_reduced_twice(config, [one], expected(config))]) == findings
 
 
 @pytest.mark.parametrize(('rows', 'verdict'), [(999, 'less'), (1000, 'equal'), (1001, 'MORE')])
