@@ -20,7 +20,13 @@ LLAMA = (
     'llama3_8b mesh.data=1 mesh.model=8 mesh.sequence_parallel=true train.batch_size=2 '
     'train.microbatches=1 train.recompute=full optim.shard=none'
 )
-CONFIGS = ['tiny', 'tiny_bert', GPT2, LLAMA]
+ZERO3 = (
+    'llama3_8b mesh.data=8 mesh.model=1 train.batch_size=8 train.microbatches=1 optim.shard=weights'
+)
+PIPELINE = (
+    'gpt2_345m mesh.data=1 mesh.stages=4 mesh.model=2 train.batch_size=16 train.microbatches=8'
+)
+CONFIGS = ['tiny', 'tiny_bert', GPT2, LLAMA, ZERO3, PIPELINE]
 WITHOUT_DROPOUT = 'model.dropout=0.0'  # whose keys may change from one version to the next
 
 
