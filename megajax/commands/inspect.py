@@ -156,9 +156,10 @@ def diff(
         bool, typer.Option('--markdown', help='Print Markdown, for a pull request.')
     ] = False,
 ) -> None:
-    """Compare two compiled steps: of two commits, configs or versions of jax.
+    """Compare two compiled steps.
 
-    A config is compiled now, for the target. Exits with 1 if there is a new error.
+    They can be of two commits, configs or versions of jax; a config is compiled now, for the
+    target. Exits with code 1 if there is a new error.
     """
     sources = _read_inspection(before), _read_inspection(after)
     from megajax.analysis.inspect import inspect

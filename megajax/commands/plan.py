@@ -145,9 +145,9 @@ def for_config(
     prompt: PromptTokens = None,
     batch: NumPrompts = None,
 ) -> None:
-    """Predict memory, time and the best layout of a config, for GPUs you need not have.
+    """Predict memory, time and the best layout of a config.
 
-    Exits with code 1 if the layout of the config does not fit.
+    You do not need the GPUs. Exits with code 1 if the layout of the config does not fit.
     """
     console = Console(highlight=False)
     if table:
@@ -191,7 +191,7 @@ def calibrate(
         typer.Option(min=1, help='Seconds per measurement: matmuls, memory, collectives.'),
     ] = 20,
 ) -> None:
-    """Measure this machine's devices and write a file for --gpu FILE.yaml.
+    """Measure this machine's devices and write a file for --gpu.
 
     It measures matmuls by size, memory bandwidth and, with several devices, collectives.
     """

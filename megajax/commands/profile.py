@@ -28,10 +28,11 @@ def profile(
         Path | None, typer.Option(help='Write the complete result to this file.')
     ] = None,
 ) -> None:
-    """Show where the time of traced steps went: matmuls, other kernels, collectives, idle.
+    """Show where the time of traced steps went.
 
-    It reads the trace that train.profile wrote. If the GPU is known, it compares the measured times
-    with the GPU's peak, with inspect's roofline and with plan.
+    It reads the trace that train.profile wrote, and lists matmuls, other kernels, collectives and
+    idle time. If the GPU is known, it compares the measured times with the GPU's peak, with
+    inspect's roofline and with plan.
     """
     check_outputs(json)
     from megajax.analysis.profile import profile as read  # here, because it imports jax

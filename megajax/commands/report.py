@@ -25,10 +25,11 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write an HTML report on runs: losses, cost, problems, time and speed.
+    """Write an HTML report on runs.
 
-    The report is one file without scripts. It compares the measured step with plan's prediction,
-    and XLA's collectives with Megatron's. Nothing is compiled; a run may still be in progress.
+    The report is one file without scripts. It shows losses, cost, problems, time and speed, and
+    compares the measured step with plan's prediction and XLA's collectives with Megatron's. Nothing
+    is compiled; a run may still be in progress.
     """
     check_outputs(out)
     os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them

@@ -28,7 +28,7 @@ def test_one_reduction_of_an_input_gradient_more_is_found(times: int, findings: 
     found = [*_reduced_twice(CONFIG, placed, WANTED)]
     assert len(found) == findings
     assert all(
-        f'reduced {times} times a step, {ALLOWED} in Megatron' in one.message for one in found
+        f'reduced {times} times per step, {ALLOWED} in Megatron' in one.message for one in found
     )
 
 
