@@ -154,7 +154,7 @@ class Partial:
                     raise _problem(
                         path,
                         f'has {file.tell()} bytes instead of {size}; '
-                        'run the same command again, which starts over',
+                        'run the same command again to start over',
                     )
                 file.truncate(size)
         self._files[TOKENS].seek(0)

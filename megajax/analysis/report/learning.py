@@ -44,7 +44,7 @@ def headline(facts: Facts) -> str:
 
 
 def last_loss(run: RunData) -> float:
-    """Return the mean loss of the last steps; NaN without any."""
+    """Return the mean loss of the last steps, or NaN if there are none."""
     known = run.steps.known('loss')
     return (
         float(np.mean(known[-max(1, round(LAST_STEPS * len(known))) :])) if len(known) else np.nan

@@ -75,7 +75,7 @@ def check_target(target: str, dtype: str | None = None) -> None:
         check_dtype(dtype, hardware(target))
     if not has_compiler():
         raise ConfigError(
-            f"target {target} needs XLA's GPU compiler (no GPU): {install('gpu-compile')}"
+            f"target {target} needs XLA's GPU compiler, but no GPU: {install('gpu-compile')}"
         )
 
 

@@ -162,9 +162,9 @@ class Layout:
         return tuple(map(self._size, entries))
 
     def stacked(self, dims: str, entries: Sequence[Axes], *, at_rest: bool = False) -> 'P':
-        """Return the PartitionSpec of one array with these dims for each device along `entries`.
+        """Return the PartitionSpec of stacked arrays with these dims, one per device of `entries`.
 
-        Each group of mesh axes is a dim of its own, before the others.
+        Each group of mesh axes in `entries` adds a leading dim.
         """
         from jax import P
 

@@ -47,8 +47,8 @@ def round_to_bf16(x: jax.Array, seed: jax.Array, layout: Layout = ONE_DEVICE) ->
     """Round x, in fp32, up with the probability of what rounding down would lose.
 
     The random bits are a hash of the seed and an element's place in the array, so they are the same
-    on every mesh. In an array of all layers that lie in another order, by `layout`, it is the place
-    that they have in the order of the model. Zeros, infinities and NaN stay what they are.
+    on every mesh. If `layout` stores the layers in a different order, the hash uses each layer's
+    index in the model. Zeros, infinities and NaN stay what they are.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32) + (_random_bits(x, seed, layout) >> 16)
     rounded = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)

@@ -75,7 +75,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def check_adapter(folder: Path) -> None:
-    """Raise ConfigError for an adapter of PEFT, also one that transformers adds to a model."""
+    """Raise ConfigError for a PEFT adapter, including one that transformers adds to a model."""
     file = folder / ADAPTER
     if not file.is_file():
         return

@@ -148,7 +148,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: len(self.content)}[whence]
         if start + offset < 0:
-            raise OSError('a place before the first byte')
+            raise OSError('an offset before the first byte')
         self.place = start + offset
         return self.place
 

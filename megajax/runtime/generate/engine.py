@@ -220,7 +220,7 @@ class Engine:
     def _attend_to_images(
         self, weights: LayerWeights, x_BSD: jax.Array, index: int, seen: Seen | None
     ) -> jax.Array:
-        """Apply the layer of cross-attention after the layer with this index, if there is one."""
+        """Apply the cross-attention layer after the layer with this index, if there is one."""
         if seen is None:
             return x_BSD
         assert self.config.vision is not None

@@ -111,7 +111,7 @@ class Watchdog:
         if self.limits:
             if sys.platform != 'linux':
                 raise ConfigError(
-                    'run.watchdog_seconds needs the timers of Linux, '
+                    'run.watchdog_seconds needs Linux timers, '
                     f'but this is {sys.platform}: set it to null'
                 )
             self._shared = _above_stderr(os.memfd_create('watchdog'))

@@ -2,4 +2,4 @@
 
 
 class HloError(ValueError):
-    """An HLO text that is not understood; the message has the line."""
+    """An HLO text that is not understood; the message quotes the line."""

@@ -50,7 +50,7 @@ class Kernel(NamedTuple):
 
 
 def kernels(program: Program) -> Iterator[Kernel]:
-    """Yield every executed kernel of a program that does not communicate, in text order."""
+    """Yield every kernel that a program runs, except those that communicate, in text order."""
     for computation in launching(program):
         times = program.times[computation.name]
         for instruction in computation.instructions:

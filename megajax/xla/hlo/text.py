@@ -6,7 +6,7 @@ from math import prod
 from jax._src.lib import hlo  # type: ignore[attr-defined]
 from jax.stages import Compiled
 
-MAX_ELEMENTS = 1_000_000  # elements in all abbreviated constants; more would take long to write
+MAX_ELEMENTS = 1_000_000  # elements in all abbreviated constants; more would take too long to write
 _ABBREVIATED = re.compile(r' (\w+)\[([\d,]*)\]\S* constant\(\{\.\.\.\}\)')
 
 

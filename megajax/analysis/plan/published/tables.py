@@ -51,7 +51,7 @@ def source(table: str) -> str:
 
 
 def rows_to_fit(gpu: str) -> list[PublishedRate]:
-    """Return the rows of all tables with this GPU that are not held out."""
+    """Return the rows with this GPU, from all tables, that are not held out."""
     return [row for table in TABLES for row in rows(table) if row.gpu == gpu and not row.held_out]
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL without experts: Qwen3 with an encoder of images. Imports no jax."""
+"""Qwen3-VL without experts: Qwen3 with an image encoder. Imports no jax."""
 
 import json
 import math

@@ -41,7 +41,7 @@ TAKES_VALUE = re.compile(r'(dir|path|file|name|project|entity|rank|addr|port|wor
 
 
 class Line(NamedTuple):
-    """The contents of a command line of Megatron-LM."""
+    """The contents of a Megatron-LM command line."""
 
     program: str  # pretrain_gpt.py, or the name of another one
     world_size: int | None  # number of GPUs, if the launcher or its environment says it

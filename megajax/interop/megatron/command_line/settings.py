@@ -1,4 +1,4 @@
-"""The keys of a config that a command line of Megatron-LM decides, section by section.
+"""The config keys that a Megatron-LM command line sets, section by section.
 
 Imports no jax.
 """
@@ -175,8 +175,8 @@ def _virtual_stages(line: Line, stages: int, problems: list[str]) -> int | None:
         return line.get('num_virtual_stages_per_pipeline_rank')
     if line.arguments['num_layers'] % (layers * stages):
         problems.append(
-            f'--num-layers-per-virtual-pipeline-stage {layers}: x {stages} stages does not divide '
-            f'--num-layers {line.arguments["num_layers"]}'
+            f'--num-layers-per-virtual-pipeline-stage {layers} times {stages} stages does not '
+            f'divide --num-layers {line.arguments["num_layers"]}'
         )
         return None
     return line.arguments['num_layers'] // (layers * stages)

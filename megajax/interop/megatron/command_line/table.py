@@ -1,8 +1,8 @@
 """The table of Megatron-LM's arguments: those that decide a key here, and why others do not.
 
 Names are written as Megatron-LM's own namespace has them, `num_layers` for `--num-layers`, from the
-first release (2019) to megatron-core 0.16. Arguments that only `pretrain_gpt.py` and
-`pretrain_bert.py` do not have, such as those of retrieval, are not listed. Imports no jax.
+first release (2019) to megatron-core 0.16. Arguments that neither `pretrain_gpt.py` nor
+`pretrain_bert.py` needs, such as those for retrieval, are not listed. Imports no jax.
 """
 
 from collections.abc import Iterator, Mapping
@@ -250,7 +250,7 @@ INSTEAD: Mapping[str, str] = {
     'label_smoothing': 'set loss.label_smoothing in the YAML',
     'use_dion': 'the optimizer is AdamW',
 }
-# The argument that decides a key; of several, each does.
+# The argument that decides a key; if there are several, any of them does.
 KEYS = """
     model.num_layers: num_layers
     model.hidden_size: hidden_size

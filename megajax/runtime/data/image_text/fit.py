@@ -1,4 +1,4 @@
-"""Check that documents fit into sequences, in which they are not split."""
+"""Check that documents fit into sequences, which never split a document."""
 
 from collections.abc import Sequence
 

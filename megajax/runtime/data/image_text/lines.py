@@ -30,7 +30,7 @@ KWARGS = 'chat_template_kwargs'  # trl's key for other variables of a template
 
 
 def spelled(line: dict[str, Any]) -> str:
-    """Return the texts of a line, which may break the rules, to train a tokenizer on."""
+    """Return the texts of a line for training a tokenizer. The line may break the rules."""
     texts = [line.get('text')]
     messages = _parsed(line.get('messages'))
     for message in messages if isinstance(messages, list) else ():

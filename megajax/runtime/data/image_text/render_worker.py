@@ -50,7 +50,7 @@ class Generation(jinja2.ext.Extension):
         return jinja2.nodes.CallBlock(self.call_method('note'), [], [], body).set_lineno(line)
 
     def note(self, caller: Callable[[], str]) -> str:
-        """Return the text of a mark's body, and keep its place."""
+        """Return the text inside a mark, and record where it is."""
         text = caller()
         self.spans.append((self.count, self.count + len(text)))
         return text

@@ -49,7 +49,7 @@ def _without_nulls(value: Any) -> Any:
 
 @contextmanager
 def _open(input: Input) -> Iterator[Any]:
-    """Open the file; raise what fails in reading it as a ConfigError that names it."""
+    """Open the file; raise a ConfigError that names it if it cannot be read."""
     parquet, arrow = optional('pyarrow.parquet', input.path), optional('pyarrow', input.path)
     try:
         with (

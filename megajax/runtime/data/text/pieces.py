@@ -21,7 +21,7 @@ from megajax.runtime.data.text.byte_tokens import tokenizer_error
 if TYPE_CHECKING:
     import tokenizers
 
-# characters that Unicode keeps from use in texts
+# Unicode noncharacters, which texts should not contain
 GUARDS = tuple(map(chr, range(0xFDD0, 0xFDEF)))
 END = chr(0xFDEF)  # of a mark, which begins with one of GUARDS
 IMAGE = -1  # what the mark of an image stands for if no special token does
