@@ -1,4 +1,4 @@
-"""A compiled training step as a record: its text, its memory plan and its placements."""
+"""A compiled training step as a record: its text, its memory plan and its shardings."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from megajax.xla.hlo.text import program_text
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """A compiled step: its text, its memory plan and the placements of its state.
+    """A compiled step: its text, its memory plan and the shardings of its state.
 
     The plan has `arguments`, `temporaries` and `outputs`, in bytes per device.
     """
@@ -26,7 +26,7 @@ class CompiledStep:
     devices_per_host: int
     arguments: int
     temporaries: int
-    outputs: int  # without those that reuse the memory of arguments
+    outputs: int  # without outputs that reuse the memory of arguments
     parameters: list[Placement]
     optimizer: list[Placement]
     jax_version: str

@@ -20,7 +20,7 @@ def step_options(config: Config) -> Options:
     """Options for the training step on the current mesh.
 
     Raises ConfigError for a config that the compiler would miscompile whatever its options, or with
-    those of XLA_FLAGS, and for one whose program would not run.
+    the options in XLA_FLAGS, and for one whose program would not run.
     """
     target = mesh_target()
     reject_affected(config, target)

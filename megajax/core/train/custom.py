@@ -15,11 +15,10 @@ def loss(
 ) -> jax.Array:
     """Return the loss of a batch as the training step computes it; differentiate and jit it.
 
-    `params` are those of `init_state(config)` or `load_params`, and `batch` is what `place_batch`
-    returns. `step` selects the dropout masks of that step of a run. `jax.value_and_grad(loss)`
-    gives the gradients of the training step on any mesh and at any ZeRO stage, in one pass.
-    Second derivatives are not supported. On GPUs, compile with the options that work around known
-    miscompiles of XLA:
+    `params` come from `init_state(config)` or `load_params`, and `batch` from `place_batch`. `step`
+    selects the dropout masks of that step of a run. `jax.value_and_grad(loss)` gives the gradients
+    of the training step on any mesh and at any ZeRO stage, in one pass. Second derivatives are not
+    supported. On GPUs, compile with the options that work around known miscompiles of XLA:
 
         @partial(jax.jit, compiler_options=megajax.step_options(config))
         def step(params, opt_state, batch):
@@ -29,8 +28,8 @@ def loss(
 
     Raises ConfigError for train.dtype=fp8 and float16, whose scales only `make_train_step` keeps,
     for a model with frozen parameters, which have no gradients, for a batch without the arrays of
-    the loss or with rows above `model.max_seq_len`, and if the current mesh is not the config's.
-    Token ids are not checked: they must be below `model.vocab_size`.
+    the loss or with sequences longer than `model.max_seq_len`, and if the current mesh is not the
+    config's. Token ids are not checked: they must be below `model.vocab_size`.
     """
 
     @jax.custom_vjp
@@ -56,7 +55,7 @@ def loss(
 def gradients(
     params: nnx.State, batch: Batch, config: Config, *, step: jax.Array | int = 0
 ) -> nnx.State:
-    """Return the gradients of `loss`, placed as `params` are, for an optimizer to take.
+    """Return the gradients of `loss`, sharded like `params`, for an optimizer to take.
 
     For the loss as well, call `jax.value_and_grad(megajax.loss)`, which computes both in one pass.
     Raises ConfigError as `loss` does.
@@ -87,7 +86,7 @@ def _check(config: Config) -> None:
 
 
 def _check_params(params: object) -> None:
-    """Raise ConfigError for what is not the parameters of a model, such as the whole state."""
+    """Raise ConfigError if `params` are not the parameters of a model but, say, the whole state."""
     if not isinstance(params, nnx.State):
         whole = isinstance(params, TrainState)
         fix = 'give its params' if whole else 'give init_state(config).params'

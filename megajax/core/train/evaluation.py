@@ -64,7 +64,7 @@ def _with_weights(batch: Batch) -> Batch:
 
 
 def _num_microbatches(config: Config, rows: int) -> int:
-    """The number of microbatches of a batch with this number of rows; without stages it is 1."""
+    """The number of microbatches of a batch with this many sequences; without stages it is 1."""
     if config.mesh.stages == 1:
         return 1
     return math.gcd(rows // config.mesh.data, config.train.microbatches)

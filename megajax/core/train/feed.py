@@ -1,4 +1,4 @@
-"""Batches from the host onto the mesh; each process places its own rows."""
+"""Place batches from the host on the mesh; each process places its own sequences."""
 
 from collections.abc import Mapping
 
@@ -16,11 +16,11 @@ Batch = dict[str, jax.Array]
 
 
 def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = None) -> Batch:
-    """Place host arrays [B, S] on the current mesh, the rows of each data shard on its devices.
+    """Place host arrays [B, S] on the current mesh, each data shard's sequences on its devices.
 
-    Context shards have the tokens in the order of `zigzag.py`. With `batch_size`, the arrays hold
-    only this process's rows of a batch of that size. Raises ConfigError for what is not such an
-    array.
+    Context shards have the tokens in the order of `zigzag.py`. With `batch_size`, the arrays
+    contain only this process's sequences of a batch of that size. Raises ConfigError for anything
+    that is not such an array.
     """
     _check_arrays(batch)
     sharding = _sharding()
@@ -43,7 +43,7 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
 
 
 def _check_arrays(batch: Mapping[str, np.ndarray]) -> None:
-    """Raise ConfigError for what is no array with rows; those of other libraries have `ndim`."""
+    """Raise ConfigError unless these are arrays with rows; other libraries' arrays have `ndim`."""
     if not isinstance(batch, Mapping):
         message = f'a {type(batch).__name__} is not a dict of arrays by name; see docs/api.md'
         raise ConfigError(Problem(path='batch', message=message))
@@ -61,14 +61,14 @@ def _check_arrays(batch: Mapping[str, np.ndarray]) -> None:
 
 
 def shard_order(length: int, shards: int) -> np.ndarray | None:
-    """Return the position of the token at each place of a sequence; None where all are in order."""
+    """Return the position of the token at each index of a sequence; None if all are in order."""
     return position_at(np.arange(length), length, shards) if shards > 1 else None
 
 
 def local_rows(batch_size: int) -> slice:
-    """The smallest range of rows of a batch that contains all rows on this process's devices.
+    """The smallest range of a batch's sequences that contains all on this process's devices.
 
-    Rows in between that belong to other processes are included.
+    Sequences in between that belong to other processes are included.
     """
     mesh = jax.sharding.get_mesh()
     sharding = NamedSharding(mesh, batch_layout(mesh.axis_names)('B'))
@@ -86,7 +86,7 @@ def _sharding() -> NamedSharding:
 
 
 def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes, dtypes and placements of a batch on the current mesh."""
+    """The shapes, dtypes and shardings of a batch on the current mesh."""
     rows, length = config.train.batch_size, config.train.seq_len
     shapes: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
         'tokens': ((length,), jnp.int32),

@@ -1,9 +1,9 @@
 """The first step of a run in fp16 or fp8, which finds the initial scales.
 
-In fp8 the first batch gives the scale of every operand. In fp16 it gives the loss scale:
-The first gradient to overflow is not that of a logit, whose maximum is known, but one that grows
-during backpropagation: a norm divides by the standard deviation of its input, so the embedding's
-gradients are those of the first norm's output divided by the embedding's small numbers. How large
+In fp8 the first batch gives the scale of every operand. In fp16 it gives the loss scale: The first
+gradient to overflow is not a logit's, whose maximum is known, but one that grows during
+backpropagation: a norm divides by the standard deviation of its input, so the embedding's gradients
+are the gradients of the first norm's output divided by the embedding's small numbers. How large
 they get depends on the model and on the batch, so the scale is found by trying.
 """
 
@@ -25,10 +25,10 @@ def take_first_step(
 ) -> tuple[TrainState, Metrics]:
     """Take the step at the largest scale at which no gradient overflows.
 
-    The scale starts at that of `state` and is halved until the step succeeds; the next step uses
-    the scale that succeeded divided by MARGIN. A step that overflows changes neither parameters
-    nor optimizer, so it is repeated with the same batch and the same dropout: nothing is compiled
-    for it, and no batch is lost.
+    The scale starts at the scale in `state` and is halved until the step succeeds; the next step
+    uses the scale that succeeded divided by MARGIN. A step that overflows changes neither
+    parameters nor optimizer, so it is repeated with the same batch and the same dropout: nothing is
+    compiled for it, and no batch is lost.
     """
     assert state.loss_scale is not None
     step, batches, tried = int(state.step), int(state.batches), float(state.loss_scale.value)

@@ -31,12 +31,14 @@ OfMicrobatches = Callable[[Any, Any, Batch, jax.Array], tuple[Sums, Any]]
 def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, jax.Array | None]]:
     """Return a function of parameters, batch, dropout key, loss scale and the scales of fp8.
 
-    It returns the mean loss, the mean negative log-likelihood and the gradient of the loss, and in
-    fp8 the places of the largest exponents (`scaling.py`), which without scales it finds in bf16.
+    It returns the mean loss, the mean negative log-likelihood and the gradient of the loss, and
+    with fp8 the indices of the largest exponents (`scaling.py`), which it finds in bf16 if there
+    are no scales.
 
-    Every data shard differentiates the loss of its own rows with respect to the shared parameters,
-    which gives one gradient per data shard; their sum, after the last microbatch, is a step's only
-    reduction over `data`. From ZeRO-2 on (`zero.py`) the backward pass sums those of matrices.
+    Every data shard differentiates the loss of its own sequences with respect to the shared
+    parameters, which gives one gradient per data shard. Their sum, after the last microbatch, is a
+    step's only reduction over `data`. From ZeRO-2 on (`zero.py`) the backward pass reduces the
+    gradients of matrices.
     """
     config = resolved(config, on_gpu=mesh_target() != 'cpu')
     layout = Layout.of(config)
@@ -68,7 +70,7 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, jax.A
 
 
 def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State]]:
-    """Return what `make_gradients` returns, without the last result."""
+    """Do what `make_gradients` does, without the last result."""
     of_all = make_gradients(config)
 
     def loss_and_gradients(*args: Any) -> tuple[Sums, nnx.State]:
@@ -86,8 +88,8 @@ def _accumulated(objective: Objective, layout: Layout) -> OfMicrobatches:
     def of_microbatches(
         primals: Any, weights: Any, microbatches: Batch, key: jax.Array
     ) -> tuple[Sums, Any]:
-        # This closes over the matrices at rest: jax refuses arguments of a mapped function that
-        # are sharded over the mesh axis that it is mapped over.
+        # This closes over the ZeRO-sharded matrices: jax rejects arguments of a mapped function
+        # that are sharded over the mesh axis over which it is mapped.
         def of_shard(shard: Batch, totals: Any) -> tuple[Sums, Any]:
             slots = primals if totals is None else with_totals(primals, totals)
             return differentiate(slots, weights, shard, key)

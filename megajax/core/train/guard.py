@@ -34,7 +34,8 @@ class Verdict(NamedTuple):
     finite: jax.Array  # loss and gradients were finite
     spike: jax.Array  # the loss was a spike
     overflow: jax.Array  # the loss scale was too large for fp16
-    skipped_in_a_row: jax.Array  # updates skipped in a row, including this one; no overflows
+    # updates skipped in a row, including this one, not counting overflows
+    skipped_in_a_row: jax.Array
 
 
 def init_guard() -> Guard:

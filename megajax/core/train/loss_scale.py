@@ -52,7 +52,7 @@ def init_loss_scale(config: Config) -> LossScale | None:
 
 
 def scale_weights(loss_scale: LossScale | None, batch: Batch) -> Batch:
-    """Scale the weights of tokens and rows, and thereby the loss, before anything is in fp16."""
+    """Scale the weights of tokens and sequences, and so the loss, before anything is in fp16."""
     if loss_scale is None:
         return batch
     return {

@@ -14,9 +14,9 @@ from megajax.core.train.feed import Batch
 
 
 def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
-    """Return a batch with the weight of each token in the loss, and the rows that dropout needs.
+    """Return a batch with the weight of each token in the loss, and the row indices for dropout.
 
-    On context shards the tokens are not in order, so there it also has their positions.
+    On context shards the tokens are not in order, so the batch also gets their positions.
     """
     # Weights that add up to one over the global batch make the mean exact, however the mask is
     # distributed over the shards.
@@ -32,7 +32,7 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
 
 
 def with_positions(batch: Batch, layout: Layout) -> Batch:
-    """Return a batch with the position of each token where context shards change their order."""
+    """Return a batch with the position of each token if context shards change the order."""
     if not layout.mesh_axes('S'):
         return batch
     rows, length = batch['tokens'].shape
@@ -46,15 +46,15 @@ def real_rows(batch: Batch) -> jax.Array:
 
 
 def rows_of(shard: Batch, key: jax.Array | None = None) -> Rows:
-    """Return the arrays next to a shard's tokens; `key` is that of dropout."""
+    """Return the arrays next to a shard's tokens; `key` is for dropout."""
     keys = None if key is None or 'rows' not in shard else sequence_keys(key, shard['rows'])
     return Rows(shard.get('positions'), shard.get('segment_ids'), shard.get('token_types'), keys)
 
 
 def images_of(shard: Batch, key: jax.Array | None = None) -> Images | None:
-    """Return the images of a shard's rows, if the batch has any.
+    """Return the images of a shard's sequences, if the batch has any.
 
-    `key` is that of dropout, from which the noise of relevance follows too.
+    `key` is for dropout; the noise of relevance is derived from it, too.
     """
     if 'pixels' not in shard:
         return None
@@ -66,7 +66,7 @@ def images_of(shard: Batch, key: jax.Array | None = None) -> Images | None:
 def split(x: jax.Array, num_microbatches: int, layout: Layout) -> jax.Array:
     """Reshape [B, ...] to [microbatch, *shards, rows, ...], with the shards of `Layout.mapped`.
 
-    Each data shard splits its own rows into microbatches, and each context shard keeps its own
+    Each data shard splits its own sequences into microbatches, and each context shard keeps its own
     tokens, so nothing moves between devices.
     """
     batch, context = layout.mesh_axes('B'), layout.mesh_axes('S')

@@ -1,8 +1,8 @@
 """Adam's moments in bf16 between steps, `optim.moments_dtype`: half of their memory.
 
-A step computes with them in fp32 and rounds them up or down at random, with the expectation of the
-number that is rounded. Rounded to the nearest number, a second moment would stay where it is: with
-beta2=0.999 a step changes it by less than half of the distance between two numbers in bf16.
+A step computes with them in fp32 and rounds them up or down at random, so that the expected result
+is the number itself. If it were rounded to the nearest number, a second moment would stay as it is:
+with beta2=0.999 a step changes it by less than half of the distance between two numbers in bf16.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from jax import lax
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.shard_digests import mix
 
-ONE_DEVICE = Layout()  # the order of the layers is that of the model
+ONE_DEVICE = Layout()  # with the layers in the order of the model
 ODD = 0x9E3779B9  # 2**32 over the golden ratio: multiples of it are far from one another
 
 
 def with_moments_in_bf16(
     adam: optax.GradientTransformation, layout: Layout = ONE_DEVICE
 ) -> optax.GradientTransformation:
-    """Store the moments of `optax.scale_by_adam` in bf16; `layout` is that of the parameters."""
+    """Store the moments of `optax.scale_by_adam` in bf16; `layout` is the parameters' layout."""
 
     def init(params: Any) -> Any:
         return _map_moments(lambda x, *_: x.astype(jnp.bfloat16), adam.init(params))
@@ -44,9 +44,9 @@ def with_moments_in_bf16(
 
 
 def round_to_bf16(x: jax.Array, seed: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
-    """Round x, in fp32, up with the probability of what rounding down would lose.
+    """Round x, in fp32, up with a probability equal to the fraction that rounding down would lose.
 
-    The random bits are a hash of the seed and an element's place in the array, so they are the same
+    The random bits are a hash of the seed and an element's index in the array, so they are the same
     on every mesh. If `layout` stores the layers in a different order, the hash uses each layer's
     index in the model. Zeros, infinities and NaN stay what they are.
     """

@@ -1,4 +1,4 @@
-"""The loss of a model on the rows of one shard, and its parts: embedding, layers and head."""
+"""The loss of a model on the sequences of one shard, and its parts: embedding, layers and head."""
 
 import dataclasses
 from functools import cached_property
@@ -23,10 +23,10 @@ Sums = tuple[jax.Array, jax.Array]  # the objective and the negative log-likelih
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The loss of a shard's rows as a function of parameters.
+    """The loss of a shard's sequences as a function of parameters.
 
-    All methods take `params`, the tree to differentiate with respect to, and `weights`, the tree
-    to compute with or None (`zero.StepWeights`). `layout` is that of a shard.
+    All methods take `params`, the tree to differentiate with respect to, and `weights`, the tree to
+    compute with or None (`zero.StepWeights`). `layout` is a shard's layout.
     """
 
     config: Config
@@ -43,7 +43,7 @@ class Objective:
     def __call__(
         self, params: nnx.State, weights: nnx.State | None, shard: Batch, key: jax.Array
     ) -> Sums:
-        """Compute the sums of a shard; `key` is that of dropout."""
+        """Compute the sums of a shard; `key` is for dropout."""
         tokens, of_rows = self.parts(params, weights, shard, key)
         objective, nll = tokens
         return objective if of_rows is None else objective + of_rows, nll
@@ -142,7 +142,7 @@ class Objective:
     def model(
         self, params: nnx.State, weights: nnx.State | None
     ) -> tuple[LanguageModel, LanguageModel | None]:
-        """Return the model, and that with the weights to compute with where they differ.
+        """Return the model, and the one with the weights to compute with, if they differ.
 
         Each layer reads its weights inside the loop over layers, which would otherwise hold all of
         them in fp32.
@@ -159,5 +159,5 @@ class Objective:
 
         ready = map_parameters(outside_layers, params, weights)
         if computation.overlap.has_head:
-            ready['head'] = params['head']  # at rest until the layers gather it
+            ready['head'] = params['head']  # ZeRO-sharded until the layers gather it
         return nnx.merge(self._graph, ready), nnx.merge(self._graph, weights)

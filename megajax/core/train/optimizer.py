@@ -19,7 +19,7 @@ WSD_DECAY = 0.2
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Return clipping followed by AdamW; moments have the placement of their parameter."""
+    """Return clipping followed by AdamW; moments are sharded like their parameter."""
     optim = config.optim
     adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
     if optim.moments_dtype == 'bfloat16':

@@ -1,29 +1,31 @@
 """Overlap of communication and computation: `train.overlap`, and the options that it needs.
 
-In a Megatron layer every matrix product waits for the collective before it. Two halves of a
-microbatch do not depend on each other, or only in attention: while one communicates, the other
-computes (Domino, Wang et al., 2024). What is sent over `data` stands beside the products of other
-layers. The number of bytes is the same. `core/model/overlap/` has the order; where it has none, for
-stages, context shards, grids and images, the halves are left to XLA's scheduler.
+In a Megatron layer every matmul waits for the collective before it. Two halves of a microbatch do
+not depend on each other, or only in attention: while one communicates, the other computes (Domino,
+Wang et al., 2024). Communication over `data` overlaps the matmuls of other layers. The number of
+bytes is the same. `core/model/overlap/` implements the schedule. It does not support pipeline
+stages, context parallelism, 2-D tensor parallelism and images: for these, the halves are left to
+XLA's scheduler.
 """
 
 from megajax.core.config import Config
 
 MEBIBYTE = 2**20
-# XLA's GPU compiler would merge the products and the collectives of the two halves again. It may
-# merge collectives that are smaller than an activation. jax 0.10.2 and 0.12 know these options.
+# XLA's GPU compiler would merge the matmuls and the collectives of the two halves again. With these
+# options it only merges collectives that are smaller than an activation. jax 0.10.2 and 0.12 know
+# these options.
 OPTIONS = {
     'xla_gpu_dot_merger_threshold_mb': '0',
     'xla_gpu_all_reduce_combine_threshold_bytes': str(MEBIBYTE),
     'xla_gpu_all_gather_combine_threshold_bytes': str(MEBIBYTE),
     'xla_gpu_reduce_scatter_combine_threshold_bytes': str(MEBIBYTE),
 }
-# By default all collectives of a program share one slot of the schedule, so those of tensor
-# parallelism would take that of the weights and gradients of ZeRO-2 and ZeRO-3, of what a stage
-# sends to the next, and of the keys and values that go round a ring.
+# By default only one collective of a program is in flight at a time. Tensor parallelism's
+# collectives would then block those that move weights and gradients in ZeRO-2 and ZeRO-3,
+# activations between pipeline stages, and keys and values around a ring.
 SLOTS = {'xla_gpu_experimental_parallel_collective_overlap_limit': '4'}
-# By default XLA starts a collective as late as it can, beside the last product before its result is
-# needed. In the overlap schedule it starts where it is.
+# By default XLA starts a collective as late as it can, next to the last matmul before its result is
+# needed. In the overlap schedule it starts where the schedule puts it.
 EARLY = {'xla_gpu_experimental_collective_start_as_early_as_possible': True}
 
 

@@ -1,9 +1,8 @@
-"""The forward and the backward pass of a stage's layers, and what is kept between the two.
+"""The forward and backward pass of a stage's layers, and the values saved between the two.
 
-With `train.recompute=full` that is the input, and the backward pass runs the layers again.
-Otherwise it is what differentiation saves: `jax.vjp` returns a pytree whose leaves are what the
-backward pass reads. Those among them that it was given, such as weights, are given again and not
-kept.
+With `train.recompute=full` only the input is saved, and the backward pass runs the layers again.
+Otherwise the residuals are saved: `jax.vjp` returns a pytree whose leaves are the arrays that the
+backward pass reads. Leaves that are arguments, such as weights, are passed again instead of saved.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-RECOMPUTE = 'recompute'  # the scope of what a backward pass runs again
+RECOMPUTE = 'recompute'  # the scope of operations that a backward pass runs again
 Tree = Any
 # A function of the parameters to differentiate, of a tree that is given to both passes, and of x.
 Run = Callable[[Tree, Tree, jax.Array], jax.Array]
@@ -28,7 +27,7 @@ class Passes(NamedTuple):
 
 
 def keeping_inputs(run: Run) -> Passes:
-    """Keep the input of a stage, which runs twice."""
+    """Save the input of a stage, which runs twice."""
 
     def forward(params: Tree, given: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
         return run(params, given, x), x
@@ -42,9 +41,10 @@ def keeping_inputs(run: Run) -> Passes:
 
 
 def keeping_residuals(run: Run) -> Passes:
-    """Keep what differentiation saves."""
-    # The structure of what `jax.vjp` returned, and of each leaf its place in the tree that is given
-    # again or how to make it from what was kept. Tracing the forward pass finds the same each time.
+    """Save the residuals of differentiation."""
+    # The structure of what `jax.vjp` returned, and for each leaf its index in the tree that is
+    # passed again, or how to make it from the saved arrays. Tracing the forward pass finds the same
+    # each time.
     found: list[tuple[Any, list[int | Callable[[jax.Array], jax.Array]]]] = []
 
     def forward(params: Tree, given: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:

@@ -2,13 +2,13 @@
 
 A stage is a mapped dim, [stage, data shard, ...], as a data shard is. In each tick every stage does
 what the schedule says: a forward pass, a backward pass, or both. Its output goes to its neighbor
-while it computes the next: 1F1B (Narayanan et al., 2021) in one program for all devices. A stage
-that is idle computes too, on zeros or old numbers, and nothing of it is used: the cotangent of its
-backward pass is zero, and so are its gradients.
+while it computes the next one: 1F1B (Narayanan et al., 2021) in one program for all devices. An
+idle stage also computes, on zeros or old numbers, but its results are not used: the cotangent of
+its backward pass is zero, and so are its gradients.
 
 Every stage has the embedding and the head. The embedding is looked up on all of them and used on
-the first. Of the head each stage does its part of the tokens that the last stage has finished, so
-that no stage has more to do than the others.
+the first. Each stage computes the head for its part of the tokens that the last stage has finished,
+so that all stages have the same amount of work.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from megajax.core.train.stage_model import GIVEN, StageModel
 
 Tree = Any
 Ring = list[tuple[int, int]]
-# Scopes of what stages send, by which `inspect` tells the directions of two stages apart.
+# Scopes of the stages' sends, by which `inspect` tells the directions between two stages apart.
 TO_NEXT, TO_PREVIOUS = 'to_next_stage', 'to_previous_stage'
 
 
@@ -102,7 +102,7 @@ def evaluate_pipelined(
 
 
 def _start(model: StageModel, passes: Passes) -> Carry:
-    """Return what comes before the first tick: zeros."""
+    """Return the carry before the first tick: zeros."""
     schedule, layout = model.schedule, model.layout
     x, zero = model.zeros('BTD'), model.zeros('')
     idle_Z3 = jnp.full((schedule.stages, 3), IDLE, out_sharding=STAGES('Z-'))
@@ -123,7 +123,7 @@ def _tick(
 ) -> tuple[Carry, None]:
     """Do what the schedule says for one tick of a phase."""
     ring = _ring(model.schedule)
-    # What goes backward is on its way beside the forward pass, and what goes forward beside the
+    # Sends to earlier stages overlap with the forward pass, and sends to later stages with the
     # backward pass.
     dy = _send_back(carry.dx, ring) if phase.backward else None
     if phase.forward:
@@ -180,7 +180,7 @@ def _head(
 
 
 def _backward(carry: Carry, dy: jax.Array, tick: Tick, model: StageModel, passes: Passes) -> Carry:
-    """Add the gradients of each stage's chunk, and those of the embedding where it begins."""
+    """Add the gradients of each stage's chunk and, on the first stage, of the embedding."""
     schedule = model.schedule
     microbatch_Z, chunk_Z, slot_Z = jnp.moveaxis(tick.backward_Z3, -1, 0)
     ends = model.is_last_Z & (chunk_Z == schedule.chunks - 1)
@@ -213,12 +213,12 @@ def _send_back(dx: jax.Array, ring: Ring) -> jax.Array:
 
 
 def _ring(schedule: Schedule) -> Ring:
-    """The pairs of a stage and the one after it; the last chunk but one goes on at the first."""
+    """The pairs of a stage and its successor; the last stage sends to the first."""
     return [(stage, (stage + 1) % schedule.stages) for stage in range(schedule.stages)]
 
 
 def _ticks(schedule: Schedule, phase: Phase) -> Tick:
-    """Return the entries of a phase, those of a stage on its devices."""
+    """Return the entries of a phase, each stage's on its own devices."""
     forward, backward, head = (
         table[phase.start : phase.stop]
         for table in (schedule.forward, schedule.backward, schedule.head)

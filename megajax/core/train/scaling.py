@@ -1,9 +1,9 @@
-"""The scales of products in fp8: of each operand, from the largest numbers of recent steps.
+"""FP8 scales per operand, from the amax history of recent steps (delayed scaling).
 
-The products of a step count the exponents of what they multiply (`core/model/fp8.py`), and one
-maximum over all devices has the largest of each operand. The state is the number of steps for which
-each exponent still counts as recent; the highest recent one gives the next step's scale. A run
-begins with the exponents of its first batch in 16 bits, so no scale is a guess.
+Each matmul counts the exponents of its operands (`core/model/fp8.py`), and one max-reduction over
+all devices finds the largest per operand. The state stores, for each exponent, how many more steps
+it counts as recent; the highest recent exponent sets the next step's scale. The history starts with
+the exponents of the first batch, computed in 16 bits, so no scale is guessed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,18 +52,18 @@ def scales_of(recent: jax.Array) -> jax.Array:
 
 
 def remember(recent: jax.Array, places: jax.Array) -> jax.Array:
-    """Return the state after a step with these `places` of its largest exponents."""
+    """Return the state after a step with these `places`, the indices of its largest exponents."""
     is_seen = jax.nn.one_hot(places, fp8.NUM_EXPONENTS) > 0
     return jnp.where(is_seen, WINDOW, jnp.maximum(recent - 1, 0))
 
 
 def are_finite(places: jax.Array) -> jax.Array:
-    """Whether no operand had a number that is not finite, which 8 bits would hide."""
+    """Whether every operand was finite. FP8 conversion would hide a NaN or infinity."""
     return jnp.all(places < fp8.NUM_EXPONENTS - 1)
 
 
 def narrowed(params: nnx.State, scales: jax.Array | None, config: Config) -> nnx.State:
-    """Return parameters with the layers' matrices in 8 bits or, without scales, in 16."""
+    """Return parameters with the layers' matrices in FP8 or, without scales, in 16 bits."""
 
     def narrow(index: int, weight: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
         x = weight.get_value()
@@ -97,7 +97,7 @@ def attached(
 def detached(
     params: nnx.State, model: ModelConfig
 ) -> tuple[nnx.State, list[nnx.Variable[jax.Array]]]:
-    """Return parameters, and apart from them the scales or counts of each linear layer, if any."""
+    """Return parameters and, separately, the scales or counts of each linear layer, if any."""
 
     def is_scales(_: Any, x: nnx.Variable[jax.Array]) -> bool:
         return x.declared.role is Role.SCALES
@@ -115,10 +115,10 @@ def largest(
     layout: Layout,
     model: ModelConfig,
 ) -> jax.Array:
-    """Return the places [layer, linear, operand] of the largest exponents, -1 for zeros.
+    """Return the indices [layer, linear, operand] of the largest exponents, -1 for zeros.
 
-    `counts` has those of all devices for each linear layer, without those of the weights. These are
-    the same for all rows of a batch, and found in what `narrowed` returned.
+    `counts` has every linear layer's counts from all devices, without the weights'. The weights'
+    counts are the same for the whole batch, and are found in the result of `narrowed`.
     """
     places = jnp.arange(fp8.NUM_EXPONENTS, dtype=jnp.float32)
 

@@ -1,4 +1,4 @@
-"""Parameters and their gradients as the stages of a pipeline hold them.
+"""Parameters and their gradients in the form that pipeline stages use.
 
 The letters Z and W are stages and the chunks of layers of a stage (`core/parallel/layout.py`).
 """
@@ -53,7 +53,7 @@ def zeros_of_layers(layers: Tree, layout: Layout) -> Tree:
 
 
 def zeros_outside(outside: Tree, layout: Layout) -> Tree:
-    """Return zeros [Z, *shards, ...] to add up the gradients of what is outside the layers."""
+    """Return zeros [Z, *shards, ...] to add up the gradients of parameters outside the layers."""
     entries = (STAGE,), *layout.mapped
 
     def zeros(declared: Parameter, x: jax.Array) -> jax.Array:

@@ -61,7 +61,7 @@ class StageModel:
         self.is_first_Z, self.is_last_Z = self.stage_Z == 0, self.stage_Z == schedule.stages - 1
 
     def run_layers(self, layers: Tree, given: Tree, x_BTD: jax.Array) -> jax.Array:
-        """Run a chunk of layers on the rows of a shard."""
+        """Run a chunk of layers on the sequences of a shard."""
         weights, shard, first = given
         params = with_layers(self.outside, layers)
         if weights is not None:
@@ -75,16 +75,18 @@ class StageModel:
         beside = {name: x for name, x in self.microbatches.items() if name in BESIDE}
         count = jax.tree.leaves(self.layers)[0].shape[2]
         first_Z = (chunk_Z * self.schedule.stages + self.stage_Z) * count
-        # Keys of dropout are mapped over the shards, and what they are folded with must be too.
+        # Dropout keys are mapped over the shards, and the values that are folded into them must be
+        # too.
         first = on_shards(first_Z, self.zeros(''))
         return load(self.weights, chunk_Z), pick(beside, microbatch_Z), first
 
     def input(self, x: jax.Array, microbatch: jax.Array, pass_Z3: jax.Array) -> jax.Array:
-        """Return what each stage's pass begins with: x, or embedded tokens where the model begins.
+        """Return the input of each stage's pass: x, or embedded tokens where the model begins.
 
-        `microbatch` is that of the first stage.
+        `microbatch` is the first stage's microbatch.
         """
-        # Looked up by every stage: XLA would share out among the stages what all of them repeat.
+        # Every stage looks up the tokens: XLA would otherwise divide the repeated work among the
+        # stages.
         embed = self.over(self._embed, SAME, SAME, BOTH)
         embedded = embed(self.outside, self.outside_weights, self._copied(microbatch))
         return select(self.is_first_Z & (pass_Z3[:, 1] == 0), embedded, x)
@@ -92,7 +94,7 @@ class StageModel:
     def differentiate_head(
         self, y: jax.Array, microbatch: jax.Array
     ) -> tuple[Sums, Tree, jax.Array]:
-        """Return the sums, the gradients of what is outside the layers, and that of y."""
+        """Return the sums, and the gradients of the parameters outside the layers and of y."""
         given = self.outside, self.outside_weights
         parts, labels = share_tokens(y, self.layout), self._own_labels(microbatch)
         function = jax.value_and_grad(self._head_of_tokens, argnums=(0, 2), has_aux=True)
@@ -145,7 +147,7 @@ class StageModel:
         return {name: own_tokens(x, self.layout) for name, x in own.items()}
 
     def _own_rows(self, microbatch: jax.Array) -> Batch:
-        """Return the order of BERT's rows, with weights that are zero but for the last stage."""
+        """Return BERT's sentence-order labels, with weights that are zero before the last stage."""
         rows = self._copied(microbatch)
         weights = rows['row_weights']
         counts = self.is_last_Z & (microbatch >= 0)
@@ -153,7 +155,7 @@ class StageModel:
         return {'swapped': rows['swapped'], 'row_weights': weights}
 
     def embedding_gradients(self, microbatch: jax.Array, dx: jax.Array) -> Tree:
-        """Return the gradients of what is outside the layers, from that of the first input."""
+        """Return the gradients of parameters outside the layers, from the input's gradient."""
 
         def differentiate(outside: Tree, weights: Tree, shard: Batch, dx: jax.Array) -> Tree:
             return jax.vjp(lambda outside: self._embed(outside, weights, shard), outside)[1](dx)[0]
@@ -179,7 +181,7 @@ class StageModel:
         return {name: to_stages(x, self.schedule.stages) for name, x in shard.items()}
 
     def zeros(self, dims: str) -> jax.Array:
-        """Return zeros [Z, *shards, *dims], of activations in the dtype of the computation."""
+        """Return zeros [Z, *shards, *dims], of activations in the compute dtype."""
         config = self.objective.config
         *_, rows, length = self.microbatches['tokens'].shape
         sizes = {'B': rows, 'T': length, 'D': config.model.hidden_size, '-': 1}

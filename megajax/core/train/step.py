@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
 
 
 def make_params(config: Config) -> nnx.State:
-    """Return a model's random parameters as they are between steps; to be traced."""
+    """Return a model's random parameters in their stored form; to be traced."""
     key = jax.random.key(config.train.seed)
     return between_steps(nnx.state(make_model(config.model, Layout.of(config), key=key)), config)
 
@@ -49,8 +49,8 @@ def make_params(config: Config) -> nnx.State:
 def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
     """Return the state before the first step, created where it belongs on the current mesh.
 
-    The parameters are random unless `params` are given, placed as they are between steps. Under
-    `jax.eval_shape` the result is the shapes and placements.
+    The parameters are random unless `params` are given, in their stored sharding. Under
+    `jax.eval_shape` the result is the shapes and shardings.
     """
     optimizer = make_optimizer(config)
 
@@ -73,7 +73,7 @@ def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
 
 
 def in_dtype(state: TrainState, config: Config) -> TrainState:
-    """Return a state that may be of a run in bf16 or in fp8 as the config's dtype needs it."""
+    """Return a state, of a run in bf16 or fp8, in the form that the config's dtype needs."""
     is_kept = config.train.dtype == 'fp8' and state.recent is not None
     return state if is_kept else state._replace(recent=init_recent(config))
 
@@ -148,7 +148,7 @@ def dropout_key(seed: int, step: jax.Array | int) -> jax.Array:
     """Return the random key for the dropout of a step.
 
     jax.random.split(key, n)[i] is fold_in(key, i), so without DROPOUT the first steps would draw
-    their masks with the keys that the parameters were initialised with.
+    their masks with the keys with which the parameters were initialized.
     """
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
 
@@ -156,8 +156,8 @@ def dropout_key(seed: int, step: jax.Array | int) -> jax.Array:
 def make_calibration(config: Config) -> Wrapped:
     """Return `calibrate(params, step, batch) -> recent`, the first state of a run's scales in fp8.
 
-    It has the exponents of a batch in the passes of a step in bfloat16, in a loop over layers,
-    which compiles soon.
+    It has the exponents of a batch in the passes of a bf16 step, in a loop over layers, which
+    compiles quickly.
     """
     config = without_order(config)
     gradients = make_gradients(config)

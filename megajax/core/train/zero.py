@@ -1,4 +1,4 @@
-"""ZeRO (Rajbhandari et al., 2020) by its rungs, `optim.shard`: who keeps what, and for how long.
+"""ZeRO stages (Rajbhandari et al., 2020), `optim.shard`: which device stores what, and when.
 
 Between steps each data shard stores its part of every matrix, in fp32, and of AdamW's moments.
 
@@ -38,7 +38,7 @@ from megajax.core.train import scaling
 
 
 def between_steps(params: Any, config: Config) -> Any:
-    """Return the parameters with their placement and dtype between steps."""
+    """Return the parameters in their stored sharding and dtype."""
     layout = Layout.of(config)
 
     def keep(declared: Parameter, x: jax.Array) -> jax.Array:
@@ -52,7 +52,7 @@ def between_steps(params: Any, config: Config) -> Any:
 def gather_once(params: Any, config: Config, layout: Layout) -> Any:
     """Gather over `data`, in the compute dtype, the matrices that a step gathers only once.
 
-    The others of ZeRO-3 are returned as they are; a step gathers them where it uses them.
+    With ZeRO-3 the other matrices are returned as they are; a step gathers them where it uses them.
     """
     shard, dtype, overlap = config.optim.shard, config.train.compute_dtype, config.overlap
 
@@ -81,20 +81,20 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
 class StepWeights(NamedTuple):
     """The parameters of a step as `gradient_slot.separate` returns them, copied for each shard.
 
-    The primals have the matrices at rest whose gradients the backward pass sums over `data`, and
-    gradient slots for the others; frozen parameters are among the weights alone. In fp8 both have
-    the scales, or the counts, of each product.
+    The primals have the stored shards of matrices whose gradients the backward pass sums over
+    `data`, and gradient slots for the others; frozen parameters are only among the weights. With
+    fp8, weights have the scales of each matmul, and primals its counts.
     """
 
     weights: Any | None  # to compute with; None if these are the primals
     primals: Any  # to differentiate with respect to
-    narrow: Any  # the parameters, in fp8 with matrices in 8 bits
+    narrow: Any  # the parameters; with fp8, with FP8 matrices
 
     @classmethod
     def of(
         cls, params: Any, config: Config, layout: Layout, scales: jax.Array | None = None
     ) -> Self:
-        """Return what a step makes of its parameters; without `scales` fp8 computes in bf16."""
+        """Return the parameters as a step uses them; without `scales`, fp8 computes in bf16."""
         is_fp8, shard = config.train.dtype == 'fp8', config.overlap.shard
         narrow = scaling.narrowed(params, scales, config) if is_fp8 else params
         gathered = gather_once(narrow, config, layout)
@@ -125,7 +125,7 @@ def zero_gradients(primals: Any, shard: str, layout: Layout) -> Any:
     """Return zeros to accumulate the gradients of a step's microbatches in.
 
     They are [data shard, ...], with the dims of `Layout.mapped`. Gradients that the backward pass
-    sums over `data` are placed as the matrices at rest, for each replica.
+    sums over `data` are sharded like the stored matrices, for each replica.
     """
 
     def zeros(declared: Parameter, x: Stack) -> Stack:
@@ -142,11 +142,11 @@ def zero_gradients(primals: Any, shard: str, layout: Layout) -> Any:
 
 
 def sum_over_data(gradients: Any, computation: Computation, layout: Layout) -> Any:
-    """Return the sum of gradients like `zero_gradients`, with the placement of their parameters.
+    """Return the sum of gradients like `zero_gradients`, with the sharding of their parameters.
 
     Over `data` this is an all-reduce, or a reduce-scatter where the parameter is sharded over it;
-    over `replica` it is an all-reduce of what is left. The gradients of what is outside the layers
-    have one data shard more for each stage of a pipeline.
+    over `replica` it is an all-reduce of what is left. The gradients of parameters outside the
+    layers have one more data shard for each pipeline stage.
     """
     shard, dtype = computation.overlap.shard, computation.reduce_dtype
 
@@ -184,7 +184,7 @@ def _sum_of_vector(
 def _sum_over_images(
     gradient: jax.Array, declared: Parameter, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
-    """Sum [*data shards, image shard, *dims] to the placement of the parameter at rest."""
+    """Sum [*data shards, image shard, *dims] to the parameter's stored sharding."""
     dims, shards = declared.dims, len(layout.mapped)
     if not declared.is_matrix:
         every = *layout.mapped, layout.mesh_axes(declared.summed)
@@ -212,7 +212,7 @@ def _sum_within_replicas(
 def _sum_over_replicas(
     gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
-    """Sum [replica, *dims] at rest over the replicas; without replicas there is no such dim."""
+    """Sum stored shards [replica, *dims] over the replicas, if there are any."""
     if len(layout.mapped) == 1:
         return gradient
     spec = layout(dims, at_rest=True)
