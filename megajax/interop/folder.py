@@ -19,7 +19,7 @@ SEQ_LEN = 1024  # tokens of a training sequence, unless the model's maximum is s
 
 
 def check_new(out: Path) -> None:
-    """Raise ConfigError unless a run can begin in `out`."""
+    """Raise ConfigError unless a run can start in `out`."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f'{out} is a file: choose another path')
     if steps := find_steps(out / 'checkpoints'):
@@ -33,8 +33,8 @@ def settings(
 ) -> dict[str, dict[str, Any]]:
     """The config of a run with an imported model, before overrides.
 
-    It holds the model, with its section `vision` if it has one, and the keys of other sections that
-    depend on it.
+    It has the model, with its section `vision` if it has one, and the keys of other sections that
+    depend on the model.
     """
     model = dict(model)
     vision = {'vision': model.pop('vision')} if 'vision' in model else {}

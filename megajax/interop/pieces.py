@@ -1,10 +1,10 @@
 """The correspondence between tensors of other formats and megajax's parameters, in both directions.
 
-A parameter of megajax is one array, with its layers stacked and its fused products unsplit; other
-formats store each layer, projection or tensor-parallel rank in an array of its own. A `Piece` says
-where such an array lies in a parameter, so import and export read the same table in two directions,
-and the shard of one device can be filled without the rest. "Here" means in megajax, "there" in the
-other format.
+A parameter of megajax is one array, with its layers stacked and its fused projections together;
+other formats store each layer, projection or tensor-parallel rank in a separate array. A `Piece`
+maps such an array to its region of a parameter, so import and export read the same table in two
+directions, and the shard of one device can be filled without the rest. "Here" means in megajax,
+"there" in the other format.
 """
 
 import math
@@ -28,7 +28,7 @@ TILE = 16
 THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 READABLE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
-STACKED = 'LⓁⒶ'  # dims of layers, of those of the vision encoder and of DeepStack's mergers
+STACKED = 'LⓁⒶ'  # dims of layers, of the vision encoder's layers and of DeepStack's mergers
 ALIGNMENT = 64  # bytes; a CPU device uses a block with this alignment without a copy
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -38,7 +38,7 @@ At = tuple[slice, ...]
 
 
 class Piece(NamedTuple):
-    """An array of another format, and its place in a parameter here."""
+    """An array in the other format, and its region of a parameter here."""
 
     name: str
     shape: Shape
@@ -55,11 +55,11 @@ class Piece(NamedTuple):
 
 
 Pieces = Mapping[str, Sequence[Piece]]  # the pieces of each parameter, by its name
-Entry = TypeVar('Entry')  # an entry in a table of another format's tensors
+Entry = TypeVar('Entry')  # an entry in a table of a different format's tensors
 
 
 def dims_here(model: ModelConfig) -> dict[str, str]:
-    """The dims of each parameter of a model, in capitals but for the second of two equal ones."""
+    """The dims of each parameter of a model, in capitals except the second of two equal dims."""
     return {
         name: ''.join(x if x.upper() in parameter.dims else x.upper() for x in parameter.dims)
         for name, parameter in parameters(model)
@@ -87,10 +87,9 @@ def make_pieces(
     """Return the pieces of a parameter: one for each layer, or one if it is not stacked.
 
     The pieces have the dims `there`, for example '(KCH)D' for [K*C*H, D], and the parameter has
-    `shape` and the dims `here`, for example 'LDKCH'. The index of the layer, or
-    of another stacked module, replaces {} in `name`.
-    `ranges` gives the part of a dim that a piece holds, if not all of it, and `sizes` the length of
-    a dim in the other format, if it is padded.
+    `shape` and the dims `here`, for example 'LDKCH'. The index of the layer, or of a different
+    stacked module, replaces {} in `name`. `ranges` gives the part of a dim that a piece holds, if
+    not all of it, and `sizes` the length of a dim in the other format, if it is padded.
     """
     stacked = next((letter for letter in STACKED if letter in here), None)
     if stacked is None:
@@ -199,11 +198,11 @@ def check_finite(name: str, x: np.ndarray, *, of: str) -> None:
 def place(
     abstract: nnx.State, pieces: Pieces, weights: Mapping[str, np.ndarray], *, of: str
 ) -> nnx.State:
-    """Return the parameters assembled from `weights`, with the placement and dtype of `abstract`.
+    """Return the parameters assembled from `weights`, with the sharding and dtype of `abstract`.
 
     Elements that no piece covers, and those that pad a shard, are zero. Host memory holds one shard
     of one parameter at a time, and a process reads only what its devices get. Raises ConfigError
-    for a number that is not finite, with the name of its tensor and the source `of`.
+    for a number that is not finite, with the name of its tensor and its source, `of`.
     """
     flat = nnx.to_flat_state(abstract)
     with ThreadPoolExecutor(THREADS) as pool:

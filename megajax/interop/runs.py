@@ -86,13 +86,13 @@ def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, str,
 
 
 def weight_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter in a checkpoint but those of adapters, by its name."""
+    """Return the shape of each parameter in a checkpoint except adapters, by its name."""
     shapes = parameter_shapes(checkpoint)
     return {name: shape for name, shape in shapes.items() if ADAPTER not in name}
 
 
 def adapter_scale(checkpoint: Path) -> float | None:
-    """Return the factor of what a checkpoint's adapters add; None if it has none."""
+    """Return the factor of a checkpoint's adapters; None if it has none."""
     lora = read_record(checkpoint).config.get('lora')
     return None if lora is None else LoraConfig.model_validate(lora).scale
 

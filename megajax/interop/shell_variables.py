@@ -1,6 +1,6 @@
 """The variables of a shell script, and the words that expand to their values.
 
-What the text does not tell is marked as unknown, with its reason. Imports no jax.
+Values that the text does not determine are marked as unknown, with the reason. Imports no jax.
 """
 
 import ast
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from megajax.core.config import ConfigError
 from megajax.interop.megatron.command_line.shell import Expansion, Part, word_of
 
-MAX_CHARACTERS = 2**20  # of all words, when the variables are put in
+MAX_CHARACTERS = 2**20  # of all words, after the variables are expanded
 MAX_DEPTH = 20  # of commands within commands, and of defaults within defaults
 OPEN, CLOSE = '\ue000', '\ue001'  # around a piece whose value is not known
 UNKNOWN = re.compile(f'{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}')
-# Commands that change the variables they name: those of a sum that it assigns, all of others.
+# Commands that change variables: a sum changes those that it assigns, other commands all that they
+# name.
 SETTERS = {
     'let': re.compile(
         r'([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)'
@@ -38,12 +39,12 @@ State = tuple[dict[str, list[str]], dict[str, str]]
 
 
 def plain(word: str) -> str:
-    """Return a word as it was written, without the marks of what is unknown."""
+    """Return a word as it was written, without the marks of unknown pieces."""
     return word.replace(OPEN, '').replace(CLOSE, '')
 
 
 def mark(match: re.Match[str]) -> str:
-    """Return what was found, marked as unknown."""
+    """Return a text, marked as unknown."""
     return f'{OPEN}{match[0]}{CLOSE}'
 
 

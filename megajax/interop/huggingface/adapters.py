@@ -28,11 +28,11 @@ def export_adapters(
 ) -> str:
     """Write the adapters of a checkpoint as a directory that PEFT loads; return the family.
 
-    `base` is the directory or the name of the model that they belong to, which PEFT reads where it
-    is not given one. The modules have the names of `family`, else of the family of the config.json
-    in `base`, else of the import that the run began with. Raises ConfigError if the checkpoint has
-    no adapters, if no family can represent its model, if a directory `base` has other weights, or
-    if `out` already exists.
+    `base` is the directory or the name of the model to which they belong; PEFT reads it if it is
+    not given one. The modules have the names of `family`, otherwise of the family in the
+    config.json of `base`, otherwise of the import with which the run started. Raises ConfigError if
+    the checkpoint has no adapters, if no family can represent its model, if a directory `base` has
+    different weights, or if `out` already exists.
     """
     with sound_checkpoint(source) as checkpoint:
         config = reload(read_record(checkpoint).config, place=str(checkpoint / RECORD))
@@ -57,14 +57,14 @@ def export_adapters(
 
 
 def _family_of(base: str | None, origin: Mapping[str, str]) -> str | None:
-    """Return the family of the model that adapters belong to, None if nothing says it."""
+    """Return the family of the model to which adapters belong, None if it is unknown."""
     file = Path(base or '') / 'config.json'
     family = read_json(file).get('model_type') if base and file.is_file() else None
     return str(family) if family is not None else origin.get(FAMILY)
 
 
 def _check_base(checkpoint: Path, model: ModelConfig, base: str | None, family: str) -> None:
-    """Raise ConfigError if a directory `base` has other weights than those with the adapters.
+    """Raise ConfigError if the weights in a directory `base` are not the ones with the adapters.
 
     Weights are equal if they are in the dtype of either. Quantized ones are not compared.
     """
@@ -120,14 +120,14 @@ def _settings(config: Config, modules: list[str], base: str | None) -> dict[str,
 
 
 def _module(tensor: str) -> str:
-    """Return the part of a tensor's name that is alike in all layers: `self_attn.q_proj`."""
+    """Return the part of a tensor's name that is the same in all layers: `self_attn.q_proj`."""
     return '.'.join(tensor.split('.')[-4:-2])
 
 
 def _tensors(checkpoint: Path, config: Config, family: Family) -> Iterator[tuple[str, np.ndarray]]:
     """Yield PEFT's tensors: of each module of a layer A [Q, inputs] and B [outputs, Q].
 
-    The modules of one product here, such as queries, keys and values, have the same A.
+    Modules that are one matmul in megajax, such as queries, keys and values, have the same A.
     """
     from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
 

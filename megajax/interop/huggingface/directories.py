@@ -40,10 +40,10 @@ EXPORT_DTYPES = {
     'bfloat16': np.dtype(ml_dtypes.bfloat16),
     'float16': np.dtype(np.float16),
 }
-# The start tokens of Llama 2 and Mistral, and of Llama 3; other families begin a document with the
-# end-of-document token of the one before.
+# The start tokens of Llama 2 and Mistral, and of Llama 3; other families start a document with the
+# previous document's end-of-document token.
 BEGIN_OF_DOCUMENT = '<s>', '<|begin_of_text|>'
-# Keys of config.json that name tokens beside a picture, by what a tokenizer calls them.
+# Keys of config.json that name the tokens around an image, by the tokenizer's names for them.
 BESIDE_PICTURES = {
     '<|vision_start|>': 'vision_start_token_id',
     '<|vision_end|>': 'vision_end_token_id',
@@ -64,9 +64,9 @@ def import_huggingface(
 ) -> Config:
     """Make `out` a run at step 0 with a directory's model, weights, tokenizer.json and companions.
 
-    The weights of a `repository`, whose `folder` has the description, are downloaded once that is
-    accepted. Returns the config of the run. Raises ConfigError for settings in config.json that are
-    not supported, and for incomplete weights.
+    If there is a `repository`, `folder` has the model's description, and the weights are downloaded
+    only after it is accepted. Returns the config of the run. Raises ConfigError for settings in
+    config.json that are not supported, and for incomplete weights.
     """
     check_new(out)
     check_adapter(folder)
@@ -117,9 +117,9 @@ def export_huggingface(
     """Write a checkpoint as a directory that transformers and vLLM load; return family and dtype.
 
     `source` is a run, whose newest checkpoint is written, or one checkpoint. For an imported
-    checkpoint that has not been trained since, family and dtype default to those of the import, so
-    that it is restored bit for bit; otherwise to the first family that fits and to fp32, the dtype
-    of checkpoints. Host memory holds one parameter and one of its tensors at a time. Raises
+    checkpoint that has not been trained since, family and dtype default to the import's, so that it
+    is restored bit for bit; otherwise to the first family that fits and to fp32, the dtype of
+    checkpoints. Host memory holds one parameter and one of its tensors at a time. Raises
     ConfigError if no family can represent this model, or if `out` already exists.
     """
     with sound_checkpoint(source) as checkpoint:
@@ -156,7 +156,7 @@ def export_huggingface(
 
 
 def _warn_of_other_texts(folder: Path, fingerprint: str | None) -> None:
-    """Warn of a tokenizer whose class transformers makes otherwise than tokenizer.json says."""
+    """Warn if transformers would build a tokenizer that differs from tokenizer.json."""
     if fingerprint is None:
         return
     from megajax.runtime.data.text.tokenizer import load_tokenizer
@@ -187,9 +187,9 @@ def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
 
 
 def _write_companions(checkpoint: Path, folder: Path, model: ModelConfig) -> dict[str, Any]:
-    """Write the tokenizer and what came with the model, or what AutoTokenizer needs without it.
+    """Write the tokenizer and the files imported with it, or else those that AutoTokenizer needs.
 
-    Returns the keys of config.json that name tokens: those of the import, or the tokenizer's.
+    Returns the keys of config.json that name tokens: the import's, or else the tokenizer's.
     """
     companions = read_companions(checkpoint)
     for name, content in companions.files.items():

@@ -17,9 +17,9 @@ GATE, UP = slice(0, 1), slice(1, 2)
 
 
 class There(NamedTuple):
-    """A tensor of a Hugging Face directory, and the part of a parameter that it holds."""
+    """A tensor of a Hugging Face directory, and the part of a parameter that it contains."""
 
-    name: str  # {} stands for the layer's index
+    name: str  # {} is replaced by the layer's index
     dims: str
     columns: slice = slice(None)  # of C, the columns of a head group, or of U, gate and up
     is_square: bool = False  # whether the last dim is two dims of one size there
@@ -38,7 +38,7 @@ class Family:
     joined: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     # With tied embeddings: copies that a directory may hold, and how the name of the original ends.
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # Buffers that older versions of transformers saved and that nobody reads.
+    # Buffers that older versions of transformers saved and that are not read.
     buffers: re.Pattern[str] | None = None
-    sees: bool = False  # whether its models have an encoder of images
+    sees: bool = False  # whether its models have a vision encoder
     prefix: str = ''  # of the names of all tensors but the head's, if some directories omit it

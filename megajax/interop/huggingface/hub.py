@@ -1,7 +1,7 @@
 """Models of the Hugging Face Hub, downloaded into its cache. Imports no jax.
 
-Only files by the names below are fetched: weights as safetensors, and what describes model,
-tokenizer and generation. Pickles and code are not.
+Only files with the names below are fetched: weights as safetensors, and the files that describe
+model, tokenizer and generation. Pickles and code are not fetched.
 """
 
 import logging
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 class Repository:
     """A revision of a model on the Hub, in the local cache.
 
-    Making one downloads the description of the model; `fetch_weights` downloads the rest, so that
-    a model or an override that is refused costs no download of weights. Raises ConfigError with
-    the repository, what failed and what to do, and never with the token.
+    Making one downloads the description of the model; `fetch_weights` downloads the rest, so that a
+    model or an override that is rejected costs no download of weights. Raises ConfigError with the
+    repository, what failed and what to do, and never with the token.
     """
 
     def __init__(self, name: str, revision: str | None = None):
@@ -64,7 +64,7 @@ class Repository:
             return
         listed = read_json(index).get('weight_map')
         files = {str(file) for file in listed.values()} if isinstance(listed, dict) else set()
-        # `read_tensors` refuses any other name.
+        # `read_tensors` rejects any other name.
         self._fetch(sorted(file for file in files if WEIGHTS.fullmatch(file)), self.commit)
 
     def _fetch(self, files: Sequence[str], revision: str) -> Path:
@@ -80,7 +80,7 @@ class Repository:
             folder = snapshot_download(
                 self.name, revision=revision, allow_patterns=list(files), library_name='megajax'
             )
-        except Exception as error:  # those of its HTTP library, which differs between versions
+        except Exception as error:  # errors of its HTTP library, which differs between versions
             self._refuse(error)
         return Path(folder)
 
@@ -111,15 +111,15 @@ class Repository:
             token = get_token()
             said = said.replace(token, '***') if token else said
             why = f'cannot be downloaded from {hub} ({said}): try again, or {elsewhere}'
-        # Without its cause, whose text may hold the request's headers.
+        # Without its cause, whose text may contain the request's headers.
         raise ConfigError(f'{self.name}: {why}') from None
 
 
 def find_source(source: str, revision: str | None = None) -> tuple[Path, Repository | None]:
-    """Return the folder of a model, and its repository if it is one of the Hub.
+    """Return the folder of a model, and its repository if it is on the Hub.
 
-    A folder of that name comes first. Raises ConfigError if `source` is neither a folder nor the
-    name of a repository, and as `Repository` does.
+    A local folder of that name takes precedence. Raises ConfigError if `source` is neither a folder
+    nor the name of a repository, and as `Repository` does.
     """
     is_name = NAME.fullmatch(source) and '..' not in source
     if os.path.exists(source):

@@ -1,4 +1,4 @@
-"""Reading and writing preprocessor_config.json: how pictures become patches. Imports no jax."""
+"""Reading and writing preprocessor_config.json: how images become patches. Imports no jax."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,16 +11,16 @@ from megajax.interop.huggingface.reader import Keys, Reader
 FILE = 'preprocessor_config.json'
 CLASS = 'Qwen2VLImageProcessorFast'
 CLASSES = (CLASS, 'Qwen2VLImageProcessor', 'Qwen2VLImageProcessorPil')
-MIDDLE = [0.5, 0.5, 0.5]  # the mean and the standard deviation that bring bytes to -1 to 1
+MIDDLE = [0.5, 0.5, 0.5]  # the mean and the standard deviation that map bytes to the range -1 to 1
 BICUBIC = 3
-MIN_PATCHES = 256  # of a picture, where the file does not say
+MIN_PATCHES = 256  # per image, if the file does not set it
 
 
 def read_preprocessor(folder: Path, vision: Mapping[str, Any]) -> Keys:
-    """Read how a directory's pictures are prepared: keys of the config's section `vision`.
+    """Read how a directory's images are prepared: keys of the config's section `vision`.
 
-    `vision` has its other keys. A directory without the file has none. Raises ConfigError with
-    every key and value that megajax does otherwise.
+    `vision` has the section's other keys. A directory without the file has none. Raises ConfigError
+    with every key and value that megajax handles differently.
     """
     file = folder / FILE
     if not file.is_file():
@@ -42,7 +42,7 @@ def read_preprocessor(folder: Path, vision: Mapping[str, Any]) -> Keys:
 
 
 def _min_patches(read: Reader, area: int) -> int:
-    """Return the least number of patches of a picture, whose `area` is in pixels."""
+    """Return the minimum number of patches of an image, whose `area` is in pixels."""
     size = read.get('size', None)
     least = read.get('min_pixels', None)  # the older name, which transformers reads first
     key = 'min_pixels' if least is not None else 'size.shortest_edge'

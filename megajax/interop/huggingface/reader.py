@@ -47,7 +47,7 @@ Keys = dict[str, Any]
 class Reader:
     """A config.json that is read key by key.
 
-    `problems` collects all errors, and `left` lists the keys that nobody asked for.
+    `problems` collects all errors, and `left` lists the keys that were not read.
     """
 
     def __init__(self, keys: Mapping[str, Any], file: str):
@@ -65,8 +65,8 @@ class Reader:
     def take(self, key: str, ours: str, default: Any = ...) -> Any:
         """Return the value of a key that becomes `ours` here, such as `model.norm_eps`.
 
-        None if it may be null, and null or left out. None, and a problem, if it is missing or no
-        value of `ours`.
+        Returns None if the key may be null, and is null or left out. Returns None and adds a
+        problem if it is missing or not a valid value of `ours`.
         """
         value = self.get(key, default)
         is_missing = default is ... and key not in self.keys
@@ -74,7 +74,7 @@ class Reader:
         return None if is_missing or may_be_none else self.checked(key, value, ours)
 
     def checked(self, key: str, value: Any, ours: str) -> Any:
-        """Return the value of a key, or None and a problem if it is no value of `ours`."""
+        """Return the value of a key; None, with a problem, if it is not a valid value of `ours`."""
         why = fault(ours, value)
         if why:
             self._add(key, why)
@@ -91,7 +91,7 @@ class Reader:
         return section
 
     def only(self, key: str, *allowed: Any, default: Any) -> None:
-        """Refuse any value but the allowed ones."""
+        """Reject any value but the allowed ones."""
         value = self.get(key, default)
         if value not in allowed:
             self.refuse(key, value, f'only {" or ".join(map(json.dumps, allowed))} is supported')
@@ -105,6 +105,6 @@ class Reader:
 
     @property
     def left(self) -> list[str]:
-        """The keys that nobody asked for."""
+        """The keys that were not read."""
         inner = (f'{key}.{x}' for key, section in self._sections.items() for x in section.left)
         return sorted([*(self.keys.keys() - self._asked), *inner])

@@ -16,7 +16,7 @@ def read_rope(read: Reader, own: Iterable[str] = ()) -> Keys:
     """Read theta and scaling of the rotary embedding.
 
     transformers 5 has them in `rope_parameters`, earlier versions in `rope_theta` and
-    `rope_scaling`. Besides, these may have a family's `own` names, which it reads itself.
+    `rope_scaling`. They may also have a family's `own` names, which the family reads itself.
     """
     read.only('partial_rotary_factor', 1, default=1)
     old = read.get('rope_theta', 10000.0), read.get('rope_scaling', None) or {}

@@ -10,7 +10,7 @@ from megajax.interop.huggingface.reader import Keys, Reader
 GELUS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
 
 
-# A key of config.json, and what transformers takes it to be where it is left out.
+# A key of config.json, and transformers' default if it is left out.
 Names = Mapping[str, tuple[str, Any]]
 SIZES: Names = {
     'num_layers': ('num_hidden_layers', ...),
@@ -23,7 +23,7 @@ SIZES: Names = {
 
 
 def read_names(read: Reader, names: Names, section: str = 'model') -> Keys:
-    """Read the keys of a section that `names` gives the names of."""
+    """Read the keys of a section; `names` gives their names in config.json."""
     return {ours: read.take(key, f'{section}.{ours}', x) for ours, (key, x) in names.items()}
 
 

@@ -55,10 +55,10 @@ class Tensor(NamedTuple):
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     """Return every tensor of a directory by name, as views of the memory-mapped files.
 
-    A tensor's bytes are read only when it is used. As in transformers, `model.safetensors` comes
-    before an index, which `save_pretrained` leaves of an older model. Raises ConfigError, with file
-    and tensor, if a file is damaged or missing, or if the index and the files disagree, and for a
-    folder whose weights transformers would change by an adapter.
+    A tensor's bytes are read only when it is used. As in transformers, `model.safetensors` takes
+    precedence over an index, which may be a leftover of an older `save_pretrained`. Raises
+    ConfigError, with file and tensor, if a file is damaged or missing, or if the index and the
+    files disagree, and for a folder to whose weights transformers would add an adapter.
     """
     check_adapter(folder)
     if (folder / SINGLE).is_file():
@@ -142,7 +142,7 @@ def _read_files(folder: Path, index: Path, files: Mapping[str, str]) -> dict[str
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
     try:
-        # Opening checks that the header is valid and the length of the file as it says.
+        # Opening checks that the header is valid and matches the length of the file.
         with safe_open(path, framework='numpy'):
             pass
         with path.open('rb') as file:

@@ -46,7 +46,7 @@ def huggingface_pieces(
             ranges = {'C': there.columns, 'U': there.columns, 'V': vocab}
             pieces = make_pieces(there.name, there.dims, dims[path], shape, ranges)
             pieces_of_tensors.append([*map(_with_square, pieces)] if there.is_square else pieces)
-        # Layer by layer, so that those of a joined tensor are next to each other.
+        # Layer by layer, so that the pieces of a joined tensor are next to each other.
         return [piece for of_layer in zip(*pieces_of_tensors, strict=True) for piece in of_layer]
 
     return {path: pieces_of(path, shape) for path, shape in shapes.items()}
@@ -71,10 +71,10 @@ def from_huggingface(
 ) -> nnx.State:
     """Return a family's tensors as parameters in fp32.
 
-    They are placed on the current mesh as they are between steps. The vocabulary is padded with
-    zeros. Memory-mapped `tensors` are read once, and each process reads only what its devices get.
-    Raises ConfigError, which names `source`, for tensors that do not fit the model. `family`
-    defaults to GPT-2, Llama, MegatronBert or Qwen3-VL, by the model.
+    They are in their stored sharding on the current mesh. The vocabulary is padded with zeros.
+    Memory-mapped `tensors` are read once, and each process reads only what its devices get. Raises
+    ConfigError, which names `source`, for tensors that do not fit the model. `family` defaults to
+    GPT-2, Llama, MegatronBert or Qwen3-VL, by the model.
     """
     abstract = abstract_params(config)
     pieces = huggingface_pieces(config.model, shapes_of(config.model), family=family)
@@ -94,7 +94,7 @@ def tensors_of_pieces(
 ) -> dict[str, np.ndarray]:
     """Return a directory's tensors by the names of the pieces, as views; others keep their names.
 
-    Raises ConfigError, which names `source`, for a joined tensor that is missing or of another
+    Raises ConfigError, which names `source`, for a joined tensor that is missing or has the wrong
     shape, and for tied tensors that differ.
     """
     chosen = _family(model, family)
@@ -106,7 +106,7 @@ def tensors_of_pieces(
 
 
 def joined_tensors(pieces: Pieces, family: Family | str) -> dict[str, list[Piece]]:
-    """Return the pieces that each tensor of a directory holds, one below the other, in order."""
+    """Return the pieces that each tensor of a directory contains, one below the other, in order."""
     family = FAMILIES[family] if isinstance(family, str) else family
     whole = {part: name for name, parts in family.joined.items() for part in parts}
     tensors = defaultdict[str, list[Piece]](list)

@@ -29,14 +29,14 @@ from megajax.interop.megatron.torch_files import load_archive, load_torch, map_f
 
 BACKEND, COMMON = 'metadata.json', 'common.pt'
 WRAPPERS = re.compile(r'^(module|model)\.')  # in front of each name, in NeMo's checkpoints
-# Entries that are not of the model, by the beginning of their names.
+# Entries that are not a part of the model, by the beginning of their names.
 LEFT_OUT = {
     'the state of the optimizer': r'optimizer\.|chained_\d+\.|param_state',
     'the random states': r'rng_state',
     "the states of the scheduler and of Megatron-LM's checks": r'opt_param_scheduler|rerun_state',
 }
 STACK = 'decoder.layers.'
-MAX_CHUNKS = 2**20  # of all layers; 128 of them on 128 ranks have a fifth
+MAX_CHUNKS = 2**20  # of all layers; 128 layers on 128 ranks have a fifth as many
 GATED = re.compile(r'(.*\.mlp\.linear_fc1\.(?:weight|bias))_([wv])')
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def is_dist(folder: Path) -> bool:
 def open_checkpoint(folder: Path) -> DistCheckpoint:
     """Read everything but the elements of the tensors.
 
-    Raises ConfigError if the format is another one, or if a file is damaged.
+    Raises ConfigError if the format is a different one, or if a file is damaged.
     """
     try:
         backend = json.loads((folder / BACKEND).read_bytes())['sharded_backend']
@@ -97,7 +97,7 @@ def open_checkpoint(folder: Path) -> DistCheckpoint:
 
 
 def _left_out(names: Iterable[str]) -> dict[str, str]:
-    """Return what an entry is, by its name, for those that are not of the model."""
+    """Return what an entry is, by its name, if it is not a part of the model."""
     return {
         name: what
         for name in names
@@ -132,12 +132,12 @@ def _of_layers(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_stack(name: str) -> bool:
-    """Whether a tensor holds all layers: its name has no number of a layer."""
+    """Whether a tensor contains all layers: its name has no layer number."""
     return name.startswith(STACK) and not name[len(STACK) :].partition('.')[0].isdecimal()
 
 
 def _unstacked(name: str, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a stack, whose first dim is that of the layers."""
+    """Yield the tensors of a stack, whose first dim is the layers."""
     chunks = defaultdict(list)
     for chunk in stack.chunks:
         for layer in range(chunk.sizes[0]):
@@ -161,7 +161,7 @@ def open_chunks(
 ) -> Iterator[tuple[str, Chunk, np.ndarray]]:
     """Yield the name of a tensor, a chunk of it and its elements, as a view of a mapped file.
 
-    Raises ConfigError, with file and tensor, where the file holds something else.
+    Raises ConfigError, with file and tensor, if the file contains something else.
     """
     files: dict[str, memoryview] = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Parameters from a `torch_dist` checkpoint, whatever ranks have written its chunks."""
+"""Parameters from a `torch_dist` checkpoint, independent of the ranks that wrote its chunks."""
 
 import math
 from collections import defaultdict
@@ -70,9 +70,9 @@ def _vocab_rows(config: Config, checkpoint: DistCheckpoint) -> int:
 def _parts(
     piece: Piece, chunk: Chunk, there: str, here: str, shape: Sequence[int]
 ) -> Iterator[tuple[Piece, Block]]:
-    """Yield the pieces that a chunk of a tensor consists of, and where in the chunk they lie.
+    """Yield the pieces of a chunk of a tensor, and their positions in the chunk.
 
-    A chunk need not end where a head or a gate does, and then it is more than one piece.
+    A chunk that does not end at the boundary of a head or a gate is more than one piece.
     """
     groups, lengths = groups_of(there, here), dict(zip(here, shape, strict=True))
     fixed = {dim: at for dim, at in zip(here, piece.at, strict=True) if dim not in ''.join(groups)}

@@ -1,8 +1,8 @@
-"""The index of a `torch_dist` checkpoint: which tensors it has, and where their chunks lie.
+"""The index of a `torch_dist` checkpoint: its tensors, and where their chunks are stored.
 
 This is the format of Megatron-LM since megatron-core, and of `torch.distributed.checkpoint`. The
-file `.metadata` is a pickle of records; a tensor has its global shape there, and its chunks, which
-may have been written by any ranks. Imports no jax.
+file `.metadata` is a pickle of records; it has the global shape of each tensor, and its chunks,
+which any ranks may have written. Imports no jax.
 """
 
 import math
@@ -54,14 +54,14 @@ class Chunk(NamedTuple):
     sizes: Shape
     entry: Entry
     stored: Shape  # of the array in the file
-    layer: int | None = None  # of the array, whose first dim is that of the layers
+    layer: int | None = None  # of the array, whose first dim is the layers
 
 
 class Tensor(NamedTuple):
     """A tensor of a model: its global shape and the chunks that it consists of."""
 
     shape: Shape
-    dtype: Any  # of numpy, or the name of another one of torch's
+    dtype: Any  # a numpy dtype, or the name of a torch dtype that numpy lacks
     chunks: tuple[Chunk, ...]
 
 

@@ -1,7 +1,7 @@
 """Reading a pickle as data: plain containers and known records, with bounded memory and time.
 
-A pickle is a program for a stack machine. Here only the instructions that build plain data exist;
-a call reaches nothing but the functions that a reader has made for it (`Call`). Imports no jax.
+A pickle is a program for a stack machine. Here only the instructions that build plain data exist; a
+call reaches only the functions that a reader provides (`Call`). Imports no jax.
 """
 
 import io
@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from megajax.core.config import ConfigError
 
-machine: Any = pickle  # has the unpickler in Python, which type checkers do not know
+machine: Any = pickle  # has the Python unpickler, which type checkers do not know
 # Instructions of a program. Each makes at most one object or one entry of a container, so that
 # memory is bounded too. A checkpoint of 100,000 chunks has about 5 million.
 MAX_INSTRUCTIONS = 2**24
 MAX_KEY_ITEMS = 16  # of a tuple that is a key of a dict
-# Instructions that call or look up by other ways than `Call`, or reserve memory before they read.
+# Instructions that call or look up other than through `Call`, or that reserve memory before they
+# read.
 LEFT_OUT = (
     pickle.INST,
     pickle.OBJ,
@@ -59,7 +60,7 @@ class Inert:
 class Unpickler(machine._Unpickler):
     """A stack machine without instructions that could run, or reserve, more than the file holds.
 
-    A subclass says in `find_class` what stands for a global: a `Call`, `Inert`, or plain data.
+    A subclass defines in `find_class` what replaces a global: a `Call`, `Inert`, or plain data.
     """
 
     dispatch = {  # noqa: RUF012
@@ -92,7 +93,7 @@ class Unpickler(machine._Unpickler):
         raise ValueError(f'its pickle has more than {MAX_INSTRUCTIONS:,} instructions')
 
     def find_class(self, module: str, name: str) -> Any:
-        """Reject every global; subclasses have exceptions."""
+        """Reject every global; subclasses make exceptions."""
         raise ConfigError(
             f'{self.path}: rejected: it asks for {module}.{name}, '
             'but only tensors and plain containers are allowed'
@@ -104,7 +105,7 @@ class Unpickler(machine._Unpickler):
         self.stack[-1] = _call(self.stack[-1], arguments)
 
     def load_build(self) -> None:
-        """Set attributes of a record; what other objects have of them is not needed."""
+        """Set attributes of a record; the attributes of other objects are not needed."""
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, Record):

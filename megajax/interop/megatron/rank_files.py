@@ -18,8 +18,8 @@ FILE, TRACKER, RELEASE = 'model_optim_rng.pt', 'latest_checkpointed_iteration.tx
 MAX_TRACKER_BYTES = 100
 VERSION = 3.0  # version of the layout; since 2.0 QKV is grouped by head
 IGNORED = re.compile(r'.*_extra_state(\..*)?|.*rotary_pos_emb\.inv_freq')
-# Translation of names in Transformer Engine's layers and in Megatron-LM before megatron-core to
-# those of the local layer specification.
+# Translation of names in Transformer Engine's layers, and in Megatron-LM before megatron-core, to
+# the names in the local layer specification.
 ALIASES = (
     (r'linear_qkv\.layer_norm_(weight|bias)$', r'input_layernorm.\1'),
     (r'self_attention\.input_layernorm', 'input_layernorm'),
@@ -36,7 +36,7 @@ ALIASES = (
 
 
 class Progress(NamedTuple):
-    """How far Megatron-LM's run has come; None for what a checkpoint does not say."""
+    """The progress of Megatron-LM's run; None for values that a checkpoint does not have."""
 
     iteration: int | None = None
     samples: int | None = None  # consumed in training
@@ -65,9 +65,9 @@ def chunk_names(count: int) -> list[str]:
 def find_ranks(
     folder: Path, ranks: int | None = None, stages: int | None = None
 ) -> list[list[Path]]:
-    """Return the files of a checkpoint, of each tensor-parallel rank those of its stages in order.
+    """Return the files of a checkpoint: for each tensor-parallel rank, its stages' files in order.
 
-    `folder` is a checkpoint's folder, or one that holds several, of which the newest is used.
+    `folder` is a checkpoint's folder, or one that contains several, of which the newest is used.
     Raises ConfigError if there are no ranks, not every one, or not `ranks` x `stages` of them.
     """
     folder = newest(folder)
@@ -105,9 +105,9 @@ def find_ranks(
 
 
 def newest(folder: Path) -> Path:
-    """Return the newest checkpoint of a folder that holds several, or the folder itself.
+    """Return the newest checkpoint of a folder that contains several, or the folder itself.
 
-    Raises ConfigError if the file that names it holds neither a number of steps nor `release`.
+    Raises ConfigError if the file that names it contains neither a number of steps nor `release`.
     """
     tracker = folder / TRACKER
     if not tracker.is_file():
@@ -161,7 +161,7 @@ def arguments_of(contents: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def progress_of(contents: Mapping[str, Any]) -> Progress:
-    """Return the iteration of a checkpoint, its consumed samples and those of the whole run."""
+    """Return the iteration of a checkpoint, its consumed samples and the whole run's samples."""
     arguments = arguments_of(contents)
 
     def count(name: str, source: Mapping[str, Any] = arguments) -> int | None:
@@ -186,7 +186,7 @@ def local_name(name: str) -> str:
 
 
 def _tensors(model: Mapping[str, Any], path: Path) -> dict[str, np.ndarray]:
-    """Return the tensors of a model, whose names are those of nested dicts."""
+    """Return the tensors of a model; the keys of the nested dicts make up their names."""
     tensors = {}
     pending, visited = [('', model)], {id(model)}
     while pending:

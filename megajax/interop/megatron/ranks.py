@@ -52,7 +52,7 @@ def import_megatron(
 ) -> Config:
     """Make `out` a run at step 0 with a checkpoint's weights, merged over ranks and stages.
 
-    Returns the config of the run. The checkpoint's arguments, or a config.yaml beside the ranks,
+    Returns the config of the run. The checkpoint's arguments, or a config.yaml next to the ranks,
     describe the model. Raises ConfigError for unsupported settings, for files that ask for more
     than tensors, and for incomplete weights.
     """
@@ -231,7 +231,7 @@ def _holders(
 ) -> Iterator[tuple[str, _Holder]]:
     """Yield the chunks of all ranks in the order of the layers, by names of rank and chunk.
 
-    How many layers a chunk has is seen from its tensors, so stages may have different numbers.
+    The number of layers in a chunk follows from its tensors, so stages may have different numbers.
     """
     from megajax.interop.megatron.weights import chunks_of, megatron_pieces
     from megajax.interop.pieces import shapes_of
@@ -297,7 +297,7 @@ def _check_copies(merged: 'Pieces', holders: Mapping[str, _Holder]) -> None:
             holder = holders[place]
             where = tuple((part.start, part.stop) for part in piece.at)
             first, its_name = firsts.setdefault(where, (holder, name))
-            if any(start == stop for start, stop in where):  # nothing but padding of the vocabulary
+            if any(start == stop for start, stop in where):  # only padding of the vocabulary
                 continue
             if first is not holder and not np.array_equal(
                 first.tensors[its_name], holder.tensors[name]

@@ -2,7 +2,7 @@
 
 Imports no jax. Such a file is a zip archive of a pickle and the storages of its tensors. A pickle
 is a program that may call any function by name. Here it gets tensors and plain containers, and an
-inert placeholder for objects that are known to be stored beside weights; a file that asks for
+inert placeholder for objects that are known to be stored with weights; a file that asks for
 anything else is rejected.
 """
 
@@ -110,7 +110,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def load_archive(content: memoryview, path: str) -> Any:
-    """Read what `torch.save` wrote, as `load_torch` does; `path` stands for it in messages."""
+    """Read the bytes of a file as `load_torch` does; `path` is its name in messages."""
     try:
         with zipfile.ZipFile(_Window(content)) as archive:
             entries = {name.partition('/')[2]: archive.getinfo(name) for name in archive.namelist()}

@@ -36,7 +36,8 @@ from megajax.interop.pieces import (
 from megajax.runtime.checkpoint.open import abstract_params
 
 TABLE, HEAD = 'embedding.table', 'output_layer.weight'
-# megajax's parameter: (megatron-core's name, where {} stands for the layer's index; its dims)
+# megajax's parameter: (megatron-core's name, in which {} is replaced by the layer's index; its
+# dims)
 NAMES: dict[str, tuple[str, str]] = {
     TABLE: ('embedding.word_embeddings.weight', 'VD'),
     'position.table': ('embedding.position_embeddings.weight', 'SD'),
@@ -73,9 +74,9 @@ KEYS = (
 
 
 class Chunk(NamedTuple):
-    """A part of a model that one stage of a pipeline holds: some of the layers, and the ends."""
+    """The part of a model on one pipeline stage: some of the layers, and perhaps the ends."""
 
-    layers: range  # their names there begin at 0
+    layers: range  # numbered from 0 in their names there
     is_first: bool  # with the embedding
     is_last: bool  # with the final norm and the head
 
@@ -92,9 +93,9 @@ def chunks_of(sizes: Sequence[int]) -> list[Chunk]:
 def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
     """Return Megatron's weights, merged over its ranks, as parameters in fp32.
 
-    They are placed on the current mesh as they are between steps. The vocabulary has
-    `model.vocab_size` rows in `weights` and is padded with zeros. Raises ConfigError with all
-    missing and unexpected names and all wrong shapes and dtypes.
+    They are in their stored sharding on the current mesh. The vocabulary has `model.vocab_size`
+    rows in `weights` and is padded with zeros. Raises ConfigError with all missing and unexpected
+    names and all wrong shapes and dtypes.
     """
     abstract = abstract_params(config)
     pieces = megatron_pieces(config.model, shapes_of(config.model))
@@ -130,9 +131,9 @@ def megatron_pieces(
 ) -> Pieces:
     """The pieces of each parameter on one rank of a tensor-parallel group.
 
-    `vocab_rows` is the number of rows of the vocabulary on all ranks together, padding included.
-    Of a pipeline only the pieces in `chunk` are returned. Raises ConfigError for a model that
-    Megatron-LM's files cannot hold, and if the ranks do not divide it.
+    `vocab_rows` is the number of rows of the vocabulary on all ranks together, padding included. Of
+    a pipeline only the pieces in `chunk` are returned. Raises ConfigError for a model that
+    Megatron-LM's files cannot represent, and if the ranks do not divide it.
     """
     chunk = chunk or chunks_of([model.num_layers])[0]
     _check_model(model)
@@ -159,7 +160,7 @@ def megatron_pieces(
 
 
 def _check_model(model: ModelConfig) -> None:
-    """Raise ConfigError for a model that Megatron-LM's files cannot hold."""
+    """Raise ConfigError for a model that Megatron-LM's files cannot represent."""
     if model.is_bert:
         raise ConfigError(
             f'model.objective={model.objective}: '

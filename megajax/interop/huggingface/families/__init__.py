@@ -1,6 +1,6 @@
 """Reading and writing the config.json of the supported Hugging Face families. Imports no jax.
 
-Every file of this folder holds families; a new file needs no other change. A family is read
+Every file of this folder defines families; a new file needs no other change. A family is read
 strictly: a setting that megajax's decoder does not implement is rejected with its key and value. A
 model is written as a family only if reading it back gives the same model.
 """
@@ -19,7 +19,7 @@ from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.reader import Keys, Reader
 
 POST_NORM = 'norms come after the residual connections, but only models with norms before them are'
-UNSUPPORTED = {  # what a user may well have, and why it is refused
+UNSUPPORTED = {  # families that users may well have, and why they are rejected
     **dict.fromkeys(('bert', 'roberta'), f'its {POST_NORM} supported, such as "megatron-bert"'),
     'qwen3_vl_moe': 'mixtures of experts are not supported, but "qwen3_vl", which is dense, is',
     **dict.fromkeys(
@@ -28,9 +28,9 @@ UNSUPPORTED = {  # what a user may well have, and why it is refused
     ),
     'mllama': 'an encoder of tiles and two towers is not supported, but "qwen3_vl" is',
 }
-# Keys of `model` that only some families have a key for.
+# Keys of `model` that only some families can express.
 IN_TRAINING = frozenset({'dropout', 'attention_dropout', 'init_std'})
-# Keys of `vision` that config.json does not have: those of a run and of preprocessor_config.json.
+# Keys of `vision` that are not in config.json: keys of a run or of preprocessor_config.json.
 OF_A_RUN = frozenset({'images', 'max_patches', 'min_patches', 'freeze'})
 
 
@@ -47,8 +47,8 @@ ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items()}
 def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str]]:
     """Read a config.json: its family, the keys of `model`, and the keys that were not used.
 
-    A family that sees has the keys of the section `vision` in `model`, under that name.
-    Raises ConfigError with every key and value that is not supported.
+    For a vision-language family, `model` contains the keys of the section `vision`, under that
+    name. Raises ConfigError with every key and value that is not supported.
     """
     family = keys.get('model_type')
     if isinstance(family, str) and family in UNSUPPORTED:
@@ -61,7 +61,7 @@ def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str
     read = Reader(keys, file)
     read.only('architectures', [ARCHITECTURES[family]], None, default=None)
     read.only('quantization_config', None, default=None)
-    read.only('transformers_weights', None, default=None)  # names another file
+    read.only('transformers_weights', None, default=None)  # names a different file
     model = FAMILIES[family].read_config(read)
     if read.problems:
         raise ConfigError(*read.problems)

@@ -66,10 +66,10 @@ def read_config(
 ) -> Keys:
     """Read the config.json of a family like Llama.
 
-    `own` reads the keys that only some of these families have: those of windows and biases. It
-    returns `qk_norm`, `bias` and `qkv_bias`, which default to false. A family that is `grouped`
-    always has num_key_value_heads. `head_dim` is its default, if not hidden_size over the heads,
-    and `norm_eps` that of rms_norm_eps. `rope` reads the keys of the rotary embedding.
+    `own` reads the keys that only some of these families have, for windows and biases. It returns
+    `qk_norm`, `bias` and `qkv_bias`, which default to false. A family that is `grouped` always has
+    num_key_value_heads. `head_dim` is the default of head_dim, if not hidden_size over the heads,
+    and `norm_eps` the default of rms_norm_eps. `rope` reads the keys of the rotary embedding.
     """
     read.only('hidden_act', 'silu', 'swish', default='silu')
     read.only('attention_dropout', 0, default=0)
@@ -104,7 +104,7 @@ def _read_head_dim(
 
 
 def refuse_layer_types(read: Reader) -> None:
-    """Refuse layers without full attention."""
+    """Reject layers without full attention."""
     layers = read.get('layer_types', None) or []
     if not isinstance(layers, list):
         read.refuse('layer_types', layers, 'only a list is supported')
@@ -132,7 +132,7 @@ def _covers(window: Any, length: Any) -> bool:
 
 
 def refuse_windows(read: Reader, *, default: int | None) -> None:
-    """Refuse a window of attention that is shorter than a sequence may be."""
+    """Reject a window of attention that is shorter than the longest sequence."""
     window, length = read.get('sliding_window', default), read.keys.get('max_position_embeddings')
     if not _covers(window, length):
         read.refuse(

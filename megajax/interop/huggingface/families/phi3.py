@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with its fused products in one tensor each. Imports no jax."""
+"""Phi-3 and Phi-4: Llama with one tensor for each fused projection. Imports no jax."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_rope
 
 ATTENTION, MLP = 'model.layers.{}.self_attn.', 'model.layers.{}.mlp.'
-# One tensor there, and those of Llama that it is made of, one below the other.
+# A tensor of Phi-3, and the tensors of Llama that it joins, one below the other.
 JOINED = {
     f'{ATTENTION}qkv_proj.weight': tuple(f'{ATTENTION}{x}_proj.weight' for x in 'qkv'),
     f'{MLP}gate_up_proj.weight': tuple(f'{MLP}{x}_proj.weight' for x in ('gate', 'up')),
@@ -19,7 +19,7 @@ def _own(read: Reader) -> Keys:
     llama.refuse_windows(read, default=None)
     read.only('resid_pdrop', 0, default=0)
     read.only('embd_pdrop', 0, default=0)
-    read.get('original_max_position_embeddings', None)  # of longrope, which is refused
+    read.get('original_max_position_embeddings', None)  # of longrope, which is rejected
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL without experts: Qwen3 with an image encoder. Imports no jax."""
+"""Qwen3-VL without experts: Qwen3 with a vision encoder. Imports no jax."""
 
 import json
 import math
@@ -81,7 +81,7 @@ def _read_config(read: Reader) -> Keys:
     for key in OTHER_TOKENS:
         read.get(key, None)
     model = llama.read_config(text, own=_own, head_dim=128, rope=_read_mrope)
-    # The model ties its embeddings as a whole; in releases both objects say the same.
+    # Tying is a setting of the whole model; in releases both objects have the same value.
     model['tie_embeddings'] = read.take(
         'tie_word_embeddings', 'model.tie_embeddings', model['tie_embeddings']
     )
@@ -105,7 +105,7 @@ def _read_mrope(text: Reader) -> Keys:
     new = text.keys.get('rope_parameters')
     key = 'rope_scaling' if new is None else 'rope_parameters'
     given = text.keys.get(key)
-    if not isinstance(given, Mapping):  # absent, or refused above
+    if not isinstance(given, Mapping):  # absent, or rejected above
         return keys
     if 'mrope_section' in given:
         section = f'{key}.mrope_section'

@@ -10,7 +10,7 @@ Keys = dict[str, Any]
 
 
 class Only(NamedTuple):
-    """The values of an argument with which Megatron's decoder is one of ours."""
+    """The values of an argument with which megajax supports Megatron's decoder."""
 
     allowed: tuple[Any, ...]  # absent is allowed always
     instead: str
@@ -40,7 +40,7 @@ SCALING = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_seq_le
 
 
 def rejected(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, value and what to use instead, of each argument of a decoder that is not ours."""
+    """Yield name, value and what to use instead, for each unsupported argument of a decoder."""
     for name, only in ONLY.items():
         value = arguments.get(name)
         if not (value is None or any(value is x or value == x for x in only.allowed)):

@@ -35,7 +35,7 @@ NODES = ('nnodes', 'num_nodes', 'nodes')
 MAX_TEXT_CHARACTERS = 2**20
 VARIABLE = re.compile(r'\$\{[^}]*\}|\$\w+')
 PLACEHOLDER = re.compile(r'<\w[^>]*>?')
-# Arguments of which only a comment is made, and those without a meaning that have a value.
+# Arguments that become only a comment, and arguments without a meaning that have a value.
 COMMENTED = ('load', 'vocab_file')
 TAKES_VALUE = re.compile(r'(dir|path|file|name|project|entity|rank|addr|port|workers|interval)$')
 
@@ -43,13 +43,13 @@ TAKES_VALUE = re.compile(r'(dir|path|file|name|project|entity|rank|addr|port|wor
 class Line(NamedTuple):
     """The contents of a Megatron-LM command line."""
 
-    program: str  # pretrain_gpt.py, or the name of another one
-    world_size: int | None  # number of GPUs, if the launcher or its environment says it
-    arguments: Mapping[str, Any]  # by Megatron-LM's names, those that were given
-    spelled: Mapping[str, str]  # each as it was written, with its value
-    unused: Mapping[str, list[str]]  # those without a meaning here, as written, by the reason
-    problems: tuple[str, ...]  # of those that are unknown or not supported
-    faulty: frozenset[str]  # the names of those that have no value
+    program: str  # pretrain_gpt.py, or the name of a different program
+    world_size: int | None  # number of GPUs, if the launcher or its environment sets it
+    arguments: Mapping[str, Any]  # the arguments that were given, by Megatron-LM's names
+    spelled: Mapping[str, str]  # each argument as it was written, with its value
+    unused: Mapping[str, list[str]]  # arguments without a meaning here, as written, by the reason
+    problems: tuple[str, ...]  # of arguments that are unknown or not supported
+    faulty: frozenset[str]  # the names of arguments from which no value was taken
     place: str  # the line of the script, if something of it is unknown
 
     @property
@@ -70,8 +70,8 @@ class Line(NamedTuple):
 def read_line(words: Sequence[str], *, world_size: int | None = None) -> Line:
     """Read the words of a command line, as a shell has split them.
 
-    `@FILE` and `-` stand for the text of a file or of standard input. Raises ConfigError if there
-    is none.
+    `@FILE` and `-` are replaced by the text of a file or of standard input. Raises ConfigError if
+    there is none.
     """
     words, reasons, place = _expanded(words)
     program = program_of(words)

@@ -1,9 +1,9 @@
-"""The command of a shell script that starts Megatron-LM, found without running anything of it.
+"""Find the command of a shell script that starts Megatron-LM, without running any of it.
 
-Variables, arrays and sums that the script itself sets are put in, in the scope that bash gives
-them: a function is read where it is called. What only a shell can know stays as it is written,
-marked, with its reason: a variable that a branch sets, the output of a command, an argument of the
-script. Imports no jax.
+Variables, arrays and sums that the script itself sets are expanded, in the scope that bash gives
+them: a function is read where it is called. Values that only a shell can know stay as they are
+written, marked, with the reason: a variable that a branch sets, the output of a command, an
+argument of the script. Imports no jax.
 """
 
 import re
@@ -24,7 +24,7 @@ MAX_COMMANDS = 100_000
 ASSIGNMENT = re.compile(r'[A-Za-z_]\w*=')
 BEGIN = {'if': 'fi', 'for': 'done', 'while': 'done', 'until': 'done', 'case': 'esac'}
 BEGIN |= {'{': '}', '(': ')'}
-# Words after which another command begins.
+# Words after which a new command begins.
 BEFORE_COMMANDS = ('if', 'elif', 'else', 'then', 'while', 'until', 'do', '{', '(', ')', '!')
 DECLARE = ('export', 'declare', 'local', 'readonly', 'typeset')
 # Commands that name a program without starting it.
@@ -262,7 +262,7 @@ class _Script(Variables):
             self.launches.append((command.line, expanded))
 
     def _run_inner(self, command: Command, before: list[str], text: str) -> None:
-        """Read the text that a command gives to another shell."""
+        """Read the text that a command passes to a different shell."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise ConfigError(f'{self.source}: line {command.line}: shells within shells')

@@ -15,7 +15,7 @@ from megajax.interop.megatron.command_line.arguments import read_arguments
 from megajax.interop.megatron.command_line.line import Line
 
 Keys = dict[str, Any]
-# Megatron-LM's defaults; those of a model are in `arguments.py`.
+# Megatron-LM's defaults; a model's defaults are in `arguments.py`.
 DEFAULTS: Mapping[str, Any] = {
     'tensor_model_parallel_size': 1,
     'pipeline_model_parallel_size': 1,
@@ -65,8 +65,9 @@ SHARDS = {
 def settings_of(line: Line, problems: list[str]) -> dict[str, Keys] | None:
     """Return the sections of a config, with Megatron-LM's defaults written out.
 
-    Appends to `problems` every argument that is missing, or that another one contradicts; what is
-    wrong has a stand-in. Returns None if arguments are missing without which there is no config.
+    Appends to `problems` every argument that is missing or contradicts a different one; a wrong
+    value is replaced by a placeholder. Returns None if arguments are missing without which there is
+    no config.
     """
     if line.get('use_checkpoint_args'):
         problems.append(
@@ -112,11 +113,11 @@ def _model(line: Line, problems: list[str]) -> Keys:
 
 
 def _vocab_size(line: Line) -> int:
-    # What the programs choose where the arguments do not.
+    # What the programs choose if the arguments do not.
     usual = 'BertWordPieceLowerCase' if line.is_bert else 'GPT2BPETokenizer'
     kind, size = line.get('tokenizer_type') or usual, line.get('vocab_size')
     if size is not None:
-        return int(size) + (kind == 'NullTokenizer')  # which has an end of document of its own
+        return int(size) + (kind == 'NullTokenizer')  # which has its own end-of-document token
     if kind in VOCABULARIES:
         return VOCABULARIES[kind]
     tokenizer = _tokenizer(line)
@@ -154,7 +155,7 @@ def _mesh(line: Line, problems: list[str]) -> Keys:
     if virtual := _virtual_stages(line, stages, problems):
         mesh['virtual_stages'] = virtual
     if line.world_size is not None:
-        # Sizes below one are the config's to refuse.
+        # The config rejects sizes below one.
         data, rest = divmod(line.world_size, max(tensor * stages * context, 1))
         if rest or not data:
             problems.append(

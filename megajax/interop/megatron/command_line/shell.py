@@ -47,12 +47,12 @@ class Command(NamedTuple):
 
     @property
     def is_conditional(self) -> bool:
-        """Whether another command decides whether it runs."""
+        """Whether a different command decides whether it runs."""
         return self.before in ('&&', '||')
 
     @property
     def is_apart(self) -> bool:
-        """Whether a process of its own runs it, so that its variables end with it."""
+        """Whether it runs in a separate process, so that its variables end with it."""
         return self.before in ('|', '|&') or self.after in ('|', '|&', '&')
 
 
@@ -60,7 +60,7 @@ ASSIGNED = re.compile(r'([A-Za-z_]\w*)(\+?)=')
 REDIRECTION = re.compile(r'\d*(?:&>>?|[<>]&[\d-]?|>>|>\||<<<|<>|[<>](?!\())')
 HERE = re.compile(r'\d*<<(-?)\s*(["\']?)(\w+)\2')
 SEPARATOR = re.compile(r'&&|\|\||\|&|;;&?|&(?!>)|[;|()\n]')
-PLACEHOLDER = re.compile(r'<[A-Za-z][^<>|;&\n]*>')  # which a reader is to replace
+PLACEHOLDER = re.compile(r'<[A-Za-z][^<>|;&\n]*>')  # which the reader should replace
 NAME = re.compile(r'\$(?:\w+|[@*#?$!-])')
 PLAIN = re.compile(r'[^\s\\\'"$`;&|()<>#]+|#')
 # Words of which a bracket may be the next one.
@@ -104,7 +104,7 @@ class _Scanner:
         self._here: list[tuple[str, bool]] = []  # here-documents that begin on the next line
 
     def take(self, count: int) -> str:
-        """Return the next characters, and go on after them."""
+        """Return the next characters, and continue after them."""
         self.at += count
         return self.text[self.at - count : self.at]
 

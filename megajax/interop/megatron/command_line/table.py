@@ -1,4 +1,4 @@
-"""The table of Megatron-LM's arguments: those that decide a key here, and why others do not.
+"""The table of Megatron-LM's arguments: which ones decide a key, and why others do not.
 
 Names are written as Megatron-LM's own namespace has them, `num_layers` for `--num-layers`, from the
 first release (2019) to megatron-core 0.16. Arguments that neither `pretrain_gpt.py` nor
@@ -43,7 +43,7 @@ READ: Mapping[type, str] = {
     """,
     list: 'data_path recompute_modules',
 }
-# Flags that set another argument.
+# Flags that set a different argument.
 SETS: Mapping[str, tuple[str, Any]] = {
     'disable_bias_linear': ('add_bias_linear', False),
     'no_bias_gelu_fusion': ('bias_gelu_fusion', False),
@@ -51,7 +51,7 @@ SETS: Mapping[str, tuple[str, Any]] = {
     'recompute_activations': ('recompute_granularity', 'selective'),
     'checkpoint_activations': ('recompute_granularity', 'full'),
 }
-# Older names, and those of NeMo and Megatron-Bridge.
+# Older names, and the names in NeMo and Megatron-Bridge.
 RENAMED: Mapping[str, str] = {
     'model_parallel_size': 'tensor_model_parallel_size',
     'batch_size': 'micro_batch_size',

@@ -17,7 +17,7 @@ from megajax.interop.megatron.command_line.table import SOURCES
 
 COLUMNS = 100
 DROPOUT, LAYERNORM_1P = 'attention_dropout', 'apply_layernorm_1p'
-# Values of arguments with which a run is one of ours, with what to do instead of others.
+# Values of arguments with which megajax supports a run, and what to do instead of the others.
 VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'optimizer': (('adam',), 'the optimizer is AdamW'),
     'lr_decay_style': (tuple(SCHEDULES), f'give {", ".join(SCHEDULES)}'),
@@ -57,7 +57,7 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 def from_megatron(line: Line) -> str:
     """Return a YAML file that means the same; comments name what it leaves out.
 
-    It has each key that an argument sets, and those of Megatron-LM's defaults that differ.
+    It has each key that an argument sets, and Megatron-LM's defaults if they differ from megajax's.
 
     Raises ConfigError with all arguments that are not supported, missing, or at odds.
     """
@@ -68,7 +68,7 @@ def from_megatron(line: Line) -> str:
             config = reload(settings, place='')
     except ConfigError as error:
         problems += [_in_their_names(line, problem) for problem in error.problems]
-    if line.place:  # of a script of which something is unknown
+    if line.place:  # of a script in which something is unknown
         problems.append(f'{line.place}: {WAY_OUT}')
     if problems or settings is None or config is None:
         raise ConfigError(*dict.fromkeys(problems))
@@ -92,7 +92,7 @@ def _supported(line: Line) -> Line:
 
 
 def _in_their_names(line: Line, problem: Problem | str) -> str:
-    """Return a problem of the config with Megatron-LM's arguments for megajax's keys."""
+    """Return a problem of the config, with Megatron-LM's arguments in place of megajax's keys."""
 
     def name(match: re.Match[str]) -> str:
         sources = SOURCES.get(match[1])
@@ -139,7 +139,7 @@ def _written(
             del kept[section][key]
             try:
                 is_same = reload(kept, place='') == config
-            except ConfigError:  # a key that is required, or that another one needs
+            except ConfigError:  # a key that is required, or that a different key needs
                 is_same = False
             if not is_same:
                 kept[section][key] = value
@@ -151,7 +151,7 @@ def _written(
 
 
 def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str]:
-    """Yield the keys, and before two of them what is worth knowing."""
+    """Yield the keys, with notes before two of them."""
     notes = {}
     if config.model.attention_dropout:
         notes[f'  {DROPOUT}:'] = (
