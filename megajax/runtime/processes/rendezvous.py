@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from megajax.base.errors import MAX_REASON_CHARACTERS, ConfigError
 from megajax.runtime.processes.environment import BIND, COORDINATOR, START_TIMEOUT, TOKEN, Start
-from megajax.runtime.processes.greetings import Greetings, escape, own_host
+from megajax.runtime.processes.handshake import Greetings, escape, own_host
 from megajax.runtime.processes.peers import Connection, Message, Peers, end
 from megajax.runtime.processes.token import is_signed, make_nonce, sign
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megajax.core.config import ConfigError
-from megajax.runtime.processes import greetings, peers, rendezvous
+from megajax.runtime.processes import handshake, peers, rendezvous
 from megajax.runtime.processes.environment import Start
 from megajax.runtime.processes.peers import MAX_MESSAGE_BYTES, Connection, Peers
 from megajax.runtime.processes.rendezvous import gather
@@ -37,7 +37,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(peers, 'end', end)
     monkeypatch.setattr(rendezvous, 'end', end)
-    monkeypatch.setattr(greetings, 'end', end)
+    monkeypatch.setattr(handshake, 'end', end)
     monkeypatch.setattr(peers, 'OWN_ERROR', 0.3)
     yield lines
     for thread in threading.enumerate():

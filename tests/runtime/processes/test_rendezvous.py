@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 
 from megajax.core.config import ConfigError
-from megajax.runtime.processes import greetings
+from megajax.runtime.processes import handshake
 from megajax.runtime.processes.environment import Start
 from megajax.runtime.processes.rendezvous import _listen, gather
 from megajax.runtime.processes.token import sign
@@ -79,7 +79,7 @@ def test_a_process_0_that_listens_on_all_interfaces_says_so(
     def end(line: str) -> NoReturn:
         raise SystemExit(line)
 
-    monkeypatch.setattr(greetings, 'end', end)
+    monkeypatch.setattr(handshake, 'end', end)
     for bind in (None, '127.0.0.1'):
         with pytest.raises(SystemExit, match='1 did not connect to process 0'):
             gather(replace(start(bind), timeout=0.01))
@@ -93,8 +93,8 @@ def test_who_is_missing_is_named_once_while_process_0_waits(
     def end(line: str) -> NoReturn:
         raise SystemExit(line)
 
-    monkeypatch.setattr(greetings, 'end', end)
-    monkeypatch.setattr(greetings, 'SILENT_SECONDS', 0.02)
+    monkeypatch.setattr(handshake, 'end', end)
+    monkeypatch.setattr(handshake, 'SILENT_SECONDS', 0.02)
     with pytest.raises(SystemExit, match='1, 2 did not connect'):
         gather(replace(start('127.0.0.1'), count=3, timeout=0.2))
     (line,) = caplog.messages

@@ -20,10 +20,10 @@ from megajax.runtime.processes.token import sign
 
 ROOT = Path(__file__).parents[3]
 MEET = """
-from megajax.runtime.processes import greetings
+from megajax.runtime.processes import handshake
 from megajax.runtime.processes.environment import read_start
 from megajax.runtime.processes.rendezvous import gather
-greetings.GREETING_SECONDS = {seconds}
+handshake.GREETING_SECONDS = {seconds}
 peers, port = gather(read_start())
 peers.done()
 """
