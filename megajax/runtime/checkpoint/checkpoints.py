@@ -46,7 +46,7 @@ from megajax.runtime.checkpoint.retention import preservation_policy
 from megajax.runtime.checkpoint.step_folders import StepFolders
 from megajax.runtime.checkpoint.unpadded import Shape, strip_padding, unpadded
 from megajax.runtime.data.text.tokenizer import Tokenizer
-from megajax.runtime.processes.agree import from_all, from_first
+from megajax.runtime.processes.consensus import from_all, from_first
 
 ParametersOnly = dict[Literal['params'], nnx.State]
 

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from megajax.base.files.locks import folder_lock
 from megajax.core.config import ModelConfig
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
-from megajax.runtime.processes.agree import SaveBarrier
+from megajax.runtime.processes.consensus import SaveBarrier
 
 # Seconds in which all processes must have written their parts, and the first must have hashed them.
 TIMEOUT = 3600

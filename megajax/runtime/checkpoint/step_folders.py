@@ -24,7 +24,7 @@ from megajax.runtime.checkpoint.digests import (
     strangers,
 )
 from megajax.runtime.checkpoint.strays import delete_folder, move_aside, sweep, warn_of_strays
-from megajax.runtime.processes.agree import from_first
+from megajax.runtime.processes.consensus import from_first
 
 PROBE = 1 << 16  # bytes, more than Orbax needs before its arrays
 

@@ -9,7 +9,7 @@ from megajax.runtime.checkpoint.companions import Companions, read_companions
 from megajax.runtime.data import Data, load_data
 from megajax.runtime.data.image_text.chat import DEFAULT, Template, read_template
 from megajax.runtime.data.image_text.load import keeps_documents
-from megajax.runtime.processes.agree import from_first
+from megajax.runtime.processes.consensus import from_first
 from megajax.runtime.run.named import newest_data, with_own_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from jax.stages import Compiled
 from megajax.core.config import Config
 from megajax.core.counts.flops import step_flops
 from megajax.core.hardware.records import hardware_of
-from megajax.runtime.processes.agree import gather
+from megajax.runtime.processes.consensus import gather
 
 
 class Meter:

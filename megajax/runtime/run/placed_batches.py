@@ -10,7 +10,7 @@ from megajax.core.config import ConfigError, RunError
 from megajax.core.train.feed import Batch, local_rows, place_batch
 from megajax.runtime.data import Batch as HostBatch
 from megajax.runtime.data import Batches
-from megajax.runtime.processes.agree import from_all
+from megajax.runtime.processes.consensus import from_all
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from megajax.core.parallel.shard_digests import compile_digests
 from megajax.core.train.feed import Batch, abstract_batch
 from megajax.core.train.first_step import TrainStep
 from megajax.core.train.step import Metrics, TrainState, make_train_step
-from megajax.runtime.processes.agree import from_all
+from megajax.runtime.processes.consensus import from_all
 from megajax.runtime.run.clock import Clock
 from megajax.runtime.run.log.report import Report
 from megajax.runtime.run.watchdog import Watchdog

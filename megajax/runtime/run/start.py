@@ -27,7 +27,7 @@ from megajax.runtime.checkpoint.record import (
 from megajax.runtime.data.load import prefixes_of
 from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
-from megajax.runtime.processes.agree import from_first
+from megajax.runtime.processes.consensus import from_first
 from megajax.runtime.run.named import NO_FILES, candidates_of_start, tokenizer_of
 
 # Keys that do not change the meaning of the weights.

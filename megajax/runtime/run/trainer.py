@@ -11,7 +11,7 @@ from megajax.core.train.guard import respond
 from megajax.core.train.step import Metrics, TrainState, before_skipped
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.data import Data
-from megajax.runtime.processes.agree import all_are_here
+from megajax.runtime.processes.consensus import all_are_here
 from megajax.runtime.run.between_steps import BetweenSteps
 from megajax.runtime.run.clock import Activity, RunSummary
 from megajax.runtime.run.compile_step import compile_step

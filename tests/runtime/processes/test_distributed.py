@@ -50,7 +50,7 @@ with processes():
 
 SAVES = """
 from orbax.checkpoint import multihost
-from megajax.runtime.processes.agree import SaveBarrier
+from megajax.runtime.processes.consensus import SaveBarrier
 from megajax.runtime.processes.distributed import processes
 
 with processes():

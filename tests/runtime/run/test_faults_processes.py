@@ -49,7 +49,7 @@ ON_1 = "if os.environ['MEGAJAX_PROCESS'] == '1':\n"
 # Before the others can commit the step: they wait at the barrier.
 SAVE = """
     from megajax.runtime.checkpoint.checkpoints import Checkpoints
-    from megajax.runtime.processes.agree import SaveBarrier
+    from megajax.runtime.processes.consensus import SaveBarrier
     def save(self, state, step, save=Checkpoints.save, **options):
         if step == 50:
             self.wait()
