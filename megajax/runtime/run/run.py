@@ -53,8 +53,8 @@ from megajax.runtime.run.log.report import Report
 from megajax.runtime.run.profile import Profiler
 from megajax.runtime.run.resumed_data import imported, resumed_data
 from megajax.runtime.run.sampler import Sampler
-from megajax.runtime.run.standing import where_it_stands
 from megajax.runtime.run.start import check_tokenizer, origin_of, start_checkpoint
+from megajax.runtime.run.status import where_it_stands
 from megajax.runtime.run.stop import StopWatch
 from megajax.runtime.run.trainer import Trainer
 from megajax.runtime.run.watchdog import Watchdog

@@ -10,7 +10,7 @@ from support import write_run
 
 from megajax.runtime.processes.signals import TELL, telling
 from megajax.runtime.run.clock import Clock, RunSummary
-from megajax.runtime.run.standing import where_it_stands
+from megajax.runtime.run.status import where_it_stands
 from megajax.runtime.run.watchdog import Watchdog
 
 
