@@ -328,7 +328,7 @@ def kept(config: Any, compiled: Any, held: list[Any], batch: Any, folder: Path) 
     import jax
 
     from megajax.core.config import dump
-    from megajax.runtime.run.named import CONFIG
+    from megajax.runtime.run.infer_config import CONFIG
     from megajax.runtime.run.profile import Profiler
 
     (folder / CONFIG).write_text(dump(config))

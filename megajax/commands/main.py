@@ -40,7 +40,7 @@ from megajax.core.config.conflicts import CONFLICTS
 from megajax.core.counts.parameters import num_parameters
 from megajax.runtime.processes.environment import read_start
 from megajax.runtime.processes.signals import leave_when_asked
-from megajax.runtime.run.named import config_of_overrides
+from megajax.runtime.run.infer_config import config_of_overrides
 
 app = typer.Typer(
     cls=KeysGroup,

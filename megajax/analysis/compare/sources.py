@@ -133,7 +133,7 @@ class Source:
         if self.kind != 'run':
             return load_data(config)
         from megajax.runtime.checkpoint.companions import read_companions
-        from megajax.runtime.run.named import with_own_tokenizer
+        from megajax.runtime.run.infer_config import with_own_tokenizer
 
         own = with_own_tokenizer(config, self.path.absolute().parent.parent)
         if overridden(self.overrides, 'data.chat_template'):

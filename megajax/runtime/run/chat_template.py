@@ -10,7 +10,7 @@ from megajax.runtime.data import Data, load_data
 from megajax.runtime.data.image_text.chat import DEFAULT, Template, read_template
 from megajax.runtime.data.image_text.load import keeps_documents
 from megajax.runtime.processes.consensus import from_first
-from megajax.runtime.run.named import newest_data, with_own_tokenizer
+from megajax.runtime.run.infer_config import newest_data, with_own_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from megajax.runtime.data.load import prefixes_of
 from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.runtime.processes.consensus import from_first
-from megajax.runtime.run.named import NO_FILES, candidates_of_start, tokenizer_of
+from megajax.runtime.run.infer_config import NO_FILES, candidates_of_start, tokenizer_of
 
 # Keys that do not change the meaning of the weights.
 HARMLESS = ('model.dropout', 'model.attention_dropout', 'model.init_std', 'vision.freeze', *OF_ROWS)

@@ -11,7 +11,7 @@ import pytest
 from megajax.core.config import ConfigError, dump, load, presets
 from megajax.core.config.load import CONFIG
 from megajax.runtime.checkpoint.digests import find_step
-from megajax.runtime.run.named import config_of_overrides
+from megajax.runtime.run.infer_config import config_of_overrides
 
 MODEL = (
     'model: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, max_seq_len: 1024}\n'

@@ -26,7 +26,7 @@ from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data import load_data
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, train_bpe
 from megajax.runtime.run.chat_template import read_corpus
-from megajax.runtime.run.named import config_of_overrides, with_own_tokenizer
+from megajax.runtime.run.infer_config import config_of_overrides, with_own_tokenizer
 from megajax.runtime.run.start import check_tokenizer, origin_of, start_checkpoint
 
 ROTARY = {'position': 'rope', 'max_seq_len': 64}
