@@ -23,7 +23,7 @@ from megajax.core.hardware.targets import compile_without_gpu, gpu_devices
 from megajax.core.parallel.mesh import concrete, mesh_for, mesh_of
 from megajax.core.train.compiled_step import CompiledStep
 from megajax.core.train.feed import abstract_batch
-from megajax.runtime.run.kept_step import PROGRAM, keep_step, read_step
+from megajax.runtime.run.saved_step import PROGRAM, keep_step, read_step
 
 STEPS = [
     ('tiny', 'cpu', []),

@@ -9,8 +9,8 @@ from megajax.analysis.profile.trace import Trace, read_trace
 from megajax.base.errors import reason
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.config.load import CONFIG
-from megajax.runtime.run.kept_step import PROGRAM, decompressed
 from megajax.runtime.run.profile import FOLDER, PROCESS
+from megajax.runtime.run.saved_step import PROGRAM, decompressed
 from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.program import Program
 

@@ -19,8 +19,8 @@ from megajax.runtime.checkpoint.digests import find_steps, problems, read_sums
 from megajax.runtime.checkpoint.record import TOKENIZER, Record, read_record
 from megajax.runtime.data.text.tokenizer import load_tokenizer
 from megajax.runtime.run.clock import SUMMARY
-from megajax.runtime.run.kept_step import KeptStep, read_step
 from megajax.runtime.run.lock import running_in
+from megajax.runtime.run.saved_step import KeptStep, read_step
 
 METRICS, SAMPLES = 'metrics.jsonl', 'samples.jsonl'
 MAX_STEPS = 2**53  # that a float, as columns have them, can count

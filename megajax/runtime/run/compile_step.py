@@ -8,8 +8,8 @@ from jax.stages import Compiled
 from megajax.core.config import Config
 from megajax.core.train.feed import abstract_batch
 from megajax.core.train.step import TrainState, make_train_step
-from megajax.runtime.run.kept_step import keep_step
 from megajax.runtime.run.log.report import Report
+from megajax.runtime.run.saved_step import keep_step
 from megajax.xla.miscompiles import check_compiled, mesh_target
 
 

@@ -11,7 +11,7 @@ from jax.stages import Compiled
 
 from megajax.core.config import Config, dump
 from megajax.core.config.load import CONFIG
-from megajax.runtime.run.kept_step import PROGRAM, compressed
+from megajax.runtime.run.saved_step import PROGRAM, compressed
 from megajax.xla.hlo.text import program_text
 
 FOLDER = 'profile'

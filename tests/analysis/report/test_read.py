@@ -12,7 +12,7 @@ import pytest
 
 from megajax.analysis.report.read import RunData, read_runs
 from megajax.core.config import ConfigError
-from megajax.runtime.run.kept_step import RECORD
+from megajax.runtime.run.saved_step import RECORD
 
 
 def read(folder: Path) -> RunData:

@@ -14,7 +14,7 @@ from megajax.core.parallel.mesh import concrete, make_mesh
 from megajax.core.train.compiled_step import CompiledStep, record_step
 from megajax.core.train.feed import abstract_batch
 from megajax.core.train.step import TrainState, init_state, make_train_step
-from megajax.runtime.run.kept_step import (
+from megajax.runtime.run.saved_step import (
     PROGRAM,
     RECORD,
     compressed,
