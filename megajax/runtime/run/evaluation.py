@@ -15,8 +15,8 @@ from megajax.runtime.data import Data
 from megajax.runtime.data.synthetic_batches import PictureBatches
 from megajax.runtime.run.clock import Clock
 from megajax.runtime.run.log.report import Report
+from megajax.runtime.run.ocr_eval import Reader
 from megajax.runtime.run.placed_batches import PlacedBatches
-from megajax.runtime.run.reader import Reader
 from megajax.runtime.run.stop import StopWatch
 from megajax.runtime.run.watchdog import Watchdog
 

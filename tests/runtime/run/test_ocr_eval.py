@@ -10,7 +10,7 @@ from support import on_mesh, random_params
 from megajax.core.config import load
 from megajax.runtime.data import load_data
 from megajax.runtime.run.log.report import Report
-from megajax.runtime.run.reader import SHOWN, Reader
+from megajax.runtime.run.ocr_eval import SHOWN, Reader
 
 SMALL = ['model.num_layers=1', 'vision.num_layers=1', 'mesh.data=1', 'mesh.model=1']
 
