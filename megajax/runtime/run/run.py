@@ -46,10 +46,10 @@ from megajax.runtime.run.clock import Clock, RunSummary
 from megajax.runtime.run.compile_cache import compile_cache
 from megajax.runtime.run.host_memory import check_host_memory
 from megajax.runtime.run.limits import phase_limits
-from megajax.runtime.run.links import slow_links
 from megajax.runtime.run.lock import run_lock
 from megajax.runtime.run.log.metrics import MetricsWriter, check_wandb
 from megajax.runtime.run.log.report import Report
+from megajax.runtime.run.nvlink_check import slow_links
 from megajax.runtime.run.profile import Profiler
 from megajax.runtime.run.resumed_data import imported, resumed_data
 from megajax.runtime.run.sampler import Sampler

@@ -6,7 +6,7 @@ import pytest
 
 from megajax.core.hardware.topology import Topology, read_topology
 from megajax.core.parallel.mesh import make_mesh
-from megajax.runtime.run.links import slow_links
+from megajax.runtime.run.nvlink_check import slow_links
 
 TOPOLOGIES = Path(__file__).parents[2] / 'core/hardware/topologies'
 
