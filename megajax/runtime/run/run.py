@@ -45,7 +45,6 @@ from megajax.runtime.run.chat_template import read_corpus
 from megajax.runtime.run.clock import Clock, RunSummary
 from megajax.runtime.run.compile_cache import compile_cache
 from megajax.runtime.run.host_memory import check_host_memory
-from megajax.runtime.run.limits import phase_limits
 from megajax.runtime.run.lock import run_lock
 from megajax.runtime.run.log.metrics import MetricsWriter, check_wandb
 from megajax.runtime.run.log.report import Report
@@ -58,6 +57,7 @@ from megajax.runtime.run.status import where_it_stands
 from megajax.runtime.run.stop import StopWatch
 from megajax.runtime.run.trainer import Trainer
 from megajax.runtime.run.watchdog import Watchdog
+from megajax.runtime.run.watchdog_limits import phase_limits
 
 # Called with the run directory at the end of a run; returns the path of a file, None if it failed.
 AtEnd = Callable[[Path], Path | None]

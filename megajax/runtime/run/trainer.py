@@ -16,7 +16,6 @@ from megajax.runtime.run.between_steps import BetweenSteps
 from megajax.runtime.run.clock import Activity, RunSummary
 from megajax.runtime.run.compile_step import compile_step
 from megajax.runtime.run.evaluation import Evaluation
-from megajax.runtime.run.limits import MEASURED
 from megajax.runtime.run.log.metrics import MetricsWriter
 from megajax.runtime.run.log.report import Report, StepReport
 from megajax.runtime.run.meter import Meter
@@ -27,6 +26,7 @@ from megajax.runtime.run.rollback import Rollbacks
 from megajax.runtime.run.sampler import Sampler
 from megajax.runtime.run.stop import StopWatch
 from megajax.runtime.run.watchdog import Watchdog
+from megajax.runtime.run.watchdog_limits import MEASURED
 
 logger = logging.getLogger(__name__)
 

@@ -94,9 +94,9 @@ class Watchdog:
     """A context in which a phase that exceeds its limit ends the process with exit code 124.
 
     The phase and all stacks go to stderr and to `folder`/watchdog.log, and one line of warning when
-    half of the limit has passed. `limits` gives seconds by kind of phase (`limits.py`); None turns
-    the watchdog off. `index` is the number of this process among `count` processes. Entering raises
-    ConfigError unless the kernel is Linux.
+    half of the limit has passed. `limits` gives seconds by kind of phase (`watchdog_limits.py`);
+    None turns the watchdog off. `index` is the number of this process among `count` processes.
+    Entering raises ConfigError unless the kernel is Linux.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ import pytest
 from support import make_config
 
 from megajax.core.config import load
-from megajax.runtime.run.limits import phase_limits
 from megajax.runtime.run.stall_report import HALF, PAGE, Place, _tell_half, _waited_for, decode
+from megajax.runtime.run.watchdog_limits import phase_limits
 
 
 def test_by_default_every_phase_has_a_limit_of_at_most_an_hour():
