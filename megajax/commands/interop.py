@@ -8,7 +8,7 @@ import typer
 
 from megajax.base.render.logs import log_to_terminal
 from megajax.interop.huggingface.families import ARCHITECTURES
-from megajax.runtime.checkpoint.companions import TEMPLATE
+from megajax.runtime.checkpoint.hf_files import TEMPLATE
 
 import_app = typer.Typer(
     no_args_is_help=True,

@@ -13,9 +13,9 @@ from megajax.core.parallel.mesh import mesh_for
 from megajax.interop.folder import tokenizer_of
 from megajax.interop.pieces import Pieces, cut
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
-from megajax.runtime.checkpoint.companions import TEMPLATE, Companions
 from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
 from megajax.runtime.checkpoint.digests import write_file
+from megajax.runtime.checkpoint.hf_files import TEMPLATE, Companions
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data.masked import SPECIAL
 from megajax.runtime.data.text.tokenizer import make_tokenizer

@@ -16,8 +16,8 @@ from support import on_mesh, random_params, write_run
 from megajax.core.config import Config, ConfigError
 from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
-from megajax.runtime.checkpoint.companions import Companions, companions_of_model, read_companions
 from megajax.runtime.checkpoint.digests import problems, sound_checkpoint
+from megajax.runtime.checkpoint.hf_files import Companions, companions_of_model, read_companions
 from megajax.runtime.checkpoint.open import open_model
 from megajax.runtime.data.image_text.chat import Template
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, load_tokenizer

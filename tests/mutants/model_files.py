@@ -33,7 +33,7 @@ def read_model(path: Path) -> None:
     from megajax.interop.folder import settings
     from megajax.interop.huggingface.families import read_family
     from megajax.interop.huggingface.preprocessor import read_preprocessor
-    from megajax.runtime.checkpoint.companions import companions_of_model
+    from megajax.runtime.checkpoint.hf_files import companions_of_model
 
     folder = path.parent
     keys = read_json(folder / 'config.json')

@@ -132,7 +132,7 @@ class Source:
             return load_data(config.model_copy(update={'data': data}))
         if self.kind != 'run':
             return load_data(config)
-        from megajax.runtime.checkpoint.companions import read_companions
+        from megajax.runtime.checkpoint.hf_files import read_companions
         from megajax.runtime.run.infer_config import with_own_tokenizer
 
         own = with_own_tokenizer(config, self.path.absolute().parent.parent)

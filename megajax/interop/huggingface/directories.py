@@ -25,13 +25,13 @@ from megajax.interop.huggingface.tensors import (
     read_tensors,
     write_tensors,
 )
-from megajax.runtime.checkpoint.companions import (
+from megajax.runtime.checkpoint.digests import sound_checkpoint
+from megajax.runtime.checkpoint.hf_files import (
     OURS,
     TOKENIZER_CONFIG,
     companions_of_model,
     read_companions,
 )
-from megajax.runtime.checkpoint.digests import sound_checkpoint
 from megajax.runtime.checkpoint.record import FAMILY, RECORD, TOKENIZER, read_record
 
 Dtype = Literal['float32', 'bfloat16', 'float16']

@@ -20,7 +20,7 @@ from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
 from megajax.interop.huggingface.preprocessor import FILE as PREPROCESSOR
 from megajax.interop.huggingface.tensors import ADAPTER, INDEX, SINGLE, check_adapter
-from megajax.runtime.checkpoint.companions import COMPANIONS, TEMPLATES
+from megajax.runtime.checkpoint.hf_files import COMPANIONS, TEMPLATES
 
 DESCRIPTION = (
     'config.json',

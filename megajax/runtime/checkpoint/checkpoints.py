@@ -24,7 +24,6 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import concrete
 from megajax.core.train.scaling import nothing_seen
 from megajax.core.train.step import TrainState, in_dtype, init_state
-from megajax.runtime.checkpoint.companions import Companions
 from megajax.runtime.checkpoint.compare import (
     RECENT,
     changed_shapes,
@@ -37,6 +36,7 @@ from megajax.runtime.checkpoint.compare import (
     renames,
 )
 from megajax.runtime.checkpoint.digests import unusable, write_file, write_sums
+from megajax.runtime.checkpoint.hf_files import Companions
 from megajax.runtime.checkpoint.losses import ValidationLosses
 from megajax.runtime.checkpoint.open import restore_params
 from megajax.runtime.checkpoint.orbax_manager import Manager, restore_gb

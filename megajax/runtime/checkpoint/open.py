@@ -18,9 +18,9 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import concrete, mesh_for, one_dimensional
 from megajax.core.train.step import make_params
 from megajax.core.train.zero import between_steps
-from megajax.runtime.checkpoint.companions import Companions, read_companions
 from megajax.runtime.checkpoint.compare import check_same_arrays, renames
 from megajax.runtime.checkpoint.digests import sound_checkpoint
+from megajax.runtime.checkpoint.hf_files import Companions, read_companions
 from megajax.runtime.checkpoint.orbax_manager import restore_gb
 from megajax.runtime.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.runtime.checkpoint.unpadded import unpadded

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from megajax.core.config import Config
-from megajax.runtime.checkpoint.companions import Companions, read_companions
+from megajax.runtime.checkpoint.hf_files import Companions, read_companions
 from megajax.runtime.data import Data, load_data
 from megajax.runtime.data.image_text.chat import DEFAULT, Template, read_template
 from megajax.runtime.data.image_text.load import keeps_documents

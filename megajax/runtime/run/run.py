@@ -35,7 +35,7 @@ from megajax.core.parallel.mesh import mesh_for
 from megajax.core.parallel.placements import placements
 from megajax.core.train.step import TrainState, init_state
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
-from megajax.runtime.checkpoint.companions import Companions
+from megajax.runtime.checkpoint.hf_files import Companions
 from megajax.runtime.checkpoint.open import restore_params
 from megajax.runtime.data import Data
 from megajax.runtime.processes.distributed import processes

@@ -25,7 +25,7 @@ from megajax.core.config.load import dump_sections
 from megajax.core.parallel.mesh import mesh_for
 from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
-from megajax.runtime.checkpoint.companions import TEMPLATE, Companions
+from megajax.runtime.checkpoint.hf_files import TEMPLATE, Companions
 from megajax.runtime.data import load_data
 
 TINY = load('tiny')

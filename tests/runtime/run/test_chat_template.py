@@ -11,7 +11,7 @@ from support import make_config, on_mesh
 from megajax.core.config import Config, ConfigError
 from megajax.core.train.step import init_state
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
-from megajax.runtime.checkpoint.companions import TEMPLATE, Companions, read_companions
+from megajax.runtime.checkpoint.hf_files import TEMPLATE, Companions, read_companions
 from megajax.runtime.data import load_data
 from megajax.runtime.run.chat_template import companions_of_run, template_of_run
 
