@@ -37,10 +37,10 @@ from megajax.runtime.checkpoint.compare import (
 )
 from megajax.runtime.checkpoint.digests import unusable, write_file, write_sums
 from megajax.runtime.checkpoint.hf_files import Companions
+from megajax.runtime.checkpoint.log_filters import leave_failed_saves_to_us
 from megajax.runtime.checkpoint.losses import ValidationLosses
 from megajax.runtime.checkpoint.open import restore_params
 from megajax.runtime.checkpoint.orbax_manager import Manager, restore_gb
-from megajax.runtime.checkpoint.quiet import leave_failed_saves_to_us
 from megajax.runtime.checkpoint.record import RECORD, TOKENIZER, Record, make_record, read_record
 from megajax.runtime.checkpoint.retention import preservation_policy
 from megajax.runtime.checkpoint.step_folders import StepFolders

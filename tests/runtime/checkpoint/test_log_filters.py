@@ -10,7 +10,7 @@ from checkpoints import make_state, tiny
 from support import disk_full_at, on_mesh
 
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
-from megajax.runtime.checkpoint.quiet import leave_failed_saves_to_us
+from megajax.runtime.checkpoint.log_filters import leave_failed_saves_to_us
 
 
 @pytest.mark.filterwarnings('ignore:Error writing persistent compilation cache')
