@@ -25,8 +25,8 @@ from megajax.core.model.shard_copies import copy_encoder
 from megajax.core.model.transformer import LanguageModel, model_graph
 from megajax.core.parallel.layout import Layout
 from megajax.runtime.generate.image_prompts import PromptImages, pad, stack
+from megajax.runtime.generate.prompt_images import SeenPrompts, see
 from megajax.runtime.generate.sampling import most_probable
-from megajax.runtime.generate.seen import SeenPrompts, see
 from megajax.runtime.generate.weights import inference_config
 
 ROWS = 8  # windows at a time

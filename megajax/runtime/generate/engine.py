@@ -22,8 +22,8 @@ from megajax.core.model.stack import add_deep
 from megajax.core.model.transformer import LanguageModel
 from megajax.core.parallel.layout import Layout
 from megajax.runtime.generate.cache import KeysValues, decode, prefill, write
+from megajax.runtime.generate.prompt_images import PromptBatch, SeenPrompts, look
 from megajax.runtime.generate.sampling import Sampling, choose, head_logits, row_keys
-from megajax.runtime.generate.seen import PromptBatch, SeenPrompts, look
 from megajax.runtime.generate.weights import LayerWeights, graphs, inference_config
 from megajax.xla.miscompiles import mesh_target, workarounds
 

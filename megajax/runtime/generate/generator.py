@@ -14,8 +14,8 @@ from megajax.runtime.data.text.corpus import Document, naming_lines
 from megajax.runtime.generate.continuation import Continuation
 from megajax.runtime.generate.engine import NO_TOKEN, Start, engine
 from megajax.runtime.generate.image_prompts import PromptImages, stack
+from megajax.runtime.generate.prompt_images import PromptBatch
 from megajax.runtime.generate.sampling import Sampling
-from megajax.runtime.generate.seen import PromptBatch
 from megajax.runtime.generate.weights import inference_config, make_weights
 
 TOKENS_AT_ONCE = 16  # tokens generated per dispatch, between two searches for stops

@@ -12,8 +12,8 @@ from megajax.core.parallel.mesh import concrete, mesh_of
 from megajax.core.train.step import init_state
 from megajax.runtime.generate.engine import Engine
 from megajax.runtime.generate.image_prompts import PromptImages, stack
+from megajax.runtime.generate.prompt_images import PromptBatch
 from megajax.runtime.generate.sampling import Sampling
-from megajax.runtime.generate.seen import PromptBatch
 from megajax.runtime.generate.weights import make_weights
 from megajax.xla.hlo.collectives import collectives
 from megajax.xla.hlo.products import flops

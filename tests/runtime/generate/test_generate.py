@@ -38,8 +38,8 @@ from megajax.runtime.generate import (
     generate,
 )
 from megajax.runtime.generate.engine import Rows, _any_left, engine
+from megajax.runtime.generate.prompt_images import PromptBatch
 from megajax.runtime.generate.sampling import choose, most_probable, row_keys
-from megajax.runtime.generate.seen import PromptBatch
 from megajax.runtime.generate.weights import LayerWeights, make_weights
 
 GREEDY, RANDOM = Sampling(temperature=0), Sampling(temperature=0.9)

@@ -15,8 +15,8 @@ from megajax.core.train.evaluation import make_eval_step
 from megajax.core.train.feed import place_batch
 from megajax.core.train.step import init_state
 from megajax.runtime.generate.engine import Engine
+from megajax.runtime.generate.prompt_images import PromptBatch
 from megajax.runtime.generate.sampling import Sampling
-from megajax.runtime.generate.seen import PromptBatch
 from megajax.runtime.generate.weights import make_weights
 from megajax.xla.emulate.result import GpuRun
 
