@@ -44,7 +44,7 @@ class Product:
     def elements(self) -> int:
         """Elements of operands and result.
 
-        0 for flash attention, which keeps the large ones in the GPU's cores.
+        0 for flash attention, whose large arrays never leave the GPU's cores.
         """
         m, n, k = self.sizes
         return 0 if self.flash else self.batch * (m * n + n * k + m * k)

@@ -1,4 +1,4 @@
-"""Cross-attention to images: gated layers between those of the model (Flamingo, Llama 3.2 Vision).
+"""Cross-attention to images: gated layers between the model's (Flamingo, Llama 3.2 Vision).
 
 A token attends to the images before it in its document. One matmul before the first layer computes
 the keys and values of all layers, so that the gradient of the image vectors is reduced over `model`

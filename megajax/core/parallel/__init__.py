@@ -1,1 +1,1 @@
-"""The mesh, and the placement of every array on it."""
+"""The mesh, and the sharding of every array on it."""

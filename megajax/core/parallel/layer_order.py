@@ -19,7 +19,7 @@ from megajax.core.parallel.layout import STAGE, Layout
 
 
 def in_model_order(x: jax.Array, layout: Layout, *, donate: bool = False) -> jax.Array:
-    """Return a stacked parameter in the order of the model, with its placement.
+    """Return a stacked parameter in the order of the model, with its sharding.
 
     Each stage sends each of its chunks once. With `donate` the argument is consumed.
     """

@@ -40,7 +40,7 @@ class Placement:
 
 
 def placements(tree: Any) -> list[Placement]:
-    """Return the placement of every array of a model, a parameter tree or a state.
+    """Return the sharding of every array of a model, a parameter tree or a state.
 
     The arrays may be allocated or abstract.
     """

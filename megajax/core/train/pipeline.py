@@ -163,7 +163,7 @@ def _forward(
 def _head(
     carry: Carry, y: jax.Array, microbatch: jax.Array, model: StageModel, *, is_always_due: bool
 ) -> Carry:
-    """Add the sums and gradients of the head, if it is due, and keep the gradient of y."""
+    """Add the sums and gradients of the head, if it is due, and store the gradient of y."""
 
     def due(outside: Tree, sums: Sums, turn: jax.Array) -> tuple[Tree, Sums, jax.Array]:
         new_sums, gradients, dy = model.differentiate_head(y, microbatch)

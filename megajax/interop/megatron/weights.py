@@ -1,9 +1,9 @@
 """Conversion of megatron-core's weights to megajax and back: a table of names and dims.
 
-The names are those of megatron-core's local layer specification (Transformer Engine's has the norms
-under `linear_qkv` and `linear_fc1`). Linear weights are [out, in], and each layer has its own
-names. Heads and gates have the same order in both formats: `linear_qkv` by key/value head,
-[queries, key, value] x head dim each, `linear_fc1` of SwiGLU [gate, up].
+The names follow megatron-core's local layer specification (Transformer Engine's has the norms under
+`linear_qkv` and `linear_fc1`). Linear weights are [out, in], and each layer has its own names.
+Heads and gates have the same order in both formats: `linear_qkv` by key/value head, [queries, key,
+value] x head dim each, `linear_fc1` of SwiGLU [gate, up].
 
 A dim in SHARDED_BY_MEGATRON is split over the ranks of a tensor-parallel group, in equal parts.
 """

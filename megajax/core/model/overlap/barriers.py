@@ -98,7 +98,7 @@ class Meeting:
 
 
 def in_turn(parts: Iterable[Steps]) -> list[Any]:
-    """Run generators in turn, each to its next `yield`; return their results.
+    """Alternate between generators, each running to its next `yield`; return their results.
 
     Each starts one turn after the previous one, so that their collectives do not coincide.
     """
