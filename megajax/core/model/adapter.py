@@ -16,7 +16,7 @@ from flax import nnx
 from jax import P, lax
 from jax.typing import DTypeLike
 
-from megajax.core.model import at_rest
+from megajax.core.model import zero_sharding
 from megajax.core.model.gradient_slot import Slotted
 from megajax.core.model.parameters import Parameters
 from megajax.core.model.platform import accumulation_dtype
@@ -99,7 +99,7 @@ class _Product(NamedTuple):
         """Return the weight to multiply by."""
         w = w.astype(dtype)
         # ZeRO-3: all-gather over data
-        return at_rest.gather(w, self.dims.w, self.layout) if self.at_rest else w
+        return zero_sharding.gather(w, self.dims.w, self.layout) if self.at_rest else w
 
 
 def product(

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import Overlap
 from megajax.core.counts.declaration import Parameter
-from megajax.core.model import at_rest
-from megajax.core.model.at_rest import gather, reduced_in_backward
+from megajax.core.model import zero_sharding
 from megajax.core.model.fp8 import cast, is_fp8
 from megajax.core.model.gradient_slot import pair, value
 from megajax.core.model.parameters import map_parameters
+from megajax.core.model.zero_sharding import gather, reduced_in_backward
 from megajax.core.parallel.layout import Layout
 
 
@@ -57,8 +57,8 @@ class Computation(NamedTuple):
                 is_kept = self.recompute != 'full'
                 weight = None if is_kept else gather(cast(stored, self.dtype), dims, layout)
             if declared.is_frozen:
-                return at_rest.without_slot(x, weight)
-            slotted = at_rest.slotted(x, weight, dims, layout, self.reduce_dtype)
+                return zero_sharding.without_slot(x, weight)
+            slotted = zero_sharding.slotted(x, weight, dims, layout, self.reduce_dtype)
             return replace(slotted, weight=stored) if slotted.at_rest else slotted
 
         return map_parameters(join, params, weights)
@@ -75,7 +75,7 @@ class Computation(NamedTuple):
             return weight.astype(jnp.float32)
         if not is_reduced:
             return x if weight.dtype == x.dtype else value(weight, x)
-        slotted = at_rest.slotted(x, weight, declared.dims, layout, self.reduce_dtype)
+        slotted = zero_sharding.slotted(x, weight, declared.dims, layout, self.reduce_dtype)
         return value(weight, slotted.slot)
 
 

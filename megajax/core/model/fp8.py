@@ -20,10 +20,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from megajax.core.counts.declaration import Parameter, Role
-from megajax.core.model.at_rest import gather
 from megajax.core.model.gradient_slot import Slotted
 from megajax.core.model.per_device import per_device
 from megajax.core.model.product import dot, gather_gradient, output_dims, parse
+from megajax.core.model.zero_sharding import gather
 from megajax.core.parallel.layout import Layout
 
 FIRST_EXPONENT, NUM_EXPONENTS = -96, 128  # the last also counts numbers that are not finite

@@ -9,7 +9,7 @@ from flax import nnx
 
 from megajax.core.config import Config
 from megajax.core.counts.declaration import Parameter
-from megajax.core.model.at_rest import gather
+from megajax.core.model.zero_sharding import gather
 from megajax.core.parallel.layout import Layout
 
 

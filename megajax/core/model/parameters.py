@@ -13,7 +13,7 @@ from megajax.core.config import ModelConfig
 from megajax.core.counts.declaration import Declared, Parameter
 from megajax.core.counts.parameters import declare, dim_sizes, shape_of
 from megajax.core.counts.vision_parameters import declare_vision, in_model, vision_sizes
-from megajax.core.model.at_rest import gather
+from megajax.core.model.zero_sharding import gather
 from megajax.core.parallel.layout import Layout
 
 

@@ -34,8 +34,9 @@ def run_layers(
     """Apply `layer_fn` to every layer in turn, in a loop that is compiled once.
 
     Return the last carry. If `layers` contains gradient slots (`gradient_slot.py`) or ZeRO-sharded
-    matrices (`at_rest.py`), `weights` are the layers' weights to compute with. `first` is the index
-    in the model of the first of `layers`. Equal groups of layers are followed by `after_groups`.
+    matrices (`zero_sharding.py`), `weights` are the layers' weights to compute with. `first` is the
+    index in the model of the first of `layers`. Equal groups of layers are followed by
+    `after_groups`.
     """
     if recompute == 'full':
         layer_fn = jax.checkpoint(layer_fn, prevent_cse=False)

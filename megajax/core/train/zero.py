@@ -25,14 +25,14 @@ from jax.typing import DTypeLike
 from megajax.core.config import Config
 from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.parameters import dtype_at_rest
-from megajax.core.model import at_rest
-from megajax.core.model.at_rest import reduced_in_backward
+from megajax.core.model import zero_sharding
 from megajax.core.model.computation import Computation
 from megajax.core.model.fp8 import cast
 from megajax.core.model.gradient_slot import separate
 from megajax.core.model.overlap.per_layer_arrays import Stack, apart, together
 from megajax.core.model.parameters import map_parameters, trainable
 from megajax.core.model.shard_copies import copied_dims, copy_to_shards
+from megajax.core.model.zero_sharding import reduced_in_backward
 from megajax.core.parallel.layout import Axes, Layout
 from megajax.core.train import scaling
 
@@ -44,7 +44,7 @@ def between_steps(params: Any, config: Config) -> Any:
     def keep(declared: Parameter, x: jax.Array) -> jax.Array:
         x = x.astype(dtype_at_rest(declared, config))
         is_scattered = declared.is_matrix and bool(layout.at_rest)
-        return at_rest.scatter(x, declared.dims, layout) if is_scattered else x
+        return zero_sharding.scatter(x, declared.dims, layout) if is_scattered else x
 
     return map_parameters(keep, params)
 
@@ -62,7 +62,7 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
         is_gathered_later = (shard == 'weights' or is_ahead) and declared.is_in_microbatches
         if not declared.is_matrix or is_gathered_later:
             return x
-        weight = x if is_whole else at_rest.gather(cast(x, dtype), declared.dims, layout)
+        weight = x if is_whole else zero_sharding.gather(cast(x, dtype), declared.dims, layout)
         if not overlap.is_apart or not declared.is_stacked:
             return weight
         return tuple(cast(of_layer, dtype) for of_layer in apart(weight))
@@ -189,7 +189,7 @@ def _sum_over_images(
     if not declared.is_matrix:
         every = *layout.mapped, layout.mesh_axes(declared.summed)
         return _sum_of_vector(gradient, dims, every, layout)
-    padded = at_rest.pad(gradient.astype(dtype), '-' * (shards + 1) + dims, layout)
+    padded = zero_sharding.pad(gradient.astype(dtype), '-' * (shards + 1) + dims, layout)
     # Over the images first, so that the sums over `data` are of a part of the matrix.
     of_images = layout.at_rest_over(layout.mesh_axes(declared.summed))
     spec = of_images.stacked(dims, layout.mapped, at_rest=True)
@@ -203,7 +203,7 @@ def _sum_within_replicas(
     gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
     """Sum [..., data shard, *dims] over the data shards of each replica."""
-    reduce = partial(at_rest.reduce, dims=dims, layout=layout, dtype=dtype)
+    reduce = partial(zero_sharding.reduce, dims=dims, layout=layout, dtype=dtype)
     for axes in layout.mapped[:-1]:
         reduce = jax.vmap(reduce, spmd_axis_name=axes)
     return reduce(gradient)

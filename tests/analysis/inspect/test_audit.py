@@ -14,11 +14,11 @@ from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_step
 from megajax.analysis.inspect.result import Inspection
 from megajax.core.config import Config
-from megajax.core.model import at_rest
 from megajax.core.model import computation as computation_module
 from megajax.core.model import linear as linear_module
 from megajax.core.model import norm as norm_module
 from megajax.core.model import product as product_module
+from megajax.core.model import zero_sharding
 from megajax.core.model.computation import Computation
 from megajax.core.model.embedding import VocabParallelEmbedding
 from megajax.core.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -295,12 +295,12 @@ def gathered_for_both_passes(patch):
 
 
 def gathered_in_fp32(patch):
-    gather = at_rest.gather
+    gather = zero_sharding.gather
 
     def gather_wide(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
         return gather(x.astype(jnp.float32) + 1e-9, dims, layout)  # no number of the narrow dtype
 
-    for module in (at_rest, product_module, computation_module):
+    for module in (zero_sharding, product_module, computation_module):
         patch(module, 'gather', gather_wide)
 
 
@@ -309,19 +309,19 @@ def summed_everywhere(patch):
 
     def reduce(gradient: jax.Array, dims: str, layout: Layout, dtype: str) -> jax.Array:
         total = jax.lax.reduce_sum(gradient.astype(dtype), (0,), out_sharding=layout(dims))
-        return at_rest.scatter(total + 0 * total.max(), dims, layout)
+        return zero_sharding.scatter(total + 0 * total.max(), dims, layout)
 
-    patch(at_rest, 'reduce', reduce)
+    patch(zero_sharding, 'reduce', reduce)
 
 
 def summed_twice(patch):
-    reduce = at_rest.reduce
+    reduce = zero_sharding.reduce
 
     def reduce_twice(gradient: jax.Array, dims: str, layout: Layout, dtype: str) -> jax.Array:
         again = reduce(2 * gradient + 1, dims, layout, dtype)
         return reduce(gradient, dims, layout, dtype) + again
 
-    patch(at_rest, 'reduce', reduce_twice)
+    patch(zero_sharding, 'reduce', reduce_twice)
 
 
 HALF = {'train': {'dtype': 'bfloat16'}}

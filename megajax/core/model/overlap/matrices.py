@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.typing import DTypeLike
 
-from megajax.core.model import at_rest, fp8
+from megajax.core.model import fp8, zero_sharding
 from megajax.core.model.overlap.barriers import Box, Clock
 from megajax.core.parallel.layout import Layout
 
@@ -33,11 +33,11 @@ class Matrix:
 
     def gathered(self, own: jax.Array) -> jax.Array:
         """Gather the matrix over `data`."""
-        return at_rest.gather(own, self.dims, self.layout)
+        return zero_sharding.gather(own, self.dims, self.layout)
 
     def reduced(self, dtype: str, gradient: jax.Array) -> jax.Array:
         """Reduce-scatter its gradient over `data` to the stored shards, in a dtype."""
-        return at_rest.sum_over_data(gradient, self.dims, self.layout, dtype)
+        return zero_sharding.sum_over_data(gradient, self.dims, self.layout, dtype)
 
 
 class Matrices:
