@@ -17,7 +17,7 @@ from jax import P, lax
 from jax.typing import DTypeLike
 
 from megajax.core.model import zero_sharding
-from megajax.core.model.gradient_slot import Slotted
+from megajax.core.model.fp32_gradients import Slotted
 from megajax.core.model.parameters import Parameters
 from megajax.core.model.platform import accumulation_dtype
 from megajax.core.model.product import (

@@ -11,7 +11,7 @@ from megajax.core.config.overlap_rules import Overlap
 from megajax.core.counts.declaration import Parameter
 from megajax.core.model import zero_sharding
 from megajax.core.model.fp8 import cast, is_fp8
-from megajax.core.model.gradient_slot import pair, value
+from megajax.core.model.fp32_gradients import pair, value
 from megajax.core.model.parameters import map_parameters
 from megajax.core.model.zero_sharding import gather, reduced_in_backward
 from megajax.core.parallel.layout import Layout

@@ -20,7 +20,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from megajax.core.counts.declaration import Parameter, Role
-from megajax.core.model.gradient_slot import Slotted
+from megajax.core.model.fp32_gradients import Slotted
 from megajax.core.model.per_device import per_device
 from megajax.core.model.product import dot, gather_gradient, output_dims, parse
 from megajax.core.model.zero_sharding import gather

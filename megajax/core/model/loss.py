@@ -14,7 +14,7 @@ from jax import lax
 
 from megajax.core.config import Config
 from megajax.core.counts.chunks import chunk_sizes
-from megajax.core.model.gradient_slot import Slotted
+from megajax.core.model.fp32_gradients import Slotted
 from megajax.core.model.grid import is_grid
 from megajax.core.model.linear import add_bias
 from megajax.core.model.platform import is_on_cpu

@@ -15,7 +15,7 @@ from jax import P, lax
 from jax.typing import DTypeLike
 
 from megajax.core.model import grid
-from megajax.core.model.gradient_slot import Slotted
+from megajax.core.model.fp32_gradients import Slotted
 from megajax.core.model.platform import accumulation_dtype, with_fast_rows
 from megajax.core.model.zero_sharding import gather
 from megajax.core.parallel.layout import Layout

@@ -33,7 +33,7 @@ def run_layers(
 ) -> Carry:
     """Apply `layer_fn` to every layer in turn, in a loop that is compiled once.
 
-    Return the last carry. If `layers` contains gradient slots (`gradient_slot.py`) or ZeRO-sharded
+    Return the last carry. If `layers` contains gradient slots (`fp32_gradients.py`) or ZeRO-sharded
     matrices (`zero_sharding.py`), `weights` are the layers' weights to compute with. `first` is the
     index in the model of the first of `layers`. Equal groups of layers are followed by
     `after_groups`.

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from megajax.core.counts.declaration import Parameter
-from megajax.core.model.gradient_slot import Slotted
+from megajax.core.model.fp32_gradients import Slotted
 from megajax.core.parallel.layout import Layout
 
 

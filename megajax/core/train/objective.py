@@ -10,7 +10,7 @@ from flax import nnx
 from megajax.core.config import Config
 from megajax.core.counts.declaration import Parameter
 from megajax.core.model.computation import Computation
-from megajax.core.model.gradient_slot import pair
+from megajax.core.model.fp32_gradients import pair
 from megajax.core.model.loss import Loss
 from megajax.core.model.parameters import map_parameters, with_frozen
 from megajax.core.model.transformer import Bert, LanguageModel, make_model, model_graph

@@ -28,7 +28,7 @@ from megajax.core.counts.parameters import dtype_at_rest
 from megajax.core.model import zero_sharding
 from megajax.core.model.computation import Computation
 from megajax.core.model.fp8 import cast
-from megajax.core.model.gradient_slot import separate
+from megajax.core.model.fp32_gradients import separate
 from megajax.core.model.overlap.per_layer_arrays import Stack, apart, together
 from megajax.core.model.parameters import map_parameters, trainable
 from megajax.core.model.shard_copies import copied_dims, copy_to_shards
@@ -79,7 +79,7 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
 
 
 class StepWeights(NamedTuple):
-    """The parameters of a step as `gradient_slot.separate` returns them, copied for each shard.
+    """The parameters of a step as `fp32_gradients.separate` returns them, copied for each shard.
 
     The primals have the stored shards of matrices whose gradients the backward pass sums over
     `data`, and gradient slots for the others; frozen parameters are only among the weights. With

@@ -35,7 +35,7 @@ from megajax.core.counts.declaration import Declared, Parameter, Role, named
 from megajax.core.counts.layers import layer
 from megajax.core.counts.parameters import shape_of
 from megajax.core.model.block import Block
-from megajax.core.model.gradient_slot import Slotted
+from megajax.core.model.fp32_gradients import Slotted
 from megajax.core.model.parameters import Parameters, cast_matrices
 from megajax.core.model.shard_copies import along_last
 from megajax.core.model.transformer import make_model
@@ -160,7 +160,7 @@ def renamed(folder: Path, names: dict[str, str]) -> Path:
     ]
     files.append(folder / 'megajax/core/counts/products.py')
     for file in files:
-        if file.name not in ('product.py', 'gradient_slot.py'):  # whose weights are not modules'
+        if file.name not in ('product.py', 'fp32_gradients.py'):  # whose weights are not modules'
             text = attributes.sub(lambda x: rename(x.group(), names, r'\.'), file.read_text())
             file.write_text(looked_up.sub(lambda x: rename(x.group(), names, "'"), text))
     for declarations in ('declaration', 'layers', 'parameters', 'vision_parameters'):

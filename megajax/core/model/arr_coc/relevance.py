@@ -24,7 +24,7 @@ from megajax.core.counts.vision_parameters import SCORER_FEATURES, SUMMARIES, de
 from megajax.core.model.arr_coc.levels import einsum
 from megajax.core.model.arr_coc.texture import SALIENCY
 from megajax.core.model.dropout import fold_in
-from megajax.core.model.gradient_slot import Slotted, value
+from megajax.core.model.fp32_gradients import Slotted, value
 from megajax.core.model.parameters import Parameters
 from megajax.core.parallel.layout import UNSHARDED, Layout
 
