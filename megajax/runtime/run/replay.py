@@ -1,8 +1,8 @@
 """Detect silent data corruption: compute a step twice, on different devices.
 
 With `train.replay_every`, such a step runs from the same state and batch on the mesh of the run and
-on that mesh with its devices rotated (`core/parallel/rotated.py`). Both programs are compiled from
-the same text, so on healthy hardware their results are bit-identical.
+on that mesh with its devices rotated (`core/parallel/rotated_mesh.py`). Both programs are compiled
+from the same text, so on healthy hardware their results are bit-identical.
 """
 
 import time
@@ -17,7 +17,7 @@ from jax.stages import Compiled
 from megajax.core.config import Config, CorruptionError
 from megajax.core.parallel.mesh import host_names
 from megajax.core.parallel.placements import parameter_name
-from megajax.core.parallel.rotated import abstract_on, copy_rotated, rotated, successors
+from megajax.core.parallel.rotated_mesh import abstract_on, copy_rotated, rotated, successors
 from megajax.core.parallel.shard_digests import compile_digests
 from megajax.core.train.feed import Batch, abstract_batch
 from megajax.core.train.first_step import TrainStep

@@ -9,7 +9,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 from megajax.core.parallel.mesh import make_mesh
-from megajax.core.parallel.rotated import copy_rotated, rotated, successors
+from megajax.core.parallel.rotated_mesh import copy_rotated, rotated, successors
 
 
 class Device(NamedTuple):
