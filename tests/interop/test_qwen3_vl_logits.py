@@ -22,7 +22,7 @@ from megajax.core.model.rows import Rows
 from megajax.core.model.shard_copies import copy_to_shards
 from megajax.core.model.transformer import model_graph
 from megajax.core.parallel.layout import Layout
-from megajax.core.parallel.stages import over_shards
+from megajax.core.parallel.pipeline_ops import over_shards
 from megajax.core.train.zero import gather_once
 from megajax.interop.folder import settings
 from megajax.interop.huggingface.families import read_family

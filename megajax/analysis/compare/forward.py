@@ -22,7 +22,7 @@ from megajax.core.model.loss import Loss
 from megajax.core.model.stack import count_layers, run_layer
 from megajax.core.model.transformer import LanguageModel
 from megajax.core.parallel.layout import Layout
-from megajax.core.parallel.stages import over_shards
+from megajax.core.parallel.pipeline_ops import over_shards
 from megajax.core.train.feed import Batch, shard_order
 from megajax.core.train.microbatches import rows_of, split, with_weights
 from megajax.core.train.objective import Objective

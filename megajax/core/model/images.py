@@ -14,7 +14,7 @@ from megajax.core.model.rows import Rows
 from megajax.core.model.vision import Encoder, numbers_of, places
 from megajax.core.parallel.image_shards import over_images
 from megajax.core.parallel.layout import Layout
-from megajax.core.parallel.stages import over_shards
+from megajax.core.parallel.pipeline_ops import over_shards
 
 
 class Images(NamedTuple):

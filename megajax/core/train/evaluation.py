@@ -10,7 +10,7 @@ from megajax.core.config import Config
 from megajax.core.config.overlap_rules import without_order
 from megajax.core.model.shard_copies import copy_encoder
 from megajax.core.parallel.layout import Layout
-from megajax.core.parallel.stages import over_shards
+from megajax.core.parallel.pipeline_ops import over_shards
 from megajax.core.train.compiler_options import evaluation_options
 from megajax.core.train.feed import Batch
 from megajax.core.train.microbatches import real_rows, split, with_positions

@@ -14,7 +14,7 @@ from megajax.core.config.overlap_rules import resolved
 from megajax.core.model.overlap.per_layer_arrays import added, holds_totals, with_totals
 from megajax.core.model.shard_copies import add_copies
 from megajax.core.parallel.layout import Layout
-from megajax.core.parallel.stages import over_shards
+from megajax.core.parallel.pipeline_ops import over_shards
 from megajax.core.train import scaling
 from megajax.core.train.feed import Batch
 from megajax.core.train.loss_scale import LossScale, scale_weights, unscale

@@ -21,7 +21,7 @@ from jax import lax
 
 from megajax.core.counts.schedule import IDLE, Phase, Schedule, make_schedule, schedule_of
 from megajax.core.parallel.layout import STAGES, Layout
-from megajax.core.parallel.stages import BOTH, OF_STAGE, add, load, select, send, store
+from megajax.core.parallel.pipeline_ops import BOTH, OF_STAGE, add, load, select, send, store
 from megajax.core.train.feed import Batch
 from megajax.core.train.objective import Objective, Sums
 from megajax.core.train.passes import Passes, keeping_inputs, keeping_residuals

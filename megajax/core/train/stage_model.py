@@ -10,7 +10,7 @@ from jax import lax
 
 from megajax.core.counts.schedule import Schedule
 from megajax.core.parallel.layout import STAGE, STAGES, Layout
-from megajax.core.parallel.stages import (
+from megajax.core.parallel.pipeline_ops import (
     BOTH,
     OF_STAGE,
     SAME,

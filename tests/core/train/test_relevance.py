@@ -27,7 +27,7 @@ from megajax.core.model.arr_coc.budget import SIDES
 from megajax.core.model.parameters import cast_matrices
 from megajax.core.model.shard_copies import copy_to_shards
 from megajax.core.parallel.layout import Layout
-from megajax.core.parallel.stages import over_shards
+from megajax.core.parallel.pipeline_ops import over_shards
 from megajax.core.train.feed import place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.core.train.microbatches import images_of, split, with_weights
