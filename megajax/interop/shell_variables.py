@@ -166,7 +166,7 @@ class Variables:
 
 
 def _fields(value: str) -> list[str]:
-    """Split a value at its blanks, but not within what is unknown."""
+    """Split a value at its blanks, but not within unknown pieces."""
     return re.findall(rf'(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\s{OPEN}])+', value)
 
 

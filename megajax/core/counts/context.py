@@ -31,7 +31,7 @@ IN_FP32 = 'gradients of keys and values are summed in fp32'
 
 
 def over_context(config: Config, layers: int) -> Iterator[Expected]:
-    """Yield what TransformerEngine sends in a number of runs of a layer."""
+    """Yield TransformerEngine's collectives for a number of runs of a layer."""
     own = config.mesh.context_exchange == 'ring'
     yield from _exchanges(
         config,
@@ -43,7 +43,7 @@ def over_context(config: Config, layers: int) -> Iterator[Expected]:
 
 
 def own_over_context(config: Config, layers: int) -> Iterator[Expected]:
-    """Yield what `core/model/context.py` sends."""
+    """Yield the collectives of `core/model/context.py`."""
     yield from _exchanges(config, layers, dtype='f32', hops=config.mesh.context, source=IN_FP32)
 
 

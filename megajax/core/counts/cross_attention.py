@@ -31,7 +31,7 @@ KEYS_VALUES = 'transformer/attention.py CrossAttention.get_query_key_value_tenso
 
 
 def cross_layers(config: Config, runs: Runs) -> Iterator[Expected]:
-    """Yield what Megatron sends for layers of cross-attention, and for their MLPs."""
+    """Yield Megatron's collectives for cross-attention layers, and for their MLPs."""
     if not runs.cross:
         return
 

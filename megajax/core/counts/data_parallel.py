@@ -1,4 +1,4 @@
-"""The collectives of data parallelism: what each ZeRO stage sends, and when.
+"""The collectives of data parallelism, by ZeRO stage.
 
 Megatron-Core has the same stages (`data_parallel_sharding_strategy` of its FSDP): `optim` is
 ZeRO-1, `optim_grads` ZeRO-2, `optim_grads_params` ZeRO-3. Its HSDP adds one all-reduce between the

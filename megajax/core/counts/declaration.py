@@ -20,7 +20,7 @@ class Role(enum.Enum):
 
     MATRIX = 'matrix'  # a matmul weight: used in train.dtype, decayed, sharded by ZeRO
     TABLE = 'table'  # in fp32, decayed, not sharded by ZeRO: a lookup
-    ADAPTER = 'adapter'  # cast where it is multiplied; decayed, not sharded by ZeRO
+    ADAPTER = 'adapter'  # cast when it is multiplied; decayed, not sharded by ZeRO
     VECTOR = 'vector'  # in fp32, not decayed, not sharded by ZeRO: norms and biases
     SCALES = 'scales'  # of an fp8 matmul, only within a step: not a parameter of the model
 

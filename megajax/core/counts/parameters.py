@@ -169,7 +169,7 @@ def count(
     """Count the elements of the arrays on a device; `shards` has the shards of each letter.
 
     With `modules`, count only the parameters of these, such as `layers` and `embedding`; with
-    `learned`, only those that are not frozen.
+    `learned`, only the parameters that are not frozen.
     """
     sizes = [
         (parameter, elements(parameter.dims, dim_sizes(model), dict(shards)))
@@ -215,7 +215,7 @@ def megatron_counts(
 def num_parameters(model: ModelConfig, *, padded: bool = False, trained: bool = False) -> int:
     """Count the model's parameters exactly, with the tokenizer's vocabulary or the padded one.
 
-    With `trained`, only those that are not frozen.
+    With `trained`, count only the parameters that are not frozen.
     """
     sizes = dim_sizes(model) if padded else {**dim_sizes(model), 'V': model.vocab_size}
     return sum(

@@ -42,8 +42,8 @@ class Schedule:
     """The passes of a training step on a pipeline.
 
     `forward` and `backward` [tick, stage, 3] have the microbatch, the chunk and the slot of each
-    pass, IDLE where there is none. The head follows the last chunk's forward pass in the same
-    tick; `head` [tick] has its microbatch or IDLE. The microbatch's gradient then waits in one of
+    pass, IDLE if there is none. The head follows the last chunk's forward pass in the same tick;
+    `head` [tick] has its microbatch or IDLE. The microbatch's gradient then waits in one of
     `num_turns` slots, the microbatch modulo their number, for the last chunk's backward pass.
     """
 
@@ -66,7 +66,7 @@ class Schedule:
     def bubble(self) -> float:
         """The ratio of a stage's idle time to its busy time.
 
-        All chunks are taken to need the same time, and idle ticks as much as others.
+        It assumes that all chunks take the same time, and idle ticks as long as busy ones.
         """
         return self.passes / (self.chunks * self.microbatches) - 1
 
@@ -81,7 +81,7 @@ def schedule_of(config: Config) -> Schedule:
 
 @functools.cache
 def make_schedule(stages: int, chunks: int, microbatches: int, *, gpipe: bool = False) -> Schedule:
-    """Make the schedule of 1F1B, interleaved where a stage has several chunks, or of GPipe.
+    """Make the schedule of 1F1B, interleaved if a stage has several chunks, or of GPipe.
 
     With several chunks, groups of as many microbatches as there are stages go through all chunks;
     the last group may be smaller. In 1F1B the first backward pass is in the tick of the first head,
@@ -134,7 +134,7 @@ def _phases(first_head: int, ticks: int, turn: int) -> Iterator[Phase]:
 
 
 def _assign_slots(forward: Table, backward: Table) -> int:
-    """Fill in the slots of all passes, the first that is free; return the number of slots.
+    """Assign the first free slot to each pass; return the number of slots.
 
     A slot is free again in the tick after the backward pass.
     """

@@ -79,7 +79,7 @@ def residual_of_device(config: Config) -> Array:
 
 
 def head_input(config: Config, parts: int) -> Array:
-    """Return what a tensor-parallel group gives the head of one of `parts` stages."""
+    """Return the head's input on one of `parts` stages, for a tensor-parallel group."""
     if parts == 1:
         return activation(config)
     part = _head_tokens(config, parts)
@@ -122,7 +122,7 @@ def gradients_of_stages(config: Config) -> Iterator[Expected]:
 
 
 def gradients_of_lockstep_stages(config: Config) -> Iterator[Expected]:
-    """Yield the collectives of data parallelism; all stages have what is outside the layers."""
+    """Yield the collectives of data parallelism; all stages have those outside the layers."""
     yield from over_data(config, own_counts(config, ('layers',)))
     for sent in over_data(config, outside_counts(config), ('stage', *SHARDS)):
         yield dataclasses.replace(sent, source='all stages have what is outside the layers')
@@ -135,6 +135,6 @@ def outside_counts(config: Config) -> Counts:
 
 
 def _with_stages(config: Config, site: Site) -> Site:
-    """The site here of what Megatron sums over `data` alone, of parameters outside the layers."""
+    """The site here of a sum over `data` alone in Megatron, of parameters outside the layers."""
     axes = (*site.axis.split('+'), *(() if site.axis == 'replica' else ('stage',)))
     return site._replace(axis=axes_text(config, *axes))

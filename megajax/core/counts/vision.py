@@ -69,7 +69,7 @@ def vectors(config: Config) -> Array:
 
 
 def encoder_in_parallel(config: Config, runs: Runs) -> Iterator[Expected]:
-    """Yield what Megatron sends for an encoder whose layers are divided over its ranks."""
+    """Yield Megatron's collectives for an encoder whose layers are divided over its ranks."""
     vision = config.vision
     if vision is None:
         return
@@ -95,7 +95,7 @@ def is_learned(config: Config) -> bool:
 
 
 def images_over_devices(config: Config) -> Iterator[Expected]:
-    """Yield what `core/model/images.py` and `core/train/zero.py` send."""
+    """Yield the collectives of `core/model/images.py` and `core/train/zero.py`."""
     mesh, runs = config.mesh, config.train.microbatches
     assert config.vision is not None
 
@@ -167,9 +167,7 @@ def _matrices(chosen: list[Parameter]) -> list[Parameter]:
 
 
 def relevance_over_devices(config: Config) -> Iterator[Expected]:
-    """Yield what `core/model/arr_coc/detail.py` and `core/model/arr_coc/relevance.py` send;
-    Megatron has nothing like it.
-    """
+    """Yield the collectives of `core/model/arr_coc`; Megatron has nothing like it."""
     if config.relevance is None or config.mesh.model == 1:
         return
     arrays = relevance_arrays(config)
@@ -187,7 +185,7 @@ def relevance_over_devices(config: Config) -> Iterator[Expected]:
 
 
 def relevance_arrays(config: Config) -> dict[str, Array]:
-    """Return what relevance sends over `model` in a microbatch."""
+    """Return the arrays that relevance sends over `model` in a microbatch."""
     relevance, rows, shards = config.relevance, images_of_microbatch(config), config.mesh.model
     assert relevance is not None
     images, regions = images_of_device(config) * shards, relevance.num_regions

@@ -35,7 +35,7 @@ def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:
 def compile_without_gpu(
     compile_with: Callable[[dict[str, Any]], Any], options: Mapping[str, Any]
 ) -> Any:
-    """Call `compile_with` with these options and those that a compiler without a GPU needs.
+    """Call `compile_with` with these options and the options that a compiler without a GPU needs.
 
     XLA of jax 0.10 starts with Triton tiles that do not fit every fp32 matmul, and has no GPU on
     which to find others; XLA of jax 0.12 has none for a deterministic step. In these cases it is

@@ -108,7 +108,7 @@ def attention_core(
 ) -> Core[None]:
     """The core of training and evaluation: every token of a sequence at once, and no cache.
 
-    With `exchange`, tokens also attend to those on other context shards (`context.py`). If the
+    With `exchange`, tokens also attend to the tokens of other context shards (`context.py`). If the
     layer's `rows` have segments, attention stays within a segment. With `recompute` no [S, S]
     scores are saved for the backward pass (selective recomputation of Korthikanti et al., 2022).
     """

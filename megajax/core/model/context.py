@@ -223,7 +223,7 @@ def _of_keys(x: jax.Array, is_earlier: jax.Array) -> jax.Array:
 def _to_chunks(
     first: jax.Array, second: jax.Array, either: jax.Array, is_earlier: jax.Array
 ) -> jax.Array:
-    """Add what belongs to the first chunk, to the second, and to the first if `is_earlier`."""
+    """Join the chunks; `either` is added to the first if `is_earlier`, otherwise to the second."""
     of_first = jnp.where(is_earlier, either, 0)
     return jnp.concatenate([first + of_first, second + (either - of_first)], 1)
 

@@ -18,7 +18,7 @@ from megajax.core.parallel.pipeline_ops import over_shards
 
 
 class Images(NamedTuple):
-    """The images of a batch, I slots per sequence, and what relevance is asked about them."""
+    """The images of a batch, I slots per sequence, and the question about them for relevance."""
 
     pixels_BIPX: jax.Array  # uint8, patches of each image
     grid_BI2: jax.Array  # rows and columns of patches; 0 0 in an empty slot
@@ -31,7 +31,7 @@ class Merged(NamedTuple):
     """A sequence with its images."""
 
     x_BTD: jax.Array
-    deep_BTAD: jax.Array  # what DeepStack adds to the first layers
+    deep_BTAD: jax.Array  # the vectors that DeepStack adds to the first layers
     # Rows and columns [B, S, 2] that relevance has given to tokens, next to their positions, and
     # the tokens that it has left empty.
     offset_BS2: jax.Array | None = None

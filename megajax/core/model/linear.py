@@ -101,7 +101,7 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """Add a bias in fp32, so that its gradient is summed in fp32; the result has the dtype of y."""
     if y.dtype == jnp.float32 and not is_on_cpu(y):
         # Keep the bias out of cuBLAS's epilogue: XLA has added it along the wrong dim of a square
-        # result (openxla/xla#46897), and has left it unscaled where a factor followed
+        # result (openxla/xla#46897), and has left it unscaled if a factor followed
         # (openxla/xla#46110). The operation that reads the sum is a separate kernel anyway.
         y = lax.optimization_barrier(y)
     return (y.astype(jnp.float32) + bias).astype(y.dtype)

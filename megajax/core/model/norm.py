@@ -118,7 +118,8 @@ def _norm_over_heads(
     layout: Layout,
 ) -> tuple[jax.Array, jax.Array]:
     q, k = (x.astype(jnp.float32) for x in (q_RSKGH, k_RSKH))
-    # `model` shards either the key/value heads or what is within them. That dim is summed last.
+    # `model` shards either the key/value heads or the dims within them. The sharded dim is summed
+    # last.
     is_within_heads = layout.is_sharded('H')
     own, shared = (2, 'H') if is_within_heads else (-1, 'K')
     of_queries = jnp.square(q).sum(3).sum(own) / weight_KGH.size

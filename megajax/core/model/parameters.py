@@ -75,7 +75,7 @@ class Parameters:
         return nnx.Param(value, declared=in_model(declared) if self.is_of_encoder else declared)
 
     def maybe(self, name: str) -> nnx.Param[jax.Array] | None:
-        """Make a parameter that needs no random key; return None where it is not declared."""
+        """Make a parameter that needs no random key; return None if it is not declared."""
         return self.make(name) if name in self else None
 
 
@@ -95,7 +95,7 @@ def trainable(params: nnx.State) -> nnx.State:
 
 
 def with_frozen(params: nnx.State, others: nnx.State) -> nnx.State:
-    """Return parameters and, from `others`, those that are frozen."""
+    """Return parameters and, from `others`, the frozen parameters."""
     frozen = nnx.filter_state(others, lambda _, param: param.declared.is_frozen)
     return nnx.merge_state(params, frozen)
 

@@ -8,7 +8,7 @@ from megajax.core.model.dropout import fold_in
 
 
 class Rows(NamedTuple):
-    """The arrays next to the tokens [B, S] of some sequences; None for those a model does not use.
+    """The arrays next to the tokens [B, S] of some sequences; None if a model does not use them.
 
     `position_BS` may be [B, S, 3] with images, `segment_BS` numbers the documents that attention
     stays in, `type_BS` has BERT's token types, `key_B` turns dropout on, and `deep_BTAD` is added

@@ -13,7 +13,7 @@ from megajax.core.model.computation import Computation
 from megajax.core.model.rows import Rows
 from megajax.core.parallel.layout import UNSHARDED
 
-Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
+Carry = Any  # passed from layer to layer: the residual stream, or one per part of the batch
 # (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
 LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
 # A function of a carry and of one layer's part of some arrays; and these arrays.

@@ -53,7 +53,7 @@ class Sublayer(nnx.Module):
     def update(
         self, x_BTD: jax.Array, core: Any = None, rows: Rows = NO_ROWS
     ) -> tuple[jax.Array, Any]:
-        """Return what is added to the residual stream, and the second result of `core`.
+        """Return the sublayer's addition to the residual stream, and the second result of `core`.
 
         Without sequence parallelism T is S and `gather` does nothing: the backward pass of the
         first matmul makes f's all-reduce.
@@ -70,14 +70,14 @@ class Sublayer(nnx.Module):
         return self.norm(x_BTD) if self.config.norms_inputs else x_BTD
 
     def middle(self, y: jax.Array, core: Any, rows: Rows) -> tuple[jax.Array, Any]:
-        """Return the input of `second` from the result of `first`, and the second one of `core`.
+        """Return the input of `second`, from `first`'s result, and the second result of `core`.
 
         The bias of `first` is added here.
         """
         raise NotImplementedError
 
     def added(self, y_BTD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        """Return what is added to the residual stream, from the result of `second`."""
+        """Return the sublayer's addition to the residual stream, from the result of `second`."""
         h_BTD = self.second.with_bias(y_BTD)
         if self.config.norms_outputs:
             h_BTD = (self.output_norm or self.norm)(h_BTD)

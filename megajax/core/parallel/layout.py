@@ -77,7 +77,7 @@ class Layout:
         sharded within each head. 2-D tensor parallelism (`mesh.model_rows`) also shards the other
         dim of every weight, D, over `row`, and with it the residual stream; the vocabulary is
         sharded over both axes. Layers are over `stage`. ZeRO also shards over `context`, whose
-        devices have the same weights, and what is outside the layers over `stage`.
+        devices have the same weights, and parameters outside the layers over `stage`.
         """
         widths = dict.fromkeys('Dd', config.model.hidden_size)
         if config.vision is not None:

@@ -42,11 +42,11 @@ def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axe
     A tensor-parallel group therefore consists of neighbors on one host. `axes` are the sizes of
     axes other than `data` and `model`; an axis of size 1 is not in the mesh, and an axis that is
     not in AXES comes after `data`. If jax has not been used yet, it is given the share of GPUs'
-    memory that `megajax plan` counts with and, if the machine has only CPUs, simulates the
-    required number of devices.
+    memory that `megajax plan` counts with and, if the machine has only CPUs, simulates the required
+    number of devices.
 
-    Raises ConfigError if there are too few devices, or if groups of devices span hosts that need
-    not (`check_hosts`). With several processes, all must call it.
+    Raises ConfigError if there are too few devices, or if groups of devices span hosts
+    unnecessarily (`check_hosts`). With several processes, all must call it.
     """
     sizes = axis_sizes(data, model, **axes)
     needed = math.prod(sizes.values())
@@ -133,7 +133,7 @@ def one_dimensional(config: Config) -> Config:
 
 
 def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: bool) -> None:
-    """Raise ConfigError if groups of devices span hosts that need not.
+    """Raise ConfigError if groups of devices span hosts unnecessarily.
 
     `hosts` has the host of each device of the mesh. A tensor-parallel group may span hosts only if
     `cross_hosts`; the data shards of a replica may if no number of replicas avoids it.

@@ -33,8 +33,8 @@ def over_shards(
 def over_stages(function: Callable[..., Any], layout: Layout, *kinds: Any) -> Any:
     """Map a function over stages and data shards.
 
-    Each argument has BOTH dims, one OF_STAGE, those OF_SHARD, or is the SAME for all. An argument
-    that is a tuple has a kind for each element.
+    Each argument has BOTH dims, only the dim OF_STAGE, only the dims OF_SHARD, or is the SAME for
+    all. An argument that is a tuple has a kind for each element.
     """
     shards = jax.tree.map(lambda kind: 0 if kind in (BOTH, OF_SHARD) else None, kinds)
     stages = jax.tree.map(lambda kind: 0 if kind in (BOTH, OF_STAGE) else None, kinds)
@@ -54,7 +54,7 @@ def on_shards(x_Z: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def select(condition_Z: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return a on the stages where the condition holds and b on the others."""
+    """Return a on the stages where the condition is true, and b on the others."""
     return jnp.where(on_shards(condition_Z, a), a, b)
 
 

@@ -1,7 +1,7 @@
 """A mesh whose devices are rotated by one within each process, and copies of arrays on it.
 
-Each device of the rotated mesh does what its predecessor in the same process does on the mesh, so
-that nothing is copied between hosts. A process with one device has itself as its successor.
+Each device of the rotated mesh does the work of its predecessor in the same process, so that
+nothing is copied between hosts. A process with one device has itself as its successor.
 """
 
 from typing import Any

@@ -11,8 +11,9 @@ from megajax.xla.miscompiles import (
 )
 
 Options = dict[str, str | bool]
-# XLA sorts what it would otherwise add atomically, and takes kernels of cuDNN and cuBLAS whose sums
-# have one order. Which ones its autotuner took is in the run's cache of compiled programs.
+# XLA sorts values that it would otherwise add atomically, and takes kernels of cuDNN and cuBLAS
+# whose sums have one order. Which ones its autotuner took is in the run's cache of compiled
+# programs.
 DETERMINISTIC: Options = {'xla_gpu_exclude_nondeterministic_ops': True}
 
 

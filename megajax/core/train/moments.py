@@ -48,7 +48,7 @@ def round_to_bf16(x: jax.Array, seed: jax.Array, layout: Layout = ONE_DEVICE) ->
 
     The random bits are a hash of the seed and an element's index in the array, so they are the same
     on every mesh. If `layout` stores the layers in a different order, the hash uses each layer's
-    index in the model. Zeros, infinities and NaN stay what they are.
+    index in the model. Zeros, infinities and NaN do not change.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint32) + (_random_bits(x, seed, layout) >> 16)
     rounded = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)

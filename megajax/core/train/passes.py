@@ -42,7 +42,7 @@ def keeping_inputs(run: Run) -> Passes:
 
 def keeping_residuals(run: Run) -> Passes:
     """Save the residuals of differentiation."""
-    # The structure of what `jax.vjp` returned, and for each leaf its index in the tree that is
+    # The structure of the result of `jax.vjp`, and for each leaf its index in the tree that is
     # passed again, or how to make it from the saved arrays. Tracing the forward pass finds the same
     # each time.
     found: list[tuple[Any, list[int | Callable[[jax.Array], jax.Array]]]] = []

@@ -1,10 +1,10 @@
 """Pipeline parallelism: the stages of `mesh.stages` in lock step, by the tables of `schedule.py`.
 
-A stage is a mapped dim, [stage, data shard, ...], as a data shard is. In each tick every stage does
-what the schedule says: a forward pass, a backward pass, or both. Its output goes to its neighbor
-while it computes the next one: 1F1B (Narayanan et al., 2021) in one program for all devices. An
-idle stage also computes, on zeros or old numbers, but its results are not used: the cotangent of
-its backward pass is zero, and so are its gradients.
+A stage is a mapped dim, [stage, data shard, ...], as a data shard is. In each tick every stage runs
+the passes in the schedule: forward, backward, or both. Its output goes to its neighbor while it
+computes the next one: 1F1B (Narayanan et al., 2021) in one program for all devices. An idle stage
+also computes, on zeros or old numbers, but its results are not used: the cotangent of its backward
+pass is zero, and so are its gradients.
 
 Every stage has the embedding and the head. The embedding is looked up on all of them and used on
 the first. Each stage computes the head for its part of the tokens that the last stage has finished,
@@ -35,7 +35,7 @@ TO_NEXT, TO_PREVIOUS = 'to_next_stage', 'to_previous_stage'
 
 
 class Tick(NamedTuple):
-    """The entries of a schedule for one tick or, stacked, for many; -1 where there is none."""
+    """The entries of a schedule for one tick or, stacked, for many; -1 if there is none."""
 
     forward_Z3: jax.Array  # microbatch, chunk and slot of each stage's forward pass
     backward_Z3: jax.Array
@@ -121,7 +121,7 @@ def _start(model: StageModel, passes: Passes) -> Carry:
 def _tick(
     carry: Carry, tick: Tick, *, model: StageModel, passes: Passes, phase: Phase
 ) -> tuple[Carry, None]:
-    """Do what the schedule says for one tick of a phase."""
+    """Run one tick of a phase, as scheduled."""
     ring = _ring(model.schedule)
     # Sends to earlier stages overlap with the forward pass, and sends to later stages with the
     # backward pass.
@@ -155,7 +155,7 @@ def _evaluation_tick(
 def _forward(
     model: StageModel, passes: Passes, x: jax.Array, pass_Z3: jax.Array
 ) -> tuple[jax.Array, Tree]:
-    """Run each stage's chunk of layers; also return what its backward pass needs."""
+    """Run each stage's chunk of layers; also return the values that its backward pass needs."""
     forward = model.over(passes.forward, OF_STAGE, GIVEN, BOTH)
     return forward(load(model.layers, pass_Z3[:, 1]), model.given(pass_Z3), x)
 

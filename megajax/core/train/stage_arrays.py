@@ -35,7 +35,7 @@ def split_layers(params: nnx.State, layout: Layout) -> tuple[Tree, dict[str, Tre
 
 
 def with_layers(outside: dict[str, Tree], layers: Tree) -> nnx.State:
-    """Return the parameters of a model, given those outside its layers and the layers."""
+    """Return the parameters of a model, given its layers and the parameters outside them."""
     return nnx.State({**outside, 'layers': layers})
 
 

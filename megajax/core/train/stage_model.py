@@ -109,7 +109,7 @@ class StageModel:
         return sums, gradients, dy
 
     def sums(self, y: jax.Array, microbatch: jax.Array) -> Sums:
-        """Return the two sums of an evaluation, zero where the head is not due."""
+        """Return the two sums of an evaluation, zero if the head is not due."""
         given = self.outside, self.outside_weights
         parts, labels = share_tokens(y, self.layout), self._own_labels(microbatch)
         _, nll = self.over(self._head_of_tokens, *HEAD)(*given, parts, labels)
@@ -168,7 +168,7 @@ class StageModel:
         return over_stages(function, self.layout, *kinds)
 
     def _of_all_stages(self, microbatch: jax.Array) -> Batch:
-        """Return one microbatch [*shards, ...], the first where the index is negative."""
+        """Return one microbatch [*shards, ...], the first if the index is negative."""
         index = jnp.maximum(microbatch, 0)
         return {
             name: lax.dynamic_index_in_dim(x, index, keepdims=False)

@@ -47,7 +47,7 @@ def make_params(config: Config) -> nnx.State:
 
 
 def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
-    """Return the state before the first step, created where it belongs on the current mesh.
+    """Return the state before the first step, created in its sharding on the current mesh.
 
     The parameters are random unless `params` are given, in their stored sharding. Under
     `jax.eval_shape` the result is the shapes and shardings.

@@ -144,9 +144,9 @@ def zero_gradients(primals: Any, shard: str, layout: Layout) -> Any:
 def sum_over_data(gradients: Any, computation: Computation, layout: Layout) -> Any:
     """Return the sum of gradients like `zero_gradients`, with the sharding of their parameters.
 
-    Over `data` this is an all-reduce, or a reduce-scatter where the parameter is sharded over it;
-    over `replica` it is an all-reduce of what is left. The gradients of parameters outside the
-    layers have one more data shard for each pipeline stage.
+    Over `data` this is an all-reduce, or a reduce-scatter if the parameter is sharded over it; over
+    `replica` it is an all-reduce of the result. The gradients of parameters outside the layers have
+    one more data shard for each pipeline stage.
     """
     shard, dtype = computation.overlap.shard, computation.reduce_dtype
 

@@ -44,7 +44,7 @@ class Repository:
 
     Making one downloads the description of the model; `fetch_weights` downloads the rest, so that a
     model or an override that is rejected costs no download of weights. Raises ConfigError with the
-    repository, what failed and what to do, and never with the token.
+    repository, the failure and the fix, and never with the token.
     """
 
     def __init__(self, name: str, revision: str | None = None):

@@ -236,7 +236,7 @@ class Schedule:
 
 
 def by_layer(of_sublayers: Sequence[X]) -> Iterator[Sequence[X]]:
-    """Yield what belongs to the sublayers of each layer."""
+    """Yield each layer's entries from a list with one entry per sublayer."""
     count = len(SUBLAYERS)
     return (of_sublayers[first : first + count] for first in range(0, len(of_sublayers), count))
 

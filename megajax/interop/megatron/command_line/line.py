@@ -126,7 +126,7 @@ def _name(words: Sequence[str], program: int | None) -> str:
 
 
 def _expanded(words: Sequence[str]) -> tuple[list[str], Mapping[str, str], str]:
-    """Return words in which `@FILE` and `-` are the words of that text, and what is unknown there.
+    """Return words in which `@FILE` and `-` are the words of that text, and its unknown pieces.
 
     The last result is the line of the script in which the command is, empty without a script.
     """
@@ -163,7 +163,7 @@ def _is_known(name: str) -> bool:
 def _unknown(
     name: str, values: Sequence[str], shown: str, reasons: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield what is unknown in an argument's values, if it matters: it may be further arguments."""
+    """Yield a problem per unknown piece of an argument's values: it may be further arguments."""
     takes_one = TYPES.get(name) not in (None, bool) or TAKES_VALUE.search(name)
     for index, value in enumerate(values):
         is_own = takes_one and (not index or TYPES.get(name) is list)

@@ -113,7 +113,7 @@ def _model(line: Line, problems: list[str]) -> Keys:
 
 
 def _vocab_size(line: Line) -> int:
-    # What the programs choose if the arguments do not.
+    # The programs' own choices if the arguments make none.
     usual = 'BertWordPieceLowerCase' if line.is_bert else 'GPT2BPETokenizer'
     kind, size = line.get('tokenizer_type') or usual, line.get('vocab_size')
     if size is not None:

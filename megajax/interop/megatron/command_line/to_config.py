@@ -55,7 +55,7 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def from_megatron(line: Line) -> str:
-    """Return a YAML file that means the same; comments name what it leaves out.
+    """Return an equivalent YAML file; comments name the arguments that it leaves out.
 
     It has each key that an argument sets, and Megatron-LM's defaults if they differ from megajax's.
 
@@ -128,7 +128,7 @@ def _problems(line: Line) -> Iterator[str]:
 def _written(
     line: Line, settings: Mapping[str, Mapping[str, Any]], config: Config
 ) -> dict[str, Any]:
-    """Return the keys that the line sets, those that change something, and dropout in attention."""
+    """Return the keys that the line sets or that change the config, and attention dropout."""
     kept = {section: dict(keys) for section, keys in settings.items()}
     for section, keys in settings.items():
         for key, value in keys.items():
