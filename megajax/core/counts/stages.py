@@ -122,7 +122,7 @@ def gradients_of_stages(config: Config) -> Iterator[Expected]:
 
 
 def gradients_of_lockstep_stages(config: Config) -> Iterator[Expected]:
-    """Yield the collectives of data parallelism; all stages have those outside the layers."""
+    """Yield data parallelism's collectives; all stages have the parameters outside the layers."""
     yield from over_data(config, own_counts(config, ('layers',)))
     for sent in over_data(config, outside_counts(config), ('stage', *SHARDS)):
         yield dataclasses.replace(sent, source='all stages have what is outside the layers')
