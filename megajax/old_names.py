@@ -1,4 +1,4 @@
-"""The names of modules before the package had groups, such as `megajax.train.step`."""
+"""Import modules by the names of earlier versions, such as `megajax.train.step`."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,7 +15,35 @@ GROUPS = {
     'xla': ('emulate', 'hlo', 'miscompiles'),
 }
 _GROUP_OF = {room: group for group, rooms in GROUPS.items() for room in rooms}
-RENAMED = {'megajax.analysis.compare.compared': 'megajax.analysis.compare.api'}
+# Modules that were renamed, by package.
+_FILES = """
+analysis.compare:compared=api,order=site_names,sides=sources
+analysis.inspect:culprit=bisect_pass,kept_weights=zero3_lint,limits=tolerances
+analysis.inspect:moves=pipeline_lint,reduce=minimize
+analysis.plan:faults=goodput,held=live_memory,one_key=memory_fix
+analysis.plan:verdicts_on_depth=pipeline_verdicts,words=describe
+analysis.report:facts=run_facts,learned=learning,thin=downsample,wrong=problems
+core.config:combinations=conflicts
+core.counts:passes=runs
+core.model:at_rest=zero_sharding,gradient_slot=fp32_gradients
+core.parallel:rotated=rotated_mesh,stages=pipeline_ops
+runtime.checkpoint:companions=hf_files,quiet=log_filters
+runtime.data:counted=loss_check,drawn=synthetic_corpus,picture_batches=synthetic_batches
+runtime.data:picture_sheet=ocr_sheet,pictures=synthetic_images
+runtime.data.text:rows=embedding_rows,spelled=spelled_tokens
+runtime.generate:seen=prompt_images
+runtime.processes:agree=consensus,greetings=handshake
+runtime.run:kept_step=saved_step,limits=watchdog_limits,links=nvlink_check,named=infer_config
+runtime.run:reader=ocr_eval,standing=status
+xla.hlo:cpu_readings=cpu_collectives,makers=producers,paths=op_paths,runs=execution_counts
+xla.hlo:stored=loop_residuals
+xla.miscompiles:double_product=double_matmul,lost_places=lost_indices
+"""
+RENAMED = {
+    f'megajax.{package}.{old}': f'megajax.{package}.{new}'
+    for package, names in (line.split(':') for line in _FILES.split('\n') if line)
+    for old, new in (name.split('=') for name in names.split(','))
+}
 # Names of the package, for good.
 PUBLIC = 'megajax.compare', 'megajax.inspect', 'megajax.plan', 'megajax.train'
 
