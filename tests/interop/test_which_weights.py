@@ -71,9 +71,9 @@ def test_adapters_have_the_family_of_their_base_else_of_the_import(tmp_path: Pat
 def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path: Path) -> None:
     for name in ('model.safetensors', 'tokenizer.json'):
         (tmp_path / name).write_bytes(POINTER + b'github.com/spec/v1\noid sha256:0\nsize 9\n')
-    with pytest.raises(ConfigError, match=r'Git LFS pointer .*run git lfs pull'):
+    with pytest.raises(ConfigError, match=r'Git LFS pointer.*run git lfs pull'):
         read_tensors(tmp_path)
-    with pytest.raises(ConfigError, match=r'Git LFS pointer .*run git lfs pull'):
+    with pytest.raises(ConfigError, match=r'Git LFS pointer.*run git lfs pull'):
         load_tokenizer(str(tmp_path / 'tokenizer.json'))
     (tmp_path / 'model.safetensors').write_bytes(b'')
     with pytest.raises(ConfigError, match='download or copy it again'):

@@ -316,7 +316,7 @@ ARRAY = ('[' + ',\n'.join(LINES) + ']').encode()
         ),
         ("a'b.pdf", b'%PDF-1.7\n', r"pdftotext '.*a'\"'\"'b\.pdf' NEW"),
         ('a b.json', ARRAY, r"jq -c '.\[\]' '.*a b.json' > NEW"),
-        ('a.parquet', b'version https://git-lfs.github.com/spec/v1\n', r'a Git LFS pointer .*pull'),
+        ('a.parquet', b'version https://git-lfs.github.com/spec/v1\n', r'a Git LFS pointer.*pull'),
         ('folder/a.txt', b'version https://git-lfs.github.com/spec/v1\n', r'a Git LFS pointer'),
         ('a.jsonl', b'<!DOCTYPE html>\n<html>', r'an HTML page, .*first line: <!DOCTYPE html>'),
         ('a.parquet', b'<html><body>404', r'a.parquet: is an HTML page'),

@@ -729,7 +729,7 @@ def test_the_command_writes_the_same_on_another_mesh(
     shown = capsys.readouterr()
     assert (shown.out, 'note:' in shown.err) == ('one' + written[0]['text'] + '\n', False)
     cli_generate.generate(run, ['mesh.data=1'], prompt=['one'], max_tokens=80, temperature=0)
-    assert 'ended 1 of 1 texts before --max-tokens 80' in capsys.readouterr().err
+    assert '1 of 1 texts were cut before --max-tokens 80' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(('left', 'asked', 'is_noted'), [(3, 4, True), (4, 4, False)])
