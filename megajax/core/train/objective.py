@@ -35,9 +35,9 @@ class Objective:
     in_fp8: bool = False  # whether the parameters have scales
 
     @classmethod
-    def of(cls, config: Config, layout: Layout) -> Self:
-        """The objective of a run's training steps."""
-        in_fp8 = config.train.dtype == 'fp8'
+    def of(cls, config: Config, layout: Layout, *, with_scales: bool = True) -> Self:
+        """The objective of a run's training steps; without scales, fp8 computes in bf16."""
+        in_fp8 = with_scales and config.train.dtype == 'fp8'
         return cls(config, layout.per_shard, Computation.of(config), in_fp8)
 
     def __call__(

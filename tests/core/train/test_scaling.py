@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import tiny
-from steps import Setting, batch_of
+from steps import Setting, batch_of, evaluate
 from support import (
     assert_close,
     exhaustive,
@@ -50,6 +50,10 @@ def in_fp8(setting: Setting) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
         (loss, _), gradients, places = jax.jit(make_gradients(config))(*given, None, scales)
         assert {gradient.dtype for gradient in jax.tree.leaves(gradients)} == {np.dtype('float32')}
         return float(loss), gather(gradients), np.asarray(places)
+
+
+def test_an_evaluation_has_no_scales_and_computes_in_bf16() -> None:
+    assert evaluate(ONE) == evaluate(ONE._replace(dtype='bfloat16'))
 
 
 def test_a_scale_is_of_the_highest_exponent_of_recent_steps() -> None:
