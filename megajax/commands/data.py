@@ -91,8 +91,8 @@ ParseSpecial = Annotated[
     bool,
     typer.Option(
         '--parse-special',
-        help='Read special tokens spelled in a text, such as <|endoftext|>, as these tokens. '
-        'By default they are read as letters.',
+        help='Read special tokens that a text spells out, such as <|endoftext|>, as special '
+        'tokens. By default they are read as ordinary text.',
     ),
 ]
 

@@ -106,7 +106,7 @@ def _jax(diagnosis: Diagnosis, environ: Mapping[str, str], timeout: float) -> di
         diagnosis.fact('devices', 'unknown')
         diagnosis.wrong(
             f'jax does not start within {timeout:g} s',
-            'check that nvidia-smi answers; JAX_PLATFORMS=cpu uses no GPU',
+            'check that nvidia-smi answers, or set JAX_PLATFORMS=cpu to use no GPU',
         )
         return None
     answer = next(

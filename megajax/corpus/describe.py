@@ -130,7 +130,7 @@ def _check_manifest(manifest: Manifest, path: Path, sequences: Sequences) -> Non
     for key, value in actual.items():
         if getattr(manifest, key) != value:
             message = (
-                f'{key} is {getattr(manifest, key)}, and the files hold {value}; '
+                f'{key} is {getattr(manifest, key)}, but the files have {value}; '
                 'the manifest belongs to other files: copy all files of one build'
             )
             raise ConfigError(Problem(path=str(path), message=message))

@@ -48,7 +48,7 @@ class Encoded:
     spells: np.ndarray  # bool [documents], whether each spells special tokens
     spelled: set[str]  # names of these tokens
     skipped: list[Problem]  # bad lines that were skipped
-    error: Problem | None  # bad line with which the build must end
+    error: Problem | None  # bad line that must end the build
 
 
 def encode(
@@ -134,11 +134,11 @@ PROGRAM = (
 
 
 class Workers:
-    """A context of processes that encode units, each with its own tokenizer; its exit ends them.
+    """A context manager for processes that encode units, each with its own tokenizer.
 
-    A worker receives a unit only after it has returned the previous one, so a pipe is never full at
-    both ends. It ends when its pipe is closed, so none outlives a killed builder. Raises
-    UnfinishedError if a worker ends by itself.
+    Leaving the context ends them. A worker receives a unit only after it has returned the previous
+    one, so a pipe is never full at both ends. A worker ends when its pipe is closed, so none
+    outlives a killed builder. Raises UnfinishedError if a worker ends by itself.
     """
 
     def __init__(self, count: int, tokenizer: Path, options: Options) -> None:

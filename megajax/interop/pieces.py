@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     name: str
     shape: Shape
     split: Shape  # its shape with its dims split into the parameter's dims
-    order: tuple[int, ...]  # transposition of the split dims to the order of the parameter's
+    order: tuple[int, ...]  # transposition of the split dims into the order of the parameter
     at: At  # the region of the parameter that it fills
 
     def view(self, x: np.ndarray) -> np.ndarray:

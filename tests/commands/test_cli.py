@@ -48,7 +48,7 @@ def started(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess
         ),
         (
             '{folder}/twice.yaml',
-            'twice.yaml:3: train.steps: written twice, first in line 2; delete one of the two',
+            'twice.yaml:3: train.steps: written twice, first on line 2; delete one of the two',
         ),
         ('gpt2_124', 'gpt2_124: no such file or preset; did you mean gpt2_124m? presets: '),
         (

@@ -331,7 +331,7 @@ BAD = [
             r'or skip such lines with --skip-bad'
         ),
     ),
-    (b'{"body": "a"}', r"bad.jsonl:1: has no key 'text' \(its keys: body\); give --json-key"),
+    (b'{"body": "a"}', r"bad.jsonl:1: has no key 'text' \(its keys: body\); set --json-key"),
     (b'{"text": ["a"]}', r'bad.jsonl:1: \'text\' is \["a"\], not text'),
     (b'["a"]', r'bad.jsonl:1: is list, not a JSON object'),
     (b'{"text": "a\xff"}', r'bad.jsonl:1: is not UTF-8 at byte 11 \(0xff\)'),

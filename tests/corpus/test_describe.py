@@ -96,7 +96,7 @@ def test_what_is_wrong_exits_2(arguments: list[str], message: str) -> None:
         (
             'json',
             lambda content: content.replace(b'"tokens": 1890', b'"tokens": 1891'),
-            r'web.json: tokens is 1891, and the files hold 1890',
+            r'web.json: tokens is 1891, but the files have 1890',
         ),
     ],
 )

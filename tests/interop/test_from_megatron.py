@@ -225,7 +225,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--cp-comm-type a2a', '--cp-comm-type a2a'),
         ('--recompute-modules mlp', '--recompute-modules mlp: .* full'),
         ('--eod-mask-loss', '--eod-mask-loss: is not supported'),
-        ('--reset-position-ids', 'data.document_mask does both: give both, or none'),
+        ('--reset-position-ids', 'data.document_mask does both: give both, or neither'),
         ('--data-path web books news', '--data-path web books news: give each prefix its weight'),
         ('--fp16 --bf16', 'give one of the two'),
         ('--hiden-size 4', r'--hiden-size 4: is no argument .* did you mean --hidden-size\?'),

@@ -178,7 +178,7 @@ def test_stages_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> 
     import_megatron(tmp_path / 'whole', tmp_path / 'run')
     with pytest.raises(ConfigError, match=r'3 pipeline stages x 1 virtual stages must divide'):
         export_megatron(tmp_path / 'run', tmp_path / 'out', ranks=1, stages=3)
-    with pytest.raises(ConfigError, match='2 virtual stages are parts of a stage'):
+    with pytest.raises(ConfigError, match='2 virtual stages need a pipeline'):
         export_megatron(tmp_path / 'run', tmp_path / 'out', ranks=1, virtual_stages=2)
 
 

@@ -181,7 +181,7 @@ def _site(
     apart = _apart(a, b)
     place = np.unravel_index(int(apart.argmax()), apart.shape) if apart.size else ()
     own = _largest(a)
-    # The exact gradient of a bias of keys is zero: all of it is rounding.
+    # The exact gradient of a bias of keys is zero: the computed one is only rounding error.
     scale = own if own > ROUNDING * limit * scale else scale
     worst = float(apart.max(initial=0))
     return Site(

@@ -69,7 +69,7 @@ def _compiled(function: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
     if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
         if args:
             name = type(function).__name__
-            raise ValueError(f'a {name} program already has its arguments: give no others')
+            raise ValueError(f'a {name} program already has its arguments: do not pass any')
         return function.compile() if isinstance(function, jax.stages.Lowered) else function
     if not hasattr(function, 'lower') and callable(function):
         function = jax.jit(function)

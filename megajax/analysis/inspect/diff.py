@@ -135,7 +135,7 @@ def _totals(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
 
 
 def _parts(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
-    """Yield the bytes of each site on the wire, and the milliseconds of each kind of kernel."""
+    """Yield the bytes that each site sends, and the milliseconds of hidden time and kernels."""
     for row in inspection.rows:
         yield f'{row.site} {row.phase} over {row.axis or "-"}', 'B', row.wire_bytes
     for axis, seconds in inspection.hidden_seconds.items():

@@ -41,7 +41,7 @@ class Transfer(Result):
     times: int = Field(description='number per step, multiplied by the trip counts of loops')
     wire_bytes: float = Field(description='bytes sent per step and device, by the ring algorithm')
     at_most: bool = Field(
-        default=False, description='whether part of it is in a branch that may not run'
+        default=False, description='whether part of it is in a branch that might not run'
     )
 
 
@@ -64,7 +64,7 @@ class CollectiveInstruction(Result):
     )
     arrays: list[str] = Field(description='dtypes and per-device shapes')
     times: int = Field(description='number per step, multiplied by the trip counts of loops')
-    at_most: bool = Field(description='whether it is in a branch that may not run')
+    at_most: bool = Field(description='whether it is in a branch that might not run')
     wire_bytes: float = Field(description='bytes sent per step and device, by the ring algorithm')
     op_name: str
     source: str = Field(description='Python frames, innermost first')
@@ -302,7 +302,7 @@ class Inspection(Result):
         return 'Megatron and Pope et al.' if self.mesh.get('row', 1) > 1 else 'Megatron'
 
     def sent_over(self, axis: str) -> float:
-        """Return the bytes that a device sends over a mesh axis, alone or together with others."""
+        """Return the bytes that a device sends over a mesh axis, by itself or with others."""
         return sum(row.wire_bytes for row in self.rows if axis in row.axis.split('+'))
 
     @property

@@ -73,8 +73,8 @@ def plan_generation(
         raise ConfigError(f'model.objective={model.objective}: the model does not generate text')
     if prompt + tokens > model.max_seq_len:
         raise ConfigError(
-            f'--prompt {prompt} and --tokens {tokens} are {prompt + tokens} tokens, and '
-            f'model.max_seq_len={model.max_seq_len}: ask for fewer'
+            f'--prompt {prompt} and --tokens {tokens} add up to {prompt + tokens} tokens, more '
+            f'than model.max_seq_len={model.max_seq_len}: ask for fewer'
         )
     count = gpus or record.devices_per_host
     lines = [

@@ -197,7 +197,7 @@ def _grouped(
     key: Callable[[Work], Key],
     belongs: Callable[[Work], bool] = lambda _: True,
 ) -> dict[Key, list[str]]:
-    """Group the names of the instructions that belong by their key."""
+    """Group the names of the instructions for which `belongs` is true, by their key."""
     groups = defaultdict[Key, list[str]](list)
     for name in _names(devices):
         if belongs(work.of(name)):

@@ -122,7 +122,7 @@ class Profile(Result):
     slowest_device: int
     processes: list[ProcessLine]
     slowest_process: int
-    predictions: list[Prediction] = Field(description='empty without a record of the GPU')
+    predictions: list[Prediction] = Field(description='empty if there is no record of the GPU')
 
     @property
     def median(self) -> DeviceLine:

@@ -23,7 +23,7 @@ from megajax.runtime.run.lock import running_in
 from megajax.runtime.run.saved_step import KeptStep, read_step
 
 METRICS, SAMPLES = 'metrics.jsonl', 'samples.jsonl'
-MAX_STEPS = 2**53  # that a float, as columns have them, can count
+MAX_STEPS = 2**53  # integers below it are exact in float64, the dtype of columns
 LARGEST_FLOAT = 2**1023
 MAX_PNG_BYTES = 400_000  # of an image in a report
 _PNG = b'\x89PNG\r\n'

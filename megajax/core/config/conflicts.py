@@ -71,7 +71,8 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
 PAIRS: Mapping[str, Mapping[str, str]] = {
     MASKED: {
         CAUSAL: 'masked-token prediction needs the tokens on both sides',
-        'train.sample_prompts': f'a model with {MASKED} cannot continue a prompt; remove it',
+        'train.sample_prompts': f'a model with {MASKED} cannot continue a prompt; '
+        'remove the prompts',
         'data.order=megatron': "megatron is the sample order of Megatron's GPTDataset; "
         f'use stateless with {MASKED}',
         'data.document_mask=true': f'with {MASKED} each sequence has one document; remove it',

@@ -249,7 +249,7 @@ def _items(
     for key, value in node.value:
         path, line = f'{prefix}.{key.value}' if prefix else key.value, key.start_mark.line + 1
         if path in lines:
-            message = f'written twice, first in line {lines[path]}; delete one of the two'
+            message = f'written twice, first on line {lines[path]}; delete one of the two'
             problems.append(Problem(path=path, message=message, place=f'{file}:{line}'))
         else:
             lines[path] = line

@@ -182,9 +182,9 @@ class OptimConfig(Section):
         Literal['none', 'optimizer', 'gradients', 'weights'], BeforeValidator(_zero_stage)
     ] = 'none'
     """ZeRO stage, i.e. what is sharded over `data` in addition to tensor parallelism: none;
-    optimizer, the fp32 weights and AdamW moments (zero1); gradients, those too (zero2); weights,
-    the compute-dtype weights too (zero3, fsdp). The names in parentheses are accepted as well. See
-    `megajax/core/train/zero.py`.
+    optimizer: the fp32 weights and AdamW moments (zero1); gradients: also the gradients (zero2);
+    weights: also the weights in the compute dtype (zero3, fsdp). The names in parentheses are
+    accepted as well. See `megajax/core/train/zero.py`.
     """
     reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
     """Dtype in which gradients are reduced over `data`."""

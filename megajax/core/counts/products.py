@@ -114,7 +114,7 @@ def _of_encoder(
         yield dataclasses.replace(product, name=f'vision {product.name}')
     D, W, patches = vision.hidden_size, vision.merged_size, images * vision.read_patches
     mergers = (1 + len(vision.deepstack)) * runs
-    # The bytes of an image and its places have no gradient.
+    # The pixels of an image and its positions have no gradient.
     first = (
         ('patch', D, vision.frames * vision.num_channels * vision.patch_size**2),
         ('position', D, vision.positions**2),
@@ -204,7 +204,10 @@ def fits_flash(dtype: str, head_dim: int) -> bool:
 
 
 def uses_flash(config: Config, *, with_dropout: bool = False) -> bool:
-    """Whether training on a GPU runs cuDNN's flash attention, here only without dropout in it."""
+    """Whether training on a GPU runs cuDNN's flash attention.
+
+    With attention dropout, only if `with_dropout` is true.
+    """
     model = config.model
     return fits_flash(config.train.dtype, model.head_dim) and (
         with_dropout or model.attention_dropout == 0

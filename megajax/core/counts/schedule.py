@@ -28,7 +28,7 @@ class Phase(NamedTuple):
     start: int  # tick
     stop: int
     forward: bool
-    head: bool  # may a tick do the head and its backward pass
+    head: bool  # whether a tick may compute the head and its backward pass
     backward: bool
 
     @property

@@ -61,10 +61,10 @@ def declare_vision(vision: VisionConfig) -> Declared:
 
 @functools.cache
 def declare_scorers(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
-    """Declare the scorers of regions in their slots, by letters of the vision encoder's dims.
+    """Declare the scorers of regions, in slots, with dims named by the vision encoder's letters.
 
-    Like its parameters they are stored sharded and copied for a step; of its copy a device uses its
-    own slots.
+    Like the encoder's parameters, they are stored sharded and copied for a step. A device uses only
+    its own slots of the copy.
     """
     hidden = relevance.scorer_size // relevance.scorer_shards
     return {

@@ -63,7 +63,7 @@ def slotted(
 
 
 def without_slot(x: jax.Array, weight: jax.Array | None) -> Slotted:
-    """Return the frozen `weight` to compute with or, without one, x, which each matmul gathers."""
+    """Return the frozen `weight` to compute with; if None, return x, which each matmul gathers."""
     return Slotted(weight=x if weight is None else weight, slot=None, at_rest=weight is None)
 
 

@@ -314,7 +314,7 @@ def _too_few(sizes: Mapping[str, int], devices: list[jax.Device]) -> str:
     on_cpu, count = devices[0].platform == 'cpu', len(devices)
     kind = 'CPU' if on_cpu else devices[0].device_kind
     needed = math.prod(sizes.values())
-    message = f'{_words(sizes)} needs {needed} devices and jax has {count} ({kind})'
+    message = f'{_words(sizes)} needs {needed} devices, but jax has {count} ({kind})'
     choose = _choices(sizes, count)
     if on_cpu:
         return f'{message}: make the mesh before the first use of jax, or {choose}'

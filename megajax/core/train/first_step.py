@@ -45,7 +45,7 @@ def take_first_step(
 
 
 def with_scales(config: Config, state: TrainState, batch: Batch) -> TrainState:
-    """Return the state with the scales that a batch gives in fp8, unless it has scales already."""
+    """Return the state with fp8 scales from a batch, unless it already has scales."""
     if state.recent is None or jax.device_get(state.recent).any():
         return state
     return state._replace(recent=make_calibration(config)(state.params, state.step, batch))

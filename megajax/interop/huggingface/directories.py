@@ -84,8 +84,8 @@ def import_huggingface(
         logger.warning('%s: unused keys: %s', folder / 'config.json', ', '.join(left))
     if config.data.tokenizer == 'none':
         logger.warning(
-            '%s has no tokenizer.json: the run works on token ids only; for text, put the one of '
-            'transformers there, or give data.tokenizer=FILE',
+            '%s has no tokenizer.json: the run works on token ids only; for text, put the '
+            'tokenizer.json from transformers there, or give data.tokenizer=FILE',
             folder,
         )
     from megajax.interop.huggingface.weights import from_huggingface

@@ -159,8 +159,8 @@ def _stored(pieces: 'Pieces') -> dict[str, Stored]:
 def _check_stages(model: ModelConfig, stages: int, virtual_stages: int) -> None:
     if virtual_stages > 1 and stages == 1:
         raise ConfigError(
-            f'{virtual_stages} virtual stages are parts of a stage, and there is no pipeline: '
-            'give --pipeline-parallel, or leave --virtual-stages out'
+            f'{virtual_stages} virtual stages need a pipeline: give --pipeline-parallel, or omit '
+            '--virtual-stages'
         )
     if model.num_layers % (stages * virtual_stages):
         raise ConfigError(

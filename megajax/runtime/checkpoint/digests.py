@@ -23,7 +23,7 @@ from megajax.runtime.checkpoint.record import VALIDATION, recorded_step
 
 SUMS = 'SHA256SUMS'
 COMMIT = 'commit_success.txt'  # Orbax's last file; a step without it was never finished
-# Orbax adds the time to this file after the digests are written, and restores without it.
+# Orbax adds the time to this file after the digests are written, and can restore without the file.
 STAMP = '_CHECKPOINT_METADATA'
 LATER = frozenset({SUMS, COMMIT, STAMP, VALIDATION})
 THREADS = min(4, os.cpu_count() or 1)

@@ -128,7 +128,7 @@ def _noted_loss(folder: Path) -> float | None:
 
 
 def is_fixed(key: str, there: Any, here: Any) -> bool:
-    """Whether a resumed run must not change a config key from `there` to `here`."""
+    """Whether a resumed run is forbidden to change a config key from `there` to `here`."""
     if key == 'train.dtype' and {there, here} == {'bfloat16', 'fp8'}:
         return False  # fp8 differs only in some matmuls, whose scales are initialized again
     return key.startswith(FIXED) and key not in OF_ROWS

@@ -29,7 +29,7 @@ def warn_of_strays(folder: Path, named: set[Path]) -> None:
 
 
 def move_aside(path: Path) -> bool:
-    """Rename a folder that contains a different step than its name; return False for any other.
+    """Rename a folder whose name gives the wrong step; return False for any other.
 
     The run does not own such a folder and must not delete it.
     """

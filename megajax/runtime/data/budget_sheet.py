@@ -1,4 +1,4 @@
-"""Draw the token budget of an image over it: the number of tokens of each region."""
+"""Draw the token budget of an image on top of it: the number of tokens of each region."""
 
 from pathlib import Path
 
@@ -44,5 +44,5 @@ def draw_budget(picture: Image.Image, tokens: np.ndarray) -> Image.Image:
 
 
 def write_budget(path: Path, picture: Image.Image, tokens: np.ndarray) -> None:
-    """Write `draw_budget` as a PNG."""
+    """Write the image of `draw_budget` as a PNG."""
     draw_budget(picture, tokens).save(path, format='PNG')

@@ -173,7 +173,7 @@ class HarnessModel(TemplateLM):
                 raise _no_likelihood(
                     asked,
                     f'{len(target)} tokens to score, more than model.max_seq_len={self._limit}',
-                    'shorten the continuation, or evaluate a model of a longer context',
+                    'shorten the continuation, or evaluate a model with a longer context',
                 )
         windows = [
             Window([*context, *target][-self._limit - 1 :], len(target))

@@ -160,7 +160,7 @@ def _start(
 def _token(environ: Mapping[str, str]) -> str | None:
     if TOKEN not in environ:
         return None
-    token = environ[TOKEN].strip()  # a file's last line end may have come with it
+    token = environ[TOKEN].strip()  # if it was read from a file, it may end with a newline
     if len(token) < MIN_TOKEN_CHARACTERS:
         raise ConfigError(
             f'{TOKEN} has {len(token)} characters, and needs at least {MIN_TOKEN_CHARACTERS}: '

@@ -77,7 +77,7 @@ class Connection:
         try:
             messages = [json.loads(line) for line in lines]
         except RecursionError as error:
-            raise ValueError('not a message: nested too deep') from error
+            raise ValueError('not a message: nested too deeply') from error
         if len(self._pending) > MAX_MESSAGE_BYTES or not all(
             isinstance(message, dict) and 'event' in message for message in messages
         ):
@@ -148,7 +148,7 @@ class Peers:
                     beat = time.monotonic() + BEAT
 
     def _check_silence(self, *, was_frozen: bool) -> None:
-        """Warn of peers that are silent for too long, unless this process was frozen itself.
+        """Warn about peers that are silent for too long, unless this process was itself frozen.
 
         Only process 0 and process 1 log the warning: the rest would repeat process 1's.
         """

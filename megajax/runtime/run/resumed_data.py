@@ -48,8 +48,8 @@ def resumed_data(data: Data, config: Config, there: Record | None, *, batches: i
     if batches and before['batch_size'] != train.batch_size:
         logger.info(
             'resume     train.batch_size: step %d begins with sample %s of the order, the first '
-            'one that the run has not read; train.steps and the learning rate count steps, each '
-            'of which now has %s tokens instead of %s',
+            'one that the run has not read; train.steps and the learning-rate schedule count '
+            'steps, each of which now has %s tokens instead of %s',
             there.step + 1,
             f'{samples:,}',
             f'{train.batch_size * train.seq_len:,}',

@@ -60,12 +60,12 @@ def start_checkpoint(config: Config, run: Path) -> Iterator[Path | None]:
 def load_params(path: str | Path, config: Config) -> nnx.State:
     """Return the parameters of a run, an import or one checkpoint, placed on the current mesh.
 
-    They have the shardings of the parameters of `init_state(config)`, which also takes them, and
-    may have been trained on any mesh. For a run they come from its newest checkpoint that verifies,
-    and `load('RUN/config.yaml', overrides)` is its config.
+    They may have been trained on any mesh, and get the shardings of the parameters of
+    `init_state(config)`. To train them, pass them to `init_state`. For a run, they come from its
+    newest checkpoint that verifies; `load('RUN/config.yaml', overrides)` returns its config.
 
-    Raises ConfigError if the config has a different model, with every key that differs, or a
-    different mesh from the current one, and CheckpointError if every checkpoint is damaged.
+    Raises ConfigError if the config has a different model, and names every key that differs; also
+    if its mesh is not the current one. Raises CheckpointError if every checkpoint is damaged.
     """
     check_current_mesh(config)
     with sound_checkpoint(Path(path)) as start:

@@ -1,4 +1,4 @@
-"""Compile a jitted function for GPUs, without any, and run its program on simulated CPU devices."""
+"""Compile a jitted function for GPUs, without a GPU, and run it on simulated CPU devices."""
 
 import dataclasses
 import functools

@@ -86,7 +86,10 @@ def _computation(program: Program, computation: Computation, num_devices: int) -
 
 
 class _Translation:
-    """The lines that replace one instruction, the last under its name; computations they call."""
+    """The lines that replace one instruction, and the computations that they call.
+
+    The last line has the name of the instruction.
+    """
 
     def __init__(self, computation: Computation, instruction: Instruction, num_devices: int):
         self.computation, self.instruction, self.num_devices = computation, instruction, num_devices

@@ -117,7 +117,7 @@ data: stdlib
 """,
     )
     assert mistakes(file, 'mesh.model=3', 'lr=3', 'train.steps', 'run.dir=[', 'optim.beta1=1') == [
-        f'{file}:3: model.num_layers: written twice, first in line 2; delete one of the two',
+        f'{file}:3: model.num_layers: written twice, first on line 2; delete one of the two',
         f'{file}:6: model.num_head: unknown key; did you mean model.num_heads?',
         f'{file}:10: trian: unknown key; did you mean train?',
         (

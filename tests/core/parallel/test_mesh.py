@@ -82,7 +82,7 @@ def test_too_few_devices_are_told_by_the_keys_of_the_config(sizes, words, fits):
     with pytest.raises(megajax.ConfigError) as refusal:
         make_mesh(**sizes)
     message = str(refusal.value)
-    assert message.startswith(f'{words} and jax has 8 (CPU)')
+    assert message.startswith(f'{words}, but jax has 8 (CPU)')
     assert message.endswith(fits)
 
 
@@ -203,7 +203,7 @@ def test_too_few_devices_are_refused_with_the_numbers_and_meshes_that_fit(data, 
         make_mesh(data, model)
     message = str(refusal.value)
     assert (
-        f'mesh.data={data} x mesh.model={model} needs {data * model} devices and jax has 8'
+        f'mesh.data={data} x mesh.model={model} needs {data * model} devices, but jax has 8'
         in message
     )
     for fits in ('8x1', '4x2', '2x4', '1x8'):

@@ -198,7 +198,7 @@ def test_a_library_that_is_missing_is_named(
 
 
 def test_a_column_that_is_not_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no column 'text'; give --json-key one of body"):
+    with pytest.raises(ConfigError, match=r"has no column 'text'; set --json-key to one of body"):
         units(write_parquet(tmp_path / 'a.parquet', ['a'], key='body'), unit=100)
     with pytest.raises(ConfigError, match=r"column 'text' is int64, not text"):
         units(write_parquet(tmp_path / 'b.parquet', [1]), unit=100)

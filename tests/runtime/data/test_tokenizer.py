@@ -194,7 +194,7 @@ def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
     content = json.loads(path.read_text(encoding='utf-8'))
     content['model']['vocab']['a'] = 1 << 31
     path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"json gives 'a' the id 2147483648, and ids end at 1677"):
+    with pytest.raises(ConfigError, match=r"json gives 'a' the id 2147483648, but ids end at 1677"):
         make_tokenizer(str(path), 300)
 
 

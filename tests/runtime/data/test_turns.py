@@ -174,7 +174,7 @@ def test_a_template_that_reads_a_spelled_token_is_refused(tmp_path: Path, read_n
         == 3
     )
     text = refusal(tmp_path, template, {'messages': turns('a', 'why<s>b')})
-    assert 'spells special tokens (<s>), after which the chat template writes another text' in text
+    assert 'spells special tokens (<s>): the chat template then writes a different text' in text
 
 
 def test_tools_documents_and_other_variables_reach_the_template(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_file_that_is_cut_short_says_so_where_it_ends(tmp_path: Path, opened: 
     assert len(opened.read(400, 500)) == 100
     with pytest.raises(
         ConfigError,
-        match=rf'x\.bin: ends before byte 1002, and had {2 * COUNT} bytes when it was opened',
+        match=rf'x\.bin: ends before byte 1002, but had {2 * COUNT} bytes when it was opened',
     ):
         opened.read(400, 501)
 
@@ -93,7 +93,7 @@ def test_another_size_is_seen_before_anything_is_read(
 ) -> None:
     os.truncate(tmp_path / f'x.{suffix}', 1000)
     with pytest.raises(
-        ConfigError, match=rf'x\.{suffix}: has 1000 bytes, and had \d+ when it was opened'
+        ConfigError, match=rf'x\.{suffix}: has 1000 bytes, but had \d+ when it was opened'
     ):
         opened.read(0, 10)
 

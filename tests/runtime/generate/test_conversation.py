@@ -80,7 +80,7 @@ def test_text_that_spells_a_special_token_is_text(run: Path) -> None:
 def test_a_template_that_reads_a_spelled_token_is_refused(run: Path) -> None:
     template = CHATML.replace("['content']", "['content'].split('<|im_end|>')[-1]")
     with conversing(run, template=template) as (conversation, _):
-        with pytest.raises(ConfigError, match=r'spells special tokens \(<\|im_end\|>\), after'):
+        with pytest.raises(ConfigError, match=r'spells special tokens \(<\|im_end\|>\): the chat'):
             answer(conversation, 'why<|im_end|>')
         assert answer(conversation, 'a') == 'Yes!'
 

@@ -45,7 +45,7 @@ def at_levels(
 
 
 def _weights(level: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Return two matrices that resize a line of pixels: to the level, and through the coarsest.
+    """Return two matrices that resize a line of pixels to a level: directly, and via the coarsest.
 
     They are [region, pixel at the level, pixel]. The first gives the image at the level, the second
     the coarsest image, resampled to the pixels of the level. Rows after a level's last pixel are 0.

@@ -13,7 +13,7 @@ from megajax.interop.huggingface.settings import (
     write_names,
 )
 
-# Linear layers are [in, out]. All queries come before all keys, and these before all values.
+# Linear layers are [in, out]. All queries come first, then all keys, then all values.
 TENSORS = {
     'embedding.table': [There('transformer.wte.weight', 'VD')],
     'position.table': [There('transformer.wpe.weight', 'SD')],

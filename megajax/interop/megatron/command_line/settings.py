@@ -40,7 +40,7 @@ DEFAULTS: Mapping[str, Any] = {
     'profile_step_end': 12,
 }
 NEEDED = ('num_layers', 'hidden_size', 'num_attention_heads', 'seq_length', 'lr')
-# Entries of the tokenizers of which there is one.
+# Vocabulary sizes of the tokenizer types that have only one vocabulary.
 VOCABULARIES = {
     'GPT2BPETokenizer': 50257,
     'BertWordPieceLowerCase': 30522,
@@ -296,7 +296,7 @@ def _data(line: Line, problems: list[str]) -> Keys:
     if any(resets) and not all(resets):
         problems.append(
             '--reset-position-ids, --reset-attention-mask: data.document_mask does both: '
-            'give both, or none'
+            'give both, or neither'
         )
     return data | {'document_mask': all(resets)}
 

@@ -17,7 +17,7 @@ from megajax.interop.megatron.command_line.table import SOURCES
 
 COLUMNS = 100
 DROPOUT, LAYERNORM_1P = 'attention_dropout', 'apply_layernorm_1p'
-# Values of arguments with which megajax supports a run, and what to do instead of the others.
+# Supported values of arguments, and what to do instead of using other values.
 VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'optimizer': (('adam',), 'the optimizer is AdamW'),
     'lr_decay_style': (tuple(SCHEDULES), f'give {", ".join(SCHEDULES)}'),

@@ -314,5 +314,5 @@ def _unread(
 
 
 def are_parts(content: object) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether a content is a list of texts and images, and not the answer of a tool."""
+    """Whether a message's content is a list of texts and images, not the response of a tool."""
     return isinstance(content, list) and all(isinstance(x, dict) and 'type' in x for x in content)

@@ -54,7 +54,7 @@ class Guard:
     pattern: re.Pattern[str]
 
     def put(self, value: Any) -> Any:
-        """Return a value with the guard in all of its texts, including keys."""
+        """Return a value with the guard in all of its strings, including keys."""
         if isinstance(value, str):
             return self.pattern.sub(lambda m: m.group()[0] + self.mark + m.group()[1:], value)
         if isinstance(value, Mapping):
@@ -172,8 +172,8 @@ def _refuse_read_token(request: Request, guard: Guard, place: str) -> NoReturn:
     found = ', '.join(sorted(set(guard.pattern.findall(written))))
     refuse(
         place,
-        f'spells special tokens ({short(found)}), after which the chat template writes another '
-        'text, and megajax reads what is spelled as letters',
+        f'spells special tokens ({short(found)}): the chat template then writes a different text, '
+        'but megajax reads them as ordinary text',
         'give what they enclose its own key, such as "reasoning_content", or set "special" to '
         'false for these tokens in tokenizer.json',
     )

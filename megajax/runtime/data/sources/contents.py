@@ -113,7 +113,7 @@ def check_contents(input: Input, head: bytes, *, whole: bool, key: str = 'text')
 
 
 def check_parquet(input: Input, head: bytes) -> None:
-    """Raise ConfigError with its first line if a file is known not to be Parquet."""
+    """Raise ConfigError, showing the beginning of the file, if it is known not to be Parquet."""
     if not head.startswith(b'PAR1') and head:
         check_contents(input, head, whole=False)
 
@@ -136,7 +136,7 @@ def json_text(head: bytes, *, whole: bool) -> JsonText | None:
         return None
     if text.startswith('['):
         return JsonText('array', first, 0)
-    # An object that ends with its line is a line of JSON; a later line is none.
+    # If the first line is a complete object, the text is not one object that spans lines.
     return None if _object(lines[0]) is not None else JsonText('object', first, 0)
 
 

@@ -94,10 +94,10 @@ def _column(file: Any, key: str, start: int) -> Iterator[bytes | None]:
 def _check_column(input: Input, key: str, schema: Any) -> None:
     if key not in schema.names:
         raise input_error(
-            input.path, f'has no column {key!r}; give --json-key one of {", ".join(schema.names)}'
+            input.path, f'has no column {key!r}; set --json-key to one of {", ".join(schema.names)}'
         )
     kind = schema.field(key).type
     if str(getattr(kind, 'value_type', kind)) not in ('string', 'large_string', 'string_view'):
         raise input_error(
-            input.path, f'column {key!r} is {kind}, not text; give --json-key a column of strings'
+            input.path, f'column {key!r} is {kind}, not text; set --json-key to a column of strings'
         )

@@ -14,7 +14,7 @@ class Fixes(NamedTuple):
     """The advice about lines that cannot be used."""
 
     bad: str = 'fix it, or skip such lines with --skip-bad'
-    no_key: str = 'give --json-key one of them, or --skip-bad'
+    no_key: str = 'set --json-key to one of them, or use --skip-bad'
     messages: str = 'set data.corpus to the file: megajax train and eval read messages as they are'
 
 

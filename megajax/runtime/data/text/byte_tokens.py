@@ -36,8 +36,8 @@ def count_token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
     last = max(vocab, key=vocab.__getitem__)
     if vocab[last] >= MOST_IDS:
         raise tokenizer_error(
-            f'{spec} gives {last!r} the id {vocab[last]}, and ids end at {MOST_IDS - 1}; '
-            'number its tokens from 0 on'
+            f'{spec} gives {last!r} the id {vocab[last]}, but ids end at {MOST_IDS - 1}; '
+            'number its tokens from 0'
         )
     token_bytes = np.zeros(1 + vocab[last], np.int32)
     for name, i in backend.get_vocab(with_added_tokens=False).items():

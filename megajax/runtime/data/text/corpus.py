@@ -89,7 +89,7 @@ class Corpus(NamedTuple):
 
 
 def find_corpus(corpus: str) -> Corpus:
-    """Return the files of a corpus: 'stdlib', a file, or a folder.
+    """Return the files of a corpus, which is 'stdlib', a file or a folder.
 
     The documents of a folder are its JSON lines and Parquet files. If there are none, they are its
     text files, except hidden files and a README.md about the data. Raises ConfigError if there is

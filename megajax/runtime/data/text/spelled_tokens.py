@@ -14,7 +14,7 @@ class SpelledTokens:
 
     def __init__(self, names: Collection[str]) -> None:
         longest_first = sorted(filter(None, names), key=len, reverse=True)
-        # a class that is empty matches nothing
+        # without names: an empty character class, which matches nothing
         self._pattern = re.compile('|'.join(map(re.escape, longest_first)) or r'[^\s\S]')
 
     def find(self, text: str) -> set[str]:

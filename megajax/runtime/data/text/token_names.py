@@ -92,7 +92,7 @@ def name_tokens(
     added = _added(path, config, special, known)
     end = config[END] if END in config else named.get('eos_token')
     if end and end == by_class.get('eos_token') and end not in {*added, *backend.get_vocab()}:
-        end = None  # the class's, which transformers adds, and with which no text ends
+        end = None  # the default of its class, which transformers adds: no text ends with it
     for token in (*tokens.values(), *further):
         if token['content'] not in known:
             added.setdefault(token['content'], {**token, 'special': True})

@@ -191,7 +191,7 @@ class Tokenizer:
             raise NoRowError(self._spec, name, last, self._rows, self.vocab_size)
 
     def also_ends(self, ids: Iterable[int]) -> None:
-        """End generated texts also at these ids, such as the end of a turn."""
+        """Also end generated texts at these ids, such as the end of a turn."""
         self.ends = tuple(dict.fromkeys([*self.ends, *ids]))
 
     def token_id(self, name: str) -> int | None:

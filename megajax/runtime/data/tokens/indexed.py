@@ -133,7 +133,7 @@ def read_pair(prefix: str | Path) -> Sequences:
     prefix = Path(prefix).expanduser()
     bin_path, idx_path = paths(prefix)
     if missing := [path.name for path in (bin_path, idx_path) if not path.is_file()]:
-        fix = 'give the prefix of two files, copied or built with megajax data build'
+        fix = 'give the prefix of two files, either copied or built with megajax data build'
         if missing == [idx_path.name]:
             fix += f'; if {bin_path.name} is an array of ids alone, as nanoGPT writes it, '
             fix += f'docs/data.md shows how to write {idx_path.name}'

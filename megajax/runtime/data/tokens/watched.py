@@ -78,7 +78,7 @@ class _WatchedTokens:
                 raise _problem(
                     self._path,
                     f'ends before byte {offset + len(rest)}, '
-                    f'and had {self._size()} bytes when it was opened',
+                    f'but had {self._size()} bytes when it was opened',
                 )
             rest, offset = rest[count:], offset + count
 
@@ -90,7 +90,7 @@ class _WatchedTokens:
                 continue
             if now.size != before.size:
                 raise _problem(
-                    path, f'has {now.size} bytes, and had {before.size} when it was opened'
+                    path, f'has {now.size} bytes, but had {before.size} when it was opened'
                 )
             self._seen[path] = now
             if self._sequences.fingerprint() != self._fingerprint:
