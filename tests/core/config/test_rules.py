@@ -260,7 +260,7 @@ def problems(*overrides: str) -> list[Problem]:
         (
             'model.objective=masked_lm train.sample_prompts=["a"]',
             'train.sample_prompts',
-            'remove it',
+            'remove the prompts',
             'train.sample_prompts=[]',
         ),
         (
