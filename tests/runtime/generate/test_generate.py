@@ -775,7 +775,7 @@ def test_a_prompt_that_the_locale_misreads_is_rejected_with_the_setting_that_rea
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert (
-        "--prompt: '\\xe4\\xf6' is UTF-8, and the locale makes Python read it as ascii"
+        "--prompt: '\\xe4\\xf6' is UTF-8, but with this locale Python decodes it as ascii"
         in done.stderr
     )
     assert 'set PYTHONUTF8=1 or LC_ALL=C.UTF-8' in done.stderr

@@ -131,8 +131,8 @@ def test_files_that_are_no_pictures_are_named_before_anything_is_computed(folder
 @pytest.mark.parametrize(
     ('letters', 'message'),
     [
-        (45, r'0.png: the prompt has 48 tokens with its pictures, .*model.max_seq_len=48'),
-        (80, r'4.png: the prompt has 85 tokens with its pictures'),
+        (45, r'0.png: the prompt has 48 tokens with its images, .*model.max_seq_len=48'),
+        (80, r'4.png: the prompt has 85 tokens with its images'),
     ],
 )
 def test_a_prompt_without_room_is_refused(folder: Path, letters: int, message: str) -> None:
