@@ -148,7 +148,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f'run.dir={folder}/run',
     )
     assert done.exit_code == 0, (done.exception, done.output)
-    assert '7 documents with 6 pictures' in done.output
+    assert '7 documents with 6 images' in done.output
     return folder
 
 
@@ -218,8 +218,8 @@ def test_generate_refuses_a_bad_picture_by_file(
     [
         (line(text='<image>'), 'has 1 image placeholders, but 0 files in "images"'),
         (line('gone.png'), 'gone.png: is not a file'),
-        (line('../good.png'), '../good.png: lies outside'),
-        (line('link.png'), 'link.png: lies outside'),
+        (line('../good.png'), '../good.png: is outside'),
+        (line('link.png'), 'link.png: is outside'),
         (line('good.png', 'good.png'), 'has 2 images, and a sequence can have 1'),
         ('{"text": \n', 'is not JSON'),
     ],

@@ -124,7 +124,7 @@ def test_an_import_is_refused_by_key_and_value(
     [
         ('[' * 100_000, f'more than {MAX_DEPTH} nested objects and lists'),
         ('{"a":' * 100_000, f'more than {MAX_DEPTH} nested objects and lists'),
-        (f'{{"a": {"[" * 60}{"]" * 60}}}', f'more than {MAX_DEPTH} objects and lists'),
+        (f'{{"a": {"[" * 60}{"]" * 60}}}', f'more than {MAX_DEPTH} nested objects and lists'),
         (f'{{"a": {"9" * 5_000}}}', 'not JSON: Exceeds the limit'),
         ('x' * 50_000, 'not JSON: Expecting value'),
         ('{"a": 1}' + ' ' * 100_000_000, 'more than 100,000,000 bytes'),
@@ -151,7 +151,7 @@ def test_an_object_of_some_depth_is_read(tmp_path: Path) -> None:
 
 def test_an_index_of_tensors_is_bounded_as_config_json_is(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text('{"weight_map":' * 100_000)
-    with pytest.raises(ConfigError, match=f'more than {MAX_DEPTH} objects and lists'):
+    with pytest.raises(ConfigError, match=f'more than {MAX_DEPTH} nested objects and lists'):
         read_tensors(tmp_path)
 
 

@@ -67,7 +67,7 @@ def test_without_a_reference_a_manual_region_is_compared_with_the_cpus_own_progr
     run = megajax.inspect.run(case.function, *case.args)
     assert run.ok
     assert run.compared_with == "the CPU's own program on 8 simulated devices"
-    assert 'pass reference= for an independent answer' in ' '.join(str(run).split())
+    assert 'pass reference= for an independent check' in ' '.join(str(run).split())
 
 
 def test_a_ring_with_a_missing_pair_is_wrong_beside_the_reference():
