@@ -299,11 +299,11 @@ ARRAY = ('[' + ',\n'.join(LINES) + ']').encode()
     [
         ('a.txt', JSONL, r'a.txt: is JSON lines \(its first line: {"text": "line 0.*a.jsonl'),
         ('a', b'{"messages": []}', r'a: is JSON lines .*rename it to .*/a.jsonl'),
-        ('a.txt.gz', gzip.compress(JSONL), r'rename it to .*/a.jsonl.gz'),
+        ('a.txt.gz', gzip.compress(JSONL, mtime=0), r'rename it to .*/a.jsonl.gz'),
         ('a.json', ARRAY, r'a.json: is a JSON array \(its first line: \[{"text".* jq -c'),
         ('a.txt', ARRAY, r'a.txt: is a JSON array'),
         ('a.json', json.dumps({'text': 'x'}, indent=1).encode(), r'is JSON over several lines'),
-        ('a.txt', gzip.compress(JSONL), r'compressed by gzip .*rename it to .*a.txt.gz'),
+        ('a.txt', gzip.compress(JSONL, mtime=0), r'compressed by gzip .*rename it to .*a.txt.gz'),
         ('a.jsonl', lzma.compress(JSONL), r'compressed by xz .*rename it to .*a.jsonl.xz'),
         ('a.txt', b'PAR1\x15\x04', r'a.txt: is Parquet .*rename it to .*a.txt.parquet'),
         ('folder/a.arrow', b'\xff\xff\xff\xffx\0', r'a.arrow: is Arrow .*to_parquet'),
@@ -326,7 +326,7 @@ ARRAY = ('[' + ',\n'.join(LINES) + ']').encode()
         ('a.csv', b'text,n\nx,1\n', r'a.csv: is CSV or TSV \(its first line: text,n\); .*a.txt to'),
         (
             'a.TSV.gz',
-            gzip.compress(b'a\tb\n'),
+            gzip.compress(b'a\tb\n', mtime=0),
             r'is CSV or TSV .*gzip -dc .*excel-tab.*a.txt.gz',
         ),
         ('a.csv', JSONL, r'a.csv: is JSON lines .*rename it to .*a.jsonl'),
