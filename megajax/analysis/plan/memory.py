@@ -51,7 +51,8 @@ class StepMemory:
     @property
     def total(self) -> int:
         """Return the total bytes."""
-        return sum(size for size in vars(self).values() if isinstance(size, int))
+        *sizes, _ = vars(self).values()  # `moment` is last
+        return sum(sizes)
 
 
 def memory(config: Config, *, capacity_bytes: int | None = None) -> StepMemory:

@@ -15,7 +15,6 @@ ZeRO-2 on, the share is within 9 points without tensor parallelism, and 10 point
 """
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from megajax.core.config import Config, ModelConfig
@@ -128,7 +127,8 @@ def _share_of_first_attention(model: ModelConfig) -> float:
     return first / sum(elements(x.dims, sizes) for _, x in matrices)
 
 
-def in_pass(phase: Phase, names: Sequence[str] = _OF_LAYER) -> tuple[str, ...]:
+@functools.cache
+def in_pass(phase: Phase, names: tuple[str, ...] = _OF_LAYER) -> tuple[str, ...]:
     """Return the names of matmuls in a pass, by default a layer's."""
     gradients = (' input', ' weight') if phase == 'backward' else ('',)
     return tuple(
@@ -197,7 +197,8 @@ def hidden_by(collective: Expected, config: Config) -> HiddenBy:
 
     Under 10% of the collectives of 2-D tensor parallelism overlap in programs; here none do.
     """
-    if config.overlap.in_order and (others := _hidden_by_others(collective, config)):
+    overlap = config.overlap
+    if overlap.in_order and (others := _hidden_by_others(collective, config)):
         return others
     if is_over_data(collective):
         return _hidden_by_layers(collective, config)
@@ -208,7 +209,7 @@ def hidden_by(collective: Expected, config: Config) -> HiddenBy:
         return hidden_by_ticks(collective, config)
     if collective.site.axis == 'context':
         return _hidden_by_blocks(collective, config)
-    if config.overlap.is_split:
+    if overlap.is_split:
         tables = {
             'forward': _FORWARD_OF_HALVES,
             'recompute': _RECOMPUTE_OF_HALVES,

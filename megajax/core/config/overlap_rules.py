@@ -5,9 +5,10 @@ implements the schedule.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from megajax.base.errors import Problem
 from megajax.core.config.divisors import multiples
@@ -49,18 +50,18 @@ class Overlap:
     # on the output reads them, and the overlap schedule saves them.
     repeats_outputs: bool = False
 
-    @classmethod
-    def of(cls, config: 'Config') -> Self:
+    @staticmethod
+    def of(config: 'Config') -> 'Overlap':
         """Return the overlap that a config asks for; keys that are `auto` overlap nothing."""
         train, shard = config.train, config.optim.shard
         is_split, unroll = train.overlap in SPLITS, train.unroll is True
-        in_order = _has_order(config) and (is_split or unroll)
+        in_order = (is_split or unroll) and _has_order(config)
         gathers_ahead = shard in ('optimizer', 'gradients') and in_order and train.microbatches == 1
         if shard == 'optimizer' and gathers_ahead:
             shard = 'gradients'
         is_used_again = train.microbatches > 1 and shard in ('none', 'optimizer')
         is_sent = gathers_ahead or shard == 'weights'
-        return cls(
+        return _overlap(
             is_split=is_split,
             splits_tokens=train.overlap == 'sequence_split',
             in_order=in_order,
@@ -71,8 +72,12 @@ class Overlap:
             gathers_ahead=gathers_ahead,
             is_apart=is_used_again and in_order and unroll,
             has_head=is_sent and in_order and unroll and not config.model.tie_embeddings,
-            repeats_outputs=config.model.norms_outputs and not in_order,
+            repeats_outputs=not in_order and config.model.norms_outputs,
         )
+
+
+# A search asks tens of thousands of times, and gets a few different answers.
+_overlap = functools.cache(Overlap)
 
 
 def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':

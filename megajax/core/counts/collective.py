@@ -42,7 +42,8 @@ class Expected:
         cls, config: Config, site: Site, kind: str, array: Array, times: int, source: str = ''
     ) -> Self:
         """Return a collective over all devices of the site's axes, such as `row+model`."""
-        size = prod(config.mesh.sizes.get(axis, 1) for axis in site.axis.split('+'))
+        sizes = config.mesh.sizes
+        size = prod([sizes.get(axis, 1) for axis in site.axis.split('+')])
         return cls(site=site, kind=kind, array=array, times=times, size=size, source=source)
 
     @property
