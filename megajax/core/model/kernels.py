@@ -18,11 +18,15 @@ Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Kernel(NamedTuple):
-    """The two passes; `causal` means that key and query at the same index are the same token."""
+    """The two passes; `causal` means that key and query at the same index are the same token.
 
-    # (q, k, v, causal[, mask]) -> o_RSNH, lse_RNS
+    With a `window`, a causal query attends to so many tokens, itself included.
+    """
+
+    # (q, k, v, causal[, mask][, window]) -> o_RSNH, lse_RNS
     forward: Callable[..., tuple[jax.Array, jax.Array]]
-    backward: Callable[..., Three]  # (q, k, v, o, lse, do, causal[, mask]) -> dq, dk, dv
+    # (q, k, v, o, lse, do, causal[, mask][, window]) -> dq, dk, dv
+    backward: Callable[..., Three]
 
 
 def _cudnn_forward(
@@ -31,6 +35,7 @@ def _cudnn_forward(
     v_RYKH: jax.Array,
     causal: bool,
     mask_R1SY: jax.Array | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -43,6 +48,7 @@ def _cudnn_forward(
         scale=q_RSNH.shape[-1] ** -0.5,
         mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
         return_residual=True,
+        sliding_window_length=window,
     )
 
 
@@ -55,6 +61,7 @@ def _cudnn_backward(
     do_RSNH: jax.Array,
     causal: bool,
     mask_R1SY: jax.Array | None = None,
+    window: int | None = None,
 ) -> Three:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -78,7 +85,7 @@ def _cudnn_backward(
         variadic_args=(has_bias, has_bias),  # a gradient of the bias comes with it
         mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
         layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=None,
+        sliding_window_length=window,
         **newer,
     )
     return dq_RSNH, dk_RYKH, dv_RYKH
@@ -90,8 +97,9 @@ def _xla_forward(
     v_RYKH: jax.Array,
     causal: bool,
     mask_R1SY: jax.Array | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    score_RKGSY = _scores(q_RSNH, k_RYKH, causal, mask_R1SY)
+    score_RKGSY = _scores(q_RSNH, k_RYKH, causal, mask_R1SY, window)
     lse_RKGS = jax.nn.logsumexp(score_RKGSY, axis=-1)
     weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None]).astype(v_RYKH.dtype)
     o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY, v_RYKH)
@@ -108,10 +116,11 @@ def _xla_backward(
     do_RSNH: jax.Array,
     causal: bool,
     mask_R1SY: jax.Array | None = None,
+    window: int | None = None,
 ) -> Three:
     groups, dtype = k_RYKH.shape[2], q_RSNH.dtype
     q_RSKGH, do_RSKGH = _grouped(_scaled(q_RSNH), groups), _grouped(do_RSNH, groups)
-    score_RKGSY = _scores(q_RSNH, k_RYKH, causal, mask_R1SY)
+    score_RKGSY = _scores(q_RSNH, k_RYKH, causal, mask_R1SY, window)
     lse_RKGS = lse_RNS.reshape(score_RKGSY.shape[:-1])
     weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None])
     # The gradient of a softmax is weight * (dweight - sum of weight * dweight over the keys), and
@@ -128,7 +137,11 @@ def _xla_backward(
 
 
 def _scores(
-    q_RSNH: jax.Array, k_RYKH: jax.Array, causal: bool, mask_R1SY: jax.Array | None
+    q_RSNH: jax.Array,
+    k_RYKH: jax.Array,
+    causal: bool,
+    mask_R1SY: jax.Array | None,
+    window: int | None,
 ) -> jax.Array:
     q_RSKGH = _grouped(_scaled(q_RSNH), k_RYKH.shape[2])
     score_RKGSY = _product('rskgh,rykh->rkgsy', q_RSKGH, k_RYKH)
@@ -137,8 +150,10 @@ def _scores(
     if not causal:
         return score_RKGSY
     place = jnp.arange(q_RSNH.shape[1])
-    earlier = jnp.expand_dims(place[:, None] >= place[None, :], (0, 1, 2))
-    return jnp.where(earlier, score_RKGSY, LOWEST)
+    visible_SY = place[:, None] >= place[None, :]
+    if window is not None:
+        visible_SY &= place[:, None] < place[None, :] + window
+    return jnp.where(jnp.expand_dims(visible_SY, (0, 1, 2)), score_RKGSY, LOWEST)
 
 
 def _scaled(q_RSNH: jax.Array) -> jax.Array:

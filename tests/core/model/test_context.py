@@ -89,7 +89,8 @@ def test_the_private_functions_of_cudnn_still_take_what_the_kernel_gives_them() 
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     forward = inspect.signature(cudnn.dot_product_attention).parameters
-    assert {'scale', 'mask_type', 'return_residual'} <= forward.keys()
+    used = {'scale', 'mask_type', 'return_residual', 'sliding_window_length'}
+    assert used <= forward.keys()
     backward = list(inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters)
     given = 'query', 'key', 'value', *backward[3:10], 'activation', 'fwd_output', 'grad_output'
     assert tuple(backward[:13]) == given

@@ -57,9 +57,9 @@ def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(
     loss, gradients = loss_and_gradients(name, data, model, microbatches, documents)
     seen, on_cpu = [], KERNELS['xla']
 
-    def forward(q, k, v, *rest):
+    def forward(q, k, v, *rest, **window):
         seen.append(q.shape)
-        return on_cpu.forward(q, k, v, *rest)
+        return on_cpu.forward(q, k, v, *rest, **window)
 
     monkeypatch.setitem(KERNELS, 'cudnn', on_cpu._replace(forward=forward))
     monkeypatch.setattr(attention, 'can_flash', lambda *_: True)

@@ -1,0 +1,73 @@
+"""Attention kernels: windows, against a softmax in fp64 and in programs compiled for a GPU."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import NamedSharding
+
+from megajax.core.hardware.targets import compile_without_gpu, gpu_devices, has_compiler
+from megajax.core.model.flash import flash_attention
+from megajax.core.model.kernels import KERNELS
+from megajax.core.parallel.mesh import axis_sizes, mesh_of
+
+LENGTH, HEADS, GROUPS, HEAD_DIM = 12, 4, 2, 8
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
+
+
+def attention_in_fp64(q, k, v, window):
+    """Softmax attention of all queries on all keys, of which those in the window are visible."""
+    k, v = (jnp.repeat(x, HEADS // GROUPS, axis=2) for x in (k, v))
+    score = jnp.einsum('rsnh,rynh->rnsy', q, k) * HEAD_DIM**-0.5
+    visible = [[0 <= i - j < window for j in range(LENGTH)] for i in range(LENGTH)]
+    weight = jax.nn.softmax(jnp.where(jnp.array(visible), score, -jnp.inf), axis=-1)
+    return jnp.einsum('rnsy,rynh->rsnh', weight, v)
+
+
+@pytest.mark.parametrize('window', [1, 5, LENGTH, 2 * LENGTH])
+def test_a_query_attends_to_a_window_of_keys_that_ends_with_its_own(window: int) -> None:
+    random = np.random.default_rng(0)
+    q, k, v, do = (
+        random.standard_normal((2, LENGTH, heads, HEAD_DIM))
+        for heads in (HEADS, GROUPS, GROUPS, HEADS)
+    )
+    with jax.enable_x64(True):
+        expected, pullback = jax.vjp(lambda *x: attention_in_fp64(*x, window), q, k, v)
+        expected_gradients = pullback(do)
+    q, k, v, do = (x.astype(np.float32) for x in (q, k, v, do))
+    o, lse = KERNELS['xla'].forward(q, k, v, True, window=window)
+    gradients = KERNELS['xla'].backward(q, k, v, o, lse, do, True, window=window)
+    for x, y in zip((o, *gradients), (expected, *expected_gradients), strict=True):
+        np.testing.assert_allclose(x, y, atol=3e-6)
+
+
+def compiled_for(target: str, head_dim: int, window: int | None) -> str:
+    """The program of attention and its gradients in bf16."""
+    mesh = mesh_of(gpu_devices(target, hosts=1, per_host=2), axis_sizes(2, 1))
+
+    def inputs(heads: int) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, P('data', None, 'model', None))
+        return jax.ShapeDtypeStruct((4, 256, heads, head_dim), jnp.bfloat16, sharding=sharding)
+
+    def gradients(q, k, v, do):
+        o, pullback = jax.vjp(lambda *x: flash_attention(*x, None, True, window), q, k, v)
+        return o, pullback(do)
+
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(gradients).lower(*map(inputs, (4, 2, 2, 4)))
+    return compile_without_gpu(lambda options: lowered.compile(options), {}).as_text()
+
+
+@needs_compiler
+@pytest.mark.parametrize(('window', 'written'), [(64, '64'), (None, '0')])
+def test_the_kernels_of_a_gpu_get_the_window_in_both_passes(window, written) -> None:
+    text = compiled_for('h100', 64, window)
+    calls = re.findall(r'"(__cudnn\$fmha\w+)"', text)
+    assert sorted(calls) == ['__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward']
+    assert re.findall(r'"sliding_window_length": ?"?(\d+)', text) == [written] * 2
+    assert re.findall(r'"mask_type": ?"(\w+)"', text) == ['CAUSAL'] * 2
