@@ -243,6 +243,8 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies, for example {type: llama3, factor: 8}."""
+    rotary_fraction: Annotated[PositiveFloat, Field(le=1)] = 1.0
+    """Share of the head dim that is rotated: its first dims, rounded down to whole dims (rope)."""
     qk_norm: bool | Literal['all'] = False
     """Whether queries and keys are normalized: per head (true), as in Qwen3, or over all heads at
     once (all), as in OLMo 2.
@@ -272,6 +274,11 @@ class ModelConfig(Section):
     def causal(self) -> bool:
         """Whether a token attends only to itself and the tokens before it."""
         return self.attention == 'causal'
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dims of a head that are rotated, its first ones."""
+        return int(self.head_dim * self.rotary_fraction)
 
     @property
     def has_dropout(self) -> bool:

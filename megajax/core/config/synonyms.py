@@ -60,6 +60,7 @@ _NAMES = {
     'model.activation': ('hidden_act', 'act', 'activation_function', 'hidden_activation'),
     'model.position': ('position_embedding', 'position_embedding_type', 'pos_emb', 'rope'),
     'model.rope_theta': ('rotary_base', 'rope_base', 'theta'),
+    'model.rotary_fraction': ('rotary_percent', 'partial_rotary_factor', 'rotary_pct'),
     'model.tie_embeddings': ('tie_word_embeddings', 'weight_tying', 'tied', 'tie_weights'),
     'model.dropout': ('hidden_dropout', 'resid_pdrop', 'residual_dropout'),
     'model.attention_dropout': ('attn_dropout', 'attn_pdrop'),

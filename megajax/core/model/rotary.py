@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., 2021).
 
-A pair that is rotated has one element from each half of the head dim, as in GPT-NeoX, Llama and
-Megatron. A position has one number, or several for an image's tokens, and each pair is rotated by
-one of them.
+A pair that is rotated has one element from each half of the rotated dims, as in GPT-NeoX, Llama and
+Megatron: all dims of a head, or its first ones (`rotary_fraction`). A position has one number, or
+several for an image's tokens, and each pair is rotated by one of them.
 """
 
 import math
@@ -39,18 +39,18 @@ def rotate(
 
 
 def position_frequencies(config: ModelConfig) -> jax.Array:
-    """The angle by which each number of a position rotates each pair, fp32 [numbers, H / 2].
+    """The angle by which each number of a position rotates each pair, fp32 [numbers, pairs].
 
     Only one number rotates a pair: of `mrope` (Qwen3-VL, 2025) row and column take every third pair
     until they have their section, and the time the others; of `rope_2d` the row takes the first
     half and the column the second, with the same frequencies.
     """
-    half = config.head_dim // 2
+    half = config.rotary_dim // 2
     if config.position == 'rope_2d':
         of_each = frequencies(half, config.rope_theta, None)
         zeros = jnp.zeros_like(of_each)
         return jnp.stack([jnp.concatenate([of_each, zeros]), jnp.concatenate([zeros, of_each])])
-    frequency = frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    frequency = frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
     if config.position == 'rope':
         return frequency[None]
     pair = np.arange(half)
@@ -60,12 +60,12 @@ def position_frequencies(config: ModelConfig) -> jax.Array:
     return jnp.where(number == np.arange(3)[:, None], frequency[None], 0)
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
-    """The angle in radians by which each pair rotates from one token to the next, fp32 [H / 2].
+def frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
+    """The angle in radians by which each pair rotates from one token to the next, fp32 [pairs].
 
     `scaling` is applied as in Llama 3.1 (2024).
     """
-    half = head_dim // 2
+    half = rotary_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is None:
         return frequency
@@ -79,6 +79,10 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim < x.shape[-1]:
+        rotated, passed = jnp.split(x, [rotary_dim], axis=-1)
+        return jnp.concatenate([_rotate(rotated, cos, sin), passed], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1

@@ -296,6 +296,31 @@ def problems(*overrides: str) -> list[Problem]:
             'high_freq_factor 1.0 must be above low_freq_factor 1.0',
             'model.rope_scaling={"type":"llama3","factor":8}',
         ),
+        (
+            'model.position=rope model.rotary_fraction=0.3',
+            'model.rotary_fraction',
+            '0.3 of model.head_dim=64 is 19 dims, but they are rotated in pairs; '
+            'use 0.28125 or 0.3125',
+            'model.rotary_fraction=0.3125',
+        ),
+        (
+            'model.position=rope model.rotary_fraction=0.01',
+            'model.rotary_fraction',
+            'use 0.03125',
+            'model.rotary_fraction=0.03125',
+        ),
+        (  # 58 / 100 of 100 dims are 57 dims
+            'model.position=rope model.head_dim=100 model.rotary_fraction=0.58',
+            'model.rotary_fraction',
+            'use 0.56 or 0.5800000000000001',
+            'model.rotary_fraction=0.5800000000000001',
+        ),
+        (
+            'model.rotary_fraction=0.5',
+            'model.rotary_fraction',
+            'needs model.position=rope, not learned; remove it',
+            'model.position=rope',
+        ),
         ('data.split=95,5', 'data.split', "use for example '95,5,0'", 'data.split=95,5,0'),
         ('data.split=0,95,5', 'data.split', "use for example '95,5,0'", 'data.split=1,0,0'),
     ],
