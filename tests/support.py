@@ -89,7 +89,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 MODELS['both_norms'] = {
     **MODELS['olmo2'],
-    'model': MODELS['olmo2']['model'] | {'norm_position': 'both', 'qk_norm': True},
+    'model': MODELS['olmo2']['model']
+    | {
+        'norm_position': 'both',
+        'qk_norm': True,
+        'zero_centered_norm': True,
+        'embedding_scale': 8.0,
+        'tie_embeddings': True,
+    },
 }
 
 SIZES = {'num_layers': 2, 'hidden_size': 64, 'num_heads': 8, 'max_seq_len': 32}

@@ -21,6 +21,16 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
         write_family(load('gpt2_124m').model, 'gemma')
 
 
+@pytest.mark.parametrize('changed', [{'zero_centered_norm': True}, {'embedding_scale': 64.0}])
+def test_a_family_without_a_setting_that_changes_its_numbers_is_not_written(
+    changed: dict[str, object],
+) -> None:
+    model = load('qwen3_8b').model.model_copy(update=changed)
+    for family in ('llama', 'qwen2', 'qwen3', 'mistral', 'olmo2', 'phi3'):
+        with pytest.raises(ConfigError, match=f'model.{next(iter(changed))}='):
+            write_family(model, family)
+
+
 def test_a_bert_is_written_as_megatron_bert() -> None:
     family, keys = write_family(load('bert_336m').model, 'megatron-bert')
     assert (family, keys['model_type']) == ('megatron-bert', 'megatron-bert')

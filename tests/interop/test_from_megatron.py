@@ -171,9 +171,12 @@ def test_a_run_is_not_written_among_the_checkpoints_of_megatron() -> None:
 
 def test_norms_that_begin_at_one_plus_zero_convert(tmp_path: Path) -> None:
     assert config_of(SMALL + '--apply-layernorm-1p', tmp_path) == config_of(SMALL, tmp_path)
-    assert '--apply-layernorm-1p: a norm whose scale is 1 + w' in convert(
+    assert '--apply-layernorm-1p: a LayerNorm whose scale is 1 + w' in convert(
         SMALL + '--apply-layernorm-1p'
     )
+    text = convert(SMALL + '--normalization RMSNorm --apply-layernorm-1p')
+    assert 'zero_centered_norm: true' in text
+    assert 'apply-layernorm-1p' not in text
 
 
 def test_a_problem_of_the_config_has_the_names_of_the_line() -> None:

@@ -237,6 +237,10 @@ def assert_identical(actual: Arrays, expected: Arrays) -> None:
             r'model\.norm_position=after, model\.qk_norm=all: .*`megajax export hf`',
         ),
         (
+            make_config('llama', model={'embedding_scale': 8.0}),
+            r'model\.embedding_scale=8: .* without a scale',
+        ),
+        (
             make_config('llama', model={'activation': 'geglu', 'qk_norm': False}),
             r'model\.activation=geglu: .* is read as SwiGLU; use model\.activation=swiglu',
         ),

@@ -12,12 +12,17 @@ torch = pytest.importorskip('torch', reason="torch is in the extra 'test-hf'")
 transformers = pytest.importorskip('transformers', reason="transformers is in the extra 'test-hf'")
 
 import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
 from chains import CHATML, END, TURNS  # noqa: E402
 from interop.make_data import SIZES, logits_of, random_model  # noqa: E402
 from interop.stored import DATA, LIMIT, NAMES, assert_same_tensors, logits  # noqa: E402
-from support import on_mesh, random_params, start_token  # noqa: E402
+from support import make_config, on_mesh, random_params, relative_error, start_token  # noqa: E402
 
 from megajax.core.config import Config  # noqa: E402
+from megajax.core.model.embedding import VocabParallelEmbedding  # noqa: E402
+from megajax.core.model.norm import make_norm  # noqa: E402
+from megajax.core.model.parameters import Parameters  # noqa: E402
+from megajax.core.parallel.layout import Layout  # noqa: E402
 from megajax.interop.huggingface.directories import export_huggingface, import_huggingface  # noqa: E402
 from megajax.runtime.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from megajax.runtime.checkpoint.open import open_model  # noqa: E402
@@ -233,3 +238,27 @@ def test_transformers_generates_the_same_from_an_export_and_ends_at_every_end(
     expected = texts(tmp_path / 'in')
     assert texts(tmp_path / 'out') == expected
     assert len({ids[-1] for ids in expected} & set(ends['eos_token_id'])) > 1
+
+
+def test_zero_centered_norms_and_scaled_embeddings_are_those_of_gemma_3() -> None:
+    from transformers.models.gemma3 import modeling_gemma3 as there
+
+    config = make_config('both_norms', model={'norm_eps': 1e-6})
+    random, size = np.random.default_rng(0), config.model.hidden_size
+    x, w = random.normal(size=(2, 4, size)), random.normal(0, 0.05, size)
+    norm = there.Gemma3RMSNorm(size)
+    norm.weight.data = torch.tensor(w, dtype=torch.float32)
+    scale, tokens = config.model.embedding_scale, random.integers(1037, size=(2, 8))
+    embedding = there.Gemma3TextScaledWordEmbedding(1037, size, 0, scale)
+    with on_mesh(config), torch.no_grad():
+        parameters = Parameters.of(config.model, Layout.of(config))
+        here = make_norm(config.model, parameters['norm'])
+        here.weight[...] = jnp.asarray(w, jnp.float32)
+        for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 0)):
+            theirs = norm(torch.tensor(x).to(dtype)).float().numpy()
+            ours = here(jnp.asarray(x, jnp.float32).astype(str(dtype).removeprefix('torch.')))
+            assert relative_error(ours, theirs) <= limit
+        module = VocabParallelEmbedding(parameters['embedding'], key=jax.random.key(0), scale=scale)
+        embedding.weight.data = torch.tensor(np.asarray(module.table[...])[:1037])
+        theirs = embedding(torch.tensor(tokens)).numpy()
+        np.testing.assert_array_equal(module(jnp.asarray(tokens), jnp.float32), theirs)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MASKED, NEXT = 'model.objective=masked_lm', 'model.objective=next_token'
 CAUSAL, BIDIRECTIONAL = 'model.attention=causal', 'model.attention=bidirectional'
 OUTPUTS, ALL_HEADS = 'model.norm_position', 'model.qk_norm=all'
+ZERO_CENTERED = 'model.zero_centered_norm=true'
 CROSS, DEEPSTACK = 'vision.fusion=cross_attention', 'vision.deepstack'
 TOKENS, UNROLLED, FP8 = 'train.overlap=sequence_split', 'train.unroll=true', 'train.dtype=fp8'
 NO_DROPOUT = 'model.dropout=0 and model.attention_dropout=0'
@@ -27,6 +28,10 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
     BIDIRECTIONAL: (lambda config: not config.model.causal, CAUSAL),
     OUTPUTS: (lambda config: config.model.norms_outputs, 'model.norm_position=before'),
     ALL_HEADS: (lambda config: config.model.norms_all_heads, 'model.qk_norm=true'),
+    ZERO_CENTERED: (
+        lambda config: config.model.zero_centered_norm,
+        'model.zero_centered_norm=false',
+    ),
     'model.norm=layernorm': (lambda config: config.model.norm == 'layernorm', 'model.norm=rmsnorm'),
     'model.position=learned': (
         lambda config: config.model.position == 'learned',
@@ -140,6 +145,7 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         )
     },
     ALL_HEADS: {'model.norm=layernorm': 'QK-norm over all heads supports RMSNorm only'},
+    ZERO_CENTERED: {'model.norm=layernorm': 'a gain of 1 + w is supported with RMSNorm only'},
     FP8: {
         'mesh.stages': 'fp8 is not supported with pipeline parallelism: the pipeline does not '
         'record the amax history that sets the scales',

@@ -224,6 +224,8 @@ class ModelConfig(Section):
     """Place of each sublayer's norm: on its input (pre-norm), on its output before the residual
     addition (OLMo 2), or both (Gemma 2).
     """
+    zero_centered_norm: bool = False
+    """Whether RMSNorms multiply by 1 + w instead of w, and w begins at 0, as in Gemma 3."""
     activation: Literal['gelu', 'gelu_tanh', 'geglu', 'swiglu'] = 'gelu_tanh'
     """Activation of the MLPs; geglu (with gelu_tanh) and swiglu have a gate in addition to the
     up-projection.
@@ -255,6 +257,8 @@ class ModelConfig(Section):
     """Whether the query, key and value projections have biases; Qwen2 has only these."""
     tie_embeddings: bool = True
     """Whether the LM head is the embedding table."""
+    embedding_scale: PositiveFloat = 1.0
+    """Factor of the embeddings of tokens, not of a tied LM head; sqrt(hidden_size) in Gemma 3."""
     dropout: Fraction = 0.0
     """Dropout rate after the embedding and each sublayer."""
     attention_dropout: Fraction = follows('dropout', lambda data: data['dropout'])

@@ -102,7 +102,8 @@ def linear(
 
 def norm(model: ModelConfig, dims: str, *, summed: str) -> Declared:
     """Declare a norm of the model's kind."""
-    scale = {'weight': Parameter(dims, Role.VECTOR, value=1.0, summed=summed)}
+    value = 0.0 if model.zero_centered_norm else 1.0
+    scale = {'weight': Parameter(dims, Role.VECTOR, value=value, summed=summed)}
     if model.norm == 'rmsnorm':
         return scale
     return scale | {'bias': Parameter(dims, Role.VECTOR, summed=summed)}

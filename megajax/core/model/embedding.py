@@ -19,8 +19,8 @@ class VocabParallelEmbedding(nnx.Module):
     Each shard looks up the tokens that it has, and XLA reduces the partial results.
     """
 
-    def __init__(self, parameters: Parameters, *, key: jax.Array):
-        self.layout = parameters.layout
+    def __init__(self, parameters: Parameters, *, key: jax.Array, scale: float = 1.0):
+        self.layout, self.scale = parameters.layout, scale
         self.table = parameters.make('table', key)
 
     def __call__(
@@ -30,12 +30,14 @@ class VocabParallelEmbedding(nnx.Module):
         vector_BSD: jax.Array | None = None,
         rows: str = 'B',
     ) -> jax.Array:
-        """Look up tokens and add `vector_BSD`; return x_BTD in `dtype`.
+        """Look up tokens, multiply by the scale and add `vector_BSD`; return x_BTD in `dtype`.
 
-        The first dim of `vector_BSD` is `rows`: `B`, or `-` for a single row.
+        The scale and the sum are in fp32, and the result is rounded once. The first dim of
+        `vector_BSD` is `rows`: `B`, or `-` for a single row.
         """
         # all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
-        return _embed(self.table[...], vector_BSD, token_BS, self.layout, rows, dtype)
+        settings = self.layout, rows, dtype, self.scale
+        return _embed(self.table[...], vector_BSD, token_BS, *settings)
 
 
 class PositionEmbedding(nnx.Module):
@@ -68,7 +70,7 @@ class TokenTypeEmbedding(nnx.Module):
 
 
 # One function for all tables, so that with SP their gradient is gathered only once.
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _embed(
     table_Vd: jax.Array,
     vector_BSD: jax.Array | None,
@@ -76,13 +78,16 @@ def _embed(
     layout: Layout,
     rows: str,
     dtype: DTypeLike,
+    scale: float,
 ) -> jax.Array:
     if grid.is_grid(layout):
         x_BTD = grid.lookup(table_Vd.astype(dtype), token_BS, layout)
     else:
         x_BTD = jax.reshard(_lookup(table_Vd.astype(dtype), token_BS, layout), layout('BTD'))
+    if scale != 1:
+        x_BTD = x_BTD.astype(jnp.float32) * scale
     if vector_BSD is None:
-        return x_BTD
+        return x_BTD.astype(dtype)
     vector_BTD = jax.reshard(vector_BSD, layout(f'{rows}TD'))
     return (x_BTD.astype(jnp.float32) + vector_BTD).astype(dtype)
 
@@ -101,18 +106,22 @@ def _forward(
     layout: Layout,
     rows: str,
     dtype: DTypeLike,
+    scale: float,
 ) -> tuple[jax.Array, Saved]:
-    x_BTD = _embed(table_Vd, vector_BSD, token_BS, layout, rows, dtype)
+    x_BTD = _embed(table_Vd, vector_BSD, token_BS, layout, rows, dtype, scale)
     return x_BTD, (table_Vd, vector_BSD, token_BS)
 
 
 def _backward(
-    layout: Layout, rows: str, dtype: DTypeLike, saved: Saved, dx_BTD: jax.Array
+    layout: Layout, rows: str, dtype: DTypeLike, scale: float, saved: Saved, dx_BTD: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, None]:
     table_Vd, vector_BSD, token_BS = saved
     dx_BSD = jax.reshard(dx_BTD, layout('BSD'))  # SP: all-gather, in the compute dtype
     # In fp32, because the gradient of a frequent token is a sum of thousands of terms.
-    dx_BSd = jax.reshard(dx_BSD, layout('BSd')).astype(table_Vd.dtype)  # grid: all-gather over row
+    dx_BSd = jax.reshard(dx_BSD, layout('BSd'))  # grid: all-gather over row
+    if scale != 1:
+        dx_BSd = dx_BSd.astype(jnp.float32) * scale
+    dx_BSd = dx_BSd.astype(table_Vd.dtype)
     (dtable_Vd,) = jax.linear_transpose(lambda table: _lookup(table, token_BS, layout), table_Vd)(
         dx_BSd
     )

@@ -33,17 +33,21 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divide by the root mean square and scale.
+    """Divide by the root mean square and scale, by 1 + w if it is zero-centered.
 
     `dims` are the letters of the input's last two dims, such as `TD`.
     """
 
-    def __init__(self, parameters: Parameters, *, dims: str, eps: float):
+    def __init__(
+        self, parameters: Parameters, *, dims: str, eps: float, zero_centered: bool = False
+    ):
         self.layout, self.dims, self.eps = parameters.layout, dims, eps
+        self.zero_centered = zero_centered
         self.weight = parameters.make('weight')
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _rms_norm(x, self.weight[...], self.eps, self.dims, self.layout)
+        weight = self.weight[...]
+        return _rms_norm(x, weight, self.eps, self.dims, self.layout, self.zero_centered)
 
 
 class RMSNormOverHeads(nnx.Module):
@@ -52,8 +56,8 @@ class RMSNormOverHeads(nnx.Module):
     `norm_queries_and_keys` applies it, for both at once.
     """
 
-    def __init__(self, parameters: Parameters, *, eps: float):
-        self.layout, self.eps = parameters.layout, eps
+    def __init__(self, parameters: Parameters, *, eps: float, zero_centered: bool = False):
+        self.layout, self.eps, self.zero_centered = parameters.layout, eps, zero_centered
         self.weight = parameters.make('weight')
 
 
@@ -66,8 +70,9 @@ def norm_queries_and_keys(
     sums of the backward pass.
     """
     weights = queries.weight[...], keys.weight[...]
+    settings = queries.eps, queries.layout, queries.zero_centered
     with jax.named_scope('qk_norm'):
-        return _norm_over_heads(q_RSKGH, k_RSKH, *weights, queries.eps, queries.layout)
+        return _norm_over_heads(q_RSKGH, k_RSKH, *weights, *settings)
 
 
 Norm = LayerNorm | RMSNorm
@@ -75,14 +80,19 @@ Norm = LayerNorm | RMSNorm
 
 def make_norm(config: ModelConfig, parameters: Parameters, dims: str = 'TD') -> Norm:
     """Make the norm that `config.norm` names, for inputs whose last two dims are `dims`."""
-    kind: type[LayerNorm] | type[RMSNorm] = LayerNorm if config.norm == 'layernorm' else RMSNorm
-    return kind(parameters, dims=dims, eps=config.norm_eps)
+    if config.norm == 'layernorm':
+        return LayerNorm(parameters, dims=dims, eps=config.norm_eps)
+    return RMSNorm(
+        parameters, dims=dims, eps=config.norm_eps, zero_centered=config.zero_centered_norm
+    )
 
 
 def make_head_norm(config: ModelConfig, parameters: Parameters) -> Norm | RMSNormOverHeads:
     """Make the norm of queries or keys that `config.qk_norm` names."""
     if config.norms_all_heads:
-        return RMSNormOverHeads(parameters, eps=config.norm_eps)
+        return RMSNormOverHeads(
+            parameters, eps=config.norm_eps, zero_centered=config.zero_centered_norm
+        )
     return make_norm(config, parameters, 'Nh')
 
 
@@ -102,13 +112,19 @@ def _layer_norm(
     return (y * _inverse_rms(y, eps) * scale + shift).astype(x.dtype)
 
 
-@partial(_saving, static_argnums=(2, 3, 4))
-def _rms_norm(x: jax.Array, weight: jax.Array, eps: float, dims: str, layout: Layout) -> jax.Array:
-    y = x.astype(jnp.float32)
-    return (y * _inverse_rms(y, eps) * along_last(weight, y, dims, layout)).astype(x.dtype)
+@partial(_saving, static_argnums=(2, 3, 4, 5))
+def _rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, dims: str, layout: Layout, zero_centered: bool
+) -> jax.Array:
+    y, gain = x.astype(jnp.float32), _gain(weight, zero_centered)
+    return (y * _inverse_rms(y, eps) * along_last(gain, y, dims, layout)).astype(x.dtype)
 
 
-@partial(_saving, static_argnums=(4, 5))
+def _gain(weight: jax.Array, zero_centered: bool) -> jax.Array:
+    return 1 + weight if zero_centered else weight
+
+
+@partial(_saving, static_argnums=(4, 5, 6))
 def _norm_over_heads(
     q_RSKGH: jax.Array,
     k_RSKH: jax.Array,
@@ -116,6 +132,7 @@ def _norm_over_heads(
     weight_KH: jax.Array,
     eps: float,
     layout: Layout,
+    zero_centered: bool,
 ) -> tuple[jax.Array, jax.Array]:
     q, k = (x.astype(jnp.float32) for x in (q_RSKGH, k_RSKH))
     # `model` shards either the key/value heads or the dims within them. The sharded dim is summed
@@ -138,8 +155,8 @@ def _norm_over_heads(
         jnp.expand_dims(inverse[..., index], other)
         for index, other in ((0, (2, 3) if is_within_heads else (3, 4)), (1, own))
     )
-    q = q * of_queries * jnp.expand_dims(weight_KGH, (0, 1))
-    k = k * of_keys * jnp.expand_dims(weight_KH, (0, 1))
+    q = q * of_queries * jnp.expand_dims(_gain(weight_KGH, zero_centered), (0, 1))
+    k = k * of_keys * jnp.expand_dims(_gain(weight_KH, zero_centered), (0, 1))
     return q.astype(q_RSKGH.dtype), k.astype(k_RSKH.dtype)
 
 

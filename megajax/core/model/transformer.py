@@ -46,7 +46,9 @@ class Transformer(nnx.Module):
         self.config, self.layout = config, layout
         parameters = Parameters.of(config, layout)
         embedding_key, position_key, layers_key, _ = jax.random.split(key, 4)
-        self.embedding = VocabParallelEmbedding(parameters['embedding'], key=embedding_key)
+        self.embedding = VocabParallelEmbedding(
+            parameters['embedding'], key=embedding_key, scale=config.embedding_scale
+        )
         type_key, *_ = _bert_keys(key)
         learned, typed = 'position' in parameters, 'token_type' in parameters
         self.position = (

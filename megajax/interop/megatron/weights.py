@@ -172,6 +172,11 @@ def _check_model(model: ModelConfig) -> None:
             "Megatron-LM's format has norms before sublayers, and of queries and keys by the head; "
             'a model like OLMo 2 can be exported with `megajax export hf`'
         )
+    if model.embedding_scale != 1:
+        raise ConfigError(
+            f"model.embedding_scale={model.embedding_scale:g}: Megatron-LM's format has embeddings "
+            'without a scale; such a model can be exported with `megajax export hf`'
+        )
     if model.is_gated and model.activation != 'swiglu':
         raise ConfigError(
             f"model.activation={model.activation}: Megatron-LM's files name no activation, and a "

@@ -1,13 +1,15 @@
-"""Norms of queries and keys over all heads, beside numpy."""
+"""Norms of queries and keys over all heads compared with numpy, and gains of 1 + w."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import make_config, on_mesh, relative_error
 
-from megajax.core.config import Config
+from megajax.core.config import Config, load
+from megajax.core.counts.parameters import parameters
 from megajax.core.model.attention import Attention
-from megajax.core.model.norm import norm_queries_and_keys
+from megajax.core.model.norm import make_norm, norm_queries_and_keys
 from megajax.core.model.parameters import Parameters
 from megajax.core.parallel.layout import Layout
 
@@ -26,9 +28,13 @@ def by_hand(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return (flat / np.sqrt(mean_square + eps) * weight.reshape(-1)).reshape(x.shape)
 
 
-@pytest.mark.parametrize('shards', [1, 2, 4], ids=lambda shards: f'model={shards}')
-def test_the_mean_square_is_that_of_all_heads_also_where_devices_share_a_head(shards: int) -> None:
-    config = make_config('olmo2', 1, shards)
+@pytest.mark.parametrize(
+    ('shards', 'zero_centered'), [(1, False), (2, False), (4, False), (2, True)]
+)
+def test_the_mean_square_is_that_of_all_heads_also_where_devices_share_a_head(
+    shards: int, zero_centered: bool
+) -> None:
+    config = make_config('olmo2', 1, shards, model={'zero_centered_norm': zero_centered})
     random, model = np.random.default_rng(0), config.model
     shape = model.num_kv_heads, model.queries_per_kv, model.head_dim
     with on_mesh(config):
@@ -41,7 +47,8 @@ def test_the_mean_square_is_that_of_all_heads_also_where_devices_share_a_head(sh
         placed = (jax.device_put(x, module.layout(dims)) for x, dims in ((q, 'RSKGH'), (k, 'RSKH')))
         made = jax.jit(norm_queries_and_keys)(*placed, module.query_norm, module.key_norm)
         for x, norm, result in zip((q, k), (module.query_norm, module.key_norm), made, strict=True):
-            expected = by_hand(x, np.asarray(norm.weight[...]), model.norm_eps)
+            gain = np.asarray(norm.weight[...]) + zero_centered
+            expected = by_hand(x, gain, model.norm_eps)
             assert relative_error(np.asarray(result), expected) < 1e-6
 
 
@@ -52,3 +59,36 @@ def test_scales_of_all_heads_are_sharded_as_the_columns_that_they_scale() -> Non
             module = attention(config)
             spec = module.key_norm.weight[...].sharding.spec
         assert tuple(spec) == tuple('model' if dim else None for dim in dims)
+
+
+def test_a_zero_centered_norm_multiplies_by_one_plus_its_weight() -> None:
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(2, 4, 64)), jnp.bfloat16)
+    w = jnp.asarray(random.normal(0, 0.05, 64), jnp.float32)
+    results = []
+    for zero_centered, weight in ((True, w), (False, 1 + w)):
+        config = make_config('olmo2', model={'zero_centered_norm': zero_centered})
+        with on_mesh(config):
+            norm = make_norm(config.model, Parameters.of(config.model, Layout.of(config))['norm'])
+            norm.weight[...] = weight
+            results.append(norm(x))
+    np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize('qk_norm', [True, 'all'])
+def test_zero_centered_weights_of_every_norm_of_the_decoder_begin_at_zero(qk_norm: object) -> None:
+    changed = {'norm': 'rmsnorm', 'norm_position': 'both', 'qk_norm': qk_norm}
+    model = load('qwen3_vl_2b').model.model_copy(update=changed)
+    norms = {
+        zero_centered: {
+            name: one.value
+            for name, one in parameters(
+                model.model_copy(update={'zero_centered_norm': zero_centered})
+            )
+            if name.endswith('norm.weight')
+        }
+        for zero_centered in (False, True)
+    }
+    assert {*norms[False].values()} == {1.0}
+    in_encoder = {name for name, value in norms[True].items() if value}
+    assert in_encoder == {name for name in norms[True] if name.startswith('vision.')} != set()

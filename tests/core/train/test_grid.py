@@ -24,6 +24,8 @@ def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Se
     'setting',
     [
         grid('llama', 4, 2),
+        # With norms of gain 1 + w and scaled embeddings.
+        grid('both_norms', 2, 2, data=2, shard='weights'),
         exhaustive(grid('gpt', 2, 2, recompute='full')),
         exhaustive(grid('llama', 2, 4)),
         exhaustive(grid('gpt', 2, 4, recompute='selective')),

@@ -28,6 +28,7 @@ SP = {'sequence_parallel': True}
     'setting',
     [
         staged('llama', 2, model=2, **SP),
+        exhaustive(staged('both_norms', 2, model=2, data=2, shard='optimizer', **SP)),
         slow(staged('llama', 2, 2, model=2, data=2, **SP)),
         exhaustive(staged('gpt', 2)),
         exhaustive(staged('gpt', 2, model=2, num_layers=4, recompute='full')),

@@ -16,6 +16,7 @@ class Only(NamedTuple):
     instead: str
 
 
+LAYERNORM_1P = 'apply_layernorm_1p'  # a gain of 1 + w, which megajax has for RMSNorm
 ROPE = 'all of a head is rotated, in two halves: leave it out'
 # Arguments that must be absent or have one of these values: otherwise Megatron's decoder differs.
 ONLY: Mapping[str, Only] = {
@@ -26,7 +27,7 @@ ONLY: Mapping[str, Only] = {
     'rotary_percent': Only((1.0,), ROPE),
     'rotary_interleaved': Only((False,), ROPE),
     'rotary_seq_len_interpolation_factor': Only((), 'use model.rope_scaling'),
-    'apply_layernorm_1p': Only((False,), 'add 1 to the scales of the norms, and leave it out'),
+    LAYERNORM_1P: Only((False,), 'add 1 to the scales of the norms, and leave it out'),
     'apply_residual_connection_post_layernorm': Only(
         (False,), 'the residual is taken before the norm, without which deep models do not train'
     ),
@@ -42,6 +43,8 @@ SCALING = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_seq_le
 def rejected(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield name, value and what to use instead, for each unsupported argument of a decoder."""
     for name, only in ONLY.items():
+        if name == LAYERNORM_1P and arguments.get('normalization') == 'RMSNorm':
+            continue
         value = arguments.get(name)
         if not (value is None or any(value is x or value == x for x in only.allowed)):
             yield name, value, only.instead
@@ -107,6 +110,7 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
         'vocab_size': get('vocab_size', get('padded_vocab_size')),
         'max_seq_len': get('max_position_embeddings'),
         'norm': get('normalization', 'LayerNorm').lower(),
+        'zero_centered_norm': get(LAYERNORM_1P, False),
         'activation': 'swiglu' if gated else 'gelu_tanh' if fused else 'gelu',
         'position': 'rope' if rope else 'learned',
         'qk_norm': get('qk_layernorm', False),

@@ -9,14 +9,14 @@ from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError, Problem, reload
 from megajax.core.config.load import dump_sections
 from megajax.core.config.schema import keys_of
-from megajax.interop.megatron.command_line.arguments import rejected
+from megajax.interop.megatron.command_line.arguments import LAYERNORM_1P, rejected
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.script import WAY_OUT
 from megajax.interop.megatron.command_line.settings import SCHEDULES, settings_of
 from megajax.interop.megatron.command_line.table import SOURCES
 
 COLUMNS = 100
-DROPOUT, LAYERNORM_1P = 'attention_dropout', 'apply_layernorm_1p'
+DROPOUT = 'attention_dropout'
 # Supported values of arguments, and what to do instead of using other values.
 VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'optimizer': (('adam',), 'the optimizer is AdamW'),
@@ -190,9 +190,9 @@ def _head(line: Line, config: Config) -> Iterator[str]:
 
 def _unused(line: Line) -> Iterator[str]:
     unused = dict(line.unused)
-    if line.get(LAYERNORM_1P):
+    if line.get(LAYERNORM_1P) and line.get('normalization') != 'RMSNorm':
         unused[
-            'a norm whose scale is 1 + w, with w from 0, trains as one whose scale is from 1'
+            'a LayerNorm whose scale is 1 + w, with w from 0, trains as one whose scale is from 1'
         ] = [line.spelled[LAYERNORM_1P]]
     if unused:
         yield ''

@@ -54,7 +54,7 @@ def assert_as_plain(setting: Setting) -> None:
         exhaustive(Setting('gpt', 2, 2, **SP, recompute='full')),
         exhaustive(Setting('llama', 2, 2, **SP, recompute='selective', microbatches=2, rows=16)),
         exhaustive(Setting('bert', 2, 2, **SP)),
-        # Norms of the inputs and of the outputs of sublayers.
+        # Norms of the inputs and of the outputs of sublayers, with gains of 1 + w.
         Setting('both_norms', 1, 2, **SP, recompute='full'),
         # Norms after the sublayers, and of all heads at once.
         exhaustive(Setting('olmo2', 2, 2, recompute='selective', rows=8)),
