@@ -110,6 +110,12 @@ def test_llama_on_context_shards(tmp_path: Path) -> None:
     assert config.mesh.context_exchange == 'gather'
 
 
+def test_a_percentage_of_the_head_dim_is_rotated(tmp_path: Path) -> None:
+    line = SMALL + '--position-embedding-type rope --rotary-percent '
+    assert config_of(line + '0.5', tmp_path).model.rotary_fraction == 0.5
+    assert 'rotary_fraction' not in convert(SMALL + '--position-embedding-type rope')
+
+
 def test_swiglu_has_the_width_of_megatron(tmp_path: Path) -> None:
     config = config_of(SMALL.replace('64', '4096') + '--swiglu', tmp_path)
     assert config.model.ffn_size == 10880  # two thirds of four hidden sizes, a multiple of 64
@@ -213,7 +219,10 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
     [
         ('--num-experts 8', r'--num-experts 8: is not supported: .* use a dense model'),
         ('--rotary-interleaved', '--rotary-interleaved: is not supported: .* leave it out'),
-        ('--rotary-percent 0.5', '--rotary-percent 0.5: is not supported'),
+        (
+            '--position-embedding-type rope --rotary-percent 0.2',
+            r'--rotary-percent: 0.2 of --kv-channels \d+ is \d+ dims, but .* in pairs; use 0',
+        ),
         ('--position-embedding-type yarn', '--position-embedding-type yarn: .* rope'),
         ('--no-position-embedding', '--no-position-embedding: .* give --position-embedding-type'),
         (
@@ -344,5 +353,5 @@ def test_no_argument_is_in_two_rows_of_the_table() -> None:
     from megajax.interop.megatron.command_line.arguments import ONLY
     from megajax.interop.megatron.command_line.table import known_names
 
-    names = [*known_names(), *(name for name in ONLY if name != 'rotary_percent')]
+    names = [*known_names(), *ONLY]
     assert sorted(names) == KNOWN

@@ -17,15 +17,13 @@ class Only(NamedTuple):
 
 
 LAYERNORM_1P = 'apply_layernorm_1p'  # a gain of 1 + w, which megajax has for RMSNorm
-ROPE = 'all of a head is rotated, in two halves: leave it out'
 # Arguments that must be absent or have one of these values: otherwise Megatron's decoder differs.
 ONLY: Mapping[str, Only] = {
     'num_experts': Only((), 'no mixture-of-experts models; use a dense model'),
     'multi_latent_attention': Only((False,), 'use --group-query-attention'),
     'heterogeneous_layers_config_path': Only((), 'all layers are the same'),
     'window_size': Only((), 'attention sees all earlier tokens'),
-    'rotary_percent': Only((1.0,), ROPE),
-    'rotary_interleaved': Only((False,), ROPE),
+    'rotary_interleaved': Only((False,), 'a pair has an element from each half: leave it out'),
     'rotary_seq_len_interpolation_factor': Only((), 'use model.rope_scaling'),
     LAYERNORM_1P: Only((False,), 'add 1 to the scales of the norms, and leave it out'),
     'apply_residual_connection_post_layernorm': Only(
@@ -124,6 +122,7 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
     }
     if rope:
         model['rope_theta'] = float(get('rotary_base', 10000))
+        model['rotary_fraction'] = float(get('rotary_percent', 1.0))
     if rope and get('use_rope_scaling', False):
         model['rope_scaling'] = {
             'type': 'llama3',

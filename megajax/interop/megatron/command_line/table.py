@@ -264,6 +264,7 @@ KEYS = """
     model.activation: swiglu openai_gelu bias_gelu_fusion
     model.position: position_embedding_type
     model.rope_theta: rotary_base
+    model.rotary_fraction: rotary_percent
     model.rope_scaling: use_rope_scaling rope_scaling_factor
     model.qk_norm: qk_layernorm
     model.bias: add_bias_linear
