@@ -54,6 +54,10 @@ _NAMES = {
     'model.vocab_size': ('vocab', 'n_vocab', 'padded_vocab_size'),
     'model.max_seq_len': ('max_position_embeddings', 'n_positions', 'n_ctx', 'max_seq_length'),
     'model.norm': ('normalization', 'norm_type'),
+    'model.zero_centered_norm': (
+        'apply_layernorm_1p', 'layernorm_1p', 'layernorm_zero_centered_gamma',
+    ),
+    'model.embedding_scale': ('embedding_multiplier', 'scale_embeddings', 'embed_scale'),
     'model.norm_eps': (
         'rms_norm_eps', 'layer_norm_eps', 'layer_norm_epsilon', 'layernorm_epsilon', 'norm_epsilon',
     ),
