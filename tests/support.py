@@ -99,6 +99,16 @@ MODELS['both_norms'] = {
     },
 }
 
+# Layers of different kinds in turn: with a window, with another theta, and without positions.
+MODELS['windows'] = {
+    **MODELS['llama'],
+    'model': MODELS['llama']['model']
+    | {
+        'num_layers': 4,
+        'layers': [{'window': 4}, {'rope_theta': 1e6}, {'window': 6, 'position': 'none'}],
+    },
+}
+
 SIZES = {'num_layers': 2, 'hidden_size': 64, 'num_heads': 8, 'max_seq_len': 32}
 TRAIN = {'batch_size': 8, 'seq_len': 32, 'dtype': 'float32'}
 

@@ -10,6 +10,7 @@ from megajax.analysis.plan.live_memory import Held
 from megajax.analysis.plan.sizes import BYTES, FLOAT32, Sizes
 from megajax.core.config import Config
 from megajax.core.config.mesh import MeshConfig
+from megajax.core.config.model import encoder_layers
 from megajax.core.config.schema import OptimConfig
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.counts.vision import images_of_device, vectors
@@ -128,7 +129,7 @@ def as_model(config: Config) -> Config:
     rows = images_of_device(config) * train.microbatches
     return config.model_copy(
         update={
-            'model': vision.blocks,
+            'model': encoder_layers(vision),
             'vision': None,
             'relevance': None,
             'mesh': MeshConfig(),

@@ -13,10 +13,11 @@ from megajax.base.errors import (
     RunError,
     StopRequested,
 )
+from megajax.core.config.layer import LayerConfig, RopeScaling
 from megajax.core.config.load import dump, load, overridden, presets, recipes, reload
 from megajax.core.config.lora import LoraConfig
 from megajax.core.config.mesh import MeshConfig
-from megajax.core.config.model import ModelConfig, RopeScaling, VisionConfig
+from megajax.core.config.model import ModelConfig
 from megajax.core.config.schema import (
     CheckpointConfig,
     Config,
@@ -27,6 +28,7 @@ from megajax.core.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from megajax.core.config.vision import VisionConfig
 
 __all__ = [
     'CheckpointConfig',
@@ -35,6 +37,7 @@ __all__ = [
     'ConfigError',
     'CorruptionError',
     'DataConfig',
+    'LayerConfig',
     'LoraConfig',
     'LossConfig',
     'MeshConfig',

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MASKED, NEXT = 'model.objective=masked_lm', 'model.objective=next_token'
 CAUSAL, BIDIRECTIONAL = 'model.attention=causal', 'model.attention=bidirectional'
+WINDOW = 'model.window'
 OUTPUTS, ALL_HEADS = 'model.norm_position', 'model.qk_norm=all'
 ZERO_CENTERED = 'model.zero_centered_norm=true'
 CROSS, DEEPSTACK = 'vision.fusion=cross_attention', 'vision.deepstack'
@@ -40,6 +41,10 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
     'model.rope_scaling': (
         lambda config: config.model.rope_scaling is not None,
         'model.rope_scaling=null',
+    ),
+    WINDOW: (
+        lambda config: any(layer.window for layer in config.model.pattern),
+        'no window',
     ),
     'model.dropout': (lambda config: config.model.has_dropout, NO_DROPOUT),
     'vision': (lambda config: config.vision is not None, 'no vision'),
@@ -85,6 +90,10 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         f"all-gather the square layers of BERT's heads; use mesh.model_rows=1 with {MASKED}",
         'mesh.context': 'context parallelism does not support BERT: its token order balances '
         f'causal attention; use mesh.context=1 with {MASKED}',
+    },
+    WINDOW: {
+        BIDIRECTIONAL: 'a sliding window is of earlier tokens',
+        'mesh.context': 'context parallelism does not support sliding windows',
     },
     NEXT: {BIDIRECTIONAL: 'a token that attends to the next one has nothing to predict'},
     'optim.shard=none': {

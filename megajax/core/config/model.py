@@ -1,193 +1,28 @@
-"""The sections of a config that describe the model: `model`, `vision` and `relevance`."""
+"""The section `model` of a config."""
 
-import math
-from functools import cached_property
-from typing import Annotated, Any, Literal
+import functools
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveFloat
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PositiveFloat
 
+from megajax.core.config.layer import LayerConfig, RopeScaling
 from megajax.core.config.lora import LoraConfig
 from megajax.core.config.section import (
     Count,
-    CountFromZero,
     Elements,
     Fraction,
     Heads,
     Layers,
-    Patches,
-    Pixels,
     Section,
     Tokens,
-    Unit,
     follows,
 )
+from megajax.core.config.vision import VisionConfig
 
 # 128 x 8, as in the Megatron paper; the same on every mesh, so that a checkpoint fits all of them.
 VOCAB_MULTIPLE = 1024
 
 GATED = 'geglu', 'swiglu'  # the activations that multiply by a gate
-
-Part = Literal['encoder', 'merger', 'decoder']
-TEXTURE_CHANNELS = 13  # per pixel or region (`core/model/arr_coc/texture.py`)
-FINEST = 20  # units along each side of a region, which gives it at most 400 tokens
-
-
-class RopeScaling(Section):
-    """Scaling of the rotary frequencies for sequences longer than in pre-training.
-
-    `linear` divides all frequencies by `factor`, `llama3` only the low ones. With llama3,
-    wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched, wavelengths
-    below `original_max_seq_len / high_freq_factor` do not change, and in between the factor grows
-    smoothly. The defaults are Llama 3.1's.
-    """
-
-    type: Literal['linear', 'llama3']
-    """Which frequencies are scaled: all (linear), or the low ones (llama3)."""
-    factor: PositiveFloat
-    """Divisor of the scaled frequencies."""
-    low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths above original_max_seq_len / low_freq_factor are stretched (llama3)."""
-    high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths below original_max_seq_len / high_freq_factor are unchanged (llama3)."""
-    original_max_seq_len: Tokens = 8192
-    """Longest sequence in pre-training (llama3)."""
-
-
-def _rows_and_columns(value: Any) -> Any:
-    """Return rows and columns of regions; a single number is split into a square."""
-    if type(value) is not int or value < 1:
-        return value
-    side = math.isqrt(value)
-    if side**2 != value:
-        message = f'{value} is not a square number; give rows and columns of regions, as [4, 1]'
-        raise PydanticCustomError('regions', '{message}', {'message': message})
-    return side, side
-
-
-class RelevanceConfig(Section):
-    """Distribution of an image's tokens over its regions by their relevance (ARR-COC)."""
-
-    regions: Annotated[tuple[Count, Count], Field(strict=False), BeforeValidator(_rows_and_columns)]
-    """Rows and columns of regions in an image; a square number n means sqrt(n) of each."""
-    total_tokens: Tokens
-    """Tokens per image; each region gets 64 to 400 of them."""
-    scorer_size: Elements = 256
-    """Hidden units in each of the three scorers."""
-    scorer_shards: Literal[1, 2] = 1
-    """Number of shards of each scorer's hidden units; a device holds one or more."""
-
-    @property
-    def num_regions(self) -> int:
-        """Number of regions in an image."""
-        return math.prod(self.regions)
-
-    @property
-    def units(self) -> tuple[int, int]:
-        """Rows and columns of units in an image."""
-        rows, columns = self.regions
-        return rows * FINEST, columns * FINEST
-
-
-class VisionConfig(Section):
-    """The vision encoder, and how its embeddings enter the model."""
-
-    num_layers: Layers
-    """Number of encoder layers."""
-    hidden_size: Elements
-    """Width of the encoder."""
-    num_heads: Heads
-    """Number of attention heads in the encoder."""
-    ffn_size: Elements = follows('4 * hidden_size', lambda data: 4 * data['hidden_size'])
-    """Width of the hidden layer in the encoder's MLPs."""
-    patch_size: Pixels = 16
-    """Pixels along each side of a patch."""
-    frames: Count = 1
-    """Temporal patch size, in frames; a still image is repeated for each frame (Qwen3-VL: 2)."""
-    merge_size: Patches = 2
-    """Patches along each side of a unit; the patches of a unit are merged into one embedding."""
-    positions: Patches = 48
-    """Side of the learned position table, which is interpolated to the size of each image."""
-    deepstack: Annotated[tuple[CountFromZero, ...], Field(strict=False)] = ()
-    """Encoder layers whose outputs are also added in the first layers of the model (DeepStack)."""
-    fusion: Literal['tokens', 'cross_attention'] = 'tokens'
-    """How image embeddings enter the model. tokens: they replace placeholder tokens.
-    cross_attention: gated layers, one after every `cross_every`, attend to them (Flamingo, Llama
-    3.2), and one token marks each image, which is visible to it and the later tokens of its
-    document.
-    """
-    cross_every: Annotated[Count, Unit('layers')] = 4
-    """Number of layers between two cross-attention layers."""
-    cross_gate: float = 0.0
-    """Initial value of the cross-attention gates. 0 leaves a pretrained text model unchanged; a
-    model trained from scratch learns faster with open gates, such as 1.
-    """
-    images: Count = 1
-    """Maximum number of images per sequence."""
-    max_patches: Patches = 1024
-    """Maximum image size; larger images are scaled down."""
-    min_patches: Annotated[CountFromZero, Unit('patches')] = 0
-    """Minimum image size; smaller images are scaled up. Qwen3-VL: 256 (65,536 pixels)."""
-    image_token: CountFromZero = 0
-    """Id of the image placeholder token."""
-    freeze: Annotated[tuple[Part, ...], Field(strict=False)] = ()
-    """Parts that are not trained: the encoder without its mergers, the mergers (merger), or
-    everything else except cross-attention and relevance (decoder).
-    """
-    channels: Literal['rgb', 'texture'] = 'rgb'
-    """Encoder input per pixel: its colors, or the channels of its texture."""
-    relevance: RelevanceConfig | None = Field(default=None, exclude=True)
-    """The section `relevance` of the config."""
-
-    @property
-    def pixels(self) -> int:
-        """Number of values in a patch: three channels per pixel."""
-        return 3 * self.patch_size**2
-
-    @property
-    def unit(self) -> int:
-        """Number of patches that are merged into one embedding."""
-        return self.merge_size**2
-
-    @property
-    def num_channels(self) -> int:
-        """Number of channels per pixel that the encoder reads."""
-        return 3 if self.channels == 'rgb' else TEXTURE_CHANNELS
-
-    @property
-    def vectors(self) -> int:
-        """Maximum number of embeddings per image: its tokens in a sequence."""
-        return self.relevance.total_tokens if self.relevance else self.max_patches // self.unit
-
-    @property
-    def read_patches(self) -> int:
-        """Maximum number of patches per image that the encoder reads."""
-        return self.vectors * self.unit
-
-    @property
-    def is_crossed(self) -> bool:
-        """Whether cross-attention reads the embeddings, which are then not part of the sequence."""
-        return self.fusion == 'cross_attention'
-
-    @property
-    def merged_size(self) -> int:
-        """Width of a unit's patches, concatenated."""
-        return self.unit * self.hidden_size
-
-    @cached_property
-    def blocks(self) -> 'ModelConfig':
-        """The encoder's layers, as the config of a bidirectional model."""
-        return ModelConfig(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            ffn_size=self.ffn_size,
-            vocab_size=1,
-            max_seq_len=self.read_patches,
-            attention='bidirectional',
-            position='rope_2d',
-            norm_eps=1e-6,
-        )
 
 
 class ModelConfig(Section):
@@ -218,6 +53,12 @@ class ModelConfig(Section):
         lambda data: 'causal' if data['objective'] == 'next_token' else 'bidirectional',
     )
     """Tokens that a token attends to: itself and earlier ones (causal), or all (bidirectional)."""
+    window: Tokens | None = None
+    """Sliding window: the number of tokens that a token attends to, itself included; null: all."""
+    layers: Annotated[tuple[LayerConfig, ...], Field(strict=False)] = ()
+    """A pattern of layers that repeats, for example [{repeat: 5, window: 1024}, {rope_theta: 1e6}].
+    An entry replaces keys of the model for `repeat` layers.
+    """
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
     """Normalization in each sublayer (see norm_position) and before the LM head."""
     norm_position: Literal['before', 'after', 'both'] = 'before'
@@ -230,10 +71,10 @@ class ModelConfig(Section):
     """Activation of the MLPs; geglu (with gelu_tanh) and swiglu have a gate in addition to the
     up-projection.
     """
-    position: Literal['learned', 'rope', 'mrope', 'rope_2d'] = 'learned'
-    """Position encoding: a learned table or rotary embeddings. mrope: rotary by time, row and
-    column, each in its part of the head dim (Qwen3-VL). rope_2d: rotary by row and column, for the
-    vision encoder only.
+    position: Literal['learned', 'rope', 'mrope', 'rope_2d', 'none'] = 'learned'
+    """Position encoding: a learned table, rotary embeddings, or none (NoPE). mrope: rotary by time,
+    row and column, each in its part of the head dim (Qwen3-VL). rope_2d: rotary by row and column,
+    for the vision encoder only.
     """
     mrope_section: Annotated[tuple[Count, Count, Count], Field(strict=False)] = (
         24,
@@ -275,6 +116,23 @@ class ModelConfig(Section):
     """The section `lora` of the config."""
 
     @property
+    def pattern(self) -> tuple[Self, ...]:
+        """The config of each layer of the pattern; this config alone if all layers are equal."""
+        if not self.layers:
+            return (self,)
+        configs = [
+            self.model_copy(update={'layers': (), **entry.replaced}) for entry in self.layers
+        ]
+        repeats = [entry.repeat for entry in self.layers]
+        return tuple(
+            config for config, repeat in zip(configs, repeats, strict=True) for _ in range(repeat)
+        )
+
+    def layer_config(self, index: int) -> Self:
+        """Return the config of the layer with this index, with the keys of the pattern."""
+        return self.pattern[index % len(self.pattern)]
+
+    @property
     def causal(self) -> bool:
         """Whether a token attends only to itself and the tokens before it."""
         return self.attention == 'causal'
@@ -283,6 +141,11 @@ class ModelConfig(Section):
     def rotary_dim(self) -> int:
         """Number of dims of a head that are rotated, its first ones."""
         return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether queries and keys are rotated by their positions."""
+        return self.position not in ('learned', 'none')
 
     @property
     def has_dropout(self) -> bool:
@@ -348,3 +211,19 @@ class ModelConfig(Section):
     def queries_per_kv(self) -> int:
         """Number of query heads that share a key/value head."""
         return self.num_heads // self.num_kv_heads
+
+
+@functools.cache
+def encoder_layers(vision: VisionConfig) -> ModelConfig:
+    """Return the layers of a vision encoder, as the config of a bidirectional model."""
+    return ModelConfig(
+        num_layers=vision.num_layers,
+        hidden_size=vision.hidden_size,
+        num_heads=vision.num_heads,
+        ffn_size=vision.ffn_size,
+        vocab_size=1,
+        max_seq_len=vision.read_patches,
+        attention='bidirectional',
+        position='rope_2d',
+        norm_eps=1e-6,
+    )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from megajax.base.errors import Problem
 from megajax.core.config.divisors import divides
-from megajax.core.config.model import FINEST
+from megajax.core.config.vision import FINEST
 
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config

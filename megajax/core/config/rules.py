@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from megajax.base.errors import Problem
 from megajax.base.render.text import shorten
-from megajax.core.config import mesh_rules, overlap_rules, relevance_rules, vision_rules
+from megajax.core.config import (
+    layer_rules,
+    mesh_rules,
+    overlap_rules,
+    relevance_rules,
+    vision_rules,
+)
 from megajax.core.config.conflicts import excluded
 from megajax.core.config.divisors import divides, divisors, multiples, nearest
 
@@ -22,6 +28,8 @@ LARGEST_LOSS_SCALE = 2**32  # Megatron's initial loss scale
 def incompatibilities(config: 'Config') -> list[Problem]:
     """Return a problem for every pair of keys that conflict."""
     rules = (
+        layer_rules.of_pattern,
+        layer_rules.of_positions,
         _heads,
         _rope,
         _rotary_fraction,
@@ -59,7 +67,7 @@ def _heads(config: 'Config') -> Iterator[Problem]:
         )
     yield from divides('model.num_heads', model.num_heads, 'model.num_kv_heads', model.num_kv_heads)
     yield from divides('model.num_heads', model.num_heads, 'mesh.model', shards)
-    if model.position != 'learned' and model.head_dim % 2:
+    if any(layer.rotates for layer in model.pattern) and model.head_dim % 2:
         message = (
             f'{model.head_dim} is odd, but model.position={model.position} rotates pairs; '
             f'use {multiples(model.head_dim, 2)}'

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from megajax.core.config.lora import LoraConfig
 from megajax.core.config.mesh import MeshConfig
-from megajax.core.config.model import ModelConfig, RelevanceConfig, VisionConfig
+from megajax.core.config.model import ModelConfig
 from megajax.core.config.overlap_rules import Overlap
 from megajax.core.config.rules import incompatibilities
 from megajax.core.config.section import (
@@ -42,6 +42,7 @@ from megajax.core.config.section import (
     Tokens,
     Unit,
 )
+from megajax.core.config.vision import RelevanceConfig, VisionConfig
 
 
 def _check_loss_scale(value: Any) -> Any:

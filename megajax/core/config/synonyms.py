@@ -34,7 +34,7 @@ _NAMES = {
     ),
     'mesh.sequence_parallel': ('sp', 'sequence'),
     'model.num_layers': (
-        'n_layers', 'n_layer', 'layers', 'num_hidden_layers', 'depth', 'num_decoder_layers',
+        'n_layers', 'n_layer', 'num_hidden_layers', 'depth', 'num_decoder_layers',
     ),
     'model.hidden_size': (
         'd_model', 'dim', 'n_embd', 'n_embed', 'hidden', 'hidden_dim', 'width', 'emb_dim',

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megajax.base.render.text import shorten
-from megajax.core.config.model import RopeScaling
+from megajax.core.config.layer import RopeScaling
 from megajax.core.config.schema import SECTIONS
 from megajax.core.config.section import Section
 from megajax.core.config.synonyms import value_meant
@@ -33,6 +33,8 @@ def explain(detail: ErrorDetails) -> str:
     meant = None
     if detail['type'] == 'literal_error':
         meant = value_meant(detail['input'], re.findall("'([^']*)'", allowed))
+    elif detail['loc'] == ('layers',) and isinstance(detail['input'], int):
+        meant = f'num_layers={detail["input"]}'
     return f'must be {allowed}, not {value}' + (f'; did you mean {meant}?' if meant else '')
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, get_args
 
 from megajax.base.errors import Problem
 from megajax.core.config.divisors import divides, multiples
-from megajax.core.config.model import Part
+from megajax.core.config.vision import Part
 
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config

@@ -8,14 +8,17 @@ the list.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Literal
 
-from megajax.core.config.model import Part
+from megajax.core.config.model import encoder_layers
 from megajax.core.config.schema import Config
+from megajax.core.config.vision import Part
 from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.parameters import declare, dim_sizes, elements, parameters
 from megajax.core.counts.relevance import level_products, network_products
 from megajax.core.counts.runs import Runs
+from megajax.core.counts.windows import keys_read, windows
 from megajax.core.parallel.layout import Layout
 
 Phase = Literal['forward', 'backward', 'recompute', 'step']
@@ -104,7 +107,7 @@ def _of_encoder(
     vision, runs = config.vision, config.train.microbatches
     if vision is None:
         return
-    blocks, images = vision.blocks, -(-rows * vision.images // layout.num_shards('I'))
+    blocks, images = encoder_layers(vision), -(-rows * vision.images // layout.num_shards('I'))
     train = config.train.model_copy(update={'seq_len': vision.read_patches})
     alike = config.model_copy(update={'model': blocks, 'vision': None, 'train': train})
     counted = _Counted(alike, {}, images, Runs.of_megatron(config).encoder)
@@ -263,8 +266,11 @@ class _Counted:
         if 'S' in self.shards:
             yield from self._attention_across(heads, counts['recompute'] // 2 * 2, flash=flash)
             return
-        for phase, count in counts.items():
-            yield self._attention(phase, heads, self.length, count, flash=flash, keys=keys)
+        for window, share in windows(model).items():
+            read = keys or keys_read(window, self.length, flash=flash)
+            for phase, count in counts.items():
+                times = count * share
+                yield self._attention(phase, heads, self.length, times, flash=flash, keys=read)
 
     def _attention_across(self, heads: int, recomputed: int, *, flash: bool) -> Iterator[Product]:
         """Yield the matmuls of attention across context shards, which saves no scores.
@@ -287,7 +293,7 @@ class _Counted:
         phase: Phase,
         heads: int,
         length: int,
-        count: int,
+        count: int | Fraction,
         *,
         flash: bool,
         keys: int | None = None,
@@ -299,7 +305,7 @@ class _Counted:
             phase=phase,
             sizes=(length, keys or length, self.config.model.head_dim),
             batch=heads,
-            times=count * self.runs,
+            times=int(count * self.runs),
             flash=flash,
         )
 

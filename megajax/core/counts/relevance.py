@@ -7,7 +7,7 @@ group.
 from collections.abc import Iterator
 
 from megajax.core.config import Config
-from megajax.core.config.model import FINEST, TEXTURE_CHANNELS
+from megajax.core.config.vision import FINEST, TEXTURE_CHANNELS
 from megajax.core.counts.vision_parameters import (
     RELEVANCE_HIDDEN,
     SCORER_FEATURES,

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from math import prod
 
 from megajax.core.config import Config
-from megajax.core.config.model import TEXTURE_CHANNELS
+from megajax.core.config.vision import TEXTURE_CHANNELS
 from megajax.core.counts.collective import (
     GATHER,
     HLO_DTYPES,

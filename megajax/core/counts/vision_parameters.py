@@ -7,7 +7,8 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-from megajax.core.config.model import TEXTURE_CHANNELS, ModelConfig, RelevanceConfig, VisionConfig
+from megajax.core.config.model import ModelConfig, encoder_layers
+from megajax.core.config.vision import TEXTURE_CHANNELS, RelevanceConfig, VisionConfig
 from megajax.core.counts import layers
 from megajax.core.counts.declaration import (
     IMAGES,
@@ -34,7 +35,7 @@ RELEVANCE_HIDDEN = 64  # hidden units of relevance's two networks other than the
 @functools.cache
 def declare_vision(vision: VisionConfig) -> Declared:
     """Declare the parameters of the vision encoder, by letters of its own dims."""
-    blocks = vision.blocks
+    blocks = encoder_layers(vision)
     # As large as their input, so that images are neither louder nor fainter than text.
     patch_std = (vision.frames * vision.num_channels * vision.patch_size**2) ** -0.5
     merger_std = vision.merged_size**-0.5
@@ -123,7 +124,7 @@ def vision_sizes(model: ModelConfig) -> Mapping[str, int]:
     vision = model.vision
     assert vision is not None
     return {
-        **base_sizes(vision.blocks),
+        **base_sizes(encoder_layers(vision)),
         'A': len(vision.deepstack),
         'E': model.hidden_size,
         'Q': vision.frames,

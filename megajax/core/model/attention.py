@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import P
 
 from megajax.core.config import ModelConfig
+from megajax.core.counts.windows import block_of_window
 from megajax.core.hardware.targets import is_nvidia
 from megajax.core.model.context import attend_across
 from megajax.core.model.dropout import dropout, fold_in
@@ -65,7 +66,7 @@ class Attention(Sublayer):
         q_RSNH, k_RSKH, v_RSKH = self._complete(q_RSKGH, k_RSKH, v_RSKH)
         if isinstance(queries, Norm) and isinstance(keys, Norm):
             q_RSNH, k_RSKH = queries(q_RSNH), keys(k_RSKH)
-        if config.position != 'learned':
+        if config.rotates:
             q_RSNH, k_RSKH = rotate(q_RSNH, k_RSKH, position_RS, config)
         return q_RSNH, k_RSKH, v_RSKH
 
@@ -127,6 +128,7 @@ def attention_core(
             key_R=key_R,
             recompute=recompute,
             exchange=exchange,
+            window=config.window,
         ), None
 
     return core
@@ -144,8 +146,12 @@ def attend(
     key_R: jax.Array | None = None,
     recompute: bool = False,
     exchange: str | None = None,
+    window: int | None = None,
 ) -> jax.Array:
-    """Attention o_RSNH with softmax in fp32, by the fastest implementation for these inputs."""
+    """Attention o_RSNH with softmax in fp32, by the fastest implementation for these inputs.
+
+    With a `window` a token attends to so many tokens, the last of which is itself.
+    """
     device = jax.typeof(q_RSNH).sharding.mesh.abstract_device
     platform = 'gpu' if is_nvidia(device) else device.platform.replace('gpu', 'another gpu')
     without_dropout = rate == 0 or key_R is None
@@ -156,8 +162,8 @@ def attend(
         assert without_dropout
         return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, 'cudnn' if flash else 'xla')
     if flash:
-        return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal)
-    core = partial(_attend_xla, layout=layout, causal=causal, rate=rate)
+        return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window)
+    core = partial(_attend_xla, layout=layout, causal=causal, rate=rate, window=window)
     attend_xla = jax.checkpoint(core, prevent_cse=False) if recompute else core
     return attend_xla(q_RSNH, k_RSKH, v_RSKH, segment_RS, key_R)
 
@@ -172,10 +178,57 @@ def _attend_xla(
     layout: Layout,
     causal: bool,
     rate: float,
+    window: int | None,
 ) -> jax.Array:
+    block = None if window is None else block_of_window(window, q_RSNH.shape[1])
+    if window is not None and block is not None and not rate:
+        return _attend_in_blocks(q_RSNH, k_RYKH, v_RYKH, segment_RS, layout, window, block)
     score_RKGSY = _scores(q_RSNH, k_RYKH, layout)
-    allowed = _allowed(q_RSNH.shape[1], segment_RS, causal=causal)
+    allowed = _allowed(q_RSNH.shape[1], segment_RS, causal=causal, window=window)
     return _weighted(score_RKGSY, v_RYKH, allowed, key_R, layout, rate)
+
+
+def _attend_in_blocks(
+    q_RSNH: jax.Array,
+    k_RYKH: jax.Array,
+    v_RYKH: jax.Array,
+    segment_RS: jax.Array | None,
+    layout: Layout,
+    window: int,
+    block: int,
+) -> jax.Array:
+    """Attention with a window: each block of queries reads its own and the previous block's keys.
+
+    The arrays of scores grow linearly with the sequence, not with its square.
+    """
+    rows, length, *_ = q_RSNH.shape
+
+    def in_blocks(x: jax.Array) -> jax.Array:
+        shape = rows * (length // block), block, *x.shape[2:]
+        return x.reshape(shape, out_sharding=jax.typeof(x).sharding.spec)
+
+    def with_earlier(x: jax.Array) -> jax.Array:
+        """Each block and the one before, which for the first one is zeros."""
+        start = ((0, 0), (block, 0), *((0, 0) for _ in x.shape[2:]))
+        earlier = jnp.pad(x[:, :-block], start)
+        return jnp.concatenate([in_blocks(earlier), in_blocks(x)], axis=1)
+
+    place = jnp.arange(length).reshape(-1, block)  # [blocks, S]
+    of_keys = jnp.concatenate([place - block, place], axis=1)  # [blocks, Y], first < 0
+    behind = place[:, :, None] - of_keys[:, None, :]
+    allowed = (behind >= 0) & (behind < window) & (of_keys[:, None, :] >= 0)
+    allowed = jnp.tile(allowed, (rows, 1, 1))
+    if segment_RS is not None:
+        same = in_blocks(segment_RS)[:, :, None] == with_earlier(segment_RS)[:, None, :]
+        allowed = jax.reshard(allowed, layout('RS-')) & same
+    o_RSNH = attend_where(
+        *(in_blocks(q_RSNH), with_earlier(k_RYKH), with_earlier(v_RYKH)),
+        jnp.expand_dims(allowed, (1, 2)),
+        None,
+        layout=layout,
+        rate=0.0,
+    )
+    return o_RSNH.reshape(q_RSNH.shape, out_sharding=layout('RSNh'))
 
 
 def attend_where(
@@ -222,7 +275,9 @@ def _weighted(
     return o_RSKGH.reshape(shape, out_sharding=layout('RSNh'))
 
 
-def _allowed(length: int, segment_RS: jax.Array | None, *, causal: bool) -> jax.Array | None:
+def _allowed(
+    length: int, segment_RS: jax.Array | None, *, causal: bool, window: int | None
+) -> jax.Array | None:
     """A mask of the keys Y that each query S attends to; broadcasts against [R, K, G, S, Y].
 
     None if every query attends to all keys.
@@ -230,7 +285,10 @@ def _allowed(length: int, segment_RS: jax.Array | None, *, causal: bool) -> jax.
     position = jnp.arange(length)
     earlier = None
     if causal:
-        earlier = jnp.expand_dims(position[:, None] >= position[None, :], (0, 1, 2))
+        earlier = position[:, None] >= position[None, :]
+        if window is not None:
+            earlier &= position[:, None] < position[None, :] + window
+        earlier = jnp.expand_dims(earlier, (0, 1, 2))
     if segment_RS is None:
         return earlier
     same = jnp.expand_dims(segment_RS[:, :, None] == segment_RS[:, None, :], (1, 2))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.core.counts.layers import SUBLAYERS
 from megajax.core.model.attention import attention_core
 from megajax.core.model.block import Block
 from megajax.core.model.computation import Computation
@@ -31,28 +32,62 @@ def run_layers(
     unroll: bool = False,
     after_groups: AfterGroups | None = None,
 ) -> Carry:
-    """Apply `layer_fn` to every layer in turn, in a loop that is compiled once.
+    """Apply `layer_fn` to every layer in turn, in a loop whose body is a period of the pattern.
 
-    Return the last carry. If `layers` contains gradient slots (`fp32_gradients.py`) or ZeRO-sharded
-    matrices (`zero_sharding.py`), `weights` are the layers' weights to compute with. `first` is the
-    index in the model of the first of `layers`. Equal groups of layers are followed by
-    `after_groups`.
+    Return the last carry. Each block has the config of its layer. Layers after the last whole
+    period are compiled on their own, after the loop. If `layers` contains gradient slots
+    (`fp32_gradients.py`) or ZeRO-sharded matrices (`zero_sharding.py`), `weights` are the layers'
+    weights to compute with. `first` is the index in the model of the first of `layers`. Equal
+    groups of layers are followed by `after_groups`.
     """
     if recompute == 'full':
         layer_fn = jax.checkpoint(layer_fn, prevent_cse=False)
 
-    def layer(x: Carry, layer: tuple[Block, Block | None, jax.Array]) -> tuple[Carry, None]:
-        return layer_fn(layer[0], layer[1], x, layer[2]), None
+    def run(x: Carry, each: Any) -> Carry:
+        return _in_periods(layer_fn, x, each, unroll=unroll)
 
     each = layers, weights, first + jnp.arange(count_layers(layers))
     if after_groups is None:
-        return lax.scan(layer, x, each, unroll=unroll)[0]
+        return run(x, each)
     after, arrays = after_groups
 
     def group(x: Carry, group: tuple[Any, Any]) -> tuple[Carry, None]:
-        return after(lax.scan(layer, x, group[0])[0], group[1]), None
+        return after(run(x, group[0]), group[1]), None
 
     return lax.scan(group, x, (_in_groups(each, count_layers(arrays)), arrays))[0]
+
+
+def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, unroll: bool) -> Carry:
+    """Apply stacked layers (blocks, weights and indices), the first of which begins a period."""
+
+    def layer(x: Carry, each: Any, place: int) -> Carry:
+        block, weights, index = each
+        of_weights = None if weights is None else at_place(weights, place)
+        return layer_fn(at_place(block, place), of_weights, x, index)
+
+    count, period = count_layers(each), len(each[0].attention.config.pattern)
+    if period == 1:
+        return lax.scan(lambda x, each: (layer(x, each, 0), None), x, each, unroll=unroll)[0]
+
+    def run(x: Carry, each: Any) -> tuple[Carry, None]:
+        for place in range(count_layers(each)):
+            x = layer(x, jax.tree.map(lambda leaf, place=place: leaf[place], each), place)
+        return x, None
+
+    periods, whole = count // period, count // period * period
+    if periods:
+        of_periods = _in_groups(jax.tree.map(lambda leaf: leaf[:whole], each), periods)
+        x, _ = lax.scan(run, x, of_periods, unroll=unroll)
+    return run(x, jax.tree.map(lambda leaf: leaf[whole:], each))[0] if whole < count else x
+
+
+def at_place(block: Block, index: int) -> Block:
+    """Return the block with the config of the layer with this index."""
+    block = jax.tree.map(lambda leaf: leaf, block)
+    for name in SUBLAYERS:
+        sublayer = getattr(block, name)
+        sublayer.config = sublayer.config.layer_config(index)
+    return block
 
 
 def count_layers(layers: Any) -> int:

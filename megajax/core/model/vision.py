@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 
 from megajax.core.config import ModelConfig, VisionConfig
+from megajax.core.config.model import encoder_layers
 from megajax.core.model.activation import activate
 from megajax.core.model.arr_coc.texture import texture
 from megajax.core.model.block import Block
@@ -31,7 +32,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, model: ModelConfig, *, key: jax.Array):
         assert model.vision is not None
-        self.config, blocks = model.vision, model.vision.blocks
+        self.config, blocks = model.vision, encoder_layers(model.vision)
         # Whether the layers are separate instructions, which XLA can overlap with collectives. A
         # loop is a single instruction.
         self.is_unrolled = False
@@ -159,7 +160,7 @@ class Merger(nnx.Module):
     def __init__(self, config: VisionConfig, parameters: Parameters, norm: str, *, key: jax.Array):
         self.unit, self.norm_dim, self.layout = config.unit, norm, parameters.layout
         up_key, down_key = jax.random.split(key)
-        self.norm = make_norm(config.blocks, parameters['norm'], f'P{norm}')
+        self.norm = make_norm(encoder_layers(config), parameters['norm'], f'P{norm}')
         self.up = Linear('IVW,Ww->IVw', parameters['up'], key=up_key)
         self.down = Linear('IVW,WE->IVE', parameters['down'], key=down_key)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.core.config import ModelConfig
-from megajax.core.config.model import VisionConfig
+from megajax.core.config.vision import VisionConfig
 from megajax.interop.huggingface.reader import Keys, Reader
 
 GELUS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megajax.core.config import Config, ConfigError, Problem
-from megajax.core.config.model import FINEST
 from megajax.core.config.overlap_rules import length_multiple
+from megajax.core.config.vision import FINEST
 from megajax.runtime.data.corpus_tokenizer import check_image_token
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.patches import PatchSize

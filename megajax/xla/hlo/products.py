@@ -17,8 +17,8 @@ class Product(NamedTuple):
     """One matmul on one device, or the matmuls of one attention kernel.
 
     `flops` counts every pair of query and key, although a causal kernel skips the half that the
-    mask hides. `dtype` is the dtype of the operands. `sizes` is (batch, m, n, k) of a matmul
-    [m, k] x [k, n]; of attention it is the shape of the first operand.
+    mask hides; with a window, `keys_in_window`. `dtype` is the dtype of the operands. `sizes` is
+    (batch, m, n, k) of a matmul [m, k] x [k, n]; of attention it is the shape of the first operand.
     """
 
     flops: int
@@ -35,6 +35,9 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
     operands = [computation.by_name[name].results[0] for name in instruction.operands]
     if 'fmha' in instruction.attributes:
         size = _score_elements(instruction) * operands[0].shape[-1]
+        if window := re.search(r'"sliding_window_length": ?"?([1-9]\d*)', instruction.attributes):
+            length = operands[0].shape[1]
+            size = size * keys_in_window(int(window[1]), length) // length
         flops = (10 if 'Backward' in instruction.attributes else 4) * size
         is_causal = bool(re.search(r'"mask_type": ?"CAUSAL"', instruction.attributes))
         dtype, sizes = operands[0]
@@ -47,6 +50,16 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
     batch = _size_along(left, _BATCH.search(instruction.attributes))
     m = prod(left.shape) // (batch * k)
     return Product(2 * result * k, left.dtype, sizes=(batch, m, result // (batch * m), k))
+
+
+def keys_in_window(window: int, length: int) -> int:
+    """Return the keys per query that a causal kernel with a sliding window is counted with.
+
+    They are twice those that a query reads on average, because half of the keys that a causal
+    kernel without a window is counted with are masked.
+    """
+    window = min(window, length)
+    return round(2 * window - window * window / length)
 
 
 def flops(program: Program, computation: Computation, instruction: Instruction) -> int:

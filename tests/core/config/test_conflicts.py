@@ -23,6 +23,7 @@ VALUES = {
     'mesh.model_rows': 'mesh.model_rows=2',
     'mesh.replicas': 'mesh.replicas=2',
     'mesh.stages': 'mesh.stages=2',
+    'model.window': 'model.window=8',
     'model.dropout': 'model.dropout=0.1',
     'model.norm_position': 'model.norm_position=both',
     'train.sample_prompts': 'train.sample_prompts=["a"]',

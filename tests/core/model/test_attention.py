@@ -57,6 +57,52 @@ def test_attend_is_dot_product_attention_and_so_are_its_gradients(kv_heads, reco
         assert relative_error(x, reference) < 1e-5
 
 
+@pytest.mark.parametrize('window', [1, 3, 4, 12, 24, 50])
+@pytest.mark.parametrize('documents', [None, [10, 8, 6]])
+def test_a_window_is_a_token_and_those_before_it_and_so_are_its_gradients(window, documents):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q_BSNH, do_BSNH = (3 * jax.random.normal(key, (2, 24, 8, 16)) for key in keys[:2])
+    k_BSKH, v_BSKH = (jax.random.normal(key, (2, 24, 4, 16)) for key in keys[2:])
+    behind = np.arange(24)[:, None] - np.arange(24)
+    mask, segment_BS = (behind >= 0) & (behind < window), None
+    if documents:
+        number = np.repeat(np.arange(3), documents)
+        mask &= number[:, None] == number
+        segment_BS = jnp.tile(number, (2, 1))
+
+    plain = functools.partial(jax.nn.dot_product_attention, mask=mask[None, None])
+    expected, expected_gradients = jax.jit(value_and_pullback(plain))(
+        q_BSNH, k_BSKH, v_BSKH, do_BSNH
+    )
+    config = make_config('gpt', 2, 2)
+    with on_mesh(config):
+        placed = [
+            jax.device_put(x, jax.P('data', None, 'model', None))
+            for x in (q_BSNH, k_BSKH, v_BSKH, do_BSNH)
+        ]
+        segment_RS = None if segment_BS is None else jax.device_put(segment_BS, jax.P('data'))
+        ours = functools.partial(
+            attend, layout=Layout.of(config), segment_RS=segment_RS, window=window
+        )
+        actual, gradients = jax.jit(value_and_pullback(ours))(*placed)
+    for x, reference in zip((actual, *gradients), (expected, *expected_gradients), strict=True):
+        assert relative_error(x, reference) < 1e-5
+
+
+def test_the_scores_of_a_window_grow_linearly_with_the_sequence() -> None:
+    def largest(length: int) -> int:
+        def window(q_BSNH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
+            return attend(q_BSNH, k_BSKH, k_BSKH, Layout.of(config), window=16)
+
+        x = jax.device_put(jnp.zeros((1, length, 2, 8)), jax.P())
+        program = jax.make_jaxpr(window)(x, x)
+        return max(out.aval.size for each in program.eqns for out in each.outvars)
+
+    config = make_config()
+    with on_mesh(config):
+        assert largest(1024) == 4 * largest(256) == 2 * 1024 * 2 * 16
+
+
 @functools.cache
 def attention(kv_heads: int, shards: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The output of an attention layer and the gradients of its parameters."""

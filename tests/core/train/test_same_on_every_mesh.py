@@ -68,12 +68,15 @@ every_mesh = pytest.mark.parametrize('place', [at(place) for place in PLACES])
 BERT_PLACES = [(2, 2, False), (2, 2, True), (1, 4, True)]
 # And of OLMo 2 its norms, with as many key/value heads as devices, and with fewer.
 OLMO2_PLACES = [(2, 2, True), (1, 4, False), (1, 8, False)]
+# And of a pattern of layers its loop over periods and the layers left over.
+WINDOW_PLACES = [(2, 2, True), (1, 8, False)]
 every_model_and_mesh = pytest.mark.parametrize(
     ('name', 'place'),
     [at(place, 'llama') for place in PLACES]
     + [at(place, 'gpt', quick=False) for place in PLACES]
     + [at(place, 'bert', quick=False) for place in BERT_PLACES]
-    + [at(place, 'olmo2', quick=False) for place in OLMO2_PLACES],
+    + [at(place, 'olmo2', quick=False) for place in OLMO2_PLACES]
+    + [at(place, 'windows') for place in WINDOW_PLACES],
 )
 
 
@@ -118,7 +121,7 @@ def train(name: str, place: tuple[int, int, bool]) -> Training:
         name, *place[:2], sequence_parallel=place[2], optim={'lr': 3e-3, 'eps': 1e-3}
     )
     batches = [make_batch(config, seed=seed) for seed in range(STEPS)]
-    if name == 'llama':
+    if name in ('llama', 'windows'):
         batches = [pack(batch, DOCUMENTS) for batch in batches]
     with on_mesh(config):
         state, step, losses = start_on_mesh(name, config), make_train_step(config), []

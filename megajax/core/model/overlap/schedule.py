@@ -30,7 +30,7 @@ from megajax.core.model.overlap.split_tokens import join_tokens, split_tokens
 from megajax.core.model.overlap.sublayer_steps import SublayerSteps, select
 from megajax.core.model.parameters import map_parameters
 from megajax.core.model.rows import Rows
-from megajax.core.model.stack import run_layers
+from megajax.core.model.stack import at_place, run_layers
 from megajax.core.model.sublayer import Sublayer
 from megajax.core.parallel.layout import Layout
 
@@ -122,7 +122,7 @@ class Schedule:
     ) -> list[list[SublayerSteps]]:
         """All layers' sublayers in order, for each part of the batch; `x_BTD` is one part's."""
         count = len(layers.attention.norm.weight[...])
-        blocks = [of_layer(layers, index) for index in range(count)]
+        blocks = [at_place(of_layer(layers, index), index) for index in range(count)]
         used = weights or layers
         stacked = [select(getattr(used, name), matrices=True) for name in SUBLAYERS]
         has_totals = holds_totals(layers, weights)
@@ -258,6 +258,7 @@ def _block(layers: Block, gradients: Sequence[Sublayer]) -> Block:
     """Return the gradients of a block from its sublayers' gradients."""
     block: Block = map_parameters(lambda *_: None, layers)
     for name, sublayer in zip(SUBLAYERS, gradients, strict=True):
+        sublayer.config = getattr(layers, name).config  # of the stack, not of the layer
         setattr(block, name, sublayer)
     require(block, (name for name, x in named(block) if has_value(x)), 'has no gradient of')
     return block

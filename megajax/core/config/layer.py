@@ -1,0 +1,65 @@
+"""The keys of a config that may differ from layer to layer (`model.layers`), and rotary scaling."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, SerializerFunctionWrapHandler, model_serializer
+
+from megajax.core.config.section import Layers, Section, Tokens
+
+
+class RopeScaling(Section):
+    """Scaling of the rotary frequencies for sequences longer than in pre-training.
+
+    `linear` divides all frequencies by `factor`, `llama3` only the low ones. With llama3,
+    wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched, wavelengths
+    below `original_max_seq_len / high_freq_factor` do not change, and in between the factor grows
+    smoothly. The defaults are Llama 3.1's.
+    """
+
+    type: Literal['linear', 'llama3']
+    """Which frequencies are scaled: all (linear), or the low ones (llama3)."""
+    factor: PositiveFloat
+    """Divisor of the scaled frequencies."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths above original_max_seq_len / low_freq_factor are stretched (llama3)."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths below original_max_seq_len / high_freq_factor are unchanged (llama3)."""
+    original_max_seq_len: Tokens = 8192
+    """Longest sequence in pre-training (llama3)."""
+
+
+class LayerConfig(Section):
+    """Consecutive layers of a pattern. A key that is left out has the model's value."""
+
+    repeat: Layers = 1
+    """Number of consecutive layers."""
+    window: Tokens | None = None
+    """The layers' model.window; null: a token attends to all earlier ones."""
+    position: Literal['rope', 'none'] = 'rope'
+    """The layers' model.position; none: no position encoding (NoPE)."""
+    rope_theta: PositiveFloat = 10000.0
+    """The layers' model.rope_theta."""
+    rope_scaling: RopeScaling | None = None
+    """The layers' model.rope_scaling."""
+
+    @property
+    def replaced(self) -> Mapping[str, Any]:
+        """The keys of the model that these layers replace, with their values."""
+        return {name: getattr(self, name) for name in self.model_fields_set - {'repeat'}}
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the keys that are given: null and left out differ."""
+        if not isinstance(other, LayerConfig):
+            return NotImplemented
+        return (self.repeat, self.replaced) == (other.repeat, other.replaced)
+
+    def __hash__(self) -> int:
+        return hash((self.repeat, frozenset(self.replaced.items())))
+
+    @model_serializer(mode='wrap')
+    def _written(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize only the keys that are given."""
+        return {
+            key: value for key, value in serialize(self).items() if key in self.model_fields_set
+        }

@@ -1,0 +1,53 @@
+"""Check the pattern of layers (`model.layers`) and sliding windows."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megajax.base.errors import Problem
+from megajax.core.config.divisors import multiples
+
+if TYPE_CHECKING:
+    from megajax.core.config.schema import Config
+
+KEY = 'model.layers'
+
+
+def of_pattern(config: 'Config') -> Iterator[Problem]:
+    """Check the length of the pattern, and that what repeats the layers repeats whole patterns."""
+    model, period = config.model, len(config.model.pattern)
+    if period > model.num_layers:
+        message = (
+            f'has {period} layers, more than model.num_layers={model.num_layers}; '
+            f'use at most {model.num_layers}'
+        )
+        yield Problem(path=KEY, message=message, others=('model.num_layers',))
+        return
+    chunks = config.mesh.stages * config.mesh.virtual_stages
+    if config.mesh.stages > 1 and model.num_layers % chunks == 0:
+        in_chunk = model.num_layers // chunks
+        if in_chunk % period:
+            message = (
+                f'has {period} layers, which do not divide the {in_chunk} layers of each pipeline '
+                f'stage (all stages run one program); use mesh.stages=1, or model.num_layers '
+                f'{multiples(model.num_layers, chunks * period)}'
+            )
+            yield Problem(path=KEY, message=message, others=('mesh.stages', 'mesh.virtual_stages'))
+    vision = config.vision
+    if vision is not None and vision.is_crossed and vision.cross_every % period:
+        message = (
+            f'has {period} layers, which do not divide vision.cross_every={vision.cross_every}; '
+            f'use vision.cross_every {multiples(vision.cross_every, period)}'
+        )
+        yield Problem(path=KEY, message=message, others=('vision.cross_every',))
+
+
+def of_positions(config: 'Config') -> Iterator[Problem]:
+    """Check that only rotary embeddings differ from layer to layer."""
+    model = config.model
+    keys = {key for layer in model.layers for key in layer.replaced}
+    if model.position not in ('rope', 'none') and keys - {'window'}:
+        message = (
+            f'sets {", ".join(sorted(keys - {"window"}))}, which needs model.position=rope, '
+            f'not {model.position}; set it, or remove the key'
+        )
+        yield Problem(path=KEY, message=message, others=('model.position',))

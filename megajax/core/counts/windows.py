@@ -1,0 +1,41 @@
+"""The keys that attention reads in layers with sliding windows. Imports no jax."""
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from fractions import Fraction
+
+from megajax.core.config.divisors import divisors
+from megajax.core.config.model import ModelConfig
+from megajax.xla.hlo.products import keys_in_window
+
+
+@functools.cache
+def windows(model: ModelConfig) -> Mapping[int | None, Fraction]:
+    """Return the share of the layers that have each window; None is a layer without one."""
+    pattern = model.pattern
+    layers = Counter(pattern[i % len(pattern)].window for i in range(model.num_layers))
+    return {window: Fraction(count, model.num_layers) for window, count in layers.items()}
+
+
+def keys_read(window: int | None, length: int, *, flash: bool) -> int:
+    """Return the number of keys per query that the matmuls of attention are counted with.
+
+    Without a window these are all keys, of which a causal kernel masks half. XLA's attention with a
+    window reads two blocks of keys.
+    """
+    if window is None or window >= length:
+        return length
+    if flash:
+        return keys_in_window(window, length)
+    block = block_of_window(window, length)
+    return 2 * block if block else length
+
+
+def block_of_window(window: int, length: int) -> int | None:
+    """Return the length of the blocks in which XLA computes attention with a window.
+
+    A block of queries reads the keys of its own block and of the previous one. None if the sequence
+    has only two blocks, or its length has no such divisor.
+    """
+    return next((n for n in divisors(length) if n >= window and 2 * n < length), None)
