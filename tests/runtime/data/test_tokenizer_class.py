@@ -27,6 +27,7 @@ KEYS: dict[str, list[dict[str, Any]]] = {
     'GPT2Tokenizer': [{}, {'add_prefix_space': True}],
     'Qwen2Tokenizer': [{}],
     'LlamaTokenizer': [{}, {'legacy': True}, {'add_prefix_space': False}],
+    'GemmaTokenizer': [{}],
     'BertTokenizer': [{}, {'do_lower_case': False, 'strip_accents': True}],
     'PreTrainedTokenizerFast': [{'add_prefix_space': True, 'legacy': True}],
 }

@@ -21,11 +21,15 @@ MODEL, GENERATION = 'config.json', 'generation_config.json'
 END = 'end_of_document'  # megajax's own key in the tokenizer_config.json of a run
 STANDARD = tuple(f'{x}_token' for x in ('bos', 'eos', 'unk', 'sep', 'pad', 'cls', 'mask'))
 # The tokenizer class that transformers 5 makes for a family, whatever the files say ...
-OF_FAMILY = {'qwen2': 'Qwen2Tokenizer', **dict.fromkeys(('mistral', 'olmo2', 'phi3'), '')}
+OF_FAMILY = {
+    'qwen2': 'Qwen2Tokenizer',
+    **dict.fromkeys(('glm', 'glm4', 'ministral', 'mistral', 'olmo2', 'olmo3', 'phi3'), ''),
+}
 # ... or if they name none, ...
 BY_DEFAULT = {
     'gpt2': 'GPT2Tokenizer',
     'megatron-bert': 'BertTokenizer',
+    'gemma3_text': 'GemmaTokenizer',
     **dict.fromkeys(('qwen3', 'qwen3_vl'), 'Qwen2Tokenizer'),
 }
 # ... and the tokens of a class that the files need not name.
@@ -33,6 +37,7 @@ DEFAULTS = {
     'GPT2Tokenizer': dict.fromkeys(('unk_token', 'bos_token', 'eos_token'), '<|endoftext|>'),
     'Qwen2Tokenizer': dict.fromkeys(('unk_token', 'eos_token', 'pad_token'), '<|endoftext|>'),
     'LlamaTokenizer': {'unk_token': '<unk>', 'bos_token': '<s>', 'eos_token': '</s>'},
+    'GemmaTokenizer': {f'{x}_token': f'<{x}>' for x in ('unk', 'bos', 'eos', 'pad', 'mask')},
     'BertTokenizer': {f'{x}_token': f'[{x.upper()}]' for x in ('unk', 'sep', 'pad', 'cls', 'mask')},
 }
 

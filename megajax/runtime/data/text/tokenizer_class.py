@@ -39,7 +39,7 @@ OTHERS = re.compile(
     r'BioGpt|Blenderbot|BlenderbotSmall|ByT5|Camembert|Canine|CLIP|Clvp|CodeGen|'
     r'CodeLlama|Cohere|Cpm|CpmAnt|CTRL|Deberta|DebertaV2|Dia|DistilBert|'
     r'DPRContextEncoder|DPRQuestionEncoder|DPRReader|Esm|Esmc|FastSpeech2Conformer|'
-    r'Flaubert|FSMT|Funnel|Gemma|GPTNeoX|GPTNeoXJapanese|GPTSw3|Herbert|Lasr|'
+    r'Flaubert|FSMT|Funnel|GPTNeoX|GPTNeoXJapanese|GPTSw3|Herbert|Lasr|'
     r'LayoutLMv2|LayoutLMv3|LayoutXLM|LED|Luke|Lxmert|M2M100|Marian|MarkupLM|'
     r'MBart|MBart50|Mgpstr|MLuke|MobileBert|MPNet|Mvp|MyT5|Nllb|Nougat|'
     r'OpenAIGPT|Pegasus|Perceiver|Phobert|PLBart|Pop2Piano|ProphetNet|Qwen3_5|'
@@ -186,6 +186,17 @@ def _llama(keys: Keys) -> Parts:
     }
 
 
+def _gemma(keys: Keys) -> Parts:
+    from tokenizers import decoders, normalizers, pre_tokenizers
+
+    decoder = [decoders.Replace(SPACE, ' '), decoders.ByteFallback(), decoders.Fuse()]
+    return {
+        'normalizer': normalizers.Replace(' ', SPACE),
+        'pre_tokenizer': pre_tokenizers.Split(' ', 'merged_with_previous'),
+        'decoder': decoders.Sequence(decoder),
+    }
+
+
 def _bert(keys: Keys) -> Parts:
     from tokenizers import decoders, normalizers, pre_tokenizers
 
@@ -205,6 +216,7 @@ CLASSES: Mapping[str, tuple[str, Callable[[Keys], Parts]]] = {
     'GPT2Tokenizer': (BYTES, _gpt2),
     'Qwen2Tokenizer': (BYTES, _qwen2),
     'LlamaTokenizer': (PIECES, _llama),
+    'GemmaTokenizer': (PIECES, _gemma),
     'BertTokenizer': ('WordPiece', _bert),
 }
 PROPERTIES: Mapping[str, Keys] = {
