@@ -24,6 +24,7 @@ from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_for
 from megajax.core.config import Config
 from megajax.core.counts import products as counts
+from megajax.core.counts.flash import uses_flash
 from megajax.core.hardware.targets import num_hosts
 from megajax.xla.hlo.products import products
 from megajax.xla.hlo.program import Program
@@ -107,7 +108,7 @@ def share_of_encoder(config: Config, program: Program) -> float:
     """The encoder's FLOPs on a device, over those of one device divided by `mesh.model`."""
     alone = config.mesh.model_copy(update={'model': 1, 'sequence_parallel': False})
     on_its_own = config.model_copy(update={'mesh': alone})
-    required = counts.products(on_its_own, flash=counts.uses_flash(config))
+    required = counts.products(on_its_own, flash=uses_flash(config))
     on_one = sum(x.times * x.flops for x in required if x.name.startswith('vision '))
     compiled = sum(
         times * product.flops

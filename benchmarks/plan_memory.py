@@ -24,7 +24,8 @@ from megajax.analysis.plan.communication import wire_bytes
 from megajax.analysis.plan.launches import num_launches
 from megajax.analysis.plan.memory import memory
 from megajax.core.config.overlap_rules import resolved
-from megajax.core.counts.products import products, uses_flash
+from megajax.core.counts.flash import uses_flash
+from megajax.core.counts.products import products
 from megajax.core.hardware.records import hardware
 from megajax.core.hardware.targets import num_hosts
 

@@ -21,7 +21,7 @@ def ask_jax() -> dict[str, Any]:
     lines = [f'{kinds.count(kind)} x {kind[1]} ({kind[0]}{kind[2]})' for kind in sorted({*kinds})]
     kind = devices[0].platform
     flash = {
-        dtype: all(can_flash(kind, dtype, head_dim) for head_dim in HEAD_DIMS)
+        dtype: all(can_flash(devices[0], dtype, head_dim) for head_dim in HEAD_DIMS)
         for dtype in ('bfloat16', 'float32')
     }
     attention = ', '.join(

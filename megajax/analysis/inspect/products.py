@@ -8,6 +8,8 @@ from typing import Any
 from megajax.analysis.inspect.result import Finding, Products
 from megajax.core.config import Config
 from megajax.core.counts import products as counts
+from megajax.core.counts.flash import uses_flash
+from megajax.core.hardware.records import hardware
 from megajax.xla.hlo.products import is_rematerialized, products
 from megajax.xla.hlo.program import Program
 
@@ -23,7 +25,7 @@ def count_products(config: Config, program: Program, target: str) -> Products:
     XLA computes exactly the matmuls that `core/counts/products.py` lists, for every family, layout
     and kind of recomputation. A CPU has no flash attention.
     """
-    flash = counts.uses_flash(config) and target != 'cpu'
+    flash = target != 'cpu' and uses_flash(config, hardware(target).compute_capability)
     required = counts.products(config, flash=flash)
     expected = sum(product.times * product.flops for product in required)
     compiled = rematerialized = 0
@@ -45,7 +47,7 @@ def padding(config: Config) -> int:
         return 0
     return sum(
         product.times * 2 * product.batch * (_padded(product.sizes) - prod(product.sizes))
-        for product in counts.products(config, flash=counts.uses_flash(config))
+        for product in counts.products(config, flash=uses_flash(config))
         if product.where != 'attention'
     )
 

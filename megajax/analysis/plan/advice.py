@@ -5,9 +5,8 @@ from typing import Any
 
 from megajax.analysis.plan.describe import needs
 from megajax.analysis.plan.layouts import changed
-from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.search import Choice, search, usable_memory
+from megajax.analysis.plan.search import Choice, memory_on, search, usable_memory
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.overlap_rules import resolved
@@ -42,7 +41,7 @@ def advice(config: Config, gpu: Hardware, gpus_per_host: int | None = None) -> I
     """
     cluster = Cluster.of(gpu, config.mesh.num_devices, gpus_per_host)
     own, available = resolved(config, on_gpu=True), usable_memory(cluster)
-    needed, seconds = memory(own, capacity_bytes=available).total, step_time(own, cluster).total
+    needed, seconds = memory_on(own, cluster).total, step_time(own, cluster).total
     size, expected = needs(needed, available), f'{_seconds(seconds)} per step expected'
     fits = needed <= available
     yield f'{size}; {expected}' if fits else f'does not fit: {size}'

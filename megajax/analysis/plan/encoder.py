@@ -36,7 +36,7 @@ def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict
     DeepStack's inputs to layers are saved for recomputation. From the backward pass on, their
     gradient is there too, and in the backward pass of a layer a second one to add to it.
     """
-    encoder, cross, vision = encoder_bytes(sizes.config), cross_bytes(sizes), sizes.config.vision
+    encoder, cross, vision = encoder_bytes(sizes), cross_bytes(sizes), sizes.config.vision
     assert vision is not None
     # Gathered once per step with any ZeRO stage; ZeRO's own gathers already include them.
     weights = encoder.weights if sizes.config.optim.shard == 'none' else 0
@@ -68,14 +68,15 @@ def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict
     return found
 
 
-def encoder_bytes(config: Config) -> EncoderBytes:
-    """Return the bytes of the encoder of a config; zeros without one."""
+def encoder_bytes(of_model: Sizes) -> EncoderBytes:
+    """Return the bytes of the encoder of a model; zeros without one."""
+    config = of_model.config
     if config.vision is None:
         return EncoderBytes()
     sizes = dim_sizes(config.model)
     own = [x for _, x in parameters(config.model) if x.owner == 'encoder']
     learned = [x for x in own if not x.is_frozen]
-    alone = Sizes(as_model(config))
+    alone = Sizes(as_model(config), of_model.capability)
     again = alone.kept_by_layer if config.train.recompute == 'full' else 0
     return EncoderBytes(
         weights=BYTES[config.train.dtype]

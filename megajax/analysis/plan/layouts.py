@@ -8,8 +8,9 @@ from megajax.core.config import Config
 from megajax.core.config.divisors import divisors
 from megajax.core.config.mesh_rules import replicas_within_hosts
 from megajax.core.config.overlap_rules import resolved
-from megajax.core.counts.products import uses_flash
+from megajax.core.counts.flash import HOPPER, uses_flash
 from megajax.core.counts.runs import layers_of_chunk
+from megajax.core.hardware.records import Capability
 
 SHORTEST = 4096  # tokens of a sequence on a context shard, at least
 # In a microbatch on stages; more lengthen the bubble without speeding up matmuls.
@@ -88,7 +89,7 @@ def deep_meshes(config: Config, num_devices: int, per_host: int) -> Iterator[Mes
                     yield Mesh(data, 1, group, stages, context)
 
 
-def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
+def deep_layouts(config: Config, mesh: Mesh, capability: Capability | None) -> Iterator[Config]:
     """Yield the layouts of a mesh with pipeline or context parallelism.
 
     They use sequence parallelism with tensor parallelism, and the ZeRO stages that pipelines
@@ -114,7 +115,8 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
     counts = [n for n in divisors(rows) if mesh.stages == 1 or rows // n <= most]
     chunks = divisors(layers_of_chunk(on_mesh)) if mesh.stages > 1 else (1,)
     exchanges = ('gather', 'ring') if mesh.context > 1 and mesh.stages == 1 else ('gather',)
-    recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
+    flash = uses_flash(config, capability)
+    recomputes = ('none', 'full') if flash else ('none', 'selective', 'full')
     shards: tuple[str, ...] = ('none',)
     if mesh.data * mesh.context > 1:
         zero = ('optimizer',) if mesh.stages > 1 else ('optimizer', 'gradients', 'weights')
@@ -132,12 +134,14 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
             )
 
 
-def layouts(config: Config, mesh: Mesh, per_host: int) -> Iterator[Config]:
+def layouts(
+    config: Config, mesh: Mesh, per_host: int, capability: Capability | None = HOPPER
+) -> Iterator[Config]:
     """Yield the layouts of one mesh; if the first is not possible, none is."""
     if config.train.batch_size % mesh.data:
         return
     if not mesh.is_flat:
-        yield from deep_layouts(config, mesh)
+        yield from deep_layouts(config, mesh, capability)
         return
     group = mesh.rows * mesh.model
     on_mesh = changed(
@@ -153,7 +157,8 @@ def layouts(config: Config, mesh: Mesh, per_host: int) -> Iterator[Config]:
     )
     sequence_parallel = (True,) if mesh.rows > 1 else (False, True) if group > 1 else (False,)
     # With flash attention, selective recomputation has no effect.
-    recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
+    flash = uses_flash(config, capability)
+    recomputes = ('none', 'full') if flash else ('none', 'selective', 'full')
     counts = divisors(config.train.batch_size // mesh.data)
     for microbatches, sp, recompute in product(counts, sequence_parallel, recomputes):
         trained = changed(

@@ -7,7 +7,6 @@ the distributed optimizer shards over `data`.
 
 from megajax.core.config import Config
 from megajax.core.counts.parameters import megatron_counts
-from megajax.core.counts.products import uses_flash
 from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.counts.stages import FIRST
 
@@ -30,12 +29,11 @@ def in_flight(config: Config) -> int:
     return min((chunks + 1) * stages - 1, chunks * count)
 
 
-def megatron_memory(config: Config, *, flash: bool | None = None) -> int:
+def megatron_memory(config: Config, *, flash: bool) -> int:
     """Return the bytes of the first rank, which needs the most."""
     mesh, model = config.mesh, config.model
     count = megatron_counts(model, mesh.model, mesh.stages, ('layers', *FIRST)).all
     sharded = mesh.data_shards if config.optim.shard != 'none' else 1
-    flash = uses_flash(config, with_dropout=True) if flash is None else flash
     of_chunk = layers_of_chunk(config) * kept_by_layer(config, flash=flash)
     return int(
         count * (OF_WEIGHTS_AND_GRADIENTS + OF_OPTIMIZER / sharded) + in_flight(config) * of_chunk

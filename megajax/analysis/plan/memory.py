@@ -18,6 +18,8 @@ from megajax.analysis.plan.live_memory import Held
 from megajax.analysis.plan.sizes import FLOAT32, Sizes
 from megajax.analysis.plan.stage_memory import moments_of_stage
 from megajax.core.config import Config
+from megajax.core.counts.flash import HOPPER
+from megajax.core.hardware.records import Capability
 
 # The share of the temporary bytes lost between the arrays of XLA's heap: 0 to 4% in programs for
 # H100s.
@@ -55,12 +57,17 @@ class StepMemory:
         return sum(sizes)
 
 
-def memory(config: Config, *, capacity_bytes: int | None = None) -> StepMemory:
-    """Return the bytes that a step of `config` needs on each of its GPUs.
+def memory(
+    config: Config,
+    *,
+    capacity_bytes: int | None = None,
+    capability: Capability | None = HOPPER,
+) -> StepMemory:
+    """Return the bytes that a step of `config` needs on each of its GPUs of this capability.
 
     XLA allocates all gradient buffers up front if they fit in `capacity_bytes`, otherwise late.
     """
-    sizes = Sizes(config)
+    sizes = Sizes(config, capability)
     early = _memory(sizes, early=True)
     return (
         early
@@ -69,7 +76,9 @@ def memory(config: Config, *, capacity_bytes: int | None = None) -> StepMemory:
     )
 
 
-def largest_microbatch(config: Config, capacity_bytes: int) -> int:
+def largest_microbatch(
+    config: Config, capacity_bytes: int, capability: Capability | None = HOPPER
+) -> int:
     """Return the most sequences per data shard that fit in a microbatch; 0 if none does."""
     # Overlap splits the sequences in halves, and 2-D tensor parallelism shards them.
     halves = config.overlap.num_parts if config.train.overlap == 'batch_split' else 1
@@ -78,10 +87,9 @@ def largest_microbatch(config: Config, capacity_bytes: int) -> int:
     def fits(rows: int) -> bool:
         batch_size = rows * step * config.mesh.data * config.train.microbatches
         train = config.train.model_copy(update={'batch_size': batch_size})
-        return (
-            memory(config.model_copy(update={'train': train}), capacity_bytes=capacity_bytes).total
-            <= capacity_bytes
-        )
+        larger = config.model_copy(update={'train': train})
+        needed = memory(larger, capacity_bytes=capacity_bytes, capability=capability)
+        return needed.total <= capacity_bytes
 
     too_many = 1
     while fits(too_many):

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from megajax.analysis.plan.describe import ZERO_STAGES, needs
 from megajax.analysis.plan.layouts import changed
-from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.search import usable_memory
+from megajax.analysis.plan.search import memory_on, usable_memory
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import Config
 from megajax.core.config.divisors import divisors
@@ -53,13 +52,12 @@ def one_key(config: Config, cluster: Cluster, *, excess: int = 0) -> OneKey | No
     """
     available, before = usable_memory(cluster), resolved(config, on_gpu=True)
     seconds = step_time(before, cluster).total
-    most = memory(before, capacity_bytes=available).total - excess
+    most = memory_on(before, cluster).total - excess
     for keys in (_exact(config), _rounding(config)):
         fitting = [
             OneKey(text, needed, step_time(candidate, cluster).total / seconds - 1)
             for text, candidate in _candidates(config, keys)
-            if (needed := memory(candidate, capacity_bytes=available).total) <= available
-            and needed <= most
+            if (needed := memory_on(candidate, cluster).total) <= available and needed <= most
         ]
         if fitting:
             return min(fitting, key=lambda key: key.slower)

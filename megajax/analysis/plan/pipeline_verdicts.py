@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from megajax.analysis.plan.describe import describe, judged, needs
 from megajax.analysis.plan.layouts import changed
-from megajax.analysis.plan.memory import memory
-from megajax.analysis.plan.search import Choice, Ranking
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.search import Choice, Ranking, memory_on, usable_memory
 from megajax.base.render.units import si
 from megajax.core.config import Config
 
@@ -16,8 +16,9 @@ def bubble(config: Config) -> float:
     return (mesh.stages - 1) / (mesh.virtual_stages * config.train.microbatches)
 
 
-def on_pipelines(ranking: Ranking, available: int) -> str | None:
+def on_pipelines(ranking: Ranking, cluster: Cluster) -> str | None:
     """Say whether pipeline parallelism is worth it, and why not; None if it is not possible."""
+    available = usable_memory(cluster)
     piped, flat = _split(ranking, lambda choice: choice.mesh.stages > 1)
     if piped is None:
         return _too_large(_smallest(ranking, lambda choice: choice.mesh.stages > 1), available)
@@ -28,7 +29,7 @@ def on_pipelines(ranking: Ranking, available: int) -> str | None:
     else:
         name = f'stages={piped.mesh.stages}'
         verdict = judged(name, piped.timed, flat.timed, what='pipeline', than=describe(flat.config))
-    return '; '.join([verdict, _bubbles(piped), _crossing(piped), _memory(piped, available)])
+    return '; '.join([verdict, _bubbles(piped), _crossing(piped), _memory(piped, cluster)])
 
 
 def on_contexts(ranking: Ranking, available: int) -> str | None:
@@ -93,9 +94,9 @@ def _crossing(choice: Choice) -> str:
     return f'each GPU sends {si(size)} to its neighbors ({link}), {waits:.1%} of the step exposed'
 
 
-def _memory(piped: Choice, available: int) -> str:
+def _memory(piped: Choice, cluster: Cluster) -> str:
     """Return the memory of a pipeline, and what it would be with the GPipe schedule."""
     by_gpipe = changed(piped.config, train__schedule='gpipe')
-    needed = memory(by_gpipe, capacity_bytes=available).total
-    fits = ' (does not fit)' if needed > available else ''
+    needed = memory_on(by_gpipe, cluster).total
+    fits = ' (does not fit)' if needed > usable_memory(cluster) else ''
     return f'memory {piped.bytes / 1e9:.1f} GB with 1f1b, {needed / 1e9:.1f} GB with gpipe{fits}'

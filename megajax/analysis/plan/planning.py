@@ -7,7 +7,7 @@ from typing import Any
 from megajax.analysis.plan.describe import describe, mesh_name, needs, why_slower
 from megajax.analysis.plan.goodput import GPU_HOURS_TO_FAILURE, Faults, faults
 from megajax.analysis.plan.layouts import changed
-from megajax.analysis.plan.memory import largest_microbatch, memory
+from megajax.analysis.plan.memory import largest_microbatch
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.pipeline_verdicts import bubble, on_contexts, on_pipelines
 from megajax.analysis.plan.programs import BY_NAME, ProgramName
@@ -19,7 +19,7 @@ from megajax.analysis.plan.result import (
     Plan,
     TransferLine,
 )
-from megajax.analysis.plan.search import Choice, Ranking, search, usable_memory
+from megajax.analysis.plan.search import Choice, Ranking, memory_on, search, usable_memory
 from megajax.analysis.plan.time import StepTime, step_time
 from megajax.analysis.plan.transfers import PlannedTransfer
 from megajax.analysis.plan.verdicts import on_grids, on_sharding, on_tensor_parallelism
@@ -88,7 +88,7 @@ def _report(
     config: Config, cluster: Cluster, ranking: Ranking, time: StepTime, **known: Any
 ) -> Plan:
     available = usable_memory(cluster)
-    needed = memory(config, capacity_bytes=available)
+    needed = memory_on(config, cluster)
     chosen = Choice(config=config, bytes=needed.total, time=time)
     fits = needed.total <= available
     return Plan(
@@ -99,7 +99,7 @@ def _report(
         gpus=cluster.num_devices,
         gpus_per_host=cluster.devices_per_host,
         layout=_layout(chosen, ranking, available).model_copy(
-            update={} if fits else {'reason': _too_large(config, needed.total, available)}
+            update={} if fits else {'reason': _too_large(config, needed.total, cluster)}
         ),
         memory=[
             MemoryLine(name=name, bytes=size)
@@ -108,7 +108,9 @@ def _report(
         ],
         memory_moment=needed.moment,
         memory_available=available,
-        largest_microbatch=largest_microbatch(config, available),
+        largest_microbatch=largest_microbatch(
+            config, available, cluster.hardware.compute_capability
+        ),
         matmul=time.products,
         idle=time.idle,
         memory_bound=time.memory_bound,
@@ -124,7 +126,7 @@ def _report(
         verdict=on_tensor_parallelism(ranking, available),
         sharding=on_sharding(ranking),
         grids=on_grids(ranking),
-        pipelines=on_pipelines(ranking, available),
+        pipelines=on_pipelines(ranking, cluster),
         contexts=on_contexts(ranking, available),
         layouts=[_layout(choice, ranking, available) for choice in ranking.all],
         best_config=dump(ranking.best.config),
@@ -133,13 +135,13 @@ def _report(
     )
 
 
-def _too_large(config: Config, needed: int, available: int) -> str:
+def _too_large(config: Config, needed: int, cluster: Cluster) -> str:
     """Say how much memory a config needs, and how much without attention dropout if it has any."""
-    reason = needs(needed, available)
+    reason = needs(needed, usable_memory(cluster))
     if not config.model.attention_dropout:
         return reason
     without = changed(config, model__attention_dropout=0.0)
-    least = memory(without, capacity_bytes=available).total
+    least = memory_on(without, cluster).total
     return f'{reason}; {least / 1e9:.1f} GB with model.attention_dropout=0'
 
 

@@ -20,11 +20,13 @@ from megajax.core.config.overlap_rules import without_order
 from megajax.core.counts.collective import GATHER, HLO_DTYPES, REDUCE, SCATTER, Expected, Site
 from megajax.core.counts.context import over_context
 from megajax.core.counts.data_parallel import over_data
+from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.megatron import expected, over_model
 from megajax.core.counts.parameters import num_parameters
-from megajax.core.counts.products import Phase, uses_flash
+from megajax.core.counts.products import Phase
 from megajax.core.counts.runs import Runs, ticks
 from megajax.core.counts.stages import between_stages, gradients_of_stages
+from megajax.core.hardware.records import Capability
 from megajax.xla.hlo.program import Array
 
 ProgramName = Literal['megajax', 'megatron']
@@ -40,7 +42,7 @@ class Software:
     in_passes: Callable[[Config], list[Expected]]
     over_data: Callable[[Config], list[Expected]]
     hidden_by: Callable[[Expected, Config], HiddenBy]
-    uses_flash: Callable[[Config], bool]
+    uses_flash: Callable[[Config, Capability | None], bool]
     attention: Attention = 'flash'  # its flash attention, if it uses any
     gradient_bytes: int = 4  # bytes of each gradient element that is reduced over `data`
     accumulated_bytes: int = 12  # bytes moved per accumulated gradient element
@@ -191,7 +193,7 @@ MEGATRON_2021 = Software(
     in_passes=_megatron_in_passes,
     over_data=_megatron_over_data,
     hidden_by=lambda *_: NOTHING,
-    uses_flash=lambda _: False,
+    uses_flash=lambda *_: False,
     gradient_bytes=2,
     recomputes_last=True,
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from megajax.analysis.plan.describe import ZERO_STAGES, describe, needs, no_layout
 from megajax.analysis.plan.layouts import Mesh, changed, deep_meshes, is_frugal, layouts, meshes
-from megajax.analysis.plan.memory import UNDERCOUNT, memory
+from megajax.analysis.plan.memory import UNDERCOUNT, StepMemory, memory
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, Software
 from megajax.analysis.plan.time import StepTime, Timer, peak_flops
@@ -110,13 +110,14 @@ def _meshes(config: Config, cluster: Cluster, program: Software) -> Iterator[Mes
 def _possible(config: Config, mesh: Mesh, cluster: Cluster) -> tuple[list[Choice], str]:
     """Return the possible layouts of a mesh, untimed; if there are none, the reason."""
     choices, reason = list[Choice](), ''
-    for candidate in layouts(config, mesh, cluster.devices_per_host):
+    capability = cluster.hardware.compute_capability
+    for candidate in layouts(config, mesh, cluster.devices_per_host, capability):
         if problems := incompatibilities(candidate):
             reason = reason or str(problems[0])
             if not choices:  # the first layout has the fewest requirements
                 break
             continue
-        needed = memory(candidate, capacity_bytes=usable_memory(cluster)).total
+        needed = memory_on(candidate, cluster).total
         choices.append(Choice(config=candidate, bytes=needed))
     return choices, reason or _indivisible(config, mesh.data)
 
@@ -145,6 +146,12 @@ def _timed(choices: Iterable[Choice], timer: Timer, *, prune: bool) -> Iterator[
 def usable_memory(cluster: Cluster) -> int:
     """Return the usable bytes per GPU, minus a margin for UNDERCOUNT."""
     return int(USABLE * cluster.hardware.memory / (1 + UNDERCOUNT))
+
+
+def memory_on(config: Config, cluster: Cluster) -> StepMemory:
+    """Return the bytes that a step of `config` needs on each GPU of the cluster."""
+    capability = cluster.hardware.compute_capability
+    return memory(config, capacity_bytes=usable_memory(cluster), capability=capability)
 
 
 def _order(choice: Choice) -> tuple[float | int, ...]:
@@ -208,13 +215,11 @@ def _that_fits(
     config: Config, num_devices: int, cluster: Cluster, program: Software
 ) -> Config | None:
     """Return a layout with the same batch that fits on a number of GPUs; None if none does."""
-    have = usable_memory(cluster)
+    have, capability = usable_memory(cluster), cluster.hardware.compute_capability
     larger = dataclasses.replace(cluster, num_devices=num_devices)
     for mesh in _meshes(config, larger, program):
-        for candidate in filter(is_frugal, layouts(config, mesh, cluster.devices_per_host)):
-            if (
-                not incompatibilities(candidate)
-                and memory(candidate, capacity_bytes=have).total <= have
-            ):
+        candidates = layouts(config, mesh, cluster.devices_per_host, capability)
+        for candidate in filter(is_frugal, candidates):
+            if not incompatibilities(candidate) and memory_on(candidate, cluster).total <= have:
                 return candidate
     return None

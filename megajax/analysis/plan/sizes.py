@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megajax.core.config import Config, ModelConfig
 from megajax.core.counts.chunks import chunk_sizes
+from megajax.core.counts.flash import HOPPER, uses_flash
 from megajax.core.counts.layers import layer
 from megajax.core.counts.parameters import (
     dim_sizes,
@@ -18,8 +19,8 @@ from megajax.core.counts.parameters import (
     own_counts,
     parameters,
 )
-from megajax.core.counts.products import uses_flash
 from megajax.core.counts.runs import layers_of_chunk
+from megajax.core.hardware.records import Capability
 from megajax.core.parallel.layout import Layout
 
 FLOAT32, MASK = 4, 1  # bytes of a number in fp32, and of an element of a dropout mask
@@ -34,11 +35,11 @@ BYTES = {
 class Sizes:
     """The bytes of a step's arrays and its numbers of parameters, on each GPU."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, capability: Capability | None = HOPPER):
         model, train, layout = config.model, config.train, Layout.of(config)
         shards = layout.num_shards
         self.config, self.model, self.layout = config, model, layout
-        self.flash = uses_flash(config)
+        self.capability, self.flash = capability, uses_flash(config, capability)
         self.is_masked = model.is_bert or config.data.document_mask
         self.itemsize = BYTES[train.dtype]
         self.chunk_layers = layers_of_chunk(config)

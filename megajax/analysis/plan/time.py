@@ -24,8 +24,9 @@ from megajax.analysis.plan.programs import MEGAJAX, Attention, Software
 from megajax.analysis.plan.sizes import BYTES
 from megajax.analysis.plan.transfers import PlannedTransfer, Waiting, transfers
 from megajax.core.config import Config
+from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.flops import Flops, step_flops
-from megajax.core.counts.products import Phase, Product, products, uses_flash
+from megajax.core.counts.products import Phase, Product, products
 from megajax.core.counts.runs import ticks
 from megajax.core.hardware.records import FP8_SHARE, check_dtype
 
@@ -191,7 +192,8 @@ class Timer:
     def _time_group(self, config: Config) -> _InGroup:
         cluster, program = self.cluster, self.program
         peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
-        attention = program.attention if program.uses_flash(config) else None
+        capability = cluster.hardware.compute_capability
+        attention = program.attention if program.uses_flash(config, capability) else None
         efficiency, length = cluster.hardware.efficiency, config.train.seq_len
         flash = attention is not None and efficiency.of_attention(attention, length) is not None
         work = products(config, flash=flash, recomputes_last=program.recomputes_last)
@@ -208,7 +210,7 @@ class Timer:
         moved = [*traffic_of_layers(config, flash=flash), *traffic_of_loss(at_head)]
         if config.vision is not None:
             encoder = as_model(config)
-            moved += traffic_of_layers(encoder, flash=flash and uses_flash(encoder))
+            moved += traffic_of_layers(encoder, flash=flash and uses_flash(encoder, capability))
         of_traffic = [traffic_seconds(operation, cluster) for operation in moved]
         times = [product.times for product in work] + [operation.times for operation in moved]
         seconds = defaultdict[tuple[str, Phase], float](float)

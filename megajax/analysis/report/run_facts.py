@@ -6,9 +6,8 @@ from functools import cached_property
 
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.result import Inspection
-from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.search import usable_memory
+from megajax.analysis.plan.search import memory_on, usable_memory
 from megajax.analysis.plan.time import StepTime, step_time
 from megajax.analysis.report.chart import Line
 from megajax.analysis.report.downsample import thin
@@ -83,12 +82,11 @@ class Facts:
 def _predict(config: Config, gpu: Hardware, devices_per_host: int) -> Prediction:
     cluster = Cluster.of(gpu, config.mesh.num_devices, devices_per_host)
     config = resolved(config, on_gpu=True)
-    available = usable_memory(cluster)
     return Prediction(
         hardware=gpu,
         time=step_time(config, cluster),
-        bytes=memory(config, capacity_bytes=available).total,
-        available=available,
+        bytes=memory_on(config, cluster).total,
+        available=usable_memory(cluster),
     )
 
 

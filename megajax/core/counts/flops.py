@@ -9,8 +9,9 @@ import dataclasses
 
 from megajax.core.config.model import ModelConfig
 from megajax.core.config.schema import Config
+from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.parameters import dim_sizes, elements, shape_of
-from megajax.core.counts.products import products, uses_flash
+from megajax.core.counts.products import products
 from megajax.core.parallel.layout import CONTEXT, STAGE, Layout
 
 

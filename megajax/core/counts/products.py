@@ -15,6 +15,7 @@ from megajax.core.config.model import encoder_layers
 from megajax.core.config.schema import Config
 from megajax.core.config.vision import Part
 from megajax.core.counts.declaration import Parameter
+from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.parameters import declare, dim_sizes, elements, parameters
 from megajax.core.counts.relevance import level_products, network_products
 from megajax.core.counts.runs import Runs
@@ -196,25 +197,6 @@ def _product_name(parameter: str) -> str:
     """
     *_, module, kind = parameter.split('.')
     return module if kind == 'weight' else f'{parameter.split(".")[-3]} {kind}'
-
-
-def fits_flash(dtype: str, head_dim: int) -> bool:
-    """Whether cuDNN's flash attention supports this config.
-
-    It needs a 16-bit dtype and a head dim that is a multiple of 8, at most 128.
-    """
-    return dtype in ('bfloat16', 'float16', 'fp8') and head_dim % 8 == 0 and head_dim <= 128
-
-
-def uses_flash(config: Config, *, with_dropout: bool = False) -> bool:
-    """Whether training on a GPU runs cuDNN's flash attention.
-
-    With attention dropout, only if `with_dropout` is true.
-    """
-    model = config.model
-    return fits_flash(config.train.dtype, model.head_dim) and (
-        with_dropout or model.attention_dropout == 0
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megajax.core.config.records import read_record
 from megajax.core.config.section import Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
+Capability = tuple[int, int]  # CUDA's, such as (9, 0)
 Dtype = Literal['float32', 'bfloat16', 'float16', 'fp8']
 LinkName = Literal['nvlink', 'pcie']
 # The efficiency of FP8 matmuls relative to the efficiency of 16-bit matmuls: an assumption, by
@@ -88,7 +89,7 @@ class Compiler(Section):
     """
 
     name: str
-    capability: Annotated[tuple[int, int], Field(strict=False)]
+    capability: Annotated[Capability, Field(strict=False)]
     cores: PositiveInt
     clock_ghz: PositiveFloat
     bandwidth: PositiveInt  # bytes/s
@@ -114,7 +115,14 @@ class Hardware(Section):
     fit: Fit | None = None  # null if no training rate was published: unverified
     reference: Reference
     compiler: Compiler | None = None  # null if the step cannot be compiled for this GPU
+    # For a GPU without `compiler`, which has it too; null: unknown
+    capability: Annotated[Capability | None, Field(strict=False)] = None
     sources: dict[str, str]
+
+    @property
+    def compute_capability(self) -> Capability | None:
+        """CUDA's compute capability; None if it is unknown."""
+        return self.compiler.capability if self.compiler else self.capability
 
     def product_rate(self, dtype: str, *, is_attention: bool = False) -> float:
         """Return the FLOP/s of the fastest matmuls or of flash attention.

@@ -6,7 +6,14 @@ from typing import Any
 
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
-from megajax.core.hardware.records import Hardware, check_dtype, compiled_for, hardware
+from megajax.core.hardware.records import (
+    Capability,
+    Hardware,
+    check_dtype,
+    compiled_for,
+    hardware,
+    hardware_of,
+)
 
 GPUS = compiled_for()
 TARGETS = 'cpu', *GPUS
@@ -61,6 +68,23 @@ def has_compiler() -> bool:
 def is_nvidia(device: Any) -> bool:
     """Whether a device, which may be an abstract one, is a GPU that CUDA's libraries run on."""
     return device.platform in ('gpu', 'cuda') and not device.device_kind.startswith(NOT_NVIDIA)
+
+
+def capability_of(device: Any) -> Capability | None:
+    """Return the compute capability of an NVIDIA GPU, which may be an abstract device.
+
+    It comes from the GPU's record or from a GPU of this kind in this machine; None without both.
+    """
+    import jax
+
+    known = hardware_of(device.device_kind)
+    if known is not None and known.compute_capability is not None:
+        return known.compute_capability
+    for local in jax.local_devices():
+        if local.device_kind == device.device_kind:
+            major, minor = map(int, local.compute_capability.split('.'))
+            return major, minor
+    return None
 
 
 def check_target(target: str, dtype: str | None = None) -> None:

@@ -10,7 +10,6 @@ from jax import P
 
 from megajax.core.config import ModelConfig
 from megajax.core.counts.windows import block_of_window
-from megajax.core.hardware.targets import is_nvidia
 from megajax.core.model.context import attend_across
 from megajax.core.model.dropout import dropout, fold_in
 from megajax.core.model.flash import can_flash, flash_attention
@@ -153,9 +152,8 @@ def attend(
     With a `window` a token attends to so many tokens, the last of which is itself.
     """
     device = jax.typeof(q_RSNH).sharding.mesh.abstract_device
-    platform = 'gpu' if is_nvidia(device) else device.platform.replace('gpu', 'another gpu')
     without_dropout = rate == 0 or key_R is None
-    flash = without_dropout and can_flash(platform, str(q_RSNH.dtype), q_RSNH.shape[-1])
+    flash = without_dropout and can_flash(device, str(q_RSNH.dtype), q_RSNH.shape[-1], window)
     if exchange is not None:
         assert causal
         assert segment_RS is None

@@ -3,10 +3,12 @@
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from megajax.core.counts.products import fits_flash
+from megajax.core.counts.flash import missing_for_flash
+from megajax.core.hardware.targets import capability_of, is_nvidia
 from megajax.core.model.kernels import KERNELS
 from megajax.core.model.per_device import per_device
 from megajax.core.parallel.layout import UNSHARDED
@@ -15,20 +17,23 @@ logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def can_flash(platform: str, dtype: str, head_dim: int) -> bool:
-    """Whether cuDNN's flash attention runs on a device with this dtype and head dim.
+def can_flash(device: Any, dtype: str, head_dim: int, window: int | None = None) -> bool:
+    """Whether cuDNN's flash attention runs on a device, which may be abstract, with these heads.
 
-    The platform of an NVIDIA GPU is 'gpu'; other vendors' GPUs have a different name.
+    The log says so once for each kind of layer.
     """
-    can = platform == 'gpu' and fits_flash(dtype, head_dim)
+    missing = 'needs an NVIDIA GPU'
+    if is_nvidia(device):
+        missing = missing_for_flash(dtype, head_dim, capability_of(device))
+    kind = f'{device.device_kind}, {dtype}, head dim {head_dim}'
     logger.info(
-        'attention: %s (%s, %s, head dim %d)',
-        'cuDNN flash' if can else 'XLA',
-        platform,
-        dtype,
-        head_dim,
+        'attention: %s (%s%s)%s',
+        'XLA' if missing else 'cuDNN flash',
+        kind,
+        '' if window is None else f', window {window:,}',
+        f': flash attention {missing}' if missing else '',
     )
-    return can
+    return not missing
 
 
 # cuDNN's kernel supports neither Explicit axes nor a second batch dim. Batch and heads are

@@ -8,7 +8,7 @@ a softmax in fp32. A query attends to the keys that `mask_R1SY` allows, if it is
 
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +39,18 @@ def _cudnn_forward(
 ) -> tuple[jax.Array, jax.Array]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    # jax.nn.dot_product_attention would round the log-sum-exp to the dtype of q.
-    return cudnn.dot_product_attention(
+    absent = jnp.zeros(0, q_RSNH.dtype)
+    bias_R1SY = cudnn.combine_bias_and_mask(None, mask_R1SY, q_RSNH.dtype)
+    o_RSNH, lse_RNS = cudnn._dot_product_attention_fwd_p_wrapper.bind(
         q_RSNH,
         k_RYKH,
         v_RYKH,
-        mask=mask_R1SY,
-        scale=q_RSNH.shape[-1] ** -0.5,
-        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
-        return_residual=True,
-        sliding_window_length=window,
+        absent if bias_R1SY is None else bias_R1SY,
+        *(absent,) * 6,  # lengths, offsets and page tables
+        is_training=True,
+        **_settings(q_RSNH, causal, window, has_bias=bias_R1SY is not None),
     )
+    return o_RSNH, lse_RNS
 
 
 def _cudnn_backward(
@@ -67,28 +68,42 @@ def _cudnn_backward(
 
     absent = jnp.zeros(0, q_RSNH.dtype)
     bias_R1SY = cudnn.combine_bias_and_mask(None, mask_R1SY, q_RSNH.dtype)
-    has_bias = bias_R1SY is not None
-    parameters = inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters
-    newer = {name: None for name in ('score_mod',) if name in parameters}  # since jax 0.11
     dq_RSNH, dk_RYKH, dv_RYKH, *_ = cudnn._dot_product_attention_bwd_p_wrapper.bind(
         q_RSNH,
         k_RYKH,
         v_RYKH,
-        bias_R1SY if has_bias else absent,
+        absent if bias_R1SY is None else bias_R1SY,
         *(absent,) * 6,  # lengths, offsets and page tables
         lse_RNS,
         o_RSNH,
         do_RSNH,
-        scale=q_RSNH.shape[-1] ** -0.5,
-        seed=42,
-        dropout_rate=0.0,
-        variadic_args=(has_bias, has_bias),  # a gradient of the bias comes with it
-        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
-        layout=cudnn.AttentionLayout.BTNH.value,
-        sliding_window_length=window,
-        **newer,
+        **_settings(q_RSNH, causal, window, has_bias=bias_R1SY is not None),
     )
     return dq_RSNH, dk_RYKH, dv_RYKH
+
+
+def _settings(
+    q_RSNH: jax.Array, causal: bool, window: int | None, *, has_bias: bool
+) -> dict[str, Any]:
+    """Return what both passes of cuDNN get.
+
+    They are bound below jax.nn.dot_product_attention, which rounds the log-sum-exp to the dtype of
+    q, and checks head dims against a GPU in this machine rather than the one compiled for.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    parameters = inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters
+    newer = {name: None for name in ('score_mod',) if name in parameters}  # since jax 0.11
+    return {
+        'scale': q_RSNH.shape[-1] ** -0.5,
+        'seed': 42,
+        'dropout_rate': 0.0,
+        'variadic_args': (has_bias, has_bias),  # a gradient of the bias comes with it
+        'mask_type': cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        'layout': cudnn.AttentionLayout.BTNH.value,
+        'sliding_window_length': window,
+        **newer,
+    }
 
 
 def _xla_forward(

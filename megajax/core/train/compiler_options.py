@@ -1,7 +1,10 @@
 """Options for XLA: for `train.overlap` and `train.deterministic`, and around known miscompiles."""
 
+import jax
+
 from megajax.core.config import Config, ConfigError, Problem
-from megajax.core.counts.products import uses_flash
+from megajax.core.counts.flash import uses_flash
+from megajax.core.hardware.targets import capability_of
 from megajax.core.train.overlap import overlap_options
 from megajax.xla.miscompiles import (
     mesh_target,
@@ -41,7 +44,8 @@ def evaluation_options() -> Options:
 def _refuse_unrolled_attention(config: Config) -> None:
     """Raise ConfigError for a deterministic step with cuDNN's attention in several places."""
     train = config.train
-    if train.deterministic and train.unroll is True and uses_flash(config):
+    capability = capability_of(jax.sharding.get_abstract_mesh().abstract_device)
+    if train.deterministic and train.unroll is True and uses_flash(config, capability):
         message = (
             "XLA cannot run cuDNN's deterministic attention in layers that are compiled on their "
             'own: on an H100, jax 0.11.2 ended in the first step with an IndexError; '

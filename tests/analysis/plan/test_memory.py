@@ -12,6 +12,7 @@ from megajax.analysis.plan.memory import StepMemory, kept_by_layer, largest_micr
 from megajax.analysis.plan.sizes import Sizes
 from megajax.core.config import presets
 from megajax.core.counts.parameters import num_parameters, own_counts
+from megajax.core.hardware.records import hardware
 
 GPU = 85 * 10**9
 
@@ -51,6 +52,16 @@ def test_sequence_parallelism_keeps_whole_only_the_inputs_of_products() -> None:
         recompute='selective',
     )
     assert kept_by_layer(scattered) == sbh * (4 + 30 / 8)
+
+
+@pytest.mark.parametrize(('gpu', 'keeps_scores'), [('h100', False), ('a100', True)])
+def test_only_a_gpu_without_flash_attention_for_wide_heads_keeps_their_scores(
+    gpu: str, keeps_scores: bool
+) -> None:
+    wide = config('llama3_8b', 'model.head_dim=256', model=1)
+    kept = Sizes(wide, hardware(gpu).compute_capability).kept_by_layer
+    scores = 8 * wide.model.num_heads * wide.train.seq_len**2
+    assert (kept > scores / 2) == keeps_scores
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from support import make_config
 
 from megajax.core.config import Config, ModelConfig, load, presets
+from megajax.core.counts.flash import missing_for_flash, uses_flash
 from megajax.core.counts.flops import narayanan_flops, step_flops
-from megajax.core.counts.products import fits_flash, uses_flash
 
 PAPER = [
     'gpt2_124m',
@@ -123,9 +123,20 @@ def test_attention_is_a_number_of_products_of_the_scores_size(
     ) == passes
 
 
+@pytest.mark.parametrize(
+    ('capability', 'most'), [((7, 0), 0), ((8, 0), 128), ((9, 0), 256), ((10, 0), 128), (None, 128)]
+)
+def test_flash_attention_takes_wider_heads_on_hopper_alone(capability, most) -> None:
+    fits = [dim for dim in range(8, 520, 8) if not missing_for_flash('bfloat16', dim, capability)]
+    assert fits == [*range(8, most + 1, 8)]
+    assert missing_for_flash('bfloat16', 60, capability)
+    assert missing_for_flash('float32', 64, capability)
+
+
 @pytest.mark.parametrize('preset', presets())
 def test_flash_attention_is_used_where_cudnn_has_it(preset: str) -> None:
     config = load(preset)
     fits = config.train.dtype == 'bfloat16' and config.model.dropout == 0
-    assert uses_flash(config) == (fits and fits_flash('bfloat16', config.model.head_dim))
+    missing = missing_for_flash('bfloat16', config.model.head_dim, (9, 0))
+    assert uses_flash(config) == (fits and not missing)
     assert not uses_flash(load(preset, ['model.dropout=0.1', 'mesh.context=1']))

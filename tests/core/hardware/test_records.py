@@ -153,7 +153,12 @@ def test_a_link_that_a_gpu_does_not_have_is_refused(tmp_path):
 
 
 def test_a_file_has_what_the_schema_has():
-    assert (
-        set(Hardware.model_fields) - {'name', 'device_kinds', 'devices_per_host', 'sources', 'fit'}
-        == FIGURES
-    )
+    others = {'name', 'device_kinds', 'devices_per_host', 'sources', 'fit', 'capability'}
+    assert set(Hardware.model_fields) - others == FIGURES
+
+
+@pytest.mark.parametrize('name', hardware_names())
+def test_every_record_has_a_compute_capability_in_one_place(name):
+    gpu = hardware(name)
+    assert (gpu.capability is None) == (gpu.compiler is not None)
+    assert gpu.compute_capability is not None

@@ -88,12 +88,12 @@ def test_blocks_of_keys_are_merged_by_their_log_sum_exp() -> None:
 def test_the_private_functions_of_cudnn_still_take_what_the_kernel_gives_them() -> None:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    forward = inspect.signature(cudnn.dot_product_attention).parameters
-    used = {'scale', 'mask_type', 'return_residual', 'sliding_window_length'}
-    assert used <= forward.keys()
     backward = list(inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters)
     given = 'query', 'key', 'value', *backward[3:10], 'activation', 'fwd_output', 'grad_output'
     assert tuple(backward[:13]) == given
     settings = 'scale', 'seed', 'dropout_rate', 'variadic_args', 'mask_type', 'layout'
     known = {*settings, 'sliding_window_length', 'score_mod_args', 'score_mod'}
     assert {*settings, 'sliding_window_length'} <= {*backward[13:]} <= known
+    forward = list(inspect.signature(cudnn._dot_product_attention_fwd_impl).parameters)
+    assert forward[:10] == backward[:10]
+    assert {*backward[13:], 'is_training'} == {*forward[10:]}

@@ -1,10 +1,11 @@
 """The way around cuDNN's kernel, with XLA's attention in the kernel's place: a CPU has no cuDNN."""
 
-import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice
 from support import (
     assert_close,
     exhaustive,
@@ -18,6 +19,7 @@ from support import (
     slow,
 )
 
+from megajax.core.hardware.targets import capability_of
 from megajax.core.model import attention, flash
 from megajax.core.model.kernels import KERNELS
 from megajax.core.parallel.layout import Layout
@@ -69,14 +71,35 @@ def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(
     assert_close(flash_gradients, gradients, 1e-5)
 
 
-def test_flash_is_for_16_bit_on_a_gpu_and_head_dims_that_cudnn_has():
-    can = functools.partial(flash.can_flash, 'gpu')
-    assert can('bfloat16', 64)
-    assert can('float16', 128)
-    assert not can('float32', 64)
-    assert not can('bfloat16', 60)
-    assert not can('bfloat16', 256)
-    assert not flash.can_flash('cpu', 'bfloat16', 64)
+@pytest.mark.parametrize(
+    ('kind', 'head_dim', 'expected'),
+    [
+        (
+            'NVIDIA H100 80GB HBM3',
+            256,
+            'cuDNN flash (NVIDIA H100 80GB HBM3, bfloat16, head dim 256)',
+        ),
+        ('NVIDIA A100-SXM4-80GB', 256, ': flash attention takes head dims up to 128'),
+        ('NVIDIA H100 80GB HBM3', 512, ': flash attention takes head dims up to 256'),
+        ('AMD Instinct MI300X', 64, ': flash attention needs an NVIDIA GPU'),
+    ],
+)
+def test_a_run_says_which_kernel_it_takes_and_why_not_flash(
+    kind, head_dim, expected, caplog
+) -> None:
+    caplog.set_level('INFO', 'megajax')
+    flash.can_flash.cache_clear()
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform='gpu')
+    can = flash.can_flash(device, 'bfloat16', head_dim)
+    assert expected in caplog.text
+    assert can == ('cuDNN flash (' in caplog.text)
+
+
+def test_a_gpu_without_a_record_has_the_capability_that_jax_reports(monkeypatch) -> None:
+    local = SimpleNamespace(device_kind='NVIDIA L40S', compute_capability='8.9')
+    monkeypatch.setattr(jax, 'local_devices', lambda: [local])
+    device = AbstractDevice(device_kind='NVIDIA L40S', num_cores=None, platform='gpu')
+    assert capability_of(device) == (8, 9)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""Attention kernels: windows, against a softmax in fp64 and in programs compiled for a GPU."""
+"""Attention kernels: windows against a softmax in fp64, and programs compiled for a GPU."""
 
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,13 @@ import numpy as np
 import pytest
 from jax import P
 from jax.sharding import NamedSharding
+from support import make_config
 
 from megajax.core.hardware.targets import compile_without_gpu, gpu_devices, has_compiler
+from megajax.core.model.attention import attend
 from megajax.core.model.flash import flash_attention
 from megajax.core.model.kernels import KERNELS
+from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import axis_sizes, mesh_of
 
 LENGTH, HEADS, GROUPS, HEAD_DIM = 12, 4, 2, 8
@@ -46,7 +50,7 @@ def test_a_query_attends_to_a_window_of_keys_that_ends_with_its_own(window: int)
         np.testing.assert_allclose(x, y, atol=3e-6)
 
 
-def compiled_for(target: str, head_dim: int, window: int | None) -> str:
+def compiled_for(target: str, head_dim: int, attend: Callable[..., jax.Array]) -> str:
     """The program of attention and its gradients in bf16."""
     mesh = mesh_of(gpu_devices(target, hosts=1, per_host=2), axis_sizes(2, 1))
 
@@ -55,19 +59,35 @@ def compiled_for(target: str, head_dim: int, window: int | None) -> str:
         return jax.ShapeDtypeStruct((4, 256, heads, head_dim), jnp.bfloat16, sharding=sharding)
 
     def gradients(q, k, v, do):
-        o, pullback = jax.vjp(lambda *x: flash_attention(*x, None, True, window), q, k, v)
+        o, pullback = jax.vjp(attend, q, k, v)
         return o, pullback(do)
 
     with jax.set_mesh(mesh):
         lowered = jax.jit(gradients).lower(*map(inputs, (4, 2, 2, 4)))
-    return compile_without_gpu(lambda options: lowered.compile(options), {}).as_text()
+    text = compile_without_gpu(lambda options: lowered.compile(options), {}).as_text()
+    assert text is not None
+    return text
+
+
+def calls(text: str) -> list[str]:
+    return sorted(re.findall(r'"__cudnn\$fmha(\w+)"', text))
 
 
 @needs_compiler
 @pytest.mark.parametrize(('window', 'written'), [(64, '64'), (None, '0')])
 def test_the_kernels_of_a_gpu_get_the_window_in_both_passes(window, written) -> None:
-    text = compiled_for('h100', 64, window)
-    calls = re.findall(r'"(__cudnn\$fmha\w+)"', text)
-    assert sorted(calls) == ['__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward']
+    text = compiled_for('h100', 64, lambda *x: flash_attention(*x, None, True, window))
+    assert calls(text) == ['Softmax', 'SoftmaxBackward']
     assert re.findall(r'"sliding_window_length": ?"?(\d+)', text) == [written] * 2
     assert re.findall(r'"mask_type": ?"(\w+)"', text) == ['CAUSAL'] * 2
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ('target', 'head_dim', 'is_flash'),
+    [('h100', 256, True), ('a100', 256, False), ('h100', 512, False)],
+)
+def test_wide_heads_take_the_kernel_if_the_target_has_it(target, head_dim, is_flash) -> None:
+    layout = Layout.of(make_config())
+    text = compiled_for(target, head_dim, lambda *x: attend(*x, layout))
+    assert calls(text) == (['Softmax', 'SoftmaxBackward'] if is_flash else [])

@@ -150,7 +150,7 @@ def with_largest_microbatch(config: Config, gpu: Hardware) -> Config:
 
     It is for sources that do not give the microbatch.
     """
-    limit = largest_microbatch(config, gpu.memory)
+    limit = largest_microbatch(config, gpu.memory, gpu.compute_capability)
     each = config.train.batch_size // config.mesh.data
     microbatches = next(
         count for count in range(1, each + 1) if each % count == 0 and each // count <= limit
@@ -166,6 +166,7 @@ def with_best_schedule(row: PublishedRate, stages: int) -> PublishedRate:
     cluster = Cluster.of(hardware(row.gpu), stages * row.num_gpus)
     timer = Timer(cluster, row.program)
     each = row.config.train.batch_size // row.config.mesh.data
+    flash = row.program.uses_flash(row.config, cluster.hardware.compute_capability)
 
     def possible() -> Iterator[Config]:
         on_stages = changed(row.config, mesh__stages=stages)
@@ -175,7 +176,7 @@ def with_best_schedule(row: PublishedRate, stages: int) -> PublishedRate:
                 mesh__virtual_stages=chunks,
                 train__microbatches=max(1, each // rows),
             )
-            needed = megatron_memory(config, flash=row.program.uses_flash(config))
+            needed = megatron_memory(config, flash=flash)
             fits = needed <= cluster.hardware.memory
             if each % rows == 0 and fits and not incompatibilities(config):
                 yield config

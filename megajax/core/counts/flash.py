@@ -1,0 +1,34 @@
+"""Whether a step's attention runs on cuDNN's flash kernel, by the GPU's compute capability."""
+
+from megajax.core.config.schema import Config
+from megajax.core.hardware.records import Capability
+
+HOPPER = 9, 0
+
+
+def missing_for_flash(dtype: str, head_dim: int, capability: Capability | None) -> str:
+    """Return what flash attention needs that a GPU of this capability or these heads lack, or ''.
+
+    The backward pass takes head dims over 128 on Hopper alone. An unknown GPU takes 128.
+    """
+    if capability is not None and capability < (8, 0):
+        return 'needs compute capability 8.0'
+    if dtype not in ('bfloat16', 'float16', 'fp8'):
+        return 'needs bfloat16 or float16'
+    most = 256 if capability is not None and capability[0] == HOPPER[0] else 128
+    if head_dim > most:
+        return f'takes head dims up to {most} on this GPU'
+    return 'needs a head dim that is a multiple of 8' if head_dim % 8 else ''
+
+
+def uses_flash(
+    config: Config, capability: Capability | None = HOPPER, *, with_dropout: bool = False
+) -> bool:
+    """Whether training on a GPU with this capability runs cuDNN's flash attention.
+
+    With attention dropout, only if `with_dropout` is true.
+    """
+    model = config.model
+    return not missing_for_flash(config.train.dtype, model.head_dim, capability) and (
+        with_dropout or model.attention_dropout == 0
+    )
