@@ -19,7 +19,7 @@ from megajax.core.model.block import Block
 from megajax.core.model.computation import Computation
 from megajax.core.model.grid import is_grid
 from megajax.core.model.loss import Loss
-from megajax.core.model.stack import count_layers, run_layer
+from megajax.core.model.stack import at_place, count_layers, run_layer
 from megajax.core.model.transformer import LanguageModel
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.pipeline_ops import over_shards
@@ -129,8 +129,7 @@ def _tapped(block: Block) -> dict[str, _Tap]:
 
 
 def _layer(layers: Block, index: int) -> Block:
-    block: Block = jax.tree.map(lambda x: x[index], layers)
-    return block
+    return at_place(jax.tree.map(lambda x: x[index], layers), index)
 
 
 def _logits(model: LanguageModel, x_BTD: jax.Array) -> jax.Array:

@@ -3,9 +3,14 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, PositiveFloat, SerializerFunctionWrapHandler, model_serializer
 
 from megajax.core.config.section import Layers, Section, Tokens
+
+
+def _of_model(key: str, default: Any) -> Any:
+    """Return a field that documents a key of the model as its default."""
+    return Field(default=default, json_schema_extra={'default': key})
 
 
 class RopeScaling(Section):
@@ -34,13 +39,13 @@ class LayerConfig(Section):
 
     repeat: Layers = 1
     """Number of consecutive layers."""
-    window: Tokens | None = None
+    window: Tokens | None = _of_model('model.window', None)
     """The layers' model.window; null: a token attends to all earlier ones."""
-    position: Literal['rope', 'none'] = 'rope'
+    position: Literal['rope', 'none'] = _of_model('model.position', 'rope')
     """The layers' model.position; none: no position encoding (NoPE)."""
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: PositiveFloat = _of_model('model.rope_theta', 10000.0)
     """The layers' model.rope_theta."""
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | None = _of_model('model.rope_scaling', None)
     """The layers' model.rope_scaling."""
 
     @property

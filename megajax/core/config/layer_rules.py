@@ -51,3 +51,11 @@ def of_positions(config: 'Config') -> Iterator[Problem]:
             f'not {model.position}; set it, or remove the key'
         )
         yield Problem(path=KEY, message=message, others=('model.position',))
+    for index, layer in enumerate(model.layers):
+        unused = [key for key in ('rope_theta', 'rope_scaling') if layer.replaced.get(key)]
+        if unused and layer.replaced.get('position', model.position) == 'none':
+            message = f'[{index}] has no positions, so {unused[0]} has no effect; remove it'
+            yield Problem(path=KEY, message=message, others=('model.position',))
+    if model.rope_scaling and all(layer.position == 'none' for layer in model.pattern):
+        message = 'has no effect, because no layer has rotary embeddings; remove it'
+        yield Problem(path='model.rope_scaling', message=message, others=('model.position', KEY))

@@ -311,10 +311,12 @@ def _validate(
                 if detail['type'] != 'default_factory_not_called':
                     place = settings[path].place if path in settings else file
                     # The path inside a value that is a group or a list.
-                    inner = ''.join(f'{shorten(str(part))} ' for part in detail['loc'][1:])
-                    problems.append(
-                        Problem(path=path, message=inner + values.explain(detail), place=place)
+                    inner = ''.join(
+                        f'[{part}]' if isinstance(part, int) else f'.{shorten(part)}'
+                        for part in detail['loc'][1:]
                     )
+                    message = f'{inner.removeprefix(".")} {values.explain(detail)}'.lstrip()
+                    problems.append(Problem(path=path, message=message, place=place))
             valid = {key: value for key, value in given.items() if key not in details}
             # Every key without a default is a size, so 1 is valid.
             placeholders = {key: 1 for key in details if section.model_fields[key].is_required()}

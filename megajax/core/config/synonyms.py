@@ -54,6 +54,10 @@ _NAMES = {
     'model.vocab_size': ('vocab', 'n_vocab', 'padded_vocab_size'),
     'model.max_seq_len': ('max_position_embeddings', 'n_positions', 'n_ctx', 'max_seq_length'),
     'model.norm': ('normalization', 'norm_type'),
+    'model.window': (
+        'sliding_window', 'sliding_window_size', 'window_size', 'attention_window', 'local_window',
+    ),
+    'model.layers': ('layer_types', 'layer_pattern', 'sliding_window_pattern', 'no_rope_layers'),
     'model.zero_centered_norm': (
         'apply_layernorm_1p', 'layernorm_1p', 'layernorm_zero_centered_gamma',
     ),

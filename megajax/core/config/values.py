@@ -34,7 +34,7 @@ def explain(detail: ErrorDetails) -> str:
     if detail['type'] == 'literal_error':
         meant = value_meant(detail['input'], re.findall("'([^']*)'", allowed))
     elif detail['loc'] == ('layers',) and isinstance(detail['input'], int):
-        meant = f'num_layers={detail["input"]}'
+        meant = f'model.num_layers={detail["input"]}'
     return f'must be {allowed}, not {value}' + (f'; did you mean {meant}?' if meant else '')
 
 

@@ -1,11 +1,17 @@
 """The first site that differs is that of a planted fault, and two meshes have no such site."""
 
-import pytest
-from analysis.compare.small import on_one_device, recorded, small, with_fault
-from support import exhaustive, slow
+from typing import Any
 
+import jax
+import pytest
+from analysis.compare.small import from_seed, on_one_device, recorded, small, with_fault
+from support import exhaustive, on_mesh, slow
+
+from megajax.analysis.compare import forward
 from megajax.analysis.compare.difference import Comparison, compare_recordings
 from megajax.analysis.compare.site_names import site_names
+from megajax.analysis.inspect.random_batch import make_batch
+from megajax.core.train.feed import place_batch
 
 MESHES = {
     'tensor and sequence parallel': {'mesh': {'data': 2, 'model': 4, 'sequence_parallel': True}},
@@ -75,6 +81,21 @@ def test_a_pass_repeats_to_the_bit_and_its_gradients_come_last_layer_first() -> 
     names = [*here.gradients]
     assert names[:3] == ['head', 'norm.weight', 'layers.1.mlp.down.weight']
     assert names[-1] == 'embedding.table'
+
+
+def test_each_layer_of_a_pattern_runs_with_its_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small(model={'num_layers': 3, 'layers': [{'window': 4}, {'rope_theta': 1e6}]})
+    run_layer, found = forward.run_layer, []
+
+    def run(block: Any, *rest: Any) -> jax.Array:
+        found.append(block.attention.config)
+        return run_layer(block, *rest)
+
+    monkeypatch.setattr(forward, 'run_layer', run)
+    with on_mesh(config):
+        params, batch = from_seed(config), place_batch(make_batch(config))
+        jax.eval_shape(forward.make_forward(config), params, batch, jax.random.key(0))
+    assert found == [config.model.layer_config(index) for index in range(3)]
 
 
 def test_a_changed_weight_is_found_where_it_is_used_first() -> None:

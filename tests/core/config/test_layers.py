@@ -54,7 +54,21 @@ def test_null_and_a_key_that_is_left_out_differ() -> None:
         (['model.layers=[{window: 0}]'], ['model.layers', 'window', 'greater than 0', '0']),
         (['model.layers=24'], ['model.layers', 'a list', 'num_layers=24']),
         (['model.window=0'], ['model.window', 'greater than 0']),
-        (['model.layers=[{windows: 4}]'], ['model.layers', 'windows']),
+        (['model.layers=[{windows: 4}]'], ['model.layers: [0].windows is not a key']),
+        (['model.layers=[{}, {window: -1}]'], ['model.layers: [1].window must be greater']),
+        (['model.layers=4'], ['model.layers: must be a list', 'model.num_layers=4?']),
+        (
+            ['model.layers=[{}, {position: none, rope_theta: 1e6}]'],
+            ['model.layers: [1] has no positions, so rope_theta has no effect; remove it'],
+        ),
+        (
+            ['model.layers=[{rope_scaling: {type: linear, factor: 2}}]', 'model.position=none'],
+            ['model.layers: [0] has no positions, so rope_scaling has no effect'],
+        ),
+        (
+            ['model.rope_scaling={type: linear, factor: 2}', 'model.position=none'],
+            ['model.rope_scaling: has no effect, because no layer has rotary'],
+        ),
         (['model.layers=[{window: 4}]', 'model.attention=bidirectional'], ['window', 'causal']),
         (
             ['model.layers=[{rope_theta: 1e6}]', 'model.position=learned'],

@@ -37,6 +37,8 @@ RUNNER = CliRunner()
         ('model.N_HEADS', 'model.num_heads'),
         ('vision.n_layers', 'vision.num_layers'),
         ('model.intermediate_size', 'model.ffn_size'),
+        ('model.sliding_window', 'model.window'),
+        ('model.no_rope_layers', 'model.layers'),
         ('model.apply_layernorm_1p', 'model.zero_centered_norm'),
         ('model.embedding_multiplier', 'model.embedding_scale'),
         ('train.weight_decay', 'optim.weight_decay'),
