@@ -21,6 +21,8 @@ _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
     {'model': {'norm_position': 'before'}},
     {'data': {'document_mask': False}},
     {'mesh': {'sequence_parallel': False}},
+    {'model': {'layers': ()}},
+    {'model': {'window': None}},
     {'model': {'num_layers': 1}},
 )
 

@@ -1,5 +1,6 @@
 """A smaller model of the same family, mesh, layout and options, for execution on a CPU."""
 
+import json
 import math
 from typing import Any
 
@@ -28,7 +29,8 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     for path, value in _changes(config).items():
         section, key = path.split('.')
         if written[section][key] != value:
-            changes.append(f'{path} {written[section][key]} -> {value}')
+            before, after = (json.dumps(x).replace('"', '') for x in (written[section][key], value))
+            changes.append(f'{path} {before} -> {after}')
             written[section][key] = value
     return Config.model_validate(written, strict=False), changes
 
@@ -56,7 +58,7 @@ def _changes(config: Config) -> dict[str, Any]:
     divisor = rows * (1 if _is_uneven(config) else mesh['mesh.data'])
     batch_rows = min(config.microbatch_rows, 2 * rows)
     changes = mesh | {
-        'model.num_layers': stages * chunks * min(layers_of_chunk(config), 2),
+        'model.num_layers': stages * chunks * _layers_of_chunk(config),
         'model.hidden_size': min(config.model.hidden_size, math.lcm(HEAD_DIM, divisor) * 2),
         'model.num_heads': heads,
         'model.num_kv_heads': kv_heads,
@@ -69,7 +71,36 @@ def _changes(config: Config) -> dict[str, Any]:
         'train.microbatches': microbatches,
         'mesh.data': data,
     }
+    changes |= _of_windows(config, seq_len, 2 * mesh['mesh.context'])
     return changes | _of_encoder(config, changes['model.head_dim'], seq_len)
+
+
+def _layers_of_chunk(config: Config) -> int:
+    """Return two periods of the pattern without its repeats, and one of the layers left over."""
+    periods, left_over = divmod(layers_of_chunk(config), len(config.model.pattern))
+    return min(periods, 2) * max(len(config.model.layers), 1) + min(left_over, 1)
+
+
+def _of_windows(config: Config, seq_len: int, chunks: int) -> dict[str, Any]:
+    """Return one layer per entry of the pattern, and windows of a quarter of `seq_len` or more.
+
+    A window stays longer or shorter than the sequence and, if that has context shards, than one of
+    their `chunks`.
+    """
+    model, before, whole = config.model, 2 * config.mesh.context, config.train.seq_len
+
+    def shorter(window: int | None) -> int | None:
+        if window is None or window >= whole:
+            return window
+        size = min(window, max(window * seq_len // whole, seq_len // 4))
+        is_in_chunk = before > 2 and window <= whole // before
+        return min(size, seq_len // chunks) if is_in_chunk else size
+
+    entries = [entry.model_dump(exclude={'repeat'}, mode='json') for entry in model.layers]
+    for entry in entries:
+        if 'window' in entry:
+            entry['window'] = shorter(entry['window'])
+    return {'model.window': shorter(model.window), 'model.layers': entries}
 
 
 def _of_encoder(config: Config, head_dim: int, seq_len: int) -> dict[str, Any]:
@@ -92,8 +123,10 @@ def _of_encoder(config: Config, head_dim: int, seq_len: int) -> dict[str, Any]:
         'vision.max_patches': min(vision.max_patches, patches),
         'vision.min_patches': 0,
         'vision.image_token': min(vision.image_token, VOCAB_SIZE - 1),
-        # A layer of cross-attention after each layer.
-        'vision.cross_every': 1 if vision.is_crossed else vision.cross_every,
+        # A layer of cross-attention after each period of the pattern.
+        'vision.cross_every': max(len(config.model.layers), 1)
+        if vision.is_crossed
+        else vision.cross_every,
     }
     if relevance is not None:
         changes |= {

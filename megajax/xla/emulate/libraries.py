@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,23 @@ from megajax.xla.hlo.errors import HloError
 Arrays = tuple[jax.Array, ...]
 _EPILOGUES = re.compile(r'DEFAULT|(?:BIAS)?_?(?:GELU|RELU)?(?:_AUX)?')
 LOWEST = -1e30
+
+
+class _Mask(NamedTuple):
+    """The keys that a query reads: all, or earlier ones, or the last `window` of these."""
+
+    causal: bool
+    window: int | None = None
+
+    def __call__(self, score_BNSY: jax.Array) -> jax.Array:
+        """Return the scores, LOWEST where they are masked."""
+        if not self.causal:
+            return score_BNSY
+        queries, keys = score_BNSY.shape[2:]
+        visible = jnp.tri(queries, keys, dtype=jnp.bool)
+        if self.window is not None:
+            visible &= ~jnp.tri(queries, keys, -self.window, dtype=jnp.bool)
+        return jnp.where(visible[None, None], score_BNSY, LOWEST)
 
 
 def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
@@ -31,9 +49,11 @@ def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
     if attention := re.fullmatch(r'__cudnn\$fmha(ScaleBias)?Softmax(Backward)?', name):
         scale = re.search(r'"fmha_scale":\s*([\d.e+-]+)', attributes)
         mask = re.search(r'"mask_type":\s*"(CAUSAL|NO_MASK)"', attributes)
+        window = re.search(r'"sliding_window_length":\s*"?([1-9]\d*)', attributes)
         if scale and mask:
             function = _attention_backward if attention[2] else _attention
-            return partial(function, float(scale[1]), mask[1] == 'CAUSAL', results)
+            visible = _Mask(mask[1] == 'CAUSAL', int(window[1]) if window else None)
+            return partial(function, float(scale[1]), visible, results)
     if name in ('TopK', '__gpu$TopK') and len(results) == 2 and results[1].dtype == 's32':
         return partial(_top_k, results)
     raise HloError(f'no translation for a custom call of {name}: {attributes[:300]}')
@@ -96,14 +116,14 @@ def _scaled_matmul(
 
 
 def _attention(
-    scale: float, causal: bool, results: Sequence[Shape],
+    scale: float, mask: _Mask, results: Sequence[Shape],
     q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array,
 ) -> Arrays:  # fmt: skip
     """cuDNN's attention: the output [B, N, S, H] and, where a backward pass needs it, logsumexp.
 
     Operands are q [B, S, N, H], k and v [B, Y, K, H].
     """
-    s_BNSY = _scores(scale, causal, q, k, bias)
+    s_BNSY = _scores(scale, mask, q, k, bias)
     total_BNS = jax.nn.logsumexp(s_BNSY, -1)
     weights_BNSY = jnp.exp(s_BNSY - total_BNS[..., None])
     o_BNSH = jnp.einsum('bnsy,bynh->bnsh', weights_BNSY, _per_query_head(v, q))
@@ -111,13 +131,13 @@ def _attention(
 
 
 def _attention_backward(
-    scale: float, causal: bool, results: Sequence[Shape],
+    scale: float, mask: _Mask, results: Sequence[Shape],
     q: jax.Array, k: jax.Array, v: jax.Array,
     total_BNS: jax.Array, do_BSNH: jax.Array, *rest: jax.Array,
 ) -> Arrays:  # fmt: skip
     """Gradients of q [B, N, S, H], k and v [B, K, Y, H] and, for five results, of the bias."""
     *bias, o_BSNH = rest
-    weights_BNSY = jnp.exp(_scores(scale, causal, q, k, bias) - total_BNS[..., None])
+    weights_BNSY = jnp.exp(_scores(scale, mask, q, k, bias) - total_BNS[..., None])
     dweights_BNSY = jnp.einsum('bsnh,bynh->bnsy', _wide(do_BSNH), _per_query_head(v, q))
     row_BNS = jnp.einsum('bsnh,bsnh->bns', _wide(do_BSNH), _wide(o_BSNH))
     dbias_BNSY = weights_BNSY * (dweights_BNSY - row_BNS[..., None])
@@ -134,17 +154,13 @@ def _attention_backward(
 
 
 def _scores(
-    scale: float, causal: bool, q_BSNH: jax.Array, k_BYKH: jax.Array, bias: Sequence[jax.Array]
+    scale: float, mask: _Mask, q_BSNH: jax.Array, k_BYKH: jax.Array, bias: Sequence[jax.Array]
 ) -> jax.Array:
     keys_BYNH = _per_query_head(k_BYKH, q_BSNH)
     s_BNSY = scale * jnp.einsum('bsnh,bynh->bnsy', _wide(q_BSNH), keys_BYNH)
     for term in bias:
         s_BNSY = s_BNSY + _wide(term)
-    if not causal:
-        return s_BNSY
-    return jnp.where(
-        jnp.tri(s_BNSY.shape[2], s_BNSY.shape[3], dtype=jnp.bool)[None, None], s_BNSY, LOWEST
-    )
+    return mask(s_BNSY)
 
 
 def _per_query_head(x_BYKH: jax.Array, q_BSNH: jax.Array) -> jax.Array:

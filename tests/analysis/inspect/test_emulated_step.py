@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import make_config
+from support import exhaustive, make_config
 
 from megajax.analysis.inspect import emulated_step
 from megajax.analysis.inspect.emulated_step import EmulatedStep
@@ -214,6 +214,42 @@ STAGES = {
 @pytest.mark.parametrize('config', STAGES.values(), ids=STAGES)
 def test_every_gradient_of_stages_and_context_shards_is_that_of_one_device(config):
     results = compared(config)
+    assert not wrong(results)
+    assert max(one.error for one in results) > 0
+
+
+GEMMA = {
+    'num_layers': 5,
+    'layers': [{'repeat': 2, 'window': 8, 'rope_theta': 1e4}, {'rope_theta': 1e6}],
+}
+# Layers of each kind; in 16 bits, windows are cuDNN's.
+KINDS = {
+    'windows': step(
+        'windows', 2, 2, sequence_parallel=True, train={'dtype': 'bfloat16', 'recompute': 'full'}
+    ),
+    'blocks': step('windows', 2, 2, train={'recompute': 'selective', 'microbatches': 2}),
+    'overlap': step(
+        'llama', 4, 2, sequence_parallel=True, model=GEMMA, train=EVERYTHING,
+        optim={'shard': 'weights'},
+    ),
+    'stages': step(
+        'llama', 2, 1, mesh={'stages': 2}, model=GEMMA | {'num_layers': 6},
+        train={'microbatches': 4, 'dtype': 'bfloat16'}, optim={'shard': 'optimizer'},
+    ),
+    'norms': step('both_norms', 2, 2, sequence_parallel=True, model={'window': 8}),
+    'rotary': step('llama', 2, 2, model={'rotary_fraction': 0.5}),
+}  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    'name',
+    [pytest.param('windows', marks=pytest.mark.slow), *map(exhaustive, [*KINDS][1:])],
+)
+def test_every_gradient_of_each_kind_of_layer_is_that_of_one_device(name):
+    config = KINDS[name]
+    exact = config.train.dtype == 'bfloat16'
+    results = compared(config, exact=exact)
     assert not wrong(results)
     assert max(one.error for one in results) > 0
 

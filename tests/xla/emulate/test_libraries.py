@@ -134,11 +134,11 @@ def test_an_operand_that_no_epilogue_reads_is_an_error():
         for_cpu(module(lines), 1)
 
 
-KINDS = [(1, True, 0), (4, False, 2), (2, True, 1)]
+KINDS = [(1, True, 0, 0), (4, False, 2, 0), (2, True, 1, 0), (2, True, 0, 3)]
 
 
-@pytest.mark.parametrize(('heads', 'causal', 'bias_rows'), KINDS)
-def test_attention_of_cudnn_and_its_gradients_are_those_of_jax(heads, causal, bias_rows):
+@pytest.mark.parametrize(('heads', 'causal', 'bias_rows', 'window'), KINDS)
+def test_attention_of_cudnn_and_its_gradients_are_those_of_jax(heads, causal, bias_rows, window):
     B, S, N, H = 2, 8, 4, 16
     q, do = random(B, S, N, H), random(B, S, N, H, seed=1)
     k, v = random(B, S, heads, H, seed=2), random(B, S, heads, H, seed=3)
@@ -146,7 +146,8 @@ def test_attention_of_cudnn_and_its_gradients_are_those_of_jax(heads, causal, bi
 
     def attend(q, k, v, *bias):
         scale = {'scale': 0.3, 'is_causal': causal, 'bias': bias[0] if bias else None}
-        return jax.nn.dot_product_attention(q, k, v, **scale)
+        reach = (window - 1, 0) if window else None
+        return jax.nn.dot_product_attention(q, k, v, local_window_size=reach, **scale)
 
     @jax.jit
     def expected(q, k, v, do, *bias):
@@ -154,10 +155,11 @@ def test_attention_of_cudnn_and_its_gradients_are_those_of_jax(heads, causal, bi
         scores = 0.3 * jnp.einsum('bsnh,btnh->bnst', q, jnp.repeat(k, N // heads, 2))
         scores = scores + bias[0] if bias else scores
         seen = jnp.tri(S, dtype=bool) if causal else jnp.ones((S, S), bool)
+        seen &= ~jnp.tri(S, k=-window, dtype=bool) if window else True
         total = jax.nn.logsumexp(jnp.where(seen[None, None], scores, -jnp.inf), -1)
         return o, total, *pullback(do)
 
-    text = attention(B, S, N, heads, H, causal=causal, bias_rows=bias_rows)
+    text = attention(B, S, N, heads, H, causal=causal, bias_rows=bias_rows, window=window)
     found = executed(text, *(x[None] for x in arrays))
     wanted = expected(*arrays)
     assert len(found) == len(wanted)
@@ -165,11 +167,14 @@ def test_attention_of_cudnn_and_its_gradients_are_those_of_jax(heads, causal, bi
         close(made.swapaxes(2, 3) if place in (0, 2, 3, 4) else made, right)
 
 
-def attention(B: int, S: int, N: int, K: int, H: int, *, causal: bool, bias_rows: int) -> str:
+def attention(
+    B: int, S: int, N: int, K: int, H: int, *, causal: bool, bias_rows: int, window: int
+) -> str:
     """cuDNN's forward and backward call; o, logsumexp, dq, dk, dv and the gradient of a bias."""
     kind = 'ScaleBiasSoftmax' if bias_rows else 'Softmax'
     mask = 'CAUSAL' if causal else 'NO_MASK'
-    config = f'{{"cudnn_fmha_backend_config": {{"fmha_scale": 0.3, "mask_type": "{mask}"}}}}'
+    keys = {'fmha_scale': 0.3, 'mask_type': mask, 'sliding_window_length': window}
+    config = json.dumps({'cudnn_fmha_backend_config': keys})
     rows, kv_rows = f'f32[{B},{S},{N},{H}]{{3,2,1,0}}', f'f32[{B},{S},{K},{H}]{{3,2,1,0}}'
     o, kv, total = f'f32[{B},{N},{S},{H}]{{3,1,2,0}}', f'f32[{B},{K},{S},{H}]', f'f32[{B},{N},{S}]'
     biases = [f'f32[{bias_rows},{N},{S},{S}]'] if bias_rows else []
