@@ -13,6 +13,7 @@ from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import CompiledStep
 from megajax.analysis.inspect.report import to_text
 from megajax.analysis.inspect.result import Inspection
+from megajax.xla.hlo.dump import without_cache
 
 AXES = 'data', 'model'
 
@@ -27,7 +28,8 @@ def inspected(function: Callable[[jax.Array], jax.Array]) -> Inspection:
 
     specs = {'in_specs': jax.P(*AXES), 'out_specs': jax.P(*AXES)}
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
-    text = mapped.lower(jax.ShapeDtypeStruct((16, 64), jnp.float32)).compile().as_text()
+    with without_cache():  # whose programs have the source lines of the day they were compiled
+        text = mapped.lower(jax.ShapeDtypeStruct((16, 64), jnp.float32)).compile().as_text()
     step = CompiledStep(
         text=text,
         mesh=dict(mesh.shape),
