@@ -116,6 +116,47 @@ def test_a_percentage_of_the_head_dim_is_rotated(tmp_path: Path) -> None:
     assert 'rotary_fraction' not in convert(SMALL + '--position-embedding-type rope')
 
 
+ROPE = '--position-embedding-type rope --num-layers 5'
+
+
+@pytest.mark.parametrize(
+    ('added', 'layers'),
+    [
+        ('--window-size 7,0', [(8, 'rope')] * 5),
+        ('--window-size -1,0', [(None, 'rope')] * 5),
+        (
+            '--window-size 7,0 --window-attn-skip-freq 2',
+            [(8, 'rope'), (None, 'rope')] * 2 + [(8, 'rope')],
+        ),
+        ('--window-size 7,0 --window-attn-skip-freq [0,1,1,0,0]', [None, 8, 8, None, None]),
+        ('--no-rope-freq [0,0,0,1,1]', ['rope', 'rope', 'rope', 'none', 'none']),
+    ],
+)
+def test_layers_have_the_windows_and_positions_of_megatron(
+    added: str, layers: list[object], tmp_path: Path
+) -> None:
+    model = config_of(f'{SMALL} {ROPE} {added}', tmp_path).model
+    for index, expected in enumerate(layers):
+        layer = model.layer_config(index)
+        assert expected in ((layer.window, layer.position), layer.window, layer.position)
+
+
+@pytest.mark.parametrize(
+    ('added', 'words'),
+    [
+        ('--window-size 7,7', ['7,7', 'later tokens', '7,0']),
+        ('--window-size 7,0 --window-attn-skip-freq [1,0]', ['2 numbers', 'num_layers=5']),
+        ('--window-size 7,0 --window-attn-skip-freq "([1]*4+[0])*1"', ['window_attn_skip_freq']),
+        ('--softmax-type learnable', ['softmax-type', 'vanilla']),
+    ],
+)
+def test_layers_that_megajax_does_not_have_are_refused(added: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        convert(f'{SMALL} {ROPE} {added}')
+    for word in words:
+        assert word in str(error.value)
+
+
 def test_swiglu_has_the_width_of_megatron(tmp_path: Path) -> None:
     config = config_of(SMALL.replace('64', '4096') + '--swiglu', tmp_path)
     assert config.model.ffn_size == 10880  # two thirds of four hidden sizes, a multiple of 64

@@ -237,6 +237,10 @@ def assert_identical(actual: Arrays, expected: Arrays) -> None:
             r'model\.norm_position=after, model\.qk_norm=all: .*`megajax export hf`',
         ),
         (
+            make_config('windows'),
+            r'model\.rope_scaling: .* one rotary embedding for all layers',
+        ),
+        (
             make_config('llama', model={'embedding_scale': 8.0}),
             r'model\.embedding_scale=8: .* without a scale',
         ),

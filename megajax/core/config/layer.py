@@ -1,6 +1,7 @@
 """The keys of a config that may differ from layer to layer (`model.layers`), and rotary scaling."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, SerializerFunctionWrapHandler, model_serializer
@@ -68,3 +69,11 @@ class LayerConfig(Section):
         return {
             key: value for key, value in serialize(self).items() if key in self.model_fields_set
         }
+
+
+def shortest_pattern(layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the shortest `model.layers` with which the layers of a model have these settings."""
+    count = len(layers)
+    period = next(n for n in range(1, count + 1) if layers[n:] == layers[: count - n])
+    equal = [(dict(one), len([*run])) for one, run in itertools.groupby(layers[:period])]
+    return [({'repeat': length} if length > 1 else {}) | one for one, length in equal]

@@ -177,6 +177,12 @@ def _check_model(model: ModelConfig) -> None:
             f"model.embedding_scale={model.embedding_scale:g}: Megatron-LM's format has embeddings "
             'without a scale; such a model can be exported with `megajax export hf`'
         )
+    ropes = {(layer.rope_theta, layer.rope_scaling) for layer in model.pattern if layer.rotates}
+    if len(ropes) > 1 or any(x and x.type not in ('linear', 'llama3') for _, x in ropes):
+        raise ConfigError(
+            'model.rope_scaling: Megatron-LM has one rotary embedding for all layers, and no YaRN; '
+            'such a model can be exported with `megajax export hf`'
+        )
     if model.is_gated and model.activation != 'swiglu':
         raise ConfigError(
             f"model.activation={model.activation}: Megatron-LM's files name no activation, and a "

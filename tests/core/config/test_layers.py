@@ -1,11 +1,17 @@
 """The pattern of layers: what each layer's config is, and which patterns are rejected."""
 
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megajax.core.config import ConfigError, LayerConfig, ModelConfig, dump, load, reload
+from megajax.core.config.layer import shortest_pattern
 
 GEMMA = 'model.layers=[{repeat: 2, window: 8, rope_theta: 1e4}, {rope_theta: 1e6}]'
 ROPE = 'model.position=rope'
+SIZES = {'hidden_size': 8, 'num_heads': 1, 'vocab_size': 1, 'max_seq_len': 8}
 
 
 def tiny(*overrides: str) -> ModelConfig:
@@ -87,3 +93,17 @@ def test_what_cannot_be_run_is_rejected_with_its_key_and_a_fix(
         tiny(*overrides)
     for word in words:
         assert word in str(error.value)
+
+
+@given(st.lists(st.sampled_from([{}, {'window': 4}, {'window': None}]), min_size=1, max_size=12))
+def test_the_shortest_pattern_gives_every_layer_its_settings(layers: list[dict[str, Any]]) -> None:
+    pattern = shortest_pattern(layers)
+    config = ModelConfig(**SIZES, num_layers=len(layers), window=9, layers=pattern)
+    for index, settings in enumerate(layers):
+        assert config.layer_config(index).window == settings.get('window', 9)
+
+
+def test_a_pattern_is_not_longer_than_what_repeats() -> None:
+    local, full = {'window': 4}, {}
+    assert shortest_pattern([local] * 4) == [local]
+    assert shortest_pattern([local, local, full] * 2 + [local]) == [local | {'repeat': 2}, full]

@@ -1,10 +1,12 @@
 """The model that Megatron-LM's arguments describe. Imports no jax."""
 
-from collections.abc import Iterator, Mapping
+import ast
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megajax.base.errors import reason
 from megajax.core.config import ConfigError
+from megajax.core.config.layer import shortest_pattern
 
 Keys = dict[str, Any]
 
@@ -22,7 +24,7 @@ ONLY: Mapping[str, Only] = {
     'num_experts': Only((), 'no mixture-of-experts models; use a dense model'),
     'multi_latent_attention': Only((False,), 'use --group-query-attention'),
     'heterogeneous_layers_config_path': Only((), 'all layers are the same'),
-    'window_size': Only((), 'attention sees all earlier tokens'),
+    'softmax_type': Only(('vanilla',), 'give vanilla'),
     'rotary_interleaved': Only((False,), 'a pair has an element from each half: leave it out'),
     'rotary_seq_len_interpolation_factor': Only((), 'use model.rope_scaling'),
     LAYERNORM_1P: Only((False,), 'add 1 to the scales of the norms, and leave it out'),
@@ -129,4 +131,53 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
             'factor': float(get('rope_scaling_factor', 8.0)),
             **SCALING,
         }
+    model |= _of_layers(arguments, get('num_layers'), rope)
     return {key: value for key, value in model.items() if value is not None}
+
+
+def _of_layers(arguments: Mapping[str, Any], num_layers: int, rope: bool) -> Keys:
+    """Return the keys for Megatron's windows and for its layers without rotary embeddings."""
+    window = _window(arguments.get('window_size'))
+    frequency = _frequency(arguments, 'window_attn_skip_freq')
+    without_rope = _frequency(arguments, 'no_rope_freq') if rope else None
+    is_full = [window is None or _is_chosen(frequency, i, mark=0) for i in range(num_layers)]
+    is_nope = [_is_chosen(without_rope, i, mark=1) for i in range(num_layers)]
+    layers = [
+        ({} if full else {'window': window}) | ({'position': 'none'} if nope else {})
+        for full, nope in zip(is_full, is_nope, strict=True)
+    ]
+    pattern = shortest_pattern(layers)
+    if len(pattern) > 1 or 'position' in pattern[0]:
+        return {'layers': pattern}
+    return {'window': pattern[0].get('window')}
+
+
+def _window(value: Any) -> int | None:
+    """Return the tokens that a token attends to, from Megatron's tokens (before, after) it."""
+    if value is None:
+        return None
+    before, after = (int(x) for x in (value.split(',') if isinstance(value, str) else value))
+    if after != 0:
+        raise ValueError(f'window_size={before},{after} reads later tokens: give {before},0')
+    return None if before == -1 else before + 1
+
+
+def _frequency(arguments: Mapping[str, Any], name: str) -> int | Sequence[int] | None:
+    """Return an argument that is the distance between layers, or has a number for each layer."""
+    value = arguments.get(name)
+    try:
+        value = ast.literal_eval(value) if isinstance(value, str) else value
+    except (SyntaxError, ValueError):
+        raise ValueError(f'{name}={value!r:.80} is neither a number nor a list of them') from None
+    if isinstance(value, Sequence) and len(value) != arguments['num_layers']:
+        raise ValueError(
+            f'{name} has {len(value)} numbers, and num_layers={arguments["num_layers"]}'
+        )
+    return value
+
+
+def _is_chosen(frequency: int | Sequence[int] | None, layer: int, *, mark: int) -> bool:
+    """Return whether a layer is one of every so many, or has this mark in a list."""
+    if isinstance(frequency, int):
+        return (layer + 1) % frequency == 0
+    return frequency is not None and frequency[layer] == mark

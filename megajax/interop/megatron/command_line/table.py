@@ -29,9 +29,10 @@ READ: Mapping[type, str] = {
         loss_scale initial_loss_scale mask_prob exit_duration_in_mins
     """,
     str: """
-        position_embedding_type normalization recompute_granularity fp8_format fp8_recipe
+        position_embedding_type window_size window_attn_skip_freq no_rope_freq
+        normalization recompute_granularity fp8_format fp8_recipe
         lr_decay_style lr_wsd_decay_style weight_decay_incr_style optimizer
-        softmax_type cp_comm_type data_parallel_sharding_strategy exp_avg_dtype exp_avg_sq_dtype
+        cp_comm_type data_parallel_sharding_strategy exp_avg_dtype exp_avg_sq_dtype
         split tokenizer_type tokenizer_model vocab_file load save wandb_project dataloader_type
     """,
     bool: """
@@ -195,7 +196,7 @@ NO_MEANING: Mapping[str, str] = {
         moe_layer_freq moe_expert_capacity_factor moe_pad_expert_input_to_capacity
         moe_token_drop_policy moe_layer_recompute moe_extended_tp moe_input_jitter_eps
         moe_per_layer_logging moe_ffn_hidden_size moe_shared_expert_intermediate_size
-        q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim window_attn_skip_freq
+        q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
         sgd_momentum short_seq_prob use_tokenizer_from_checkpoint_args
     """,
 }
@@ -263,6 +264,8 @@ KEYS = """
     model.norm: normalization
     model.activation: swiglu openai_gelu bias_gelu_fusion
     model.position: position_embedding_type
+    model.window: window_size
+    model.layers: window_attn_skip_freq no_rope_freq
     model.rope_theta: rotary_base
     model.rotary_fraction: rotary_percent
     model.rope_scaling: use_rope_scaling rope_scaling_factor

@@ -31,7 +31,6 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'fp8_recipe': (('delayed',), 'scaling is delayed: give delayed'),
     'cp_comm_type': (('p2p', 'all_gather'), 'give p2p, which is a ring, or all_gather'),
     'dataloader_type': (('single',), 'samples are read in their order: give single'),
-    'softmax_type': (('vanilla',), 'give vanilla'),
     'expert_model_parallel_size': (
         (1,),
         'only dense models are supported: leave it out',
