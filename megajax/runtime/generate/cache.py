@@ -2,8 +2,9 @@
 
 The cache is sharded like attention: complete key/value heads over `model`, and sequences over
 `data`. It therefore adds no communication, and a token costs Megatron's two all-reduces per layer.
-Prompts of different lengths end at the same cache position, and each sequence knows its first one:
-all sequences then write the same position, in place.
+Prompts of different lengths end at the same slot, and each sequence knows its first one: all
+sequences then write the same slot, in place. A layer with a sliding window caches as many tokens as
+its window has: a new token replaces the one that has left the window.
 """
 
 from typing import NamedTuple
@@ -27,21 +28,27 @@ class KeysValues(NamedTuple):
     v_BKYH: jax.Array
 
 
-def prefill(layout: Layout, segment_BS: jax.Array, num_slots: int) -> Core[KeysValues]:
+def prefill(
+    layout: Layout, segment_BS: jax.Array, num_slots: int, window: int | None = None
+) -> Core[KeysValues]:
     """Return the attention core for full prompts, each within its segment.
 
-    It caches the prompts' keys and values, which fill the first of `num_slots` positions.
+    It caches the prompts' keys and values, which fill the first of `num_slots` slots. With a
+    `window` it caches the last tokens alone: slot s is position s modulo the cache's length.
     """
+    size = min(num_slots, window or num_slots)
 
     def core(
         q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
     ) -> tuple[jax.Array, KeysValues]:
-        o_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, layout, segment_RS=segment_BS)
+        o_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, layout, segment_RS=segment_BS, window=window)
         return o_BSNH, KeysValues(slots(k_BSKH), slots(v_BSKH))
 
     def slots(k_BSKH: jax.Array) -> jax.Array:
         k_BKSH = jnp.swapaxes(k_BSKH, 1, 2)
-        return jnp.pad(k_BKSH, ((0, 0), (0, 0), (0, num_slots - k_BKSH.shape[2]), (0, 0)))
+        if (left_out := k_BKSH.shape[2] - size) > 0:
+            return jnp.roll(k_BKSH[:, :, left_out:], left_out % size, axis=2)
+        return jnp.pad(k_BKSH, ((0, 0), (0, 0), (0, -left_out), (0, 0)))
 
     return core
 
@@ -52,16 +59,21 @@ def decode(
     slot: jax.Array,
     first_B: jax.Array,
     is_empty_BY: jax.Array | None = None,
+    window: int | None = None,
 ) -> Core[KeysValues]:
-    """Return the attention core for one token per sequence, at cache position `slot`.
+    """Return the attention core for one token per sequence, at `slot`.
 
-    The token attends to its sequence's cache positions that are not empty. The core returns the
-    token's own keys and values [B, K, 1, H], for `write`.
+    The token attends to its sequence's slots that are in its window and not empty. The core returns
+    the token's own keys and values [B, K, 1, H], for `write`.
     """
-    slot_1Y = jnp.arange(cache.k_BKYH.shape[2])[None]
-    read_BY = (first_B[:, None] <= slot_1Y) & (slot_1Y < slot)
+    size = cache.k_BKYH.shape[2]
+    # The last slot before this one that was written to each position, negative if none was.
+    slot_Y = slot - 1 - (slot - 1 - jnp.arange(size)) % size
+    read_BY = first_B[:, None] <= slot_Y[None]
+    if window is not None:
+        read_BY &= (slot_Y > slot - window)[None]
     if is_empty_BY is not None:
-        read_BY &= ~is_empty_BY
+        read_BY &= ~is_empty_BY.at[:, slot_Y].get(out_sharding=layout('B-'))
 
     def core(
         q_B1NH: jax.Array, k_B1KH: jax.Array, v_B1KH: jax.Array
@@ -79,7 +91,7 @@ def write(cache: KeysValues, own: KeysValues, slot: jax.Array) -> KeysValues:
     """
     return KeysValues(
         *(
-            lax.dynamic_update_slice_in_dim(x, new, slot, axis=2)
+            lax.dynamic_update_slice_in_dim(x, new, slot % x.shape[2], axis=2)
             for x, new in zip(cache, own, strict=True)
         )
     )

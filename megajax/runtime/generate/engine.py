@@ -18,7 +18,7 @@ from megajax.core.config import Config
 from megajax.core.model.attention import Core
 from megajax.core.model.cross_attention import Seen
 from megajax.core.model.rows import Rows
-from megajax.core.model.stack import add_deep
+from megajax.core.model.stack import add_deep, at_place
 from megajax.core.model.transformer import LanguageModel
 from megajax.core.parallel.layout import Layout
 from megajax.runtime.generate.cache import KeysValues, decode, prefill, write
@@ -66,6 +66,8 @@ class Engine:
         self.config = config = inference_config(config)
         self._layout = Layout.of(config)
         self._graphs = graphs(config)
+        model = config.model
+        self._windows = [model.layer_config(i).window for i in range(model.num_layers)]
         options = workarounds(target)
         self.look = jax.jit(self._look, compiler_options=options)
         self.read = jax.jit(
@@ -117,7 +119,7 @@ class Engine:
         token_BS = jax.reshard(batch.token_BS, layout('BS'))
         first_B = token_BS.shape[1] - jax.reshard(batch.length_B, layout('B'))
         x_BSD, position_BS, segment_BS, deep_BSAD, seen, is_empty_BS, tokens_BIR = prompts
-        cores = [prefill(layout, segment_BS, num_slots)] * len(weights.layers)
+        cores = (prefill(layout, segment_BS, num_slots, window) for window in self._windows)
         beside = Rows(position_BS, deep_BTAD=deep_BSAD)
         x_BSD, caches = self._run_layers(weights, x_BSD, cores, beside, seen)
         rows = DecodeState(
@@ -187,8 +189,8 @@ class Engine:
         dtype, beside = self.config.train.compute_dtype, Rows(position_B1)
         x_B1D = decoder.embed(rows.token_B[:, None], dtype, beside)  # all-reduce
         cores = (
-            decode(self._layout, cache, rows.slot, rows.first_B, rows.is_empty_BY)
-            for cache in rows.caches
+            decode(self._layout, cache, rows.slot, rows.first_B, rows.is_empty_BY, window)
+            for cache, window in zip(rows.caches, self._windows, strict=True)
         )
         x_B1D, owns = self._run_layers(weights, x_B1D, cores, beside, rows.seen)
         new, token_B = self._sample(decoder, x_B1D, rows, seed, end_ids, sampling)
@@ -211,7 +213,8 @@ class Engine:
         """Return the residual stream after all layers, and each layer's keys and values."""
         kept = list[KeysValues]()
         for index, (layer, core) in enumerate(zip(weights.layers, cores, strict=True)):
-            x_BSD, own = nnx.merge(self._graphs.block, layer)(x_BSD, core, rows)
+            block = at_place(nnx.merge(self._graphs.block, layer), index)
+            x_BSD, own = block(x_BSD, core, rows)
             x_BSD = add_deep(x_BSD, rows.deep_BTAD, index)
             x_BSD = self._attend_to_images(weights, x_BSD, index, seen)
             kept.append(own)

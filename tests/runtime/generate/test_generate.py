@@ -191,8 +191,10 @@ def test_a_token_costs_two_all_reduces_a_layer(
         assert_collectives(one_token, weights, rows, model=model_axis, data={})
 
 
-def test_a_token_copies_neither_the_cache_nor_a_weight() -> None:
-    config = small('gpt', 1, 2)
+@pytest.mark.parametrize('lengths', [(64, 64), (24, 64)], ids=['full', 'window'])
+def test_a_token_copies_neither_the_cache_nor_a_weight(lengths: tuple[int, int]) -> None:
+    kinds = [{} if length == 64 else {'window': length} for length in lengths]
+    config = small('gpt', 1, 2, layers=kinds)
     with on_mesh(config):
         weights, rows = abstract_rows(config, 4)
         wanted_B = np.ones(4, bool)
@@ -210,19 +212,15 @@ def test_a_token_copies_neither_the_cache_nor_a_weight() -> None:
             .compile({'xla_backend_optimization_level': 2})
         )
     text = compiled.as_text()
-    cache, head = '4,4,64,8', '512,64'  # on one of two devices
-    assert f'f32[{cache}]' in text
-    assert f'f32[{head}]' in text
+    # On one of two devices: the caches and the head.
+    large = [f'[4,4,{length},8]' for length in lengths] + ['[512,64]']
+    assert all(f'f32{shape}' in text for shape in large)
     moved = [
         line
         for line in text.splitlines()
         if any(f' {op}(' in line for op in ('copy', 'transpose', 'convert'))
     ]
-    assert not [
-        line
-        for line in moved
-        if f'[{cache}]' in line.split('(')[0] or f'[{head}]' in line.split('(')[0]
-    ]
+    assert not [line for line in moved for shape in large if shape in line.split('(')[0]]
     aliased = text.splitlines()[0].count('may-alias') + text.splitlines()[0].count('must-alias')
     assert aliased >= 2 * config.model.num_layers
 
