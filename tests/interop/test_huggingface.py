@@ -277,8 +277,8 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
         (
             'llama2',
             'rope_parameters',
-            {'rope_type': 'yarn', 'factor': 4.0},
-            'rope_parameters.rope_type: "yarn": only',
+            {'rope_type': 'longrope', 'factor': 4.0},
+            'rope_parameters.rope_type: "longrope": only',
         ),
         (
             'llama2',

@@ -57,6 +57,18 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             'rope_parameters': ROPE | {'original_max_position_embeddings': 8},
         },
     ),
+    'llama, YaRN': (
+        'llama',
+        SIZES
+        | {
+            'num_key_value_heads': 1,
+            'head_dim': 16,
+            'rope_parameters': {
+                **{'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0, 'truncate': False},
+                **{'original_max_position_embeddings': 8, 'beta_fast': 2.0, 'beta_slow': 0.5},
+            },
+        },
+    ),
     'mistral, window unused': ('mistral', SIZES | {'num_key_value_heads': 2, 'sliding_window': 32}),
     'qwen2, more heads': (
         'qwen2',

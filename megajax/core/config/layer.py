@@ -1,12 +1,17 @@
 """The keys of a config that may differ from layer to layer (`model.layers`), and rotary scaling."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, SerializerFunctionWrapHandler, model_serializer
 
-from megajax.core.config.section import Layers, Section, Tokens
+from megajax.core.config.section import Layers, Section, Tokens, follows
+
+
+def _attention_factor(data: dict[str, Any]) -> float:
+    return 0.1 * math.log(data['factor']) + 1.0 if data['type'] == 'yarn' else 1.0
 
 
 def _of_model(key: str, default: Any) -> Any:
@@ -17,14 +22,15 @@ def _of_model(key: str, default: Any) -> Any:
 class RopeScaling(Section):
     """Scaling of the rotary frequencies for sequences longer than in pre-training.
 
-    `linear` divides all frequencies by `factor`, `llama3` only the low ones. With llama3,
-    wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched, wavelengths
-    below `original_max_seq_len / high_freq_factor` do not change, and in between the factor grows
-    smoothly. The defaults are Llama 3.1's.
+    `linear` divides all frequencies by `factor`, `llama3` and `yarn` only the low ones. With
+    llama3, wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched,
+    wavelengths below `original_max_seq_len / high_freq_factor` do not change, and in between the
+    factor grows smoothly. yarn does the same with `beta_slow` and `beta_fast`, and scales the
+    attention scores. The defaults are Llama 3.1's and YaRN's.
     """
 
-    type: Literal['linear', 'llama3']
-    """Which frequencies are scaled: all (linear), or the low ones (llama3)."""
+    type: Literal['linear', 'llama3', 'yarn']
+    """Which frequencies are scaled: all (linear), or the low ones (llama3, yarn)."""
     factor: PositiveFloat
     """Divisor of the scaled frequencies."""
     low_freq_factor: PositiveFloat = 1.0
@@ -32,7 +38,17 @@ class RopeScaling(Section):
     high_freq_factor: PositiveFloat = 4.0
     """Wavelengths below original_max_seq_len / high_freq_factor are unchanged (llama3)."""
     original_max_seq_len: Tokens = 8192
-    """Longest sequence in pre-training (llama3)."""
+    """Longest sequence in pre-training (llama3, yarn); yarn has no default."""
+    beta_fast: PositiveFloat = 32.0
+    """Wavelengths below original_max_seq_len / beta_fast are unchanged (yarn)."""
+    beta_slow: PositiveFloat = 1.0
+    """Wavelengths above original_max_seq_len / beta_slow are stretched (yarn)."""
+    truncate: bool = True
+    """Whether the range between beta_fast and beta_slow is widened to whole rotary pairs (yarn)."""
+    attention_factor: PositiveFloat = follows(
+        "1 + 0.1 * log(factor) if type == 'yarn' else 1", _attention_factor
+    )
+    """Factor of the rotated dims of queries and keys, and so its square of their scores (yarn)."""
 
 
 class LayerConfig(Section):

@@ -11,13 +11,13 @@ from megajax.core.config import (
     mesh_rules,
     overlap_rules,
     relevance_rules,
+    rope_rules,
     vision_rules,
 )
 from megajax.core.config.conflicts import excluded
 from megajax.core.config.divisors import divides, divisors, multiples, nearest
 
 if TYPE_CHECKING:
-    from megajax.core.config.model import ModelConfig
     from megajax.core.config.schema import Config, OptimConfig
 
 
@@ -31,8 +31,8 @@ def incompatibilities(config: 'Config') -> list[Problem]:
         layer_rules.of_pattern,
         layer_rules.of_positions,
         _heads,
-        _rope,
-        _rotary_fraction,
+        rope_rules.of_scaling,
+        rope_rules.of_fraction,
         _kv_heads,
         _widths,
         _batches,
@@ -73,46 +73,6 @@ def _heads(config: 'Config') -> Iterator[Problem]:
             f'use {multiples(model.head_dim, 2)}'
         )
         yield Problem(path='model.head_dim', message=message, others=('model.position',))
-
-
-def _rope(config: 'Config') -> Iterator[Problem]:
-    scaling = config.model.rope_scaling
-    if scaling is None:
-        return
-    if scaling.type == 'llama3' and scaling.high_freq_factor <= scaling.low_freq_factor:
-        message = (
-            f'high_freq_factor {scaling.high_freq_factor} must be above '
-            f'low_freq_factor {scaling.low_freq_factor}'
-        )
-        yield Problem(path='model.rope_scaling', message=message)
-
-
-def _rotary_fraction(config: 'Config') -> Iterator[Problem]:
-    model, path = config.model, 'model.rotary_fraction'
-    if model.rotary_fraction == 1:
-        return
-    if model.position != 'rope':
-        message = (
-            f'{model.rotary_fraction} needs model.position=rope, not {model.position}; remove it'
-        )
-        yield Problem(path=path, message=message, others=('model.position',))
-    elif model.rotary_dim % 2 or not model.rotary_dim:
-        message = (
-            f'{model.rotary_fraction} of model.head_dim={model.head_dim} is {model.rotary_dim} '
-            f'dims, but they are rotated in pairs; use {_near_fractions(model)}'
-        )
-        yield Problem(path=path, message=message, others=('model.head_dim',))
-
-
-def _near_fractions(model: 'ModelConfig') -> str:
-    """Return the nearest fractions of the head dim that are an even number of dims, as text."""
-    head_dim, below = model.head_dim, model.rotary_dim // 2 * 2
-    return ' or '.join(
-        # Rounded in floating point, n / head_dim of head_dim may be just below n.
-        str(next(x for x in (n / head_dim, math.nextafter(n / head_dim, 1)) if head_dim * x >= n))
-        for n in (below, below + 2)
-        if 0 < n <= head_dim
-    )
 
 
 def _kv_heads(config: 'Config') -> Iterator[Problem]:

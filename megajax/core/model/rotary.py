@@ -35,6 +35,9 @@ def rotate(
         for i in range(len(frequency))
     )
     cos, sin = jnp.cos(angle), jnp.sin(angle)
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.attention_factor != 1:
+        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
     return _rotate(q_RSNH, cos, sin), _rotate(k_RSKH, cos, sin)
 
 
@@ -63,7 +66,7 @@ def position_frequencies(config: ModelConfig) -> jax.Array:
 def frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
     """The angle in radians by which each pair rotates from one token to the next, fp32 [pairs].
 
-    `scaling` is applied as in Llama 3.1 (2024).
+    `scaling` is applied as in Llama 3.1 (2024), or as in YaRN (Peng et al., 2023).
     """
     half = rotary_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -71,11 +74,35 @@ def frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> j
         return frequency
     if scaling.type == 'linear':
         return frequency / scaling.factor
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    # Full turns within the sequence length of the original training.
-    turns = scaling.original_max_seq_len * frequency / (2 * math.pi)
-    unscaled = jnp.clip((turns - low) / (high - low), 0, 1)
+    unscaled: jax.Array | np.ndarray
+    if scaling.type == 'yarn':
+        unscaled = _unscaled_of_yarn(rotary_dim, theta, scaling)
+    else:
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        # Full turns within the sequence length of the original training.
+        turns = scaling.original_max_seq_len * frequency / (2 * math.pi)
+        unscaled = jnp.clip((turns - low) / (high - low), 0, 1)
     return frequency * (unscaled + (1 - unscaled) / scaling.factor)
+
+
+def _unscaled_of_yarn(rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """Return each pair's share of its own frequency, fp32 [pairs].
+
+    It falls linearly in the index of the pair, from the pair with `beta_fast` turns within the
+    original sequence length to the pair with `beta_slow`.
+    """
+
+    def pair_with(turns: float) -> float:
+        wavelength = scaling.original_max_seq_len / turns
+        return rotary_dim / 2 * math.log(wavelength / (2 * math.pi)) / math.log(theta)
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # These limits, which are not the first and the last pair, are the ones in transformers.
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    pair = np.arange(rotary_dim // 2, dtype=np.float32)
+    return 1 - np.clip((pair - low) / (high - low or 0.001), 0, 1)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -10,63 +10,113 @@ ROPE = frozenset(
     {'rope_type', 'type', 'rope_theta', 'factor', 'low_freq_factor', 'high_freq_factor'}
     | {'original_max_position_embeddings', 'partial_rotary_factor'}
 )
+LENGTH = {'original_max_seq_len': 'original_max_position_embeddings'}
+FREQUENCIES = {name: name for name in ('low_freq_factor', 'high_freq_factor')}
+# For each type, the keys of `rope_scaling` and their names in transformers, all required.
+REQUIRED: Mapping[str, Mapping[str, str]] = {
+    'linear': {'factor': 'factor'},
+    'llama3': {'factor': 'factor', **FREQUENCIES, **LENGTH},
+    'yarn': {'factor': 'factor', **LENGTH},
+}
+OPTIONAL = {'yarn': ('beta_fast', 'beta_slow', 'attention_factor', 'truncate')}
 
 
-def read_rope(read: Reader, own: Iterable[str] = ()) -> Keys:
-    """Read theta and scaling of the rotary embedding.
+def read_rope(read: Reader, own: Iterable[str] = (), *, fraction: float | None = None) -> Keys:
+    """Read the rotary embedding of a model whose layers all have the same.
 
-    transformers 5 has them in `rope_parameters`, earlier versions in `rope_theta` and
+    transformers 5 has its settings in `rope_parameters`, earlier versions in `rope_theta` and
     `rope_scaling`. They may also have a family's `own` names, which the family reads itself.
+    `fraction` is the family's default of partial_rotary_factor. With None, transformers rotates all
+    of a head in this family.
     """
-    read.only('partial_rotary_factor', 1, default=1)
-    old = read.get('rope_theta', 10000.0), read.get('rope_scaling', None) or {}
+    theta, old = read.get('rope_theta', 10000.0), read.get('rope_scaling', None) or {}
     new = read.get('rope_parameters', None)
-    key, scaling = ('rope_scaling', old[1]) if new is None else ('rope_parameters', new)
-    if not isinstance(scaling, Mapping):
-        read.refuse(key, scaling, 'only an object is supported')
+    key, given = ('rope_scaling', old) if new is None else ('rope_parameters', new)
+    if not isinstance(given, Mapping):
+        read.refuse(key, given, 'only an object is supported')
         return {}
-    for name in scaling.keys() - ROPE - {*own}:
-        per_layer = isinstance(scaling[name], Mapping)
-        why = 'only one rope for all layers is supported' if per_layer else 'is not supported'
-        read.refuse(f'{key}.{name}', scaling[name], why)
-    where = f'{key}.rope_theta' if 'rope_theta' in scaling else 'rope_theta'
-    theta = read.checked(where, scaling.get('rope_theta', old[0]), 'model.rope_theta')
+    if new is not None and 'rope_theta' not in {*given, *read.keys}:
+        read.problems.append(f'{read.file}: {key}.rope_theta: required, and missing')
+    return read_parameters(read, key, given, theta, own, fraction=fraction)
+
+
+def read_parameters(
+    read: Reader,
+    key: str,
+    given: Mapping[str, Any],
+    theta: Any,
+    own: Iterable[str] = (),
+    *,
+    fraction: float | None = None,
+    per_layer: bool = False,
+) -> Keys:
+    """Read one object of rotary settings, which is in config.json under `key`.
+
+    Returns `rope_theta`, `rope_scaling` if there is a scaling and, in a family with a `fraction`,
+    `rotary_fraction`. `theta` is the rope_theta of an object that has none. `per_layer` says that
+    transformers keeps one such object for each type of layer.
+    """
+    kind = given.get('rope_type', given.get('type', 'default'))
+    optional = OPTIONAL.get(kind, ()) if isinstance(kind, str) else ()
+    for name in given.keys() - ROPE - {*own, *optional}:
+        is_nested = isinstance(given[name], Mapping)
+        why = 'only one rope for all layers is supported' if is_nested else 'is not supported'
+        read.refuse(f'{key}.{name}', given[name], why)
+    where = f'{key}.rope_theta' if 'rope_theta' in given else 'rope_theta'
+    theta = read.checked(where, given.get('rope_theta', theta), 'model.rope_theta')
     if theta is None:
         return {}
-    theta = float(theta)
-    if new is not None and 'rope_theta' not in {*scaling, *read.keys}:
-        read.problems.append(f'{read.file}: {key}.rope_theta: required, and missing')
-    kind = scaling.get('rope_type', scaling.get('type', 'default'))
-    if scaling.get('partial_rotary_factor', 1) != 1:
-        read.refuse(
-            f'{key}.partial_rotary_factor', scaling['partial_rotary_factor'], 'only 1 is supported'
-        )
+    keys: Keys = {'rope_theta': float(theta), **_read_fraction(read, key, given, fraction)}
     if kind == 'default':
-        return {'rope_theta': theta}
-    if kind not in ('linear', 'llama3'):
-        read.refuse(f'{key}.rope_type', kind, 'only "default", "linear" and "llama3" are supported')
+        return keys
+    if not isinstance(kind, str) or kind not in REQUIRED:
+        supported = 'only "default", "linear", "llama3" and "yarn" are supported'
+        read.refuse(f'{key}.rope_type', kind, supported)
         return {}
-    wanted = {'factor': 'factor'}
-    if kind == 'llama3':
-        wanted |= {'low_freq_factor': 'low_freq_factor', 'high_freq_factor': 'high_freq_factor'}
-        wanted |= {'original_max_seq_len': 'original_max_position_embeddings'}
-    if missing := [name for name in wanted.values() if name not in scaling]:
+    wanted = REQUIRED[kind]
+    if missing := [name for name in wanted.values() if name not in given]:
         read.problems.append(
             f'{read.file}: {key}.{missing[0]}: required by rope_type {kind}, and missing'
         )
         return {}
-    return {
-        'rope_theta': theta,
-        'rope_scaling': {'type': kind}
-        | {
-            ours: read.checked(f'{key}.{name}', _number(scaling[name]), f'rope_scaling.{ours}')
-            for ours, name in wanted.items()
-        },
+    if per_layer and given.get('truncate', True) is not True:  # transformers does not look there
+        read.refuse(f'{key}.truncate', given['truncate'], 'only true is supported for each layer')
+    for name in optional:  # null is a default in transformers, but a false `truncate`
+        if name in given and (name == 'truncate' or given[name] is not None):
+            wanted = {**wanted, name: name}
+    scaling = {
+        ours: read.checked(f'{key}.{name}', _number(given[name]), f'rope_scaling.{ours}')
+        for ours, name in wanted.items()
     }
+    return keys | {'rope_scaling': {'type': kind} | scaling}
+
+
+def _read_fraction(
+    read: Reader, key: str, given: Mapping[str, Any], fraction: float | None
+) -> Keys:
+    name = 'partial_rotary_factor'
+    own = read.get(name, 1 if fraction is None else fraction)
+    where, value = (f'{key}.{name}', given[name]) if name in given else (name, own)
+    if fraction is not None:
+        return {'rotary_fraction': read.checked(where, value, 'model.rotary_fraction')}
+    if value != 1:
+        read.refuse(where, value, 'only 1 is supported')
+    return {}
 
 
 def _number(x: Any) -> Any:
     return int(x) if isinstance(x, float) and x.is_integer() else x
+
+
+def write_parameters(model: ModelConfig) -> Keys:
+    """Return the rotary settings of a model as one object, as in transformers 5.
+
+    It has no partial_rotary_factor, which a family that supports it writes itself.
+    """
+    return {
+        **(write_scaling(model) or {'rope_type': 'default'}),
+        'rope_theta': model.rope_theta,
+    }
 
 
 def write_scaling(model: ModelConfig) -> Keys | None:
@@ -74,11 +124,8 @@ def write_scaling(model: ModelConfig) -> Keys | None:
     scaling = model.rope_scaling
     if scaling is None:
         return None
-    keys: Keys = {'rope_type': scaling.type, 'factor': scaling.factor}
-    if scaling.type == 'llama3':
-        keys |= {
-            'low_freq_factor': scaling.low_freq_factor,
-            'high_freq_factor': scaling.high_freq_factor,
-        }
-        keys |= {'original_max_position_embeddings': scaling.original_max_seq_len}
-    return keys
+    optional = {name: name for name in OPTIONAL.get(scaling.type, ())}
+    wanted = {**REQUIRED[scaling.type], **optional}
+    return {'rope_type': scaling.type} | {
+        name: getattr(scaling, ours) for ours, name in wanted.items()
+    }

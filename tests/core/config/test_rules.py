@@ -321,6 +321,48 @@ def problems(*overrides: str) -> list[Problem]:
             'needs model.position=rope, not learned; remove it',
             'model.position=rope',
         ),
+        (
+            'model.position=rope model.rope_scaling={"type":"yarn","factor":8}',
+            'model.rope_scaling',
+            'yarn needs original_max_seq_len, the longest sequence in pre-training; add it',
+            'model.rope_scaling={"type":"yarn","factor":8,"original_max_seq_len":4096}',
+        ),
+        (
+            (
+                'model.position=rope '
+                'model.rope_scaling={"type":"yarn","factor":0.5,"original_max_seq_len":64}'
+            ),
+            'model.rope_scaling',
+            'use at least 1',
+            'model.rope_scaling={"type":"yarn","factor":1,"original_max_seq_len":64}',
+        ),
+        (
+            (
+                'model.position=rope '
+                'model.rope_scaling={"type":"yarn","factor":8,"original_max_seq_len":64,"beta_fast":1}'
+            ),
+            'model.rope_scaling',
+            'beta_fast 1.0 must be above beta_slow 1.0',
+            'model.rope_scaling={"type":"yarn","factor":8,"original_max_seq_len":64}',
+        ),
+        (
+            (
+                'model.position=rope '
+                'model.rope_scaling={"type":"llama3","factor":8,"attention_factor":2}'
+            ),
+            'model.rope_scaling',
+            'attention_factor has no effect with type=llama3; remove it, or use type=yarn',
+            'model.rope_scaling={"type":"llama3","factor":8}',
+        ),
+        (
+            (
+                'model.position=rope model.rope_theta=1 '
+                'model.rope_scaling={"type":"yarn","factor":8,"original_max_seq_len":64}'
+            ),
+            'model.rope_theta',
+            'rope_theta 1.0 must be above 1 with yarn; use 10000.0',
+            'model.rope_theta=10000.0',
+        ),
         ('data.split=95,5', 'data.split', "use for example '95,5,0'", 'data.split=95,5,0'),
         ('data.split=0,95,5', 'data.split', "use for example '95,5,0'", 'data.split=1,0,0'),
     ],

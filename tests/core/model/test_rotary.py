@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.core.config import ModelConfig
-from megajax.core.model.rotary import rotate
+from megajax.core.config import ModelConfig, RopeScaling
+from megajax.core.model.rotary import frequencies, rotate
 
 
 def make_model(head_dim: int, **keys: Any) -> ModelConfig:
@@ -55,3 +55,53 @@ def test_a_fraction_of_the_head_dim_is_rotated_as_in_transformers(half, theta, s
         np.testing.assert_allclose(actual, expected, atol=2e-5)
         passed = actual[..., model.rotary_dim :], x[..., model.rotary_dim :]
         np.testing.assert_array_equal(*passed)
+
+
+def yarn_of_transformers(dim: int, theta: float, scaling: dict[str, Any], length: int) -> Any:
+    """Return transformers' inverse frequencies and attention factor."""
+    pytest.importorskip('torch')
+    pytest.importorskip('transformers')
+    rope = importlib.import_module('transformers.modeling_rope_utils')
+    llama = importlib.import_module('transformers.models.llama.configuration_llama')
+    parameters = {'rope_type': 'yarn', 'rope_theta': theta, **scaling}
+    parameters['original_max_position_embeddings'] = length
+    config = llama.LlamaConfig(
+        hidden_size=2 * dim, num_attention_heads=2, head_dim=dim, rope_parameters=parameters
+    )
+    return rope.ROPE_INIT_FUNCTIONS['yarn'](config)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    half=st.integers(1, 128),
+    theta=st.floats(1.5, 1e7),
+    length=st.integers(1, 2**20),
+    scaling=st.fixed_dictionaries(
+        {'factor': st.floats(1, 64)},
+        optional={
+            'beta_fast': st.floats(1.01, 100),
+            'beta_slow': st.floats(0.01, 1),
+            'attention_factor': st.floats(0.5, 2),
+            'truncate': st.booleans(),
+        },
+    ),
+)
+def test_yarn_has_the_frequencies_and_the_attention_factor_of_transformers(
+    half, theta, length, scaling
+) -> None:
+    ours = RopeScaling(type='yarn', original_max_seq_len=length, **scaling)
+    expected, attention_factor = yarn_of_transformers(2 * half, theta, scaling, length)
+    np.testing.assert_allclose(frequencies(2 * half, theta, ours), expected.numpy(), rtol=1e-5)
+    assert ours.attention_factor == attention_factor
+
+
+def test_the_attention_factor_multiplies_what_is_rotated_alone() -> None:
+    scaling = {'type': 'yarn', 'factor': 4.0, 'original_max_seq_len': 64}
+    x = heads_of(16)
+    plain, scaled = (
+        make_model(16, rotary_fraction=0.5, rope_scaling=RopeScaling(**scaling, **more))
+        for more in ({'attention_factor': 1.0}, {})
+    )
+    expected = np.array(rotate(x, x, None, plain)[0])
+    expected[..., :8] *= 1 + 0.1 * np.log(4)
+    np.testing.assert_allclose(rotate(x, x, None, scaled)[0], expected, rtol=1e-5)

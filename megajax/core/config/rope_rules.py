@@ -1,0 +1,82 @@
+"""Check the scaling of rotary frequencies, and the share of a head that is rotated."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megajax.base.errors import Problem
+from megajax.core.config.layer import RopeScaling
+from megajax.core.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from megajax.core.config.schema import Config
+
+OF_YARN = ('beta_fast', 'beta_slow', 'truncate', 'attention_factor')
+
+
+def of_scaling(config: 'Config') -> Iterator[Problem]:
+    """Check `rope_scaling`, of the model and of the layers of its pattern."""
+    model = config.model
+    every = (model, *model.pattern)
+    for scaling in dict.fromkeys(layer.rope_scaling for layer in every if layer.rope_scaling):
+        path = 'model.rope_scaling' if scaling == model.rope_scaling else 'model.layers'
+        for message in _faults(scaling):
+            yield Problem(path=path, message=message)
+    for layer in every:
+        if layer.rope_scaling and layer.rope_scaling.type == 'yarn' and layer.rope_theta <= 1:
+            path = 'model.rope_theta' if layer.rope_theta == model.rope_theta else 'model.layers'
+            message = f'rope_theta {layer.rope_theta} must be above 1 with yarn; use 10000.0'
+            yield Problem(path=path, message=message, others=('model.rope_scaling',))
+            return
+
+
+def _faults(scaling: RopeScaling) -> Iterator[str]:
+    if scaling.type == 'llama3' and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield (
+            f'high_freq_factor {scaling.high_freq_factor} must be above '
+            f'low_freq_factor {scaling.low_freq_factor}'
+        )
+    if scaling.type != 'yarn':
+        plain = RopeScaling(type=scaling.type, factor=scaling.factor)
+        for name in OF_YARN:
+            if getattr(scaling, name) != getattr(plain, name):
+                yield f'{name} has no effect with type={scaling.type}; remove it, or use type=yarn'
+        return
+    if 'original_max_seq_len' not in scaling.model_fields_set:
+        yield (
+            'yarn needs original_max_seq_len, the longest sequence in pre-training; '
+            'add it, for example original_max_seq_len=4096'
+        )
+    if scaling.factor < 1:
+        yield f'factor {scaling.factor} would shorten sequences; use at least 1'
+    if scaling.beta_fast <= scaling.beta_slow:
+        yield f'beta_fast {scaling.beta_fast} must be above beta_slow {scaling.beta_slow}'
+
+
+def of_fraction(config: 'Config') -> Iterator[Problem]:
+    """Check that `model.rotary_fraction` of a head dim is an even number of dims."""
+    model, path = config.model, 'model.rotary_fraction'
+    if model.rotary_fraction == 1:
+        return
+    if all(layer.position != 'rope' for layer in model.pattern):
+        message = (
+            f'{model.rotary_fraction} needs model.position=rope, not {model.position}; remove it'
+        )
+        yield Problem(path=path, message=message, others=('model.position',))
+    elif model.rotary_dim % 2 or not model.rotary_dim:
+        message = (
+            f'{model.rotary_fraction} of model.head_dim={model.head_dim} is {model.rotary_dim} '
+            f'dims, but they are rotated in pairs; use {_near_fractions(model)}'
+        )
+        yield Problem(path=path, message=message, others=('model.head_dim',))
+
+
+def _near_fractions(model: ModelConfig) -> str:
+    """Return the nearest fractions of the head dim that are an even number of dims, as text."""
+    head_dim, below = model.head_dim, model.rotary_dim // 2 * 2
+    return ' or '.join(
+        # Rounded in floating point, n / head_dim of head_dim may be just below n.
+        str(next(x for x in (n / head_dim, math.nextafter(n / head_dim, 1)) if head_dim * x >= n))
+        for n in (below, below + 2)
+        if 0 < n <= head_dim
+    )

@@ -1,0 +1,86 @@
+"""The rotary settings of a config.json, as transformers reads them."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from interop.stored import DATA
+
+from megajax.core.config import ModelConfig
+from megajax.interop.huggingface.families import read_family, write_family
+from megajax.interop.huggingface.reader import Keys, Reader
+from megajax.interop.huggingface.rope import read_parameters, read_rope, write_parameters
+
+THETA = {'rope_theta': 5e5}
+YARN = THETA | {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 8}
+
+
+def read(keys: dict[str, Any], **settings: Any) -> tuple[Keys, list[str]]:
+    reader = Reader({'rope_theta': 1e4} | keys, 'config.json')
+    return read_rope(reader, **settings), reader.problems
+
+
+@pytest.mark.parametrize(
+    'own',
+    [
+        {},
+        {'attention_factor': None, 'beta_fast': None, 'beta_slow': None},
+        {'attention_factor': 1.5, 'beta_fast': 16.0, 'beta_slow': 2.0, 'truncate': False},
+    ],
+)
+def test_yarn_is_read_with_the_defaults_of_transformers_and_written(own: dict[str, Any]) -> None:
+    keys = json.loads((DATA / 'llama2' / 'config.json').read_text())
+    model = ModelConfig(**read_family(keys | {'rope_parameters': YARN | own}, '')[1])
+    assert write_parameters(model) == {
+        **YARN,
+        'attention_factor': 0.1 * math.log(4) + 1.0,
+        'beta_fast': 32.0,
+        'beta_slow': 1.0,
+        'truncate': True,
+        **{name: value for name, value in own.items() if value is not None},
+    }
+    written = write_family(model)[1]
+    assert ModelConfig(**read_family(written, '')[1]).rope_scaling == model.rope_scaling
+
+
+@pytest.mark.parametrize(
+    ('given', 'message'),
+    [
+        (
+            {'rope_theta': 1e4, 'rope_type': 'yarn', 'factor': 4.0},
+            'original_max_position_embeddings: required by rope_type yarn, and missing',
+        ),
+        (YARN | {'mscale': 0.707}, 'mscale: 0.707: is not supported'),
+        (YARN | {'mscale_all_dim': 1}, 'mscale_all_dim: 1: is not supported'),
+        (YARN | {'truncate': None}, 'truncate: must be true or false, not null'),
+        (YARN | {'factor': None}, 'factor: must be a valid number, not null'),
+        (YARN | {'rope_type': ['yarn']}, 'rope_type: ["yarn"]: only "default", "linear", "llama3"'),
+        (THETA | {'rope_type': 'llama3', 'beta_fast': 2}, 'beta_fast: 2: is not supported'),
+        (THETA | {'partial_rotary_factor': 0.5}, 'partial_rotary_factor: 0.5: only 1'),
+    ],
+)
+def test_a_setting_that_is_not_supported_is_named(given: dict[str, Any], message: str) -> None:
+    problems = read({'rope_parameters': given})[1]
+    assert f'config.json: rope_parameters.{message}' in '\n'.join(problems)
+
+
+def test_the_fraction_of_a_family_is_its_default_and_a_config_may_have_another() -> None:
+    top, inner = {'partial_rotary_factor': 0.25}, {'partial_rotary_factor': 0.75}
+    for keys, fraction in (
+        ({}, 0.5),
+        (top, 0.25),
+        (top | {'rope_parameters': THETA | inner}, 0.75),
+    ):
+        found, problems = read(keys, fraction=0.5)
+        assert (found['rotary_fraction'], problems) == (fraction, [])
+    _, (problem,) = read({'partial_rotary_factor': 2}, fraction=0.5)
+    assert 'partial_rotary_factor: must be less than or equal to 1, not 2' in problem
+
+
+def test_truncate_of_one_type_of_layers_is_refused_because_transformers_ignores_it() -> None:
+    reader, key = Reader({}, 'config.json'), 'rope_parameters.full_attention'
+    keys = read_parameters(reader, key, YARN | {'truncate': False}, 1e4, per_layer=True)
+    why = 'false: only true is supported for each layer'
+    assert reader.problems == [f'config.json: {key}.truncate: {why}']
+    assert keys['rope_theta'] == 5e5
