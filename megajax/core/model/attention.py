@@ -206,9 +206,8 @@ def _attend_in_blocks(
         return x.reshape(shape, out_sharding=jax.typeof(x).sharding.spec)
 
     def with_earlier(x: jax.Array) -> jax.Array:
-        """Each block and the one before, which for the first one is zeros."""
-        start = ((0, 0), (block, 0), *((0, 0) for _ in x.shape[2:]))
-        earlier = jnp.pad(x[:, :-block], start)
+        """Each block and the one before, which for the first one is the last, and masked."""
+        earlier = jnp.roll(x, block, axis=1)
         return jnp.concatenate([in_blocks(earlier), in_blocks(x)], axis=1)
 
     place = jnp.arange(length).reshape(-1, block)  # [blocks, S]

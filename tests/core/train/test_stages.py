@@ -6,9 +6,12 @@ Errors are relative to the largest element, see `support.relative_error`. The mo
 
 from typing import Any
 
+import jax
 import pytest
-from steps import Setting, evaluate, loss_and_gradients, train
-from support import assert_close, exhaustive, relative_error, slow
+from steps import Setting, batch_of, evaluate, loss_and_gradients, train
+from support import abstract_state, assert_close, exhaustive, on_mesh, relative_error, slow
+
+from megajax.core.train.gradients import make_loss_and_gradients
 
 LIMIT = 1e-6
 
@@ -30,6 +33,7 @@ SP = {'sequence_parallel': True}
         staged('llama', 2, model=2, **SP),
         exhaustive(staged('both_norms', 2, model=2, data=2, shard='optimizer', **SP)),
         slow(staged('llama', 2, 2, model=2, data=2, **SP)),
+        slow(staged('windows', 2, model=2, **SP, num_layers=6)),
         exhaustive(staged('gpt', 2)),
         exhaustive(staged('gpt', 2, model=2, num_layers=4, recompute='full')),
         exhaustive(staged('gpt', 2, 2, data=2, recompute='selective')),
@@ -57,6 +61,14 @@ def test_loss_and_gradients_are_those_without_stages(setting: Setting) -> None:
     )
     assert relative_error(loss, expected_loss) <= LIMIT
     assert_close(gradients, expected, LIMIT)
+
+
+def test_a_stage_keeps_the_residuals_of_windows_in_blocks() -> None:
+    setting = staged('windows', 2, num_layers=6)
+    with on_mesh(setting.config):
+        params, batch = abstract_state(setting.config).params, batch_of(setting)
+        loss_and_gradients = make_loss_and_gradients(setting.config)
+        jax.eval_shape(loss_and_gradients, params, batch, jax.random.key(0))
 
 
 @pytest.mark.slow
