@@ -6,6 +6,7 @@ per layer and one for the embedding. These send one vector per sequence, so they
 """
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,6 +23,7 @@ from megajax.core.counts.collective import HLO_DTYPES, REDUCE
 from megajax.core.counts.parameters import dim_sizes, elements, own_counts
 from megajax.core.counts.products import products
 from megajax.core.counts.runs import Runs
+from megajax.core.counts.windows import windows
 from megajax.core.hardware.records import LinkName, hardware
 from megajax.xla.hlo.program import Array
 from megajax.xla.hlo.transfers import ring_bytes
@@ -114,7 +116,8 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
     own_heads = max(1, model.num_kv_heads // shards)
     of_token = size * rows * own_heads * elements('LUH', dim_sizes(model))
     sending = _sending(step, cluster, rows)
-    read = weights + of_token * (step.train.seq_len + tokens / 2)
+    cached, cached_at_end = _tokens_cached(step, tokens)
+    read = weights + of_token * cached
     # An embedding that is not the head is looked up, not read.
     table = size * model.padded_vocab_size * model.hidden_size // shards
     read -= 0 if model.tie_embeddings else table
@@ -122,7 +125,7 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
     reading = read / (gpu.memory_bandwidth * gpu.efficiency.memory)
     computing = 2 * rows * counts.matrices / (peak_flops(step, cluster) * gpu.efficiency.matmul)
     token = max(reading, computing) + sending
-    cache = of_token * (step.train.seq_len + tokens)
+    cache = int(of_token * cached_at_end)
     return GenerationLine(
         model=shards,
         weights=weights,
@@ -133,6 +136,21 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
         sending=sending,
         tokens_per_second=rows / token,
     )
+
+
+def _tokens_cached(step: Config, tokens: int) -> tuple[Fraction, Fraction]:
+    """Return the cached tokens per sequence and layer: on average over `tokens`, and at the last.
+
+    A layer with a window caches the tokens in it.
+    """
+    prompt, average, last = step.train.seq_len, Fraction(), Fraction()
+    for window, share in windows(step.model).items():
+        most = prompt + tokens if window is None else window
+        start = min(prompt, most)
+        grown = min(tokens, most - start)
+        average += share * (start + grown * (1 - Fraction(grown, 2 * tokens)))
+        last += share * (start + grown)
+    return average, last
 
 
 def _prompt(step: Config, cluster: Cluster) -> float:

@@ -34,6 +34,25 @@ def test_one_gpu_holds_all_weights_and_the_cache_of_every_row(
     assert lines[1].sending == 0
 
 
+def test_a_layer_with_a_window_caches_and_reads_a_window(lines: dict[int, GenerationLine]) -> None:
+    kinds = '[{repeat: 3, window: 512}, {}]'
+    line, *_ = planned(load('llama3_8b', [f'model.layers={kinds}'])).lines
+    whole = 2048 + 256
+    assert line.cache == lines[1].cache * (3 * 512 + whole) / (4 * whole)
+    read = lines[1].cache / whole * (2048 + 128 - (3 * 512 + 2048 + 128) / 4)
+    rate = H100.memory_bandwidth * H100.efficiency.memory
+    assert lines[1].token - line.token == pytest.approx(read / rate)
+
+
+def test_a_window_fills_up_while_tokens_are_generated(lines: dict[int, GenerationLine]) -> None:
+    line, *_ = planned(load('llama3_8b', ['model.window=2176'])).lines
+    assert line.cache == lines[1].cache * 2176 / (2048 + 256)
+    # 2,048 to 2,176 tokens for half of the time, and then 2,176.
+    read = lines[1].cache / (2048 + 256) * (2048 + 128 - (2048 + 96))
+    rate = H100.memory_bandwidth * H100.efficiency.memory
+    assert lines[1].token - line.token == pytest.approx(read / rate)
+
+
 def test_shards_read_less_and_wait_for_two_reductions_a_layer_and_one(
     lines: dict[int, GenerationLine],
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from support import graph_of, make_config, on_mesh, random_params
 
+from megajax.analysis.plan.generation import plan_generation
 from megajax.core.config import Config
 from megajax.core.model.computation import Computation
 from megajax.runtime.generate import Generator, Request, Sampling
@@ -83,8 +84,8 @@ def test_80_prompts_of_many_lengths_get_the_tokens_of_a_run_without_a_cache(
     assert with_a_cache(windows(*mesh), prompts) == without_a_cache(windows(), prompts)
 
 
-def test_a_layer_with_a_window_caches_a_window() -> None:
-    config = windows(1, 2)
+def test_a_layer_with_a_window_caches_a_window_as_planned() -> None:
+    config = windows(1, 2, max_seq_len=64)
     zeros = np.zeros(2, np.int32)
     with on_mesh(config):
         weights = make_weights(config, random_params(config, std=0.3))
@@ -100,5 +101,7 @@ def test_a_layer_with_a_window_caches_a_window() -> None:
             )
 
         state, *_ = jax.eval_shape(read, weights)
-    lengths = [cache.k_BKYH.shape[2] for cache in state.caches]
-    assert lengths == [1, 5, 9, 64, 64]
+    assert [cache.k_BKYH.shape[2] for cache in state.caches] == [1, 5, 9, 64, 64]
+    plan = plan_generation(config, gpu='h100', gpus=2, prompt=16, tokens=48, batch=2)
+    (planned,) = (line.cache for line in plan.lines if line.model == 2)
+    assert planned == sum(4 * x.size for x in jax.tree.leaves(state.caches)) // 2
