@@ -249,7 +249,9 @@ class _Counted:
             yield from self._attention_across(heads, counts['recompute'] // 2 * 2, flash=flash)
             return
         for window, share in windows(model).items():
-            read = keys or keys_read(window, self.length, flash=flash)
+            read = keys or keys_read(
+                window, self.length, flash=flash, dropout=model.attention_dropout
+            )
             for phase, count in counts.items():
                 times = count * share
                 yield self._attention(phase, heads, self.length, times, flash=flash, keys=read)

@@ -18,17 +18,17 @@ def windows(model: ModelConfig) -> Mapping[int | None, Fraction]:
     return {window: Fraction(count, model.num_layers) for window, count in layers.items()}
 
 
-def keys_read(window: int | None, length: int, *, flash: bool) -> int:
+def keys_read(window: int | None, length: int, *, flash: bool, dropout: float = 0.0) -> int:
     """Return the number of keys per query that the matmuls of attention are counted with.
 
     Without a window these are all keys, of which a causal kernel masks half. XLA's attention with a
-    window reads two blocks of keys.
+    window reads two blocks of keys, or with dropout all.
     """
     if window is None or window >= length:
         return length
     if flash:
         return keys_in_window(window, length)
-    block = block_of_window(window, length)
+    block = None if dropout else block_of_window(window, length)
     return 2 * block if block else length
 
 

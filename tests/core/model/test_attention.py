@@ -18,6 +18,7 @@ from support import (
     slow,
 )
 
+from megajax.core.counts.windows import keys_read
 from megajax.core.model.attention import Attention, attend, attention_core
 from megajax.core.model.parameters import Parameters
 from megajax.core.parallel.layout import Layout
@@ -89,10 +90,12 @@ def test_a_window_is_a_token_and_those_before_it_and_so_are_its_gradients(window
         assert relative_error(x, reference) < 1e-5
 
 
-def test_the_scores_of_a_window_grow_linearly_with_the_sequence() -> None:
+@pytest.mark.parametrize('rate', [0.0, 0.1])
+def test_the_scores_of_a_window_are_as_large_as_counted_and_linear_without_dropout(rate) -> None:
     def largest(length: int) -> int:
         def window(q_BSNH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
-            return attend(q_BSNH, k_BSKH, k_BSKH, Layout.of(config), window=16)
+            keys, layout = jax.random.split(jax.random.key(0), 1), Layout.of(config)
+            return attend(q_BSNH, k_BSKH, k_BSKH, layout, window=16, rate=rate, key_R=keys)
 
         x = jax.device_put(jnp.zeros((1, length, 2, 8)), jax.P())
         program = jax.make_jaxpr(window)(x, x)
@@ -100,7 +103,10 @@ def test_the_scores_of_a_window_grow_linearly_with_the_sequence() -> None:
 
     config = make_config()
     with on_mesh(config):
-        assert largest(1024) == 4 * largest(256) == 2 * 1024 * 2 * 16
+        for length in (256, 1024):
+            counted = keys_read(16, length, flash=False, dropout=rate)
+            assert largest(length) == 2 * length * counted
+            assert counted == (length if rate else 2 * 16)
 
 
 @functools.cache
