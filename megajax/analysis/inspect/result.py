@@ -315,6 +315,11 @@ class Inspection(Result):
             and all(run.ok for run in self.runs)
         )
 
+    def __repr__(self) -> str:
+        mesh = ' x '.join(f'{axis}={size}' for axis, size in self.mesh.items()) or 'one device'
+        verdict = 'ok' if self.ok else 'not ok'
+        return f'<Inspection: {verdict}, {mesh}, target {self.target}>'
+
     def _repr_html_(self) -> str:
         from megajax.analysis.inspect.report import to_html
 

@@ -54,6 +54,9 @@ class GpuRun(Result):
         if not self.ok:
             raise AssertionError(f'the program for {self.target} gives wrong results\n{self}')
 
+    def __repr__(self) -> str:
+        return f'<GpuRun: {"ok" if self.ok else "wrong results"}, target {self.target}>'
+
     def _repr_html_(self) -> str:
         return as_html(_tables(self))
 
