@@ -88,14 +88,15 @@ def errors(way: Way, kernel: str, form: tuple[int, int, int]) -> dict[str, float
     from megajax.core.model.kernels import KERNELS
 
     heads, groups, size = form
+    scale = size**-0.5
     shapes = [(ROWS, LENGTH, n, size) for n in (heads, groups, groups, heads)]
     keys = jax.random.split(jax.random.key(0), 4)
     given = [
         jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
     ]
-    found = jax.jit(way, static_argnums=0)(KERNELS[kernel], *given)
+    found = jax.jit(way, static_argnums=0)(KERNELS[kernel].scaled(scale), *given)
     in_full = [x.astype(jnp.float32) for x in given]
-    wanted = jax.jit(way, static_argnums=0)(KERNELS['xla'], *in_full)
+    wanted = jax.jit(way, static_argnums=0)(KERNELS['xla'].scaled(scale), *in_full)
 
     def relative(a: Any, b: Any) -> float:
         return float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))

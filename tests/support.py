@@ -95,6 +95,7 @@ MODELS['both_norms'] = {
         'qk_norm': True,
         'zero_centered_norm': True,
         'embedding_scale': 8.0,
+        'query_scale': 0.4,
         'tie_embeddings': True,
     },
 }

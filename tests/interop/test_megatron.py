@@ -245,6 +245,10 @@ def assert_identical(actual: Arrays, expected: Arrays) -> None:
             r'model\.embedding_scale=8: .* without a scale',
         ),
         (
+            make_config('llama', model={'query_scale': 0.5}),
+            r'model\.query_scale=0\.5: .* read as head_dim \*\* -0\.5, 0\.35',
+        ),
+        (
             make_config('llama', model={'activation': 'geglu', 'qk_norm': False}),
             r'model\.activation=geglu: .* is read as SwiGLU; use model\.activation=swiglu',
         ),

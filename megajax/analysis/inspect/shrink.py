@@ -25,6 +25,8 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
     if _is_small(config):
         return config, []
     written = config.model_dump(mode='json')
+    if config.model.query_scale == config.model.head_dim**-0.5:
+        del written['model']['query_scale']  # follows the head dim
     changes = []
     for path, value in _changes(config).items():
         section, key = path.split('.')

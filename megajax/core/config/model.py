@@ -92,6 +92,11 @@ class ModelConfig(Section):
     """Whether queries and keys are normalized: per head (true), as in Qwen3, or over all heads at
     once (all), as in OLMo 2.
     """
+    query_scale: PositiveFloat = follows(
+        'head_dim ** -0.5',
+        lambda data: max(data['head_dim'], 1) ** -0.5,  # a head dim of 0 is rejected later
+    )
+    """Factor of the attention scores."""
     bias: bool = True
     """Whether linear layers have biases, except for the LM head; BERT's heads always have them."""
     qkv_bias: bool = follows('bias', lambda data: data['bias'])

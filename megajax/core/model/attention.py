@@ -128,6 +128,7 @@ def attention_core(
             recompute=recompute,
             exchange=exchange,
             window=config.window,
+            scale=config.query_scale,
         ), None
 
     return core
@@ -139,6 +140,7 @@ def attend(
     v_RSKH: jax.Array,
     layout: Layout,
     *,
+    scale: float,
     segment_RS: jax.Array | None = None,
     causal: bool = True,
     rate: float = 0.0,
@@ -158,10 +160,11 @@ def attend(
         assert causal
         assert segment_RS is None
         assert without_dropout
-        return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, 'cudnn' if flash else 'xla')
+        kernel = 'cudnn' if flash else 'xla'
+        return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, kernel, scale)
     if flash:
-        return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window)
-    core = partial(_attend_xla, layout=layout, causal=causal, rate=rate, window=window)
+        return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window, scale)
+    core = partial(_attend_xla, layout=layout, causal=causal, rate=rate, window=window, scale=scale)
     attend_xla = jax.checkpoint(core, prevent_cse=False) if recompute else core
     return attend_xla(q_RSNH, k_RSKH, v_RSKH, segment_RS, key_R)
 
@@ -177,11 +180,12 @@ def _attend_xla(
     causal: bool,
     rate: float,
     window: int | None,
+    scale: float,
 ) -> jax.Array:
     block = None if window is None else block_of_window(window, q_RSNH.shape[1])
     if window is not None and block is not None and not rate:
-        return _attend_in_blocks(q_RSNH, k_RYKH, v_RYKH, segment_RS, layout, window, block)
-    score_RKGSY = _scores(q_RSNH, k_RYKH, layout)
+        return _attend_in_blocks(q_RSNH, k_RYKH, v_RYKH, segment_RS, layout, window, block, scale)
+    score_RKGSY = _scores(q_RSNH, k_RYKH, layout, scale)
     allowed = _allowed(q_RSNH.shape[1], segment_RS, causal=causal, window=window)
     return _weighted(score_RKGSY, v_RYKH, allowed, key_R, layout, rate)
 
@@ -194,6 +198,7 @@ def _attend_in_blocks(
     layout: Layout,
     window: int,
     block: int,
+    scale: float,
 ) -> jax.Array:
     """Attention with a window: each block of queries reads its own and the previous block's keys.
 
@@ -224,6 +229,7 @@ def _attend_in_blocks(
         None,
         layout=layout,
         rate=0.0,
+        scale=scale,
     )
     return o_RSNH.reshape(q_RSNH.shape, out_sharding=layout('RSNh'))
 
@@ -237,20 +243,22 @@ def attend_where(
     *,
     layout: Layout,
     rate: float,
+    scale: float,
 ) -> jax.Array:
     """Attention o_RSNH with softmax in fp32, in which each query attends to the `allowed` keys.
 
     `allowed` broadcasts against [R, K, G, S, Y].
     """
-    return _weighted(_scores(q_RSNH, k_RYKH, layout), v_RYKH, allowed, key_R, layout, rate)
+    score_RKGSY = _scores(q_RSNH, k_RYKH, layout, scale)
+    return _weighted(score_RKGSY, v_RYKH, allowed, key_R, layout, rate)
 
 
-def _scores(q_RSNH: jax.Array, k_RYKH: jax.Array, layout: Layout) -> jax.Array:
+def _scores(q_RSNH: jax.Array, k_RYKH: jax.Array, layout: Layout, scale: float) -> jax.Array:
     batch, length, heads, head_dim = q_RSNH.shape
     groups = k_RYKH.shape[2]
     grouped = batch, length, groups, heads // groups, head_dim
     # In fp32, because 128**-0.5 has no close number in 16 bits.
-    scaled_RSNH = (q_RSNH.astype(jnp.float32) * head_dim**-0.5).astype(q_RSNH.dtype)
+    scaled_RSNH = (q_RSNH.astype(jnp.float32) * scale).astype(q_RSNH.dtype)
     q_RSKGH = scaled_RSNH.reshape(grouped, out_sharding=layout('RSN-h'))
     return jnp.einsum('rskgh,rykh->rkgsy', q_RSKGH, k_RYKH, preferred_element_type=jnp.float32)
 

@@ -22,36 +22,43 @@ from megajax.core.parallel.layout import CONTEXT, UNSHARDED
 Pair = tuple[jax.Array, jax.Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def attend_across(
-    q_RSNH: jax.Array, k_RSKH: jax.Array, v_RSKH: jax.Array, exchange: str, kernel: str
+    q_RSNH: jax.Array,
+    k_RSKH: jax.Array,
+    v_RSKH: jax.Array,
+    exchange: str,
+    kernel: str,
+    scale: float,
 ) -> jax.Array:
     """Attention o_RSNH of a shard's tokens on all tokens of their sequences up to them.
 
     `exchange` is `gather` or `ring`, `kernel` a key of KERNELS. To be mapped over context shards.
     """
-    return _passes(exchange, kernel)[0](q_RSNH, k_RSKH, v_RSKH)[0]
+    return _passes(exchange, kernel, scale)[0](q_RSNH, k_RSKH, v_RSKH)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, exchange: str, kernel: str
+    q: jax.Array, k: jax.Array, v: jax.Array, exchange: str, kernel: str, scale: float
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    o, lse = _passes(exchange, kernel)[0](q, k, v)
+    o, lse = _passes(exchange, kernel, scale)[0](q, k, v)
     return o, (q, k, v, o, lse)
 
 
 def _backward(
-    exchange: str, kernel: str, saved: tuple[jax.Array, ...], do: jax.Array
+    exchange: str, kernel: str, scale: float, saved: tuple[jax.Array, ...], do: jax.Array
 ) -> tuple[jax.Array, ...]:
-    return _passes(exchange, kernel)[1](*saved, do)
+    return _passes(exchange, kernel, scale)[1](*saved, do)
 
 
 attend_across.defvjp(_forward, _backward)
 
 
 @functools.cache
-def _passes(exchange: str, kernel: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    passes, ring = KERNELS[kernel], exchange == 'ring'
+def _passes(
+    exchange: str, kernel: str, scale: float
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    passes, ring = KERNELS[kernel].scaled(scale), exchange == 'ring'
 
     def attend(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return _attend(*arrays, kernel=passes, ring=ring)

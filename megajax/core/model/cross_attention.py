@@ -185,8 +185,13 @@ class CrossBlock(nnx.Module):
         """
         is_open_BT1 = jnp.expand_dims(jax.reshard(seen_BSY.any(-1), self.layout('BT')), 2)
         gates = jnp.tanh(along_last(self.gates[...], x_BTD, 'TU', self.layout))
-        rate = self.attention.config.attention_dropout
-        attend: Callable[..., jax.Array] = partial(attend_where, layout=self.layout, rate=rate)
+        config = self.attention.config
+        attend: Callable[..., jax.Array] = partial(
+            attend_where,
+            layout=self.layout,
+            rate=config.attention_dropout,
+            scale=config.query_scale,
+        )
         attend = jax.checkpoint(attend, prevent_cse=False) if recompute else attend
 
         def core(q_BSNH: jax.Array) -> tuple[jax.Array, None]:

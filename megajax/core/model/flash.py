@@ -38,21 +38,22 @@ def can_flash(device: Any, dtype: str, head_dim: int, window: int | None = None)
 
 # cuDNN's kernel supports neither Explicit axes nor a second batch dim. Batch and heads are
 # independent, so each device runs it on its own.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def flash_attention(
     q_RSNH: jax.Array,
     k_RSKH: jax.Array,
     v_RSKH: jax.Array,
-    segment_RS: jax.Array | None = None,
-    causal: bool = True,
-    window: int | None = None,
+    segment_RS: jax.Array | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
 ) -> jax.Array:
     """Attention o_RSNH, causal or bidirectional, sharded like q; within segments if they are given.
 
     No scores are saved for the backward pass, which computes them again from the result and the
     log-sum-exp of each query, 4 bytes per query and head.
     """
-    return _forward(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window)[0]
+    return _forward(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window, scale)[0]
 
 
 Saved = tuple[jax.Array | None, ...]
@@ -65,14 +66,17 @@ def _forward(
     segment_RS: jax.Array | None,
     causal: bool,
     window: int | None,
+    scale: float,
 ) -> tuple[jax.Array, Saved]:
-    forward, _ = _kernels(causal, window)
+    forward, _ = _kernels(causal, window, scale)
     o_RSNH, lse_RNS = forward(*_given(q_RSNH, k_RSKH, v_RSKH, segment_RS))
     return o_RSNH, (q_RSNH, k_RSKH, v_RSKH, o_RSNH, lse_RNS, segment_RS)
 
 
-def _backward(causal: bool, window: int | None, saved: Saved, do_RSNH: jax.Array) -> Saved:
-    _, backward = _kernels(causal, window)
+def _backward(
+    causal: bool, window: int | None, scale: float, saved: Saved, do_RSNH: jax.Array
+) -> Saved:
+    _, backward = _kernels(causal, window, scale)
     return *backward(do_RSNH, *_given(*saved)), None
 
 
@@ -84,18 +88,22 @@ def _given(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
 
 
 @functools.cache
-def _kernels(causal: bool, window: int | None) -> tuple[Callable[..., tuple[jax.Array, ...]], ...]:
+def _kernels(
+    causal: bool, window: int | None, scale: float
+) -> tuple[Callable[..., tuple[jax.Array, ...]], ...]:
     """The two passes, of (q, k, v[, segments]) and of (do, q, k, v, o, lse[, segments])."""
 
     def forward(
         q: jax.Array, k: jax.Array, v: jax.Array, *segment_RS: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        return KERNELS['cudnn'].forward(q, k, v, causal, *map(_within, segment_RS), window=window)
+        return KERNELS['cudnn'].forward(
+            q, k, v, causal, *map(_within, segment_RS), window=window, scale=scale
+        )
 
     def backward(do: jax.Array, *saved: jax.Array) -> tuple[jax.Array, ...]:
         arrays, segment_RS = saved[:5], saved[5:]
         return KERNELS['cudnn'].backward(
-            *arrays, do, causal, *map(_within, segment_RS), window=window
+            *arrays, do, causal, *map(_within, segment_RS), window=window, scale=scale
         )
 
     return (

@@ -8,6 +8,7 @@ a softmax in fp32. A query attends to the keys that `mask_R1SY` allows, if it is
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +21,18 @@ Three = tuple[jax.Array, jax.Array, jax.Array]
 class Kernel(NamedTuple):
     """The two passes; `causal` means that key and query at the same index are the same token.
 
-    With a `window`, a causal query attends to so many tokens, itself included.
+    Scores are multiplied by `scale`. With a `window`, a causal query attends to so many tokens,
+    itself included.
     """
 
-    # (q, k, v, causal[, mask][, window]) -> o_RSNH, lse_RNS
+    # (q, k, v, causal[, mask][, window], scale) -> o_RSNH, lse_RNS
     forward: Callable[..., tuple[jax.Array, jax.Array]]
-    # (q, k, v, o, lse, do, causal[, mask][, window]) -> dq, dk, dv
+    # (q, k, v, o, lse, do, causal[, mask][, window], scale) -> dq, dk, dv
     backward: Callable[..., Three]
+
+    def scaled(self, scale: float) -> 'Kernel':
+        """Return the passes with this scale of the scores."""
+        return Kernel(partial(self.forward, scale=scale), partial(self.backward, scale=scale))
 
 
 def _cudnn_forward(
@@ -36,6 +42,8 @@ def _cudnn_forward(
     causal: bool,
     mask_R1SY: jax.Array | None = None,
     window: int | None = None,
+    *,
+    scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -48,7 +56,7 @@ def _cudnn_forward(
         absent if bias_R1SY is None else bias_R1SY,
         *(absent,) * 6,  # lengths, offsets and page tables
         is_training=True,
-        **_settings(q_RSNH, causal, window, has_bias=bias_R1SY is not None),
+        **_settings(scale, causal, window, has_bias=bias_R1SY is not None),
     )
     return o_RSNH, lse_RNS
 
@@ -63,6 +71,8 @@ def _cudnn_backward(
     causal: bool,
     mask_R1SY: jax.Array | None = None,
     window: int | None = None,
+    *,
+    scale: float,
 ) -> Three:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -77,14 +87,12 @@ def _cudnn_backward(
         lse_RNS,
         o_RSNH,
         do_RSNH,
-        **_settings(q_RSNH, causal, window, has_bias=bias_R1SY is not None),
+        **_settings(scale, causal, window, has_bias=bias_R1SY is not None),
     )
     return dq_RSNH, dk_RYKH, dv_RYKH
 
 
-def _settings(
-    q_RSNH: jax.Array, causal: bool, window: int | None, *, has_bias: bool
-) -> dict[str, Any]:
+def _settings(scale: float, causal: bool, window: int | None, *, has_bias: bool) -> dict[str, Any]:
     """Return what both passes of cuDNN get.
 
     They are bound below jax.nn.dot_product_attention, which rounds the log-sum-exp to the dtype of
@@ -95,7 +103,7 @@ def _settings(
     parameters = inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters
     newer = {name: None for name in ('score_mod',) if name in parameters}  # since jax 0.11
     return {
-        'scale': q_RSNH.shape[-1] ** -0.5,
+        'scale': scale,
         'seed': 42,
         'dropout_rate': 0.0,
         'variadic_args': (has_bias, has_bias),  # a gradient of the bias comes with it
@@ -113,8 +121,10 @@ def _xla_forward(
     causal: bool,
     mask_R1SY: jax.Array | None = None,
     window: int | None = None,
+    *,
+    scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    score_RKGSY = _scores(q_RSNH, k_RYKH, causal, mask_R1SY, window)
+    score_RKGSY = _scores(q_RSNH, k_RYKH, scale, causal, mask_R1SY, window)
     lse_RKGS = jax.nn.logsumexp(score_RKGSY, axis=-1)
     weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None]).astype(v_RYKH.dtype)
     o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY, v_RYKH)
@@ -132,10 +142,12 @@ def _xla_backward(
     causal: bool,
     mask_R1SY: jax.Array | None = None,
     window: int | None = None,
+    *,
+    scale: float,
 ) -> Three:
     groups, dtype = k_RYKH.shape[2], q_RSNH.dtype
-    q_RSKGH, do_RSKGH = _grouped(_scaled(q_RSNH), groups), _grouped(do_RSNH, groups)
-    score_RKGSY = _scores(q_RSNH, k_RYKH, causal, mask_R1SY, window)
+    q_RSKGH, do_RSKGH = _grouped(_scaled(q_RSNH, scale), groups), _grouped(do_RSNH, groups)
+    score_RKGSY = _scores(q_RSNH, k_RYKH, scale, causal, mask_R1SY, window)
     lse_RKGS = lse_RNS.reshape(score_RKGSY.shape[:-1])
     weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None])
     # The gradient of a softmax is weight * (dweight - sum of weight * dweight over the keys), and
@@ -146,7 +158,7 @@ def _xla_backward(
     dscore_RKGSY = (weight_RKGSY * (dweight_RKGSY - all_RKGS[..., None])).astype(dtype)
     dv_RYKH = _product('rkgsy,rskgh->rykh', weight_RKGSY.astype(dtype), do_RSKGH)
     dk_RYKH = _product('rkgsy,rskgh->rykh', dscore_RKGSY, q_RSKGH)
-    dq_RSKGH = _product('rkgsy,rykh->rskgh', dscore_RKGSY, k_RYKH) * q_RSNH.shape[-1] ** -0.5
+    dq_RSKGH = _product('rkgsy,rykh->rskgh', dscore_RKGSY, k_RYKH) * scale
     dq_RSNH = dq_RSKGH.reshape(q_RSNH.shape)
     return dq_RSNH.astype(dtype), dk_RYKH.astype(dtype), dv_RYKH.astype(dtype)
 
@@ -154,11 +166,12 @@ def _xla_backward(
 def _scores(
     q_RSNH: jax.Array,
     k_RYKH: jax.Array,
+    scale: float,
     causal: bool,
     mask_R1SY: jax.Array | None,
     window: int | None,
 ) -> jax.Array:
-    q_RSKGH = _grouped(_scaled(q_RSNH), k_RYKH.shape[2])
+    q_RSKGH = _grouped(_scaled(q_RSNH, scale), k_RYKH.shape[2])
     score_RKGSY = _product('rskgh,rykh->rkgsy', q_RSKGH, k_RYKH)
     if mask_R1SY is not None:
         score_RKGSY = jnp.where(mask_R1SY[:, :, None], score_RKGSY, LOWEST)
@@ -171,9 +184,9 @@ def _scores(
     return jnp.where(jnp.expand_dims(visible_SY, (0, 1, 2)), score_RKGSY, LOWEST)
 
 
-def _scaled(q_RSNH: jax.Array) -> jax.Array:
+def _scaled(q_RSNH: jax.Array, scale: float) -> jax.Array:
     # In fp32, because 128**-0.5 has no close number in 16 bits.
-    return (q_RSNH.astype(jnp.float32) * q_RSNH.shape[-1] ** -0.5).astype(q_RSNH.dtype)
+    return (q_RSNH.astype(jnp.float32) * scale).astype(q_RSNH.dtype)
 
 
 def _grouped(x_RSNH: jax.Array, groups: int) -> jax.Array:

@@ -183,6 +183,11 @@ def _check_model(model: ModelConfig) -> None:
             'model.rope_scaling: Megatron-LM has one rotary embedding for all layers, and no YaRN; '
             'such a model can be exported with `megajax export hf`'
         )
+    if model.query_scale != model.head_dim**-0.5:
+        raise ConfigError(
+            f"model.query_scale={model.query_scale:g}: Megatron-LM's files name no scale of the "
+            f'scores, which is read as head_dim ** -0.5, {model.head_dim**-0.5:g}'
+        )
     if model.is_gated and model.activation != 'swiglu':
         raise ConfigError(
             f"model.activation={model.activation}: Megatron-LM's files name no activation, and a "

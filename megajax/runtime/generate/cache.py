@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.core.config import ModelConfig
 from megajax.core.model.attention import Core, attend
 from megajax.core.parallel.layout import Layout
 
@@ -29,19 +30,28 @@ class KeysValues(NamedTuple):
 
 
 def prefill(
-    layout: Layout, segment_BS: jax.Array, num_slots: int, window: int | None = None
+    config: ModelConfig, layout: Layout, segment_BS: jax.Array, num_slots: int
 ) -> Core[KeysValues]:
     """Return the attention core for full prompts, each within its segment.
 
-    It caches the prompts' keys and values, which fill the first of `num_slots` slots. With a
-    `window` it caches the last tokens alone: slot s is position s modulo the cache's length.
+    It caches the prompts' keys and values, which fill the first of `num_slots` slots. If the config
+    of the layer has a window, it caches the last tokens alone: slot s is position s modulo the
+    cache's length.
     """
-    size = min(num_slots, window or num_slots)
+    size = min(num_slots, config.window or num_slots)
 
     def core(
         q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
     ) -> tuple[jax.Array, KeysValues]:
-        o_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, layout, segment_RS=segment_BS, window=window)
+        o_BSNH = attend(
+            q_BSNH,
+            k_BSKH,
+            v_BSKH,
+            layout,
+            scale=config.query_scale,
+            segment_RS=segment_BS,
+            window=config.window,
+        )
         return o_BSNH, KeysValues(slots(k_BSKH), slots(v_BSKH))
 
     def slots(k_BSKH: jax.Array) -> jax.Array:
@@ -54,12 +64,12 @@ def prefill(
 
 
 def decode(
+    config: ModelConfig,
     layout: Layout,
     cache: KeysValues,
     slot: jax.Array,
     first_B: jax.Array,
     is_empty_BY: jax.Array | None = None,
-    window: int | None = None,
 ) -> Core[KeysValues]:
     """Return the attention core for one token per sequence, at `slot`.
 
@@ -70,8 +80,8 @@ def decode(
     # The last slot before this one that was written to each position, negative if none was.
     slot_Y = slot - 1 - (slot - 1 - jnp.arange(size)) % size
     read_BY = first_B[:, None] <= slot_Y[None]
-    if window is not None:
-        read_BY &= (slot_Y > slot - window)[None]
+    if config.window is not None:
+        read_BY &= (slot_Y > slot - config.window)[None]
     if is_empty_BY is not None:
         read_BY &= ~is_empty_BY.at[:, slot_Y].get(out_sharding=layout('B-'))
 
@@ -79,7 +89,7 @@ def decode(
         q_B1NH: jax.Array, k_B1KH: jax.Array, v_B1KH: jax.Array
     ) -> tuple[jax.Array, KeysValues]:
         own = KeysValues(jnp.swapaxes(k_B1KH, 1, 2), jnp.swapaxes(v_B1KH, 1, 2))
-        return _attend_to_cache(q_B1NH, cache, own, read_BY, layout), own
+        return _attend_to_cache(q_B1NH, cache, own, read_BY, layout, config.query_scale), own
 
     return core
 
@@ -103,13 +113,14 @@ def _attend_to_cache(
     own: KeysValues,
     read_BY: jax.Array,
     layout: Layout,
+    scale: float,
 ) -> jax.Array:
     """Return the attention o_B1NH of one query to the positions in `read_BY` and to itself.
 
     The query's own key and value are not in the cache yet. The softmax is in fp32.
     """
     batch, groups, _, head_dim = cache.k_BKYH.shape
-    q_BNH = q_B1NH[:, 0] * head_dim**-0.5
+    q_BNH = q_B1NH[:, 0] * scale
     q_BKGH = q_BNH.reshape(batch, groups, -1, head_dim, out_sharding=layout('BN-h'))
     score_BKGY = jnp.einsum(
         'bkgh,bkyh->bkgy', q_BKGH, cache.k_BKYH, preferred_element_type=jnp.float32

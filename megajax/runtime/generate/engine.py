@@ -67,7 +67,7 @@ class Engine:
         self._layout = Layout.of(config)
         self._graphs = graphs(config)
         model = config.model
-        self._windows = [model.layer_config(i).window for i in range(model.num_layers)]
+        self._layers = [model.layer_config(i) for i in range(model.num_layers)]
         options = workarounds(target)
         self.look = jax.jit(self._look, compiler_options=options)
         self.read = jax.jit(
@@ -119,7 +119,7 @@ class Engine:
         token_BS = jax.reshard(batch.token_BS, layout('BS'))
         first_B = token_BS.shape[1] - jax.reshard(batch.length_B, layout('B'))
         x_BSD, position_BS, segment_BS, deep_BSAD, seen, is_empty_BS, tokens_BIR = prompts
-        cores = (prefill(layout, segment_BS, num_slots, window) for window in self._windows)
+        cores = (prefill(layer, layout, segment_BS, num_slots) for layer in self._layers)
         beside = Rows(position_BS, deep_BTAD=deep_BSAD)
         x_BSD, caches = self._run_layers(weights, x_BSD, cores, beside, seen)
         rows = DecodeState(
@@ -189,8 +189,8 @@ class Engine:
         dtype, beside = self.config.train.compute_dtype, Rows(position_B1)
         x_B1D = decoder.embed(rows.token_B[:, None], dtype, beside)  # all-reduce
         cores = (
-            decode(self._layout, cache, rows.slot, rows.first_B, rows.is_empty_BY, window)
-            for cache, window in zip(rows.caches, self._windows, strict=True)
+            decode(layer, self._layout, cache, rows.slot, rows.first_B, rows.is_empty_BY)
+            for layer, cache in zip(self._layers, rows.caches, strict=True)
         )
         x_B1D, owns = self._run_layers(weights, x_B1D, cores, beside, rows.seen)
         new, token_B = self._sample(decoder, x_B1D, rows, seed, end_ids, sampling)

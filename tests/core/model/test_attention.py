@@ -52,7 +52,9 @@ def test_attend_is_dot_product_attention_and_so_are_its_gradients(kv_heads, reco
             for x in (q_BSNH, k_BSKH, v_BSKH, do_BSNH)
         ]
         layout = Layout.of(config)
-        ours = functools.partial(attend, layout=layout, recompute=recompute, causal=causal)
+        ours = functools.partial(
+            attend, layout=layout, scale=0.25, recompute=recompute, causal=causal
+        )
         actual, gradients = jax.jit(value_and_pullback(ours))(*placed)
     for x, reference in zip((actual, *gradients), (expected, *expected_gradients), strict=True):
         assert relative_error(x, reference) < 1e-5
@@ -71,7 +73,7 @@ def test_a_window_is_a_token_and_those_before_it_and_so_are_its_gradients(window
         mask &= number[:, None] == number
         segment_BS = jnp.tile(number, (2, 1))
 
-    plain = functools.partial(jax.nn.dot_product_attention, mask=mask[None, None])
+    plain = functools.partial(jax.nn.dot_product_attention, mask=mask[None, None], scale=0.3)
     expected, expected_gradients = jax.jit(value_and_pullback(plain))(
         q_BSNH, k_BSKH, v_BSKH, do_BSNH
     )
@@ -83,7 +85,7 @@ def test_a_window_is_a_token_and_those_before_it_and_so_are_its_gradients(window
         ]
         segment_RS = None if segment_BS is None else jax.device_put(segment_BS, jax.P('data'))
         ours = functools.partial(
-            attend, layout=Layout.of(config), segment_RS=segment_RS, window=window
+            attend, layout=Layout.of(config), scale=0.3, segment_RS=segment_RS, window=window
         )
         actual, gradients = jax.jit(value_and_pullback(ours))(*placed)
     for x, reference in zip((actual, *gradients), (expected, *expected_gradients), strict=True):
@@ -95,7 +97,9 @@ def test_the_scores_of_a_window_are_as_large_as_counted_and_linear_without_dropo
     def largest(length: int) -> int:
         def window(q_BSNH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
             keys, layout = jax.random.split(jax.random.key(0), 1), Layout.of(config)
-            return attend(q_BSNH, k_BSKH, k_BSKH, layout, window=16, rate=rate, key_R=keys)
+            return attend(
+                q_BSNH, k_BSKH, k_BSKH, layout, scale=1.0, window=16, rate=rate, key_R=keys
+            )
 
         x = jax.device_put(jnp.zeros((1, length, 2, 8)), jax.P())
         program = jax.make_jaxpr(window)(x, x)

@@ -1,6 +1,7 @@
 """Attention on context shards is attention of whole sequences, and so are its gradients."""
 
 import inspect
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from megajax.core.parallel.mesh import make_mesh
 from megajax.core.parallel.zigzag import position_at
 
 ROWS, LENGTH, HEADS, GROUPS, HEAD_DIM = 2, 32, 4, 2, 8
+SCALE = 0.5
 
 
 def arrays(*heads: int) -> list[np.ndarray]:
@@ -27,7 +29,7 @@ def arrays(*heads: int) -> list[np.ndarray]:
 
 
 def whole(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_output_and_gradients_are_those_of_whole_sequences(shards: int, exchange
         return jax.device_put(parts, NamedSharding(jax.sharding.get_mesh(), spec))
 
     def attend(q, k, v):
-        return attend_across(q, k, v, exchange, 'xla')
+        return attend_across(q, k, v, exchange, 'xla', SCALE)
 
     @jax.jit
     def output_and_gradients(q, k, v, do):
@@ -62,7 +64,7 @@ def test_output_and_gradients_are_those_of_whole_sequences(shards: int, exchange
 
 def test_blocks_of_keys_are_merged_by_their_log_sum_exp() -> None:
     q, k, v, do = arrays(HEADS, GROUPS, GROUPS, HEADS)
-    kernel = KERNELS['xla']
+    kernel = KERNELS['xla'].scaled(SCALE)
     half = LENGTH // 2
     o_a, lse_a = kernel.forward(q, k[:, :half], v[:, :half], False)
     o_b, lse_b = kernel.forward(q, k[:, half:], v[:, half:], False)
@@ -71,7 +73,7 @@ def test_blocks_of_keys_are_merged_by_their_log_sum_exp() -> None:
         jnp.moveaxis(jnp.exp(part - lse), 1, 2)[..., None] * x
         for x, part in ((o_a, lse_a), (o_b, lse_b))
     )
-    expected, pullback = jax.vjp(jax.nn.dot_product_attention, q, k, v)
+    expected, pullback = jax.vjp(partial(jax.nn.dot_product_attention, scale=SCALE), q, k, v)
     np.testing.assert_allclose(o, expected, atol=1e-6)
     dq, dk, dv = pullback(do)
     of_parts = [

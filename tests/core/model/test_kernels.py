@@ -19,6 +19,7 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import axis_sizes, mesh_of
 
 LENGTH, HEADS, GROUPS, HEAD_DIM = 12, 4, 2, 8
+SCALE = 0.25  # of scores
 needs_compiler = pytest.mark.skipif(
     not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
 )
@@ -27,7 +28,7 @@ needs_compiler = pytest.mark.skipif(
 def attention_in_fp64(q, k, v, window):
     """Softmax attention of all queries on all keys, of which those in the window are visible."""
     k, v = (jnp.repeat(x, HEADS // GROUPS, axis=2) for x in (k, v))
-    score = jnp.einsum('rsnh,rynh->rnsy', q, k) * HEAD_DIM**-0.5
+    score = SCALE * jnp.einsum('rsnh,rynh->rnsy', q, k)
     visible = [[0 <= i - j < window for j in range(LENGTH)] for i in range(LENGTH)]
     weight = jax.nn.softmax(jnp.where(jnp.array(visible), score, -jnp.inf), axis=-1)
     return jnp.einsum('rnsy,rynh->rsnh', weight, v)
@@ -44,8 +45,9 @@ def test_a_query_attends_to_a_window_of_keys_that_ends_with_its_own(window: int)
         expected, pullback = jax.vjp(lambda *x: attention_in_fp64(*x, window), q, k, v)
         expected_gradients = pullback(do)
     q, k, v, do = (x.astype(np.float32) for x in (q, k, v, do))
-    o, lse = KERNELS['xla'].forward(q, k, v, True, window=window)
-    gradients = KERNELS['xla'].backward(q, k, v, o, lse, do, True, window=window)
+    kernel = KERNELS['xla'].scaled(SCALE)
+    o, lse = kernel.forward(q, k, v, True, window=window)
+    gradients = kernel.backward(q, k, v, o, lse, do, True, window=window)
     for x, y in zip((o, *gradients), (expected, *expected_gradients), strict=True):
         np.testing.assert_allclose(x, y, atol=3e-6)
 
@@ -76,7 +78,8 @@ def calls(text: str) -> list[str]:
 @needs_compiler
 @pytest.mark.parametrize(('window', 'written'), [(64, '64'), (None, '0')])
 def test_the_kernels_of_a_gpu_get_the_window_in_both_passes(window, written) -> None:
-    text = compiled_for('h100', 64, lambda *x: flash_attention(*x, None, True, window))
+    text = compiled_for('h100', 64, lambda *x: flash_attention(*x, None, True, window, SCALE))
+    assert re.findall(r'"fmha_scale": ?([\d.]+)', text) == [str(SCALE)] * 2
     assert calls(text) == ['Softmax', 'SoftmaxBackward']
     assert re.findall(r'"sliding_window_length": ?"?(\d+)', text) == [written] * 2
     assert re.findall(r'"mask_type": ?"(\w+)"', text) == ['CAUSAL'] * 2
@@ -89,5 +92,5 @@ def test_the_kernels_of_a_gpu_get_the_window_in_both_passes(window, written) -> 
 )
 def test_wide_heads_take_the_kernel_if_the_target_has_it(target, head_dim, is_flash) -> None:
     layout = Layout.of(make_config())
-    text = compiled_for(target, head_dim, lambda *x: attend(*x, layout))
+    text = compiled_for(target, head_dim, lambda *x: attend(*x, layout, scale=SCALE))
     assert calls(text) == (['Softmax', 'SoftmaxBackward'] if is_flash else [])

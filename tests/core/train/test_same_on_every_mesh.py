@@ -227,7 +227,7 @@ def attended(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
         one_hot = jnp.broadcast_to(jnp.eye(LENGTH)[None, :, None, :], q_BSNH.shape)
         v_BSNH = jax.reshard(one_hot, like_heads)
         key_B = sequence_keys(jax.random.key(7), row_B)
-        return attend(q_BSNH, q_BSNH, v_BSNH, layout, rate=RATE, key_R=key_B)
+        return attend(q_BSNH, q_BSNH, v_BSNH, layout, scale=1.0, rate=RATE, key_R=key_B)
 
     with on_mesh(config):
         placed = jax.device_put(rows.reshape(place[0], -1), over_data('BS'))
