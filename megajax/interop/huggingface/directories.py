@@ -40,9 +40,9 @@ EXPORT_DTYPES = {
     'bfloat16': np.dtype(ml_dtypes.bfloat16),
     'float16': np.dtype(np.float16),
 }
-# The start tokens of Llama 2 and Mistral, and of Llama 3; other families start a document with the
-# previous document's end-of-document token.
-BEGIN_OF_DOCUMENT = '<s>', '<|begin_of_text|>'
+# The start tokens of Llama 2 and Mistral, of Llama 3, and of Gemma; other families start a document
+# with the previous document's end-of-document token.
+BEGIN_OF_DOCUMENT = '<s>', '<|begin_of_text|>', '<bos>'
 # Keys of config.json that name the tokens around an image, by the tokenizer's names for them.
 BESIDE_PICTURES = {
     '<|vision_start|>': 'vision_start_token_id',
@@ -196,7 +196,8 @@ def _write_companions(checkpoint: Path, folder: Path, model: ModelConfig) -> dic
         if name not in OURS:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
-    own = companions.token_ids
+    # Without pad_token_id, transformers takes an id of the family's released vocabulary.
+    own = {'pad_token_id': None} | companions.token_ids
     if not (checkpoint / TOKENIZER).is_file():
         return {'bos_token_id': None, 'eos_token_id': None} | own
     from megajax.runtime.data.text.tokenizer import load_tokenizer

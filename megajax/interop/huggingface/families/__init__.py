@@ -14,8 +14,9 @@ from typing import Any
 
 from megajax.base.files.json_file import read_json
 from megajax.base.render.text import shorten
-from megajax.core.config import ConfigError, ModelConfig, VisionConfig
+from megajax.core.config import ConfigError, LayerConfig, ModelConfig, VisionConfig
 from megajax.interop.huggingface.family import Family
+from megajax.interop.huggingface.layers import layers_of
 from megajax.interop.huggingface.reader import Keys, Reader
 
 POST_NORM = 'norms come after the residual connections, but only models with norms before them are'
@@ -26,17 +27,24 @@ UNSUPPORTED = {  # families that users may well have, and why they are rejected
         ('qwen2_vl', 'qwen2_5_vl'),
         'windows in the encoder and rotary angles in chunks are not supported, but "qwen3_vl" is',
     ),
+    'ministral3': (
+        'queries that are scaled by their position (rope_parameters.llama_4_scaling_beta) are not '
+        'supported, but "ministral" is'
+    ),
     'mllama': 'an encoder of tiles and two towers is not supported, but "qwen3_vl" is',
 }
 # Keys of `model` that only some families can express.
 IN_TRAINING = frozenset({'dropout', 'attention_dropout', 'init_std'})
+# Keys of `model` that a pattern of layers may replace.
+OF_A_LAYER = LayerConfig.model_fields.keys() - {'repeat'}
 # Keys of `vision` that are not in config.json: keys of a run or of preprocessor_config.json.
 OF_A_RUN = frozenset({'images', 'max_patches', 'min_patches', 'freeze'})
 
 
 def _families() -> Iterator[Family]:
-    """Yield the families of every file of this folder, in the order of the files' names."""
-    for name in sorted(module.name for module in iter_modules(__path__)):
+    """Yield the families of every file of this folder: first those that most tools read."""
+    names = (module.name for module in iter_modules(__path__))
+    for name in sorted(names, key=lambda name: (name not in ('gpt2', 'llama'), name)):
         yield from import_module(f'{__name__}.{name}').FAMILIES
 
 
@@ -107,9 +115,7 @@ def _differences(model: ModelConfig, keys: Keys) -> list[str]:
         back = ModelConfig(**read_family(keys, 'config.json')[1])
     except ConfigError as error:
         return str(error).splitlines()
-    names = ModelConfig.model_fields.keys() - IN_TRAINING
-    if model.position == 'learned':
-        names -= {'rope_theta'}
+    names = ModelConfig.model_fields.keys() - IN_TRAINING - OF_A_LAYER - {'layers'}
     if model.position != 'mrope':
         names -= {'mrope_section'}
     pairs: list[tuple[str, Any, Any, set[str]]] = [('model', model, back, names - {'vision'})]
@@ -118,9 +124,20 @@ def _differences(model: ModelConfig, keys: Keys) -> list[str]:
         if not model.vision.is_crossed:
             names -= {'cross_every'}
         pairs.append(('vision', model.vision, back.vision, names))
-    return [
+    return _different_layers(model, back) + [
         f'{section}.{name}={getattr(ours, name)}'
         for section, ours, theirs, names in pairs
         for name in type(ours).model_fields
         if name in names and getattr(ours, name) != getattr(theirs, name)
     ]
+
+
+def _different_layers(model: ModelConfig, back: ModelConfig) -> list[str]:
+    """The keys that layers may replace, with the first value that differs."""
+    found: dict[str, str] = {}
+    for ours, theirs in zip(layers_of(model), layers_of(back), strict=False):
+        unused = set() if ours.rotates else {'rope_theta', 'rope_scaling'}
+        for name in OF_A_LAYER - unused - found.keys():
+            if getattr(ours, name) != getattr(theirs, name):
+                found[name] = f'model.{name}={getattr(ours, name)}'
+    return [found[name] for name in ModelConfig.model_fields if name in found]

@@ -1,10 +1,9 @@
-"""Llama, Mistral, Qwen2 and Qwen3, whose tensors have the same names. Imports no jax."""
+"""Llama, Mistral, Ministral, Qwen2 and Qwen3, whose tensors have the same names. Imports no jax."""
 
 import json
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.family import (
@@ -16,6 +15,17 @@ from megajax.interop.huggingface.family import (
     VALUE,
     Family,
     There,
+)
+from megajax.interop.huggingface.layers import (
+    FULL,
+    SLIDING,
+    layers_of,
+    num_layers,
+    optional_window,
+    read_types,
+    read_windows,
+    replaced_by,
+    write_windows,
 )
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_rope, write_scaling
@@ -62,14 +72,16 @@ def read_config(
     grouped: bool = True,
     head_dim: int | None = None,
     norm_eps: float = 1e-6,
+    tied: bool = False,
     rope: Callable[[Reader], Keys] = read_rope,
 ) -> Keys:
     """Read the config.json of a family like Llama.
 
     `own` reads the keys that only some of these families have, for windows and biases. It returns
-    `qk_norm`, `bias` and `qkv_bias`, which default to false. A family that is `grouped` always has
-    num_key_value_heads. `head_dim` is the default of head_dim, if not hidden_size over the heads,
-    and `norm_eps` the default of rms_norm_eps. `rope` reads the keys of the rotary embedding.
+    `qk_norm`, `bias` and `qkv_bias`, which default to false, and any key that differs from Llama's.
+    A family that is `grouped` always has num_key_value_heads. `head_dim` is the default of
+    head_dim, if not hidden_size over the heads, `norm_eps` the default of rms_norm_eps, and `tied`
+    that of tie_word_embeddings. `rope` reads the keys of the rotary embedding.
     """
     read.only('hidden_act', 'silu', 'swish', default='silu')
     read.only('attention_dropout', 0, default=0)
@@ -86,7 +98,7 @@ def read_config(
         'position': 'rope',
         **rope(read),
         **{'qk_norm': False, 'bias': False, 'qkv_bias': False, **decided},
-        'tie_embeddings': read.take('tie_word_embeddings', 'model.tie_embeddings', False),
+        'tie_embeddings': read.take('tie_word_embeddings', 'model.tie_embeddings', tied),
         'norm_eps': read.take('rms_norm_eps', 'model.norm_eps', norm_eps),
         'init_std': read.take('initializer_range', 'model.init_std', 0.02),
     }
@@ -103,17 +115,19 @@ def _read_head_dim(
     return read.checked('hidden_size // num_attention_heads', hidden // heads, 'model.head_dim')
 
 
-def refuse_layer_types(read: Reader) -> None:
-    """Reject layers without full attention."""
-    layers = read.get('layer_types', None) or []
-    if not isinstance(layers, list):
-        read.refuse('layer_types', layers, 'only a list is supported')
-    elif other := [kind for kind in layers if kind != 'full_attention']:
-        read.refuse('layer_types', other[0], 'only "full_attention" is supported')
+def only_layer_type(read: Reader, kind: str, fix: str = '') -> None:
+    """Reject layers of another type than the one that all layers of the family have."""
+    if other := {*read_types(read, lambda index: kind)} - {kind}:
+        read.refuse('layer_types', other.pop(), f'only "{kind}" is supported{fix}')
 
 
 def _own_llama(read: Reader) -> Keys:
-    refuse_layer_types(read)
+    only_layer_type(read, FULL)
+    return read_biases(read)
+
+
+def read_biases(read: Reader) -> Keys:
+    """Read the biases, which all linear layers have or none."""
     biases = read.take('attention_bias', 'model.bias', False)
     mlp_bias = read.take('mlp_bias', 'model.bias', False)
     if None not in (biases, mlp_bias) and mlp_bias != biases:
@@ -125,58 +139,57 @@ def _own_llama(read: Reader) -> Keys:
     return {'bias': biases, 'qkv_bias': biases}
 
 
-def _covers(window: Any, length: Any) -> bool:
-    if window is None or not isinstance(length, int):  # which has a problem of its own
-        return True
-    return isinstance(window, int) and window >= length
-
-
-def refuse_windows(read: Reader, *, default: int | None) -> None:
-    """Reject a window of attention that is shorter than the longest sequence."""
-    window, length = read.get('sliding_window', default), read.keys.get('max_position_embeddings')
-    if not _covers(window, length):
-        read.refuse(
-            'sliding_window',
-            window,
-            f'only null, or at least max_position_embeddings={length}, is supported',
-        )
-    refuse_layer_types(read)
+def read_window(read: Reader, default: int | None) -> Keys:
+    """Read the window of all layers."""
+    window = read.take('sliding_window', 'model.window', default)
+    fix = ' with this sliding_window; a Mistral of both types has the model_type "ministral"'
+    only_layer_type(read, FULL if window is None else SLIDING, fix)
+    return {'window': window}
 
 
 def _own_mistral(read: Reader) -> Keys:
-    refuse_windows(read, default=4096)
-    return {}
+    return read_window(read, default=4096)
 
 
-def _refuse_windows_of_qwen(read: Reader) -> None:
-    read.only('use_sliding_window', False, default=False)
-    read.get('sliding_window', None)
-    refuse_layer_types(read)
+def _own_ministral(read: Reader) -> Keys:
+    window = read.take('sliding_window', 'model.window', 4096)
+    default = FULL if window is None else SLIDING
+    return replaced_by(read_windows(read, window, lambda index: default))
+
+
+def _windows_of_qwen(read: Reader) -> Keys:
+    window, full_layers = optional_window(read, 4096), read.get('max_window_layers', 28)
+    if window is None:
+        full_layers = num_layers(read)
+    elif type(full_layers) is not int or full_layers < 0:
+        read.refuse('max_window_layers', full_layers, 'only a number of layers is supported')
+        full_layers = 0
+    layers = read_windows(read, window, lambda index: FULL if index < full_layers else SLIDING)
+    return replaced_by(layers)
 
 
 def _own_qwen2(read: Reader) -> Keys:
-    _refuse_windows_of_qwen(read)
-    return {'qkv_bias': True}
+    return {'qkv_bias': True, **_windows_of_qwen(read)}
 
 
 def _own_qwen3(read: Reader) -> Keys:
-    _refuse_windows_of_qwen(read)
     biases = read.take('attention_bias', 'model.bias', False)
     if biases:
         read.refuse('attention_bias', biases, 'only false is supported')
-    return {'qk_norm': True, 'bias': biases, 'qkv_bias': biases}
+    return {'qk_norm': True, 'bias': biases, 'qkv_bias': biases, **_windows_of_qwen(read)}
 
 
 def write_config(model: ModelConfig) -> Keys:
     """Return the keys of config.json that all families like Llama have."""
+    rotated = next((layer for layer in layers_of(model) if layer.rotates), model)
     return {
         'hidden_act': 'silu',
         **write_names(model, SIZES),
         'num_key_value_heads': model.num_kv_heads,
         'head_dim': model.head_dim,
         'rms_norm_eps': model.norm_eps,
-        'rope_theta': model.rope_theta,
-        'rope_scaling': write_scaling(model),
+        'rope_theta': rotated.rope_theta,
+        'rope_scaling': write_scaling(rotated),
         'tie_word_embeddings': model.tie_embeddings,
         'initializer_range': model.init_std,
         'attention_dropout': 0.0,
@@ -188,15 +201,24 @@ def _write_llama(model: ModelConfig) -> Keys:
 
 
 def _write_mistral(model: ModelConfig) -> Keys:
-    return write_config(model) | {'sliding_window': None}
+    return write_config(model) | {'sliding_window': model.window}
+
+
+def _write_ministral(model: ModelConfig) -> Keys:
+    return write_config(model) | write_windows(model)
 
 
 def _write_qwen2(model: ModelConfig) -> Keys:
-    return write_config(model) | {'use_sliding_window': False}
+    windows = write_windows(model)
+    types = windows['layer_types']
+    if SLIDING not in types:
+        return write_config(model) | {'use_sliding_window': False}
+    own = {'use_sliding_window': True, 'max_window_layers': types.index(SLIDING)}
+    return write_config(model) | windows | own
 
 
 def _write_qwen3(model: ModelConfig) -> Keys:
-    return write_config(model) | {'use_sliding_window': False, 'attention_bias': model.bias}
+    return _write_qwen2(model) | {'attention_bias': model.bias}
 
 
 LIKE_LLAMA = partial(
@@ -229,5 +251,11 @@ FAMILIES = (
         architecture='MistralForCausalLM',
         read_config=partial(read_config, own=_own_mistral),
         write_config=_write_mistral,
+    ),
+    LIKE_LLAMA(
+        name='ministral',
+        architecture='MinistralForCausalLM',
+        read_config=partial(read_config, own=_own_ministral),
+        write_config=_write_ministral,
     ),
 )

@@ -16,11 +16,10 @@ JOINED = {
 
 
 def _own(read: Reader) -> Keys:
-    llama.refuse_windows(read, default=None)
     read.only('resid_pdrop', 0, default=0)
     read.only('embd_pdrop', 0, default=0)
     read.get('original_max_position_embeddings', None)  # of longrope, which is rejected
-    return {}
+    return llama.read_window(read, default=None)
 
 
 def _rope(read: Reader) -> Keys:
@@ -31,7 +30,7 @@ def _rope(read: Reader) -> Keys:
 
 
 def _write_config(model: ModelConfig) -> Keys:
-    own = {'sliding_window': None, 'resid_pdrop': 0.0, 'embd_pdrop': 0.0}
+    own = {'sliding_window': model.window, 'resid_pdrop': 0.0, 'embd_pdrop': 0.0}
     return llama.write_config(model) | own | {'original_max_position_embeddings': model.max_seq_len}
 
 
