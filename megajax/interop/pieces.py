@@ -45,13 +45,29 @@ class Piece(NamedTuple):
     split: Shape  # its shape with its dims split into the parameter's dims
     order: tuple[int, ...]  # transposition of the split dims into the order of the parameter
     at: At  # the region of the parameter that it fills
+    # An axis, and how many of its first indices are adjacent pairs there, and two halves here.
+    pairs: tuple[int, int] | None = None
 
     def view(self, x: np.ndarray) -> np.ndarray:
-        """Return the array as a view with the parameter's dims.
-
-        Elements beyond `at` are the other format's padding.
-        """
+        """Return a view with the parameter's dims, and pairs as there; padding is beyond `at`."""
         return x.reshape(self.split).transpose(self.order)
+
+    def read(self, x: np.ndarray) -> np.ndarray:
+        """Return the array with the parameter's dims and order, as a view if there are no pairs."""
+        view = self.view(x)
+        return view.take(self._order_of_pairs(view), self.pairs[0]) if self.pairs else view
+
+    def write(self, array: np.ndarray, part: np.ndarray) -> None:
+        """Fill the array with a region of the parameter."""
+        if self.pairs:
+            part = part.take(np.argsort(self._order_of_pairs(part)), self.pairs[0])
+        copy_tiles(self.view(array)[tuple(map(slice, part.shape))], part)
+
+    def _order_of_pairs(self, x: np.ndarray) -> np.ndarray:
+        """Return where each index of the axis is in the other format."""
+        axis, count = self.pairs or (0, 0)
+        index = np.arange(x.shape[axis])
+        return np.concatenate([index[:count:2], index[1:count:2], index[count:]])
 
 
 Pieces = Mapping[str, Sequence[Piece]]  # the pieces of each parameter, by its name
@@ -98,6 +114,11 @@ def make_pieces(
         make_piece(name.format(n), there, here, shape, {**ranges, stacked: slice(n, n + 1)}, sizes)
         for n in range(shape[here.index(stacked)])
     ]
+
+
+def with_pairs(pieces: Sequence[Piece], here: str, model: ModelConfig) -> list[Piece]:
+    """Return pieces of a parameter with dims `here` whose rotary pairs are adjacent."""
+    return [piece._replace(pairs=(here.index('H'), model.rotary_dim)) for piece in pieces]
 
 
 def make_piece(
@@ -267,7 +288,7 @@ def _read_block(
         )
         if any(part.start >= part.stop for part in both):
             return
-        source = piece.view(weights[piece.name])[_shifted(both, piece.at)]
+        source = piece.read(weights[piece.name])[_shifted(both, piece.at)]
         if source.dtype == BFLOAT16 and dtype == np.float32:
             # The bits of bf16 are the upper half of fp32's, and the lower half is zero already;
             # numpy's cast is several times slower.
@@ -302,9 +323,8 @@ def cut(x: np.ndarray, piece: Piece, dtype: np.dtype | None = None) -> np.ndarra
 
     The other format's padding is zero.
     """
-    part = x[piece.at]
     array = np.zeros(piece.shape, x.dtype)
-    copy_tiles(piece.view(array)[tuple(slice(size) for size in part.shape)], part)
+    piece.write(array, x[piece.at])
     return array if dtype is None else array.astype(dtype, copy=False)
 
 

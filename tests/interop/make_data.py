@@ -35,6 +35,11 @@ LLAMA3 = {
     'high_freq_factor': 4.0,
 }
 LLAMA3 |= {'original_max_position_embeddings': 16}
+YARN = {'rope_type': 'yarn', 'rope_theta': 500000.0, 'factor': 4.0}
+YARN |= {'original_max_position_embeddings': 8, 'attention_factor': 1.2, 'beta_fast': 4.0}
+YARN |= {'beta_slow': 1.0, 'truncate': True}
+FIVE = SIZES | {'num_hidden_layers': 5, 'num_key_value_heads': 2, 'pad_token_id': None}
+FIVE |= {'sliding_window': 8}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     'gpt2': (
@@ -71,6 +76,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     'phi3': ('phi3', SIZES | {'num_key_value_heads': 2, 'pad_token_id': None}),
     'qwen3': ('qwen3', SIZES | {'num_key_value_heads': 2, 'head_dim': 8}),
     'olmo2': ('olmo2', SIZES | {'num_key_value_heads': 2, 'pad_token_id': None}),
+    'ministral': (
+        'ministral',
+        FIVE
+        | {'head_dim': 4}
+        | {
+            'layer_types': [
+                *['sliding_attention'] * 2,
+                'full_attention',
+                *['sliding_attention'] * 2,
+            ]
+        },
+    ),
+    'smollm3': ('smollm3', FIVE | {'no_rope_layer_interval': 2}),
+    'olmo3': ('olmo3', FIVE | {'rope_parameters': {'full_attention': YARN}}),
+    'glm4': ('glm4', SIZES | {'num_key_value_heads': 2, 'head_dim': 8, 'pad_token_id': None}),
 }
 
 

@@ -15,7 +15,7 @@ from megajax.interop.folder import new_folder
 from megajax.interop.huggingface.families import FAMILIES, write_family
 from megajax.interop.huggingface.family import Family, There
 from megajax.interop.huggingface.tensors import INDEX, SINGLE, read_tensors
-from megajax.interop.pieces import cut, dims_here, groups_of, make_pieces
+from megajax.interop.pieces import cut, dims_here, groups_of, make_pieces, with_pairs
 from megajax.runtime.checkpoint.digests import sound_checkpoint
 from megajax.runtime.checkpoint.record import FAMILY, RECORD, read_record
 
@@ -141,7 +141,7 @@ def _tensors(checkpoint: Path, config: Config, family: Family) -> Iterator[tuple
         of_modules = defaultdict[str, list[list[np.ndarray]]](list)
         for there in family.tensors[f'{linear}.weight']:
             name = whole.get(there.name, there.name).removesuffix('.weight')
-            of_modules[name].append(_outputs(b, there, dims[f'{linear}.adapter.B']))
+            of_modules[name].append(_outputs(b, there, dims[f'{linear}.adapter.B'], config.model))
         for name, parts in of_modules.items():
             for layer, of_layer in enumerate(zip(*parts, strict=True)):
                 module = PREFIX + name.format(layer)
@@ -150,8 +150,11 @@ def _tensors(checkpoint: Path, config: Config, family: Family) -> Iterator[tuple
                 yield f'{module}.lora_B.weight', np.concatenate(of_layer)
 
 
-def _outputs(b: np.ndarray, there: There, dims: str) -> list[np.ndarray]:
+def _outputs(b: np.ndarray, there: There, dims: str, model: ModelConfig) -> list[np.ndarray]:
     """Return the part of B, which has `dims`, for a module: [outputs, Q] of each layer."""
     (outputs,) = (group for group in groups_of(there.dims, dims) if group)
     ranges = {'C': there.columns, 'U': there.columns}
-    return [cut(b, piece) for piece in make_pieces('', f'({outputs})Q', dims, b.shape, ranges)]
+    pieces = make_pieces('', f'({outputs})Q', dims, b.shape, ranges)
+    if there.in_pairs:
+        pieces = with_pairs(pieces, dims, model)
+    return [cut(b, piece) for piece in pieces]

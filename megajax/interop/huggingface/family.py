@@ -23,6 +23,7 @@ class There(NamedTuple):
     dims: str
     columns: slice = slice(None)  # of C, the columns of a head group, or of U, gate and up
     is_square: bool = False  # whether the last dim is two dims of one size there
+    in_pairs: bool = False  # whether rotary pairs are adjacent there, and not in two halves of H
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

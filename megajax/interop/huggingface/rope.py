@@ -21,15 +21,17 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
 OPTIONAL = {'yarn': ('beta_fast', 'beta_slow', 'attention_factor', 'truncate')}
 
 
-def read_rope(read: Reader, own: Iterable[str] = (), *, fraction: float | None = None) -> Keys:
+def read_rope(
+    read: Reader, own: Iterable[str] = (), *, theta: float = 10000.0, fraction: float | None = None
+) -> Keys:
     """Read the rotary embedding of a model whose layers all have the same.
 
     transformers 5 has its settings in `rope_parameters`, earlier versions in `rope_theta` and
     `rope_scaling`. They may also have a family's `own` names, which the family reads itself.
-    `fraction` is the family's default of partial_rotary_factor. With None, transformers rotates all
-    of a head in this family.
+    `theta` and `fraction` are the family's defaults of rope_theta and of partial_rotary_factor.
+    With None, transformers rotates all of a head in this family.
     """
-    theta, old = read.get('rope_theta', 10000.0), read.get('rope_scaling', None) or {}
+    of_model, old = read.get('rope_theta', theta), read.get('rope_scaling', None) or {}
     new = read.get('rope_parameters', None)
     key, given = ('rope_scaling', old) if new is None else ('rope_parameters', new)
     if not isinstance(given, Mapping):
@@ -37,7 +39,7 @@ def read_rope(read: Reader, own: Iterable[str] = (), *, fraction: float | None =
         return {}
     if new is not None and 'rope_theta' not in {*given, *read.keys}:
         read.problems.append(f'{read.file}: {key}.rope_theta: required, and missing')
-    return read_parameters(read, key, given, theta, own, fraction=fraction)
+    return read_parameters(read, key, given, of_model, own, fraction=fraction)
 
 
 def read_parameters(

@@ -24,6 +24,7 @@ from megajax.interop.pieces import (
     place,
     shapes_of,
     tensors_of,
+    with_pairs,
 )
 from megajax.runtime.checkpoint.open import abstract_params
 
@@ -45,6 +46,8 @@ def huggingface_pieces(
         for there in tensors_of(chosen.tensors, path, chosen.name):
             ranges = {'C': there.columns, 'U': there.columns, 'V': vocab}
             pieces = make_pieces(there.name, there.dims, dims[path], shape, ranges)
+            if there.in_pairs:
+                pieces = with_pairs(pieces, dims[path], model)
             pieces_of_tensors.append([*map(_with_square, pieces)] if there.is_square else pieces)
         # Layer by layer, so that the pieces of a joined tensor are next to each other.
         return [piece for of_layer in zip(*pieces_of_tensors, strict=True) for piece in of_layer]

@@ -81,7 +81,7 @@ def read_config(
     `qk_norm`, `bias` and `qkv_bias`, which default to false, and any key that differs from Llama's.
     A family that is `grouped` always has num_key_value_heads. `head_dim` is the default of
     head_dim, if not hidden_size over the heads, `norm_eps` the default of rms_norm_eps, and `tied`
-    that of tie_word_embeddings. `rope` reads the keys of the rotary embedding.
+    the default of tie_word_embeddings. `rope` reads the keys of the rotary embedding.
     """
     read.only('hidden_act', 'silu', 'swish', default='silu')
     read.only('attention_dropout', 0, default=0)
