@@ -17,7 +17,7 @@ import jax.numpy as jnp  # noqa: E402
 from flax import nnx  # noqa: E402
 from interop.make_data import SIZES, logits_of, random_model  # noqa: E402
 from interop.stored import LIMIT, assert_same_tensors  # noqa: E402
-from support import by_name, graph_of, on_mesh  # noqa: E402
+from support import by_name, graph_of, on_mesh, slow  # noqa: E402
 
 from megajax.core.config import Config  # noqa: E402
 from megajax.core.model.computation import Computation  # noqa: E402
@@ -26,6 +26,7 @@ from megajax.interop.huggingface.families import read_family  # noqa: E402
 from megajax.interop.huggingface.layers import FULL, SLIDING  # noqa: E402
 from megajax.interop.huggingface.tensors import read_tensors  # noqa: E402
 from megajax.interop.huggingface.weights import from_huggingface  # noqa: E402
+from megajax.runtime.generate import Generator, Request, Sampling  # noqa: E402
 
 SIZES |= {'num_key_value_heads': 2, 'pad_token_id': None}
 FIVE = SIZES | {'num_hidden_layers': 5}
@@ -57,6 +58,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         OLMO | {'rope_parameters': {FULL: THETA, SLIDING: THETA | {'rope_theta': 100.0}}},
     ),
     'olmo3, windows alone': ('olmo3', OLMO | {'layer_types': [SLIDING] * 5}),
+    'olmo3, full attention alone': ('olmo3', OLMO | {'layer_types': [FULL] * 5}),
     'glm4, half a head': ('glm4', SIZES | {'head_dim': 8}),
     'glm4, a quarter, no biases': (
         'glm4',
@@ -70,6 +72,17 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     'qwen3, two types': ('qwen3', QWEN | {'head_dim': 8, 'layer_types': [SLIDING] * 4 + [FULL]}),
 }
+
+
+GREEDY = (  # one of each family, ten prompts of each
+    'mistral, a window',
+    'ministral, two types and a rest',
+    'qwen2, windows in the last layers',
+    'smollm3, windows and biases',
+    'olmo3, YaRN in full layers',
+    'glm4, half a head',
+    'exaone4, full layers without rope',
+)
 
 
 def config_of(folder: Path) -> Config:
@@ -105,7 +118,9 @@ def ours(config: Config, params: nnx.State, tokens: np.ndarray) -> tuple[jax.Arr
     return logits, gradients
 
 
-@pytest.mark.parametrize('setting', SETTINGS)
+@pytest.mark.parametrize(
+    'setting', [setting if setting in GREEDY else slow(setting) for setting in SETTINGS]
+)
 def test_logits_gradients_and_every_bit_are_those_of_transformers(
     setting: str, tmp_path: Path
 ) -> None:
@@ -131,3 +146,24 @@ def test_logits_gradients_and_every_bit_are_those_of_transformers(
     assert_same_tensors(tmp_path / 'out', tmp_path / 'in')
     there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'out').eval()
     assert np.abs(logits_of(there, tokens) - expected).max() < 1e-6
+
+
+@pytest.mark.parametrize('setting', [GREEDY[0], *map(slow, GREEDY[1:])])
+def test_greedy_texts_longer_than_a_window_are_those_of_transformers(
+    setting: str, tmp_path: Path
+) -> None:
+    family, keys = SETTINGS[setting]
+    model = random_model(family, keys)
+    model.save_pretrained(tmp_path)
+    draw = np.random.default_rng(2)
+    prompts = [draw.integers(0, SIZES['vocab_size'], 3 + n).tolist() for n in range(10)]
+    expected = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=14, do_sample=False, pad_token_id=0)
+        for prompt in prompts
+    ]
+    config, request = config_of(tmp_path), Request(max_tokens=14, sampling=Sampling(temperature=0))
+    with on_mesh(config):
+        params = from_huggingface(config, read_tensors(tmp_path), source=setting, family=family)
+        *_, rows = Generator(config, params).stream(prompts, request)
+    found = [[*prompt, *row.ids] for prompt, row in zip(prompts, rows, strict=True) if row]
+    assert found == [text[0].tolist() for text in expected]

@@ -134,11 +134,14 @@ def first_layer(model: ModelConfig, kind: str) -> ModelConfig | None:
     return next((layer for layer in layers_of(model) if type_of(layer) == kind), None)
 
 
-def write_windows(model: ModelConfig) -> Keys:
-    """Return `layer_types`, and `sliding_window`, which is one for all layers of a family."""
+def write_windows(model: ModelConfig, unused: int | None = None) -> Keys:
+    """Return `layer_types`, and `sliding_window`, which is one for all layers of a family.
+
+    It is `unused` if no layer has a window.
+    """
     sliding = first_layer(model, SLIDING)
     return {
-        'sliding_window': sliding.window if sliding else None,
+        'sliding_window': sliding.window if sliding else unused,
         'layer_types': [*map(type_of, layers_of(model))],
     }
 

@@ -205,7 +205,7 @@ def _write_mistral(model: ModelConfig) -> Keys:
 
 
 def _write_ministral(model: ModelConfig) -> Keys:
-    return write_config(model) | write_windows(model)
+    return write_config(model) | write_windows(model, model.max_seq_len)
 
 
 def _write_qwen2(model: ModelConfig) -> Keys:

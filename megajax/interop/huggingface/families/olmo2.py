@@ -50,7 +50,7 @@ def _write_olmo2(model: ModelConfig) -> Keys:
 
 
 def _write_olmo3(model: ModelConfig) -> Keys:
-    layers = {**write_windows(model), 'rope_parameters': write_ropes(model)}
+    layers = {**write_windows(model, model.max_seq_len), 'rope_parameters': write_ropes(model)}
     return _write_olmo2(first_layer(model, FULL) or model) | layers
 
 
