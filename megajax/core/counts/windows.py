@@ -39,3 +39,11 @@ def block_of_window(window: int, length: int) -> int | None:
     has only two blocks, or its length has no such divisor.
     """
     return next((n for n in divisors(length) if n >= window and 2 * n < length), None)
+
+
+def block_in_chunk(window: int, chunk: int, *, flash: bool) -> int:
+    """Return the length of the blocks in which a context shard computes a chunk with a window.
+
+    XLA's attention takes the shortest that the window fits in.
+    """
+    return chunk if flash else next(n for n in divisors(chunk) if n >= window)

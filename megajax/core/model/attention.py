@@ -11,6 +11,7 @@ from jax import P
 from megajax.core.config import ModelConfig
 from megajax.core.counts.windows import block_of_window
 from megajax.core.model.context import attend_across
+from megajax.core.model.context_halo import attend_in_window
 from megajax.core.model.dropout import dropout, fold_in
 from megajax.core.model.flash import can_flash, flash_attention
 from megajax.core.model.norm import Norm, RMSNormOverHeads, make_head_norm, norm_queries_and_keys
@@ -18,7 +19,7 @@ from megajax.core.model.parameters import Parameters
 from megajax.core.model.rotary import rotate
 from megajax.core.model.rows import NO_ROWS, Rows
 from megajax.core.model.sublayer import Sublayer
-from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.layout import CONTEXT, Layout
 
 Kept = TypeVar('Kept')
 # A function of queries, keys and values, with complete heads on each shard. It returns attention's
@@ -161,6 +162,9 @@ def attend(
         assert segment_RS is None
         assert without_dropout
         kernel = 'cudnn' if flash else 'xla'
+        length = q_RSNH.shape[1] * jax.typeof(q_RSNH).sharding.mesh.shape[CONTEXT]
+        if window is not None and window < length:
+            return attend_in_window(q_RSNH, k_RSKH, v_RSKH, window, kernel, scale)
         return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, kernel, scale)
     if flash:
         return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window, scale)

@@ -1,0 +1,233 @@
+"""Causal attention with a sliding window, of sequences that are sharded over `context`.
+
+A window that is no longer than a chunk of `zigzag.py` reaches back into the previous chunk only.
+The chunk before a shard's first chunk is on the previous shard, and the chunk before its second one
+on the next shard (for the last shard, it is its own first chunk). Each shard therefore sends the
+last keys and values of its two chunks to its neighbors, one to each: a halo exchange.
+
+A block of queries attends to its own keys and to the halo before it, and both are merged by their
+log-sum-exp. Query i sees the keys after i of the halo, so both are reversed for a causal kernel.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core.counts.windows import block_in_chunk
+from megajax.core.model.context import merge
+from megajax.core.model.kernels import KERNELS, Kernel
+from megajax.core.model.per_device import Specs, per_device
+from megajax.core.parallel.layout import CONTEXT, UNSHARDED
+
+HIDDEN = 1e30  # a log-sum-exp that gives every weight of its query the value 0
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def attend_in_window(
+    q_RSNH: jax.Array,
+    k_RSKH: jax.Array,
+    v_RSKH: jax.Array,
+    window: int,
+    kernel: str,
+    scale: float,
+) -> jax.Array:
+    """Attention o_RSNH of a shard's tokens on the last `window` tokens of their sequences.
+
+    `kernel` is a key of KERNELS. The halos are saved for the backward pass, which sends their
+    gradients alone. To be mapped over context shards.
+    """
+    return _passes(window, kernel, scale)[0](q_RSNH, k_RSKH, v_RSKH)[0]
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, window: int, kernel: str, scale: float
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    o, *saved = _passes(window, kernel, scale)[0](q, k, v)
+    return o, (q, k, v, o, *saved)
+
+
+def _backward(
+    window: int, kernel: str, scale: float, saved: tuple[jax.Array, ...], do: jax.Array
+) -> tuple[jax.Array, ...]:
+    return _passes(window, kernel, scale)[1](*saved, do)
+
+
+attend_in_window.defvjp(_forward, _backward)
+
+
+@functools.cache
+def _passes(
+    window: int, kernel: str, scale: float
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The passes (q, k, v) -> o, lse, halos and (q, k, v, o, lse, halos, do) -> dq, dk, dv."""
+    passes, is_flash = KERNELS[kernel].scaled(scale), kernel == 'cudnn'
+
+    def attend(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return _attend(*arrays, window=window, kernel=passes, is_flash=is_flash)
+
+    def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return _gradients(*arrays, window=window, kernel=passes, is_flash=is_flash)
+
+    def alone(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        halos = (x[:, : 2 * window] for x in arrays[1:])
+        return *passes.forward(*arrays, True, window=window), *halos
+
+    def gradients_alone(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return passes.backward(*arrays[:5], arrays[-1], True, window=window)
+
+    def placed_as_output(specs: Specs) -> Specs:
+        return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-'), *specs[1:]
+
+    return (
+        per_device(attend, placed_as_output, alone),
+        per_device(gradients, lambda specs: specs[:3], gradients_alone),
+    )
+
+
+class _Blocks:
+    """The blocks in which a device computes attention, as rows of arrays.
+
+    With cuDNN a block is a chunk. XLA's blocks are about as long as the window, so that its scores
+    grow linearly with the sequence.
+    """
+
+    def __init__(self, q: jax.Array, window: int, is_flash: bool):
+        self.window, self._sequences, self._tokens = window, *q.shape[:2]
+        self.length = block_in_chunk(window, self._tokens // 2, flash=is_flash)
+        # A window of a whole block is plain causal attention.
+        self.own_window = window if window < self.length else None
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Return an array of tokens [sequence, token, ...] as [block, token, ...]."""
+        return x.reshape(-1, self.length, *x.shape[2:])
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """Return an array of blocks as an array of tokens."""
+        return x.reshape(self._sequences, self._tokens, *x.shape[2:])
+
+    def by_chunk(self, x: jax.Array) -> jax.Array:
+        """Return an array of blocks as [sequence, chunk, block, ...]."""
+        return x.reshape(self._sequences, 2, -1, *x.shape[1:])
+
+    def halos(self, k: jax.Array, received: jax.Array) -> jax.Array:
+        """Return the last keys before each block; `received` has those before each chunk."""
+        ends = self.by_chunk(self.of(k)[:, -self.window :])
+        of_chunks = received.reshape(self._sequences, 2, 1, self.window, *k.shape[2:])
+        halos = jnp.concatenate([of_chunks, ends[:, :, :-1]], axis=2)
+        return halos.reshape(-1, *halos.shape[3:])
+
+    def visible(self) -> jax.Array:
+        """Return where the halo has a key that a query of a block's first `window` sees.
+
+        An array [block, 1, query]. The last of these queries sees only its own block, and nothing
+        comes before the first chunk of the first shard.
+        """
+        count = self._tokens // self.length
+        first = jnp.arange(count) == 0
+        exists = jnp.tile(~(first & (lax.axis_index(CONTEXT) == 0)), self._sequences)
+        sees = jnp.arange(self.window) < self.window - 1
+        return exists[:, None, None] & sees[None, None, :]
+
+
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, window: int, kernel: Kernel, is_flash: bool
+) -> tuple[jax.Array, ...]:
+    """Return o, the log-sum-exp [R, N, S] in fp32, and the halos of a device's two chunks."""
+    blocks = _Blocks(q, window, is_flash)
+    received = _exchange(k, window), _exchange(v, window)
+    halos = (blocks.halos(x, halo) for x, halo in zip((k, v), received, strict=True))
+    of_blocks = q_own, *_ = [blocks.of(x) for x in (q, k, v)]
+    o, lse = kernel.forward(*of_blocks, True, window=blocks.own_window)
+    o_2, lse_2 = kernel.forward(_turned(q_own[:, :window]), *(jnp.flip(x, 1) for x in halos), True)
+    lse_2 = jnp.where(blocks.visible(), _turned(lse_2, 2), -jnp.inf)
+    own = o[:, :window].astype(jnp.float32), lse[:, :, :window]
+    o_1, lse_1 = merge(own, (_turned(o_2), lse_2))
+    o = jnp.concatenate([o_1.astype(o.dtype), o[:, window:]], axis=1)
+    lse = jnp.concatenate([lse_1, lse[:, :, window:]], axis=2)
+    lse_RSN = blocks.joined(jnp.moveaxis(lse, 1, 2))
+    return blocks.joined(o), jnp.moveaxis(lse_RSN, 2, 1), *received
+
+
+def _gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    o: jax.Array,
+    lse: jax.Array,
+    k_halo: jax.Array,
+    v_halo: jax.Array,
+    do: jax.Array,
+    *,
+    window: int,
+    kernel: Kernel,
+    is_flash: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return dq, dk and dv of a device's tokens."""
+    blocks = _Blocks(q, window, is_flash)
+    halos = (jnp.flip(blocks.halos(x, halo), 1) for x, halo in ((k, k_halo), (v, v_halo)))
+    q_own, k_own, v_own, o_own, do_own = (blocks.of(x) for x in (q, k, v, o, do))
+    lse_own = jnp.moveaxis(blocks.of(jnp.moveaxis(lse, 1, 2)), 2, 1)
+    lse_2 = jnp.where(blocks.visible(), lse_own[:, :, :window], HIDDEN)
+    dq_2, dk_2, dv_2 = kernel.backward(
+        _turned(q_own[:, :window]),
+        *halos,
+        _turned(o_own[:, :window]),
+        _turned(lse_2, 2),
+        _turned(do_own[:, :window]),
+        True,
+    )
+    dq, dk, dv = kernel.backward(
+        q_own, k_own, v_own, o_own, lse_own, do_own, True, window=blocks.own_window
+    )
+    dq = dq.at[:, :window].set(_sum(dq[:, :window], _turned(dq_2)))
+    sums = []
+    for own, of_halos in ((dk, dk_2), (dv, dv_2)):
+        by_chunk = blocks.by_chunk(jnp.flip(of_halos, 1))
+        returned = _give_back(by_chunk[:, :, 0])
+        ends = jnp.concatenate([by_chunk[:, :, 1:], returned[:, :, None]], axis=2)
+        ends = ends.reshape(of_halos.shape)
+        sums.append(own.at[:, -window:].set(_sum(own[:, -window:], ends)))
+    dk, dv = map(blocks.joined, sums)
+    return blocks.joined(dq), dk, dv
+
+
+def _exchange(k: jax.Array, window: int) -> jax.Array:
+    """Return the last keys before the first and before the second chunk of a shard."""
+    first, second = (x[:, -window:] for x in jnp.split(k, 2, axis=1))
+    before_first, before_second = _pass_on(first, 1), _pass_on(second, -1)
+    # The sequence's first chunk has nothing before it; `_Blocks.visible` hides what arrives there.
+    return jnp.concatenate([before_first, jnp.where(_is_last(), first, before_second)], axis=1)
+
+
+def _give_back(dk: jax.Array) -> jax.Array:
+    """Return the gradients [sequence, chunk, token, ...] of the ends of a shard's chunks.
+
+    They come from the shards to which `_exchange` sent the ends, given gradients of their halos.
+    """
+    of_first, of_second = dk[:, 0], dk[:, 1]
+    first = jnp.where(_is_last(), of_second, _pass_on(of_first, -1))
+    second = jnp.where(lax.axis_index(CONTEXT) == 0, 0, _pass_on(of_second, 1))
+    return jnp.stack([first, second], axis=1)
+
+
+def _pass_on(x: jax.Array, step: int) -> jax.Array:
+    """Send a shard's array `step` shards on, around the ring."""
+    shards = lax.axis_size(CONTEXT)
+    return lax.ppermute(x, CONTEXT, [(i, (i + step) % shards) for i in range(shards)])
+
+
+def _is_last() -> jax.Array:
+    return lax.axis_index(CONTEXT) == lax.axis_size(CONTEXT) - 1
+
+
+def _turned(x: jax.Array, dim: int = 1) -> jax.Array:
+    """Reverse all elements along a dim but the last, whose query sees no key of the halo."""
+    return jnp.roll(jnp.flip(x, dim), -1, dim)
+
+
+def _sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    return (x.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
