@@ -57,6 +57,7 @@ class Setting(NamedTuple):
     num_layers: int = 2
     hidden_size: int = 64
     num_kv_heads: int | None = None  # those of the model
+    seq_len: int = 16
     rows: int | None = None  # of the batch; as many as data shards and microbatches divide
     plain: bool = False  # without dropout and document masks
 
@@ -65,6 +66,7 @@ class Setting(NamedTuple):
         """The config of the step."""
         sizes = {'head_dim': 8, 'ffn_size': 128} | self._section('num_layers', 'hidden_size')
         heads = {} if self.num_kv_heads is None else {'num_kv_heads': self.num_kv_heads}
+        sizes['max_seq_len'] = max(32, self.seq_len)
         if self.plain:
             sizes['dropout'] = 0.0
         # An eps above rounding error: Adam would turn the sign of such an error into a step.
@@ -73,7 +75,7 @@ class Setting(NamedTuple):
             self.name,
             model=sizes | heads,
             mesh=self._section(*MESH),
-            train={'batch_size': self.batch_size, 'seq_len': 16} | self._section(*TRAIN),
+            train={'batch_size': self.batch_size} | self._section('seq_len', *TRAIN),
             optim=optim | self._section('shard', 'reduce_dtype', 'moments_dtype'),
         )
 

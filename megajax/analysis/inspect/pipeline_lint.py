@@ -15,7 +15,7 @@ from megajax.core.counts.parameters import dim_sizes, parameters
 from megajax.core.parallel.layout import CONTEXT, STAGE, Layout
 from megajax.core.train.pipeline import TO_NEXT, TO_PREVIOUS
 from megajax.xla.hlo.collectives import Collective
-from megajax.xla.hlo.permutes import SHOWN, along
+from megajax.xla.hlo.permutes import SHOWN, Pairs, along
 from megajax.xla.hlo.program import Program
 
 REGION = 'shard_map'
@@ -25,7 +25,7 @@ def undeclared_permutes(mesh: Mapping[str, int], placed: Sequence[Collective]) -
     """Yield an error for each permute along `stage` or `context` whose pairs are not declared.
 
     The named scope tells whether a stage sends to the next or to the previous one; context shards
-    send to the next. The last and the first are neighbors too.
+    send to either. The last and the first are neighbors too.
     """
     for permute in placed:
         if permute.kind != 'collective-permute' or not {STAGE, CONTEXT} & {*permute.axes}:
@@ -41,14 +41,16 @@ def undeclared_permutes(mesh: Mapping[str, int], placed: Sequence[Collective]) -
             yield Finding(level='error', rule='permute with undeclared pairs', message=message)
 
 
-def _declared(mesh: Mapping[str, int], permute: Collective) -> tuple[list[tuple[int, int]], str]:
+def _declared(mesh: Mapping[str, int], permute: Collective) -> tuple[Pairs | str, str]:
     """Return the pairs of positions that a permute must have, and a clause that describes them."""
     words = _words(permute)
-    if permute.axes in ((STAGE,), (CONTEXT,)):
+    if permute.axes == (CONTEXT,):
+        return 'ring', 'here each context shard sends to the next or to the previous one'
+    if permute.axes == (STAGE,):
         size = mesh[permute.axis]
         ring = [(place, (place + 1) % size) for place in range(size)]
-        if permute.axes == (CONTEXT,) or TO_NEXT in words:
-            return ring, f'here each {permute.axis} shard sends to the next'
+        if TO_NEXT in words:
+            return ring, 'here each stage sends to the next'
         if TO_PREVIOUS in words:
             return [
                 (after, before) for before, after in ring

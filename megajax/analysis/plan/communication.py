@@ -19,7 +19,7 @@ from megajax.core.counts.collective import (
     heads,
     passes,
 )
-from megajax.core.counts.context import own_over_context
+from megajax.core.counts.context import halos, of_full_layers
 from megajax.core.counts.cross_attention import cross_layers, is_left_out
 from megajax.core.counts.data_parallel import over_data
 from megajax.core.counts.grid import over_grid
@@ -91,7 +91,9 @@ def _over_context(config: Config) -> Iterator[Expected]:
     """
     mesh, dtype = config.mesh, HLO_DTYPES[config.train.dtype]
     is_ring = mesh.context_exchange == 'ring'
-    for sent in own_over_context(config, Runs.of_stages(config).layers):
+    layers = Runs.of_stages(config).layers
+    yield from halos(config, layers)
+    for sent in of_full_layers(config, layers):
         hop = sent.times // (mesh.context - 1) if sent.array.dtype == dtype else sent.times
         if sent.site.phase == 'recompute' and mesh.stages == 1:
             if is_ring and mesh.context > 2:

@@ -282,9 +282,7 @@ def product_seconds(
         in_layers = product.where == 'layers'
         peak = peak * FP8_SHARE if in_layers else hardware.peak_flops[config.train.compute_dtype]
     if product.flash:
-        # No score in the blocks of other context shards is masked.
-        own = product.sizes[0] == config.train.seq_len // config.mesh.context
-        done = product.flops / 2 if config.model.causal and own else product.flops
+        done = product.flops / 2 if product.is_causal else product.flops
         efficiency = hardware.efficiency
         share = efficiency.of_attention(attention, product.sizes[0]) or efficiency.matmul
         backward = FITTED_BACKWARD if product.phase == 'backward' else 1

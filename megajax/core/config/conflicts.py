@@ -42,10 +42,7 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
         lambda config: config.model.rope_scaling is not None,
         'model.rope_scaling=null',
     ),
-    WINDOW: (
-        lambda config: any(layer.window for layer in config.model.pattern),
-        'no window',
-    ),
+    WINDOW: (lambda config: config.model.has_windows, 'no window'),
     'model.dropout': (lambda config: config.model.has_dropout, NO_DROPOUT),
     'vision': (lambda config: config.vision is not None, 'no vision'),
     CROSS: (
@@ -91,10 +88,7 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'mesh.context': 'context parallelism does not support BERT: its token order balances '
         f'causal attention; use mesh.context=1 with {MASKED}',
     },
-    WINDOW: {
-        BIDIRECTIONAL: 'a sliding window is of earlier tokens',
-        'mesh.context': 'context parallelism does not support sliding windows',
-    },
+    WINDOW: {BIDIRECTIONAL: 'a sliding window is of earlier tokens'},
     NEXT: {BIDIRECTIONAL: 'a token that attends to the next one has nothing to predict'},
     'optim.shard=none': {
         'mesh.replicas': 'mesh.replicas needs ZeRO: the data shards of a replica share one sharded '

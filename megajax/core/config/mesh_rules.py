@@ -96,8 +96,8 @@ def of_stages(config: 'Config') -> Iterator[Problem]:
 
 
 def of_context(config: 'Config') -> Iterator[Problem]:
-    """Check context parallelism."""
-    mesh, length = config.mesh, config.train.seq_len
+    """Check context parallelism, whose windows reach back into one chunk only."""
+    mesh, model, length = config.mesh, config.model, config.train.seq_len
     if mesh.context == 1:
         return
     tensor = mesh.model if mesh.sequence_parallel else 1
@@ -111,6 +111,21 @@ def of_context(config: 'Config') -> Iterator[Problem]:
             message=f'{length} is not a multiple of {divisor}: {why}; '
             f'use {multiples(length, divisor)}',
             others=('mesh.context', 'mesh.model', 'mesh.sequence_parallel'),
+        )
+        return
+    chunk = length // (2 * mesh.context)
+    windows = (layer.window or 0 for layer in model.pattern)
+    longest = max((window for window in windows if window < length), default=0)
+    if longest > chunk:
+        shorter = [n for n in divisors(length // math.lcm(2, tensor)) if 2 * n * longest <= length]
+        longer = math.ceil(2 * mesh.context * longest / divisor) * divisor
+        yield Problem(
+            path='model.window' if longest == model.window else 'model.layers',
+            message=f'a window of {longest} tokens is longer than half of a context shard, '
+            f'{chunk} tokens with mesh.context={mesh.context} and train.seq_len={length}; '
+            f'use at most {chunk}, mesh.context {max(shorter, default=1)}, or '
+            f'train.seq_len at least {longer}',
+            others=('mesh.context', 'train.seq_len'),
         )
 
 

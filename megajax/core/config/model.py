@@ -133,6 +133,11 @@ class ModelConfig(Section):
             config for config, repeat in zip(configs, repeats, strict=True) for _ in range(repeat)
         )
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether a layer has a sliding window."""
+        return any(layer.window for layer in self.pattern)
+
     def layer_config(self, index: int) -> Self:
         """Return the config of the layer with this index, with the keys of the pattern."""
         return self.pattern[index % len(self.pattern)]

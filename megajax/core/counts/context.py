@@ -2,7 +2,8 @@
 
 Megatron leaves this to TransformerEngine, whose backward pass sums the gradients of keys and values
 in the compute dtype. megajax sums them in fp32, and with a ring the sums make one more hop, back to
-their own shard.
+their own shard. In layers with a sliding window, megajax sends the ends of chunks to the neighbors.
+TransformerEngine gathers all keys and values: its ring rejects windows.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from megajax.core.counts.collective import (
     passes,
 )
 from megajax.core.counts.products import Phase
+from megajax.core.counts.windows import windows_within
 from megajax.xla.hlo.program import Array
 
 # Classes of TransformerEngine.
@@ -28,34 +30,64 @@ SOURCES = {
     'ring': f'{_FILE} AttnFuncWithCPAndKVP2P',
 }
 IN_FP32 = 'gradients of keys and values are summed in fp32'
+ENDS = 'a window needs the ends of the neighboring chunks only'
 
 
 def over_context(config: Config, layers: int) -> Iterator[Expected]:
     """Yield TransformerEngine's collectives for a number of runs of a layer."""
-    own = config.mesh.context_exchange == 'ring'
-    yield from _exchanges(
-        config,
-        layers,
-        dtype=HLO_DTYPES[config.train.dtype],
-        hops=config.mesh.context - own,
-        source=SOURCES[config.mesh.context_exchange],
-    )
+    exchanges = dict.fromkeys(windows_within(config), 'gather')
+    exchanges[None] = config.mesh.context_exchange
+    for window, share in windows_within(config).items():
+        yield from _exchanges(
+            config,
+            int(layers * share),
+            exchanges[window],
+            dtype=HLO_DTYPES[config.train.dtype],
+            hops=config.mesh.context - 1,
+            source=SOURCES[exchanges[window]],
+        )
 
 
 def own_over_context(config: Config, layers: int) -> Iterator[Expected]:
-    """Yield the collectives of `core/model/context.py`."""
-    yield from _exchanges(config, layers, dtype='f32', hops=config.mesh.context, source=IN_FP32)
+    """Yield the collectives of `core/model/context.py` and `context_halo.py`."""
+    yield from of_full_layers(config, layers)
+    yield from halos(config, layers)
+
+
+def of_full_layers(config: Config, layers: int) -> Iterator[Expected]:
+    """Yield the collectives of the layers without a window."""
+    count, exchange = windows_within(config).get(None, 0), config.mesh.context_exchange
+    runs, hops = int(layers * count), config.mesh.context
+    yield from _exchanges(config, runs, exchange, dtype='f32', hops=hops, source=IN_FP32)
+
+
+def halos(config: Config, layers: int) -> Iterator[Expected]:
+    """Yield the collectives of the layers with a window.
+
+    The ends of a shard's two chunks go to one neighbor each, and in the backward pass their
+    gradients come back.
+    """
+    rows, _, *of_token = keys(config).shape[1:]
+    for window, share in windows_within(config).items():
+        if window is None:
+            continue
+        ends = keys(config)._replace(shape=(rows, window, *of_token))
+        for phase in passes(config):
+            site = Site('attention', phase, 'context')
+            times = 2 * 2 * int(layers * share)  # keys and values, of both chunks
+            yield Expected.over(config, site, PERMUTE, ends, times, ENDS)
 
 
 def _exchanges(
-    config: Config, layers: int, *, dtype: str, hops: int, source: str
+    config: Config, layers: int, exchange: str, *, dtype: str, hops: int, source: str
 ) -> Iterator[Expected]:
     """Yield the collectives of all passes, with sums of gradients in `dtype`.
 
     `hops` is how often a ring passes the sums on.
     """
-    shards = config.mesh.context
-    is_ring = config.mesh.context_exchange == 'ring'
+    if not layers:
+        return
+    shards, is_ring = config.mesh.context, exchange == 'ring'
     sent = keys(config)
     sums = sent._replace(dtype=dtype)
 

@@ -19,8 +19,9 @@ from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.parameters import declare, dim_sizes, elements, parameters
 from megajax.core.counts.relevance import level_products, network_products
 from megajax.core.counts.runs import Runs
-from megajax.core.counts.windows import keys_read, windows
+from megajax.core.counts.windows import block_in_chunk, keys_read, windows, windows_within
 from megajax.core.parallel.layout import Layout
+from megajax.xla.hlo.products import keys_in_window
 
 Phase = Literal['forward', 'backward', 'recompute', 'step']
 Where = Literal['layers', 'attention', 'head']
@@ -37,6 +38,7 @@ class Product:
     batch: int = 1
     times: int
     flash: bool = False
+    is_causal: bool = False  # attention of which a mask hides half
 
     @property
     def flops(self) -> int:
@@ -260,17 +262,27 @@ class _Counted:
         """Yield the matmuls of attention across context shards, which saves no scores.
 
         The first block is a shard's own tokens. For each other shard there is one block with half
-        of the queries and half of the keys, for twice the rows.
+        of the queries and half of the keys, for twice the rows. With a window there are blocks of a
+        shard's own tokens, and each has a halo of earlier keys for its first queries.
         """
         others, half = self.shards['S'] - 1, self.length // 2
         # XLA computes the scores of the first block once for recomputation and backward pass, where
         # both are in one loop.
         is_shared = recomputed and not flash and 'L' not in self.shards
         counts: dict[Phase, int] = {'forward': 2, 'backward': 5, 'recompute': recomputed}
-        for phase, count in counts.items():
-            own = count - 1 if is_shared and phase == 'backward' else count
-            yield self._attention(phase, heads, self.length, own, flash=flash)
-            yield self._attention(phase, 2 * heads, half, others * count, flash=flash)
+        kinds = windows_within(self.config).items()
+        for (window, share), (phase, count) in itertools.product(kinds, counts.items()):
+            own = (count - 1 if is_shared and phase == 'backward' else count) * share
+            if window is None:
+                yield self._attention(phase, heads, self.length, own, flash=flash)
+                times = others * count * share
+                yield self._attention(phase, 2 * heads, half, times, flash=flash, is_causal=False)
+                continue
+            block = block_in_chunk(window, half, flash=flash)
+            blocks = heads * self.length // block
+            read = keys_in_window(window, block) if flash else block
+            yield self._attention(phase, blocks, block, own, flash=flash, keys=read)
+            yield self._attention(phase, blocks, window, own, flash=flash)
 
     def _attention(
         self,
@@ -281,6 +293,7 @@ class _Counted:
         *,
         flash: bool,
         keys: int | None = None,
+        is_causal: bool = True,
     ) -> Product:
         """Return `count` matmuls of `length` queries and, by default, as many `keys` per layer."""
         return Product(
@@ -291,6 +304,7 @@ class _Counted:
             batch=heads,
             times=int(count * self.runs),
             flash=flash,
+            is_causal=is_causal and self.config.model.causal,
         )
 
     def heads(self) -> Iterator[Product]:

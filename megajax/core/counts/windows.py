@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from megajax.core.config.divisors import divisors
 from megajax.core.config.model import ModelConfig
+from megajax.core.config.schema import Config
 from megajax.xla.hlo.products import keys_in_window
 
 
@@ -16,6 +17,15 @@ def windows(model: ModelConfig) -> Mapping[int | None, Fraction]:
     pattern = model.pattern
     layers = Counter(pattern[i % len(pattern)].window for i in range(model.num_layers))
     return {window: Fraction(count, model.num_layers) for window, count in layers.items()}
+
+
+def windows_within(config: Config) -> Mapping[int | None, Fraction]:
+    """Return the share of the layers that have each window shorter than a sequence; None: none."""
+    shares = dict[int | None, Fraction]()
+    for window, share in windows(config.model).items():
+        within = window if window and window < config.train.seq_len else None
+        shares[within] = shares.get(within, Fraction()) + share
+    return shares
 
 
 def keys_read(window: int | None, length: int, *, flash: bool, dropout: float = 0.0) -> int:

@@ -22,7 +22,7 @@ OPTIONS = {
 }
 # By default only one collective of a program is in flight at a time. Tensor parallelism's
 # collectives would then block those that move weights and gradients in ZeRO-2 and ZeRO-3,
-# activations between pipeline stages, and keys and values around a ring.
+# activations between pipeline stages, and keys and values between neighboring context shards.
 SLOTS = {'xla_gpu_experimental_parallel_collective_overlap_limit': '4'}
 # By default XLA starts a collective as late as it can, next to the last matmul before its result is
 # needed. In the overlap schedule it starts where the schedule puts it.
@@ -33,7 +33,7 @@ def overlap_options(config: Config) -> dict[str, str | bool]:
     """Return the options for XLA's GPU compiler that the config's overlap needs."""
     mesh, overlap = config.mesh, config.overlap
     sends_in_layers = overlap.shard in ('gradients', 'weights') and mesh.data > 1
-    rings = mesh.context > 1 and mesh.context_exchange == 'ring'
+    rings = mesh.context > 1 and (mesh.context_exchange == 'ring' or config.model.has_windows)
     is_halved = overlap.is_split and sends_in_layers
     needs_slots = mesh.stages > 1 or rings or overlap.in_order or is_halved
     return (

@@ -98,7 +98,7 @@ def reject_pipelined_sends(config: Config, target: str) -> None:
     """
     mesh = config.mesh
     rings = {'mesh.stages': mesh.stages}
-    if mesh.context_exchange == 'ring':
+    if mesh.context_exchange == 'ring' or config.model.has_windows:
         rings['mesh.context'] = mesh.context
     several = [key for key, size in rings.items() if 1 < size < mesh.num_devices]
     flags = _pipelined_flags()

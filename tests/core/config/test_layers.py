@@ -84,6 +84,19 @@ def test_null_and_a_key_that_is_left_out_differ() -> None:
             ['model.layers=[{repeat: 2}, {window: 8}]', 'mesh.stages=7', 'mesh.data=1'],
             ['model.layers', '3 layers', 'mesh.stages'],
         ),
+        (
+            ['model.layers=[{}, {window: 17}]', 'mesh.context=4', 'mesh.data=1'],
+            [
+                'model.layers',
+                '17 tokens',
+                'at most 16, mesh.context 2',
+                'train.seq_len at least 136',
+            ],
+        ),
+        (
+            ['model.window=40', 'mesh.context=2', 'mesh.data=1'],
+            ['model.window', 'at most 32, mesh.context 1', 'train.seq_len at least 160'],
+        ),
     ],
 )
 def test_what_cannot_be_run_is_rejected_with_its_key_and_a_fix(

@@ -49,6 +49,54 @@ def test_keys_and_values_go_round_once_each_way_and_their_gradients_once(
     assert sent(ours, 'backward') == pytest.approx(2 * share * K + sums)
 
 
+@pytest.mark.parametrize('context', [2, 4, 8])
+@pytest.mark.parametrize('exchange', ['gather', 'ring'])
+def test_a_window_layer_sends_the_ends_of_two_chunks_to_one_neighbor_each(
+    context: int, exchange: str
+) -> None:
+    loaded = config('model.window=1024', context=context, exchange=exchange)
+    of_end = 2 * 1024 * HEADS * 128 / 2
+    ours, theirs = stated(loaded), expected(loaded)
+    # Keys and values of two chunks, and their gradients.
+    assert sent(ours, 'forward') == sent(ours, 'backward') == 2 * 2 * of_end
+    gathered = expected(config(context=context))
+    for phase in ('forward', 'backward'):
+        assert sent(theirs, phase) == sent(gathered, phase)
+
+
+def test_layers_of_a_pattern_send_by_their_kind() -> None:
+    windows, full, both, longer = (
+        sent(stated(config(f'model.layers={layers}', 'model.position=rope', exchange='ring')), of)
+        for of in ('forward',)
+        for layers in (
+            '[{window: 1024}]',
+            '[{}]',
+            '[{repeat: 3, window: 1024}, {}]',
+            f'[{{window: {TOKENS}}}]',
+        )
+    )
+    assert both == (3 * windows + full) / 4
+    assert longer == full
+
+
+def test_windows_of_1024_at_131072_tokens_send_a_twentieth_of_a_ring_or_less() -> None:
+    tokens = 131072
+    window, ring = (
+        sum(
+            one.times * one.wire_bytes
+            for one in stated(
+                config(*more, 'train.seq_len=131072', 'model.max_seq_len=131072', context=8)
+            )
+        )
+        for more in (['model.window=1024'], ['mesh.context_exchange=ring'])
+    )
+    of_token = 2 * HEADS * 128 / 2 * 2  # keys and values on a device, in bf16
+    runs = 2 * LAYERS
+    assert window == runs * of_token * (2 + 2) * 1024
+    assert ring == runs * of_token * tokens / 8 * (7 + 7 + 2 * 8)  # gradients in fp32
+    assert window <= ring / 20
+
+
 def test_full_recomputation_sends_keys_and_values_once_more() -> None:
     loaded = config('train.recompute=full')
     assert sent(expected(loaded), 'recompute') == sent(expected(loaded), 'forward') > 0
@@ -93,6 +141,16 @@ def test_a_shard_computes_its_own_block_and_half_a_block_for_each_other(context:
 
     whole, part = attention(config(context=1)), attention(config(context=context))
     assert part / whole == pytest.approx((context + 1) / (2 * context**2))
+
+
+@pytest.mark.parametrize('context', [2, 4, 8])
+def test_a_shard_computes_a_window_of_keys_for_each_of_its_tokens(context: int) -> None:
+    loaded = config('model.window=1024', context=context)
+    computed = [one for one in products(loaded, flash=True) if one.phase == 'forward']
+    attention = sum(one.times * one.flops for one in computed if one.where == 'attention')
+    pairs = TOKENS / context * 1024  # the kernels skip half of what they are counted with
+    assert attention / 2 == 2 * LAYERS * 2 * 2 * pairs * 32 * 128 / 2
+    assert all(one.is_causal for one in computed if one.where == 'attention')
 
 
 def test_flops_of_a_step_do_not_depend_on_the_shards() -> None:

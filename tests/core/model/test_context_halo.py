@@ -1,4 +1,4 @@
-"""Attention with a window on context shards is that of whole sequences, and so are its gradients."""
+"""Attention with a window on context shards equals attention of whole sequences."""
 
 import jax
 import numpy as np

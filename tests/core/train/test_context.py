@@ -42,6 +42,34 @@ def test_loss_and_gradients_are_those_of_whole_sequences(setting: Setting) -> No
     assert_close(gradients, expected, 1e-5)
 
 
+def with_windows(context: int, seq_len: int, **fields: Any) -> Setting:
+    """A setting whose layers have no window, or one of 4 or 6 tokens."""
+    defaults = {'num_layers': 4, 'num_kv_heads': 2, 'seq_len': seq_len}
+    return sharded('windows', context, **(defaults | fields))
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        slow(with_windows(2, 32, model=2, data=2, **SP, **RING)),
+        exhaustive(with_windows(2, 32, microbatches=2, data=2, recompute='full')),
+        exhaustive(with_windows(2, 32, model=4, **SP)),  # more devices than key/value heads
+        slow(with_windows(4, 48, model=2, recompute='full', shard='weights', **SP, **RING)),
+        exhaustive(with_windows(4, 48, data=2, shard='optimizer', unroll=False)),
+        exhaustive(with_windows(8, 96, **RING)),
+        exhaustive(with_windows(8, 96, recompute='selective')),
+        slow(with_windows(2, 32, model=2, stages=2, num_layers=6, microbatches=4, **RING)),
+    ],
+    ids=str,
+)
+def test_windows_give_the_loss_and_gradients_of_whole_sequences(setting: Setting) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.in_one_part.unsharded, setting)
+    )
+    assert relative_error(loss, expected_loss) <= 1e-6
+    assert_close(gradients, expected, 1e-5)
+
+
 @pytest.mark.parametrize(
     'setting',
     [
