@@ -124,13 +124,19 @@ def _check_same_model(
     for key, (old, new) in different.items():
         # Adapters of the checkpoint alone are merged into its weights; adapters of the run alone
         # are new.
-        if key in free or (key.startswith('lora.') and None in (old, new)):
+        is_free = key in free or (key.startswith('lora.') and None in (old, new))
+        if is_free or (key == 'model.layers' and _without_rotary(old) == _without_rotary(new)):
             logger.info('start      %s: %s -> %s', key, _text(old), _text(new))
         elif key.startswith(('model.', 'vision.', 'lora.')):
-            message = f'{_text(new)}, but {_text(old)} in {start}, {source}; set {key}={_text(old)}'
+            fix = typed(f'{key}={_text(old)}')
+            message = f'{_text(new)}, but {_text(old)} in {start}, {source}; set {fix}'
             problems.append(Problem(path=key, message=message))
     if problems:
         raise ConfigError(*problems)
+
+
+def _without_rotary(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: x for k, x in layer.items() if f'model.{k}' not in ROTARY} for layer in layers]
 
 
 def _check_corpus(start: Path, config: Config) -> None:

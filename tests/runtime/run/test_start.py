@@ -144,6 +144,7 @@ def test_every_key_of_another_model_is_named_with_its_fix(source: Path) -> None:
     expected = {
         'hidden_size': '32',
         'head_dim': '8',
+        'query_scale': str(8**-0.5),
         'ffn_size': '128',
         'norm': 'layernorm',
         'max_seq_len': '32',
@@ -155,10 +156,11 @@ def test_every_key_of_another_model_is_named_with_its_fix(source: Path) -> None:
 def test_what_leaves_the_weights_their_meaning_may_differ_and_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old = tiny(model=ROTARY)
+    old = tiny(model=ROTARY | {'num_layers': 2, 'layers': [{'window': 8}, {'rope_theta': 1e6}]})
     with Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:
         checkpoints.save(make_state(old, 1), 1)
     model = ROTARY | {'max_seq_len': 128, 'rope_theta': 5e5, 'dropout': 0.5}
+    model |= {'num_layers': 2, 'layers': [{'window': 8}, {'rope_theta': 2e6}]}
     lora = {'rank': 4, 'targets': ['up']}
     with caplog.at_level(logging.INFO):
         assert find_start(
@@ -172,9 +174,21 @@ def test_what_leaves_the_weights_their_meaning_may_differ_and_is_said(
         'start      lora.targets: null -> ["up"]',
         'start      model.attention_dropout: 0.0 -> 0.5',
         'start      model.dropout: 0.0 -> 0.5',
+        'start      model.layers: [{"window": 8}, {"rope_theta": 1000000.0}]'
+        ' -> [{"window": 8}, {"rope_theta": 2000000.0}]',
         'start      model.max_seq_len: 64 -> 128',
         'start      model.rope_theta: 10000.0 -> 500000.0',
     ]
+
+
+def test_another_window_of_a_pattern_is_rejected_with_a_fix_for_the_shell(tmp_path: Path) -> None:
+    old = tiny(model=ROTARY | {'num_layers': 2, 'layers': [{'window': 8}, {}]})
+    with Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:
+        checkpoints.save(make_state(old, 1), 1)
+    model = ROTARY | {'num_layers': 2, 'layers': [{'window': 4}, {}]}
+    fix = r"""; set 'model.layers=\[{"window": 8}, {}\]'$"""
+    with pytest.raises(ConfigError, match=fix):
+        find_start(starting(tmp_path / 'source', model=model), tmp_path / 'new')
 
 
 def test_frozen_parts_may_change_where_a_run_begins_and_the_encoder_may_not(
