@@ -277,8 +277,8 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
         (
             'llama2',
             'rope_parameters',
-            {'rope_type': 'longrope', 'factor': 4.0},
-            'rope_parameters.rope_type: "longrope": only',
+            {'rope_type': 'dynamic', 'factor': 4.0},
+            'rope_parameters.rope_type: "dynamic": only',
         ),
         (
             'llama2',
@@ -629,10 +629,3 @@ def test_a_joined_tensor_that_is_missing_or_too_small_is_named() -> None:
     ):
         with on_mesh(config), pytest.raises(ConfigError, match=message):
             from_huggingface(config, broken, source='phi3', family='phi3')
-
-
-def test_the_long_rope_of_phi_is_refused() -> None:
-    keys = json.loads((DATA / 'phi3' / 'config.json').read_text())
-    for rope in ({'rope_type': 'longrope'}, {'rope_type': 'llama3', 'factor': 8.0}):
-        with pytest.raises(ConfigError, match=r'rope'):
-            read_family(keys | {'rope_parameters': {'rope_theta': 1e4, **rope}}, 'config.json')

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from interop.stored import DATA
 
-from megajax.core.config import ModelConfig
+from megajax.core.config import ConfigError, ModelConfig, RopeScaling
 from megajax.interop.huggingface.families import read_family, write_family
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_parameters, read_rope, write_parameters
@@ -56,6 +56,7 @@ def test_yarn_is_read_with_the_defaults_of_transformers_and_written(own: dict[st
         (YARN | {'truncate': None}, 'truncate: must be true or false, not null'),
         (YARN | {'factor': None}, 'factor: must be a valid number, not null'),
         (YARN | {'rope_type': ['yarn']}, 'rope_type: ["yarn"]: only "default", "linear", "llama3"'),
+        (YARN | {'rope_type': 'longrope'}, 'short_factor: required by rope_type longrope'),
         (THETA | {'rope_type': 'llama3', 'beta_fast': 2}, 'beta_fast: 2: is not supported'),
         (THETA | {'partial_rotary_factor': 0.5}, 'partial_rotary_factor: 0.5: only 1'),
     ],
@@ -84,3 +85,26 @@ def test_truncate_of_one_type_of_layers_is_refused_because_transformers_ignores_
     why = 'false: only true is supported for each layer'
     assert reader.problems == [f'config.json: {key}.truncate: {why}']
     assert keys['rope_theta'] == 5e5
+
+
+FACTORS = {'short_factor': [1.0, 1.5], 'long_factor': [2.0, 4.0]}
+
+
+@pytest.mark.parametrize('kind', ['longrope', 'su', 'yarn'])
+def test_phi_names_longrope_in_three_ways_and_its_lengths_at_the_top(kind: str) -> None:
+    keys = json.loads((DATA / 'phi3' / 'config.json').read_text())
+    keys |= {'max_position_embeddings': 128, 'original_max_position_embeddings': 32}
+    given = {'type': kind, 'partial_rotary_factor': 1.0, 'rope_theta': 1e4, **FACTORS}
+    model = ModelConfig(**read_family(keys | {'rope_parameters': given}, '')[1])
+    expected = RopeScaling(type='longrope', factor=4.0, original_max_seq_len=32, **FACTORS)
+    assert model.rope_scaling == expected
+    assert expected.attention_factor == math.sqrt(1 + math.log(4) / math.log(32))
+    written = write_family(model, 'phi3')[1]
+    assert written['original_max_position_embeddings'] == 32
+    assert ModelConfig(**read_family(written, '')[1]) == model
+
+
+def test_a_scaling_that_phi_does_not_have_is_named() -> None:
+    keys = json.loads((DATA / 'phi3' / 'config.json').read_text())
+    with pytest.raises(ConfigError, match=r'rope_type: "llama3": only "default" and "longrope"'):
+        read_family(keys | {'rope_parameters': {'rope_type': 'llama3', 'rope_theta': 1e4}}, '')

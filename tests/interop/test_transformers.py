@@ -69,6 +69,19 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    'phi3, longrope of a part': (
+        'phi3',
+        SIZES
+        | {
+            **{'num_key_value_heads': 2, 'pad_token_id': None},
+            **{'hidden_size': 32, 'original_max_position_embeddings': 32},
+            'rope_parameters': {
+                **{'rope_type': 'longrope', 'rope_theta': 1e4, 'factor': 4.0},
+                **{'short_factor': [1.0, 2.5], 'long_factor': [2.0, 5.0]},
+                'partial_rotary_factor': 0.5,
+            },
+        },
+    ),
     'mistral, window unused': ('mistral', SIZES | {'num_key_value_heads': 2, 'sliding_window': 32}),
     'qwen2, more heads': (
         'qwen2',

@@ -3,20 +3,25 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, SerializerFunctionWrapHandler, model_serializer
 
 from megajax.core.config.section import Layers, Section, Tokens, follows
 
-
-def _attention_factor(data: dict[str, Any]) -> float:
-    return 0.1 * math.log(data['factor']) + 1.0 if data['type'] == 'yarn' else 1.0
+Divisors = Annotated[tuple[PositiveFloat, ...], Field(strict=False)]
 
 
 def _of_model(key: str, default: Any) -> Any:
     """Return a field that documents a key of the model as its default."""
     return Field(default=default, json_schema_extra={'default': key})
+
+
+def _attention_factor(data: dict[str, Any]) -> float:
+    kind, factor = data['type'], max(data['factor'], 1)
+    if kind == 'longrope':
+        return math.sqrt(1 + math.log(factor) / math.log(max(data['original_max_seq_len'], 2)))
+    return 0.1 * math.log(factor) + 1.0 if kind == 'yarn' else 1.0
 
 
 class RopeScaling(Section):
@@ -26,29 +31,36 @@ class RopeScaling(Section):
     llama3, wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched,
     wavelengths below `original_max_seq_len / high_freq_factor` do not change, and in between the
     factor grows smoothly. yarn does the same with `beta_slow` and `beta_fast`, and scales the
-    attention scores. The defaults are Llama 3.1's and YaRN's.
+    attention scores. `longrope` has a divisor for each frequency. The defaults are Llama 3.1's and
+    YaRN's.
     """
 
-    type: Literal['linear', 'llama3', 'yarn']
-    """Which frequencies are scaled: all (linear), or the low ones (llama3, yarn)."""
+    type: Literal['linear', 'llama3', 'yarn', 'longrope']
+    """Which frequencies are scaled: all (linear, longrope), or the low ones (llama3, yarn)."""
     factor: PositiveFloat
-    """Divisor of the scaled frequencies."""
+    """Divisor of the scaled frequencies; growth of the longest sequence (longrope)."""
     low_freq_factor: PositiveFloat = 1.0
     """Wavelengths above original_max_seq_len / low_freq_factor are stretched (llama3)."""
     high_freq_factor: PositiveFloat = 4.0
     """Wavelengths below original_max_seq_len / high_freq_factor are unchanged (llama3)."""
     original_max_seq_len: Tokens = 8192
-    """Longest sequence in pre-training (llama3, yarn); yarn has no default."""
+    """Longest sequence in pre-training; yarn and longrope have no default."""
     beta_fast: PositiveFloat = 32.0
     """Wavelengths below original_max_seq_len / beta_fast are unchanged (yarn)."""
     beta_slow: PositiveFloat = 1.0
     """Wavelengths above original_max_seq_len / beta_slow are stretched (yarn)."""
     truncate: bool = True
     """Whether the range between beta_fast and beta_slow is widened to whole rotary pairs (yarn)."""
+    short_factor: Divisors = ()
+    """Divisor of each frequency for sequences up to original_max_seq_len (longrope)."""
+    long_factor: Divisors = ()
+    """Divisor of each frequency for longer sequences, for exports only (longrope)."""
     attention_factor: PositiveFloat = follows(
-        "1 + 0.1 * log(factor) if type == 'yarn' else 1", _attention_factor
+        '1 + 0.1 * log(factor) with yarn, sqrt(1 + log(factor) / log(original_max_seq_len)) '
+        'with longrope, 1 otherwise',
+        _attention_factor,
     )
-    """Factor of the rotated dims of queries and keys, and so its square of their scores (yarn)."""
+    """Factor of the rotated dims of queries and keys, and so its square of their scores."""
 
 
 class LayerConfig(Section):

@@ -11,46 +11,68 @@ from megajax.core.config.model import ModelConfig
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config
 
-OF_YARN = ('beta_fast', 'beta_slow', 'truncate', 'attention_factor')
+# The keys of a scaling that only some types have.
+OF_TYPES = {
+    **dict.fromkeys(('beta_fast', 'beta_slow', 'truncate'), ('yarn',)),
+    **dict.fromkeys(('short_factor', 'long_factor'), ('longrope',)),
+    'attention_factor': ('yarn', 'longrope'),
+}
 
 
 def of_scaling(config: 'Config') -> Iterator[Problem]:
     """Check `rope_scaling`, of the model and of the layers of its pattern."""
-    model = config.model
-    every = (model, *model.pattern)
-    for scaling in dict.fromkeys(layer.rope_scaling for layer in every if layer.rope_scaling):
-        path = 'model.rope_scaling' if scaling == model.rope_scaling else 'model.layers'
-        for message in _faults(scaling):
+    model, own = config.model, 'model.rope_scaling'
+    paths = {layer.rope_scaling: 'model.layers' for layer in model.pattern}
+    for scaling, path in (paths | {model.rope_scaling: own}).items():
+        if scaling is None:
+            continue
+        for message in (*_faults(scaling), *_faults_of_pairs(scaling, model)):
             yield Problem(path=path, message=message)
-    for layer in every:
+        if scaling.type == 'longrope' and model.max_seq_len > scaling.original_max_seq_len:
+            message = (
+                f'{model.max_seq_len} exceeds original_max_seq_len={scaling.original_max_seq_len}: '
+                'longer sequences are not supported with longrope; '
+                f'use at most {scaling.original_max_seq_len}'
+            )
+            yield Problem(path='model.max_seq_len', message=message, others=(path,))
+    for layer in (model, *model.pattern):
         if layer.rope_scaling and layer.rope_scaling.type == 'yarn' and layer.rope_theta <= 1:
             path = 'model.rope_theta' if layer.rope_theta == model.rope_theta else 'model.layers'
             message = f'rope_theta {layer.rope_theta} must be above 1 with yarn; use 10000.0'
-            yield Problem(path=path, message=message, others=('model.rope_scaling',))
+            yield Problem(path=path, message=message, others=(own,))
             return
 
 
 def _faults(scaling: RopeScaling) -> Iterator[str]:
-    if scaling.type == 'llama3' and scaling.high_freq_factor <= scaling.low_freq_factor:
+    kind = scaling.type
+    plain = RopeScaling(type=kind, factor=scaling.factor)
+    for name, types in OF_TYPES.items():
+        if kind not in types and getattr(scaling, name) != getattr(plain, name):
+            yield f'{name} has no effect with type={kind}; remove it'
+    if kind == 'llama3' and scaling.high_freq_factor <= scaling.low_freq_factor:
         yield (
             f'high_freq_factor {scaling.high_freq_factor} must be above '
             f'low_freq_factor {scaling.low_freq_factor}'
         )
-    if scaling.type != 'yarn':
-        plain = RopeScaling(type=scaling.type, factor=scaling.factor)
-        for name in OF_YARN:
-            if getattr(scaling, name) != getattr(plain, name):
-                yield f'{name} has no effect with type={scaling.type}; remove it, or use type=yarn'
+    if kind in ('linear', 'llama3'):
         return
     if 'original_max_seq_len' not in scaling.model_fields_set:
         yield (
-            'yarn needs original_max_seq_len, the longest sequence in pre-training; '
+            f'{kind} needs original_max_seq_len, the longest sequence in pre-training; '
             'add it, for example original_max_seq_len=4096'
         )
     if scaling.factor < 1:
         yield f'factor {scaling.factor} would shorten sequences; use at least 1'
-    if scaling.beta_fast <= scaling.beta_slow:
+    if kind == 'yarn' and scaling.beta_fast <= scaling.beta_slow:
         yield f'beta_fast {scaling.beta_fast} must be above beta_slow {scaling.beta_slow}'
+
+
+def _faults_of_pairs(scaling: RopeScaling, model: ModelConfig) -> Iterator[str]:
+    pairs = model.rotary_dim // 2
+    for name in ('short_factor', 'long_factor') if scaling.type == 'longrope' else ():
+        numbers = len(getattr(scaling, name))
+        if numbers != pairs:
+            yield f'{name} has {numbers} numbers, not one for each of the {pairs} rotary pairs'
 
 
 def of_fraction(config: 'Config') -> Iterator[Problem]:

@@ -66,7 +66,8 @@ def position_frequencies(config: ModelConfig) -> jax.Array:
 def frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
     """The angle in radians by which each pair rotates from one token to the next, fp32 [pairs].
 
-    `scaling` is applied as in Llama 3.1 (2024), or as in YaRN (Peng et al., 2023).
+    `scaling` is applied as in Llama 3.1 (2024), YaRN (Peng et al., 2023) or LongRoPE (Ding et al.,
+    2024).
     """
     half = rotary_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -74,6 +75,8 @@ def frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> j
         return frequency
     if scaling.type == 'linear':
         return frequency / scaling.factor
+    if scaling.type == 'longrope':  # no sequence is longer than the original ones
+        return frequency / np.array(scaling.short_factor, np.float32)
     unscaled: jax.Array | np.ndarray
     if scaling.type == 'yarn':
         unscaled = _unscaled_of_yarn(rotary_dim, theta, scaling)

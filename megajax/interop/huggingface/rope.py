@@ -1,5 +1,6 @@
 """Reading and writing the settings of the rotary embedding. Imports no jax."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,8 +18,15 @@ REQUIRED: Mapping[str, Mapping[str, str]] = {
     'linear': {'factor': 'factor'},
     'llama3': {'factor': 'factor', **FREQUENCIES, **LENGTH},
     'yarn': {'factor': 'factor', **LENGTH},
+    'longrope': {
+        **{name: name for name in ('factor', 'short_factor', 'long_factor')},
+        **LENGTH,
+    },
 }
-OPTIONAL = {'yarn': ('beta_fast', 'beta_slow', 'attention_factor', 'truncate')}
+OPTIONAL = {
+    'yarn': ('beta_fast', 'beta_slow', 'attention_factor', 'truncate'),
+    'longrope': ('attention_factor',),
+}
 
 
 def read_rope(
@@ -31,15 +39,21 @@ def read_rope(
     `theta` and `fraction` are the family's defaults of rope_theta and of partial_rotary_factor.
     With None, transformers rotates all of a head in this family.
     """
+    key, given, of_model = find_rope(read, theta)
+    return read_parameters(read, key, given, of_model, own, fraction=fraction)
+
+
+def find_rope(read: Reader, theta: float = 10000.0) -> tuple[str, Mapping[str, Any], Any]:
+    """Return the object of rotary settings, with its key, and the rope_theta next to it."""
     of_model, old = read.get('rope_theta', theta), read.get('rope_scaling', None) or {}
     new = read.get('rope_parameters', None)
     key, given = ('rope_scaling', old) if new is None else ('rope_parameters', new)
     if not isinstance(given, Mapping):
         read.refuse(key, given, 'only an object is supported')
-        return {}
+        return key, {}, of_model
     if new is not None and 'rope_theta' not in {*given, *read.keys}:
         read.problems.append(f'{read.file}: {key}.rope_theta: required, and missing')
-    return read_parameters(read, key, given, of_model, own, fraction=fraction)
+    return key, given, of_model
 
 
 def read_parameters(
@@ -59,8 +73,9 @@ def read_parameters(
     transformers keeps one such object for each type of layer.
     """
     kind = given.get('rope_type', given.get('type', 'default'))
-    optional = OPTIONAL.get(kind, ()) if isinstance(kind, str) else ()
-    for name in given.keys() - ROPE - {*own, *optional}:
+    is_known = isinstance(kind, str) and kind in REQUIRED
+    wanted, optional = (REQUIRED[kind], OPTIONAL.get(kind, ())) if is_known else ({}, ())
+    for name in given.keys() - ROPE - {*own, *wanted.values(), *optional}:
         is_nested = isinstance(given[name], Mapping)
         why = 'only one rope for all layers is supported' if is_nested else 'is not supported'
         read.refuse(f'{key}.{name}', given[name], why)
@@ -71,11 +86,12 @@ def read_parameters(
     keys: Keys = {'rope_theta': float(theta), **_read_fraction(read, key, given, fraction)}
     if kind == 'default':
         return keys
-    if not isinstance(kind, str) or kind not in REQUIRED:
-        supported = 'only "default", "linear", "llama3" and "yarn" are supported'
+    if not is_known:
+        supported = f'only "default", {", ".join(map(json.dumps, REQUIRED))} are supported'
         read.refuse(f'{key}.rope_type', kind, supported)
         return {}
-    wanted = REQUIRED[kind]
+    if kind == 'longrope' and given.get('factor') is None:
+        given = {**given, 'factor': _growth(read, given)}
     if missing := [name for name in wanted.values() if name not in given]:
         read.problems.append(
             f'{read.file}: {key}.{missing[0]}: required by rope_type {kind}, and missing'
@@ -91,6 +107,15 @@ def read_parameters(
         for ours, name in wanted.items()
     }
     return keys | {'rope_scaling': {'type': kind} | scaling}
+
+
+def _growth(read: Reader, given: Mapping[str, Any]) -> float | None:
+    """Return by how much longrope makes sequences longer; None if a length is no number."""
+    lengths = read.keys.get('max_position_embeddings'), given.get(LENGTH['original_max_seq_len'])
+    try:
+        return max(lengths[0] / lengths[1], 1.0)  # type: ignore[operator]
+    except (TypeError, ZeroDivisionError):
+        return None
 
 
 def _read_fraction(

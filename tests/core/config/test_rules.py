@@ -351,7 +351,7 @@ def problems(*overrides: str) -> list[Problem]:
                 'model.rope_scaling={"type":"llama3","factor":8,"attention_factor":2}'
             ),
             'model.rope_scaling',
-            'attention_factor has no effect with type=llama3; remove it, or use type=yarn',
+            'attention_factor has no effect with type=llama3; remove it',
             'model.rope_scaling={"type":"llama3","factor":8}',
         ),
         (
@@ -362,6 +362,33 @@ def problems(*overrides: str) -> list[Problem]:
             'model.rope_theta',
             'rope_theta 1.0 must be above 1 with yarn; use 10000.0',
             'model.rope_theta=10000.0',
+        ),
+        (
+            ('model.position=rope model.layers=[{},{"rope_scaling":{"type":"yarn","factor":8}}]'),
+            'model.layers',
+            'yarn needs original_max_seq_len',
+            'model.layers=[]',
+        ),
+        (
+            (
+                'model.position=rope model.head_dim=4 '
+                'model.rope_scaling={"type":"longrope","factor":8,"original_max_seq_len":2048,'
+                '"short_factor":[1,2],"long_factor":[1]}'
+            ),
+            'model.rope_scaling',
+            'long_factor has 1 numbers, not one for each of the 2 rotary pairs',
+            'model.rope_scaling=null',
+        ),
+        (
+            (
+                'model.position=rope model.head_dim=4 '
+                'model.rope_scaling={"type":"longrope","factor":8,"original_max_seq_len":512,'
+                '"short_factor":[1,2],"long_factor":[1,2]}'
+            ),
+            'model.max_seq_len',
+            '1024 exceeds original_max_seq_len=512: longer sequences are not supported with '
+            'longrope; use at most 512',
+            'model.max_seq_len=512',
         ),
         ('data.split=95,5', 'data.split', "use for example '95,5,0'", 'data.split=95,5,0'),
         ('data.split=0,95,5', 'data.split', "use for example '95,5,0'", 'data.split=1,0,0'),

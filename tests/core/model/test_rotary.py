@@ -57,18 +57,20 @@ def test_a_fraction_of_the_head_dim_is_rotated_as_in_transformers(half, theta, s
         np.testing.assert_array_equal(*passed)
 
 
-def yarn_of_transformers(dim: int, theta: float, scaling: dict[str, Any], length: int) -> Any:
-    """Return transformers' inverse frequencies and attention factor."""
+def from_transformers(
+    kind: str, dim: int, theta: float, scaling: dict[str, Any], length: int
+) -> Any:
+    """Return the inverse frequencies and the attention factor."""
     pytest.importorskip('torch')
     pytest.importorskip('transformers')
     rope = importlib.import_module('transformers.modeling_rope_utils')
     llama = importlib.import_module('transformers.models.llama.configuration_llama')
-    parameters = {'rope_type': 'yarn', 'rope_theta': theta, **scaling}
+    parameters = {'rope_type': kind, 'rope_theta': theta, **scaling}
     parameters['original_max_position_embeddings'] = length
     config = llama.LlamaConfig(
         hidden_size=2 * dim, num_attention_heads=2, head_dim=dim, rope_parameters=parameters
     )
-    return rope.ROPE_INIT_FUNCTIONS['yarn'](config)
+    return rope.ROPE_INIT_FUNCTIONS[kind](config)
 
 
 @settings(max_examples=100, deadline=None)
@@ -90,8 +92,24 @@ def test_yarn_has_the_frequencies_and_the_attention_factor_of_transformers(
     half, theta, length, scaling
 ) -> None:
     ours = RopeScaling(type='yarn', original_max_seq_len=length, **scaling)
-    expected, attention_factor = yarn_of_transformers(2 * half, theta, scaling, length)
+    expected, attention_factor = from_transformers('yarn', 2 * half, theta, scaling, length)
     np.testing.assert_allclose(frequencies(2 * half, theta, ours), expected.numpy(), rtol=1e-5)
+    assert ours.attention_factor == attention_factor
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    short=st.lists(st.floats(0.5, 64), min_size=1, max_size=64),
+    theta=st.floats(1, 1e7),
+    factor=st.floats(1, 64),
+    length=st.integers(2, 2**20),
+)
+def test_longrope_divides_each_frequency_as_transformers_does(short, theta, factor, length) -> None:
+    scaling = {'factor': factor, 'short_factor': short, 'long_factor': short[::-1]}
+    ours = RopeScaling(type='longrope', original_max_seq_len=length, **scaling)
+    dim = 2 * len(short)
+    expected, attention_factor = from_transformers('longrope', dim, theta, scaling, length)
+    np.testing.assert_allclose(frequencies(dim, theta, ours), expected.numpy(), rtol=1e-5)
     assert ours.attention_factor == attention_factor
 
 

@@ -5,8 +5,9 @@ from functools import partial
 from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.reader import Keys, Reader
-from megajax.interop.huggingface.rope import read_rope
+from megajax.interop.huggingface.rope import find_rope, read_parameters
 
+OLD_NAMES = ('su', 'yarn')  # of longrope
 ATTENTION, MLP = 'model.layers.{}.self_attn.', 'model.layers.{}.mlp.'
 # A tensor of Phi-3, and the tensors of Llama that it joins, one below the other.
 JOINED = {
@@ -18,20 +19,33 @@ JOINED = {
 def _own(read: Reader) -> Keys:
     read.only('resid_pdrop', 0, default=0)
     read.only('embd_pdrop', 0, default=0)
-    read.get('original_max_position_embeddings', None)  # of longrope, which is rejected
     return llama.read_window(read, default=None)
 
 
 def _rope(read: Reader) -> Keys:
-    keys = read_rope(read, own=('short_factor', 'long_factor'))
-    if scaling := keys.pop('rope_scaling', None):
-        read.refuse('rope_scaling', scaling['type'], 'Phi has "longrope", which is not supported')
-    return keys
+    key, given, theta = find_rope(read)
+    original = read.get('original_max_position_embeddings', 4096)
+    kind = given.get('rope_type', given.get('type', 'default'))
+    if kind in OLD_NAMES:
+        kind = 'longrope'
+    if kind not in ('default', 'longrope'):
+        read.refuse(f'{key}.rope_type', kind, 'only "default" and "longrope" are supported')
+        return {}
+    given = {**given, 'rope_type': kind, 'original_max_position_embeddings': original}
+    return read_parameters(read, key, given, theta, fraction=1.0)
 
 
 def _write_config(model: ModelConfig) -> Keys:
-    own = {'sliding_window': model.window, 'resid_pdrop': 0.0, 'embd_pdrop': 0.0}
-    return llama.write_config(model) | own | {'original_max_position_embeddings': model.max_seq_len}
+    scaling = model.rope_scaling
+    return llama.write_config(model) | {
+        'sliding_window': model.window,
+        'resid_pdrop': 0.0,
+        'embd_pdrop': 0.0,
+        'partial_rotary_factor': model.rotary_fraction,
+        'original_max_position_embeddings': scaling.original_max_seq_len
+        if scaling
+        else model.max_seq_len,
+    }
 
 
 FAMILIES = (
