@@ -15,11 +15,14 @@ from megajax.core.config.schema import MeshConfig, OptimConfig, TrainConfig
 
 GPU, NAME = 'h100', 'H100'
 PRESETS = (
+    'gemma3_1b',
+    'gemma3_27b',
     'gpt3_175b',
     'llama3_70b',
     'llama3_8b',
     'llama3_8b_128k',
     'olmo2_7b',
+    'olmo3_7b',
     'qwen3_8b',
     'qwen3_vl_2b',
     'qwen3_vl_32b',

@@ -90,6 +90,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     'smollm3': ('smollm3', FIVE | {'no_rope_layer_interval': 2}),
     'olmo3': ('olmo3', FIVE | {'rope_parameters': {'full_attention': YARN}}),
+    'gemma3': (
+        'gemma3_text',
+        FIVE | {'head_dim': 8, 'query_pre_attn_scalar': 12, 'sliding_window_pattern': 3},
+    ),
     'glm4': ('glm4', SIZES | {'num_key_value_heads': 2, 'head_dim': 8, 'pad_token_id': None}),
 }
 
@@ -101,12 +105,17 @@ def random_model(
     it is saved.
     """
     torch.manual_seed(seed)
+    centre = 0 if model_type == 'gemma3_text' else 1  # of the gains of norms
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(model_type, **keys)
     ).eval()
     for parameter in model.parameters():
         parameter.data = (
-            torch.randn_like(parameter).mul_(0.2).add_(parameter.ndim == 1).to(dtype).float()
+            torch.randn_like(parameter)
+            .mul_(0.2)
+            .add_(centre * (parameter.ndim == 1))
+            .to(dtype)
+            .float()
         )
     return model
 

@@ -329,6 +329,11 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             'rope_scaling.attention_factor: 2.0: is not supported',
         ),
         ('llama2', 'model_type', 'ministral3', 'model_type: "ministral3": queries that are scaled'),
+        ('gemma3', 'final_logit_softcapping', 30, 'final_logit_softcapping: 30: only null'),
+        ('gemma3', 'use_bidirectional_attention', True, 'use_bidirectional_attention: true: only'),
+        ('gemma3', 'query_pre_attn_scalar', 1.5, 'query_pre_attn_scalar: must be a valid integer'),
+        ('gemma3', 'rope_parameters', ROPE, 'rope_parameters: {"rope_theta": 5e5}: only an object'),
+        ('gemma3', 'model_type', 'gemma3', 'model_type: "gemma3": images are not supported'),
         ('olmo3', 'rope_theta', 1e4, 'rope_theta: 10000.0: transformers 5 and 4 apply it'),
         ('smollm3', 'no_rope_layers', [1, 2, 0, 1, 0], 'no_rope_layers: [1, 2, 0, 1, 0]: only'),
         ('smollm3', 'no_rope_layers', [1, 0], 'no_rope_layers: [1, 0]: 2 layers, but num_hidden'),
@@ -602,6 +607,7 @@ SET = {
 
 
 OTHERS = {
+    'gemma3': {'layer_types', 'query_pre_attn_scalar'},
     'llama3': {'tie_word_embeddings'},
     'llama_bias': {'attention_bias', 'mlp_bias'},
     'ministral': {'layer_types'},

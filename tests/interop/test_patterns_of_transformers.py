@@ -35,6 +35,8 @@ THETA = {'rope_type': 'default', 'rope_theta': 1e4}
 YARN = {'rope_type': 'yarn', 'rope_theta': 5e5, 'factor': 4.0}
 YARN |= {'original_max_position_embeddings': 8, 'beta_fast': 4.0}
 OLMO = FIVE | {'sliding_window': 6}
+LINEAR = {'rope_type': 'linear', 'rope_theta': 1e6, 'factor': 8.0}
+GEMMA = OLMO | {'head_dim': 8, 'query_pre_attn_scalar': 8, 'sliding_window_pattern': 3}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     'mistral, a window': ('mistral', SIZES | {'sliding_window': 8}),
     'mistral, no window': ('mistral', SIZES | {'sliding_window': None}),
@@ -59,6 +61,12 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     'olmo3, windows alone': ('olmo3', OLMO | {'layer_types': [SLIDING] * 5}),
     'olmo3, full attention alone': ('olmo3', OLMO | {'layer_types': [FULL] * 5}),
+    'gemma3, as released': ('gemma3_text', GEMMA | {'rope_parameters': {FULL: LINEAR}}),
+    'gemma3, untied, heads of a scale': (
+        'gemma3_text',
+        GEMMA | {'tie_word_embeddings': False, 'query_pre_attn_scalar': 6},
+    ),
+    'gemma3, full attention alone': ('gemma3_text', GEMMA | {'layer_types': [FULL] * 5}),
     'glm4, half a head': ('glm4', SIZES | {'head_dim': 8}),
     'glm4, a quarter, no biases': (
         'glm4',
@@ -80,6 +88,7 @@ GREEDY = (  # one of each family, ten prompts of each
     'qwen2, windows in the last layers',
     'smollm3, windows and biases',
     'olmo3, YaRN in full layers',
+    'gemma3, as released',
     'glm4, half a head',
     'exaone4, full layers without rope',
 )

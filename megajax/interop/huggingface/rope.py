@@ -37,7 +37,7 @@ def read_rope(
     transformers 5 has its settings in `rope_parameters`, earlier versions in `rope_theta` and
     `rope_scaling`. They may also have a family's `own` names, which the family reads itself.
     `theta` and `fraction` are the family's defaults of rope_theta and of partial_rotary_factor.
-    With None, transformers rotates all of a head in this family.
+    With no fraction, transformers rotates all of a head in this family.
     """
     key, given, of_model = find_rope(read, theta)
     return read_parameters(read, key, given, of_model, own, fraction=fraction)

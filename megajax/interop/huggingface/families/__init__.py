@@ -27,6 +27,7 @@ UNSUPPORTED = {  # families that users may well have, and why they are rejected
         ('qwen2_vl', 'qwen2_5_vl'),
         'windows in the encoder and rotary angles in chunks are not supported, but "qwen3_vl" is',
     ),
+    'gemma3': 'images are not supported, but "gemma3_text" is',
     'ministral3': (
         'queries that are scaled by their position (rope_parameters.llama_4_scaling_beta) are not '
         'supported, but "ministral" is'
