@@ -76,14 +76,17 @@ def decode(
     The token attends to its sequence's slots that are in its window and not empty. The core returns
     the token's own keys and values [B, K, 1, H], for `write`.
     """
-    size = cache.k_BKYH.shape[2]
-    # The last slot before this one that was written to each position, negative if none was.
-    slot_Y = slot - 1 - (slot - 1 - jnp.arange(size)) % size
-    read_BY = first_B[:, None] <= slot_Y[None]
+    slot_Y = jnp.arange(cache.k_BKYH.shape[2])
+    is_read_Y = slot_Y < slot
     if config.window is not None:
-        read_BY &= (slot_Y > slot - config.window)[None]
+        # The last slot before this one that was written to each position, negative if none was.
+        slot_Y = slot - 1 - (slot - 1 - slot_Y) % len(slot_Y)
+        is_read_Y = slot_Y > slot - config.window
+    read_BY = (first_B[:, None] <= slot_Y[None]) & is_read_Y[None]
+    if is_empty_BY is not None and config.window is not None:
+        is_empty_BY = is_empty_BY.at[:, slot_Y].get(out_sharding=layout('B-'))
     if is_empty_BY is not None:
-        read_BY &= ~is_empty_BY.at[:, slot_Y].get(out_sharding=layout('B-'))
+        read_BY &= ~is_empty_BY
 
     def core(
         q_B1NH: jax.Array, k_B1KH: jax.Array, v_B1KH: jax.Array
@@ -94,14 +97,15 @@ def decode(
     return core
 
 
-def write(cache: KeysValues, own: KeysValues, slot: jax.Array) -> KeysValues:
+def write(config: ModelConfig, cache: KeysValues, own: KeysValues, slot: jax.Array) -> KeysValues:
     """Return the cache with a token's keys and values at `slot`.
 
     The update is in place if everything that reads the cache comes before `slot`.
     """
+    at = slot if config.window is None else slot % cache.k_BKYH.shape[2]
     return KeysValues(
         *(
-            lax.dynamic_update_slice_in_dim(x, new, slot % x.shape[2], axis=2)
+            lax.dynamic_update_slice_in_dim(x, new, at, axis=2)
             for x, new in zip(cache, own, strict=True)
         )
     )

@@ -198,7 +198,8 @@ class Engine:
         # instead of copying them. If no sequence continues, any slot will do.
         slot = jnp.where(_any_left(new), rows.slot, 0)
         caches = tuple(
-            write(cache, own, slot) for cache, own in zip(rows.caches, owns, strict=True)
+            write(layer, cache, own, slot)
+            for layer, cache, own in zip(self._layers, rows.caches, owns, strict=True)
         )
         return new._replace(caches=caches), token_B
 
