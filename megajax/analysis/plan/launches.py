@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from megajax.analysis.plan.memory import num_logit_chunks
 from megajax.core.config import Config
+from megajax.core.counts.context import blocks_of_others
 from megajax.core.counts.runs import Runs, ticks
 from megajax.core.counts.vision import is_learned
 
@@ -49,7 +50,7 @@ def num_launches(config: Config) -> int:
     if mesh.stages > 1:
         of_layer += 22 if is_full else -2
     of_block = (18 if is_full else 13) + (4 if mesh.context_exchange == 'ring' else 0)
-    of_layer += of_block * (mesh.context - 1)
+    of_layer += int(of_block * blocks_of_others(config))
     of_ticks = OF_TICK * ticks(config) if mesh.stages > 1 else 0
     of_encoder = OF_ENCODER if config.vision and is_learned(config) else OF_FROZEN
     of_images = runs.encoder * of_encoder + runs.cross * OF_CROSS

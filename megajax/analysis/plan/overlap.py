@@ -187,8 +187,8 @@ def _hidden_by_layers(collective: Expected, config: Config) -> HiddenBy:
 
 
 def _hidden_by_blocks(collective: Expected, config: Config) -> HiddenBy:
-    """Return what hides a hop of a ring: a block of attention; nothing hides a gather."""
-    if config.mesh.context_exchange == 'gather':
+    """Return what hides a hop to a neighbor: a block of attention; nothing hides a gather."""
+    if collective.kind != PERMUTE:
         return NOTHING
     return HiddenBy(RING_SHARE, ('attention',))
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megajax.core.config import Config, ModelConfig
 from megajax.core.counts.chunks import chunk_sizes
+from megajax.core.counts.context import kept_of_halos
 from megajax.core.counts.flash import HOPPER, uses_flash
 from megajax.core.counts.layers import layer
 from megajax.core.counts.parameters import (
@@ -83,6 +84,7 @@ class Sizes:
         """Return the bytes of `memory.kept_by_layer`."""
         around_norms = self.model.norms_of_layer * self.residual + 2 * self.whole
         heads = self.queries + 2 * self.keys + self.heads  # queries, keys, values, core's output
+        heads += int(2 * self.keys * kept_of_halos(self.config) / self.length)
         heads += self.queries + self.keys if self.model.qk_norm else 0
         heads += self.queries if self.layout.num_shards('D') > 1 else 0  # before it is gathered
         masks = 2 * MASK * self.residual // self.itemsize if self.model.dropout else 0

@@ -7,6 +7,7 @@ TransformerEngine gathers all keys and values: its ring rejects windows.
 """
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from megajax.core.config import Config
 from megajax.core.counts.collective import (
@@ -76,6 +77,25 @@ def halos(config: Config, layers: int) -> Iterator[Expected]:
             site = Site('attention', phase, 'context')
             times = 2 * 2 * int(layers * share)  # keys and values, of both chunks
             yield Expected.over(config, site, PERMUTE, ends, times, ENDS)
+
+
+def blocks_of_others(config: Config) -> Fraction:
+    """Return the average number of a layer's blocks of keys that come from other shards.
+
+    They are the other shards, or with a window one halo.
+    """
+    others, shares = config.mesh.context - 1, windows_within(config).items()
+    return sum(
+        (share * (min(others, 1) if window else others) for window, share in shares), Fraction()
+    )
+
+
+def kept_of_halos(config: Config) -> Fraction:
+    """Return the average number of other shards' tokens whose keys and values a layer keeps."""
+    if config.mesh.context == 1:
+        return Fraction()
+    shares = windows_within(config).items()
+    return sum((2 * window * share for window, share in shares if window), Fraction())
 
 
 def _exchanges(

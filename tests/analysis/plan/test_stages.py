@@ -20,6 +20,7 @@ from megajax.analysis.plan.sizes import Sizes
 from megajax.analysis.plan.stage_memory import kept_in_slots, num_slots
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import Config, ConfigError, load
+from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.schedule import IDLE, make_schedule
 from megajax.core.hardware.records import hardware
 
@@ -86,6 +87,22 @@ def test_a_context_shard_keeps_its_part() -> None:
     )
     assert kept_by_layer(one) == 4 * kept_by_layer(four)
     assert memory(one).batch == 4 * memory(four).batch
+
+
+def test_a_layer_with_a_window_keeps_the_keys_and_values_of_two_halos() -> None:
+    long = ['train.seq_len=8192', 'mesh.data=1', 'mesh.model=8', 'train.microbatches=1']
+    long += ['train.batch_size=1', 'mesh.context=4', 'train.recompute=none']
+    full, windows = (
+        kept_by_layer(staged(*long, *more, stages=1)) for more in ([], ['model.window=1024'])
+    )
+    assert windows - full == 2 * 2 * 1024 * 128 * 2  # one head of 128 in bf16
+
+
+def test_windows_need_chunks_of_their_length_in_a_layout() -> None:
+    long = ['train.seq_len=8192', 'mesh.data=1', 'train.microbatches=1', 'train.batch_size=1']
+    config = staged(*long, 'model.window=1024', stages=1)
+    assert not incompatibilities(changed(config, mesh__context=4))
+    assert incompatibilities(changed(config, mesh__context=8))
 
 
 def test_a_step_takes_the_time_of_its_ticks() -> None:

@@ -249,5 +249,12 @@ def test_a_pipeline_is_told_with_its_bubble_and_a_context_with_its_exchange(
         'context    2 shards of 16 tokens, which exchange keys and values all at once '
         '(mesh.context_exchange=gather)',
     ]
+    windows = {**sizes, 'position': 'rope', 'layers': [{'window': 4}, {}]}
+    mesh = {'context': 2, 'context_exchange': 'ring'}
+    Report().parallelism(make_config('gpt', model=windows, mesh=mesh))
+    assert capsys.readouterr().out.splitlines() == [
+        'context    2 shards of 16 tokens, which exchange keys and values shard by shard '
+        '(mesh.context_exchange=ring) and of 4 tokens with each neighbor (windows)',
+    ]
     plain = make_config('gpt', model=sizes, train={'microbatches': 4, 'batch_size': 4})
     assert step_flops(config).model == step_flops(plain).model

@@ -27,6 +27,7 @@ from megajax.core.config.model import ModelConfig
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.counts.schedule import schedule_of
+from megajax.core.counts.windows import windows_within
 from megajax.core.hardware.targets import is_nvidia
 from megajax.core.parallel.mesh import is_simulated
 from megajax.core.parallel.placements import Placement
@@ -95,11 +96,16 @@ class Report:
                 f'bubble {schedule.bubble:.1%} of the time at work'
             )
         if mesh.context > 1:
-            shard = train.seq_len // mesh.context
+            shard, windows = train.seq_len // mesh.context, windows_within(config)
             how = 'all at once' if mesh.context_exchange == 'gather' else 'shard by shard'
+            sends = [f'{window:,}' for window in windows if window]
+            each = [
+                f'{how} (mesh.context_exchange={mesh.context_exchange})' if None in windows else '',
+                f'of {" or ".join(sends)} tokens with each neighbor (windows)' if sends else '',
+            ]
             self.say(
                 f'context    {mesh.context} shards of {shard:,} tokens, which exchange keys and '
-                f'values {how} (mesh.context_exchange={mesh.context_exchange})'
+                f'values {" and ".join(filter(None, each))}'
             )
 
     def loss_scale(self, first: float, held: float) -> None:
