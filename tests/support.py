@@ -100,6 +100,12 @@ MODELS['both_norms'] = {
     },
 }
 
+# Attention sinks, with and without a window, as in gpt-oss.
+MODELS['sinks'] = {
+    **MODELS['llama'],
+    'model': MODELS['llama']['model'] | {'attention_sinks': True, 'layers': [{'window': 4}, {}]},
+}
+
 # Layers of different kinds in turn: with a window, with another theta, and without positions.
 MODELS['windows'] = {
     **MODELS['llama'],

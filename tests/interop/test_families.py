@@ -22,7 +22,13 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    'changed', [{'zero_centered_norm': True}, {'embedding_scale': 64.0}, {'query_scale': 0.5}]
+    'changed',
+    [
+        {'zero_centered_norm': True},
+        {'embedding_scale': 64.0},
+        {'query_scale': 0.5},
+        {'attention_sinks': True},
+    ],
 )
 def test_a_family_without_a_setting_that_changes_its_numbers_is_not_written(
     changed: dict[str, object],

@@ -244,6 +244,7 @@ def assert_identical(actual: Arrays, expected: Arrays) -> None:
             make_config('llama', model={'embedding_scale': 8.0}),
             r'model\.embedding_scale=8: .* without a scale',
         ),
+        (make_config('sinks'), r'model\.attention_sinks=true: '),
         (
             make_config('llama', model={'query_scale': 0.5}),
             r'model\.query_scale=0\.5: .* read as head_dim \*\* -0\.5, 0\.35',

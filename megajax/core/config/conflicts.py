@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MASKED, NEXT = 'model.objective=masked_lm', 'model.objective=next_token'
 CAUSAL, BIDIRECTIONAL = 'model.attention=causal', 'model.attention=bidirectional'
 WINDOW = 'model.window'
+SINKS = 'model.attention_sinks=true'
 OUTPUTS, ALL_HEADS = 'model.norm_position', 'model.qk_norm=all'
 ZERO_CENTERED = 'model.zero_centered_norm=true'
 CROSS, DEEPSTACK = 'vision.fusion=cross_attention', 'vision.deepstack'
@@ -43,6 +44,7 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
         'model.rope_scaling=null',
     ),
     WINDOW: (lambda config: config.model.has_windows, 'no window'),
+    SINKS: (lambda config: config.model.attention_sinks, 'model.attention_sinks=false'),
     'model.dropout': (lambda config: config.model.has_dropout, NO_DROPOUT),
     'vision': (lambda config: config.vision is not None, 'no vision'),
     CROSS: (
@@ -89,6 +91,10 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         f'causal attention; use mesh.context=1 with {MASKED}',
     },
     WINDOW: {BIDIRECTIONAL: 'a sliding window is of earlier tokens'},
+    SINKS: {
+        'mesh.model_rows': '2-D tensor parallelism does not support attention sinks: it shards the '
+        'sequences that their gradient is summed over; use mesh.model_rows=1',
+    },
     NEXT: {BIDIRECTIONAL: 'a token that attends to the next one has nothing to predict'},
     'optim.shard=none': {
         'mesh.replicas': 'mesh.replicas needs ZeRO: the data shards of a replica share one sharded '

@@ -97,6 +97,10 @@ class ModelConfig(Section):
         lambda data: max(data['head_dim'], 1) ** -0.5,  # a head dim of 0 is rejected later
     )
     """Factor of the attention scores."""
+    attention_sinks: bool = False
+    """Whether the softmax of attention has a learned logit per query head in its denominator, as in
+    gpt-oss.
+    """
     bias: bool = True
     """Whether linear layers have biases, except for the LM head; BERT's heads always have them."""
     qkv_bias: bool = follows('bias', lambda data: data['bias'])

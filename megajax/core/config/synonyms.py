@@ -69,6 +69,7 @@ _NAMES = {
     'model.position': ('position_embedding', 'position_embedding_type', 'pos_emb', 'rope'),
     'model.rope_theta': ('rotary_base', 'rope_base', 'theta'),
     'model.rotary_fraction': ('rotary_percent', 'partial_rotary_factor', 'rotary_pct'),
+    'model.attention_sinks': ('sinks', 'sink', 'attention_sink'),
     'model.query_scale': ('softmax_scale', 'attention_scale', 'attn_scale', 'attention_multiplier'),
     'model.tie_embeddings': ('tie_word_embeddings', 'weight_tying', 'tied', 'tie_weights'),
     'model.dropout': ('hidden_dropout', 'resid_pdrop', 'residual_dropout'),

@@ -76,12 +76,17 @@ def layer(model: ModelConfig) -> tuple[Sublayer, Sublayer]:
     if model.norms_all_heads:  # sharded as the columns that they scale
         heads = {'query_norm': 'KGH', 'key_norm': 'KH'}
     summed = '' if model.norms_all_heads else 'N'
+    # As gpt-oss initializes its sinks.
+    sinks = {'sinks': Parameter('N', Role.VECTOR, model.init_std)} if model.attention_sinks else {}
     return (
         Sublayer(
             'attention',
             Matmul('qkv', 'D', 'KCH', model.qkv_bias),
             Matmul('out', 'Nh', 'D', model.bias),
-            {name: norm(model, dims, summed=summed) for name, dims in heads.items()},
+            {
+                **{name: norm(model, dims, summed=summed) for name, dims in heads.items()},
+                **sinks,
+            },
         ),
         Sublayer(
             'mlp',

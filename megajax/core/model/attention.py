@@ -22,9 +22,10 @@ from megajax.core.model.sublayer import Sublayer
 from megajax.core.parallel.layout import CONTEXT, Layout
 
 Kept = TypeVar('Kept')
-# A function of queries, keys and values, with complete heads on each shard. It returns attention's
-# output and whatever the caller wants to save, such as keys and values for the next token.
-Core = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kept]]
+# A function of queries, keys and values, with complete heads on each shard, and of attention sinks
+# or None. It returns attention's output and whatever the caller wants to save, such as keys and
+# values for the next token.
+Core = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], tuple[jax.Array, Kept]]
 
 
 class Attention(Sublayer):
@@ -42,13 +43,15 @@ class Attention(Sublayer):
             make_head_norm(config, parameters[name]) if config.qk_norm else None
             for name in ('query_norm', 'key_norm')
         )
+        sinks_key = jax.random.fold_in(key, 2)
+        self.sinks = parameters.make('sinks', sinks_key) if config.attention_sinks else None
 
     def middle(self, y: jax.Array, core: Core[Kept], rows: Rows) -> tuple[jax.Array, Kept]:
         """Return the attention of fused queries, keys and values, and the second result of core."""
         qkv_RSKCH = self.first.with_bias(y)
         heads = self._heads(qkv_RSKCH, _reshard(rows.position_BS, self.layout('RS')))
         with jax.named_scope('core'):
-            return core(*heads)
+            return core(*heads, None if self.sinks is None else self.sinks[...])
 
     def _heads(
         self, qkv_RSKCH: jax.Array, position_RS: jax.Array | None
@@ -116,7 +119,9 @@ def attention_core(
     segment_RS = _reshard(rows.segment_BS, layout('RS'))
     key_R = _reshard(fold_in(rows.key_B, 0), layout('R'))
 
-    def core(q_RSNH: jax.Array, k_RSKH: jax.Array, v_RSKH: jax.Array) -> tuple[jax.Array, None]:
+    def core(
+        q_RSNH: jax.Array, k_RSKH: jax.Array, v_RSKH: jax.Array, sinks_N: jax.Array | None
+    ) -> tuple[jax.Array, None]:
         return attend(
             q_RSNH,
             k_RSKH,
@@ -130,6 +135,7 @@ def attention_core(
             exchange=exchange,
             window=config.window,
             scale=config.query_scale,
+            sinks_N=sinks_N,
         ), None
 
     return core
@@ -149,10 +155,12 @@ def attend(
     recompute: bool = False,
     exchange: str | None = None,
     window: int | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention o_RSNH with softmax in fp32, by the fastest implementation for these inputs.
 
-    With a `window` a token attends to so many tokens, the last of which is itself.
+    With a `window` a token attends to so many tokens, the last of which is itself. Each head may
+    have a sink (`passes.py`).
     """
     device = jax.typeof(q_RSNH).sharding.mesh.abstract_device
     without_dropout = rate == 0 or key_R is None
@@ -164,13 +172,13 @@ def attend(
         kernel = 'cudnn' if flash else 'xla'
         length = q_RSNH.shape[1] * jax.typeof(q_RSNH).sharding.mesh.shape[CONTEXT]
         if window is not None and window < length:
-            return attend_in_window(q_RSNH, k_RSKH, v_RSKH, window, kernel, scale)
-        return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, kernel, scale)
+            return attend_in_window(q_RSNH, k_RSKH, v_RSKH, window, kernel, scale, sinks_N)
+        return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, kernel, scale, sinks_N)
     if flash:
-        return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window, scale)
+        return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window, scale, sinks_N)
     core = partial(_attend_xla, layout=layout, causal=causal, rate=rate, window=window, scale=scale)
     attend_xla = jax.checkpoint(core, prevent_cse=False) if recompute else core
-    return attend_xla(q_RSNH, k_RSKH, v_RSKH, segment_RS, key_R)
+    return attend_xla(q_RSNH, k_RSKH, v_RSKH, segment_RS, key_R, sinks_N)
 
 
 def _attend_xla(
@@ -179,6 +187,7 @@ def _attend_xla(
     v_RYKH: jax.Array,
     segment_RS: jax.Array | None,
     key_R: jax.Array | None,
+    sinks_N: jax.Array | None,
     *,
     layout: Layout,
     causal: bool,
@@ -188,10 +197,12 @@ def _attend_xla(
 ) -> jax.Array:
     block = None if window is None else block_of_window(window, q_RSNH.shape[1])
     if window is not None and block is not None and not rate:
-        return _attend_in_blocks(q_RSNH, k_RYKH, v_RYKH, segment_RS, layout, window, block, scale)
+        return _attend_in_blocks(
+            q_RSNH, k_RYKH, v_RYKH, segment_RS, sinks_N, layout, window, block, scale
+        )
     score_RKGSY = _scores(q_RSNH, k_RYKH, layout, scale)
     allowed = _allowed(q_RSNH.shape[1], segment_RS, causal=causal, window=window)
-    return _weighted(score_RKGSY, v_RYKH, allowed, key_R, layout, rate)
+    return _weighted(score_RKGSY, v_RYKH, allowed, key_R, sinks_N, layout, rate)
 
 
 def _attend_in_blocks(
@@ -199,6 +210,7 @@ def _attend_in_blocks(
     k_RYKH: jax.Array,
     v_RYKH: jax.Array,
     segment_RS: jax.Array | None,
+    sinks_N: jax.Array | None,
     layout: Layout,
     window: int,
     block: int,
@@ -231,6 +243,7 @@ def _attend_in_blocks(
         *(in_blocks(q_RSNH), with_earlier(k_RYKH), with_earlier(v_RYKH)),
         jnp.expand_dims(allowed, (1, 2)),
         None,
+        sinks_N,
         layout=layout,
         rate=0.0,
         scale=scale,
@@ -244,6 +257,7 @@ def attend_where(
     v_RYKH: jax.Array,
     allowed: jax.Array,
     key_R: jax.Array | None,
+    sinks_N: jax.Array | None = None,
     *,
     layout: Layout,
     rate: float,
@@ -254,7 +268,7 @@ def attend_where(
     `allowed` broadcasts against [R, K, G, S, Y].
     """
     score_RKGSY = _scores(q_RSNH, k_RYKH, layout, scale)
-    return _weighted(score_RKGSY, v_RYKH, allowed, key_R, layout, rate)
+    return _weighted(score_RKGSY, v_RYKH, allowed, key_R, sinks_N, layout, rate)
 
 
 def _scores(q_RSNH: jax.Array, k_RYKH: jax.Array, layout: Layout, scale: float) -> jax.Array:
@@ -272,16 +286,30 @@ def _weighted(
     v_RYKH: jax.Array,
     allowed: jax.Array | None,
     key_R: jax.Array | None,
+    sinks_N: jax.Array | None,
     layout: Layout,
     rate: float,
 ) -> jax.Array:
     if allowed is not None:
         score_RKGSY = jnp.where(allowed, score_RKGSY, jnp.finfo(jnp.float32).min)
-    weight_RKGSY = dropout(jax.nn.softmax(score_RKGSY, axis=-1), rate, key_R, layout('N-sy'))
+    weight_RKGSY = softmax(score_RKGSY, sinks_N, layout)
+    weight_RKGSY = dropout(weight_RKGSY, rate, key_R, layout('N-sy'))
     o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY.astype(v_RYKH.dtype), v_RYKH)
     rows, length, groups, per_group, head_dim = o_RSKGH.shape
     shape = rows, length, groups * per_group, head_dim
     return o_RSKGH.reshape(shape, out_sharding=layout('RSNh'))
+
+
+def softmax(score_RKG: jax.Array, sinks_N: jax.Array | None, layout: Layout) -> jax.Array:
+    """Softmax over the last of the dims after G, with the heads' sinks in its denominator."""
+    if sinks_N is None:
+        return jax.nn.softmax(score_RKG, axis=-1)
+    shape = 1, score_RKG.shape[1], -1, *(1 for _ in score_RKG.shape[3:])
+    sink_1KG = sinks_N.reshape(shape, out_sharding=layout('-N' + '-' * (len(shape) - 2)))
+    largest = jnp.maximum(score_RKG.max(-1, keepdims=True), sink_1KG)
+    largest = jax.lax.stop_gradient(largest)  # it cancels out
+    weight_RKG = jnp.exp(score_RKG - largest)
+    return weight_RKG / (weight_RKG.sum(-1, keepdims=True) + jnp.exp(sink_1KG - largest))
 
 
 def _allowed(

@@ -8,7 +8,6 @@ half is computed.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,13 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.model.kernels import KERNELS, Kernel
+from megajax.core.model.passes import Passes, attend_by
 from megajax.core.model.per_device import Specs, per_device
 from megajax.core.parallel.layout import CONTEXT, UNSHARDED
 
 Pair = tuple[jax.Array, jax.Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def attend_across(
     q_RSNH: jax.Array,
     k_RSKH: jax.Array,
@@ -30,34 +29,18 @@ def attend_across(
     exchange: str,
     kernel: str,
     scale: float,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention o_RSNH of a shard's tokens on all tokens of their sequences up to them.
 
     `exchange` is `gather` or `ring`, `kernel` a key of KERNELS. To be mapped over context shards.
     """
-    return _passes(exchange, kernel, scale)[0](q_RSNH, k_RSKH, v_RSKH)[0]
-
-
-def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, exchange: str, kernel: str, scale: float
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    o, lse = _passes(exchange, kernel, scale)[0](q, k, v)
-    return o, (q, k, v, o, lse)
-
-
-def _backward(
-    exchange: str, kernel: str, scale: float, saved: tuple[jax.Array, ...], do: jax.Array
-) -> tuple[jax.Array, ...]:
-    return _passes(exchange, kernel, scale)[1](*saved, do)
-
-
-attend_across.defvjp(_forward, _backward)
+    passes = _passes(exchange, kernel, scale)
+    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, None, sinks_N)
 
 
 @functools.cache
-def _passes(
-    exchange: str, kernel: str, scale: float
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _passes(exchange: str, kernel: str, scale: float) -> Passes:
     passes, ring = KERNELS[kernel].scaled(scale), exchange == 'ring'
 
     def attend(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -69,7 +52,7 @@ def _passes(
     def placed_as_output(specs: Specs) -> Specs:
         return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-')
 
-    return (
+    return Passes(
         per_device(attend, placed_as_output, lambda *arrays: passes.forward(*arrays, True)),
         per_device(
             gradients, lambda specs: specs[:3], lambda *arrays: passes.backward(*arrays, True)

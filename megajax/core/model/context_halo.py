@@ -10,8 +10,6 @@ log-sum-exp. Query i sees the keys after i of the halo, so both are reversed for
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +18,13 @@ from jax import lax
 from megajax.core.counts.windows import block_in_chunk
 from megajax.core.model.context import merge
 from megajax.core.model.kernels import KERNELS, Kernel
+from megajax.core.model.passes import Passes, attend_by
 from megajax.core.model.per_device import Specs, per_device
 from megajax.core.parallel.layout import CONTEXT, UNSHARDED
 
 HIDDEN = 1e30  # a log-sum-exp that gives every weight of its query the value 0
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def attend_in_window(
     q_RSNH: jax.Array,
     k_RSKH: jax.Array,
@@ -34,36 +32,20 @@ def attend_in_window(
     window: int,
     kernel: str,
     scale: float,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention o_RSNH of a shard's tokens on the last `window` tokens of their sequences.
 
     `kernel` is a key of KERNELS. The halos are saved for the backward pass, which sends their
     gradients alone. To be mapped over context shards.
     """
-    return _passes(window, kernel, scale)[0](q_RSNH, k_RSKH, v_RSKH)[0]
-
-
-def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, window: int, kernel: str, scale: float
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    o, *saved = _passes(window, kernel, scale)[0](q, k, v)
-    return o, (q, k, v, o, *saved)
-
-
-def _backward(
-    window: int, kernel: str, scale: float, saved: tuple[jax.Array, ...], do: jax.Array
-) -> tuple[jax.Array, ...]:
-    return _passes(window, kernel, scale)[1](*saved, do)
-
-
-attend_in_window.defvjp(_forward, _backward)
+    passes = _passes(window, kernel, scale)
+    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, None, sinks_N)
 
 
 @functools.cache
-def _passes(
-    window: int, kernel: str, scale: float
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The passes (q, k, v) -> o, lse, halos and (q, k, v, o, lse, halos, do) -> dq, dk, dv."""
+def _passes(window: int, kernel: str, scale: float) -> Passes:
+    """The passes, which save the halos of keys and values."""
     passes, is_flash = KERNELS[kernel].scaled(scale), kernel == 'cudnn'
 
     def attend(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -82,7 +64,7 @@ def _passes(
     def placed_as_output(specs: Specs) -> Specs:
         return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-'), *specs[1:]
 
-    return (
+    return Passes(
         per_device(attend, placed_as_output, alone),
         per_device(gradients, lambda specs: specs[:3], gradients_alone),
     )

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax
 from megajax.core.counts.flash import missing_for_flash
 from megajax.core.hardware.targets import capability_of, is_nvidia
 from megajax.core.model.kernels import KERNELS
+from megajax.core.model.passes import Passes, attend_by
 from megajax.core.model.per_device import per_device
 from megajax.core.parallel.layout import UNSHARDED
 
@@ -36,9 +36,6 @@ def can_flash(device: Any, dtype: str, head_dim: int, window: int | None = None)
     return not missing
 
 
-# cuDNN's kernel supports neither Explicit axes nor a second batch dim. Batch and heads are
-# independent, so each device runs it on its own.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def flash_attention(
     q_RSNH: jax.Array,
     k_RSKH: jax.Array,
@@ -47,68 +44,34 @@ def flash_attention(
     causal: bool,
     window: int | None,
     scale: float,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention o_RSNH, causal or bidirectional, sharded like q; within segments if they are given.
 
-    No scores are saved for the backward pass, which computes them again from the result and the
-    log-sum-exp of each query, 4 bytes per query and head.
+    No scores are saved for the backward pass.
     """
-    return _forward(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window, scale)[0]
+    passes = _passes(causal, window, scale)
+    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, segment_RS, sinks_N)
 
 
-Saved = tuple[jax.Array | None, ...]
-
-
-def _forward(
-    q_RSNH: jax.Array,
-    k_RSKH: jax.Array,
-    v_RSKH: jax.Array,
-    segment_RS: jax.Array | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[jax.Array, Saved]:
-    forward, _ = _kernels(causal, window, scale)
-    o_RSNH, lse_RNS = forward(*_given(q_RSNH, k_RSKH, v_RSKH, segment_RS))
-    return o_RSNH, (q_RSNH, k_RSKH, v_RSKH, o_RSNH, lse_RNS, segment_RS)
-
-
-def _backward(
-    causal: bool, window: int | None, scale: float, saved: Saved, do_RSNH: jax.Array
-) -> Saved:
-    _, backward = _kernels(causal, window, scale)
-    return *backward(do_RSNH, *_given(*saved)), None
-
-
-flash_attention.defvjp(_forward, _backward)
-
-
-def _given(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
-    return tuple(x for x in arrays if x is not None)
-
-
+# cuDNN's kernel supports neither Explicit axes nor a second batch dim. Batch and heads are
+# independent, so each device runs it on its own.
 @functools.cache
-def _kernels(
-    causal: bool, window: int | None, scale: float
-) -> tuple[Callable[..., tuple[jax.Array, ...]], ...]:
-    """The two passes, of (q, k, v[, segments]) and of (do, q, k, v, o, lse[, segments])."""
-
+def _passes(causal: bool, window: int | None, scale: float) -> Passes:
     def forward(
         q: jax.Array, k: jax.Array, v: jax.Array, *segment_RS: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        return KERNELS['cudnn'].forward(
-            q, k, v, causal, *map(_within, segment_RS), window=window, scale=scale
-        )
+        kernel = KERNELS['cudnn'].scaled(scale)
+        return kernel.forward(q, k, v, causal, *map(_within, segment_RS), window=window)
 
-    def backward(do: jax.Array, *saved: jax.Array) -> tuple[jax.Array, ...]:
-        arrays, segment_RS = saved[:5], saved[5:]
-        return KERNELS['cudnn'].backward(
-            *arrays, do, causal, *map(_within, segment_RS), window=window, scale=scale
-        )
+    def backward(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        saved, segment_RS = arrays[:6], arrays[6:]
+        kernel = KERNELS['cudnn'].scaled(scale)
+        return kernel.backward(*saved, causal, *map(_within, segment_RS), window=window)
 
-    return (
+    return Passes(
         per_device(forward, lambda specs: (specs[0], UNSHARDED.like(specs[0], '*RSNH->*RNS'))),
-        per_device(backward, lambda specs: specs[1:4]),
+        per_device(backward, lambda specs: specs[:3]),
     )
 
 

@@ -183,6 +183,10 @@ def _check_model(model: ModelConfig) -> None:
             'model.rope_scaling: Megatron-LM has one rotary embedding for all layers, and no YaRN; '
             'such a model can be exported with `megajax export hf`'
         )
+    if model.attention_sinks:
+        raise ConfigError(
+            "model.attention_sinks=true: sinks cannot be converted from or to Megatron-LM's format"
+        )
     if model.query_scale != model.head_dim**-0.5:
         raise ConfigError(
             f"model.query_scale={model.query_scale:g}: Megatron-LM's files name no scale of the "

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.config import ModelConfig
-from megajax.core.model.attention import Core, attend
+from megajax.core.model.attention import Core, attend, softmax
 from megajax.core.parallel.layout import Layout
 
 
@@ -41,7 +41,7 @@ def prefill(
     size = min(num_slots, config.window or num_slots)
 
     def core(
-        q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
+        q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, sinks_N: jax.Array | None
     ) -> tuple[jax.Array, KeysValues]:
         o_BSNH = attend(
             q_BSNH,
@@ -51,6 +51,7 @@ def prefill(
             scale=config.query_scale,
             segment_RS=segment_BS,
             window=config.window,
+            sinks_N=sinks_N,
         )
         return o_BSNH, KeysValues(slots(k_BSKH), slots(v_BSKH))
 
@@ -89,10 +90,11 @@ def decode(
         read_BY &= ~is_empty_BY
 
     def core(
-        q_B1NH: jax.Array, k_B1KH: jax.Array, v_B1KH: jax.Array
+        q_B1NH: jax.Array, k_B1KH: jax.Array, v_B1KH: jax.Array, sinks_N: jax.Array | None
     ) -> tuple[jax.Array, KeysValues]:
         own = KeysValues(jnp.swapaxes(k_B1KH, 1, 2), jnp.swapaxes(v_B1KH, 1, 2))
-        return _attend_to_cache(q_B1NH, cache, own, read_BY, layout, config.query_scale), own
+        scale = config.query_scale
+        return _attend_to_cache(q_B1NH, cache, own, read_BY, sinks_N, layout, scale), own
 
     return core
 
@@ -116,6 +118,7 @@ def _attend_to_cache(
     cache: KeysValues,
     own: KeysValues,
     read_BY: jax.Array,
+    sinks_N: jax.Array | None,
     layout: Layout,
     scale: float,
 ) -> jax.Array:
@@ -132,8 +135,8 @@ def _attend_to_cache(
     allowed = jnp.expand_dims(read_BY, (1, 2))
     score_BKGY = jnp.where(allowed, score_BKGY, jnp.finfo(jnp.float32).min)
     own_BKG1 = jnp.einsum('bkgh,bkyh->bkgy', q_BKGH, own.k_BKYH, preferred_element_type=jnp.float32)
-    weight_BKGY = jax.nn.softmax(jnp.concatenate([score_BKGY, own_BKG1], axis=-1), axis=-1)
-    weight_BKGY = weight_BKGY.astype(q_B1NH.dtype)
+    score_BKGY = jnp.concatenate([score_BKGY, own_BKG1], axis=-1)
+    weight_BKGY = softmax(score_BKGY, sinks_N, layout).astype(q_B1NH.dtype)
     o_BKGH = jnp.einsum('bkgy,bkyh->bkgh', weight_BKGY[..., :-1], cache.v_BKYH)
     o_BKGH = o_BKGH + weight_BKGY[..., -1:] * own.v_BKYH
     return o_BKGH.reshape(q_B1NH.shape, out_sharding=layout('BsNh'))

@@ -28,16 +28,27 @@ def arrays(*heads: int) -> list[np.ndarray]:
     ]
 
 
-def whole(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
+def whole(q, k, v, sinks=None):
+    if sinks is None:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
+    k, v = (jnp.repeat(x, HEADS // GROUPS, axis=2) for x in (k, v))
+    score = SCALE * jnp.einsum('rsnh,rynh->rnsy', q, k)
+    score = jnp.where(np.tri(LENGTH, dtype=bool), score, -jnp.inf)
+    column = jnp.broadcast_to(sinks[:, None, None], (*score.shape[:3], 1))
+    weight = jax.nn.softmax(jnp.concatenate([score, column], axis=-1))
+    return jnp.einsum('rnsy,rynh->rsnh', weight[..., :-1], v)
 
 
 @pytest.mark.parametrize(
     ('shards', 'exchange'), [(4, 'ring'), (2, 'gather'), slow(4, 'gather'), slow(2, 'ring')]
 )
-def test_output_and_gradients_are_those_of_whole_sequences(shards: int, exchange: str) -> None:
+@pytest.mark.parametrize('has_sinks', [False, True])
+def test_output_and_gradients_are_those_of_whole_sequences(
+    shards: int, exchange: str, has_sinks: bool
+) -> None:
     q, k, v, do = arrays(HEADS, GROUPS, GROUPS, HEADS)
-    o, pullback = jax.vjp(whole, q, k, v)
+    sinks = (np.linspace(-2, 2, HEADS, dtype=np.float32),) if has_sinks else ()
+    o, pullback = jax.vjp(whole, q, k, v, *sinks)
     expected = [o, *pullback(do)]
     order = position_at(np.arange(LENGTH), LENGTH, shards)
     axes = 'data', 'context'
@@ -47,16 +58,24 @@ def test_output_and_gradients_are_those_of_whole_sequences(shards: int, exchange
         spec = P(axes, None, None, 'model', None)
         return jax.device_put(parts, NamedSharding(jax.sharding.get_mesh(), spec))
 
-    def attend(q, k, v):
-        return attend_across(q, k, v, exchange, 'xla', SCALE)
+    def attend(q, k, v, *sinks):
+        return attend_across(q, k, v, exchange, 'xla', SCALE, *sinks)
 
     @jax.jit
-    def output_and_gradients(q, k, v, do):
-        o, pullback = jax.vjp(jax.vmap(attend, spmd_axis_name=axes), q, k, v)
-        return o, *pullback(do)
+    def output_and_gradients(do, *arrays):
+        def of_shard(do, *arrays):
+            o, pullback = jax.vjp(attend, *arrays)
+            return o, *pullback(do)
+
+        given = (0, 0, 0, 0, *(None for _ in sinks))
+        return jax.vmap(of_shard, given, spmd_axis_name=axes)(do, *arrays)
 
     with jax.set_mesh(make_mesh(1, 2, context=shards)):
-        actual = output_and_gradients(*map(to_shards, (q, k, v, do)))
+        placed = (jax.device_put(x, P('model')) for x in sinks)
+        actual = output_and_gradients(*map(to_shards, (do, q, k, v)), *placed)
+    if has_sinks:  # each shard has its part of the sum
+        *actual, of_sinks = actual
+        np.testing.assert_allclose(of_sinks.sum(0), expected.pop(), atol=2e-5)
     for x, y in zip(actual, expected, strict=True):
         in_order = np.asarray(x).swapaxes(0, 1).reshape(y.shape)[:, np.argsort(order)]
         np.testing.assert_allclose(in_order, y, atol=2e-6)

@@ -25,6 +25,7 @@ def sharded(name: str, context: int, data: int = 1, model: int = 1, **fields: An
         exhaustive(sharded('llama', 2, model=2, data=2, **SP, **RING)),
         exhaustive(sharded('llama', 2)),
         exhaustive(sharded('llama', 2, **RING)),
+        slow(sharded('sinks', 2, model=4, **SP, **RING)),
         exhaustive(sharded('llama', 4, model=2)),
         exhaustive(sharded('llama', 4, model=2, **SP, **RING, recompute='full')),
         exhaustive(sharded('llama', 2, model=4, **SP)),  # more devices than key/value heads
@@ -74,7 +75,7 @@ def test_windows_give_the_loss_and_gradients_of_whole_sequences(setting: Setting
     'setting',
     [
         exhaustive(sharded('llama', 2, data=2, model=2, shard='optimizer', **SP)),
-        slow(sharded('llama', 2, data=2, model=2, shard='weights', **SP, **RING)),
+        slow(sharded('sinks', 2, data=2, model=2, shard='weights', **SP, **RING)),
         exhaustive(sharded('gpt', 2, data=2, shard='gradients', microbatches=2)),
         exhaustive(sharded('llama', 2, data=3, shard='weights')),  # padded shards
         exhaustive(sharded('gpt', 2, data=4, shard='weights', replicas=2, dtype='bfloat16')),

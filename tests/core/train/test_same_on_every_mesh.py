@@ -76,7 +76,8 @@ every_model_and_mesh = pytest.mark.parametrize(
     + [at(place, 'gpt', quick=False) for place in PLACES]
     + [at(place, 'bert', quick=False) for place in BERT_PLACES]
     + [at(place, 'olmo2', quick=False) for place in OLMO2_PLACES]
-    + [at(place, 'windows') for place in WINDOW_PLACES],
+    + [at(place, 'windows') for place in WINDOW_PLACES]
+    + [at(place, 'sinks', quick=False) for place in WINDOW_PLACES],
 )
 
 

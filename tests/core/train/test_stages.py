@@ -34,6 +34,7 @@ SP = {'sequence_parallel': True}
         exhaustive(staged('both_norms', 2, model=2, data=2, shard='optimizer', **SP)),
         slow(staged('llama', 2, 2, model=2, data=2, **SP)),
         slow(staged('windows', 2, model=2, **SP, num_layers=6)),
+        slow(staged('sinks', 2, model=2, **SP, num_layers=4)),
         exhaustive(staged('gpt', 2)),
         exhaustive(staged('gpt', 2, model=2, num_layers=4, recompute='full')),
         exhaustive(staged('gpt', 2, 2, data=2, recompute='selective')),

@@ -30,7 +30,7 @@ KINDS = [
 
 def windows(*mesh: int, **model: Any) -> Config:
     """Return a config whose five layers are of all kinds, or as `model` says."""
-    keys = {'num_layers': 5, 'layers': KINDS, 'query_scale': 0.6} | model
+    keys = {'num_layers': 5, 'layers': KINDS, 'query_scale': 0.6, 'attention_sinks': True} | model
     return make_config('llama', *mesh, sequence_parallel=True, model=keys)
 
 
