@@ -17,10 +17,11 @@ from megajax.interop.huggingface.directories import export_huggingface, import_h
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 
 DATA = Path(__file__).parent / 'data'
-FAMILIES = ('gpt2', exhaustive('llama3'), slow('phi3'), exhaustive('qwen3'))
+FAMILIES = 'gpt2', exhaustive('llama3'), slow('phi3'), exhaustive('qwen3'), slow('glm4')
 LORA = LoraConfig(rank=4, alpha=6.0)
 TARGETS = {
     'gpt2': {'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'},
+    'glm4': {f'self_attn.{x}_proj' for x in 'qkvo'} | {'mlp.gate_up_proj', 'mlp.down_proj'},
     'phi3': {'self_attn.qkv_proj', 'self_attn.o_proj', 'mlp.gate_up_proj', 'mlp.down_proj'},
 }
 OF_LLAMA = {f'self_attn.{x}_proj' for x in 'qkvo'} | {

@@ -334,6 +334,12 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
         ('gemma3', 'query_pre_attn_scalar', 1.5, 'query_pre_attn_scalar: must be a valid integer'),
         ('gemma3', 'rope_parameters', ROPE, 'rope_parameters: {"rope_theta": 5e5}: only an object'),
         ('gemma3', 'model_type', 'gemma3', 'model_type: "gemma3": images are not supported'),
+        (
+            'olmo3',
+            'rope_parameters',
+            {'full_attention': ROPE | {'rope_type': 'yarn', 'factor': 8.0}},
+            'rope_parameters.full_attention.original_max_position_embeddings: required by',
+        ),
         ('olmo3', 'rope_theta', 1e4, 'rope_theta: 10000.0: transformers 5 and 4 apply it'),
         ('smollm3', 'no_rope_layers', [1, 2, 0, 1, 0], 'no_rope_layers: [1, 2, 0, 1, 0]: only'),
         ('smollm3', 'no_rope_layers', [1, 0], 'no_rope_layers: [1, 0]: 2 layers, but num_hidden'),

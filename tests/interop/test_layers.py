@@ -4,18 +4,25 @@ import json
 from itertools import pairwise
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from interop.stored import DATA, config_of
-from support import on_mesh
+from support import by_name, on_mesh
 
-from megajax.core.config import ConfigError, ModelConfig
+from megajax.core.config import ConfigError, ModelConfig, load
 from megajax.interop.huggingface.families import read_family, write_family
 from megajax.interop.huggingface.layers import FULL, SLIDING, pattern
 from megajax.interop.huggingface.tensors import read_tensors
-from megajax.interop.huggingface.weights import from_huggingface
+from megajax.interop.huggingface.weights import (
+    from_huggingface,
+    huggingface_pieces,
+    tensors_of_pieces,
+)
+from megajax.interop.pieces import cut, place, shapes_of
+from megajax.runtime.checkpoint.open import abstract_params
 
 SIZES = {'hidden_size': 16, 'num_heads': 4, 'vocab_size': 50, 'max_seq_len': 32}
 KINDS: list[dict[str, Any]] = [{}, {'window': 8}, {'position': 'none'}]
@@ -93,6 +100,21 @@ def test_layers_that_cannot_be_represented_are_rejected_by_key(
     assert any(f'config.json: {key}: ' in str(error.value) for key in keys)
 
 
+@pytest.mark.parametrize(
+    ('preset', 'family', 'scale'),
+    [
+        ('gemma3_1b', 'gemma3_text', 256),
+        ('gemma3_27b', 'gemma3_text', 168),
+        ('olmo3_7b', 'olmo3', None),
+    ],
+)
+def test_a_preset_is_written_as_its_family(preset: str, family: str, scale: int | None) -> None:
+    model = load(preset).model
+    chosen, keys = write_family(model)
+    assert (chosen, keys.get('query_pre_attn_scalar')) == (family, scale)
+    assert ModelConfig(**read_family(keys, '')[1]) == model
+
+
 def test_a_family_without_windows_is_not_chosen_for_them() -> None:
     model = model_of('mistral', sliding_window=8)
     assert write_family(model)[0] == 'mistral'
@@ -106,3 +128,26 @@ def test_attention_sinks_that_config_json_does_not_have_are_named() -> None:
     wrong = rf'unexpected tensors \(1; config.json decides which tensors exist\): {name}'
     with on_mesh(config), pytest.raises(ConfigError, match=wrong):
         from_huggingface(config, tensors, source='mistral')
+
+
+@pytest.mark.parametrize('dtype', [np.float32, ml_dtypes.bfloat16])
+def test_adjacent_rotary_pairs_become_halves_of_a_head_and_come_back(dtype: Any) -> None:
+    """Of the 8 dims of a head the first 4 are rotated."""
+    config, name = config_of('glm4', data=2, model=2), 'model.layers.1.self_attn.k_proj.weight'
+    model, tensors = config.model, read_tensors(DATA / 'glm4')
+    named = tensors_of_pieces(
+        model,
+        pieces := huggingface_pieces(model, shapes_of(model), family='glm4'),
+        {name: x.astype(dtype) for name, x in tensors.items()},
+        source='',
+        family='glm4',
+    )
+    with on_mesh(config):
+        params = by_name(place(abstract_params(config), pieces, named, of=''))
+    qkv_LDKCH = np.asarray(params['layers.attention.qkv.weight'])
+    key_HD = named[name].astype(np.float32)[:8]  # of the first head
+    np.testing.assert_array_equal(qkv_LDKCH[1, :, 0, -2].T, key_HD[[0, 2, 1, 3, 4, 5, 6, 7]])
+    for path, group in pieces.items():
+        for piece in group:
+            back = cut(np.asarray(params[path]), piece, np.dtype(dtype))
+            assert back.tobytes() == named[piece.name].tobytes(), piece.name

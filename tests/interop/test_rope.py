@@ -66,6 +66,13 @@ def test_a_setting_that_is_not_supported_is_named(given: dict[str, Any], message
     assert f'config.json: rope_parameters.{message}' in '\n'.join(problems)
 
 
+def test_rope_scaling_is_read_where_there_is_also_rope_parameters() -> None:
+    linear = {'rope_type': 'linear', 'factor': 2.0}
+    found, problems = read({'rope_scaling': linear, 'rope_parameters': THETA})
+    assert found == {'rope_theta': 1e4, 'rope_scaling': {'type': 'linear', 'factor': 2}}
+    assert not problems
+
+
 def test_the_fraction_of_a_family_is_its_default_and_a_config_may_have_another() -> None:
     top, inner = {'partial_rotary_factor': 0.25}, {'partial_rotary_factor': 0.75}
     for keys, fraction in (

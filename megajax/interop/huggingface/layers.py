@@ -1,7 +1,7 @@
 """The types of a model's layers in config.json, and the pattern `model.layers`. Imports no jax."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import cycle, groupby, islice
 from typing import Any
 
 from megajax.core.config import ModelConfig
@@ -121,7 +121,7 @@ def _read_rope_of(
 
 def layers_of(model: ModelConfig) -> list[ModelConfig]:
     """Return the config of each layer."""
-    return [model.layer_config(index) for index in range(model.num_layers)]
+    return [*islice(cycle(model.pattern), model.num_layers)]
 
 
 def type_of(layer: ModelConfig) -> str:

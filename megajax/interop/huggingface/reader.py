@@ -20,6 +20,7 @@ INERT = frozenset(
         'dtype',
         'use_cache',
         'pretraining_tp',
+        'max_window_layers',
     }
     | {
         'bos_token_id',

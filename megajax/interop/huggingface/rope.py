@@ -47,11 +47,12 @@ def find_rope(read: Reader, theta: float = 10000.0) -> tuple[str, Mapping[str, A
     """Return the object of rotary settings, with its key, and the rope_theta next to it."""
     of_model, old = read.get('rope_theta', theta), read.get('rope_scaling', None) or {}
     new = read.get('rope_parameters', None)
-    key, given = ('rope_scaling', old) if new is None else ('rope_parameters', new)
+    # transformers 5 takes rope_scaling if there are both, as earlier versions do.
+    key, given = ('rope_scaling', old) if old or new is None else ('rope_parameters', new)
     if not isinstance(given, Mapping):
         read.refuse(key, given, 'only an object is supported')
         return key, {}, of_model
-    if new is not None and 'rope_theta' not in {*given, *read.keys}:
+    if key == 'rope_parameters' and 'rope_theta' not in {*given, *read.keys}:
         read.problems.append(f'{read.file}: {key}.rope_theta: required, and missing')
     return key, given, of_model
 

@@ -37,14 +37,16 @@ def _own(read: Reader) -> Keys:
         read.get(key, None)
     # A whole number of dims of a head, of which the scale of the scores is the inverse root.
     scalar = read.take('query_pre_attn_scalar', 'model.head_dim', 256)
-    hidden = read.keys.get('hidden_size')
+    hidden = read.keys.get('hidden_size')  # which `llama.read_config` checks
+    if type(hidden) is not int or fault('model.hidden_size', hidden):
+        hidden = 1
     return {
         'activation': 'geglu',
         'norm_position': 'both',
         'zero_centered_norm': True,
         'qk_norm': True,
         'query_scale': (scalar or 1) ** -0.5,
-        'embedding_scale': None if fault('model.hidden_size', hidden) else hidden**0.5,
+        'embedding_scale': hidden**0.5,
     }
 
 
