@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any
 
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = range(8, 513, 8)
 MARK = 'megajax doctor: '  # precedes the answer, because plugins print too
 
 
@@ -12,7 +12,6 @@ def ask_jax() -> dict[str, Any]:
     """Return jax's devices by kind, and the attention kernel of the first one, for `diagnose`."""
     import jax
 
-    from megajax.core.model.flash import can_flash
     from megajax.runtime.processes.certificates import JAX_OPTION
     from megajax.xla.miscompiles import target_of
 
@@ -20,21 +19,28 @@ def ask_jax() -> dict[str, Any]:
     kinds = [(device.platform, device.device_kind, _memory(device)) for device in devices]
     lines = [f'{kinds.count(kind)} x {kind[1]} ({kind[0]}{kind[2]})' for kind in sorted({*kinds})]
     kind = devices[0].platform
-    flash = {
-        dtype: all(can_flash(devices[0], dtype, head_dim) for head_dim in HEAD_DIMS)
-        for dtype in ('bfloat16', 'float32')
-    }
-    attention = ', '.join(
-        f'{dtype}: {"cuDNN flash" if can else "XLA"}' for dtype, can in flash.items()
-    )
     return {
         'devices': lines,
-        'attention': attention,
+        'attention': ', '.join(
+            f'{dtype}: {kernel_of(devices[0], dtype)}' for dtype in ('bfloat16', 'float32')
+        ),
         'platform': kind,
         'count': len(devices),
         'target': target_of(devices[0]),
         'has_mutual_tls': hasattr(jax.config, JAX_OPTION),
     }
+
+
+def kernel_of(device: Any, dtype: str) -> str:
+    """Return the kernel of attention on a device: cuDNN's, and for which heads, or XLA's."""
+    from megajax.core.counts.flash import missing_for_flash
+    from megajax.core.hardware.targets import capability_of, is_nvidia
+
+    if not is_nvidia(device):
+        return 'XLA'
+    capability = capability_of(device)
+    fits = [dim for dim in HEAD_DIMS if not missing_for_flash(dtype, dim, capability)]
+    return f'cuDNN flash up to head dim {fits[-1]}, any window' if fits else 'XLA'
 
 
 def _memory(device: Any) -> str:

@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import pytest
+from jax.sharding import AbstractDevice
 from typer.testing import CliRunner
 
 from megajax.commands import doctor
+from megajax.commands.ask_jax import kernel_of
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor import diagnose
 from megajax.commands.main import app
@@ -28,6 +30,20 @@ CPU = {
 } | {'JAX_PLATFORMS': 'cpu'}
 
 RUN = subprocess.run
+
+
+@pytest.mark.parametrize(
+    ('kind', 'dtype', 'kernel'),
+    [
+        ('NVIDIA H200', 'bfloat16', 'cuDNN flash up to head dim 256, any window'),
+        ('NVIDIA A100-SXM4-80GB', 'bfloat16', 'cuDNN flash up to head dim 128, any window'),
+        ('NVIDIA H200', 'float32', 'XLA'),
+        ('AMD Instinct MI300X', 'bfloat16', 'XLA'),
+    ],
+)
+def test_it_says_which_heads_take_flash_attention(kind: str, dtype: str, kernel: str) -> None:
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform='gpu')
+    assert kernel_of(device, dtype) == kernel
 
 
 def whats(found: Diagnosis) -> list[str]:

@@ -163,12 +163,12 @@ def attend(
     have a sink (`passes.py`).
     """
     device = jax.typeof(q_RSNH).sharding.mesh.abstract_device
-    without_dropout = rate == 0 or key_R is None
-    flash = without_dropout and can_flash(device, str(q_RSNH.dtype), q_RSNH.shape[-1], window)
+    has_dropout, kind = rate > 0 and key_R is not None, (str(q_RSNH.dtype), q_RSNH.shape[-1])
+    flash = can_flash(device, *kind, window, has_dropout=has_dropout)
     if exchange is not None:
         assert causal
         assert segment_RS is None
-        assert without_dropout
+        assert not has_dropout
         kernel = 'cudnn' if flash else 'xla'
         length = q_RSNH.shape[1] * jax.typeof(q_RSNH).sharding.mesh.shape[CONTEXT]
         if window is not None and window < length:

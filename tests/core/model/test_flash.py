@@ -64,7 +64,7 @@ def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(
         return on_cpu.forward(q, k, v, *rest, **window)
 
     monkeypatch.setitem(KERNELS, 'cudnn', on_cpu._replace(forward=forward))
-    monkeypatch.setattr(attention, 'can_flash', lambda *_: True)
+    monkeypatch.setattr(attention, 'can_flash', lambda *_, **__: True)
     flash_loss, flash_gradients = loss_and_gradients(name, data, model, microbatches, documents)
     assert set(seen) == {(8 // data // microbatches, 32, 8 // model, seen[0][-1])}
     assert relative_error(flash_loss, loss) < 1e-6
@@ -93,6 +93,8 @@ def test_a_run_says_which_kernel_it_takes_and_why_not_flash(
     can = flash.can_flash(device, 'bfloat16', head_dim)
     assert expected in caplog.text
     assert can == ('cuDNN flash (' in caplog.text)
+    assert not flash.can_flash(device, 'bfloat16', head_dim, 1024, has_dropout=True)
+    assert f'bfloat16, head dim {head_dim}, window 1,024): flash attention ' in caplog.text
 
 
 def test_a_gpu_without_a_record_has_the_capability_that_jax_reports(monkeypatch) -> None:
@@ -109,7 +111,7 @@ def test_attention_with_dropout_to_apply_never_runs_the_kernel_which_has_none(
     rate, has_keys, monkeypatch
 ):
     seen = []
-    monkeypatch.setattr(attention, 'can_flash', lambda *_: True)
+    monkeypatch.setattr(attention, 'can_flash', lambda *_, has_dropout: not has_dropout)
     monkeypatch.setattr(attention, 'flash_attention', lambda q, *_: seen.append(q) or q)
     config = make_config()
     with on_mesh(config):
