@@ -73,6 +73,15 @@ def test_every_mark_has_something_under_it() -> None:
     assert len([*quoted()]) == marks
 
 
+def test_a_window_sends_its_formula_and_a_twentieth_of_a_ring_or_less() -> None:
+    file = RESULTS / '2026-11-28_context_windows.md'
+    lines = [line.strip('| ').split(' | ') for line in file.read_text().splitlines()]
+    found = {cells[0]: cells for cells in lines if len(cells) == 8 and cells[1] != 'jax'}
+    assert all(sent == formula for _, _, sent, formula, *_ in found.values())
+    assert float(found['window of 1,024'][4]) >= 20
+    assert {cells[-1] for cells in found.values()} == {'0'}
+
+
 def test_no_step_sends_more_than_megatron() -> None:
     for row in ROWS:
         ratios = [float(ratio) for ratio in (row['model_ratio'], row['data_ratio']) if ratio]
