@@ -90,7 +90,7 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'mesh.context': 'context parallelism does not support BERT: its token order balances '
         f'causal attention; use mesh.context=1 with {MASKED}',
     },
-    WINDOW: {BIDIRECTIONAL: 'a sliding window is of earlier tokens'},
+    WINDOW: {BIDIRECTIONAL: 'windows (model.window, model.layers) are of earlier tokens only'},
     SINKS: {
         'mesh.model_rows': '2-D tensor parallelism does not support attention sinks: it shards the '
         'sequences that their gradient is summed over; use mesh.model_rows=1',

@@ -18,7 +18,7 @@ def of_pattern(config: 'Config') -> Iterator[Problem]:
     if period > model.num_layers:
         message = (
             f'has {period} layers, more than model.num_layers={model.num_layers}; '
-            f'use at most {model.num_layers}'
+            f'use at most {model.num_layers}, or model.num_layers at least {period}'
         )
         yield Problem(path=KEY, message=message, others=('model.num_layers',))
         return

@@ -22,12 +22,14 @@ OF_TYPES = {
 def of_scaling(config: 'Config') -> Iterator[Problem]:
     """Check `rope_scaling`, of the model and of the layers of its pattern."""
     model, own = config.model, 'model.rope_scaling'
-    paths = {layer.rope_scaling: 'model.layers' for layer in model.pattern}
-    for scaling, path in (paths | {model.rope_scaling: own}).items():
+    given = [(own, '', model.rope_scaling)]
+    for index, entry in enumerate(model.layers):
+        given.append(('model.layers', f'[{index}].rope_scaling: ', entry.rope_scaling))
+    for path, place, scaling in given:
         if scaling is None:
             continue
         for message in (*_faults(scaling), *_faults_of_pairs(scaling, model)):
-            yield Problem(path=path, message=message)
+            yield Problem(path=path, message=place + message)
         if scaling.type == 'longrope' and model.max_seq_len > scaling.original_max_seq_len:
             message = (
                 f'{model.max_seq_len} exceeds original_max_seq_len={scaling.original_max_seq_len}: '

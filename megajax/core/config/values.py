@@ -8,7 +8,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megajax.base.render.text import shorten
-from megajax.core.config.layer import RopeScaling
+from megajax.core.config.layer import LayerConfig, RopeScaling
 from megajax.core.config.schema import SECTIONS
 from megajax.core.config.section import Section
 from megajax.core.config.synonyms import value_meant
@@ -27,6 +27,8 @@ def explain(detail: ErrorDetails) -> str:
     if detail['type'] == 'missing':
         return 'required, and has no default; add it'
     if detail['type'] == 'extra_forbidden':  # within a value that is a group
+        if detail['loc'][0] == 'layers' and len(detail['loc']) == 3:
+            return f'is not a key of a layer; known keys: {", ".join(LayerConfig.model_fields)}'
         return 'is not a key; remove it'
     allowed = PLAIN_WORDS.get(detail['type']) or detail['msg'].removeprefix('Input should be ')
     value = 'null' if detail['input'] is None else shorten(repr(detail['input']))
@@ -35,6 +37,8 @@ def explain(detail: ErrorDetails) -> str:
         meant = value_meant(detail['input'], re.findall("'([^']*)'", allowed))
     elif detail['loc'] == ('layers',) and isinstance(detail['input'], int):
         meant = f'model.num_layers={detail["input"]}'
+    elif detail['loc'][-1:] == ('window',) and detail['type'] == 'greater_than':
+        meant = 'null, for no window'
     return f'must be {allowed}, not {value}' + (f'; did you mean {meant}?' if meant else '')
 
 

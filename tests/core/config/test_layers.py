@@ -1,5 +1,6 @@
 """The pattern of layers: what each layer's config is, and which patterns are rejected."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -56,11 +57,32 @@ def test_null_and_a_key_that_is_left_out_differ() -> None:
 @pytest.mark.parametrize(
     ('overrides', 'words'),
     [
-        (['model.layers=[{repeat: 8}]'], ['model.layers', '8 layers', 'num_layers=7', 'at most 7']),
-        (['model.layers=[{window: 0}]'], ['model.layers', 'window', 'greater than 0', '0']),
+        (
+            ['model.layers=[{repeat: 8}]'],
+            [
+                'model.layers',
+                '8 layers',
+                'num_layers=7',
+                'at most 7, or model.num_layers at least 8',
+            ],
+        ),
+        (
+            ['model.layers=[{window: 0}]'],
+            ['model.layers', '[0].window', 'greater than 0', 'mean null'],
+        ),
         (['model.layers=24'], ['model.layers', 'a list', 'num_layers=24']),
-        (['model.window=0'], ['model.window', 'greater than 0']),
-        (['model.layers=[{windows: 4}]'], ['model.layers: [0].windows is not a key']),
+        (
+            ['model.window=0'],
+            ['model.window', 'greater than 0', 'did you mean null, for no window?'],
+        ),
+        (
+            ['model.layers=[{windows: 4}]'],
+            ['[0].windows is not a key of a layer', 'repeat, window, '],
+        ),
+        (
+            ['model.layers=[{}, {rope_scaling: {type: yarn, factor: 2}}]'],
+            ['model.layers: [1].rope_scaling: yarn needs original_max_seq_len'],
+        ),
         (['model.layers=[{}, {window: -1}]'], ['model.layers: [1].window must be greater']),
         (['model.layers=4'], ['model.layers: must be a list', 'model.num_layers=4?']),
         (
@@ -75,7 +97,10 @@ def test_null_and_a_key_that_is_left_out_differ() -> None:
             ['model.rope_scaling={type: linear, factor: 2}', 'model.position=none'],
             ['model.rope_scaling: has no effect, because no layer has rotary'],
         ),
-        (['model.layers=[{window: 4}]', 'model.attention=bidirectional'], ['window', 'causal']),
+        (
+            ['model.layers=[{window: 4}]', 'model.attention=bidirectional'],
+            ['model.window', 'causal'],
+        ),
         (
             ['model.layers=[{rope_theta: 1e6}]', 'model.position=learned'],
             ['model.layers', 'rope_theta', 'model.position=rope'],
@@ -108,12 +133,21 @@ def test_what_cannot_be_run_is_rejected_with_its_key_and_a_fix(
         assert word in str(error.value)
 
 
-@given(st.lists(st.sampled_from([{}, {'window': 4}, {'window': None}]), min_size=1, max_size=12))
-def test_the_shortest_pattern_gives_every_layer_its_settings(layers: list[dict[str, Any]]) -> None:
+@given(
+    st.lists(st.sampled_from([{}, {'window': 4}, {'window': None}]), min_size=1, max_size=6),
+    st.integers(1, 20),
+)
+def test_the_shortest_pattern_gives_every_layer_its_settings(
+    period: list[dict[str, Any]], number: int
+) -> None:
+    layers = [period[index % len(period)] for index in range(number)]
     pattern = shortest_pattern(layers)
-    config = ModelConfig(**SIZES, num_layers=len(layers), window=9, layers=pattern)
+    config = ModelConfig(**SIZES, num_layers=number, window=9, layers=pattern)
     for index, settings in enumerate(layers):
         assert config.layer_config(index).window == settings.get('window', 9)
+    assert len(config.pattern) <= len(period)
+    entries = [{**entry, 'repeat': 1} for entry in pattern]
+    assert all(one != other for one, other in pairwise(entries))
 
 
 def test_a_pattern_is_not_longer_than_what_repeats() -> None:
