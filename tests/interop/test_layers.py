@@ -1,20 +1,17 @@
 """Types of layers in config.json are read as the shortest pattern, and written back."""
 
 import json
-from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from interop.stored import DATA, config_of
 from support import by_name, on_mesh
 
 from megajax.core.config import ConfigError, ModelConfig, load
 from megajax.interop.huggingface.families import read_family, write_family
-from megajax.interop.huggingface.layers import FULL, SLIDING, pattern
+from megajax.interop.huggingface.layers import FULL, SLIDING
 from megajax.interop.huggingface.tensors import read_tensors
 from megajax.interop.huggingface.weights import (
     from_huggingface,
@@ -23,23 +20,6 @@ from megajax.interop.huggingface.weights import (
 )
 from megajax.interop.pieces import cut, place, shapes_of
 from megajax.runtime.checkpoint.open import abstract_params
-
-SIZES = {'hidden_size': 16, 'num_heads': 4, 'vocab_size': 50, 'max_seq_len': 32}
-KINDS: list[dict[str, Any]] = [{}, {'window': 8}, {'position': 'none'}]
-LAYERS = st.lists(st.sampled_from(KINDS), min_size=1, max_size=6)
-
-
-@given(LAYERS, st.integers(1, 40))
-def test_a_pattern_gives_each_layer_its_keys(period: list[dict[str, Any]], number: int) -> None:
-    layers = [period[i % len(period)] for i in range(number)]
-    entries = pattern(layers)
-    model = ModelConfig(**SIZES, position='rope', num_layers=number, layers=entries)
-    for i, keys in enumerate(layers):
-        expected = {'window': None, 'position': 'rope', **keys}
-        assert {key: getattr(model.layer_config(i), key) for key in expected} == expected
-    assert len(model.pattern) <= len(period)
-    keys_of_entries = [{**entry, 'repeat': 1} for entry in entries]
-    assert all(one != other for one, other in pairwise(keys_of_entries))
 
 
 def keys_of(name: str, **keys: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """The types of a model's layers in config.json, and the pattern `model.layers`. Imports no jax."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, groupby, islice
+from itertools import cycle, islice
 from typing import Any
 
 from megajax.core.config import ModelConfig
+from megajax.core.config.layer import shortest_pattern
 from megajax.core.config.values import fault
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_parameters, write_parameters
@@ -12,25 +13,11 @@ from megajax.interop.huggingface.rope import read_parameters, write_parameters
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 
 
-def pattern(layers: Sequence[Mapping[str, Any]]) -> list[Keys]:
-    """Return the shortest `model.layers` that gives each layer its keys.
-
-    Layers that repeat no pattern become one entry for each run of equal layers.
-    """
-    period = next(
-        length
-        for length in range(1, len(layers) + 1)
-        if all(layer == layers[i % length] for i, layer in enumerate(layers))
-    )
-    runs = [(keys, len([*run])) for keys, run in groupby(layers[:period])]
-    return [{**({'repeat': length} if length > 1 else {}), **keys} for keys, length in runs]
-
-
 def replaced_by(layers: Sequence[Mapping[str, Any]]) -> Keys:
     """Return the keys of `model` for layers that replace these: their own if all are equal."""
     if all(layer == layers[0] for layer in layers):
         return dict(layers[0]) if layers else {}
-    return {'layers': pattern(layers)}
+    return {'layers': shortest_pattern(layers)}
 
 
 def num_layers(read: Reader) -> int:
