@@ -1,14 +1,19 @@
 """A family of Hugging Face's is named by the command and from Python alike."""
 
 import dataclasses
+import json
+import re
 import typing
+from pathlib import Path
+from typing import Any
 
 import pytest
+from interop.stored import DATA
 
 from megajax.commands.interop import Family
-from megajax.core.config import ConfigError, load
+from megajax.core.config import ConfigError, LayerConfig, ModelConfig, RopeScaling, load
 from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
-from megajax.interop.huggingface.families import ARCHITECTURES, FAMILIES, write_family
+from megajax.interop.huggingface.families import ARCHITECTURES, FAMILIES, read_family, write_family
 from megajax.interop.huggingface.weights import huggingface_pieces
 
 
@@ -21,22 +26,82 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
         write_family(load('gpt2_124m').model, 'gemma')
 
 
-@pytest.mark.parametrize(
-    'changed',
-    [
-        {'zero_centered_norm': True},
-        {'embedding_scale': 64.0},
-        {'query_scale': 0.5},
-        {'attention_sinks': True},
-    ],
-)
-def test_a_family_without_a_setting_that_changes_its_numbers_is_not_written(
-    changed: dict[str, object],
-) -> None:
-    model = load('qwen3_8b').model.model_copy(update=changed)
-    for family in ('llama', 'qwen2', 'qwen3', 'mistral', 'olmo2', 'phi3'):
-        with pytest.raises(ConfigError, match=f'model.{next(iter(changed))}='):
-            write_family(model, family)
+LIKE_LLAMA = {
+    'hidden_size': 64,
+    'intermediate_size': 96,
+    'num_hidden_layers': 4,
+    'num_attention_heads': 4,
+    'num_key_value_heads': 2,
+    'head_dim': 16,
+    'vocab_size': 50,
+    'max_position_embeddings': 32,
+}
+STORED = {'gpt2': DATA / 'gpt2', 'qwen3_vl': Path(__file__).parent / 'qwen3_vl'}
+YARN = RopeScaling(type='yarn', factor=4.0, original_max_seq_len=8)
+CHANGES: dict[str, dict[str, Any]] = {
+    'window': {'window': 8},
+    'no window': {'window': None, 'layers': ()},
+    'windows in some layers': {'layers': (LayerConfig(window=8), LayerConfig(window=None))},
+    'two windows': {'layers': (LayerConfig(window=8), LayerConfig(window=4))},
+    'two thetas': {'layers': (LayerConfig(rope_theta=1e3), LayerConfig(rope_theta=1e5))},
+    'layers without positions': {'layers': (LayerConfig(), LayerConfig(position='none'))},
+    'no positions': {'position': 'none', 'layers': ()},
+    'yarn': {'rope_scaling': YARN},
+    'yarn in some layers': {'layers': (LayerConfig(rope_scaling=YARN), LayerConfig())},
+    'half of a head': {'rotary_fraction': 0.5},
+    'zero-centered norms': {'zero_centered_norm': True},
+    'scaled embeddings': {'embedding_scale': 64.0},
+    'scaled scores': {'query_scale': 0.5},
+    'sinks': {'attention_sinks': True},
+}
+
+
+def model_of(family: str) -> ModelConfig:
+    keys = LIKE_LLAMA
+    if family in STORED:
+        keys = json.loads((STORED[family] / 'config.json').read_text())
+    return ModelConfig(**read_family({**keys, 'model_type': family}, 'config.json')[1])
+
+
+def settings_of(model: ModelConfig, names: set[str]) -> list[dict[str, Any]]:
+    """Return what each layer computes with; a theta has no effect without positions."""
+    layers = [model.layer_config(index) for index in range(model.num_layers)]
+    of_rope = {'rope_theta', 'rope_scaling'}
+    return [
+        {name: getattr(layer, name) for name in names - (set() if layer.rotates else of_rope)}
+        for layer in layers
+    ]
+
+
+def keys_or_problem(model: ModelConfig, family: str) -> tuple[dict[str, Any], str]:
+    try:
+        return write_family(model, family)[1], ''
+    except ConfigError as error:
+        return {}, str(error)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_a_setting_is_written_or_is_rejected_by_name(family: str) -> None:
+    own, written = model_of(family), 0
+    names = {*LayerConfig.model_fields, *(name for keys in CHANGES.values() for name in keys)}
+    names -= {'repeat', 'layers'}
+    for changed in CHANGES.values():
+        model = own.model_copy(update=changed)
+        expected = settings_of(model, names)
+        different = {
+            name
+            for ours, theirs in zip(expected, settings_of(own, names), strict=True)
+            for name in ours.keys() & theirs.keys()
+            if ours[name] != theirs[name]
+        }
+        keys, problem = keys_or_problem(model, family)
+        if problem:
+            assert different & {*re.findall(r'[a-z_]+', problem)}, (changed, problem)
+        else:
+            back = ModelConfig(**read_family(keys, 'config.json')[1])
+            assert settings_of(back, names) == expected, changed
+            written += 1
+    assert written or family in ('gpt2', 'megatron-bert', 'qwen3_vl')
 
 
 def test_a_bert_is_written_as_megatron_bert() -> None:
