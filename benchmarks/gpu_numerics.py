@@ -11,7 +11,12 @@ from typing import Any
 from gpu_step import SMALL
 
 ROWS, LENGTH = 2, 64 if SMALL else 1024
-FORMS = (16, 16, 64), (16, 16, 96), (32, 8, 128)  # heads of queries, of keys, and their size
+FORMS = (
+    (16, 16, 64),
+    (16, 16, 96),
+    (32, 8, 128),
+    (8, 4, 256),
+)  # heads of queries, of keys, and their size
 
 
 def numerics() -> dict[str, Any]:
@@ -37,8 +42,8 @@ Results = tuple[Any, ...]
 Way = Callable[[Any, Any, Any, Any, Any], Results]  # (kernel, q, k, v, do) -> o, dq, dk, dv
 
 
-def whole(causal: bool, masked: bool) -> Way:
-    """All keys at once."""
+def whole(causal: bool, masked: bool, window: int | None = None) -> Way:
+    """All keys at once, or those in the window."""
 
     def results(kernel: Any, q: Any, k: Any, v: Any, do: Any) -> Results:
         import jax.numpy as jnp
@@ -46,8 +51,8 @@ def whole(causal: bool, masked: bool) -> Way:
         document = jnp.arange(LENGTH) * 3 // LENGTH
         mask = (document[:, None] == document)[None, None].repeat(len(q), 0)
         more = (mask,) if masked else ()
-        o, lse = kernel.forward(q, k, v, causal, *more)
-        return o, *kernel.backward(q, k, v, o, lse, do, causal, *more)
+        o, lse = kernel.forward(q, k, v, causal, *more, window=window)
+        return o, *kernel.backward(q, k, v, o, lse, do, causal, *more, window=window)
 
     return results
 
@@ -76,6 +81,8 @@ WAYS: dict[str, Way] = {
     'bidirectional': whole(False, False),
     'causal, segments': whole(True, True),
     'bidirectional, segments': whole(False, True),
+    'causal, window': whole(True, False, LENGTH // 8),
+    'causal, window, segments': whole(True, True, LENGTH // 8),
     'two blocks of keys': blocks,
 }
 
