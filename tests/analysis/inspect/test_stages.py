@@ -31,12 +31,18 @@ LAYERS, MICROBATCHES = 4, 4
 
 
 def config(
-    name: str = 'llama', *, train: dict | None = None, shard: str = 'none', **mesh
+    name: str = 'llama',
+    *,
+    train: dict | None = None,
+    shard: str = 'none',
+    model: int = 1,
+    layers: list[dict] | None = None,
+    **mesh,
 ) -> Config:
     return make_config(
         name,
-        mesh={'data': 1, 'model': 1} | mesh,
-        model={'num_layers': LAYERS, 'dropout': 0.0},
+        mesh={'data': 1, 'model': model} | mesh,
+        model={'num_layers': LAYERS, 'dropout': 0.0, 'layers': layers or []},
         train={'microbatches': MICROBATCHES} | (train or {}),
         optim={'shard': shard},
     )
@@ -69,6 +75,7 @@ def row_of(found: Inspection, site: str, phase: str, axis: str) -> Row:
 FULL = {'recompute': 'full'}
 HALF = {'recompute': 'selective', 'dtype': 'bfloat16'}
 SP = {'model': 2, 'sequence_parallel': True}
+WINDOWS = [{'window': 4}, {}]
 SMALL = config(stages=2, context=2, train={'microbatches': 2})
 
 
@@ -88,6 +95,8 @@ SMALL = config(stages=2, context=2, train={'microbatches': 2})
         exhaustive(config(context=4, **SP, train=HALF, shard='optimizer')),
         exhaustive(config(context=4, model=2, context_exchange='ring', train=FULL)),
         slow(config('gpt', context=2, data=2, context_exchange='ring', shard='weights')),
+        slow(config(context=2, context_exchange='ring', **SP, train=FULL, layers=WINDOWS)),
+        exhaustive(config(context=4, data=2, layers=WINDOWS, shard='weights')),
         exhaustive(config(stages=2, context=2, data=2, context_exchange='ring', train=FULL)),
     ],
 )
