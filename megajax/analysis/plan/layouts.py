@@ -77,7 +77,7 @@ def deep_meshes(config: Config, num_devices: int, per_host: int) -> Iterator[Mes
     model, train = config.model, config.train
     can_shard = model.causal and not model.has_dropout and not config.data.document_mask
     lengths = train.seq_len // SHORTEST if can_shard else 1
-    for stages in divisors(model.num_layers):
+    for stages in _repetitions(model.num_layers, config):
         for context in (n for n in divisors(train.seq_len) if n <= max(1, lengths)):
             rest, remainder = divmod(num_devices, stages * context)
             if remainder or stages == context == 1:
@@ -87,6 +87,12 @@ def deep_meshes(config: Config, num_devices: int, per_host: int) -> Iterator[Mes
                 rows, indivisible = divmod(train.batch_size, data)
                 if group <= per_host and not indivisible and rows >= stages:
                     yield Mesh(data, 1, group, stages, context)
+
+
+def _repetitions(layers: int, config: Config) -> tuple[int, ...]:
+    """Return the numbers of chunks of so many layers, each with whole periods of the pattern."""
+    periods, left_over = divmod(layers, len(config.model.pattern))
+    return (1,) if left_over else divisors(periods)
 
 
 def deep_layouts(config: Config, mesh: Mesh, capability: Capability | None) -> Iterator[Config]:
@@ -113,7 +119,7 @@ def deep_layouts(config: Config, mesh: Mesh, capability: Capability | None) -> I
     rows = config.train.batch_size // mesh.data
     most = max(1, MOST_TOKENS * mesh.context // config.train.seq_len)
     counts = [n for n in divisors(rows) if mesh.stages == 1 or rows // n <= most]
-    chunks = divisors(layers_of_chunk(on_mesh)) if mesh.stages > 1 else (1,)
+    chunks = _repetitions(layers_of_chunk(on_mesh), config) if mesh.stages > 1 else (1,)
     exchanges = ('gather', 'ring') if mesh.context > 1 and mesh.stages == 1 else ('gather',)
     flash = uses_flash(config, capability)
     recomputes = ('none', 'full') if flash else ('none', 'selective', 'full')

@@ -187,7 +187,11 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             gathered_weights=in_passes + _weights_of_layer(sizes),
             gradients=summed + table + _of_layers(sizes, in_layers),
             activations=sizes.kept,
-            workspace=_buffers_of_layer(sizes) + kept_free + copies + _of_adapters(sizes),
+            workspace=_buffers_of_layer(sizes)
+            + sizes.of_period
+            + kept_free
+            + copies
+            + _of_adapters(sizes),
         ),
         'embedding': Held(
             gathered_weights=0 if is_ahead else in_passes,

@@ -11,6 +11,7 @@ from megajax.core.config import Config
 from megajax.core.counts.layers import layer
 from megajax.core.counts.parameters import dim_sizes, elements, megatron_counts
 from megajax.core.counts.runs import Runs, ticks
+from megajax.core.counts.windows import scored_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,8 @@ def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
         times=times,
     )
     if not flash:
-        scores = tokens * model.num_heads / t * config.train.seq_len * size
+        keys, _ = scored_keys(model, config.train.seq_len)
+        scores = tokens * model.num_heads / t * float(keys) * size
         again = 1 if config.train.recompute == 'none' else 2
         dropout = 2 if model.attention_dropout else 0
         yield Traffic(

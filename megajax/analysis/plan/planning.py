@@ -23,6 +23,7 @@ from megajax.analysis.plan.search import Choice, Ranking, memory_on, search, usa
 from megajax.analysis.plan.time import StepTime, step_time
 from megajax.analysis.plan.transfers import PlannedTransfer
 from megajax.analysis.plan.verdicts import on_grids, on_sharding, on_tensor_parallelism
+from megajax.analysis.plan.window_verdict import on_windows
 from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.config.rules import incompatibilities
@@ -81,6 +82,7 @@ def plan(
         days=time.days(tokens) if tokens else None,
         cost=_cost(time, cluster, tokens or TOKENS, price),
         faults=_faults(time, lost),
+        windows=on_windows(planned, time, cluster, BY_NAME[program]),
     )
 
 

@@ -52,6 +52,7 @@ def tables(plan: Plan) -> RenderableType:
                 ('2-D tensor parallelism', plan.grids),
                 ('pipeline parallelism', plan.pipelines),
                 ('context parallelism', plan.contexts),
+                ('sliding windows', plan.windows),
             )
             if verdict
         ),

@@ -179,6 +179,9 @@ class Plan(Result):
     contexts: str | None = Field(
         default=None, description='whether context parallelism is worth it; None if not possible'
     )
+    windows: str | None = Field(
+        default=None, description='what sliding windows save; None without windows'
+    )
     layouts: list[Candidate] = Field(
         description='all layouts: those timed, fastest first; then those that fit but were not '
         'timed; then those that do not fit, smallest first'

@@ -21,6 +21,7 @@ from megajax.core.counts.parameters import (
     parameters,
 )
 from megajax.core.counts.runs import layers_of_chunk
+from megajax.core.counts.windows import scored_keys
 from megajax.core.hardware.records import Capability
 from megajax.core.parallel.layout import Layout
 
@@ -73,8 +74,13 @@ class Sizes:
         self.heads = self.queries * shards('D')
         self.hidden = of_tokens * elements(mlp.second.inputs, widths, layout.shards)
         self.up = between * elements(mlp.first.outputs, widths, layout.shards)
-        # The number of scores, not their bytes.
-        self.scores = self.tokens // shards('D') * self.length * model.num_heads // shards('N')
+        # The number of scores of a layer on average and at most, not their bytes.
+        self.scores = self.most_scores = 0
+        if not self.flash:
+            queries = self.tokens // shards('D') * model.num_heads
+            mean, most = scored_keys(model, self.length)
+            self.scores = int(queries * mean) // shards('N')
+            self.most_scores = queries * most // shards('N')
         # JAX gives cuDNN the documents as a bias of the scores, one for all heads, and cuDNN
         # returns its gradient.
         self.mask = between * self.length if self.is_masked else 0
@@ -195,8 +201,37 @@ class Sizes:
             scores = 2 * self.mask
         else:
             recomputed = self.config.train.recompute == 'selective'
-            scores = (4 if recomputed else 2) * FLOAT32 * self.scores
+            scores = (4 if recomputed else 2) * FLOAT32 * self.most_scores
         return max(mlp, self.up + outputs + heads + scores + 3 * self.whole)
+
+    @property
+    def of_period(self) -> int:
+        """Return the bytes that a loop over periods of a pattern needs beyond a loop over layers.
+
+        With full recomputation the backward pass copies the weights of a period, and holds the
+        gradients of two more layers. Otherwise the weights of all layers in the loop are copied,
+        and the gradients of a period's outputs wait until those of its weights are computed. XLA
+        unrolls a single period.
+        """
+        if not self.model.layers or self.is_ordered:
+            return 0
+        period = len(self.model.pattern)
+        if period == 1 or self.chunk_layers < 2 * period:
+            return 0
+        if self.config.train.recompute == 'full':
+            return period * self.copied_weights + 2 * FLOAT32 * self.at_rest.layer
+        outputs = self.up + self.queries + 2 * self.keys + 2 * FLOAT32 * self.whole // self.itemsize
+        whole = self.chunk_layers // period * period
+        return whole * self.copied_weights + (period - 1) * outputs
+
+    @property
+    def copied_weights(self) -> int:
+        """Return the bytes of a layer's weights as a loop over periods copies them."""
+        layer = self.at_rest.layer
+        return {
+            'none': FLOAT32 * layer,
+            'weights': FLOAT32 * self.at_rest.layers // self.model.num_layers,
+        }.get(self.config.optim.shard, self.itemsize * layer)
 
 
 class AtRest(NamedTuple):

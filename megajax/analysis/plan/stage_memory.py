@@ -49,6 +49,7 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             gradients=sums + of_chunk,
             activations=slots + live,
             workspace=sizes.buffers_of_layer
+            + sizes.of_period
             + sizes.chunk_layers * _copied(sizes)
             + again
             + (transposed + cast if chunks > 1 else 0),
@@ -57,9 +58,14 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
 
 
 def kept_in_slots(sizes: Sizes) -> int:
-    """Return the bytes of the chunks in flight, of waiting gradients, and of both inputs."""
+    """Return the bytes of the chunks in flight, of waiting gradients, and of both inputs.
+
+    With a pattern of layers a chunk saves its weights, too, unless it is recomputed.
+    """
     is_full = sizes.config.train.recompute == 'full'
     each = sizes.residual if is_full else sizes.chunk_layers * sizes.kept_by_layer
+    if len(sizes.model.pattern) > 1 and not is_full:
+        each += sizes.chunk_layers * sizes.copied_weights
     turns = sizes.config.train.microbatches if sizes.config.train.schedule == 'gpipe' else 1
     return num_slots(sizes.config) * each + (turns + 2) * sizes.residual
 

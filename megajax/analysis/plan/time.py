@@ -49,7 +49,7 @@ class StepTime:
     devices: int
     peak_flops: float
 
-    @property
+    @cached_property
     def total(self) -> float:
         """Return the seconds of the step."""
         return self.products + self.memory_bound + self.launches + self.waits()
@@ -275,7 +275,8 @@ def product_seconds(
 ) -> float:
     """Return the seconds of all runs of a matmul in a step.
 
-    It is compute-bound, where flash attention skips the masked half, or memory-bound.
+    It is compute-bound, where flash attention skips the masked half, or memory-bound. In a window
+    the share of the peak is assumed to be that of a sequence in which a query reads as many keys.
     """
     hardware, peak = cluster.hardware, peak_flops(config, cluster)
     if config.train.dtype == 'fp8':  # used by the matmuls of layers
@@ -284,7 +285,7 @@ def product_seconds(
     if product.flash:
         done = product.flops / 2 if product.is_causal else product.flops
         efficiency = hardware.efficiency
-        share = efficiency.of_attention(attention, product.sizes[0]) or efficiency.matmul
+        share = efficiency.of_attention(attention, product.sizes[1]) or efficiency.matmul
         backward = FITTED_BACKWARD if product.phase == 'backward' else 1
         return product.times * backward * done / (peak * share)
     compute = product.flops / (peak * hardware.efficiency.of_product(*product.sizes))

@@ -42,6 +42,15 @@ def keys_read(window: int | None, length: int, *, flash: bool, dropout: float = 
     return 2 * block if block else length
 
 
+def scored_keys(model: ModelConfig, length: int) -> tuple[Fraction, int]:
+    """Return the keys per query whose scores XLA's attention makes, on average and at most."""
+    keys = [
+        (keys_read(window, length, flash=False, dropout=model.attention_dropout), share)
+        for window, share in windows(model).items()
+    ]
+    return sum((count * share for count, share in keys), Fraction()), max(keys)[0]
+
+
 def block_of_window(window: int, length: int) -> int | None:
     """Return the length of the blocks in which XLA computes attention with a window.
 

@@ -40,11 +40,9 @@ def run_layers(
     weights to compute with. `first` is the index in the model of the first of `layers`. Equal
     groups of layers are followed by `after_groups`.
     """
-    if recompute == 'full':
-        layer_fn = jax.checkpoint(layer_fn, prevent_cse=False)
 
     def run(x: Carry, each: Any) -> Carry:
-        return _in_periods(layer_fn, x, each, unroll=unroll)
+        return _in_periods(layer_fn, x, each, recompute=recompute, unroll=unroll)
 
     each = layers, weights, first + jnp.arange(count_layers(layers))
     if after_groups is None:
@@ -57,21 +55,31 @@ def run_layers(
     return lax.scan(group, x, (_in_groups(each, count_layers(arrays)), arrays))[0]
 
 
-def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, unroll: bool) -> Carry:
+def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unroll: bool) -> Carry:
     """Apply stacked layers (blocks, weights and indices), the first of which begins a period."""
+    count, period = count_layers(each), len(each[0].attention.config.pattern)
+    if recompute == 'full' and period == 1:
+        layer_fn = jax.checkpoint(layer_fn, prevent_cse=False)
 
     def layer(x: Carry, each: Any, place: int) -> Carry:
         block, weights, index = each
         of_weights = None if weights is None else at_place(weights, place)
         return layer_fn(at_place(block, place), of_weights, x, index)
 
-    count, period = count_layers(each), len(each[0].attention.config.pattern)
     if period == 1:
         return lax.scan(lambda x, each: (layer(x, each, 0), None), x, each, unroll=unroll)[0]
 
+    def of_period(x: Carry, each: Any, place: int) -> Carry:
+        return layer(x, jax.tree.map(lambda leaf: leaf[place], each), place)
+
+    if recompute == 'full':
+        # A layer is taken from its period again, so no copy of it is saved, and recomputed only
+        # when its backward pass begins (`prevent_cse`), so a period has one layer's activations.
+        of_period = jax.checkpoint(of_period, prevent_cse=True, static_argnums=2)
+
     def run(x: Carry, each: Any) -> tuple[Carry, None]:
         for place in range(count_layers(each)):
-            x = layer(x, jax.tree.map(lambda leaf, place=place: leaf[place], each), place)
+            x = of_period(x, each, place)
         return x, None
 
     periods, whole = count // period, count // period * period

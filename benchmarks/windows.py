@@ -1,0 +1,106 @@
+"""Memory and FLOPs of steps with sliding windows, as XLA compiles them:
+`python benchmarks/windows.py OUT.csv`.
+
+The first steps have one layer and a growing sequence, with a window and without. The others have
+layers in a pattern, whose loop over periods needs more memory than a loop over layers. No GPU is
+needed (`pip install 'megajax[gpu-compile]'`). Steps that OUT.csv has are not compiled again.
+"""
+
+import argparse
+import csv
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
+
+import jax
+
+import megajax
+from megajax.analysis.inspect.compile import compile_for
+from megajax.analysis.inspect.products import count_products
+from megajax.xla.hlo.program import Program
+
+LENGTHS = {'h100': (8192, 32768, 131072), 'cpu': (512, 2048, 8192)}
+LAYER = 'num_layers=1 norm=rmsnorm position=rope vocab_size=1000'
+ONE_LAYER = {
+    'h100': f'{LAYER} hidden_size=1024 num_heads=8 head_dim=128 ffn_size=4096 train.dtype=bfloat16',
+    'cpu': f'{LAYER} hidden_size=64 num_heads=2 head_dim=32 ffn_size=128',
+}
+WINDOWS = {'h100': ('window=1024', ''), 'cpu': ('window=64', '')}
+PATTERN = (
+    'num_layers=8 hidden_size=1024 num_heads=8 head_dim=128 ffn_size=4096 vocab_size=8192 '
+    'max_seq_len=1024 train.seq_len=1024 train.batch_size=4 train.dtype=bfloat16 '
+    'train.unroll=false train.overlap=none'
+)
+PATTERNS = (
+    '',
+    'layers=[{window:256},{}]',
+    'layers=[{repeat:2,window:256},{}]',
+    'layers=[{repeat:3,window:256},{}]',
+)
+STAGES = 'mesh.stages=2 train.microbatches=4 train.batch_size=16'
+LAYOUTS = {  # and the patterns that are compiled with each
+    '': (0, 2, 3),
+    'train.recompute=full': (0, 2, 3),
+    'mesh.data=2 train.batch_size=8 optim.shard=optimizer': (0, 3),
+    'mesh.data=2 train.batch_size=8 optim.shard=weights train.recompute=full': (0, 3),
+    STAGES: (0, 1),
+    f'{STAGES} train.recompute=full': (0, 1),
+}
+KEYS = ['target', 'overrides']
+COMPILED = ['temporaries', 'compiled_bytes', 'compiled_gflops', 'jax']
+Line = dict[str, str]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument('out', type=Path)
+    out = parser.parse_args().out
+    found = [*csv.DictReader(out.open(newline=''))] if out.exists() else []
+    lines = []
+    for step in steps():
+        stored = (line for line in found if [line[key] for key in KEYS] == [*step])
+        lines.append(next(stored, None) or measure(*step))
+        print(*lines[-1].values(), flush=True)
+        with out.open('w', newline='') as file:
+            writer = csv.DictWriter(file, [*KEYS, *COMPILED], lineterminator='\n')
+            writer.writeheader()
+            writer.writerows(lines)
+
+
+def steps() -> Iterator[tuple[str, str]]:
+    """Yield each target with the overrides of a step."""
+    for target, lengths in LENGTHS.items():
+        for window, length in itertools.product(WINDOWS[target], lengths):
+            sizes = f'max_seq_len={length} train.seq_len={length} train.batch_size=1'
+            yield target, ' '.join(filter(None, (ONE_LAYER[target], window, sizes)))
+    for layout, patterns in LAYOUTS.items():
+        for index in patterns:
+            yield 'h100', ' '.join(filter(None, (PATTERN, PATTERNS[index], layout)))
+
+
+def load(overrides: str) -> megajax.Config:
+    keys = [key if '.' in key.split('=')[0] else f'model.{key}' for key in overrides.split()]
+    return megajax.load('tiny', ['mesh.data=1', 'mesh.model=1', *keys])
+
+
+def measure(target: str, overrides: str) -> Line:
+    config = load(overrides)
+    compiled = compile_for(config, target, 1)
+    total = compiled.arguments + compiled.temporaries + compiled.outputs
+    flops = count_products(config, Program(compiled.text), target).compiled
+    figures = compiled.temporaries, total, f'{flops / 1e9:.6f}', jax.__version__
+    return {
+        'target': target,
+        'overrides': overrides,
+        **dict(zip(COMPILED, map(str, figures), strict=True)),
+    }
+
+
+if __name__ == '__main__':
+    main()
