@@ -278,7 +278,8 @@ def product_seconds(
     It is compute-bound, where flash attention skips the masked half, or memory-bound. In a window
     the share of the peak is assumed to be that of a sequence in which a query reads as many keys.
     """
-    hardware, peak = cluster.hardware, peak_flops(config, cluster)
+    hardware = cluster.hardware
+    peak = hardware.peak_flops[config.train.dtype]
     if config.train.dtype == 'fp8':  # used by the matmuls of layers
         in_layers = product.where == 'layers'
         peak = peak * FP8_SHARE if in_layers else hardware.peak_flops[config.train.compute_dtype]

@@ -37,6 +37,8 @@ CASES = [
         'bert', 2, 4, {'recompute': 'selective', 'microbatches': 2}, {'sequence_parallel': True}
     ),
     exhaustive('bert', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
+    slow('windows', 2, 2, {'recompute': 'full'}, {'model': {'num_layers': 7}}),
+    exhaustive('windows', 2, 2, {'overlap': 'batch_split'}, {'sequence_parallel': True}),
 ]
 
 
@@ -139,6 +141,21 @@ def test_the_rows_and_columns_that_cublas_is_given_beyond_berts_are_allowed(rows
 def test_a_gate_is_counted_whatever_its_function():
     config = make_config('llama', 1, 2, model={'activation': 'geglu'})
     found = audit(config, compile_step(config, make_mesh(1, 2), 2), 'cpu')
+    assert found.ok
+    assert 'MORE' not in {row.verdict for row in found.rows}
+    assert found.products.compiled == found.products.expected
+
+
+def test_a_loop_over_periods_with_windows_in_blocks_computes_and_sends_what_the_config_says():
+    config = make_config(
+        'windows',
+        2,
+        2,
+        sequence_parallel=True,
+        model={'num_layers': 7},
+        train={'recompute': 'full'},
+    )
+    found = audit(config, compile_step(config, make_mesh(2, 2), 4), 'cpu')
     assert found.ok
     assert 'MORE' not in {row.verdict for row in found.rows}
     assert found.products.compiled == found.products.expected

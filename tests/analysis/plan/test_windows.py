@@ -61,7 +61,7 @@ def test_temporaries_and_flops_of_a_layer_with_a_window_grow_linearly(target: st
             (float(b[figure]) - float(a[figure])) / (length(b) - length(a))
             for a, b in itertools.pairwise(windowed)
         )
-        assert second == pytest.approx(first, rel=0.01)
+        assert second == pytest.approx(first, rel=0.03)
     shortest, *_, longest = (float(x['compiled_gflops']) / length(x) for x in whole)
     assert longest > 2 * shortest
 
