@@ -36,9 +36,9 @@ PATTERN = (
     'train.unroll=false train.overlap=none'
 )
 PATTERNS = (
-    'layers=[{window:256},{}]',
-    'layers=[{repeat:2,window:256},{}]',
-    'layers=[{repeat:3,window:256},{}]',
+    'layers=[{"window":256},{}]',
+    'layers=[{"repeat":2,"window":256},{}]',
+    'layers=[{"repeat":3,"window":256},{}]',
 )
 STAGES = 'mesh.stages=2 train.microbatches=4 train.batch_size=16'
 LAYOUTS = {  # and the patterns that are compiled with each

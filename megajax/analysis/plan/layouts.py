@@ -95,7 +95,9 @@ def _repetitions(layers: int, config: Config) -> tuple[int, ...]:
     return (1,) if left_over else divisors(periods)
 
 
-def deep_layouts(config: Config, mesh: Mesh, capability: Capability | None) -> Iterator[Config]:
+def deep_layouts(
+    config: Config, mesh: Mesh, capability: Capability | None = HOPPER
+) -> Iterator[Config]:
     """Yield the layouts of a mesh with pipeline or context parallelism.
 
     They use sequence parallelism with tensor parallelism, and the ZeRO stages that pipelines
