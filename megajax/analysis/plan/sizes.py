@@ -209,9 +209,10 @@ class Sizes:
         """Return the bytes that a loop over periods of a pattern needs beyond a loop over layers.
 
         With full recomputation the backward pass copies the weights of a period, and holds the
-        gradients of two more layers. Otherwise the weights of all layers in the loop are copied,
-        and the gradients of a period's outputs wait until those of its weights are computed. XLA
-        unrolls a single period.
+        gradients of two more layers; it also copies the weights of the layers left over, whose
+        gradients wait for those of the loop. Otherwise the weights of all layers in the loop are
+        copied, and the gradients of a period's outputs wait until those of its weights are
+        computed. XLA unrolls a single period.
         """
         if not self.model.layers or self.is_ordered:
             return 0
@@ -219,7 +220,9 @@ class Sizes:
         if period == 1 or self.chunk_layers < 2 * period:
             return 0
         if self.config.train.recompute == 'full':
-            return period * self.copied_weights + 2 * FLOAT32 * self.at_rest.layer
+            left_over, gradients = self.chunk_layers % period, FLOAT32 * self.at_rest.layer
+            copied = (period + left_over) * self.copied_weights
+            return copied + (2 + left_over) * gradients
         outputs = self.up + self.queries + 2 * self.keys + 2 * FLOAT32 * self.whole // self.itemsize
         whole = self.chunk_layers // period * period
         return whole * self.copied_weights + (period - 1) * outputs
