@@ -187,11 +187,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             gathered_weights=in_passes + _weights_of_layer(sizes),
             gradients=summed + table + _of_layers(sizes, in_layers),
             activations=sizes.kept,
-            workspace=_buffers_of_layer(sizes)
-            + sizes.of_period
-            + kept_free
-            + copies
-            + _of_adapters(sizes),
+            workspace=_buffers_of_layer(sizes) + kept_free + copies + _of_adapters(sizes),
         ),
         'embedding': Held(
             gathered_weights=0 if is_ahead else in_passes,
@@ -249,7 +245,7 @@ def _weights_of_layer(sizes: Sizes) -> int:
 
 def _buffers_of_layer(sizes: Sizes) -> int:
     recomputed = sizes.kept_by_layer if sizes.config.train.recompute == 'full' else 0
-    return recomputed + sizes.buffers_of_layer
+    return recomputed + sizes.buffers_of_layer + sizes.of_period
 
 
 def _of_adapters(sizes: Sizes) -> int:
