@@ -210,9 +210,8 @@ class Sizes:
 
         With full recomputation the backward pass copies the weights of a period, and holds the
         gradients of two more layers; it also copies the weights of the layers left over, whose
-        gradients wait for those of the loop. Otherwise the weights of all layers in the loop are
-        copied, and the gradients of a period's outputs wait until those of its weights are
-        computed. XLA unrolls a single period.
+        gradients wait for the loop. Otherwise the weights of all layers in the loop are copied,
+        and the gradients of all outputs of a period exist at once. XLA unrolls a single period.
         """
         if not self.model.layers or self.is_ordered:
             return 0

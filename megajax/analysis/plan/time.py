@@ -275,8 +275,8 @@ def product_seconds(
 ) -> float:
     """Return the seconds of all runs of a matmul in a step.
 
-    It is compute-bound, where flash attention skips the masked half, or memory-bound. In a window
-    the share of the peak is assumed to be that of a sequence in which a query reads as many keys.
+    It is compute-bound, where flash attention skips the masked half, or memory-bound. A window is
+    assumed to be as efficient as a sequence in which a query reads as many keys.
     """
     hardware = cluster.hardware
     peak = hardware.peak_flops[config.train.dtype]
