@@ -1,0 +1,52 @@
+"""Attention with a cache is attention to the tokens in the window that are not empty."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support import make_config, on_mesh
+
+from megajax.core.parallel.layout import Layout
+from megajax.runtime.generate.cache import KeysValues, decode, prefill, write
+
+PROMPT, NEW, SLOTS = 12, 9, 32
+FIRST = np.array([0, 7])  # the slots of the first tokens of a long and a short prompt
+
+
+@pytest.mark.parametrize('window', [None, 1, 5, 12, 15, 40])
+def test_a_token_attends_to_the_full_slots_of_its_window(window: int | None) -> None:
+    config = make_config('llama', model={'window': window})
+    layout, random = Layout.of(config), np.random.default_rng(0)
+    q, k, v = (
+        random.normal(size=(2, PROMPT + NEW, heads, 8)).astype(np.float32) for heads in (4, 2, 2)
+    )
+    sinks = random.normal(size=4).astype(np.float32)
+    is_empty = random.random((2, SLOTS)) < 0.3
+    is_empty[:, PROMPT:] = False
+    with on_mesh(config):
+        place = functools.partial(jax.device_put, device=layout('B'))
+        first_B, empty_BY = place(FIRST), place(is_empty)
+        sinks_N = jax.device_put(sinks, layout('N'))
+        segment_BS = place((np.arange(PROMPT) >= FIRST[:, None]).astype(np.int32))
+
+        @jax.jit
+        def read(*prompt: jax.Array) -> KeysValues:
+            return prefill(config.model, layout, segment_BS, SLOTS)(*prompt, None)[1]
+
+        @jax.jit
+        def one(cache: KeysValues, slot: int, *token: jax.Array) -> tuple[jax.Array, KeysValues]:
+            core = decode(config.model, layout, cache, slot, first_B, empty_BY)
+            o_B1NH, own = core(*token, sinks_N)
+            return o_B1NH, write(config.model, cache, own, slot)
+
+        cache = read(*(place(x[:, :PROMPT]) for x in (q, k, v)))
+        for slot in range(PROMPT, PROMPT + NEW):
+            found, cache = one(cache, slot, *(place(x[:, slot : slot + 1]) for x in (q, k, v)))
+            for row, head in np.ndindex(2, 4):
+                seen = np.arange(max(FIRST[row], slot + 1 - (window or SLOTS)), slot + 1)
+                seen = seen[~is_empty[row, seen]]
+                scores = k[row, seen, head // 2] @ q[row, slot, head] * 8**-0.5
+                weights = np.exp(scores) / (np.exp(scores).sum() + np.exp(sinks[head]))
+                expected = weights @ v[row, seen, head // 2]
+                np.testing.assert_allclose(found[row, 0, head], expected, atol=2e-6)
