@@ -82,7 +82,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-GREEDY = (  # one of each family, ten prompts of each
+GREEDY = (  # one of each family
     'mistral, a window',
     'ministral, two types and a rest',
     'qwen2, windows in the last layers',
@@ -158,21 +158,25 @@ def test_logits_gradients_and_every_bit_are_those_of_transformers(
 
 
 @pytest.mark.parametrize('setting', [GREEDY[0], *map(slow, GREEDY[1:])])
-def test_greedy_texts_longer_than_a_window_are_those_of_transformers(
+def test_80_greedy_texts_longer_than_a_window_are_those_of_transformers(
     setting: str, tmp_path: Path
 ) -> None:
     family, keys = SETTINGS[setting]
     model = random_model(family, keys)
     model.save_pretrained(tmp_path)
     draw = np.random.default_rng(2)
-    prompts = [draw.integers(0, SIZES['vocab_size'], 3 + n).tolist() for n in range(10)]
-    expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=14, do_sample=False, pad_token_id=0)
-        for prompt in prompts
+    by_length = [draw.integers(0, SIZES['vocab_size'], (10, length)) for length in range(1, 17, 2)]
+    greedy = {'max_new_tokens': 14, 'do_sample': False, 'pad_token_id': 0}
+    texts = [
+        model.generate(torch.from_numpy(x), attention_mask=torch.ones(x.shape), **greedy).tolist()
+        for x in by_length
     ]
+    # Prompts of all lengths in each batch.
+    prompts = [x[row].tolist() for row in range(10) for x in by_length]
+    expected = [text[row] for row in range(10) for text in texts]
     config, request = config_of(tmp_path), Request(max_tokens=14, sampling=Sampling(temperature=0))
     with on_mesh(config):
         params = from_huggingface(config, read_tensors(tmp_path), source=setting, family=family)
         *_, rows = Generator(config, params).stream(prompts, request)
     found = [[*prompt, *row.ids] for prompt, row in zip(prompts, rows, strict=True) if row]
-    assert found == [text[0].tolist() for text in expected]
+    assert found == expected
