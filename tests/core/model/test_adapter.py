@@ -105,6 +105,7 @@ def chain(arrays: Arrays, dense: Arrays, linear: str) -> tuple[np.ndarray, np.nd
         ('llama', 2, 2, {'optim': {'shard': 'weights'}, 'sequence_parallel': True}),
         slow('llama', 2, 2, {'optim': {'shard': 'gradients'}, 'train': {'microbatches': 2}}),
         exhaustive('llama', 2, 2, {'optim': {'shard': 'optimizer'}}),
+        slow('windows', 2, 2, {'optim': {'shard': 'weights'}, 'sequence_parallel': True}),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_merged_weights(
