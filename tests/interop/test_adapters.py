@@ -17,7 +17,13 @@ from megajax.interop.huggingface.directories import export_huggingface, import_h
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 
 DATA = Path(__file__).parent / 'data'
-FAMILIES = 'gpt2', exhaustive('llama3'), slow('phi3'), exhaustive('qwen3'), slow('glm4')
+FAMILIES = (
+    'gpt2',
+    exhaustive('llama3'),
+    slow('phi3'),
+    exhaustive('qwen3'),
+    *map(slow, ('glm4', 'olmo3')),
+)
 LORA = LoraConfig(rank=4, alpha=6.0)
 TARGETS = {
     'gpt2': {'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'},
