@@ -14,6 +14,8 @@ KEY = 'model.layers'
 
 def of_pattern(config: 'Config') -> Iterator[Problem]:
     """Check the length of the pattern, and that what repeats the layers repeats whole patterns."""
+    if not config.model.layers:
+        return
     model, period = config.model, len(config.model.pattern)
     if period > model.num_layers:
         message = (
@@ -44,6 +46,8 @@ def of_pattern(config: 'Config') -> Iterator[Problem]:
 def of_positions(config: 'Config') -> Iterator[Problem]:
     """Check that only rotary embeddings differ from layer to layer."""
     model = config.model
+    if not model.layers and model.position != 'none':
+        return
     keys = {key for layer in model.layers for key in layer.replaced}
     if model.position not in ('rope', 'none') and keys - {'window'}:
         message = (

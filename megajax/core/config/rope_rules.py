@@ -22,6 +22,8 @@ OF_TYPES = {
 def of_scaling(config: 'Config') -> Iterator[Problem]:
     """Check `rope_scaling`, of the model and of the layers of its pattern."""
     model, own = config.model, 'model.rope_scaling'
+    if model.rope_scaling is None and not model.layers:
+        return
     given = [(own, '', model.rope_scaling)]
     for index, entry in enumerate(model.layers):
         given.append(('model.layers', f'[{index}].rope_scaling: ', entry.rope_scaling))

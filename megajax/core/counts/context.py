@@ -7,7 +7,6 @@ TransformerEngine gathers all keys and values: its ring rejects windows.
 """
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from megajax.core.config import Config
 from megajax.core.counts.collective import (
@@ -21,7 +20,7 @@ from megajax.core.counts.collective import (
     passes,
 )
 from megajax.core.counts.products import Phase
-from megajax.core.counts.windows import windows_within
+from megajax.core.counts.windows import Share, windows_within
 from megajax.xla.hlo.program import Array
 
 # Classes of TransformerEngine.
@@ -79,23 +78,21 @@ def halos(config: Config, layers: int) -> Iterator[Expected]:
             yield Expected.over(config, site, PERMUTE, ends, times, ENDS)
 
 
-def blocks_of_others(config: Config) -> Fraction:
+def blocks_of_others(config: Config) -> Share:
     """Return the average number of a layer's blocks of keys that come from other shards.
 
     They are the other shards, or with a window one halo.
     """
     others, shares = config.mesh.context - 1, windows_within(config).items()
-    return sum(
-        (share * (min(others, 1) if window else others) for window, share in shares), Fraction()
-    )
+    return sum(share * (min(others, 1) if window else others) for window, share in shares)
 
 
-def kept_of_halos(config: Config) -> Fraction:
+def kept_of_halos(config: Config) -> Share:
     """Return the average number of other shards' tokens whose keys and values a layer keeps."""
     if config.mesh.context == 1:
-        return Fraction()
+        return 0
     shares = windows_within(config).items()
-    return sum((2 * window * share for window, share in shares if window), Fraction())
+    return sum(2 * window * share for window, share in shares if window)
 
 
 def _exchanges(

@@ -10,21 +10,25 @@ from megajax.core.config.model import ModelConfig
 from megajax.core.config.schema import Config
 from megajax.xla.hlo.products import keys_in_window
 
+Share = Fraction | int  # 1 if all layers are equal, because `plan` counts thousands of layouts
+
 
 @functools.cache
-def windows(model: ModelConfig) -> Mapping[int | None, Fraction]:
+def windows(model: ModelConfig) -> Mapping[int | None, Share]:
     """Return the share of the layers that have each window; None is a layer without one."""
     pattern = model.pattern
+    if len(pattern) == 1:
+        return {pattern[0].window: 1}
     layers = Counter(pattern[i % len(pattern)].window for i in range(model.num_layers))
     return {window: Fraction(count, model.num_layers) for window, count in layers.items()}
 
 
-def windows_within(config: Config) -> Mapping[int | None, Fraction]:
+def windows_within(config: Config) -> Mapping[int | None, Share]:
     """Return the share of the layers that have each window shorter than a sequence; None: none."""
-    shares = dict[int | None, Fraction]()
+    shares = dict[int | None, Share]()
     for window, share in windows(config.model).items():
         within = window if window and window < config.train.seq_len else None
-        shares[within] = shares.get(within, Fraction()) + share
+        shares[within] = shares.get(within, 0) + share
     return shares
 
 
@@ -42,13 +46,13 @@ def keys_read(window: int | None, length: int, *, flash: bool, dropout: float = 
     return 2 * block if block else length
 
 
-def scored_keys(model: ModelConfig, length: int) -> tuple[Fraction, int]:
+def scored_keys(model: ModelConfig, length: int) -> tuple[Share, int]:
     """Return the keys per query whose scores XLA's attention makes, on average and at most."""
     keys = [
         (keys_read(window, length, flash=False, dropout=model.attention_dropout), share)
         for window, share in windows(model).items()
     ]
-    return sum((count * share for count, share in keys), Fraction()), max(keys)[0]
+    return sum(count * share for count, share in keys), max(keys)[0]
 
 
 def block_of_window(window: int, length: int) -> int | None:
