@@ -64,7 +64,7 @@ def _changes(config: Config) -> dict[str, Any]:
         'model.hidden_size': min(config.model.hidden_size, math.lcm(HEAD_DIM, divisor) * 2),
         'model.num_heads': heads,
         'model.num_kv_heads': kv_heads,
-        'model.head_dim': min(config.model.head_dim, HEAD_DIM),
+        'model.head_dim': _head_dim(config),
         'model.ffn_size': min(config.model.ffn_size, 4 * math.lcm(HEAD_DIM, mesh['mesh.model'])),
         'model.vocab_size': min(config.model.vocab_size, VOCAB_SIZE),
         'model.max_seq_len': seq_len,
@@ -75,6 +75,14 @@ def _changes(config: Config) -> dict[str, Any]:
     }
     changes |= _of_windows(config, seq_len, 2 * mesh['mesh.context'])
     return changes | _of_encoder(config, changes['model.head_dim'], seq_len)
+
+
+def _head_dim(config: Config) -> int:
+    """Return the head dim, which longrope needs: it has a divisor for each rotary pair."""
+    scalings = [layer.rope_scaling for layer in config.model.pattern]
+    if any(scaling and scaling.type == 'longrope' for scaling in scalings):
+        return config.model.head_dim
+    return min(config.model.head_dim, HEAD_DIM)
 
 
 def _layers_of_chunk(config: Config) -> int:

@@ -48,6 +48,16 @@ def test_a_window_is_a_quarter_of_the_shorter_sequence_or_its_share_of_the_longe
     assert shrink(large([{'window': window}], 4))[0].model.layers[0].window == shrunk
 
 
+def test_a_head_keeps_a_divisor_for_each_rotary_pair() -> None:
+    divisors = (1.0,) * 48
+    longrope = {'type': 'longrope', 'factor': 32.0, 'original_max_seq_len': 8192}
+    longrope |= {'short_factor': divisors, 'long_factor': divisors}
+    model = {'head_dim': 96, 'num_layers': 26}
+    for keys in ({'rope_scaling': longrope}, {'layers': [LOCAL, {'rope_scaling': longrope}]}):
+        config = make_config('llama', model=SIZES | model | keys, mesh={'data': 8}, train=TRAIN)
+        assert shrink(config)[0].model.head_dim == 96
+
+
 def test_a_small_model_is_executed_with_its_pattern() -> None:
     config = make_config('windows')
     assert shrink(config) == (config, [])
