@@ -233,6 +233,7 @@ def test_arguments_become_a_model() -> None:
             'num_heads': 4,
             'num_kv_heads': 4,
             'head_dim': 16,
+            'query_scale': 16**-0.5,
             'ffn_size': 256,
         }
         | {'vocab_size': 50304, 'max_seq_len': 128, 'dropout': 0.1, 'attention_dropout': 0.1}

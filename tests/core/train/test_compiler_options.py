@@ -6,6 +6,7 @@ import megajax
 from megajax.analysis.inspect.compile import compile_for
 from megajax.core.config import ConfigError
 from megajax.core.config.overlap_rules import resolved
+from megajax.core.counts.flash import HOPPER
 from megajax.core.hardware.targets import has_compiler
 from megajax.core.train import compiler_options
 from megajax.xla.hlo.program import Program
@@ -39,6 +40,7 @@ def test_a_deterministic_step_never_has_cudnns_attention_in_several_places(
     config = megajax.load('tiny', [*unrolled, 'model.attention_dropout=0'])
     compiler_options.step_options(config)  # a CPU has no cuDNN
     monkeypatch.setattr(compiler_options, 'mesh_target', lambda: 'h100')
+    monkeypatch.setattr(compiler_options, 'capability_of', lambda device: HOPPER)
     with pytest.raises(ConfigError, match=r'train\.unroll: .* use train\.unroll=false'):
         compiler_options.step_options(config)
     for others in (
