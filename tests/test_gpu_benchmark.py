@@ -117,7 +117,8 @@ def test_everything_runs_to_its_end(tmp_path: Path) -> None:
     found = measure(tmp_path, '--seconds', '1500')
     assert [*found] == NAMES
     failed = {name: line for name, line in found.items() if 'failed' in line or 'skipped' in line}
-    assert {*failed} <= {'torch-1.2b-8', 'torch-llama'}, failed  # PyTorch need not be there
+    # PyTorch need not be there, and Mosaic's attention is for Hopper.
+    assert {*failed} <= {'torch-1.2b-8', 'torch-llama', 'mosaic'}, failed
     for name in NAMES:
         if name.startswith('step'):
             assert found[name]['median_ms'] > 0
