@@ -177,7 +177,8 @@ def check(
         )
     if unexpected := [name for name in weights if name not in expected]:
         problems.append(
-            f'{of}: unexpected tensors ({len(unexpected)}; {keys}): {", ".join(unexpected)}'
+            f'{of}: unexpected tensors ({len(unexpected)}; {keys}): {", ".join(unexpected)}; '
+            'remove them, or correct the settings'
         )
     for name, piece in expected.items():
         if name not in weights:

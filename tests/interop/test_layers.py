@@ -63,7 +63,11 @@ def test_windows_are_those_of_transformers_and_are_written_back(
         ('qwen2', {'layer_types': ['chunked_attention', FULL]}, '"chunked_attention": only'),
         ('qwen2', {'layer_types': [FULL]}, '["full_attention"]: 1 layers, but num_hidden_layers'),
         ('qwen2', {'layer_types': [SLIDING, FULL]}, '"sliding_attention": needs a sliding_window'),
-        ('qwen2', {**QWEN, 'sliding_window': 0}, 'sliding_window: must be greater than 0, not 0'),
+        (
+            'qwen2',
+            {**QWEN, 'sliding_window': 0},
+            'sliding_window: must be greater than 0, not 0; did you mean null, for no window?',
+        ),
         ('qwen2', {**QWEN, 'max_window_layers': None}, 'max_window_layers: null: only a number'),
         ('qwen2', {**QWEN, 'max_window_layers': -1}, 'max_window_layers: -1: only a number'),
         ('qwen2', {'use_sliding_window': 'yes'}, 'use_sliding_window: "yes": only true or false'),
@@ -105,7 +109,9 @@ def test_a_family_without_windows_is_not_chosen_for_them() -> None:
 def test_attention_sinks_that_config_json_does_not_have_are_named() -> None:
     config, name = config_of('mistral'), 'model.layers.0.self_attn.sinks'
     tensors = read_tensors(DATA / 'mistral') | {name: np.zeros(4, np.float32)}
-    wrong = rf'unexpected tensors \(1; config.json decides which tensors exist\): {name}'
+    wrong = (
+        rf'unexpected tensors \(1; config.json decides which tensors exist\): {name}; remove them'
+    )
     with on_mesh(config), pytest.raises(ConfigError, match=wrong):
         from_huggingface(config, tensors, source='mistral')
 

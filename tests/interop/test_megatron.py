@@ -276,7 +276,7 @@ def test_every_wrong_name_and_shape_is_told_at_once() -> None:
     assert 'missing tensors (2 of 28; ' in missing
     assert missing.endswith(': decoder.layers.1.mlp.linear_fc1.bias, decoder.final_layernorm.bias')
     assert 'unexpected tensors (1; ' in unexpected
-    assert unexpected.endswith(': output_layer.weight')
+    assert unexpected.endswith(': output_layer.weight; remove them, or correct the settings')
     assert shapes == [
         (
             'Megatron weights: embedding.word_embeddings.weight: expected (128, 64), got (256, '

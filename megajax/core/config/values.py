@@ -50,7 +50,9 @@ def fault(path: str, value: Any) -> str | None:
     try:
         _adapter(path).validate_python(value)
     except ValidationError as error:
-        return explain(error.errors(include_url=False)[0])
+        detail = error.errors(include_url=False)[0]
+        detail['loc'] = path.rpartition('.')[2], *detail['loc']
+        return explain(detail)
     return None
 
 

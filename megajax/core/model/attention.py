@@ -14,6 +14,7 @@ from megajax.core.model.context import attend_across
 from megajax.core.model.context_halo import attend_in_window
 from megajax.core.model.dropout import dropout, fold_in
 from megajax.core.model.flash import can_flash, flash_attention
+from megajax.core.model.kernels import causal_mask
 from megajax.core.model.norm import Norm, RMSNormOverHeads, make_head_norm, norm_queries_and_keys
 from megajax.core.model.parameters import Parameters
 from megajax.core.model.rotary import rotate
@@ -319,13 +320,7 @@ def _allowed(
 
     None if every query attends to all keys.
     """
-    position = jnp.arange(length)
-    earlier = None
-    if causal:
-        earlier = position[:, None] >= position[None, :]
-        if window is not None:
-            earlier &= position[:, None] < position[None, :] + window
-        earlier = jnp.expand_dims(earlier, (0, 1, 2))
+    earlier = jnp.expand_dims(causal_mask(length, window), (0, 1, 2)) if causal else None
     if segment_RS is None:
         return earlier
     same = jnp.expand_dims(segment_RS[:, :, None] == segment_RS[:, None, :], (1, 2))

@@ -177,11 +177,17 @@ def _scores(
         score_RKGSY = jnp.where(mask_R1SY[:, :, None], score_RKGSY, LOWEST)
     if not causal:
         return score_RKGSY
-    place = jnp.arange(q_RSNH.shape[1])
+    visible_SY = causal_mask(q_RSNH.shape[1], window)
+    return jnp.where(jnp.expand_dims(visible_SY, (0, 1, 2)), score_RKGSY, LOWEST)
+
+
+def causal_mask(length: int, window: int | None) -> jax.Array:
+    """Return the keys [S, Y] that each query attends to: the last `window` up to itself, or all."""
+    place = jnp.arange(length)
     visible_SY = place[:, None] >= place[None, :]
     if window is not None:
         visible_SY &= place[:, None] < place[None, :] + window
-    return jnp.where(jnp.expand_dims(visible_SY, (0, 1, 2)), score_RKGSY, LOWEST)
+    return visible_SY
 
 
 def _scaled(q_RSNH: jax.Array, scale: float) -> jax.Array:

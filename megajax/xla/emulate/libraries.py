@@ -12,6 +12,7 @@ from jax import lax
 
 from megajax.xla.emulate.shapes import Shape
 from megajax.xla.hlo.errors import HloError
+from megajax.xla.hlo.products import window_of
 
 Arrays = tuple[jax.Array, ...]
 _EPILOGUES = re.compile(r'DEFAULT|(?:BIAS)?_?(?:GELU|RELU)?(?:_AUX)?')
@@ -49,10 +50,9 @@ def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
     if attention := re.fullmatch(r'__cudnn\$fmha(ScaleBias)?Softmax(Backward)?', name):
         scale = re.search(r'"fmha_scale":\s*([\d.e+-]+)', attributes)
         mask = re.search(r'"mask_type":\s*"(CAUSAL|NO_MASK)"', attributes)
-        window = re.search(r'"sliding_window_length":\s*"?([1-9]\d*)', attributes)
         if scale and mask:
             function = _attention_backward if attention[2] else _attention
-            visible = _Mask(mask[1] == 'CAUSAL', int(window[1]) if window else None)
+            visible = _Mask(mask[1] == 'CAUSAL', window_of(attributes))
             return partial(function, float(scale[1]), visible, results)
     if name in ('TopK', '__gpu$TopK') and len(results) == 2 and results[1].dtype == 's32':
         return partial(_top_k, results)

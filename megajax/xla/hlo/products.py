@@ -35,9 +35,9 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
     operands = [computation.by_name[name].results[0] for name in instruction.operands]
     if 'fmha' in instruction.attributes:
         size = _score_elements(instruction) * operands[0].shape[-1]
-        if window := re.search(r'"sliding_window_length": ?"?([1-9]\d*)', instruction.attributes):
+        if window := window_of(instruction.attributes):
             length = operands[0].shape[1]
-            size = size * keys_in_window(int(window[1]), length) // length
+            size = size * keys_in_window(window, length) // length
         flops = (10 if 'Backward' in instruction.attributes else 4) * size
         is_causal = bool(re.search(r'"mask_type": ?"CAUSAL"', instruction.attributes))
         dtype, sizes = operands[0]
@@ -50,6 +50,12 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
     batch = _size_along(left, _BATCH.search(instruction.attributes))
     m = prod(left.shape) // (batch * k)
     return Product(2 * result * k, left.dtype, sizes=(batch, m, result // (batch * m), k))
+
+
+def window_of(attributes: str) -> int | None:
+    """Return the sliding window of a call of cuDNN's attention."""
+    window = re.search(r'"sliding_window_length":\s*"?([1-9]\d*)', attributes)
+    return int(window[1]) if window else None
 
 
 def keys_in_window(window: int, length: int) -> int:

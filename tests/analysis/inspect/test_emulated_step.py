@@ -223,6 +223,7 @@ GEMMA = {
     'layers': [{'repeat': 2, 'window': 8, 'rope_theta': 1e4}, {'rope_theta': 1e6}],
 }
 # Layers of each kind; in 16 bits, windows are cuDNN's.
+YARN = {'type': 'yarn', 'factor': 4.0, 'original_max_seq_len': 8}
 KINDS = {
     'windows': step(
         'windows', 2, 2, sequence_parallel=True, train={'dtype': 'bfloat16', 'recompute': 'full'}
@@ -237,7 +238,9 @@ KINDS = {
         train={'microbatches': 4, 'dtype': 'bfloat16'}, optim={'shard': 'optimizer'},
     ),
     'norms': step('both_norms', 2, 2, sequence_parallel=True, model={'window': 8}),
-    'rotary': step('llama', 2, 2, model={'rotary_fraction': 0.5}),
+    'rotary': step('llama', 2, 2, model={'rotary_fraction': 0.5, 'rope_scaling': YARN}),
+    'sinks': step('sinks', 2, 2, sequence_parallel=True, train={'dtype': 'bfloat16'}),
+    'wide': step('windows', 1, 2, model={'head_dim': 256}, train={'dtype': 'bfloat16'}),
 }  # fmt: skip
 
 
