@@ -28,7 +28,7 @@ TILE = 16
 THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 READABLE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
-STACKED = 'LⓁⒶ'  # dims of layers, of the vision encoder's layers and of DeepStack's mergers
+STACKED = 'LⓁⒶX'  # dims of layers, of an encoder's layers, of DeepStack's mergers and of experts
 ALIGNMENT = 64  # bytes; a CPU device uses a block with this alignment without a copy
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -104,16 +104,16 @@ def make_pieces(
 
     The pieces have the dims `there`, for example '(KCH)D' for [K*C*H, D], and the parameter has
     `shape` and the dims `here`, for example 'LDKCH'. The index of the layer, or of a different
-    stacked module, replaces {} in `name`. `ranges` gives the part of a dim that a piece holds, if
-    not all of it, and `sizes` the length of a dim in the other format, if it is padded.
+    stacked module, replaces {} in `name`, and the expert's the next {}. `ranges` gives the
+    part of a dim that a piece holds, if not all of it, and `sizes` the length of a dim in the other
+    format, if it is padded.
     """
-    stacked = next((letter for letter in STACKED if letter in here), None)
-    if stacked is None:
-        return [make_piece(name, there, here, shape, ranges, sizes)]
-    return [
-        make_piece(name.format(n), there, here, shape, {**ranges, stacked: slice(n, n + 1)}, sizes)
-        for n in range(shape[here.index(stacked)])
-    ]
+    stacked = [dim for dim in STACKED if dim in here and dim not in there]
+    pieces = []
+    for index in np.ndindex(*(shape[here.index(dim)] for dim in stacked)):
+        one = {dim: slice(n, n + 1) for dim, n in zip(stacked, index, strict=True)}
+        pieces.append(make_piece(name.format(*index), there, here, shape, {**ranges, **one}, sizes))
+    return pieces
 
 
 def with_pairs(pieces: Sequence[Piece], here: str, model: ModelConfig) -> list[Piece]:

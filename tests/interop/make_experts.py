@@ -6,11 +6,9 @@ writes the file with 2 tensor-parallel x 2 expert-parallel ranks, on which two s
 data shards. With `--nproc_per_node 1` it compares the results of one rank with the file instead.
 
 It needs torch and megatron-core; the stored file is of torch 2.10.0 and megatron-core 0.19.2, on a
-CPU with gloo. `use_the_cpu` of make_torch_dist.py and `use_no_streams` replace what asks for a GPU,
-and `use_uneven_parts` replaces what gloo lacks.
+CPU with gloo. `use_the_cpu` of make_torch_dist.py replaces what asks for a GPU and what gloo lacks.
 """
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from megatron.core import parallel_state as ranks
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, set_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -54,41 +51,6 @@ CASES: dict[str, dict[str, Any]] = {
     'biases': {'add_bias_linear': True, 'expert_tensor_parallel_size': 1},
 }
 Arrays = dict[str, np.ndarray]
-
-
-class Stream:
-    """A CUDA stream on a machine that has none."""
-
-    def __getattr__(self, _: str) -> Any:
-        return lambda *_: self
-
-
-def use_no_streams() -> None:
-    """Replace the streams that copy counts of tokens to the CPU, and the copies."""
-    stream = Stream()
-    torch.cuda.Stream = lambda *_, **__: stream
-    torch.cuda.current_stream = lambda *_: stream
-    torch.cuda.stream = lambda *_: nullcontext()
-    token_dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, **_: (
-        x.numpy() if as_numpy and torch.is_tensor(x) else x
-    )
-
-
-def use_uneven_parts() -> None:
-    """Gather and scatter parts of different sizes, which gloo does not, part by part."""
-
-    def all_gather(parts: list[torch.Tensor], x: torch.Tensor, group: Any) -> None:
-        parts[group.rank()].copy_(x)
-        for rank, part in enumerate(parts):
-            dist.broadcast(part, group=group, group_src=rank)
-
-    def reduce_scatter(x: torch.Tensor, parts: list[torch.Tensor], group: Any) -> None:
-        sums = [part.clone() for part in parts]
-        for part in sums:
-            dist.all_reduce(part, group=group)
-        x.copy_(sums[group.rank()])
-
-    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
 
 
 def make_inputs() -> Arrays:
@@ -292,8 +254,6 @@ def compare(results: Arrays) -> None:
 if __name__ == '__main__':
     dist.init_process_group('gloo')
     use_the_cpu()
-    use_no_streams()
-    use_uneven_parts()
     arrays = make_inputs()
     results = dict(arrays)
     alone = dist.get_world_size() == 1

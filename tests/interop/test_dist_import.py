@@ -13,8 +13,9 @@ from support import by_name, exhaustive, on_mesh, relative_error, slow
 
 from megajax.core.config import Config, ConfigError
 from megajax.interop.megatron.command_line.arguments import read_arguments
-from megajax.interop.megatron.dist_checkpoint import open_checkpoint
+from megajax.interop.megatron.dist_checkpoint import open_checkpoint, open_chunks
 from megajax.interop.megatron.dist_import import _blocks, merge_chunks
+from megajax.interop.megatron.dist_metadata import _overlapping
 from megajax.interop.megatron.ranks import import_megatron
 from megajax.interop.megatron.weights import from_megatron
 
@@ -149,6 +150,52 @@ def refused(folder: Path, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         import_megatron(folder, folder.parent / 'run')
     assert not (folder.parent / 'run').exists()
+
+
+@pytest.mark.parametrize('name', ['experts', 'experts_of_layers'])
+def test_experts_are_separate_tensors_whatever_way_megatron_core_stacks_them(
+    name: str, tmp_path: Path
+) -> None:
+    shutil.unpack_archive(STORED / f'{name}.tar.xz', tmp_path, filter='data')
+    checkpoint = open_checkpoint(tmp_path / 'iter_0000005')
+    assert checkpoint.arguments['num_experts'] == 4  # in the entry common_state
+    assert checkpoint.progress.iteration == 5
+    mlp, expert = 'decoder.layers.{}.mlp', 'experts.local_experts.{}.linear_fc'
+    shapes = {f'{expert}1.weight': (16, 16), f'{expert}2.weight': (16, 8)}
+    shapes |= {'router.weight': (4, 16), 'router.expert_bias': (4,)}
+    assert {key: x.shape for key, x in checkpoint.tensors.items() if '.mlp.' in key} == {
+        f'{mlp}.{key}'.format(layer, index): shape
+        for key, shape in shapes.items()
+        for layer in range(2)
+        for index in range(4)
+    }
+
+
+def test_stacked_and_separate_experts_hold_the_same_elements(tmp_path: Path) -> None:
+    merged: list[Arrays] = []
+    for name in ('experts', 'experts_of_layers'):
+        shutil.unpack_archive(STORED / f'{name}.tar.xz', tmp_path / name, filter='data')
+        checkpoint = open_checkpoint(tmp_path / name / 'iter_0000005')
+        arrays = {key: np.full(x.shape, np.nan) for key, x in checkpoint.tensors.items()}
+        for key, chunk, x in open_chunks(checkpoint.folder, checkpoint.tensors):
+            ends = zip(chunk.offsets, chunk.sizes, strict=True)
+            arrays[key][tuple(slice(start, start + size) for start, size in ends)] = x
+        merged.append(arrays)
+    for key, x in merged[0].items():
+        assert np.isfinite(x).all()
+        np.testing.assert_array_equal(x, merged[1][key], err_msg=key)
+
+
+@pytest.mark.parametrize('seed', range(20))
+def test_two_boxes_overlap_if_they_share_an_element(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    boxes = random.integers(0, 6, (int(random.integers(2, 6)), 2, 3))
+    boxes.sort(axis=1)
+    boxes[:, 1] += 1
+    count = np.zeros((7, 7, 7), int)
+    for start, end in boxes:
+        count[tuple(map(slice, start, end))] += 1
+    assert (_overlapping(boxes) is not None) == (count.max() > 1)
 
 
 HEAD, NORM = 'output_layer.weight', 'decoder.final_layernorm.weight'

@@ -6,6 +6,7 @@ names and sizes they were written with. Imports no jax.
 
 import json
 import logging
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ import numpy as np
 
 from megajax.core.config import ConfigError
 from megajax.interop.megatron.dist_metadata import FILE as METADATA
-from megajax.interop.megatron.dist_metadata import Chunk, Tensor, read_metadata
+from megajax.interop.megatron.dist_metadata import Chunk, Entry, Tensor, read_metadata
 from megajax.interop.megatron.rank_files import (
     IGNORED,
     Progress,
@@ -28,6 +29,7 @@ from megajax.interop.megatron.rank_files import (
 from megajax.interop.megatron.torch_files import load_archive, load_torch, map_file
 
 BACKEND, COMMON = 'metadata.json', 'common.pt'
+COMMON_STATE = 'common_state/shard_0_1'  # in place of common.pt since megatron-core 0.19
 WRAPPERS = re.compile(r'^(module|model)\.')  # in front of each name, in NeMo's checkpoints
 # Entries that are not a part of the model, by the beginning of their names.
 LEFT_OUT = {
@@ -35,9 +37,10 @@ LEFT_OUT = {
     'the random states': r'rng_state',
     "the states of the scheduler and of Megatron-LM's checks": r'opt_param_scheduler|rerun_state',
 }
-STACK = 'decoder.layers.'
-MAX_CHUNKS = 2**20  # of all layers; 128 layers on 128 ranks have a fifth as many
-GATED = re.compile(r'(.*\.mlp\.linear_fc1\.(?:weight|bias))_([wv])')
+# A name without a number after one of these belongs to a stack, of all layers or all experts.
+STACKS = 'decoder.layers.', '.mlp.experts.experts.'
+MAX_CHUNKS = 2**20  # of all stacks; 128 layers on 128 ranks have a fifth as many
+GATED = re.compile(r'(.*\.linear_fc1\.(?:weight|bias))_([wv])')
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +75,8 @@ def open_checkpoint(folder: Path) -> DistCheckpoint:
             f'{folder / BACKEND}: sharded_backend={backend!r:.80} is not supported, '
             'only torch_dist: save it with --ckpt-format torch_dist'
         )
-    common = load_torch(folder / COMMON) if (folder / COMMON).is_file() else {}
-    if not isinstance(common, dict):
-        raise ConfigError(f'{folder / COMMON}: holds no dict')
-    check_version(common, folder / COMMON)
     tensors, others = read_metadata(folder)
+    common = _common(folder, others.pop(COMMON_STATE, None))
     left = _left_out([*tensors, *others])
     model = {WRAPPERS.sub('', name): tensor for name, tensor in tensors.items() if name not in left}
     for name, tensor in model.items():
@@ -94,6 +94,24 @@ def open_checkpoint(folder: Path) -> DistCheckpoint:
     return DistCheckpoint(
         folder, arguments_of(common), progress_of(common), dict(_of_layers(model))
     )
+
+
+def _common(folder: Path, entry: Entry | None) -> dict[str, Any]:
+    """Return what is not sharded, of a file of its own or of an entry."""
+    path = folder / COMMON
+    if path.is_file():
+        common = load_torch(path)
+    elif entry is None:
+        return {}
+    else:
+        path = folder / entry.file
+        common = load_archive(_stored(folder, entry, COMMON_STATE, {}), f'{path}: {COMMON_STATE}')
+        if isinstance(common, list) and len(common) == 1:
+            common = common[0]
+    if not isinstance(common, dict):
+        raise ConfigError(f'{path}: holds no dict')
+    check_version(common, path)
+    return common
 
 
 def _left_out(names: Iterable[str]) -> dict[str, str]:
@@ -114,13 +132,10 @@ def _of_layers(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors by the names of the local layer specification."""
     gates: dict[str, dict[str, Tensor]] = defaultdict(dict)
     tensors = {name: tensor for name, tensor in tensors.items() if not _is_ignored(name)}
-    stacks = {name for name in tensors if _is_stack(name)}
-    if scalar := next((name for name in stacks if not tensors[name].shape), None):
-        raise ConfigError(f'{scalar}: is one number, but has no layer')
-    if sum(chunk.sizes[0] for name in stacks for chunk in tensors[name].chunks) > MAX_CHUNKS:
-        raise ConfigError(f'the stacks {STACK}* have more than {MAX_CHUNKS:,} chunks of layers')
+    if sum(_num_parts(name, tensor) for name, tensor in tensors.items()) > MAX_CHUNKS:
+        raise ConfigError(f'the stacks of layers and experts have more than {MAX_CHUNKS:,} chunks')
     for name, tensor in tensors.items():
-        for part, its in _unstacked(name, tensor) if name in stacks else [(name, tensor)]:
+        for part, its in _unstacked(name, tensor):
             if gate := GATED.fullmatch(part):
                 gates[gate[1]][gate[2]] = its
             else:
@@ -128,24 +143,41 @@ def _of_layers(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, halves in gates.items():
         if halves.keys() != {'w', 'v'} or halves['w'].shape != halves['v'].shape:
             raise ConfigError(f'{name}_w and {name}_v are not two halves of a gated layer')
-        yield name, _joined(halves['w'], halves['v'])
+        yield local_name(name), _joined(halves['w'], halves['v'])
 
 
-def _is_stack(name: str) -> bool:
-    """Whether a tensor contains all layers: its name has no layer number."""
-    return name.startswith(STACK) and not name[len(STACK) :].partition('.')[0].isdecimal()
+def _stacks(name: str) -> list[str]:
+    """Return the prefixes after which a name lacks a number, in the order of its first dims."""
+    rests = [(prefix, name.partition(prefix)[1:]) for prefix in STACKS]
+    return [
+        prefix
+        for prefix, (found, rest) in rests
+        if found and not rest.partition('.')[0].isdecimal()
+    ]
+
+
+def _num_parts(name: str, stack: Tensor) -> int:
+    """Return the number of chunks of a tensor's layers and experts. Raises ConfigError."""
+    dims = len(_stacks(name))
+    if len(stack.shape) < dims:
+        raise ConfigError(f'{name}: has the shape {stack.shape}, but should have one dim more')
+    return sum(math.prod(chunk.sizes[:dims]) for chunk in stack.chunks)
 
 
 def _unstacked(name: str, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a stack, whose first dim is the layers."""
+    """Yield the tensors of a stack, whose first dims are the layers and perhaps the experts."""
+    if not (prefixes := _stacks(name)):
+        yield name, stack
+        return
     chunks = defaultdict(list)
     for chunk in stack.chunks:
-        for layer in range(chunk.sizes[0]):
-            part = chunk._replace(offsets=chunk.offsets[1:], sizes=chunk.sizes[1:], layer=layer)
-            chunks[chunk.offsets[0] + layer].append(part)
-    for layer in range(stack.shape[0]):
-        rest = name.removeprefix(STACK)
-        yield f'{STACK}{layer}.{rest}', Tensor(stack.shape[1:], stack.dtype, tuple(chunks[layer]))
+        for n in range(chunk.sizes[0]):
+            offsets, sizes = chunk.offsets[1:], chunk.sizes[1:]
+            part = chunk._replace(offsets=offsets, sizes=sizes, at=(*chunk.at, n))
+            chunks[chunk.offsets[0] + n].append(part)
+    for n in range(stack.shape[0]):
+        numbered = name.replace(prefixes[0], f'{prefixes[0]}{n}.', 1)
+        yield from _unstacked(numbered, Tensor(stack.shape[1:], stack.dtype, tuple(chunks[n])))
 
 
 def _joined(gate: Tensor, up: Tensor) -> Tensor:
@@ -166,18 +198,9 @@ def open_chunks(
     files: dict[str, memoryview] = {}
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:
-            file, start, length = chunk.entry
-            if file not in files:
-                if not (folder / file).is_file():
-                    raise ConfigError(f'{folder / file}: is missing, and should hold {name}')
-                files[file] = map_file(folder / file)
-            place = f'{folder / file}: {name} at {chunk.offsets}'
-            if start + length > len(files[file]):
-                raise ConfigError(
-                    f'{place}: should end at byte {start + length:,}, '
-                    f'but the file has {len(files[file]):,}: it is cut short'
-                )
-            x = load_archive(files[file][start : start + length], place)
+            what = f'{name} at {chunk.offsets}'
+            place = f'{folder / chunk.entry.file}: {what}'
+            x = load_archive(_stored(folder, chunk.entry, what, files), place)
             if not isinstance(x, np.ndarray):
                 raise ConfigError(f'{place}: is not a tensor')
             if (x.shape, x.dtype) != (chunk.stored, tensor.dtype):
@@ -185,4 +208,19 @@ def open_chunks(
                     f'{place}: is {x.dtype} {x.shape}, '
                     f'but {METADATA} says {tensor.dtype} {chunk.stored}'
                 )
-            yield name, chunk, x if chunk.layer is None else x[chunk.layer]
+            yield name, chunk, x[chunk.at]
+
+
+def _stored(folder: Path, entry: Entry, what: str, files: dict[str, memoryview]) -> memoryview:
+    """Return the bytes of an entry; `files` keeps the mapped files."""
+    file, start, length = entry
+    if file not in files:
+        if not (folder / file).is_file():
+            raise ConfigError(f'{folder / file}: is missing, and should hold {what}')
+        files[file] = map_file(folder / file)
+    if start + length > len(files[file]):
+        raise ConfigError(
+            f'{folder / file}: {what}: should end at byte {start + length:,}, '
+            f'but the file has {len(files[file]):,}: it is cut short'
+        )
+    return files[file][start : start + length]

@@ -20,7 +20,8 @@ from megajax.interop.megatron.pickles import Call, Inert, Record, Unpickler
 
 FILE = '.metadata'
 MAX_FILE_BYTES = 2**28
-MAX_CHUNKS = 2**14  # of a tensor: 128 layers x 128 ranks
+MAX_CHUNKS = 2**17  # of a tensor: 64 layers x 512 experts x 2 gates x 2 ranks
+MAX_IRREGULAR = 2**14  # chunks of a tensor that form no grid; each is compared with all others
 MAX_DIMS = 8
 PACKAGES = ('torch.distributed.checkpoint.', 'torch.distributed._shard.', 'megatron.')
 # Records of other ways to write, and of the save itself.
@@ -54,7 +55,7 @@ class Chunk(NamedTuple):
     sizes: Shape
     entry: Entry
     stored: Shape  # of the array in the file
-    layer: int | None = None  # of the array, whose first dim is the layers
+    at: tuple[int, ...] = ()  # in the array's first dims, the layers and perhaps the experts
 
 
 class Tensor(NamedTuple):
@@ -65,8 +66,8 @@ class Tensor(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-def read_metadata(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors of a checkpoint by name, and the names of its other entries.
+def read_metadata(folder: Path) -> tuple[dict[str, Tensor], dict[str, Entry | None]]:
+    """Return the tensors of a checkpoint by name, and where its other entries are stored.
 
     Raises ConfigError, with the entry, if the file is damaged or asks for more than records, or if
     a tensor is not exactly covered by its chunks.
@@ -79,7 +80,7 @@ def read_metadata(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f'{path}: no index of a checkpoint: {reason(error)}') from error
     tensors: dict[str, Tensor] = {}
-    others = []
+    others: dict[str, Entry | None] = {}
     for name, about in stored:
         if isinstance(about, _Tensor):
             try:
@@ -87,7 +88,7 @@ def read_metadata(folder: Path) -> tuple[dict[str, Tensor], list[str]]:
             except (AttributeError, TypeError, ValueError) as error:
                 raise ConfigError(f'{path}: {name}: {reason(error)}') from error
         else:
-            others.append(str(name))
+            others[str(name)] = places.get((str(name), ()))
     return tensors, others
 
 
@@ -202,9 +203,29 @@ def _check_cover(shape: Shape, chunks: list[Chunk]) -> None:
     covered = sum(math.prod(chunk.sizes) for chunk in chunks)
     if covered != math.prod(shape):
         raise ValueError(f'its chunks hold {covered} of {math.prod(shape)} elements')
-    starts = np.array([chunk.offsets for chunk in chunks], np.int64)
-    ends = starts + np.array([chunk.sizes for chunk in chunks], np.int64)
-    for index in range(1, len(chunks)):
-        overlaps = (starts[index] < ends[:index]) & (starts[:index] < ends[index])
+    boxes = np.array([(c.offsets, c.sizes) for c in chunks], np.int64).reshape(-1, 2, len(shape))
+    boxes[:, 1] += boxes[:, 0]
+    if (overlapping := _overlapping(boxes)) is not None:
+        raise ValueError(f'its chunk at {tuple(map(int, overlapping))} overlaps another')
+
+
+def _overlapping(boxes: np.ndarray, dim: int = 0) -> np.ndarray | None:
+    """Return the start of a box that overlaps another one; boxes are [start, end] of each dim."""
+    if len(boxes) < 2:
+        return None
+    if dim == boxes.shape[2]:
+        return boxes[1, 0]
+    ordered = boxes[np.argsort(boxes[:, 0, dim], kind='stable')]
+    starts, ends = ordered[:, 0, dim], ordered[:, 1, dim]
+    groups = np.split(ordered, np.flatnonzero(starts[1:] >= np.maximum.accumulate(ends)[:-1]) + 1)
+    is_flat = (ordered[:, :, dim] == ordered[0, :, dim]).all()
+    if len(groups) > 1 or is_flat:
+        found = (_overlapping(group, dim + is_flat) for group in groups)
+        return next((start for start in found if start is not None), None)
+    if len(boxes) > MAX_IRREGULAR:
+        raise ValueError(f'{len(boxes):,} of its chunks form no grid')
+    for index in range(1, len(boxes)):
+        overlaps = (boxes[index, 0] < boxes[:index, 1]) & (boxes[:index, 0] < boxes[index, 1])
         if overlaps.all(axis=1).any():
-            raise ValueError(f'its chunk at {chunks[index].offsets} overlaps another')
+            return boxes[index, 0]
+    return None

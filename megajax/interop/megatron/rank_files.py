@@ -32,6 +32,11 @@ ALIASES = (
     (r'\.post_attention_layernorm\.', '.pre_mlp_layernorm.'),
     (r'\.dense_h_to_4h\.', '.linear_fc1.'),
     (r'\.dense_4h_to_h\.', '.linear_fc2.'),
+    (r'\.mlp\.experts\.experts\.(\d+)\.', r'.mlp.experts.local_experts.\1.'),
+    (
+        r'\.mlp\.experts\.(linear_fc[12]\.(?:weight|bias))(\d+)$',
+        r'.mlp.experts.local_experts.\2.\1',
+    ),
 )
 
 

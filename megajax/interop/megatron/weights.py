@@ -36,8 +36,10 @@ from megajax.interop.pieces import (
 from megajax.runtime.checkpoint.open import abstract_params
 
 TABLE, HEAD = 'embedding.table', 'output_layer.weight'
-# megajax's parameter: (megatron-core's name, in which {} is replaced by the layer's index; its
-# dims)
+MLP = 'decoder.layers.{}.mlp'
+EXPERT = f'{MLP}.experts.local_experts.{{}}'
+# megajax's parameter: (megatron-core's name, in which {} is replaced by the layer's index, and a
+# second {} by the expert's; its dims)
 NAMES: dict[str, tuple[str, str]] = {
     TABLE: ('embedding.word_embeddings.weight', 'VD'),
     'position.table': ('embedding.position_embeddings.weight', 'SD'),
@@ -59,10 +61,19 @@ NAMES: dict[str, tuple[str, str]] = {
     'layers.attention.out.bias': ('decoder.layers.{}.self_attention.linear_proj.bias', 'D'),
     'layers.mlp.norm.weight': ('decoder.layers.{}.pre_mlp_layernorm.weight', 'D'),
     'layers.mlp.norm.bias': ('decoder.layers.{}.pre_mlp_layernorm.bias', 'D'),
-    'layers.mlp.up.weight': ('decoder.layers.{}.mlp.linear_fc1.weight', '(UF)D'),
-    'layers.mlp.up.bias': ('decoder.layers.{}.mlp.linear_fc1.bias', '(UF)'),
-    'layers.mlp.down.weight': ('decoder.layers.{}.mlp.linear_fc2.weight', 'DF'),
-    'layers.mlp.down.bias': ('decoder.layers.{}.mlp.linear_fc2.bias', 'D'),
+    'layers.mlp.up.weight': (f'{MLP}.linear_fc1.weight', '(UF)D'),
+    'layers.mlp.up.bias': (f'{MLP}.linear_fc1.bias', '(UF)'),
+    'layers.mlp.down.weight': (f'{MLP}.linear_fc2.weight', 'DF'),
+    'layers.mlp.down.bias': (f'{MLP}.linear_fc2.bias', 'D'),
+    'layers.experts.norm.weight': ('decoder.layers.{}.pre_mlp_layernorm.weight', 'D'),
+    'layers.experts.norm.bias': ('decoder.layers.{}.pre_mlp_layernorm.bias', 'D'),
+    'layers.experts.router.weight': (f'{MLP}.router.weight', 'XD'),
+    'layers.experts.router.bias': (f'{MLP}.router.bias', 'X'),
+    'layers.experts.router.selection_bias': (f'{MLP}.router.expert_bias', 'X'),
+    'layers.experts.up.weight': (f'{EXPERT}.linear_fc1.weight', '(UA)D'),
+    'layers.experts.up.bias': (f'{EXPERT}.linear_fc1.bias', '(UA)'),
+    'layers.experts.down.weight': (f'{EXPERT}.linear_fc2.weight', 'DA'),
+    'layers.experts.down.bias': (f'{EXPERT}.linear_fc2.bias', 'D'),
     'norm.weight': ('decoder.final_layernorm.weight', 'D'),
     'norm.bias': ('decoder.final_layernorm.bias', 'D'),
     'head': (HEAD, 'VD'),
@@ -207,8 +218,10 @@ def _in_chunk(
     A last chunk that is not the first has a copy of a tied embedding as the weight of its head.
     """
     if path.startswith('layers.'):
+        each = len(pieces) // model.num_layers  # 1, or the number of experts
         for index, layer in enumerate(chunk.layers):
-            yield pieces[layer]._replace(name=name.format(index))
+            for n, piece in enumerate(pieces[each * layer : each * (layer + 1)]):
+                yield piece._replace(name=name.format(index, n))
     elif path.startswith(('embedding.', 'position.')):
         if chunk.is_first:
             yield from pieces
