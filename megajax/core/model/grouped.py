@@ -1,0 +1,133 @@
+"""Matmuls of sorted rows with the weights of their experts, on one device.
+
+Letters: n assignments of a token to an expert, X experts, R rows in the order of experts, b blocks
+of rows, D and F the features of a row before and after the matmul. The rows of each expert begin at
+a multiple of the block, so a block has one expert and is multiplied by one matrix.
+
+The functions are for arrays of one device, inside a `shard_map` over all axes of the mesh, and are
+not differentiated: the gradients of `rows_by_weights` are `rows_by_transposed` and `outer`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
+BLOCKS_PER_EXPERT = 4  # at a balanced load: half a block of padding is then 12.5% of the rows
+
+
+class Groups(NamedTuple):
+    """How sorted rows are divided among experts, each of which has a whole number of blocks."""
+
+    place_n: jax.Array  # row of each assignment, or R if its expert is not of this device
+    source_R: jax.Array  # assignment of each row, or n in the padding
+    sizes_X: jax.Array  # rows of each expert with its padding
+    expert_b: jax.Array  # expert of each block, or X in the unused blocks, which are the last
+
+    @property
+    def block(self) -> int:
+        """Return the rows of a block."""
+        return self.source_R.size // self.expert_b.size
+
+
+def block_rows(assignments: int, num_experts: int) -> int:
+    """Return the rows of a block that suit a number of assignments to these experts."""
+    share = max(assignments // (num_experts * BLOCKS_PER_EXPERT), 1)
+    return min(max(1 << (share.bit_length() - 1), SMALLEST_BLOCK), LARGEST_BLOCK)
+
+
+def group(expert_n: jax.Array, num_experts: int, *, block: int) -> Groups:
+    """Return the rows of assignments sorted by expert; expert X is not of this device.
+
+    Assignments of one expert keep their order. There are rows for the worst distribution.
+    """
+    assignments = expert_n.size
+    blocks = -(-assignments // block) + num_experts
+    is_mine_nX = expert_n[:, None] == jnp.arange(num_experts)[None]
+    count_X = jnp.sum(is_mine_nX, axis=0, dtype=jnp.int32)
+    block_X = -(-count_X // block)
+    end_X = jnp.cumsum(block_X)
+    order_n = jnp.argsort(expert_n, stable=True)
+    # How far a sorted assignment moves to get to its row: by the padding of the experts before.
+    shift_X = (end_X - block_X) * block - (jnp.cumsum(count_X) - count_X)
+    row_n = jnp.arange(assignments) + shift_X.at[expert_n[order_n]].get(mode='fill', fill_value=0)
+    row_n = jnp.where(expert_n[order_n] < num_experts, row_n, blocks * block)
+    place_n = jnp.zeros_like(row_n).at[order_n].set(row_n, unique_indices=True)
+    return Groups(
+        place_n=place_n,
+        source_R=jnp.full(blocks * block, assignments).at[row_n].set(order_n, mode='drop'),
+        sizes_X=block_X * block,
+        expert_b=jnp.searchsorted(end_X, jnp.arange(blocks), side='right', method='compare_all'),
+    )
+
+
+def rows_by_weights(x_RD: jax.Array, w_XDF: jax.Array, groups: Groups) -> jax.Array:
+    """Return each row times the matrix of its expert, in the dtype of x; zeros in the padding."""
+    return _by_blocks('rd,df->rf', x_RD, w_XDF, w_XDF.shape[2], groups)
+
+
+def rows_by_transposed(dy_RF: jax.Array, w_XDF: jax.Array, groups: Groups) -> jax.Array:
+    """Return each row times its expert's matrix transposed, as `rows_by_weights` does."""
+    return _by_blocks('rf,df->rd', dy_RF, w_XDF, w_XDF.shape[1], groups)
+
+
+def outer(x_RD: jax.Array, dy_RF: jax.Array, groups: Groups) -> jax.Array:
+    """Return the sum of outer products of each expert's rows, dw_XDF in fp32.
+
+    In the padding x or dy must be zeros, and the other one finite.
+    """
+    shape_XDF = (groups.sizes_X.size, x_RD.shape[1], dy_RF.shape[1])
+
+    def add(
+        dw_XDF: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, None]:
+        expert, x_rD, dy_rF = block
+        return _if_used(
+            groups,
+            expert,
+            lambda: dw_XDF.at[expert].add(_product('rd,rf->df', x_rD, dy_rF)),
+            lambda: dw_XDF,
+        ), None
+
+    blocks = groups.expert_b, _blocks(x_RD, groups), _blocks(dy_RF, groups)
+    return lax.scan(add, jnp.zeros(shape_XDF, jnp.float32), blocks)[0]
+
+
+def _by_blocks(
+    equation: str, x_RD: jax.Array, w_XDF: jax.Array, features: int, groups: Groups
+) -> jax.Array:
+    assignments = groups.place_n.size
+
+    def multiply(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        expert, source_r, x_rD = block
+
+        def product() -> jax.Array:
+            y_rF = _product(equation, x_rD, w_XDF[expert]).astype(x_RD.dtype)
+            return jnp.where((source_r < assignments)[:, None], y_rF, jnp.zeros_like(y_rF))
+
+        zeros_rF = jnp.zeros((groups.block, features), x_RD.dtype)
+        return _if_used(groups, expert, product, lambda: zeros_rF)
+
+    source_br = groups.source_R.reshape(-1, groups.block)
+    y_brF = lax.map(multiply, (groups.expert_b, source_br, _blocks(x_RD, groups)))
+    return y_brF.reshape(-1, features)
+
+
+def _if_used(
+    groups: Groups,
+    expert: jax.Array,
+    used: Callable[[], jax.Array],
+    unused: Callable[[], jax.Array],
+) -> jax.Array:
+    return lax.cond(expert < groups.sizes_X.size, used, unused)
+
+
+def _blocks(x_RD: jax.Array, groups: Groups) -> jax.Array:
+    return x_RD.reshape(groups.expert_b.size, groups.block, -1)
+
+
+def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
