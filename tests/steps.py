@@ -26,7 +26,7 @@ from megajax.core.train.step import init_state, make_train_step
 
 STEPS = 5
 MESH = (
-    *('data', 'replicas', 'stages', 'virtual_stages', 'context', 'context_exchange'),
+    *('data', 'replicas', 'experts', 'stages', 'virtual_stages', 'context', 'context_exchange'),
     *('model_rows', 'model', 'sequence_parallel'),
 )
 TRAIN = ('dtype', 'microbatches', 'schedule', 'recompute', 'overlap', 'unroll')
@@ -44,6 +44,7 @@ class Setting(NamedTuple):
     stages: int = 1
     virtual_stages: int = 1
     schedule: str = '1f1b'
+    experts: int = 1
     context: int = 1
     context_exchange: str = 'gather'
     sequence_parallel: bool = False
@@ -106,7 +107,7 @@ class Setting(NamedTuple):
     def on_one_device(self) -> 'Setting':
         """The same step on one device."""
         one = self.unsharded.in_one_part._replace(rows=self.batch_size)
-        return one._replace(data=1, model=1, model_rows=1, sequence_parallel=False)
+        return one._replace(data=1, experts=1, model=1, model_rows=1, sequence_parallel=False)
 
     def __str__(self) -> str:
         defaults = Setting('', 0, 0)._asdict()

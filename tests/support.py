@@ -116,6 +116,27 @@ MODELS['windows'] = {
     },
 }
 
+# Mixtures of experts: as in Mixtral, and with everything that other models add, and drops.
+MODELS['experts'] = {
+    **MODELS['llama'],
+    'model': MODELS['llama']['model']
+    | {'experts': {'count': 8, 'active': 2, 'ffn_size': 32, 'balance_loss': 0.1, 'z_loss': 0.01}},
+}
+MODELS['capacity'] = {
+    **MODELS['llama'],
+    'model': MODELS['llama']['model']
+    | {
+        'bias': True,
+        'activation': 'clamped_swiglu',
+        'experts': {
+            **{'count': 8, 'active': 3, 'ffn_size': 32, 'scores': 'sigmoid', 'scale': 2.5},
+            **{'router_bias': True, 'selection_bias': True, 'groups': 4, 'active_groups': 2},
+            **{'balance_loss': 0.1, 'balance_over': 'sequence'},
+            **{'capacity': 1.0, 'capacity_group': 4},
+        },
+    },
+}
+
 SIZES = {'num_layers': 2, 'hidden_size': 64, 'num_heads': 8, 'max_seq_len': 32}
 TRAIN = {'batch_size': 8, 'seq_len': 32, 'dtype': 'float32'}
 

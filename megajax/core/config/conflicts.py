@@ -16,10 +16,12 @@ MASKED, NEXT = 'model.objective=masked_lm', 'model.objective=next_token'
 CAUSAL, BIDIRECTIONAL = 'model.attention=causal', 'model.attention=bidirectional'
 WINDOW = 'model.window'
 SINKS = 'model.attention_sinks=true'
+EXPERTS = 'model.experts'
 OUTPUTS, ALL_HEADS = 'model.norm_position', 'model.qk_norm=all'
 ZERO_CENTERED = 'model.zero_centered_norm=true'
 CROSS, DEEPSTACK = 'vision.fusion=cross_attention', 'vision.deepstack'
-TOKENS, UNROLLED, FP8 = 'train.overlap=sequence_split', 'train.unroll=true', 'train.dtype=fp8'
+BATCH, TOKENS = 'train.overlap=batch_split', 'train.overlap=sequence_split'
+UNROLLED, FP8 = 'train.unroll=true', 'train.dtype=fp8'
 NO_DROPOUT = 'model.dropout=0 and model.attention_dropout=0'
 
 # For each feature's setting: whether a config has the feature, and the setting to turn it off.
@@ -45,6 +47,7 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
     ),
     WINDOW: (lambda config: config.model.has_windows, 'no window'),
     SINKS: (lambda config: config.model.attention_sinks, 'model.attention_sinks=false'),
+    EXPERTS: (lambda config: config.model.experts is not None, 'model.experts=null'),
     'model.dropout': (lambda config: config.model.has_dropout, NO_DROPOUT),
     'vision': (lambda config: config.vision is not None, 'no vision'),
     CROSS: (
@@ -60,6 +63,7 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
     'mesh.stages': (lambda config: config.mesh.stages > 1, 'mesh.stages=1'),
     'mesh.context': (lambda config: config.mesh.context > 1, 'mesh.context=1'),
     'mesh.model_rows': (lambda config: config.mesh.is_grid, 'mesh.model_rows=1'),
+    BATCH: (lambda config: config.train.overlap == 'batch_split', 'train.overlap=none'),
     TOKENS: (lambda config: config.train.overlap == 'sequence_split', 'train.overlap=batch_split'),
     UNROLLED: (lambda config: config.train.unroll is True, 'train.unroll=false'),
     FP8: (lambda config: config.train.dtype == 'fp8', 'train.dtype=bfloat16'),
@@ -94,6 +98,19 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
     SINKS: {
         'mesh.model_rows': '2-D tensor parallelism does not support attention sinks: it shards the '
         'sequences that their gradient is summed over; use mesh.model_rows=1',
+    },
+    EXPERTS: {
+        MASKED: 'BERT has no experts',
+        'vision': 'vision models do not support experts: the encoder and the decoder would need '
+        'different MLPs',
+        'mesh.model_rows': '2-D tensor parallelism does not support experts: it shards the model '
+        'dimension, along which tokens are sent to experts; use mesh.model_rows=1',
+        BATCH: 'experts wait for their tokens, so there is no matmul to overlap with; '
+        'use train.overlap=none',
+        TOKENS: 'experts wait for their tokens, so there is no matmul to overlap with; '
+        'use train.overlap=none',
+        UNROLLED: f'{UNROLLED} is not supported with experts; use train.unroll=false',
+        FP8: 'fp8 is not supported with experts: their matmuls have no FP8 scales',
     },
     NEXT: {BIDIRECTIONAL: 'a token that attends to the next one has nothing to predict'},
     'optim.shard=none': {

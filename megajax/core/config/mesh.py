@@ -23,6 +23,11 @@ class MeshConfig(Section):
     """Groups of data shards, each with a complete copy of the state (HSDP). ZeRO shards the state
     over the data / replicas shards of a group; one all-reduce per step crosses the groups.
     """
+    experts: Devices = 1
+    """Expert-parallel degree: data shards of a replica that share the experts of each layer
+    (model.experts). An all-to-all sends each token to its experts' devices, and another one returns
+    the results.
+    """
     context: Devices = 1
     """Context-parallel degree: number of shards of each sequence. Attention exchanges keys and
     values between them.
@@ -50,7 +55,7 @@ class MeshConfig(Section):
     @property
     def is_one_dimensional(self) -> bool:
         """Whether the mesh has no parallelism but data and 1-D tensor parallelism."""
-        return self.stages == self.context == self.model_rows == 1
+        return self.stages == self.context == self.model_rows == self.experts == 1
 
     @property
     def tensor_parallel(self) -> int:
@@ -59,7 +64,7 @@ class MeshConfig(Section):
 
     @property
     def data_shards(self) -> int:
-        """Number of data shards in a replica group: the size of the mesh axis `data`."""
+        """Number of data shards in a replica group, along the mesh axes `data` and `expert`."""
         return self.data // self.replicas
 
     @property
@@ -76,7 +81,8 @@ class MeshConfig(Section):
         sizes = {
             'replica': self.replicas,
             'stage': self.stages,
-            'data': self.data_shards,
+            'data': self.data_shards // self.experts,
+            'expert': self.experts,
             'context': self.context,
             'row': self.model_rows,
             'model': self.model,

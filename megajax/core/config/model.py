@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat
 
+from megajax.core.config.experts import ExpertsConfig
 from megajax.core.config.layer import LayerConfig, RopeScaling
 from megajax.core.config.lora import LoraConfig
 from megajax.core.config.section import (
@@ -22,7 +23,7 @@ from megajax.core.config.vision import VisionConfig
 # 128 x 8, as in the Megatron paper; the same on every mesh, so that a checkpoint fits all of them.
 VOCAB_MULTIPLE = 1024
 
-GATED = 'geglu', 'swiglu'  # the activations that multiply by a gate
+GATED = 'geglu', 'swiglu', 'clamped_swiglu'  # the activations that multiply by a gate
 
 
 class ModelConfig(Section):
@@ -67,9 +68,13 @@ class ModelConfig(Section):
     """
     zero_centered_norm: bool = False
     """Whether RMSNorms multiply by 1 + w instead of w, and w begins at 0, as in Gemma 3."""
-    activation: Literal['gelu', 'gelu_tanh', 'geglu', 'swiglu'] = 'gelu_tanh'
+    activation: Literal['gelu', 'gelu_tanh', 'geglu', 'swiglu', 'clamped_swiglu'] = 'gelu_tanh'
     """Activation of the MLPs; geglu (with gelu_tanh) and swiglu have a gate in addition to the
-    up-projection.
+    up-projection. clamped_swiglu limits both, as in gpt-oss.
+    """
+    experts: ExpertsConfig | None = None
+    """A mixture of experts in place of each MLP, for example {count: 8, active: 2, ffn_size: 1024};
+    null: MLPs of ffn_size.
     """
     position: Literal['learned', 'rope', 'mrope', 'rope_2d', 'none'] = 'learned'
     """Position encoding: a learned table, rotary embeddings, or none (NoPE). mrope: rotary by time,
@@ -206,7 +211,16 @@ class ModelConfig(Section):
     @property
     def has_frozen(self) -> bool:
         """Whether some parameters are frozen."""
-        return self.lora is not None or (self.vision is not None and bool(self.vision.freeze))
+        return (
+            self.lora is not None
+            or (self.vision is not None and bool(self.vision.freeze))
+            or self.selects_with_bias
+        )
+
+    @property
+    def selects_with_bias(self) -> bool:
+        """Whether experts have a bias for their selection, which has no gradient."""
+        return self.experts is not None and self.experts.selection_bias
 
     @property
     def padded_vocab_size(self) -> int:

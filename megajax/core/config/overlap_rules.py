@@ -118,7 +118,8 @@ def _has_order(config: 'Config') -> bool:
     It does not support the loops and shardings of pipeline stages, context parallelism, 2-D tensor
     parallelism, vision and LoRA.
     """
-    has_others = config.vision is not None or config.lora is not None
+    model = config.model
+    has_others = config.vision is not None or model.lora is not None or model.experts is not None
     return config.mesh.is_one_dimensional and not has_others
 
 
@@ -154,6 +155,7 @@ PARTS_FOLLOW_FROM = (
     'mesh.model_rows',
     'vision',
     'lora',
+    'model.experts',
 )
 
 

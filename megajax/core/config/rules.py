@@ -16,6 +16,7 @@ from megajax.core.config import (
 )
 from megajax.core.config.conflicts import excluded
 from megajax.core.config.divisors import divides, divisors, multiples, nearest
+from megajax.core.config.experts import of_experts
 
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config, OptimConfig
@@ -37,6 +38,7 @@ def incompatibilities(config: 'Config') -> list[Problem]:
         _widths,
         _batches,
         mesh_rules.of_replicas,
+        of_experts,
         mesh_rules.of_grid,
         mesh_rules.of_stages,
         mesh_rules.of_context,

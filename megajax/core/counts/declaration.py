@@ -64,6 +64,11 @@ class Parameter:
         return ''.join(letter for letter in self.dims_of_layer if letter not in self.inputs)
 
     @property
+    def is_of_experts(self) -> bool:
+        """Whether the array has a dim of experts, which different devices may hold."""
+        return 'X' in self.dims
+
+    @property
     def is_matrix(self) -> bool:
         """Whether a step computes with it in `train.dtype`, and ZeRO shards it."""
         return self.role is Role.MATRIX
@@ -93,11 +98,15 @@ def out_std(model: ModelConfig) -> float:
 
 
 def linear(
-    inputs: str, outputs: str, std: float, *, bias: bool = False, summed: str = ''
+    inputs: str, outputs: str, std: float, *, bias: bool = False, summed: str = '', each: str = ''
 ) -> Declared:
-    """Declare a linear layer's weight and bias; `summed` is the bias's."""
-    weight = {'weight': Parameter(inputs + outputs, Role.MATRIX, std, inputs=inputs)}
-    return weight | ({'bias': Parameter(outputs, Role.VECTOR, summed=summed)} if bias else {})
+    """Declare a linear layer's weight and bias, or one for each of the dims `each`.
+
+    `summed` is the bias's.
+    """
+    weight = {'weight': Parameter(each + inputs + outputs, Role.MATRIX, std, inputs=inputs)}
+    biased = {'bias': Parameter(each + outputs, Role.VECTOR, summed=summed)}
+    return weight | (biased if bias else {})
 
 
 def norm(model: ModelConfig, dims: str, *, summed: str) -> Declared:
@@ -145,7 +154,9 @@ def frozen(declared: Declared) -> Declared:
 
 def base_sizes(model: ModelConfig) -> Mapping[str, int]:
     """Return the size of each letter that is not circled."""
+    experts = model.experts
     return {
+        'A': experts.ffn_size if experts else 0,
         'C': model.queries_per_kv + 2,
         'D': model.hidden_size,
         'E': model.hidden_size,
@@ -161,4 +172,5 @@ def base_sizes(model: ModelConfig) -> Mapping[str, int]:
         'S': model.max_seq_len,
         'U': 2,
         'V': model.padded_vocab_size,
+        'X': experts.count if experts else 0,
     }

@@ -19,7 +19,7 @@ from megajax.core.counts.declaration import (
     out_std,
 )
 
-SUBLAYERS = 'attention', 'mlp'  # in the order in which they are applied
+SUBLAYERS = 'attention', 'mlp'  # of a layer without experts, in the order of their application
 
 
 class Matmul(NamedTuple):
@@ -29,6 +29,7 @@ class Matmul(NamedTuple):
     inputs: str
     outputs: str
     bias: bool = False
+    each: str = ''  # dims that the weight has one matrix for each of, such as X experts
 
     def declared(
         self, model: ModelConfig, std: float, of_adapter: tuple[str, str], summed: str = ''
@@ -39,7 +40,9 @@ class Matmul(NamedTuple):
         partial gradient of it. A begins as in PEFT, where its numbers are uniform with this std,
         and B at zero, so that an adapter first adds nothing.
         """
-        parameters = linear(self.inputs, self.outputs, std, bias=self.bias, summed=summed)
+        parameters = linear(
+            self.inputs, self.outputs, std, bias=self.bias, summed=summed, each=self.each
+        )
         if model.lora is None or self.name not in model.lora.targets:
             return parameters
         sizes, (of_a, of_b) = base_sizes(model), of_adapter
@@ -52,20 +55,22 @@ class Matmul(NamedTuple):
 class Sublayer(NamedTuple):
     """A part of a layer: x + second(middle(first(norm(x)))), or with a norm after `second`."""
 
-    name: str  # one of SUBLAYERS
+    name: str  # 'attention', 'mlp' or 'experts'
     first: Matmul  # column-parallel
     second: Matmul  # row-parallel
-    vectors: Declared  # that `middle` reads
+    vectors: Declared  # that `middle` reads, or that sends tokens to experts
 
     def declared(self, model: ModelConfig) -> Declared:
         """Declare the parameters."""
         has_both = model.norms_inputs and model.norms_outputs
         first, second, sharded = self.first, self.second, self.second.inputs[0]
+        # A bias of experts is weighted for each token, by each shard of their hidden dim.
+        summed = sharded if second.each else 'T'
         return {
             'norm': norm(model, 'D', summed='T'),
             **({'output_norm': norm(model, 'D', summed='T')} if has_both else {}),
             first.name: first.declared(model, model.init_std, (sharded, '')),
-            second.name: second.declared(model, out_std(model), ('', sharded), summed='T'),
+            second.name: second.declared(model, out_std(model), ('', sharded), summed=summed),
             **self.vectors,
         }
 
@@ -88,13 +93,35 @@ def layer(model: ModelConfig) -> tuple[Sublayer, Sublayer]:
                 **sinks,
             },
         ),
-        Sublayer(
-            'mlp',
-            Matmul('up', 'D', 'UF' if model.is_gated else 'F', model.bias),
-            Matmul('down', 'F', 'D', model.bias),
-            {},
-        ),
+        _feed_forward(model),
     )
+
+
+def _feed_forward(model: ModelConfig) -> Sublayer:
+    """Return the MLP, or the mixture of experts, of a layer."""
+    gate = 'U' if model.is_gated else ''
+    experts = model.experts
+    if experts is None:
+        up = Matmul('up', 'D', f'{gate}F', model.bias)
+        return Sublayer('mlp', up, Matmul('down', 'F', 'D', model.bias), {})
+    # Each shard of the experts' hidden dim computes a partial gradient of a token's weights.
+    router = {'weight': Parameter('Dx', Role.TABLE, model.init_std, inputs='D', summed='A')}
+    if experts.router_bias:
+        router['bias'] = Parameter('x', Role.VECTOR, summed='A')
+    if experts.selection_bias:
+        router['selection_bias'] = Parameter('x', Role.VECTOR, is_frozen=True)
+    return Sublayer(
+        'experts',
+        Matmul('up', 'D', f'{gate}A', model.bias, each='X'),
+        Matmul('down', 'A', 'D', model.bias, each='X'),
+        {'router': router},
+    )
+
+
+def sublayers(model: ModelConfig) -> tuple[str, str]:
+    """Return the names of the sublayers of a layer, in the order in which they are applied."""
+    attention, feed_forward = layer(model)
+    return attention.name, feed_forward.name
 
 
 def cross_layer(model: ModelConfig) -> tuple[Sublayer, Sublayer]:

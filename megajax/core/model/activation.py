@@ -12,6 +12,7 @@ GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
     'geglu': partial(jax.nn.gelu, approximate=True),
     'swiglu': jax.nn.silu,
 }
+CLAMP, SHARPNESS = 7.0, 1.702  # of gpt-oss
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -26,6 +27,9 @@ def activate(h: jax.Array, activation: str) -> jax.Array:
 
 def _in_fp32(h: jax.Array, activation: str) -> jax.Array:
     x = h.astype(jnp.float32)
+    if activation == 'clamped_swiglu':  # gpt-oss
+        gate, up = jnp.minimum(x[:, :, 0], CLAMP), jnp.clip(x[:, :, 1], -CLAMP, CLAMP)
+        return ((up + 1) * gate * jax.nn.sigmoid(SHARPNESS * gate)).astype(h.dtype)
     if activation in GATES:
         return (GATES[activation](x[:, :, 0]) * x[:, :, 1]).astype(h.dtype)
     return jax.nn.gelu(x, approximate=activation == 'gelu_tanh').astype(h.dtype)

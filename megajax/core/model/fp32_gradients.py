@@ -50,7 +50,9 @@ def pair(declared: Parameter, weight: jax.Array, slot: jax.Array) -> jax.Array |
         return Slotted(weight=weight, slot=None) if declared.is_matrix else weight
     if declared.role is Role.SCALES:
         return Slotted(weight=weight, slot=slot)
-    return slot if weight.dtype == slot.dtype else Slotted(weight=weight, slot=slot)
+    # The slot of a data shard's own experts is a part of the weight.
+    is_same = weight.dtype == slot.dtype and weight.shape == slot.shape
+    return slot if is_same else Slotted(weight=weight, slot=slot)
 
 
 @jax.custom_vjp

@@ -22,23 +22,24 @@ def per_device(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Return `function`, applied to each device's part of its arguments, however they are mapped.
 
-    `out` returns the shardings of the results, given the shardings of the arguments; both begin
-    with the mapped dims. If nothing is mapped, `unmapped` replaces a function that communicates
-    along a mapped dim.
+    Arguments that are not mapped, such as weights, are the same for all. `out` returns the
+    shardings of the results, which begin with all mapped dims, given the arguments' shardings. If
+    nothing is mapped, `unmapped` replaces a function that communicates along a mapped dim.
     """
 
     @functools.cache
-    def with_mapped(count: int) -> Callable[..., tuple[jax.Array, ...]]:
-        """Return the function for arrays with this number of leading mapped dims."""
+    def with_mapped(counts: tuple[int, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+        """Return the function for arrays with these numbers of leading mapped dims."""
+        most = max(counts)
 
         @jax.custom_batching.custom_vmap
         def on_devices(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
 
             def on_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-                apply = unmapped if unmapped and count == 0 else function
-                results = apply(*(x.reshape(x.shape[count:]) for x in arrays))
-                return tuple(y.reshape(*(1,) * count, *y.shape) for y in results)
+                apply = unmapped if unmapped and most == 0 else function
+                parts = (x.reshape(x.shape[n:]) for x, n in zip(arrays, counts, strict=True))
+                return tuple(y.reshape(*(1,) * most, *y.shape) for y in apply(*parts))
 
             of_devices = jax.shard_map(
                 on_device, in_specs=specs, out_specs=tuple(out(specs)), check_vma=False
@@ -47,10 +48,10 @@ def per_device(
 
         @on_devices.def_vmap
         def rule(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-            assert all(batched)
-            results = with_mapped(count + 1)(*arrays)
+            now = tuple(count + is_mapped for count, is_mapped in zip(counts, batched, strict=True))
+            results = with_mapped(now)(*arrays)
             return results, (True,) * len(results)
 
         return on_devices
 
-    return with_mapped(0)
+    return lambda *arrays: with_mapped((0,) * len(arrays))(*arrays)

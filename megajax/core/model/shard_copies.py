@@ -84,6 +84,12 @@ def add_copies(gradients: Any, layout: Layout) -> Any:
     return map_parameters(add, gradients)
 
 
+def dims_of_shard(declared: Parameter, layout: Layout) -> str:
+    """The dims of a parameter's gradient on a data shard: with its copies, of its own experts."""
+    dims = copied_dims(declared, layout)
+    return dims.replace('X', 'x') if layout.mesh_axes('X') else dims
+
+
 def copied_dims(declared: Parameter, layout: Layout) -> str:
     """The dims of a parameter with its copies: `LTD` for an `LD` applied along a sharded T."""
     if declared.owner == 'encoder':  # even with one shard: its module has one form

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.core.counts.layers import SUBLAYERS
 from megajax.core.model.attention import attention_core
 from megajax.core.model.block import Block
 from megajax.core.model.computation import Computation
@@ -92,8 +91,7 @@ def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unrol
 def at_place(block: Block, index: int) -> Block:
     """Return the block with the config of the layer with this index."""
     block = jax.tree.map(lambda leaf: leaf, block)
-    for name in SUBLAYERS:
-        sublayer = getattr(block, name)
+    for sublayer in block.sublayers:
         sublayer.config = sublayer.config.layer_config(index)
     return block
 

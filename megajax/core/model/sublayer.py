@@ -78,7 +78,10 @@ class Sublayer(nnx.Module):
 
     def added(self, y_BTD: jax.Array, key_B: jax.Array | None) -> jax.Array:
         """Return the sublayer's addition to the residual stream, from the result of `second`."""
-        h_BTD = self.second.with_bias(y_BTD)
+        return self.finished(self.second.with_bias(y_BTD), key_B)
+
+    def finished(self, h_BTD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        """Return the sublayer's addition, from its complete result: normed, with dropout."""
         if self.config.norms_outputs:
             h_BTD = (self.output_norm or self.norm)(h_BTD)
         return dropout(h_BTD, self.config.dropout, fold_in(key_B, self.KEY), self.layout('TD'))

@@ -23,6 +23,7 @@ from megajax.core.model.loss import Loss
 from megajax.core.model.norm import make_norm
 from megajax.core.model.overlap.schedule import Schedule
 from megajax.core.model.parameters import Parameters
+from megajax.core.model.router import LOAD
 from megajax.core.model.rows import NO_ROWS, Rows
 from megajax.core.model.stack import run_layer, run_layers
 from megajax.core.model.vision import Encoder
@@ -281,17 +282,29 @@ def make_model(config: ModelConfig, layout: Layout, *, key: jax.Array) -> Langua
 
 
 def model_graph(
-    config: ModelConfig, layout: Layout, *, in_fp8: bool = False
+    config: ModelConfig, layout: Layout, *, in_fp8: bool = False, is_routed: bool = False
 ) -> nnx.GraphDef[LanguageModel]:
-    """The model without its parameters, for `nnx.merge`; in fp8 its layers also have scales."""
+    """The model without its parameters, for `nnx.merge`.
+
+    In fp8 its layers also have scales, and with `is_routed` its routers have their load.
+    """
+    return nnx.graphdef(abstract_model(config, layout, in_fp8=in_fp8, is_routed=is_routed))
+
+
+def abstract_model(
+    config: ModelConfig, layout: Layout, *, in_fp8: bool, is_routed: bool
+) -> LanguageModel:
+    """The model with the shapes of its parameters; see `model_graph`."""
 
     def make() -> LanguageModel:
         model = make_model(config, layout, key=jax.random.key(0))
         for sublayer in (model.layers.attention, model.layers.mlp) if in_fp8 else ():
             sublayer.first.scales, sublayer.second.scales = (nnx.Param(None) for _ in range(2))
+        if is_routed:
+            model.layers.experts.router.load = nnx.Param(None, declared=LOAD)
         return model
 
-    return nnx.graphdef(jax.eval_shape(make))
+    return jax.eval_shape(make)
 
 
 def _bert_keys(key: jax.Array) -> jax.Array:

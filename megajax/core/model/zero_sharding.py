@@ -5,6 +5,7 @@ gradient is reduced over `data` to the shard that each device stores. XLA emits 
 use and one reduce-scatter.
 """
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.typing import DTypeLike
 
 from megajax.core.counts.declaration import Parameter
 from megajax.core.model.fp32_gradients import Slotted
-from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.layout import EXPERT, Axes, Layout
 
 
 def reduced_in_backward(declared: Parameter, shard: str) -> bool:
@@ -46,6 +47,45 @@ def reduce(gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -> 
     padded = pad(gradient.astype(dtype), '-' + dims, layout)
     total = lax.reduce_sum(padded, (0,), out_sharding=layout(dims, at_rest=True))
     return total.astype(jnp.float32)  # reduce-scatter over data
+
+
+def sum_of_own_experts(
+    gradient: jax.Array,
+    dims: str,
+    layout: Layout,
+    dtype: DTypeLike,
+    replicas: Sequence[Axes] = (),
+    *,
+    at_rest: bool = True,
+) -> jax.Array:
+    """Sum gradients [*replicas, data shard, *dims] of experts within replicas.
+
+    The data shards along `expert` hold the gradients of different experts, which are not added.
+    With `at_rest` the sums are in the stored shards of a matrix.
+    """
+    lead, split = len(replicas), dims.replace('X', 'X-')
+    axes = jax.typeof(gradient).sharding.spec[lead]
+    apart = [(axis,) for axis in axes]
+    if at_rest and any(layout.padding(dims)):
+        gradient = pad(gradient, '-' * (lead + 1) + dims, layout)
+    parts, rest = layout.sizes_of(apart), gradient.shape[lead + 1 :]
+    spec = layout.stacked(dims.replace('X', 'x'), [*replicas, *apart])
+    gradient = gradient.astype(dtype).reshape(
+        *gradient.shape[:lead], *parts, *rest, out_sharding=spec
+    )
+    at = lead + len(apart) - 1 + split.index('X')
+    gradient = jnp.moveaxis(gradient, lead + axes.index(EXPERT), at)
+    # reduce-scatter over data (all-reduce without ZeRO)
+    total = lax.reduce_sum(
+        gradient,
+        tuple(range(lead, lead + len(apart) - 1)),
+        out_sharding=layout.stacked(split, replicas, at_rest=at_rest),
+    )
+    merged = *total.shape[:lead], *rest
+    at = lead + dims.index('X')
+    merged = *merged[:at], total.shape[at] * total.shape[at + 1], *total.shape[at + 2 :]
+    total = total.reshape(merged, out_sharding=layout.stacked(dims, replicas, at_rest=at_rest))
+    return total.astype(jnp.float32)
 
 
 def slotted(
@@ -79,8 +119,11 @@ def _slot(x: jax.Array, dims: str, layout: Layout, dtype: str) -> jax.Array:
 
     The cotangent of these zeros is reduced and becomes the gradient of x.
     """
-    shape = (size or own for size, own in zip(layout.unpadded(dims), x.shape, strict=True))
-    return jnp.zeros(tuple(shape), jnp.float32, out_sharding=layout(dims))
+    shape = tuple(size or own for size, own in zip(layout.unpadded(dims), x.shape, strict=True))
+    spec = layout(dims)
+    if 'X' in dims:
+        shape, spec = layout.of_own_experts(shape, dims)
+    return jnp.zeros(shape, jnp.float32, out_sharding=spec)
 
 
 def _slot_forward(x: jax.Array, dims: str, layout: Layout, dtype: str) -> tuple[jax.Array, None]:
@@ -108,14 +151,21 @@ def _sum_over_data(dims: str, layout: Layout, dtype: str) -> Any:
     To `vmap` a ZeRO-sharded matrix belongs to no single data shard, so its gradient must not
     either: the rule returns the sum as a result that is not mapped.
     """
+    is_of_own_experts = 'X' in dims and bool(layout.mesh_axes('X'))
 
     @jax.custom_batching.custom_vmap
     def total(gradient: jax.Array) -> jax.Array:
+        if is_of_own_experts:  # only traced, for the type of its result
+            at, shards = dims.index('X'), layout.num_shards('X')
+            shape = *gradient.shape[:at], gradient.shape[at] * shards, *gradient.shape[at + 1 :]
+            gradient = jnp.zeros(shape, gradient.dtype, out_sharding=layout(dims))
         return scatter(gradient, dims, layout)
 
     @total.def_vmap
     def over_data(size: int, batched: list[bool], gradient: jax.Array) -> tuple[jax.Array, bool]:
         assert all(batched)
+        if is_of_own_experts:
+            return sum_of_own_experts(gradient, dims, layout, dtype), False
         return reduce(gradient, dims, layout, dtype), False
 
     return total

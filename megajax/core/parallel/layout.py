@@ -9,10 +9,11 @@ The name of an array ends in its dims, as in x_BTD. A letter means one thing in 
     N query heads                   K key/value heads               G query heads per key/value head
     C columns of a head group: G queries, a key, a value            H head dim
     F feed-forward                  V vocabulary, padded
+    X experts                       A hidden dim of an expert
     U gate and up, key and value, or the gates of a layer's two sublayers
     E output of an unsharded square layer                           O BERT's two segments
     L layers                        J layers of cross-attention     M microbatches
-    I image slots of the rows       P patches of an image           X numbers of a patch
+    I image slots of the rows       P patches of an image
     Q rank of adapters              W chunks of layers of a stage
     Z stages of the pipeline, or the shards of an adapter's dim
 
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
     from jax import P
 
 Axes = tuple[str, ...]
-BATCH_AXES = 'replica', 'data'  # the mesh axes that shard the sequences of a batch
-STAGE, CONTEXT = 'stage', 'context'
+BATCH_AXES = 'replica', 'data', 'expert'  # the mesh axes that shard the sequences of a batch
+STAGE, CONTEXT, EXPERT = 'stage', 'context', 'expert'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +122,9 @@ class Layout:
     def per_shard(self) -> 'Layout':
         """The layout inside a function that is mapped over stages and data shards."""
         mapped = {*self.mesh_axes('B'), STAGE, CONTEXT}
+        # The weights of experts are not mapped, and keep their axis.
         axes = (
-            (letter, tuple(axis for axis in axes if axis not in mapped))
+            (letter, tuple(axis for axis in axes if axis not in mapped or letter == 'X'))
             for letter, axes in self.axes
         )
         return dataclasses.replace(
@@ -154,8 +156,8 @@ class Layout:
         These are a dim of replicas, if there are several, and one of the data shards of a replica;
         each context shard of a data shard counts as one.
         """
-        *replicas, data = self.mesh_axes('B')
-        return *((axis,) for axis in replicas), (data, *self.mesh_axes('S'))
+        *replicas, data = ((axis,) for axis in self.mesh_axes('B') if axis != EXPERT)
+        return *replicas, (*data, *self.mesh_axes('X'), *self.mesh_axes('S'))
 
     def sizes_of(self, entries: Sequence[Axes]) -> tuple[int, ...]:
         """Return the number of devices along each of some groups of mesh axes."""
@@ -169,6 +171,15 @@ class Layout:
         from jax import P
 
         return P(*map(_entry, entries), *self(dims, at_rest=at_rest))
+
+    def of_own_experts(self, shape: Sequence[int], dims: str) -> 'tuple[tuple[int, ...], P]':
+        """Return the shape and the sharding of a data shard's part of an array with a dim X.
+
+        The data shards along `expert` hold different experts.
+        """
+        at, own = dims.index('X'), self.num_shards('X')
+        part = *shape[:at], shape[at] // own, *shape[at + 1 :]
+        return part, self(dims.replace('X', 'x'))
 
     def at_rest_over(self, axes: Axes) -> 'Layout':
         """Return the layout whose matrices are sharded over these of their axes between steps."""
@@ -219,8 +230,8 @@ class Layout:
         return dict(self.uneven)
 
     def _at_rest(self, dims: str) -> dict[str, Axes]:
-        """The mesh axes of each letter between steps; other dims leave L the axis that it has."""
-        taken = self.mesh_axes('L') if 'L' in dims else ()
+        """The mesh axes of each letter between steps; other dims leave L and X theirs."""
+        taken = [axis for letter in 'LX' if letter in dims for axis in self.mesh_axes(letter)]
         rest = {
             letter: tuple(axis for axis in axes if axis not in taken)
             for letter, axes in self.at_rest
@@ -252,8 +263,10 @@ def _layout(
 ) -> Layout:
     """Return the layout of a mesh; `widths` has the size of each letter that ZeRO shards."""
     sizes, model, letters = mesh.sizes, ('model',), dict(widths)
-    batch = BATCH_AXES if mesh.replicas > 1 else BATCH_AXES[1:]
-    axes: dict[str, Axes] = {'B': batch, 'R': batch, 'F': model, 'N': model, 'V': model}
+    batch = tuple(axis for axis in BATCH_AXES if axis in sizes)
+    axes: dict[str, Axes] = {'B': batch, 'R': batch, 'F': model, 'A': model, 'N': model, 'V': model}
+    if mesh.experts > 1:
+        axes['X'] = (EXPERT,)
     axes |= {'K': model} if num_kv_heads % mesh.model == 0 else {'H': model}
     if mesh.sequence_parallel and mesh.model > 1:
         axes['T'] = model
@@ -265,7 +278,7 @@ def _layout(
         axes['S'] = (CONTEXT,)
     at_rest: dict[str, Axes] = {}
     if shard != 'none':
-        shards = (*axes.get('L', ()), 'data', *axes.get('S', ()))
+        shards = (*axes.get('L', ()), 'data', *axes.get('X', ()), *axes.get('S', ()))
         at_rest = {'D': (*axes.get('D', ()), *shards), 'd': shards}
     if 'Ⓓ' in letters:
         axes |= {'I': model, 'Ⓘ': model}

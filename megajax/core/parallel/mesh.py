@@ -23,9 +23,13 @@ from megajax.core.hardware.visible import visible_gpus
 from megajax.core.parallel.layout import UNSHARDED
 
 # Mesh axes, outermost first; the axis that communicates most, and waits for it, is innermost.
-AXES = ('replica', 'stage', 'data', 'context', 'row', 'model')
+AXES = ('replica', 'stage', 'data', 'expert', 'context', 'row', 'model')
 ALWAYS = ('data', 'model')  # in every mesh, even with one device
-KEYS = {'stage': 'stages', 'row': 'model_rows'}  # keys of `mesh` whose name differs from their axis
+KEYS = {
+    'stage': 'stages',
+    'expert': 'experts',
+    'row': 'model_rows',
+}  # keys of `mesh` whose name differs from their axis
 HOST_BYTES = 256  # maximum length of a host's name in bytes
 NVIDIA = '/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg'  # one of them where jax looks for GPUs
 

@@ -48,6 +48,14 @@ def to_stages(x: jax.Array, stages: int) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, range(1, x.ndim + 1), out_sharding=spec)
 
 
+def to_shards(x: jax.Array, count: int, spec: P) -> jax.Array:
+    """Return each device's part of x [Z, W, ...] as [Z, W, *shards, ...], with `count` such dims.
+
+    `spec` is the sharding of the result.
+    """
+    return _on_devices(lambda x: x.reshape(*x.shape[:2], *(1,) * count, *x.shape[2:]), spec, x)
+
+
 def on_shards(x_Z: jax.Array, like: jax.Array) -> jax.Array:
     """Copy a number of each stage to all elements of an array like `like`."""
     return lax.broadcast_in_dim(x_Z, like.shape, (0,), out_sharding=_spec(like))

@@ -29,7 +29,7 @@ def make_eval_step(config: Config) -> Wrapped:
     prediction.
     """
     config, layout = without_order(config), Layout.of(config)
-    objective = Objective.of(config, layout, with_scales=False)
+    objective = Objective.of(config, layout, is_training=False)
 
     def eval_step(params: nnx.State, batch: Batch) -> Metrics:
         params = copy_encoder(gather_once(params, config, layout), layout)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from megajax.core.model.overlap.per_layer_arrays import added, holds_totals, wit
 from megajax.core.model.shard_copies import add_copies
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.pipeline_ops import over_shards
-from megajax.core.train import scaling
+from megajax.core.train import routing, scaling
 from megajax.core.train.feed import Batch
 from megajax.core.train.loss_scale import LossScale, scale_weights, unscale
 from megajax.core.train.microbatches import split, with_weights
@@ -28,12 +28,20 @@ from megajax.xla.miscompiles import mesh_target
 OfMicrobatches = Callable[[Any, Any, Batch, jax.Array], tuple[Sums, Any]]
 
 
-def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, jax.Array | None]]:
-    """Return a function of parameters, batch, dropout key, loss scale and the scales of fp8.
+class Seen(NamedTuple):
+    """What a step has counted, besides its loss."""
 
-    It returns the mean loss, the mean negative log-likelihood and the gradient of the loss, and
-    with fp8 the indices of the largest exponents (`scaling.py`), which it finds in bf16 if there
-    are no scales.
+    # With fp8, the indices of the largest exponents (`scaling.py`); found in bf16 without scales.
+    places: jax.Array | None
+    routed: jax.Array | None  # with experts, the sums of their routers (`routing.py`)
+
+
+def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]]:
+    """Return a function of parameters, batch, dropout key, loss scale, scales and load.
+
+    The scales are for fp8, and the load is the experts' in the step before. The function
+    returns the mean loss and the mean negative log-likelihood, the gradient of the loss, and what
+    the step has counted.
 
     Every data shard differentiates the loss of its own sequences with respect to the shared
     parameters, which gives one gradient per data shard. Their sum, after the last microbatch, is a
@@ -53,18 +61,21 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, jax.A
         key: jax.Array,
         loss_scale: LossScale | None = None,
         scales: jax.Array | None = None,
-    ) -> tuple[Sums, nnx.State, jax.Array | None]:
+        load: jax.Array | None = None,
+    ) -> tuple[Sums, nnx.State, Seen]:
         batch = scale_weights(loss_scale, with_weights(batch, config, layout))
-        weights, primals, narrow = StepWeights.of(params, config, layout, scales)
+        load = routing.init_load(config) if load is None else load
+        weights, primals, narrow = StepWeights.of(params, config, layout, scales, load, loss_scale)
         microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
         sums, gradients = of_microbatches(primals, weights, microbatches, key)
+        gradients, routed = routing.detached(gradients, layout)
         gradients, counts = scaling.detached(gradients, config.model)
         with jax.named_scope('data_parallel'):
             sums = jax.tree.map(lambda x: x.sum(), sums)
             gradients = add_copies(sum_over_data(gradients, objective.computation, layout), layout)
             seen = counts, narrow, scales, layout, config.model
             places = scaling.largest(*seen) if objective.in_fp8 else None
-        return *unscale(loss_scale, (sums, gradients)), places
+        return *unscale(loss_scale, (sums, gradients)), Seen(places, routed)
 
     return loss_and_gradients
 

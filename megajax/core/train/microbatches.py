@@ -71,15 +71,14 @@ def split(x: jax.Array, num_microbatches: int, layout: Layout) -> jax.Array:
     """
     batch, context = layout.mesh_axes('B'), layout.mesh_axes('S')
     rows = x.shape[0] // (num_microbatches * layout.num_shards('B'))
-    sizes = layout.sizes_of([(axis,) for axis in batch])
     if not context:
-        shape = *sizes, num_microbatches, rows, *x.shape[1:]
+        shape = *layout.sizes_of(layout.mapped), num_microbatches, rows, *x.shape[1:]
         parts = x.reshape(shape, out_sharding=layout.stacked('-' * (x.ndim + 1), layout.mapped))
-        return jnp.moveaxis(parts, len(batch), 0)
+        return jnp.moveaxis(parts, len(layout.mapped), 0)
     shards = layout.num_shards('S')
     tokens = x.shape[1] // shards
-    shape = *sizes, num_microbatches, rows, shards, tokens
     one_by_one = [(axis,) for axis in batch]
+    shape = *layout.sizes_of(one_by_one), num_microbatches, rows, shards, tokens
     parts = x.reshape(shape, out_sharding=layout.stacked('--S-', one_by_one))
     parts = jnp.moveaxis(parts, -2, len(batch))
     shape = *layout.sizes_of(layout.mapped), num_microbatches, rows, tokens

@@ -13,7 +13,7 @@ from megajax.core.model.computation import Computation
 from megajax.core.model.fp32_gradients import pair
 from megajax.core.model.loss import Loss
 from megajax.core.model.parameters import map_parameters, with_frozen
-from megajax.core.model.transformer import Bert, LanguageModel, make_model, model_graph
+from megajax.core.model.transformer import Bert, LanguageModel, abstract_model, model_graph
 from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import Batch
 from megajax.core.train.microbatches import images_of, rows_of
@@ -33,12 +33,18 @@ class Objective:
     layout: Layout
     computation: Computation
     in_fp8: bool = False  # whether the parameters have scales
+    is_routed: bool = False  # whether the parameters have the load of experts
 
     @classmethod
-    def of(cls, config: Config, layout: Layout, *, with_scales: bool = True) -> Self:
-        """The objective of a run's training steps; without scales, fp8 computes in bf16."""
-        in_fp8 = with_scales and config.train.dtype == 'fp8'
-        return cls(config, layout.per_shard, Computation.of(config), in_fp8)
+    def of(cls, config: Config, layout: Layout, *, is_training: bool = True) -> Self:
+        """The objective of a run's training steps, or of an evaluation.
+
+        An evaluation of an fp8 model computes in bf16, and one of a mixture of experts drops no
+        token.
+        """
+        in_fp8 = is_training and config.train.dtype == 'fp8'
+        is_routed = is_training and config.model.experts is not None
+        return cls(config, layout.per_shard, Computation.of(config), in_fp8, is_routed)
 
     def __call__(
         self, params: nnx.State, weights: nnx.State | None, shard: Batch, key: jax.Array
@@ -123,13 +129,15 @@ class Objective:
         computation = self.computation._replace(recompute='none')
         return dataclasses.replace(self, computation=computation)
 
+    @property
+    def _of_step(self) -> dict[str, bool]:
+        return {'in_fp8': self.in_fp8, 'is_routed': self.is_routed}
+
     @cached_property
     def abstract_layers(self) -> Any:
         """The layers without arrays, for a model that does not use them."""
-        key = jax.random.key(0)
-        model = self.config.model
-        params = jax.eval_shape(lambda: nnx.state(make_model(model, self.layout, key=key)))
-        return params.raw_mapping['layers']
+        model = abstract_model(self.config.model, self.layout, **self._of_step)
+        return nnx.state(model).raw_mapping['layers']
 
     @cached_property
     def _loss(self) -> Loss:
@@ -137,7 +145,7 @@ class Objective:
 
     @cached_property
     def _graph(self) -> nnx.GraphDef[LanguageModel]:
-        return model_graph(self.config.model, self.layout, in_fp8=self.in_fp8)
+        return model_graph(self.config.model, self.layout, **self._of_step)
 
     def model(
         self, params: nnx.State, weights: nnx.State | None

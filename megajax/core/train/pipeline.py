@@ -21,12 +21,12 @@ from jax import lax
 
 from megajax.core.counts.schedule import IDLE, Phase, Schedule, make_schedule, schedule_of
 from megajax.core.parallel.layout import STAGES, Layout
-from megajax.core.parallel.pipeline_ops import BOTH, OF_STAGE, add, load, select, send, store
+from megajax.core.parallel.pipeline_ops import BOTH, add, load, select, send, store
 from megajax.core.train.feed import Batch
 from megajax.core.train.objective import Objective, Sums
 from megajax.core.train.passes import Passes, keeping_inputs, keeping_residuals
 from megajax.core.train.stage_arrays import joined, slots, zeros_of_layers, zeros_outside
-from megajax.core.train.stage_model import GIVEN, StageModel
+from megajax.core.train.stage_model import StageModel
 
 Tree = Any
 Ring = list[tuple[int, int]]
@@ -146,7 +146,8 @@ def _evaluation_tick(
     x, sums = carry
     x = model.input(x, tick.embedded, tick.forward_Z3)
     layers, given = load(model.layers, tick.forward_Z3[:, 1]), model.given(tick.forward_Z3)
-    y = model.over(model.run_layers, OF_STAGE, GIVEN, BOTH)(layers, given, x)
+    kinds = model.kinds_of_layers, model.given_kinds, BOTH
+    y = model.over(model.run_layers, *kinds)(layers, given, x)
     if phase.head:
         sums = jax.tree.map(jnp.add, sums, model.sums(y, tick.head))
     return (_send_on(y, _ring(model.schedule)), sums), None
@@ -156,7 +157,7 @@ def _forward(
     model: StageModel, passes: Passes, x: jax.Array, pass_Z3: jax.Array
 ) -> tuple[jax.Array, Tree]:
     """Run each stage's chunk of layers; also return the values that its backward pass needs."""
-    forward = model.over(passes.forward, OF_STAGE, GIVEN, BOTH)
+    forward = model.over(passes.forward, model.kinds_of_layers, model.given_kinds, BOTH)
     return forward(load(model.layers, pass_Z3[:, 1]), model.given(pass_Z3), x)
 
 
@@ -186,7 +187,7 @@ def _backward(carry: Carry, dy: jax.Array, tick: Tick, model: StageModel, passes
     ends = model.is_last_Z & (chunk_Z == schedule.chunks - 1)
     dy = select(ends, load(carry.turn, microbatch_Z % schedule.num_turns), dy)
     dy = select(microbatch_Z >= 0, dy, jnp.zeros_like(dy))
-    backward = model.over(passes.backward, OF_STAGE, GIVEN, BOTH, BOTH)
+    backward = model.over(passes.backward, model.kinds_of_layers, model.given_kinds, BOTH, BOTH)
     layers, given = load(model.layers, chunk_Z), model.given(tick.backward_Z3)
     dlayers, dx = backward(layers, given, load(carry.kept, slot_Z), dy)
     begins = model.is_first_Z & (chunk_Z == 0)

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from megajax.core.counts.declaration import Parameter, Role
 from megajax.core.counts.schedule import Schedule
+from megajax.core.model.parameters import map_parameters
 from megajax.core.parallel.layout import STAGE, STAGES, Layout
 from megajax.core.parallel.pipeline_ops import (
     BOTH,
@@ -26,10 +28,9 @@ from megajax.core.parallel.pipeline_ops import (
 )
 from megajax.core.train.feed import Batch
 from megajax.core.train.objective import Objective, Sums
-from megajax.core.train.stage_arrays import split_layers, with_layers
+from megajax.core.train.stage_arrays import of_own_experts, split_layers, with_layers
 
 Tree = Any
-GIVEN = OF_STAGE, BOTH, BOTH  # weights, rows and index of the first layer
 HEAD = SAME, SAME, BOTH, BOTH
 BESIDE = 'positions', 'segment_ids', 'rows'  # the arrays of a batch that layers read
 
@@ -52,13 +53,22 @@ class StageModel:
     ):
         self.objective, self.layout, self.schedule = objective, layout, schedule
         self.microbatches, self.key = microbatches, key
-        self.layers, self.outside = split_layers(primals, layout)
+        layers, self.outside = split_layers(primals, layout)
+        self.layers, self.kinds_of_layers = self._of_shards(layers)
         self.weights: Tree | None = None
         self.outside_weights: Tree | None = None
+        kinds_of_weights: Tree = OF_STAGE
         if weights is not None:
-            self.weights, self.outside_weights = split_layers(weights, layout)
+            of_layers, self.outside_weights = split_layers(weights, layout)
+            self.weights, kinds_of_weights = self._of_shards(of_layers)
+        self.given_kinds = kinds_of_weights, BOTH, BOTH  # weights, rows, index of the first layer
         self.stage_Z = jnp.arange(schedule.stages, out_sharding=STAGES('Z'))
         self.is_first_Z, self.is_last_Z = self.stage_Z == 0, self.stage_Z == schedule.stages - 1
+
+    def _of_shards(self, layers: Tree) -> tuple[Tree, Tree]:
+        """Return layers, and the kind of each array: experts may be of a data shard."""
+        layers, are_both = of_own_experts(layers, self.layout)
+        return layers, jax.tree.map(lambda is_both: BOTH if is_both else OF_STAGE, are_both)
 
     def run_layers(self, layers: Tree, given: Tree, x_BTD: jax.Array) -> jax.Array:
         """Run a chunk of layers on the sequences of a shard."""
@@ -78,7 +88,19 @@ class StageModel:
         # Dropout keys are mapped over the shards, and the values that are folded into them must be
         # too.
         first = on_shards(first_Z, self.zeros(''))
-        return load(self.weights, chunk_Z), pick(beside, microbatch_Z), first
+        weights = self._of_pass(load(self.weights, chunk_Z), microbatch_Z >= 0)
+        return weights, pick(beside, microbatch_Z), first
+
+    def _of_pass(self, weights: Tree, is_due_Z: jax.Array) -> Tree:
+        """Return weights with which an idle stage counts no token in its routers."""
+        if not self.objective.is_routed:
+            return weights
+
+        def due(declared: Parameter, x: jax.Array) -> jax.Array:
+            is_load = declared.role is Role.SCALES
+            return select(is_due_Z, x, jnp.zeros_like(x)) if is_load else x
+
+        return map_parameters(due, weights)
 
     def input(self, x: jax.Array, microbatch: jax.Array, pass_Z3: jax.Array) -> jax.Array:
         """Return the input of each stage's pass: x, or embedded tokens where the model begins.

@@ -14,6 +14,7 @@ from megajax.core.config.overlap_rules import resolved, without_order
 from megajax.core.model.parameters import trainable, with_frozen
 from megajax.core.model.transformer import make_model
 from megajax.core.parallel.layout import Layout
+from megajax.core.train import routing
 from megajax.core.train.compiler_options import step_options
 from megajax.core.train.feed import Batch
 from megajax.core.train.gradients import make_gradients
@@ -38,6 +39,7 @@ class TrainState(NamedTuple):
     guard: Guard
     loss_scale: LossScale | None  # None unless in fp16
     recent: jax.Array | None = None  # exponents seen in fp8 (`scaling.py`), None unless in fp8
+    load: jax.Array | None = None  # of each expert in the last step (`routing.py`), if any
 
 
 def make_params(config: Config) -> nnx.State:
@@ -66,6 +68,7 @@ def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
             guard=init_guard(),
             loss_scale=init_loss_scale(config),
             recent=init_recent(config),
+            load=routing.init_load(config),
         )
 
     state = init(params)
@@ -103,7 +106,9 @@ def make_train_step(config: Config) -> Wrapped:
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = dropout_key(config.train.seed, state.step)
         scales = None if state.recent is None else scales_of(state.recent)
-        (loss, nll), grads, places = gradients(state.params, batch, key, state.loss_scale, scales)
+        (loss, nll), grads, (places, routed) = gradients(
+            state.params, batch, key, state.loss_scale, scales, state.load
+        )
         with jax.named_scope('optimizer'):
             grad_norm = optax.tree.norm(grads)
             if places is not None:
@@ -134,11 +139,14 @@ def make_train_step(config: Config) -> Wrapped:
         if state.loss_scale is not None:
             metrics['loss_scale'] = state.loss_scale.value
         loss_scale = adjust(state.loss_scale, overflow)
-        recent = state.recent
+        recent, load = state.recent, state.load
+        if routed is not None:
+            metrics |= routing.metrics(routed, config)
+            params, load = routing.after_step(params, load, routed, verdict.taken, config)
         if recent is not None and places is not None:
             recent = jnp.where(verdict.taken, remember(recent, places), recent)
         return TrainState(
-            state.step + 1, state.batches + 1, params, opt_state, guard, loss_scale, recent
+            state.step + 1, state.batches + 1, params, opt_state, guard, loss_scale, recent, load
         ), metrics
 
     return jax.jit(train_step, donate_argnums=0, compiler_options=step_options(config))
@@ -163,8 +171,8 @@ def make_calibration(config: Config) -> Wrapped:
     gradients = make_gradients(config)
 
     def calibrate(params: nnx.State, step: jax.Array, batch: Batch) -> jax.Array:
-        _, _, places = gradients(params, batch, dropout_key(config.train.seed, step))
-        assert places is not None
-        return remember(nothing_seen(config), places)
+        _, _, seen = gradients(params, batch, dropout_key(config.train.seed, step))
+        assert seen.places is not None
+        return remember(nothing_seen(config), seen.places)
 
     return jax.jit(calibrate, compiler_options=step_options(config))

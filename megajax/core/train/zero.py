@@ -31,10 +31,11 @@ from megajax.core.model.fp8 import cast
 from megajax.core.model.fp32_gradients import separate
 from megajax.core.model.overlap.per_layer_arrays import Stack, apart, together
 from megajax.core.model.parameters import map_parameters, trainable
-from megajax.core.model.shard_copies import copied_dims, copy_to_shards
+from megajax.core.model.shard_copies import copied_dims, copy_to_shards, dims_of_shard
 from megajax.core.model.zero_sharding import reduced_in_backward
 from megajax.core.parallel.layout import Axes, Layout
-from megajax.core.train import scaling
+from megajax.core.train import routing, scaling
+from megajax.core.train.loss_scale import LossScale
 
 
 def between_steps(params: Any, config: Config) -> Any:
@@ -92,9 +93,18 @@ class StepWeights(NamedTuple):
 
     @classmethod
     def of(
-        cls, params: Any, config: Config, layout: Layout, scales: jax.Array | None = None
+        cls,
+        params: Any,
+        config: Config,
+        layout: Layout,
+        scales: jax.Array | None = None,
+        load: jax.Array | None = None,
+        loss_scale: LossScale | None = None,
     ) -> Self:
-        """Return the parameters as a step uses them; without `scales`, fp8 computes in bf16."""
+        """Return the parameters as a step uses them; without `scales`, fp8 computes in bf16.
+
+        With experts, `load` is theirs in the step before.
+        """
         is_fp8, shard = config.train.dtype == 'fp8', config.overlap.shard
         narrow = scaling.narrowed(params, scales, config) if is_fp8 else params
         gathered = gather_once(narrow, config, layout)
@@ -109,7 +119,30 @@ class StepWeights(NamedTuple):
             weights, primals = gathered, map_parameters(choose, params, primals)
         if is_fp8:
             weights, primals = scaling.attached(weights, primals, scales, config.model)
-        return cls(copy_to_shards(weights, layout), copy_to_shards(primals, layout), narrow)
+        if load is not None:
+            weights = gathered if weights is None else weights
+            given = weights, primals, load, loss_scale, config, layout
+            weights, primals = routing.attached(*given)
+        weights, primals = copy_to_shards(weights, layout), copy_to_shards(primals, layout)
+        return cls(weights, of_own_experts(primals, shard, layout), narrow)
+
+
+def of_own_experts(primals: Any, shard: str, layout: Layout) -> Any:
+    """Return the primals with slots for the gradients of a data shard's own experts.
+
+    The shards along `expert` have different ones, and each computes the gradients of its own, from
+    the tokens of all of them. ZeRO-2 and ZeRO-3 make these slots where they use them, and stages
+    give each data shard its own experts.
+    """
+
+    def own(declared: Parameter, x: jax.Array) -> jax.Array:
+        if reduced_in_backward(declared, shard) or not declared.is_of_experts:
+            return x
+        shape, spec = layout.of_own_experts(x.shape, copied_dims(declared, layout))
+        return jnp.zeros(shape, jnp.float32, out_sharding=spec)
+
+    is_needed = layout.mesh_axes('X') and not layout.mesh_axes('L')
+    return map_parameters(own, primals) if is_needed else primals
 
 
 def mapped_axes(primals: Any, shard: str) -> Any:
@@ -135,7 +168,8 @@ def zero_gradients(primals: Any, shard: str, layout: Layout) -> Any:
             return tuple(jnp.zeros(shape, of_layer.dtype, out_sharding=spec) for of_layer in x)
         is_summed = reduced_in_backward(declared, shard)
         stack = layout.mapped[:-1] if is_summed else layout.mapped
-        spec = layout.stacked(copied_dims(declared, layout), stack, at_rest=is_summed)
+        dims = declared.dims if is_summed else dims_of_shard(declared, layout)
+        spec = layout.stacked(dims, stack, at_rest=is_summed)
         return jnp.zeros((*layout.sizes_of(stack), *x.shape), x.dtype, out_sharding=spec)
 
     return map_parameters(zeros, primals)
@@ -155,9 +189,17 @@ def sum_over_data(gradients: Any, computation: Computation, layout: Layout) -> A
         dims = copied_dims(declared, layout)
         if declared.owner == 'encoder':
             return _sum_over_images(gradient, declared, layout, dtype)
+        is_done = reduced_in_backward(declared, shard)
+        if layout.mesh_axes('X') and declared.is_of_experts and not is_done:
+            to = dtype if declared.is_matrix else jnp.float32
+            replicas, at_rest = layout.mapped[:-1], declared.is_matrix
+            gradient = zero_sharding.sum_of_own_experts(
+                gradient, dims, layout, to, replicas, at_rest=at_rest
+            )
+            return _sum_over_replicas(gradient, dims, layout, to, at_rest=at_rest)
         if not declared.is_matrix:
             return _sum_of_vector(gradient, dims, shards_of(declared, layout), layout)
-        if not reduced_in_backward(declared, shard):
+        if not is_done:
             gradient = _sum_within_replicas(gradient, dims, layout, dtype)
         return _sum_over_replicas(gradient, dims, layout, dtype)
 
@@ -210,10 +252,10 @@ def _sum_within_replicas(
 
 
 def _sum_over_replicas(
-    gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike
+    gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike, *, at_rest: bool = True
 ) -> jax.Array:
-    """Sum stored shards [replica, *dims] over the replicas, if there are any."""
+    """Sum arrays [replica, *dims], by default stored shards, over any replicas."""
     if len(layout.mapped) == 1:
         return gradient
-    spec = layout(dims, at_rest=True)
+    spec = layout(dims, at_rest=at_rest)
     return lax.reduce_sum(gradient.astype(dtype), (0,), out_sharding=spec).astype(jnp.float32)

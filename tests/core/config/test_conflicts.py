@@ -24,6 +24,7 @@ VALUES = {
     'mesh.replicas': 'mesh.replicas=2',
     'mesh.stages': 'mesh.stages=2',
     'model.window': 'model.window=8',
+    'model.experts': 'model.experts={"count":4,"active":2,"ffn_size":64}',
     'model.dropout': 'model.dropout=0.1',
     'model.norm_position': 'model.norm_position=both',
     'train.sample_prompts': 'train.sample_prompts=["a"]',

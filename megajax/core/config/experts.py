@@ -1,0 +1,151 @@
+"""The section `model.experts` of a config: a mixture of experts in place of each MLP."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from megajax.base.errors import Problem
+from megajax.core.config.divisors import divides, divisors, nearest
+from megajax.core.config.section import Elements, Section, Tokens
+
+if TYPE_CHECKING:
+    from megajax.core.config.schema import Config
+
+NumExperts = Annotated[PositiveInt, Field(le=2**16)]
+
+
+class ExpertsConfig(Section):
+    """A mixture of experts: each token is sent to a few of many MLPs (Shazeer et al., 2017).
+
+    A router scores the experts of a layer for each token, in fp32, and the outputs of the chosen
+    experts are added with their scores as weights.
+    """
+
+    count: NumExperts
+    """Number of experts of a layer."""
+    active: NumExperts
+    """Number of experts that each token is sent to."""
+    ffn_size: Elements
+    """Width of the hidden layer of an expert."""
+    scores: Literal['softmax', 'sigmoid'] = 'softmax'
+    """Function of the router's logits: a softmax over all experts, or a sigmoid of each."""
+    normalize: bool = True
+    """Whether a token's weights are divided by their sum; with softmax, the weights are then a
+    softmax over the chosen experts, as in Mixtral, Qwen3 and gpt-oss.
+    """
+    scale: PositiveFloat = 1.0
+    """Factor of the weights."""
+    router_bias: bool = False
+    """Whether the router has a bias, as in gpt-oss."""
+    selection_bias: bool = False
+    """Whether each expert has a bias that counts for its selection alone. It is updated outside the
+    gradient, so that all experts receive equally many tokens (Wang et al., 2024; DeepSeek-V3).
+    """
+    bias_rate: PositiveFloat = 1e-3
+    """Change of selection_bias in a step."""
+    groups: NumExperts = 1
+    """Groups of consecutive experts; a token's experts are all in the best active_groups groups. A
+    group's score is the sum of its two best scores (DeepSeek-V3).
+    """
+    active_groups: NumExperts = 1
+    """Number of groups that a token's experts are chosen from."""
+    balance_loss: NonNegativeFloat = 0.0
+    """Coefficient of the auxiliary loss, count * sum(share of assignments * mean score) over the
+    experts (Fedus et al., 2022). It is added to the gradients, not to the reported loss.
+    """
+    balance_over: Literal['batch', 'sequence'] = 'batch'
+    """Tokens whose assignments give the shares of balance_loss: of the whole batch, in the step
+    before, or of the same sequence.
+    """
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of the mean squared log-sum-exp of the router's logits (Zoph et al., 2022). It is
+    added to the gradients, not to the reported loss.
+    """
+    capacity: PositiveFloat | None = None
+    """Tokens that an expert accepts from each capacity_group, relative to equal shares; later
+    tokens of the group are dropped. null: no token is dropped.
+    """
+    capacity_group: Tokens | None = None
+    """Consecutive tokens of a sequence within which capacity is counted; null: the sequence. The
+    same tokens are dropped on every mesh.
+    """
+
+
+def of_experts(config: 'Config') -> Iterator[Problem]:
+    """Check a mixture of experts, by itself and against the mesh."""
+    experts, mesh = config.model.experts, config.mesh
+    if experts is None:
+        if mesh.experts > 1:
+            message = f'{mesh.experts} needs model.experts, which is null; use 1'
+            yield Problem(path='mesh.experts', message=message, others=('model.experts',))
+        return
+    if experts.active > experts.count:
+        message = (
+            f'{experts.active} is more than model.experts.count={experts.count}; '
+            f'use at most {experts.count}'
+        )
+        yield Problem(path='model.experts.active', message=message, others=('model.experts.count',))
+    yield from divides('model.experts.ffn_size', experts.ffn_size, 'mesh.model', mesh.model)
+    yield from divides('model.experts.count', experts.count, 'mesh.experts', mesh.experts)
+    if mesh.data % mesh.replicas == 0:
+        shards = mesh.data // mesh.replicas
+        if shards % mesh.experts:
+            message = (
+                f'{mesh.experts} does not divide the {shards} data shards of a replica '
+                f'(mesh.data={mesh.data}, mesh.replicas={mesh.replicas}); '
+                f'use {nearest(divisors(shards), mesh.experts)}'
+            )
+            yield Problem(
+                path='mesh.experts', message=message, others=('mesh.data', 'mesh.replicas')
+            )
+    yield from _groups(experts)
+    yield from _capacity(config, experts)
+
+
+def _groups(experts: ExpertsConfig) -> Iterator[Problem]:
+    count, groups, active = experts.count, experts.groups, experts.active_groups
+    yield from divides('model.experts.count', count, 'model.experts.groups', groups)
+    if active > groups:
+        message = f'{active} is more than model.experts.groups={groups}; use at most {groups}'
+        yield Problem(
+            path='model.experts.active_groups', message=message, others=('model.experts.groups',)
+        )
+    elif count % groups == 0 and experts.active > count // groups * active:
+        size = count // groups
+        message = (
+            f'{experts.active} experts do not fit in {active} groups of {size}; '
+            f'use at most {active * size}, or model.experts.active_groups at least '
+            f'{-(-experts.active // size)}'
+        )
+        yield Problem(
+            path='model.experts.active', message=message, others=('model.experts.active_groups',)
+        )
+
+
+def _capacity(config: 'Config', experts: ExpertsConfig) -> Iterator[Problem]:
+    length = config.train.seq_len // (2 * config.mesh.context if config.mesh.context > 1 else 1)
+    if experts.capacity is None:
+        if experts.capacity_group is not None:
+            message = (
+                f'{experts.capacity_group} needs model.experts.capacity, which is null (no token '
+                'is dropped); set it, or remove model.experts.capacity_group'
+            )
+            yield Problem(
+                path='model.experts.capacity_group',
+                message=message,
+                others=('model.experts.capacity',),
+            )
+        return
+    group = experts.capacity_group or config.train.seq_len
+    if length % group:
+        whole = 'half of a context shard' if config.mesh.context > 1 else 'a sequence'
+        message = (
+            f'{group} tokens do not divide {whole}, {length} tokens; '
+            f'use {nearest(divisors(length), group)}'
+        )
+        yield Problem(
+            path='model.experts.capacity_group',
+            message=message,
+            others=('train.seq_len', 'mesh.context'),
+        )

@@ -1,0 +1,259 @@
+"""Send the tokens of a device to their experts, and multiply them by the experts' weights.
+
+Everything here runs on one device. In names of arrays, n counts assignments, of the first token
+first; s counts the slots of the buffer that is sent, r the rows that this device's experts receive,
+and x its experts. A weight [x, i, o] multiplies rows with inputs i and outputs o.
+"""
+
+import abc
+import dataclasses
+import math
+from typing import NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core.config.experts import ExpertsConfig
+from megajax.core.model.grouped import (
+    Groups,
+    block_rows,
+    group,
+    outer,
+    rows_by_transposed,
+    rows_by_weights,
+)
+from megajax.core.model.platform import accumulation_dtype
+
+
+class Peers(NamedTuple):
+    """The devices that hold the experts of a layer, along a mesh axis.
+
+    `is_abstract` is whether a mapped function is traced, to find the shapes of its results, where
+    the axis does not exist.
+    """
+
+    axis: str
+    size: int
+    is_abstract: bool
+
+    @property
+    def place(self) -> jax.Array | int:
+        """The index of this device among them."""
+        return 0 if self.is_abstract or self.size == 1 else lax.axis_index(self.axis)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Return the arrays of all devices."""
+        if self.is_abstract:
+            return jnp.broadcast_to(x, (self.size, *x.shape))
+        return lax.all_gather(x, self.axis)  # all-gather over expert
+
+    def exchange(self, x: jax.Array, split: int, joined: int) -> jax.Array:
+        """Send each device its part along a dim, and join what arrives along another."""
+        if self.size == 1:
+            return x
+        if self.is_abstract:
+            return jnp.concatenate(jnp.split(x, self.size, split), joined)
+        # all-to-all over expert
+        return lax.all_to_all(x, self.axis, split, joined, tiled=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch(abc.ABC):
+    """Where the assignments of a device's tokens are sent."""
+
+    slot_n: jax.Array  # past the buffer's end for a dropped assignment
+    source_s: jax.Array  # the assignment in a slot; past the last assignment if it is empty
+    active: int  # experts of a token
+    peers: Peers
+
+    @property
+    def is_dropped_n(self) -> jax.Array:
+        """Whether each assignment is dropped."""
+        return self.slot_n >= len(self.source_s)
+
+    def send_tokens(self, x_TD: jax.Array) -> jax.Array:
+        """Return the rows of tokens that this device's experts receive."""
+        return self.receive(_at(x_TD, self.source_s // self.active))
+
+    def send(self, x_nD: jax.Array) -> jax.Array:
+        """Return the rows of assignments that this device's experts receive."""
+        return self.receive(_at(x_nD, self.source_s))
+
+    def back(self, rows: jax.Array) -> jax.Array:
+        """Return the row of each assignment [n, D]: zeros if it is dropped."""
+        return _at(self.give_back(rows), self.slot_n)
+
+    @abc.abstractmethod
+    def receive(self, buffer_sD: jax.Array) -> jax.Array:
+        """Return the rows for this device's experts, from the buffers of all devices."""
+
+    @abc.abstractmethod
+    def give_back(self, rows: jax.Array) -> jax.Array:
+        """Return each row to its slot [s, D] on the device that it came from."""
+
+    @abc.abstractmethod
+    def matmul(self, rows: jax.Array, w_xio: jax.Array) -> jax.Array:
+        """Multiply each row by its expert's weight."""
+
+    @abc.abstractmethod
+    def input_gradient(self, rows: jax.Array, w_xio: jax.Array) -> jax.Array:
+        """Multiply each row of gradients by its expert's transposed weight."""
+
+    @abc.abstractmethod
+    def weight_gradient(self, rows: jax.Array, gradient: jax.Array) -> jax.Array:
+        """Return the gradient [x, i, o] of each expert's weight, in fp32."""
+
+    @abc.abstractmethod
+    def of_rows(self, bias_xo: jax.Array) -> jax.Array:
+        """Return the bias of each row's expert, to be added to the rows."""
+
+    @abc.abstractmethod
+    def bias_gradient(self, gradient: jax.Array) -> jax.Array:
+        """Return the sum of the rows of each expert, in fp32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropless(Dispatch):
+    """Rows [r, D] sorted by expert; `groups` has each expert's."""
+
+    groups: Groups
+
+    @classmethod
+    def of(cls, expert_TY: jax.Array, experts: ExpertsConfig, peers: Peers) -> Self:
+        """Send each assignment, in order of experts, then of tokens."""
+        expert_n, active = expert_TY.reshape(-1), experts.active
+        devices, count = peers.size, len(expert_n)
+        if devices == 1:
+            groups = group(expert_n, experts.count, block=block_rows(count, experts.count))
+            return cls(groups.place_n, groups.source_R, active, peers, groups)
+        of_device = experts.count // devices
+        # A buffer has room for every assignment on each device: all may go to the same one.
+        first_n = expert_n // of_device * count
+        slot_n = first_n + rank_in(expert_n // of_device, devices, order=expert_n)
+        chosen_x = jnp.zeros(experts.count, jnp.int32).at[expert_n].add(1)
+        # How many rows each device sends to each of this device's experts.
+        every = peers.gather(chosen_x)
+        mine = lax.dynamic_slice_in_dim(every, peers.place * of_device, of_device, 1)
+        ends = jnp.cumsum(mine, 1)
+        local_s = jax.vmap(lambda end: jnp.searchsorted(end, jnp.arange(count), side='right'))(ends)
+        # A device receives as many rows as it sends if the experts are in balance.
+        block = block_rows(count, of_device)
+        groups = group(local_s.reshape(-1).astype(jnp.int32), of_device, block=block)
+        return cls(slot_n, sources(slot_n, devices * count), active, peers, groups)
+
+    def receive(self, buffer_sD: jax.Array) -> jax.Array:
+        if self.peers.size == 1:
+            return buffer_sD
+        return _at(self.peers.exchange(buffer_sD, 0, 0), self.groups.source_R)
+
+    def give_back(self, rows: jax.Array) -> jax.Array:
+        if self.peers.size == 1:
+            return rows
+        return self.peers.exchange(_at(rows, self.groups.place_n), 0, 0)
+
+    def matmul(self, rows: jax.Array, w_xio: jax.Array) -> jax.Array:
+        return rows_by_weights(rows, w_xio, self.groups)
+
+    def input_gradient(self, rows: jax.Array, w_xio: jax.Array) -> jax.Array:
+        return rows_by_transposed(rows, w_xio, self.groups)
+
+    def weight_gradient(self, rows: jax.Array, gradient: jax.Array) -> jax.Array:
+        return outer(rows, gradient, self.groups)
+
+    def of_rows(self, bias_xo: jax.Array) -> jax.Array:
+        return _at(bias_xo, self._expert_r)
+
+    def bias_gradient(self, gradient: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((len(self.groups.sizes_X), gradient.shape[-1]))
+        return zeros.at[self._expert_r].add(gradient.astype(jnp.float32), mode='drop')
+
+    @property
+    def _expert_r(self) -> jax.Array:
+        """The expert of each row."""
+        return jnp.repeat(self.groups.expert_b, self.groups.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithCapacity(Dispatch):
+    """Rows [x, r, D]: each expert has equally many slots for each group of tokens.
+
+    A group is a part of a sequence, so the same tokens are dropped on every mesh.
+    """
+
+    count: int  # all experts
+
+    @classmethod
+    def of(cls, expert_TY: jax.Array, experts: ExpertsConfig, group: int, peers: Peers) -> Self:
+        """Send each expert its first assignments of each `group` consecutive tokens."""
+        expert_n, active, count = expert_TY.reshape(-1), experts.active, experts.count
+        assert experts.capacity is not None
+        slots = math.ceil(experts.capacity * group * active / count)
+        num_groups = len(expert_TY) // group
+        group_n = jnp.arange(len(expert_n)) // (group * active)
+        rank_n = rank_in(expert_n * num_groups + group_n, count * num_groups)
+        slot_n = (expert_n * num_groups + group_n) * slots + rank_n
+        size = count * num_groups * slots
+        slot_n = jnp.where(rank_n < slots, slot_n, size)
+        return cls(slot_n, sources(slot_n, size), active, peers, count)
+
+    def receive(self, buffer_sD: jax.Array) -> jax.Array:
+        rows = buffer_sD.reshape(self.count, -1, buffer_sD.shape[-1])
+        return self.peers.exchange(rows, 0, 1)
+
+    def give_back(self, rows: jax.Array) -> jax.Array:
+        rows = self.peers.exchange(rows, 1, 0)
+        return rows.reshape(-1, rows.shape[-1])
+
+    def matmul(self, rows: jax.Array, w_xio: jax.Array) -> jax.Array:
+        return _batched(rows, w_xio, (2, 1), rows.dtype)
+
+    def input_gradient(self, rows: jax.Array, w_xio: jax.Array) -> jax.Array:
+        return _batched(rows, w_xio, (2, 2), rows.dtype)
+
+    def weight_gradient(self, rows: jax.Array, gradient: jax.Array) -> jax.Array:
+        return _batched(rows, gradient, (1, 1), jnp.float32)
+
+    def of_rows(self, bias_xo: jax.Array) -> jax.Array:
+        return jnp.expand_dims(bias_xo, 1)
+
+    def bias_gradient(self, gradient: jax.Array) -> jax.Array:
+        return gradient.astype(jnp.float32).sum(1)
+
+
+def dispatch(expert_TY: jax.Array, experts: ExpertsConfig, length: int, peers: Peers) -> Dispatch:
+    """Return where the tokens of a device are sent, whose parts of sequences have this length."""
+    if experts.capacity is None:
+        return Dropless.of(expert_TY, experts, peers)
+    return WithCapacity.of(expert_TY, experts, experts.capacity_group or length, peers)
+
+
+def rank_in(key_n: jax.Array, num_keys: int, order: jax.Array | None = None) -> jax.Array:
+    """Return the index of each element among those with the same key, sorted by `order`, if given.
+
+    Equal elements stay in order.
+    """
+    all_n = jnp.arange(len(key_n))
+    sorted_n = jnp.argsort(key_n if order is None else order, stable=True)
+    ends = jnp.cumsum(jnp.zeros(num_keys, jnp.int32).at[key_n].add(1))
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    return jnp.zeros(len(key_n), jnp.int32).at[sorted_n].set(all_n - starts[key_n[sorted_n]])
+
+
+def sources(slot_n: jax.Array, size: int) -> jax.Array:
+    """Return the assignment in each slot; past the last assignment if the slot is empty."""
+    return jnp.full(size, len(slot_n)).at[slot_n].set(jnp.arange(len(slot_n)), mode='drop')
+
+
+def _at(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """Return rows at these indices; zeros past the end."""
+    return rows.at[index].get(mode='fill', fill_value=0)
+
+
+def _batched(
+    a: jax.Array, b: jax.Array, summed: tuple[int, int], dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Multiply matrices of each expert, over a dim of each."""
+    dims = ((summed[0],), (summed[1],)), ((0,), (0,))
+    of = accumulation_dtype(a, dtype)
+    return lax.dot_general(a, b, dims, preferred_element_type=of).astype(dtype)

@@ -1,0 +1,228 @@
+"""The forward and backward pass of a layer of experts, on one device.
+
+T is all tokens of the device, which sequence parallelism gathers first. The results are partial
+sums over the shards of the experts' hidden dim A, until the last reduction of each pass.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core.config.experts import ExpertsConfig
+from megajax.core.model import router
+from megajax.core.model.activation import activate
+from megajax.core.model.dispatch import Dispatch, Peers, dispatch
+from megajax.core.parallel.layout import CONTEXT, EXPERT, Layout
+
+Arrays = dict[str, Any]
+
+
+class Settings(NamedTuple):
+    """The settings of a layer of experts, and what kind of weights it has."""
+
+    experts: ExpertsConfig
+    activation: str
+    layout: Layout
+    dims: tuple[tuple[str, str], ...]  # of each parameter
+    at_rest: bool = False  # whether the matrices have to be gathered over `data`
+    is_frozen: bool = False  # whether they get no gradient
+    is_abstract: bool = False  # whether a mapped function is only traced (`per_device.py`)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the data shards are a mapped dim, as in a training step."""
+        return not self.layout.mesh_axes('B')
+
+    @property
+    def num_own(self) -> int:
+        """The number of experts on a device."""
+        return self.experts.count // self.layout.num_shards('X')
+
+    @property
+    def peers(self) -> Peers:
+        """The devices that hold the layer's experts."""
+        return Peers(EXPERT, self.layout.num_shards('X'), self.is_abstract)
+
+    def over_context(self, x: jax.Array) -> tuple[jax.Array, int]:
+        """Return the sum of x over the context shards, and how many there are."""
+        shards = dict(self.layout.sizes).get(CONTEXT, 1)
+        if shards == 1 or self.is_abstract:
+            return x, shards
+        return lax.psum(x, CONTEXT), shards  # all-reduce over context
+
+
+class Saved(NamedTuple):
+    """The values that the backward pass reads, besides its arguments."""
+
+    logit_Tx: jax.Array
+    expert_TY: jax.Array
+    up: jax.Array  # the result of the first matmul, with its bias
+    y_nD: jax.Array
+    rows: jax.Array | None = None  # that experts receive; None if they come from this device
+
+
+def forward(x_BTD: jax.Array, arrays: Arrays, how: Settings) -> tuple[jax.Array, Saved]:
+    """Return the sum of the experts' results for each token, sharded like x."""
+    x_BSD = _gathered(x_BTD, how.layout)
+    x_TD, local = x_BSD.reshape(-1, x_BSD.shape[-1]), _Local(arrays, how)
+    logit_Tx = router.logits(x_TD, local.router_Dx, local.vector('router_bias'))
+    expert_TY = router.choose(logit_Tx, local.vector('selection_bias'), how.experts)
+    sent = dispatch(expert_TY, how.experts, x_BSD.shape[1], how.peers)
+    rows = sent.send_tokens(x_TD)
+    up = local.biased(sent.matmul(rows, local.up), 'up_bias', sent)
+    y = sent.matmul(local.activated(up), local.down)
+    y_nD = sent.back(local.biased(y, 'down_bias', sent))
+    weight_TY1 = router.weights(logit_Tx, expert_TY, how.experts)[..., None]
+    y_TYD = y_nD.reshape(*expert_TY.shape, -1).astype(jnp.float32)
+    y_BSD = (weight_TY1 * y_TYD).sum(1).astype(x_BTD.dtype).reshape(x_BSD.shape)
+    saved = Saved(logit_Tx, expert_TY, up, y_nD, rows if sent.peers.size > 1 else None)
+    return _reduced(y_BSD, how.layout), saved
+
+
+def backward(
+    dy_BTD: jax.Array, x_BTD: jax.Array, arrays: Arrays, saved: Saved, how: Settings
+) -> tuple[jax.Array, Arrays]:
+    """Return the gradients of x and of the arrays; the one of `load` is `router.statistics`."""
+    x_BSD, dy_BSD = (_gathered(x, how.layout) for x in (x_BTD, dy_BTD))
+    x_TD, dy_TD = (x.reshape(-1, x.shape[-1]) for x in (x_BSD, dy_BSD))
+    logit_Tx, expert_TY, local = saved.logit_Tx, saved.expert_TY, _Local(arrays, how)
+    sent = dispatch(expert_TY, how.experts, x_BSD.shape[1], how.peers)
+    weight_TY, of_weights = jax.vjp(
+        lambda logit: router.weights(logit, expert_TY, how.experts), logit_Tx
+    )
+    y_TYD = saved.y_nD.reshape(*expert_TY.shape, -1).astype(jnp.float32)
+    dy_T1D = dy_TD[:, None].astype(jnp.float32)
+    (dlogit_Tx,) = of_weights((dy_T1D * y_TYD).sum(-1))
+    dy_nD = (weight_TY[..., None] * dy_T1D).astype(x_BTD.dtype).reshape(-1, x_TD.shape[-1])
+    drows, gradients = _of_matmuls(sent.send(dy_nD), x_TD, saved, sent, local)
+    if 'load' in arrays:
+        is_dropped_TY = sent.is_dropped_n.reshape(expert_TY.shape)
+        seen = router.statistics(logit_Tx, expert_TY, is_dropped_TY, how.experts)
+        is_counted = arrays['load'][router.TOKEN, 0] > 0  # not on an idle stage of a pipeline
+        gradients['load'] = jnp.where(is_counted, seen, 0)
+        dlogit_Tx += local.once(local.auxiliary(logit_Tx, expert_TY, x_BSD.shape[1]))
+    of_router, router_Dx = x_TD.astype(jnp.float32), local.router_Dx
+    highest = lax.Precision.HIGHEST
+    gradients['router'] = jnp.matmul(of_router.T, dlogit_Tx, precision=highest)
+    gradients['router_bias'] = dlogit_Tx.sum(0)
+    dx_TYD = sent.back(drows).reshape(*expert_TY.shape, -1).astype(jnp.float32)
+    dx_TD = dx_TYD.sum(1) + jnp.matmul(dlogit_Tx, router_Dx.T, precision=highest)
+    dx_BSD = dx_TD.astype(x_BTD.dtype).reshape(x_BSD.shape)
+    return _reduced(dx_BSD, how.layout), local.summed(gradients)
+
+
+def _of_matmuls(
+    dy: jax.Array, x_TD: jax.Array, saved: Saved, sent: Dispatch, local: '_Local'
+) -> tuple[jax.Array, Arrays]:
+    """Return the gradients of the rows that experts receive, and of the experts' parameters."""
+    hidden, of_activation = jax.vjp(local.activated, saved.up)
+    (dup,) = of_activation(sent.input_gradient(dy, local.down))
+    gradients: Arrays = {}
+    if not local.how.is_frozen:
+        rows = sent.send_tokens(x_TD) if saved.rows is None else saved.rows
+        gradients['up'] = sent.weight_gradient(rows, dup)
+        gradients['down'] = sent.weight_gradient(hidden, dy)
+        gradients['up_bias'] = sent.bias_gradient(dup)
+        gradients['down_bias'] = local.once(sent.bias_gradient(dy))
+    return sent.input_gradient(dup, local.up), gradients
+
+
+class _Local(NamedTuple):
+    """A device's part of the arrays."""
+
+    arrays: Arrays
+    how: Settings
+
+    @property
+    def router_Dx(self) -> jax.Array:
+        """The router's weight, without the dim of its copies."""
+        return self.arrays['router'].reshape(-1, self.how.experts.count)
+
+    def vector(self, name: str) -> jax.Array | None:
+        """Return a vector [x] of the router, if there is one."""
+        return self.arrays[name].reshape(-1) if name in self.arrays else None
+
+    @property
+    def up(self) -> jax.Array:
+        """The weights [x, D, hidden] of the first matmul."""
+        w = self.arrays['up']
+        return w.reshape(*w.shape[:2], -1)
+
+    @property
+    def down(self) -> jax.Array:
+        """The weights [x, A, D] of the second matmul."""
+        w: jax.Array = self.arrays['down']
+        return w
+
+    def biased(self, y: jax.Array, name: str, sent: Dispatch) -> jax.Array:
+        """Add the experts' biases, if they have any, to rows; biases of partial sums only once."""
+        if name not in self.arrays:
+            return y
+        bias = self.arrays[name].reshape(len(self.up), -1)
+        bias = self.once(bias) if name == 'down_bias' else bias
+        return (y.astype(jnp.float32) + sent.of_rows(bias)).astype(y.dtype)
+
+    def activated(self, up: jax.Array) -> jax.Array:
+        """Return the hidden layer, from the result of the first matmul."""
+        gates = self.arrays['up'].shape[2:-1]  # gate and up, or nothing
+        hidden = activate(up.reshape(1, -1, *gates, len(self.down[0])), self.how.activation)
+        return hidden.reshape(*up.shape[:-1], -1)
+
+    def once(self, x: jax.Array) -> jax.Array:
+        """Return x on the first shard of the hidden dim, and zeros on the others."""
+        axes = self.how.layout.mesh_axes('A')
+        return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
+
+    def auxiliary(self, logit_Tx: jax.Array, expert_TY: jax.Array, length: int) -> jax.Array:
+        """Return the gradients of the balance loss and the z-loss with respect to the logits."""
+        experts, load = self.how.experts, self.arrays['load']
+        token = load[router.TOKEN, 0]
+        pressure = load[router.PRESSURE][None]
+        if experts.balance_over == 'sequence':
+            of_sequence = expert_TY.reshape(-1, length * experts.active)
+            chosen_Bx = jax.vmap(lambda one: router.counts(one, experts.count))(of_sequence)
+            chosen_Bx, shards = self.how.over_context(chosen_Bx)
+            share_Bx = chosen_Bx / (length * experts.active * shards)
+            pressure_Bx = experts.balance_loss * experts.count * token * share_Bx
+            pressure = jnp.repeat(pressure_Bx, length, 0)
+        return router.auxiliary_gradient(logit_Tx, pressure, token, experts)
+
+    def summed(self, gradients: Arrays) -> Arrays:
+        """Return the gradients of `arrays`, complete if the tokens of several devices have no dim.
+
+        A step maps its data shards, and has copies of the arrays for each shard of A; both are
+        added once a step. Elsewhere the devices' gradients are added here.
+        """
+        layout = self.how.layout
+        tokens = (*layout.mesh_axes('B'), *layout.mesh_axes('S'))
+        done: Arrays = {}
+        for name, dims in self.how.dims:
+            if name not in gradients or name not in self.arrays:
+                continue
+            gradient, copies = gradients[name], self.arrays[name].ndim > len(dims)
+            axes = [axis for axis in tokens if axis != EXPERT or 'X' not in dims]
+            if 'A' not in dims and not copies:
+                axes += layout.mesh_axes('A')
+            gradient = lax.psum(gradient, tuple(axes)) if axes else gradient
+            done[name] = gradient.reshape(self.arrays[name].shape)
+        if 'load' in gradients:
+            done['load'] = gradients['load']
+        return done
+
+
+def _gathered(x_BTD: jax.Array, layout: Layout) -> jax.Array:
+    """Return x_BSD."""
+    axes = layout.mesh_axes('T')
+    # SP: all-gather over model
+    return lax.all_gather(x_BTD, axes, axis=1, tiled=True) if axes else x_BTD
+
+
+def _reduced(y_BSD: jax.Array, layout: Layout) -> jax.Array:
+    """Return the sum y_BTD of the partial sums of all shards of A."""
+    if axes := layout.mesh_axes('T'):
+        # SP: reduce-scatter over model
+        return lax.psum_scatter(y_BSD, axes, scatter_dimension=1, tiled=True)
+    axes = layout.mesh_axes('A')
+    return lax.psum(y_BSD, axes) if axes else y_BSD  # all-reduce over model

@@ -1,0 +1,111 @@
+"""The router of a mixture of experts: which experts a token is sent to, and with what weights.
+
+Everything is in fp32. The functions handle the tokens of one device, and none communicates. T here
+is all of these tokens, and Y the experts that each is sent to.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core.config.experts import ExpertsConfig
+from megajax.core.counts.declaration import Parameter, Role
+
+# What a step learns about the routing of a layer [STATISTICS, x], sums over tokens for each expert.
+# They leave the backward pass as the gradient of a slot (`core/train/routing.py`).
+STATISTICS = CHOSEN, SCORES, ENTROPY, DROPPED = range(4)
+# And the rows of that slot's value: for each expert, the gradient of the balance loss with respect
+# to a token's score; and the share of one token among all.
+PRESSURE, TOKEN = range(2)
+LOAD = Parameter('L-x', Role.SCALES)
+
+
+class Routing(NamedTuple):
+    """The experts of each token, and their weights."""
+
+    expert_TY: jax.Array
+    weight_TY: jax.Array
+
+
+def logits(x_TD: jax.Array, weight_Dx: jax.Array, bias_x: jax.Array | None) -> jax.Array:
+    """Return the router's logits [T, x]."""
+    highest = lax.Precision.HIGHEST  # not TF32: a rounding error changes who is chosen
+    y_Tx = jnp.matmul(x_TD.astype(jnp.float32), weight_Dx, precision=highest)
+    return y_Tx if bias_x is None else y_Tx + bias_x[None]
+
+
+def choose(logit_Tx: jax.Array, bias_x: jax.Array | None, experts: ExpertsConfig) -> jax.Array:
+    """Return the experts [T, Y] of each token, the best first.
+
+    Of experts with equal scores, the first is better. `bias_x` is added to the scores for this
+    choice alone.
+    """
+    score_Tx = _scores(logit_Tx, experts)
+    if bias_x is not None:
+        score_Tx = score_Tx + bias_x[None]
+    if experts.groups > 1:
+        by_group = score_Tx.reshape(len(score_Tx), experts.groups, -1)
+        best, _ = lax.top_k(by_group, min(2, by_group.shape[-1]))
+        _, group_TG = lax.top_k(best.sum(-1), experts.active_groups)
+        is_in = jax.nn.one_hot(group_TG, experts.groups).sum(1)[..., None] > 0
+        score_Tx = jnp.where(is_in, by_group, -jnp.inf).reshape(score_Tx.shape)
+    _, expert_TY = lax.top_k(score_Tx, experts.active)
+    return expert_TY
+
+
+def weights(logit_Tx: jax.Array, expert_TY: jax.Array, experts: ExpertsConfig) -> jax.Array:
+    """Return the weights [T, Y] of each token's experts."""
+    if experts.scores == 'softmax' and experts.normalize:
+        return experts.scale * jax.nn.softmax(jnp.take_along_axis(logit_Tx, expert_TY, 1))
+    score_TY = jnp.take_along_axis(_scores(logit_Tx, experts), expert_TY, 1)
+    if experts.normalize:
+        score_TY = score_TY / (score_TY.sum(-1, keepdims=True) + 1e-20)
+    return experts.scale * score_TY
+
+
+def probabilities(logit_Tx: jax.Array, experts: ExpertsConfig) -> jax.Array:
+    """Return the scores of each token, divided by their sum."""
+    score_Tx = _scores(logit_Tx, experts)
+    if experts.scores == 'softmax':
+        return score_Tx
+    return score_Tx / (score_Tx.sum(-1, keepdims=True) + 1e-20)
+
+
+def auxiliary_gradient(
+    logit_Tx: jax.Array, pressure_Tx: jax.Array, token: jax.Array, experts: ExpertsConfig
+) -> jax.Array:
+    """Return the gradient of the balance loss and of the z-loss with respect to the logits.
+
+    `pressure_Tx` is the gradient of the balance loss with respect to `probabilities`, and `token`
+    the share of one token among all.
+    """
+
+    def loss(logit_Tx: jax.Array) -> jax.Array:
+        total = (pressure_Tx * probabilities(logit_Tx, experts)).sum()
+        if experts.z_loss:
+            total += experts.z_loss * token * jnp.square(jax.nn.logsumexp(logit_Tx, -1)).sum()
+        return total
+
+    return jax.grad(loss)(logit_Tx)
+
+
+def counts(expert_TY: jax.Array, num_experts: int) -> jax.Array:
+    """Return how often each expert is chosen."""
+    return jnp.zeros(num_experts).at[expert_TY.reshape(-1)].add(1.0)
+
+
+def statistics(
+    logit_Tx: jax.Array, expert_TY: jax.Array, is_dropped_TY: jax.Array, experts: ExpertsConfig
+) -> jax.Array:
+    """Return [STATISTICS, x]."""
+    chosen_x = counts(expert_TY, experts.count)
+    dropped_x = jnp.zeros(experts.count).at[expert_TY.reshape(-1)].add(is_dropped_TY.reshape(-1))
+    score_Tx = probabilities(logit_Tx, experts)
+    entropy_x = -jnp.where(score_Tx > 0, score_Tx * jnp.log(score_Tx), 0).sum(0)
+    return jnp.stack([chosen_x, score_Tx.sum(0), entropy_x, dropped_x])
+
+
+def _scores(logit_Tx: jax.Array, experts: ExpertsConfig) -> jax.Array:
+    return jax.nn.softmax(logit_Tx) if experts.scores == 'softmax' else jax.nn.sigmoid(logit_Tx)

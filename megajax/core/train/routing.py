@@ -1,0 +1,117 @@
+"""The load of each expert, which a step's routers use, and what they report of it.
+
+The balance loss multiplies a token's scores by the shares of assignments in the whole batch, which
+no device knows in its forward pass. A step therefore uses the shares of the step before. So the
+gradients are equal on every mesh and with any number of microbatches, and no layer waits for a
+collective. The reports are sums over tokens for each expert (`router.statistics`). They leave the
+backward pass as the gradient of a slot, as the counts of fp8 do (`scaling.py`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from megajax.core.config import Config
+from megajax.core.model import router
+from megajax.core.parallel.layout import UNSHARDED, Layout
+from megajax.core.train.loss_scale import LossScale
+
+
+def init_load(config: Config) -> jax.Array | None:
+    """Return equal shares [layer, expert] of the assignments; None without experts."""
+    experts = config.model.experts
+    if experts is None:
+        return None
+    return jnp.full((config.model.num_layers, experts.count), 1 / experts.count)
+
+
+def attached(
+    weights: Any,
+    primals: Any,
+    load_Lx: jax.Array,
+    loss_scale: LossScale | None,
+    config: Config,
+    layout: Layout,
+) -> tuple[Any, Any]:
+    """Return the weights with what each router needs to know, and the primals with its slot."""
+    experts, train = config.model.experts, config.train
+    assert experts is not None
+    token = (1 if loss_scale is None else loss_scale.value) / (train.batch_size * train.seq_len)
+    is_over_batch = experts.balance_over == 'batch'
+    pressure = experts.balance_loss * experts.count * token * is_over_batch * load_Lx
+    zeros = jnp.zeros_like(pressure)
+    rows = {router.PRESSURE: pressure, router.TOKEN: zeros + token}
+    values = jnp.stack([rows.get(row, zeros) for row in router.STATISTICS], 1)
+    values = values[np.array(layout.layer_order(len(values)))]
+
+    def attach(params: Any, x: jax.Array) -> Any:
+        load = nnx.Param(jax.reshard(x, layout('L--')), declared=router.LOAD)
+        slots = {'layers': {'experts': {'router': {'load': load}}}}
+        return nnx.merge_state(params, nnx.State(slots))
+
+    return attach(weights, values), attach(primals, jnp.zeros_like(values))
+
+
+def detached(gradients: Any, layout: Layout) -> tuple[Any, jax.Array | None]:
+    """Return the gradients and, separately, the sums [layer, statistic, expert] of all tokens."""
+
+    def is_load(_: Any, x: nnx.Variable[jax.Array]) -> bool:
+        return x.declared is router.LOAD
+
+    found = jax.tree.leaves(nnx.filter_state(gradients, is_load))
+    if not found:
+        return gradients, None
+    rest = nnx.filter_state(gradients, lambda path, x: not is_load(path, x))
+    # all-reduce over data
+    sums = found[0].sum(tuple(range(len(layout.mapped))))
+    sums = jax.reshard(sums, UNSHARDED('---'))
+    return rest, sums[np.argsort(np.array(layout.layer_order(len(sums))))]
+
+
+def shares(sums_L4x: jax.Array) -> jax.Array:
+    """Return each expert's share [layer, expert] of the assignments."""
+    chosen_Lx = sums_L4x[:, router.CHOSEN]
+    return chosen_Lx / chosen_Lx.sum(-1, keepdims=True)
+
+
+def after_step(
+    params: Any, load_Lx: Any, sums_L4x: jax.Array, taken: jax.Array, config: Config
+) -> tuple[Any, Any]:
+    """Return the parameters and the shares for the next step, unchanged if a step is not taken.
+
+    Selection biases are moved in favor of the experts with too few tokens.
+    """
+    experts, layout = config.model.experts, Layout.of(config)
+    load_Lx = jnp.where(taken, shares(sums_L4x), load_Lx)
+    if experts is None or not experts.selection_bias:
+        return params, load_Lx
+    chosen_Lx = sums_L4x[:, router.CHOSEN]
+    change = experts.bias_rate * jnp.sign(chosen_Lx.mean(-1, keepdims=True) - chosen_Lx) * taken
+    change = jax.reshard(change[np.array(layout.layer_order(len(change)))], layout('Lx'))
+    bias = params['layers']['experts']['router']['selection_bias']
+    new = {'router': {'selection_bias': bias.replace(bias.get_value() + change)}}
+    return nnx.merge_state(params, nnx.State({'layers': {'experts': new}})), load_Lx
+
+
+def metrics(sums_L4x: jax.Array, config: Config) -> dict[str, jax.Array]:
+    """Return what a log shows of the routing of a step, over all layers.
+
+    These are the largest load of an expert over the mean load, the share of assignments that are
+    dropped, the mean entropy of a token's scores in nats, the balance loss, and the experts that
+    received nothing.
+    """
+    experts, train = config.model.experts, config.train
+    assert experts is not None
+    chosen_Lx, scores_Lx, entropy_Lx, dropped_Lx = jnp.moveaxis(sums_L4x, 1, 0)
+    tokens = train.batch_size * train.seq_len
+    balance_L = experts.count * (shares(sums_L4x) * scores_Lx).sum(-1) / tokens
+    return {
+        'expert_load': (chosen_Lx.max(-1) / chosen_Lx.mean(-1)).max(),
+        'dropped': dropped_Lx.sum() / chosen_Lx.sum(),
+        'router_entropy': (entropy_Lx.sum(-1) / tokens).mean(),
+        'balance_loss': experts.balance_loss * balance_L.sum(),
+        'idle_experts': (chosen_Lx == 0).sum(),
+    }

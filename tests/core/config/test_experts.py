@@ -1,0 +1,40 @@
+"""What is wrong with a mixture of experts is said before anything compiles, with a fix."""
+
+import pytest
+
+from megajax.core.config import ConfigError, load
+
+EXPERTS = 'model.experts={count: 8, active: 2, ffn_size: 64%s}'
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'said'),
+    [
+        (['model.experts={count: 8, active: 9, ffn_size: 64}'], 'count=8; use at most 8'),
+        (['mesh.experts=2'], 'model.experts'),
+        ([EXPERTS % '', 'mesh.data=4', 'mesh.experts=3'], 'use 2 or 4'),
+        ([EXPERTS % '', 'mesh.data=8', 'mesh.replicas=4', 'mesh.experts=4'], 'use 2'),
+        (
+            ['model.experts={count: 6, active: 2, ffn_size: 64}', 'mesh.data=4', 'mesh.experts=4'],
+            'use 4 or 8, or mesh.experts 3 or 6',
+        ),
+        ([EXPERTS % ', capacity: 1.0, capacity_group: 48'], 'use 32 or 64'),
+        ([EXPERTS % ', capacity: 1.0', 'mesh.context=2'], 'capacity_group'),
+        ([EXPERTS % ', capacity_group: 32'], 'set it, or remove'),
+        ([EXPERTS % ', groups: 3'], 'groups 2 or 4'),
+        ([EXPERTS % ', groups: 4, active_groups: 5'], 'use at most 4'),
+        ([EXPERTS % ', groups: 8, active_groups: 1'], 'use at most 1, or'),
+        (['model.experts={count: 8, active: 2, ffn_size: 66}', 'mesh.model=4'], 'use 64 or 68'),
+    ],
+)
+def test_a_mistake_is_rejected_with_the_key_and_a_fix(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load('tiny', overrides)
+    assert said in str(error.value)
+
+
+def test_experts_divide_the_data_shards_of_a_replica() -> None:
+    mesh = ['mesh.data=8', 'mesh.replicas=2', 'mesh.experts=2', 'optim.shard=weights']
+    config = load('tiny', [EXPERTS % '', *mesh])
+    assert config.mesh.sizes == {'replica': 2, 'data': 2, 'expert': 2, 'model': 2}
+    assert config.mesh.data_shards == 4

@@ -1,0 +1,71 @@
+"""A mixture of experts has the same numbers on every mesh, whoever holds the experts."""
+
+import numpy as np
+import pytest
+from steps import Setting, loss_and_gradients, train
+from support import assert_close, exhaustive, relative_error, slow
+
+LIMIT = 1e-5
+
+# Experts on all or some of the data shards; with tensor and sequence parallelism, all ZeRO stages,
+# replicas, microbatches, recomputation, stages and context shards.
+SETTINGS = [
+    Setting('experts', 4, 2, 'weights', experts=2, sequence_parallel=True, microbatches=2),
+    slow(Setting('experts', 2, 1, 'none', experts=2)),
+    slow(Setting('experts', 1, 2)),
+    slow(Setting('experts', 4, 2, 'optimizer', experts=4, recompute='full')),
+    slow(Setting('experts', 4, 2, 'gradients', experts=2, sequence_parallel=True)),
+    exhaustive(Setting('experts', 8, 1, 'weights', 2, experts=2, recompute='full')),
+    exhaustive(Setting('experts', 8, 1, 'optimizer', 2, experts=4, microbatches=2)),
+    exhaustive(Setting('experts', 8, 1, 'weights', experts=8)),
+    slow(Setting('experts', 2, 2, 'optimizer', experts=2, context=2, plain=True)),
+    exhaustive(Setting('experts', 4, 1, 'weights', experts=2, context=2, plain=True)),
+    slow(Setting('experts', 2, 2, 'optimizer', experts=2, stages=2, microbatches=2)),
+    exhaustive(
+        Setting(
+            'experts',
+            2,
+            2,
+            experts=2,
+            stages=2,
+            virtual_stages=2,
+            microbatches=2,
+            sequence_parallel=True,
+            recompute='full',
+            num_layers=4,
+        )
+    ),
+    Setting('capacity', 4, 2, 'optimizer', experts=4, sequence_parallel=True),
+    slow(Setting('capacity', 4, 2, 'weights', experts=2, microbatches=2)),
+    exhaustive(Setting('capacity', 2, 2, experts=2, context=2, plain=True)),
+    exhaustive(Setting('capacity', 2, 2, experts=2, stages=2, microbatches=2)),
+]
+
+
+@pytest.mark.parametrize('setting', SETTINGS, ids=str)
+def test_loss_and_gradients_are_those_of_one_device(setting: Setting) -> None:
+    expected_loss, expected = loss_and_gradients(setting.on_one_device._replace(microbatches=1))
+    loss, gradients = loss_and_gradients(setting)
+    assert relative_error(loss, expected_loss) <= 1e-6
+    assert_close(gradients, expected, LIMIT)
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        Setting('capacity', 4, 2, 'optimizer', experts=2),
+        slow(Setting('experts', 4, 2, 'weights', experts=4)),
+    ],
+    ids=str,
+)
+def test_training_and_evaluation_are_those_of_one_device(setting: Setting) -> None:
+    expected, actual = train(setting.on_one_device), train(setting)
+    assert relative_error(actual.losses, expected.losses) <= LIMIT
+    assert_close(actual.params, expected.params, LIMIT)
+    assert_close(actual.evaluated, expected.evaluated, LIMIT)
+
+
+def test_the_selection_bias_moves_towards_experts_with_few_tokens() -> None:
+    bias = train(Setting('capacity', 1, 1)).params['layers.experts.router.selection_bias']
+    assert set(np.unique(np.round(bias / 1e-3, 3)) % 1) == {0}
+    assert bias.min() < 0 < bias.max()
