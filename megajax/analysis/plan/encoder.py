@@ -11,7 +11,7 @@ from megajax.analysis.plan.sizes import BYTES, FLOAT32, Sizes
 from megajax.core.config import Config
 from megajax.core.config.mesh import MeshConfig
 from megajax.core.config.model import encoder_layers
-from megajax.core.config.schema import OptimConfig
+from megajax.core.config.optim import OptimConfig
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.counts.vision import images_of_device, vectors
 

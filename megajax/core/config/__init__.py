@@ -18,12 +18,12 @@ from megajax.core.config.load import dump, load, overridden, presets, recipes, r
 from megajax.core.config.lora import LoraConfig
 from megajax.core.config.mesh import MeshConfig
 from megajax.core.config.model import ModelConfig
+from megajax.core.config.optim import OptimConfig
 from megajax.core.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
     LossConfig,
-    OptimConfig,
     ProfileConfig,
     RunConfig,
     TrainConfig,

@@ -19,10 +19,12 @@ from megajax.core.config.divisors import divides, divisors, multiples, nearest
 from megajax.core.config.experts import of_experts
 
 if TYPE_CHECKING:
-    from megajax.core.config.schema import Config, OptimConfig
+    from megajax.core.config.optim import OptimConfig
+    from megajax.core.config.schema import Config
 
 
 SHORTEST_PAIR = 16  # tokens, the minimum length of a BERT sequence
+OF_MUON = 'momentum', 'nesterov', 'ns_steps', 'ns_coefficients'  # keys of optim
 LARGEST_LOSS_SCALE = 2**32  # Megatron's initial loss scale
 
 
@@ -219,6 +221,26 @@ def _optimizer(config: 'Config') -> Iterator[Problem]:
         message = f'{optim.warmup_init} exceeds optim.lr={optim.lr}; use at most {optim.lr}, or 0'
         yield Problem(path='optim.warmup_init', message=message, others=('optim.lr',))
     yield from _schedule(optim, steps)
+    yield from _muon(config)
+
+
+def _muon(config: 'Config') -> Iterator[Problem]:
+    optim, vision = config.optim, config.vision
+    if optim.kind == 'muon':
+        is_frozen = vision is not None and 'decoder' in vision.freeze and not vision.is_crossed
+        if is_frozen or config.lora is not None:
+            frozen = 'vision.freeze' if is_frozen else 'lora'
+            message = f'muon has no matrices to update: {frozen} freezes the layers; use adamw'
+            yield Problem(path='optim.kind', message=message, others=(frozen,))
+        return
+    for key in OF_MUON:
+        value = getattr(optim, key)
+        if value != type(optim).model_fields[key].default:
+            message = (
+                f'{shorten(str(value))} has no effect with optim.kind={optim.kind}; '
+                'remove it, or set optim.kind=muon'
+            )
+            yield Problem(path=f'optim.{key}', message=message, others=('optim.kind',))
 
 
 def _schedule(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:

@@ -25,6 +25,7 @@ from pydantic_core import PydanticCustomError
 from megajax.core.config.lora import LoraConfig
 from megajax.core.config.mesh import MeshConfig
 from megajax.core.config.model import ModelConfig
+from megajax.core.config.optim import OptimConfig
 from megajax.core.config.overlap_rules import Overlap
 from megajax.core.config.rules import incompatibilities
 from megajax.core.config.section import (
@@ -34,8 +35,6 @@ from megajax.core.config.section import (
     Fraction,
     Minutes,
     Name,
-    Point,
-    PointFromZero,
     Section,
     Sequences,
     Steps,
@@ -139,58 +138,6 @@ class TrainConfig(Section):
     def compute_dtype(self) -> Literal['float32', 'bfloat16', 'float16']:
         """The compute dtype, except for linear layers in fp8, which multiply in FP8."""
         return 'bfloat16' if self.dtype == 'fp8' else self.dtype
-
-
-ZERO_STAGES = {'zero1': 'optimizer', 'zero2': 'gradients', 'zero3': 'weights', 'fsdp': 'weights'}
-
-
-def _zero_stage(value: Any) -> Any:
-    if isinstance(value, bool):
-        return 'optimizer' if value else 'none'
-    return ZERO_STAGES.get(value, value) if isinstance(value, str) else value
-
-
-class OptimConfig(Section):
-    """AdamW and its learning-rate schedule."""
-
-    lr: PositiveFloat = 1.5e-4
-    """Peak learning rate, reached at the end of warm-up."""
-    min_lr: NonNegativeFloat = 1e-5
-    """Learning rate at the end of the schedule."""
-    warmup_steps: PointFromZero = 0
-    """Length of the linear warm-up; fractions of a step are allowed."""
-    warmup_init: NonNegativeFloat | None = None
-    """Learning rate at the first step (0 in Megatron-LM); null: lr / (warmup_steps + 1)."""
-    decay_steps: Point | None = None
-    """Step at which the schedule reaches min_lr, where the rate stays; null: train.steps."""
-    schedule: Literal['cosine', 'linear', 'constant', 'wsd', 'inverse_sqrt'] = 'cosine'
-    """Learning-rate decay after warm-up, to min_lr; inverse_sqrt: lr sqrt(warmup_steps / step)."""
-    wsd_steps: Point | None = None
-    """Length of the decay with `schedule: wsd`; null: a fifth of the steps after warm-up."""
-    wsd_decay: Literal['linear', 'cosine', 'exponential', 'minus_sqrt'] = 'linear'
-    """Shape of the decay with `schedule: wsd`."""
-    weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay of all parameters except biases and norms."""
-    beta1: Fraction = 0.9
-    """Decay rate of AdamW's first moment."""
-    beta2: Fraction = 0.999
-    """Decay rate of AdamW's second moment."""
-    eps: PositiveFloat = 1e-8
-    """Epsilon in AdamW's denominator."""
-    grad_clip: PositiveFloat = 1.0
-    """Global gradient norm above which gradients are clipped."""
-    shard: Annotated[
-        Literal['none', 'optimizer', 'gradients', 'weights'], BeforeValidator(_zero_stage)
-    ] = 'none'
-    """ZeRO stage, i.e. what is sharded over `data` in addition to tensor parallelism: none;
-    optimizer: the fp32 weights and AdamW moments (zero1); gradients: also the gradients (zero2);
-    weights: also the weights in the compute dtype (zero3, fsdp). The names in parentheses are
-    accepted as well. See `megajax/core/train/zero.py`.
-    """
-    reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
-    """Dtype in which gradients are reduced over `data`."""
-    moments_dtype: Literal['float32', 'bfloat16'] = 'float32'
-    """Dtype in which AdamW's moments are stored."""
 
 
 class LossConfig(Section):

@@ -106,6 +106,11 @@ _NAMES = {
     'train.eval_batches': ('eval.batches', 'eval_iters', 'val_batches', 'limit_val_batches'),
     'train.log_every': ('log_interval', 'log_steps', 'logging_steps', 'log_freq'),
     'train.seed': ('random_seed', 'rng_seed'),
+    'optim.kind': ('optimizer', 'optim_type', 'optim.name', 'optim.type'),
+    'optim.momentum': ('muon_momentum', 'mu_momentum'),
+    'optim.nesterov': ('muon_use_nesterov', 'use_nesterov'),
+    'optim.ns_steps': ('muon_num_ns_steps', 'num_ns_steps', 'newton_schulz_steps'),
+    'optim.ns_coefficients': ('muon_coefficient_type', 'ns_coeffs', 'coefficient_type'),
     'optim.lr': ('learning_rate', 'max_lr', 'peak_lr', 'base_lr'),
     'optim.min_lr': ('minimum_lr', 'end_lr', 'eta_min', 'final_lr'),
     'optim.warmup_steps': (
@@ -169,9 +174,6 @@ _DIFFERENT = {
     'mixture-of-experts models are not supported': (
         'ep', 'ep_size', 'expert', 'experts', 'expert_parallel', 'expert_parallel_size',
         'expert_model_parallel_size', 'num_experts', 'n_experts', 'moe', 'num_local_experts',
-    ),
-    'megajax train supports AdamW only': (
-        'optimizer', 'optim_type', 'momentum', 'optim.name', 'optim.type', 'optim.kind',
     ),
     'dropout and biases are not supported in adapters': (
         'lora.dropout', 'lora.bias', 'lora_dropout', 'lora_bias',

@@ -74,6 +74,11 @@ class Parameter:
         return self.role is Role.MATRIX
 
     @property
+    def is_layer_matrix(self) -> bool:
+        """Whether it holds matrices of the decoder's layers, which Muon orthogonalizes."""
+        return self.is_matrix and any(letter in self.dims for letter in 'LJ')
+
+    @property
     def is_adapter(self) -> bool:
         """Whether it is a matrix of an adapter of a frozen weight."""
         return self.role is Role.ADAPTER

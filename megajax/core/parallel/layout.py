@@ -95,7 +95,7 @@ class Layout:
         """
         from jax import P
 
-        axes = self._at_rest(dims) if at_rest else self._axes
+        axes = self.axes_at_rest(dims) if at_rest else self._axes
         entries = [axes.get(letter, ()) for letter in dims]
         used = [axis for entry in entries for axis in entry]
         if len(used) != len(set(used)):
@@ -138,7 +138,19 @@ class Layout:
 
     def shards_at_rest(self, dims: str) -> Mapping[str, int]:
         """Return the number of shards of each letter of a matrix with these dims between steps."""
-        return {letter: self._size(axes) for letter, axes in self._at_rest(dims).items()}
+        return {letter: self._size(axes) for letter, axes in self.axes_at_rest(dims).items()}
+
+    def axes_at_rest(self, dims: str) -> Mapping[str, Axes]:
+        """Return the mesh axes of each letter of a matrix between steps.
+
+        Other dims leave L and X theirs.
+        """
+        taken = [axis for letter in 'LX' if letter in dims for axis in self.mesh_axes(letter)]
+        rest = {
+            letter: tuple(axis for axis in axes if axis not in taken)
+            for letter, axes in self.at_rest
+        }
+        return self._axes | rest
 
     def num_shards(self, letter: str) -> int:
         """Return the number of shards of a letter's dim; 1 if it is not sharded."""
@@ -228,15 +240,6 @@ class Layout:
     @cached_property
     def _uneven(self) -> dict[str, int]:
         return dict(self.uneven)
-
-    def _at_rest(self, dims: str) -> dict[str, Axes]:
-        """The mesh axes of each letter between steps; other dims leave L and X theirs."""
-        taken = [axis for letter in 'LX' if letter in dims for axis in self.mesh_axes(letter)]
-        rest = {
-            letter: tuple(axis for axis in axes if axis not in taken)
-            for letter, axes in self.at_rest
-        }
-        return self._axes | rest
 
     def _size(self, axes: Axes) -> int:
         return prod(self._sizes[axis] for axis in axes)

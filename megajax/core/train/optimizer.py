@@ -1,4 +1,4 @@
-"""AdamW as in Megatron: global-norm clipping, no weight decay on biases and norms, warm-up."""
+"""AdamW or Muon as in Megatron: global-norm clipping, warm-up, no decay of biases and norms."""
 
 import math
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from megajax.core.config import Config, OptimConfig
 from megajax.core.model.parameters import map_parameters
 from megajax.core.parallel.layout import Layout
 from megajax.core.train.moments import with_moments_in_bf16
+from megajax.core.train.muon import with_muon
 
 # The fraction of the steps, at their end, in which the rate decays: the last fifth, as in MiniCPM
 # (Hu et al., 2024) and its successors.
@@ -19,17 +20,19 @@ WSD_DECAY = 0.2
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Return clipping followed by AdamW; moments are sharded like their parameter."""
+    """Return clipping followed by `optim.kind`; moments are sharded like their parameter."""
     optim = config.optim
     adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
+    if optim.kind == 'muon':
+        adam = with_muon(adam, config)
     if optim.moments_dtype == 'bfloat16':
         adam = with_moments_in_bf16(adam, Layout.of(config))
-    adamw = optax.chain(
+    decayed = optax.chain(
         adam,
         optax.add_decayed_weights(optim.weight_decay, decays),
         optax.scale_by_learning_rate(make_schedule(optim, config.train.steps)),
     )
-    return optax.chain(optax.clip_by_global_norm(optim.grad_clip), adamw)
+    return optax.chain(optax.clip_by_global_norm(optim.grad_clip), decayed)
 
 
 def make_schedule(optim: OptimConfig, steps: int) -> Callable[[Any], jax.Array]:

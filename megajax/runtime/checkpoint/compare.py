@@ -28,7 +28,7 @@ from megajax.runtime.checkpoint.record import (
     version_differences,
 )
 
-OF_LEARNED = 'vision.freeze', 'lora.'  # keys that decide what is learned
+OF_LEARNED = 'vision.freeze', 'lora.', 'optim.kind'  # keys that decide what an optimizer stores
 BLOCK = 1 << 24  # elements compared at a time
 SHOWN = 3  # maximum number of arrays named in an error
 RECENT = 'recent'  # amax history of fp8, which is measured again if it is missing
@@ -42,10 +42,11 @@ Rename = Callable[[Any], Any]
 
 
 def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool) -> None:
-    """Raise ConfigError if a resumed run changes the model, the dtype or the tokenizer.
+    """Raise ConfigError if a resumed run changes the model, the optimizer, the dtype or tokenizer.
 
-    The error names every difference. `vision.freeze` decides which arrays have moments, so it may
-    differ from an import, which has no moments; adapters may also be added to an import.
+    The error names every difference. `vision.freeze` and `optim.kind` decide which arrays have
+    moments, so they may differ from an import, which has no moments; adapters may also be added to
+    an import.
     """
     different = [
         f'{key} {a} there, {b} here'
@@ -63,7 +64,8 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
         if all(line.startswith(OF_LEARNED) for line in different):
             fix = 'change it back, or begin a new run with '
             fix += typed(f'run.start_from={path.parent.parent}')
-        raise ConfigError(f'{path} contains a different model ({"; ".join(different)}): {fix}')
+        of = 'optimizer' if all(line.startswith('optim.') for line in different) else 'model'
+        raise ConfigError(f'{path} contains a different {of} ({"; ".join(different)}): {fix}')
 
 
 def check_same_data(path: Path, there: Record, here: Record) -> None:

@@ -23,7 +23,7 @@ RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
 VALIDATION = 'validation_loss.json'  # loss of a state that was evaluated after it was saved
 PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 # Keys that change the arrays, or the numbers computed from them.
-FIXED = ('model.', 'vision.', 'lora.', 'train.dtype')
+FIXED = ('model.', 'vision.', 'lora.', 'train.dtype', 'optim.kind')
 # Keys of `vision` that only change the batches.
 OF_ROWS = ('vision.images', 'vision.max_patches', 'vision.min_patches')
 OWN = ('run.', 'checkpoint.')  # keys that configure the process, not the training

@@ -131,6 +131,24 @@ def problems(*overrides: str) -> list[Problem]:
             'use at least 101, or remove it',
             'optim.decay_steps=101',
         ),
+        (
+            'optim.momentum=0.9',
+            'optim.momentum',
+            'has no effect with optim.kind=adamw; remove it, or set optim.kind=muon',
+            'optim.kind=muon',
+        ),
+        (
+            'optim.ns_coefficients=polar_express',
+            'optim.ns_coefficients',
+            'set optim.kind=muon',
+            'optim.kind=muon',
+        ),
+        (
+            'optim.kind=muon lora.rank=8 lora.alpha=16',
+            'optim.kind',
+            'muon has no matrices to update: lora freezes the layers; use adamw',
+            'optim.kind=adamw',
+        ),
         ('optim.warmup_init=1e-2', 'optim.warmup_init', 'use at most', 'optim.warmup_init=0.0'),
         (
             'optim.schedule=inverse_sqrt optim.warmup_steps=0',

@@ -1,0 +1,111 @@
+"""Muon (Jordan et al., 2024), `optim.kind=muon`: momentum whose matrices are orthogonalized.
+
+Muon updates the matrices of the decoder's layers; the queries, keys and values of a fused QKV, and
+gate and up, each by themselves. AdamW updates the rest: embedding and head, BERT's heads, the
+vision encoder, biases, norms and tables. The updates of a matrix [m, n] are multiplied by 0.2
+sqrt(max(m, n)), which gives them the size of AdamW's (Moonlight, Liu et al., 2025). So both have
+the same learning rate and weight decay.
+
+The momentum is stored as AdamW's first moment is. Newton-Schulz iterations compute in bf16, or in
+fp32 with train.dtype=float32, and each runs on one device only (`whole_matrices.py`).
+"""
+
+from itertools import chain, islice, repeat
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers, scale_by_muon
+
+from megajax.core.config import Config, OptimConfig
+from megajax.core.train.whole_matrices import Pools, WholeMatrices
+
+RMS = 0.2  # of the elements of an update, as AdamW's usually are
+QUINTIC = 3.4445, -4.7750, 2.0315
+# Of the first iterations and of all others (Amsel et al., 2025, algorithm 1).
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+LAST = 1.875, -1.25, 0.375
+SAFETY = 1.01  # singular values may be this much above 1, by rounding
+
+
+def with_muon(adam: optax.GradientTransformation, config: Config) -> optax.GradientTransformation:
+    """Return Muon's updates of the matrices of layers, and `adam`'s updates of the others.
+
+    The state is `adam`'s; it has no second moments of Muon's matrices.
+    """
+    optim, whole = config.optim, WholeMatrices(config)
+    dtype = jnp.float32 if config.train.dtype == 'float32' else jnp.bfloat16
+
+    def init(params: Any) -> Any:
+        state = adam.init(params)
+        return state._replace(nu=_others(state.nu))
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        of_matrices, momentum = _matrices(gradients), _matrices(state.mu)
+        updates, state = adam.update(_others(gradients), state._replace(mu=_others(state.mu)))
+        momentum = optax.tree.update_moment(of_matrices, momentum, optim.momentum, 1)
+        ahead = _direction(momentum, of_matrices, state.count, optim)
+        pools = whole.gather(ahead, dtype)
+        moved = whole.scatter(orthogonalized(pools, optim), like=ahead)
+        moved = jax.tree.map(lambda x: x.astype(jnp.float32), moved)
+        state = state._replace(mu=nnx.merge_state(state.mu, momentum))
+        return nnx.merge_state(updates, moved), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def orthogonalized(pools: Pools, optim: OptimConfig) -> Pools:
+    """Return the orthogonalized matrices of each pool, multiplied by 0.2 sqrt(max(m, n))."""
+    # Without momentum, this is the orthogonalization alone.
+    muon = scale_by_muon(
+        coefficients(optim),
+        optim.ns_steps,
+        beta=0.0,
+        nesterov=False,
+        weight_dimension_numbers=MuonDimensionNumbers(1, 2),
+    )
+    return {
+        form: RMS * max(form.shape) ** 0.5 * muon.update(pool, muon.init(pool))[0]
+        for form, pool in pools.items()
+    }
+
+
+def coefficients(optim: OptimConfig) -> Any:
+    """Return the coefficients of x, x^3 and x^5 in each iteration, or in all of them."""
+    if optim.ns_coefficients == 'quintic':
+        return QUINTIC
+    safe = (
+        tuple(c / SAFETY**power for c, power in zip(row, (1, 3, 5), strict=True))
+        for row in POLAR_EXPRESS
+    )
+    return tuple(islice(chain(safe, repeat(LAST)), optim.ns_steps))
+
+
+def _direction(momentum: Any, gradients: Any, count: jax.Array, optim: OptimConfig) -> Any:
+    """Return the momentum, or where Nesterov's looks ahead, corrected for its start at zero."""
+    correct, beta = optax.tree.bias_correction, optim.momentum
+    if not optim.nesterov:
+        return correct(momentum, beta, count)
+    return jax.tree.map(
+        lambda m, g: beta * m + (1 - beta) * g,
+        correct(momentum, beta, count + 1),
+        correct(gradients, beta, count),
+    )
+
+
+def _matrices(tree: nnx.State) -> nnx.State:
+    return nnx.filter_state(tree, lambda _, x: x.declared.is_layer_matrix)
+
+
+def _others(tree: nnx.State) -> nnx.State:
+    return nnx.filter_state(tree, lambda _, x: not x.declared.is_layer_matrix)

@@ -1,0 +1,138 @@
+"""Move the matrices of layers to devices that have them whole, and back.
+
+Each pool (`core/counts/whole_matrices.py`) is exchanged once each way, by an all-to-all between the
+devices that hold pieces of its matrices. Devices that hold the same pieces, such as replicas, each
+take a different share of the matrices, and all-gather the results.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from megajax.core.config import Config
+from megajax.core.counts.declaration import Parameter
+from megajax.core.counts.parameters import dim_sizes
+from megajax.core.counts.whole_matrices import Form, Part, parts_of
+from megajax.core.model.parameters import map_parameters
+from megajax.core.parallel.layout import Axes, Layout
+
+Pools = dict[Form, jax.Array]
+
+
+class WholeMatrices:
+    """The matrices of a model's layers, whole on the devices of a mesh."""
+
+    def __init__(self, config: Config) -> None:
+        self._layout = Layout.of(config)
+        self._sizes = dim_sizes(config.model)
+
+    def gather(self, matrices: Any, dtype: DTypeLike) -> Pools:
+        """Return the matrices of a tree of parameters in pools [count, rows, columns].
+
+        The count is sharded over all devices. Zeros pad it so that they divide it.
+        """
+        found: dict[Form, list[jax.Array]] = {}
+
+        def add(declared: Parameter, x: jax.Array) -> jax.Array:
+            for part in self._parts(declared):
+                found.setdefault(part.form, []).append(self._pieces(x.astype(dtype), part))
+            return x
+
+        map_parameters(add, matrices)
+        return {form: self._whole(pieces, form) for form, pieces in found.items()}
+
+    def scatter(self, pools: Pools, like: Any) -> Any:
+        """Return the matrices of pools in a tree like the one that they were gathered from."""
+        pieces = {form: self._cut(pool, form) for form, pool in pools.items()}
+        taken = dict.fromkeys(pools, 0)
+
+        def take(declared: Parameter, _: jax.Array) -> jax.Array:
+            parts = []
+            for part in self._parts(declared):
+                start, stop = taken[part.form], taken[part.form] + part.count
+                taken[part.form] = stop
+                own = lax.slice_in_dim(pieces[part.form], start, stop, axis=1)
+                parts.append(self._stored(own, declared, part))
+            return parts[0] if len(parts) == 1 else jnp.concatenate(parts, part.fused)
+
+        return map_parameters(take, like)
+
+    def _parts(self, declared: Parameter) -> list[Part]:
+        return list(parts_of(declared, self._sizes, self._layout))
+
+    def _pieces(self, x: jax.Array, part: Part) -> jax.Array:
+        """Return the matrices of a part as [group, matrix, piece, element of the piece]."""
+        if part.fused is not None:
+            x = lax.slice_in_dim(x, part.start, part.stop, axis=part.fused)
+        form, dims = part.form, (*part.batch, *part.form.dims)
+        halves = [half for dim in dims for half in zip(dim.split, (dim.axes, ()), strict=True)]
+        x = self._reshaped(x.transpose(part.order), *zip(*halves, strict=True))
+        x = x.transpose(_apart(len(part.batch), len(form.dims)))
+        shape = form.num_groups, part.count, form.num_pieces, -1
+        return self._reshaped(x, shape, (form.groups, (), form.pieces, ()))
+
+    def _stored(self, x: jax.Array, declared: Parameter, part: Part) -> jax.Array:
+        """Return matrices in pieces as the part of the parameter that they are."""
+        sides = part.batch, part.form.dims
+        shards = [[(dim.shards, dim.axes) for dim in side] for side in sides]
+        shares = [[(dim.split[1], ()) for dim in side] for side in sides]
+        halves = [*shards[0], *shares[0], *shards[1], *shares[1]]
+        x = self._reshaped(x, *zip(*halves, strict=True))
+        x = x.transpose(np.argsort(_apart(*map(len, sides))))
+        spec = self._layout(''.join(declared.dims[at] for at in part.order), at_rest=True)
+        x = x.reshape(part.shape, out_sharding=spec)
+        return x.transpose(np.argsort(part.order))
+
+    def _whole(self, pieces: Sequence[jax.Array], form: Form) -> jax.Array:
+        """Return [group, matrix, piece, element] as whole matrices [matrix, row, column]."""
+        copies, spread, of_groups = form.copies(self._layout), self._spread(form), form.groups
+        x = jnp.concatenate(pieces, axis=1)
+        devices = prod(self._layout.sizes_of([spread]))
+        x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % devices), (0, 0), (0, 0)])
+        x = self._reshard(x, of_groups, copies, form.pieces, ())
+        x = self._reshard(x, of_groups, spread, (), ())  # an all-to-all
+        shape = [size for half in (0, 1) for size in (dim.split[half] for dim in form.dims)]
+        every = (*of_groups, *spread)
+        x = self._reshaped(x, (-1, *shape), (every, *[()] * len(shape)))
+        x = x.transpose(np.argsort(_apart(0, len(form.dims), lead=1)))
+        x = self._reshaped(x, (-1, *form.padded_shape), (every, (), ()))
+        return x[:, : form.shape[0], : form.shape[1]]
+
+    def _cut(self, x: jax.Array, form: Form) -> jax.Array:
+        """Return whole matrices as [group, matrix, piece, element], without added matrices."""
+        copies, spread, of_groups = form.copies(self._layout), self._spread(form), form.groups
+        more = [a - b for a, b in zip(form.padded_shape, form.shape, strict=True)]
+        x = jnp.pad(x, [(0, 0), *((0, count) for count in more)])
+        every, halves = (*of_groups, *spread), [size for dim in form.dims for size in dim.split]
+        x = self._reshaped(x, (-1, *halves), (every, *[()] * len(halves)))
+        x = x.transpose(_apart(0, len(form.dims), lead=1))
+        shape = form.num_groups, len(x) // form.num_groups, form.num_pieces, -1
+        x = self._reshaped(x, shape, (of_groups, spread, (), ()))
+        x = self._reshard(x, of_groups, copies, form.pieces, ())  # an all-to-all
+        return self._reshard(x, of_groups, (), form.pieces, ())
+
+    def _spread(self, form: Form) -> Axes:
+        """The mesh axes over which the matrices of a group are spread."""
+        return *form.copies(self._layout), *form.pieces
+
+    def _reshaped(self, x: jax.Array, shape: Sequence[int], axes: Sequence[Axes]) -> jax.Array:
+        return x.reshape(shape, out_sharding=self._layout.stacked('', axes))
+
+    def _reshard(self, x: jax.Array, *axes: Axes) -> jax.Array:
+        return jax.reshard(x, self._layout.stacked('', axes))
+
+
+def _apart(batch: int, matrix: int, *, lead: int = 0) -> tuple[int, ...]:
+    """Return the order of dims that are each split in shards and shares: first all the shards.
+
+    Dims of a batch come before dims of a matrix, and the first `lead` dims do not move.
+    """
+    first, last = 2 * batch + lead, 2 * (batch + matrix) + lead
+    of_batch = *range(lead, first, 2), *range(lead + 1, first, 2)
+    return *range(lead), *of_batch, *range(first, last, 2), *range(first + 1, last, 2)

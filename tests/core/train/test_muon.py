@@ -1,0 +1,152 @@
+"""Muon: its updates are those of optax on one device, wherever the pieces of a matrix are."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+from steps import Setting
+from support import assert_close, exhaustive, gather, in_layer_order, on_mesh, random_params, slow
+
+from megajax.analysis.plan.layouts import changed
+from megajax.core.config import Config
+from megajax.core.counts.parameters import dim_sizes, parameters
+from megajax.core.train.muon import coefficients
+from megajax.core.train.optimizer import make_optimizer, make_schedule
+
+STEPS = 5
+MUON = {'optim__kind': 'muon', 'optim__eps': 1e-8, 'optim__weight_decay': 0.1}
+ONE_DEVICE = Setting('llama', 1, 1, hidden_size=60)
+
+
+def config_of(setting: Setting, **changes: Any) -> Config:
+    return changed(setting.config, **MUON | changes)
+
+
+def gradients_at(params: Any, step: Any) -> Any:
+    """Gradients that follow from the parameters' numbers, whatever their places."""
+    return jax.tree.map(lambda x: jnp.sin((step + 3) * 40 * x), params)
+
+
+@functools.cache
+def updated(setting: Setting, steps: int = STEPS, **changes: Any) -> dict[str, np.ndarray]:
+    """The parameters after some steps of the optimizer alone."""
+    config = config_of(setting, **changes)
+    with on_mesh(config):
+        optimizer, params = make_optimizer(config), random_params(config, std=0.05)
+        start, state = params, jax.jit(optimizer.init)(params)
+
+        @jax.jit
+        def step(params: Any, state: Any, number: jax.Array) -> Any:
+            updates, state = optimizer.update(gradients_at(start, number), state, params)
+            return optax.apply_updates(params, updates), state
+
+        for number in range(steps):
+            params, state = step(params, state, jnp.int32(number))
+        return in_layer_order(gather(params), config)
+
+
+def split(arrays: dict[str, np.ndarray], config: Config) -> dict[str, jax.Array]:
+    """Each matrix of the layers by itself, [layer, inputs, outputs]."""
+    sizes, declared, found = dim_sizes(config.model), dict(parameters(config.model)), {}
+    for name, x in arrays.items():
+        if not declared[name].is_layer_matrix:
+            found[name] = jnp.asarray(x)
+            continue
+        dims, groups = declared[name].dims, sizes['G']
+        rows = math.prod(
+            sizes[letter.upper()] for letter in dims if letter in declared[name].inputs
+        )
+        parts = {'': x}
+        if 'C' in dims:
+            columns = {'q': range(groups), 'k': [groups], 'v': [groups + 1]}
+            parts = {part: x.take(own, dims.index('C')) for part, own in columns.items()}
+        if 'U' in dims:
+            parts = {part: x.take(own, dims.index('U')) for own, part in enumerate(['gate', 'up'])}
+        for part, own in parts.items():
+            count = math.prod(sizes[letter] for letter in dims if letter in 'LX')
+            found[f'{name} {part}'] = jnp.asarray(own.reshape(count, rows, -1))
+    return found
+
+
+def updated_by_optax(setting: Setting, steps: int = STEPS, **changes: Any) -> dict[str, jax.Array]:
+    config = config_of(setting, **changes)
+    optim, schedule = config.optim, make_schedule(config.optim, config.train.steps)
+    with on_mesh(config):
+        params = start = split(gather(random_params(config, std=0.05)), config)
+    declared = dict(parameters(config.model))
+    adam = {'b1': optim.beta1, 'b2': optim.beta2, 'eps': optim.eps}
+    muon = optax.contrib.muon(
+        schedule,
+        ns_coeffs=coefficients(optim),
+        ns_steps=optim.ns_steps,
+        beta=optim.momentum,
+        nesterov=optim.nesterov,
+        weight_decay=optim.weight_decay,
+        muon_weight_dimension_numbers=lambda params: {
+            name: MuonDimensionNumbers(1, 2) for name in params
+        },
+        consistent_rms=0.2,
+    )
+
+    def kinds(params: Any) -> dict[str, str]:
+        of_others = {name: 'decays' if x.decays else 'vector' for name, x in declared.items()}
+        return {name: of_others.get(name, 'muon') for name in params}
+
+    decaying, others = (optax.adamw(schedule, **adam, weight_decay=x) for x in (0.1, 0.0))
+    by_kind = optax.partition({'muon': muon, 'decays': decaying, 'vector': others}, kinds)
+    optimizer = optax.chain(optax.clip_by_global_norm(optim.grad_clip), by_kind)
+    state = optimizer.init(params)
+    for number in range(steps):
+        updates, state = jax.jit(optimizer.update)(gradients_at(start, number), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize(
+    ('name', 'steps', 'changes'),
+    [
+        ('llama', STEPS, {}),
+        slow('experts', 1, {}),
+        ('gpt', 1, {'optim__nesterov': False, 'optim__ns_coefficients': 'polar_express'}),
+    ],
+)
+def test_updates_on_one_device_are_those_of_optax(name: str, steps: int, changes: Any) -> None:
+    setting = ONE_DEVICE._replace(name=name)
+    expected = updated_by_optax(setting, steps, **changes)
+    actual = split(updated(setting, steps, **changes), config_of(setting))
+    assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        # 8 divides neither 60 nor the number of matrices of any pool.
+        ONE_DEVICE._replace(data=8, shard='optimizer'),
+        # Fewer key/value heads than devices along `model`; two replicas.
+        ONE_DEVICE._replace(data=2, model=4, replicas=2, shard='weights'),
+        slow(ONE_DEVICE._replace(name='experts', data=4, experts=2, model=2, shard='weights')),
+        slow(ONE_DEVICE._replace(data=8)),
+        slow(ONE_DEVICE._replace(model=8)),
+        exhaustive(ONE_DEVICE._replace(data=4, model=2, shard='weights')),
+        exhaustive(ONE_DEVICE._replace(data=4, model=2, sequence_parallel=True)),
+        exhaustive(ONE_DEVICE._replace(data=8, replicas=4, shard='gradients')),
+        exhaustive(
+            ONE_DEVICE._replace(
+                data=2, model_rows=2, model=2, shard='optimizer', sequence_parallel=True
+            )
+        ),
+        exhaustive(
+            ONE_DEVICE._replace(data=2, stages=2, model=2, shard='optimizer', microbatches=2)
+        ),
+        exhaustive(ONE_DEVICE._replace(data=2, context=2, model=2, shard='weights')),
+    ],
+    ids=str,
+)
+def test_updates_are_equal_on_every_mesh(setting: Setting) -> None:
+    assert_close(updated(setting), updated(ONE_DEVICE._replace(name=setting.name)), 1e-5)

@@ -1,0 +1,61 @@
+"""Checkpoints with Muon: they restore on another mesh, and AdamW's cannot be resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import LAYOUTS, equal, laid_out, make_state, staged, tiny
+from support import on_mesh, slow
+
+from megajax.core.config import Config, ConfigError
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+
+MUON: dict[str, Any] = {'optim': {'kind': 'muon'}}
+
+
+def assert_restores(folder: Path, saved: Config, restored: Config) -> None:
+    with on_mesh(saved), Checkpoints(folder, saved) as checkpoints:
+        checkpoints.save(make_state(saved, 3), 1)
+    with on_mesh(restored), Checkpoints(folder, restored) as checkpoints:
+        assert equal(checkpoints.restore(1), restored, 3)
+
+
+@pytest.mark.parametrize(
+    'layout', [slow(name) if 'weights' not in name else name for name in LAYOUTS]
+)
+def test_a_state_restores_on_another_mesh_bit_for_bit(tmp_path: Path, layout: str) -> None:
+    assert_restores(tmp_path, laid_out(layout, **MUON), laid_out('one device', **MUON))
+
+
+def test_a_state_of_pipeline_stages_restores_on_one_device(tmp_path: Path) -> None:
+    staged_saved, one = (
+        staged(layout, kind='muon')
+        for layout in ('stages=4 x data=1 x model=2, optimizer', 'data=1 x model=1')
+    )
+    assert_restores(tmp_path, staged_saved, one)
+
+
+@pytest.mark.parametrize('kinds', [('adamw', 'muon'), ('muon', 'adamw')])
+def test_a_run_keeps_its_optimizer(tmp_path: Path, kinds: tuple[str, str]) -> None:
+    saved, resumed = (tiny(1, 1, optim={'kind': kind}) for kind in kinds)
+    with on_mesh(saved):
+        with Checkpoints(tmp_path, saved) as checkpoints:
+            checkpoints.save(make_state(saved, 0), 1)
+        with (
+            Checkpoints(tmp_path, resumed) as checkpoints,
+            pytest.raises(
+                ConfigError,
+                match=rf'different optimizer \(optim.kind {kinds[0]} there, {kinds[1]} here\): '
+                r'change it back, or begin a new run with run.start_from=',
+            ),
+        ):
+            checkpoints.restore(1)
+
+
+def test_a_run_with_muon_starts_from_imported_parameters(tmp_path: Path) -> None:
+    imported, run = tiny(1, 1), tiny(1, 1, **MUON)
+    with on_mesh(run):
+        with Checkpoints(tmp_path, imported) as checkpoints:
+            checkpoints.save({'params': make_state(imported, 0).params}, 0)
+        with Checkpoints(tmp_path, run) as checkpoints:
+            assert checkpoints.restore(0).step == 0
