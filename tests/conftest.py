@@ -57,8 +57,13 @@ hypothesis.settings.register_profile('without a deadline', deadline=None)
 hypothesis.settings.load_profile('without a deadline')
 
 
-def pytest_collection_finish() -> None:
-    """What is there before the first test stays, and is not looked through again."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Freeze what is there before the first test: it is not looked through again.
+
+    `make test` leaves out tests by `slow` and `faults`, so an exhaustive test has one of these too.
+    """
+    marks = ({mark.name for mark in item.iter_markers()} for item in session.items)
+    assert all(names & {'slow', 'faults'} for names in marks if 'exhaustive' in names)
     gc.freeze()
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import P
 from jax.sharding import NamedSharding
+from support import slow
 
 from megajax.core.hardware.targets import gpu_devices, has_compiler
 from megajax.core.parallel.mesh import axis_sizes, make_mesh, mesh_of
@@ -18,7 +19,7 @@ from megajax.xla.hlo.program import Program
 B, S, D, N, H = 8, 64, 256, 8, 32
 
 
-@pytest.fixture(params=['cpu', 'h100'])
+@pytest.fixture(params=['cpu', slow('h100')])
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param != 'cpu' and not has_compiler():
         pytest.skip("needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")

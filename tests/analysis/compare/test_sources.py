@@ -12,7 +12,7 @@ import pytest
 from analysis.compare.small import from_seed, small, with_fault
 from click.testing import Result
 from interop.stored import DATA
-from support import make_config, write_run
+from support import make_config, slow, write_run
 from typer.testing import CliRunner
 
 from megajax.analysis.compare.api import _batch, _Side
@@ -96,7 +96,7 @@ def test_adapters_are_merged_for_a_side_that_has_none(written: Path) -> None:
     assert 'adapters: merged into the weights of A' in result.output
 
 
-@pytest.mark.parametrize('arguments', ['run out', 'out run'])
+@pytest.mark.parametrize('arguments', ['run out', slow('out run')])
 def test_a_directory_has_the_loss_and_the_documents_of_the_other_side(
     arguments: str, written: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +243,7 @@ class TestWithTransformers:
         pytest.importorskip('torch', reason="torch is in the extra 'test-hf'")
         pytest.importorskip('transformers', reason="transformers is in the extra 'test-hf'")
 
-    @pytest.mark.parametrize('name', ['gpt2', 'llama2', 'phi3', 'qwen2', 'qwen3'])
+    @pytest.mark.parametrize('name', ['gpt2', slow('llama2'), slow('phi3'), slow('qwen2'), 'qwen3'])
     def test_no_site_differs(self, name: str) -> None:
         result = command(DATA / name, DATA / name, '--transformers', 'b')
         assert result.exit_code == 0, result.output or result.exception

@@ -125,7 +125,7 @@ def test_a_gpu_target_without_its_compiler_says_what_to_install():
         "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it"
     ),
 )
-@pytest.mark.parametrize('target', [slow('a100'), 'h100', slow('h200'), slow('b200')])
+@pytest.mark.parametrize('target', map(slow, ('a100', 'h100', 'h200', 'b200')))
 def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
     config = megajax.load(
         'tiny',

@@ -1,12 +1,13 @@
 """The command and the call, as a user types them."""
 
+import functools
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support import megajax as run_here
 from typer.testing import CliRunner
 
 import megajax
@@ -22,18 +23,18 @@ from megajax.core.hardware.memory import USABLE
 from megajax.core.hardware.records import hardware
 from megajax.core.hardware.targets import has_compiler
 
-ROOT = Path(__file__).parents[3]
 MOST_CALLS = 3_300_000  # of Python functions; a slow core makes them in 2 to 3 s
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, '-m', 'megajax', 'plan', *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+@functools.cache
+def plan_of(name: str, gpu: str, gpus: int) -> Plan:
+    return megajax.plan(megajax.load(name), gpu=gpu, gpus=gpus)
 
 
 def test_the_command_says_what_the_call_says(tmp_path):
     json, winner = tmp_path / 'plan.json', tmp_path / 'winner.yaml'
-    done = command(
+    done = run_here(
+        'plan',
         'gpt2_345m',
         '--gpu',
         'h100',
@@ -93,8 +94,7 @@ def test_the_papers_rate_counts_recomputation_where_there_is_some(recompute):
 
 
 def test_what_is_sharded_is_named_and_written():
-    config = megajax.load('llama3_8b', ['mesh.data=1', 'mesh.model=1'])
-    plan = megajax.plan(config, gpu='h100', gpus=16)
+    plan = plan_of('llama3_8b', 'h100', 16)
     best = plan.fastest()
     assert plan.layout.shard == best.optim.shard
     assert plan.sharding.startswith(
@@ -131,7 +131,7 @@ def test_a_grid_is_named_with_what_it_sends():
 
 
 def test_every_layout_but_the_fastest_has_a_reason():
-    plan = megajax.plan(megajax.load('llama3_8b'), gpu='h100', gpus=16)
+    plan = plan_of('llama3_8b', 'h100', 16)
     for layout in plan.layouts:
         if layout == plan.best:
             assert layout.reason == ''
@@ -155,7 +155,8 @@ def test_the_largest_microbatch_fits_and_one_row_more_does_not():
 
 
 def test_a_config_that_does_not_fit_exits_1_and_shows_what_does():
-    done = command(
+    done = run_here(
+        'plan',
         'llama3_8b',
         'mesh.data=8',
         'mesh.model=1',
@@ -184,7 +185,7 @@ def test_dropout_in_attention_is_named_where_a_config_does_not_fit():
 
 
 def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
-    plan = megajax.plan(megajax.load('llama3_70b'), gpu='a100_40gb', gpus=64)
+    plan = plan_of('llama3_70b', 'a100_40gb', 64)
     assert plan.verdict.startswith('required: without it the smallest layout needs ')
 
 
@@ -237,7 +238,7 @@ def test_a_wrong_call_names_the_fix(arguments, message):
 
 
 def test_a_wrong_call_exits_2():
-    done = command('gpt3_175b', '--gpus', 8)
+    done = run_here('plan', 'gpt3_175b', '--gpus', 8)
     assert (done.returncode, done.stdout) == (2, '')
     assert done.stderr.startswith(
         'error: no layout fits on 8 x NVIDIA H100 SXM 80 GB: the smallest needs '
@@ -245,7 +246,7 @@ def test_a_wrong_call_exits_2():
 
 
 def test_the_tables_of_the_papers_are_shown():
-    done = command('--table', 'narayanan')
+    done = run_here('plan', '--table', 'narayanan')
     assert done.returncode == 0
     assert '2 rows held out: mean error' in done.stdout
 
@@ -271,13 +272,13 @@ def test_a_plan_needs_no_jax_and_no_more_calls_than_a_core_makes_in_seconds():
 )
 def test_verify_shows_the_memory_that_the_compiler_planned():
     small = 'gpt2_124m', 'model.num_layers=2', 'mesh.data=4', 'mesh.model=2'
-    done = command(*small, '--gpu', 'h100', '--verify')
+    done = run_here('plan', *small, '--gpu', 'h100', '--verify')
     assert done.returncode == 0, done.stderr
     assert 'compiled' in done.stdout
 
 
 def test_layouts_that_do_not_fit_are_dim():
-    plan = megajax.plan(megajax.load('llama3_70b'), gpu='a100_40gb', gpus=64)
+    plan = plan_of('llama3_70b', 'a100_40gb', 64)
     rows = [line for line in plan._repr_html_().splitlines() if 'data=' in line and ' GB ' in line]
     too_large = ['needs ' in line for line in rows]
     assert too_large == ['<span' in line for line in rows]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import P
 from jax.sharding import NamedSharding
-from support import slow
+from support import exhaustive, slow
 
 from megajax.core.model.context import attend_across
 from megajax.core.model.kernels import KERNELS
@@ -40,9 +40,16 @@ def whole(q, k, v, sinks=None):
 
 
 @pytest.mark.parametrize(
-    ('shards', 'exchange'), [(4, 'ring'), (2, 'gather'), slow(4, 'gather'), slow(2, 'ring')]
+    ('shards', 'exchange', 'has_sinks'),
+    [
+        (4, 'ring', True),
+        (2, 'gather', False),
+        slow(4, 'ring', False),
+        slow(2, 'gather', True),
+        *(exhaustive(4, 'gather', sinks) for sinks in (False, True)),
+        *(exhaustive(2, 'ring', sinks) for sinks in (False, True)),
+    ],
 )
-@pytest.mark.parametrize('has_sinks', [False, True])
 def test_output_and_gradients_are_those_of_whole_sequences(
     shards: int, exchange: str, has_sinks: bool
 ) -> None:

@@ -24,7 +24,7 @@ def heads_of(head_dim: int) -> jax.Array:
 
 @settings(max_examples=20, deadline=None)
 @given(
-    half=st.integers(1, 40),
+    half=st.sampled_from([1, 6, 35]),  # each size compiles anew
     theta=st.floats(2, 1e7),
     share=st.floats(0, 1, exclude_min=True),
 )
@@ -73,7 +73,7 @@ def from_transformers(
     return rope.ROPE_INIT_FUNCTIONS[kind](config)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     half=st.integers(1, 128),
     theta=st.floats(1.5, 1e7),

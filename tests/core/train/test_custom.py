@@ -75,7 +75,11 @@ def test_value_and_grad_of_the_loss_updates_the_parameters_as_the_training_step_
 
 @pytest.mark.parametrize(
     ('optimizer', 'multiplies_matrices'),
-    [slow(optax.lion(1e-3), False), (optax.adafactor(1e-2), False), (muon(1e-2), True)],
+    [
+        slow(optax.lion(1e-3), False),
+        slow(optax.adafactor(1e-2), False),
+        (muon(1e-2), True),
+    ],
 )
 def test_an_optimizer_of_optax_trains_sharded_parameters(
     optimizer: optax.GradientTransformationExtraArgs, multiplies_matrices: bool

@@ -23,7 +23,7 @@ def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Se
 @pytest.mark.parametrize(
     'setting',
     [
-        grid('llama', 4, 2),
+        slow(grid('llama', 4, 2)),
         # With norms of gain 1 + w and scaled embeddings.
         grid('both_norms', 2, 2, data=2, shard='weights'),
         exhaustive(grid('gpt', 2, 2, recompute='full')),

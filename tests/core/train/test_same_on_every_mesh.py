@@ -54,7 +54,7 @@ def place_id(place: tuple[int, int, bool]) -> str:
     return f'{data}x{model}{"-sp" * sequence_parallel}'
 
 
-both_models = pytest.mark.parametrize('name', ['gpt', 'llama'])
+both_models = pytest.mark.parametrize('name', ['gpt', slow('llama')])
 
 
 def at(place: tuple[int, int, bool], *values: str, quick: bool | None = None) -> Any:
@@ -68,11 +68,12 @@ every_mesh = pytest.mark.parametrize('place', [at(place) for place in PLACES])
 BERT_PLACES = [(2, 2, False), (2, 2, True), (1, 4, True)]
 # And of OLMo 2 its norms, with as many key/value heads as devices, and with fewer.
 OLMO2_PLACES = [(2, 2, True), (1, 4, False), (1, 8, False)]
-# And of a pattern of layers its loop over periods and the layers left over.
+# And of a pattern of layers its loop over periods and the layers left over. On the
+# quick mesh this also covers `llama`.
 WINDOW_PLACES = [(2, 2, True), (1, 8, False)]
 every_model_and_mesh = pytest.mark.parametrize(
     ('name', 'place'),
-    [at(place, 'llama') for place in PLACES]
+    [at(place, 'llama', quick=False) for place in PLACES]
     + [at(place, 'gpt', quick=False) for place in PLACES]
     + [at(place, 'bert', quick=False) for place in BERT_PLACES]
     + [at(place, 'olmo2', quick=False) for place in OLMO2_PLACES]
@@ -146,7 +147,9 @@ def test_loss_gradients_and_parameters_after_five_steps_are_those_of_one_device(
     assert_close(actual.params, expected.params, LIMIT['float32'])
 
 
-@pytest.mark.parametrize('name', ['llama', slow('gpt'), exhaustive('olmo2'), exhaustive('bert')])
+@pytest.mark.parametrize(
+    'name', ['windows', slow('llama'), slow('gpt'), exhaustive('olmo2'), exhaustive('bert')]
+)
 def test_five_steps_move_every_parameter_far_beyond_the_limit(name):
     before, after = gather(start(name).params), train_on_one_device(name).params
     for parameter, x in before.items():

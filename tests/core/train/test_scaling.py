@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoints import tiny
+from checkpoints import equal, make_state, tiny
 from steps import Setting, batch_of, evaluate
 from support import (
     assert_close,
@@ -196,6 +196,18 @@ def resumed(folder: Path, config: Config) -> TrainState:
         return checkpoints.restore(2)
 
 
+def test_a_resume_has_the_scales_of_the_checkpoint_and_measures_no_others(tmp_path: Path) -> None:
+    config = config_of(2, 2)
+    with on_mesh(config):
+        with Checkpoints(tmp_path, config) as checkpoints:
+            checkpoints.save(make_state(config, 1), 2)
+            checkpoints.wait()
+        state = resumed(tmp_path, config)
+        assert equal(state, config, 1)
+        assert with_scales(config, state, {}) is state
+
+
+@pytest.mark.slow
 def test_a_resume_goes_on_with_the_same_bits(saved: tuple[Path, list[float]]) -> None:
     folder, losses = saved
     config = config_of(2, 2)

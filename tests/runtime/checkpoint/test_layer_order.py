@@ -22,10 +22,16 @@ ONE, *MANY = STAGED
 
 
 @pytest.fixture(scope='module')
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same state, with moments in bf16, written in each layout."""
-    folder = tmp_path_factory.mktemp('staged')
-    for layout in STAGED:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all checkpoints."""
+    return tmp_path_factory.mktemp('staged')
+
+
+def write(folder: Path, *layouts: str) -> Path:
+    """Write the same state, with moments in bf16, in these layouts, if it is not there yet."""
+    for layout in layouts:
+        if (folder / layout).exists():
+            continue
         config = staged(layout, moments_dtype='bfloat16')
         with on_mesh(config), Checkpoints(folder / layout / 'checkpoints', config) as checkpoints:
             checkpoints.save(make_state(config, 1), 1)
@@ -34,8 +40,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize('there', [slow(x) if 'context' not in x else x for x in MANY])
 def test_stages_write_the_checkpoint_of_one_device_and_restore_it_to_the_bit(
-    written: Path, there: str
+    folder: Path, there: str
 ) -> None:
+    written = write(folder, ONE, there)
     step, config = written / there / 'checkpoints/1', staged(there, moments_dtype='bfloat16')
     assert read_record(step).mesh == there
     differences = dict(parameter_differences(step, written / ONE / 'checkpoints/1'))
@@ -47,8 +54,9 @@ def test_stages_write_the_checkpoint_of_one_device_and_restore_it_to_the_bit(
         assert equal(checkpoints.restore(1), one, 1)
 
 
-def test_stages_start_from_the_parameters_of_one_device_and_open_as_a_model(written: Path) -> None:
+def test_stages_start_from_the_parameters_of_one_device_and_open_as_a_model(folder: Path) -> None:
     layout = 'stages=2 virtual_stages=2 x data=1 x context=2 x model=2, optimizer'
+    written = write(folder, ONE, layout)
     config = staged(layout)
     with on_mesh(config):
         found = gather(restore_params(written / ONE / 'checkpoints/1', config))

@@ -115,6 +115,7 @@ def test_a_document_in_pieces_has_the_ids_of_the_whole(kind: str) -> None:
     assert not differences(kind, COUNT)
 
 
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize('kind', TWELVE)
 def test_two_thousand_documents_in_pieces_have_the_ids_of_the_whole(kind: str) -> None:

@@ -808,6 +808,7 @@ doc_to_target: "{{{{answer}}}}"
 """
 
 
+@pytest.mark.slow
 def test_a_task_of_ones_own_runs_in_the_harness(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

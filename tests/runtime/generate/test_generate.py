@@ -642,7 +642,7 @@ def test_a_prompt_for_a_model_without_a_tokenizer_is_refused() -> None:
         encode_prompts(small('gpt'), None, ['x'])
 
 
-@pytest.mark.parametrize('family', ['gpt2', 'llama'])
+@pytest.mark.parametrize('family', [slow('gpt2'), 'llama'])
 def test_transformers_makes_the_same_64_tokens(family: str, tmp_path: Path) -> None:
     torch = pytest.importorskip('torch', reason='PyTorch is not installed')
     transformers = pytest.importorskip('transformers', reason='transformers is not installed')

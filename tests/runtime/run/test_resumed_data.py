@@ -73,7 +73,7 @@ def straight(*overrides: str) -> Iterator[bytes]:
 
 @pytest.mark.parametrize('corpus', [A, BLEND], ids=['corpus', 'blend'])
 @pytest.mark.parametrize('order', ['stateless', 'megatron'])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     starts=st.lists(
         st.tuples(st.integers(1, 4), st.integers(1, FIRST), st.integers(0, 1)), max_size=4

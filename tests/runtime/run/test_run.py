@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import write_run
+from support import megajax, write_run
 
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
@@ -122,6 +122,6 @@ def test_resume_is_a_policy(folder: Path) -> None:
 
 
 def test_a_corpus_that_does_not_fill_a_batch_is_refused(folder: Path) -> None:
-    result = train(folder, 'train.batch_size=4000')
+    result = megajax('train', 'small.yaml', 'train.batch_size=4000', folder=folder)
     assert result.returncode == 2
     assert 'train.batch_size' in result.stderr

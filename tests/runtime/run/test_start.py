@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import make_state, tiny
-from support import by_name, on_mesh
+from support import by_name, on_mesh, slow
 from typer.testing import CliRunner
 from vlm import vlm
 
@@ -342,7 +342,7 @@ def build_corpus(folder: Path, name: str, **options: Any) -> str:
     return str(folder / name)
 
 
-@pytest.mark.parametrize('keys', [{}, {'tokenizer': 'own'}, {'tokenizer': 'auto'}])
+@pytest.mark.parametrize('keys', [{}, {'tokenizer': 'own'}, slow({'tokenizer': 'auto'})])
 def test_the_advice_on_tokens_of_another_tokenizer_ends_in_a_run_that_starts(
     source: Path, tmp_path: Path, keys: dict[str, str]
 ) -> None:

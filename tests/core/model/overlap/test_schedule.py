@@ -47,7 +47,7 @@ def assert_as_plain(setting: Setting) -> None:
 @pytest.mark.parametrize(
     'setting',
     [
-        Setting('llama', 2, 4, **SP, rows=8),  # with document masks
+        slow(Setting('llama', 2, 4, **SP, rows=8)),  # with document masks
         slow(Setting('sinks', 2, 2, **SP, rows=8)),
         exhaustive(Setting('llama', 1, 4, num_kv_heads=2)),
         # With dropout and biases; where it is unrolled, a tied table is cast before them all.
