@@ -42,6 +42,13 @@ CASES: dict[str, dict[str, Any]] = {
         'moe_aux_loss_coeff': 0.1,
         'moe_z_loss_coeff': 0.02,
     },
+    'groups_sequence': SIGMOID
+    | {
+        'moe_router_num_groups': 2,
+        'moe_router_group_topk': 1,
+        'moe_router_load_balancing_type': 'seq_aux_loss',
+        'moe_aux_loss_coeff': 0.1,
+    },
     'global': {
         'moe_router_load_balancing_type': 'global_aux_loss',
         'moe_aux_loss_coeff': 0.1,

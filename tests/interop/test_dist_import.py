@@ -7,8 +7,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from interop.dist_writer import Part, write_checkpoint
-from interop.oracles import Arrays, arguments_of, logits, oracle_of, weights_of
+from interop.dist_writer import ITERATION, Part, write_checkpoint
+from interop.oracles import Arrays, arguments_of, logits, oracle_of, shard, weights_of
 from support import by_name, exhaustive, on_mesh, relative_error, slow
 
 from megajax.core.config import Config, ConfigError
@@ -16,14 +16,17 @@ from megajax.interop.megatron.command_line.arguments import read_arguments
 from megajax.interop.megatron.dist_checkpoint import open_checkpoint, open_chunks
 from megajax.interop.megatron.dist_import import _blocks, merge_chunks
 from megajax.interop.megatron.dist_metadata import _overlapping
-from megajax.interop.megatron.ranks import import_megatron
-from megajax.interop.megatron.weights import from_megatron
+from megajax.interop.megatron.rank_files import FILE, local_name, read_rank
+from megajax.interop.megatron.ranks import export_megatron, import_megatron
+from megajax.interop.megatron.weights import HEAD, from_megatron
+from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
 
 STORED = Path(__file__).parent / 'torch_dist'  # see make_torch_dist.py
+TABLE = 'embedding.word_embeddings.weight'
 LIMIT = 2e-5  # relative, see support.relative_error
 
 
-@pytest.fixture(params=['gpt2', 'llama'])
+@pytest.fixture(params=['gpt2', 'llama', 'experts', 'experts_of_layers'])
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     shutil.unpack_archive(
         STORED / f'{request.param}.tar.xz', tmp_path / request.param, filter='data'
@@ -157,7 +160,7 @@ def test_experts_are_separate_tensors_whatever_way_megatron_core_stacks_them(
     name: str, tmp_path: Path
 ) -> None:
     shutil.unpack_archive(STORED / f'{name}.tar.xz', tmp_path, filter='data')
-    checkpoint = open_checkpoint(tmp_path / 'iter_0000005')
+    checkpoint = open_checkpoint(tmp_path / ITERATION)
     assert checkpoint.arguments['num_experts'] == 4  # in the entry common_state
     assert checkpoint.progress.iteration == 5
     mlp, expert = 'decoder.layers.{}.mlp', 'experts.local_experts.{}.linear_fc'
@@ -171,19 +174,49 @@ def test_experts_are_separate_tensors_whatever_way_megatron_core_stacks_them(
     }
 
 
+def assembled(folder: Path) -> Arrays:
+    """The whole tensors of a checkpoint, by the names of the local layer specification."""
+    checkpoint = open_checkpoint(folder / ITERATION)
+    arrays = {key: np.full(x.shape, np.nan, x.dtype) for key, x in checkpoint.tensors.items()}
+    for key, chunk, x in open_chunks(checkpoint.folder, checkpoint.tensors):
+        ends = zip(chunk.offsets, chunk.sizes, strict=True)
+        arrays[key][tuple(slice(start, start + size) for start, size in ends)] = x
+    return arrays
+
+
 def test_stacked_and_separate_experts_hold_the_same_elements(tmp_path: Path) -> None:
-    merged: list[Arrays] = []
     for name in ('experts', 'experts_of_layers'):
         shutil.unpack_archive(STORED / f'{name}.tar.xz', tmp_path / name, filter='data')
-        checkpoint = open_checkpoint(tmp_path / name / 'iter_0000005')
-        arrays = {key: np.full(x.shape, np.nan) for key, x in checkpoint.tensors.items()}
-        for key, chunk, x in open_chunks(checkpoint.folder, checkpoint.tensors):
-            ends = zip(chunk.offsets, chunk.sizes, strict=True)
-            arrays[key][tuple(slice(start, start + size) for start, size in ends)] = x
-        merged.append(arrays)
-    for key, x in merged[0].items():
+    separate = assembled(tmp_path / 'experts_of_layers')
+    for key, x in assembled(tmp_path / 'experts').items():
         assert np.isfinite(x).all()
-        np.testing.assert_array_equal(x, merged[1][key], err_msg=key)
+        np.testing.assert_array_equal(x, separate[key], err_msg=key)
+
+
+def test_experts_are_exported_bit_for_bit(tmp_path: Path) -> None:
+    shutil.unpack_archive(STORED / 'experts.tar.xz', tmp_path / 'in', filter='data')
+    whole = assembled(tmp_path / 'in')
+    import_megatron(tmp_path / 'in', tmp_path / 'run', ['train.dtype=float32', 'mesh.model=2'])
+    export_megatron(tmp_path / 'run', tmp_path / 'out', ranks=2)
+    for rank in range(2):
+        tensors = read_rank(tmp_path / 'out' / 'release' / f'mp_rank_0{rank}' / FILE).chunks[0]
+        assert tensors.keys() == whole.keys()
+        for name, x in whole.items():
+            if name not in (TABLE, HEAD):  # which have more padding
+                expected = shard(name, x, rank, 2, gated=True)
+                np.testing.assert_array_equal(tensors[name], expected, err_msg=name)
+    import_megatron(tmp_path / 'out', tmp_path / 'again')
+    first, again = (tmp_path / name / 'checkpoints' / '0' for name in ('run', 'again'))
+    shapes = parameter_shapes(first)
+    assert shapes['layers.experts.up.weight'] == (2, 4, 16, 2, 8)
+    for name in shapes:
+        np.testing.assert_array_equal(read_parameter(first, name), read_parameter(again, name))
+
+
+def test_grouped_experts_have_the_names_of_separate_ones() -> None:
+    mlp = 'decoder.layers.3.mlp.experts'
+    assert local_name(f'{mlp}.linear_fc1.weight12') == f'{mlp}.local_experts.12.linear_fc1.weight'
+    assert local_name(f'{mlp}.linear_fc2.bias0') == f'{mlp}.local_experts.0.linear_fc2.bias'
 
 
 @pytest.mark.parametrize('seed', range(20))
@@ -198,7 +231,7 @@ def test_two_boxes_overlap_if_they_share_an_element(seed: int) -> None:
     assert (_overlapping(boxes) is not None) == (count.max() > 1)
 
 
-HEAD, NORM = 'output_layer.weight', 'decoder.final_layernorm.weight'
+NORM = 'decoder.final_layernorm.weight'
 
 
 @pytest.mark.parametrize(

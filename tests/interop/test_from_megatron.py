@@ -129,6 +129,8 @@ ROPE = '--position-embedding-type rope --num-layers 5'
             [(8, 'rope'), (None, 'rope')] * 2 + [(8, 'rope')],
         ),
         ('--window-size 7,0 --window-attn-skip-freq [0,1,1,0,0]', [None, 8, 8, None, None]),
+        ('--window-size 7,0 --window-attn-skip-freq "[0]+2*[1]+[0]*2"', [None, 8, 8, None, None]),
+        ('--no-rope-freq "([0]*3+[1]*2)*1"', ['rope', 'rope', 'rope', 'none', 'none']),
         ('--no-rope-freq [0,0,0,1,1]', ['rope', 'rope', 'rope', 'none', 'none']),
     ],
 )
@@ -146,7 +148,10 @@ def test_layers_have_the_windows_and_positions_of_megatron(
     [
         ('--window-size 7,7', ['7,7', 'later tokens', '7,0']),
         ('--window-size 7,0 --window-attn-skip-freq [1,0]', ['2 numbers', 'num_layers=5']),
-        ('--window-size 7,0 --window-attn-skip-freq "([1]*4+[0])*1"', ['window_attn_skip_freq']),
+        *(
+            (f'--window-size 7,0 --window-attn-skip-freq "{wrong}"', ['window_attn_skip_freq'])
+            for wrong in ('[1]*4+0', '[1]*10**9', '[1]*70000', '[[1]]*5', '[1]*-5', '1+1')
+        ),
         ('--softmax-type learnable', ['softmax-type', 'vanilla']),
     ],
 )
@@ -258,7 +263,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
 @pytest.mark.parametrize(
     ('added', 'message'),
     [
-        ('--num-experts 8', r'--num-experts 8: is not supported: .* use a dense model'),
+        ('--multi-latent-attention', r'attention: is not supported: use --group-query-attention'),
         ('--rotary-interleaved', '--rotary-interleaved: is not supported: .* leave it out'),
         (
             '--position-embedding-type rope --rotary-percent 0.2',
@@ -337,7 +342,7 @@ def test_a_size_of_none_is_refused() -> None:
 
 def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
-        convert(SMALL + '--num-experts 8 --zzzz --clip-grad 0')
+        convert(SMALL + '--multi-latent-attention --zzzz --clip-grad 0')
     assert str(refused.value).count('\n') == 2
 
 
@@ -358,7 +363,7 @@ def test_overrides_of_nemo_are_read(tmp_path: Path) -> None:
             'model.num_moe_experts=null',
         )
     )
-    with pytest.raises(ConfigError, match='num_moe_experts=null: is not supported'):
+    with pytest.raises(ConfigError, match='num_moe_experts=null: expected a whole number'):
         convert(line)
     config = config_of(line.replace('model.num_moe_experts=null', ''), tmp_path)
     assert (config.model.num_layers, config.mesh.model, config.train.dtype) == (2, 2, 'float32')

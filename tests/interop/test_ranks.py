@@ -260,11 +260,12 @@ def test_arguments_become_a_model() -> None:
     assert read_arguments(centered | {'normalization': 'RMSNorm'}, '')['zero_centered_norm']
     with pytest.raises(ConfigError, match=r'apply_layernorm_1p=True is not supported: add 1'):
         read_arguments(centered, 'x')
+    wrong = {'multi_latent_attention': True, 'position_embedding_type': 'yarn'}
     with pytest.raises(
         ConfigError,
-        match=r'num_experts=8 is not supported: .*\n.*_type=yarn is not supported',
+        match=r'multi_latent_attention=True is not supported: .*\n.*_type=yarn is not supported',
     ):
-        read_arguments(base | {'num_experts': 8, 'position_embedding_type': 'yarn'}, 'x')
+        read_arguments(base | wrong, 'x')
     with pytest.raises(ConfigError, match='hidden_size is missing from its arguments'):
         read_arguments({'num_layers': 2}, 'x')
 

@@ -75,6 +75,7 @@ def _parts(
     A chunk that does not end at the boundary of a head or a gate is more than one piece.
     """
     groups, lengths = groups_of(there, here), dict(zip(here, shape, strict=True))
+    ends = {dim: at.stop for dim, at in zip(here, piece.at, strict=True)}
     fixed = {dim: at for dim, at in zip(here, piece.at, strict=True) if dim not in ''.join(groups)}
     sides = [
         list(_blocks(_sizes(group, lengths, rows), start, start + size))
@@ -85,6 +86,7 @@ def _parts(
     for blocks in product(*sides):
         ranges = dict(zip(''.join(groups), sum((block for block, _ in blocks), ()), strict=True))
         sizes = {dim: part.stop - part.start for dim, part in ranges.items()}
+        ranges = {dim: _within_end(part, ends[dim]) for dim, part in ranges.items()}
         at = tuple(rows for _, rows in blocks)
         where = [start + rows.start for start, rows in zip(chunk.offsets, at, strict=True)]
         name = f'{piece.name} at {where} in {chunk.entry.file}'
@@ -94,6 +96,11 @@ def _parts(
 def _sizes(group: str, lengths: Mapping[str, int], rows: int) -> list[int]:
     """Return the sizes of a group's dims; a vocabulary has the rows of the checkpoint."""
     return [rows] if len(group) == 1 else [lengths[dim] for dim in group]
+
+
+def _within_end(part: slice, end: int) -> slice:
+    """Return the part of a range before `end`; a vocabulary's padding is behind it."""
+    return slice(min(part.start, end), min(part.stop, end))
 
 
 def _blocks(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[Block, slice]]:

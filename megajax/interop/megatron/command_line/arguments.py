@@ -1,27 +1,21 @@
 """The model that Megatron-LM's arguments describe. Imports no jax."""
 
-import ast
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megajax.base.errors import reason
 from megajax.core.config import ConfigError
 from megajax.core.config.layer import shortest_pattern
+from megajax.interop.megatron.command_line import experts
+from megajax.interop.megatron.command_line.experts import Only
+from megajax.interop.megatron.command_line.frequency import frequency_of
 
 Keys = dict[str, Any]
 
 
-class Only(NamedTuple):
-    """The values of an argument with which megajax supports Megatron's decoder."""
-
-    allowed: tuple[Any, ...]  # absent is allowed always
-    instead: str
-
-
 LAYERNORM_1P = 'apply_layernorm_1p'  # a gain of 1 + w, which megajax has for RMSNorm
 # Arguments that must be absent or have one of these values: otherwise Megatron's decoder differs.
-ONLY: Mapping[str, Only] = {
-    'num_experts': Only((), 'no mixture-of-experts models; use a dense model'),
+ONLY: dict[str, Only] = {
     'multi_latent_attention': Only((False,), 'use --group-query-attention'),
     'heterogeneous_layers_config_path': Only((), 'all layers are the same'),
     'softmax_type': Only(('vanilla',), 'give vanilla'),
@@ -42,12 +36,15 @@ SCALING = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_seq_le
 
 def rejected(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield name, value and what to use instead, for each unsupported argument of a decoder."""
-    for name, only in ONLY.items():
+    has_experts = bool(arguments.get('num_experts'))
+    for name, only in (ONLY | experts.ONLY if has_experts else ONLY).items():
         if name == LAYERNORM_1P and arguments.get('normalization') == 'RMSNorm':
             continue
         value = arguments.get(name)
         if not (value is None or any(value is x or value == x for x in only.allowed)):
             yield name, value, only.instead
+    for name, instead in experts.unsupported(arguments) if has_experts else ():
+        yield name, arguments.get(name), instead
 
 
 def read_arguments(arguments: Mapping[str, Any], file: str) -> Keys:
@@ -122,6 +119,7 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
         'norm_eps': get('norm_epsilon', get('layernorm_epsilon', 1e-5)),
         'init_std': get('init_method_std', 0.02),
     }
+    model['experts'] = experts.experts_of(arguments, model['ffn_size'])
     if rope:
         model['rope_theta'] = float(get('rotary_base', 10000))
         model['rotary_fraction'] = float(get('rotary_percent', 1.0))
@@ -138,8 +136,8 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
 def _of_layers(arguments: Mapping[str, Any], num_layers: int, rope: bool) -> Keys:
     """Return the keys for Megatron's windows and for its layers without rotary embeddings."""
     window = _window(arguments.get('window_size'))
-    frequency = _frequency(arguments, 'window_attn_skip_freq')
-    without_rope = _frequency(arguments, 'no_rope_freq') if rope else None
+    frequency = frequency_of(arguments, 'window_attn_skip_freq')
+    without_rope = frequency_of(arguments, 'no_rope_freq') if rope else None
     is_full = [window is None or _is_chosen(frequency, i, mark=0) for i in range(num_layers)]
     is_nope = [_is_chosen(without_rope, i, mark=1) for i in range(num_layers)]
     layers = [
@@ -160,20 +158,6 @@ def _window(value: Any) -> int | None:
     if after != 0:
         raise ValueError(f'window_size={before},{after} reads later tokens: give {before},0')
     return None if before == -1 else before + 1
-
-
-def _frequency(arguments: Mapping[str, Any], name: str) -> int | Sequence[int] | None:
-    """Return an argument that is the distance between layers, or has a number for each layer."""
-    value = arguments.get(name)
-    try:
-        value = ast.literal_eval(value) if isinstance(value, str) else value
-    except (SyntaxError, ValueError):
-        raise ValueError(f'{name}={value!r:.80} is neither a number nor a list of them') from None
-    if isinstance(value, Sequence) and len(value) != arguments['num_layers']:
-        raise ValueError(
-            f'{name} has {len(value)} numbers, and num_layers={arguments["num_layers"]}'
-        )
-    return value
 
 
 def _is_chosen(frequency: int | Sequence[int] | None, layer: int, *, mark: int) -> bool:

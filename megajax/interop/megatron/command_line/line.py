@@ -22,6 +22,7 @@ from megajax.interop.megatron.command_line.table import (
     READ,
     RENAMED,
     SETS,
+    UNREAD,
     known_names,
     names,
 )
@@ -100,6 +101,10 @@ def read_line(words: Sequence[str], *, world_size: int | None = None) -> Line:
             key, arguments[name] = SETS.get(name, (name, value)) if value else (name, value)
             arguments[key], spelled[key] = arguments[name], shown
             faulty.discard(name)
+    if not arguments.get('num_experts'):
+        for name in [name for name in arguments if name.startswith('moe_')]:
+            unused.setdefault(UNREAD, []).append(spelled[name])
+            del arguments[name]
     problems += [
         f'{piece}: its value is not in the text: {reasons.get(piece, "it is a variable")}'
         for word in leading

@@ -84,7 +84,7 @@ def settings_of(line: Line, problems: list[str]) -> dict[str, Keys] | None:
     mesh = _mesh(line, problems)
     train = _train(line, mesh.get('data', 1), problems)
     return {
-        'model': _model(line, problems),
+        'model': _model(line, mesh.get('data', 1), problems),
         'mesh': mesh,
         'train': train,
         'optim': _optim(line, train['steps'], train['batch_size'], problems),
@@ -98,7 +98,7 @@ def _default(line: Line, name: str) -> Any:
     return line.arguments.get(name, DEFAULTS[name])
 
 
-def _model(line: Line, problems: list[str]) -> Keys:
+def _model(line: Line, data: int, problems: list[str]) -> Keys:
     given = dict(line.arguments)
     given.setdefault('max_position_embeddings', given['seq_length'])
     if given.get('swiglu') and 'ffn_hidden_size' not in given:  # two thirds of 4 hidden sizes
@@ -108,6 +108,7 @@ def _model(line: Line, problems: list[str]) -> Keys:
     except ConfigError as error:
         problems.append(str(error))
         given['vocab_size'] = VOCABULARIES['GPT2BPETokenizer']
+    given['data_parallel_size'] = data
     model = read_arguments(given, 'the arguments')
     return model | ({'objective': 'masked_lm'} if line.is_bert else {})
 
@@ -148,6 +149,8 @@ def _mesh(line: Line, problems: list[str]) -> Keys:
         for kind in ('tensor_model', 'pipeline_model', 'context')
     )
     mesh: Keys = {'model': tensor, 'stages': stages, 'context': context}
+    if experts := line.get('expert_model_parallel_size'):
+        mesh['experts'] = experts
     mesh['sequence_parallel'] = bool(line.get('sequence_parallel')) and tensor > 1
     if context > 1:
         is_ring = _default(line, 'cp_comm_type') == 'p2p'

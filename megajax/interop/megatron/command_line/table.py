@@ -19,6 +19,9 @@ READ: Mapping[type, str] = {
         micro_batch_size global_batch_size seq_length train_iters train_samples seed
         eval_iters eval_interval log_interval save_interval save_retain_interval
         expert_model_parallel_size expert_tensor_parallel_size
+        num_experts moe_ffn_hidden_size moe_router_topk moe_router_num_groups moe_router_group_topk
+        moe_router_topk_limited_devices moe_shared_expert_intermediate_size moe_latent_size
+        moe_mlp_glu_interleave_size
         lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
         lr_wsd_decay_iters lr_wsd_decay_samples profile_step_start profile_step_end
     """,
@@ -27,6 +30,9 @@ READ: Mapping[type, str] = {
         init_method_std lr min_lr lr_warmup_fraction lr_warmup_init
         weight_decay start_weight_decay end_weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
         loss_scale initial_loss_scale mask_prob exit_duration_in_mins
+        moe_router_topk_scaling_factor moe_router_bias_update_rate moe_router_force_biased
+        moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps moe_expert_capacity_factor
+        moe_expert_rank_capacity_factor
     """,
     str: """
         position_embedding_type window_size window_attn_skip_freq no_rope_freq
@@ -34,6 +40,8 @@ READ: Mapping[type, str] = {
         lr_decay_style lr_wsd_decay_style weight_decay_incr_style optimizer
         cp_comm_type data_parallel_sharding_strategy exp_avg_dtype exp_avg_sq_dtype
         split tokenizer_type tokenizer_model vocab_file load save wandb_project dataloader_type
+        moe_router_score_function moe_router_load_balancing_type moe_router_dtype moe_layer_freq
+        moe_token_drop_policy
     """,
     bool: """
         group_query_attention swiglu openai_gelu add_qkv_bias qk_layernorm use_rope_scaling
@@ -41,6 +49,8 @@ READ: Mapping[type, str] = {
         use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2 grad_reduce_in_bf16
         use_precision_aware_optimizer profile deterministic_mode reset_position_ids
         reset_attention_mask use_checkpoint_args no_position_embedding
+        moe_router_pre_softmax moe_router_enable_expert_bias moe_router_force_load_balancing
+        moe_apply_probs_on_input moe_use_upcycling
     """,
     list: 'data_path recompute_modules',
 }
@@ -58,6 +68,7 @@ RENAMED: Mapping[str, str] = {
     'batch_size': 'micro_batch_size',
     'warmup': 'lr_warmup_fraction',
     'intermediate_size': 'ffn_hidden_size',
+    'num_moe_experts': 'num_experts',
     'layernorm_epsilon': 'norm_epsilon',
     'encoder_num_layers': 'num_layers',
     'encoder_seq_length': 'seq_length',
@@ -77,6 +88,7 @@ FORMAT = 'checkpoints have one format, and are read on every mesh'
 LOGS = 'a run logs to its directory, TensorBoard included; run.wandb'
 WATCH = 'always watched, see docs/failures.md'
 READER = 'tokens are read by memory-mapped files'
+UNREAD = 'it is only read together with an argument of its own'
 NO_MEANING: Mapping[str, str] = {
     ATTENTION: 'use_flash_attn use_flash_attn_v2 attention_backend',
     "layers are megajax's own": 'transformer_impl',
@@ -90,6 +102,15 @@ NO_MEANING: Mapping[str, str] = {
         inference_rng_tracker apply_rope_fusion bias_activation_fusion memory_efficient_layer_norm
         use_fused_weighted_squared_relu no_te_activation_func use_te_activation_func
         disable_jit_fuser jit_fuser no_use_tokenizer_model_from_checkpoint_args onnx_safe
+        moe_grouped_gemm moe_permute_fusion moe_router_fusion moe_router_padding_for_fp8
+        moe_router_padding_for_quantization moe_pad_expert_input_to_capacity
+        moe_pad_experts_for_cuda_graph_inference moe_use_legacy_grouped_gemm
+        moe_single_grouped_weight moe_single_grouped_bias use_grouped_gemm_for_shared_expert
+    """,
+    'an all-to-all sends tokens to their experts': """
+        moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep moe_deepep_num_sms
+        moe_flex_dispatcher_num_sms moe_extended_tp moe_hybridep_num_sms
+        moe_permute_fusion_into_hybridep
     """,
     'the loss of a step is the mean over its tokens': 'calculate_per_token_loss',
     SCHEDULE: """
@@ -104,6 +125,7 @@ NO_MEANING: Mapping[str, str] = {
         async_tensor_model_parallel_allreduce defer_embedding_wgrad_compute
         wgrad_deferral_limit ddp_bucket_size ddp_num_buckets ddp_average_in_collective
         ddp_pad_buckets_for_high_nccl_busbw no_contiguous_buffers_in_local_ddp
+        overlap_moe_expert_parallel_comm moe_shared_expert_overlap
         use_contiguous_buffers_in_ddp microbatch_group_size_per_virtual_pipeline_stage
     """,
     NETWORK: """
@@ -123,7 +145,7 @@ NO_MEANING: Mapping[str, str] = {
         hysteresis loss_scale_window min_scale min_loss_scale dynamic_loss_scale
     """,
     'layers are recomputed one by one': """
-        recompute_method recompute_num_layers distribute_saved_activations
+        recompute_method recompute_num_layers distribute_saved_activations moe_layer_recompute
         distribute_checkpointed_activations
     """,
     MEMORY: """
@@ -168,6 +190,7 @@ NO_MEANING: Mapping[str, str] = {
         one_logger_project one_logger_entity one_logger_run_name one_logger_async
         enable_msc disable_msc config_logger_dir record_memory_history memory_snapshot_path
         profile_ranks use_pytorch_profiler log_memory_interval log_device_memory_used
+        moe_per_layer_logging
     """,
     WATCH: """
         log_straggler disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count
@@ -190,23 +213,17 @@ NO_MEANING: Mapping[str, str] = {
     """,
     'without --data-path, data.corpus names the corpus': 'mock_data',
     'jax decides how steps are split between processes': 'data_sharding no_data_sharding',
-    'it is only read together with an argument of its own': """
-        moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_grouped_gemm
-        moe_token_dispatcher_type moe_z_loss_coeff moe_permute_fusion moe_router_dtype
-        moe_layer_freq moe_expert_capacity_factor moe_pad_expert_input_to_capacity
-        moe_token_drop_policy moe_layer_recompute moe_extended_tp moe_input_jitter_eps
-        moe_per_layer_logging moe_ffn_hidden_size moe_shared_expert_intermediate_size
+    UNREAD: """
+        moe_shared_expert_gate moe_upcycling_granularity moe_router_quantile_balancing_ema
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
         sgd_momentum short_seq_prob use_tokenizer_from_checkpoint_args
     """,
 }
 # Arguments of which no value is supported, with what to do instead.
-NO_EXPERTS = 'no mixture-of-experts models; use a dense model, or Mixtral with MaxText'
 INSTEAD: Mapping[str, str] = {
     'rampup_batch_size': 'leave it out; a run that is stopped and resumed with a larger '
     'train.batch_size continues with it',
     'step_batch_size_schedule': 'use one train.batch_size, or several runs with run.start_from',
-    'num_moe_experts': NO_EXPERTS,
     'init_method_xavier_uniform': 'weights are drawn from a normal distribution: '
     'give --init-method-std',
     'decoupled_lr': 'all parameters have one optim.lr',
@@ -250,83 +267,6 @@ INSTEAD: Mapping[str, str] = {
     'fp4_format': 'give --fp8-format hybrid, or --bf16',
     'label_smoothing': 'set loss.label_smoothing in the YAML',
     'use_dion': 'the optimizer is AdamW',
-}
-# The argument that decides a key; if there are several, any of them does.
-KEYS = """
-    model.num_layers: num_layers
-    model.hidden_size: hidden_size
-    model.num_heads: num_attention_heads
-    model.num_kv_heads: num_query_groups
-    model.head_dim: kv_channels
-    model.ffn_size: ffn_hidden_size
-    model.vocab_size: vocab_size
-    model.max_seq_len: max_position_embeddings
-    model.norm: normalization
-    model.activation: swiglu openai_gelu bias_gelu_fusion
-    model.position: position_embedding_type
-    model.window: window_size
-    model.layers: window_attn_skip_freq no_rope_freq
-    model.rope_theta: rotary_base
-    model.rotary_fraction: rotary_percent
-    model.rope_scaling: use_rope_scaling rope_scaling_factor
-    model.qk_norm: qk_layernorm
-    model.bias: add_bias_linear
-    model.qkv_bias: add_qkv_bias
-    model.tie_embeddings: untie_embeddings_and_output_weights
-    model.dropout: hidden_dropout
-    model.attention_dropout: attention_dropout
-    model.norm_eps: norm_epsilon
-    model.init_std: init_method_std
-    mesh.model: tensor_model_parallel_size
-    mesh.stages: pipeline_model_parallel_size
-    mesh.context: context_parallel_size
-    mesh.sequence_parallel: sequence_parallel
-    mesh.context_exchange: cp_comm_type
-    mesh.virtual_stages: num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage
-    mesh.replicas: num_distributed_optimizer_instances
-    train.steps: train_iters train_samples
-    train.batch_size: global_batch_size micro_batch_size
-    train.microbatches: micro_batch_size
-    train.seq_len: seq_length
-    train.dtype: bf16 fp16 fp8_format
-    train.recompute: recompute_granularity
-    train.eval_every: eval_interval
-    train.eval_batches: eval_iters
-    train.log_every: log_interval
-    train.seed: seed
-    train.deterministic: deterministic_mode
-    train.loss_scale: initial_loss_scale
-    train.profile: profile
-    optim.lr: lr
-    optim.min_lr: min_lr
-    optim.warmup_steps: lr_warmup_iters lr_warmup_samples lr_warmup_fraction
-    optim.warmup_init: lr_warmup_init
-    optim.decay_steps: lr_decay_iters lr_decay_samples
-    optim.schedule: lr_decay_style
-    optim.wsd_steps: lr_wsd_decay_iters lr_wsd_decay_samples
-    optim.wsd_decay: lr_wsd_decay_style
-    optim.weight_decay: weight_decay
-    optim.beta1: adam_beta1
-    optim.beta2: adam_beta2
-    optim.eps: adam_eps
-    optim.grad_clip: clip_grad
-    optim.shard: use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2
-    optim.reduce_dtype: grad_reduce_in_bf16
-    optim.moments_dtype: exp_avg_dtype exp_avg_sq_dtype
-    data.split: split
-    data.corpus: data_path
-    data.blend: data_path
-    data.tokenizer: tokenizer_model
-    data.document_mask: reset_position_ids reset_attention_mask
-    checkpoint.every: save_interval
-    checkpoint.keep_every: save_retain_interval
-    run.dir: save
-    run.max_minutes: exit_duration_in_mins
-    run.wandb: wandb_project
-"""
-SOURCES: Mapping[str, list[str]] = {
-    key.strip(): sources.split()
-    for key, sources in (line.split(':') for line in KEYS.strip().splitlines())
 }
 
 

@@ -10,10 +10,10 @@ from megajax.core.config import Config, ConfigError, Problem, reload
 from megajax.core.config.load import dump_sections
 from megajax.core.config.schema import keys_of
 from megajax.interop.megatron.command_line.arguments import LAYERNORM_1P, rejected
+from megajax.interop.megatron.command_line.keys import SOURCES
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.script import WAY_OUT
 from megajax.interop.megatron.command_line.settings import SCHEDULES, settings_of
-from megajax.interop.megatron.command_line.table import SOURCES
 
 COLUMNS = 100
 DROPOUT = 'attention_dropout'
@@ -31,14 +31,6 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'fp8_recipe': (('delayed',), 'scaling is delayed: give delayed'),
     'cp_comm_type': (('p2p', 'all_gather'), 'give p2p, which is a ring, or all_gather'),
     'dataloader_type': (('single',), 'samples are read in their order: give single'),
-    'expert_model_parallel_size': (
-        (1,),
-        'only dense models are supported: leave it out',
-    ),
-    'expert_tensor_parallel_size': (
-        (1,),
-        'only dense models are supported: leave it out',
-    ),
     'mask_prob': ((0.15,), 'give 0.15'),
     'exp_avg_dtype': (('fp32', 'bf16'), 'give fp32 or bf16'),
     'exp_avg_sq_dtype': (('fp32', 'bf16'), 'give fp32 or bf16'),
@@ -101,7 +93,7 @@ def _in_their_names(line: Line, problem: Problem | str) -> str:
         return line.option(given) + (' ' if match[2] else '')
 
     return re.sub(
-        r'\b((?:model|mesh|train|optim|data|run|checkpoint)\.\w+)(=?)', name, str(problem)
+        r'\b((?:model|mesh|train|optim|data|run|checkpoint)(?:\.\w+)+)(=?)', name, str(problem)
     )
 
 
@@ -120,6 +112,12 @@ def _problems(line: Line) -> Iterator[str]:
             yield f'{line.spelled[name]}: is not supported: the decay is constant'
     if line.get('no_position_embedding') and line.get('position_embedding_type') != 'rope':
         yield '--no-position-embedding: is not supported: give --position-embedding-type rope too'
+    tensor = line.get('tensor_model_parallel_size') or 1
+    if line.get('expert_tensor_parallel_size') not in (None, tensor):
+        yield (
+            f'{line.spelled["expert_tensor_parallel_size"]}: is not supported: the matrices of '
+            f'experts have {tensor} shards too: leave it out'
+        )
     if line.get('clip_grad') == 0:
         yield f'{line.spelled["clip_grad"]}: is not supported: give a large number, such as 1e9'
 
@@ -150,8 +148,13 @@ def _written(
 
 
 def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str]:
-    """Yield the keys, with notes before two of them."""
+    """Yield the keys, with notes before some of them."""
     notes = {}
+    if line.get('moe_router_load_balancing_type') == 'global_aux_loss' and config.mesh.data > 1:
+        notes['    balance_loss:'] = (
+            f'This is {line.get("moe_aux_loss_coeff"):g} / {config.mesh.data}: Megatron-LM divides '
+            'the gradient of global_aux_loss by the number of data-parallel ranks.'
+        )
     if config.model.attention_dropout:
         notes[f'  {DROPOUT}:'] = (
             "Dropout in attention needs XLA's attention, which keeps all scores in memory. With 0, "

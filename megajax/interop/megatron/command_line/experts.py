@@ -1,0 +1,160 @@
+"""The mixture of experts that Megatron-LM's arguments describe. Imports no jax."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from megajax.interop.megatron.command_line.frequency import frequency_of
+
+Keys = dict[str, Any]
+
+
+class Only(NamedTuple):
+    """The values of an argument with which megajax supports Megatron's decoder."""
+
+    allowed: tuple[Any, ...]  # absent is allowed always
+    instead: str
+
+
+NO_NOISE = 'a router has no noise: leave it out'
+# Values of arguments with which megajax supports Megatron's experts.
+ONLY: dict[str, Only] = {
+    'moe_router_score_function': Only(('softmax', 'sigmoid'), 'give softmax or sigmoid'),
+    'moe_router_dtype': Only(('fp32',), 'routers compute in fp32: give fp32'),
+    'moe_router_topk_limited_devices': Only(
+        (), 'give --moe-router-num-groups and --moe-router-group-topk'
+    ),
+    'moe_router_force_load_balancing': Only((False,), NO_NOISE),
+    'moe_router_force_biased': Only((), NO_NOISE),
+    'moe_input_jitter_eps': Only((0.0,), NO_NOISE),
+    'moe_shared_expert_intermediate_size': Only((), 'shared experts are not supported'),
+    'moe_apply_probs_on_input': Only(
+        (False,), "the weights multiply the experts' outputs: leave it out"
+    ),
+    'moe_latent_size': Only((), 'experts have the hidden size of the model: leave it out'),
+    'moe_mlp_glu_interleave_size': Only((), 'the gate is a half of linear_fc1: leave it out'),
+    'moe_expert_rank_capacity_factor': Only((), 'set model.experts.capacity in the YAML'),
+    'moe_use_upcycling': Only((False,), 'experts begin with random weights: leave it out'),
+}
+BALANCE = {'aux_loss': 'sequence', 'seq_aux_loss': 'sequence', 'global_aux_loss': 'batch'}
+
+
+def unsupported(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and what to use instead, for arguments of experts that need different ones."""
+
+    def get(name: str, default: Any = None) -> Any:
+        return _get(arguments, f'moe_{name}', default)
+
+    if not _is_every_layer(arguments):
+        yield 'moe_layer_freq', 'every layer has experts: leave it out'
+    active, groups = get('router_topk', 2), get('router_group_topk')
+    is_softmax = get('router_score_function', 'softmax') == 'softmax'
+    is_after = is_softmax and not get('router_pre_softmax', False)  # the choice of experts
+    if active == 1 and is_after:
+        yield 'moe_router_topk', 'with one expert, give --moe-router-pre-softmax too'
+    if get('router_enable_expert_bias') and is_softmax:
+        yield 'moe_router_enable_expert_bias', 'give --moe-router-score-function sigmoid too'
+    if groups and (is_after or active // groups != 2 or not get('router_num_groups')):
+        yield (
+            'moe_router_group_topk',
+            "a group's score is the sum of its two best scores: give --moe-router-num-groups, "
+            '--moe-router-topk twice as large as --moe-router-group-topk, and with softmax '
+            '--moe-router-pre-softmax',
+        )
+    yield from _balance(arguments)
+    if (get('expert_capacity_factor') or -1) >= 0:
+        is_whole = _is_one_sequence(arguments) and (arguments.get('context_parallel_size') or 1) < 2
+        if get('token_drop_policy', 'probs') != 'position' or not is_whole:
+            yield (
+                'moe_expert_capacity_factor',
+                'the last tokens of a sequence are dropped: give --moe-token-drop-policy position '
+                'and --micro-batch-size 1 without context parallelism, or set '
+                'model.experts.capacity in the YAML',
+            )
+
+
+def _balance(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    kind, coefficient = _auxiliary_loss(arguments)
+    if kind not in (*BALANCE, 'none'):
+        yield (
+            'moe_router_load_balancing_type',
+            f'give one of {", ".join(BALANCE)} and none',
+        )
+    elif not coefficient:
+        return
+    elif kind == 'aux_loss' and not _is_one_sequence(arguments):
+        yield (
+            'moe_aux_loss_coeff',
+            'aux_loss counts the tokens of a microbatch: give --moe-router-load-balancing-type '
+            'seq_aux_loss or global_aux_loss, or --micro-batch-size 1',
+        )
+    elif arguments.get('moe_router_enable_expert_bias') or arguments.get('moe_router_group_topk'):
+        yield (
+            'moe_aux_loss_coeff',
+            'it counts the experts with the best scores, whether or not the expert bias and the '
+            'groups choose them: leave it out',
+        )
+
+
+def experts_of(arguments: Mapping[str, Any], ffn_size: int) -> Keys | None:
+    """Return the keys of `model.experts`, None for a model without experts.
+
+    Values that are megajax's defaults are left out. `ffn_size` is the size of an MLP.
+    """
+
+    def get(name: str, default: Any = None) -> Any:
+        return _get(arguments, f'moe_{name}', default)
+
+    if not (count := arguments.get('num_experts')):
+        return None
+    active, is_sigmoid = get('router_topk', 2), get('router_score_function') == 'sigmoid'
+    kind, coefficient = _auxiliary_loss(arguments)
+    keys: Keys = {
+        'count': count,
+        'active': active,
+        'ffn_size': get('ffn_hidden_size', ffn_size),
+        'z_loss': get('z_loss_coeff') or None,
+        'scale': get('router_topk_scaling_factor') or None,
+        'scores': 'sigmoid' if is_sigmoid else None,
+        'router_bias': _get(arguments, 'add_bias_linear', True) or None,
+    }
+    if active == 1 if is_sigmoid else get('router_pre_softmax'):
+        keys['normalize'] = False
+    if get('router_enable_expert_bias'):
+        keys |= {'selection_bias': True, 'bias_rate': get('router_bias_update_rate')}
+    if active_groups := get('router_group_topk'):
+        keys |= {'groups': get('router_num_groups'), 'active_groups': active_groups}
+    if coefficient:
+        # Megatron divides the gradient by the number of data shards, which have a part each.
+        shards = _get(arguments, 'data_parallel_size', 1) if kind == 'global_aux_loss' else 1
+        keys |= {'balance_loss': coefficient / shards, 'balance_over': BALANCE[kind]}
+    if (capacity := get('expert_capacity_factor') or -1) >= 0:
+        length, ranks = arguments['seq_length'], _get(arguments, 'tensor_model_parallel_size', 1)
+        keys |= {'capacity': capacity, 'capacity_group': length // ranks}
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def _get(arguments: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = arguments.get(name)
+    return default if value is None else value
+
+
+def _auxiliary_loss(arguments: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the kind of the auxiliary loss and its coefficient; several kinds have one name."""
+    kind = _get(arguments, 'moe_router_load_balancing_type', 'aux_loss')
+    coefficient = _get(arguments, 'moe_aux_loss_coeff', 0.0)
+    if isinstance(kind, list):
+        kind, coefficient = ' '.join(map(str, kind)), coefficient[0]
+    return kind, float(coefficient)
+
+
+def _is_every_layer(arguments: Mapping[str, Any]) -> bool:
+    try:
+        frequency = frequency_of(arguments, 'moe_layer_freq')
+    except ValueError:
+        return False
+    return frequency in (None, 1) or (isinstance(frequency, list) and set(frequency) == {1})
+
+
+def _is_one_sequence(arguments: Mapping[str, Any]) -> bool:
+    """Whether a microbatch of a data shard is one sequence."""
+    return _get(arguments, 'micro_batch_size', 1) == 1

@@ -1,0 +1,180 @@
+"""A layer of experts computes what megatron-core's MoELayer does, gradients included.
+
+See tests/runtime/data/oracles/README.md.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from interop.oracles import ORACLES, Arrays
+from support import assert_close, make_config, on_mesh, relative_error
+
+from megajax.core.config import Config
+from megajax.core.model import router
+from megajax.core.model.expert_passes import Settings
+from megajax.core.model.experts import mix
+from megajax.core.parallel.layout import Layout
+from megajax.core.train.routing import after_step
+
+LIMIT = 2e-5  # relative, see support.relative_error
+DIMS = {
+    'router': 'Dx',
+    'router_bias': 'x',
+    'selection_bias': 'x',
+    'up': 'XDUA',
+    'up_bias': 'XUA',
+    'down': 'XAD',
+    'down_bias': 'XD',
+}
+SIGMOID = {'scores': 'sigmoid', 'scale': 2.5, 'selection_bias': True}
+CASES: dict[str, dict[str, Any]] = {
+    'softmax': {'normalize': False},
+    'chosen': {},
+    'sigmoid': SIGMOID,
+    'groups': SIGMOID | {'groups': 2, 'active_groups': 1},
+    'sequence': {
+        'normalize': False,
+        'balance_loss': 0.1,
+        'balance_over': 'sequence',
+        'z_loss': 0.02,
+    },
+    'global': {'balance_loss': 0.05},
+    'biases': {'router_bias': True},
+}
+MESHES = {
+    '1': {},
+    'tp2 x ep2': {'model': 2, 'data': 2, 'experts': 2, 'sequence_parallel': True},
+}
+
+
+@functools.cache
+def oracle() -> Arrays:
+    with np.load(ORACLES / 'experts_tp2_ep2.npz') as file:
+        return dict(file)
+
+
+def config_of(keys: Mapping[str, Any], mesh: Mapping[str, Any], *, bias: bool = False) -> Config:
+    count, hidden = oracle()['router'].shape
+    batch, length, _ = oracle()['x'].shape
+    experts = {'count': count, 'active': 2, 'ffn_size': oracle()['fc2'].shape[2], **keys}
+    model = {'hidden_size': hidden, 'activation': 'swiglu', 'bias': bias, 'experts': experts}
+    return make_config(
+        model={'num_layers': 1, 'num_heads': 2, **model},
+        mesh=dict(mesh),
+        train={'batch_size': batch, 'seq_len': length, 'dtype': 'float32'},
+    )
+
+
+def ours(given: Mapping[str, np.ndarray], prefix: str = '') -> Arrays:
+    """Megatron's weights, or their gradients, with the names and dims of megajax."""
+    fc1, fc2 = given[f'{prefix}fc1'], given[f'{prefix}fc2']
+    gates = fc1.reshape(len(fc1), 2, -1, fc1.shape[-1])
+    arrays = {
+        'router': given[f'{prefix}router'].T,
+        'up': gates.transpose(0, 3, 1, 2),
+        'down': fc2.transpose(0, 2, 1),
+    }
+    if f'{prefix}router_bias' in given:
+        arrays['router_bias'] = given[f'{prefix}router_bias']
+        arrays['up_bias'] = given[f'{prefix}fc1_bias'].reshape(gates.shape[:-1])
+        arrays['down_bias'] = given[f'{prefix}fc2_bias']
+    return arrays
+
+
+def run(config: Config, shares_x: np.ndarray) -> tuple[Arrays, Arrays]:
+    """Return the output and, by name, the gradients of sum(output * cotangent) and of the
+    auxiliary losses; that of `load` is the statistics of the routing.
+    """
+    experts, whole = config.model.experts, oracle()
+    assert experts is not None
+    weights = ours(whole)
+    if not config.model.bias:
+        weights = {name: x for name, x in weights.items() if 'bias' not in name}
+    if experts.selection_bias:
+        weights['selection_bias'] = whole['expert_bias']
+    with on_mesh(config):
+        layout = Layout.of(config)
+        arrays = {name: jax.device_put(x, layout(DIMS[name])) for name, x in weights.items()}
+        token = 1 / whole['x'][..., 0].size
+        load = np.zeros((len(router.STATISTICS), experts.count), np.float32)
+        load[router.TOKEN] = token
+        if experts.balance_over == 'batch':
+            load[router.PRESSURE] = experts.balance_loss * experts.count * token * shares_x
+        arrays['load'] = jax.device_put(load, layout('--'))
+        dims = tuple((name, DIMS[name]) for name in weights)
+        how = Settings(experts, config.model.activation, layout, dims)
+        x_BTD, dy_BTD = (jax.device_put(whole[key], layout('BTD')) for key in ('x', 'cotangent'))
+
+        @jax.jit
+        def outputs(x_BTD: jax.Array, arrays: Any, dy_BTD: jax.Array) -> Any:
+            y_BTD, backward = jax.vjp(lambda x, arrays: mix(x, arrays, {}, how), x_BTD, arrays)
+            return y_BTD, *backward(dy_BTD)
+
+        y_BTD, dx_BTD, gradients = jax.device_get(outputs(x_BTD, arrays, dy_BTD))
+    return {'output': y_BTD, 'dx': dx_BTD}, gradients
+
+
+def share_of(case: str) -> np.ndarray:
+    routed: np.ndarray = oracle()[f'{case}/routed'].sum((0, 1))
+    return routed / routed.sum()
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+@pytest.mark.parametrize('case', CASES)
+def test_output_and_all_gradients_are_those_of_megatron_core(case: str, mesh: str) -> None:
+    config = config_of(CASES[case], MESHES[mesh], bias=case == 'biases')
+    results, gradients = run(config, share_of(case))
+    for key, x in results.items():
+        assert relative_error(x, oracle()[f'{case}/{key}']) < LIMIT, key
+    expected = ours(oracle(), f'{case}/g/')
+    if case == 'biases':  # Megatron adds the gradients of different experts; see the README
+        each = gradients['down_bias'].reshape(2, -1, *gradients['down_bias'].shape[1:])
+        gradients['down_bias'] = np.concatenate([each.sum(0)] * 2)
+    assert_close({name: gradients[name] for name in expected}, expected, LIMIT)
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_experts_and_their_weights_are_those_of_megatron_core(case: str) -> None:
+    experts, whole = config_of(CASES[case], {}).model.experts, oracle()
+    assert experts is not None
+    bias = whole['router_bias'] if experts.router_bias else None
+    rows_TD = jnp.asarray(whole['x'].reshape(-1, whole['x'].shape[-1]))
+    logit_Tx = router.logits(rows_TD, jnp.asarray(whole['router'].T), bias)
+    selection = whole['expert_bias'] if experts.selection_bias else None
+    expert_TY = router.choose(logit_Tx, selection, experts)
+    weight_TY = router.weights(logit_Tx, expert_TY, experts)
+    weight_Tx = np.zeros(logit_Tx.shape, np.float32)
+    np.put_along_axis(weight_Tx, np.asarray(expert_TY), np.asarray(weight_TY), 1)
+    expected = whole[f'{case}/probs'].reshape(weight_Tx.shape)
+    np.testing.assert_array_equal(weight_Tx > 0, expected > 0)
+    np.testing.assert_allclose(weight_Tx, expected, rtol=LIMIT)
+
+
+def test_each_expert_drops_as_many_tokens_of_a_group_as_megatron_core() -> None:
+    """Which ones differs: Megatron keeps the largest weights, megajax the first tokens."""
+    _, gradients = run(config_of({'capacity': 1.0, 'capacity_group': 8}, {}), share_of('chosen'))
+    chosen, kept = oracle()['chosen/routed'], oracle()['capacity/routed']
+    assert (chosen & ~kept).sum() > 10
+    statistics = gradients['load']
+    np.testing.assert_array_equal(statistics[router.CHOSEN], chosen.sum((0, 1)))
+    np.testing.assert_array_equal(statistics[router.DROPPED], (chosen & ~kept).sum((0, 1)))
+
+
+@pytest.mark.parametrize('case', ['sigmoid', 'groups'])
+def test_the_selection_bias_changes_as_in_megatron_core(case: str) -> None:
+    config, whole = config_of(CASES[case], {}), oracle()
+    sums = np.zeros((1, len(router.STATISTICS), len(whole['expert_bias'])), np.float32)
+    sums[0, router.CHOSEN] = whole[f'{case}/routed'].sum((0, 1))
+    with on_mesh(config):
+        bias = nnx.State({'selection_bias': nnx.Param(jnp.asarray(whole['expert_bias'])[None])})
+        params = nnx.State({'layers': {'experts': {'router': bias}}})
+        after, load_Lx = after_step(params, sums[:, 0], jnp.asarray(sums), jnp.array(True), config)
+    np.testing.assert_allclose(load_Lx[0], share_of(case))
+    changed = after['layers']['experts']['router']['selection_bias'].get_value()[0]
+    np.testing.assert_allclose(changed, whole[f'{case}/expert_bias_after'], rtol=0, atol=1e-8)
