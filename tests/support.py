@@ -279,6 +279,13 @@ def random_params(config: Config, std: float) -> nnx.State:
     return map_parameters(draw, abstract)
 
 
+def random_state(config: Config, std: float = 0.05) -> TrainState:
+    """The state before the first step with `random_params`; to compile what `init_state` draws
+    takes ten times as long.
+    """
+    return init_state(config, random_params(config, std=std))
+
+
 def graph_of(config: Config) -> nnx.GraphDef[LanguageModel]:
     """The model of a config without its parameters, for `nnx.merge`."""
     return model_graph(config.model, Layout.of(config))

@@ -28,7 +28,6 @@ from megajax.core.model.transformer import Bert
 from megajax.core.train.evaluation import make_eval_step
 from megajax.core.train.feed import place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
-from megajax.core.train.step import init_state
 from megajax.runtime.generate import Generator
 
 LENGTH, REAL = 16, 11  # the rest is padding
@@ -169,5 +168,5 @@ def test_it_makes_no_text():
         on_mesh(config),
         pytest.raises(ConfigError, match='not the next token of a text') as error,
     ):
-        Generator(config, init_state(config).params)
+        Generator(config, random_params(config, std=0.05))
     assert error.value.exit_code == 2

@@ -5,10 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import by_name, make_config, on_mesh
-
-from megajax.core.model.transformer import LanguageModel
-from megajax.core.parallel.layout import Layout
+from support import by_name, graph_of, make_config, on_mesh, random_params
 
 SCALE = 2560**0.5  # which bf16 rounds to 50.5
 both_dtypes = pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -21,7 +18,7 @@ def test_the_scale_multiplies_tokens_in_fp32_but_neither_positions_nor_a_tied_he
     config = make_config(model={'embedding_scale': SCALE, 'dropout': 0.0})
     token_BS = np.arange(32).reshape(2, 16)
     with on_mesh(config):
-        model = LanguageModel(config.model, Layout.of(config), key=jax.random.key(0))
+        model = nnx.merge(graph_of(config), random_params(config, std=0.05))
         x_BSD = model.embed(jnp.asarray(token_BS), dtype)
     arrays = {name: np.asarray(x) for name, x in by_name(nnx.state(model)).items()}
     tokens_BSD = arrays['embedding.table'].astype(dtype)[token_BS].astype(np.float32)
@@ -34,7 +31,7 @@ def test_the_scale_multiplies_tokens_in_fp32_but_neither_positions_nor_a_tied_he
 def test_the_gradient_of_the_table_is_scaled_in_fp32(dtype: str) -> None:
     config = make_config('llama', model={'embedding_scale': SCALE})
     with on_mesh(config):
-        model = LanguageModel(config.model, Layout.of(config), key=jax.random.key(0))
+        model = nnx.merge(graph_of(config), random_params(config, std=0.05))
         graph, params = nnx.split(model)
 
         def total(params: nnx.State) -> jax.Array:

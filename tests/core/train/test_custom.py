@@ -8,8 +8,18 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from optax.contrib import muon
-from support import assert_close, gather, make_config, on_mesh, random_params, slow
+from support import (
+    assert_close,
+    gather,
+    graph_of,
+    make_config,
+    on_mesh,
+    random_params,
+    random_state,
+    slow,
+)
 
 import megajax
 from megajax.core.config import Config, ConfigError
@@ -18,10 +28,11 @@ from megajax.core.parallel.mesh import check_current_mesh
 from megajax.core.train.optimizer import make_optimizer
 
 
-def config_of(mesh: dict[str, Any], train: dict[str, Any], shard: str) -> Config:
+def config_of(
+    mesh: dict[str, Any], train: dict[str, Any], shard: str, *, dropout: float = 0.1
+) -> Config:
     sizes: dict[str, Any] = {'num_layers': 2, 'hidden_size': 32, 'num_heads': 4, 'ffn_size': 64}
-    if 'context' in mesh:
-        sizes |= {'dropout': 0.0, 'attention_dropout': 0.0}
+    sizes['dropout'] = 0.0 if 'context' in mesh else dropout
     return make_config(
         'gpt',
         model=sizes,
@@ -84,10 +95,10 @@ def test_value_and_grad_of_the_loss_updates_the_parameters_as_the_training_step_
 def test_an_optimizer_of_optax_trains_sharded_parameters(
     optimizer: optax.GradientTransformationExtraArgs, multiplies_matrices: bool
 ) -> None:
-    config = config_of({'data': 2, 'model': 2}, {}, 'weights')
+    config = config_of({'data': 2, 'model': 2}, {}, 'weights', dropout=0.0)
     with on_mesh(config):
         batch = megajax.place_batch(batch_of(config))
-        params = megajax.init_state(config).params
+        params = random_params(config, std=0.05)
         opt_state, losses = jax.jit(optimizer.init)(params), []
         placed, of_state = jax.tree.map(lambda x: x.sharding, (params, opt_state))
         update = optimizer.update
@@ -143,7 +154,7 @@ def test_what_a_script_gives_in_place_of_an_argument_is_named_with_what_is_expec
     config = config_of({}, {}, 'none')
     rows = [[1, 2], [3, 4]]
     with on_mesh(config):
-        state = megajax.init_state(config)
+        state = random_state(config)
         batch = megajax.place_batch(batch_of(config))
         for call, message in {
             (lambda: megajax.load_params('runs/mine', 'tiny')): "config: 'tiny' is not a megajax.C",
@@ -186,7 +197,7 @@ def test_a_mesh_that_is_not_the_configs_is_rejected_with_the_call_that_sets_it(
 def test_the_cross_entropy_of_sharded_logits_is_that_of_optax() -> None:
     config = config_of({'data': 2, 'model': 2}, {}, 'none')
     with on_mesh(config):
-        model = LanguageModel(config.model, megajax.Layout.of(config), key=jax.random.key(0))
+        model = nnx.merge(graph_of(config), random_params(config, std=0.05))
         batch = megajax.place_batch(batch_of(config))
         logits = jax.jit(lambda tokens: model(tokens))(batch['tokens'])
         ours = jax.jit(jax.value_and_grad(mean_of(megajax.cross_entropy)))

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import exhaustive, make_batch, make_config, on_mesh, slow
+from support import exhaustive, make_batch, make_config, on_mesh, random_state, slow
 
 from megajax.core.config import Config, NumericError
 from megajax.core.train.feed import place_batch
 from megajax.core.train.guard import SKIPS_IN_A_ROW, USUAL_STEPS, init_guard, judge, respond
-from megajax.core.train.step import init_state, make_train_step
+from megajax.core.train.step import make_train_step
 
 
 def config(data: int = 1, model: int = 1, **train: Any) -> Config:
-    return make_config('gpt', data, model, train=train)
+    return make_config('gpt', data, model, model={'dropout': 0.0}, train=train)
 
 
 def leaves(state: Any) -> list[np.ndarray]:
@@ -40,7 +40,7 @@ def test_one_bad_number_on_one_shard_leaves_every_parameter_as_it_is(
 ) -> None:
     with on_mesh(config(*mesh)):
         step = kept_step(mesh)
-        state, good = init_state(config(*mesh)), make_batch(config())
+        state, good = random_state(config(*mesh)), make_batch(config())
         bad = good | {'loss_mask': good['loss_mask'].copy()}
         bad['loss_mask'][-1, 3] = value
         after, metrics = step(state, place_batch(bad))
@@ -59,7 +59,7 @@ def test_one_bad_number_on_one_shard_leaves_every_parameter_as_it_is(
 
 def test_a_batch_without_a_token_that_counts_has_no_loss_and_no_gradient_and_is_no_fault() -> None:
     with on_mesh(config(2, 2)):
-        state, batch = init_state(config(2, 2)), make_batch(config())
+        state, batch = random_state(config(2, 2)), make_batch(config())
         _, metrics = kept_step((2, 2))(
             state, place_batch(batch | {'loss_mask': np.zeros_like(batch['loss_mask'])})
         )

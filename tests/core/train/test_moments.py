@@ -10,7 +10,7 @@ import pytest
 from jax import NamedSharding, P
 from jax.sharding import AxisType
 from steps import Setting, batch_of
-from support import assert_close, gather, on_mesh
+from support import assert_close, gather, on_mesh, random_state
 
 from megajax.core.train.moments import round_to_bf16, with_moments_in_bf16
 from megajax.core.train.step import init_state, make_train_step
@@ -104,7 +104,7 @@ def test_moments_are_alike_on_every_mesh() -> None:
         )
         config = setting.config
         with on_mesh(config):
-            step, state = make_train_step(config), init_state(config)
+            step, state = make_train_step(config), random_state(config)
             for seed in range(3):
                 state, _ = step(state, batch_of(setting, seed))
             moments = [optax.tree_utils.tree_get(state.opt_state, name) for name in ('mu', 'nu')]

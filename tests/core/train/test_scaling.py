@@ -17,6 +17,7 @@ from support import (
     make_batch,
     on_mesh,
     random_params,
+    random_state,
     relative_error,
     slow,
 )
@@ -27,7 +28,7 @@ from megajax.core.train.feed import place_batch
 from megajax.core.train.first_step import with_scales
 from megajax.core.train.gradients import make_gradients, make_loss_and_gradients
 from megajax.core.train.scaling import WINDOW, linears, nothing_seen, remember, scales_of
-from megajax.core.train.step import TrainState, init_state, make_train_step
+from megajax.core.train.step import TrainState, make_train_step
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 
 SP = {'sequence_parallel': True}
@@ -45,11 +46,11 @@ def in_fp8(setting: Setting) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
     config, plain = setting.config, setting._replace(overlap='none', unroll=False).config
     with on_mesh(config):
         given = random_params(config, std=0.05), batch_of(setting), jax.random.key(0)
-        _, _, places = jax.jit(make_gradients(plain))(*given)
-        scales = scales_from(places, config)
-        (loss, _), gradients, places = jax.jit(make_gradients(config))(*given, None, scales)
+        _, _, seen = jax.jit(make_gradients(plain))(*given)
+        scales = scales_from(seen.places, config)
+        (loss, _), gradients, seen = jax.jit(make_gradients(config))(*given, None, scales)
         assert {gradient.dtype for gradient in jax.tree.leaves(gradients)} == {np.dtype('float32')}
-        return float(loss), gather(gradients), np.asarray(places)
+        return float(loss), gather(gradients), np.asarray(seen.places)
 
 
 def test_an_evaluation_has_no_scales_and_computes_in_bf16() -> None:
@@ -142,7 +143,7 @@ def test_the_loss_and_each_gradient_are_near_those_of_fp32_and_not_those_of_bf16
 
 def started(config: Config) -> TrainState:
     """The state of a run after its first batch has given its scales."""
-    return with_scales(config, init_state(config), place_batch(make_batch(config)))
+    return with_scales(config, random_state(config), place_batch(make_batch(config)))
 
 
 @pytest.mark.slow
@@ -239,7 +240,7 @@ def test_a_resume_may_change_between_bf16_and_fp8(
         if there == 'bfloat16':
             folder, old = tmp_path, config_of(2, 2, there)
             with Checkpoints(folder, old) as checkpoints:
-                checkpoints.save(steps(old, init_state(old), range(2))[0], 2)
+                checkpoints.save(steps(old, random_state(old), range(2))[0], 2)
                 checkpoints.wait()
         batch = place_batch(make_batch(config, seed=2))
         state = with_scales(config, resumed(folder, config), batch)

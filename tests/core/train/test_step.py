@@ -18,6 +18,7 @@ from support import (
     make_config,
     on_mesh,
     random_params,
+    random_state,
     relative_error,
     slow,
 )
@@ -96,7 +97,7 @@ def test_the_dropout_of_a_train_step_is_its_own():
     config = make_config(model={'num_layers': 1, 'hidden_size': 32, 'dropout': 0.5})
     with on_mesh(config):
         step = jax.jit(make_train_step(config), donate_argnums=())
-        state, batch = init_state(config), place_batch(make_batch(config))
+        state, batch = random_state(config), place_batch(make_batch(config))
         first, again, *later = (
             float(step(state._replace(step=jnp.int32(number)), batch)[1]['loss'])
             for number in (0, 0, 1, 2)
@@ -110,7 +111,7 @@ def test_a_step_reports_the_loss_norm_and_rate_that_it_used_clips_and_deletes_th
         'gpt', 2, 2, model={'dropout': 0.0}, optim={'warmup_steps': 4, 'grad_clip': 0.05}
     )
     with on_mesh(config):
-        old, batch = init_state(config), place_batch(make_batch(config))
+        old, batch = random_state(config), place_batch(make_batch(config))
         nll_sum = float(make_eval_step(config)(old.params, batch)['nll'])
         (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(
             old.params, batch, jax.random.key(0)

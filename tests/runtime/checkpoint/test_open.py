@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from checkpoints import make_state
 from support import by_name, make_config, on_mesh
 
 from megajax.core.config import CheckpointError, Config, ConfigError
-from megajax.core.train.step import init_state
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.digests import find_steps
 from megajax.runtime.checkpoint.open import Opened, abstract_params, open_model
@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             on_mesh(config),
             Checkpoints(folder / 'checkpoints', config, tokenizer=byte_tokenizer()) as checkpoints,
         ):
-            checkpoints.save(init_state(config), step)
+            checkpoints.save(make_state(config, step), step)
     return folder
 
 
@@ -43,7 +43,7 @@ def seeded(step: int) -> Config:
 def expected(step: int) -> dict[str, np.ndarray]:
     config = seeded(step)
     with on_mesh(config):
-        return {name: np.asarray(x) for name, x in by_name(init_state(config).params).items()}
+        return {name: np.asarray(x) for name, x in by_name(make_state(config, step).params).items()}
 
 
 def assert_holds(opened: Opened, step: int) -> None:

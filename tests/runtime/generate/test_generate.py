@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import graph_of, make_config, on_mesh, random_params, slow, start_token
+from support import graph_of, make_config, on_mesh, random_params, random_state, slow, start_token
 from twelve_tokenizers import TWELVE
 
 from megajax.analysis.inspect import assert_collectives
@@ -23,7 +23,6 @@ from megajax.commands.generate_output import is_cut, note_cut
 from megajax.core.config import Config, ConfigError
 from megajax.core.model.computation import Computation
 from megajax.core.parallel.layout import Layout
-from megajax.core.train.step import init_state
 from megajax.interop.huggingface.families import read_config_json
 from megajax.interop.huggingface.tensors import read_tensors
 from megajax.interop.huggingface.weights import from_huggingface
@@ -708,7 +707,7 @@ def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         on_mesh(config),
         Checkpoints(folder / 'checkpoints', config, tokenizer=byte_tokenizer()) as checkpoints,
     ):
-        checkpoints.save(init_state(config), 1)
+        checkpoints.save(random_state(config), 1)
     return folder
 
 

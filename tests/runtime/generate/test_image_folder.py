@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support import exhaustive, on_mesh, random_params
+from support import exhaustive, on_mesh, random_params, random_state
 from vlm import vlm
 
 from megajax.commands import generate as cli_generate
 from megajax.core.config import Config, ConfigError
-from megajax.core.train.step import init_state
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.data.text.tokenizer import byte_tokenizer
 from megajax.runtime.generate import (
@@ -148,7 +147,7 @@ def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         on_mesh(CONFIG),
         Checkpoints(folder / 'checkpoints', CONFIG, tokenizer=TOKENIZER) as checkpoints,
     ):
-        checkpoints.save(init_state(CONFIG), 1)
+        checkpoints.save(random_state(CONFIG), 1)
     return folder
 
 

@@ -6,10 +6,9 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from support import make_config, on_mesh
+from support import make_config, on_mesh, random_state
 
 from megajax.core.config import Config, ConfigError
-from megajax.core.train.step import init_state
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.hf_files import TEMPLATE, Companions, read_companions
 from megajax.runtime.data import load_data
@@ -97,7 +96,7 @@ def test_a_run_that_resumes_has_the_template_that_it_began_with_and_takes_no_oth
     (folder / 'mine.jinja').write_text(TEXT)
     mine, run = config(chat_template='mine.jinja'), folder / 'run'
     with on_mesh(mine), Checkpoints(run / 'checkpoints', mine) as checkpoints:
-        checkpoints.save(init_state(mine), 1)
+        checkpoints.save(random_state(mine), 1)
     companions_of_run(mine, run, None).write(run)
     for change in ((folder / 'mine.jinja').unlink, lambda: (folder / 'mine.jinja').write_text('x')):
         change()

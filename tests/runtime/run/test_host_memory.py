@@ -5,12 +5,12 @@ import resource
 import jax
 import numpy as np
 import pytest
-from support import make_batch, make_config, on_mesh, slow
+from support import make_batch, make_config, on_mesh, random_state, slow
 
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.parallel.mesh import mesh_for
 from megajax.core.train.feed import place_batch
-from megajax.core.train.step import init_state, make_train_step
+from megajax.core.train.step import make_train_step
 from megajax.runtime.run import host_memory, run
 from megajax.runtime.run.host_memory import check_host_memory, state_bytes
 
@@ -61,7 +61,7 @@ def test_what_fits_or_may_fit_is_not_refused(monkeypatch, have):
 def test_the_bound_is_not_above_what_a_step_holds(shard):
     config: Config = make_config('llama', 2, 2, optim={'shard': shard})
     with on_mesh(config):
-        state = init_state(config)
+        state = random_state(config)
         step = make_train_step(config).lower(state, place_batch(make_batch(config))).compile()
     memory = step.memory_analysis()
     held = sum(

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from runs import losses, steps
-from support import exhaustive, make_batch, make_config, on_mesh, slow, write_run
+from support import exhaustive, make_batch, make_config, on_mesh, random_state, slow, write_run
 
 from megajax.core.config import Config, CorruptionError, load
 from megajax.core.parallel.mesh import concrete
@@ -141,7 +141,7 @@ def repeat(
     In the second, `corrupt` changes the results, and a token of the batch has this weight.
     """
     with on_mesh(config):
-        state, compiled = init_state(config), compiled_step(config)
+        state, compiled = random_state(config), compiled_step(config)
         replay = Replay(
             config,
             Corrupting(compiled, corrupt, at=2),

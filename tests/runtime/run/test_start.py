@@ -19,7 +19,6 @@ from vlm import vlm
 import megajax
 from megajax.commands.main import app
 from megajax.core.config import CheckpointError, Config, ConfigError, dump
-from megajax.core.train.step import init_state
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.open import restore_params
 from megajax.runtime.checkpoint.record import read_record
@@ -196,7 +195,7 @@ def test_frozen_parts_may_change_where_a_run_begins_and_the_encoder_may_not(
 ) -> None:
     old = vlm()
     with on_mesh(old), Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:
-        checkpoints.save(init_state(old), 1)
+        checkpoints.save(make_state(old, 1), 1)
     run = {'start_from': str(tmp_path / 'source')}
     frozen = {'freeze': ('encoder',), 'images': 1, 'min_patches': 4}
     assert find_start(vlm(vision=frozen, run=run), tmp_path / 'new')
