@@ -37,6 +37,9 @@ READ = {
         {'balance_loss': 1e-2, 'balance_over': 'sequence'},
     '--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2':
         {'balance_loss': 1e-2 / 4, 'balance_over': 'batch'},
+    SIGMOID + '--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4':
+        {'scores': 'sigmoid', 'selection_bias': True, 'balance_loss': 1e-4,
+         'balance_over': 'sequence'},
     '--moe-z-loss-coeff 1e-3': {'z_loss': 1e-3},
     '--moe-expert-capacity-factor 1.5 --moe-token-drop-policy position --micro-batch-size 1 '
     '--moe-pad-expert-input-to-capacity': {'capacity': 1.5, 'capacity_group': 16},
@@ -53,7 +56,8 @@ REFUSED = {
     '--moe-router-load-balancing-type sinkhorn': 'give one of aux_loss, seq_aux_loss',
     '--moe-router-load-balancing-type aux_loss seq_aux_loss': 'expected a word',
     '--moe-aux-loss-coeff 1e-2 --micro-batch-size 2': 'counts the tokens of a microbatch',
-    SIGMOID + '--moe-aux-loss-coeff 1e-4': 'whether or not the expert bias',
+    SIGMOID + '--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-4':
+        'whether or not the expert bias and the groups choose them: give seq_aux_loss',
     '--moe-expert-capacity-factor 1': 'give --moe-token-drop-policy position',
     '--moe-expert-capacity-factor 1 --moe-token-drop-policy position --micro-batch-size 2':
         '--micro-batch-size 1',

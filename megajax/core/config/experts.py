@@ -56,7 +56,8 @@ class ExpertsConfig(Section):
     """
     balance_over: Literal['batch', 'sequence'] = 'batch'
     """Tokens whose assignments give the shares of balance_loss: of the whole batch, in the step
-    before, or of the same sequence.
+    before, or of the same sequence. A sequence counts the experts with the best scores, as in
+    DeepSeek-V3, even if selection_bias or the groups choose different ones.
     """
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of the mean squared log-sum-exp of the router's logits (Zoph et al., 2022). It is

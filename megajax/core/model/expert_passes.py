@@ -181,7 +181,8 @@ class _Local(NamedTuple):
         token = load[router.TOKEN, 0]
         pressure = load[router.PRESSURE][None]
         if experts.balance_over == 'sequence':
-            of_sequence = expert_TY.reshape(-1, length * experts.active)
+            best_TY = router.best(logit_Tx, expert_TY, experts)  # as DeepSeek-V3 and Megatron count
+            of_sequence = best_TY.reshape(-1, length * experts.active)
             chosen_Bx = jax.vmap(lambda one: router.counts(one, experts.count))(of_sequence)
             chosen_Bx, shards = self.how.over_context(chosen_Bx)
             share_Bx = chosen_Bx / (length * experts.active * shards)

@@ -55,6 +55,13 @@ def choose(logit_Tx: jax.Array, bias_x: jax.Array | None, experts: ExpertsConfig
     return expert_TY
 
 
+def best(logit_Tx: jax.Array, expert_TY: jax.Array, experts: ExpertsConfig) -> jax.Array:
+    """Return the experts with the best scores, which biases and groups need not choose."""
+    if not experts.selection_bias and experts.groups == 1:
+        return expert_TY
+    return lax.top_k(_scores(logit_Tx, experts), experts.active)[1]
+
+
 def weights(logit_Tx: jax.Array, expert_TY: jax.Array, experts: ExpertsConfig) -> jax.Array:
     """Return the weights [T, Y] of each token's experts."""
     if experts.scores == 'softmax' and experts.normalize:

@@ -33,11 +33,13 @@ DIMS = {
     'down_bias': 'XD',
 }
 SIGMOID = {'scores': 'sigmoid', 'scale': 2.5, 'selection_bias': True}
+GROUPS = SIGMOID | {'groups': 2, 'active_groups': 1}
 CASES: dict[str, dict[str, Any]] = {
     'softmax': {'normalize': False},
     'chosen': {},
     'sigmoid': SIGMOID,
-    'groups': SIGMOID | {'groups': 2, 'active_groups': 1},
+    'groups': GROUPS,
+    'groups_sequence': GROUPS | {'balance_loss': 0.1, 'balance_over': 'sequence'},
     'sequence': {
         'normalize': False,
         'balance_loss': 0.1,

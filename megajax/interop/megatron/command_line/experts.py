@@ -87,11 +87,13 @@ def _balance(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             'aux_loss counts the tokens of a microbatch: give --moe-router-load-balancing-type '
             'seq_aux_loss or global_aux_loss, or --micro-batch-size 1',
         )
-    elif arguments.get('moe_router_enable_expert_bias') or arguments.get('moe_router_group_topk'):
+    elif kind == 'global_aux_loss' and (
+        arguments.get('moe_router_enable_expert_bias') or arguments.get('moe_router_group_topk')
+    ):
         yield (
-            'moe_aux_loss_coeff',
+            'moe_router_load_balancing_type',
             'it counts the experts with the best scores, whether or not the expert bias and the '
-            'groups choose them: leave it out',
+            'groups choose them: give seq_aux_loss',
         )
 
 
