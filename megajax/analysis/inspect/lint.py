@@ -144,8 +144,8 @@ def _gathered_weights(
     for collective in placed:
         dims = collective.whole.dims
         name = weights.get(tuple(sorted(dims)))
-        # ZeRO, images, keys and values, and the head's tokens have table rows of their own.
-        is_known = site_of(collective, config).name in ('parameters', 'vision')
+        # ZeRO, images, Muon, keys and values, and the head's tokens have table rows of their own.
+        is_known = site_of(collective, config).name in ('parameters', 'vision', 'optimizer')
         has_row = is_known or collective.axes in ((STAGE,), (CONTEXT,))
         has_tokens = prod(dims[:-1]) in counts
         if collective.kind == 'all-gather' and name and not has_row and not has_tokens:

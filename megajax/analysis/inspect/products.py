@@ -9,6 +9,7 @@ from megajax.analysis.inspect.result import Finding, Products
 from megajax.core.config import Config
 from megajax.core.counts import products as counts
 from megajax.core.counts.flash import uses_flash
+from megajax.core.counts.muon import newton_schulz
 from megajax.core.hardware.records import hardware
 from megajax.xla.hlo.products import is_rematerialized, products
 from megajax.xla.hlo.program import Program
@@ -22,11 +23,11 @@ LEAST_PART = 24  # elements of each part of a contraction that XLA splits
 def count_products(config: Config, program: Program, target: str) -> Products:
     """Count the FLOPs of a step on one device, in the compiled program and required by the config.
 
-    XLA computes exactly the matmuls that `core/counts/products.py` lists, for every family, layout
-    and kind of recomputation. A CPU has no flash attention.
+    XLA computes exactly the matmuls that `core/counts/products.py` and `muon.py` list, for every
+    family, layout and kind of recomputation. A CPU has no flash attention.
     """
     flash = target != 'cpu' and uses_flash(config, hardware(target).compute_capability)
-    required = counts.products(config, flash=flash)
+    required = [*counts.products(config, flash=flash), *newton_schulz(config)]
     expected = sum(product.times * product.flops for product in required)
     compiled = rematerialized = 0
     for product, computation, instruction, times in products(program):
@@ -47,7 +48,10 @@ def padding(config: Config) -> int:
         return 0
     return sum(
         product.times * 2 * product.batch * (_padded(product.sizes) - prod(product.sizes))
-        for product in counts.products(config, flash=uses_flash(config))
+        for product in (
+            *counts.products(config, flash=uses_flash(config)),
+            *newton_schulz(config),
+        )
         if product.where != 'attention'
     )
 

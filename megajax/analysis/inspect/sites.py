@@ -11,6 +11,7 @@ from megajax.core.config import Config
 from megajax.core.counts.collective import Site, activation
 from megajax.core.counts.context import keys
 from megajax.core.counts.layers import SUBLAYERS
+from megajax.core.counts.muon import exchanges
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.counts.products import Phase
 from megajax.core.counts.vision import relevance_arrays, shapes, vectors
@@ -37,6 +38,8 @@ def site_of(collective: Collective, config: Config) -> Site:
     scope = next((scope for scope in SCOPES if scope in words), None)
     if scope is None and 'vision_place' in words:
         scope = 'embedding'  # its gradient, gathered where the backward pass removes the images
+    if scope == 'optimizer' and _has_matrices(collective, config):
+        return Site('optimizer', 'step', axis)
     if config.vision is not None and (site := _of_encoder(collective, config)) is not None:
         return site
     if (site := _over_stages(collective, words, config)) is not None:
@@ -58,6 +61,12 @@ def site_of(collective: Collective, config: Config) -> Site:
     if scope is None:
         return Site(f'other: {op_name or collective.instruction}', 'step', axis)
     return Site(scope, phase_of(op_name), axis)
+
+
+def _has_matrices(collective: Collective, config: Config) -> bool:
+    """Return whether it moves the matrices that Muon orthogonalizes."""
+    sent = collective.kind, collective.axis
+    return sent in {(expected.kind, expected.site.axis) for expected in exchanges(config)}
 
 
 def _of_encoder(collective: Collective, config: Config) -> Site | None:

@@ -24,6 +24,7 @@ from megajax.core.counts.cross_attention import cross_layers, is_left_out
 from megajax.core.counts.data_parallel import over_data
 from megajax.core.counts.grid import over_grid
 from megajax.core.counts.megatron import few_kv_heads, over_model
+from megajax.core.counts.muon import exchanges
 from megajax.core.counts.parameters import own_counts
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.stages import between_lockstep_stages, gradients_of_lockstep_stages
@@ -109,13 +110,15 @@ def _over_context(config: Config) -> Iterator[Expected]:
 
 
 def over_data_shards(config: Config) -> list[Expected]:
-    """Return the collectives of data parallelism."""
+    """Return the collectives of data parallelism and of the optimizer."""
     if config.mesh.stages > 1:
-        return [*gradients_of_lockstep_stages(config)]
-    if config.vision is not None:
+        of_parameters = gradients_of_lockstep_stages(config)
+    elif config.vision is not None:
         every, learned = counts_over_data(config)
-        return [*over_data(config, every, learned=learned)]
-    return [*over_data(config, own_counts(config))]
+        of_parameters = over_data(config, every, learned=learned)
+    else:
+        of_parameters = over_data(config, own_counts(config))
+    return [*of_parameters, *exchanges(config)]
 
 
 def wire_bytes(config: Config) -> dict[str, float]:

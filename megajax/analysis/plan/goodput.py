@@ -7,7 +7,13 @@ from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.sizes import BYTES
 from megajax.analysis.plan.time import StepTime
 from megajax.core.config import Config
-from megajax.core.counts.parameters import dim_sizes, dtype_at_rest, elements, parameters
+from megajax.core.counts.parameters import (
+    dim_sizes,
+    dtype_at_rest,
+    elements,
+    num_moments,
+    parameters,
+)
 
 HOST_LINK = 20e9  # bytes per second from a GPU to its host, over PCIe 4 (32 GB/s)
 STORAGE = 1e9  # bytes per second that a host writes by default
@@ -67,10 +73,10 @@ def faults(
     `storage` is the bytes per second that all hosts write in total.
     """
     sizes = dim_sizes(config.model)
-    moments = 2 * BYTES[config.optim.moments_dtype]
+    moment = BYTES[config.optim.moments_dtype]
     size = sum(
         elements(one.dims, sizes)
-        * (BYTES[dtype_at_rest(one, config)] + (0 if one.is_frozen else moments))
+        * (BYTES[dtype_at_rest(one, config)] + moment * num_moments(one, config))
         for _, one in parameters(config.model)
     )
     mesh = config.mesh

@@ -19,6 +19,7 @@ from megajax.analysis.plan.sizes import FLOAT32, Sizes
 from megajax.analysis.plan.stage_memory import moments_of_stage
 from megajax.core.config import Config
 from megajax.core.counts.flash import HOPPER
+from megajax.core.counts.muon import pools_of
 from megajax.core.hardware.records import Capability
 
 # The share of the temporary bytes lost between the arrays of XLA's heap: 0 to 4% in programs for
@@ -34,7 +35,7 @@ class StepMemory:
     """Bytes on each GPU at the moment of a step that needs the most memory."""
 
     parameters: int  # fp32 master weights, and frozen weights next to adapters
-    optimizer: int  # AdamW's two moments
+    optimizer: int  # the moments of AdamW or Muon
     gathered_weights: int
     gradients: int
     activations: int
@@ -43,7 +44,7 @@ class StepMemory:
     fragmentation: int  # see FRAGMENTATION
     batch: int
     repetition: int  # copies of state and batch in a step of `train.replay_every`
-    moment: str  # loss, layout, backward, embedding or encoder, see `_moments`
+    moment: str  # loss, layout, backward, embedding, encoder or optimizer, see `_moments`
 
     @property
     def state(self) -> int:
@@ -122,6 +123,8 @@ def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
     moments = moments_of_stage(sizes, early=early) if is_staged else _moments(sizes, early=early)
     if sizes.config.vision is not None:
         moments = with_encoder(sizes, moments, early=early)
+    if sizes.config.optim.kind == 'muon':
+        moments['optimizer'] = _in_muon(sizes)
     moment = max(moments, key=lambda name: moments[name].total)
     copied = sizes.parameters_at_rest + sizes.moments + sizes.batch
     return StepMemory(
@@ -132,6 +135,20 @@ def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
         repetition=copied if sizes.config.train.replay_every else 0,
         moment=moment,
         **vars(moments[moment]),
+    )
+
+
+def _in_muon(sizes: Sizes) -> Held:
+    """Return the memory of a step in Muon's update, as in programs for H100s.
+
+    The pieces that come back are cast to fp32, and one array of whole matrices is not yet freed.
+    """
+    pools = pools_of(sizes.config)
+    pieces = sum(pool.count * pool.piece for pool in pools)
+    whole = sum(pool.whole * pool.piece * pool.form.num_pieces for pool in pools)
+    return Held(
+        gradients=FLOAT32 * sizes.at_rest.learned,
+        workspace=(FLOAT32 + sizes.itemsize) * pieces + sizes.itemsize * whole,
     )
 
 

@@ -5,10 +5,12 @@ t is the number of GPUs of a tensor-parallel group.
 
 import dataclasses
 from collections.abc import Iterator
+from math import prod
 
 from megajax.analysis.plan.sizes import BYTES
 from megajax.core.config import Config
 from megajax.core.counts.layers import layer
+from megajax.core.counts.muon import pools_of
 from megajax.core.counts.parameters import dim_sizes, elements, megatron_counts
 from megajax.core.counts.runs import Runs, ticks
 from megajax.core.counts.windows import scored_keys
@@ -91,6 +93,16 @@ def traffic_of_weights(
             times=ticks(config) / mesh.virtual_stages,
         )
     yield Traffic(name='gradient norm', bytes=4 * own, times=1)
-    # The parameter and both moments are read and written, the gradient is read.
-    moments = 4 * BYTES[optim.moments_dtype]
-    yield Traffic(name='AdamW', bytes=(3 * 4 + moments) * own, times=1)
+    # The parameter and its moments are read and written, the gradient is read.
+    pools = pools_of(config)
+    of_muon = sum(pool.count * pool.piece for pool in pools)
+    moments = 2 * BYTES[optim.moments_dtype]
+    yield Traffic(name=optim.kind, bytes=(12 + 2 * moments) * own - moments * of_muon, times=1)
+    if of_muon:
+        # The matrices in 16 bits change their layout before and after each exchange, and an
+        # iteration reads and writes them, and their squares, between its matmuls.
+        whole = sum(pool.whole * prod(pool.form.shape) for pool in pools)
+        squares = sum(pool.whole * pool.form.shape[0] ** 2 for pool in pools)
+        in_iterations = optim.ns_steps * (3 * whole + 3 * squares)
+        size = 4 if config.train.dtype == 'float32' else 2
+        yield Traffic(name='Muon', bytes=size * (8 * of_muon + in_iterations), times=1)

@@ -22,6 +22,7 @@ from megajax.core.counts.context import over_context
 from megajax.core.counts.data_parallel import over_data
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.megatron import expected, over_model
+from megajax.core.counts.muon import over_tensor_parallel
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.counts.products import Phase
 from megajax.core.counts.runs import Runs, ticks
@@ -157,7 +158,7 @@ def _megatron_in_passes(config: Config) -> list[Expected]:
 
 
 def _megatron_over_data(config: Config) -> list[Expected]:
-    """Return Megatron's collectives of data parallelism, without megajax's padding."""
+    """Return Megatron's collectives of data parallelism and of Muon, without megajax's padding."""
     size, sent = config.model.hidden_size, []
     padded = size + -size % (config.mesh.data_shards * config.mesh.context)
     is_staged = config.mesh.stages > 1
@@ -167,7 +168,7 @@ def _megatron_over_data(config: Config) -> list[Expected]:
             array = Array(collective.array.dtype, (count // padded * size,))
             collective = dataclasses.replace(collective, array=array)
         sent.append(collective)
-    return sent
+    return [*sent, *over_tensor_parallel(config)]
 
 
 MEGAJAX = Software(

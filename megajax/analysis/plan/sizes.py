@@ -150,8 +150,10 @@ class Sizes:
 
     @property
     def moments(self) -> int:
-        """Return the bytes of AdamW's two moments."""
-        return 2 * BYTES[self.config.optim.moments_dtype] * self.at_rest.learned
+        """Return the bytes of the optimizer's moments."""
+        optim = self.config.optim
+        second = self.at_rest.learned - (self.at_rest.momenta if optim.kind == 'muon' else 0)
+        return BYTES[optim.moments_dtype] * (self.at_rest.learned + second)
 
     @cached_property
     def logits(self) -> tuple[int, int, int]:
@@ -248,6 +250,7 @@ class AtRest(NamedTuple):
     learned: int  # of `all`, those that are not frozen
     learned_layers: int  # of `layers`, those that are not frozen
     frozen_matrices: int  # the matrices of `all` that are frozen
+    momenta: int  # of `learned`, those that have no second moment with Muon
 
 
 @functools.cache
@@ -270,4 +273,5 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
         learned=sum(size for x, size in counts.values() if not x.is_frozen),
         learned_layers=sum(size for x, size in counts.values() if x.is_stacked and not x.is_frozen),
         frozen_matrices=sum(size for x, size in matrices if x.is_frozen),
+        momenta=sum(size for x, size in matrices if x.is_layer_matrix and not x.is_frozen),
     )

@@ -26,6 +26,7 @@ from megajax.analysis.plan.transfers import PlannedTransfer, Waiting, transfers
 from megajax.core.config import Config
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.flops import Flops, step_flops
+from megajax.core.counts.muon import newton_schulz
 from megajax.core.counts.products import Phase, Product, products
 from megajax.core.counts.runs import ticks
 from megajax.core.hardware.records import FP8_SHARE, check_dtype
@@ -141,14 +142,16 @@ class Timer:
             accumulated_bytes=program.accumulated_bytes,
         )
         of_weights = [(moves.times, traffic_seconds(moves, cluster)) for moves in moved]
+        iterated = newton_schulz(config)
+        of_muon = [(x.times, product_seconds(x, config, cluster)) for x in iterated]
         over_data = transfers(
             program.over_data(config), config, cluster, program, group.waiting.copy()
         )
         return StepTime(
-            products=group.products,
+            products=group.products + sum(seconds for _, seconds in of_muon),
             idle=group.idle,
             memory_bound=group.memory_bound + sum(seconds for _, seconds in of_weights),
-            launches=launch_seconds([*group.parts, *of_weights], group.num_launches),
+            launches=launch_seconds([*group.parts, *of_weights, *of_muon], group.num_launches),
             transfers=(*group.transfers, *over_data),
             flops=self._flops_of(config, flash=group.flash),
             tokens=config.train.batch_size * config.train.seq_len,

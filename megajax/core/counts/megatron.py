@@ -26,6 +26,7 @@ from megajax.core.counts.cross_attention import cross_layers
 from megajax.core.counts.data_parallel import over_data
 from megajax.core.counts.grid import over_grid
 from megajax.core.counts.layers import layer
+from megajax.core.counts.muon import exchanges, over_tensor_parallel
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.counts.products import Phase
 from megajax.core.counts.qk_norm import sums_over_heads
@@ -63,15 +64,21 @@ def expected(config: Config) -> list[Expected]:
         *(over_context(config, runs.layers) if mesh.context > 1 else ()),
         *(between_stages(config) if mesh.stages > 1 else ()),
         *(gradients_of_stages(config) if mesh.stages > 1 else over_data(config)),
+        *over_tensor_parallel(config),
     ]
 
 
 def stated(config: Config) -> list[Expected]:
-    """Return what lockstep stages and context shards send at most, where Megatron differs.
+    """Return what a step sends at most, where Megatron differs.
 
-    The difference is the price of one program for all stages (`stages.py`), and of sums in fp32
-    (`context.py`). A vision encoder has entirely different collectives (`vision.py`).
+    The difference is the price of one program for all stages (`stages.py`), of sums in fp32
+    (`context.py`), and of shards that are no whole matrices (`muon.py`). A vision encoder has
+    entirely different collectives (`vision.py`).
     """
+    return [*_stated_in_passes(config), *exchanges(config)]
+
+
+def _stated_in_passes(config: Config) -> list[Expected]:
     mesh, runs = config.mesh, Runs.of_stages(config)
     if config.vision is not None:
         padding = padding_at_rest(config)

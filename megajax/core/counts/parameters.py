@@ -147,6 +147,13 @@ def dtype_at_rest(parameter: Parameter, config: Config) -> str:
     return config.train.compute_dtype if is_multiplied else 'float32'
 
 
+def num_moments(parameter: Parameter, config: Config) -> int:
+    """Return the number of arrays that the optimizer stores for a parameter."""
+    if parameter.is_frozen:
+        return 0
+    return 1 if config.optim.kind == 'muon' and parameter.is_layer_matrix else 2
+
+
 class Counts(NamedTuple):
     """Numbers of elements of the parameters on a device.
 

@@ -24,7 +24,7 @@ from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.products import keys_in_window
 
 Phase = Literal['forward', 'backward', 'recompute', 'step']
-Where = Literal['layers', 'attention', 'head']
+Where = Literal['layers', 'attention', 'head', 'optimizer']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class Dim(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the matrices of a pool have in common: how they are stored, [rows, columns].
+    """The stored form of the matrices [rows, columns] of a pool.
 
     Both are lists of dims, of which each has at most one group of axes. There are no more rows than
     columns.

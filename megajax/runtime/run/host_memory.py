@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.core.config import Config, ConfigError
-from megajax.core.counts.parameters import dtype_at_rest, num_at_rest, parameters
+from megajax.core.counts.parameters import dtype_at_rest, num_at_rest, num_moments, parameters
 from megajax.core.hardware.memory import host_memory
 from megajax.core.parallel.layout import Layout
 
@@ -54,10 +54,10 @@ def state_bytes(config: Config) -> int:
     layout, optim = Layout.of(config), config.optim
     each = [(x, num_at_rest(x, config.model, layout)) for _, x in parameters(config.model)]
     learned = sum(size for x, size in each if not x.is_frozen)
-    of_learned = 2 * BYTES[optim.moments_dtype] + BYTES[optim.reduce_dtype]
-    at_rest = sum(size * BYTES[dtype_at_rest(x, config)] for x, size in each)
-    copied = at_rest + 2 * BYTES[optim.moments_dtype] * learned if config.train.replay_every else 0
-    return at_rest + of_learned * learned + copied
+    moments = sum(size * BYTES[optim.moments_dtype] * num_moments(x, config) for x, size in each)
+    state = moments + sum(size * BYTES[dtype_at_rest(x, config)] for x, size in each)
+    copied = state if config.train.replay_every else 0
+    return state + BYTES[optim.reduce_dtype] * learned + copied
 
 
 def _remedy(config: Config, have: int) -> str:

@@ -1,0 +1,74 @@
+"""A step with Muon sends what the table says, and orthogonalizes each matrix once."""
+
+from typing import Any
+
+import pytest
+from support import exhaustive, make_config, slow
+
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.child import compile_in_child
+from megajax.analysis.inspect.compile import compile_for
+from megajax.analysis.plan.communication import communication
+from megajax.core.config import Config
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.counts.muon import pools_of
+from megajax.core.hardware.targets import has_compiler
+
+TARGETS: dict[str, Any] = {'cpu': compile_for, 'h100': compile_in_child}
+
+
+def case(name: str, shard: str, **mesh: int) -> Config:
+    return make_config(
+        name,
+        mesh={'sequence_parallel': mesh.get('model', 1) > 1, **mesh},
+        train={'batch_size': 4 * mesh['data'], 'dtype': 'bfloat16'},
+        optim={'kind': 'muon', 'shard': shard},
+        model={'dropout': 0.0},
+    )
+
+
+def over_optimizer(sent: Any) -> dict[tuple[str, str], tuple[int, float]]:
+    """The times and bytes of each axis and kind."""
+    found: dict[tuple[str, str], tuple[int, float]] = {}
+    for axis, kind, times, wire in sent:
+        count, total = found.get((axis, kind), (0, 0.0))
+        found[axis, kind] = count + times, total + wire
+    return found
+
+
+@pytest.mark.parametrize('target', ['cpu', slow('h100')])
+@pytest.mark.parametrize(
+    'config',
+    [
+        case('gpt', 'weights', data=2, model=2),
+        slow(case('llama', 'optimizer', data=2, model=4)),
+        slow(case('gpt', 'optimizer', data=4, replicas=2)),
+        exhaustive(case('gpt', 'none', data=4)),
+        exhaustive(case('bert', 'gradients', data=4)),
+        exhaustive(case('gpt', 'weights', data=2, context=2)),
+        exhaustive(case('gpt', 'weights', data=2, model_rows=2, model=2)),
+    ],
+    ids=lambda config: '-'.join(map(str, config.mesh.sizes.values())) + config.optim.shard,
+)
+def test_two_exchanges_of_each_pool_are_sent_and_nothing_else(config: Config, target: str) -> None:
+    if target == 'h100' and not has_compiler():
+        pytest.skip("needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
+    found = audit(config, TARGETS[target](config, target, 1), target)
+    assert not [row for row in found.rows if row.site == 'optimizer' and row.verdict == 'MORE']
+    assert not [finding for finding in found.findings if finding.level == 'error']
+    if target == 'h100':  # a CPU computes in fp32, and sends so
+        assert found.products.compiled == pytest.approx(found.products.expected, rel=1e-3)
+    rows = [row for row in found.rows if row.site == 'optimizer' and row.placed]
+    actual = over_optimizer(
+        (row.axis, sent.kind, sent.times, sent.wire_bytes) for row in rows for sent in row.placed
+    )
+    planned = over_optimizer(
+        (sent.site.axis, sent.kind, sent.times, sent.times * sent.wire_bytes)
+        for sent in communication(resolved(config, on_gpu=target != 'cpu'))
+        if sent.site.name == 'optimizer'
+    )
+    assert actual == planned
+    assert sum(times for (_, kind), (times, _) in actual.items() if kind == 'all-to-all') in (
+        0,
+        2 * len(pools_of(config)),
+    )
