@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from make_torch_dist import (
     ARGUMENTS,
+    EACH_LAYER,
     FOLDER,
     LENGTH,
     MODELS,
@@ -30,6 +31,7 @@ from make_torch_dist import (
 )
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -38,8 +40,17 @@ from torch.overrides import TorchFunctionMode
 ONE_RANK = {
     'tensor_model_parallel_size': 1,
     'pipeline_model_parallel_size': 1,
+    'expert_model_parallel_size': 1,
     'padded_vocab_size': VOCAB,
 }
+# Of a model with experts, in training.
+BALANCE = {
+    'moe_router_load_balancing_type': 'seq_aux_loss',
+    'moe_aux_loss_coeff': 0.1,
+    'moe_z_loss_coeff': 0.01,
+    'moe_router_bias_update_rate': 0.02,
+}
+STEPPED = 'gpt2', 'llama', 'experts'
 STEPS = 3
 # The gradients' norm is above `clip_grad`, and `adam_eps` is of the size of a gradient, so that the
 # first update depends on clipping and on the bias corrections, and no update on rounding.
@@ -69,8 +80,9 @@ class NoGPU(TorchFunctionMode):
 
 def load(name: str) -> GPTModel:
     """The model of a stored checkpoint, by megatron-core's own reader."""
-    model = make_model(ARGUMENTS | MODELS[name] | ONE_RANK, parallel_output=True)
-    whole = name == 'llama'
+    balance = BALANCE if 'num_experts' in MODELS[name] else {}
+    model = make_model(ARGUMENTS | MODELS[name] | ONE_RANK | balance, parallel_output=True)
+    whole = name in EACH_LAYER
     weights = model.sharded_state_dict(metadata={'singleton_local_shards': whole})
     with tempfile.TemporaryDirectory() as folder:
         shutil.unpack_archive(FOLDER / f'{name}.tar.xz', folder, filter='data')
@@ -108,12 +120,12 @@ def train(model: GPTModel, token_BS: torch.Tensor, label_BS: torch.Tensor) -> di
         optimizer.zero_grad()
         loss = shard(*inputs(token_BS), labels=label_BS).mean()
         loss.backward()
-        shard.finish_grad_sync()
+        finalize_model_grads([shard])  # which moves the biases of experts too
         if step == 0:
             gradients = {f'g/{name}': x.main_grad.clone() for name, x in model.named_parameters()}
         losses.append(loss.item())
         norms.append(optimizer.step()[1])
-    weights = {f'pf/{name}': x.detach() for name, x in model.named_parameters()}
+    weights = {f'pf/{name}': x.detach() for name, x in model.state_dict().items() if x is not None}
     return {'train_losses': losses, 'train_gnorms': norms, **gradients, **weights}
 
 
@@ -121,7 +133,7 @@ def main(folder: Path) -> None:
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     use_the_cpu()
     parallel_state.initialize_model_parallel()
-    for name in MODELS:
+    for name in STEPPED:
         token_BS = torch.randint(VOCAB, (4, LENGTH + 1), generator=torch.Generator().manual_seed(5))
         batch = token_BS[:, :-1], token_BS[:, 1:]
         model = load(name)

@@ -18,9 +18,14 @@ from megajax.interop.megatron.weights import to_megatron
 from megajax.runtime.checkpoint.open import Opened, open_model
 
 STORED = Path(__file__).parent / 'torch_dist'  # see make_torch_dist.py and make_dist_steps.py
+MODELS = 'gpt2', 'llama', 'experts'
+EXPERTS = (
+    '{count: 4, active: 2, ffn_size: 8, scores: sigmoid, scale: 2.5, selection_bias: true, '
+    'bias_rate: 0.02, balance_loss: 0.1, balance_over: sequence, z_loss: 0.01}'
+)
 LOSS_LIMIT, LIMIT = 1e-6, 2e-6  # relative, see support.relative_error
 
-for_each_model = pytest.mark.parametrize('name', ['gpt2', 'llama'])
+for_each_model = pytest.mark.parametrize('name', MODELS)
 on_each_mesh = pytest.mark.parametrize(
     'mesh',
     [exhaustive({'data': 1, 'model': 1}), {'data': 2, 'model': 2, 'sequence_parallel': 'true'}],
@@ -49,6 +54,8 @@ def imported(name: str, oracle: Arrays, mesh: dict[str, Any], folder: Path) -> O
         'optim.eps': oracle['adam_eps'],
         'optim.grad_clip': oracle['clip_grad'],
     } | {f'mesh.{key}': value for key, value in mesh.items()}
+    if name == 'experts':
+        settings |= {'model.experts': EXPERTS, 'mesh.experts': mesh['data']}
     run = folder / 'run'
     import_megatron(folder / name, run, [f'{key}={value}' for key, value in settings.items()])
     return open_model(run)
@@ -68,7 +75,7 @@ def test_the_loss_and_every_gradient(name: str, mesh: dict[str, Any], tmp_path: 
         assert_close(to_megatron(opened.config, gradients), under('g', oracle), LIMIT)
 
 
-@pytest.mark.parametrize('name', [slow('gpt2'), 'llama'])
+@pytest.mark.parametrize('name', [slow('gpt2'), 'llama', 'experts'])
 @on_each_mesh
 def test_steps_of_adamw(name: str, mesh: dict[str, Any], tmp_path: Path) -> None:
     oracle = read_steps(STORED, name)
@@ -86,5 +93,5 @@ def test_the_stored_steps_are_those_of_the_installed_megatron_core(tmp_path: Pat
     pytest.importorskip('megatron.core', reason='megatron-core is not installed')
     program = Path(__file__).with_name('make_dist_steps.py')
     subprocess.run([sys.executable, '-W', 'ignore', program, tmp_path], check=True, timeout=300)
-    for name in ['gpt2', 'llama']:
+    for name in MODELS:
         assert_close(read_steps(tmp_path, name), read_steps(STORED, name), LIMIT)

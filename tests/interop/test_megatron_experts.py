@@ -72,7 +72,7 @@ REFUSED = {
     '--moe-use-upcycling': 'random weights',
     '--expert-tensor-parallel-size 1': '2 shards too: leave it out',
     '--expert-model-parallel-size 3': '--expert-model-parallel-size: 3 does not divide',
-    '--moe-router-topk 9': '--moe-router-topk: 9 is more than --num-experts 8',
+    '--moe-router-topk 9': '--moe-router-topk: 9 is more than --num-experts 8; use at most 8$',
     '--moe-rooter-topk 2': 'did you mean --moe-router-topk',
 }
 # fmt: on

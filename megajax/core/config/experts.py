@@ -112,7 +112,7 @@ def _groups(experts: ExpertsConfig) -> Iterator[Problem]:
         yield Problem(
             path='model.experts.active_groups', message=message, others=('model.experts.groups',)
         )
-    elif count % groups == 0 and experts.active > count // groups * active:
+    elif count % groups == 0 and count >= experts.active > count // groups * active:
         size = count // groups
         message = (
             f'{experts.active} experts do not fit in {active} groups of {size}; '
