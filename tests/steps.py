@@ -15,6 +15,7 @@ from support import (
     on_mesh,
     pack,
     random_params,
+    random_state,
 )
 
 from megajax.core.config import Config
@@ -22,7 +23,7 @@ from megajax.core.train.evaluation import make_eval_step
 from megajax.core.train.feed import place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.core.train.loss_scale import init_loss_scale
-from megajax.core.train.step import init_state, make_train_step
+from megajax.core.train.step import make_train_step
 
 STEPS = 5
 MESH = (
@@ -153,7 +154,7 @@ def train(setting: Setting) -> Training:
     """Train for a few steps, and evaluate what comes of it."""
     config, losses = setting.config, []
     with on_mesh(config):
-        step, state = make_train_step(config), init_state(config)
+        step, state = make_train_step(config), random_state(config)
         for seed in range(STEPS):
             state, metrics = step(state, batch_of(setting, seed))
             losses.append(float(metrics['loss']))

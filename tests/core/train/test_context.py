@@ -59,7 +59,7 @@ def with_windows(context: int, seq_len: int, **fields: Any) -> Setting:
         exhaustive(with_windows(4, 48, data=2, shard='optimizer', unroll=False)),
         exhaustive(with_windows(8, 96, **RING)),
         exhaustive(with_windows(8, 96, recompute='selective')),
-        slow(with_windows(2, 32, model=2, stages=2, num_layers=6, microbatches=4, **RING)),
+        exhaustive(with_windows(2, 32, model=2, stages=2, num_layers=6, microbatches=4, **RING)),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from flax import nnx
 from optax.contrib import muon
 from support import (
     assert_close,
+    exhaustive,
     gather,
     graph_of,
     make_config,
@@ -53,7 +54,7 @@ def batch_of(config: Config) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ('mesh', 'train', 'shard'),
     [
-        slow({}, {}, 'none'),
+        exhaustive({}, {}, 'none'),
         ({'data': 2, 'model': 2}, {'microbatches': 2}, 'weights'),
         slow({'data': 2, 'stages': 2}, {'microbatches': 2}, 'optimizer'),
         slow({'context': 2, 'model': 2}, {}, 'none'),
@@ -87,7 +88,7 @@ def test_value_and_grad_of_the_loss_updates_the_parameters_as_the_training_step_
 @pytest.mark.parametrize(
     ('optimizer', 'multiplies_matrices'),
     [
-        slow(optax.lion(1e-3), False),
+        exhaustive(optax.lion(1e-3), False),
         slow(optax.adafactor(1e-2), False),
         (muon(1e-2), True),
     ],

@@ -19,11 +19,11 @@ def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Se
     return Setting(name, data, columns, model_rows=rows, sequence_parallel=True, **fields, **heads)
 
 
-@pytest.mark.parametrize('twin', ['on_one_device', slow('in_one_row')])
+@pytest.mark.parametrize('twin', ['on_one_device', exhaustive('in_one_row')])
 @pytest.mark.parametrize(
     'setting',
     [
-        slow(grid('llama', 4, 2)),
+        exhaustive(grid('llama', 4, 2)),
         # With norms of gain 1 + w and scaled embeddings.
         grid('both_norms', 2, 2, data=2, shard='weights'),
         exhaustive(grid('gpt', 2, 2, recompute='full')),

@@ -77,11 +77,11 @@ def results(config: Config) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
 @pytest.mark.parametrize(
     'config',
     [
-        exhaustive(relevant(2, 2, **SP)),
+        slow(relevant(2, 2, **SP)),
         exhaustive(relevant(1, 4)),
         exhaustive(relevant(2, 2, optim={'shard': 'weights'}, train={'microbatches': 2})),
         exhaustive(relevant(2, 4, **SP, relevance={'scorer_shards': 2})),
-        slow(relevant(1, 8, train={'recompute': 'full'})),
+        exhaustive(relevant(1, 8, train={'recompute': 'full'})),
         exhaustive(relevant(2, 2, **SP, vision={'channels': 'texture'})),
         exhaustive(relevant(2, 2, crossed=True, train={'seq_len': 32})),
     ],

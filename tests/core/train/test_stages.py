@@ -34,7 +34,7 @@ SP = {'sequence_parallel': True}
         exhaustive(staged('both_norms', 2, model=2, data=2, shard='optimizer', **SP)),
         slow(staged('llama', 2, 2, model=2, data=2, **SP)),
         slow(staged('windows', 2, model=2, **SP, num_layers=6)),
-        slow(staged('sinks', 2, model=2, **SP, num_layers=4)),
+        exhaustive(staged('sinks', 2, model=2, **SP, num_layers=4)),
         exhaustive(staged('gpt', 2)),
         exhaustive(staged('gpt', 2, model=2, num_layers=4, recompute='full')),
         exhaustive(staged('gpt', 2, 2, data=2, recompute='selective')),
@@ -127,6 +127,7 @@ def test_an_evaluation_sums_what_it_sums_without_stages(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_runs_on_the_same_mesh_are_equal_to_the_bit() -> None:
     setting = staged('gpt', 2, 2, model=2, data=2, **SP)
     first = train(setting)

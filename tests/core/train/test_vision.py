@@ -67,7 +67,7 @@ cross = functools.partial(vlm, crossed=True)
         exhaustive(vlm(1, 2)),
         exhaustive(vlm(2, 4)),
         exhaustive(vlm(4, 2, **SP, train={'microbatches': 2, 'recompute': 'full'})),
-        slow(vlm(1, 8, **SP)),
+        exhaustive(vlm(1, 8, **SP)),
         exhaustive(vlm(1, 8, **TWICE)),
         exhaustive(vlm(8, 1)),
         exhaustive(vlm(1, 4, **SP, **TWICE)),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
-from support import slow
+from support import exhaustive
 
 from megajax.core.model.arr_coc.budget import SIDES, places
 from megajax.core.model.arr_coc.levels import at_levels
@@ -44,7 +44,7 @@ def area_means(pixels: np.ndarray, side: int) -> np.ndarray:
     return fine.reshape(side, len(pixels), side, len(pixels), 3).mean((1, 3))
 
 
-@pytest.mark.parametrize(('patch', 'merge'), [*SIZES[:2], slow(*SIZES[2])])
+@pytest.mark.parametrize(('patch', 'merge'), [*SIZES[:2], exhaustive(*SIZES[2])])
 def test_the_patches_of_a_region_are_those_of_its_smaller_picture(patch, merge):
     pixels, patches = picture(patch, merge)
     with jax.set_mesh(make_mesh(1, 1)):
