@@ -275,7 +275,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
             '--rampup-batch-size 16 16 5859375',
             '16 16 5859375: is not supported: .*larger train.batch_size',
         ),
-        ('--optimizer sgd', '--optimizer sgd: is not supported: the optimizer is AdamW'),
+        ('--optimizer sgd', '--optimizer sgd: is not supported: give adam; for Muon'),
         ('--end-weight-decay 0.3', '--end-weight-decay 0.3: .* constant'),
         ('--clip-grad 0', '--clip-grad 0: .* large number'),
         ('--loss-scale 4096', '--loss-scale 4096: .* dynamic'),

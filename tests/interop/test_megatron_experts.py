@@ -7,7 +7,7 @@ from interop.test_from_megatron import SMALL, config_of, convert
 
 from megajax.core.config import ConfigError
 from megajax.core.config.experts import ExpertsConfig
-from megajax.interop.megatron.command_line.arguments import read_arguments
+from megajax.interop.megatron.command_line.arguments import of_model, read_arguments
 
 EXPERTS = SMALL + '--num-experts 8 --moe-ffn-hidden-size 48 --disable-bias-linear '
 KEYS = {'count': 8, 'active': 2, 'ffn_size': 48}
@@ -57,7 +57,7 @@ REFUSED = {
     '--moe-router-load-balancing-type aux_loss seq_aux_loss': 'expected a word',
     '--moe-aux-loss-coeff 1e-2 --micro-batch-size 2': 'counts the tokens of a microbatch',
     SIGMOID + '--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-4':
-        'whether or not the expert bias and the groups choose them: give seq_aux_loss',
+        'whether or not the expert bias and the groups choose them: .* seq_aux_loss',
     '--moe-expert-capacity-factor 1': 'give --moe-token-drop-policy position',
     '--moe-expert-capacity-factor 1 --moe-token-drop-policy position --micro-batch-size 2':
         '--micro-batch-size 1',
@@ -142,6 +142,20 @@ def test_biases_are_the_routers_too(tmp_path: Path) -> None:
     assert model.bias
     assert model.experts is not None
     assert model.experts.router_bias
+
+
+def test_a_checkpoint_is_read_whatever_its_training_was(caplog: pytest.LogCaptureFixture) -> None:
+    arguments = {
+        'num_experts': 4,
+        'micro_batch_size': 8,
+        'moe_aux_loss_coeff': 0.5,
+        'moe_expert_capacity_factor': 1.25,
+        'moe_router_dtype': 'fp64',
+    }
+    kept = of_model(arguments | {'moe_latent_size': 8}, 'x')
+    assert kept == {'num_experts': 4, 'micro_batch_size': 8, 'moe_latent_size': 8}
+    for name in ('moe_aux_loss_coeff=0.5', 'moe_expert_capacity_factor=1.25', 'dtype=fp64'):
+        assert f'{name}, of the training' in caplog.text
 
 
 def test_arguments_in_a_checkpoint_are_read_and_refused_alike() -> None:

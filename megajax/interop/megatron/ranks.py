@@ -14,7 +14,7 @@ import numpy as np
 from megajax.core.config import Config, ConfigError, ModelConfig, dump, load, reload
 from megajax.core.config.lora import without_adapters
 from megajax.interop.folder import check_new, new_folder, settings
-from megajax.interop.megatron.command_line.arguments import read_arguments
+from megajax.interop.megatron.command_line.arguments import of_model, read_arguments
 from megajax.interop.megatron.dist_checkpoint import COMMON, is_dist, open_checkpoint
 from megajax.interop.megatron.rank_files import (
     FILE,
@@ -182,7 +182,7 @@ def _config(
             f'write its config to {folder / beside.name}'
         )
     model = (
-        read_arguments(arguments, str(file))
+        read_arguments(of_model(arguments, str(file)), str(file))
         if arguments
         else load(beside).model.model_dump(mode='json')
     )

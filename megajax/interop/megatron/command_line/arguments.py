@@ -1,5 +1,6 @@
 """The model that Megatron-LM's arguments describe. Imports no jax."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from megajax.interop.megatron.command_line.experts import Only
 from megajax.interop.megatron.command_line.frequency import frequency_of
 
 Keys = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 LAYERNORM_1P = 'apply_layernorm_1p'  # a gain of 1 + w, which megajax has for RMSNorm
@@ -45,6 +48,19 @@ def rejected(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
             yield name, value, only.instead
     for name, instead in experts.unsupported(arguments) if has_experts else ():
         yield name, arguments.get(name), instead
+
+
+def of_model(arguments: Mapping[str, Any], file: str) -> Mapping[str, Any]:
+    """Return the arguments in a checkpoint without unsupported ones of its training.
+
+    Logs a warning for each. They cannot be changed, and the trained model does not depend on them.
+    """
+    kept = dict(arguments)
+    for name, value, _ in rejected(arguments):
+        if name in experts.OF_TRAINING:
+            logger.warning('%s: left out: %s=%s, of the training', file, name, value)
+            del kept[name]
+    return kept
 
 
 def read_arguments(arguments: Mapping[str, Any], file: str) -> Keys:

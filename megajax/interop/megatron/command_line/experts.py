@@ -35,6 +35,17 @@ ONLY: dict[str, Only] = {
     'moe_expert_rank_capacity_factor': Only((), 'set model.experts.capacity in the YAML'),
     'moe_use_upcycling': Only((False,), 'experts begin with random weights: leave it out'),
 }
+# Arguments of these, or that `unsupported` yields, on which a trained model does not depend.
+OF_TRAINING = (
+    'moe_router_dtype',
+    'moe_router_force_load_balancing',
+    'moe_router_force_biased',
+    'moe_input_jitter_eps',
+    'moe_expert_rank_capacity_factor',
+    'moe_expert_capacity_factor',
+    'moe_use_upcycling',
+    'moe_aux_loss_coeff',
+)
 BALANCE = {'aux_loss': 'sequence', 'seq_aux_loss': 'sequence', 'global_aux_loss': 'batch'}
 
 
@@ -91,9 +102,9 @@ def _balance(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         arguments.get('moe_router_enable_expert_bias') or arguments.get('moe_router_group_topk')
     ):
         yield (
-            'moe_router_load_balancing_type',
-            'it counts the experts with the best scores, whether or not the expert bias and the '
-            'groups choose them: give seq_aux_loss',
+            'moe_aux_loss_coeff',
+            'global_aux_loss counts the experts with the best scores, whether or not the expert '
+            'bias and the groups choose them: give --moe-router-load-balancing-type seq_aux_loss',
         )
 
 

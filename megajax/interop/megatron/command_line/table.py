@@ -217,6 +217,9 @@ NO_MEANING: Mapping[str, str] = {
         moe_shared_expert_gate moe_upcycling_granularity moe_router_quantile_balancing_ema
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
         sgd_momentum short_seq_prob use_tokenizer_from_checkpoint_args
+        muon_momentum muon_no_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec
+        muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor
+        muon_scalar_optimizer
     """,
 }
 # Arguments of which no value is supported, with what to do instead.
@@ -266,7 +269,7 @@ INSTEAD: Mapping[str, str] = {
     'hybrid_override_pattern': 'every layer has attention and an MLP',
     'fp4_format': 'give --fp8-format hybrid, or --bf16',
     'label_smoothing': 'set loss.label_smoothing in the YAML',
-    'use_dion': 'the optimizer is AdamW',
+    'use_dion': 'give --optimizer adam; for Muon, set optim.kind=muon in the YAML',
 }
 
 

@@ -19,7 +19,7 @@ COLUMNS = 100
 DROPOUT = 'attention_dropout'
 # Supported values of arguments, and what to do instead of using other values.
 VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    'optimizer': (('adam',), 'the optimizer is AdamW'),
+    'optimizer': (('adam',), 'give adam; for Muon, set optim.kind=muon in the YAML'),
     'lr_decay_style': (tuple(SCHEDULES), f'give {", ".join(SCHEDULES)}'),
     'lr_wsd_decay_style': (
         ('linear', 'cosine', 'exponential', 'minus_sqrt'),
