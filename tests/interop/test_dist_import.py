@@ -206,6 +206,8 @@ def test_experts_are_exported_bit_for_bit(tmp_path: Path) -> None:
                 expected = shard(name, x, rank, 2, gated=True)
                 np.testing.assert_array_equal(tensors[name], expected, err_msg=name)
     import_megatron(tmp_path / 'out', tmp_path / 'again')
+    with pytest.raises(ConfigError, match=r'16 .* and model.experts.ffn_size=8'):
+        export_megatron(tmp_path / 'run', tmp_path / 'more', ranks=16)
     first, again = (tmp_path / name / 'checkpoints' / '0' for name in ('run', 'again'))
     shapes = parameter_shapes(first)
     assert shapes['layers.experts.up.weight'] == (2, 4, 16, 2, 8)

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from interop.oracles import write_ranks
 from interop.test_from_megatron import SMALL, config_of, convert
 
 from megajax.core.config import ConfigError
 from megajax.core.config.experts import ExpertsConfig
 from megajax.interop.megatron.command_line.arguments import of_model, read_arguments
+from megajax.interop.megatron.ranks import import_megatron
 
 EXPERTS = SMALL + '--num-experts 8 --moe-ffn-hidden-size 48 --disable-bias-linear '
 KEYS = {'count': 8, 'active': 2, 'ffn_size': 48}
@@ -177,3 +180,12 @@ def test_arguments_in_a_checkpoint_are_read_and_refused_alike() -> None:
     assert read_arguments(base, 'x')['experts'] == experts | balance
     with pytest.raises(ConfigError, match=r'x: moe_layer_freq=\[0, 1\] is not supported'):
         read_arguments(base | {'moe_layer_freq': [0, 1]}, 'x')
+
+
+def test_one_of_several_expert_parallel_ranks_is_refused_by_name(tmp_path: Path) -> None:
+    arguments = {'swiglu': True, 'expert_model_parallel_size': 2}
+    write_ranks(tmp_path / 'in', {'norm': np.ones(2, np.float32)}, 1, arguments)
+    with pytest.raises(
+        ConfigError, match=r'one of 2 expert-parallel ranks.*ckpt-format torch_dist'
+    ):
+        import_megatron(tmp_path / 'in', tmp_path / 'run')

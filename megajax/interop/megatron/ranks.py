@@ -62,6 +62,11 @@ def import_megatron(
         return _import_dist(folder, out, overrides, ranks=ranks, stages=stages)
     files = [[read_rank(path) for path in group] for group in find_ranks(folder, ranks, stages)]
     first = files[0][0]
+    if (experts := first.arguments.get('expert_model_parallel_size') or 1) != 1:
+        raise ConfigError(
+            f'{first.path}: is one of {experts} expert-parallel ranks, whose files cannot be '
+            'merged: save the checkpoint with --ckpt-format torch_dist'
+        )
     config = _config(folder, first.path, first.arguments, out, overrides)
     _start(out, config, lambda config: _merge(config, files), first.progress)
     return config

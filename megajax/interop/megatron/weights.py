@@ -149,10 +149,11 @@ def megatron_pieces(
     chunk = chunk or chunks_of([model.num_layers])[0]
     _check_model(model)
     rows = (vocab_rows or model.vocab_size) // ranks
-    if model.num_kv_heads % ranks or model.ffn_size % ranks:
+    mlp, key = model.experts or model, 'model.experts' if model.experts else 'model'
+    if model.num_kv_heads % ranks or mlp.ffn_size % ranks:
         raise ConfigError(
             f'{ranks} tensor-parallel ranks must divide model.num_kv_heads={model.num_kv_heads} '
-            f'and model.ffn_size={model.ffn_size}'
+            f'and {key}.ffn_size={mlp.ffn_size}'
         )
     pieces, dims = {}, dims_here(model)
     for path, shape in shapes.items():
