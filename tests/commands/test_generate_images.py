@@ -25,7 +25,7 @@ model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 258, max_seq_l
 norm: rmsnorm, position: mrope, mrope_section: [2, 1, 1], bias: false}
 vision: {num_layers: 1, hidden_size: 16, num_heads: 2, patch_size: 4, positions: 4, \
 max_patches: 16, image_token: 257}
-mesh: {data: 2}
+mesh: {data: 1}
 train: {steps: 2, batch_size: 2, seq_len: 48, dtype: float32, eval_every: 2, log_every: 1}
 data: {tokenizer: bytes, split: '100,0,0'}
 """

@@ -16,7 +16,7 @@ import jax.numpy as jnp  # noqa: E402
 from chains import CHATML, END, TURNS  # noqa: E402
 from interop.make_data import SIZES, logits_of, random_model  # noqa: E402
 from interop.stored import DATA, LIMIT, NAMES, assert_same_tensors, logits  # noqa: E402
-from support import make_config, on_mesh, random_params, relative_error, start_token  # noqa: E402
+from support import make_config, on_mesh, random_params, relative_error, slow, start_token  # noqa: E402
 
 from megajax.core.config import Config  # noqa: E402
 from megajax.core.model.embedding import VocabParallelEmbedding  # noqa: E402
@@ -113,8 +113,14 @@ def logits_of_run(run: Path, tokens: np.ndarray, data: int, model: int) -> np.nd
         return logits(opened.config, opened.params, tokens)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('setting', SETTINGS)
+@pytest.mark.parametrize(
+    ('setting', 'dtype'),
+    [
+        *((setting, 'float32') for setting in SETTINGS),
+        ('llama, YaRN', 'bfloat16'),
+        *(slow(setting, 'bfloat16') for setting in SETTINGS if setting != 'llama, YaRN'),
+    ],
+)
 def test_logits_and_tensors_go_there_and_back(setting: str, dtype: str, tmp_path: Path) -> None:
     model_type, keys = SETTINGS[setting]
     model = random_model(model_type, keys, dtype=getattr(torch, dtype))

@@ -49,6 +49,9 @@ def inspect_here(config: Config, **compiler_options: object) -> Inspection:
     )
 
 
+as_built = functools.cache(inspect_here)
+
+
 def rows(found: Inspection) -> dict[tuple[str, str, str], dict[str, int]]:
     """How many collectives of each kind a step has, by site, phase and axis."""
     counts = {}
@@ -91,7 +94,7 @@ def test_no_row_has_more_than_megatron(name, recompute, sequence_parallel):
 
 
 def test_a_layer_makes_two_all_reduces_each_way():
-    counts = rows(inspect_here(small()))
+    counts = rows(as_built(small()))
     for site in ('attention', 'mlp'):
         for phase in ('forward', 'backward'):
             assert counts[site, phase, 'model'] == {'all-reduce': LAYERS}
@@ -109,11 +112,6 @@ def test_with_sequence_parallelism_two_gathers_and_two_scatters_each_way():
     assert counts['embedding', 'backward', 'model'] == {'all-gather': 1}
     assert counts['head', 'forward', 'model'] == {'all-gather': 1}
     assert counts['head', 'backward', 'model'] == {'reduce-scatter': 1}
-
-
-@functools.cache
-def caught_as_built(config: Config) -> set[str]:
-    return caught(inspect_here(config))
 
 
 def place_elsewhere(patch, **specs: jax.P):
@@ -374,7 +372,7 @@ def on_rung(rung: str, data: int = 4, model: int = 1, **train: object) -> Config
     ],
 )
 def test_a_worse_step_is_caught(worsen, config, expected, monkeypatch):
-    assert not expected & caught_as_built(config)
+    assert not expected & caught(as_built(config))
     worsen(monkeypatch.setattr)
     found = inspect_here(config)
     assert expected <= caught(found)

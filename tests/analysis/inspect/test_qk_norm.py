@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from support import AS_SHIPPED, make_config, slow
+from support import make_config, slow
 
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_step
@@ -14,7 +14,7 @@ from megajax.core.parallel.mesh import mesh_for
 
 
 def rows(config: Config) -> list[Row]:
-    compiled = compile_step(config, mesh_for(config), config.mesh.num_devices, AS_SHIPPED)
+    compiled = compile_step(config, mesh_for(config), config.mesh.num_devices)
     found = audit(config, compiled, 'cpu')
     assert not [finding for finding in found.findings if finding.level == 'error']
     return found.rows

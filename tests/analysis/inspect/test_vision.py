@@ -90,7 +90,7 @@ def test_no_row_sends_more_than_is_expected(config: Config) -> None:
     assert found.products.ratio == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize('shard', ['none', slow('gradients')])
+@pytest.mark.parametrize('shard', [slow('none'), exhaustive('gradients')])
 def test_a_frozen_encoder_sends_its_vectors_forward_alone(shard: str) -> None:
     frozen = {'freeze': ('encoder', 'merger')}
     config = vlm(2, 2, **SP, vision=frozen, optim={'shard': shard})
