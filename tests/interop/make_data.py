@@ -40,6 +40,7 @@ YARN |= {'original_max_position_embeddings': 8, 'attention_factor': 1.2, 'beta_f
 YARN |= {'beta_slow': 1.0, 'truncate': True}
 FIVE = SIZES | {'num_hidden_layers': 5, 'num_key_value_heads': 2, 'pad_token_id': None}
 FIVE |= {'sliding_window': 8}
+EXPERTS = SIZES | {'num_key_value_heads': 2, 'pad_token_id': None, 'num_experts_per_tok': 2}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     'gpt2': (
@@ -95,6 +96,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         FIVE | {'head_dim': 8, 'query_pre_attn_scalar': 12, 'sliding_window_pattern': 3},
     ),
     'glm4': ('glm4', SIZES | {'num_key_value_heads': 2, 'head_dim': 8, 'pad_token_id': None}),
+    'mixtral': ('mixtral', EXPERTS | {'num_local_experts': 4}),
+    'qwen3_moe': (
+        'qwen3_moe',
+        EXPERTS | {'num_experts': 6, 'moe_intermediate_size': 8, 'norm_topk_prob': True},
+    ),
+    'olmoe': ('olmoe', EXPERTS | {'num_experts': 4}),
 }
 
 

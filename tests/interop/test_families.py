@@ -12,6 +12,7 @@ from interop.stored import DATA
 
 from megajax.commands.interop import Family
 from megajax.core.config import ConfigError, LayerConfig, ModelConfig, RopeScaling, load
+from megajax.core.config.experts import ExpertsConfig
 from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
 from megajax.interop.huggingface.families import ARCHITECTURES, FAMILIES, read_family, write_family
 from megajax.interop.huggingface.weights import huggingface_pieces
@@ -38,6 +39,7 @@ LIKE_LLAMA = {
 }
 STORED = {'gpt2': DATA / 'gpt2', 'qwen3_vl': Path(__file__).parent / 'qwen3_vl'}
 YARN = RopeScaling(type='yarn', factor=4.0, original_max_seq_len=8)
+EXPERTS = ExpertsConfig(count=4, active=2, ffn_size=24)
 CHANGES: dict[str, dict[str, Any]] = {
     'window': {'window': 8},
     'no window': {'window': None, 'layers': ()},
@@ -53,6 +55,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     'scaled embeddings': {'embedding_scale': 64.0},
     'scaled scores': {'query_scale': 0.5},
     'sinks': {'attention_sinks': True},
+    'experts': {'experts': EXPERTS},
+    'experts that are not normalized': {'experts': EXPERTS.model_copy(update={'normalize': False})},
+    'experts with a sigmoid': {'experts': EXPERTS.model_copy(update={'scores': 'sigmoid'})},
+    'no experts': {'experts': None},
 }
 
 
@@ -102,6 +108,19 @@ def test_a_setting_is_written_or_is_rejected_by_name(family: str) -> None:
             assert settings_of(back, names) == expected, changed
             written += 1
     assert written or family in ('gpt2', 'megatron-bert', 'qwen3_vl')
+
+
+@pytest.mark.parametrize('family', ['mixtral', 'qwen3_moe', 'olmoe'])
+def test_what_only_training_reads_of_experts_is_no_obstacle_to_an_export(family: str) -> None:
+    model = model_of(family)
+    assert model.experts is not None
+    training = {'balance_loss': 0.01, 'z_loss': 1e-3, 'capacity': 1.25}
+    experts = model.experts.model_copy(update=training)
+    trained = model.model_copy(update={'experts': experts})
+    assert write_family(trained, family) == write_family(model, family)
+    biased = experts.model_copy(update={'selection_bias': True})
+    with pytest.raises(ConfigError, match=r'does not support model\.experts\.selection_bias=True'):
+        write_family(model.model_copy(update={'experts': biased}), family)
 
 
 def test_a_bert_is_written_as_megatron_bert() -> None:

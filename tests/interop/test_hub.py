@@ -214,13 +214,13 @@ def test_a_folder_of_that_name_comes_first_and_is_said(
     model: Path, tmp_path: Path, import_hf: Import, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(model, tmp_path / NAME)
-    (tmp_path / NAME / 'config.json').write_text('{"model_type": "mixtral"}')
+    (tmp_path / NAME / 'config.json').write_text('{"model_type": "mamba"}')
     with serving(model) as hub:
         done = import_hf(hub.url, NAME, 'run')
         assert hub.asked == []
     assert done.returncode == 2
     assert f'{NAME} is a folder here, so nothing is downloaded' in caplog.text
-    assert '"mixtral": only' in done.stderr
+    assert '"mamba": only' in done.stderr
     said = refusal(import_hf(REFUSED, NAME, 'run', '--revision', 'v1'))
     assert said == f'--revision is of a repository, and {NAME} is here: leave it out'
 

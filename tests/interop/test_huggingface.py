@@ -245,8 +245,8 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
         (
             'llama2',
             'model_type',
-            'mixtral',
-            'model_type: "mixtral": only gpt2, llama, qwen2, qwen3, mistral',
+            'mamba',
+            'model_type: "mamba": only gpt2, llama, qwen2, qwen3, mistral',
         ),
         (
             'llama2',
@@ -350,6 +350,14 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             'rope_parameters.partial_rotary_factor: must be less than or equal to 1',
         ),
         ('qwen3', 'attention_bias', True, 'attention_bias: true: only false is supported'),
+        ('mixtral', 'router_jitter_noise', 0.1, 'router_jitter_noise: 0.1: only 0 is supported'),
+        ('mixtral', 'num_experts', 8, 'num_experts: 8: only 4 is supported'),
+        ('mixtral', 'num_local_experts', 0, 'num_local_experts: must be greater than 0, not 0'),
+        ('mixtral', 'output_router_logits', True, 'output_router_logits: true: only false'),
+        ('qwen3_moe', 'decoder_sparse_step', 2, 'decoder_sparse_step: 2: only 1 is supported'),
+        ('qwen3_moe', 'mlp_only_layers', [0], 'mlp_only_layers: [0]: only [] or null is'),
+        ('olmoe', 'clip_qkv', 8.0, 'clip_qkv: 8.0: only null is supported'),
+        ('olmoe', 'head_dim', 8, 'head_dim: 8: only 4 or null is supported'),
         ('olmo2', 'attention_bias', True, 'attention_bias: true: only false is supported'),
         (
             'gpt2',
@@ -609,6 +617,8 @@ SET = {
         'rope_scaling',
         'sliding_window',
     ),
+    *('num_experts', 'num_local_experts', 'num_experts_per_tok'),
+    *('moe_intermediate_size', 'norm_topk_prob'),
 }
 
 

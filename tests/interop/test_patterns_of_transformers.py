@@ -1,5 +1,5 @@
-"""Models whose layers differ, or attend in ways of their own, are those of transformers: logits,
-gradients, and every bit of an export; where transformers is installed.
+"""Models whose layers differ, attend in ways of their own, or have experts, are those of
+transformers: logits, gradients, and every bit of an export; where transformers is installed.
 """
 
 import json
@@ -35,6 +35,7 @@ THETA = {'rope_type': 'default', 'rope_theta': 1e4}
 YARN = {'rope_type': 'yarn', 'rope_theta': 5e5, 'factor': 4.0}
 YARN |= {'original_max_position_embeddings': 8, 'beta_fast': 4.0}
 OLMO = FIVE | {'sliding_window': 6}
+EXPERTS = SIZES | {'num_experts_per_tok': 2}
 LINEAR = {'rope_type': 'linear', 'rope_theta': 1e6, 'factor': 8.0}
 GEMMA = OLMO | {'head_dim': 8, 'query_pre_attn_scalar': 8, 'sliding_window_pattern': 3}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -78,6 +79,22 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         'exaone4',
         SIZES | {'head_dim': 8, 'sliding_window': None, 'layer_types': [FULL] * 2},
     ),
+    'mixtral, as released': ('mixtral', EXPERTS | {'num_local_experts': 8}),
+    'mixtral, a window and 3 experts of a token': (
+        'mixtral',
+        EXPERTS | {'num_local_experts': 5, 'sliding_window': 6, 'num_experts_per_tok': 3},
+    ),
+    'qwen3_moe, as released': (
+        'qwen3_moe',
+        EXPERTS
+        | {'head_dim': 8, 'num_experts': 8, 'moe_intermediate_size': 12, 'norm_topk_prob': True},
+    ),
+    'qwen3_moe, windows, not normalized': (
+        'qwen3_moe',
+        EXPERTS | QWEN | {'num_experts': 4, 'moe_intermediate_size': 8},
+    ),
+    'olmoe, as released': ('olmoe', EXPERTS | {'num_experts': 8, 'num_experts_per_tok': 3}),
+    'olmoe, normalized': ('olmoe', EXPERTS | {'num_experts': 4, 'norm_topk_prob': True}),
     'qwen3, two types': ('qwen3', QWEN | {'head_dim': 8, 'layer_types': [SLIDING] * 4 + [FULL]}),
 }
 
@@ -91,6 +108,9 @@ GREEDY = (  # one of each family
     'gemma3, as released',
     'glm4, half a head',
     'exaone4, full layers without rope',
+    'mixtral, as released',
+    'qwen3_moe, as released',
+    'olmoe, as released',
 )
 
 
@@ -100,15 +120,22 @@ def config_of(folder: Path) -> Config:
     return Config(model=model, train={'seq_len': 24, 'dtype': 'float32'})
 
 
-def theirs(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Logits, and the gradients of the mean loss of the next tokens by the names of tensors."""
+def theirs(
+    model: Any, tokens: np.ndarray, folder: Path
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Logits, and the gradients of the mean loss of the next tokens by the names of saved tensors.
+
+    transformers renames tensors, and takes experts apart, when it saves them: here in `folder`.
+    """
     logits = model(torch.from_numpy(tokens)).logits
     loss = torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), torch.from_numpy(tokens)[:, 1:].flatten()
     )
     loss.backward()
-    gradients = {name: x.grad.numpy() for name, x in model.named_parameters()}
-    return logits.detach().numpy(), gradients
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(folder)
+    return logits.detach().numpy(), read_tensors(folder)
 
 
 def ours(config: Config, params: nnx.State, tokens: np.ndarray) -> tuple[jax.Array, nnx.State]:
@@ -137,7 +164,7 @@ def test_logits_gradients_and_every_bit_are_those_of_transformers(
     model = random_model(family, keys)
     model.save_pretrained(tmp_path / 'in')
     tokens = np.random.default_rng(1).integers(0, SIZES['vocab_size'], (2, 24))
-    expected, theirs_by_name = theirs(model, tokens)
+    expected, theirs_by_name = theirs(model, tokens, tmp_path / 'gradients')
     config = config_of(tmp_path / 'in')
     with on_mesh(config):
         params, gradients = (

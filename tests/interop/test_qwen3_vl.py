@@ -150,7 +150,7 @@ def test_no_family_of_text_takes_a_model_that_sees() -> None:
 @pytest.mark.parametrize(
     ('changes', 'problem'),
     [
-        ({'model_type': 'qwen3_vl_moe'}, 'model_type: "qwen3_vl_moe": mixtures of experts'),
+        ({'model_type': 'qwen3_vl_moe'}, 'model_type: "qwen3_vl_moe": experts are not'),
         ({'model_type': 'qwen2_5_vl'}, 'model_type: "qwen2_5_vl": windows in the encoder'),
         ({'model_type': 'mllama'}, 'model_type: "mllama": an encoder of tiles'),
         ({'text_config': {'num_experts': 128}}, 'text_config: num_experts: 128'),

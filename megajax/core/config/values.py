@@ -8,6 +8,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megajax.base.render.text import shorten
+from megajax.core.config.experts import ExpertsConfig
 from megajax.core.config.layer import LayerConfig, RopeScaling
 from megajax.core.config.schema import SECTIONS
 from megajax.core.config.section import Section
@@ -19,7 +20,11 @@ PLAIN_WORDS = {
     'tuple_type': 'a list',
     'model_type': 'a group of keys',
 }
-_GROUPS: dict[str, type[Section]] = {**SECTIONS, 'rope_scaling': RopeScaling}
+_GROUPS: dict[str, type[Section]] = {
+    **SECTIONS,
+    'rope_scaling': RopeScaling,
+    'experts': ExpertsConfig,
+}
 
 
 def explain(detail: ErrorDetails) -> str:

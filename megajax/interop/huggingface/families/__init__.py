@@ -15,6 +15,7 @@ from typing import Any
 from megajax.base.files.json_file import read_json
 from megajax.base.render.text import shorten
 from megajax.core.config import ConfigError, LayerConfig, ModelConfig, VisionConfig
+from megajax.core.config.experts import ExpertsConfig
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.layers import layers_of
 from megajax.interop.huggingface.reader import Keys, Reader
@@ -22,7 +23,7 @@ from megajax.interop.huggingface.reader import Keys, Reader
 POST_NORM = 'norms come after the residual connections, but only models with norms before them are'
 UNSUPPORTED = {  # families that users may well have, and why they are rejected
     **dict.fromkeys(('bert', 'roberta'), f'its {POST_NORM} supported, such as "megatron-bert"'),
-    'qwen3_vl_moe': 'mixtures of experts are not supported, but "qwen3_vl", which is dense, is',
+    'qwen3_vl_moe': 'experts are not supported with images, but "qwen3_vl", which is dense, is',
     **dict.fromkeys(
         ('qwen2_vl', 'qwen2_5_vl'),
         'windows in the encoder and rotary angles in chunks are not supported, but "qwen3_vl" is',
@@ -36,6 +37,10 @@ UNSUPPORTED = {  # families that users may well have, and why they are rejected
 }
 # Keys of `model` that only some families can express.
 IN_TRAINING = frozenset({'dropout', 'attention_dropout', 'init_std'})
+# Keys of `model.experts` that only training reads: no token is dropped in an evaluation.
+OF_ROUTING = frozenset(
+    {'bias_rate', 'balance_loss', 'balance_over', 'z_loss', 'capacity', 'capacity_group'}
+)
 # Keys of `model` that a pattern of layers may replace.
 OF_A_LAYER = LayerConfig.model_fields.keys() - {'repeat'}
 # Keys of `vision` that are not in config.json: keys of a run or of preprocessor_config.json.
@@ -119,7 +124,14 @@ def _differences(model: ModelConfig, keys: Keys) -> list[str]:
     names = ModelConfig.model_fields.keys() - IN_TRAINING - OF_A_LAYER - {'layers'}
     if model.position != 'mrope':
         names -= {'mrope_section'}
-    pairs: list[tuple[str, Any, Any, set[str]]] = [('model', model, back, names - {'vision'})]
+    pairs: list[tuple[str, Any, Any, set[str]]] = []
+    if model.experts:
+        names -= {'ffn_size'}  # which no layer has
+    if model.experts and back.experts:
+        of_experts = ExpertsConfig.model_fields.keys() - OF_ROUTING
+        pairs.append(('model.experts', model.experts, back.experts, of_experts))
+        names -= {'experts'}
+    pairs.append(('model', model, back, names - {'vision'}))
     if model.vision and back.vision:
         names = VisionConfig.model_fields.keys() - OF_A_RUN
         if not model.vision.is_crossed:
