@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 import megajax
 from megajax.analysis.inspect import Inspection
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.compile import compile_for
 from megajax.analysis.inspect.diff import Change, difference
 from megajax.analysis.inspect.diff_report import to_markdown
 from megajax.analysis.inspect.result import Finding, Kernel
@@ -20,7 +22,8 @@ DIFF = 'inspect', 'diff'
 
 
 def inspect(*overrides: str) -> Inspection:
-    return megajax.inspect(megajax.load('tiny', [*SMALL, *overrides]))
+    config = megajax.load('tiny', [*SMALL, *overrides])
+    return audit(config, compile_for(config, 'cpu', 1, buffers=True), 'cpu')
 
 
 @pytest.fixture(scope='module')

@@ -23,7 +23,11 @@ from megajax.runtime.run.saved_step import (
     read_step,
 )
 
-CONFIG = make_config(mesh={'data': 2, 'model': 2}, model={'vocab_size': 64}, train={'seq_len': 16})
+CONFIG = make_config(
+    mesh={'data': 2, 'model': 2},
+    model={'vocab_size': 64, 'dropout': 0.0},
+    train={'seq_len': 16},
+)
 
 
 @pytest.fixture(scope='module')
