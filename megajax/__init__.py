@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from megajax.core.train.custom import gradients as gradients
     from megajax.core.train.custom import loss as loss
     from megajax.core.train.feed import place_batch as place_batch
+    from megajax.core.train.optimizer import learning_rate as learning_rate
     from megajax.core.train.step import TrainState as TrainState
     from megajax.core.train.step import init_state as init_state
     from megajax.core.train.step import make_train_step as make_train_step
+    from megajax.core.train.whole_matrices import on_whole_matrices as on_whole_matrices
     from megajax.runtime.run.run import Run as Run
     from megajax.runtime.run.run import train as train
     from megajax.runtime.run.start import load_params as load_params
@@ -55,11 +57,13 @@ __all__ = [
     'gradients',
     'init_state',
     'inspect',
+    'learning_rate',
     'load',
     'load_params',
     'loss',
     'make_mesh',
     'make_train_step',
+    'on_whole_matrices',
     'place_batch',
     'placements',
     'plan',
@@ -79,11 +83,13 @@ _HOMES = {
     'cross_entropy': 'megajax.core.model.loss',
     'gradients': 'megajax.core.train.custom',
     'init_state': 'megajax.core.train.step',
+    'learning_rate': 'megajax.core.train.optimizer',
     'load': 'megajax.core.config',
     'load_params': 'megajax.runtime.run.start',
     'loss': 'megajax.core.train.custom',
     'make_mesh': 'megajax.core.parallel.mesh',
     'make_train_step': 'megajax.core.train.step',
+    'on_whole_matrices': 'megajax.core.train.whole_matrices',
     'place_batch': 'megajax.core.train.feed',
     'placements': 'megajax.core.parallel.placements',
     'step_options': 'megajax.core.train.compiler_options',

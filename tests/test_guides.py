@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 from support import slow
 from typer.testing import CliRunner
@@ -185,3 +187,21 @@ def test_the_files_and_lines_of_each_change_are_those_of_its_diff() -> None:
         for _, diff in diffs()
     ]
     assert sorted(rows) == sorted(counted)
+
+
+def test_the_scripts_of_the_optimizer_page_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / 'docs/optimizers.md').read_text()
+    lion, shampoo = re.findall(r'^```python\n(.*?)^```$', page, flags=re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(ROOT)
+    sizes = "'model.num_layers=1', 'model.hidden_size=32', 'model.num_heads=2', "
+    lion = lion.replace("load('tiny', [", f"load('tiny', [{sizes}")
+    assert sizes in lion
+    start, rest = lion.split('optimizer = optax.chain(')
+    of_lion, steps = rest.split('state = megajax.init_state')
+    of_lion = f'optimizer = optax.chain({of_lion}'
+    for optimizer in (of_lion, shampoo):
+        names: dict[str, Any] = {'print': lambda *_: None}
+        with jax.set_mesh(jax.sharding.get_mesh()):
+            exec(f'{start}{optimizer}state = megajax.init_state{steps}', names)
+        assert float(names['metrics']['loss']) < 9
+        assert int(names['state'].guard.taken) == 3

@@ -143,9 +143,9 @@ def _dim(size: int, axes: Axes, layout: Layout) -> Dim:
 
 
 def _merged(dims: list[Dim]) -> tuple[Dim, ...]:
-    """Merge each unsharded dim into the one before it."""
+    """Merge each unsharded dim into the one before it; leave out dims of one element."""
     merged: list[Dim] = []
-    for dim in dims:
+    for dim in (dim for dim in dims if dim.size > 1):
         if merged and not dim.axes:
             merged[-1] = merged[-1]._replace(size=merged[-1].size * dim.size)
         else:

@@ -20,7 +20,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from megajax.core.config import Config, OptimConfig
-from megajax.core.train.whole_matrices import Pools, WholeMatrices
+from megajax.core.train.whole_matrices import Pools, WholeMatrices, matrices_of, others_of
 
 RMS = 0.2  # of the elements of an update, as AdamW's usually are
 QUINTIC = 3.4445, -4.7750, 2.0315
@@ -48,11 +48,11 @@ def with_muon(adam: optax.GradientTransformation, config: Config) -> optax.Gradi
 
     def init(params: Any) -> Any:
         state = adam.init(params)
-        return state._replace(nu=_others(state.nu))
+        return state._replace(nu=others_of(state.nu))
 
     def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        of_matrices, momentum = _matrices(gradients), _matrices(state.mu)
-        updates, state = adam.update(_others(gradients), state._replace(mu=_others(state.mu)))
+        of_matrices, momentum = matrices_of(gradients), matrices_of(state.mu)
+        updates, state = adam.update(others_of(gradients), state._replace(mu=others_of(state.mu)))
         momentum = optax.tree.update_moment(of_matrices, momentum, optim.momentum, 1)
         ahead = _direction(momentum, of_matrices, state.count, optim)
         pools = whole.gather(ahead, dtype)
@@ -101,11 +101,3 @@ def _direction(momentum: Any, gradients: Any, count: jax.Array, optim: OptimConf
         correct(momentum, beta, count + 1),
         correct(gradients, beta, count),
     )
-
-
-def _matrices(tree: nnx.State) -> nnx.State:
-    return nnx.filter_state(tree, lambda _, x: x.declared.is_layer_matrix)
-
-
-def _others(tree: nnx.State) -> nnx.State:
-    return nnx.filter_state(tree, lambda _, x: not x.declared.is_layer_matrix)

@@ -35,6 +35,11 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(optim.grad_clip), decayed)
 
 
+def learning_rate(config: Config) -> Callable[[Any], jax.Array]:
+    """Return the config's learning rate as a function of the step, for an optimizer of your own."""
+    return make_schedule(config.optim, config.train.steps)
+
+
 def make_schedule(optim: OptimConfig, steps: int) -> Callable[[Any], jax.Array]:
     """Return the learning rate as a function of the step, which counts from 0.
 

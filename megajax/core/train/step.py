@@ -48,13 +48,19 @@ def make_params(config: Config) -> nnx.State:
     return between_steps(nnx.state(make_model(config.model, Layout.of(config), key=key)), config)
 
 
-def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
+def init_state(
+    config: Config,
+    params: nnx.State | None = None,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+) -> TrainState:
     """Return the state before the first step, created in its sharding on the current mesh.
 
-    The parameters are random unless `params` are given, in their stored sharding. Under
-    `jax.eval_shape` the result is the shapes and shardings.
+    The parameters are random unless `params` are given, in their stored sharding. The `optimizer`
+    must be the one of `make_train_step`. Under `jax.eval_shape` the result is the shapes and
+    shardings.
     """
-    optimizer = make_optimizer(config)
+    of_optimizer = (optimizer or make_optimizer(config)).init
 
     @jax.jit
     def init(given: nnx.State | None) -> TrainState:
@@ -64,7 +70,7 @@ def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
             step=zero,
             batches=zero,
             params=params if given is None else nnx.State({}),  # a result would be a copy
-            opt_state=optimizer.init(trainable(params)),
+            opt_state=of_optimizer(trainable(params)),
             guard=init_guard(),
             loss_scale=init_loss_scale(config),
             recent=init_recent(config),
@@ -90,7 +96,9 @@ def before_skipped(state: TrainState) -> TrainState:
     return state._replace(step=state.step - 1, batches=state.batches - 1, guard=guard)
 
 
-def make_train_step(config: Config) -> Wrapped:
+def make_train_step(
+    config: Config, optimizer: optax.GradientTransformation | None = None
+) -> Wrapped:
     """Return `train_step(state, batch) -> (state, metrics)`, compiled at its first call.
 
     The input state is donated. A batch holds `tokens`, `labels` and `loss_mask`, each [B, S], and
@@ -98,9 +106,13 @@ def make_train_step(config: Config) -> Wrapped:
     its loss is the sum of the losses of masked-token and of sentence-order prediction, and `nll`
     is the former. A step whose loss or gradients are not finite leaves parameters and optimizer
     unchanged, bit for bit; so does a spike if `train.spike` says so.
+
+    An `optimizer` replaces `optim.kind`, clipping and weight decay. `lr` in the metrics is
+    `learning_rate(config)`, which it should use.
     """
     config = resolved(config, on_gpu=mesh_target() != 'cpu')
-    optimizer, schedule = make_optimizer(config), make_schedule(config.optim, config.train.steps)
+    update = (optimizer or make_optimizer(config)).update
+    schedule = make_schedule(config.optim, config.train.steps)
     gradients = make_gradients(config)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -122,13 +134,7 @@ def make_train_step(config: Config) -> Wrapped:
                 overflow=overflow,
                 spikes=config.train.spike != 'off',
             )
-            trained = trainable(state.params)
-            updates, opt_state = optimizer.update(grads, state.opt_state, trained)
-            new = optax.apply_updates(trained, updates), opt_state
-            trained, opt_state = jax.tree.map(
-                partial(jnp.where, verdict.taken), new, (trained, state.opt_state)
-            )
-            params = with_frozen(trained, state.params)
+            params, opt_state = _updated(update, grads, state, taken=verdict.taken)
         metrics = {
             'loss': loss,
             'nll': nll,
@@ -150,6 +156,17 @@ def make_train_step(config: Config) -> Wrapped:
         ), metrics
 
     return jax.jit(train_step, donate_argnums=0, compiler_options=step_options(config))
+
+
+def _updated(
+    update: optax.TransformUpdateFn, grads: nnx.State, state: TrainState, *, taken: jax.Array
+) -> tuple[nnx.State, optax.OptState]:
+    """Return the parameters and the optimizer's state after a step, whose update may be skipped."""
+    trained = trainable(state.params)
+    updates, opt_state = update(grads, state.opt_state, trained)
+    new = optax.apply_updates(trained, updates), opt_state
+    trained, opt_state = jax.tree.map(partial(jnp.where, taken), new, (trained, state.opt_state))
+    return with_frozen(trained, state.params), opt_state
 
 
 def dropout_key(seed: int, step: jax.Array | int) -> jax.Array:

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -62,6 +64,20 @@ class WholeMatrices:
             return parts[0] if len(parts) == 1 else jnp.concatenate(parts, part.fused)
 
         return map_parameters(take, like)
+
+    def name(self, form: Form) -> str:
+        """Return a name for a pool, which no other pool has, on this mesh or another one."""
+        sides = (
+            '.'.join(f'{x.size}{"".join(x.axes)}' for x in side)
+            for side in (form.rows, form.columns)
+        )
+        sizes = (f'{axis}{size}' for axis, size in self._layout.sizes if size > 1)
+        return '-'.join([*sides, *form.groups, *sizes, f'chunks{self._layout.chunks}'])
+
+    def spread(self, state: Any, form: Form) -> Any:
+        """Return a state with one entry for each matrix of a pool, on the matrix's device."""
+        every = *form.groups, *self._spread(form)
+        return jax.tree.map(lambda x: self._reshard(x, every, *[()] * (x.ndim - 1)), state)
 
     def _parts(self, declared: Parameter) -> list[Part]:
         return list(parts_of(declared, self._sizes, self._layout))
@@ -136,3 +152,53 @@ def _apart(batch: int, matrix: int, *, lead: int = 0) -> tuple[int, ...]:
     first, last = 2 * batch + lead, 2 * (batch + matrix) + lead
     of_batch = *range(lead, first, 2), *range(lead + 1, first, 2)
     return *range(lead), *of_batch, *range(first, last, 2), *range(first + 1, last, 2)
+
+
+def on_whole_matrices(
+    config: Config, matrices: optax.GradientTransformation, others: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Return an optimizer that gives `matrices` each matrix of the layers whole, on one device.
+
+    `matrices` transforms the gradient [m, n] of one matrix, with m <= n, and `others` the gradients
+    of all other parameters. It gets no parameters: chain weight decay and the learning rate after
+    this transformation. A matrix with more rows than columns is transposed. Queries, keys and
+    values are matrices of their own, as are gate, up, and the matrices of each expert.
+
+    The state of `matrices` is spread over the devices. It can be resumed only with the same mesh
+    and ZeRO stage.
+    """
+    whole = WholeMatrices(config)
+
+    def init(params: Any) -> dict[str, Any]:
+        pools = whole.gather(matrices_of(params), jnp.float32)
+        of_pools = {
+            whole.name(form): whole.spread(jax.vmap(matrices.init)(pool), form)
+            for form, pool in pools.items()
+        }
+        return {'matrices': of_pools, 'others': others.init(others_of(params))}
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        own = matrices_of(gradients)
+        moved, of_pools = {}, {}
+        for form, pool in whole.gather(own, jnp.float32).items():
+            name = whole.name(form)
+            moved[form], after = jax.vmap(lambda x, s: matrices.update(x, s))(
+                pool, state['matrices'][name]
+            )
+            of_pools[name] = whole.spread(after, form)
+        rest = None if params is None else others_of(params)
+        updates, of_others = others.update(others_of(gradients), state['others'], rest)
+        updates = nnx.merge_state(updates, whole.scatter(moved, like=own))
+        return updates, {'matrices': of_pools, 'others': of_others}
+
+    return optax.GradientTransformation(init, update)
+
+
+def matrices_of(tree: nnx.State) -> nnx.State:
+    """Return the matrices of layers in a tree of parameters."""
+    return nnx.filter_state(tree, lambda _, x: x.declared.is_layer_matrix)
+
+
+def others_of(tree: nnx.State) -> nnx.State:
+    """Return the other parameters in a tree."""
+    return nnx.filter_state(tree, lambda _, x: not x.declared.is_layer_matrix)

@@ -91,6 +91,13 @@ def test_query_key_and_value_and_gate_and_up_are_matrices_of_their_own() -> None
     }
 
 
+@pytest.mark.parametrize('overrides', EIGHT)
+def test_matrices_of_one_shape_share_a_pool(overrides: str) -> None:
+    config = muon(overrides)
+    forms = pools(config)
+    assert len(forms) == len({form.shape for form in forms}) == 3
+
+
 @pytest.mark.parametrize('name', ['gpt', 'bert', 'llama'])
 def test_embedding_and_heads_are_not_among_them(name: str) -> None:
     declared = parameters(make_config(name).model)

@@ -1,0 +1,134 @@
+"""An optimizer of one's own in the training step, and whole matrices for one that needs them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import (
+    assert_close,
+    exhaustive,
+    gather,
+    make_batch,
+    make_config,
+    on_mesh,
+    random_params,
+)
+
+from megajax.core.config import Config
+from megajax.core.train.feed import place_batch
+from megajax.core.train.optimizer import learning_rate, make_optimizer
+from megajax.core.train.step import init_state, make_train_step
+from megajax.core.train.whole_matrices import on_whole_matrices
+
+
+def case(data: int = 1, model: int = 1, shard: str = 'none') -> Config:
+    return make_config(
+        'llama',
+        data,
+        model,
+        model={'hidden_size': 60, 'head_dim': 8},
+        optim={'shard': shard, 'grad_clip': 1e9},
+    )
+
+
+def shampoo() -> optax.GradientTransformation:
+    """Shampoo (Gupta et al., 2018) for one matrix."""
+
+    def init(matrix: jax.Array) -> Any:
+        m, n = matrix.shape
+        return jnp.zeros((m, m)), jnp.zeros((n, n))
+
+    def update(gradient: jax.Array, state: Any, params: Any = None) -> Any:
+        assert gradient.shape[0] <= gradient.shape[1]
+        left, right = state[0] + gradient @ gradient.T, state[1] + gradient.T @ gradient
+        return root(left) @ gradient @ root(right), (left, right)
+
+    def root(x: jax.Array) -> jax.Array:
+        values, vectors = jnp.linalg.eigh(x + 1e-3 * jnp.eye(len(x)))
+        return vectors @ jnp.diag(values**-0.25) @ vectors.T
+
+    return optax.GradientTransformation(init, update)
+
+
+@functools.cache
+def updated(config: Config, steps: int = 2) -> dict[str, np.ndarray]:
+    """The parameters after some steps of Shampoo with Lion."""
+    optimizer = optax.chain(
+        on_whole_matrices(config, shampoo(), others=optax.scale_by_lion()),
+        optax.scale_by_learning_rate(1e-2),
+    )
+    with on_mesh(config):
+        params = random_params(config, std=0.05)
+        state = jax.jit(optimizer.init)(params)
+
+        @jax.jit
+        def step(params: Any, state: Any) -> Any:
+            gradients = jax.tree.map(lambda x: jnp.sin(40 * x), params)
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(steps):
+            params, state = step(params, state)
+        return gather(params)
+
+
+@pytest.mark.parametrize(
+    'config',
+    [case(2, 4, 'weights'), exhaustive(case(8, 1, 'optimizer')), exhaustive(case(4, 2))],
+)
+def test_an_optimizer_of_whole_matrices_computes_the_same_on_every_mesh(config: Config) -> None:
+    assert_close(updated(config), updated(case()), 1e-5)
+
+
+def test_each_matrix_has_its_own_state() -> None:
+    def init(matrix: jax.Array) -> Any:
+        return jnp.zeros(matrix.shape)
+
+    def update(gradient: jax.Array, state: Any, params: Any = None) -> Any:
+        return gradient + state, state + gradient
+
+    config = case(2, 2, 'weights')
+    counting = optax.GradientTransformation(init, update)
+    optimizer = on_whole_matrices(config, counting, others=optax.identity())
+    with on_mesh(config):
+        gradients = random_params(config, std=0.05)
+        state = jax.jit(optimizer.init)(gradients)
+        state = jax.tree.map(jnp.zeros_like, state)
+        for number in (1, 2, 3):
+            updates, state = jax.jit(optimizer.update)(gradients, state)
+            expected = {
+                name: x * (number if name.startswith('layers') and x.ndim > 2 else 1)
+                for name, x in gather(gradients).items()
+            }
+            assert_close(gather(updates), expected, 1e-6)
+
+
+def test_a_step_takes_any_optimizer() -> None:
+    """Without clipping, Lion's first step moves each parameter by the learning rate or not."""
+    config = make_config('gpt', 2, 2, optim={'shard': 'weights', 'warmup_steps': 3})
+    lion = optax.lion(learning_rate(config), weight_decay=0.0)
+    with on_mesh(config):
+        state = init_state(config, optimizer=lion)
+        before = gather(state.params)
+        state, metrics = make_train_step(config, lion)(state, place_batch(make_batch(config)))
+        moved = {name: x - before[name] for name, x in gather(state.params).items()}
+    rate = float(metrics['lr'])
+    assert rate == pytest.approx(config.optim.lr / 4)
+    sizes = np.abs(np.concatenate([x.ravel() for x in moved.values()]))
+    assert sizes.max() == pytest.approx(rate, rel=1e-2)
+    assert ((sizes > 0.9 * rate) | (sizes == 0)).all()
+
+
+def test_the_optimizer_of_the_config_given_by_hand_changes_nothing() -> None:
+    config = make_config('gpt', 2, 1, optim={'shard': 'optimizer'})
+    with on_mesh(config):
+        batch, given = place_batch(make_batch(config)), make_optimizer(config)
+        before, after = [
+            make_train_step(config, of_step)(init_state(config, optimizer=of_step), batch)[0]
+            for of_step in (None, given)
+        ]
+    assert_close(gather(before.params), gather(after.params), 0.0)
