@@ -88,7 +88,7 @@ NEXT = dict(zip(LAYOUTS, [*LAYOUTS][1:] + [*LAYOUTS][:1], strict=True))
     [
         (there, here)
         if NEXT[there] == here and 'weights' in here
-        else (slow if NEXT[there] == here else exhaustive)(there, here)
+        else (slow if NEXT[there] == here == 'one device' else exhaustive)(there, here)
         for there in LAYOUTS
         for here in LAYOUTS
     ],

@@ -65,13 +65,7 @@ def test_a_bert_trains_and_makes_no_text(folder: Path) -> None:
     assert 'nats per masked token' in result.stdout
     of_steps = losses(folder / 'run')
     assert of_steps[12] < of_steps[1] - 1
-    refused = subprocess.run(
-        [sys.executable, '-m', 'megajax', 'generate', 'run'],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    refused = megajax('generate', 'run', folder=folder)
     assert refused.returncode == 2
     assert 'not the next token of a text' in refused.stderr
 
@@ -88,6 +82,7 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(folder: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_in_fp8_resumes_to_the_bit(folder: Path) -> None:
     fp8 = 'train.dtype=fp8', 'train.sample_prompts=[]', 'optim.schedule=constant'
     assert train(folder, *fp8, 'run.dir=straight').returncode == 0
