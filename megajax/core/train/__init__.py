@@ -15,8 +15,8 @@ class TrainPackage(types.ModuleType):
     called.
     """
 
-    def __call__(self, config: Config, *, name: str = 'run') -> Any:
-        return import_module('megajax.runtime.run.run').train(config, name=name)
+    def __call__(self, config: Config, **options: Any) -> Any:
+        return import_module('megajax.runtime.run.run').train(config, **options)
 
 
 sys.modules[__name__].__class__ = TrainPackage

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 import jax
 import orbax.checkpoint as ocp
 from flax import nnx
+from optax import GradientTransformation
 
 from megajax.base.errors import reason
 from megajax.core.config import CheckpointError, Config, ConfigError
@@ -67,8 +68,9 @@ class Checkpoints:
         *,
         tokenizer: Tokenizer | None = None,
         data: Mapping[str, str] | None = None,
+        optimizer: GradientTransformation | None = None,
     ):
-        self.folder, self.config = folder.absolute(), config
+        self.folder, self.config, self.optimizer = folder.absolute(), config, optimizer
         self.tokenizer, self.data = tokenizer, data
         self.companions = Companions()  # the files that the model was imported with
         self.origin: Mapping[str, str] = {}  # the origin in the records
@@ -128,8 +130,10 @@ class Checkpoints:
         check_same_data(path, there, here)
         log_differences(there, here, is_import=is_import)
         if is_import:
-            return init_state(self.config, restore_params(path, self.config))
-        abstract = concrete(jax.eval_shape(lambda: init_state(self.config)))
+            params = restore_params(path, self.config)
+            return init_state(self.config, params, optimizer=self.optimizer)
+        first = jax.eval_shape(lambda: init_state(self.config, optimizer=self.optimizer))
+        abstract = concrete(first)
         check_same_arrays(path, unpadded(abstract, Layout.of(self.config)))
         recent = jax.eval_shape(lambda: nothing_seen(self.config))
         is_in_fp8 = holds_array(path, RECENT)

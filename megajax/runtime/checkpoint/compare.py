@@ -156,7 +156,10 @@ def check_same_arrays(
             f'{name} {_kind(there, name)} there, {_kind(here, name)} here' for name in names[:SHOWN]
         ]
         more = f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''
-        fix = 'use the config and the version of megajax that wrote it, or choose another run.dir'
+        fix = (
+            'use the config, the optimizer and the version of megajax that wrote it, '
+            'or choose another run.dir'
+        )
         raise ConfigError(f'{path} contains different arrays ({"; ".join(lines)}{more}): {fix}')
 
 

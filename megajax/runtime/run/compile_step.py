@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 from jax.stages import Compiled
+from optax import GradientTransformation
 
 from megajax.core.config import Config
 from megajax.core.train.feed import abstract_batch
@@ -13,7 +14,13 @@ from megajax.runtime.run.saved_step import keep_step
 from megajax.xla.miscompiles import check_compiled, mesh_target
 
 
-def compile_step(config: Config, state: TrainState, folder: Path, report: Report) -> Compiled:
+def compile_step(
+    config: Config,
+    state: TrainState,
+    folder: Path,
+    report: Report,
+    optimizer: GradientTransformation | None = None,
+) -> Compiled:
     """Compile the step of a run that has this state, and save its text in the run directory.
 
     All processes must call this. Raises MiscompileError if XLA compiled the step wrongly for these
@@ -21,7 +28,8 @@ def compile_step(config: Config, state: TrainState, folder: Path, report: Report
     """
     start = time.perf_counter()
     with report.waiting('compiling the training step'):
-        compiled = make_train_step(config).lower(state, abstract_batch(config)).compile()
+        train_step = make_train_step(config, optimizer)
+        compiled = train_step.lower(state, abstract_batch(config)).compile()
         _check(compiled, report)
     seconds = time.perf_counter() - start
     report.say(f'compiled   the training step in {seconds:.1f} s')

@@ -3,12 +3,24 @@
 import os
 from collections.abc import Mapping
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from megajax.core.hardware.topology import Topology
+from megajax.core.hardware.targets import is_nvidia
+from megajax.core.hardware.topology import Topology, topology_of_host
+from megajax.runtime.run.log.report import Report
 
 TENSOR = ('row', 'model')  # the axes whose collectives every layer waits for
+
+
+def note_links(mesh: Mesh, report: Report) -> None:
+    """Print a note if tensor parallelism joins GPUs of this host over PCIe."""
+    is_tensor = mesh.shape['model'] * mesh.shape.get('row', 1) > 1
+    if is_tensor and is_nvidia(mesh.devices.flat[0]) and (topology := topology_of_host()):
+        note = slow_links(mesh, topology, process=jax.process_index())
+        if note:
+            report.say(f'note       {note}')
 
 
 def slow_links(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.stages import Compiled
+from optax import GradientTransformation
 
 from megajax.core.config import Config, CorruptionError
 from megajax.core.parallel.mesh import host_names
@@ -58,13 +59,14 @@ class Replay:
         report: Report,
         clock: Clock,
         watchdog: Watchdog,
+        optimizer: GradientTransformation | None = None,
     ):
         self.every = config.train.replay_every
         self.report, self.clock, self.watchdog = report, clock, watchdog
         self._train_step = train_step
         self._has_run = False
         if self.every:
-            self._compile(config, state)
+            self._compile(config, state, optimizer)
 
     def is_due(self, step: int) -> bool:
         """Whether a step is to be repeated."""
@@ -77,14 +79,17 @@ class Replay:
         """
         return partial(self._take_twice, step) if self.is_due(step) else self._train_step
 
-    def _compile(self, config: Config, state: TrainState) -> None:
+    def _compile(
+        self, config: Config, state: TrainState, optimizer: GradientTransformation | None
+    ) -> None:
         start = time.perf_counter()
         self._mesh = jax.sharding.get_mesh()
         self._rotated = rotated(self._mesh)
         with self.report.waiting('compiling the step for its repetition'):
             with jax.set_mesh(self._rotated):
                 state = abstract_on(self._rotated, state)
-                lowered = make_train_step(config).lower(state, abstract_batch(config))
+                train_step = make_train_step(config, optimizer)
+                lowered = train_step.lower(state, abstract_batch(config))
                 self._repetition = lowered.compile()
             self._digests, self._digests_of_repetition = (
                 compile_digests(mesh, [x for _, x in named_results(*program.out_info)])

@@ -1,20 +1,17 @@
 """Run a config from start to end: data, state, training, samples."""
 
 import dataclasses
-import datetime
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from optax import GradientTransformation
 
 from megajax.base.render.text import typed
 from megajax.core.config import (
@@ -29,8 +26,6 @@ from megajax.core.config import (
 )
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.records import check_dtype, hardware_of
-from megajax.core.hardware.targets import is_nvidia
-from megajax.core.hardware.topology import topology_of_host
 from megajax.core.parallel.mesh import mesh_for
 from megajax.core.parallel.placements import placements
 from megajax.core.train.step import TrainState, init_state
@@ -48,11 +43,11 @@ from megajax.runtime.run.host_memory import check_host_memory
 from megajax.runtime.run.lock import run_lock
 from megajax.runtime.run.log.metrics import MetricsWriter, check_wandb
 from megajax.runtime.run.log.report import Report
-from megajax.runtime.run.nvlink_check import slow_links
+from megajax.runtime.run.nvlink_check import note_links
 from megajax.runtime.run.profile import Profiler
 from megajax.runtime.run.resumed_data import imported, resumed_data
 from megajax.runtime.run.sampler import Sampler
-from megajax.runtime.run.start import check_tokenizer, origin_of, start_checkpoint
+from megajax.runtime.run.start import check_tokenizer, origin_of, run_folder, start_checkpoint
 from megajax.runtime.run.status import where_it_stands
 from megajax.runtime.run.stop import StopWatch
 from megajax.runtime.run.trainer import Trainer
@@ -86,12 +81,15 @@ class Run:
 Advise = Callable[[Config, Mesh], str]
 
 
-def train(config: Config, *, name: str = 'run') -> Run:
+def train(
+    config: Config, *, name: str = 'run', optimizer: GradientTransformation | None = None
+) -> Run:
     """Train `config` as `megajax train` does; call it in every process of the run.
 
     Processes find each other through the environment (`megajax launch`, Slurm, Kubernetes).
     Unless `run.dir` is set, the run directory is a new one, named after `name`. If `run.dir` holds
-    an interrupted run, that run is resumed.
+    an interrupted run, that run is resumed. `optimizer` is as in `make_train_step`; give it again
+    to resume.
 
     Raises RunError, which has the exit code of the command: ConfigError if the machine, the data
     or the run directory does not fit the config, CheckpointError or NumericError if the run cannot
@@ -99,7 +97,7 @@ def train(config: Config, *, name: str = 'run') -> Run:
     """
     try:
         with processes():
-            return run(config, name=name)
+            return run(config, name=name, optimizer=optimizer)
     except SystemExit as leaving:
         if not isinstance(leaving.__cause__, StopRequested):
             raise
@@ -107,7 +105,12 @@ def train(config: Config, *, name: str = 'run') -> Run:
 
 
 def run(
-    config: Config, *, name: str, advise: Advise | None = None, at_end: AtEnd | None = None
+    config: Config,
+    *,
+    name: str,
+    advise: Advise | None = None,
+    at_end: AtEnd | None = None,
+    optimizer: GradientTransformation | None = None,
 ) -> Run:
     """Train `config` on its mesh, in processes that are already connected; see `train`.
 
@@ -124,7 +127,7 @@ def run(
         check_host_memory(config, mesh)
         report = Report()
         _describe(config, mesh, report, advise)
-        folder = _run_folder(config, name)
+        folder = run_folder(config, name)
         watchdog = Watchdog(
             folder, _limits(config), index=jax.process_index(), count=jax.process_count()
         )
@@ -145,7 +148,10 @@ def run(
                     data, carried = read_corpus(config, folder, start)
                 report.say(f'data       {data.summary}')
                 stop.check()
-                step = _train(config, data, carried, folder, start, report, summary, stop, watchdog)
+                step = _train(
+                    *(config, optimizer, data, carried, folder, start),
+                    *(report, summary, stop, watchdog),
+                )
     report.say(
         f'run        {folder}\n'
         f'metrics    {folder}/metrics.jsonl, tensorboard --logdir {typed(f"{folder}/tensorboard")}'
@@ -156,6 +162,7 @@ def run(
 
 def _train(
     config: Config,
+    optimizer: GradientTransformation | None,
     data: Data,
     companions: Companions,
     folder: Path,
@@ -167,19 +174,18 @@ def _train(
 ) -> int:
     """Train to the last step and return the step of the newest checkpoint."""
     watchdog.beat('restoring', 'checkpoint')
+    saved = folder / 'checkpoints'
     with Checkpoints(
-        folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints
+        saved, config, tokenizer=data.tokenizer, data=data.fingerprints, optimizer=optimizer
     ) as checkpoints:
         state = _first_state(config, checkpoints, start, report, summary.clock)
         before = checkpoints.restored or (imported(start) if start else None)
         data = resumed_data(data, config, before, batches=int(state.batches))
-        _carry_along(checkpoints, companions)
-        _write_inputs(folder, config, data, checkpoints.companions)
+        _write_inputs(folder, config, data, _carry_along(checkpoints, companions))
         report.placements(placements(state.params), config.model)
         report.say(f'run        {folder}')
-        metrics_writer = MetricsWriter(folder, int(state.step), config=config)
         with (
-            metrics_writer as metrics,
+            MetricsWriter(folder, int(state.step), config=config) as metrics,
             closing(
                 Sampler(config, data.tokenizer, folder, int(state.step), report=report)
             ) as sampler,
@@ -249,19 +255,10 @@ def _leaving() -> Iterator[None]:
 
 def _describe(config: Config, mesh: Mesh, report: Report, advise: Advise | None) -> None:
     report.mesh(mesh)
-    _note_links(mesh, report)
+    note_links(mesh, report)
     report.parallelism(resolved(config, on_gpu=mesh.devices.flat[0].platform != 'cpu'))
     if advise and (line := advise(config, mesh)):
         report.say(line)
-
-
-def _note_links(mesh: Mesh, report: Report) -> None:
-    """Print a note if tensor parallelism joins GPUs of this host over PCIe."""
-    is_tensor = mesh.shape['model'] * mesh.shape.get('row', 1) > 1
-    if is_tensor and is_nvidia(mesh.devices.flat[0]) and (topology := topology_of_host()):
-        note = slow_links(mesh, topology, process=jax.process_index())
-        if note:
-            report.say(f'note       {note}')
 
 
 def _check_dtype(config: Config, mesh: Mesh) -> None:
@@ -290,14 +287,6 @@ def _summed(
                 report.say(f'report     {page}')
 
 
-def _run_folder(config: Config, name: str) -> Path:
-    if config.run.dir is not None:
-        return Path(config.run.dir)
-    # The clock of process 0: all processes write their parts of a checkpoint into one folder.
-    now = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
-    return Path('runs') / f'{name}-{datetime.datetime.fromtimestamp(now):%Y%m%d-%H%M%S}'
-
-
 def _first_state(
     config: Config, checkpoints: Checkpoints, start: Path | None, report: Report, clock: Clock
 ) -> TrainState:
@@ -311,7 +300,7 @@ def _first_state(
             )
         params = _restore_start(config, checkpoints, start, report) if start else None
         clock.begin('setup')
-        return init_state(config, params)
+        return init_state(config, params, optimizer=checkpoints.optimizer)
     if config.run.resume == 'never':
         raise ConfigError(
             f'run.resume=never, but {checkpoints.folder} holds step {step}: '
@@ -332,11 +321,12 @@ def _restore_start(
     return restore_params(start, config)
 
 
-def _carry_along(checkpoints: Checkpoints, companions: Companions) -> None:
-    """Store the companions of the model; samples end at their end tokens, too."""
+def _carry_along(checkpoints: Checkpoints, companions: Companions) -> Companions:
+    """Store the companions of the model, and return them; samples end at their end tokens, too."""
     checkpoints.companions = companions
     if checkpoints.tokenizer is not None:
-        checkpoints.tokenizer.also_ends(checkpoints.companions.ends)
+        checkpoints.tokenizer.also_ends(companions.ends)
+    return companions
 
 
 def _write_inputs(folder: Path, config: Config, data: Data, companions: Companions) -> None:

@@ -1,15 +1,19 @@
-"""Verify the checkpoint that `run.start_from` names, and compare it with the run's config."""
+"""Choose the run directory, and verify the checkpoint that `run.start_from` names."""
 
+import datetime
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, Config, ConfigError, Problem, RunError
@@ -170,3 +174,12 @@ def _check_corpus(start: Path, config: Config) -> None:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def run_folder(config: Config, name: str) -> Path:
+    """Return the run directory of a config, the same in all processes."""
+    if config.run.dir is not None:
+        return Path(config.run.dir)
+    # The clock of process 0: all processes write their parts of a checkpoint into one folder.
+    now = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
+    return Path('runs') / f'{name}-{datetime.datetime.fromtimestamp(now):%Y%m%d-%H%M%S}'

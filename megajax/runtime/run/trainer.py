@@ -98,8 +98,8 @@ class Trainer:
             )
             return
         self._begin('compile', 'compiling', 'compile')
-        folder = self.checkpoints.folder.parent
-        self._train_step = compile_step(self.config, self.state, folder, self.report)
+        folder, optimizer = self.checkpoints.folder.parent, self.checkpoints.optimizer
+        self._train_step = compile_step(self.config, self.state, folder, self.report, optimizer)
         self.profiler.compiled = self._train_step
         self._replay = Replay(
             self.config,
@@ -108,10 +108,9 @@ class Trainer:
             report=self.report,
             clock=self.clock,
             watchdog=self.watchdog,
+            optimizer=optimizer,
         )
-        self._meter = Meter(
-            self.config, self._train_step, list(jax.sharding.get_mesh().devices.flat)
-        )
+        self._meter = Meter(self.config, self._train_step, [*jax.sharding.get_mesh().devices.flat])
         self.clock.begin('other')
         self._batches = self._read_on()
         self._between_steps.begin()

@@ -1,13 +1,17 @@
-"""Checkpoints with Muon: they restore on another mesh, and AdamW's cannot be resumed."""
+"""Checkpoints with each optimizer: Muon's restore on another mesh, AdamW's not with Muon."""
 
 from pathlib import Path
 from typing import Any
 
+import jax
+import optax
 import pytest
 from checkpoints import LAYOUTS, equal, laid_out, make_state, staged, tiny
 from support import on_mesh, slow
 
 from megajax.core.config import Config, ConfigError
+from megajax.core.train.step import init_state
+from megajax.core.train.whole_matrices import on_whole_matrices
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 
 MUON: dict[str, Any] = {'optim': {'kind': 'muon'}}
@@ -59,3 +63,40 @@ def test_a_run_with_muon_starts_from_imported_parameters(tmp_path: Path) -> None
             checkpoints.save({'params': make_state(imported, 0).params}, 0)
         with Checkpoints(tmp_path, run) as checkpoints:
             assert checkpoints.restore(0).step == 0
+
+
+def test_an_optimizer_given_by_hand_is_restored_and_no_other(tmp_path: Path) -> None:
+    config, other = tiny(2, 2, optim={'shard': 'weights'}), tiny(2, 1)
+    lion = optax.lion(1e-3)
+    with on_mesh(config), Checkpoints(tmp_path, config, optimizer=lion) as checkpoints:
+        state = init_state(config, optimizer=lion)
+        moments = jax.tree.map(lambda x: x + 1, state.opt_state)
+        checkpoints.save(state._replace(opt_state=moments), 1)
+    with on_mesh(other):
+        with Checkpoints(tmp_path, other, optimizer=lion) as checkpoints:
+            restored = checkpoints.restore(1).opt_state
+            assert {float(x.max()) for x in jax.tree.leaves(restored)} == {1.0}
+        with (
+            Checkpoints(tmp_path, other) as checkpoints,
+            pytest.raises(ConfigError, match=r'different arrays .* use the config, the optimizer'),
+        ):
+            checkpoints.restore(1)
+
+
+def test_the_state_of_whole_matrices_restores_on_its_mesh_only(tmp_path: Path) -> None:
+    def optimizer(config: Config) -> optax.GradientTransformation:
+        return on_whole_matrices(config, optax.scale_by_adam(), others=optax.scale_by_lion())
+
+    config, other = tiny(2, 2, optim={'shard': 'weights'}), tiny(1, 4)
+    with on_mesh(config), Checkpoints(tmp_path, config, optimizer=optimizer(config)) as checkpoints:
+        state = init_state(config, optimizer=optimizer(config))
+        checkpoints.save(state, 1)
+        before = [(x.shape, x.sharding) for x in jax.tree.leaves(state.opt_state)]
+        restored = checkpoints.restore(1).opt_state
+        assert before == [(x.shape, x.sharding) for x in jax.tree.leaves(restored)]
+    with (
+        on_mesh(other),
+        Checkpoints(tmp_path, other, optimizer=optimizer(other)) as checkpoints,
+        pytest.raises(ConfigError, match=r'different arrays .*the optimizer'),
+    ):
+        checkpoints.restore(1)

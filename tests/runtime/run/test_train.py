@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import optax
 import pytest
-from support import ROOT, write_run
+from support import ROOT, assert_close, gather, on_mesh, write_run
 
 import megajax
-from megajax.core.config import StopRequested, load
+from megajax.core.config import ConfigError, StopRequested, load
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
@@ -58,6 +61,26 @@ def test_a_stop_that_was_asked_for_is_an_exception_with_its_cause(tmp_path: Path
     with pytest.raises(StopRequested, match=r'run\.max_minutes'):
         megajax.train(config.model_copy(update={'run': limits}))
     assert not list((tmp_path / 'run/checkpoints').glob('*'))
+
+
+def test_a_run_trains_with_a_given_optimizer_and_resumes_with_it_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    file = write_run(tmp_path, CONFIG, split='1,0,0') / 'small.yaml'
+
+    def train(name: str, steps: int) -> dict[str, np.ndarray]:
+        run = tmp_path / name
+        config = load(file, [f'run.dir={run}', f'train.steps={steps}', 'optim.decay_steps=4'])
+        lion = optax.lion(megajax.learning_rate(config))
+        assert megajax.train(config, optimizer=lion).step == steps
+        with on_mesh(config), Checkpoints(run / 'checkpoints', config, optimizer=lion) as saved:
+            return gather(saved.restore(steps).params)
+
+    train('resumed', 2)
+    resumed, whole = train('resumed', 4), train('whole', 4)
+    assert_close(resumed, whole, 0.0)
+    with pytest.raises(ConfigError, match=r'different arrays .*the optimizer'):
+        megajax.train(load(file, [f'run.dir={tmp_path / "whole"}', 'train.steps=5']))
 
 
 @pytest.mark.faults
