@@ -183,7 +183,7 @@ def check(
     for name, piece in expected.items():
         if name not in weights:
             continue
-        x = np.asarray(weights[name])
+        x = weights[name]
         if x.shape != piece.shape:
             problems.append(
                 f'{of}: {name}: expected {piece.shape}, got {x.shape}{_fix(piece.shape, x.shape)}'
@@ -289,7 +289,7 @@ def _read_block(
         )
         if any(part.start >= part.stop for part in both):
             return
-        source = piece.read(weights[piece.name])[_shifted(both, piece.at)]
+        source = piece.read(whole := np.asarray(weights[piece.name]))[_shifted(both, piece.at)]
         if source.dtype == BFLOAT16 and dtype == np.float32:
             # The bits of bf16 are the upper half of fp32's, and the lower half is zero already;
             # numpy's cast is several times slower.
@@ -299,7 +299,7 @@ def _read_block(
             copy_tiles(block[_shifted(both, index)], source)
         # Checked on the copy, which is in fp32 and in the processor's cache.
         if not np.isfinite(block[_shifted(both, index)]).all():
-            check_finite(piece.name, weights[piece.name], of=of)
+            check_finite(piece.name, whole, of=of)
 
     list(pool.map(copy, pieces))
     return block

@@ -102,6 +102,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {'num_experts': 6, 'moe_intermediate_size': 8, 'norm_topk_prob': True},
     ),
     'olmoe': ('olmoe', EXPERTS | {'num_experts': 4}),
+    'gpt_oss': (
+        'gpt_oss',
+        EXPERTS
+        | {'hidden_size': 32, 'intermediate_size': 32, 'head_dim': 8, 'sliding_window': 8}
+        | {
+            'num_local_experts': 4,
+            'rope_parameters': YARN | {'rope_theta': 1e4, 'truncate': False},
+        },
+    ),
 }
 
 

@@ -110,7 +110,7 @@ def test_a_setting_is_written_or_is_rejected_by_name(family: str) -> None:
     assert written or family in ('gpt2', 'megatron-bert', 'qwen3_vl')
 
 
-@pytest.mark.parametrize('family', ['mixtral', 'qwen3_moe', 'olmoe'])
+@pytest.mark.parametrize('family', ['mixtral', 'qwen3_moe', 'olmoe', 'gpt_oss'])
 def test_what_only_training_reads_of_experts_is_no_obstacle_to_an_export(family: str) -> None:
     model = model_of(family)
     assert model.experts is not None
@@ -121,6 +121,14 @@ def test_what_only_training_reads_of_experts_is_no_obstacle_to_an_export(family:
     biased = experts.model_copy(update={'selection_bias': True})
     with pytest.raises(ConfigError, match=r'does not support model\.experts\.selection_bias=True'):
         write_family(model.model_copy(update={'experts': biased}), family)
+
+
+def test_a_gpt_oss_without_rope_parameters_has_yarn_as_in_transformers() -> None:
+    scaling = model_of('gpt_oss').rope_scaling
+    assert scaling is not None
+    assert (scaling.type, scaling.factor, scaling.original_max_seq_len) == ('yarn', 32.0, 4096)
+    assert (scaling.beta_fast, scaling.beta_slow, scaling.truncate) == (32.0, 1.0, False)
+    assert model_of('gpt_oss').rope_theta == 150000.0
 
 
 def test_a_bert_is_written_as_megatron_bert() -> None:

@@ -356,6 +356,8 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
         ('mixtral', 'output_router_logits', True, 'output_router_logits: true: only false'),
         ('qwen3_moe', 'decoder_sparse_step', 2, 'decoder_sparse_step: 2: only 1 is supported'),
         ('qwen3_moe', 'mlp_only_layers', [0], 'mlp_only_layers: [0]: only [] or null is'),
+        ('gpt_oss', 'swiglu_limit', 5.0, 'swiglu_limit: 5.0: only 7.0 is supported'),
+        ('gpt_oss', 'attention_bias', False, 'attention_bias: false: only true is supported'),
         ('olmoe', 'clip_qkv', 8.0, 'clip_qkv: 8.0: only null is supported'),
         ('olmoe', 'head_dim', 8, 'head_dim: 8: only 4 or null is supported'),
         ('olmo2', 'attention_bias', True, 'attention_bias: true: only false is supported'),

@@ -36,6 +36,7 @@ YARN = {'rope_type': 'yarn', 'rope_theta': 5e5, 'factor': 4.0}
 YARN |= {'original_max_position_embeddings': 8, 'beta_fast': 4.0}
 OLMO = FIVE | {'sliding_window': 6}
 EXPERTS = SIZES | {'num_experts_per_tok': 2}
+OSS = EXPERTS | {'head_dim': 8, 'sliding_window': 6, 'num_local_experts': 6}
 LINEAR = {'rope_type': 'linear', 'rope_theta': 1e6, 'factor': 8.0}
 GEMMA = OLMO | {'head_dim': 8, 'query_pre_attn_scalar': 8, 'sliding_window_pattern': 3}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,6 +96,14 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     'olmoe, as released': ('olmoe', EXPERTS | {'num_experts': 8, 'num_experts_per_tok': 3}),
     'olmoe, normalized': ('olmoe', EXPERTS | {'num_experts': 4, 'norm_topk_prob': True}),
+    'gpt_oss, as released, gates clamped': (
+        'gpt_oss',
+        OSS | {'hidden_size': 256, 'rope_parameters': YARN | {'truncate': False}},
+    ),
+    'gpt_oss, windows alone, no YaRN': (
+        'gpt_oss',
+        OSS | {'rope_parameters': THETA, 'layer_types': [SLIDING] * 2, 'num_experts_per_tok': 1},
+    ),
     'qwen3, two types': ('qwen3', QWEN | {'head_dim': 8, 'layer_types': [SLIDING] * 4 + [FULL]}),
 }
 
@@ -111,6 +120,7 @@ GREEDY = (  # one of each family
     'mixtral, as released',
     'qwen3_moe, as released',
     'olmoe, as released',
+    'gpt_oss, as released, gates clamped',
 )
 
 

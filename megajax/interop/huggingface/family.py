@@ -6,7 +6,9 @@ Imports no jax.
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.reader import Keys, Reader
@@ -26,6 +28,10 @@ class There(NamedTuple):
     in_pairs: bool = False  # whether rotary pairs are adjacent there, and not in two halves of H
 
 
+# The tensors of a directory, which the second argument names, with the packed ones unpacked.
+Unpack = Callable[[Mapping[str, np.ndarray], str], dict[str, Any]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A family, as `megajax import hf` and `megajax export hf` know it."""
@@ -41,5 +47,7 @@ class Family:
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Buffers that older versions of transformers saved and that are not read.
     buffers: re.Pattern[str] | None = None
+    # How tensors are unpacked, by the quant_method of quantization_config.
+    packings: Mapping[str, Unpack] = dataclasses.field(default_factory=dict)
     sees: bool = False  # whether its models have a vision encoder
     prefix: str = ''  # of the names of all tensors but the head's, if some directories omit it

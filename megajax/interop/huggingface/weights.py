@@ -146,6 +146,8 @@ def _named_as_saved(
     prefix = family.prefix
     if any(name.startswith(prefix) for name in tensors):
         prefix = ''
+    for unpack in family.packings.values():
+        tensors = unpack(tensors, source)
     named = {
         name if name in family.copies else prefix + name: x
         for name, x in tensors.items()

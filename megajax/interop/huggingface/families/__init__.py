@@ -74,12 +74,22 @@ def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str
         )
     read = Reader(keys, file)
     read.only('architectures', [ARCHITECTURES[family]], None, default=None)
-    read.only('quantization_config', None, default=None)
+    _read_quantization(read, FAMILIES[family])
     read.only('transformers_weights', None, default=None)  # names a different file
     model = FAMILIES[family].read_config(read)
     if read.problems:
         raise ConfigError(*read.problems)
     return family, model, read.left
+
+
+def _read_quantization(read: Reader, family: Family) -> None:
+    key = 'quantization_config'
+    value = read.get(key, None)
+    method = value.get('quant_method') if isinstance(value, Mapping) else None
+    if value is None or method in family.packings:
+        return
+    methods = ''.join(f' or a quant_method of {json.dumps(name)}' for name in family.packings)
+    read.refuse(key, value, f'only null{methods} is supported')
 
 
 def read_config_json(folder: Path) -> tuple[str, Keys, list[str]]:

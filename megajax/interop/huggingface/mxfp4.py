@@ -1,0 +1,67 @@
+"""MXFP4, the format of gpt-oss's experts: blocks of 32 numbers of 4 bits that share a scale.
+
+It is defined by OCP's Microscaling Formats 1.0. Imports no jax.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from megajax.core.config import ConfigError
+
+BLOCK = 32  # numbers; two are in a byte, the first in its lower half
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BLOCKS, SCALES = '_blocks', '_scales'  # how the names of a packed tensor's two parts end
+
+_BYTES = np.arange(256, dtype=np.uint8)
+_PAIRS = np.stack([_BYTES & 15, _BYTES >> 4], -1).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+_FACTORS = _BYTES.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+
+
+class Packed:
+    """A tensor [expert, in, out] whose blocks along `in` are unpacked into bf16 when it is read.
+
+    bf16 represents each value exactly, except those beyond its range.
+    """
+
+    dtype = BFLOAT16
+
+    def __init__(self, blocks: np.ndarray, scales: np.ndarray):
+        self.blocks, self.scales = blocks, scales
+        experts, outputs, count, _ = blocks.shape
+        self.shape = experts, count * BLOCK, outputs
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        """Return the values."""
+        experts, inputs, outputs = self.shape
+        values = np.empty((experts, outputs, inputs), BFLOAT16)
+        with np.errstate(over='ignore'):  # infinity, which an import rejects by name
+            for value, block, scale in zip(values, self.blocks, self.scales, strict=True):
+                whole = _PAIRS[block].reshape(outputs, -1, BLOCK) * _FACTORS[scale][..., None]
+                value[...] = whole.reshape(outputs, inputs).astype(BFLOAT16)
+        return values.swapaxes(1, 2)
+
+
+def unpack(tensors: Mapping[str, np.ndarray], source: str) -> dict[str, Any]:
+    """Return tensors with each pair of blocks and scales as one tensor.
+
+    Raises ConfigError, which names `source`, for parts that do not fit together.
+    """
+    found: dict[str, Any] = dict(tensors)
+    for name in tensors:
+        whole = name.removesuffix(BLOCKS)
+        if whole == name or whole + SCALES not in tensors or whole in tensors:
+            continue  # its parts will be reported as unexpected
+        blocks, scales = found.pop(name), found.pop(whole + SCALES)
+        if blocks.ndim != 4 or blocks.shape != (*scales.shape, BLOCK // 2):
+            raise ConfigError(
+                f'{source}: {name}: {blocks.shape} does not fit {whole}{SCALES}, {scales.shape}: '
+                f'MXFP4 has one scale for {BLOCK // 2} bytes'
+            )
+        for part, x in ((name, blocks), (whole + SCALES, scales)):
+            if x.dtype != np.uint8:
+                raise ConfigError(f'{source}: {part}: expected uint8, got {x.dtype}')
+        found[whole] = Packed(blocks, scales)
+    return found
