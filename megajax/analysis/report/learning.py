@@ -11,6 +11,7 @@ from megajax.analysis.report.html import Html, details, element, join, table
 from megajax.analysis.report.read import RunData
 from megajax.analysis.report.run_facts import Facts
 from megajax.base.render.units import large
+from megajax.runtime.run.log.report import ROUTING
 
 VALIDATION, PER_BYTE = 'validation_loss', 'validation_bits_per_byte'
 MAX_CHARACTERS = 2000  # of a sample
@@ -69,7 +70,12 @@ def section(runs: Sequence[Facts], points: int) -> Html:
         for title, key, y, is_log in (
             ('Gradient norm', 'grad_norm', 'norm, before clipping', True),
             ('Learning rate', 'lr', 'learning rate', False),
+            ('Load of the busiest expert', 'expert_load', 'tokens / mean of the layer', False),
+            ('Dropped assignments', 'dropped', 'share of all', False),
+            ('Router entropy', 'router_entropy', 'nats', False),
+            ('Balance loss', 'balance_loss', 'nats', False),
         )
+        if key not in ROUTING or any(len(facts.run.steps.known(key)) for facts in runs)
     ]
     figures = element('div', *losses, *others, class_='figures')
     note = comparison(runs)

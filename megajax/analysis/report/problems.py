@@ -11,6 +11,7 @@ from megajax.analysis.report.read import METRICS, RunData
 from megajax.analysis.report.run_facts import Facts
 from megajax.base.render.units import count, duration
 from megajax.runtime.checkpoint.record import config_differences
+from megajax.runtime.run.log.report import IDLE_STEPS, idle_experts
 from megajax.runtime.run.watchdog import LOG
 
 SLOW = 2.0  # times the median, from which a step counts as slow
@@ -41,6 +42,9 @@ def faults(facts: Facts) -> Iterator[str]:
     yield from _validation(run)
     yield from _starts(run)
     yield from _slow(run)
+    idle = run.steps['idle_experts'][-IDLE_STEPS:]
+    if len(idle) == IDLE_STEPS and (idle > 0).all():
+        yield f'At the end, {idle_experts(idle.min())}.'
     if (run.folder / LOG).is_file():
         yield f'The watchdog found no progress; {LOG} has the stack traces.'
 

@@ -102,6 +102,14 @@ def of_experts(config: 'Config') -> Iterator[Problem]:
             )
     yield from _groups(experts)
     yield from _capacity(config, experts)
+    lora = config.lora
+    if lora is not None and (unsupported := [x for x in lora.targets if x in ('up', 'down')]):
+        others = ','.join(x for x in lora.targets if x not in unsupported) or 'qkv,out'
+        message = (
+            f'adapters of experts are not supported ({", ".join(unsupported)}); '
+            f'use lora.targets=[{others}]'
+        )
+        yield Problem(path='lora.targets', message=message, others=('model.experts',))
 
 
 def _groups(experts: ExpertsConfig) -> Iterator[Problem]:

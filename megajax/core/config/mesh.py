@@ -54,8 +54,8 @@ class MeshConfig(Section):
 
     @property
     def is_one_dimensional(self) -> bool:
-        """Whether the mesh has no parallelism but data and 1-D tensor parallelism."""
-        return self.stages == self.context == self.model_rows == self.experts == 1
+        """Whether the mesh has no parallelism but data, expert and 1-D tensor parallelism."""
+        return self.stages == self.context == self.model_rows == 1
 
     @property
     def tensor_parallel(self) -> int:

@@ -82,11 +82,12 @@ def after_step(
 ) -> tuple[Any, Any]:
     """Return the parameters and the shares for the next step, unchanged if a step is not taken.
 
-    Selection biases are moved in favor of the experts with too few tokens.
+    Selection biases are moved in favor of the experts with too few tokens, unless adapters alone
+    are trained.
     """
     experts, layout = config.model.experts, Layout.of(config)
     load_Lx = jnp.where(taken, shares(sums_L4x), load_Lx)
-    if experts is None or not experts.selection_bias:
+    if experts is None or not experts.selection_bias or config.lora is not None:
         return params, load_Lx
     chosen_Lx = sums_L4x[:, router.CHOSEN]
     change = experts.bias_rate * jnp.sign(chosen_Lx.mean(-1, keepdims=True) - chosen_Lx) * taken
@@ -99,19 +100,22 @@ def after_step(
 def metrics(sums_L4x: jax.Array, config: Config) -> dict[str, jax.Array]:
     """Return what a log shows of the routing of a step, over all layers.
 
-    These are the largest load of an expert over the mean load, the share of assignments that are
-    dropped, the mean entropy of a token's scores in nats, the balance loss, and the experts that
-    received nothing.
+    These are the largest load of an expert over the mean load, the mean entropy of a token's scores
+    in nats, and the number of experts that received nothing; with `balance_loss` that loss, and
+    with `capacity` the share of assignments that are dropped.
     """
     experts, train = config.model.experts, config.train
     assert experts is not None
     chosen_Lx, scores_Lx, entropy_Lx, dropped_Lx = jnp.moveaxis(sums_L4x, 1, 0)
     tokens = train.batch_size * train.seq_len
-    balance_L = experts.count * (shares(sums_L4x) * scores_Lx).sum(-1) / tokens
-    return {
+    found = {
         'expert_load': (chosen_Lx.max(-1) / chosen_Lx.mean(-1)).max(),
-        'dropped': dropped_Lx.sum() / chosen_Lx.sum(),
         'router_entropy': (entropy_Lx.sum(-1) / tokens).mean(),
-        'balance_loss': experts.balance_loss * balance_L.sum(),
         'idle_experts': (chosen_Lx == 0).sum(),
     }
+    if experts.balance_loss:
+        balance_L = experts.count * (shares(sums_L4x) * scores_Lx).sum(-1) / tokens
+        found['balance_loss'] = experts.balance_loss * balance_L.sum()
+    if experts.capacity is not None:
+        found['dropped'] = dropped_Lx.sum() / chosen_Lx.sum()
+    return found

@@ -190,6 +190,21 @@ def test_skipped_and_slow_steps_are_named_with_their_reasons(copied_run: Path) -
     assert 'The newest checkpoint is of step 6; a resume repeats 36 steps.' in shown
 
 
+def test_the_routing_of_experts_has_charts_and_idle_experts_are_a_fault(copied_run: Path) -> None:
+    before = words(page_on(copied_run))
+    routed = {'loss': 5.0, 'expert_load': 2.5, 'router_entropy': 1.2, 'idle_experts': 3}
+    add_lines(copied_run, *({'step': step, **routed} for step in range(7, 107)))
+    shown = words(page_on(copied_run))
+    for title, is_there in (
+        ('Load of the busiest expert', True),
+        ('Router entropy', True),
+        ('Dropped assignments', False),
+    ):
+        assert title not in before
+        assert (title in shown) == is_there
+    assert 'at least 3 experts received no token' in shown
+
+
 def test_a_rise_of_the_validation_loss_is_a_fault(copied_run: Path) -> None:
     add_lines(copied_run, {'step': 6, 'validation_loss': 99.0})
     assert 'The validation loss rose from its best' in page_on(copied_run)

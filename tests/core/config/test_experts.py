@@ -25,12 +25,19 @@ EXPERTS = 'model.experts={count: 8, active: 2, ffn_size: 64%s}'
         ([EXPERTS % ', groups: 4, active_groups: 5'], 'use at most 4'),
         ([EXPERTS % ', groups: 8, active_groups: 1'], 'use at most 1, or'),
         (['model.experts={count: 8, active: 2, ffn_size: 66}', 'mesh.model=4'], 'use 64 or 68'),
+        ([EXPERTS % '', 'lora.rank=4'], 'lora.targets: adapters of experts'),
+        ([EXPERTS % '', 'lora.rank=4', 'lora.targets=[out,up]'], '(up); use lora.targets=[out]'),
+        ([EXPERTS % '', 'lora.rank=4', 'lora.targets=[down]'], 'use lora.targets=[qkv,out]'),
     ],
 )
 def test_a_mistake_is_rejected_with_the_key_and_a_fix(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         load('tiny', overrides)
     assert said in str(error.value)
+
+
+def test_the_size_of_an_mlp_is_no_limit_for_experts() -> None:
+    assert load('tiny', [EXPERTS % '', 'model.ffn_size=333', 'mesh.model=2']).model.experts
 
 
 def test_experts_divide_the_data_shards_of_a_replica() -> None:

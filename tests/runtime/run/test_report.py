@@ -81,6 +81,30 @@ def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
+def test_a_line_has_the_routing_of_a_mixture_of_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    routing = {'expert_load': 1.318, 'dropped': 0.0123, 'router_entropy': 1.9, 'balance_loss': 0.02}
+    (line,) = said(capsys, {**STEP, **SPEED, **routing, 'idle_experts': 0.0})
+    assert (
+        '  grad norm 0.31  expert load 1.32x  dropped 1.2%  router entropy 1.90  '
+        'balance loss 0.02  1,234,567 tokens/s'
+    ) in line
+
+
+def test_experts_that_receive_nothing_for_long_are_told_once_until_they_receive_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    idle = [3.0] + [2.0] * 250 + [0.0] + [1.0] * 100
+    steps = [{**STEP, **SPEED, 'idle_experts': count} for count in idle]
+    found = [line for line in said(capsys, *steps) if 'received no token' in line]
+    assert [line.partition(' experts')[0] for line in found] == [
+        'step 100  at least 2',
+        'step 352  at least 1',
+    ]
+    assert 'model.experts.balance_loss' in found[0]
+
+
 def test_rates_are_those_of_all_steps_since_the_last_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

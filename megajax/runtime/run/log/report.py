@@ -35,6 +35,12 @@ from megajax.core.train.loss_scale import MARGIN
 from megajax.runtime.processes.signals import drop_lost_outputs
 
 LEARNING = {'loss': 'loss {:.3f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad norm {:.2f}'}
+ROUTING = {
+    'expert_load': 'expert load {:.2f}x',
+    'dropped': 'dropped {:.1%}',
+    'router_entropy': 'router entropy {:.2f}',
+    'balance_loss': 'balance loss {:.3g}',
+}
 # Averaged over several steps, weighted by their time.
 RATES = {
     'tokens_per_s': '{:,.0f} tokens/s',
@@ -43,6 +49,8 @@ RATES = {
 }
 # A delay is reported if it exceeds this share of the step time since the last line, and these ms.
 WORTH_SAYING, LEAST_MS = 0.1, 100.0
+# Consecutive steps in which experts receive nothing, after which a line says so.
+IDLE_STEPS = 100
 # Seconds of a first step whose own overhead, of some tenths of a second, does not count.
 LONG = 2.0
 
@@ -187,6 +195,7 @@ class StepReport:
         self.task = bar.add_task('train', total=steps, completed=start, values='')
         self._sums: Counter[str] = Counter()  # since the last line
         self._skipped: Counter[str] = Counter()
+        self._idle: list[float] = []  # idle experts in each of the last steps, while there are any
         self._count = 0
         self._is_timed = False  # whether the run's remaining time has been estimated
 
@@ -206,14 +215,22 @@ class StepReport:
             {name: values[name] * values['step_ms'] for name in RATES if name in values}
         )
         rates = {name: self._sums[name] / self._sums['step_ms'] for name in RATES if name in values}
-        lines = _describe(LEARNING, values), '  '.join([_describe(RATES, rates), *_memory(values)])
+        lines = [_describe(form, values) for form in (LEARNING, ROUTING)]
+        lines.append('  '.join([_describe(RATES, rates), *_memory(values)]))
         self.bar.update(self.task, completed=step, values=_in_short(values, rates))
         if step % self.log_every == 0 or step == self.steps:
-            self._say(f'step {step}/{self.steps}  {lines[0]}', lines[1])
+            self._say(f'step {step}/{self.steps}  {lines[0]}', *filter(None, lines[1:]))
             for remark in _remarks(self._sums, values):
                 self.report.say(f'step {step}  {remark}')
             self._sums.clear()
+        self._note_idle_experts(step, values.get('idle_experts', 0))
         self._estimate(step, values['step_ms'] / 1e3)
+
+    def _note_idle_experts(self, step: int, count: float) -> None:
+        """Print once that experts have received nothing for long, until all receive tokens."""
+        self._idle = [*self._idle, count] if count else []
+        if len(self._idle) == IDLE_STEPS:
+            self.report.say(f'step {step}  {idle_experts(min(self._idle))}')
 
     def _estimate(self, step: int, seconds: float) -> None:
         """Print the time of the remaining steps, after the first step if that was long."""
@@ -226,11 +243,11 @@ class StepReport:
             f'about {duration(left * seconds)}'
         )
 
-    def _say(self, learning: str, rates: str) -> None:
-        """Print a line, above the bar if there is one; two on a terminal that is too narrow."""
-        console, line = self.report.console, f'{learning}  {rates}'
+    def _say(self, *parts: str) -> None:
+        """Print a line, above the bar if there is one; several on a terminal that is too narrow."""
+        console, line = self.report.console, '  '.join(parts)
         if console.is_terminal and len(line) > console.width:
-            line = f'{learning}\n    {rates}'
+            line = '\n    '.join(parts)
         self.report.say(line)
 
     def close(self) -> None:
@@ -238,6 +255,15 @@ class StepReport:
         if self._skipped:
             reasons = ', '.join(f'{count} for {kind}' for kind, count in self._skipped.items())
             self.report.say(f'skipped    {self._skipped.total()} of {self._count} steps: {reasons}')
+
+
+def idle_experts(count: float) -> str:
+    """Return what to say of this many experts that received nothing for IDLE_STEPS steps."""
+    return (
+        f'at least {count:.0f} experts received no token in each of {IDLE_STEPS} consecutive steps '
+        '(all layers together); begin a run with a larger model.experts.balance_loss, or with '
+        'model.experts.selection_bias=true'
+    )
 
 
 def _describe(forms: Mapping[str, str], values: Mapping[str, float]) -> str:
