@@ -140,7 +140,7 @@ def test_neither_workers_nor_units_nor_format_nor_compression_change_the_bytes(
     assert len(built) == 1
 
 
-@pytest.mark.parametrize('unit', [UNIT, 500])
+@pytest.mark.parametrize('unit', [slow(UNIT), 500])
 def test_each_document_has_its_start_once(unit: int, tmp_path: Path) -> None:
     texts = ['first\n', 'line of a long text\n' * 400, '', 'last']
     for i, text in enumerate(texts):
@@ -179,7 +179,7 @@ def test_documents_that_spell_special_tokens_are_counted_once_over_units(
     assert warning.startswith('2 documents spell special tokens (<|endoftext|>), which are read as')
 
 
-@pytest.mark.parametrize('unit', [UNIT, 500])
+@pytest.mark.parametrize('unit', [slow(UNIT), 500])
 def test_parsed_special_tokens_begin_and_end_a_document_once(
     unit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -292,7 +292,7 @@ def test_a_kill_between_the_renames_is_completed(name: str, corpus: Path, tmp_pa
     assert not (tmp_path / 'out.partial').exists()
 
 
-@pytest.mark.parametrize('option', ['append_eod', 'parse_special'])
+@pytest.mark.parametrize('option', ['append_eod', slow('parse_special')])
 def test_another_build_starts_afresh(
     option: str, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

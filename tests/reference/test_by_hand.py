@@ -44,7 +44,13 @@ Arrays = dict[str, np.ndarray]
 
 on_each_mesh = pytest.mark.parametrize(
     ('model_size', 'sp'),
-    [exhaustive(1, False), slow(2, False), exhaustive(2, True), exhaustive(4, False), (4, True)],
+    [
+        exhaustive(1, False),
+        exhaustive(2, False),
+        exhaustive(2, True),
+        exhaustive(4, False),
+        slow(4, True),  # `test_the_whole_model` shows it in `make test`
+    ],
     ids=['1', '2', '2+sp', '4', '4+sp'],
 )
 

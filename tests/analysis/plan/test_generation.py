@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from support import megajax as run_here
 
 from megajax.analysis.plan.generation import Generation, GenerationLine, plan_generation
 from megajax.core.config import Config, ConfigError, load
@@ -116,7 +117,6 @@ def test_the_command_shows_the_table() -> None:
     ],
 )
 def test_a_wrong_call_exits_2_and_names_the_fix(options: list[str], message: str) -> None:
-    command = [sys.executable, '-m', 'megajax', 'plan', 'gpt2_124m', *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_here('plan', 'gpt2_124m', *options)
     assert (done.returncode, done.stdout) == (2, '')
     assert message in ' '.join(done.stderr.split())
