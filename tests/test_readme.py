@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from megajax.commands.main import app
 from megajax.core.config import load
-from megajax.core.config.load import KEYS
+from megajax.core.config.overrides import KEYS
 from megajax.core.counts.parameters import num_parameters
 from megajax.old_names import GROUPS
 

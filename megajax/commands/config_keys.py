@@ -25,9 +25,9 @@ megajax config show my.yaml          # every key with its value
 megajax config conflicts             # the settings that cannot be combined
 ```
 
-A key with two dots is part of a group, which you set as a whole:
-`train.profile='{start: 10, steps: 3}'`. A default such as `4 * hidden_size` follows from other keys
-of the section.
+A key with two dots is part of a group. `model.experts.capacity=1.25` changes the group of the file;
+without one, set the group as a whole: `train.profile='{start: 10, steps: 3}'`. A default such as
+`4 * hidden_size` follows from other keys of the section.
 """
 
 

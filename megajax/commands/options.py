@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from megajax.core.config import ConfigError
-from megajax.core.config.load import KEYS
+from megajax.core.config.overrides import KEYS
 from megajax.core.config.synonyms import key_of_option
 
 OVERRIDE = 'KEY=VALUE'

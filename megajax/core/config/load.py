@@ -9,33 +9,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
-from megajax.base.errors import MAX_PROBLEMS, ConfigError, Problem
+from megajax.base.errors import ConfigError, Problem
 from megajax.base.render.text import shorten, typed
 from megajax.core.config import values
-from megajax.core.config.bounded_yaml import compose, construct, explain, parse, read_text
+from megajax.core.config.bounded_yaml import compose, construct, explain, read_text
 from megajax.core.config.keys import sources
+from megajax.core.config.overrides import KEYS, Setting, members, read_overrides, unknown
 from megajax.core.config.renamed import RENAMED, current
 from megajax.core.config.rules import incompatibilities
 from megajax.core.config.schema import SECTIONS, Config, keys_of
-from megajax.core.config.synonyms import key_of_option, nearest_key, without_a_key
 
-KEYS = {f'{name}.{key}': key for name in SECTIONS for key in keys_of(name)}
 CONFIG = 'config.yaml'  # in the folder of a run
 RECIPES = 'recipes'  # their folder, inside the presets' folder
 FEW_FILES = 5  # number of YAML files up to which an error lists them
-LONGEST_KEY = 100  # characters in a path; in the schema, fewer than 40
-
-
-class _Setting(NamedTuple):
-    value: Any
-    place: str
 
 
 def presets() -> list[str]:
@@ -57,7 +50,9 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     file = _find(source)
     problems: list[Problem] = []
     written = _read_file(file, problems)
-    return _resolve(written, _read_overrides(overrides, problems), str(file), problems)
+    return _resolve(
+        written, read_overrides(overrides, problems, written or {}), str(file), problems
+    )
 
 
 def reload(
@@ -68,7 +63,7 @@ def reload(
     Raises ConfigError as `load` does.
     """
     problems: list[Problem] = []
-    written: dict[str, _Setting] = {}
+    written: dict[str, Setting] = {}
     for path, value in (
         (f'{section}.{key}', value)
         for section, group in settings.items()
@@ -76,10 +71,10 @@ def reload(
     ):
         path, value = current(path, value)
         if path in KEYS:
-            written[path] = _Setting(value, place)
+            written[path] = Setting(value, place)
         else:
-            problems.append(Problem(path=path, message=_unknown(path, problems), place=place))
-    return _resolve(written, _read_overrides(overrides, problems), place, problems)
+            problems.append(Problem(path=path, message=unknown(path, problems), place=place))
+    return _resolve(written, read_overrides(overrides, problems, written), place, problems)
 
 
 def runs_in(folder: Path) -> list[str]:
@@ -95,8 +90,8 @@ def run_like(folder: Path) -> str | None:
 
 
 def _resolve(
-    written: dict[str, _Setting] | None,
-    overridden: dict[str, _Setting],
+    written: dict[str, Setting] | None,
+    overridden: dict[str, Setting],
     file: str,
     problems: list[Problem],
 ) -> Config:
@@ -119,7 +114,7 @@ def _resolve(
     return Config(**sections)
 
 
-def _place(keys: Sequence[str], settings: Mapping[str, _Setting]) -> str | None:
+def _place(keys: Sequence[str], settings: Mapping[str, Setting]) -> str | None:
     """Return the place of the first of these keys or sections that is set, None if none is."""
     return next(
         (
@@ -134,7 +129,7 @@ def _place(keys: Sequence[str], settings: Mapping[str, _Setting]) -> str | None:
 
 def overridden(overrides: Sequence[str], path: str) -> Any:
     """Return the value of the last valid override of a key, None if there is none."""
-    setting = _read_overrides(overrides, []).get(path)
+    setting = read_overrides(overrides, []).get(path)
     return setting.value if setting else None
 
 
@@ -165,7 +160,7 @@ def _find(source: str | Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _read_file(file: Path, problems: list[Problem]) -> dict[str, _Setting] | None:
+def _read_file(file: Path, problems: list[Problem]) -> dict[str, Setting] | None:
     """Return the settings by path, or None if the file cannot be read."""
     try:
         return _read_settings(read_text(file), str(file), problems)
@@ -213,20 +208,20 @@ def _is_a_folder(folder: Path) -> str:
     return 'is a folder; give a YAML file, or a preset (megajax config list)'
 
 
-def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, _Setting]:
-    settings: dict[str, _Setting] = {}
+def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, Setting]:
+    settings: dict[str, Setting] = {}
     for section, group, section_place in _items(compose(text), '', file, problems):
         if section not in SECTIONS:
             problems.append(
-                Problem(path=section, message=_unknown(section, problems), place=section_place)
+                Problem(path=section, message=unknown(section, problems), place=section_place)
             )
             continue
         for path, value, place in _items(group, section, file, problems):
             if path not in KEYS and path not in RENAMED:
-                problems.append(Problem(path=path, message=_unknown(path, problems), place=place))
+                problems.append(Problem(path=path, message=unknown(path, problems), place=place))
             else:
                 path, plain = current(path, construct(value), place)
-                settings[path] = _Setting(plain, place)
+                settings[path] = Setting(plain, place)
     return settings
 
 
@@ -240,7 +235,7 @@ def _items(
     if node is None or node.tag == 'tag:yaml.org,2002:null':
         return
     if not isinstance(node, MappingNode):
-        message = f'must be a group of keys; it has {_members(prefix)}'
+        message = f'must be a group of keys; it has {members(prefix)}'
         problems.append(
             Problem(path=prefix, message=message, place=f'{file}:{node.start_mark.line + 1}')
         )
@@ -256,35 +251,8 @@ def _items(
             yield path, value, f'{file}:{line}'
 
 
-def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[str, _Setting]:
-    settings: dict[str, _Setting] = {}
-    for override in overrides:
-        path, equals, text = override.partition('=')
-        path = path.strip()
-        place = f'override {override}'
-        if not equals or path in SECTIONS or path.startswith('-'):
-            key = key_of_option(path, KEYS) if path.startswith('-') else None
-            example = f'{key}=VALUE' if key else 'for example train.steps=100'
-            message = f'not of the form section.key=value, {example}'
-            problems.append(Problem(path=place, message=message))
-        elif path not in KEYS and path not in RENAMED:
-            problems.append(Problem(path=path, message=_unknown(path, problems), place=place))
-        else:
-            try:
-                path, value = current(path, parse(text), place)
-                settings[path] = _Setting(value, place)
-            except YAMLError as error:
-                problems.append(
-                    Problem(
-                        path=place,
-                        message=f'{explain(error)}; put the value in quotes',
-                    )
-                )
-    return settings
-
-
 def _validate(
-    settings: Mapping[str, _Setting], file: str, problems: list[Problem]
+    settings: Mapping[str, Setting], file: str, problems: list[Problem]
 ) -> tuple[dict[str, Any], set[str]]:
     """Return the sections, and the paths whose invalid values were replaced by placeholders.
 
@@ -309,7 +277,9 @@ def _validate(
                 unsettled.add(path)
                 # Raised for a default that depends on an invalid key.
                 if detail['type'] != 'default_factory_not_called':
-                    place = settings[path].place if path in settings else file
+                    inside = [f'{path}.{part}' for part in detail['loc'][1:2]]
+                    places = [settings[at].place for at in (*inside, path) if at in settings]
+                    place = next(iter(places), file)
                     # The path inside a value that is a group or a list.
                     inner = ''.join(
                         f'[{part}]' if isinstance(part, int) else f'.{shorten(part)}'
@@ -322,27 +292,3 @@ def _validate(
             placeholders = {key: 1 for key in details if section.model_fields[key].is_required()}
             sections[name] = section.model_validate(valid | placeholders)
     return sections, unsettled
-
-
-def _unknown(path: str, problems: list[Problem]) -> str:
-    """Return the message for an unknown path, with the nearest key.
-
-    The nearest key is not searched for problems that are not shown, or for very long paths.
-    """
-    if len(problems) >= MAX_PROBLEMS or len(path) > LONGEST_KEY:
-        return 'unknown key'
-    section, _, key = path.partition('.')
-    if path in KEYS:
-        return f'is not a section; write it under {section}, as {section}: {{{key}: VALUE}}'
-    if instead := without_a_key(path):
-        return f'unknown key; {instead}'
-    near = nearest_key(path)
-    return (
-        f'unknown key; did you mean {near}?'
-        if near
-        else f'unknown key; known keys: {_members(section)}'
-    )
-
-
-def _members(section: str) -> str:
-    return ', '.join(keys_of(section) if section in SECTIONS else SECTIONS)

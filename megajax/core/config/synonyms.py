@@ -32,6 +32,9 @@ _NAMES = {
     'mesh.context': (
         'cp', 'cp_size', 'context_parallel', 'context_parallel_size', 'ring_attention',
     ),
+    'mesh.experts': (
+        'ep', 'ep_size', 'expert_parallel', 'expert_parallel_size', 'expert_model_parallel_size',
+    ),
     'mesh.sequence_parallel': ('sp', 'sequence'),
     'model.num_layers': (
         'n_layers', 'n_layer', 'num_hidden_layers', 'depth', 'num_decoder_layers',
@@ -51,6 +54,7 @@ _NAMES = {
         'd_ff', 'ffn', 'ffn_dim', 'ffn_hidden_size', 'intermediate_size', 'intermediate_dim',
         'mlp_dim', 'n_inner', 'ff_dim', 'dim_feedforward',
     ),
+    'model.experts': ('expert', 'moe', 'num_experts', 'n_experts', 'num_local_experts'),
     'model.vocab_size': ('vocab', 'n_vocab', 'padded_vocab_size'),
     'model.max_seq_len': ('max_position_embeddings', 'n_positions', 'n_ctx', 'max_seq_length'),
     'model.norm': ('normalization', 'norm_type'),
@@ -170,10 +174,6 @@ _DIFFERENT = {
     'runs are measured in steps; use train.steps': ('epochs', 'num_epochs', 'num_train_epochs'),
     'use train.microbatches, the number of microbatches: train.batch_size // (mesh.data x size)': (
         'micro_batch', 'micro_batch_size', 'microbatch_size', 'mbs',
-    ),
-    'mixture-of-experts models are not supported': (
-        'ep', 'ep_size', 'expert', 'experts', 'expert_parallel', 'expert_parallel_size',
-        'expert_model_parallel_size', 'num_experts', 'n_experts', 'moe', 'num_local_experts',
     ),
     'dropout and biases are not supported in adapters': (
         'lora.dropout', 'lora.bias', 'lora_dropout', 'lora_bias',

@@ -7,7 +7,7 @@ import pytest
 
 from megajax.core.config import ConfigError, load
 from megajax.core.config.keys import keys_in
-from megajax.core.config.load import KEYS
+from megajax.core.config.overrides import KEYS
 from megajax.core.config.schema import SECTIONS
 
 EVERY = {key.path: key for key in keys_in()}

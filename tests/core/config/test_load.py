@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.core.config import ConfigError, dump, load, presets
+from megajax.core.config import ConfigError, dump, load, presets, reload
 from megajax.core.config.load import CONFIG
 from megajax.runtime.checkpoint.digests import find_step
 from megajax.runtime.run.infer_config import config_of_overrides
@@ -81,6 +81,67 @@ def test_an_override_is_a_yaml_1_2_value(override: str, value: object, tmp_path:
 def test_overrides_beat_the_file_and_the_last_one_stands(tmp_path: Path) -> None:
     file = write(tmp_path, MODEL + 'train: {steps: 5}')
     assert load(file, ['train.steps=6', 'train.steps=7']).train.steps == 7
+
+
+EXPERTS = 'model:\n  experts: {count: 4, active: 2, ffn_size: 32, balance_loss: 0.01}\n'
+EXPERTS += ''.join(f'  {part}\n' for part in MODEL[8:-2].split(', '))
+
+
+def test_an_override_of_a_key_in_a_group_keeps_the_other_keys_of_the_group(tmp_path: Path) -> None:
+    file = write(tmp_path, EXPERTS)
+    experts = load(file, ['model.experts.capacity=1.5', 'model.experts.active=1']).model.experts
+    assert experts is not None
+    assert (experts.active, experts.capacity, experts.balance_loss) == (1, 1.5, 0.01)
+    whole = 'model.experts={count: 8, active: 2, ffn_size: 16}'
+    for overrides, expected in (
+        ([whole, 'model.experts.count=16'], (16, 16, 0.0)),
+        (['model.experts.count=16', whole], (8, 16, 0.0)),
+    ):
+        experts = load(file, overrides).model.experts
+        assert experts is not None
+        assert (experts.count, experts.ffn_size, experts.balance_loss) == expected
+
+
+def test_a_stored_group_can_be_changed_too(tmp_path: Path) -> None:
+    stored = load(write(tmp_path, EXPERTS)).model_dump(mode='json')
+    config = reload(stored, ['model.experts.capacity=2.0'], place='record.json')
+    assert config.model.experts is not None
+    assert config.model.experts.capacity == 2
+
+
+@pytest.mark.parametrize(
+    ('override', 'message'),
+    [
+        ('model.experts.active=0', 'model.experts: active must be greater than 0, not 0'),
+        ('model.experts.active=8', 'model.experts.active: 8 is more than model.experts.count=4'),
+        (
+            'model.experts.activ=1',
+            'model.experts.activ: unknown key; did you mean model.experts.active?',
+        ),
+        ('model.layers.window=8', 'model.layers.window: model.layers is a list, which is set as a'),
+        (
+            'model.rope_scaling.factor=8',
+            'model.rope_scaling.factor: model.rope_scaling is not set; set it as a whole: '
+            "'model.rope_scaling={type: VALUE, factor: 8}'",
+        ),
+        (
+            'train.profile.steps=3',
+            'train.profile.steps: train.profile is not set; set it as a whole: '
+            "'train.profile={start: VALUE, steps: 3}'",
+        ),
+    ],
+)
+def test_a_mistake_in_an_override_inside_a_group_is_reported_there(
+    override: str, message: str, tmp_path: Path
+) -> None:
+    (found,) = mistakes(write(tmp_path, EXPERTS), override)
+    assert found.startswith(f'override {override}: {message}')
+
+
+def test_a_mistake_of_the_file_in_a_group_keeps_its_line(tmp_path: Path) -> None:
+    file = write(tmp_path, EXPERTS.replace('count: 4', 'count: 0'))
+    (found,) = mistakes(file, 'model.experts.capacity=1.5')
+    assert found == f'{file}:2: model.experts: count must be greater than 0, not 0'
 
 
 def test_a_section_may_be_empty(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from megajax.commands.main import app
 from megajax.core.config import ConfigError, load
 from megajax.core.config.keys import keys_in
-from megajax.core.config.load import KEYS
+from megajax.core.config.overrides import KEYS
 from megajax.core.config.synonyms import _DIFFERENT, _NAMES, _VALUES
 
 RUNNER = CliRunner()
@@ -55,6 +55,8 @@ RUNNER = CliRunner()
         ('train.stpes', 'train.steps'),
         ('optimm.beta1', 'optim.beta1'),
         ('train.optimizer', 'optim.kind'),
+        ('mesh.ep', 'mesh.experts'),
+        ('model.num_experts', 'model.experts'),
     ],
 )
 def test_an_unknown_key_names_the_one_that_other_programs_call_so(name: str, key: str) -> None:
@@ -90,7 +92,6 @@ def test_a_value_is_no_other_name_of_a_value(allowed: str) -> None:
 @pytest.mark.parametrize(
     ('name', 'instead'),
     [
-        ('mesh.ep', 'mixture-of-experts models are not supported'),
         ('train.epochs', 'use train.steps'),
         ('lora.dropout', 'not supported in adapters'),
     ],
