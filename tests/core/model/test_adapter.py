@@ -101,7 +101,7 @@ def chain(arrays: Arrays, dense: Arrays, linear: str) -> tuple[np.ndarray, np.nd
         exhaustive('gpt', 2, 4, {}),
         slow('gpt', 2, 2, {'sequence_parallel': True, 'train': {'microbatches': 2}}),
         exhaustive('llama', 1, 2, {'sequence_parallel': True, 'train': {'recompute': 'full'}}),
-        slow('llama', 1, 4, {'train': {'recompute': 'selective'}}),
+        exhaustive('llama', 1, 4, {'train': {'recompute': 'selective'}}),
         ('llama', 2, 2, {'optim': {'shard': 'weights'}, 'sequence_parallel': True}),
         slow('llama', 2, 2, {'optim': {'shard': 'gradients'}, 'train': {'microbatches': 2}}),
         exhaustive('llama', 2, 2, {'optim': {'shard': 'optimizer'}}),

@@ -33,7 +33,7 @@ def config_of(
     mesh: dict[str, Any], train: dict[str, Any], shard: str, *, dropout: float = 0.1
 ) -> Config:
     sizes: dict[str, Any] = {'num_layers': 2, 'hidden_size': 32, 'num_heads': 4, 'ffn_size': 64}
-    sizes['dropout'] = 0.0 if 'context' in mesh else dropout
+    sizes['dropout'] = 0.0 if mesh.keys() & {'context', 'stages'} else dropout
     return make_config(
         'gpt',
         model=sizes,

@@ -5,6 +5,7 @@ Errors are relative to the largest element: max |a - b| / max |b|, for each para
 """
 
 import functools
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,8 @@ from megajax.core.train.feed import place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.core.train.step import TrainState, init_state, make_train_step
 
+Place = tuple[int, int, bool]
+Places = Collection[Place]
 STEPS = 5
 DOCUMENTS = [10, 15, 7]  # lengths in a row
 LIMIT = {'float32': 1e-5, 'bfloat16': 2e-2}
@@ -49,7 +52,7 @@ QUICK = [(2, 2, True)]
 SLOW = [(2, 4, True), (1, 8, False)]  # `.ci/full` has the others
 
 
-def place_id(place: tuple[int, int, bool]) -> str:
+def place_id(place: Place) -> str:
     data, model, sequence_parallel = place
     return f'{data}x{model}{"-sp" * sequence_parallel}'
 
@@ -57,9 +60,9 @@ def place_id(place: tuple[int, int, bool]) -> str:
 both_models = pytest.mark.parametrize('name', ['gpt', slow('llama')])
 
 
-def at(place: tuple[int, int, bool], *values: str, quick: bool | None = None) -> Any:
-    quick = place in QUICK if quick is None else quick
-    marks = () if quick else slow().marks if place in SLOW else exhaustive().marks
+def at(place: Place, *values: str, quick: Places = QUICK, later: Places = SLOW) -> Any:
+    """A case of `make test` where the place is in `quick`, of `make test-slow` where in `later`."""
+    marks = () if place in quick else slow().marks if place in later else exhaustive().marks
     return pytest.param(*values, place, id='-'.join([*values, place_id(place)]), marks=marks)
 
 
@@ -73,12 +76,12 @@ OLMO2_PLACES = [(2, 2, True), (1, 4, False), (1, 8, False)]
 WINDOW_PLACES = [(2, 2, True), (1, 8, False)]
 every_model_and_mesh = pytest.mark.parametrize(
     ('name', 'place'),
-    [at(place, 'llama', quick=False) for place in PLACES]
-    + [at(place, 'gpt', quick=False) for place in PLACES]
-    + [at(place, 'bert', quick=False) for place in BERT_PLACES]
-    + [at(place, 'olmo2', quick=False) for place in OLMO2_PLACES]
-    + [at(place, 'windows') for place in WINDOW_PLACES]
-    + [at(place, 'sinks', quick=False) for place in WINDOW_PLACES],
+    [at(place, 'llama', quick=(), later=[(2, 4, True)]) for place in PLACES]
+    + [at(place, 'gpt', quick=(), later=[(1, 8, False)]) for place in PLACES]
+    + [at(place, 'bert', quick=()) for place in BERT_PLACES]
+    + [at(place, 'olmo2', quick=()) for place in OLMO2_PLACES]
+    + [at(place, 'windows', later=()) for place in WINDOW_PLACES]
+    + [at(place, 'sinks', quick=()) for place in WINDOW_PLACES],
 )
 
 
@@ -99,7 +102,7 @@ def start_on_mesh(name: str, config: Config) -> TrainState:
 
 # Without sequence parallelism, which leaves parameters where they are
 # (tests/core/parallel/test_layout.py).
-@pytest.mark.parametrize('place', [at((*mesh, False), quick=mesh == (2, 4)) for mesh in MESHES])
+@pytest.mark.parametrize('place', [at((*mesh, False), quick=[(2, 4, False)]) for mesh in MESHES])
 @both_models
 def test_initial_parameters_are_bit_identical(name, place):
     config = make_config(name, *place[:2])
@@ -115,7 +118,7 @@ class Training(NamedTuple):
     params: dict[str, np.ndarray]  # after the last
 
 
-def train(name: str, place: tuple[int, int, bool]) -> Training:
+def train(name: str, place: Place) -> Training:
     # Adam divides each element of a gradient by its own size, so an element that is nothing but
     # rounding error, as all are of the key bias (softmax is blind to it), would move by lr
     # whichever way it was rounded. An eps above rounding error holds it still.
@@ -159,7 +162,7 @@ def test_five_steps_move_every_parameter_far_beyond_the_limit(name):
         ), parameter
 
 
-def bf16(place: tuple[int, int, bool]) -> tuple[float, dict[str, np.ndarray]]:
+def bf16(place: Place) -> tuple[float, dict[str, np.ndarray]]:
     config = make_config(
         'gpt',
         *place[:2],
@@ -199,7 +202,7 @@ RATE, ROWS, LENGTH = 0.1, 8, 32
 over_data = batch_layout(['data', 'model'])
 
 
-def dropped(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
+def dropped(place: Place, rows: np.ndarray) -> np.ndarray:
     """What dropout leaves of ones, [row, sequence, 16], as the step calls it: each data shard by
     itself.
     """
@@ -217,7 +220,7 @@ def dropped(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
         return np.asarray(out).reshape(-1, LENGTH, 16)
 
 
-def attended(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
+def attended(place: Place, rows: np.ndarray) -> np.ndarray:
     """Attention's weights after dropout, [row, query, head, key]: with values that are one-hot,
     they are what attention makes.
     """
@@ -249,7 +252,7 @@ def test_dropout_masks_are_bit_identical(place):
     np.testing.assert_array_equal(dropped(place, all_rows), dropped_on_one_device())
 
 
-@pytest.mark.parametrize('place', [at((*mesh, False), quick=mesh == (2, 4)) for mesh in MESHES])
+@pytest.mark.parametrize('place', [at((*mesh, False), quick=[(2, 4, False)]) for mesh in MESHES])
 def test_attention_dropout_masks_are_bit_identical(place):
     np.testing.assert_array_equal(attended(place, all_rows), attended_on_one_device())
 

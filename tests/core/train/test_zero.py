@@ -105,7 +105,7 @@ def every_pair() -> Iterator[Setting]:
 
 @pytest.mark.parametrize(
     'setting',
-    [(exhaustive if number % 32 else slow)(one) for number, one in enumerate(every_pair())],
+    [(slow if number == 32 else exhaustive)(one) for number, one in enumerate(every_pair())],
     ids=str,
 )
 def test_every_rung_has_the_numbers_of_unsharded_weights(setting: Setting) -> None:
@@ -288,7 +288,7 @@ def test_a_step_sends_what_megatrons_distributed_optimizer_sends(name: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize('recompute', [exhaustive('none'), 'full'])
 def test_each_rung_holds_less_than_the_one_below(recompute: str) -> None:
-    sizes = {'num_layers': 16, 'hidden_size': 256, 'vocab_size': 1000}
+    sizes = {'num_layers': 16, 'hidden_size': 256, 'vocab_size': 1000, 'dropout': 0.0}
     train = {'dtype': 'bfloat16', 'recompute': recompute}
 
     def compiled(shard: str) -> CompiledStep:
