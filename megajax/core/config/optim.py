@@ -69,4 +69,4 @@ class OptimConfig(Section):
     reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
     """Dtype in which gradients are reduced over `data`."""
     moments_dtype: Literal['float32', 'bfloat16'] = 'float32'
-    """Dtype in which AdamW's moments are stored."""
+    """Dtype in which the optimizer's moments are stored."""

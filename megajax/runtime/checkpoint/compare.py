@@ -32,7 +32,7 @@ OF_LEARNED = 'vision.freeze', 'lora.', 'optim.kind'  # keys that decide what an 
 BLOCK = 1 << 24  # elements compared at a time
 SHOWN = 3  # maximum number of arrays named in an error
 RECENT = 'recent'  # amax history of fp8, which is measured again if it is missing
-MOMENT = re.compile(r'opt_state/.*/(mu|nu)/')  # names of AdamW's moments
+MOMENT = re.compile(r'opt_state/.*/(mu|nu)/')  # names of moments
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def check_same_arrays(
 ) -> None:
     """Raise ConfigError if names, shapes or dtypes of the arrays differ.
 
-    Orbax would silently cast, cut and pad the arrays. Only AdamW's moments may have a different
+    Orbax would silently cast, cut and pad the arrays. Only the moments may have a different
     dtype (`optim.moments_dtype`); with `any_dtype`, all arrays may. With `under`, only arrays whose
     names start with it are compared.
     """
