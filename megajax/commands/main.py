@@ -268,6 +268,9 @@ def _read(arguments: list[str] | None) -> tuple[Config, str]:
 def _parameters(model: ModelConfig) -> str:
     count, padded = num_parameters(model), num_parameters(model, padded=True)
     line = f'parameters: {count:,} ({_short(count)})'
+    if model.experts:
+        active = num_parameters(model, active=True)
+        line += f', of which a token uses {active:,} ({_short(active)})'
     trained = num_parameters(model, trained=True)
     if trained < count:
         line += f', of which {trained:,} ({_short(trained)}) are trained'

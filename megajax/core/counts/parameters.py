@@ -219,14 +219,18 @@ def megatron_counts(
     return count(full_heads, tuple(shards.items()), modules, learned)
 
 
-def num_parameters(model: ModelConfig, *, padded: bool = False, trained: bool = False) -> int:
+def num_parameters(
+    model: ModelConfig, *, padded: bool = False, trained: bool = False, active: bool = False
+) -> int:
     """Count the model's parameters exactly, with the tokenizer's vocabulary or the padded one.
 
-    With `trained`, count only the parameters that are not frozen.
+    With `trained`, count only the parameters that are not frozen; with `active`, only those that a
+    token uses, which is sent to some of the experts.
     """
     sizes = dim_sizes(model) if padded else {**dim_sizes(model), 'V': model.vocab_size}
+    used = sizes | ({'X': model.experts.active} if active and model.experts else {})
     return sum(
-        elements(parameter.dims, sizes)
+        elements(parameter.dims, used if parameter.is_of_experts else sizes)
         for _, parameter in parameters(model)
         if not (trained and parameter.is_frozen)
     )

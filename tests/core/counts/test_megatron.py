@@ -95,8 +95,8 @@ def test_a_mesh_of_one_sends_nothing():
 
 @pytest.mark.parametrize('name', presets())
 def test_each_number_of_a_device_is_reduced_over_data_once_in_fp32(name):
-    one_microbatch = 'mesh.model=1', 'mesh.context=1', 'optim.shard=none', 'train.microbatches=1'
-    loaded = config(name, 'mesh.data=8', *one_microbatch)
+    unsharded = 'mesh.model=1', 'mesh.context=1', 'mesh.experts=1', 'optim.shard=none'
+    loaded = config(name, 'mesh.data=8', 'train.microbatches=1', *unsharded)
     gradients = 4 * own_counts(loaded, learned=True).all
     assert wire_bytes(expected(loaded), 'gradients') == 2 * 7 / 8 * gradients
 

@@ -88,6 +88,39 @@ def test_each_preset_states_its_size(preset: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ('preset', 'count', 'used'),  # as published, in billions; gpt-oss without the embedding table
+    [
+        ('qwen3_30b_a3b', 30_532_122_624, 3.3),
+        ('qwen3_235b_a22b', 235_093_634_560, 22),
+        ('mixtral_8x7b', 46_702_792_704, 13),
+        ('gpt_oss_20b', 20_914_757_184, 3.6),
+    ],
+)
+def test_a_mixture_has_its_published_size_and_states_what_a_token_uses(
+    preset: str, count: int, used: float
+) -> None:
+    model = load(preset).model
+    assert model.experts is not None
+    total, active = num_parameters(model), num_parameters(model, active=True)
+    assert total == count
+    assert f'a token uses {active:,}' in (CONFIGS / f'{preset}.yaml').read_text()
+    per_expert = 3 * model.hidden_size * model.experts.ffn_size
+    if model.bias:
+        per_expert += 2 * model.experts.ffn_size + model.hidden_size
+    unused = model.experts.count - model.experts.active
+    assert total - active == model.num_layers * unused * per_expert
+    table = model.vocab_size * model.hidden_size if preset == 'gpt_oss_20b' else 0
+    assert (active - table) / 1e9 == pytest.approx(used, rel=0.02)
+
+
+def test_tiny_moe_uses_as_many_parameters_for_a_token_as_tiny_and_its_routers() -> None:
+    dense, mixture = load('tiny').model, load('tiny_moe').model
+    routers = mixture.num_layers * mixture.hidden_size * 8
+    assert num_parameters(mixture, active=True) == num_parameters(dense) + routers
+    assert num_parameters(dense, active=True) == num_parameters(dense)
+
+
+@pytest.mark.parametrize(
     ('change', 'added'),
     [
         ({'tie_embeddings': False}, 1000 * 64),

@@ -52,7 +52,13 @@ NAMES = ['gpt', 'llama', 'bert']
 
 @pytest.mark.parametrize('preset', presets())
 def test_a_model_has_the_parameters_that_are_declared_and_no_others(preset: str) -> None:
-    meshless = ['mesh.data=1', 'mesh.context=1', 'mesh.model=1', 'mesh.sequence_parallel=false']
+    meshless = [
+        'mesh.data=1',
+        'mesh.experts=1',
+        'mesh.context=1',
+        'mesh.model=1',
+        'mesh.sequence_parallel=false',
+    ]
     config = load(preset, meshless)
     sizes = counts.dim_sizes(config.model)
 
