@@ -6,6 +6,7 @@ out: the numbers of a step do not depend on them.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ from flax import nnx
 
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import without_order
-from megajax.core.counts.layers import SUBLAYERS
 from megajax.core.model.block import Block
 from megajax.core.model.computation import Computation
 from megajax.core.model.grid import is_grid
@@ -23,6 +23,7 @@ from megajax.core.model.stack import at_place, count_layers, run_layer
 from megajax.core.model.transformer import LanguageModel
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.pipeline_ops import over_shards
+from megajax.core.train import routing
 from megajax.core.train.feed import Batch, shard_order
 from megajax.core.train.microbatches import rows_of, split, with_weights
 from megajax.core.train.objective import Objective
@@ -50,7 +51,8 @@ def make_forward(config: Config) -> Callable[..., Sites]:
     def forward(
         params: nnx.State, batch: Batch, key: jax.Array, scales: jax.Array | None = None
     ) -> Sites:
-        weights, primals, _ = StepWeights.of(params, config, layout, scales)
+        load = routing.init_load(config)
+        weights, primals, _ = StepWeights.of(params, config, layout, scales, load)
         shards = jax.tree.map(lambda x: split(x, 1, layout)[0], with_weights(batch, config, layout))
 
         def of_shard(shard: Batch) -> Sites:
@@ -88,44 +90,36 @@ def _sites(
     for index in range(count_layers(model.layers)):
         weights = None if used is None else _layer(used.layers, index)
         block = computation.pair(weights, _layer(model.layers, index), model.layout)
-        taps = _tapped(block)
+        seen = _tapped(block)
         x_BTD = run_layer(block, x_BTD, rows, index, computation)
-        sites |= {f'layers.{index}.{name}': tap.result for name, tap in taps.items()}
+        sites |= {f'layers.{index}.{name}': x for name, x in seen.items()}
         sites[f'layers.{index}'] = x_BTD
     sites['norm'] = model.finish(x_BTD)
     sites['logits'] = _logits(model, sites['norm'])
     return sites
 
 
-class _Tap:
-    """A module of a sublayer that saves the result of its call, or of its `with_bias`."""
+def _tapped(block: Block) -> Sites:
+    """Make a block save the result of each sublayer's norm, and of its last linear layer.
 
-    result: jax.Array
+    They are in the returned dict once the block has run.
+    """
+    seen = Sites()
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def norm(site: str, module: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
+        seen[site] = module(*arguments)
+        return seen[site]
 
-    def __call__(self, *arguments: Any) -> Any:
-        self.result = self._module(*arguments)
-        return self.result
+    def finished(site: str, method: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
+        seen[site] = arguments[0]
+        return method(*arguments)
 
-    def with_bias(self, y: jax.Array) -> jax.Array:
-        self.result = self._module.with_bias(y)
-        return self.result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _tapped(block: Block) -> dict[str, _Tap]:
-    """Put a tap around the norm of each sublayer of a block, and around its last linear layer."""
-    taps = dict[str, _Tap]()
-    for name in SUBLAYERS:
-        sublayer = getattr(block, name)
-        for site, part in ((f'{name}.norm', 'norm'), (name, sublayer.LINEARS[1])):
-            taps[site] = _Tap(getattr(sublayer, part))
-            setattr(sublayer, part, nnx.static(taps[site]))
-    return taps
+    sublayer: Any
+    for sublayer in block.sublayers:
+        name = sublayer.SCOPE
+        sublayer.norm = nnx.static(partial(norm, f'{name}.norm', sublayer.norm))
+        sublayer.finished = nnx.static(partial(finished, name, sublayer.finished))
+    return seen
 
 
 def _layer(layers: Block, index: int) -> Block:

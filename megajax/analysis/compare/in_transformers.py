@@ -11,7 +11,7 @@ import numpy as np
 
 import megajax
 from megajax.analysis.compare.recording import About, Arrays, Recording
-from megajax.analysis.compare.site_names import site_names
+from megajax.analysis.compare.site_names import site_names, sites
 from megajax.analysis.compare.sources import Source
 from megajax.core.config import Config, ConfigError, MeshConfig, OptimConfig
 from megajax.core.config.extras import install
@@ -24,6 +24,7 @@ SITES = {
     'attention': ('layers.attention.out.weight', 2),
     'mlp.norm': ('layers.mlp.norm.weight', 1),
     'mlp': ('layers.mlp.down.weight', 2),
+    'experts.norm': ('layers.experts.norm.weight', 1),
 }
 
 
@@ -47,6 +48,7 @@ def execute_with_transformers(
     _check(source, config, batch)
     import torch
     import transformers
+    from transformers.core_model_loading import revert_weight_conversion
 
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -61,6 +63,8 @@ def execute_with_transformers(
     forward = _forward(model, source, config, batch)
     forward['loss'].backward()
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    # transformers fuses the experts of a file when it reads them.
+    gradients = revert_weight_conversion(model, gradients)
     of_parameters, weights = _as_parameters(source, config, gradients)
     about = About(
         source=source.name,
@@ -99,8 +103,11 @@ def _forward(
     import torch
 
     kept = dict[str, Any]()
-    paths = {name: _path(source, *SITES[name]) for name in SITES}
-    layers = model.get_submodule(paths['attention'].partition('.{}')[0])
+    paths = {name: _path(source, *SITES[name]) for name in sites(config.model) if name in SITES}
+    of_layers = paths['attention'].partition('.{}')[0]
+    if config.model.experts is not None:  # files of Mixtral have a different name for this module
+        paths['experts'] = f'{of_layers}.{{}}.mlp'
+    layers = model.get_submodule(of_layers)
     _keep_input(layers[0], kept, 'embedding')
     for index, layer in enumerate(layers):
         for name, path in paths.items():

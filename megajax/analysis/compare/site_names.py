@@ -1,12 +1,13 @@
 """The names of sites, in the order in which a pass computes them. Imports no jax."""
 
 from megajax.core.config import ModelConfig
+from megajax.core.counts.layers import sublayers
 
-SITES = 'attention.norm', 'attention', 'mlp.norm', 'mlp'  # of a layer
 # The parts of a layer, and what is outside the layers, in the order of a backward pass.
 WITHIN = (
-    *('mlp.down', 'mlp.up', 'mlp.norm', 'attention.out', 'attention.key_norm'),
-    *('attention.query_norm', 'attention.qkv', 'attention.norm'),
+    *('mlp.down', 'mlp.up', 'mlp.norm', 'experts.down', 'experts.up', 'experts.router'),
+    *('experts.norm', 'attention.out', 'attention.key_norm', 'attention.query_norm'),
+    *('attention.qkv', 'attention.norm'),
 )
 LAST = 'position', 'token_type', 'embedding'
 LAYERS = 'layers.'
@@ -15,8 +16,13 @@ LAYERS = 'layers.'
 def site_names(model: ModelConfig) -> list[str]:
     """Return the names of a forward pass's sites, in order."""
     layers = (f'layers.{index}' for index in range(model.num_layers))
-    in_layers = [name for x in layers for name in (*(f'{x}.{site}' for site in SITES), x)]
+    in_layers = [name for x in layers for name in (*(f'{x}.{site}' for site in sites(model)), x)]
     return ['embedding', *in_layers, 'norm', 'logits']
+
+
+def sites(model: ModelConfig) -> list[str]:
+    """Return the names of a layer's sites: the norm and the result of each sublayer."""
+    return [site for name in sublayers(model) for site in (f'{name}.norm', name)]
 
 
 def backward_order(name: str) -> tuple[int, int, int, str]:

@@ -3,8 +3,9 @@
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
-from analysis.compare.small import from_seed, on_one_device, recorded, small, with_fault
+from analysis.compare.small import PLAIN, from_seed, on_one_device, recorded, small, with_fault
 from support import exhaustive, on_mesh, slow
 
 from megajax.analysis.compare import forward
@@ -71,6 +72,25 @@ def test_every_model_and_dtype_has_the_same_sites_on_two_meshes(name: str, dtype
     train, mesh = {'dtype': dtype}, {'data': 2, 'model': 2, 'sequence_parallel': True}
     sides = recorded(small(name, train=train)), recorded(small(name, train=train, mesh=mesh))
     assert compare_recordings(*sides).first is None
+
+
+def test_experts_have_their_sites_on_every_mesh_and_drop_the_same_tokens() -> None:
+    experts = {'count': 4, 'active': 2, 'ffn_size': 32, 'capacity': 0.75, 'capacity_group': 8}
+    model = {**PLAIN, 'experts': {**experts, 'selection_bias': True}}
+    mesh = {'data': 2, 'experts': 2, 'model': 2, 'sequence_parallel': True}
+    loss = {'label_smoothing': 0.0, 'z_loss': 0.0}
+    one = small(model=model, loss=loss)
+    here, there = recorded(one), recorded(small(model=model, loss=loss, mesh=mesh))
+    assert compare_recordings(here, there).first is None
+    assert 'layers.1.experts' in there.forward
+    assert [*there.gradients][2:6] == [
+        f'layers.1.experts.{name}'
+        for name in ('down.weight', 'up.weight', 'router.weight', 'norm.weight')
+    ]
+    head = here.forward['logits'].reshape(-1, here.forward['logits'].shape[-1])
+    labels, mask = (here.batch[name].reshape(-1) for name in ('labels', 'loss_mask'))
+    nll = np.log(np.exp(head).sum(-1)) - head[np.arange(len(labels)), labels]
+    assert np.isclose((nll * mask).sum() / mask.sum(), here.forward['loss'], rtol=1e-5)
 
 
 def test_a_pass_repeats_to_the_bit_and_its_gradients_come_last_layer_first() -> None:

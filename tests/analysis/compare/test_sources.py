@@ -243,7 +243,13 @@ class TestWithTransformers:
         pytest.importorskip('torch', reason="torch is in the extra 'test-hf'")
         pytest.importorskip('transformers', reason="transformers is in the extra 'test-hf'")
 
-    @pytest.mark.parametrize('name', ['gpt2', slow('llama2'), slow('phi3'), slow('qwen2'), 'qwen3'])
+    @pytest.mark.parametrize(
+        'name',
+        [
+            *('gpt2', slow('llama2'), slow('phi3'), slow('qwen2'), 'qwen3', 'mixtral'),
+            *(slow('qwen3_moe'), slow('olmoe'), slow('gpt_oss')),
+        ],
+    )
     def test_no_site_differs(self, name: str) -> None:
         result = command(DATA / name, DATA / name, '--transformers', 'b')
         assert result.exit_code == 0, result.output or result.exception
