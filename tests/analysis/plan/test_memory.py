@@ -9,7 +9,9 @@ import pytest
 
 import megajax
 from megajax.analysis.plan.memory import StepMemory, kept_by_layer, largest_microbatch, memory
+from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.sizes import Sizes
+from megajax.analysis.plan.time import step_time
 from megajax.core.config import presets
 from megajax.core.counts.parameters import num_parameters, own_counts
 from megajax.core.hardware.records import hardware
@@ -230,3 +232,19 @@ def test_lines_add_up() -> None:
     found = memory(config('llama3_8b', microbatches=2, rows=2))
     lines = [size for name, size in dataclasses.asdict(found).items() if name != 'moment']
     assert found.total == sum(lines)
+
+
+def test_muon_stores_one_moment_of_the_matrices_of_layers_and_takes_longer() -> None:
+    adamw, muon = (
+        megajax.load(
+            'megatron_1.2b', ['mesh.data=8', 'optim.shard=optimizer', f'optim.kind={kind}']
+        )
+        for kind in ('adamw', 'muon')
+    )
+    held, matrices = [memory(config).optimizer for config in (adamw, muon)], 40 * 12 * 1536**2
+    assert held[0] - held[1] == 4 * matrices / 8
+    before, after = (step_time(config, Cluster.of(hardware('h100'), 8)) for config in (adamw, muon))
+    assert 0 < after.products - before.products < 0.02 * before.products
+    assert {sent.site for sent in after.transfers} - {sent.site for sent in before.transfers} == {
+        'optimizer'
+    }

@@ -12,6 +12,7 @@ import pytest
 from optax.contrib import MuonDimensionNumbers
 from steps import Setting
 from support import assert_close, exhaustive, gather, in_layer_order, on_mesh, random_params, slow
+from vlm import vlm
 
 from megajax.analysis.plan.layouts import changed
 from megajax.core.config import Config
@@ -157,3 +158,16 @@ def test_momentum_in_bf16_changes_little() -> None:
     expected, actual = updated(setting), updated(setting, optim__moments_dtype='bfloat16')
     assert_close(actual, expected, 2e-2)
     assert any(not np.array_equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_layers_that_attend_to_images_are_updated_alike_on_every_mesh() -> None:
+    def updates(config: Config) -> dict[str, np.ndarray]:
+        config = changed(config, **MUON)
+        with on_mesh(config):
+            optimizer, params = make_optimizer(config), random_params(config, std=0.05)
+            update = jax.jit(lambda x: optimizer.update(gradients_at(x, 0), optimizer.init(x), x))
+            return gather(update(params)[0])
+
+    expected = updates(vlm(1, 1, crossed=True))
+    assert_close(updates(vlm(2, 2, crossed=True, optim={'shard': 'weights'})), expected, 1e-4)
