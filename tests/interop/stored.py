@@ -18,10 +18,12 @@ NAMES = sorted(path.stem for path in DATA.glob('*.npz'))
 LIMIT = 2e-4  # of logits of size 1 to 10, in fp32
 
 
-def config_of(name: str, data: int = 1, model: int = 1) -> Config:
+def config_of(name: str, data: int = 1, model: int = 1, experts: int = 1) -> Config:
     keys = read_family(json.loads((DATA / name / 'config.json').read_text()), name)[1]
     return Config(
-        model=keys, mesh={'data': data, 'model': model}, train={'seq_len': 16, 'dtype': 'float32'}
+        model=keys,
+        mesh={'data': data, 'model': model, 'experts': experts},
+        train={'seq_len': 16, 'dtype': 'float32'},
     )
 
 

@@ -49,6 +49,16 @@ def test_logits_are_those_of_transformers(name: str, data: int, model: int) -> N
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
 
 
+@pytest.mark.parametrize('name', ['mixtral', slow('qwen3_moe'), slow('olmoe'), slow('gpt_oss')])
+def test_logits_of_experts_on_several_devices_are_those_of_transformers(name: str) -> None:
+    config, expected = config_of(name, 4, 2, experts=2), np.load(DATA / f'{name}.npz')
+    tokens = np.tile(expected['tokens'], (2, 1))
+    with on_mesh(config):
+        params = from_huggingface(config, read_tensors(DATA / name), source=name, family=name)
+        found = logits(config, params, tokens)
+    assert np.abs(found - np.tile(expected['logits'], (2, 1, 1))).max() < LIMIT
+
+
 @for_each_family
 def test_import_then_export_gives_the_same_tensors_bit_for_bit(name: str, tmp_path: Path) -> None:
     import_huggingface(DATA / name, tmp_path / 'run', ['mesh.model=2'])

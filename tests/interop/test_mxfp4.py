@@ -10,6 +10,7 @@ from interop.stored import DATA
 from safetensors.numpy import save_file
 
 from megajax.core.config import ConfigError
+from megajax.interop.huggingface.adapters import _check_base
 from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
 from megajax.interop.huggingface.families import read_family
 from megajax.interop.huggingface.mxfp4 import unpack
@@ -80,6 +81,17 @@ def test_an_import_of_a_released_gpt_oss_has_the_exact_values(folder: Path, tmp_
     for name, x in expected.items():
         assert (found[name].dtype, found[name].tobytes()) == (x.dtype, x.tobytes()), name
     assert 'quantization_config' not in json.loads((tmp_path / 'out/config.json').read_text())
+
+
+def test_adapters_may_belong_to_the_release(folder: Path, tmp_path: Path) -> None:
+    config = import_huggingface(folder, tmp_path / 'run')
+    checkpoint = tmp_path / 'run' / 'checkpoints' / '0'
+    _check_base(checkpoint, config.model, str(folder), 'gpt_oss')
+    other = read_tensors(folder)
+    name = 'model.layers.0.mlp.experts.down_proj_scales'
+    save_file(other | {name: other[name] - 1}, folder / SINGLE)
+    with pytest.raises(ConfigError, match='down_proj differs from the base model of the run'):
+        _check_base(checkpoint, config.model, str(folder), 'gpt_oss')
 
 
 def test_transformers_gets_the_same_logits_from_the_release_and_its_export(

@@ -228,7 +228,7 @@ def num_parameters(
     token uses, which is sent to some of the experts.
     """
     sizes = dim_sizes(model) if padded else {**dim_sizes(model), 'V': model.vocab_size}
-    used = sizes | ({'X': model.experts.active} if active and model.experts else {})
+    used = {**sizes, 'X': model.experts.active} if active and model.experts else sizes
     return sum(
         elements(parameter.dims, used if parameter.is_of_experts else sizes)
         for _, parameter in parameters(model)

@@ -90,7 +90,7 @@ def _check_base(checkpoint: Path, model: ModelConfig, base: str | None, family: 
             there = tensors.get(piece.name)
             if there is None:
                 raise ConfigError(f'--base {base}: has no {piece.name}, of a {family}; {fix}')
-            if there.dtype.itemsize > 1 and not _are_equal(cut(here, piece), there):
+            if there.dtype.itemsize > 1 and not _are_equal(cut(here, piece), np.asarray(there)):
                 raise ConfigError(
                     f'--base {base}: {piece.name} differs from the base model of the run; {fix}'
                 )
