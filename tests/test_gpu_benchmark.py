@@ -30,6 +30,7 @@ def measure(out: Path, *options: str) -> dict[str, dict[str, Any]]:
     return {line.pop('name'): line for line in lines}
 
 
+@pytest.mark.slow
 def test_each_measurement_is_a_line(tmp_path: Path) -> None:
     found = measure(tmp_path, '--only', 'machine', 'products')
     assert [*found] == ['machine', 'products']

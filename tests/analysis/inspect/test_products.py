@@ -69,7 +69,7 @@ def test_a_cpu_computes_what_the_config_says(name, data, model, train, others):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason=NEEDS)
-@pytest.mark.parametrize('triton', [True, False])
+@pytest.mark.parametrize('triton', [True, exhaustive(False)])
 @pytest.mark.parametrize(('name', 'data', 'model', 'train', 'others'), CASES)
 def test_a_gpu_computes_what_the_config_says(name, data, model, train, others, triton):
     config = config_of(name, data, model, train, others)

@@ -152,7 +152,7 @@ def test_a_run_cannot_change_them_and_another_run_only_have_them_added(
 
 
 def test_a_step_changes_them_alone_and_keeps_moments_of_them_alone() -> None:
-    config = adapted(optim={'shard': 'optimizer'}, model={'dropout': 0.1})
+    config = adapted(optim={'shard': 'optimizer'})
     with on_mesh(config):
         state = init_state(config)
         before = gather(state.params)

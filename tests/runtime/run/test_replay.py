@@ -97,7 +97,7 @@ def start(folder: Path, name: str, *overrides: str) -> None:
 def test_a_run_says_which_steps_it_has_repeated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start(folder, 'repeated', 'train.replay_every=2')
+    start(folder, 'repeated', 'train.replay_every=2', 'model.dropout=0')
     said = capsys.readouterr().out
     assert re.findall(REPEATED, said, flags=re.MULTILINE) == ['2', '4', '6']
     assert 'replay     every 2 steps, on the next device of the same process; compiled in ' in said
