@@ -28,6 +28,9 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 Rule = Callable[[str], Iterator[tuple[int, str]]]
 
 
+tree_of = functools.lru_cache(maxsize=1)(ast.parse)  # for one rule after another
+
+
 def documented(tree: ast.Module) -> Iterator[tuple[int, str, Documented]]:
     """Everything that can have a docstring: its line, its name and its node."""
     yield 1, 'module', tree
@@ -45,7 +48,7 @@ def first_sentence(docstring: str) -> str:
 
 def fragments(text: str) -> Iterator[tuple[int, str]]:
     """Docstrings whose first sentence cannot be understood alone."""
-    for line, name, node in documented(ast.parse(text)):
+    for line, name, node in documented(tree_of(text)):
         sentence = first_sentence(ast.get_docstring(node) or '')
         if FRAGMENTS.match(sentence) and not sentence.endswith('?'):
             yield line, f'{name}: "{sentence}" is not a sentence or noun phrase'
@@ -53,7 +56,7 @@ def fragments(text: str) -> Iterator[tuple[int, str]]:
 
 def missing_docstrings(text: str) -> Iterator[tuple[int, str]]:
     """The module, public classes and public functions of the module without a docstring."""
-    tree = ast.parse(text)
+    tree = tree_of(text)
     at_top = [node for node in tree.body if isinstance(node, (ast.ClassDef, *FUNCTIONS))]
     public = [node for node in at_top if not node.name.startswith('_')]
     for line, name, node in documented(tree):
@@ -63,7 +66,7 @@ def missing_docstrings(text: str) -> Iterator[tuple[int, str]]:
 
 def long_functions(text: str) -> Iterator[tuple[int, str]]:
     """Functions of too many lines, from `def` or the first decorator to the end."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         if isinstance(node, FUNCTIONS):
             first = min(part.lineno for part in (node, *node.decorator_list))
             count = (node.end_lineno or first) - first + 1
@@ -80,7 +83,7 @@ def long_file(text: str) -> Iterator[tuple[int, str]]:
 
 def untyped_words(text: str) -> Iterator[tuple[int, str]]:
     """Values in a command of a message that would need quotes in a shell, and may not have them."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         before = ''
         for part in node.values if isinstance(node, ast.JoinedStr) else ():
             shown = ast.unparse(part)
@@ -93,15 +96,22 @@ def untyped_words(text: str) -> Iterator[tuple[int, str]]:
 RULES = [fragments, missing_docstrings, long_functions, long_file, untyped_words]
 
 
+@functools.cache
+def violations() -> dict[Rule, list[str]]:
+    """What each rule finds in the modules of the package."""
+    found: dict[Rule, list[str]] = {rule: [] for rule in RULES}
+    for path in sorted(PACKAGE.rglob('*.py')):
+        text = path.read_text()
+        for rule in RULES:
+            place = path.relative_to(PACKAGE.parent)
+            found[rule] += [f'{place}:{line}: {problem}' for line, problem in rule(text)]
+    return found
+
+
 @pytest.mark.parametrize('rule', RULES)
 def test_every_module_of_the_package_keeps_the_rule(rule: Rule) -> None:
-    paths = sorted(PACKAGE.rglob('*.py'))
-    violations = [
-        f'{path.relative_to(PACKAGE.parent)}:{line}: {problem}'
-        for path in paths
-        for line, problem in rule(path.read_text())
-    ]
-    assert not violations, f'{len(violations)} violations:\n' + '\n'.join(violations)
+    found = violations()[rule]
+    assert not found, f'{len(found)} violations:\n' + '\n'.join(found)
 
 
 @pytest.mark.parametrize(
