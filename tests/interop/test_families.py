@@ -149,3 +149,53 @@ def test_a_family_of_other_names_has_its_own_table(monkeypatch: pytest.MonkeyPat
     pieces, known = (huggingface_pieces(model, shapes, family=name) for name in ('other', 'gpt2'))
     for path, group in known.items():
         assert [piece._replace(name=f'other.{piece.name}') for piece in group] == pieces[path]
+
+
+COMMON = {'hidden_act': 'silu', 'attention_dropout': 0.0, 'initializer_range': 0.02}
+COMMON |= {'output_router_logits': False, 'sliding_window': None, 'tie_word_embeddings': False}
+QWEN3 = COMMON | {'model_type': 'qwen3_moe', 'attention_bias': False, 'vocab_size': 151936}
+QWEN3 |= {'head_dim': 128, 'num_key_value_heads': 4, 'max_position_embeddings': 40960}
+QWEN3 |= {'rope_scaling': None, 'rope_theta': 1000000.0, 'rms_norm_eps': 1e-06}
+QWEN3 |= {'num_experts': 128, 'num_experts_per_tok': 8, 'norm_topk_prob': True}
+QWEN3 |= {'decoder_sparse_step': 1, 'mlp_only_layers': [], 'router_aux_loss_coef': 0.001}
+QWEN3 |= {'use_sliding_window': False}
+RELEASED: dict[str, dict[str, Any]] = {
+    'qwen3_30b_a3b': QWEN3
+    | {'num_hidden_layers': 48, 'max_window_layers': 48, 'hidden_size': 2048}
+    | {'intermediate_size': 6144, 'moe_intermediate_size': 768, 'num_attention_heads': 32},
+    'qwen3_235b_a22b': QWEN3
+    | {'num_hidden_layers': 94, 'max_window_layers': 94, 'hidden_size': 4096}
+    | {'intermediate_size': 12288, 'moe_intermediate_size': 1536, 'num_attention_heads': 64},
+    'mixtral_8x7b': COMMON
+    | {'model_type': 'mixtral', 'hidden_size': 4096, 'intermediate_size': 14336}
+    | {'max_position_embeddings': 32768, 'num_attention_heads': 32, 'num_key_value_heads': 8}
+    | {'num_hidden_layers': 32, 'num_local_experts': 8, 'num_experts_per_tok': 2}
+    | {'rms_norm_eps': 1e-05, 'rope_theta': 1000000.0, 'vocab_size': 32000}
+    | {'router_aux_loss_coef': 0.02},
+    'gpt_oss_20b': COMMON
+    | {'model_type': 'gpt_oss', 'attention_bias': True, 'experts_per_token': 4, 'head_dim': 64}
+    | {'hidden_size': 2880, 'intermediate_size': 2880, 'initial_context_length': 4096}
+    | {'layer_types': ['sliding_attention', 'full_attention'] * 12, 'sliding_window': 128}
+    | {'max_position_embeddings': 131072, 'num_attention_heads': 64, 'num_key_value_heads': 8}
+    | {'num_hidden_layers': 24, 'num_local_experts': 32, 'num_experts_per_tok': 4}
+    | {'rms_norm_eps': 1e-05, 'rope_theta': 150000, 'swiglu_limit': 7.0, 'vocab_size': 201088}
+    | {'quantization_config': {'quant_method': 'mxfp4'}, 'router_aux_loss_coef': 0.9}
+    | {
+        'rope_scaling': {
+            **{'beta_fast': 32.0, 'beta_slow': 1.0, 'factor': 32.0, 'truncate': False},
+            **{'original_max_position_embeddings': 4096, 'rope_type': 'yarn'},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize('preset', RELEASED)
+def test_a_preset_of_experts_is_the_released_model(preset: str) -> None:
+    family, keys, _ = read_family(RELEASED[preset], 'config.json')
+    model = load(preset).model
+    assert model.experts is not None
+    plain = model.experts.model_copy(update={'balance_loss': 0.0})
+    released = ModelConfig(**keys)
+    changed = {'experts': plain, 'ffn_size': released.ffn_size}
+    assert released == model.model_copy(update=changed)
+    assert write_family(model)[0] == family
