@@ -126,6 +126,14 @@ def test_show_prints_a_config_that_loads_and_its_size(tmp_path: Path) -> None:
     assert megajax('config', 'show', str(tmp_path / 'shown.yaml')).stdout == shown
 
 
+def test_show_counts_the_parameters_that_a_token_uses() -> None:
+    shown = CliRunner().invoke(app, ['config', 'show', 'qwen3_30b_a3b']).output
+    assert shown.endswith(
+        '# parameters: 30,532,122,624 (30.53B), of which a token uses 3,353,032,704 (3.35B); with '
+        'the vocabulary padded to 152576: 30,534,744,064 (30.53B)\n'
+    )
+
+
 def test_list_names_each_preset_with_its_size() -> None:
     rows = [line.split() for line in megajax('config', 'list').stdout.splitlines()]
     assert rows[0] == ['preset', 'layers', 'hidden', 'heads', 'parameters']
