@@ -1,5 +1,6 @@
 """Published rates: efficiencies fitted on some rows predict the others."""
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,23 +9,29 @@ from support import load_script, slow
 
 from megajax.analysis.plan.published.comparison import COLUMNS, errors, markdown, summary_rows
 from megajax.analysis.plan.published.fit import fit, residuals
-from megajax.analysis.plan.published.predictions import predict, predicted
+from megajax.analysis.plan.published.predictions import Prediction, predict, predicted
 from megajax.analysis.plan.published.tables import TABLES, rows, rows_to_fit
 from megajax.core.hardware.records import hardware, hardware_names
 
 script = load_script('fit_gpus')
-EVERY = [one for table in TABLES for one in predict(table)]
+rows_of = functools.cache(rows_to_fit)
+
+
+@functools.cache
+def every() -> list[Prediction]:
+    """The predictions of every table."""
+    return [one for table in TABLES for one in predict(table)]
 
 
 def test_the_rows_that_are_held_out_are_predicted():
-    mean, _, count = errors(EVERY)
+    mean, _, count = errors(every())
     assert count > 80
     assert mean < 0.08
 
 
 @pytest.mark.parametrize('name', [slow(x) if 'a100' in x else x for x in script.FITTED])
 def test_the_efficiencies_of_a_gpu_are_those_of_the_fit(name):
-    gpu, to_fit = hardware(name), rows_to_fit(name)
+    gpu, to_fit = hardware(name), rows_of(name)
     found = residuals([predicted(row, gpu) for row in to_fit])
     assert gpu.fit.model_dump() == pytest.approx(found._asdict(), abs=6e-4)
     # From where the file stands there is nothing to gain.
@@ -34,7 +41,7 @@ def test_the_efficiencies_of_a_gpu_are_those_of_the_fit(name):
 
 @pytest.mark.parametrize('name', script.FITTED)
 def test_no_row_that_is_held_out_is_fitted(name):
-    assert not any(row.held_out for row in rows_to_fit(name))
+    assert not any(row.held_out for row in rows_of(name))
 
 
 @pytest.mark.parametrize('name', script.FITTED)
@@ -86,6 +93,6 @@ def test_of_the_degrees_that_were_measured_the_plan_chooses_the_fastest() -> Non
 
 def test_rates_beyond_the_peak_are_fitted_within_what_a_gpu_can_be() -> None:
     gpu = hardware('h100')
-    beyond = [replace(row, published=1e6) for row in rows_to_fit('h100')[:2]]
+    beyond = [replace(row, published=1e6) for row in rows_of('h100')[:2]]
     assert fit(gpu, beyond, ['matmul', 'half_size']).matmul <= 1
     assert fit(gpu, beyond, ['half_size']).half_size >= 0
