@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import make_batch, make_config, on_mesh
+from support import exhaustive, make_batch, make_config, on_mesh
 
 import megajax
 from megajax.core.config import Config
@@ -77,7 +77,7 @@ def run_prefill_and_decode(config: Config, sampling: Sampling, **options: bool) 
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ('name', 'data', 'model'), [('gpt', 2, 4), ('llama', 1, 4), ('bert', 2, 4)]
+    ('name', 'data', 'model'), [('gpt', 2, 4), exhaustive('llama', 1, 4), exhaustive('bert', 2, 4)]
 )
 def test_evaluation(name, data, model):
     config = step(name, data, model)
@@ -89,7 +89,7 @@ def test_evaluation(name, data, model):
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize('sampling', SAMPLINGS, ids=['greedy', 'sampled'])
-@pytest.mark.parametrize(('name', 'data', 'model'), [('gpt', 1, 4), ('llama', 2, 4)])
+@pytest.mark.parametrize(('name', 'data', 'model'), [exhaustive('gpt', 1, 4), ('llama', 2, 4)])
 def test_prefill_and_decode_make_the_same_tokens_and_caches(name, data, model, sampling):
     for found in run_prefill_and_decode(step(name, data, model), sampling):
         found.raise_if_wrong()
