@@ -199,8 +199,8 @@ def _crossing(hosts: Sequence[str], num_groups: int) -> list[str]:
 
 
 def _data(sizes: Mapping[str, int]) -> int:
-    """Return `mesh.data`: the data shards of all replicas."""
-    return sizes.get('replica', 1) * sizes['data']
+    """Return `mesh.data`: the data shards of all replicas, with those that share experts."""
+    return sizes.get('replica', 1) * sizes['data'] * sizes.get('expert', 1)
 
 
 def _words(sizes: Mapping[str, int]) -> str:

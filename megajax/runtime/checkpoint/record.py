@@ -62,7 +62,12 @@ class Record(BaseModel):
         mesh, shard = self.config.get('mesh', {}), self.config.get('optim', {}).get('shard')
         groups = (
             [f'{key}={mesh[key]}' for key in keys if mesh.get(key, 1) != 1]
-            for keys in (('stages', 'virtual_stages'), ('replicas',), ('context',), ('model_rows',))
+            for keys in (
+                ('stages', 'virtual_stages'),
+                ('replicas', 'experts'),
+                ('context',),
+                ('model_rows',),
+            )
         )
         stages, replicas, context, rows = map(list, groups)
         data, model = ([f'{key}={mesh.get(key, "?")}'] for key in ('data', 'model'))

@@ -251,3 +251,8 @@ def test_devices_that_xla_flags_ask_for_are_simulated_too(monkeypatch: pytest.Mo
         monkeypatch.setenv('XLA_FLAGS', flags)
         _simulate_cpu_devices(9)
         assert counts.pop() == count
+
+
+def test_the_data_shards_in_a_message_count_those_that_share_experts() -> None:
+    with pytest.raises(megajax.ConfigError, match=r'mesh\.data=4096 x mesh\.experts=2 x '):
+        make_mesh(2048, 1, expert=2)
