@@ -1,9 +1,14 @@
 """A mixture of experts has the same numbers on every mesh, whoever holds the experts."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from steps import Setting, loss_and_gradients, train
-from support import assert_close, exhaustive, relative_error, slow
+from support import assert_close, exhaustive, make_config, on_mesh, relative_error, slow
+
+from megajax.core.model.router import STATISTICS
+from megajax.core.train.routing import after_step, init_load
 
 LIMIT = 1e-5
 
@@ -69,3 +74,13 @@ def test_the_selection_bias_moves_towards_experts_with_few_tokens() -> None:
     bias = train(Setting('capacity', 1, 1)).params['layers.experts.router.selection_bias']
     assert set(np.unique(np.round(bias / 1e-3, 3)) % 1) == {0}
     assert bias.min() < 0 < bias.max()
+
+
+def test_adapters_leave_the_selection_bias_of_their_frozen_model() -> None:
+    config = make_config('capacity', lora={'rank': 4, 'targets': ['qkv', 'out']})
+    with on_mesh(config):
+        params, load = nnx.State({}), init_load(config)
+        sums = jnp.ones((2, len(STATISTICS), 8)).at[:, :, 0].set(2)
+        after, shares = after_step(params, load, sums, jnp.array(True), config)
+    assert after is params
+    np.testing.assert_allclose(shares[:, 0], 2 / 9)
