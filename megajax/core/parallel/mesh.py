@@ -327,17 +327,18 @@ def _too_few(sizes: Mapping[str, int], devices: list[jax.Device]) -> str:
 
 def _choices(sizes: Mapping[str, int], count: int) -> str:
     """Return the sizes of `data` and `model` that `count` devices have room for, in words."""
-    replicas = sizes.get('replica', 1)
+    groups = {axis: sizes[axis] for axis in ('replica', 'expert') if axis in sizes}
+    shards = math.prod(groups.values())  # divide mesh.data
     others = math.prod(sizes.values()) // (_data(sizes) * sizes['model'])
     less = []
     if others > count:
-        beside = [axis for axis in sizes if axis not in ('replica', *ALWAYS)]
+        beside = [axis for axis in sizes if axis not in (*groups, *ALWAYS)]
         others, less = 1, [f'mesh.{KEYS.get(axis, axis)}=1' for axis in beside]
     free = count // others
     fits = [(free // m, m) for m in range(1, free + 1) if free % m == 0]
-    if any(data % replicas == 0 for data, _ in fits):
-        fits = [(data, m) for data, m in fits if data % replicas == 0]
+    if any(data % shards == 0 for data, _ in fits):
+        fits = [(data, m) for data, m in fits if data % shards == 0]
     else:
-        less.append('mesh.replicas=1')
+        less += [f'mesh.{axis}s=1' for axis in groups]
     with_less = f' with {", ".join(less)}' if less else ''
     return f'choose data x model among {", ".join(f"{d}x{m}" for d, m in fits)}{with_less}'
