@@ -116,11 +116,10 @@ def _has_order(config: 'Config') -> bool:
     """Whether the overlap schedule supports this config.
 
     It does not support the loops and shardings of pipeline stages, context parallelism, 2-D tensor
-    parallelism, vision and LoRA.
+    parallelism, vision, LoRA and experts.
     """
-    model = config.model
-    has_others = config.vision is not None or model.lora is not None or model.experts is not None
-    return config.mesh.is_one_dimensional and not has_others
+    others = config.vision, config.lora, config.model.experts
+    return config.mesh.is_one_dimensional and all(other is None for other in others)
 
 
 def _sends(config: 'Config') -> bool:

@@ -7,12 +7,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# The functions of the gates that multiply the up-projection (Shazeer, 2020).
-GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
-    'geglu': partial(jax.nn.gelu, approximate=True),
-    'swiglu': jax.nn.silu,
-}
 CLAMP, SHARPNESS = 7.0, 1.702  # of gpt-oss
+
+
+def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+    return (up + 1) * gate * jax.nn.sigmoid(SHARPNESS * gate)
+
+
+# Functions of the gate and the up-projection (Shazeer, 2020).
+GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    'geglu': lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    'swiglu': lambda gate, up: jax.nn.silu(gate) * up,
+    'clamped_swiglu': _clamped_swiglu,
+}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -27,11 +35,8 @@ def activate(h: jax.Array, activation: str) -> jax.Array:
 
 def _in_fp32(h: jax.Array, activation: str) -> jax.Array:
     x = h.astype(jnp.float32)
-    if activation == 'clamped_swiglu':  # gpt-oss
-        gate, up = jnp.minimum(x[:, :, 0], CLAMP), jnp.clip(x[:, :, 1], -CLAMP, CLAMP)
-        return ((up + 1) * gate * jax.nn.sigmoid(SHARPNESS * gate)).astype(h.dtype)
     if activation in GATES:
-        return (GATES[activation](x[:, :, 0]) * x[:, :, 1]).astype(h.dtype)
+        return GATES[activation](x[:, :, 0], x[:, :, 1]).astype(h.dtype)
     return jax.nn.gelu(x, approximate=activation == 'gelu_tanh').astype(h.dtype)
 
 

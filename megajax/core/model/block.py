@@ -49,7 +49,7 @@ class Block(nnx.Module):
     @property
     def feed_forward(self) -> MLP | Experts:
         """The second sublayer: an MLP, or a mixture of experts."""
-        return self.experts if hasattr(self, 'experts') else self.mlp
+        return self.mlp if self.attention.config.experts is None else self.experts
 
     @property
     def sublayers(self) -> tuple[Sublayer, Sublayer]:

@@ -189,7 +189,7 @@ def _own_of_shards(
 ) -> tuple[jax.Array, bool]:
     assert batched == [True, False]
     spec, of_x = jax.typeof(w).sharding.spec, jax.typeof(x_BTD).sharding.spec
-    out = P(of_x[0], *UNSHARDED.like(spec, 'X*->x*'))
+    out = UNSHARDED.like((of_x[0], *spec), 'BX*->Bx*')
     each = jax.shard_map(lambda w: w[None], in_specs=spec, out_specs=out, check_vma=False)
     return each(w), True
 

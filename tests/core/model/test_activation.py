@@ -56,6 +56,13 @@ def judges(torch, activation: str) -> list:
     functional = torch.nn.functional
     if activation == 'swiglu':
         found = [lambda x: functional.silu(x[:, :, 0]) * x[:, :, 1]]
+    elif activation == 'clamped_swiglu':  # as in transformers' gpt-oss
+
+        def clamped(x):
+            gate, up = x[:, :, 0].clamp(max=7), x[:, :, 1].clamp(-7, 7)
+            return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+        found = [clamped]
     elif activation == 'geglu':
         found = [lambda x: functional.gelu(x[:, :, 0], approximate='tanh') * x[:, :, 1]]
     else:

@@ -16,6 +16,7 @@ from support import (
     make_config,
     on_mesh,
     random_params,
+    slow,
 )
 
 from megajax.core.config import Config
@@ -78,7 +79,7 @@ def updated(config: Config, steps: int = 2) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     'config',
-    [case(2, 4, 'weights'), exhaustive(case(8, 1, 'optimizer')), exhaustive(case(4, 2))],
+    [slow(case(2, 4, 'weights')), exhaustive(case(8, 1, 'optimizer')), exhaustive(case(4, 2))],
 )
 def test_an_optimizer_of_whole_matrices_computes_the_same_on_every_mesh(config: Config) -> None:
     assert_close(updated(config), updated(case()), 1e-5)
