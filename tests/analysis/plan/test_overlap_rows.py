@@ -30,7 +30,7 @@ from megajax.core.hardware.records import hardware
 
 ROWS = [row for row in rows('core') if row.config.mesh.stages == 1]
 FROZEN = {
-    'megatron': '7dec3caf932edfeb',
+    'megatron': 'da2724d7405c9655',
     'h100': '23b2957c5e8176a3',
 }
 

@@ -415,8 +415,8 @@ def test_another_version_is_a_warning(folder: Path, caplog: pytest.LogCaptureFix
 def test_arrays_that_orbax_would_cast_or_pad_are_refused(
     folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other(config: Config) -> Any:
-        state = init_state(config)
+    def other(config: Config, optimizer: Any) -> Any:
+        state = init_state(config, optimizer=optimizer)
         step = {
             'dtype': state.step.astype('float32'),
             'shape': jax.numpy.zeros(3, 'int32'),

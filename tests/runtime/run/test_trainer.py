@@ -35,7 +35,7 @@ optim: {schedule: constant, warmup_steps: 0}
 """
 
 
-def make_counting_step(config: Config) -> Any:
+def make_counting_step(config: Config, optimizer: Any = None) -> Any:
     """A step whose loss is the sum of the batch's mask; parameters stay as they are."""
 
     def step(
@@ -194,7 +194,7 @@ def test_a_run_that_is_stopped_at_its_start_says_what_it_saves_and_where(
         os.kill(os.getpid(), signal.SIGINT)
         return dispatched
 
-    def ask_while_compiling(config: Config) -> Any:
+    def ask_while_compiling(config: Config, optimizer: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return make_counting_step(config)
 
