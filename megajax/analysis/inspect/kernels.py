@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megajax.analysis.inspect.overlap import kernel_seconds
 from megajax.analysis.inspect.result import Kernel
 from megajax.analysis.inspect.sites import SCOPES, phase_of
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.core.hardware.records import hardware
 from megajax.xla.hlo.kernels import Kernel as Launched
 from megajax.xla.hlo.program import Program

@@ -65,10 +65,12 @@ def gathered_at_edges(
 
     A region that is manual over only some axes loses the sharding over the others. Inside a region,
     only all-gathers along `stage` or `context` are declared; with fewer key/value heads than
-    shards, attention also gathers those heads.
+    shards, attention also gathers those heads. A region of experts gathers tokens, counts and
+    weights, which the table of collectives counts.
     """
+    scopes = {'experts', 'core'} if few_kv_heads else {'experts'}
     for gather in placed:
-        moves = {STAGE, CONTEXT} & {*gather.axes} or (few_kv_heads and 'core' in _words(gather))
+        moves = {STAGE, CONTEXT} & {*gather.axes} or scopes & {*_words(gather)}
         if gather.kind == 'all-gather' and not moves and REGION in _words(gather):
             message = (
                 f'{gather.whole} is all-gathered over {gather.axis} at {gather.place}, where it '

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from megajax.analysis.inspect.memory_result import Memory
 from megajax.base.result import Result
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.xla.hlo.kernels import Kind
 
 Verdict = Literal['equal', 'less', 'expected', 'MORE']

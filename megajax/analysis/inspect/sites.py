@@ -13,7 +13,7 @@ from megajax.core.counts.context import keys
 from megajax.core.counts.layers import SUBLAYERS
 from megajax.core.counts.muon import exchanges
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.core.counts.vision import relevance_arrays, shapes, vectors
 from megajax.core.parallel.layout import Layout
 from megajax.core.train.passes import RECOMPUTE
@@ -21,10 +21,13 @@ from megajax.core.train.pipeline import TO_NEXT, TO_PREVIOUS
 from megajax.xla.hlo.collectives import Collective
 
 # In order of precedence: the first scope that is in the path names the site.
-SCOPES = 'optimizer', 'embedding', 'cross_attention', 'qk_norm', *SUBLAYERS, 'head', 'loss', 'norm'
+SCOPES = (
+    *('optimizer', 'embedding', 'cross_attention', 'qk_norm'),
+    *(*SUBLAYERS, 'experts', 'head', 'loss', 'norm'),
+)
 ORDER = (
     *('parameters', 'stage', 'relevance', 'vision', 'embedding'),
-    *('attention', 'qk_norm', 'cross_attention', 'mlp', 'norm', 'head', 'loss'),
+    *('attention', 'qk_norm', 'cross_attention', 'mlp', 'experts', 'norm', 'head', 'loss'),
     *('gradients', 'optimizer', 'metrics'),
 )
 
@@ -46,6 +49,8 @@ def site_of(collective: Collective, config: Config) -> Site:
         return site
     if _has_keys(collective, config):
         return Site('attention', phase_of(op_name), axis)
+    if scope == 'experts' and _has_tokens(collective):
+        return Site(scope, phase_of(op_name), axis)
     if (site := _over_data(collective, words, config)) is not None:
         return site
     if config.mesh.is_grid and (site := _over_row(collective, scope, config)) is not None:
@@ -67,6 +72,13 @@ def _has_matrices(collective: Collective, config: Config) -> bool:
     """Return whether it moves the matrices that Muon orthogonalizes."""
     sent = collective.kind, collective.axis
     return sent in {(expected.kind, expected.site.axis) for expected in exchanges(config)}
+
+
+def _has_tokens(collective: Collective) -> bool:
+    """Return whether it sends tokens to experts, or how many there are."""
+    return collective.axes == ('expert',) and (
+        collective.kind == 'all-to-all' or collective.operand.dtype == 's32'
+    )
 
 
 def _of_encoder(collective: Collective, config: Config) -> Site | None:
@@ -124,13 +136,13 @@ def _over_data(collective: Collective, words: list[str], config: Config) -> Site
     ZeRO-2 reduce-scatters matrices in the backward pass, and ZeRO-3 gathers weights in both passes.
     """
     axis, shard = collective.axis, config.overlap.shard
-    over_shards = {*collective.axes} <= {'stage', 'data', 'context'}
+    over_shards = {*collective.axes} <= {'stage', 'data', 'expert', 'context'}
     if collective.kind == 'all-gather' and over_shards and axis:
         is_forward = phase_of(collective.op_name) == 'forward'
         passes: tuple[Phase, Phase] = ('forward', 'backward')
         return Site('parameters', passes[not is_forward] if shard == 'weights' else 'step', axis)
     is_sum = collective.kind in ('all-reduce', 'reduce-scatter')
-    if is_sum and {'replica', 'stage', 'data', 'context'} & {*collective.axes}:
+    if is_sum and {'replica', 'stage', 'data', 'expert', 'context'} & {*collective.axes}:
         is_early = shard in ('gradients', 'weights') and collective.kind == 'reduce-scatter'
         return Site('gradients', 'backward' if is_early else 'step', axis)
     return Site('gradients', 'step', axis) if 'data_parallel' in words else None

@@ -21,7 +21,7 @@ from megajax.core.config import Config, ModelConfig
 from megajax.core.counts.collective import GATHER, PERMUTE, REDUCE, SCATTER, Expected
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.parameters import dim_sizes, elements, own_counts, parameters
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.core.counts.runs import ticks
 
 

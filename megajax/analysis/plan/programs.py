@@ -24,7 +24,7 @@ from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.megatron import expected, over_model
 from megajax.core.counts.muon import over_tensor_parallel
 from megajax.core.counts.parameters import num_parameters
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.core.counts.runs import Runs, ticks
 from megajax.core.counts.stages import between_stages, gradients_of_stages
 from megajax.core.hardware.records import Capability

@@ -27,7 +27,8 @@ from megajax.core.config import Config
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.flops import Flops, step_flops
 from megajax.core.counts.muon import newton_schulz
-from megajax.core.counts.products import Phase, Product, products
+from megajax.core.counts.product import Phase, Product
+from megajax.core.counts.products import products
 from megajax.core.counts.runs import ticks
 from megajax.core.hardware.records import FP8_SHARE, check_dtype
 

@@ -8,7 +8,7 @@ from megajax.analysis.plan.network import Cluster, Ring
 from megajax.analysis.plan.programs import Software
 from megajax.core.config import Config
 from megajax.core.counts.collective import Expected
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 
 ProductKey = tuple[str, Phase]  # the name and the phase of matmuls
 

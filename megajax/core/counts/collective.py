@@ -5,7 +5,7 @@ from math import prod
 from typing import NamedTuple, Self
 
 from megajax.core.config import Config
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.xla.hlo.program import Array
 from megajax.xla.hlo.transfers import ring_bytes
 

@@ -19,7 +19,7 @@ from megajax.core.counts.collective import (
     heads,
     passes,
 )
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.core.counts.windows import Share, windows_within
 from megajax.xla.hlo.program import Array
 

@@ -20,7 +20,7 @@ from megajax.core.counts.collective import (
     passes,
 )
 from megajax.core.counts.parameters import dim_sizes, elements
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.vision import vectors
 from megajax.xla.hlo.program import Array

@@ -24,7 +24,7 @@ from megajax.core.counts.collective import (
     axes_text,
 )
 from megajax.core.counts.parameters import Counts, megatron_counts, own_counts
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.xla.hlo.program import Array
 
 # Files and functions of Megatron-Core, below megatron/core.
@@ -56,6 +56,14 @@ def over_data(
     have the same parameters.
     """
     sizes = config.mesh.sizes
+    if counts is None and config.mesh.experts > 1:
+        # The shards along `expert` have the same parameters, but for different experts.
+        for of_experts, shards in ((False, (*axes, 'expert')), (True, axes)):
+            every, own = (
+                _counts(config, learned=only, of_experts=of_experts) for only in (False, True)
+            )
+            yield from over_data(config, every, shards, learned=own)
+        return
     group = _Group(config, axes, prod(sizes.get(axis, 1) for axis in axes))
     if group.size * config.mesh.replicas == 1:
         return
@@ -68,13 +76,20 @@ def over_data(
     yield from group.scatters(learned)
     if config.mesh.replicas > 1:
         yield group.sum_over_replicas(learned.matrices)
-    yield group.sum_replicated(learned.all - learned.matrices)
+    if vectors := learned.all - learned.matrices:
+        yield group.sum_replicated(vectors)
 
 
-def _counts(config: Config, *, learned: bool) -> Counts:
+def _counts(config: Config, *, learned: bool, of_experts: bool | None = None) -> Counts:
     if config.mesh.is_grid:
         return own_counts(config, learned=learned)
-    return megatron_counts(config.model, config.mesh.model, learned=learned)
+    return megatron_counts(
+        config.model,
+        config.mesh.model,
+        learned=learned,
+        experts=config.mesh.experts,
+        of_experts=of_experts,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

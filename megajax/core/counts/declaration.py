@@ -79,6 +79,11 @@ class Parameter:
         return self.is_matrix and any(letter in self.dims for letter in 'LJ')
 
     @property
+    def is_multiplied(self) -> bool:
+        """Whether a matmul multiplies by it: a matrix, an adapter, or a router's table."""
+        return self.is_matrix or self.is_adapter or (self.role is Role.TABLE and bool(self.inputs))
+
+    @property
     def is_adapter(self) -> bool:
         """Whether it is a matrix of an adapter of a frozen weight."""
         return self.role is Role.ADAPTER

@@ -24,7 +24,7 @@ from megajax.core.counts.collective import (
 )
 from megajax.core.counts.layers import Sublayer, layer
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.core.counts.qk_norm import sums_over_heads
 from megajax.core.counts.runs import Runs
 from megajax.core.parallel.layout import Layout

@@ -24,11 +24,12 @@ from megajax.core.counts.collective import (
 from megajax.core.counts.context import over_context, own_over_context
 from megajax.core.counts.cross_attention import cross_layers
 from megajax.core.counts.data_parallel import over_data
+from megajax.core.counts.experts import over_experts
 from megajax.core.counts.grid import over_grid
 from megajax.core.counts.layers import layer
 from megajax.core.counts.muon import exchanges, over_tensor_parallel
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.core.counts.qk_norm import sums_over_heads
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.stages import (
@@ -65,6 +66,7 @@ def expected(config: Config) -> list[Expected]:
         *(between_stages(config) if mesh.stages > 1 else ()),
         *(gradients_of_stages(config) if mesh.stages > 1 else over_data(config)),
         *over_tensor_parallel(config),
+        *over_experts(config, runs.layers),
     ]
 
 
@@ -118,6 +120,7 @@ SOURCES = {
     'embedding': 'tensor_parallel/layers.py VocabParallelEmbedding.forward',
     'attention': f'{_LINEAR}, RowParallelLinear.forward',
     'mlp': f'{_LINEAR}, RowParallelLinear.forward',
+    'experts': f'transformer/moe/experts.py, {_LINEAR}',
     'head': _LINEAR,
     'loss': 'tensor_parallel/cross_entropy.py _VocabParallelCrossEntropy.forward',
     'fp8': 'transformer_engine/pytorch FP8GlobalStateManager.reduce_and_update_fp8_tensors',
@@ -219,11 +222,12 @@ def _vectors(config: Config, runs: Runs) -> Iterator[Expected]:
     same is true of the replicated half of an adapter, since each device has a part of the weight.
     """
     learned = [x for _, x in parameters(config.model) if not x.is_frozen]
-    heads = [x for x in learned if x.summed and x.summed in 'NF']
+    heads = [x for x in learned if x.summed and x.summed in 'NFA']
     tokens = [x for x in learned if x.summed == 'T']
     partial = heads + (tokens if config.mesh.sequence_parallel else [])
     if partial:
-        sizes, shards = dim_sizes(config.model), {'L': config.mesh.stages}
+        sizes = dim_sizes(config.model)
+        shards = {'L': config.mesh.stages, 'X': config.mesh.experts}
         array = Array('f32', (sum(elements(x.dims, sizes, shards) for x in partial),))
         site = Site('gradients', 'step', 'model')
         yield Expected.over(config, site, REDUCE, array, 1, SOURCES['gradients'])

@@ -14,7 +14,7 @@ from math import prod
 from megajax.core.config import Config
 from megajax.core.counts.collective import EXCHANGE, GATHER, Expected, Site, axes_text
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
-from megajax.core.counts.products import Product
+from megajax.core.counts.product import Product
 from megajax.core.counts.whole_matrices import Form, pools
 from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.program import Array

@@ -172,17 +172,20 @@ def count(
     shards: tuple[tuple[str, int], ...] = (),
     modules: tuple[str, ...] | None = None,
     learned: bool = False,
+    of_experts: bool | None = None,
 ) -> Counts:
     """Count the elements of the arrays on a device; `shards` has the shards of each letter.
 
     With `modules`, count only the parameters of these, such as `layers` and `embedding`; with
-    `learned`, only the parameters that are not frozen.
+    `learned`, only the parameters that are not frozen; with `of_experts`, only the parameters that
+    have a dim of experts, or only the others.
     """
     sizes = [
         (parameter, elements(parameter.dims, dim_sizes(model), dict(shards)))
         for name, parameter in parameters(model)
         if (modules is None or name.split('.')[0] in modules)
         and not (learned and parameter.is_frozen)
+        and of_experts in (None, parameter.is_of_experts)
     ]
     # The matrix for the keys and values of all cross-attention layers is gathered again, like each
     # layer's.
@@ -209,14 +212,17 @@ def megatron_counts(
     modules: tuple[str, ...] | None = None,
     *,
     learned: bool = False,
+    experts: int = 1,
+    of_experts: bool | None = None,
 ) -> Counts:
     """Count the parameters of a Megatron rank, which holds at least one entire key/value head.
 
-    A stage of a pipeline has its part of the layers.
+    A stage of a pipeline has its part of the layers, and one of `experts` ranks its part of these.
+    `of_experts` is as in `count`.
     """
     full_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
-    shards = dict.fromkeys(SHARDED_BY_MEGATRON, ranks) | {'L': stages}
-    return count(full_heads, tuple(shards.items()), modules, learned)
+    shards = dict.fromkeys(SHARDED_BY_MEGATRON, ranks) | {'L': stages, 'X': experts}
+    return count(full_heads, tuple(shards.items()), modules, learned, of_experts)
 
 
 def num_parameters(

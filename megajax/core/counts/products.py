@@ -9,51 +9,20 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Literal
 
 from megajax.core.config.model import encoder_layers
 from megajax.core.config.schema import Config
 from megajax.core.config.vision import Part
 from megajax.core.counts.declaration import Parameter
+from megajax.core.counts.expert_rows import rows_of_experts
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.parameters import declare, dim_sizes, elements, parameters
+from megajax.core.counts.product import Phase, Product, Where, product_and_gradients
 from megajax.core.counts.relevance import level_products, network_products
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.windows import block_in_chunk, keys_read, windows, windows_within
 from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.products import keys_in_window
-
-Phase = Literal['forward', 'backward', 'recompute', 'step']
-Where = Literal['layers', 'attention', 'head', 'optimizer']
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Product:
-    """`batch` matmuls [m, k] x [k, n] in a kernel that runs `times` times in a step."""
-
-    name: str
-    where: Where
-    phase: Phase
-    sizes: tuple[int, int, int]  # m, n, k
-    batch: int = 1
-    times: int
-    flash: bool = False
-    is_causal: bool = False  # attention of which a mask hides half
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of a run, including those that a causal kernel can skip; a multiply-add is two."""
-        m, n, k = self.sizes
-        return 2 * self.batch * m * n * k
-
-    @property
-    def elements(self) -> int:
-        """Elements of operands and result.
-
-        0 for flash attention, whose large arrays never leave the GPU's cores.
-        """
-        m, n, k = self.sizes
-        return 0 if self.flash else self.batch * (m * n + n * k + m * k)
 
 
 def products(
@@ -128,10 +97,10 @@ def _of_encoder(
     for name, n, k in first:
         # Except for relevance's gates, by which a patch is multiplied.
         of_input = name == 'patch' and config.relevance is not None
-        yield from _product_and_gradients(f'vision {name}', patches, n, k, runs, of_input=of_input)
+        yield from product_and_gradients(f'vision {name}', patches, n, k, runs, of_input=of_input)
     for name, n, k in (('merger up', W, W), ('merger down', config.model.hidden_size, W)):
         units = images * vision.vectors
-        yield from _product_and_gradients(f'vision {name}', units, n, k, mergers)
+        yield from product_and_gradients(f'vision {name}', units, n, k, mergers)
 
 
 def _of_cross_attention(config: Config, rows: int, layout: Layout) -> Iterator[Product]:
@@ -170,26 +139,7 @@ def _of_relevance(config: Config, rows: int, layout: Layout) -> Iterator[Product
             times=runs,
         )
     for name, m, n, k, learns in network_products(config, rows * vision.images, shards):
-        yield from _product_and_gradients(f'relevance {name}', m, n, k, runs, of_input=learns)
-
-
-def _product_and_gradients(
-    name: str,
-    m: int,
-    n: int,
-    k: int,
-    times: int,
-    *,
-    where: Where = 'layers',
-    of_input: bool = True,
-    of_weight: bool = True,
-) -> Iterator[Product]:
-    """Yield [m, k] x [k, n] and, unless left out, the gradients of its weight and of its input."""
-    sizes = {'': (m, n, k), ' input': (m, k, n), ' weight': (k, n, m)}
-    for suffix, size in sizes.items():
-        phase: Phase = 'backward' if suffix else 'forward'
-        if {'': True, ' input': of_input, ' weight': of_weight}[suffix]:
-            yield Product(name=name + suffix, where=where, phase=phase, sizes=size, times=times)
+        yield from product_and_gradients(f'relevance {name}', m, n, k, runs, of_input=learns)
 
 
 def _product_name(parameter: str) -> str:
@@ -223,17 +173,29 @@ class _Counted:
         weights = [
             (_product_name(name), parameter)
             for name, parameter in parameters(self.config.model)
-            if parameter.dims.startswith(stack) and (parameter.is_matrix or parameter.is_adapter)
+            if parameter.dims.startswith(stack) and parameter.is_multiplied
         ]
         times, last = self.runs, [name for name, x in weights if x.is_matrix][-1]
+        recomputes_last |= self.config.model.experts is not None  # for the gradients of weights
         for name, parameter in weights:
-            yield from self.with_weight(name, 'layers', parameter, self.tokens, times)
+            batch, rows = self._rows(parameter)
+            yield from self.with_weight(name, 'layers', parameter, rows, times, batch)
             is_last = name in (last, f'{last} B')
             if train.recompute == 'full' and (not is_last or recomputes_last):
-                sizes = self.tokens, *self._output_and_input(parameter)
                 yield Product(
-                    name=name, where='layers', phase='recompute', sizes=sizes, times=times
+                    name=name,
+                    where='layers',
+                    phase='recompute',
+                    sizes=(rows, *self._output_and_input(parameter)),
+                    batch=batch,
+                    times=times,
                 )
+
+    def _rows(self, weight: Parameter) -> tuple[int, int]:
+        """Return the matmuls of a weight of the layers, and the rows of each."""
+        if not weight.is_of_experts:
+            return 1, self.tokens
+        return rows_of_experts(self.config, self.tokens, self.shards)
 
     def attention(self, *, flash: bool, keys: int | None = None) -> Iterator[Product]:
         """Yield the matmuls of the attention core, with a sequence's own keys or this many.
@@ -331,18 +293,20 @@ class _Counted:
                 yield from self.with_weight(label, 'head', parameter, rows, runs)
 
     def with_weight(
-        self, name: str, where: Where, weight: Parameter, rows: int, times: int
+        self, name: str, where: Where, weight: Parameter, rows: int, times: int, batch: int = 1
     ) -> Iterator[Product]:
-        """Yield the matmul of some rows with a weight, and its gradients.
+        """Yield the matmuls of some rows with a weight, and their gradients.
 
         A frozen weight has none.
         """
         n, k = self._output_and_input(weight)
         of_weight = not weight.is_frozen
-        yield from _product_and_gradients(name, rows, n, k, times, where=where, of_weight=of_weight)
+        yield from product_and_gradients(
+            name, rows, n, k, times, where=where, of_weight=of_weight, batch=batch
+        )
 
     def _output_and_input(self, weight: Parameter) -> tuple[int, int]:
-        """Return output and input size of a weight on a device."""
-        sizes = dim_sizes(self.config.model)
-        n, k = (elements(dims, sizes, self.shards) for dims in (weight.outputs, weight.inputs))
+        """Return output and input size of a weight, or of an expert's, on a device."""
+        sizes, outputs = dim_sizes(self.config.model), weight.outputs.replace('X', '')
+        n, k = (elements(dims, sizes, self.shards) for dims in (outputs, weight.inputs))
         return n, k

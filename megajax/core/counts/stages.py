@@ -22,7 +22,7 @@ from megajax.core.counts.collective import (
 )
 from megajax.core.counts.data_parallel import SHARDS, over_data
 from megajax.core.counts.parameters import Counts, megatron_counts, own_counts, parameters
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.core.counts.runs import ticks
 from megajax.xla.hlo.program import Array
 

@@ -33,7 +33,7 @@ from megajax.core.counts.parameters import (
     parameters,
     shape_of,
 )
-from megajax.core.counts.products import Phase
+from megajax.core.counts.product import Phase
 from megajax.core.counts.relevance import num_slots
 from megajax.core.counts.runs import Runs
 from megajax.core.parallel.layout import BATCH_AXES, Layout

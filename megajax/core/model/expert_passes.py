@@ -172,8 +172,10 @@ class _Local(NamedTuple):
 
     def once(self, x: jax.Array) -> jax.Array:
         """Return x on the first shard of the hidden dim, and zeros on the others."""
-        axes = self.how.layout.mesh_axes('A')
-        return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
+        layout = self.how.layout
+        if layout.num_shards('A') == 1:
+            return x
+        return jnp.where(lax.axis_index(layout.mesh_axes('A')) == 0, x, jnp.zeros_like(x))
 
     def auxiliary(self, logit_Tx: jax.Array, expert_TY: jax.Array, length: int) -> jax.Array:
         """Return the gradients of the balance loss and the z-loss with respect to the logits."""
@@ -204,7 +206,7 @@ class _Local(NamedTuple):
                 continue
             gradient, copies = gradients[name], self.arrays[name].ndim > len(dims)
             axes = [axis for axis in tokens if axis != EXPERT or 'X' not in dims]
-            if 'A' not in dims and not copies:
+            if 'A' not in dims and not copies and layout.num_shards('A') > 1:
                 axes += layout.mesh_axes('A')
             gradient = lax.psum(gradient, tuple(axes)) if axes else gradient
             done[name] = gradient.reshape(self.arrays[name].shape)
@@ -225,5 +227,6 @@ def _reduced(y_BSD: jax.Array, layout: Layout) -> jax.Array:
     if axes := layout.mesh_axes('T'):
         # SP: reduce-scatter over model
         return lax.psum_scatter(y_BSD, axes, scatter_dimension=1, tiled=True)
-    axes = layout.mesh_axes('A')
-    return lax.psum(y_BSD, axes) if axes else y_BSD  # all-reduce over model
+    if layout.num_shards('A') == 1:
+        return y_BSD
+    return lax.psum(y_BSD, layout.mesh_axes('A'))  # all-reduce over model

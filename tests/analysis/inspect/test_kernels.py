@@ -13,7 +13,8 @@ from megajax.analysis.inspect.kernels import total, totals
 from megajax.analysis.inspect.report import to_text
 from megajax.core.config import ConfigError
 from megajax.core.config.records import read_record
-from megajax.core.counts.products import Product, products
+from megajax.core.counts.product import Product
+from megajax.core.counts.products import products
 from megajax.core.hardware.targets import has_compiler
 from megajax.xla.hlo.kernels import kernels
 from megajax.xla.hlo.program import Program

@@ -22,7 +22,8 @@ from megajax.core.config import Config
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.flops import step_flops
-from megajax.core.counts.products import Product, products
+from megajax.core.counts.product import Product
+from megajax.core.counts.products import products
 from megajax.core.counts.runs import ticks
 from megajax.core.hardware.records import hardware
 from megajax.core.parallel.mesh import concrete, make_mesh, mesh_for

@@ -1,0 +1,57 @@
+"""The FLOPs and collectives of a mixture of experts, by hand."""
+
+import pytest
+from support import make_config
+
+from megajax.core.config import Config
+from megajax.core.counts.experts import over_experts
+from megajax.core.counts.flops import step_flops
+from megajax.core.counts.megatron import expected
+from megajax.core.counts.parameters import count, num_parameters
+
+TOKENS, D, LAYERS, X, ACTIVE, HIDDEN = 8 * 32, 64, 2, 8, 2, 32
+
+
+def config(capacity: float | None = None, **mesh: int) -> Config:
+    experts = {'count': X, 'active': ACTIVE, 'ffn_size': HIDDEN, 'capacity': capacity}
+    return make_config('experts', model={'experts': experts}, mesh=mesh)
+
+
+def test_flops_are_of_the_experts_that_a_token_uses() -> None:
+    dense = make_config('llama', model={'ffn_size': ACTIVE * HIDDEN})
+    router = 2 * TOKENS * LAYERS * D * X
+    assert step_flops(config()).layers == step_flops(dense).layers + router
+    half = config(capacity=0.5)
+    mlp = 2 * TOKENS * LAYERS * 3 * D * ACTIVE * HIDDEN
+    assert step_flops(half).layers == step_flops(config()).layers - mlp // 2
+
+
+@pytest.mark.parametrize('mesh', [{'data': 4, 'experts': 2}, {'data': 4, 'experts': 4, 'model': 2}])
+def test_the_devices_of_a_mesh_share_the_work(mesh: dict[str, int]) -> None:
+    one, all_devices = step_flops(config()), step_flops(config(**mesh))
+    assert all_devices.model == one.model
+    # Each device of a tensor-parallel group runs the router.
+    router = 3 * 2 * TOKENS * LAYERS * D * X
+    assert all_devices.recomputed - one.recomputed == (mesh.get('model', 1) - 1) * router
+
+
+@pytest.mark.parametrize(('capacity', 'slots'), [(None, 2 * 64 * ACTIVE), (1.0, 64 * ACTIVE)])
+def test_each_pass_of_a_layer_has_two_all_to_alls(capacity: float | None, slots: int) -> None:
+    sent = [
+        (row.site.phase, row.times, row.array.dims)
+        for row in over_experts(config(capacity, data=4, experts=2), LAYERS)
+        if row.kind == 'all-to-all'
+    ]
+    assert sent == [(phase, 2 * LAYERS, (slots, D)) for phase in ('forward', 'backward')]
+
+
+def test_experts_are_reduced_over_the_shards_that_hold_the_same_ones() -> None:
+    sharded = config(data=4, experts=2)
+    reduced = {
+        row.site.axis: row.array.dims[0]
+        for row in expected(sharded)
+        if row.site.name == 'gradients' and len(row.array.dims) == 1
+    }
+    of_experts = count(sharded.model, (('X', 2),), of_experts=True).all
+    others = num_parameters(sharded.model, padded=True) - 2 * of_experts
+    assert reduced == {'data': of_experts, 'data+expert': others}
