@@ -24,7 +24,7 @@ from megajax.analysis.plan.time import StepTime, step_time
 from megajax.analysis.plan.transfers import PlannedTransfer
 from megajax.analysis.plan.verdicts import on_grids, on_sharding, on_tensor_parallelism
 from megajax.analysis.plan.window_verdict import on_windows
-from megajax.core.config import Config, ConfigError, dump
+from megajax.core.config import Config, ConfigError, Problem, dump
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.flops import is_gpt, narayanan_flops
@@ -57,6 +57,12 @@ def plan(
 
     Raises ConfigError if no layout fits or divides the model; the error says what would.
     """
+    if config.model.experts is not None:
+        message = (
+            'plan does not predict mixtures of experts yet; use model.experts=null, or megajax '
+            'inspect for the FLOPs, traffic and memory of the compiled program'
+        )
+        raise ConfigError(Problem(path='model.experts', message=message))
     if target_batch:
         config = changed(config, train__batch_size=target_batch)
     own = config.mesh.num_devices
