@@ -346,4 +346,4 @@ def test_a_small_grid_sends_more_than_one_dimension_and_a_large_one_less(name, g
 
 def test_a_mixture_of_experts_is_refused_with_what_to_use_instead() -> None:
     with pytest.raises(ConfigError, match='plan does not predict mixtures'):
-        plan(load('tiny_moe'))
+        plan(load('tiny_moe'), gpu='h100')
