@@ -118,8 +118,9 @@ def _has_order(config: 'Config') -> bool:
     It does not support the loops and shardings of pipeline stages, context parallelism, 2-D tensor
     parallelism, vision, LoRA and experts.
     """
-    others = config.vision, config.lora, config.model.experts
-    return config.mesh.is_one_dimensional and all(other is None for other in others)
+    has_others = config.vision is not None or config.lora is not None
+    has_others = has_others or config.model.experts is not None
+    return config.mesh.is_one_dimensional and not has_others
 
 
 def _sends(config: 'Config') -> bool:

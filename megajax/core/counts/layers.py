@@ -63,9 +63,9 @@ class Sublayer(NamedTuple):
     def declared(self, model: ModelConfig) -> Declared:
         """Declare the parameters."""
         has_both = model.norms_inputs and model.norms_outputs
-        first, second, sharded = self.first, self.second, self.second.inputs[0]
         # A bias of experts is weighted for each token, by each shard of their hidden dim.
-        summed = sharded if second.each else 'T'
+        summed = self.second.inputs[0] if self.second.each else 'T'
+        first, second, sharded = self.first, self.second, self.second.inputs[0]
         return {
             'norm': norm(model, 'D', summed='T'),
             **({'output_norm': norm(model, 'D', summed='T')} if has_both else {}),

@@ -6,11 +6,12 @@ the list.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
-from megajax.core.config.model import encoder_layers
+from megajax.core.config.model import ModelConfig, encoder_layers
 from megajax.core.config.schema import Config
 from megajax.core.config.vision import Part
 from megajax.core.counts.declaration import Parameter
@@ -142,6 +143,17 @@ def _of_relevance(config: Config, rows: int, layout: Layout) -> Iterator[Product
         yield from product_and_gradients(f'relevance {name}', m, n, k, runs, of_input=learns)
 
 
+@functools.cache
+def _weights(model: ModelConfig, stack: str) -> tuple[tuple[tuple[str, Parameter], ...], str]:
+    """Return the weights of the layers with the names of their matmuls, and the last matmul's."""
+    weights = tuple(
+        (_product_name(name), parameter)
+        for name, parameter in parameters(model)
+        if parameter.dims.startswith(stack) and parameter.is_multiplied
+    )
+    return weights, [name for name, x in weights if x.is_matrix][-1]
+
+
 def _product_name(parameter: str) -> str:
     """Return the name of the matmul with a parameter: its linear layer's name, such as `qkv`.
 
@@ -170,12 +182,8 @@ class _Counted:
     def layers(self, *, recomputes_last: bool, stack: str = 'L') -> Iterator[Product]:
         """Yield the matmuls with the weights of the layers, whose first dim is `stack`."""
         train = self.config.train
-        weights = [
-            (_product_name(name), parameter)
-            for name, parameter in parameters(self.config.model)
-            if parameter.dims.startswith(stack) and parameter.is_multiplied
-        ]
-        times, last = self.runs, [name for name, x in weights if x.is_matrix][-1]
+        weights, last = _weights(self.config.model, stack)
+        times = self.runs
         recomputes_last |= self.config.model.experts is not None  # for the gradients of weights
         for name, parameter in weights:
             batch, rows = self._rows(parameter)

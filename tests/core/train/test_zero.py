@@ -23,7 +23,6 @@ from support import (
     gather,
     make_config,
     on_mesh,
-    random_state,
     relative_error,
     slow,
 )
@@ -195,7 +194,7 @@ def train_in_fp16(shard: str) -> list[dict[str, float]]:
     with on_mesh(config):
         step = make_train_step(config)
         scale = LossScale(jnp.float32(2.0**23), jnp.int32(0), jnp.int32(HYSTERESIS))
-        state = random_state(config)._replace(loss_scale=scale)
+        state = init_state(config)._replace(loss_scale=scale)
         for seed in range(8):
             state, metrics = step(state, batch_of(setting, seed))
             steps.append({name: float(value) for name, value in metrics.items()})
