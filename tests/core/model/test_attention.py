@@ -105,7 +105,7 @@ def test_the_scores_of_a_window_are_as_large_as_counted_and_linear_without_dropo
                 q_BSNH, k_BSKH, k_BSKH, layout, scale=1.0, window=16, rate=rate, key_R=keys
             )
 
-        x = jax.device_put(jnp.zeros((1, length, 2, 8)), jax.P())
+        x = jax.device_put(jnp.zeros((1, length, 2, 8)), Layout.of(config)('BSNH'))
         program = jax.make_jaxpr(window)(x, x)
         return max(out.aval.size for each in program.eqns for out in each.outvars)
 

@@ -15,8 +15,12 @@ def bytes_of_loops(jaxpr: Any) -> Iterator[int]:
     """What each loop of a program writes for every iteration."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == 'scan':
-            of_iterations = equation.outvars[equation.params['num_carry'] :]
-            yield sum(x.aval.size * x.aval.dtype.itemsize for x in of_iterations)
+            body, length = equation.params['jaxpr'].jaxpr, equation.params['length']
+            yield sum(
+                x.aval.size * x.aval.dtype.itemsize
+                for x, of_one in zip(equation.outvars, body.outvars, strict=True)
+                if x.aval.shape == (length, *of_one.aval.shape)  # not carried
+            )
         for value in jax.tree.leaves([*equation.params.values()], is_leaf=is_jaxpr):
             if is_jaxpr(value):
                 yield from bytes_of_loops(getattr(value, 'jaxpr', value))

@@ -28,6 +28,9 @@ def test_a_token_attends_to_the_full_slots_of_its_window(window: int | None) -> 
         place = functools.partial(jax.device_put, device=layout('B'))
         first_B, empty_BY = place(FIRST), place(is_empty)
         sinks_N = jax.device_put(sinks, layout('N'))
+        heads = [
+            jax.device_put(x, layout(dims)) for x, dims in ((q, 'BSNH'), (k, 'BSKH'), (v, 'BSKH'))
+        ]
         segment_BS = place((np.arange(PROMPT) >= FIRST[:, None]).astype(np.int32))
 
         @jax.jit
@@ -40,9 +43,9 @@ def test_a_token_attends_to_the_full_slots_of_its_window(window: int | None) -> 
             o_B1NH, own = core(*token, sinks_N)
             return o_B1NH, write(config.model, cache, own, slot)
 
-        cache = read(*(place(x[:, :PROMPT]) for x in (q, k, v)))
+        cache = read(*(x[:, :PROMPT] for x in heads))
         for slot in range(PROMPT, PROMPT + NEW):
-            found, cache = one(cache, slot, *(place(x[:, slot : slot + 1]) for x in (q, k, v)))
+            found, cache = one(cache, slot, *(x[:, slot : slot + 1] for x in heads))
             for row, head in np.ndindex(2, 4):
                 seen = np.arange(max(FIRST[row], slot + 1 - (window or SLOTS)), slot + 1)
                 seen = seen[~is_empty[row, seen]]
