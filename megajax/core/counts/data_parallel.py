@@ -39,7 +39,10 @@ SOURCES = {
 }
 
 
-SHARDS = 'data', 'context'  # the mesh axes whose devices have the same weights in a replica
+# The mesh axes whose devices have the same weights in a replica, but for the weights of experts,
+# which differ along `expert`.
+SHARDS = 'data', 'expert', 'context'
+SHARDS_OF_EXPERTS = 'data', 'context'
 
 
 def over_data(
@@ -49,7 +52,7 @@ def over_data(
     *,
     learned: Counts | None = None,
 ) -> Iterator[Expected]:
-    """Yield the collectives over `data`, `context` and `replica`.
+    """Yield the collectives over `data`, `expert`, `context` and `replica`.
 
     `counts` are the parameters of a device without data parallelism, by default as Megatron shards
     them, and `learned` the parameters with gradients. Within a replica, the devices along `axes`
@@ -57,8 +60,7 @@ def over_data(
     """
     sizes = config.mesh.sizes
     if counts is None and config.mesh.experts > 1:
-        # The shards along `expert` have the same parameters, but for different experts.
-        for of_experts, shards in ((False, (*axes, 'expert')), (True, axes)):
+        for of_experts, shards in groups(config):
             every, own = (
                 _counts(config, learned=only, of_experts=of_experts) for only in (False, True)
             )
@@ -78,6 +80,15 @@ def over_data(
         yield group.sum_over_replicas(learned.matrices)
     if vectors := learned.all - learned.matrices:
         yield group.sum_replicated(vectors)
+
+
+def groups(config: Config) -> Iterator[tuple[bool | None, tuple[str, ...]]]:
+    """Yield each kind of parameters (`count`'s `of_experts`) and the axes that replicate it."""
+    if config.mesh.experts == 1:
+        yield None, SHARDS
+    else:
+        yield False, SHARDS
+        yield True, SHARDS_OF_EXPERTS
 
 
 def _counts(config: Config, *, learned: bool, of_experts: bool | None = None) -> Counts:

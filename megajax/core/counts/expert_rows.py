@@ -5,6 +5,9 @@ from collections.abc import Mapping
 
 from megajax.core.config.schema import Config
 
+SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
+BLOCKS_PER_EXPERT = 4  # at a balanced load: half a block of padding is then 12.5% of the rows
+
 
 def rows_of_experts(config: Config, tokens: int, shards: Mapping[str, int]) -> tuple[int, int]:
     """Return a device's experts, and the rows of each, given the tokens of a data shard.
@@ -21,3 +24,23 @@ def rows_of_experts(config: Config, tokens: int, shards: Mapping[str, int]) -> t
         slots = math.ceil(experts.capacity * group * experts.active / experts.count)
         return own, devices * tokens // group * slots
     return (own, rows // experts.count) if rows % experts.count == 0 else (1, rows // devices)
+
+
+def block_rows(assignments: int, num_experts: int) -> int:
+    """Return the rows of a block that suit a number of assignments to these experts."""
+    share = max(assignments // (num_experts * BLOCKS_PER_EXPERT), 1)
+    return min(max(1 << (share.bit_length() - 1), SMALLEST_BLOCK), LARGEST_BLOCK)
+
+
+def num_blocks(assignments: int, num_experts: int, block: int) -> int:
+    """Return the blocks that these assignments need at most, however they are distributed."""
+    return -(-assignments // block) + num_experts
+
+
+def rows_with_unused(config: Config, tokens: int, shards: Mapping[str, int]) -> int:
+    """Return the rows of all blocks of a device without a capacity, used or not."""
+    experts, devices = config.model.experts, shards.get('X', 1)
+    assert experts is not None
+    own, assignments = experts.count // devices, tokens * experts.active
+    block = block_rows(assignments, own)
+    return num_blocks(devices * assignments, own, block) * block

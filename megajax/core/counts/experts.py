@@ -48,8 +48,11 @@ def over_experts(config: Config, runs: int) -> Iterator[Expected]:
             if experts.capacity is None:
                 counts = Array('s32', (devices, experts.count))
                 yield Expected.over(config, site, GATHER, counts, runs, DISPATCHER)
+    (layers,) = shape_of('L', dim_sizes(config.model))
+    sums, stages = (NUM_STATISTICS, experts.count), config.mesh.stages
     if axis := axes_text(config, 'replica', 'data', 'expert', 'context'):
-        (layers,) = shape_of('L', dim_sizes(config.model))
-        shape = layers // config.mesh.stages, NUM_STATISTICS, experts.count
-        site = Site('gradients', 'step', axis)
-        yield Expected.over(config, site, REDUCE, Array('f32', shape), 1, BALANCE)
+        reduced, site = Array('f32', (layers // stages, *sums)), Site('gradients', 'step', axis)
+        yield Expected.over(config, site, REDUCE, reduced, 1, BALANCE)
+    if stages > 1:
+        site = Site('parameters', 'step', 'stage')
+        yield Expected.over(config, site, GATHER, Array('f32', (layers, *sums)), 1, BALANCE)

@@ -94,7 +94,8 @@ def _stated_in_passes(config: Config) -> list[Expected]:
     context = own_over_context(config, runs.layers) if mesh.context > 1 else ()
     if mesh.stages == 1:
         return [*context]
-    repeated = (*over_model(config, runs), *context)
+    routed = (x for x in over_experts(config, runs.layers) if x.site.phase != 'step')
+    repeated = (*over_model(config, runs), *context, *routed)
     return [
         *(dataclasses.replace(x, source=EVERY_TICK) for x in repeated),
         *between_lockstep_stages(config),

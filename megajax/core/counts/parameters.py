@@ -199,10 +199,15 @@ def count(
 
 
 def own_counts(
-    config: Config, modules: tuple[str, ...] | None = None, *, learned: bool = False
+    config: Config,
+    modules: tuple[str, ...] | None = None,
+    *,
+    learned: bool = False,
+    of_experts: bool | None = None,
 ) -> Counts:
     """Count the parameters of a device in the computation of a step."""
-    return count(config.model, tuple(Layout.of(config).shards.items()), modules, learned)
+    shards = tuple(Layout.of(config).shards.items())
+    return count(config.model, shards, modules, learned, of_experts)
 
 
 def megatron_counts(

@@ -20,7 +20,7 @@ from megajax.core.counts.collective import (
     activation,
     axes_text,
 )
-from megajax.core.counts.data_parallel import SHARDS, over_data
+from megajax.core.counts.data_parallel import SHARDS, groups, over_data
 from megajax.core.counts.parameters import Counts, megatron_counts, own_counts, parameters
 from megajax.core.counts.product import Phase
 from megajax.core.counts.runs import ticks
@@ -102,11 +102,20 @@ def gradients_of_stages(config: Config) -> Iterator[Expected]:
     mesh, model = config.mesh, config.model
     others = {name.split('.')[0] for name, _ in parameters(model)} - {'layers', *FIRST}
     last = (*others, *(('embedding',) if model.tie_embeddings else ()))
-    layers, *ends = (
+    for of_experts, axes in groups(config):
+        layers = megatron_counts(
+            model,
+            mesh.model,
+            mesh.stages,
+            ('layers',),
+            experts=mesh.experts,
+            of_experts=of_experts,
+        )
+        yield from over_data(config, layers, axes)
+    ends = (
         megatron_counts(model, mesh.model, mesh.stages, tuple(sorted(modules)))
-        for modules in (('layers',), FIRST, last)
+        for modules in (FIRST, last)
     )
-    yield from over_data(config, layers)
     for sent in over_data(config, max(ends, key=lambda counts: counts.all)):
         yield dataclasses.replace(sent, site=_with_stages(config, sent.site))
     if model.tie_embeddings:
@@ -123,7 +132,9 @@ def gradients_of_stages(config: Config) -> Iterator[Expected]:
 
 def gradients_of_lockstep_stages(config: Config) -> Iterator[Expected]:
     """Yield data parallelism's collectives; all stages have the parameters outside the layers."""
-    yield from over_data(config, own_counts(config, ('layers',)))
+    for of_experts, axes in groups(config):
+        layers = own_counts(config, ('layers',), of_experts=of_experts)
+        yield from over_data(config, layers, axes)
     for sent in over_data(config, outside_counts(config), ('stage', *SHARDS)):
         yield dataclasses.replace(sent, source='all stages have what is outside the layers')
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.config.experts import ExpertsConfig
+from megajax.core.counts.expert_rows import block_rows
 from megajax.core.model.grouped import (
     Groups,
-    block_rows,
     group,
     outer,
     rows_by_transposed,

@@ -208,6 +208,7 @@ class _Local(NamedTuple):
             axes = [axis for axis in tokens if axis != EXPERT or 'X' not in dims]
             if 'A' not in dims and not copies and layout.num_shards('A') > 1:
                 axes += layout.mesh_axes('A')
+            # Outside a step: all-reduce over data, and over model if A is not a dim of the array.
             gradient = lax.psum(gradient, tuple(axes)) if axes else gradient
             done[name] = gradient.reshape(self.arrays[name].shape)
         if 'load' in gradients:

@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
-BLOCKS_PER_EXPERT = 4  # at a balanced load: half a block of padding is then 12.5% of the rows
+from megajax.core.counts.expert_rows import num_blocks
 
 
 class Groups(NamedTuple):
@@ -33,19 +32,13 @@ class Groups(NamedTuple):
         return self.source_R.size // self.expert_b.size
 
 
-def block_rows(assignments: int, num_experts: int) -> int:
-    """Return the rows of a block that suit a number of assignments to these experts."""
-    share = max(assignments // (num_experts * BLOCKS_PER_EXPERT), 1)
-    return min(max(1 << (share.bit_length() - 1), SMALLEST_BLOCK), LARGEST_BLOCK)
-
-
 def group(expert_n: jax.Array, num_experts: int, *, block: int) -> Groups:
     """Return the rows of assignments sorted by expert; expert X is not of this device.
 
     Assignments of one expert keep their order. There are rows for the worst distribution.
     """
     assignments = expert_n.size
-    blocks = -(-assignments // block) + num_experts
+    blocks = num_blocks(assignments, num_experts, block)
     is_mine_nX = expert_n[:, None] == jnp.arange(num_experts)[None]
     count_X = jnp.sum(is_mine_nX, axis=0, dtype=jnp.int32)
     block_X = -(-count_X // block)

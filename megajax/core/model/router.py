@@ -4,8 +4,6 @@ Everything is in fp32. The functions handle the tokens of one device, and none c
 is all of these tokens, and Y the experts that each is sent to.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,13 +18,6 @@ STATISTICS = CHOSEN, SCORES, ENTROPY, DROPPED = range(4)
 # to a token's score; and the share of one token among all.
 PRESSURE, TOKEN = range(2)
 LOAD = Parameter('L-x', Role.SCALES)
-
-
-class Routing(NamedTuple):
-    """The experts of each token, and their weights."""
-
-    expert_TY: jax.Array
-    weight_TY: jax.Array
 
 
 def logits(x_TD: jax.Array, weight_Dx: jax.Array, bias_x: jax.Array | None) -> jax.Array:

@@ -81,11 +81,20 @@ def sum_of_own_experts(
         tuple(range(lead, lead + len(apart) - 1)),
         out_sharding=layout.stacked(split, replicas, at_rest=at_rest),
     )
-    merged = *total.shape[:lead], *rest
-    at = lead + dims.index('X')
-    merged = *merged[:at], total.shape[at] * total.shape[at + 1], *total.shape[at + 2 :]
-    total = total.reshape(merged, out_sharding=layout.stacked(dims, replicas, at_rest=at_rest))
+    at, spec = lead + dims.index('X'), layout.stacked(dims, replicas, at_rest=at_rest)
+    total = total.reshape(*total.shape[:at], -1, *total.shape[at + 2 :], out_sharding=spec)
     return total.astype(jnp.float32)
+
+
+def sum_of_vector(
+    gradient: jax.Array, dims: str, shards: tuple[Axes, ...], layout: Layout
+) -> jax.Array:
+    """Sum gradients [*shards, *dims] of a replicated parameter over all shards."""
+    # One dim for all data shards: XLA for CPUs would sum over each mesh axis in turn.
+    shape = -1, *gradient.shape[len(shards) :]
+    merged = tuple(axis for axes in shards for axis in axes)
+    gradient = gradient.reshape(shape, out_sharding=layout.stacked(dims, [merged]))
+    return lax.reduce_sum(gradient, (0,), out_sharding=layout(dims))  # all-reduce
 
 
 def slotted(

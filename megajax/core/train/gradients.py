@@ -29,7 +29,7 @@ OfMicrobatches = Callable[[Any, Any, Batch, jax.Array], tuple[Sums, Any]]
 
 
 class Seen(NamedTuple):
-    """What a step has counted, besides its loss."""
+    """The counts of a step, besides its loss."""
 
     # With fp8, the indices of the largest exponents (`scaling.py`); found in bf16 without scales.
     places: jax.Array | None

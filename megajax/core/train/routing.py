@@ -16,6 +16,7 @@ from flax import nnx
 
 from megajax.core.config import Config
 from megajax.core.model import router
+from megajax.core.model.zero_sharding import sum_of_vector
 from megajax.core.parallel.layout import UNSHARDED, Layout
 from megajax.core.train.loss_scale import LossScale
 
@@ -65,9 +66,8 @@ def detached(gradients: Any, layout: Layout) -> tuple[Any, jax.Array | None]:
     if not found:
         return gradients, None
     rest = nnx.filter_state(gradients, lambda path, x: not is_load(path, x))
-    # all-reduce over data
-    sums = found[0].sum(tuple(range(len(layout.mapped))))
-    sums = jax.reshard(sums, UNSHARDED('---'))
+    sums = sum_of_vector(found[0], 'L--', layout.mapped, layout)  # all-reduce over data
+    sums = jax.reshard(sums, UNSHARDED('---'))  # stages: all-gather over stage
     return rest, sums[np.argsort(np.array(layout.layer_order(len(sums))))]
 
 

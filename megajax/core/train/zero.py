@@ -198,7 +198,7 @@ def sum_over_data(gradients: Any, computation: Computation, layout: Layout) -> A
             )
             return _sum_over_replicas(gradient, dims, layout, to, at_rest=at_rest)
         if not declared.is_matrix:
-            return _sum_of_vector(gradient, dims, shards_of(declared, layout), layout)
+            return zero_sharding.sum_of_vector(gradient, dims, shards_of(declared, layout), layout)
         if not is_done:
             gradient = _sum_within_replicas(gradient, dims, layout, dtype)
         return _sum_over_replicas(gradient, dims, layout, dtype)
@@ -213,16 +213,6 @@ def shards_of(declared: Parameter, layout: Layout) -> tuple[Axes, ...]:
     return *replicas, (*stages, *data)
 
 
-def _sum_of_vector(
-    gradient: jax.Array, dims: str, shards: tuple[Axes, ...], layout: Layout
-) -> jax.Array:
-    # One dim for all data shards: XLA for CPUs would sum over each mesh axis in turn.
-    shape = -1, *gradient.shape[len(shards) :]
-    merged = tuple(axis for axes in shards for axis in axes)
-    gradient = gradient.reshape(shape, out_sharding=layout.stacked(dims, [merged]))
-    return lax.reduce_sum(gradient, (0,), out_sharding=layout(dims))
-
-
 def _sum_over_images(
     gradient: jax.Array, declared: Parameter, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
@@ -230,7 +220,7 @@ def _sum_over_images(
     dims, shards = declared.dims, len(layout.mapped)
     if not declared.is_matrix:
         every = *layout.mapped, layout.mesh_axes(declared.summed)
-        return _sum_of_vector(gradient, dims, every, layout)
+        return zero_sharding.sum_of_vector(gradient, dims, every, layout)
     padded = zero_sharding.pad(gradient.astype(dtype), '-' * (shards + 1) + dims, layout)
     # Over the images first, so that the sums over `data` are of a part of the matrix.
     of_images = layout.at_rest_over(layout.mesh_axes(declared.summed))

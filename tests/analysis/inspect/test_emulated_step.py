@@ -247,6 +247,18 @@ KINDS = {
     'rotary': step('llama', 2, 2, model={'rotary_fraction': 0.5, 'rope_scaling': YARN}),
     'sinks': step('sinks', 2, 2, sequence_parallel=True, train={'dtype': 'bfloat16'}),
     'wide': step('windows', 1, 2, model={'head_dim': 256}, train={'dtype': 'bfloat16'}),
+    'experts': step('experts', 4, 1, mesh={'experts': 2}, optim={'shard': 'weights'}),
+    'experts of stages': step(
+        'experts', 2, 2, mesh={'experts': 2, 'stages': 2}, train={'microbatches': 2},
+        optim={'shard': 'optimizer'},
+    ),
+    'experts of context shards': step(
+        'experts', 2, 2, mesh={'experts': 2, 'context': 2}, optim={'shard': 'optimizer'}
+    ),
+    'capacity': step(
+        'capacity', 4, 2, sequence_parallel=True, mesh={'experts': 4},
+        train={'dtype': 'bfloat16', 'recompute': 'full'}, optim={'shard': 'gradients'},
+    ),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import pytest
 from support import exhaustive, make_config, slow
 
 import megajax
+from megajax.analysis.inspect.products import of_unused_blocks
 from megajax.core.config import Config
 
 
@@ -22,14 +23,32 @@ def config(capacity: float | None, **sections: Any) -> Config:
         slow(None, {'data': 4, 'experts': 4}, 'none'),
         exhaustive(1.0, {'data': 4, 'experts': 2}, 'weights'),
         exhaustive(None, {'data': 4, 'experts': 2, 'model': 2}, 'weights'),
+        exhaustive(1.0, {'data': 8, 'experts': 2, 'replicas': 2}, 'weights'),
     ],
 )
 def test_it_sends_two_all_to_alls_in_each_pass_and_nothing_more(
     capacity: float | None, mesh: dict[str, Any], shard: str
 ) -> None:
-    inspection = megajax.inspect(config(capacity, mesh=mesh, optim={'shard': shard}), target='cpu')
+    sharded = config(capacity, mesh=mesh, optim={'shard': shard})
+    inspection = megajax.inspect(sharded, target='cpu')
     assert not inspection.findings
     rows = {(row.phase, row.axis): row for row in inspection.rows if row.site == 'experts'}
     for phase in ('forward', 'backward'):
         assert rows[phase, 'expert'].verdict == 'equal'
+    assert all(row.verdict != 'MORE' for row in inspection.rows)
+    flops = inspection.products
+    assert flops.compiled == flops.expected + of_unused_blocks(sharded)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_stages_send_no_more_than_in_every_tick() -> None:
+    sharded = config(
+        None,
+        mesh={'data': 2, 'experts': 2, 'model': 2, 'stages': 2},
+        train={'microbatches': 2},
+        optim={'shard': 'optimizer'},
+    )
+    inspection = megajax.inspect(sharded, target='cpu')
+    assert not inspection.findings
     assert all(row.verdict != 'MORE' for row in inspection.rows)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.core.counts.expert_rows import block_rows
 from megajax.core.model.grouped import (
     Groups,
-    block_rows,
     group,
     outer,
     rows_by_transposed,

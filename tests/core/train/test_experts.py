@@ -32,6 +32,7 @@ SETTINGS = [
     exhaustive(Setting('experts', 8, 1, 'weights', 2, experts=2, recompute='full')),
     exhaustive(Setting('experts', 8, 1, 'optimizer', 2, experts=4, microbatches=2)),
     exhaustive(Setting('experts', 8, 1, 'weights', experts=8)),
+    exhaustive(Setting('experts', 8, 1, 'weights', experts=2, hidden_size=60)),
     slow(Setting('experts', 2, 2, 'optimizer', experts=2, context=2, plain=True)),
     exhaustive(Setting('experts', 4, 1, 'weights', experts=2, context=2, plain=True)),
     slow(Setting('experts', 2, 2, 'optimizer', experts=2, stages=2, microbatches=2)),
