@@ -22,8 +22,9 @@ from megajax.analysis.inspect.report import to_text
 from megajax.analysis.inspect.result import Inspection, Row
 from megajax.core.config import Config
 from megajax.core.hardware.targets import has_compiler
+from megajax.core.model import zero_sharding
 from megajax.core.parallel.mesh import mesh_for
-from megajax.core.train import pipeline, zero
+from megajax.core.train import pipeline
 from megajax.xla.hlo.collectives import collectives
 from megajax.xla.hlo.program import Array, Program
 
@@ -168,7 +169,7 @@ def context_shards_left_out(patch):
         spec = jax.typeof(gradient).sharding.spec
         return jax.shard_map(own, in_specs=spec, out_specs=layout(dims), check_vma=False)(gradient)
 
-    patch(zero, '_sum_of_vector', sum_of_data)
+    patch(zero_sharding, 'sum_of_vector', sum_of_data)
 
 
 FOUR = config(stages=4)
