@@ -120,7 +120,12 @@ MODELS['windows'] = {
 MODELS['experts'] = {
     **MODELS['llama'],
     'model': MODELS['llama']['model']
-    | {'experts': {'count': 8, 'active': 2, 'ffn_size': 32, 'balance_loss': 0.1, 'z_loss': 0.01}},
+    | {
+        'experts': {
+            **{'count': 8, 'active': 2, 'ffn_size': 32, 'shared_ffn_size': 48},
+            **{'balance_loss': 0.1, 'z_loss': 0.01},
+        }
+    },
 }
 MODELS['capacity'] = {
     **MODELS['llama'],

@@ -47,6 +47,7 @@ READ = {
     '--moe-expert-capacity-factor 1.5 --moe-token-drop-policy position --micro-batch-size 1 '
     '--moe-pad-expert-input-to-capacity': {'capacity': 1.5, 'capacity_group': 16},
     '--moe-expert-capacity-factor -1': {},
+    '--moe-shared-expert-intermediate-size 64': {'shared_ffn_size': 64},
     '--moe-layer-freq 1': {},
     '--moe-layer-freq ([1]*2)*1': {},
 }
@@ -67,7 +68,7 @@ REFUSED = {
     '--moe-router-dtype fp64': 'give fp32',
     '--moe-input-jitter-eps 1e-2': 'no noise',
     '--moe-router-force-load-balancing': 'no noise',
-    '--moe-shared-expert-intermediate-size 64': 'shared experts',
+    '--moe-shared-expert-gate': 'no gate',
     '--moe-layer-freq 2': 'every layer has experts',
     '--moe-layer-freq [0]+[1]': 'every layer has experts',
     '--moe-layer-freq [1]*3': 'every layer has experts',

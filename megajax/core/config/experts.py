@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megajax.base.errors import Problem
 from megajax.core.config.divisors import divides, divisors, nearest
-from megajax.core.config.section import Elements, Section, Tokens
+from megajax.core.config.section import Elements, Section, Tokens, Unit
 
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config
@@ -28,6 +28,10 @@ class ExpertsConfig(Section):
     """Number of experts that each token is sent to."""
     ffn_size: Elements
     """Width of the hidden layer of an expert."""
+    shared_ffn_size: Annotated[NonNegativeInt, Field(le=2**24), Unit('elements')] = 0
+    """Width of the hidden layer of a shared expert, which every token uses, without a weight
+    (DeepSeekMoE, Dai et al., 2024); 0: none.
+    """
     scores: Literal['softmax', 'sigmoid'] = 'softmax'
     """Function of the router's logits: a softmax over all experts, or a sigmoid of each."""
     normalize: bool = True
@@ -100,6 +104,14 @@ def of_experts(config: 'Config') -> Iterator[Problem]:
             yield Problem(
                 path='mesh.experts', message=message, others=('mesh.data', 'mesh.replicas')
             )
+    shared = experts.shared_ffn_size
+    yield from divides('model.experts.shared_ffn_size', shared, 'mesh.model', mesh.model)
+    if shared and config.model.bias:
+        message = (
+            f'{shared}: a shared expert has no biases; use model.bias=false, or '
+            'model.experts.shared_ffn_size=0'
+        )
+        yield Problem(path='model.experts.shared_ffn_size', message=message, others=('model.bias',))
     yield from _groups(experts)
     yield from _capacity(config, experts)
     lora = config.lora

@@ -176,6 +176,7 @@ def base_sizes(model: ModelConfig) -> Mapping[str, int]:
         'J': model.num_cross_layers,
         'K': model.num_kv_heads,
         'L': model.num_layers,
+        'M': experts.shared_ffn_size if experts else 0,
         'N': model.num_heads,
         'O': NUM_SEGMENTS,
         'Q': model.lora.rank if model.lora else 0,

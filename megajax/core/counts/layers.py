@@ -110,11 +110,16 @@ def _feed_forward(model: ModelConfig) -> Sublayer:
         router['bias'] = Parameter('x', Role.VECTOR, summed='A')
     if experts.selection_bias:
         router['selection_bias'] = Parameter('x', Role.VECTOR, is_frozen=True)
+    # Its result is added before the partial sums of all experts are reduced, at no collective.
+    shared = {
+        'shared_up': linear('D', f'{gate}M', model.init_std),
+        'shared_down': linear('M', 'D', out_std(model)),
+    }
     return Sublayer(
         'experts',
         Matmul('up', 'D', f'{gate}A', model.bias, each='X'),
         Matmul('down', 'A', 'D', model.bias, each='X'),
-        {'router': router},
+        {'router': router, **(shared if experts.shared_ffn_size else {})},
     )
 
 

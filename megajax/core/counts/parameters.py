@@ -36,7 +36,7 @@ from megajax.core.counts.vision_parameters import (
 from megajax.core.parallel.layout import Layout
 
 # Dims of weights and biases that Megatron shards over its ranks, including an encoder's.
-SHARDED_BY_MEGATRON = 'VFANKⒻⓃⓀⓌ'
+SHARDED_BY_MEGATRON = 'VFAMNKⒻⓃⓀⓌ'
 UNSHARDED: Mapping[str, int] = {}
 
 

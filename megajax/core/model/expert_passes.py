@@ -4,16 +4,19 @@ T is all tokens of the device, which sequence parallelism gathers first. The res
 sums over the shards of the experts' hidden dim A, until the last reduction of each pass.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from megajax.core.config.experts import ExpertsConfig
 from megajax.core.model import router
 from megajax.core.model.activation import activate
 from megajax.core.model.dispatch import Dispatch, Peers, dispatch
+from megajax.core.model.platform import accumulation_dtype
 from megajax.core.parallel.layout import CONTEXT, EXPERT, Layout
 
 Arrays = dict[str, Any]
@@ -61,6 +64,7 @@ class Saved(NamedTuple):
     up: jax.Array  # the result of the first matmul, with its bias
     y_nD: jax.Array
     rows: jax.Array | None = None  # that experts receive; None if they come from this device
+    shared_up: jax.Array | None = None  # the result of the shared expert's first matmul
 
 
 def forward(x_BTD: jax.Array, arrays: Arrays, how: Settings) -> tuple[jax.Array, Saved]:
@@ -76,8 +80,13 @@ def forward(x_BTD: jax.Array, arrays: Arrays, how: Settings) -> tuple[jax.Array,
     y_nD = sent.back(local.biased(y, 'down_bias', sent))
     weight_TY1 = router.weights(logit_Tx, expert_TY, how.experts)[..., None]
     y_TYD = y_nD.reshape(*expert_TY.shape, -1).astype(jnp.float32)
-    y_BSD = (weight_TY1 * y_TYD).sum(1).astype(x_BTD.dtype).reshape(x_BSD.shape)
-    saved = Saved(logit_Tx, expert_TY, up, y_nD, rows if sent.peers.size > 1 else None)
+    y_TD, shared_up = (weight_TY1 * y_TYD).sum(1), None
+    if 'shared_up' in arrays:
+        shared_up = multiply(x_TD, local.shared_up)
+        y_TD += multiply(local.activated(shared_up), local.shared_down).astype(jnp.float32)
+    y_BSD = y_TD.astype(x_BTD.dtype).reshape(x_BSD.shape)
+    rows_from_others = rows if sent.peers.size > 1 else None
+    saved = Saved(logit_Tx, expert_TY, up, y_nD, rows_from_others, shared_up)
     return _reduced(y_BSD, how.layout), saved
 
 
@@ -109,6 +118,9 @@ def backward(
     gradients['router_bias'] = dlogit_Tx.sum(0)
     dx_TYD = sent.back(drows).reshape(*expert_TY.shape, -1).astype(jnp.float32)
     dx_TD = dx_TYD.sum(1) + jnp.matmul(dlogit_Tx, router_Dx.T, precision=highest)
+    if saved.shared_up is not None:
+        of_shared_TD, of_weights = _of_shared(dy_TD, x_TD, saved.shared_up, local)
+        dx_TD, gradients = dx_TD + of_shared_TD, gradients | of_weights
     dx_BSD = dx_TD.astype(x_BTD.dtype).reshape(x_BSD.shape)
     return _reduced(dx_BSD, how.layout), local.summed(gradients)
 
@@ -127,6 +139,25 @@ def _of_matmuls(
         gradients['up_bias'] = sent.bias_gradient(dup)
         gradients['down_bias'] = local.once(sent.bias_gradient(dy))
     return sent.input_gradient(dup, local.up), gradients
+
+
+def _of_shared(
+    dy_TD: jax.Array, x_TD: jax.Array, up: jax.Array, local: '_Local'
+) -> tuple[jax.Array, Arrays]:
+    """Return the gradients of tokens and of the weights, by way of the shared expert."""
+    hidden, of_activation = jax.vjp(local.activated, up)
+    (dup,) = of_activation(multiply(dy_TD, local.shared_down.T))
+    gradients: Arrays = {}
+    if not local.how.is_frozen:
+        gradients['shared_up'] = multiply(x_TD.T, dup, jnp.float32)
+        gradients['shared_down'] = multiply(hidden.T, dy_TD, jnp.float32)
+    return multiply(dup, local.shared_up.T).astype(jnp.float32), gradients
+
+
+def multiply(x: jax.Array, w: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """Return the matmul of two matrices, by default in the dtype of x."""
+    of = accumulation_dtype(x, dtype or x.dtype)
+    return jnp.matmul(x, w, preferred_element_type=of).astype(dtype or x.dtype)
 
 
 class _Local(NamedTuple):
@@ -156,6 +187,18 @@ class _Local(NamedTuple):
         w: jax.Array = self.arrays['down']
         return w
 
+    @property
+    def shared_up(self) -> jax.Array:
+        """The weight [D, hidden] of the shared expert's first matmul."""
+        w = self.arrays['shared_up']
+        return w.reshape(len(w), -1)
+
+    @property
+    def shared_down(self) -> jax.Array:
+        """The weight [hidden, D] of the shared expert's second matmul."""
+        w: jax.Array = self.arrays['shared_down']
+        return w
+
     def biased(self, y: jax.Array, name: str, sent: Dispatch) -> jax.Array:
         """Add the experts' biases, if they have any, to rows; biases of partial sums only once."""
         if name not in self.arrays:
@@ -167,7 +210,8 @@ class _Local(NamedTuple):
     def activated(self, up: jax.Array) -> jax.Array:
         """Return the hidden layer, from the result of the first matmul."""
         gates = self.arrays['up'].shape[2:-1]  # gate and up, or nothing
-        hidden = activate(up.reshape(1, -1, *gates, len(self.down[0])), self.how.activation)
+        width = up.shape[-1] // math.prod(gates)
+        hidden = activate(up.reshape(1, -1, *gates, width), self.how.activation)
         return hidden.reshape(*up.shape[:-1], -1)
 
     def once(self, x: jax.Array) -> jax.Array:
@@ -206,7 +250,7 @@ class _Local(NamedTuple):
                 continue
             gradient, copies = gradients[name], self.arrays[name].ndim > len(dims)
             axes = [axis for axis in tokens if axis != EXPERT or 'X' not in dims]
-            if 'A' not in dims and not copies and layout.num_shards('A') > 1:
+            if not {'A', 'M'} & {*dims} and not copies and layout.num_shards('A') > 1:
                 axes += layout.mesh_axes('A')
             # Outside a step: all-reduce over data, and over model if A is not a dim of the array.
             gradient = lax.psum(gradient, tuple(axes)) if axes else gradient

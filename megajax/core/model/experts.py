@@ -27,7 +27,7 @@ from megajax.core.model.sublayer import Sublayer
 from megajax.core.model.zero_sharding import gather
 from megajax.core.parallel.layout import EXPERT, UNSHARDED
 
-MATRICES = 'up', 'down'
+MATRICES = 'up', 'down', 'shared_up', 'shared_down'
 
 
 class Router(nnx.Module):
@@ -57,12 +57,17 @@ class Experts(Sublayer):
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
         self.config, self.layout = config, parameters.layout
         router_key, up_key, down_key = jax.random.split(key, 3)
+        shared_keys = jax.random.split(jax.random.fold_in(key, 3))
         self.norm = make_norm(config, parameters['norm'])
         has_both = 'output_norm' in parameters
         self.output_norm = make_norm(config, parameters['output_norm']) if has_both else None
         self.router = Router(parameters['router'], key=router_key)
         self.up = ExpertLinear(parameters['up'], key=up_key)
         self.down = ExpertLinear(parameters['down'], key=down_key)
+        self.shared_up, self.shared_down = (
+            ExpertLinear(parameters[name], key=key) if name in parameters else None
+            for name, key in zip(('shared_up', 'shared_down'), shared_keys, strict=True)
+        )
 
     def update(
         self, x_BTD: jax.Array, core: Any = None, rows: Rows = NO_ROWS
@@ -81,6 +86,8 @@ class Experts(Sublayer):
             'up_bias': self.up.bias,
             'down': self.down.weight,
             'down_bias': self.down.bias,
+            'shared_up': self.shared_up and self.shared_up.weight,
+            'shared_down': self.shared_down and self.shared_down.weight,
         }
         parameters = [(name, x) for name, x in given.items() if x is not None]
         values: Arrays = {name: x.get_value() for name, x in parameters}
@@ -113,29 +120,31 @@ Kept = tuple[jax.Array, Arrays, Arrays, Saved]
 def _forward(
     x_BTD: jax.Array, arrays: Arrays, slots: Arrays, how: Settings
 ) -> tuple[jax.Array, Kept]:
-    read = _read(arrays, x_BTD, how)
+    read, kept = _read(arrays, x_BTD, how), _dims_saved(how)
 
     def run(how: Settings, x_BTD: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
         y_BTD, saved = expert_passes.forward(x_BTD, dict(zip(read, given, strict=True)), how)
-        return y_BTD, *(x for x in saved if x is not None)
+        return y_BTD, *(getattr(saved, name) for name in kept)
 
     def out(specs: Specs) -> Specs:
-        return specs[0], *_specs_saved(specs[0], how)
+        of_saved = (how.layout.like(specs[0], f'*BTD->*{dims}') for dims in kept.values())
+        return specs[0], *of_saved
 
     y_BTD, *saved = _on_devices(run, out, how)(x_BTD, *read.values())
-    return y_BTD, (x_BTD, arrays, slots, Saved(*saved))
+    return y_BTD, (x_BTD, arrays, slots, Saved(**dict(zip(kept, saved, strict=True))))
 
 
 def _backward(how: Settings, kept: Kept, dy_BTD: jax.Array) -> tuple[jax.Array, Arrays, Arrays]:
     x_BTD, arrays, slots, saved = kept
-    read, given = _read(arrays, x_BTD, how), [x for x in saved if x is not None]
+    read, names = _read(arrays, x_BTD, how), [*_dims_saved(how)]
+    given = [getattr(saved, name) for name in names]
     learned = [name for name in arrays if _has_gradient(name, how)]
 
     def run(
         how: Settings, dy_BTD: jax.Array, x_BTD: jax.Array, *rest: jax.Array
     ) -> tuple[jax.Array, ...]:
         local = dict(zip(read, rest[len(given) :], strict=True))
-        saved = Saved(*rest[: len(given)])
+        saved = Saved(**dict(zip(names, rest[: len(names)], strict=True)))
         dx_BTD, gradients = expert_passes.backward(dy_BTD, x_BTD, local, saved, how)
         return dx_BTD, *(gradients[name] for name in learned)
 
@@ -199,18 +208,17 @@ def _has_gradient(name: str, how: Settings) -> bool:
     return name != 'selection_bias' and not (how.is_frozen and is_of_expert)
 
 
-def _specs_saved(x: P, how: Settings) -> Specs:
-    """Return the shardings of `Saved`, given x_BTD's.
+def _dims_saved(how: Settings) -> dict[str, str]:
+    """Return the dims of each of the arrays in `Saved`.
 
-    The first dim of each is along the tokens of all devices.
+    The first dim of each is along the tokens of all devices. For partial sums the last one is along
+    the shards of A.
     """
-    layout, has_capacity = how.layout, '-' if how.experts.capacity is not None else ''
-    like_tokens = layout.like(x, '*BTD->*B-')
-    rows = layout.like(x, f'*BTD->*B{has_capacity}-')
-    by_shards = layout.like(x, f'*BTD->*B{has_capacity}A')
-    partial_sums = layout.like(x, '*BTD->*BA')  # each shard of A has its own
-    saved = like_tokens, like_tokens, by_shards, partial_sums
-    return saved if not layout.mesh_axes('X') else (*saved, rows)
+    has_capacity = '-' if how.experts.capacity is not None else ''
+    dims = {'logit_Tx': 'B-', 'expert_TY': 'B-', 'up': f'B{has_capacity}A', 'y_nD': 'BA'}
+    if how.layout.mesh_axes('X'):
+        dims['rows'] = f'B{has_capacity}-'
+    return dims | ({'shared_up': 'BM'} if how.experts.shared_ffn_size else {})
 
 
 def _spec_gradient(name: str, arrays: Arrays, x: P, how: Settings) -> P:

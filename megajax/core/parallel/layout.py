@@ -12,7 +12,8 @@ The name of an array ends in its dims, as in x_BTD. A letter means one thing in 
     X experts                       A hidden dim of an expert
     U gate and up, key and value, or the gates of a layer's two sublayers
     E output of an unsharded square layer                           O BERT's two segments
-    L layers                        J layers of cross-attention     M microbatches
+    M hidden dim of the shared expert
+    L layers                        J layers of cross-attention
     I image slots of the rows       P patches of an image
     Q rank of adapters              W chunks of layers of a stage
     Z stages of the pipeline, or the shards of an adapter's dim
@@ -267,7 +268,7 @@ def _layout(
     """Return the layout of a mesh; `widths` has the size of each letter that ZeRO shards."""
     sizes, model, letters = mesh.sizes, ('model',), dict(widths)
     batch = tuple(axis for axis in BATCH_AXES if axis in sizes)
-    axes: dict[str, Axes] = {'B': batch, 'R': batch, 'F': model, 'A': model, 'N': model, 'V': model}
+    axes: dict[str, Axes] = dict.fromkeys('BR', batch) | dict.fromkeys('FAMNV', model)
     if mesh.experts > 1:
         axes['X'] = (EXPERT,)
     axes |= {'K': model} if num_kv_heads % mesh.model == 0 else {'H': model}

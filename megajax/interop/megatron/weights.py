@@ -74,6 +74,8 @@ NAMES: dict[str, tuple[str, str]] = {
     'layers.experts.up.bias': (f'{EXPERT}.linear_fc1.bias', '(UA)'),
     'layers.experts.down.weight': (f'{EXPERT}.linear_fc2.weight', 'DA'),
     'layers.experts.down.bias': (f'{EXPERT}.linear_fc2.bias', 'D'),
+    'layers.experts.shared_up.weight': (f'{MLP}.shared_experts.linear_fc1.weight', '(UM)D'),
+    'layers.experts.shared_down.weight': (f'{MLP}.shared_experts.linear_fc2.weight', 'DM'),
     'norm.weight': ('decoder.final_layernorm.weight', 'D'),
     'norm.bias': ('decoder.final_layernorm.bias', 'D'),
     'head': (HEAD, 'VD'),
@@ -150,10 +152,12 @@ def megatron_pieces(
     _check_model(model)
     rows = (vocab_rows or model.vocab_size) // ranks
     mlp, key = model.experts or model, 'model.experts' if model.experts else 'model'
-    if model.num_kv_heads % ranks or mlp.ffn_size % ranks:
+    shared = model.experts.shared_ffn_size if model.experts else 0
+    if model.num_kv_heads % ranks or mlp.ffn_size % ranks or shared % ranks:
         raise ConfigError(
             f'{ranks} tensor-parallel ranks must divide model.num_kv_heads={model.num_kv_heads} '
             f'and {key}.ffn_size={mlp.ffn_size}'
+            + (f' and {key}.shared_ffn_size={shared}' if shared else '')
         )
     pieces, dims = {}, dims_here(model)
     for path, shape in shapes.items():

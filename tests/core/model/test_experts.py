@@ -24,12 +24,14 @@ def config(**keys: Any) -> ExpertsConfig:
     return ExpertsConfig(**{'count': X, 'active': 2, 'ffn_size': HIDDEN, **keys})
 
 
-def arrays(*, bias: bool) -> dict[str, jax.Array]:
+def arrays(*, bias: bool, shared: int = 0) -> dict[str, jax.Array]:
     random = np.random.default_rng(0)
     shapes = {'router': (D, X), 'up': (X, D, 2, HIDDEN), 'down': (X, HIDDEN, D)}
     if bias:
         shapes |= {'router_bias': (X,), 'up_bias': (X, 2, HIDDEN), 'down_bias': (X, D)}
         shapes |= {'selection_bias': (X,)}
+    if shared:
+        shapes |= {'shared_up': (D, 2, shared), 'shared_down': (shared, D)}
     return {
         name: jnp.asarray(random.normal(0, 0.5, shape), jnp.float32)
         for name, shape in shapes.items()
@@ -38,7 +40,7 @@ def arrays(*, bias: bool) -> dict[str, jax.Array]:
 
 DIMS = {
     **{'router': 'Dx', 'router_bias': 'x', 'selection_bias': 'x', 'up': 'XDUA', 'down': 'XAD'},
-    **{'up_bias': 'XUA', 'down_bias': 'XD'},
+    **{'up_bias': 'XUA', 'down_bias': 'XD', 'shared_up': 'DUM', 'shared_down': 'MD'},
 }
 
 
@@ -57,14 +59,18 @@ def on_every_token(
         down = activate(up[None], 'swiglu')[0] @ given['down'][e]
         outputs.append(down + given.get('down_bias', jnp.zeros((X, D)))[e][None])
     of_expert = (jax.nn.one_hot(chosen, X) * weight[..., None]).sum(1)
-    return jnp.einsum('tx,xtd->td', of_expert, jnp.stack(outputs)).reshape(x_BTD.shape)
+    y = jnp.einsum('tx,xtd->td', of_expert, jnp.stack(outputs))
+    if experts.shared_ffn_size:
+        up = jnp.einsum('td,dum->tum', x, given['shared_up'])
+        y += activate(up[None], 'swiglu')[0] @ given['shared_down']
+    return y.reshape(x_BTD.shape)
 
 
 @pytest.mark.parametrize(
     ('bias', 'keys'),
     [
         (False, {}),
-        (False, {'normalize': False}),
+        (False, {'normalize': False, 'shared_ffn_size': 10}),
         (True, {'scores': 'sigmoid', 'scale': 2.5, 'groups': 3, 'active_groups': 2}),
         (True, {'scores': 'sigmoid', 'normalize': False, 'active': X}),
         (True, {'capacity': 0.75, 'capacity_group': 4}),
@@ -75,7 +81,7 @@ def test_result_and_gradients_are_those_of_every_expert_on_every_token(
 ) -> None:
     experts, model = config(**keys), make_config('llama')
     x_BTD = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, LENGTH, D)), jnp.float32)
-    given = arrays(bias=bias)
+    given = arrays(bias=bias, shared=experts.shared_ffn_size)
     keep = jnp.ones((ROWS * LENGTH, experts.active))
     if experts.capacity is not None:
         logit = x_BTD.reshape(-1, D) @ given['router'] + given['router_bias'][None]

@@ -31,6 +31,8 @@ DIMS = {
     'up_bias': 'XUA',
     'down': 'XAD',
     'down_bias': 'XD',
+    'shared_up': 'DUM',
+    'shared_down': 'MD',
 }
 SIGMOID = {'scores': 'sigmoid', 'scale': 2.5, 'selection_bias': True}
 GROUPS = SIGMOID | {'groups': 2, 'active_groups': 1}
@@ -48,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     'global': {'balance_loss': 0.05},
     'biases': {'router_bias': True},
+    'shared': {'shared_ffn_size': 20},
 }
 MESHES = {
     '1': {},
@@ -82,6 +85,10 @@ def ours(given: Mapping[str, np.ndarray], prefix: str = '') -> Arrays:
         'up': gates.transpose(0, 3, 1, 2),
         'down': fc2.transpose(0, 2, 1),
     }
+    if f'{prefix}shared_fc1' in given:
+        shared = given[f'{prefix}shared_fc1']
+        arrays['shared_up'] = shared.reshape(2, -1, shared.shape[-1]).transpose(2, 0, 1)
+        arrays['shared_down'] = given[f'{prefix}shared_fc2'].T
     if f'{prefix}router_bias' in given:
         arrays['router_bias'] = given[f'{prefix}router_bias']
         arrays['up_bias'] = given[f'{prefix}fc1_bias'].reshape(gates.shape[:-1])
@@ -96,8 +103,10 @@ def run(config: Config, shares_x: np.ndarray) -> tuple[Arrays, Arrays]:
     experts, whole = config.model.experts, oracle()
     assert experts is not None
     weights = ours(whole)
-    if not config.model.bias:
-        weights = {name: x for name, x in weights.items() if 'bias' not in name}
+    left_out = {'bias': config.model.bias, 'shared': bool(experts.shared_ffn_size)}
+    for part, is_kept in left_out.items():
+        if not is_kept:
+            weights = {name: x for name, x in weights.items() if part not in name}
     if experts.selection_bias:
         weights['selection_bias'] = whole['expert_bias']
     with on_mesh(config):

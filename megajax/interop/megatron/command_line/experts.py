@@ -26,7 +26,7 @@ ONLY: dict[str, Only] = {
     'moe_router_force_load_balancing': Only((False,), NO_NOISE),
     'moe_router_force_biased': Only((), NO_NOISE),
     'moe_input_jitter_eps': Only((0.0,), NO_NOISE),
-    'moe_shared_expert_intermediate_size': Only((), 'shared experts are not supported'),
+    'moe_shared_expert_gate': Only((False,), 'a shared expert has no gate: leave it out'),
     'moe_apply_probs_on_input': Only(
         (False,), "the weights multiply the experts' outputs: leave it out"
     ),
@@ -125,6 +125,7 @@ def experts_of(arguments: Mapping[str, Any], ffn_size: int) -> Keys | None:
         'count': count,
         'active': active,
         'ffn_size': get('ffn_hidden_size', ffn_size),
+        'shared_ffn_size': get('shared_expert_intermediate_size'),
         'z_loss': get('z_loss_coeff') or None,
         'scale': get('router_topk_scaling_factor') or None,
         'scores': 'sigmoid' if is_sigmoid else None,

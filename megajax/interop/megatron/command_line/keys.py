@@ -27,6 +27,7 @@ KEYS = """
     model.experts.count: num_experts
     model.experts.active: moe_router_topk
     model.experts.ffn_size: moe_ffn_hidden_size ffn_hidden_size
+    model.experts.shared_ffn_size: moe_shared_expert_intermediate_size
     model.experts.groups: moe_router_num_groups
     model.experts.active_groups: moe_router_group_topk
     model.experts.capacity: moe_expert_capacity_factor

@@ -50,7 +50,7 @@ READ: Mapping[type, str] = {
         use_precision_aware_optimizer profile deterministic_mode reset_position_ids
         reset_attention_mask use_checkpoint_args no_position_embedding
         moe_router_pre_softmax moe_router_enable_expert_bias moe_router_force_load_balancing
-        moe_apply_probs_on_input moe_use_upcycling
+        moe_apply_probs_on_input moe_use_upcycling moe_shared_expert_gate
     """,
     list: 'data_path recompute_modules',
 }
@@ -214,7 +214,7 @@ NO_MEANING: Mapping[str, str] = {
     'without --data-path, data.corpus names the corpus': 'mock_data',
     'jax decides how steps are split between processes': 'data_sharding no_data_sharding',
     UNREAD: """
-        moe_shared_expert_gate moe_upcycling_granularity moe_router_quantile_balancing_ema
+        moe_upcycling_granularity moe_router_quantile_balancing_ema
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
         sgd_momentum short_seq_prob use_tokenizer_from_checkpoint_args
         muon_momentum muon_no_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec
