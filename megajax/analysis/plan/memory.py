@@ -204,7 +204,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             gathered_weights=in_passes + _weights_of_layer(sizes),
             gradients=summed + table + _of_layers(sizes, in_layers),
             activations=sizes.kept,
-            workspace=_buffers_of_layer(sizes) + kept_free + copies + _of_adapters(sizes),
+            workspace=_buffers_of_layer(sizes) + kept_free + copies + sizes.of_adapters,
         ),
         'embedding': Held(
             gathered_weights=0 if is_ahead else in_passes,
@@ -263,18 +263,6 @@ def _weights_of_layer(sizes: Sizes) -> int:
 def _buffers_of_layer(sizes: Sizes) -> int:
     recomputed = sizes.kept_by_layer if sizes.config.train.recompute == 'full' else 0
     return recomputed + sizes.buffers_of_layer + sizes.of_period
-
-
-def _of_adapters(sizes: Sizes) -> int:
-    """Return the bytes that adapters add in the layers.
-
-    They are the output of the largest adapter before it is added and, with several microbatches,
-    the transposed head, which is frozen, so XLA makes it once for all of them.
-    """
-    if sizes.config.lora is None:
-        return 0
-    is_made_once = sizes.config.train.microbatches > 1
-    return sizes.up + (sizes.itemsize * sizes.table if is_made_once else 0)
 
 
 def _transposed(sizes: Sizes) -> int:

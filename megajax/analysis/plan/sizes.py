@@ -207,6 +207,19 @@ class Sizes:
         return max(mlp, self.up + outputs + heads + scores + 3 * self.whole)
 
     @property
+    def of_adapters(self) -> int:
+        """Return the bytes that adapters add in the layers.
+
+        They are the output of the largest adapter before it is added and, with several
+        microbatches, the transposed head, which is frozen, so XLA makes it once for all of them.
+        Pipeline stages read the head as it is stored.
+        """
+        if self.config.lora is None:
+            return 0
+        is_made_once = self.config.train.microbatches > 1 and self.config.mesh.stages == 1
+        return self.up + (self.itemsize * self.table if is_made_once else 0)
+
+    @property
     def of_period(self) -> int:
         """Return the bytes that a loop over periods of a pattern needs beyond a loop over layers.
 

@@ -24,13 +24,14 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     the head in both layouts outlives it.
     """
     mesh, recompute = sizes.config.mesh, sizes.config.train.recompute
-    of_chunk = FLOAT32 * (sizes.parameters - sizes.tables) // mesh.virtual_stages
+    tables = sizes.learned_tables * sizes.table
+    of_chunk = FLOAT32 * (sizes.learned - tables) // mesh.virtual_stages
     live = sizes.chunk_layers * sizes.kept_by_layer
     again = 0
     is_ring = mesh.context > 1 and mesh.context_exchange == 'ring'
     if early and mesh.stages * mesh.virtual_stages == 2 and not is_ring:
         again = of_chunk + (live // 2 if recompute == 'full' else 0)
-    sums, table = FLOAT32 * sizes.parameters, FLOAT32 * sizes.table
+    sums, table = FLOAT32 * sizes.learned, FLOAT32 * sizes.table if sizes.learned_tables else 0
     slots = kept_in_slots(sizes)
     chunks, logits, dlogits = sizes.logits
     added, transposed = (table, table) if chunks > 1 else (0, 0)
@@ -52,6 +53,7 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             + sizes.of_period
             + sizes.chunk_layers * _copied(sizes)
             + again
+            + sizes.of_adapters
             + (transposed + cast if chunks > 1 else 0),
         ),
     }
@@ -95,6 +97,7 @@ def _weights_of_chunk(sizes: Sizes) -> int:
     chunks, train = sizes.config.mesh.virtual_stages, sizes.config.train
     if chunks == 1:
         return 0
-    size = FLOAT32 if sizes.config.optim.shard == 'none' else sizes.itemsize
+    in_fp32 = sizes.config.optim.shard == 'none' and sizes.config.lora is None
+    size = FLOAT32 if in_fp32 else sizes.itemsize
     of_chunk = size * (sizes.parameters - sizes.tables) // chunks
     return of_chunk + (of_chunk * 2 // 5 if train.recompute == 'full' else 0)

@@ -179,11 +179,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'layers have no FP8 scales',
     },
     'lora': {
-        'mesh.stages': 'LoRA does not support pipeline parallelism: adapters are too small to be '
-        'worth splitting; use mesh.stages=1 (mesh.model and optim.shard=weights split the frozen '
-        'weights), or no lora',
-        'mesh.context': 'LoRA does not support context parallelism: the gradients of adapters are '
-        'not summed over context shards',
         'mesh.model_rows': 'LoRA does not support 2-D tensor parallelism, which shards both dims '
         'of a weight; an adapter has only one of them',
         FP8: 'LoRA does not support fp8: the matmuls of adapters have no FP8 scales',

@@ -72,7 +72,8 @@ def over_data(
     every = counts or _counts(config, learned=False)
     learned = learned or counts or _counts(config, learned=True)
     if config.optim.shard == 'none':
-        yield group.sum_replicated(learned.all)
+        if learned.all:
+            yield group.sum_replicated(learned.all)
         return
     yield from group.gathers(every)
     yield from group.scatters(learned)

@@ -8,6 +8,7 @@ looks up the embedding, and all of them share the head.
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 
 from megajax.core.config import Config
 from megajax.core.counts.collective import (
@@ -103,22 +104,25 @@ def gradients_of_stages(config: Config) -> Iterator[Expected]:
     others = {name.split('.')[0] for name, _ in parameters(model)} - {'layers', *FIRST}
     last = (*others, *(('embedding',) if model.tie_embeddings else ()))
     for of_experts, axes in groups(config):
-        layers = megatron_counts(
-            model,
-            mesh.model,
-            mesh.stages,
-            ('layers',),
-            experts=mesh.experts,
-            of_experts=of_experts,
+        layers, learned = (
+            megatron_counts(
+                model,
+                mesh.model,
+                mesh.stages,
+                ('layers',),
+                learned=only,
+                experts=mesh.experts,
+                of_experts=of_experts,
+            )
+            for only in (False, True)
         )
-        yield from over_data(config, layers, axes)
-    ends = (
-        megatron_counts(model, mesh.model, mesh.stages, tuple(sorted(modules)))
-        for modules in (FIRST, last)
-    )
-    for sent in over_data(config, max(ends, key=lambda counts: counts.all)):
+        yield from over_data(config, layers, axes, learned=learned)
+    of_end = partial(megatron_counts, model, mesh.model, mesh.stages)
+    ends = (tuple(sorted(modules)) for modules in (FIRST, last))
+    end = max(ends, key=lambda modules: of_end(modules).all)
+    for sent in over_data(config, of_end(end), learned=of_end(end, learned=True)):
         yield dataclasses.replace(sent, site=_with_stages(config, sent.site))
-    if model.tie_embeddings:
+    if model.tie_embeddings and not model.is_decoder_frozen:
         table = megatron_counts(model, mesh.model, 1, ('embedding',)).all
         yield Expected(
             site=_with_stages(config, Site('gradients', 'step', axes_text(config, *SHARDS))),
@@ -133,16 +137,20 @@ def gradients_of_stages(config: Config) -> Iterator[Expected]:
 def gradients_of_lockstep_stages(config: Config) -> Iterator[Expected]:
     """Yield data parallelism's collectives; all stages have the parameters outside the layers."""
     for of_experts, axes in groups(config):
-        layers = own_counts(config, ('layers',), of_experts=of_experts)
-        yield from over_data(config, layers, axes)
-    for sent in over_data(config, outside_counts(config), ('stage', *SHARDS)):
+        layers, learned = (
+            own_counts(config, ('layers',), learned=only, of_experts=of_experts)
+            for only in (False, True)
+        )
+        yield from over_data(config, layers, axes, learned=learned)
+    outside, learned = (outside_counts(config, learned=only) for only in (False, True))
+    for sent in over_data(config, outside, ('stage', *SHARDS), learned=learned):
         yield dataclasses.replace(sent, source='all stages have what is outside the layers')
 
 
-def outside_counts(config: Config) -> Counts:
-    """Count the parameters of a device that are not of the layers."""
+def outside_counts(config: Config, *, learned: bool = False) -> Counts:
+    """Count the parameters of a device that are not of the layers; `learned` as in `count`."""
     modules = {name.split('.')[0] for name, _ in parameters(config.model)} - {'layers'}
-    return own_counts(config, tuple(sorted(modules)))
+    return own_counts(config, tuple(sorted(modules)), learned=learned)
 
 
 def _with_stages(config: Config, site: Site) -> Site:

@@ -36,16 +36,23 @@ def of_activations(found: Inspection) -> dict[tuple[str, str], list[tuple[str, i
 
 
 def gradient_bytes(config: Config, axis: str) -> float:
-    """The ring all-reduce of all adapters over `data`, or of their replicated halves."""
-    sizes, count = dim_sizes(config.model), getattr(config.mesh, axis)
+    """The ring all-reduce of a stage's adapters over its shards, or of their replicated halves."""
+    sizes, mesh = dim_sizes(config.model), config.mesh
+    count = mesh.model if axis == 'model' else mesh.data * mesh.context
 
     def sent(x: Parameter) -> int:
         shared = axis == 'model' or x.summed
-        return elements(x.dims, sizes) // (1 if shared else config.mesh.model)
+        return elements(x.dims, sizes, {'L': mesh.stages}) // (1 if shared else mesh.model)
 
     adapters = [x for _, x in parameters(config.model) if not x.is_frozen]
-    summed = [x for x in adapters if axis == 'data' or x.summed]
+    summed = [x for x in adapters if axis != 'model' or x.summed]
     return 2 * (count - 1) / count * 4 * sum(map(sent, summed))
+
+
+def axes_of(config: Config) -> list[str]:
+    """The axes over which gradients are summed; stages have different adapters."""
+    shards = [name for name in ('data', 'context') if getattr(config.mesh, name) > 1]
+    return ['+'.join(shards), 'model']
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,8 @@ def gradient_bytes(config: Config, axis: str) -> float:
         slow(case('llama', 2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
         exhaustive(case('gpt', 2, 4, optim={'shard': 'gradients'}, **TWICE)),
         exhaustive(case('gpt', 4, 2, mesh={'replicas': 2}, optim={'shard': 'optimizer'})),
+        slow(case('llama', 2, 2, **SP, mesh={'stages': 2}, train={'microbatches': 4})),
+        exhaustive(case('llama', 2, 2, **SP, mesh={'context': 2})),
     ],
 )
 def test_activations_send_what_they_send_without_and_the_gradients_are_summed_once(
@@ -71,6 +80,5 @@ def test_activations_send_what_they_send_without_and_the_gradients_are_summed_on
     assert found.products.ratio == pytest.approx(1, abs=0.01)
     if config.optim.shard != 'none':  # sums in each microbatch, or to shards, are rows of their own
         return
-    for axis in ('data', 'model'):
-        rows = [row for row in found.rows if (row.site, row.axis) == ('gradients', axis)]
-        assert sum(row.wire_bytes for row in rows) == pytest.approx(gradient_bytes(config, axis))
+    sent = {row.axis: row.wire_bytes for row in found.rows if row.site == 'gradients'}
+    assert sent == {axis: pytest.approx(gradient_bytes(config, axis)) for axis in axes_of(config)}

@@ -1,6 +1,7 @@
 """What stages send, against the closed formulas of a schedule, in Megatron's and in lock step."""
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import pytest
 
@@ -9,7 +10,7 @@ from megajax.core.config import Config
 from megajax.core.counts.collective import Expected
 from megajax.core.counts.flops import step_flops
 from megajax.core.counts.megatron import expected, stated
-from megajax.core.counts.parameters import num_parameters
+from megajax.core.counts.parameters import dim_sizes, elements, num_parameters, parameters
 from megajax.core.counts.products import products
 from megajax.core.counts.runs import num_passes
 from megajax.core.counts.schedule import make_schedule
@@ -81,6 +82,21 @@ def test_layers_send_over_model_once_a_microbatch_and_here_in_each_tick() -> Non
     for kind, (times, _) in alone.items():
         assert theirs[kind][0] == times / 4
         assert ours[kind][0] == times / 4 * 19 / 16
+
+
+@pytest.mark.parametrize('count', [expected, stated])
+@pytest.mark.parametrize('tied', ['true', 'false'])
+def test_of_a_stage_with_adapters_only_their_gradients_are_summed(
+    count: Callable[[Config], list[Expected]], tied: str
+) -> None:
+    loaded = config('lora.rank=16', f'model.tie_embeddings={tied}')
+    found = [one for one in count(loaded) if one.site.name == 'gradients']
+    assert {one.site.axis for one in found} == {'data', 'model'}
+    (of_data,) = (one for one in found if one.site.axis == 'data')
+    adapters = [x for _, x in parameters(loaded.model) if x.is_adapter]
+    shards = {'L': 4} | dict.fromkeys('FNK', 8)
+    sizes = dim_sizes(loaded.model)
+    assert of_data.array.shape == (sum(elements(x.dims, sizes, shards) for x in adapters),)
 
 
 def test_a_tied_table_is_summed_over_its_two_ranks_and_an_untied_one_is_not() -> None:

@@ -6,7 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import assert_close, exhaustive, gather, make_batch, make_config, on_mesh, slow
+from support import (
+    assert_close,
+    exhaustive,
+    gather,
+    in_layer_order,
+    make_batch,
+    make_config,
+    on_mesh,
+    slow,
+)
 from support import random_params as random_of
 
 from megajax.core.config import Config
@@ -15,6 +24,12 @@ from megajax.core.train.gradients import make_loss_and_gradients
 
 LORA = {'rank': 4, 'alpha': 6.0}
 SCALE = 1.5
+SP = {'sequence_parallel': True}
+INTERLEAVED = {
+    'mesh': {'stages': 2, 'virtual_stages': 2},
+    'model': {'num_layers': 4},
+    'train': {'microbatches': 4},
+}
 Arrays = dict[str, np.ndarray]
 
 
@@ -30,17 +45,18 @@ def loss_and_gradients(config: Config) -> tuple[float, Arrays]:
         (loss, _), found = jax.jit(make_loss_and_gradients(config))(
             params, batch, jax.random.key(0)
         )
-        return float(loss), gather(found)
+        return float(loss), in_layer_order(gather(found), config)
 
 
 @functools.cache
-def of_merged_weights(name: str) -> tuple[float, Arrays]:
+def of_merged_weights(name: str, num_layers: int) -> tuple[float, Arrays]:
     """The loss and the gradients of one device whose weights have their adapters added.
 
     Those of A and B follow from those of the weight W + s A B, by the chain rule.
     """
-    config = with_adapters(name)
-    plain = make_config(name)
+    config, plain = (
+        make(name, model={'num_layers': num_layers}) for make in (with_adapters, make_config)
+    )
     with on_mesh(config):
         arrays = gather(random_of(config, std=0.05))
     merged = merge(arrays)
@@ -106,6 +122,23 @@ def chain(arrays: Arrays, dense: Arrays, linear: str) -> tuple[np.ndarray, np.nd
         slow('llama', 2, 2, {'optim': {'shard': 'gradients'}, 'train': {'microbatches': 2}}),
         exhaustive('llama', 2, 2, {'optim': {'shard': 'optimizer'}}),
         slow('windows', 2, 2, {'optim': {'shard': 'weights'}, 'sequence_parallel': True}),
+        slow('llama', 2, 2, {'mesh': {'stages': 2}, **SP, 'train': {'microbatches': 4}}),
+        exhaustive('gpt', 1, 2, INTERLEAVED),
+        exhaustive(
+            'llama',
+            *(2, 1),
+            {
+                **{'mesh': {'stages': 4}, 'model': {'num_layers': 4}},
+                **{'optim': {'shard': 'optimizer'}},
+                **{'train': {'microbatches': 4, 'recompute': 'full'}},
+            },
+        ),
+        slow(
+            'llama', 1, 2, {'mesh': {'context': 2, 'stages': 2}, **SP, 'train': {'microbatches': 2}}
+        ),
+        exhaustive('llama', 2, 1, {'mesh': {'context': 4}, 'optim': {'shard': 'weights'}}),
+        exhaustive('llama', 2, 2, {'mesh': {'context': 2, 'context_exchange': 'ring'}, **SP}),
+        exhaustive('windows', 2, 2, {'mesh': {'context': 2}, 'optim': {'shard': 'gradients'}}),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_merged_weights(
@@ -113,6 +146,6 @@ def test_loss_and_gradients_are_those_of_the_merged_weights(
 ) -> None:
     config = with_adapters(name, data, model, **sections)
     loss, found = loss_and_gradients(config)
-    expected_loss, expected = of_merged_weights(name)
+    expected_loss, expected = of_merged_weights(name, config.model.num_layers)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert_close(found, expected, 1e-5)

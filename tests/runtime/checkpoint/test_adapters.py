@@ -8,7 +8,16 @@ import numpy as np
 import optax
 import pytest
 from checkpoints import make_state, tiny
-from support import assert_close, by_name, gather, make_batch, on_mesh, relative_error, slow
+from support import (
+    assert_close,
+    by_name,
+    gather,
+    in_layer_order,
+    make_batch,
+    on_mesh,
+    relative_error,
+    slow,
+)
 
 from megajax.core.config import Config, ConfigError, LoraConfig, dump
 from megajax.core.train.feed import place_batch
@@ -80,6 +89,21 @@ def test_they_are_the_same_bits_on_any_mesh(tuned: Path, data: int, model: int, 
     assert {str(x.dtype) for name, x in actual.items() if 'norm' in name} == {'float32'}
     assert actual['layers.mlp.up.weight'].dtype == 'bfloat16'
     assert actual['layers.mlp.up.adapter.A'].dtype == 'float32'
+
+
+def test_stages_and_context_shards_store_them_in_the_order_of_the_model(tmp_path: Path) -> None:
+    model = {'num_layers': 4}
+    mesh = {'stages': 2, 'virtual_stages': 2, 'context': 2}
+    train = {**IN_BF16['train'], 'microbatches': 2}
+    staged = adapted(1, 2, model=model, mesh=mesh, train=train)
+    tuned = save(tmp_path / 'tuned', staged, 3)
+    expected = in_layer_order(read(tuned, staged), staged)
+    for name, x in read(tuned, adapted(1, 1, model=model)).items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
+    assert_close(read(tuned, tiny(1, 1, model=model)), merged(expected), 1e-6)
+    opened = open_model(tuned, ['train.dtype=float32'])
+    with jax.set_mesh(opened.mesh):
+        assert_close(gather(opened.params), merged(expected), 1e-6)
 
 
 @pytest.mark.parametrize('model', [slow(1), 4])
