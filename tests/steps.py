@@ -14,6 +14,7 @@ from support import (
     make_config,
     on_mesh,
     pack,
+    pack_at_random,
     random_params,
     random_state,
 )
@@ -62,6 +63,7 @@ class Setting(NamedTuple):
     seq_len: int = 16
     rows: int | None = None  # of the batch; as many as data shards and microbatches divide
     plain: bool = False  # without dropout and document masks
+    cut: bool = False  # into documents, anywhere
 
     @property
     def config(self) -> Config:
@@ -123,6 +125,8 @@ class Setting(NamedTuple):
 def batch_of(setting: Setting, seed: int = 0) -> dict[str, jax.Array]:
     """A batch on the current mesh; those of `llama` have document masks, unless it is plain."""
     batch = make_batch(setting.config, seed=seed)
+    if setting.cut:
+        return place_batch(pack_at_random(batch, seed))
     is_packed = setting.name == 'llama' and not setting.plain
     return place_batch(pack(batch, [5, 11]) if is_packed else batch)
 

@@ -257,6 +257,19 @@ def pack(batch: dict[str, np.ndarray], lengths: list[int]) -> dict[str, np.ndarr
     }
 
 
+def pack_at_random(batch: dict[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:
+    """The batch with each row cut anywhere: into documents of one token, into longer ones, or not
+    at all.
+    """
+    random, (rows, length) = np.random.default_rng(seed), batch['tokens'].shape
+    starts = random.random((rows, length)) < random.permutation(np.linspace(0, 1, rows))[:, None]
+    starts[:, 0] = False
+    place = np.arange(length)
+    first = np.maximum.accumulate(np.where(starts, place, 0), axis=1)
+    whole = {'segment_ids': np.cumsum(starts, axis=1), 'positions': place - first}
+    return batch | {name: x.astype(np.int32) for name, x in whole.items()}
+
+
 def abstract_state(config: Config) -> TrainState:
     """The shapes of a state and its places on the current mesh."""
     return _abstract_state(config, jax.sharding.get_mesh())

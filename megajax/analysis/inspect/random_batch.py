@@ -18,7 +18,7 @@ def make_batch(config: Config) -> dict[str, np.ndarray]:
     counts = random.random((rows, length)) < np.linspace(0.2, 1, rows)[:, None]
     batch = {'tokens': token[:, :-1], 'labels': token[:, 1:], 'loss_mask': counts}
     if config.data.document_mask:
-        document = length // 2 + 1
+        document = length // (np.arange(rows)[:, None] ** 2 + 2) + 1  # down to one token
         batch |= {'segment_ids': position // document, 'positions': position % document}
     if config.model.is_bert:
         padding = position >= length - np.arange(rows)[:, None]

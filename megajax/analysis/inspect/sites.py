@@ -26,7 +26,7 @@ SCOPES = (
     *(*SUBLAYERS, 'experts', 'head', 'loss', 'norm'),
 )
 ORDER = (
-    *('parameters', 'stage', 'relevance', 'vision', 'embedding'),
+    *('parameters', 'documents', 'stage', 'relevance', 'vision', 'embedding'),
     *('attention', 'qk_norm', 'cross_attention', 'mlp', 'experts', 'norm', 'head', 'loss'),
     *('gradients', 'optimizer', 'metrics'),
 )
@@ -49,6 +49,8 @@ def site_of(collective: Collective, config: Config) -> Site:
         return site
     if _has_keys(collective, config):
         return Site('attention', phase_of(op_name), axis)
+    if collective.axes == ('context',) and collective.operand.dtype == 's32':
+        return Site('documents', 'step', axis)
     if scope == 'experts' and _has_tokens(collective):
         return Site(scope, phase_of(op_name), axis)
     if (site := _over_data(collective, words, config)) is not None:

@@ -125,10 +125,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'shards the sequences of a microbatch inside attention; '
         'use mesh.model_rows=1, or mesh.context=1',
     },
-    'data.document_mask=true': {
-        'mesh.context': 'context parallelism does not support document masks: key blocks from '
-        'other shards carry no document ids; use data.document_mask=false, or mesh.context=1',
-    },
     'model.dropout': {
         'mesh.context': 'context parallelism does not support dropout, whose masks are drawn for '
         f'entire sequences; use {NO_DROPOUT}, or mesh.context=1',

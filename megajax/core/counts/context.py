@@ -4,6 +4,9 @@ Megatron leaves this to TransformerEngine, whose backward pass sums the gradient
 in the compute dtype. megajax sums them in fp32, and with a ring the sums make one more hop, back to
 their own shard. In layers with a sliding window, megajax sends the ends of chunks to the neighbors.
 TransformerEngine gathers all keys and values: its ring rejects windows.
+
+With document masks each step gathers the ids of all documents once. Megatron has the lengths of
+documents on every rank.
 """
 
 from collections.abc import Iterator
@@ -31,6 +34,7 @@ SOURCES = {
 }
 IN_FP32 = 'gradients of keys and values are summed in fp32'
 ENDS = 'a window needs the ends of the neighboring chunks only'
+DOCUMENTS = 'each shard needs the position of the first token of its documents'
 
 
 def over_context(config: Config, layers: int) -> Iterator[Expected]:
@@ -52,6 +56,19 @@ def own_over_context(config: Config, layers: int) -> Iterator[Expected]:
     """Yield the collectives of `core/model/context.py` and `context_halo.py`."""
     yield from of_full_layers(config, layers)
     yield from halos(config, layers)
+
+
+def of_documents(config: Config) -> Iterator[Expected]:
+    """Yield the all-gather of a step's document ids, `first_tokens` of `core/model/documents.py`.
+
+    Context shards have the ids of their tokens.
+    """
+    if config.mesh.context == 1 or not config.data.document_mask:
+        return
+    rows = config.microbatch_rows * config.train.microbatches
+    ids = Array('s32', (rows, config.train.seq_len))
+    site = Site('documents', 'step', 'context')
+    yield Expected.over(config, site, GATHER, ids, 1, DOCUMENTS)
 
 
 def of_full_layers(config: Config, layers: int) -> Iterator[Expected]:

@@ -21,7 +21,7 @@ from megajax.core.counts.collective import (
     axes_text,
     passes,
 )
-from megajax.core.counts.context import over_context, own_over_context
+from megajax.core.counts.context import of_documents, over_context, own_over_context
 from megajax.core.counts.cross_attention import cross_layers
 from megajax.core.counts.data_parallel import over_data
 from megajax.core.counts.experts import over_experts
@@ -73,11 +73,11 @@ def expected(config: Config) -> list[Expected]:
 def stated(config: Config) -> list[Expected]:
     """Return what a step sends at most, where Megatron differs.
 
-    The difference is the price of one program for all stages (`stages.py`), of sums in fp32
-    (`context.py`), and of shards that are no whole matrices (`muon.py`). A vision encoder has
-    entirely different collectives (`vision.py`).
+    The difference is the price of one program for all stages (`stages.py`), of sums in fp32 and
+    document ids (`context.py`), and of shards that are no whole matrices (`muon.py`). A vision
+    encoder has entirely different collectives (`vision.py`).
     """
-    return [*_stated_in_passes(config), *exchanges(config)]
+    return [*_stated_in_passes(config), *of_documents(config), *exchanges(config)]
 
 
 def _stated_in_passes(config: Config) -> list[Expected]:

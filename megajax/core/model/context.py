@@ -5,6 +5,10 @@ shard: all at once after an all-gather (as in Llama 3, 2024), or one shard at a 
 a ring (Liu et al., 2023). Blocks are merged by their log-sum-exp. Whatever shard the keys come
 from, half of the scores between the two chunks of queries and of keys are needed, and only that
 half is computed.
+
+With documents, attention to a shard's own keys has a mask. Of the keys of other shards, a chunk of
+queries sees at most one document (`documents.py`), so a number of queries and of keys takes the
+place of a mask. The kernels count keys from the first one, so chunks of keys are reversed.
 """
 
 import functools
@@ -14,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.core.model.kernels import KERNELS, Kernel
+from megajax.core.model.documents import shared
+from megajax.core.model.kernels import KERNELS, Kernel, Lengths, same_document
 from megajax.core.model.passes import Passes, attend_by
 from megajax.core.model.per_device import Specs, per_device
 from megajax.core.parallel.layout import CONTEXT, UNSHARDED
@@ -30,13 +35,16 @@ def attend_across(
     kernel: str,
     scale: float,
     sinks_N: jax.Array | None = None,
+    first_RS: jax.Array | None = None,
 ) -> jax.Array:
     """Attention o_RSNH of a shard's tokens on all tokens of their sequences up to them.
 
-    `exchange` is `gather` or `ring`, `kernel` a key of KERNELS. To be mapped over context shards.
+    `exchange` is `gather` or `ring`, `kernel` a key of KERNELS. With `first_RS`, the position of
+    the first token of each token's document, attention stays within documents. To be mapped over
+    context shards.
     """
     passes = _passes(exchange, kernel, scale)
-    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, None, sinks_N)
+    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, first_RS, sinks_N)
 
 
 @functools.cache
@@ -52,27 +60,41 @@ def _passes(exchange: str, kernel: str, scale: float) -> Passes:
     def placed_as_output(specs: Specs) -> Specs:
         return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-')
 
+    def alone(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return passes.forward(*arrays[:3], True, *map(same_document, arrays[3:]))
+
+    def gradients_alone(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return passes.backward(*arrays[:6], True, *map(same_document, arrays[6:]))
+
     return Passes(
-        per_device(attend, placed_as_output, lambda *arrays: passes.forward(*arrays, True)),
-        per_device(
-            gradients, lambda specs: specs[:3], lambda *arrays: passes.backward(*arrays, True)
-        ),
+        per_device(attend, placed_as_output, alone),
+        per_device(gradients, lambda specs: specs[:3], gradients_alone),
     )
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, kernel: Kernel, ring: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *first_RS: jax.Array,
+    kernel: Kernel,
+    ring: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Return o [R, S, N, H] and the log-sum-exp [R, N, S] in fp32 of a device's tokens."""
     rows, rank, shards = len(q), lax.axis_index(CONTEXT), lax.axis_size(CONTEXT)
-    o, lse = kernel.forward(q, k, v, True)
+    documents = _Documents(*first_RS)
+    o, lse = kernel.forward(q, k, v, True, documents.mask)
     first, second = zip(_halves(o.astype(jnp.float32), 1), _halves(lse, 2), strict=True)
-    keys, done = _Keys(k, v, ring), [lse]
+    keys, done = _Keys(*map(documents.turned, (k, v)), ring), [lse]
     for step in range(1, shards):
         k_2, v_2 = keys.of(step, done)
         is_earlier = step <= rank  # these keys come from a shard of a lower index
         o_2, lse_2 = kernel.forward(
-            _both(q, is_earlier), _of_keys(k_2, is_earlier), _of_keys(v_2, is_earlier), False
+            _both(q, is_earlier),
+            _of_keys(k_2, is_earlier),
+            _of_keys(v_2, is_earlier),
+            False,
+            lengths=documents.lengths(step),
         )
         done.append(lse_2)
         # The second half of the rows is of the first chunk of queries or of the second.
@@ -91,13 +113,15 @@ def _gradients(
     o: jax.Array,
     lse: jax.Array,
     do: jax.Array,
-    *,
+    *first_RS: jax.Array,
     kernel: Kernel,
     ring: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return dq, dk and dv of a device's tokens."""
     rows, rank, shards = len(q), lax.axis_index(CONTEXT), lax.axis_size(CONTEXT)
-    dq, dk, dv = kernel.backward(q, k, v, o, lse, do, True)
+    documents = _Documents(*first_RS)
+    dq, dk, dv = kernel.backward(q, k, v, o, lse, do, True, documents.mask)
+    k, v, dk, dv = map(documents.turned, (k, v, dk, dv))
     keys, sums, done = _Keys(k, v, ring), _Sums(dk, dv, ring), [dq]
     dq = dq.astype(jnp.float32)
     for step in range(1, shards):
@@ -115,6 +139,7 @@ def _gradients(
                 _by_head(lse_2),
                 do_2,
                 False,
+                lengths=documents.lengths(step),
             )
         )
         done.append(dq_2)
@@ -122,7 +147,33 @@ def _gradients(
         zero = jnp.zeros_like(dk_2[:rows])
         dk_2, dv_2 = (_to_chunks(x[:rows], zero, x[rows:], is_earlier) for x in (dk_2, dv_2))
         sums.add(step, dk_2, dv_2)
-    return dq.astype(q.dtype), *sums.collect()
+    return dq.astype(q.dtype), *map(documents.turned, sums.collect())
+
+
+class _Documents:
+    """The documents of a shard's tokens, if attention stays within documents."""
+
+    def __init__(self, first_RS: jax.Array | None = None):
+        self._first_RS = first_RS
+        self.mask = None if first_RS is None else same_document(first_RS)
+
+    def turned(self, x_RSKH: jax.Array) -> jax.Array:
+        """Return keys with each of their two chunks in reverse, or their gradients."""
+        if self._first_RS is None:
+            return x_RSKH
+        return jnp.concatenate([jnp.flip(chunk, 1) for chunk in _halves(x_RSKH, 1)], axis=1)
+
+    def lengths(self, step: int) -> Lengths | None:
+        """Return the lengths of the rows of `_both` and `_of_keys` for this step."""
+        if self._first_RS is None:
+            return None
+        rank, shards = lax.axis_index(CONTEXT), lax.axis_size(CONTEXT)
+        rows, chunk = len(self._first_RS), self._first_RS.shape[1] // 2
+        shard, is_earlier = (rank - step) % shards, step <= rank
+        # The positions at which the chunks of keys end.
+        first, second = (shard + 1) * chunk, (2 * shards - shard) * chunk
+        stop_R = jnp.repeat(jnp.stack([first, jnp.where(is_earlier, first, second)]), rows)
+        return shared(_both(self._first_RS, is_earlier), stop_R, chunk)
 
 
 class _Keys:

@@ -7,6 +7,8 @@ last keys and values of its two chunks to its neighbors, one to each: a halo exc
 
 A block of queries attends to its own keys and to the halo before it, and both are merged by their
 log-sum-exp. Query i sees the keys after i of the halo, so both are reversed for a causal kernel.
+With documents, attention to a block's own keys has a mask, and the halo only counts with its last
+keys that are of the first query's document (`documents.py`).
 """
 
 import functools
@@ -17,10 +19,12 @@ from jax import lax
 
 from megajax.core.counts.windows import block_in_chunk
 from megajax.core.model.context import merge
-from megajax.core.model.kernels import KERNELS, Kernel
+from megajax.core.model.documents import shared
+from megajax.core.model.kernels import KERNELS, Kernel, Lengths, same_document
 from megajax.core.model.passes import Passes, attend_by
 from megajax.core.model.per_device import Specs, per_device
 from megajax.core.parallel.layout import CONTEXT, UNSHARDED
+from megajax.core.parallel.zigzag import position_at
 
 HIDDEN = 1e30  # a log-sum-exp that gives every weight of its query the value 0
 
@@ -33,14 +37,16 @@ def attend_in_window(
     kernel: str,
     scale: float,
     sinks_N: jax.Array | None = None,
+    first_RS: jax.Array | None = None,
 ) -> jax.Array:
     """Attention o_RSNH of a shard's tokens on the last `window` tokens of their sequences.
 
     `kernel` is a key of KERNELS. The halos are saved for the backward pass, which sends their
-    gradients alone. To be mapped over context shards.
+    gradients alone. With `first_RS`, the position of the first token of each token's document,
+    attention stays within documents. To be mapped over context shards.
     """
     passes = _passes(window, kernel, scale)
-    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, None, sinks_N)
+    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, first_RS, sinks_N)
 
 
 @functools.cache
@@ -55,14 +61,16 @@ def _passes(window: int, kernel: str, scale: float) -> Passes:
         return _gradients(*arrays, window=window, kernel=passes, is_flash=is_flash)
 
     def alone(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        halos = (x[:, : 2 * window] for x in arrays[1:])
-        return *passes.forward(*arrays, True, window=window), *halos
+        halos = (x[:, : 2 * window] for x in arrays[1:3])
+        masks = map(same_document, arrays[3:])
+        return *passes.forward(*arrays[:3], True, *masks, window=window), *halos
 
     def gradients_alone(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return passes.backward(*arrays[:5], arrays[-1], True, window=window)
+        masks = map(same_document, arrays[8:])
+        return passes.backward(*arrays[:5], arrays[7], True, *masks, window=window)
 
     def placed_as_output(specs: Specs) -> Specs:
-        return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-'), *specs[1:]
+        return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-'), *specs[1:3]
 
     return Passes(
         per_device(attend, placed_as_output, alone),
@@ -77,11 +85,15 @@ class _Blocks:
     grow linearly with the sequence.
     """
 
-    def __init__(self, q: jax.Array, window: int, is_flash: bool):
+    def __init__(
+        self, q: jax.Array, window: int, is_flash: bool, first_RS: jax.Array | None = None
+    ):
         self.window, self._sequences, self._tokens = window, *q.shape[:2]
         self.length = block_in_chunk(window, self._tokens // 2, flash=is_flash)
         # A window of a whole block is plain causal attention.
         self.own_window = window if window < self.length else None
+        self._first = None if first_RS is None else self.of(first_RS)
+        self.mask = None if self._first is None else same_document(self._first)
 
     def of(self, x: jax.Array) -> jax.Array:
         """Return an array of tokens [sequence, token, ...] as [block, token, ...]."""
@@ -112,19 +124,45 @@ class _Blocks:
         first = jnp.arange(count) == 0
         exists = jnp.tile(~(first & (lax.axis_index(CONTEXT) == 0)), self._sequences)
         sees = jnp.arange(self.window) < self.window - 1
-        return exists[:, None, None] & sees[None, None, :]
+        visible = exists[:, None, None] & sees[None, None, :]
+        if self._first is None:
+            return visible
+        return visible & (self._first[:, : self.window] < self._starts()[:, None])[:, None]
+
+    def lengths(self) -> Lengths | None:
+        """Return the numbers of reversed queries and of reversed keys of each block's halo."""
+        if self._first is None:
+            return None
+        _, keys = shared(self._first, self._starts(), self.window)
+        return jnp.full_like(keys, self.window), keys
+
+    def _starts(self) -> jax.Array:
+        """Return the position at which each block starts."""
+        count = self._tokens // self.length
+        place = lax.axis_index(CONTEXT) * self._tokens + jnp.arange(count) * self.length
+        shards = lax.axis_size(CONTEXT)
+        return jnp.tile(position_at(place, shards * self._tokens, shards), self._sequences)
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, window: int, kernel: Kernel, is_flash: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *first_RS: jax.Array,
+    window: int,
+    kernel: Kernel,
+    is_flash: bool,
 ) -> tuple[jax.Array, ...]:
     """Return o, the log-sum-exp [R, N, S] in fp32, and the halos of a device's two chunks."""
-    blocks = _Blocks(q, window, is_flash)
+    blocks = _Blocks(q, window, is_flash, *first_RS)
     received = _exchange(k, window), _exchange(v, window)
     halos = (blocks.halos(x, halo) for x, halo in zip((k, v), received, strict=True))
     of_blocks = q_own, *_ = [blocks.of(x) for x in (q, k, v)]
-    o, lse = kernel.forward(*of_blocks, True, window=blocks.own_window)
-    o_2, lse_2 = kernel.forward(_turned(q_own[:, :window]), *(jnp.flip(x, 1) for x in halos), True)
+    o, lse = kernel.forward(*of_blocks, True, blocks.mask, window=blocks.own_window)
+    reversed_halos = (jnp.flip(x, 1) for x in halos)
+    o_2, lse_2 = kernel.forward(
+        _turned(q_own[:, :window]), *reversed_halos, True, lengths=blocks.lengths()
+    )
     lse_2 = jnp.where(blocks.visible(), _turned(lse_2, 2), -jnp.inf)
     own = o[:, :window].astype(jnp.float32), lse[:, :, :window]
     o_1, lse_1 = merge(own, (_turned(o_2), lse_2))
@@ -143,13 +181,13 @@ def _gradients(
     k_halo: jax.Array,
     v_halo: jax.Array,
     do: jax.Array,
-    *,
+    *first_RS: jax.Array,
     window: int,
     kernel: Kernel,
     is_flash: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return dq, dk and dv of a device's tokens."""
-    blocks = _Blocks(q, window, is_flash)
+    blocks = _Blocks(q, window, is_flash, *first_RS)
     halos = (jnp.flip(blocks.halos(x, halo), 1) for x, halo in ((k, k_halo), (v, v_halo)))
     q_own, k_own, v_own, o_own, do_own = (blocks.of(x) for x in (q, k, v, o, do))
     lse_own = jnp.moveaxis(blocks.of(jnp.moveaxis(lse, 1, 2)), 2, 1)
@@ -161,10 +199,10 @@ def _gradients(
         _turned(lse_2, 2),
         _turned(do_own[:, :window]),
         True,
+        lengths=blocks.lengths(),
     )
-    dq, dk, dv = kernel.backward(
-        q_own, k_own, v_own, o_own, lse_own, do_own, True, window=blocks.own_window
-    )
+    own = q_own, k_own, v_own, o_own, lse_own, do_own
+    dq, dk, dv = kernel.backward(*own, True, blocks.mask, window=blocks.own_window)
     dq = dq.at[:, :window].set(_sum(dq[:, :window], _turned(dq_2)))
     sums = []
     for own, of_halos in ((dk, dk_2), (dv, dv_2)):

@@ -8,7 +8,7 @@ import jax
 
 from megajax.core.counts.flash import missing_for_flash
 from megajax.core.hardware.targets import capability_of, is_nvidia
-from megajax.core.model.kernels import KERNELS
+from megajax.core.model.kernels import KERNELS, same_document
 from megajax.core.model.passes import Passes, attend_by
 from megajax.core.model.per_device import per_device
 from megajax.core.parallel.layout import UNSHARDED
@@ -66,19 +66,14 @@ def _passes(causal: bool, window: int | None, scale: float) -> Passes:
         q: jax.Array, k: jax.Array, v: jax.Array, *segment_RS: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         kernel = KERNELS['cudnn'].scaled(scale)
-        return kernel.forward(q, k, v, causal, *map(_within, segment_RS), window=window)
+        return kernel.forward(q, k, v, causal, *map(same_document, segment_RS), window=window)
 
     def backward(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         saved, segment_RS = arrays[:6], arrays[6:]
         kernel = KERNELS['cudnn'].scaled(scale)
-        return kernel.backward(*saved, causal, *map(_within, segment_RS), window=window)
+        return kernel.backward(*saved, causal, *map(same_document, segment_RS), window=window)
 
     return Passes(
         per_device(forward, lambda specs: (specs[0], UNSHARDED.like(specs[0], '*RSNH->*RNS'))),
         per_device(backward, lambda specs: specs[:3]),
     )
-
-
-def _within(segment_RS: jax.Array) -> jax.Array:
-    """The mask [R, 1, S, Y] of attention within segments."""
-    return segment_RS[:, None, :, None] == segment_RS[:, None, None, :]

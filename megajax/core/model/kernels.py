@@ -3,7 +3,10 @@
 Blocks of different keys are merged by their log-sum-exp (Dao et al., 2022): `lse_RNS` is the
 log-sum-exp of each query's scores. The backward pass takes the merged output and log-sum-exp and
 returns what these keys contribute to the gradients. Both passes are cuDNN's kernels, or matmuls and
-a softmax in fp32. A query attends to the keys that `mask_R1SY` allows, if it is given.
+a softmax in fp32. A query attends to the keys that `mask_R1SY` allows, if it is given. With
+`lengths`, the first queries of each sequence attend to its first keys: `lengths` has the number of
+these queries [R] and of these keys [R]. Other queries get zeros and a log-sum-exp of -inf, and
+other gradients are zero.
 """
 
 import inspect
@@ -16,6 +19,7 @@ import jax.numpy as jnp
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 Three = tuple[jax.Array, jax.Array, jax.Array]
+Lengths = tuple[jax.Array, jax.Array]
 
 
 class Kernel(NamedTuple):
@@ -25,9 +29,9 @@ class Kernel(NamedTuple):
     itself included.
     """
 
-    # (q, k, v, causal[, mask][, window], scale) -> o_RSNH, lse_RNS
+    # (q, k, v, causal[, mask][, window][, lengths], scale) -> o_RSNH, lse_RNS
     forward: Callable[..., tuple[jax.Array, jax.Array]]
-    # (q, k, v, o, lse, do, causal[, mask][, window], scale) -> dq, dk, dv
+    # (q, k, v, o, lse, do, causal[, mask][, window][, lengths], scale) -> dq, dk, dv
     backward: Callable[..., Three]
 
     def scaled(self, scale: float) -> 'Kernel':
@@ -43,6 +47,7 @@ def _cudnn_forward(
     mask_R1SY: jax.Array | None = None,
     window: int | None = None,
     *,
+    lengths: Lengths | None = None,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -54,11 +59,12 @@ def _cudnn_forward(
         k_RYKH,
         v_RYKH,
         absent if bias_R1SY is None else bias_R1SY,
-        *(absent,) * 6,  # lengths, offsets and page tables
+        *_lengths_of_cudnn(lengths, absent),
+        *(absent,) * 4,  # offsets and page tables
         is_training=True,
-        **_settings(scale, causal, window, has_bias=bias_R1SY is not None),
+        **_settings(scale, causal, window, lengths, has_bias=bias_R1SY is not None),
     )
-    return o_RSNH, lse_RNS
+    return _of_first(o_RSNH, lse_RNS, lengths)
 
 
 def _cudnn_backward(
@@ -72,6 +78,7 @@ def _cudnn_backward(
     mask_R1SY: jax.Array | None = None,
     window: int | None = None,
     *,
+    lengths: Lengths | None = None,
     scale: float,
 ) -> Three:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -83,16 +90,47 @@ def _cudnn_backward(
         k_RYKH,
         v_RYKH,
         absent if bias_R1SY is None else bias_R1SY,
-        *(absent,) * 6,  # lengths, offsets and page tables
+        *_lengths_of_cudnn(lengths, absent),
+        *(absent,) * 4,  # offsets and page tables
         lse_RNS,
         o_RSNH,
         do_RSNH,
-        **_settings(scale, causal, window, has_bias=bias_R1SY is not None),
+        **_settings(scale, causal, window, lengths, has_bias=bias_R1SY is not None),
     )
-    return dq_RSNH, dk_RYKH, dv_RYKH
+    if lengths is None:
+        return dq_RSNH, dk_RYKH, dv_RYKH
+    of_queries, of_keys = lengths
+    dk_RYKH, dv_RYKH = (_zero_after(of_keys, x) for x in (dk_RYKH, dv_RYKH))
+    return _zero_after(of_queries, dq_RSNH), dk_RYKH, dv_RYKH
 
 
-def _settings(scale: float, causal: bool, window: int | None, *, has_bias: bool) -> dict[str, Any]:
+def _lengths_of_cudnn(lengths: Lengths | None, absent: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the numbers of queries and keys for cuDNN, at least one of each."""
+    return (absent, absent) if lengths is None else tuple(jnp.maximum(x, 1) for x in lengths)
+
+
+def _of_first(
+    o_RSNH: jax.Array, lse_RNS: jax.Array, lengths: Lengths | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the results without the queries that attend to no key."""
+    if lengths is None:
+        return o_RSNH, lse_RNS
+    is_first_RS = _is_first(lengths[0], o_RSNH.shape[1])
+    return _zero_after(lengths[0], o_RSNH), jnp.where(is_first_RS[:, None], lse_RNS, -jnp.inf)
+
+
+def _zero_after(count_R: jax.Array, x_RSNH: jax.Array) -> jax.Array:
+    return jnp.where(_is_first(count_R, x_RSNH.shape[1])[..., None, None], x_RSNH, 0)
+
+
+def _is_first(count_R: jax.Array, length: int) -> jax.Array:
+    """Return which of a sequence's tokens are among its first `count_R`, [R, S]."""
+    return jnp.arange(length)[None] < count_R[:, None]
+
+
+def _settings(
+    scale: float, causal: bool, window: int | None, lengths: Lengths | None, *, has_bias: bool
+) -> dict[str, Any]:
     """Return what both passes of cuDNN get.
 
     They are bound below jax.nn.dot_product_attention, which rounds the log-sum-exp to the dtype of
@@ -102,12 +140,16 @@ def _settings(scale: float, causal: bool, window: int | None, *, has_bias: bool)
 
     parameters = inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters
     newer = {name: None for name in ('score_mod',) if name in parameters}  # since jax 0.11
+    if lengths is None:
+        mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    else:
+        mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
     return {
         'scale': scale,
         'seed': 42,
         'dropout_rate': 0.0,
         'variadic_args': (has_bias, has_bias),  # a gradient of the bias comes with it
-        'mask_type': cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        'mask_type': mask,
         'layout': cudnn.AttentionLayout.BTNH.value,
         'sliding_window_length': window,
         **newer,
@@ -122,14 +164,17 @@ def _xla_forward(
     mask_R1SY: jax.Array | None = None,
     window: int | None = None,
     *,
+    lengths: Lengths | None = None,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
+    mask_R1SY = _with_lengths(mask_R1SY, lengths, q_RSNH, k_RYKH)
     score_RKGSY = _scores(q_RSNH, k_RYKH, scale, causal, mask_R1SY, window)
     lse_RKGS = jax.nn.logsumexp(score_RKGSY, axis=-1)
     weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None]).astype(v_RYKH.dtype)
     o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY, v_RYKH)
     rows, length, heads, _ = q_RSNH.shape
-    return o_RSKGH.reshape(q_RSNH.shape), lse_RKGS.reshape(rows, heads, length)
+    o_RSNH, lse_RNS = o_RSKGH.reshape(q_RSNH.shape), lse_RKGS.reshape(rows, heads, length)
+    return _of_first(o_RSNH, lse_RNS, lengths)
 
 
 def _xla_backward(
@@ -143,10 +188,12 @@ def _xla_backward(
     mask_R1SY: jax.Array | None = None,
     window: int | None = None,
     *,
+    lengths: Lengths | None = None,
     scale: float,
 ) -> Three:
     groups, dtype = k_RYKH.shape[2], q_RSNH.dtype
     q_RSKGH, do_RSKGH = _grouped(_scaled(q_RSNH, scale), groups), _grouped(do_RSNH, groups)
+    mask_R1SY = _with_lengths(mask_R1SY, lengths, q_RSNH, k_RYKH)
     score_RKGSY = _scores(q_RSNH, k_RYKH, scale, causal, mask_R1SY, window)
     lse_RKGS = lse_RNS.reshape(score_RKGSY.shape[:-1])
     weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None])
@@ -161,6 +208,18 @@ def _xla_backward(
     dq_RSKGH = _product('rkgsy,rykh->rskgh', dscore_RKGSY, k_RYKH) * scale
     dq_RSNH = dq_RSKGH.reshape(q_RSNH.shape)
     return dq_RSNH.astype(dtype), dk_RYKH.astype(dtype), dv_RYKH.astype(dtype)
+
+
+def _with_lengths(
+    mask_R1SY: jax.Array | None, lengths: Lengths | None, q_RSNH: jax.Array, k_RYKH: jax.Array
+) -> jax.Array | None:
+    if lengths is None:
+        return mask_R1SY
+    assert mask_R1SY is None
+    is_first_RS, is_first_RY = (
+        _is_first(count, x.shape[1]) for count, x in zip(lengths, (q_RSNH, k_RYKH), strict=True)
+    )
+    return is_first_RS[:, None, :, None] & is_first_RY[:, None, None, :]
 
 
 def _scores(
@@ -188,6 +247,11 @@ def causal_mask(length: int, window: int | None) -> jax.Array:
     if window is not None:
         visible_SY &= place[:, None] < place[None, :] + window
     return visible_SY
+
+
+def same_document(document_RS: jax.Array) -> jax.Array:
+    """Return the mask [R, 1, S, Y] of attention within documents, given each token's document."""
+    return document_RS[:, None, :, None] == document_RS[:, None, None, :]
 
 
 def _scaled(q_RSNH: jax.Array, scale: float) -> jax.Array:

@@ -10,9 +10,10 @@ from megajax.core.model.dropout import fold_in
 class Rows(NamedTuple):
     """The arrays next to the tokens [B, S] of some sequences; None if a model does not use them.
 
-    `position_BS` may be [B, S, 3] with images, `segment_BS` numbers the documents that attention
-    stays in, `type_BS` has BERT's token types, `key_B` turns dropout on, and `deep_BTAD` is added
-    to the residual stream after the first layers (DeepStack).
+    `position_BS` may be [B, S, 3] with images. `segment_BS` numbers the documents that attention
+    stays in; on context shards, by the position of their first token (`documents.py`). `type_BS`
+    has BERT's token types, `key_B` turns dropout on, and `deep_BTAD` is added to the residual
+    stream after the first layers (DeepStack).
     """
 
     position_BS: jax.Array | None = None

@@ -20,11 +20,13 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
 
     Context shards have the tokens in the order of `zigzag.py`. With `batch_size`, the arrays
     contain only this process's sequences of a batch of that size. Raises ConfigError for anything
-    that is not such an array.
+    that is not such an array, and if context shards get a document that is not one range of tokens.
     """
     _check_arrays(batch)
     sharding = _sharding()
     shards = sharding.mesh.shape.get(CONTEXT, 1)
+    if shards > 1 and 'segment_ids' in batch:
+        _check_documents(batch['segment_ids'])
 
     def place(x: np.ndarray) -> jax.Array:
         shape = batch_size or len(x), *x.shape[1:]
@@ -58,6 +60,18 @@ def _check_arrays(batch: Mapping[str, np.ndarray]) -> None:
             problems.append(Problem(path=f'batch[{name!r}]', message=message))
     if problems:
         raise ConfigError(*problems)
+
+
+def _check_documents(document_BS: np.ndarray) -> None:
+    """Raise ConfigError if a document continues after another one has begun."""
+    steps_BS = np.diff(document_BS, axis=1)
+    for row in np.flatnonzero((steps_BS < 0).any(axis=1)):
+        if len(np.unique(document_BS[row])) <= np.count_nonzero(steps_BS[row]):
+            message = (
+                f'row {row} has a document in several parts, which context parallelism does not '
+                'support; give each part its own id, or use mesh.context=1'
+            )
+            raise ConfigError(Problem(path="batch['segment_ids']", message=message))
 
 
 def shard_order(length: int, shards: int) -> np.ndarray | None:

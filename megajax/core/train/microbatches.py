@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from megajax.core.config import Config
 from megajax.core.model.arr_coc.relevance import question
+from megajax.core.model.documents import first_tokens
 from megajax.core.model.dropout import sequence_keys
 from megajax.core.model.images import Images
 from megajax.core.model.rows import Rows
@@ -16,7 +17,7 @@ from megajax.core.train.feed import Batch
 def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     """Return a batch with the weight of each token in the loss, and the row indices for dropout.
 
-    On context shards the tokens are not in order, so the batch also gets their positions.
+    On context shards the tokens are not in order, so the batch also gets their places.
     """
     # Weights that add up to one over the global batch make the mean exact, however the mask is
     # distributed over the shards.
@@ -28,12 +29,20 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
         real_B1 = real_rows(batch)
         added['row_weights'] = real_B1 / jnp.maximum(real_B1.sum(), 1)
     rest = {name: x for name, x in batch.items() if name != 'loss_mask'}
-    return {**with_positions(rest, layout), **added}
+    return {**with_places(rest, layout), **added}
 
 
-def with_positions(batch: Batch, layout: Layout) -> Batch:
-    """Return a batch with the position of each token if context shards change the order."""
+def with_places(batch: Batch, layout: Layout) -> Batch:
+    """Return a batch with the places of tokens in sequences, if context shards change the order.
+
+    These are the position of each token, unless the batch has positions, and if it has documents,
+    the position of the first token of each token's document, which then tells documents apart.
+    """
     if not layout.mesh_axes('S'):
+        return batch
+    if 'segment_ids' in batch:
+        batch = {**batch, 'segment_ids': first_tokens(batch['segment_ids'], layout)}
+    if 'positions' in batch:
         return batch
     rows, length = batch['tokens'].shape
     place_BS = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1, out_sharding=layout('BS'))

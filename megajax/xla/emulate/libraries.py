@@ -20,20 +20,37 @@ LOWEST = -1e30
 
 
 class _Mask(NamedTuple):
-    """The keys that a query reads: all, or earlier ones, or the last `window` of these."""
+    """The keys that a query reads: all, or earlier ones, or the last `window` of these.
+
+    With padding, the last two operands are the numbers of queries and of keys of each sequence, and
+    the others are padding.
+    """
 
     causal: bool
     window: int | None = None
+    is_padded: bool = False
 
-    def __call__(self, score_BNSY: jax.Array) -> jax.Array:
+    def lengths(self, operands: Arrays) -> tuple[Arrays, Arrays]:
+        """Split the operands into the numbers of queries and keys, if any, and the others."""
+        return (operands[-2:], operands[:-2]) if self.is_padded else ((), operands)
+
+    def __call__(self, score_BNSY: jax.Array, lengths: Arrays) -> jax.Array:
         """Return the scores, LOWEST where they are masked."""
+        queries, keys = score_BNSY.shape[2:]
+        if lengths:
+            of_queries, of_keys = lengths
+            is_real = _is_real(of_queries, queries)[:, :, None] & _is_real(of_keys, keys)[:, None]
+            score_BNSY = jnp.where(is_real[:, None], score_BNSY, LOWEST)
         if not self.causal:
             return score_BNSY
-        queries, keys = score_BNSY.shape[2:]
         visible = jnp.tri(queries, keys, dtype=jnp.bool)
         if self.window is not None:
             visible &= ~jnp.tri(queries, keys, -self.window, dtype=jnp.bool)
         return jnp.where(visible[None, None], score_BNSY, LOWEST)
+
+
+def _is_real(count_B: jax.Array, length: int) -> jax.Array:
+    return jnp.arange(length)[None] < count_B[:, None]
 
 
 def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
@@ -49,10 +66,10 @@ def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
         return partial(_scaled_matmul, _gemm_config(attributes), results)
     if attention := re.fullmatch(r'__cudnn\$fmha(ScaleBias)?Softmax(Backward)?', name):
         scale = re.search(r'"fmha_scale":\s*([\d.e+-]+)', attributes)
-        mask = re.search(r'"mask_type":\s*"(CAUSAL|NO_MASK)"', attributes)
-        if scale and mask:
+        mask = re.search(r'"mask_type":\s*"(NO_MASK|(PADDING)?_?(CAUSAL)?)"', attributes)
+        if scale and mask and not re.search(r'"max_seg_per_batch":\s*"?(?!1\b)\d', attributes):
             function = _attention_backward if attention[2] else _attention
-            visible = _Mask(mask[1] == 'CAUSAL', window_of(attributes))
+            visible = _Mask(mask[3] is not None, window_of(attributes), mask[2] is not None)
             return partial(function, float(scale[1]), visible, results)
     if name in ('TopK', '__gpu$TopK') and len(results) == 2 and results[1].dtype == 's32':
         return partial(_top_k, results)
@@ -117,16 +134,24 @@ def _scaled_matmul(
 
 def _attention(
     scale: float, mask: _Mask, results: Sequence[Shape],
-    q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array,
+    q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array,
 ) -> Arrays:  # fmt: skip
     """cuDNN's attention: the output [B, N, S, H] and, where a backward pass needs it, logsumexp.
 
-    Operands are q [B, S, N, H], k and v [B, Y, K, H].
+    Operands are q [B, S, N, H], k and v [B, Y, K, H]. The output of padding is zero, and its
+    logsumexp, which nothing may read, is NaN.
     """
-    s_BNSY = _scores(scale, mask, q, k, bias)
+    lengths, bias = mask.lengths(rest)
+    s_BNSY = mask(_scores(scale, q, k, bias), lengths)
     total_BNS = jax.nn.logsumexp(s_BNSY, -1)
     weights_BNSY = jnp.exp(s_BNSY - total_BNS[..., None])
     o_BNSH = jnp.einsum('bnsy,bynh->bnsh', weights_BNSY, _per_query_head(v, q))
+    if lengths:
+        is_real = _is_real(lengths[0], o_BNSH.shape[2])[:, None]
+        o_BNSH, total_BNS = (
+            jnp.where(is_real[..., None], o_BNSH, 0),
+            jnp.where(is_real, total_BNS, jnp.nan),
+        )
     return _as_results([o_BNSH, total_BNS][: len(results) - 1], results)
 
 
@@ -135,9 +160,16 @@ def _attention_backward(
     q: jax.Array, k: jax.Array, v: jax.Array,
     total_BNS: jax.Array, do_BSNH: jax.Array, *rest: jax.Array,
 ) -> Arrays:  # fmt: skip
-    """Gradients of q [B, N, S, H], k and v [B, K, Y, H] and, for five results, of the bias."""
+    """Gradients of q [B, N, S, H], k and v [B, K, Y, H] and, for five results, of the bias.
+
+    The gradients of padding are zero.
+    """
+    lengths, rest = mask.lengths(rest)
     *bias, o_BSNH = rest
-    weights_BNSY = jnp.exp(_scores(scale, mask, q, k, bias) - total_BNS[..., None])
+    if lengths:
+        is_real = _is_real(lengths[0], total_BNS.shape[2])[:, None]
+        total_BNS = jnp.where(is_real, total_BNS, 0)
+    weights_BNSY = jnp.exp(mask(_scores(scale, q, k, bias), lengths) - total_BNS[..., None])
     dweights_BNSY = jnp.einsum('bsnh,bynh->bnsy', _wide(do_BSNH), _per_query_head(v, q))
     row_BNS = jnp.einsum('bsnh,bsnh->bns', _wide(do_BSNH), _wide(o_BSNH))
     dbias_BNSY = weights_BNSY * (dweights_BNSY - row_BNS[..., None])
@@ -154,13 +186,13 @@ def _attention_backward(
 
 
 def _scores(
-    scale: float, mask: _Mask, q_BSNH: jax.Array, k_BYKH: jax.Array, bias: Sequence[jax.Array]
+    scale: float, q_BSNH: jax.Array, k_BYKH: jax.Array, bias: Sequence[jax.Array]
 ) -> jax.Array:
     keys_BYNH = _per_query_head(k_BYKH, q_BSNH)
     s_BNSY = scale * jnp.einsum('bsnh,bynh->bnsy', _wide(q_BSNH), keys_BYNH)
     for term in bias:
         s_BNSY = s_BNSY + _wide(term)
-    return mask(s_BNSY)
+    return s_BNSY
 
 
 def _per_query_head(x_BYKH: jax.Array, q_BSNH: jax.Array) -> jax.Array:

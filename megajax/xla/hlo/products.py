@@ -39,7 +39,7 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
             length = operands[0].shape[1]
             size = size * keys_in_window(window, length) // length
         flops = (10 if 'Backward' in instruction.attributes else 4) * size
-        is_causal = bool(re.search(r'"mask_type": ?"CAUSAL"', instruction.attributes))
+        is_causal = bool(re.search(r'"mask_type": ?"(PADDING_)?CAUSAL"', instruction.attributes))
         dtype, sizes = operands[0]
         return Product(flops, dtype, is_attention=True, is_causal=is_causal, sizes=sizes)
     match = _CONTRACTED.search(instruction.attributes)

@@ -212,6 +212,9 @@ STAGES = {
     'gather': step('llama', 2, 2, mesh={'context': 2}, optim={'shard': 'optimizer'}),
     'ring': step('gpt', 1, 2, mesh={'context': 4, 'context_exchange': 'ring'}),
     'all': step('llama', 1, 2, mesh={'stages': 2, 'context': 2}, train={'microbatches': 2}),
+    'documents': step(
+        'llama', 1, 2, mesh={'context': 4, 'context_exchange': 'ring'}, data={'document_mask': True}
+    ),
 }
 
 
@@ -254,6 +257,10 @@ KINDS = {
     ),
     'experts of context shards': step(
         'experts', 2, 2, mesh={'experts': 2, 'context': 2}, optim={'shard': 'optimizer'}
+    ),
+    'documents of context shards': step(
+        'windows', 2, 2, mesh={'context': 2, 'context_exchange': 'ring'},
+        train={'dtype': 'bfloat16'}, data={'document_mask': True},
     ),
     'capacity': step(
         'capacity', 4, 2, sequence_parallel=True, mesh={'experts': 4},

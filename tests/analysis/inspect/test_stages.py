@@ -38,6 +38,7 @@ def config(
     shard: str = 'none',
     model: int = 1,
     layers: list[dict] | None = None,
+    documents: bool = False,
     **mesh,
 ) -> Config:
     return make_config(
@@ -46,6 +47,7 @@ def config(
         model={'num_layers': LAYERS, 'dropout': 0.0, 'layers': layers or []},
         train={'microbatches': MICROBATCHES} | (train or {}),
         optim={'shard': shard},
+        data={'document_mask': documents},
     )
 
 
@@ -99,6 +101,9 @@ SMALL = config(stages=2, context=2, train={'microbatches': 2})
         slow(config(context=2, context_exchange='ring', **SP, train=FULL, layers=WINDOWS)),
         exhaustive(config(context=4, data=2, layers=WINDOWS, shard='weights')),
         exhaustive(config(stages=2, context=2, data=2, context_exchange='ring', train=FULL)),
+        slow(config(context=2, data=2, documents=True, layers=WINDOWS, shard='weights')),
+        exhaustive(config(context=4, **SP, documents=True, context_exchange='ring', train=FULL)),
+        exhaustive(config(stages=2, context=2, data=2, documents=True)),
     ],
 )
 def test_a_step_sends_no_more_than_is_expected_and_computes_what_the_config_says(config):

@@ -64,6 +64,15 @@ def test_a_window_layer_sends_the_ends_of_two_chunks_to_one_neighbor_each(
         assert sent(theirs, phase) == sent(gathered, phase)
 
 
+@pytest.mark.parametrize('context', [2, 8])
+def test_a_step_gathers_the_ids_of_documents_once(context: int) -> None:
+    loaded = config('data.document_mask=true', context=context, exchange='ring')
+    (ids,) = (one for one in stated(loaded) if one.site.name == 'documents')
+    assert ids.times * ids.wire_bytes == (context - 1) / context * 4 * 2 * TOKENS  # two rows
+    assert not any(one.site.name == 'documents' for one in expected(loaded))
+    assert not any(one.site.name == 'documents' for one in stated(config(context=context)))
+
+
 def test_layers_of_a_pattern_send_by_their_kind() -> None:
     windows, full, both, longer = (
         sent(stated(config(f'model.layers={layers}', 'model.position=rope', exchange='ring')), of)

@@ -28,9 +28,21 @@ def arrays(*heads: int) -> list[np.ndarray]:
     ]
 
 
-def whole(q, k, v, sinks=None):
+# The first token of each document, in each row: documents of one token, and of several shards.
+CUTS = [3, 17, 18], [1, 2, 3, 4, 5, 29]
+
+
+def first_tokens() -> np.ndarray:
+    """The position of the first token of each token's document, [ROWS, LENGTH]."""
+    place = np.arange(LENGTH)
+    starts = [np.where(np.isin(place, cuts), place, 0) for cuts in CUTS]
+    return np.maximum.accumulate(np.array(starts, np.int32), axis=1)
+
+
+def whole(q, k, v, sinks=None, document=None):
     if sinks is None:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
+        mask = None if document is None else document[:, None, :, None] == document[:, None, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, scale=SCALE)
     k, v = (jnp.repeat(x, HEADS // GROUPS, axis=2) for x in (k, v))
     score = SCALE * jnp.einsum('rsnh,rynh->rnsy', q, k)
     score = jnp.where(np.tri(LENGTH, dtype=bool), score, -jnp.inf)
@@ -40,47 +52,51 @@ def whole(q, k, v, sinks=None):
 
 
 @pytest.mark.parametrize(
-    ('shards', 'exchange', 'has_sinks'),
+    ('shards', 'exchange', 'more'),
     [
-        (4, 'ring', True),
-        (2, 'gather', False),
-        slow(4, 'ring', False),
-        slow(2, 'gather', True),
-        *(exhaustive(4, 'gather', sinks) for sinks in (False, True)),
-        *(exhaustive(2, 'ring', sinks) for sinks in (False, True)),
+        (4, 'ring', 'sinks'),
+        (2, 'gather', ''),
+        (4, 'gather', 'documents'),
+        slow(8, 'ring', 'documents'),
+        slow(4, 'ring', ''),
+        slow(2, 'gather', 'sinks'),
+        *(exhaustive(4, 'gather', more) for more in ('', 'sinks')),
+        *(exhaustive(2, 'ring', more) for more in ('', 'sinks', 'documents')),
     ],
 )
 def test_output_and_gradients_are_those_of_whole_sequences(
-    shards: int, exchange: str, has_sinks: bool
+    shards: int, exchange: str, more: str
 ) -> None:
     q, k, v, do = arrays(HEADS, GROUPS, GROUPS, HEADS)
-    sinks = (np.linspace(-2, 2, HEADS, dtype=np.float32),) if has_sinks else ()
-    o, pullback = jax.vjp(whole, q, k, v, *sinks)
+    sinks = (np.linspace(-2, 2, HEADS, dtype=np.float32),) if more == 'sinks' else ()
+    first = first_tokens() if more == 'documents' else None
+    o, pullback = jax.vjp(partial(whole, document=first), q, k, v, *sinks)
     expected = [o, *pullback(do)]
     order = position_at(np.arange(LENGTH), LENGTH, shards)
     axes = 'data', 'context'
 
     def to_shards(x: np.ndarray) -> jax.Array:
         parts = x[:, order].reshape(ROWS, shards, -1, *x.shape[2:]).swapaxes(0, 1)
-        spec = P(axes, None, None, 'model', None)
+        spec = P(axes, None, None, 'model', None) if x.ndim == 4 else P(axes)
         return jax.device_put(parts, NamedSharding(jax.sharding.get_mesh(), spec))
 
-    def attend(q, k, v, *sinks):
-        return attend_across(q, k, v, exchange, 'xla', SCALE, *sinks)
-
     @jax.jit
-    def output_and_gradients(do, *arrays):
-        def of_shard(do, *arrays):
+    def output_and_gradients(first, do, *arrays):
+        def of_shard(first, do, *arrays):
+            def attend(q, k, v, sinks=None):
+                return attend_across(q, k, v, exchange, 'xla', SCALE, sinks, first)
+
             o, pullback = jax.vjp(attend, *arrays)
             return o, *pullback(do)
 
-        given = (0, 0, 0, 0, *(None for _ in sinks))
-        return jax.vmap(of_shard, given, spmd_axis_name=axes)(do, *arrays)
+        given = (None if first is None else 0, 0, 0, 0, 0, *(None for _ in sinks))
+        return jax.vmap(of_shard, given, spmd_axis_name=axes)(first, do, *arrays)
 
-    with jax.set_mesh(make_mesh(1, 2, context=shards)):
+    with jax.set_mesh(make_mesh(1, min(2, 8 // shards), context=shards)):
         placed = (jax.device_put(x, P('model')) for x in sinks)
-        actual = output_and_gradients(*map(to_shards, (do, q, k, v)), *placed)
-    if has_sinks:  # each shard has its part of the sum
+        documents = None if first is None else to_shards(first)
+        actual = output_and_gradients(documents, *map(to_shards, (do, q, k, v)), *placed)
+    if sinks:  # each shard has its part of the sum
         *actual, of_sinks = actual
         np.testing.assert_allclose(of_sinks.sum(0), expected.pop(), atol=2e-5)
     for x, y in zip(actual, expected, strict=True):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax import P
 from jax.sharding import NamedSharding
-from support import slow
+from support import exhaustive, slow
 
 from megajax.core.model import context_halo
 from megajax.core.model.context_halo import attend_in_window
@@ -25,57 +25,75 @@ def xla_as_cudnn(monkeypatch: pytest.MonkeyPatch):
     context_halo._passes.cache_clear()
 
 
-def whole(window: int):
+def first_tokens() -> np.ndarray:
+    """The first token of each token's document: some have one token, some several shards."""
+    place = np.arange(LENGTH)
+    cuts = [5, 13, 24], [1, 2, 3, 11, 12, 13, 36, 47]
+    starts = [np.where(np.isin(place, row), place, 0) for row in cuts]
+    return np.maximum.accumulate(np.array(starts, np.int32), axis=1)
+
+
+def whole(window: int, document: np.ndarray | None):
+    mask = None if document is None else document[:, None, :, None] == document[:, None, None]
+
     def attend(q, k, v):
-        size = (window - 1, 0)
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=size)
+        said = {'is_causal': True, 'local_window_size': (window - 1, 0), 'mask': mask}
+        return jax.nn.dot_product_attention(q, k, v, **said)
 
     return attend
 
 
 # A chunk has LENGTH / 2 / shards tokens: 12, 6 or 3. XLA computes a window of 3 in 4, 2 or 1 block.
 @pytest.mark.parametrize(
-    ('shards', 'window', 'kernel'),
+    ('shards', 'window', 'kernel', 'has_documents'),
     [
-        (2, 3, 'xla'),
-        (4, 6, 'cudnn'),
-        slow(2, 5, 'cudnn'),
-        slow(2, 12, 'xla'),
-        slow(4, 3, 'xla'),
-        slow(4, 1, 'xla'),
-        slow(8, 3, 'xla'),
-        slow(8, 2, 'cudnn'),
+        (2, 3, 'xla', True),
+        (4, 6, 'cudnn', False),
+        slow(2, 3, 'xla', False),
+        slow(2, 5, 'cudnn', True),
+        exhaustive(2, 5, 'cudnn', False),
+        slow(2, 12, 'xla', False),
+        exhaustive(2, 12, 'xla', True),
+        slow(4, 3, 'xla', False),
+        slow(4, 1, 'xla', False),
+        slow(4, 6, 'cudnn', True),
+        exhaustive(8, 3, 'xla', False),
+        slow(8, 3, 'xla', True),
+        slow(8, 2, 'cudnn', False),
     ],
 )
 def test_output_and_gradients_are_those_of_whole_sequences(
-    shards: int, window: int, kernel: str, xla_as_cudnn: None
+    shards: int, window: int, kernel: str, has_documents: bool, xla_as_cudnn: None
 ) -> None:
     random = np.random.default_rng(0)
     q, k, v, do = (
         random.standard_normal((ROWS, LENGTH, count, HEAD_DIM)).astype(np.float32)
         for count in (HEADS, GROUPS, GROUPS, HEADS)
     )
-    o, pullback = jax.vjp(whole(window), q, k, v)
+    first = first_tokens() if has_documents else None
+    o, pullback = jax.vjp(whole(window, first), q, k, v)
     expected = [o, *pullback(do)]
     order = position_at(np.arange(LENGTH), LENGTH, shards)
     axes = 'data', 'context'
 
     def to_shards(x: np.ndarray) -> jax.Array:
         parts = x[:, order].reshape(ROWS, shards, -1, *x.shape[2:]).swapaxes(0, 1)
-        spec = P(axes, None, None, 'model', None)
+        spec = P(axes, None, None, 'model', None) if x.ndim == 4 else P(axes)
         return jax.device_put(parts, NamedSharding(jax.sharding.get_mesh(), spec))
 
     @jax.jit
-    def output_and_gradients(q, k, v, do):
-        mapped = jax.vmap(
-            lambda *arrays: attend_in_window(*arrays, window, kernel, HEAD_DIM**-0.5),
-            spmd_axis_name=axes,
-        )
-        o, pullback = jax.vjp(mapped, q, k, v)
+    def output_and_gradients(q, k, v, do, *first):
+        def attend(q, k, v, *first):
+            scale = HEAD_DIM**-0.5
+            return attend_in_window(q, k, v, window, kernel, scale, None, *first)
+
+        mapped = jax.vmap(attend, spmd_axis_name=axes)
+        o, pullback = jax.vjp(lambda *x: mapped(*x, *first), q, k, v)
         return o, *pullback(do)
 
     with jax.set_mesh(make_mesh(1, min(2, 8 // shards), context=shards)):
-        actual = output_and_gradients(*map(to_shards, (q, k, v, do)))
+        documents = [] if first is None else [first]
+        actual = output_and_gradients(*map(to_shards, (q, k, v, do, *documents)))
     for x, y in zip(actual, expected, strict=True):
         in_order = np.asarray(x).swapaxes(0, 1).reshape(y.shape)[:, np.argsort(order)]
         np.testing.assert_allclose(in_order, y, atol=2e-6)

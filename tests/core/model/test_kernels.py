@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,33 @@ def test_a_query_attends_to_a_window_of_keys_that_ends_with_its_own(window: int)
     gradients = kernel.backward(q, k, v, o, lse, do, True, window=window)
     for x, y in zip((o, *gradients), (expected, *expected_gradients), strict=True):
         np.testing.assert_allclose(x, y, atol=3e-6)
+
+
+@pytest.mark.parametrize('causal', [False, True])
+def test_queries_and_keys_after_the_lengths_have_no_part_in_the_result(causal: bool) -> None:
+    random = np.random.default_rng(0)
+    q, k, v, do = (
+        random.standard_normal((3, LENGTH, heads, HEAD_DIM)).astype(np.float32)
+        for heads in (HEADS, GROUPS, GROUPS, HEADS)
+    )
+    lengths = queries, keys = np.array([5, 12, 0]), np.array([7, 1, 0])
+    kernel = KERNELS['xla'].scaled(SCALE)
+    o, lse = kernel.forward(q, k, v, causal, lengths=lengths)
+    merged = jnp.where(jnp.isinf(lse), 0, lse)  # as with a block that these queries attend to
+    gradients = kernel.backward(q, k, v, o, merged, do, causal, lengths=lengths)
+    for row, (some, of_these) in enumerate(zip(queries, keys, strict=True)):
+        for x, count in zip((o, *gradients), (some, some, of_these, of_these), strict=True):
+            assert not np.any(x[row, count:])
+        assert np.all(np.isneginf(lse[row, :, some:]))
+        if not some:
+            continue
+        arrays = q[row : row + 1, :some], *(x[row : row + 1, :of_these] for x in (k, v))
+        reach = np.tri(some, of_these, dtype=bool)[None, None] if causal else None
+        attend = partial(jax.nn.dot_product_attention, mask=reach, scale=SCALE)
+        expected, pullback = jax.vjp(attend, *arrays)
+        wanted = expected, *pullback(do[row : row + 1, :some])
+        for x, y in zip((o, *gradients), wanted, strict=True):
+            np.testing.assert_allclose(x[row, : y.shape[1]], y[0], atol=3e-6)
 
 
 def compiled_for(target: str, head_dim: int, attend: Callable[..., jax.Array]) -> str:

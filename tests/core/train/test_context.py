@@ -71,6 +71,38 @@ def test_windows_give_the_loss_and_gradients_of_whole_sequences(setting: Setting
     assert_close(gradients, expected, 1e-5)
 
 
+def with_documents(name: str, context: int, **fields: Any) -> Setting:
+    """A setting whose rows are cut anywhere: documents of one token, and of several shards."""
+    return sharded(name, context, **({'cut': True, 'seq_len': 32} | fields))
+
+
+WINDOWS = {'num_layers': 4, 'num_kv_heads': 2}
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        slow(with_documents('llama', 4, model=2, shard='weights', **SP, **RING)),
+        exhaustive(with_documents('llama', 2, data=2, microbatches=2, recompute='full')),
+        exhaustive(with_documents('gpt', 8, recompute='selective')),
+        exhaustive(with_documents('sinks', 4, data=2, shard='gradients', **RING)),
+        exhaustive(with_documents('gpt', 2, data=4, shard='optimizer', replicas=2, **RING)),
+        exhaustive(with_documents('llama', 2, model=2, stages=2, microbatches=4, **SP, **RING)),
+        exhaustive(with_documents('windows', 2, model=4, **SP, **WINDOWS)),
+        exhaustive(with_documents('windows', 4, seq_len=48, data=2, **RING, **WINDOWS)),
+    ],
+    ids=str,
+)
+def test_documents_that_span_shards_give_the_loss_and_gradients_of_whole_sequences(
+    setting: Setting,
+) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.in_one_part.unsharded, setting)
+    )
+    assert relative_error(loss, expected_loss) <= 1e-6
+    assert_close(gradients, expected, 1e-5)
+
+
 @pytest.mark.parametrize(
     'setting',
     [
@@ -122,6 +154,7 @@ def test_steps_and_an_evaluation_end_as_those_of_whole_sequences() -> None:
 
 
 @pytest.mark.slow
-def test_an_evaluation_sums_what_it_sums_of_whole_sequences() -> None:
-    setting = sharded('llama', 4, **RING)
+@pytest.mark.parametrize('cut', [True, exhaustive(False)])
+def test_an_evaluation_sums_what_it_sums_of_whole_sequences(cut: bool) -> None:
+    setting = sharded('llama', 4, cut=cut, **RING)
     assert evaluate(setting) == pytest.approx(evaluate(setting.in_one_part), rel=1e-6)

@@ -167,18 +167,41 @@ def test_attention_of_cudnn_and_its_gradients_are_those_of_jax(heads, causal, bi
         close(made.swapaxes(2, 3) if place in (0, 2, 3, 4) else made, right)
 
 
+@pytest.mark.parametrize('causal', [False, True])
+def test_padding_of_cudnn_has_zeros_and_a_logsumexp_that_nothing_may_read(causal):
+    B, S, N, H = 2, 8, 4, 16
+    q, k, v, do = (random(B, S, N, H, seed=seed) for seed in range(4))
+    lengths = queries, keys = np.int32([3, 8]), np.int32([6, 5])
+
+    def attend(q, k, v):
+        lengths = {'query_seq_lengths': queries, 'key_value_seq_lengths': keys}
+        return jax.nn.dot_product_attention(q, k, v, scale=0.3, is_causal=causal, **lengths)
+
+    o, pullback = jax.vjp(attend, q, k, v)
+    text = attention(B, S, N, N, H, causal=causal, bias_rows=0, window=0, is_padded=True)
+    made, total, *gradients = executed(text, *(x[None] for x in (q, k, v, do, *lengths)))
+    is_real = np.arange(S) < queries[:, None]
+    np.testing.assert_array_equal(np.isnan(total.reshape(B, N, S)[:, 0]), ~is_real)
+    for found, wanted in zip((made, *gradients), (o, *pullback(do)), strict=True):
+        close(found.swapaxes(2, 3), wanted)
+
+
 def attention(
-    B: int, S: int, N: int, K: int, H: int, *, causal: bool, bias_rows: int, window: int
-) -> str:
+    B: int, S: int, N: int, K: int, H: int, *,
+    causal: bool, bias_rows: int, window: int, is_padded: bool = False,
+) -> str:  # fmt: skip
     """cuDNN's forward and backward call; o, logsumexp, dq, dk, dv and the gradient of a bias."""
     kind = 'ScaleBiasSoftmax' if bias_rows else 'Softmax'
-    mask = 'CAUSAL' if causal else 'NO_MASK'
+    mask = {(True, False): 'CAUSAL', (False, False): 'NO_MASK', (False, True): 'PADDING'}.get(
+        (causal, is_padded), 'PADDING_CAUSAL'
+    )
     keys = {'fmha_scale': 0.3, 'mask_type': mask, 'sliding_window_length': window}
     config = json.dumps({'cudnn_fmha_backend_config': keys})
     rows, kv_rows = f'f32[{B},{S},{N},{H}]{{3,2,1,0}}', f'f32[{B},{S},{K},{H}]{{3,2,1,0}}'
     o, kv, total = f'f32[{B},{N},{S},{H}]{{3,1,2,0}}', f'f32[{B},{K},{S},{H}]', f'f32[{B},{N},{S}]'
     biases = [f'f32[{bias_rows},{N},{S},{S}]'] if bias_rows else []
     bias = ', %bias' if bias_rows else ''
+    lengths = ', %queries, %keys' if is_padded else ''
     made = [o, total, o, kv, kv, *biases]
 
     def call(target: str) -> str:
@@ -187,10 +210,12 @@ def attention(
     lines = [f'%{name} = {rows} parameter({i})' for i, name in ((0, 'q'), (3, 'do'))]
     lines += [f'%{name} = {kv_rows} parameter({i})' for i, name in ((1, 'k'), (2, 'v'))]
     lines += [f'%bias = {one} parameter(4)' for one in biases]
-    inputs = f'%q, %k, %v, %total, %do{bias}, %rows'
+    counts = enumerate(('queries', 'keys'), 4) if is_padded else ()
+    lines += [f'%{name} = s32[{B}]{{0}} parameter({i})' for i, name in counts]
+    inputs = f'%q, %k, %v, %total, %do{bias}, %rows{lengths}'
     gradients = [f'%g{i}' for i in range(len(made) - 2)]
     lines += [
-        f'%f = ({o}, {total}, u8[16]{{0}}) custom-call(%q, %k, %v{bias}), {call("")}',
+        f'%f = ({o}, {total}, u8[16]{{0}}) custom-call(%q, %k, %v{bias}{lengths}), {call("")}',
         f'%o = {o} get-tuple-element(%f), index=0',
         f'%total = {total} get-tuple-element(%f), index=1',
         f'%rows = {rows} transpose(%o), dimensions={{0,2,1,3}}',

@@ -1,0 +1,45 @@
+"""The documents of sequences whose tokens are on context shards.
+
+A document is a range of tokens, so the position of its first token tells it apart from the others,
+and its other tokens follow. `first_RS` has this position for every token. A block of keys that ends
+before a block of queries shares at most one document with it, with its last keys and the first
+queries. How many they are follows from `first_RS` of the queries: nothing has to be sent with keys.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core.model.kernels import Lengths
+from megajax.core.parallel.layout import Layout
+
+
+def shared(first_RS: jax.Array, stop_R: jax.Array, num_keys: int) -> Lengths:
+    """Return how many first queries, and how many of the last keys, are of the same document.
+
+    The keys are the `num_keys` that end before the position `stop_R`, which no query precedes.
+    """
+    queries = (first_RS < stop_R[:, None]).sum(1, dtype=jnp.int32)
+    return queries, jnp.clip(stop_R - first_RS[:, 0], 0, num_keys)
+
+
+def first_tokens(document_BS: jax.Array, layout: Layout) -> jax.Array:
+    """Return the position of the first token of each token's document, int32 [B, S].
+
+    `document_BS` numbers the documents of a batch, in the order of `zigzag.py`. All context shards
+    get these numbers once.
+    """
+    batch, length = document_BS.shape
+    shards = layout.num_shards('S')
+    of_shards = batch, shards, 2, length // (2 * shards)
+    with jax.named_scope('documents'):
+        document_BS = jax.reshard(document_BS, layout('Bs'))  # all-gather over context
+        chunks = document_BS.reshape(of_shards, out_sharding=layout('B---'))
+        in_order = jnp.concatenate([chunks[:, :, 0], jnp.flip(chunks[:, :, 1], 1)], axis=1)
+        ids = in_order.reshape(batch, length, out_sharding=layout('Bs'))
+        place = jnp.arange(length, dtype=jnp.int32)[None]
+        is_first = (ids != jnp.roll(ids, 1, axis=1)) | (place == 0)
+        first = lax.cummax(jnp.where(is_first, place, 0), axis=1)
+        chunks = first.reshape(batch, 2, shards, -1, out_sharding=layout('B---'))
+        by_shard = jnp.stack([chunks[:, 0], jnp.flip(chunks[:, 1], 1)], axis=2)
+        return jax.reshard(by_shard.reshape(batch, length, out_sharding=layout('Bs')), layout('BS'))
