@@ -13,16 +13,20 @@ import megajax
 SEEDS = 1, 2, 3
 
 
-def table(description: str | None, head: str) -> Path:
-    """Return the file that the command line names, with the head of a table if it is new."""
+def table(description: str | None, head: str) -> tuple[Path, list[str]]:
+    """Return the file and the overrides of all runs that the command line gives.
+
+    A new file gets the head of a table.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('out', type=Path)
-    out: Path = parser.parse_args().out
-    if not out.exists():
-        out.write_text(head)
-    return out
+    parser.add_argument('overrides', nargs='*', help='for example train.steps=300')
+    args = parser.parse_args()
+    if not args.out.exists():
+        args.out.write_text(head)
+    return args.out, args.overrides
 
 
 def measured(out: Path, begin: str, preset: str, overrides: Sequence[str]) -> float:
@@ -50,7 +54,7 @@ def mean(name: str, values: Sequence[float]) -> str:
     return f'{name}: {statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})'
 
 
-def finish(out: Path, means: Sequence[str]) -> None:
+def finish(out: Path, means: Sequence[str], seeds: Sequence[int] = SEEDS) -> None:
     """Write the means below the table."""
     with out.open('a') as file:
-        file.write(f'\nbits per byte on average over {len(SEEDS)} seeds: {"; ".join(means)}\n')
+        file.write(f'\nbits per byte on average over {len(seeds)} seeds: {"; ".join(means)}\n')

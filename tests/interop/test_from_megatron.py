@@ -74,6 +74,16 @@ BERT = """
 """
 
 
+MUON = SMALL + (
+    '--optimizer muon --muon-extra-scale-factor 0.2 --position-embedding-type rope --bf16 '
+)
+
+
+def optim_of(line: str, folder: Path) -> dict[str, object]:
+    keys = 'kind', 'momentum', 'nesterov', 'ns_steps', 'ns_coefficients', 'shard'
+    return config_of(line, folder).optim.model_dump(include=set(keys))
+
+
 def test_the_line_of_the_paper(tmp_path: Path) -> None:
     config, preset = config_of(PAPER, tmp_path), load('megatron_8.3b')
     assert config.model == preset.model
@@ -275,7 +285,8 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
             '--rampup-batch-size 16 16 5859375',
             '16 16 5859375: is not supported: .*larger train.batch_size',
         ),
-        ('--optimizer sgd', '--optimizer sgd: is not supported: give adam; for Muon'),
+        ('--optimizer sgd', '--optimizer sgd: is not supported: give adam or muon'),
+        ('--optimizer adaptive_muon', '--optimizer adaptive_muon: is not supported'),
         ('--end-weight-decay 0.3', '--end-weight-decay 0.3: .* constant'),
         ('--clip-grad 0', '--clip-grad 0: .* large number'),
         ('--loss-scale 4096', '--loss-scale 4096: .* dynamic'),
@@ -302,6 +313,66 @@ def test_what_is_not_supported_is_refused_by_name(added: str, message: str | Non
         return
     with pytest.raises(ConfigError, match=message):
         convert(SMALL + added)
+
+
+@pytest.mark.parametrize(
+    ('added', 'expected'),
+    [
+        ('', {'momentum': 0.9, 'nesterov': False, 'ns_steps': 5, 'ns_coefficients': 'dion'}),
+        ('--muon-coefficient-type simple', {'ns_coefficients': 'quintic'}),
+        (
+            '--muon-coefficient-type polar_express --muon-num-ns-steps 8',
+            {'ns_coefficients': 'polar_express', 'ns_steps': 8},
+        ),
+        ('--muon-momentum 0.95 --muon-nesterov', {'momentum': 0.95, 'nesterov': True}),
+        ('--muon-use-nesterov', {'nesterov': True}),  # until megatron-core 0.16
+        ('--use-distributed-optimizer', {'shard': 'optimizer'}),
+        ('--optimizer dist_muon', {'shard': 'optimizer'}),
+        ('--muon-tp-mode duplicated --tensor-model-parallel-size 2', {}),
+    ],
+)
+def test_muon_is_read_with_the_defaults_of_megatron(
+    added: str, expected: dict[str, object], tmp_path: Path
+) -> None:
+    optim = optim_of(MUON + added, tmp_path)
+    assert optim == optim | {'kind': 'muon'} | expected
+
+
+@pytest.mark.parametrize(
+    ('added', 'message'),
+    [
+        ('--muon-extra-scale-factor 1', '--muon-extra-scale-factor 1: .* give 0.2'),
+        ('--muon-scale-mode unit_rms_norm', '--muon-scale-mode unit_rms_norm: .* give spectral'),
+        ('--muon-coefficient-type aol', '--muon-coefficient-type aol: .* give simple, quintic'),
+        ('--muon-no-split-qkv', '--muon-no-split-qkv: .* leave it out'),
+        ('--muon-fp32-matmul-prec high', '--muon-fp32-matmul-prec high: .* give medium'),
+        ('--muon-scalar-optimizer lion', '--muon-scalar-optimizer lion: .* give adam'),
+        ('--tensor-model-parallel-size 2', '--muon-tp-mode blockwise, the default: .* duplicated'),
+    ],
+)
+def test_values_of_muon_that_are_not_supported_are_rejected_by_name(
+    added: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert(MUON + added)
+
+
+def test_muon_without_a_scale_factor_is_rejected_with_megatrons_default() -> None:
+    with pytest.raises(ConfigError, match=r'--muon-extra-scale-factor 1\.0, the default: .* 0\.2'):
+        convert(SMALL + '--optimizer muon')
+
+
+def test_what_muon_computes_differently_is_said_before_its_key() -> None:
+    added = '--swiglu --muon-nesterov --position-embedding-type learned_absolute'
+    text = ' '.join(convert(MUON + added).replace('#', '').split())
+    for said in ('Gate and up are separate', 'AdamW updates position embeddings', 'first 20 steps'):
+        assert said in text
+    assert 'Megatron-LM.' not in convert(MUON)
+
+
+def test_arguments_of_muon_have_no_meaning_for_adam() -> None:
+    text = convert(SMALL + '--muon-momentum 0.8')
+    assert '--muon-momentum 0.8' in text.partition('Without a meaning here:')[2]
 
 
 @pytest.mark.parametrize(

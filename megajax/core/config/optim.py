@@ -52,9 +52,10 @@ class OptimConfig(Section):
     """Whether Muon's momentum is Nesterov's."""
     ns_steps: Annotated[PositiveInt, Field(le=100)] = 5
     """Newton-Schulz iterations with which Muon orthogonalizes a matrix."""
-    ns_coefficients: Literal['quintic', 'polar_express'] = 'quintic'
+    ns_coefficients: Literal['quintic', 'dion', 'polar_express'] = 'quintic'
     """Polynomials of the Newton-Schulz iterations: Jordan's quintic in all of them (quintic), or
-    one for each iteration (polar_express, Amsel et al., 2025).
+    one for each iteration: Dion's, which Megatron calls quintic (dion), or Polar Express (Amsel et
+    al., 2025).
     """
     grad_clip: PositiveFloat = 1.0
     """Global gradient norm above which gradients are clipped."""

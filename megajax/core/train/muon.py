@@ -10,7 +10,7 @@ The momentum is stored as AdamW's first moment is. Newton-Schulz iterations comp
 fp32 with train.dtype=float32, and each runs on one device only (`whole_matrices.py`).
 """
 
-from itertools import chain, islice, repeat
+from itertools import chain, cycle, islice, repeat
 from typing import Any
 
 import jax
@@ -24,6 +24,14 @@ from megajax.core.train.whole_matrices import Pools, WholeMatrices, matrices_of,
 
 RMS = 0.2  # of the elements of an update, as AdamW's usually are
 QUINTIC = 3.4445, -4.7750, 2.0315
+# Of five iterations in turn: `dion` in optax, `quintic` in NVIDIA's Emerging-Optimizers.
+DION = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
 # Of the first iterations and of all others (Amsel et al., 2025, algorithm 1).
 POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -84,6 +92,8 @@ def coefficients(optim: OptimConfig) -> Any:
     """Return the coefficients of x, x^3 and x^5 in each iteration, or in all of them."""
     if optim.ns_coefficients == 'quintic':
         return QUINTIC
+    if optim.ns_coefficients == 'dion':
+        return tuple(islice(cycle(DION), optim.ns_steps))
     safe = (
         tuple(c / SAFETY**power for c, power in zip(row, (1, 3, 5), strict=True))
         for row in POLAR_EXPRESS

@@ -17,7 +17,8 @@ from vlm import vlm
 from megajax.analysis.plan.layouts import changed
 from megajax.core.config import Config
 from megajax.core.counts.parameters import dim_sizes, parameters
-from megajax.core.train.muon import coefficients
+from megajax.core.counts.whole_matrices import pools
+from megajax.core.train.muon import coefficients, orthogonalized
 from megajax.core.train.optimizer import make_optimizer, make_schedule
 
 STEPS = 5
@@ -122,6 +123,18 @@ def test_updates_on_one_device_are_those_of_optax(name: str, steps: int, changes
     expected = updated_by_optax(setting, steps, **changes)
     actual = split(updated(setting, steps, **changes), config_of(setting))
     assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.parametrize('name', ['standard', 'dion'])
+def test_coefficients_are_those_of_optax(name: str) -> None:
+    kind = {'standard': 'quintic'}.get(name, name)
+    config = config_of(ONE_DEVICE, optim__ns_coefficients=kind)
+    (form, *_) = pools(config)
+    matrices = jax.random.normal(jax.random.key(0), (2, *form.shape))
+    optimizer = optax.contrib.muon(1.0, name, beta=0.0, nesterov=False, consistent_rms=0.2)
+    expected, _ = jax.vmap(lambda x: optimizer.update(x, optimizer.init(x), x))(matrices)
+    actual = orthogonalized({form: matrices}, config.optim)[form]
+    np.testing.assert_allclose(actual, -expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

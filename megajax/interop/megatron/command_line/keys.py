@@ -57,6 +57,11 @@ KEYS = """
     train.deterministic: deterministic_mode
     train.loss_scale: initial_loss_scale
     train.profile: profile
+    optim.kind: optimizer
+    optim.momentum: muon_momentum
+    optim.nesterov: muon_nesterov
+    optim.ns_steps: muon_num_ns_steps
+    optim.ns_coefficients: muon_coefficient_type
     optim.lr: lr
     optim.min_lr: min_lr
     optim.warmup_steps: lr_warmup_iters lr_warmup_samples lr_warmup_fraction

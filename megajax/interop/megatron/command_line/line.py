@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from megajax.core.config import ConfigError
 from megajax.interop.megatron.command_line.arguments import ONLY
+from megajax.interop.megatron.command_line.muon import KINDS
 from megajax.interop.megatron.command_line.script import find_launch, program_of
 from megajax.interop.megatron.command_line.table import (
     INSTEAD,
@@ -101,8 +102,9 @@ def read_line(words: Sequence[str], *, world_size: int | None = None) -> Line:
             key, arguments[name] = SETS.get(name, (name, value)) if value else (name, value)
             arguments[key], spelled[key] = arguments[name], shown
             faulty.discard(name)
-    if not arguments.get('num_experts'):
-        for name in [name for name in arguments if name.startswith('moe_')]:
+    is_read = {'moe_': arguments.get('num_experts'), 'muon_': arguments.get('optimizer') in KINDS}
+    for name in [name for name in arguments for start in is_read if name.startswith(start)]:
+        if not is_read[f'{name.partition("_")[0]}_']:
             unused.setdefault(UNREAD, []).append(spelled[name])
             del arguments[name]
     problems += [

@@ -13,6 +13,7 @@ from megajax.core.config import ConfigError
 from megajax.core.config.section import plain_number
 from megajax.interop.megatron.command_line.arguments import read_arguments
 from megajax.interop.megatron.command_line.line import Line
+from megajax.interop.megatron.command_line.muon import muon_of
 
 Keys = dict[str, Any]
 # Megatron-LM's defaults; a model's defaults are in `arguments.py`.
@@ -230,6 +231,7 @@ def _optim(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
     if len(moments) > 1:
         problems.append('--exp-avg-dtype and --exp-avg-sq-dtype: both moments have one dtype')
     return {
+        **muon_of(line.arguments),
         'lr': line.arguments['lr'],
         'min_lr': _default(line, 'min_lr'),
         **_schedule(line, steps, batch, problems),
@@ -281,7 +283,8 @@ def _shard(line: Line) -> str:
         return 'weights'
     if line.get('use_megatron_fsdp'):
         return SHARDS[_default(line, 'data_parallel_sharding_strategy')]
-    return 'optimizer' if line.get('use_distributed_optimizer') else 'none'
+    is_sharded = line.get('use_distributed_optimizer') or line.get('optimizer') == 'dist_muon'
+    return 'optimizer' if is_sharded else 'none'
 
 
 def _data(line: Line, problems: list[str]) -> Keys:

@@ -1,7 +1,7 @@
 """The table of Megatron-LM's arguments: which ones decide a key, and why others do not.
 
 Names are written as Megatron-LM's own namespace has them, `num_layers` for `--num-layers`, from the
-first release (2019) to megatron-core 0.16. Arguments that neither `pretrain_gpt.py` nor
+first release (2019) to megatron-core 0.19. Arguments that neither `pretrain_gpt.py` nor
 `pretrain_bert.py` needs, such as those for retrieval, are not listed. Imports no jax.
 """
 
@@ -21,7 +21,7 @@ READ: Mapping[type, str] = {
         expert_model_parallel_size expert_tensor_parallel_size
         num_experts moe_ffn_hidden_size moe_router_topk moe_router_num_groups moe_router_group_topk
         moe_router_topk_limited_devices moe_shared_expert_intermediate_size moe_latent_size
-        moe_mlp_glu_interleave_size
+        moe_mlp_glu_interleave_size muon_num_ns_steps
         lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
         lr_wsd_decay_iters lr_wsd_decay_samples profile_step_start profile_step_end
     """,
@@ -32,7 +32,7 @@ READ: Mapping[type, str] = {
         loss_scale initial_loss_scale mask_prob exit_duration_in_mins
         moe_router_topk_scaling_factor moe_router_bias_update_rate moe_router_force_biased
         moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps moe_expert_capacity_factor
-        moe_expert_rank_capacity_factor
+        moe_expert_rank_capacity_factor muon_momentum muon_extra_scale_factor
     """,
     str: """
         position_embedding_type window_size window_attn_skip_freq no_rope_freq
@@ -42,6 +42,8 @@ READ: Mapping[type, str] = {
         split tokenizer_type tokenizer_model vocab_file load save wandb_project dataloader_type
         moe_router_score_function moe_router_load_balancing_type moe_router_dtype moe_layer_freq
         moe_token_drop_policy
+        muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type muon_tp_mode
+        muon_scalar_optimizer
     """,
     bool: """
         group_query_attention swiglu openai_gelu add_qkv_bias qk_layernorm use_rope_scaling
@@ -50,13 +52,14 @@ READ: Mapping[type, str] = {
         use_precision_aware_optimizer profile deterministic_mode reset_position_ids
         reset_attention_mask use_checkpoint_args no_position_embedding
         moe_router_pre_softmax moe_router_enable_expert_bias moe_router_force_load_balancing
-        moe_apply_probs_on_input moe_use_upcycling moe_shared_expert_gate
+        moe_apply_probs_on_input moe_use_upcycling moe_shared_expert_gate muon_nesterov
     """,
     list: 'data_path recompute_modules',
 }
 # Flags that set a different argument.
 SETS: Mapping[str, tuple[str, Any]] = {
     'disable_bias_linear': ('add_bias_linear', False),
+    'muon_no_split_qkv': ('muon_split_qkv', False),
     'no_bias_gelu_fusion': ('bias_gelu_fusion', False),
     'use_rotary_position_embeddings': ('position_embedding_type', 'rope'),
     'recompute_activations': ('recompute_granularity', 'selective'),
@@ -77,6 +80,7 @@ RENAMED: Mapping[str, str] = {
     'checkpoint_num_layers': 'recompute_num_layers',
     'use_custom_fsdp': 'use_megatron_fsdp',
     'fp8': 'fp8_format',
+    'muon_use_nesterov': 'muon_nesterov',
 }
 KERNELS = 'XLA chooses and fuses kernels'
 ATTENTION = "attention on a GPU is cuDNN's flash attention, or XLA's if it has dropout"
@@ -217,9 +221,7 @@ NO_MEANING: Mapping[str, str] = {
         moe_upcycling_granularity moe_router_quantile_balancing_ema
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
         sgd_momentum short_seq_prob use_tokenizer_from_checkpoint_args
-        muon_momentum muon_no_split_qkv muon_nesterov muon_scale_mode muon_fp32_matmul_prec
-        muon_coefficient_type muon_num_ns_steps muon_tp_mode muon_extra_scale_factor
-        muon_scalar_optimizer
+        lion_beta1 lion_beta2
     """,
 }
 # Arguments of which no value is supported, with what to do instead.
@@ -269,7 +271,7 @@ INSTEAD: Mapping[str, str] = {
     'hybrid_override_pattern': 'every layer has attention and an MLP',
     'fp4_format': 'give --fp8-format hybrid, or --bf16',
     'label_smoothing': 'set loss.label_smoothing in the YAML',
-    'use_dion': 'give --optimizer adam; for Muon, set optim.kind=muon in the YAML',
+    'use_dion': 'give --optimizer muon or adam',
 }
 
 

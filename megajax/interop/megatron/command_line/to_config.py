@@ -9,6 +9,7 @@ from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError, Problem, reload
 from megajax.core.config.load import dump_sections
 from megajax.core.config.schema import keys_of
+from megajax.interop.megatron.command_line import muon
 from megajax.interop.megatron.command_line.arguments import LAYERNORM_1P, rejected
 from megajax.interop.megatron.command_line.keys import SOURCES
 from megajax.interop.megatron.command_line.line import Line
@@ -19,7 +20,7 @@ COLUMNS = 100
 DROPOUT = 'attention_dropout'
 # Supported values of arguments, and what to do instead of using other values.
 VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    'optimizer': (('adam',), 'give adam; for Muon, set optim.kind=muon in the YAML'),
+    'optimizer': (('adam', *muon.KINDS), 'give adam or muon'),
     'lr_decay_style': (tuple(SCHEDULES), f'give {", ".join(SCHEDULES)}'),
     'lr_wsd_decay_style': (
         ('linear', 'cosine', 'exponential', 'minus_sqrt'),
@@ -76,6 +77,7 @@ def _supported(line: Line) -> Line:
         for name, (allowed, _) in VALUES.items()
         if name in line.arguments and line.arguments[name] not in allowed
     }
+    wrong |= {name for name, *_ in muon.unsupported(line.arguments)}
     kept = {name: value for name, value in line.arguments.items() if name not in wrong}
     if kept.get('clip_grad') == 0:
         del kept['clip_grad']
@@ -106,6 +108,9 @@ def _problems(line: Line) -> Iterator[str]:
     for name, (allowed, instead) in VALUES.items():
         if name in line.arguments and line.arguments[name] not in allowed:
             yield f'{line.spelled.get(name, name)}: is not supported: {instead}'
+    for name, value, instead in muon.unsupported(line.arguments):
+        written = line.spelled.get(name, f'{line.option(name)} {value}, the default')
+        yield f'{written}: is not supported with Muon: {instead}'
     decay = line.get('weight_decay')
     for name in ('start_weight_decay', 'end_weight_decay'):
         if line.get(name) not in (None, decay):
@@ -164,6 +169,8 @@ def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str
         notes['  dir:'] = (
             f"This is not {line.get('save')}, the folder of Megatron-LM's checkpoints."
         )
+    if config.optim.kind == 'muon':
+        notes['  kind:'] = ' '.join(muon.differences(line.arguments, is_bert=line.is_bert))
     for key in keys:
         for begin, note in notes.items():
             if key.startswith(begin):
