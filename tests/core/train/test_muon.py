@@ -1,7 +1,6 @@
 """Muon: its updates are those of optax on one device, wherever the pieces of a matrix are."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -9,17 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optax.contrib import MuonDimensionNumbers
+from optax_muon import optimizer_of_optax, split
 from steps import Setting
 from support import assert_close, exhaustive, gather, in_layer_order, on_mesh, random_params, slow
 from vlm import vlm
 
 from megajax.analysis.plan.layouts import changed
 from megajax.core.config import Config
-from megajax.core.counts.parameters import dim_sizes, parameters
 from megajax.core.counts.whole_matrices import pools
-from megajax.core.train.muon import coefficients, orthogonalized
-from megajax.core.train.optimizer import make_optimizer, make_schedule
+from megajax.core.train.muon import orthogonalized
+from megajax.core.train.optimizer import make_optimizer
 
 STEPS = 5
 MUON = {'optim__kind': 'muon', 'optim__eps': 1e-8, 'optim__weight_decay': 0.1}
@@ -53,56 +51,11 @@ def updated(setting: Setting, steps: int = STEPS, **changes: Any) -> dict[str, n
         return in_layer_order(gather(params), config)
 
 
-def split(arrays: dict[str, np.ndarray], config: Config) -> dict[str, jax.Array]:
-    """Each matrix of the layers by itself, [layer, inputs, outputs]."""
-    sizes, declared, found = dim_sizes(config.model), dict(parameters(config.model)), {}
-    for name, x in arrays.items():
-        if not declared[name].is_layer_matrix:
-            found[name] = jnp.asarray(x)
-            continue
-        dims, groups = declared[name].dims, sizes['G']
-        rows = math.prod(
-            sizes[letter.upper()] for letter in dims if letter in declared[name].inputs
-        )
-        parts = {'': x}
-        if 'C' in dims:
-            columns = {'q': range(groups), 'k': [groups], 'v': [groups + 1]}
-            parts = {part: x.take(own, dims.index('C')) for part, own in columns.items()}
-        if 'U' in dims:
-            parts = {part: x.take(own, dims.index('U')) for own, part in enumerate(['gate', 'up'])}
-        for part, own in parts.items():
-            count = math.prod(sizes[letter] for letter in dims if letter in 'LX')
-            found[f'{name} {part}'] = jnp.asarray(own.reshape(count, rows, -1))
-    return found
-
-
 def updated_by_optax(setting: Setting, steps: int = STEPS, **changes: Any) -> dict[str, jax.Array]:
     config = config_of(setting, **changes)
-    optim, schedule = config.optim, make_schedule(config.optim, config.train.steps)
     with on_mesh(config):
         params = start = split(gather(random_params(config, std=0.05)), config)
-    declared = dict(parameters(config.model))
-    adam = {'b1': optim.beta1, 'b2': optim.beta2, 'eps': optim.eps}
-    muon = optax.contrib.muon(
-        schedule,
-        ns_coeffs=coefficients(optim),
-        ns_steps=optim.ns_steps,
-        beta=optim.momentum,
-        nesterov=optim.nesterov,
-        weight_decay=optim.weight_decay,
-        muon_weight_dimension_numbers=lambda params: {
-            name: MuonDimensionNumbers(1, 2) for name in params
-        },
-        consistent_rms=0.2,
-    )
-
-    def kinds(params: Any) -> dict[str, str]:
-        of_others = {name: 'decays' if x.decays else 'vector' for name, x in declared.items()}
-        return {name: of_others.get(name, 'muon') for name in params}
-
-    decaying, others = (optax.adamw(schedule, **adam, weight_decay=x) for x in (0.1, 0.0))
-    by_kind = optax.partition({'muon': muon, 'decays': decaying, 'vector': others}, kinds)
-    optimizer = optax.chain(optax.clip_by_global_norm(optim.grad_clip), by_kind)
+    optimizer = optimizer_of_optax(config)
     state = optimizer.init(params)
     for number in range(steps):
         updates, state = jax.jit(optimizer.update)(gradients_at(start, number), state, params)
