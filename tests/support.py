@@ -127,6 +127,16 @@ MODELS['experts'] = {
         }
     },
 }
+# Some layers with an MLP: the first one, or every second one.
+OF_EXPERTS = MODELS['experts']['model']
+MODELS['first_dense'] = {
+    **MODELS['llama'],
+    'model': OF_EXPERTS | {'experts': OF_EXPERTS['experts'] | {'first_dense': 1}},
+}
+MODELS['half_dense'] = {
+    **MODELS['llama'],
+    'model': OF_EXPERTS | {'num_layers': 4, 'layers': [{'experts': None}, {'window': 4}]},
+}
 MODELS['capacity'] = {
     **MODELS['llama'],
     'model': MODELS['llama']['model']
@@ -286,11 +296,12 @@ def random_params(config: Config, std: float) -> nnx.State:
     """
     random = np.random.default_rng(1)
     abstract = abstract_state(config).params
-    sizes, order = dim_sizes(config.model), Layout.of(config).layer_order(config.model.num_layers)
+    sizes, layout = dim_sizes(config.model), Layout.of(config)
 
     def draw(declared: Parameter, x: jax.ShapeDtypeStruct) -> jax.Array:
         value = random.normal(0, std, shape_of(declared.dims, sizes)).astype(x.dtype)
-        value = value[order] if declared.dims.startswith('L') else value
+        if declared.dims[0] in 'LΔΛ':
+            value = value[np.array(layout.layer_order(len(value)))]
         padding = [(0, size - own) for size, own in zip(x.shape, value.shape, strict=True)]
         return jax.device_put(np.pad(value, padding), x.sharding)
 
@@ -341,8 +352,11 @@ def gather(params: nnx.State) -> dict[str, np.ndarray]:
 
 def in_layer_order(arrays: Mapping[str, np.ndarray], config: Config) -> dict[str, np.ndarray]:
     """Parameters by name with the layers in the order of the model, not of its stages."""
-    places = np.argsort(Layout.of(config).layer_order(config.model.num_layers))
-    return {name: x[places] if name.startswith('layers.') else x for name, x in arrays.items()}
+    layout = Layout.of(config)
+    return {
+        name: x[np.argsort(layout.layer_order(len(x)))] if name.startswith('layers.') else x
+        for name, x in arrays.items()
+    }
 
 
 def relative_error(actual: Any, expected: Any) -> float:

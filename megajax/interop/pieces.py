@@ -28,7 +28,7 @@ TILE = 16
 THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 READABLE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
-STACKED = 'LⓁⒶX'  # dims of layers, of an encoder's layers, of DeepStack's mergers and of experts
+STACKED = 'LΔΛⓁⒶX'  # dims of layers, of an encoder's layers, of DeepStack's mergers and of experts
 ALIGNMENT = 64  # bytes; a CPU device uses a block with this alignment without a copy
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -99,20 +99,21 @@ def make_pieces(
     shape: Shape,
     ranges: Mapping[str, slice] = NOTHING,
     sizes: Mapping[str, int] = NOTHING,
+    layers: Sequence[int] | None = None,
 ) -> list[Piece]:
     """Return the pieces of a parameter: one for each layer, or one if it is not stacked.
 
-    The pieces have the dims `there`, for example '(KCH)D' for [K*C*H, D], and the parameter has
-    `shape` and the dims `here`, for example 'LDKCH'. The index of the layer, or of a different
-    stacked module, replaces {} in `name`, and the expert's the next {}. `ranges` gives the
-    part of a dim that a piece holds, if not all of it, and `sizes` the length of a dim in the other
-    format, if it is padded.
+    The pieces have the dims `there`, as in '(KCH)D' for [K*C*H, D], and the parameter `shape` and
+    the dims `here`, as in 'LDKCH'. In `name` the index of the layer, or of a different stacked
+    module, replaces {}, and the expert's the next {}; `layers` has the indices, if not all layers
+    have it. `ranges` gives a piece's part of a dim, and `sizes` the length of a padded one there.
     """
     stacked = [dim for dim in STACKED if dim in here and dim not in there]
     pieces = []
     for index in np.ndindex(*(shape[here.index(dim)] for dim in stacked)):
         one = {dim: slice(n, n + 1) for dim, n in zip(stacked, index, strict=True)}
-        pieces.append(make_piece(name.format(*index), there, here, shape, {**ranges, **one}, sizes))
+        own = name.format(*index if layers is None else (layers[index[0]], *index[1:]))
+        pieces.append(make_piece(own, there, here, shape, {**ranges, **one}, sizes))
     return pieces
 
 
@@ -344,7 +345,5 @@ def copy_tiles(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _contiguous_dim(x: np.ndarray) -> int:
-    steps = [
-        stride if size > 1 else math.inf for stride, size in zip(x.strides, x.shape, strict=True)
-    ]
-    return int(np.argmin(steps))
+    steps = (step if size > 1 else math.inf for step, size in zip(x.strides, x.shape, strict=True))
+    return int(np.argmin([*steps]))

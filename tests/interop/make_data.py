@@ -133,6 +133,9 @@ def random_model(
             .to(dtype)
             .float()
         )
+    for name, buffer in model.named_buffers():
+        if name.endswith('e_score_correction_bias'):
+            buffer.normal_(0, 0.1)
     return model
 
 

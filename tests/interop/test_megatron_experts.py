@@ -50,6 +50,7 @@ READ = {
     '--moe-shared-expert-intermediate-size 64': {'shared_ffn_size': 64},
     '--moe-layer-freq 1': {},
     '--moe-layer-freq ([1]*2)*1': {},
+    '--moe-layer-freq [0]+[1]': {'first_dense': 1},
 }
 REFUSED = {
     '--moe-router-score-function sqrtsoftplus': 'give softmax or sigmoid',
@@ -69,9 +70,8 @@ REFUSED = {
     '--moe-input-jitter-eps 1e-2': 'no noise',
     '--moe-router-force-load-balancing': 'no noise',
     '--moe-shared-expert-gate': 'no gate',
-    '--moe-layer-freq 2': 'every layer has experts',
-    '--moe-layer-freq [0]+[1]': 'every layer has experts',
-    '--moe-layer-freq [1]*3': 'every layer has experts',
+    '--moe-layer-freq [0]*2': 'no layer would have experts',
+    '--moe-layer-freq [1]*3': 'moe_layer_freq has 3 numbers, and num_layers=2',
     '--moe-apply-probs-on-input': "experts' outputs",
     '--moe-use-upcycling': 'random weights',
     '--expert-tensor-parallel-size 1': '2 shards too: leave it out',
@@ -179,8 +179,14 @@ def test_arguments_in_a_checkpoint_are_read_and_refused_alike() -> None:
     experts = {'count': 4, 'active': 2, 'ffn_size': 32}
     balance = {'balance_loss': 0.5, 'balance_over': 'sequence'}
     assert read_arguments(base, 'x')['experts'] == experts | balance
-    with pytest.raises(ConfigError, match=r'x: moe_layer_freq=\[0, 1\] is not supported'):
-        read_arguments(base | {'moe_layer_freq': [0, 1]}, 'x')
+    with pytest.raises(ConfigError, match=r'x: moe_layer_freq=\[0, 0\] is not supported'):
+        read_arguments(base | {'moe_layer_freq': [0, 0]}, 'x')
+
+
+def test_every_second_layer_has_experts_as_in_megatron_core(tmp_path: Path) -> None:
+    line = EXPERTS.replace('--num-layers 2', '--num-layers 4') + '--moe-layer-freq 2'
+    model = config_of(line, tmp_path).model
+    assert [model.layer_config(i).experts is None for i in range(4)] == [False, True, False, True]
 
 
 def test_one_of_several_expert_parallel_ranks_is_refused_by_name(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ YARN |= {'original_max_position_embeddings': 8, 'beta_fast': 4.0}
 OLMO = FIVE | {'sliding_window': 6}
 EXPERTS = SIZES | {'num_experts_per_tok': 2}
 OSS = EXPERTS | {'head_dim': 8, 'sliding_window': 6, 'num_local_experts': 6}
+GLM = FIVE | {'num_experts_per_tok': 2, 'head_dim': 8, 'moe_intermediate_size': 12}
+GLM |= {'routed_scaling_factor': 2.5}
 LINEAR = {'rope_type': 'linear', 'rope_theta': 1e6, 'factor': 8.0}
 GEMMA = OLMO | {'head_dim': 8, 'query_pre_attn_scalar': 8, 'sliding_window_pattern': 3}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -94,6 +96,19 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         'qwen3_moe',
         EXPERTS | QWEN | {'num_experts': 4, 'moe_intermediate_size': 8},
     ),
+    'qwen3_moe, layers with an MLP': (
+        'qwen3_moe',
+        EXPERTS
+        | {'num_hidden_layers': 5, 'head_dim': 8, 'num_experts': 4, 'moe_intermediate_size': 12}
+        | {'mlp_only_layers': [1], 'decoder_sparse_step': 2},
+    ),
+    'glm4_moe, as released': ('glm4_moe', GLM | {'n_routed_experts': 8, 'use_qk_norm': True}),
+    'glm4_moe, groups, biases and two shared experts': (
+        'glm4_moe',
+        GLM
+        | {'n_routed_experts': 8, 'n_group': 4, 'topk_group': 2, 'n_shared_experts': 2}
+        | {'attention_bias': True, 'first_k_dense_replace': 2, 'norm_topk_prob': False},
+    ),
     'olmoe, as released': ('olmoe', EXPERTS | {'num_experts': 8, 'num_experts_per_tok': 3}),
     'olmoe, normalized': ('olmoe', EXPERTS | {'num_experts': 4, 'norm_topk_prob': True}),
     'gpt_oss, as released, gates clamped': (
@@ -119,6 +134,7 @@ GREEDY = (  # one of each family
     'exaone4, full layers without rope',
     'mixtral, as released',
     'qwen3_moe, as released',
+    'glm4_moe, as released',
     'olmoe, as released',
     'gpt_oss, as released, gates clamped',
 )
@@ -144,6 +160,9 @@ def theirs(
     loss.backward()
     for parameter in model.parameters():
         parameter.data = parameter.grad
+    for name, buffer in model.named_buffers():
+        if name.endswith('e_score_correction_bias'):  # which selects, and has no gradient
+            buffer.zero_()
     model.save_pretrained(folder)
     return logits.detach().numpy(), read_tensors(folder)
 

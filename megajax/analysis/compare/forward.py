@@ -19,7 +19,7 @@ from megajax.core.model.block import Block
 from megajax.core.model.computation import Computation
 from megajax.core.model.grid import is_grid
 from megajax.core.model.loss import Loss
-from megajax.core.model.stack import at_place, count_layers, run_layer
+from megajax.core.model.stack import count_layers, layer_of, run_layer
 from megajax.core.model.transformer import LanguageModel
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.pipeline_ops import over_shards
@@ -88,8 +88,8 @@ def _sites(
     x_BTD = model.embed(shard['tokens'], computation.dtype, rows)
     sites = {'embedding': x_BTD}
     for index in range(count_layers(model.layers)):
-        weights = None if used is None else _layer(used.layers, index)
-        block = computation.pair(weights, _layer(model.layers, index), model.layout)
+        weights = None if used is None else layer_of(used.layers, index)
+        block = computation.pair(weights, layer_of(model.layers, index), model.layout)
         seen = _tapped(block)
         x_BTD = run_layer(block, x_BTD, rows, index, computation)
         sites |= {f'layers.{index}.{name}': x for name, x in seen.items()}
@@ -120,10 +120,6 @@ def _tapped(block: Block) -> Sites:
         sublayer.norm = nnx.static(partial(norm, f'{name}.norm', sublayer.norm))
         sublayer.finished = nnx.static(partial(finished, name, sublayer.finished))
     return seen
-
-
-def _layer(layers: Block, index: int) -> Block:
-    return at_place(jax.tree.map(lambda x: x[index], layers), index)
 
 
 def _logits(model: LanguageModel, x_BTD: jax.Array) -> jax.Array:

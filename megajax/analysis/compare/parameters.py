@@ -9,8 +9,9 @@ import numpy as np
 from flax import nnx
 
 from megajax.analysis.compare.site_names import LAYERS, backward_order
-from megajax.core.config import Config
+from megajax.core.config import Config, ModelConfig
 from megajax.core.counts.declaration import Parameter
+from megajax.core.counts.layers import layers_of
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.placements import parameter_name
 
@@ -27,7 +28,7 @@ def by_layer(params: nnx.State, config: Config) -> dict[str, np.ndarray]:
     )
     for path, variable in leaves:
         x = _unpadded(variable, config, layout)
-        arrays |= _of_layers(parameter_name(path), x, variable.declared, layout)
+        arrays |= _of_layers(parameter_name(path), x, variable.declared, layout, config.model)
     return {name: arrays[name] for name in sorted(arrays, key=backward_order)}
 
 
@@ -48,10 +49,11 @@ def _unpadded(variable: Any, config: Config, layout: Layout) -> np.ndarray:
 
 
 def _of_layers(
-    name: str, x: np.ndarray, declared: Parameter, layout: Layout
+    name: str, x: np.ndarray, declared: Parameter, layout: Layout, model: ModelConfig
 ) -> Iterator[tuple[str, np.ndarray]]:
     if not (declared.is_stacked and name.startswith(LAYERS)):
         yield name, x
         return
-    for layer, of_layer in zip(layout.layer_order(len(x)), x, strict=True):
-        yield f'{LAYERS}{layer}.{name.removeprefix(LAYERS)}', of_layer
+    layers = layers_of(model, declared.dims[0])
+    for place, of_layer in zip(layout.layer_order(len(x)), x, strict=True):
+        yield f'{LAYERS}{layers[place]}.{name.removeprefix(LAYERS)}', of_layer

@@ -15,13 +15,15 @@ LAYERS = 'layers.'
 
 def site_names(model: ModelConfig) -> list[str]:
     """Return the names of a forward pass's sites, in order."""
-    layers = (f'layers.{index}' for index in range(model.num_layers))
-    in_layers = [name for x in layers for name in (*(f'{x}.{site}' for site in sites(model)), x)]
+    in_layers = list[str]()
+    for index in range(model.num_layers):
+        layer = f'{LAYERS}{index}'
+        in_layers += [*(f'{layer}.{site}' for site in sites(model.layer_config(index))), layer]
     return ['embedding', *in_layers, 'norm', 'logits']
 
 
 def sites(model: ModelConfig) -> list[str]:
-    """Return the names of a layer's sites: the norm and the result of each sublayer."""
+    """Return the sites of a layer with this config: the norm and the result of each sublayer."""
     return [site for name in sublayers(model) for site in (f'{name}.norm', name)]
 
 

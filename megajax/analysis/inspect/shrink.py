@@ -59,7 +59,7 @@ def _changes(config: Config) -> dict[str, Any]:
     # A size that the data shards divide stays one, and a size that they do not does too.
     divisor = rows * (1 if _is_uneven(config) else mesh['mesh.data'])
     batch_rows = min(config.microbatch_rows, 2 * rows)
-    changes = mesh | {
+    changes: dict[str, Any] = mesh | {
         'model.num_layers': stages * chunks * _layers_of_chunk(config),
         'model.hidden_size': min(config.model.hidden_size, math.lcm(HEAD_DIM, divisor) * 2),
         'model.num_heads': heads,
@@ -74,6 +74,9 @@ def _changes(config: Config) -> dict[str, Any]:
         'mesh.data': data,
     }
     changes |= _of_windows(config, seq_len, 2 * mesh['mesh.context'])
+    if config.model.experts and config.model.first_dense:
+        experts = config.model.experts.model_dump(mode='json') | {'first_dense': 1}
+        changes |= {'model.experts': experts}
     return changes | _of_encoder(config, changes['model.head_dim'], seq_len)
 
 
@@ -86,9 +89,13 @@ def _head_dim(config: Config) -> int:
 
 
 def _layers_of_chunk(config: Config) -> int:
-    """Return two periods of the pattern without its repeats, and one of the layers left over."""
-    periods, left_over = divmod(layers_of_chunk(config), len(config.model.pattern))
-    return min(periods, 2) * max(len(config.model.layers), 1) + min(left_over, 1)
+    """Return two periods of the pattern without its repeats, and one of the layers left over.
+
+    If the first layers have an MLP instead of experts, there is one of these, too.
+    """
+    first, period = config.model.first_dense, len(config.model.pattern)
+    periods, left_over = divmod(layers_of_chunk(config) - first, period)
+    return min(first, 1) + min(periods, 2) * max(len(config.model.layers), 1) + min(left_over, 1)
 
 
 def _of_windows(config: Config, seq_len: int, chunks: int) -> dict[str, Any]:

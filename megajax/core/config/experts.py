@@ -32,6 +32,10 @@ class ExpertsConfig(Section):
     """Width of the hidden layer of a shared expert, which every token uses, without a weight
     (DeepSeekMoE, Dai et al., 2024); 0: none.
     """
+    first_dense: Annotated[NonNegativeInt, Field(le=10_000)] = 0
+    """Number of layers at the beginning that have an MLP of model.ffn_size instead, as in
+    DeepSeek-V3.
+    """
     scores: Literal['softmax', 'sigmoid'] = 'softmax'
     """Function of the router's logits: a softmax over all experts, or a sigmoid of each."""
     normalize: bool = True
@@ -112,6 +116,7 @@ def of_experts(config: 'Config') -> Iterator[Problem]:
             'model.experts.shared_ffn_size=0'
         )
         yield Problem(path='model.experts.shared_ffn_size', message=message, others=('model.bias',))
+    yield from _dense(config, experts)
     yield from _groups(experts)
     yield from _capacity(config, experts)
     lora = config.lora
@@ -122,6 +127,23 @@ def of_experts(config: 'Config') -> Iterator[Problem]:
             f'use lora.targets=[{others}]'
         )
         yield Problem(path='lora.targets', message=message, others=('model.experts',))
+
+
+def _dense(config: 'Config', experts: ExpertsConfig) -> Iterator[Problem]:
+    """Check which layers have an MLP instead of experts."""
+    model, first, path = config.model, experts.first_dense, 'model.experts.first_dense'
+    if first and config.mesh.stages > 1:
+        message = (
+            f'{first}: all pipeline stages run one program, so the first one has no other layers; '
+            'use mesh.stages=1, or model.experts.first_dense=0'
+        )
+        yield Problem(path=path, message=message, others=('mesh.stages',))
+    if all(model.layer_config(i).experts is None for i in range(model.num_layers)):
+        message = (
+            f'no layer has experts, since model.num_layers={model.num_layers}, '
+            f'model.experts.first_dense={first} and model.layers leave none; remove model.experts'
+        )
+        yield Problem(path='model.experts', message=message, others=(path, 'model.layers'))
 
 
 def _groups(experts: ExpertsConfig) -> Iterator[Problem]:

@@ -76,6 +76,8 @@ class LayerConfig(Section):
     """The layers' model.rope_theta."""
     rope_scaling: RopeScaling | None = _of_model('model.rope_scaling', None)
     """The layers' model.rope_scaling."""
+    experts: None = _of_model('model.experts', None)
+    """null: the layers have an MLP of model.ffn_size instead of experts."""
 
     @property
     def replaced(self) -> Mapping[str, Any]:

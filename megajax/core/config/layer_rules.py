@@ -17,6 +17,9 @@ def of_pattern(config: 'Config') -> Iterator[Problem]:
     if not config.model.layers:
         return
     model, period = config.model, len(config.model.pattern)
+    if model.experts is None and any('experts' in layer.replaced for layer in model.layers):
+        message = 'sets experts=null, but model.experts is null for all layers; remove the key'
+        yield Problem(path=KEY, message=message, others=('model.experts',))
     if period > model.num_layers:
         message = (
             f'has {period} layers, more than model.num_layers={model.num_layers}; '
@@ -49,7 +52,7 @@ def of_positions(config: 'Config') -> Iterator[Problem]:
     if not model.layers and model.position != 'none':
         return
     keys = {key for layer in model.layers for key in layer.replaced}
-    if model.position not in ('rope', 'none') and keys - {'window'}:
+    if model.position not in ('rope', 'none') and keys - {'window', 'experts'}:
         message = (
             f'sets {", ".join(sorted(keys - {"window"}))}, which needs model.position=rope, '
             f'not {model.position}; set it, or remove the key'

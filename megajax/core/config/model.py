@@ -149,7 +149,21 @@ class ModelConfig(Section):
 
     def layer_config(self, index: int) -> Self:
         """Return the config of the layer with this index, with the keys of the pattern."""
-        return self.pattern[index % len(self.pattern)]
+        layer = self.pattern[index % len(self.pattern)]
+        is_dense = layer.experts is not None and index < layer.experts.first_dense
+        return layer.model_copy(update={'experts': None}) if is_dense else layer
+
+    @property
+    def first_dense(self) -> int:
+        """Number of layers before the first one that has experts where its pattern has."""
+        return self.experts.first_dense if self.experts else 0
+
+    @property
+    def has_dense_and_experts(self) -> bool:
+        """Whether some layers have experts and some have an MLP."""
+        return self.experts is not None and (
+            self.experts.first_dense > 0 or any(layer.experts is None for layer in self.pattern)
+        )
 
     @property
     def causal(self) -> bool:

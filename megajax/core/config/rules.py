@@ -121,7 +121,7 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
 
 def _widths(config: 'Config') -> Iterator[Problem]:
     model, shards, seq_len = config.model, config.mesh.model, config.train.seq_len
-    if model.experts is None:
+    if model.experts is None or model.has_dense_and_experts:
         yield from divides('model.ffn_size', model.ffn_size, 'mesh.model', shards)
     yield from _vocabulary(config)
     if seq_len > model.max_seq_len:

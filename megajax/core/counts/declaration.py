@@ -5,13 +5,15 @@ Imports no jax.
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from megajax.core.config.model import ModelConfig
 
 NUM_SEGMENTS = 2  # in a BERT sequence: token types, and also their possible orders
-STACKS = 'LJAⓁⒶ'  # the first dims of arrays with an entry for each layer or merger
+OF_LAYERS = 'LΔΛJ'  # the first dims of the decoder's layers
+STACKS = f'{OF_LAYERS}AⓁⒶ'  # the first dims of arrays with an entry for each layer or merger
 IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the images
 
 
@@ -51,7 +53,7 @@ class Parameter:
     @property
     def is_stacked(self) -> bool:
         """Whether the array holds the parameters of all layers, or of all that attend to images."""
-        return self.dims[0] in 'LJ'
+        return self.dims[0] in OF_LAYERS
 
     @property
     def dims_of_layer(self) -> str:
@@ -76,7 +78,7 @@ class Parameter:
     @property
     def is_layer_matrix(self) -> bool:
         """Whether it holds matrices of the decoder's layers, which Muon orthogonalizes."""
-        return self.is_matrix and any(letter in self.dims for letter in 'LJ')
+        return self.is_matrix and any(letter in self.dims for letter in OF_LAYERS)
 
     @property
     def is_multiplied(self) -> bool:
@@ -126,11 +128,6 @@ def norm(model: ModelConfig, dims: str, *, summed: str) -> Declared:
     if model.norm == 'rmsnorm':
         return scale
     return scale | {'bias': Parameter(dims, Role.VECTOR, summed=summed)}
-
-
-def stacked(declared: Declared) -> Declared:
-    """Return the same parameters with a leading dim L, one entry for each layer."""
-    return prefixed(declared, 'L')
 
 
 def prefixed(declared: Declared, dim: str) -> Declared:
@@ -184,4 +181,13 @@ def base_sizes(model: ModelConfig) -> Mapping[str, int]:
         'U': 2,
         'V': model.padded_vocab_size,
         'X': experts.count if experts else 0,
+        **(stack_sizes(model) if model.has_dense_and_experts else {}),
     }
+
+
+@functools.cache
+def stack_sizes(model: ModelConfig) -> Mapping[str, int]:
+    """Return the number of layers with an MLP, and with experts, of a model that has both."""
+    layers = (model.layer_config(index) for index in range(model.num_layers))
+    dense = sum(layer.experts is None for layer in layers)
+    return {'Δ': dense, 'Λ': model.num_layers - dense}

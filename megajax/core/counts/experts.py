@@ -18,7 +18,7 @@ from megajax.core.counts.collective import (
     passes,
 )
 from megajax.core.counts.expert_rows import rows_of_experts
-from megajax.core.counts.parameters import dim_sizes, shape_of
+from megajax.core.counts.layers import layers_of, stacks
 from megajax.xla.hlo.program import Array
 
 DISPATCHER = 'transformer/moe/token_dispatcher.py MoEAlltoAllTokenDispatcher'
@@ -34,6 +34,9 @@ def over_experts(config: Config, runs: int) -> Iterator[Expected]:
     experts = config.model.experts
     if experts is None:
         return
+    model = config.model
+    layers = len(layers_of(model, stacks(model)[-1].dim))
+    runs = runs * layers // model.num_layers
     dtype, (rows, length, size) = activation(config)
     devices, assignments = config.mesh.experts, rows * length * experts.active
     if devices > 1:
@@ -48,7 +51,6 @@ def over_experts(config: Config, runs: int) -> Iterator[Expected]:
             if experts.capacity is None:
                 counts = Array('s32', (devices, experts.count))
                 yield Expected.over(config, site, GATHER, counts, runs, DISPATCHER)
-    (layers,) = shape_of('L', dim_sizes(config.model))
     sums, stages = (NUM_STATISTICS, experts.count), config.mesh.stages
     if axis := axes_text(config, 'replica', 'data', 'expert', 'context'):
         reduced, site = Array('f32', (layers // stages, *sums)), Site('gradients', 'step', axis)

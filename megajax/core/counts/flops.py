@@ -77,7 +77,7 @@ def _of_each_product(layout: Layout) -> Layout:
     Idle pipeline ticks and padded heads are not work, and context shards skip part of the causally
     masked scores.
     """
-    axes = tuple((letter, axes) for letter, axes in layout.axes if letter not in 'LS')
+    axes = tuple((letter, axes) for letter, axes in layout.axes if letter not in 'LΔΛS')
     sizes = tuple((axis, size) for axis, size in layout.sizes if axis not in (STAGE, CONTEXT))
     return dataclasses.replace(layout, axes=axes, sizes=sizes, chunks=1)
 

@@ -4,8 +4,10 @@ A layer's parameters and adapters, its matmuls, Megatron's collectives and the v
 saves all follow from this list. `core/model/sublayer.py` computes it. Imports no jax.
 """
 
+import functools
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megajax.core.config.model import ModelConfig
@@ -121,6 +123,50 @@ def _feed_forward(model: ModelConfig) -> Sublayer:
         Matmul('down', 'A', 'D', model.bias, each='X'),
         {'router': router, **(shared if experts.shared_ffn_size else {})},
     )
+
+
+class Stack(NamedTuple):
+    """A sublayer, and the first dim of its parameters: L for all layers, or a kind of them."""
+
+    sublayer: Sublayer
+    dim: str
+
+
+@functools.cache
+def stacks(model: ModelConfig) -> tuple[Stack, ...]:
+    """Return the sublayers of a model's layers; each kind of feed-forward network has a stack."""
+    attention, feed_forward = layer(model)
+    if not model.has_dense_and_experts:
+        return Stack(attention, 'L'), Stack(feed_forward, 'L')
+    dense = _feed_forward(model.model_copy(update={'experts': None}))
+    return Stack(attention, 'L'), Stack(dense, 'Δ'), Stack(feed_forward, 'Λ')
+
+
+def layers_of(model: ModelConfig, dim: str) -> Sequence[int]:
+    """Return the index in the model of each layer of the stack with this first dim."""
+    every = range(model.num_layers)
+    if dim == 'L':
+        return every
+    return [i for i in every if (model.layer_config(i).experts is None) == (dim == 'Δ')]
+
+
+def feed_forward_name(model: ModelConfig) -> str:
+    """Return the name of the second sublayer of a layer with this config."""
+    return 'mlp' if model.experts is None else 'experts'
+
+
+def num_before(model: ModelConfig, sublayer: str, index: int) -> int:
+    """Return the number of layers before the one with this index that have a sublayer."""
+    if sublayer == 'attention' or not model.has_dense_and_experts:
+        return index
+    return _places(model, sublayer)[index]
+
+
+@functools.cache
+def _places(model: ModelConfig, sublayer: str) -> Sequence[int]:
+    """Return, for each layer and the end, the number of layers before it with a sublayer."""
+    names = (feed_forward_name(model.layer_config(i)) for i in range(model.num_layers))
+    return [*itertools.accumulate((name == sublayer for name in names), initial=0)]
 
 
 def sublayers(model: ModelConfig) -> tuple[str, str]:

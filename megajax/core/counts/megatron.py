@@ -26,7 +26,7 @@ from megajax.core.counts.cross_attention import cross_layers
 from megajax.core.counts.data_parallel import over_data
 from megajax.core.counts.experts import over_experts
 from megajax.core.counts.grid import over_grid
-from megajax.core.counts.layers import layer
+from megajax.core.counts.layers import layer, layers_of, stacks
 from megajax.core.counts.muon import exchanges, over_tensor_parallel
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.counts.product import Phase
@@ -153,14 +153,16 @@ def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
     narrow = stream._replace(dtype='f8e4m3fn') if config.train.dtype == 'fp8' else stream
     gradient = stream._replace(dtype='f8e5m2') if config.train.dtype == 'fp8' else stream
     learns = config.lora is not None or not config.model.is_decoder_frozen
-    for name, *_ in layer(config.model):
+    model = config.model
+    for sublayer, dim in stacks(model):
+        name, times = sublayer.name, runs.layers * len(layers_of(model, dim)) // model.num_layers
         for phase in passes(config):
             is_backward = phase == 'backward'
             gathered = (gradient if is_backward else narrow, (GATHER,)), (stream, (SCATTER,))
             again = ((narrow, _again(learns)),) if is_backward else ()
             sent = (*gathered, *again) if is_scattered else ((stream, (REDUCE,)),)
             for array, kinds in sent:
-                yield from _over_model(config, name, phase, kinds, array, runs.layers)
+                yield from _over_model(config, name, phase, kinds, array, times)
 
 
 def over_products(config: Config) -> Iterator[Expected]:
@@ -228,7 +230,8 @@ def _vectors(config: Config, runs: Runs) -> Iterator[Expected]:
     partial = heads + (tokens if config.mesh.sequence_parallel else [])
     if partial:
         sizes = dim_sizes(config.model)
-        shards = {'L': config.mesh.stages, 'X': config.mesh.experts}
+        stages = dict.fromkeys('LΔΛ', config.mesh.stages)
+        shards = {**stages, 'X': config.mesh.experts}
         array = Array('f32', (sum(elements(x.dims, sizes, shards) for x in partial),))
         site = Site('gradients', 'step', 'model')
         yield Expected.over(config, site, REDUCE, array, 1, SOURCES['gradients'])

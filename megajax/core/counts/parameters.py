@@ -24,7 +24,6 @@ from megajax.core.counts.declaration import (
     named,
     norm,
     prefixed,
-    stacked,
 )
 from megajax.core.counts.vision_parameters import (
     circled,
@@ -46,7 +45,10 @@ def declare(model: ModelConfig) -> Declared:
     std = model.init_std
     declared: dict[str, Parameter | Declared] = {
         'embedding': {'table': Parameter('Vd', Role.MATRIX, std, inputs='d')},
-        'layers': stacked(layers.declared(model, layers.layer(model))),
+        'layers': {
+            stack.sublayer.name: prefixed(stack.sublayer.declared(model), stack.dim)
+            for stack in layers.stacks(model)
+        },
         'norm': norm(model, 'D', summed='T'),
     }
     if model.position == 'learned':
@@ -226,7 +228,8 @@ def megatron_counts(
     `of_experts` is as in `count`.
     """
     full_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
-    shards = dict.fromkeys(SHARDED_BY_MEGATRON, ranks) | {'L': stages, 'X': experts}
+    shards = dict.fromkeys(SHARDED_BY_MEGATRON, ranks) | dict.fromkeys('LΔΛ', stages)
+    shards['X'] = experts
     return count(full_heads, tuple(shards.items()), modules, learned, of_experts)
 
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from megajax.core.config.model import ModelConfig, encoder_layers
 from megajax.core.config.schema import Config
 from megajax.core.config.vision import Part
-from megajax.core.counts.declaration import Parameter
+from megajax.core.counts.declaration import OF_LAYERS, Parameter
 from megajax.core.counts.expert_rows import rows_of_experts
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.parameters import declare, dim_sizes, elements, parameters
@@ -144,14 +144,17 @@ def _of_relevance(config: Config, rows: int, layout: Layout) -> Iterator[Product
 
 
 @functools.cache
-def _weights(model: ModelConfig, stack: str) -> tuple[tuple[tuple[str, Parameter], ...], str]:
-    """Return the weights of the layers with the names of their matmuls, and the last matmul's."""
+def _weights(model: ModelConfig, stacks: str) -> tuple[tuple[tuple[str, Parameter], ...], set[str]]:
+    """Return the weights of the layers with the names of their matmuls, and layers' last ones."""
     weights = tuple(
-        (_product_name(name), parameter)
+        ('dense ' * (parameter.dims[0] == 'Δ') + _product_name(name), parameter)
         for name, parameter in parameters(model)
-        if parameter.dims.startswith(stack) and parameter.is_multiplied
+        if parameter.dims[0] in stacks and parameter.is_multiplied
     )
-    return weights, [name for name, x in weights if x.is_matrix][-1]
+    last = {x.dims[0]: name for name, x in weights if x.is_matrix}
+    if len(last) > 1:  # attention's stack has no layer's last matmul
+        del last['L']
+    return weights, {*last.values()}
 
 
 def _product_name(parameter: str) -> str:
@@ -179,17 +182,20 @@ class _Counted:
     def tokens(self) -> int:
         return self.rows * self.length
 
-    def layers(self, *, recomputes_last: bool, stack: str = 'L') -> Iterator[Product]:
-        """Yield the matmuls with the weights of the layers, whose first dim is `stack`."""
-        train = self.config.train
-        weights, last = _weights(self.config.model, stack)
-        times = self.runs
-        recomputes_last |= self.config.model.experts is not None  # for the gradients of weights
+    def layers(self, *, recomputes_last: bool, stack: str = 'LΔΛ') -> Iterator[Product]:
+        """Yield the matmuls with the weights of the layers, whose first dim is in `stack`."""
+        train, model = self.config.train, self.config.model
+        weights, last = _weights(model, stack)
         for name, parameter in weights:
             batch, rows = self._rows(parameter)
+            times = self.runs
+            if parameter.dims[0] in 'ΔΛ':
+                times = times * dim_sizes(model)[parameter.dims[0]] // model.num_layers
             yield from self.with_weight(name, 'layers', parameter, rows, times, batch)
-            is_last = name in (last, f'{last} B')
-            if train.recompute == 'full' and (not is_last or recomputes_last):
+            is_last = name.removesuffix(' B') in last
+            # The gradients of the weights of a token's experts need the last matmul.
+            is_read = recomputes_last or parameter.is_of_experts
+            if train.recompute == 'full' and (not is_last or is_read):
                 yield Product(
                     name=name,
                     where='layers',
@@ -295,7 +301,7 @@ class _Counted:
         yield from self.with_weight('head', 'head', table, shards * tokens, runs)
         for name, parameter in parameters(self.config.model):
             is_head = parameter.is_matrix and parameter.owner == 'decoder'
-            if is_head and not {'L', 'J', 'V'} & {*parameter.dims}:
+            if is_head and not {*OF_LAYERS, 'V'} & {*parameter.dims}:
                 rows = tokens if parameter.summed else self.rows
                 label = name.split('.')[-2]
                 yield from self.with_weight(label, 'head', parameter, rows, runs)

@@ -20,7 +20,6 @@ from megajax.core.counts.declaration import (
     linear,
     norm,
     prefixed,
-    stacked,
 )
 
 MERGERS = 'merger', 'deep_mergers'  # the part `merger` of `vision.freeze`
@@ -50,7 +49,7 @@ def declare_vision(vision: VisionConfig) -> Declared:
     declared: dict[str, Parameter | Declared] = {
         'patch': linear('YQX', 'D', patch_std, bias=True),
         'position': {'table': Parameter('SD', Role.TABLE, POSITION_STD)},
-        'layers': stacked(layers.declared(blocks, layers.layer(blocks))),
+        'layers': prefixed(layers.declared(blocks, layers.layer(blocks)), 'L'),
         'merger': merger('D'),
     }
     if vision.deepstack:

@@ -13,11 +13,11 @@ from math import prod
 from typing import NamedTuple
 
 from megajax.core.config import Config
-from megajax.core.counts.declaration import Parameter
+from megajax.core.counts.declaration import OF_LAYERS, Parameter
 from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
 from megajax.core.parallel.layout import Axes, Layout
 
-BATCH = 'LJX'  # dims whose entries each have their own matrix
+BATCH = f'{OF_LAYERS}X'  # dims whose entries each have their own matrix
 
 
 class Dim(NamedTuple):

@@ -1,17 +1,23 @@
 """A transformer layer: two sublayers (`sublayer.py`)."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import jax
+import numpy as np
 from flax import nnx
 
 from megajax.core.config import ModelConfig
+from megajax.core.counts.layers import Stack, feed_forward_name, layers_of, stacks
 from megajax.core.model.attention import Attention, Core, Kept
 from megajax.core.model.experts import Experts
 from megajax.core.model.mlp import MLP
 from megajax.core.model.parameters import Parameters
 from megajax.core.model.rows import NO_ROWS, Rows
 from megajax.core.model.sublayer import Sublayer
+
+Module = TypeVar('Module')
 
 
 def parts_of_rows(rows: Any, num_parts: int) -> list[Any]:
@@ -37,6 +43,55 @@ class Block(nnx.Module):
             self.mlp = MLP(config, parameters['mlp'], key=mlp_key)
         else:
             self.experts = Experts(config, parameters['experts'], key=mlp_key)
+
+    @classmethod
+    def stacked(
+        cls,
+        config: ModelConfig,
+        parameters: Parameters,
+        key_L: jax.Array,
+        layers: Sequence[int],
+    ) -> Self:
+        """Return the layers with these indices, stacked, given the key of each.
+
+        Each sublayer has a first dim of the layers that have it.
+        """
+        layout = parameters.layout
+
+        def make(of_layer: Callable[[jax.Array], Module], stack: Stack) -> Module:
+            own = {*layers_of(config, stack.dim)}
+            places = np.array([place for place, layer in enumerate(layers) if layer in own])
+            keys = key_L if len(places) == len(layers) else key_L[places]
+            stages = layout.mesh_axes(stack.dim) or None
+            keys = jax.reshard(keys, layout(stack.dim))
+            return jax.vmap(of_layer, spmd_axis_name=stages)(keys)
+
+        attention, *feed_forwards = stacks(config)
+        if len(feed_forwards) == 1:
+            return make(lambda key: cls(config, parameters, key=key), attention)
+        dense, experts = feed_forwards
+        of_dense = config.model_copy(update={'experts': None})
+        block = make(lambda key: cls(config, parameters, key=key), experts)
+        block.mlp = make(lambda key: cls(of_dense, parameters, key=key).mlp, dense)
+        block.attention = make(lambda key: cls(config, parameters, key=key).attention, attention)
+        return block
+
+    def at_layer(self, index: int, take: Callable[[str, jax.Array], jax.Array]) -> Self:
+        """Return the block of the layer with this index, given a function that takes its arrays.
+
+        `take` gets the name of a sublayer and one of its arrays.
+        """
+        block = jax.tree.map(lambda x: x, self)
+        config = self.attention.config.layer_config(index)
+        used = 'attention', feed_forward_name(config)
+        for name in ('attention', 'mlp', 'experts'):
+            if name in used:
+                sublayer = jax.tree.map(partial(take, name), getattr(self, name))
+                sublayer.config = config
+                setattr(block, name, sublayer)
+            elif hasattr(block, name):
+                delattr(block, name)
+        return block
 
     def __call__(
         self, x_BTD: jax.Array, core: Core[Kept], rows: Rows = NO_ROWS

@@ -108,9 +108,7 @@ def backward(
     drows, gradients = _of_matmuls(sent.send(dy_nD), x_TD, saved, sent, local)
     if 'load' in arrays:
         is_dropped_TY = sent.is_dropped_n.reshape(expert_TY.shape)
-        seen = router.statistics(logit_Tx, expert_TY, is_dropped_TY, how.experts)
-        is_counted = arrays['load'][router.TOKEN, 0] > 0  # not on an idle stage of a pipeline
-        gradients['load'] = jnp.where(is_counted, seen, 0)
+        gradients['load'] = router.statistics(logit_Tx, expert_TY, is_dropped_TY, how.experts)
         dlogit_Tx += local.once(local.auxiliary(logit_Tx, expert_TY, x_BSD.shape[1]))
     of_router, router_Dx = x_TD.astype(jnp.float32), local.router_Dx
     highest = lax.Precision.HIGHEST
@@ -119,8 +117,8 @@ def backward(
     dx_TYD = sent.back(drows).reshape(*expert_TY.shape, -1).astype(jnp.float32)
     dx_TD = dx_TYD.sum(1) + jnp.matmul(dlogit_Tx, router_Dx.T, precision=highest)
     if saved.shared_up is not None:
-        of_shared_TD, of_weights = _of_shared(dy_TD, x_TD, saved.shared_up, local)
-        dx_TD, gradients = dx_TD + of_shared_TD, gradients | of_weights
+        dx_shared_TD, of_shared = _of_shared(dy_TD, x_TD, saved.shared_up, local)
+        dx_TD, gradients = dx_TD + dx_shared_TD, gradients | of_shared
     dx_BSD = dx_TD.astype(x_BTD.dtype).reshape(x_BSD.shape)
     return _reduced(dx_BSD, how.layout), local.summed(gradients)
 

@@ -52,7 +52,7 @@ class ExpertLinear(nnx.Module):
 class Experts(Sublayer):
     """The router and the experts of a layer."""
 
-    SCOPE, LINEARS, KEY, MIXES_TOKENS = 'experts', MATRICES, 2, False
+    SCOPE, LINEARS, KEY, MIXES_TOKENS = 'experts', ('up', 'down'), 2, False
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
         self.config, self.layout = config, parameters.layout
@@ -86,8 +86,8 @@ class Experts(Sublayer):
             'up_bias': self.up.bias,
             'down': self.down.weight,
             'down_bias': self.down.bias,
-            'shared_up': self.shared_up and self.shared_up.weight,
-            'shared_down': self.shared_down and self.shared_down.weight,
+            'shared_up': None if self.shared_up is None else self.shared_up.weight,
+            'shared_down': None if self.shared_down is None else self.shared_down.weight,
         }
         parameters = [(name, x) for name, x in given.items() if x is not None]
         values: Arrays = {name: x.get_value() for name, x in parameters}

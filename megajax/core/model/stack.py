@@ -1,12 +1,15 @@
 """Run the layers of a model, in training and in evaluation."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.core.config import ModelConfig
+from megajax.core.counts.layers import num_before
 from megajax.core.model.attention import attention_core
 from megajax.core.model.block import Block
 from megajax.core.model.computation import Computation
@@ -55,49 +58,89 @@ def run_layers(
 
 
 def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unroll: bool) -> Carry:
-    """Apply stacked layers (blocks, weights and indices), the first of which begins a period."""
-    count, period = count_layers(each), len(each[0].attention.config.pattern)
-    if recompute == 'full' and period == 1:
+    """Apply stacked layers (blocks, weights and indices), the first of which begins a period.
+
+    Layers of a different kind before the first period are compiled on their own, too.
+    """
+    model, count = each[0].attention.config, count_layers(each)
+    first, period = model.first_dense, len(model.pattern)
+    if recompute == 'full' and period == 1 and not first:
         layer_fn = jax.checkpoint(layer_fn, prevent_cse=False)
 
-    def layer(x: Carry, each: Any, place: int) -> Carry:
-        block, weights, index = each
-        of_weights = None if weights is None else at_place(weights, place)
-        return layer_fn(at_place(block, place), of_weights, x, index)
+    def of_layer(x: Carry, each: Any, start: int, place: int) -> Carry:
+        return layer_fn(*_layer_of(each, start, place)[:2], x, each[2][place])
 
-    if period == 1:
-        return lax.scan(lambda x, each: (layer(x, each, 0), None), x, each, unroll=unroll)[0]
+    if period == 1 and not first:
 
-    def of_period(x: Carry, each: Any, place: int) -> Carry:
-        return layer(x, jax.tree.map(lambda leaf: leaf[place], each), place)
+        def of_each(x: Carry, each: Any) -> tuple[Carry, None]:
+            block, weights, index = each
+            of_weights = None if weights is None else at_place(weights, 0)
+            return layer_fn(at_place(block, 0), of_weights, x, index), None
+
+        return lax.scan(of_each, x, each, unroll=unroll)[0]
 
     if recompute == 'full':
         # A layer is taken from its period again, so no copy of it is saved, and recomputed only
         # when its backward pass begins (`prevent_cse`), so a period has one layer's activations.
-        of_period = jax.checkpoint(of_period, prevent_cse=True, static_argnums=2)
+        of_layer = jax.checkpoint(of_layer, prevent_cse=True, static_argnums=(2, 3))
 
-    def run(x: Carry, each: Any) -> tuple[Carry, None]:
+    def run(x: Carry, each: Any, start: int) -> Carry:
         for place in range(count_layers(each)):
-            x = of_period(x, each, place)
-        return x, None
+            x = of_layer(x, each, start, place)
+        return x
 
-    periods, whole = count // period, count // period * period
+    periods = (count - first) // period
+    stop = first + periods * period
+    x = run(x, _between(each, 0, first), 0)
     if periods:
-        of_periods = _in_groups(jax.tree.map(lambda leaf: leaf[:whole], each), periods)
-        x, _ = lax.scan(run, x, of_periods, unroll=unroll)
-    return run(x, jax.tree.map(lambda leaf: leaf[whole:], each))[0] if whole < count else x
+        of_periods = _in_groups(_between(each, first, stop), periods)
+        x, _ = lax.scan(lambda x, each: (run(x, each, first), None), x, of_periods, unroll=unroll)
+    return run(x, _between(each, stop, count), first)
+
+
+def layer_of(layers: Block, index: int) -> Block:
+    """Return the layer with this index of all layers of a model."""
+    return _layer_of((layers, None, None), 0, index)[0]
 
 
 def at_place(block: Block, index: int) -> Block:
     """Return the block with the config of the layer with this index."""
-    block = jax.tree.map(lambda leaf: leaf, block)
-    for sublayer in block.sublayers:
-        sublayer.config = sublayer.config.layer_config(index)
-    return block
+    return block.at_layer(index, lambda _, x: x)
+
+
+def _layer_of(each: Any, start: int, place: int) -> tuple[Block, Block | None]:
+    """Return one of stacked layers (blocks and weights), of which the first is layer `start`."""
+    model: ModelConfig = each[0].attention.config
+
+    def take(name: str, x: jax.Array) -> jax.Array:
+        return x[num_before(model, name, start + place) - num_before(model, name, start)]
+
+    block, weights, _ = each
+    at = start + place
+    return block.at_layer(at, take), None if weights is None else weights.at_layer(at, take)
+
+
+def _between(each: Any, start: int, stop: int) -> Any:
+    """Return the layers from `start` up to `stop` of all layers (blocks, weights and indices)."""
+    model: ModelConfig = each[0].attention.config
+
+    def cut(x: jax.Array, name: str) -> jax.Array:
+        return x[num_before(model, name, start) : num_before(model, name, stop)]
+
+    def of_block(block: Block) -> Block:
+        block = jax.tree.map(lambda x: x, block)
+        for name in ('attention', 'mlp', 'experts'):
+            if hasattr(block, name):
+                own = getattr(block, name)
+                setattr(block, name, jax.tree.map(partial(cut, name=name), own))
+        return block
+
+    block, weights, index = each
+    return of_block(block), None if weights is None else of_block(weights), index[start:stop]
 
 
 def count_layers(layers: Any) -> int:
-    """Return the number of layers of stacked parameters, the first dim of each."""
+    """Return the number of layers of stacked parameters, the first dim of attention's."""
     return len(jax.tree.leaves(layers)[0])
 
 

@@ -58,15 +58,9 @@ class Transformer(nnx.Module):
         self.token_type = (
             TokenTypeEmbedding(parameters['token_type'], key=type_key) if typed else None
         )
-
-        def make_block(key: jax.Array) -> Block:
-            return Block(config, parameters['layers'], key=key)
-
-        order = np.array(layout.layer_order(config.num_layers))
-        keys = jax.random.split(layers_key, config.num_layers)[order]
-        stages = layout.mesh_axes('L') or None
-        keys = jax.reshard(keys, layout('L'))
-        self.layers = jax.vmap(make_block, spmd_axis_name=stages)(keys)
+        order = layout.layer_order(config.num_layers)
+        keys = jax.random.split(layers_key, config.num_layers)[np.array(order)]
+        self.layers = Block.stacked(config, parameters['layers'], keys, order)
         vision_key = jax.random.fold_in(key, VISION)
         self.vision = None if config.vision is None else Encoder(config, key=vision_key)
         cross_key = jax.random.fold_in(key, CROSS)

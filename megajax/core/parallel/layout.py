@@ -14,6 +14,7 @@ The name of an array ends in its dims, as in x_BTD. A letter means one thing in 
     E output of an unsharded square layer                           O BERT's two segments
     M hidden dim of the shared expert
     L layers                        J layers of cross-attention
+    Δ layers with an MLP, and       Λ layers with experts, of a model that has both
     I image slots of the rows       P patches of an image
     Q rank of adapters              W chunks of layers of a stage
     Z stages of the pipeline, or the shards of an adapter's dim
@@ -144,9 +145,9 @@ class Layout:
     def axes_at_rest(self, dims: str) -> Mapping[str, Axes]:
         """Return the mesh axes of each letter of a matrix between steps.
 
-        Other dims leave L and X theirs.
+        Other dims leave layers and experts theirs.
         """
-        taken = [axis for letter in 'LX' if letter in dims for axis in self.mesh_axes(letter)]
+        taken = [axis for letter in 'LΔΛX' if letter in dims for axis in self.mesh_axes(letter)]
         rest = {
             letter: tuple(axis for axis in axes if axis not in taken)
             for letter, axes in self.at_rest
@@ -277,7 +278,7 @@ def _layout(
     if mesh.is_grid:
         axes |= {'D': ('row',), 'R': (*batch, 'row'), 'V': ('row', 'model')}
     if mesh.stages > 1:
-        axes['L'] = (STAGE,)
+        axes |= dict.fromkeys('LΔΛ', (STAGE,))
     if mesh.context > 1:
         axes['S'] = (CONTEXT,)
     at_rest: dict[str, Axes] = {}

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.core.config import Config
+from megajax.core.counts.layers import layers_of, stacks
 from megajax.core.model import router
 from megajax.core.model.zero_sharding import sum_of_vector
 from megajax.core.parallel.layout import UNSHARDED, Layout
@@ -26,7 +27,8 @@ def init_load(config: Config) -> jax.Array | None:
     experts = config.model.experts
     if experts is None:
         return None
-    return jnp.full((config.model.num_layers, experts.count), 1 / experts.count)
+    layers = len(layers_of(config.model, stacks(config.model)[-1].dim))
+    return jnp.full((layers, experts.count), 1 / experts.count)
 
 
 def attached(

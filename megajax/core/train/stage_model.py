@@ -8,9 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from megajax.core.counts.declaration import Parameter, Role
 from megajax.core.counts.schedule import Schedule
-from megajax.core.model.parameters import map_parameters
 from megajax.core.parallel.layout import STAGE, STAGES, Layout
 from megajax.core.parallel.pipeline_ops import (
     BOTH,
@@ -88,19 +86,7 @@ class StageModel:
         # Dropout keys are mapped over the shards, and the values that are folded into them must be
         # too.
         first = on_shards(first_Z, self.zeros(''))
-        weights = self._of_pass(load(self.weights, chunk_Z), microbatch_Z >= 0)
-        return weights, pick(beside, microbatch_Z), first
-
-    def _of_pass(self, weights: Tree, is_due_Z: jax.Array) -> Tree:
-        """Return weights with which an idle stage counts no token in its routers."""
-        if not self.objective.is_routed:
-            return weights
-
-        def due(declared: Parameter, x: jax.Array) -> jax.Array:
-            is_load = declared.role is Role.SCALES
-            return select(is_due_Z, x, jnp.zeros_like(x)) if is_load else x
-
-        return map_parameters(due, weights)
+        return load(self.weights, chunk_Z), pick(beside, microbatch_Z), first
 
     def input(self, x: jax.Array, microbatch: jax.Array, pass_Z3: jax.Array) -> jax.Array:
         """Return the input of each stage's pass: x, or embedded tokens where the model begins.

@@ -49,5 +49,8 @@ class Family:
     buffers: re.Pattern[str] | None = None
     # How tensors are unpacked, by the quant_method of quantization_config.
     packings: Mapping[str, Unpack] = dataclasses.field(default_factory=dict)
+    # Whether a directory may hold layers after the last one, for multi-token prediction, which are
+    # not read.
+    has_more_layers: bool = False
     sees: bool = False  # whether its models have a vision encoder
     prefix: str = ''  # of the names of all tensors but the head's, if some directories omit it

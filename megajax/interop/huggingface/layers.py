@@ -1,7 +1,6 @@
 """The types of a model's layers in config.json, and the pattern `model.layers`. Imports no jax."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, islice
 from typing import Any
 
 from megajax.core.config import ModelConfig
@@ -108,7 +107,7 @@ def _read_rope_of(
 
 def layers_of(model: ModelConfig) -> list[ModelConfig]:
     """Return the config of each layer."""
-    return [*islice(cycle(model.pattern), model.num_layers)]
+    return [model.layer_config(index) for index in range(model.num_layers)]
 
 
 def type_of(layer: ModelConfig) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.core.config import Config, ConfigError, ModelConfig
+from megajax.core.counts.layers import layers_of
 from megajax.core.parallel.layer_order import tree_on_stages
 from megajax.core.parallel.layout import Layout
 from megajax.interop.huggingface.families import FAMILIES
@@ -45,7 +46,8 @@ def huggingface_pieces(
         pieces_of_tensors = list[list[Piece]]()
         for there in tensors_of(chosen.tensors, path, chosen.name):
             ranges = {'C': there.columns, 'U': there.columns, 'V': vocab}
-            pieces = make_pieces(there.name, there.dims, dims[path], shape, ranges)
+            layers = layers_of(model, dims[path][0]) if dims[path][0] in 'ΔΛ' else None
+            pieces = make_pieces(there.name, there.dims, dims[path], shape, ranges, layers=layers)
             if there.in_pairs:
                 pieces = with_pairs(pieces, dims[path], model)
             pieces_of_tensors.append([*map(_with_square, pieces)] if there.is_square else pieces)
@@ -136,12 +138,18 @@ def _split(
     return {piece.name: part for piece, part in zip(parts, cuts, strict=True)}
 
 
+def _layer_number(name: str) -> int:
+    """Return the index of the layer in a tensor's name, -1 if there is none."""
+    number = LAYER.search(name)
+    return int(number[1]) if number else -1
+
+
 def _named_as_saved(
     model: ModelConfig, family: Family, tensors: Mapping[str, np.ndarray], source: str
 ) -> dict[str, np.ndarray]:
     """The tensors under the names that `save_pretrained` of the full model gives them.
 
-    Unused buffers, and copies of tied tensors, are left out.
+    Unused buffers, layers for multi-token prediction, and copies of tied tensors are left out.
     """
     prefix = family.prefix
     if any(name.startswith(prefix) for name in tensors):
@@ -152,6 +160,7 @@ def _named_as_saved(
         name if name in family.copies else prefix + name: x
         for name, x in tensors.items()
         if not (family.buffers and family.buffers.fullmatch(name))
+        and not (family.has_more_layers and _layer_number(name) >= model.num_layers)
     }
     for copy in family.copies.keys() & named.keys() if model.tie_embeddings else ():
         original = family.copies[copy]

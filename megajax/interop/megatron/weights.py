@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.core.config import Config, ConfigError, ModelConfig
+from megajax.core.counts.layers import layers_of
 from megajax.core.counts.parameters import SHARDED_BY_MEGATRON
 from megajax.core.parallel.layer_order import tree_on_stages
 from megajax.core.parallel.layout import Layout
@@ -151,14 +152,10 @@ def megatron_pieces(
     chunk = chunk or chunks_of([model.num_layers])[0]
     _check_model(model)
     rows = (vocab_rows or model.vocab_size) // ranks
-    mlp, key = model.experts or model, 'model.experts' if model.experts else 'model'
-    shared = model.experts.shared_ffn_size if model.experts else 0
-    if model.num_kv_heads % ranks or mlp.ffn_size % ranks or shared % ranks:
-        raise ConfigError(
-            f'{ranks} tensor-parallel ranks must divide model.num_kv_heads={model.num_kv_heads} '
-            f'and {key}.ffn_size={mlp.ffn_size}'
-            + (f' and {key}.shared_ffn_size={shared}' if shared else '')
-        )
+    widths = _widths(model)
+    if any(width % ranks for width in widths.values()):
+        listed = ' and '.join(f'{key}={width}' for key, width in widths.items())
+        raise ConfigError(f'{ranks} tensor-parallel ranks must divide {listed}')
     pieces, dims = {}, dims_here(model)
     for path, shape in shapes.items():
         (name, there), here = tensors_of(NAMES, path, 'Megatron-LM'), dims[path]
@@ -171,8 +168,20 @@ def megatron_pieces(
             for dim, (part, end) in parts.items()
         }
         made = make_pieces(name, there, here, shape, ranges, {'V': rows})
-        pieces[path] = list(_in_chunk(path, name, made, chunk, model))
+        pieces[path] = list(_in_chunk(path, name, made, chunk, model, layers_of(model, here[0])))
     return pieces
+
+
+def _widths(model: ModelConfig) -> dict[str, int]:
+    """Return, by its key, each number that the ranks of a tensor-parallel group divide."""
+    widths, experts = {'model.num_kv_heads': model.num_kv_heads}, model.experts
+    if experts is None or model.has_dense_and_experts:
+        widths['model.ffn_size'] = model.ffn_size
+    if experts is not None:
+        widths['model.experts.ffn_size'] = experts.ffn_size
+        if experts.shared_ffn_size:
+            widths['model.experts.shared_ffn_size'] = experts.shared_ffn_size
+    return widths
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -216,17 +225,24 @@ def _check_model(model: ModelConfig) -> None:
 
 
 def _in_chunk(
-    path: str, name: str, pieces: Sequence[Piece], chunk: Chunk, model: ModelConfig
+    path: str,
+    name: str,
+    pieces: Sequence[Piece],
+    chunk: Chunk,
+    model: ModelConfig,
+    layers: Sequence[int],
 ) -> Iterator[Piece]:
-    """Yield a parameter's pieces in a chunk, by their names there.
+    """Yield a parameter's pieces in a chunk, by their names there; `layers` are those that have it.
 
     A last chunk that is not the first has a copy of a tied embedding as the weight of its head.
     """
     if path.startswith('layers.'):
-        each = len(pieces) // model.num_layers  # 1, or the number of experts
-        for index, layer in enumerate(chunk.layers):
-            for n, piece in enumerate(pieces[each * layer : each * (layer + 1)]):
-                yield piece._replace(name=name.format(index, n))
+        each = len(pieces) // len(layers)  # 1, or the number of experts
+        for place, layer in enumerate(layers):
+            if layer in chunk.layers:
+                index = layer - chunk.layers.start
+                for n, piece in enumerate(pieces[each * place : each * (place + 1)]):
+                    yield piece._replace(name=name.format(index, n))
     elif path.startswith(('embedding.', 'position.')):
         if chunk.is_first:
             yield from pieces

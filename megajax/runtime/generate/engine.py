@@ -18,7 +18,7 @@ from megajax.core.config import Config
 from megajax.core.model.attention import Core
 from megajax.core.model.cross_attention import Seen
 from megajax.core.model.rows import Rows
-from megajax.core.model.stack import add_deep, at_place
+from megajax.core.model.stack import add_deep
 from megajax.core.model.transformer import LanguageModel
 from megajax.core.parallel.layout import Layout
 from megajax.runtime.generate.cache import KeysValues, decode, prefill, write
@@ -214,7 +214,7 @@ class Engine:
         """Return the residual stream after all layers, and each layer's keys and values."""
         kept = list[KeysValues]()
         for index, (layer, core) in enumerate(zip(weights.layers, cores, strict=True)):
-            block = at_place(nnx.merge(self._graphs.block, layer), index)
+            block = nnx.merge(self._graphs.blocks[index], layer)
             x_BSD, own = block(x_BSD, core, rows)
             x_BSD = add_deep(x_BSD, rows.deep_BTAD, index)
             x_BSD = self._attend_to_images(weights, x_BSD, index, seen)

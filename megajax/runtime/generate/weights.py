@@ -6,6 +6,7 @@ the matrices are cast once.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from megajax.core.model.cross_attention import CrossAttention, CrossBlock
 from megajax.core.model.merged import merged
 from megajax.core.model.parameters import cast_matrices, map_parameters
 from megajax.core.model.shard_copies import copy_encoder
-from megajax.core.model.stack import count_layers
+from megajax.core.model.stack import at_place, count_layers, layer_of
 from megajax.core.model.transformer import LanguageModel, model_graph
 from megajax.core.parallel.layer_order import in_model_order, map_stacked
 from megajax.core.parallel.layout import Layout
@@ -104,29 +105,36 @@ def _maker(config: Config) -> Any:
     def make(params: nnx.State) -> LayerWeights:
         cast = cast_matrices(merged(params, config), config.train.compute_dtype, layout)
         model = nnx.merge(graph, copy_encoder(cast, layout))
-        layers = _separate(model)
-        cross = () if model.cross is None else _separate(model.cross)
+        layers = _separate(model, layer_of)
+        cross = () if model.cross is None else _separate(model.cross, _cross_layer)
         return LayerWeights(nnx.state(model), layers, cross)
 
     return jax.jit(make)
 
 
-def _separate(model: LanguageModel | CrossAttention) -> tuple[nnx.State, ...]:
+def _separate(
+    model: LanguageModel | CrossAttention, take: Callable[[Any, int], nnx.Module]
+) -> tuple[nnx.State, ...]:
     """Take the stacked layers out of a module and return them one by one."""
-    stacked = nnx.state(model.layers)
+    stacked = model.layers
     del model.layers
-    return tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count_layers(stacked)))
+    return tuple(nnx.state(take(stacked, i)) for i in range(count_layers(nnx.state(stacked))))
+
+
+def _cross_layer(layers: CrossBlock, index: int) -> CrossBlock:
+    layer: CrossBlock = jax.tree.map(lambda x: x[index], layers)
+    return layer
 
 
 class Graphs(NamedTuple):
     """The graph definitions for `nnx.merge`.
 
-    `LayerWeights.rest` goes into a model without layers, each of `LayerWeights.layers` into a
+    `LayerWeights.rest` goes into a model without layers, each of `LayerWeights.layers` into its
     block, and each of `LayerWeights.cross` into a layer of cross-attention.
     """
 
     decoder: nnx.GraphDef[LanguageModel]
-    block: nnx.GraphDef[Block]
+    blocks: tuple[nnx.GraphDef[Block], ...]  # of each layer
     cross: nnx.GraphDef[CrossBlock] | None
 
 
@@ -134,9 +142,12 @@ def graphs(config: Config) -> Graphs:
     """Return the graph definitions of a model's parts."""
     model, layout = without_adapters(config).model, Layout.of(config)
     decoder = jax.eval_shape(lambda: LanguageModel(model, layout, key=jax.random.key(0)))
-    block, cross = nnx.graphdef(decoder.layers), None
+    blocks = tuple(
+        nnx.graphdef(at_place(decoder.layers, index)) for index in range(model.num_layers)
+    )
+    cross = None
     del decoder.layers
     if decoder.cross is not None:
         cross = nnx.graphdef(decoder.cross.layers)
         del decoder.cross.layers
-    return Graphs(nnx.graphdef(decoder), block, cross)
+    return Graphs(nnx.graphdef(decoder), blocks, cross)

@@ -50,6 +50,18 @@ SETTINGS = [
             num_layers=4,
         )
     ),
+    Setting('first_dense', 2, 2, 'weights', experts=2, sequence_parallel=True, num_layers=3),
+    slow(Setting('first_dense', 4, 1, experts=2, recompute='full', num_layers=3)),
+    slow(Setting('half_dense', 2, 2, experts=2, stages=2, microbatches=2, num_layers=4)),
+    exhaustive(Setting('half_dense', 4, 2, 'optimizer', experts=4, recompute='full', num_layers=5)),
+    exhaustive(
+        Setting(
+            'half_dense',
+            **{'data': 2, 'model': 2, 'experts': 2, 'stages': 2, 'virtual_stages': 2},
+            **{'microbatches': 2, 'recompute': 'full', 'num_layers': 8},
+        )
+    ),
+    exhaustive(Setting('first_dense', 2, 2, experts=2, context=2, plain=True, num_layers=3)),
     Setting('capacity', 4, 2, 'optimizer', experts=4, sequence_parallel=True),
     slow(Setting('capacity', 4, 2, 'weights', experts=2, microbatches=2)),
     exhaustive(Setting('capacity', 2, 2, experts=2, context=2, plain=True)),

@@ -136,7 +136,7 @@ def _differences(model: ModelConfig, keys: Keys) -> list[str]:
         names -= {'mrope_section'}
     pairs: list[tuple[str, Any, Any, set[str]]] = []
     if model.experts:
-        names -= {'ffn_size'}  # which no layer has
+        names -= set() if model.has_dense_and_experts else {'ffn_size'}  # which no layer has
     if model.experts and back.experts:
         of_experts = ExpertsConfig.model_fields.keys() - OF_ROUTING
         pairs.append(('model.experts', model.experts, back.experts, of_experts))
@@ -161,6 +161,9 @@ def _different_layers(model: ModelConfig, back: ModelConfig) -> list[str]:
     for ours, theirs in zip(layers_of(model), layers_of(back), strict=False):
         unused = set() if ours.rotates else {'rope_theta', 'rope_scaling'}
         for name in OF_A_LAYER - unused - found.keys():
-            if getattr(ours, name) != getattr(theirs, name):
+            own, other = getattr(ours, name), getattr(theirs, name)
+            if name == 'experts':  # whose keys are compared once, for all layers
+                own, other = own is not None, other is not None
+            if own != other:
                 found[name] = f'model.{name}={getattr(ours, name)}'
     return [found[name] for name in ModelConfig.model_fields if name in found]

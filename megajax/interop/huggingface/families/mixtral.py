@@ -17,10 +17,15 @@ AROUND = {path: rows for path, rows in llama.TENSORS.items() if not path.startsw
 AROUND |= {'layers.experts.norm.weight': llama.TENSORS['layers.mlp.norm.weight']}
 
 
-def tensors(module: str, gate: str, up: str, down: str) -> dict[str, list[There]]:
-    """Return the tensors of a family that stores each expert, whose matrices have these names."""
+def tensors(
+    module: str, gate: str, up: str, down: str, *, dense: bool = False
+) -> dict[str, list[There]]:
+    """Return the tensors of a family that stores each expert, whose matrices have these names.
+
+    With `dense`, some of its layers may have an MLP.
+    """
     expert = f'{LAYER}{module}.experts.{{}}'
-    return AROUND | {
+    return (AROUND | llama.TENSORS if dense else AROUND) | {
         'layers.experts.router.weight': [There(f'{LAYER}{module}.gate.weight', 'XD')],
         'layers.experts.up.weight': [
             There(f'{expert}.{gate}.weight', '(UA)D', GATE),
@@ -31,13 +36,19 @@ def tensors(module: str, gate: str, up: str, down: str) -> dict[str, list[There]
 
 
 def read_config(
-    read: Reader, own: Callable[[Reader], Keys], *, count: int, active: int, **of_llama: Any
+    read: Reader,
+    own: Callable[[Reader], Keys],
+    *,
+    count: int | None = None,
+    active: int,
+    **of_llama: Any,
 ) -> Keys:
     """Read the config.json of a family like Llama with experts.
 
     `count` and `active` are the family's default numbers of experts, in a layer and for a token.
-    `own` also returns the keys of `experts` that differ from Mixtral's; without ffn_size, the
-    experts' width is intermediate_size. `of_llama` has the defaults that `llama.read_config` takes.
+    `own` also returns the keys of `experts` that differ from Mixtral's, and without a `count` that
+    key. Without ffn_size, the experts' width is intermediate_size. `of_llama` has the defaults that
+    `llama.read_config` takes.
     """
     # transformers adds its balance loss, over all layers together, only with the router's logits.
     read.only('output_router_logits', False, default=False)
@@ -46,8 +57,9 @@ def read_config(
     own_keys = keys.pop('experts', {})
     if 'ffn_size' not in own_keys:
         own_keys['ffn_size'] = keys.pop('ffn_size')
+    if count is not None:
+        own_keys['count'] = _read_count(read, count)
     keys['experts'] = {
-        'count': _read_count(read, count),
         'active': read.take('num_experts_per_tok', 'experts.active', active),
         **own_keys,
     }

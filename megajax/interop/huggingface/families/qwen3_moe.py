@@ -4,21 +4,49 @@ from functools import partial
 
 from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.families import llama, mixtral, olmo2
-from megajax.interop.huggingface.layers import optional_window
+from megajax.interop.huggingface.layers import (
+    layers_of,
+    num_layers,
+    optional_window,
+    replaced_by,
+)
 from megajax.interop.huggingface.reader import Keys, Reader
 
-TENSORS = mixtral.tensors('mlp', 'gate_proj', 'up_proj', 'down_proj')
+NAMES = 'mlp', 'gate_proj', 'up_proj', 'down_proj'
+TENSORS = mixtral.tensors(*NAMES)
 NORMS = 'layers.attention.query_norm.weight', 'layers.attention.key_norm.weight'
 WIDTH = 'moe_intermediate_size'
 
 
 def _own_qwen3(read: Reader) -> Keys:
     read.only('attention_bias', False, default=False)
-    read.only('decoder_sparse_step', 1, default=1)
-    read.only('mlp_only_layers', [], None, default=None)
     width = read.take(WIDTH, 'experts.ffn_size', 768)
     experts = {'ffn_size': width, 'normalize': _read_normalize(read)}
-    return {'qk_norm': True, 'window': optional_window(read, 4096), 'experts': experts}
+    return {
+        'qk_norm': True,
+        'window': optional_window(read, 4096),
+        **_read_layers(read),
+        'experts': experts,
+    }
+
+
+def _read_layers(read: Reader) -> Keys:
+    """Read which layers have an MLP instead of experts."""
+    step, dense = read.get('decoder_sparse_step', 1), read.get('mlp_only_layers', None)
+    if type(step) is not int or step < 1:
+        read.refuse('decoder_sparse_step', step, 'only a number of layers is supported')
+        return {}
+    if dense is not None and not isinstance(dense, list):
+        read.refuse('mlp_only_layers', dense, 'only a list of layers is supported')
+        return {}
+    layers = [
+        {'experts': None} if index in (dense or ()) or (index + 1) % step else {}
+        for index in range(num_layers(read))
+    ]
+    if layers and all(layers):
+        read.refuse('mlp_only_layers', dense, 'no layer would have experts: use "qwen3"')
+        return {}
+    return replaced_by(layers)
 
 
 def _read_normalize(read: Reader) -> bool | None:
@@ -31,7 +59,9 @@ def _write_qwen3(model: ModelConfig) -> Keys:
         **_written_normalize(model),
         'attention_bias': False,
         'decoder_sparse_step': 1,
-        'mlp_only_layers': [],
+        'mlp_only_layers': [
+            index for index, layer in enumerate(layers_of(model)) if layer.experts is None
+        ],
         'use_sliding_window': model.window is not None,
         'sliding_window': model.window,
     }
@@ -62,7 +92,7 @@ FAMILIES = (
         architecture='Qwen3MoeForCausalLM',
         read_config=partial(mixtral.read_config, own=_own_qwen3, count=128, active=8),
         write_config=_write_qwen3,
-        tensors=TENSORS,
+        tensors=mixtral.tensors(*NAMES, dense=True),
     ),
     llama.LIKE_LLAMA(
         name='olmoe',

@@ -156,9 +156,16 @@ def _of_layers(arguments: Mapping[str, Any], num_layers: int, rope: bool) -> Key
     without_rope = frequency_of(arguments, 'no_rope_freq') if rope else None
     is_full = [window is None or _is_chosen(frequency, i, mark=0) for i in range(num_layers)]
     is_nope = [_is_chosen(without_rope, i, mark=1) for i in range(num_layers)]
+    is_dense = [False] * num_layers
+    if arguments.get('num_experts'):
+        is_dense = experts.dense_layers(arguments)
+        if experts.first_dense(is_dense):  # which the section of experts says
+            is_dense = [False] * num_layers
     layers = [
-        ({} if full else {'window': window}) | ({'position': 'none'} if nope else {})
-        for full, nope in zip(is_full, is_nope, strict=True)
+        ({} if full else {'window': window})
+        | ({'position': 'none'} if nope else {})
+        | ({'experts': None} if dense else {})
+        for full, nope, dense in zip(is_full, is_nope, is_dense, strict=True)
     ]
     pattern = shortest_pattern(layers)
     if len(pattern) > 1 or 'position' in pattern[0]:

@@ -1,6 +1,6 @@
 """The mixture of experts that Megatron-LM's arguments describe. Imports no jax."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megajax.interop.megatron.command_line.frequency import frequency_of
@@ -55,8 +55,11 @@ def unsupported(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     def get(name: str, default: Any = None) -> Any:
         return _get(arguments, f'moe_{name}', default)
 
-    if not _is_every_layer(arguments):
-        yield 'moe_layer_freq', 'every layer has experts: leave it out'
+    try:
+        if arguments.get('num_layers') and all(dense_layers(arguments)):
+            yield 'moe_layer_freq', 'no layer would have experts: leave --num-experts out'
+    except ValueError as error:
+        yield 'moe_layer_freq', str(error)
     active, groups = get('router_topk', 2), get('router_group_topk')
     is_softmax = get('router_score_function', 'softmax') == 'softmax'
     is_after = is_softmax and not get('router_pre_softmax', False)  # the choice of experts
@@ -125,6 +128,7 @@ def experts_of(arguments: Mapping[str, Any], ffn_size: int) -> Keys | None:
         'count': count,
         'active': active,
         'ffn_size': get('ffn_hidden_size', ffn_size),
+        'first_dense': first_dense(dense_layers(arguments)) or None,
         'shared_ffn_size': get('shared_expert_intermediate_size'),
         'z_loss': get('z_loss_coeff') or None,
         'scale': get('router_topk_scaling_factor') or None,
@@ -161,12 +165,21 @@ def _auxiliary_loss(arguments: Mapping[str, Any]) -> tuple[str, float]:
     return kind, float(coefficient)
 
 
-def _is_every_layer(arguments: Mapping[str, Any]) -> bool:
-    try:
-        frequency = frequency_of(arguments, 'moe_layer_freq')
-    except ValueError:
-        return False
-    return frequency in (None, 1) or (isinstance(frequency, list) and set(frequency) == {1})
+def dense_layers(arguments: Mapping[str, Any]) -> list[bool]:
+    """Return whether each layer of a model with experts has an MLP instead of them.
+
+    Raises ValueError for an argument that is neither a number nor a list.
+    """
+    frequency = frequency_of(arguments, 'moe_layer_freq')
+    layers = range(arguments['num_layers'])
+    if frequency is None or isinstance(frequency, int):
+        return [index % (frequency or 1) != 0 for index in layers]
+    return [not frequency[index] for index in layers]
+
+
+def first_dense(is_dense: Sequence[bool]) -> int:
+    """Return how many layers have an MLP if only the first ones have; 0 otherwise."""
+    return sum(is_dense) if sorted(is_dense, reverse=True) == [*is_dense] else 0
 
 
 def _is_one_sequence(arguments: Mapping[str, Any]) -> bool:
