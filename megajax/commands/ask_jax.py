@@ -4,12 +4,12 @@ import json
 import os
 from typing import Any
 
-HEAD_DIMS = range(8, 513, 8)
+HEAD_DIMS, DTYPES = range(8, 513, 8), ('bfloat16', 'float32')
 MARK = 'megajax doctor: '  # precedes the answer, because plugins print too
 
 
 def ask_jax() -> dict[str, Any]:
-    """Return jax's devices by kind, and the attention kernel of the first one, for `diagnose`."""
+    """Return jax's devices by kind, and the kernels of the first one, for `diagnose`."""
     import jax
 
     from megajax.runtime.processes.certificates import JAX_OPTION
@@ -21,8 +21,9 @@ def ask_jax() -> dict[str, Any]:
     kind = devices[0].platform
     return {
         'devices': lines,
-        'attention': ', '.join(
-            f'{dtype}: {kernel_of(devices[0], dtype)}' for dtype in ('bfloat16', 'float32')
+        'attention': ', '.join(f'{dtype}: {kernel_of(devices[0], dtype)}' for dtype in DTYPES),
+        'experts': ', '.join(
+            f'{dtype}: {matmuls_of_experts(devices[0], dtype)}' for dtype in DTYPES
         ),
         'platform': kind,
         'count': len(devices),
@@ -41,6 +42,19 @@ def kernel_of(device: Any, dtype: str) -> str:
     capability = capability_of(device)
     fits = [dim for dim in HEAD_DIMS if not missing_for_flash(dtype, dim, capability)]
     return f'cuDNN flash up to head dim {fits[-1]}, any window' if fits else 'XLA'
+
+
+def matmuls_of_experts(device: Any, dtype: str) -> str:
+    """Return what multiplies the rows of dropless experts on a device: kernels, or a loop."""
+    from megajax.core.counts.expert_kernels import KERNEL_STEP, missing_for_kernels
+    from megajax.core.hardware.targets import capability_of, is_nvidia
+
+    sizes = KERNEL_STEP, KERNEL_STEP
+    if is_nvidia(device) and not missing_for_kernels(
+        dtype, sizes, KERNEL_STEP, capability_of(device)
+    ):
+        return f'Mosaic GPU kernels for features that are multiples of {KERNEL_STEP}'
+    return 'loop'
 
 
 def _memory(device: Any) -> str:

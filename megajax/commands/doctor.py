@@ -121,6 +121,7 @@ def _jax(diagnosis: Diagnosis, environ: Mapping[str, str], timeout: float) -> di
     for line in report['devices']:
         diagnosis.fact('devices', line)
     diagnosis.fact('attention', report['attention'])
+    diagnosis.fact('experts', report['experts'])
     _missing_gpus(diagnosis, report['platform'], report['count'], environ)
     _compilation_cache(diagnosis, report['platform'], environ)
     return report

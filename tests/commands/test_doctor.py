@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice
 from typer.testing import CliRunner
 
 from megajax.commands import doctor
-from megajax.commands.ask_jax import kernel_of
+from megajax.commands.ask_jax import kernel_of, matmuls_of_experts
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor import diagnose
 from megajax.commands.main import app
@@ -44,6 +44,15 @@ RUN = subprocess.run
 def test_it_says_which_heads_take_flash_attention(kind: str, dtype: str, kernel: str) -> None:
     device = AbstractDevice(device_kind=kind, num_cores=None, platform='gpu')
     assert kernel_of(device, dtype) == kernel
+
+
+@pytest.mark.parametrize(
+    ('kind', 'kernels'),
+    [('NVIDIA H100 80GB HBM3', 'Mosaic GPU kernels'), ('NVIDIA A100-SXM4-80GB', 'loop')],
+)
+def test_it_says_which_gpus_have_kernels_for_experts(kind: str, kernels: str) -> None:
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform='gpu')
+    assert kernels in matmuls_of_experts(device, 'bfloat16')
 
 
 def whats(found: Diagnosis) -> list[str]:
@@ -80,6 +89,7 @@ def test_the_command_tells_what_there_is_and_exits_0(tmp_path: Path) -> None:
     assert facts['jax'] == version('jax')
     assert facts['devices'].startswith('1 x cpu (cpu, ')
     assert facts['attention'] == 'bfloat16: XLA, float32: XLA'
+    assert facts['experts'] == 'bfloat16: loop, float32: loop'
     assert facts['folder'].startswith(f'{tmp_path}: ')
     assert facts['folder'].endswith('writable, flock works')
     has_tls = hasattr(jax.config, JAX_OPTION)

@@ -1,5 +1,7 @@
 """Matmuls of sorted rows with the weights of their experts, on one device.
 
+On Hopper GPUs these are kernels (`grouped_kernels.py`), elsewhere a loop over blocks of rows.
+
 Letters: n assignments of a token to an expert, X experts, R rows in the order of experts, b blocks
 of rows, D and F the features of a row before and after the matmul. The rows of each expert begin at
 a multiple of the block, so a block has one expert and is multiplied by one matrix.
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.counts.expert_rows import num_blocks
+from megajax.core.model.grouped_kernels import has_kernels, outer_of_experts, rows_by_expert
 
 
 class Groups(NamedTuple):
@@ -30,6 +33,12 @@ class Groups(NamedTuple):
     def block(self) -> int:
         """Return the rows of a block."""
         return self.source_R.size // self.expert_b.size
+
+    @property
+    def rows_b(self) -> jax.Array:
+        """The rows of each block without its padding, which follows them."""
+        is_row_br = self.source_R.reshape(-1, self.block) < self.place_n.size
+        return is_row_br.sum(1, dtype=jnp.int32)
 
 
 def group(expert_n: jax.Array, num_experts: int, *, block: int) -> Groups:
@@ -59,11 +68,15 @@ def group(expert_n: jax.Array, num_experts: int, *, block: int) -> Groups:
 
 def rows_by_weights(x_RD: jax.Array, w_XDF: jax.Array, groups: Groups) -> jax.Array:
     """Return each row times the matrix of its expert, in the dtype of x; zeros in the padding."""
+    if has_kernels(x_RD, w_XDF, w_XDF.shape[1:], groups.block):
+        return rows_by_expert(x_RD, w_XDF, *_of_blocks(groups), transposed=False)
     return _by_blocks('rd,df->rf', x_RD, w_XDF, w_XDF.shape[2], groups)
 
 
 def rows_by_transposed(dy_RF: jax.Array, w_XDF: jax.Array, groups: Groups) -> jax.Array:
     """Return each row times its expert's matrix transposed, as `rows_by_weights` does."""
+    if has_kernels(dy_RF, w_XDF, w_XDF.shape[1:], groups.block):
+        return rows_by_expert(dy_RF, w_XDF, *_of_blocks(groups), transposed=True)
     return _by_blocks('rf,df->rd', dy_RF, w_XDF, w_XDF.shape[1], groups)
 
 
@@ -73,6 +86,9 @@ def outer(x_RD: jax.Array, dy_RF: jax.Array, groups: Groups) -> jax.Array:
     In the padding x or dy must be zeros, and the other one finite.
     """
     shape_XDF = (groups.sizes_X.size, x_RD.shape[1], dy_RF.shape[1])
+    if has_kernels(x_RD, dy_RF, shape_XDF[1:], groups.block):
+        end_X = jnp.cumsum(groups.sizes_X)
+        return outer_of_experts(x_RD, dy_RF, end_X - groups.sizes_X, groups.sizes_X)
 
     def add(
         dw_XDF: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]
@@ -87,6 +103,11 @@ def outer(x_RD: jax.Array, dy_RF: jax.Array, groups: Groups) -> jax.Array:
 
     blocks = groups.expert_b, _blocks(x_RD, groups), _blocks(dy_RF, groups)
     return lax.scan(add, jnp.zeros(shape_XDF, jnp.float32), blocks)[0]
+
+
+def _of_blocks(groups: Groups) -> tuple[jax.Array, jax.Array]:
+    """Return an expert for each block, and the rows without padding, of which unused have none."""
+    return jnp.minimum(groups.expert_b, groups.sizes_X.size - 1), groups.rows_b
 
 
 def _by_blocks(

@@ -1,4 +1,4 @@
-"""Calls of cuBLAS, cuDNN and top-k as jax functions, according to the libraries' documentation."""
+"""Calls of libraries as jax functions, according to the documentation of the libraries."""
 
 import json
 import re
@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.xla.emulate.kernels import meaning_of_kernel
 from megajax.xla.emulate.shapes import Shape
+from megajax.xla.hlo import mosaic
 from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.products import window_of
 
@@ -73,6 +75,8 @@ def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
             return partial(function, float(scale[1]), visible, results)
     if name in ('TopK', '__gpu$TopK') and len(results) == 2 and results[1].dtype == 's32':
         return partial(_top_k, results)
+    if kernel := mosaic.grouped(attributes):
+        return meaning_of_kernel(kernel, results)
     raise HloError(f'no translation for a custom call of {name}: {attributes[:300]}')
 
 

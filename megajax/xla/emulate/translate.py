@@ -34,6 +34,7 @@ _UNTRANSLATABLE = {
     'send', 'recv', 'infeed', 'outfeed', 'rng', 'rng-get-and-update-state', 'ragged-all-to-all',
     'collective-broadcast', 'async-update', 'custom-call',
 }  # fmt: skip
+LONGEST = 1000  # characters of a line in an error: a kernel has its bytecode in its line
 _NARROW_CONSTANT = re.compile(
     r' *(?P<root>ROOT )?%(?P<name>\S+) = (?P<dtype>b?f16|f8\w+)\[(?P<dims>[\d,]*)\]'
     r' constant\((?P<value>.*)\)'
@@ -235,7 +236,7 @@ class _Translation:
         try:
             text = _lowered(self.source.attributes, operands, results)
         except HloError as error:
-            raise HloError(f'{error}, in {self.source.line}') from error
+            raise HloError(f'{error}, in {self.source.line[:LONGEST]}') from error
         self.computations.append(_renamed(text, name))
         if self.type.startswith('('):
             self._finish('call', self._inputs, f', to_apply=%{name}')

@@ -1,10 +1,11 @@
-"""The matmuls of a compiled program: dots, fused or not, and calls of cuBLAS and cuDNN."""
+"""The matmuls of a compiled program: dots, fused or not, and calls of libraries and kernels."""
 
 import re
 from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple, TypeVar
 
+from megajax.xla.hlo import mosaic
 from megajax.xla.hlo.program import Array, Computation, Instruction, Program
 
 Number = TypeVar('Number', int, float)
@@ -42,6 +43,8 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
         is_causal = bool(re.search(r'"mask_type": ?"(PADDING_)?CAUSAL"', instruction.attributes))
         dtype, sizes = operands[0]
         return Product(flops, dtype, is_attention=True, is_causal=is_causal, sizes=sizes)
+    if kernel := mosaic.grouped(instruction.attributes):
+        return _grouped(kernel, operands[-2:], instruction.results[0])
     match = _CONTRACTED.search(instruction.attributes)
     if not match:
         return None
@@ -50,6 +53,16 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
     batch = _size_along(left, _BATCH.search(instruction.attributes))
     m = prod(left.shape) // (batch * k)
     return Product(2 * result * k, left.dtype, sizes=(batch, m, result // (batch * m), k))
+
+
+def _grouped(kernel: mosaic.Grouped, factors: list[Array], result: Array) -> Product:
+    """Return the matmul of all rows, including those of blocks that a kernel skips."""
+    rows, inputs = factors[0].shape
+    if kernel.kind == 'outer':
+        sizes = 1, inputs, factors[1].shape[1], rows
+    else:
+        sizes = 1, rows, result.shape[1], inputs
+    return Product(2 * prod(sizes), factors[0].dtype, sizes=sizes)
 
 
 def window_of(attributes: str) -> int | None:
