@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from megajax.core.counts.expert_rows import SMALLEST_BLOCK
 from megajax.core.counts.flash import HOPPER
 from megajax.core.hardware.records import Capability
 
@@ -22,3 +23,8 @@ def missing_for_kernels(
     if any(size % KERNEL_STEP for size in sizes):
         return f'need features that are multiples of {KERNEL_STEP}'
     return '' if block % KERNEL_STEP == 0 else f'need at least {KERNEL_STEP} rows in a block'
+
+
+def smallest_block(capability: Capability | None) -> int:
+    """Return the fewest rows of a block on a GPU; None is a CPU or an unknown GPU."""
+    return KERNEL_STEP if capability == HOPPER else SMALLEST_BLOCK

@@ -18,7 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.counts.expert_rows import num_blocks
-from megajax.core.model.grouped_kernels import has_kernels, outer_of_experts, rows_by_expert
+from megajax.core.model.grouped_kernels import (
+    fewest_rows,
+    has_kernels,
+    outer_of_experts,
+    rows_by_expert,
+)
 
 
 class Groups(NamedTuple):
@@ -44,8 +49,10 @@ class Groups(NamedTuple):
 def group(expert_n: jax.Array, num_experts: int, *, block: int) -> Groups:
     """Return the rows of assignments sorted by expert; expert X is not of this device.
 
-    Assignments of one expert keep their order. There are rows for the worst distribution.
+    Assignments of one expert keep their order. There are rows for the worst distribution. A block
+    has at least the rows that the kernels of the GPU need.
     """
+    block = max(block, fewest_rows(expert_n))
     assignments = expert_n.size
     blocks = num_blocks(assignments, num_experts, block)
     is_mine_nX = expert_n[:, None] == jnp.arange(num_experts)[None]

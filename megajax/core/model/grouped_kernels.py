@@ -15,13 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.core.counts.expert_kernels import KERNEL_STEP, missing_for_kernels
+from megajax.core.counts.expert_kernels import KERNEL_STEP, missing_for_kernels, smallest_block
 from megajax.core.hardware.targets import capability_of, is_nvidia
 from megajax.xla.hlo import mosaic
 
 logger = logging.getLogger(__name__)
 
-BUFFERS = 4  # steps in shared memory at once
+BUFFERS = 3  # steps in shared memory at once, so that two thread blocks fit
+
+
+def fewest_rows(x: jax.Array) -> int:
+    """Return the fewest rows of a block on the device that x is compiled for."""
+    device = jax.typeof(x).sharding.mesh.abstract_device
+    return smallest_block(capability_of(device) if device and is_nvidia(device) else None)
 
 
 def has_kernels(x: jax.Array, y: jax.Array, sizes: tuple[int, int], block: int) -> bool:

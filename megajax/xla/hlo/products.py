@@ -56,7 +56,7 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
 
 
 def _grouped(kernel: mosaic.Grouped, factors: list[Array], result: Array) -> Product:
-    """Return the matmul of all rows, including those of blocks that a kernel skips."""
+    """Return the matmul of all rows, including the rows of blocks that a kernel skips."""
     rows, inputs = factors[0].shape
     if kernel.kind == 'outer':
         sizes = 1, inputs, factors[1].shape[1], rows

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,6 +47,18 @@ def test_a_run_says_whether_experts_have_kernels_and_why_not(
     has_kernels = grouped_kernels._has_kernels(device, dtype, sizes, block)
     assert expected in caplog.text
     assert has_kernels == ('Mosaic GPU kernels (' in caplog.text)
+
+
+@pytest.mark.parametrize(('kind', 'rows'), [(H100, 64), ('NVIDIA A100-SXM4-80GB', 8)])
+def test_a_block_has_the_rows_that_kernels_need(kind: str, rows: int) -> None:
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform='gpu')
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.sharding.AbstractMesh((1,), ('data',), explicit, abstract_device=device)
+    sharding = jax.NamedSharding(mesh, jax.P(None))
+    with jax.sharding.use_abstract_mesh(mesh):
+        expert_n = jax.ShapeDtypeStruct((20,), jnp.int32, sharding=sharding)
+        groups = jax.eval_shape(lambda expert_n: group(expert_n, 3, block=8), expert_n)
+    assert groups.block == rows
 
 
 @pytest.fixture
