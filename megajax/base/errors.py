@@ -79,6 +79,27 @@ def problems_at(place: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def replacing(text: str, by: str) -> Iterator[None]:
+    """Replace a text, such as the path of a copy, in the problems of the block."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(
+            *(
+                replace(
+                    problem,
+                    path=problem.path.replace(text, by),
+                    message=problem.message.replace(text, by),
+                    place=problem.place.replace(text, by),
+                )
+                if isinstance(problem, Problem)
+                else problem
+                for problem in error.problems
+            )
+        ) from error
+
+
 class NumericError(RunError):
     """A loss or gradients with which the run must not continue."""
 
@@ -104,6 +125,15 @@ class StopRequested(RunError):  # noqa: N818
     """A stop on request, after a checkpoint was saved; the message names the cause.
 
     The exit code is EX_TEMPFAIL, which means: start the run again.
+    """
+
+    exit_code = 75
+
+
+class UnreachableError(RunError):
+    """A corpus whose server does not answer, after many attempts.
+
+    The exit code means: start the run again.
     """
 
     exit_code = 75

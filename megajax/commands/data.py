@@ -167,7 +167,7 @@ def info(
     console = Console(highlight=False, soft_wrap=True)
     console.print(_facts(description), _histogram(description.histogram))
     manifest = description.manifest
-    path = tokenizer or (str(manifest.tokenizer_path(prefix)) if manifest else None)
+    path = tokenizer or (str(manifest.tokenizer_path) if manifest else None)
     if path:
         decoder = load_tokenizer(path)
         for number, text, is_spelled in decode_samples(description.sequences, decoder, samples):

@@ -109,7 +109,7 @@ def verify(
     ]
     manifest = Manifest.read(prefix)
     if manifest:
-        lines.append(f'{manifest.tokenizer_path(prefix)}: the tokenizer that made the tokens')
+        lines.append(f'{manifest.tokenizer_path}: the tokenizer that made the tokens')
         _check_manifest(manifest, manifest_path(prefix), sequences)
         _check_digest(bin_path, manifest.bin_sha256, progress)
         lines.append(f'{bin_path}: matches the SHA-256 in its manifest')

@@ -154,7 +154,8 @@ class DataConfig(Section):
 
     corpus: Name = 'stdlib'
     """Training data: stdlib (the sources of Python's standard library); a file of text, JSON lines
-    (.jsonl, .json, .ndjson) or Parquet; a folder of these; or the prefix of .bin and .idx files.
+    (.jsonl, .json, .ndjson) or Parquet; a folder of these; or the prefix of .bin and .idx files. A
+    file, a glob or a prefix can be a URL (s3://, gs://, hf://, https://).
     """
     blend: Annotated[dict[Name, PositiveFloat], AfterValidator(Weights)] = Weights()
     """Prefixes of .bin and .idx files and their sampling weights, instead of `corpus`."""
@@ -216,6 +217,10 @@ class RunConfig(Section):
     """Time after which to save a checkpoint and exit, for example before a queue's time limit."""
     compile_cache: Name = 'auto'
     """Cache of compiled programs for the next start: auto (the run's folder), a folder, or none."""
+    data_cache: Name = 'auto'
+    """Cache of corpora with URLs: auto (the user's cache directory), or a folder."""
+    data_cache_gb: Annotated[PositiveFloat, Unit('GB')] = 64.0
+    """Size to which the processes of a host limit that cache, together."""
     wandb: Name | None = None
     """Weights & Biases project to log metrics to, for example megajax."""
     watchdog_seconds: Annotated[

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError, Problem
 from megajax.runtime.data.masked import SPECIAL
-from megajax.runtime.data.sources.manifest import Manifest, manifest_path
+from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.synthetic_images import IMAGE
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 
@@ -60,13 +60,11 @@ def tokenizer_of_pairs(
             )
             raise _problem('data.tokenizer', message, 'model.objective')
         return None
-    tokenizer_paths = [
-        manifest.tokenizer_path(prefix) for prefix, manifest in manifests.items() if manifest
-    ]
+    tokenizer_paths = [manifest.tokenizer_path for manifest in manifests.values() if manifest]
     if spec == 'auto':
         if missing := [prefix for prefix, manifest in manifests.items() if manifest is None]:
             message = (
-                f'no tokenizer is known: there is no {manifest_path(missing[0])}; '
+                f'no tokenizer is known: there is no {missing[0]}.json; '
                 'give the tokenizer.json that made the tokens, or none'
             )
             raise _problem('data.tokenizer', message, *CORPUS)

@@ -116,6 +116,7 @@ class EmptySlots(Batches):
         self.batch_size, self.order = text.batch_size, text.order
         self.shape, self._text = shape, text
         self.order_of, self.passes = text.order_of, text.passes
+        self.read_threads = text.read_threads
 
     @property
     def num_samples(self) -> int:

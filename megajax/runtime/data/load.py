@@ -31,8 +31,9 @@ from megajax.runtime.data.masked import (
     Vocabulary,
 )
 from megajax.runtime.data.megatron_order import MegatronSamples, blend_index, blend_sizes
+from megajax.runtime.data.remote_text import local_text
 from megajax.runtime.data.samples import Joined, Samples, Windows
-from megajax.runtime.data.sources.manifest import Manifest
+from megajax.runtime.data.sources.remote import is_remote
 from megajax.runtime.data.synthetic_corpus import (
     PICTURES,
     document_row_shape,
@@ -49,9 +50,11 @@ from megajax.runtime.data.text.corpus import (
 from megajax.runtime.data.text.parts import Part, split_sequences
 from megajax.runtime.data.text.spelled_tokens import warn_of_letters
 from megajax.runtime.data.text.tokenizer import Tokenizer, encode_documents
-from megajax.runtime.data.tokens.indexed import Sequences, from_lengths, is_pair, read_pair
-from megajax.runtime.data.tokens.token_ids import check_token_ids, token_range
-from megajax.runtime.data.tokens.watched import watched
+from megajax.runtime.data.token_pairs import check_pairs, open_pair, prefixes_of
+from megajax.runtime.data.tokens.indexed import from_lengths
+
+# Threads that read remote files; each mostly waits for the server's answers.
+FETCHES = 16
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +88,13 @@ def load_data(config: Config, template: Template | None = None) -> Data:
             summary=drawn.summary,
             fingerprints={config.data.corpus: drawn.fingerprint},
         )
-    data = _load_files(config, template)
-    check_counted(config, data.tokenizer, data.train, data.validation)
-    return data
+    with local_text(config) as (local, versions):
+        data = _load_files(local, template)
+        check_counted(local, data.tokenizer, data.train, data.validation)
+    if not versions:
+        return data
+    contents = dict.fromkeys([config.data.corpus], *data.fingerprints.values())
+    return replace(data, fingerprints={**contents, **versions})
 
 
 def _load_files(config: Config, template: Template | None) -> Data:
@@ -114,45 +121,19 @@ def _load_files(config: Config, template: Template | None) -> Data:
 
 
 def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
-    sequences = [read_pair(prefix) for prefix in prefixes]
-    manifests = {prefix: Manifest.read(prefix) for prefix in prefixes}
+    pairs = [open_pair(config, prefix) for prefix in prefixes]
+    manifests = {pair.sequences.name: pair.manifest for pair in pairs}
     tokenizer = tokenizer_of_pairs(config, manifests)
-    for pair, manifest in zip(sequences, manifests.values(), strict=True):
-        check_token_ids(pair, config.model.vocab_size, manifest.max_token if manifest else None)
-        if tokenizer is not None and manifest is None and len(pair.tokens):
-            _check_tokenizer(config, tokenizer, pair)
-    parts = [
-        split_sequences(watched(pair, config.model.vocab_size), config.data.split)
-        for pair in sequences
-    ]
+    check_pairs(config, pairs, tokenizer)
+    parts = [split_sequences(pair.sequences, config.data.split) for pair in pairs]
     train, validation = [part[0] for part in parts], [part[1] for part in parts]
     for part in train:
         _check_tokens(part)
-    names = ', '.join(
-        f'{prefix} (built with --parse-special)' if manifest and manifest.parse_special else prefix
-        for prefix, manifest in manifests.items()
-    )
+    names = ', '.join(map(str, pairs))
     summary = f'{_size(train)} to train on, {_size(validation)} to validate, of {names}'
-    return _make(config, tokenizer, train, validation, summary)
-
-
-def _check_tokenizer(config: Config, tokenizer: Tokenizer, pair: Sequences) -> None:
-    _, high = token_range(pair)
-    if high >= tokenizer.vocab_size:
-        message = (
-            f'{config.data.tokenizer} has {tokenizer.vocab_size} tokens, but the corpus has token '
-            f'{high} in {pair.name}; give the tokenizer.json that made it, or none'
-        )
-        raise _problem('data.tokenizer', message, *CORPUS)
-
-
-def prefixes_of(config: Config) -> list[str]:
-    """Return the prefixes of the corpus's .bin and .idx files; none if the corpus is text."""
-    corpus = config.data.corpus
-    if corpus.endswith(('.bin', '.idx')) and is_pair(corpus[:-4]):
-        read_pair(corpus[:-4])  # which raises if one of them is missing
-        raise _problem('data.corpus', f'{corpus}: give the prefix of the two files, {corpus[:-4]}')
-    return list(config.data.blend) or ([corpus] if is_pair(corpus) else [])
+    data = _make(config, tokenizer, train, validation, summary)
+    versions = {name: version for pair in pairs for name, version in pair.versions.items()}
+    return replace(data, fingerprints=data.fingerprints | versions)
 
 
 def _load_image_text(config: Config, template: Template | None) -> Data:
@@ -198,7 +179,7 @@ def _load_text(config: Config) -> Data:
     summary = (
         f'{len(train)} documents ({train_bytes / 1e6:.1f} MB) to train on, '
         f'{len(validation)} ({validation_bytes / 1e6:.1f} MB) to validate; '
-        f'{tokenizer.vocab_size} tokens, {train_bytes / len(parts[0].tokens):.2f} bytes each'
+        f'{tokenizer.vocab_size} tokens, {train_bytes / parts[0].num_tokens:.2f} bytes each'
     )
     return _make(config, tokenizer, [parts[0]], [parts[1]], summary)
 
@@ -209,9 +190,9 @@ def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> P
 
 
 def _check_tokens(part: Part) -> None:
-    if len(part.tokens) < 2:  # a token and its label
+    if part.num_tokens < 2:  # a token and its label
         message = (
-            f'{part.sequences.name} has {len(part.tokens)} tokens to train on, '
+            f'{part.sequences.name} has {part.num_tokens} tokens to train on, '
             f'in {len(part)} of {len(part.sequences)} sequences'
         )
         fix = 'give more text, or another data.split'
@@ -260,7 +241,7 @@ def _stateless(
         assert tokenizer is not None
         vocabulary, length = Vocabulary.of(tokenizer), seq_len - NUM_SPECIAL
         samples = Joined([DocumentPieces(part, length=length, eod=tokenizer.eod) for part in parts])
-        if not len(samples) and any(len(part.tokens) for part in parts):
+        if not len(samples) and any(part.num_tokens for part in parts):
             use = 'validate' if validation else 'train'
             message = f'no document to {use} on has {SHORTEST} tokens, so none can be masked'
             raise _problem('data.corpus', f'{message}; give longer documents', *CORPUS)
@@ -277,7 +258,7 @@ def _stateless(
     if len(samples) < batch_size:
         message = (
             f'{batch_size} is more than the {len(samples)} sequences of train.seq_len={seq_len} in '
-            f'{sum(len(part.tokens) for part in parts)} tokens; '
+            f'{sum(part.num_tokens for part in parts)} tokens; '
             f'use at most {len(samples)}, a shorter train.seq_len or a larger corpus'
         )
         raise _problem('train.batch_size', message, 'train.seq_len', *CORPUS)
@@ -302,7 +283,7 @@ def _megatron(
         blend_sizes(list(blend.values()), num_samples) if blend else ([num_samples], [num_samples])
     )
     # only validation parts can be empty: `_check_tokens` raises for training parts
-    if not all(len(part.tokens) for part in parts):
+    if not all(part.num_tokens for part in parts):
         return _batches(config, Joined([]), [])
     datasets = [
         MegatronSamples(part, seq_len=train.seq_len, num_samples=size, seed=train.seed)
@@ -329,17 +310,20 @@ def _megatron(
 
 def _batches(config: Config, samples: Samples, order: Order) -> Batches:
     train = config.train
-    return Batches(
+    batches = Batches(
         samples,
         order,
         seq_len=train.seq_len,
         batch_size=train.batch_size,
         document_mask=config.data.document_mask,
     )
+    if any(map(is_remote, config.data.blend or [config.data.corpus])):
+        batches.read_threads = FETCHES
+    return batches
 
 
 def _size(parts: Sequence[Part]) -> str:
-    sequences, tokens = sum(len(part) for part in parts), sum(len(part.tokens) for part in parts)
+    sequences, tokens = sum(len(part) for part in parts), sum(part.num_tokens for part in parts)
     return f'{sequences:,} sequences ({tokens:,} tokens)'
 
 

@@ -9,6 +9,7 @@ from megajax.runtime.checkpoint.hf_files import Companions, read_companions
 from megajax.runtime.data import Data, load_data
 from megajax.runtime.data.image_text.chat import DEFAULT, Template, read_template
 from megajax.runtime.data.image_text.load import keeps_documents
+from megajax.runtime.data.remote_text import local_text
 from megajax.runtime.processes.consensus import from_first
 from megajax.runtime.run.infer_config import newest_data, with_own_tokenizer
 
@@ -38,7 +39,7 @@ def companions_of_run(config: Config, run: Path, start: Path | None) -> Companio
     if path is not None and (start is not None or not _began_with(path, run, there)):
         companions = there.with_template(read_template(path).texts[DEFAULT])
     template = companions.template('')
-    if template is None or config.data.blend or not keeps_documents(config, config.data.corpus):
+    if template is None or config.data.blend or not _has_messages(config):
         return companions
     logger.info('chat       messages are written by %s', _name(config, start or run))
     if start is not None and path is not None and there.chat_templates not in ({}, template.texts):
@@ -47,6 +48,11 @@ def companions_of_run(config: Config, run: Path, start: Path | None) -> Companio
         return companions
     known = template.now if start is None else None
     return companions.with_chat_time(known or _now())
+
+
+def _has_messages(config: Config) -> bool:
+    with local_text(config) as local:
+        return keeps_documents(local.config, local.config.data.corpus)
 
 
 def template_of_run(config: Config, run: Path, companions: Companions) -> Template | None:

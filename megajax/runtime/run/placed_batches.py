@@ -6,6 +6,7 @@ from typing import Self
 
 import jax
 
+from megajax.base.errors import UnreachableError
 from megajax.core.config import ConfigError, RunError
 from megajax.core.train.feed import Batch, local_rows, place_batch
 from megajax.runtime.data import Batch as HostBatch
@@ -63,10 +64,12 @@ class PlacedBatches:
         """Raise in all processes if one could not read its sequences; all must call this."""
         if jax.process_count() == 1:
             return
-        failed = from_all(self._error is not None)[:, 0]
+        unreachable = isinstance(self._error, UnreachableError)
+        failed, retry = from_all(self._error is not None, unreachable).T
         if self._error is not None:
             raise self._error
         if failed.any():
-            raise ConfigError(
+            kind = UnreachableError if (failed == retry).all() else ConfigError
+            raise kind(
                 f'process {int(failed.argmax())} could not read its part of a batch: see its output'
             )

@@ -14,6 +14,7 @@ from megajax.runtime.checkpoint.record import (
 )
 from megajax.runtime.data import Batches, Data
 from megajax.runtime.data.synthetic_batches import PictureBatches
+from megajax.runtime.data.tokens.remote_pair import VERSION_OF
 
 # Keys that decide the order of samples, and those that also decide which samples there are.
 OF_ORDER = ('train.seed', 'data.order')
@@ -75,7 +76,10 @@ def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> in
     order is logged.
     """
     different = config_differences(there, make_record(config, there.step))
-    old, new = set(there.data.values()), set(data.fingerprints.values())
+    old, new = (
+        {value for name, value in contents.items() if not name.startswith(VERSION_OF)}
+        for contents in (there.data, data.fingerprints)
+    )
     weights = [list(x.values()) for x in different.get('data.blend', ())]
     same = {'data.corpus', 'data.blend'} if old == new and weights[:1] == weights[1:] else set()
     changed = [key for key in (*OF_SAMPLES, *OF_ORDER) if key in different and key not in same]

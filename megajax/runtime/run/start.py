@@ -28,9 +28,8 @@ from megajax.runtime.checkpoint.record import (
     make_record,
     read_record,
 )
-from megajax.runtime.data.load import prefixes_of
-from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
+from megajax.runtime.data.token_pairs import manifest_of, prefixes_of
 from megajax.runtime.processes.consensus import from_first
 from megajax.runtime.run.infer_config import NO_FILES, candidates_of_start, tokenizer_of
 
@@ -150,8 +149,8 @@ def _check_corpus(start: Path, config: Config) -> None:
     """
     there = read_record(start).tokenizer_sha256
     for prefix in prefixes_of(config):
-        if manifest := Manifest.read(prefix):
-            path = manifest.tokenizer_path(prefix)
+        if manifest := manifest_of(config, prefix):
+            path = manifest.tokenizer_path
             made_by = load_tokenizer(str(path))
             if (
                 made_by.fingerprint != there

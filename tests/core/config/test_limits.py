@@ -52,7 +52,7 @@ def test_a_split_has_a_finite_sum(split: str) -> None:
 @pytest.mark.parametrize(
     'key',
     [
-        *('run.dir', 'run.start_from', 'run.compile_cache', 'run.wandb'),
+        *('run.dir', 'run.start_from', 'run.compile_cache', 'run.data_cache', 'run.wandb'),
         *('data.corpus', 'data.tokenizer', 'data.chat_template'),
     ],
 )

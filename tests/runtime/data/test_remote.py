@@ -12,6 +12,8 @@ from typing import Any
 
 import fsspec
 import pytest
+from runtime.data import stores
+from runtime.data.stores import copy
 from runtime.data.test_inputs import LINES, WRITERS, units, write, write_parquet
 
 from megajax.core.config import ConfigError
@@ -37,11 +39,10 @@ class Server(SimpleHTTPRequestHandler):
             super().copyfile(source, outputfile)
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> Iterator[str]:
-    """A folder in fsspec's memory with what is written to `tmp_path` by `copy`."""
-    yield f'memory://{tmp_path.name}'
-    fsspec.filesystem('memory').rm(f'/{tmp_path.name}', recursive=True)
+@pytest.fixture(name='memory')
+def use_memory(tmp_path: Path) -> Iterator[str]:
+    with stores.memory(tmp_path.name) as url:
+        yield url
 
 
 @pytest.fixture
@@ -57,26 +58,10 @@ def web(tmp_path: Path) -> Iterator[str]:
     thread.join()
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket of a real server of the S3 protocol, on loopback."""
-    pytest.importorskip('s3fs', reason='s3fs is not installed')
-    moto = pytest.importorskip('moto.server', reason='moto is not installed')
-    server = moto.ThreadedMotoServer(ip_address='127.0.0.1', port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    monkeypatch.setenv('AWS_ENDPOINT_URL', f'http://{host}:{port}')
-    for name in ('AWS_ACCESS_KEY_ID', 'AWS_SECRET_ACCESS_KEY'):
-        monkeypatch.setenv(name, 'testing')
-    fsspec.filesystem('s3', skip_instance_cache=True).mkdir('corpus')
-    yield 's3://corpus'
-    server.stop()
-
-
-def copy(folder: Path, url: str) -> None:
-    for path in folder.iterdir():
-        with fsspec.open(f'{url}/{path.name}', 'wb') as file:
-            file.write(path.read_bytes())
+@pytest.fixture(name='s3')
+def use_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with stores.s3(monkeypatch.setenv) as url:
+        yield url
 
 
 def contents(found: list[Unit]) -> list[tuple[Any, ...]]:

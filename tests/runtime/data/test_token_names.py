@@ -136,7 +136,7 @@ def test_token_files_keep_the_names_and_end_with_the_named_token(tmp_path: Path)
     manifest = Manifest.read(out)
     assert manifest is not None
     assert (manifest.eod, read_pair(out).tokens[-1]) == (258, 258)
-    again = load_tokenizer(str(manifest.tokenizer_path(out)))
+    again = load_tokenizer(str(manifest.tokenizer_path))
     assert again.named_tokens == {'bos_token': BEGIN, 'eos_token': TURN}
 
 

@@ -27,7 +27,7 @@ from megajax.runtime.data.sources.objects import read_objects
 from megajax.runtime.data.synthetic_corpus import NO_TOKEN, PICTURES
 from megajax.runtime.data.text.corpus import Document, find_corpus, split_documents, warn_of_copies
 from megajax.runtime.data.text.tokenizer import Tokenizer
-from megajax.runtime.data.tokens.indexed import is_pair
+from megajax.runtime.data.token_pairs import has_tokens
 
 Row = Sequence[FileDocument]
 
@@ -205,7 +205,7 @@ def keeps_documents(config: Config, corpus: str) -> bool:
     They do for vision-language models, and if a text model learns the turns of messages. Raises
     ConfigError if there is no such corpus.
     """
-    if corpus in PICTURES or is_pair(corpus):
+    if corpus in PICTURES or has_tokens(corpus):
         return False
     files = files_of(corpus)
     if config.vision is not None or config.data.chat_template is not None:

@@ -7,7 +7,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    PositiveInt,
+    PrivateAttr,
+    ValidationError,
+)
 
 from megajax.base.errors import ConfigError, Problem
 
@@ -28,6 +35,7 @@ class Manifest(BaseModel):
     max_token: NonNegativeInt  # largest token id
     text_bytes: NonNegativeInt  # bytes of UTF-8 text
     bin_sha256: str
+    _path: Path = PrivateAttr(default=Path())  # from which it was read
 
     @classmethod
     def read(cls, prefix: str | Path) -> Self | None:
@@ -51,12 +59,14 @@ class Manifest(BaseModel):
             ) from error
         except OSError as error:
             raise _problem(path, f'cannot be read: {error.strerror}; make it readable') from error
+        manifest._path = path
         manifest._check_tokenizer(path)
         return manifest
 
-    def tokenizer_path(self, prefix: str | Path) -> Path:
-        """Return the path of the tokenizer.json that made the pair."""
-        return manifest_path(prefix).with_name(self.tokenizer)
+    @property
+    def tokenizer_path(self) -> Path:
+        """The path of the tokenizer.json that made the pair."""
+        return self._path.with_name(self.tokenizer)
 
     def _check_tokenizer(self, path: Path) -> None:
         file = (

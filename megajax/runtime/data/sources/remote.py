@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 
 from megajax.base.errors import ConfigError, Problem, reason
 from megajax.core.config.extras import install
@@ -17,7 +17,10 @@ from megajax.core.config.extras import install
 BLOCK = 1 << 23  # bytes that are fetched at once, where a server has ranges
 BUFFER = 1 << 20  # bytes that are read at once
 # How filesystems name what changes with a file's content, the surest first.
-VERSIONS = 'ETag', 'etag', 'md5Hash', 'blob_id', 'mtime', 'LastModified', 'last_modified', 'created'
+VERSIONS = (
+    *('ETag', 'etag', 'md5Hash', 'blob_id'),
+    *('mtime', 'LastModified', 'last_modified', 'Last-Modified', 'created'),
+)
 PACKAGES = {'s3': 's3fs', 'gs': 'gcsfs', 'gcs': 'gcsfs', 'hf': 'huggingface_hub'}
 # What gives a user the right to read, by protocol.
 CREDENTIALS = {
@@ -51,17 +54,48 @@ def expand(url: str) -> list[str]:
     )
 
 
+def names_below(url: str) -> dict[str, str]:
+    """Return the URLs of the files that a URL names by their names below its fixed part, sorted."""
+    found = expand(url)
+    if not found:
+        raise _error(url, 'matches no file; check the pattern')
+    files, path = _filesystem(url)
+    root = re.split(r'[*?\[]', path)[0].rpartition('/')[0]
+    return {files._strip_protocol(each).removeprefix(root).lstrip('/'): each for each in found}
+
+
 def look(url: str) -> tuple[int | None, str]:
     """Return the size of a file, None if unknown, and a string that identifies its version.
 
     Raises ConfigError if there is no such file.
     """
     files, path = _filesystem(url)
+    files.invalidate_cache(path)
     info = _ask(url, lambda: files.info(path))
     if info.get('type') == 'directory':
         raise _error(url, f"is a folder; give its files, for example '{url.rstrip('/')}/*.jsonl'")
     version = next((str(info[name]) for name in VERSIONS if info.get(name)), '')
     return info.get('size'), version
+
+
+def fetch(url: str, start: int, stop: int) -> bytes:
+    """Return bytes `start` up to `stop` of a file, in one request.
+
+    Raises ConfigError if the server denies access or ignores ranges, and OSError if the response is
+    cut off or the server cannot be reached.
+    """
+    files, path = _filesystem(url)
+    try:
+        data: bytes = files.cat_file(path, start=start, end=stop)
+    except Exception as error:  # each filesystem has errors of its own
+        if _is_refusal(error) or isinstance(error, FileNotFoundError):
+            raise _unreadable(url, error) from error
+        raise OSError(reason(error)) from error
+    if len(data) > stop - start:
+        raise _error(url, 'is on a server that ignores range requests; copy it to another one')
+    if len(data) < stop - start:
+        raise OSError(f'the response ends after {len(data)} of {stop - start} bytes')
+    return data
 
 
 @contextmanager
@@ -141,6 +175,14 @@ def _quieten(package: str) -> None:
         logger.setLevel(logging.CRITICAL)
 
 
+class MissingError(ConfigError):
+    """There is no file of that name, as far as the server says."""
+
+
+class UnansweredError(ConfigError):
+    """An error that may pass, such as of the network."""
+
+
 def _ask(url: str, question: Callable[[], Found]) -> Found:
     try:
         return question()
@@ -148,16 +190,20 @@ def _ask(url: str, question: Callable[[], Found]) -> Found:
         fix = 'check the name, or give a glob'
         if _protocol(url) == 'hf':  # which hides what is private
             fix = 'check repository, revision and name; a private one needs HF_TOKEN'
-        elif isinstance(error.__cause__, Exception) and _is_refusal(error.__cause__):
-            raise _unreadable(url, error.__cause__) from error  # so fsspec says it of https
-        raise _error(url, f'there is no such file; {fix}') from error
+        elif isinstance(cause := error.__cause__, Exception) and _is_refusal(cause):
+            raise _unreadable(url, cause) from error  # so fsspec says it of https
+        elif is_web(url) and _may_pass(cause):
+            raise UnansweredError(*_unreadable(url, cause).problems) from error
+        problem = Problem(path=url, message=f'there is no such file; {fix}')
+        raise MissingError(problem) from error
     except Exception as error:  # each filesystem has errors of its own
-        raise _unreadable(url, error) from error
+        refusal = _unreadable(url, error)
+        raise refusal if _is_refusal(error) else UnansweredError(*refusal.problems) from error
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a server has answered 401 or 403, as reported by s3fs, gcsfs, huggingface_hub and
-    aiohttp.
+    """Whether there are no credentials, or a server has answered 401 or 403, as reported by s3fs,
+    gcsfs, huggingface_hub and aiohttp.
     """
     codes = (
         getattr(error, 'code', None),
@@ -166,9 +212,16 @@ def _is_refusal(error: Exception) -> bool:
     )
     return (
         isinstance(error, PermissionError)
+        or type(error).__name__.endswith('CredentialsError')  # of botocore and google.auth
         or str(error).startswith('Forbidden: ')
         or any(code in (401, 403) for code in codes)
     )
+
+
+def _may_pass(error: BaseException | None) -> TypeGuard[Exception]:
+    """Whether a web server has not said that there is no file, as fsspec takes it to have."""
+    is_missing = isinstance(error, FileNotFoundError) or getattr(error, 'status', None) == 404
+    return isinstance(error, Exception) and not is_missing
 
 
 def _unreadable(url: str, error: Exception) -> ConfigError:

@@ -28,9 +28,9 @@ class Part:
         return self.sequences.start(self.last)
 
     @property
-    def tokens(self) -> np.ndarray:
-        """The part's token ids, concatenated."""
-        return self.sequences.tokens[self.start : self.stop]
+    def num_tokens(self) -> int:
+        """The number of the part's tokens."""
+        return self.stop - self.start
 
     @property
     def lengths(self) -> np.ndarray:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
@@ -42,12 +42,25 @@ CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 CHUNK = 1 << 20  # maximum entries that a check holds in memory
 
 
+class TokenIds(Protocol):
+    """The token ids of a file: an array, or parts of a remote file (`remote_pair.py`)."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> np.ndarray: ...
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sequences:
-    """The token ids of consecutive sequences, in memory or mapped from files."""
+    """The token ids of consecutive sequences, in memory, mapped from files, or remote."""
 
     name: str  # name in error messages, the prefix of files
-    tokens: np.ndarray  # [tokens], token ids
+    tokens: TokenIds  # [tokens], token ids
     lengths: np.ndarray  # int32 [sequences], tokens of each sequence
     pointers: np.ndarray  # int64 [sequences], byte of `tokens` at which each sequence begins
     # int64 [documents + 1], first sequence of each document, and finally the number of sequences
@@ -140,13 +153,12 @@ def read_pair(prefix: str | Path) -> Sequences:
         here = '' if prefix.is_absolute() else f' in {prefix.absolute().parent}'
         raise _problem(prefix, f'there is no {" and no ".join(missing)}{here}; {fix}')
     try:
-        tokens, index = _map(bin_path, np.uint8), _map(idx_path, np.uint8)
+        tokens = _map(bin_path, np.uint8)
+        dtype, arrays = read_index(idx_path, len(tokens))
     except OSError as error:
         raise _problem(
             Path(error.filename or idx_path), f'cannot be read: {error.strerror}; make it readable'
         ) from error
-    dtype, arrays = _parse(idx_path, index)
-    _check_index(idx_path, len(tokens), dtype.itemsize, *arrays)
     lengths, pointers, documents = arrays
     return Sequences(
         name=str(prefix),
@@ -155,6 +167,16 @@ def read_pair(prefix: str | Path) -> Sequences:
         pointers=pointers,
         documents=documents,
     )
+
+
+def read_index(path: Path, num_bytes: int) -> tuple[np.dtype, 'Arrays']:
+    """Map PREFIX.idx of a PREFIX.bin of `num_bytes` bytes into memory, and check all of it.
+
+    Returns the dtype of the tokens, and the lengths, pointers and document boundaries.
+    """
+    dtype, arrays = _parse(path, _map(path, np.uint8))
+    _check_index(path, num_bytes, dtype.itemsize, *arrays)
+    return dtype, arrays
 
 
 def write_index(

@@ -13,7 +13,7 @@ import numpy as np
 
 from megajax.base.errors import ConfigError, Problem
 from megajax.base.files.bounded_json import parse_json
-from megajax.runtime.data.tokens.indexed import Sequences, paths
+from megajax.runtime.data.tokens.indexed import Sequences, TokenIds, paths
 
 CHUNK = 1 << 24  # tokens read at a time
 
@@ -45,7 +45,15 @@ def token_range(sequences: Sequences) -> tuple[int, int]:
     return low, high
 
 
-def _read_range(tokens: np.ndarray) -> tuple[int, int]:
+def first_bad(ids: np.ndarray, vocab_size: int) -> int | None:
+    """Return the index of the first id that is negative or not below `vocab_size`, if any."""
+    any_negative = ids.dtype.kind == 'i' and ids.min(initial=0) < 0
+    if not any_negative and ids.max(initial=0) < vocab_size:
+        return None
+    return int(((ids < 0) | (ids >= vocab_size)).argmax())
+
+
+def _read_range(tokens: TokenIds) -> tuple[int, int]:
     chunks = [tokens[start : start + CHUNK] for start in range(0, len(tokens), CHUNK)]
     return min(int(chunk.min()) for chunk in chunks), max(int(chunk.max()) for chunk in chunks)
 
@@ -54,17 +62,14 @@ def _out_of_range(sequences: Sequences, vocab_size: int, high: int) -> ConfigErr
     tokens = sequences.tokens
     for start in range(0, len(tokens), CHUNK):
         chunk = tokens[start : start + CHUNK]
-        is_bad = (chunk < 0) | (chunk >= vocab_size)
-        if is_bad.any():
-            token = start + int(is_bad.argmax())
+        if (bad := first_bad(chunk, vocab_size)) is not None:
+            token, bad_id = start + bad, chunk[bad]
             break
     else:
         raise AssertionError(f'{sequences.name}: an id of {high} was recorded, but there is none')
     place = f'{paths(sequences.name)[0]}: at byte {token * tokens.itemsize}'
-    message = (
-        f'{vocab_size} ids end below {tokens[token]}, which is token {token} of {sequences.name}'
-    )
-    fix = f'use {high + 1} or more' if tokens[token] >= 0 else 'build the files again'
+    message = f'{vocab_size} ids end below {bad_id}, which is token {token} of {sequences.name}'
+    fix = f'use {high + 1} or more' if bad_id >= 0 else 'build the files again'
     return ConfigError(
         Problem(
             path='model.vocab_size',

@@ -14,6 +14,7 @@ import numpy as np
 
 from megajax.base.errors import ConfigError, Problem
 from megajax.runtime.data.tokens.indexed import Sequences, paths
+from megajax.runtime.data.tokens.token_ids import first_bad
 
 LOOK_EVERY = 1.0  # seconds between checks of a file's size and modification time
 AGAIN = 'restore the file, and start the run again to resume from its last checkpoint'
@@ -55,9 +56,7 @@ class _WatchedTokens:
             self._look_again()
         ids = np.empty(stop - start, self._sequences.tokens.dtype)
         self._fill(ids.view(np.uint8).data, start * ids.itemsize)
-        any_negative = ids.dtype.kind == 'i' and ids.min(initial=0) < 0
-        if any_negative or ids.max(initial=0) >= self._vocab_size:
-            bad = int(((ids < 0) | (ids >= self._vocab_size)).argmax())
+        if (bad := first_bad(ids, self._vocab_size)) is not None:
             raise _problem(
                 self._path,
                 f'at byte {(start + bad) * ids.itemsize}: token {start + bad} is {ids[bad]}, '

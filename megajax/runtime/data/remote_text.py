@@ -1,0 +1,76 @@
+"""Text, JSON lines and Parquet files with a URL: copied to the cache, and read there."""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from megajax.base.errors import replacing
+from megajax.base.render.text import typed
+from megajax.core.config import Config, ConfigError, Problem
+from megajax.runtime.data.sources.remote import is_remote, names_below
+from megajax.runtime.data.sources.remote_file import RemoteFile
+from megajax.runtime.data.token_pairs import GB, cache_of, naming_key, prefixes_of
+from megajax.runtime.data.tokens.remote_pair import VERSION_OF
+
+DOWNLOADS = 8  # files that are downloaded at the same time
+
+
+class LocalText(NamedTuple):
+    """A config whose corpus is on the disk, and what a checkpoint records of its remote files."""
+
+    config: Config
+    versions: Mapping[str, str]
+
+
+@contextmanager
+def local_text(config: Config) -> Iterator[LocalText]:
+    """Yield the config with a text corpus that has a URL replaced by a copy in the cache.
+
+    The copy has the names of the files below the URL, so that it is split as any other copy is.
+    Errors in the block name the URL. Raises ConfigError if there are no such files, or if they
+    exceed the cache.
+    """
+    url = config.data.corpus
+    if config.data.blend or not is_remote(url) or prefixes_of(config):
+        yield LocalText(config, {})
+        return
+    with naming_key(config):
+        if config.vision is not None:
+            message = 'is not supported with a vision section, unless it has token files'
+            raise _problem(url, f'{message}; copy the files, and set data.corpus to their folder')
+        here, files = _copy(config, url)
+    corpus = here / next(iter(files)) if len(files) == 1 else here
+    root = url[: url.rindex('/')] if len(files) == 1 else url
+    data = config.data.model_copy(update={'corpus': str(corpus)})
+    versions = {f'{VERSION_OF}{file.url}': file.fingerprint for file in files.values()}
+    with replacing(str(here), root):
+        yield LocalText(config.model_copy(update={'data': data}), versions)
+
+
+def _copy(config: Config, url: str) -> tuple[Path, dict[str, RemoteFile]]:
+    """Return the folder of the copies, and the files by their names in it."""
+    cache = cache_of(config)
+    names = names_below(url)
+    if unsafe := [name for name in names if '..' in PurePosixPath(name).parts]:
+        raise _problem(url, f'{unsafe[0]} leads out of its folder; rename it')
+    with ThreadPoolExecutor(DOWNLOADS) as threads:
+        opened = threads.map(partial(RemoteFile, cache=cache), names.values())
+        files = dict(zip(names, opened, strict=True))
+        size = sum(file.size for file in files.values())
+        if size > config.run.data_cache_gb * GB:
+            fix = f'megajax data build OUT --input {typed(url)}, and set data.corpus=OUT'
+            limit = f'run.data_cache_gb={config.run.data_cache_gb:g}'
+            raise _problem(url, f'has {size / GB:.1f} GB, and {limit} is less; raise it, or {fix}')
+        keys = ' '.join(f'{name} {file.key}' for name, file in files.items())
+        here = cache.folder / sha256(keys.encode()).hexdigest()[:32]
+        with cache.locked(wait=True):  # one process of the host downloads
+            list(threads.map(lambda name: files[name].download(here / name), files))
+    return here, files
+
+
+def _problem(url: str, message: str) -> ConfigError:
+    return ConfigError(Problem(path=url, message=message))

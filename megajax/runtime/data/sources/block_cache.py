@@ -1,0 +1,145 @@
+"""A cache of blocks of remote files on a local disk, which the processes of a host share.
+
+Each block is a file of its own that ends with the block's CRC-32. It appears under its name only
+when it is complete, so processes need no lock, and a kill at any point leaves the cache usable. A
+block that the disk has damaged counts as missing.
+"""
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from zlib import crc32
+
+from megajax.base.errors import ConfigError, Problem
+
+BLOCK = 1 << 18  # bytes
+IN_FOLDER = 1 << 10  # blocks in a folder
+CRC_BYTES = 4
+# The cache is trimmed to `KEPT` of its limit whenever a process has added `LOOK_AFTER` of it.
+LOOK_AFTER, KEPT = 0.01, 0.9
+
+logger = logging.getLogger(__name__)
+
+
+class BlockCache:
+    """Blocks by the key of their file and their number; the least recently used are deleted.
+
+    `limit` is in bytes. Raises ConfigError if the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self._limit = folder, limit
+        self._added, self._sound = 0, set[tuple[str, int]]()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            message = f'{folder} cannot be written: {error.strerror}; choose another folder'
+            raise ConfigError(Problem(path='run.data_cache', message=message)) from error
+        self.trim()
+
+    def read(self, key: str, number: int, start: int, stop: int) -> bytes | None:
+        """Return bytes `start` up to `stop` of a block, None if the cache does not have it.
+
+        The checksum is compared when a process first reads the block.
+        """
+        try:
+            with self._path(key, number).open('rb', buffering=0) as file:
+                os.utime(file.fileno())  # the time of its last use
+                if (key, number) in self._sound:
+                    return os.pread(file.fileno(), stop - start, start)
+                content = file.read()
+        except OSError:
+            return None
+        block = content[:-CRC_BYTES]
+        if content[-CRC_BYTES:] != _crc(block):
+            return None
+        self._sound.add((key, number))
+        return block[start:stop]
+
+    def write(self, key: str, number: int, block: bytes) -> None:
+        """Add a block; if the disk is full, log a warning and continue without it."""
+        path = self._path(key, number)
+        try:
+            with self.new_file(path) as new:
+                new.write_bytes(block + _crc(block))
+        except OSError as error:
+            logger.warning('run.data_cache: %s cannot be written: %s', path, error.strerror)
+        self.added(len(block))
+
+    def remove(self, key: str, number: int) -> None:
+        """Delete a block."""
+        self._path(key, number).unlink(missing_ok=True)
+
+    @contextmanager
+    def new_file(self, path: Path) -> Iterator[Path]:
+        """Yield a new file for the block to write, which then takes its name `path`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path.parent, prefix='new-', delete=False) as file:
+            new = Path(file.name)
+        try:
+            yield new
+            os.replace(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+
+    def added(self, size: int) -> None:
+        """Count bytes that were added to the cache's folder, and trim it after many."""
+        self._added += size
+        if self._added > LOOK_AFTER * self._limit:
+            self._added = 0
+            self.trim()
+
+    def trim(self) -> None:
+        """Delete the least recently used files if they exceed the limit."""
+        with self.locked() as is_free:
+            if not is_free:  # another process trims it
+                return
+            files = list(_files(self.folder))
+            total = sum(size for _, size, _ in files)
+            if total <= self._limit:
+                return
+            for _, size, path in sorted(files):
+                if total <= KEPT * self._limit:
+                    break
+                with suppress(OSError):
+                    os.unlink(path)
+                total -= size
+
+    @contextmanager
+    def locked(self, *, wait: bool = False) -> Iterator[bool]:
+        """Hold the lock of the cache; yields False if another process has it."""
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            is_free = True
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except OSError as error:
+                # File systems without locks give no protection; none is needed to be correct.
+                is_free = not isinstance(error, BlockingIOError)
+            yield is_free
+        finally:
+            os.close(descriptor)
+
+    def _path(self, key: str, number: int) -> Path:
+        return self.folder / key / str(number // IN_FOLDER) / str(number)
+
+
+def _crc(block: bytes) -> bytes:
+    return crc32(block).to_bytes(CRC_BYTES, 'little')
+
+
+def _files(folder: Path) -> Iterator[tuple[float, int, str]]:
+    """Yield the time of last use, the size and the path of each file."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(root, name)
+            with suppress(OSError):
+                status = os.stat(path)
+                yield status.st_mtime, status.st_size, path

@@ -1,0 +1,143 @@
+"""Parts of a remote file, through a cache on the local disk.
+
+Transient errors are retried, and a file that changes while a run reads it ends the run.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+from megajax.base.errors import ConfigError, Problem, UnreachableError
+from megajax.runtime.data.sources.block_cache import BLOCK, BlockCache
+from megajax.runtime.data.sources.remote import UnansweredError, fetch, look
+
+LOOK_EVERY = 10.0  # seconds between checks of a file's version, while parts of it are fetched
+BLOCKS_AT_ONCE = 32  # blocks that one request fetches
+PIECE = BLOCK * BLOCKS_AT_ONCE  # bytes
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between attempts, doubled each time
+# Seconds after which nothing is attempted again: at the start of a run, when the user looks on, and
+# during it; a step may take ten minutes (`watchdog_limits.py`).
+AT_START, IN_RUN = 20.0, 240.0
+
+Found = TypeVar('Found')
+
+logger = logging.getLogger(__name__)
+
+
+def patiently(url: str, question: Callable[[], Found], *, in_run: bool = False) -> Found:
+    """Return the answer to a question about a remote file, asked again after transient errors.
+
+    Errors that the user must correct are raised at once. If there is no answer for long, raises
+    UnreachableError in a run, and the ConfigError of the last attempt at its start.
+    """
+    seconds = IN_RUN if in_run else AT_START
+    end, wait = time.monotonic() + seconds, FIRST_WAIT
+    while True:
+        try:
+            return question()
+        except (OSError, UnansweredError) as error:
+            if time.monotonic() + wait > end:
+                if isinstance(error, UnansweredError) and not in_run:
+                    raise
+                message = f'{url}: cannot be read after {seconds:.0f} s of attempts: {error}'
+                raise UnreachableError(f'{message}; check the network, and start again') from error
+            logger.warning('%s: %s; trying again in %.1f s', url, error, wait)
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT)
+
+
+class RemoteFile:
+    """A file by its URL, at the version that it has when it is opened.
+
+    Raises MissingError if there is none, and ConfigError if the server gives no size.
+    """
+
+    def __init__(self, url: str, cache: BlockCache) -> None:
+        self.url, self._cache = url, cache
+        size, self.version = patiently(url, lambda: look(url))
+        if size is None:
+            message = 'is on a server that gives no size; copy it to another one'
+            raise ConfigError(Problem(path=url, message=message))
+        self.size = size
+        # The hash of what changes with the content: the ETag, or the time of the last change.
+        self.fingerprint = sha256(f'{size} {self.version}'.encode()).hexdigest()
+        self.key = sha256(f'{url} {self.fingerprint}'.encode()).hexdigest()[:32]
+        self._lock = Lock()
+        self._next_look = time.monotonic() + LOOK_EVERY
+        self._unsure: list[int] = []  # blocks that were fetched after the last look
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes `start` up to `stop`, which are not past the end."""
+        numbers = range(start // BLOCK, -(-stop // BLOCK))
+        bounds = {n: (max(start - n * BLOCK, 0), min(stop - n * BLOCK, BLOCK)) for n in numbers}
+        parts = {number: self._cache.read(self.key, number, *bounds[number]) for number in numbers}
+        for run in _runs([number for number in numbers if parts[number] is None]):
+            parts |= {n: block[slice(*bounds[n])] for n, block in self._fetch(run).items()}
+        self._look_again()
+        return b''.join(part for part in parts.values() if part is not None)
+
+    def _fetch(self, numbers: range) -> dict[int, bytes]:
+        start, stop = numbers.start * BLOCK, min(numbers.stop * BLOCK, self.size)
+        data = self._bytes(start, stop)
+        blocks = {n: data[n * BLOCK - start : (n + 1) * BLOCK - start] for n in numbers}
+        for number, block in blocks.items():
+            self._cache.write(self.key, number, block)
+        with self._lock:
+            self._unsure += numbers
+        return blocks
+
+    def _bytes(self, start: int, stop: int) -> bytes:
+        def attempt() -> bytes:
+            try:
+                return fetch(self.url, start, stop)
+            except OSError:
+                self._check_version()  # a file that became shorter has no such bytes
+                raise
+
+        return patiently(self.url, attempt, in_run=True)
+
+    def _look_again(self) -> None:
+        with self._lock:
+            if self._unsure and time.monotonic() >= self._next_look:
+                patiently(self.url, self._check_version, in_run=True)
+                self._unsure.clear()
+                self._next_look = time.monotonic() + LOOK_EVERY
+
+    def _check_version(self) -> None:
+        """Raise ConfigError if the file has changed; then delete what may be of the new version."""
+        size, version = look(self.url)
+        if (size, version) == (self.size, self.version):
+            return
+        for number in self._unsure:
+            self._cache.remove(self.key, number)
+        message = (
+            f'has changed while the run reads it: {self.size} bytes {self.version} when it was '
+            f'opened, {size} bytes {version} now; restore it, and start the run again to resume '
+            'from its last checkpoint'
+        )
+        raise ConfigError(Problem(path=self.url, message=message))
+
+    def download(self, path: Path) -> None:
+        """Write the whole file to `path` in the cache, unless it is there."""
+        with suppress(FileNotFoundError):
+            os.utime(path)  # the time of its last use
+            return
+        with self._cache.new_file(path) as new, new.open('wb') as file:
+            for start in range(0, self.size, PIECE):
+                file.write(self._bytes(start, min(start + PIECE, self.size)))
+        self._cache.added(self.size)
+
+
+def _runs(numbers: list[int]) -> Iterator[range]:
+    """Yield consecutive numbers as ranges, which one request fetches."""
+    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        for first in range(run[0], run[-1] + 1, BLOCKS_AT_ONCE):
+            yield range(first, min(first + BLOCKS_AT_ONCE, run[-1] + 1))

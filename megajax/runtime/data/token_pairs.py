@@ -1,0 +1,129 @@
+"""Open the token files of a config, on the disk or by their URLs, and check their ids."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from megajax.core.config import Config, ConfigError, Problem
+from megajax.runtime.data.corpus_tokenizer import CORPUS
+from megajax.runtime.data.sources.block_cache import BlockCache
+from megajax.runtime.data.sources.manifest import Manifest
+from megajax.runtime.data.sources.remote import is_remote
+from megajax.runtime.data.text.tokenizer import Tokenizer
+from megajax.runtime.data.tokens.indexed import Sequences, is_pair, read_pair
+from megajax.runtime.data.tokens.remote_pair import is_remote_pair, read_remote_pair
+from megajax.runtime.data.tokens.token_ids import check_token_ids, token_range
+from megajax.runtime.data.tokens.watched import watched
+
+GB = 10**9
+
+
+class Pair(NamedTuple):
+    """Token files: their sequences, and their manifest if they have one."""
+
+    sequences: Sequences
+    manifest: Manifest | None
+    versions: dict[str, str]  # of remote files, by what a checkpoint records
+
+    def __str__(self) -> str:
+        special = ' (built with --parse-special)'
+        return (
+            f'{self.sequences.name}{special * bool(self.manifest and self.manifest.parse_special)}'
+        )
+
+
+def open_pair(config: Config, prefix: str) -> Pair:
+    """Open token files; raises ConfigError with file, byte and fix."""
+    if is_remote(prefix):
+        with naming_key(config):
+            return Pair(*read_remote_pair(prefix, cache_of(config), config.model.vocab_size))
+    sequences = watched(read_pair(prefix), config.model.vocab_size)
+    return Pair(sequences, Manifest.read(prefix), {})
+
+
+def manifest_of(config: Config, prefix: str) -> Manifest | None:
+    """Return the manifest of token files, None if there is none."""
+    return open_pair(config, prefix).manifest if is_remote(prefix) else Manifest.read(prefix)
+
+
+def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | None) -> None:
+    """Raise ConfigError unless the model has a row for every id, and the tokenizer knows it.
+
+    Ids of remote files without a manifest are checked when they are read.
+    """
+    vocab_size = config.model.vocab_size
+    for sequences, manifest, versions in pairs:
+        high = manifest.max_token if manifest else None
+        if not versions:
+            check_token_ids(sequences, vocab_size, high)
+            if tokenizer is not None and manifest is None and len(sequences.tokens):
+                _check_tokenizer(config, tokenizer, sequences)
+        elif high is not None and high >= vocab_size:
+            message = f'{vocab_size} ids end below {high}, the largest in {sequences.name}'
+            raise _problem('model.vocab_size', f'{message}; use {high + 1} or more', *CORPUS)
+
+
+def _check_tokenizer(config: Config, tokenizer: Tokenizer, pair: Sequences) -> None:
+    _, high = token_range(pair)
+    if high >= tokenizer.vocab_size:
+        message = (
+            f'{config.data.tokenizer} has {tokenizer.vocab_size} tokens, but the corpus has token '
+            f'{high} in {pair.name}; give the tokenizer.json that made it, or none'
+        )
+        raise _problem('data.tokenizer', message, *CORPUS)
+
+
+def prefixes_of(config: Config) -> list[str]:
+    """Return the prefixes of the corpus's .bin and .idx files; none if the corpus is text."""
+    corpus = config.data.corpus
+    if config.data.blend:
+        return list(config.data.blend)
+    with naming_key(config):
+        if corpus.endswith(('.bin', '.idx')) and has_tokens(corpus[:-4]):
+            open_pair(config, corpus[:-4])  # which raises if one of them is missing
+            message = f'{corpus}: give the prefix of the two files, {corpus[:-4]}'
+            raise _problem('data.corpus', message)
+        return [corpus] if has_tokens(corpus) else []
+
+
+def has_tokens(corpus: str) -> bool:
+    """Whether a path or URL is the prefix of token files."""
+    return is_remote_pair(corpus) if is_remote(corpus) else is_pair(corpus)
+
+
+def cache_of(config: Config) -> BlockCache:
+    """Return the cache of corpora that are read from URLs."""
+    folder = config.run.data_cache
+    if folder == 'auto':
+        folder = f'{os.environ.get("XDG_CACHE_HOME") or "~/.cache"}/megajax/corpora'
+    return _open_cache(Path(folder).expanduser(), int(config.run.data_cache_gb * GB))
+
+
+@lru_cache(maxsize=1)
+def _open_cache(folder: Path, limit: int) -> BlockCache:
+    return BlockCache(folder, limit)
+
+
+@contextmanager
+def naming_key(config: Config) -> Iterator[None]:
+    """Name the key of the corpus before the URL in errors."""
+    key = 'data.blend' if config.data.blend else 'data.corpus'
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(
+            *(
+                replace(problem, path=key, message=f'{problem.path}: {problem.message}')
+                if isinstance(problem, Problem) and is_remote(problem.path)
+                else problem
+                for problem in error.problems
+            )
+        ) from error
+
+
+def _problem(path: str, message: str, *others: str) -> ConfigError:
+    return ConfigError(Problem(path=path, message=message, others=others))

@@ -1,0 +1,109 @@
+"""Token files that stay on their server: ranges of PREFIX.bin are fetched when they are needed.
+
+PREFIX.idx, the manifest and the tokenizer are copied to the cache when a run starts.
+"""
+
+from hashlib import sha256
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.base.errors import ConfigError, Problem, replacing
+from megajax.runtime.data.sources.block_cache import BlockCache
+from megajax.runtime.data.sources.inputs import SUFFIXES
+from megajax.runtime.data.sources.manifest import Manifest
+from megajax.runtime.data.sources.remote import MissingError, look
+from megajax.runtime.data.sources.remote_file import RemoteFile, patiently
+from megajax.runtime.data.tokens.indexed import Sequences, read_index
+from megajax.runtime.data.tokens.token_ids import first_bad
+
+# Name of the entry in a checkpoint's record for the version of a remote file, before its URL.
+VERSION_OF = 'ETag and size of '
+# Suffixes of the token files, and of what `megajax data build` writes next to them.
+FILES = '.bin', '.idx', '.json', '.tokenizer.json', '.tokenizer_config.json'
+
+
+class RemotePair(NamedTuple):
+    """The sequences of remote token files, their manifest and the versions of the files."""
+
+    sequences: Sequences
+    manifest: Manifest | None
+    versions: dict[str, str]
+
+
+def read_remote_pair(prefix: str, cache: BlockCache, vocab_size: int) -> RemotePair:
+    """Open PREFIX.bin and PREFIX.idx by their URLs, and check the whole index.
+
+    An id that is negative or not below `vocab_size` is an error when it is read. Raises ConfigError
+    with file and fix.
+    """
+    names = [f'{prefix}{suffix}' for suffix in FILES]
+    files = [RemoteFile(url, cache) for url in (*names[:2], *filter(_exists, names[2:]))]
+    bin_file = files[0]
+    name = prefix.rpartition('/')[2]
+    here = cache.folder / sha256(' '.join(file.key for file in files).encode()).hexdigest()[:32]
+    with replacing(f'{here}/{name}', prefix):
+        with cache.locked(wait=True):  # one process of the host downloads
+            for file in files[1:]:
+                file.download(here / file.url.rpartition('/')[2])
+        dtype, (lengths, pointers, documents) = read_index(here / f'{name}.idx', bin_file.size)
+        manifest = Manifest.read(here / name)
+    tokens = RemoteTokens(bin_file, dtype)
+    sequences = Sequences(
+        name=prefix,
+        tokens=tokens,
+        lengths=lengths,
+        pointers=pointers,
+        documents=documents,
+        reader=lambda start, stop: tokens.read(start, stop, vocab_size),
+    )
+    versions = {f'{VERSION_OF}{file.url}': file.fingerprint for file in files[:2]}
+    return RemotePair(sequences, manifest, versions)
+
+
+def is_remote_pair(prefix: str) -> bool:
+    """Whether a URL is the prefix of token files; one suffices, as for local ones."""
+    if any(x in prefix for x in '*?[') or prefix.lower().endswith(tuple(SUFFIXES)):
+        return False
+    return any(_exists(f'{prefix}{suffix}') for suffix in ('.idx', '.bin'))
+
+
+def _exists(url: str) -> bool:
+    try:
+        patiently(url, lambda: look(url))
+    except MissingError:
+        return False
+    return True
+
+
+class RemoteTokens:
+    """The token ids of a remote PREFIX.bin, [tokens]."""
+
+    def __init__(self, file: RemoteFile, dtype: np.dtype) -> None:
+        self._file, self.dtype, self.itemsize = file, dtype, dtype.itemsize
+        self.nbytes = file.size
+
+    def __len__(self) -> int:
+        return self.nbytes // self.itemsize
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, step = part.indices(len(self))
+        assert step == 1
+        stop = max(start, stop)
+        return np.frombuffer(
+            self._file.read(start * self.itemsize, stop * self.itemsize), self.dtype
+        )
+
+    def read(self, start: int, stop: int, vocab_size: int) -> np.ndarray:
+        """Return token ids `start` to `stop`; raise ConfigError if one is not in the vocabulary."""
+        ids = self[start:stop]
+        if (bad := first_bad(ids, vocab_size)) is not None:
+            message = f'{vocab_size} ids end below {ids[bad]}, which is token {start + bad}'
+            raise ConfigError(
+                Problem(
+                    path='model.vocab_size',
+                    message=f'{message}; use {ids[bad] + 1} or more, or build the files again',
+                    place=f'{self._file.url}: at byte {(start + bad) * self.itemsize}',
+                )
+            )
+        return ids
