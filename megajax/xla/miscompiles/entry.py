@@ -44,6 +44,7 @@ class Miscompile:
     effect: Literal['wrong', 'slow'] = 'wrong'
     is_certain: bool = True
     detect: Callable[[Program], Iterator[Instruction]]
+    detail: Callable[[Program, Instruction], str] = lambda program, instruction: ''  # its size
     repro: Repro
     workaround: Options | None = None
     remedy: str  # advice to the reader of a finding
@@ -59,11 +60,13 @@ class Sighting:
     instruction: str
     op_name: str
     source: str
+    detail: str = ''
 
     def __str__(self) -> str:
         source = self.source or 'no source line'
         place = f'{self.instruction} at {self.op_name or "no path"} ({source})'
-        return f'{place}: {self.entry.what} ({self.entry.source}): {self.entry.remedy}'
+        what = f'{self.entry.what}, {self.detail}' if self.detail else self.entry.what
+        return f'{place}: {what} ({self.entry.source}): {self.entry.remedy}'
 
 
 def find(entry: Miscompile, program: Program) -> list[Sighting]:
@@ -74,6 +77,7 @@ def find(entry: Miscompile, program: Program) -> list[Sighting]:
             instruction=instruction.name,
             op_name=instruction.op_name,
             source=program.source(instruction),
+            detail=entry.detail(program, instruction),
         )
         for instruction in entry.detect(program)
     ]

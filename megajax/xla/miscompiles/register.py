@@ -1,6 +1,7 @@
 """The register of known miscompiles, and all of its detectors run on a compiled program."""
 
 from megajax.xla.hlo.program import Program
+from megajax.xla.miscompiles.dense_ragged_dot import DENSE_RAGGED_DOT
 from megajax.xla.miscompiles.double_matmul import DOUBLE_MATMUL
 from megajax.xla.miscompiles.empty_permute import EMPTY_PERMUTE
 from megajax.xla.miscompiles.entry import Miscompile, Sighting, find
@@ -20,6 +21,7 @@ REGISTER: tuple[Miscompile, ...] = (
     SLICED_SCATTER,
     LOST_INDICES,
     SMALL_DOT,
+    DENSE_RAGGED_DOT,
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from megajax.analysis.inspect import known_miscompiles
 from megajax.xla.miscompiles import REGISTER, detect
+from megajax.xla.miscompiles.dense_ragged_dot import DENSE_RAGGED_DOT
 from megajax.xla.miscompiles.double_matmul import DOUBLE_MATMUL
 from megajax.xla.miscompiles.empty_permute import EMPTY_PERMUTE
 from megajax.xla.miscompiles.entry import Miscompile
@@ -22,7 +23,10 @@ from . import texts
 
 DOUBLE = texts.small_dot(16_385, 3)  # of fp64 it is too much, of fp32 not
 PRODUCTS = texts.products('layers/dot')
+REPEATED = 'f32[2,8,4]{2,1,0} broadcast(%x), dimensions={1,2}'
+IN_RANGE = 'compare(%number, %end), direction=LT'
 WRONG = [
+    (DENSE_RAGGED_DOT, texts.masked(REPEATED, IN_RANGE)),
     (EMPTY_PERMUTE, texts.permute('')),
     (SCALED_BIAS, texts.product(1.5, 'BIAS')),
     (SCALED_BIAS, texts.product(1.5, 'BIAS_GELU_AUX')),
@@ -36,6 +40,10 @@ WRONG = [
     (LOST_INDICES, texts.top_k('zeros')),
 ]
 RIGHT = [
+    texts.masked('f32[2,8,4]{2,1,0} reshape(%w)', IN_RANGE),  # no row is repeated
+    texts.masked(REPEATED, 'compare(%number, %segment), direction=LT', kept='%zeros'),
+    texts.masked(REPEATED, 'compare(%segment, %end), direction=EQ'),  # a mask of segments
+    texts.masked(REPEATED, IN_RANGE).replace('constant(0)', 'constant(1)'),
     DOUBLE,
     texts.permute('{0,0},{1,1}'),
     texts.product(1.5, 'DEFAULT', rows=8),
@@ -77,6 +85,19 @@ def test_a_finding_names_the_instruction_path_source_line_upstream_issue_and_fix
     assert line.startswith('permute at jit(f)/add_any (model.py:7): ')
     assert 'openxla/xla#45218' in line
     assert 'xla_disable_hlo_passes=all-gather-to-collective-permute-simplifier' in line
+
+
+@pytest.mark.parametrize('count', [1, 8])
+def test_a_ragged_dot_on_cpus_and_each_of_its_gradients_repeat_the_rows_for_each_expert(
+    count: int,
+) -> None:
+    def loss(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jnp.square(jax.lax.ragged_dot(x, w, sizes)).sum()
+
+    arrays = jnp.ones((64, 32)), jnp.ones((count, 32, 16)), jnp.full(count, 64 // count)
+    lines = known_miscompiles(jax.jit(jax.grad(loss, (0, 1))).lower(*arrays).compile())
+    assert len(lines) == (3 if count > 1 else 0)
+    assert all(f'{count} times the FLOPs' in line for line in lines)
 
 
 def test_a_compiled_function_is_read_as_its_text_is() -> None:

@@ -194,3 +194,27 @@ ENTRY %main (x: f32[4,2]) -> (f32[4,2], s32[4,2]) {{
   ROOT %results = (f32[4,2]{{1,0}}, s32[4,2]{{1,0}}) tuple(%values, %{places})
 }}
 """
+
+
+def masked(rows: str, mask: str, kept: str = '%rows') -> str:
+    """Eight rows with one of two matrices each: all rows times both, and a mask before that."""
+    return f"""HloModule m
+
+ENTRY %main (x: f32[8,4], ends: s32[2], seen: s32[8], w: f32[2,4,4]) -> f32[2,8,4] {{
+  %x = f32[8,4]{{1,0}} parameter(0)
+  %ends = s32[2]{{0}} parameter(1)
+  %seen = s32[8]{{0}} parameter(2)
+  %w = f32[2,4,4]{{2,1,0}} parameter(3)
+  %zero = f32[] constant(0)
+  %zeros = f32[2,8,4]{{2,1,0}} broadcast(%zero), dimensions={{}}
+  %rows = {rows}
+  %number = s32[2,8,4]{{2,1,0}} iota(), iota_dimension=1
+  %end = s32[2,8,4]{{2,1,0}} broadcast(%ends), dimensions={{0}}
+  %segment = s32[2,8,4]{{2,1,0}} broadcast(%seen), dimensions={{1}}
+  %mask = pred[2,8,4]{{2,1,0}} {mask}
+  %masked = f32[2,8,4]{{2,1,0}} select(%mask, {kept}, %zeros)
+  %bf16 = bf16[2,8,4]{{2,1,0}} convert(%masked)
+  ROOT %dot = f32[2,8,4]{{2,1,0}} dot(%bf16, %w), lhs_batch_dims={{0}}, \
+lhs_contracting_dims={{2}}, rhs_batch_dims={{0}}, rhs_contracting_dims={{1}}, {PLACE}
+}}
+"""
