@@ -154,11 +154,11 @@ def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: 
             'set mesh.replicas=1, or mesh.model_rows=1'
         )
     devices = len(hosts) // stages  # of each stage, in groups of neighbors
-    if crossing := _crossing(hosts, replicas * stages):
+    if crossing := crossing_hosts(hosts, replicas * stages):
         inside = [
             count
             for count in range(1, data + 1)
-            if data % count == 0 and not _crossing(hosts, count * stages)
+            if data % count == 0 and not crossing_hosts(hosts, count * stages)
         ]
         if inside:
             raise ConfigError(
@@ -171,7 +171,7 @@ def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: 
 
 def _check_tensor_groups(hosts: Sequence[str], sizes: Mapping[str, int]) -> None:
     rows, model = sizes.get('row', 1), sizes['model']
-    crossing = _crossing(hosts, len(hosts) // (rows * model))
+    crossing = crossing_hosts(hosts, len(hosts) // (rows * model))
     if not crossing:
         return
     largest = math.gcd(*collections.Counter(hosts).values())
@@ -191,7 +191,7 @@ def _check_tensor_groups(hosts: Sequence[str], sizes: Mapping[str, int]) -> None
     )
 
 
-def _crossing(hosts: Sequence[str], num_groups: int) -> list[str]:
+def crossing_hosts(hosts: Sequence[str], num_groups: int) -> list[str]:
     """Return the hosts of the first group of neighbors that spans several hosts, if any."""
     size = len(hosts) // num_groups
     groups = (set(hosts[i * size : (i + 1) * size]) for i in range(num_groups))

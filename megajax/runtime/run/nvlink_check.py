@@ -1,26 +1,62 @@
-"""Warn if tensor parallelism spans GPUs that have no NVLink between them."""
+"""Warn if tensor or expert parallelism spans GPUs that have no NVLink between them."""
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from megajax.core.config.divisors import divisors
 from megajax.core.hardware.targets import is_nvidia
 from megajax.core.hardware.topology import Topology, topology_of_host
+from megajax.core.parallel.layout import EXPERT
+from megajax.core.parallel.mesh import crossing_hosts, host_names
 from megajax.runtime.run.log.report import Report
 
 TENSOR = ('row', 'model')  # the axes whose collectives every layer waits for
 
 
 def note_links(mesh: Mesh, report: Report) -> None:
-    """Print a note if tensor parallelism joins GPUs of this host over PCIe."""
+    """Print a note if tensor parallelism joins GPUs of this host over PCIe, or experts span hosts.
+
+    All processes must call this.
+    """
     is_tensor = mesh.shape['model'] * mesh.shape.get('row', 1) > 1
     if is_tensor and is_nvidia(mesh.devices.flat[0]) and (topology := topology_of_host()):
         note = slow_links(mesh, topology, process=jax.process_index())
         if note:
             report.say(f'note       {note}')
+    if mesh.shape.get(EXPERT, 1) > 1:
+        names = host_names()
+        hosts = [names[device.process_index] for device in mesh.devices.flat]
+        if note := experts_across_hosts(hosts, mesh.shape):
+            report.say(f'note       {note}')
+
+
+def experts_across_hosts(hosts: Sequence[str], sizes: Mapping[str, int]) -> str | None:
+    """Return a line if devices that share the experts of a layer are on several hosts, or None.
+
+    `hosts` has the host of each device of the mesh. The devices that share experts are neighbors,
+    together with their context and tensor-parallel groups.
+    """
+    axes, experts = list(sizes), sizes[EXPERT]
+    group = math.prod(sizes[axis] for axis in axes[axes.index(EXPERT) :])
+    crossing = crossing_hosts(hosts, len(hosts) // group)
+    if not crossing:
+        return None
+    fits = [
+        count
+        for count in divisors(experts)
+        if not crossing_hosts(hosts, len(hosts) * experts // (group * count))
+    ]
+    most = max(fits, default=1)
+    advice = f'use mesh.experts={most}' + (' to stay within a host' if most > 1 else '')
+    return (
+        f'mesh.experts={experts} reaches across hosts ({", ".join(crossing)}), so the all-to-alls '
+        f'of each layer wait for their network; {advice}'
+    )
 
 
 def slow_links(

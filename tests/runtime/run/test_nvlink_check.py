@@ -1,4 +1,4 @@
-"""A tensor-parallel group over PCIe is named, with what would be better."""
+"""Tensor parallelism over PCIe and experts across hosts are named, with what would be better."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from megajax.core.hardware.topology import Topology, read_topology
 from megajax.core.parallel.mesh import make_mesh
-from megajax.runtime.run.nvlink_check import slow_links
+from megajax.runtime.run.nvlink_check import experts_across_hosts, slow_links
 
 TOPOLOGIES = Path(__file__).parents[2] / 'core/hardware/topologies'
 
@@ -43,3 +43,25 @@ def test_hidden_gpus_keep_their_numbers() -> None:
     assert said is not None
     assert said.startswith('model=2 joins GPUs 1, 2 over PCIe')
     assert note('nvlink_pairs', 1, 2, CUDA_VISIBLE_DEVICES='GPU-8f6a,GPU-11b2') is None
+
+
+@pytest.mark.parametrize(
+    ('sizes', 'advice'),
+    [
+        ({'data': 2, 'expert': 4, 'model': 1}, None),
+        ({'data': 1, 'expert': 8, 'model': 1}, 'use mesh.experts=4 to stay within a host'),
+        ({'data': 1, 'expert': 4, 'model': 2}, 'use mesh.experts=2 to stay within a host'),
+        ({'data': 1, 'expert': 2, 'context': 2, 'model': 2}, 'use mesh.experts=1'),
+        ({'stage': 2, 'data': 1, 'expert': 2, 'model': 2}, None),
+    ],
+)
+def test_experts_on_several_hosts_are_named_with_the_number_that_fits(
+    sizes: dict[str, int], advice: str | None
+) -> None:
+    said = experts_across_hosts(['a'] * 4 + ['b'] * 4, sizes)
+    if advice is None:
+        assert said is None
+    else:
+        assert said is not None
+        assert f'mesh.experts={sizes["expert"]} reaches across hosts (a, b)' in said
+        assert advice in said
