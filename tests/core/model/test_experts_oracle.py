@@ -5,6 +5,7 @@ See tests/runtime/data/oracles/README.md.
 
 import functools
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from interop.oracles import ORACLES, Arrays
+from jax import lax
 from support import assert_close, make_config, on_mesh, relative_error
 
 from megajax.core.config import Config
-from megajax.core.model import router
+from megajax.core.model import expert_passes, router
+from megajax.core.model.dispatch import Dropless, WithCapacity
 from megajax.core.model.expert_passes import Settings
 from megajax.core.model.experts import mix
 from megajax.core.parallel.layout import Layout
@@ -175,6 +178,107 @@ def test_each_expert_drops_as_many_tokens_of_a_group_as_megatron_core() -> None:
     statistics = gradients['load']
     np.testing.assert_array_equal(statistics[router.CHOSEN], chosen.sum((0, 1)))
     np.testing.assert_array_equal(statistics[router.DROPPED], (chosen & ~kept).sum((0, 1)))
+
+
+def sent_to_the_next_slot(patch: Any) -> None:
+    back = Dropless.back
+    patch(Dropless, 'back', lambda self, rows: jnp.roll(back(self, rows), 1, 0))
+
+
+def weighted_twice(patch: Any) -> None:
+    weights = router.weights
+    patch_router(patch, weights=lambda *arguments: jnp.square(weights(*arguments)))
+
+
+def not_normalized(patch: Any) -> None:
+    weights = router.weights
+    update = {'normalize': False}
+    patch_router(
+        patch,
+        weights=lambda logit, chosen, experts: weights(
+            logit, chosen, experts.model_copy(update=update)
+        ),
+    )
+
+
+def patch_router(patch: Any, **functions: Any) -> None:
+    """Replace functions of the router in the passes alone."""
+    patch(expert_passes, 'router', SimpleNamespace(**{**vars(router), **functions}))
+
+
+def expert_gradients_doubled(patch: Any) -> None:
+    gradient = Dropless.weight_gradient
+    patch(Dropless, 'weight_gradient', lambda self, *arrays: 2 * gradient(self, *arrays))
+
+
+def router_gradient_of_own_tokens(patch: Any) -> None:
+    summed = expert_passes._Local.summed
+
+    def all_but_one(self: Any, gradients: Any) -> Any:
+        own = gradients['router']
+        return summed(self, gradients) | {'router': own.reshape(self.arrays['router'].shape)}
+
+    patch(expert_passes._Local, 'summed', all_but_one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('break_it', 'names'),
+    [
+        (sent_to_the_next_slot, {'output', 'dx', 'router'}),
+        (weighted_twice, {'output', 'dx', 'router', 'up', 'down'}),
+        (not_normalized, {'output', 'dx', 'router', 'up', 'down'}),
+        (expert_gradients_doubled, {'up', 'down'}),
+        (router_gradient_of_own_tokens, {'router'}),
+    ],
+)
+def test_a_fault_of_the_layer_changes_its_output_or_gradients(
+    break_it: Any, names: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch.setattr)
+    results, gradients = run(config_of({}, MESHES['tp2 x ep2']), share_of('chosen'))
+    expected = {name: oracle()[f'chosen/{name}'] for name in results}
+    expected |= {name: x for name, x in ours(oracle(), 'chosen/g/').items() if name in gradients}
+    found = results | gradients
+    assert {
+        name for name, x in expected.items() if relative_error(found[name], x) >= LIMIT
+    } == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('is_broken', [False, True])
+def test_a_capacity_that_is_counted_per_shard_drops_other_tokens(
+    is_broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, keys = WithCapacity.of, {'capacity': 1.0, 'capacity_group': 8}
+
+    def per_shard(chosen: jax.Array, experts: Any, group: int, peers: Any) -> WithCapacity:
+        return of(chosen, experts, len(chosen), peers)
+
+    alone, _ = run(config_of(keys, {}), share_of('chosen'))
+    monkeypatch.setattr(WithCapacity, 'of', per_shard if is_broken else of)
+    sharded, _ = run(config_of(keys, MESHES['tp2 x ep2']), share_of('chosen'))
+    assert (relative_error(sharded['output'], alone['output']) < LIMIT) != is_broken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('is_broken', [False, True])
+def test_tokens_with_equal_scores_are_sent_to_the_same_experts_on_every_mesh(
+    is_broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = router.choose
+
+    def last_of_equals_on_some(logit_Tx: jax.Array, *others: Any) -> jax.Array:
+        last_TY = logit_Tx.shape[1] - 1 - choose(logit_Tx[:, ::-1], *others)
+        return jnp.where(lax.axis_index('expert') == 1, last_TY, choose(logit_Tx, *others))
+
+    monkeypatch.setitem(oracle(), 'router', np.zeros_like(oracle()['router']))
+    mesh = {'data': 2, 'experts': 2}
+    alone, _ = run(config_of({}, {}), share_of('chosen'))
+    if is_broken:
+        patch_router(monkeypatch.setattr, choose=last_of_equals_on_some)
+    sharded, _ = run(config_of({}, mesh), share_of('chosen'))
+    assert (relative_error(sharded['output'], alone['output']) < LIMIT) != is_broken
 
 
 @pytest.mark.parametrize('case', ['sigmoid', 'groups'])
