@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from megajax.analysis.inspect.expert_lint import of_experts
 from megajax.analysis.inspect.kernels import records
 from megajax.analysis.inspect.lint import known_miscompiles, lint, replicated_over_model
 from megajax.analysis.inspect.memory_result import Memory
@@ -88,6 +89,7 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
                 *known_miscompiles(program, target),
                 *twice,
                 *kept_weights(config, program, placed),
+                *of_experts(config, placed),
                 *undeclared_permutes(compiled.mesh, placed),
                 *gathered_at_edges(
                     placed, few_kv_heads=config.model.num_kv_heads < config.mesh.model
