@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import megajax
-from megajax.analysis.plan.layouts import Mesh, changed, deep_layouts
+from megajax.analysis.plan.layouts import Mesh, changed, deep_layouts, deep_meshes
 from megajax.analysis.plan.megatron_memory import in_flight as megatron_in_flight
 from megajax.analysis.plan.memory import kept_by_layer, memory
 from megajax.analysis.plan.network import Cluster
@@ -103,6 +103,15 @@ def test_windows_need_chunks_of_their_length_in_a_layout() -> None:
     config = staged(*long, 'model.window=1024', stages=1)
     assert not incompatibilities(changed(config, mesh__context=4))
     assert incompatibilities(changed(config, mesh__context=8))
+
+
+def test_sequences_of_documents_are_sharded_too_with_a_mask_of_a_shards_tokens() -> None:
+    long = ['train.seq_len=131072', 'model.max_seq_len=131072', 'train.batch_size=8']
+    packed = ['data.document_mask=true', 'mesh.data=1', 'train.microbatches=1']
+    config = load('llama3_8b', [*long, *packed])
+    assert any(mesh.context == 8 for mesh in deep_meshes(config, 64, 8))
+    masks = [Sizes(changed(config, mesh__context=count)).mask for count in (1, 8)]
+    assert masks == [8 * 2 * 131072**2, 8 * 2 * (131072 // 8) ** 2]
 
 
 def test_a_step_takes_the_time_of_its_ticks() -> None:
