@@ -29,7 +29,13 @@ from megajax.core.train import feed
 from megajax.core.train.feed import abstract_batch, place_batch
 from megajax.core.train.first_step import with_scales
 from megajax.core.train.step import TrainState, init_state, make_train_step
-from megajax.xla.emulate.compare import Difference, difference, difference_of_rounded, largest
+from megajax.xla.emulate.compare import (
+    MARGIN,
+    Difference,
+    difference,
+    difference_of_rounded,
+    largest,
+)
 from megajax.xla.emulate.execute import (
     GpuProgram,
     compile_for_gpu,
@@ -49,6 +55,9 @@ SMOOTH = {
     'moments_dtype': 'float32',
 }
 ROUNDING = 0.1  # tolerated rounding, over a gradient's limit and the largest of all gradients
+# A factor on the margin if tokens choose experts: rounding to 16 bits changes the experts of some
+# tokens, in each program of other tokens.
+CHOICES = 2
 GRADIENT = 'gradient of '
 METRICS = 'loss', 'nll', 'grad_norm'
 Values = dict[str, Any]
@@ -114,6 +123,7 @@ class EmulatedStep:
         # The exact gradient of a bias of keys is zero: all of it is rounding.
         floor = limits(self.config, exact=exact)[0]
         gradient_options = {'scale': scale, 'rounding': ROUNDING * floor}
+        of_rounded = {'floor': floor, 'margin': MARGIN * (CHOICES if _chooses(self.config) else 1)}
         precise = (
             reference(_on_one_device(self.config, exact=True))
             if has_16_bits(self.config) and not exact
@@ -129,7 +139,7 @@ class EmulatedStep:
             options = gradient_options if name.startswith(GRADIENT) else {}
             if name in METRICS or not in_fp32:
                 return difference(name, x, own, **options)
-            return difference_of_rounded(name, x, own, *in_fp32, floor=floor, **options)
+            return difference_of_rounded(name, x, own, *in_fp32, **of_rounded, **options)
 
         return [compare(name, x) for name, x in _compared(*tree).items()]
 
@@ -143,6 +153,12 @@ class EmulatedStep:
         """Return an array [B, S] with the tokens in the order of their context shards."""
         order = feed.shard_order(x.shape[1], self.config.mesh.context)
         return x if order is None else x[:, order]
+
+
+def _chooses(config: Config) -> bool:
+    """Return whether tokens use some of the experts."""
+    experts = config.model.experts
+    return experts is not None and experts.active < experts.count
 
 
 def _padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -64,6 +64,7 @@ def difference_of_rounded(
     floor: float,
     scale: float = 0.0,
     rounding: float = 0.0,
+    margin: float = MARGIN,
 ) -> Difference:
     """Compare every device's piece with the expected array, where both are rounded to 16 bits.
 
@@ -75,11 +76,11 @@ def difference_of_rounded(
     size = {'scale': scale, 'rounding': rounding}
     elements = difference(name, pieces, expected, **size)
     explained = difference(name, [(WHOLE, np.asarray(expected))], precise, **size).error
-    elements = elements._replace(limit=max(floor, MARGIN * explained))
+    elements = elements._replace(limit=max(floor, margin * explained))
     if largest(precise) <= rounding * scale or np.size(precise) < FEW:
         return elements
     explained = _norm([(WHOLE, np.asarray(expected))], precise)
-    norm = Difference(name, _norm(pieces, precise), max(NORM_FLOOR, MARGIN * explained))
+    norm = Difference(name, _norm(pieces, precise), max(NORM_FLOOR, margin * explained))
     return max(elements, norm, key=lambda result: result.error / (result.limit or 1))
 
 

@@ -135,6 +135,6 @@ def test_a_step_with_kernels_computes_what_one_device_does(
     step = EmulatedStep(config, 'h100')
     for name in (mosaic.ROWS, mosaic.ROWS_TRANSPOSED, mosaic.OUTER):
         assert f'{name}_mosaic_gpu' in step.program.text
-    # In 16 bits, rounding changes the experts of some tokens, with kernels and with loops.
-    worst = judged(step.differences(exact=True), config, exact=True)[0]
-    assert worst.ok, worst
+    for exact in (True, False):
+        worst = judged(step.differences(exact=exact), config, exact=exact)[0]
+        assert worst.ok, worst
