@@ -169,15 +169,12 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
     ALL_HEADS: {'model.norm=layernorm': 'QK-norm over all heads supports RMSNorm only'},
     ZERO_CENTERED: {'model.norm=layernorm': 'a gain of 1 + w is supported with RMSNorm only'},
     FP8: {
-        'mesh.stages': 'fp8 is not supported with pipeline parallelism: the pipeline does not '
-        'record the amax history that sets the scales',
         'vision': 'fp8 is not supported with vision models: the encoder and the cross-attention '
         'layers have no FP8 scales',
     },
     'lora': {
         'mesh.model_rows': 'LoRA does not support 2-D tensor parallelism, which shards both dims '
         'of a weight; an adapter has only one of them',
-        FP8: 'LoRA does not support fp8: the matmuls of adapters have no FP8 scales',
         'vision': 'LoRA does not support vision models: the encoder has no adapters; '
         'use vision.freeze instead, or no lora',
         MASKED: "LoRA would freeze BERT's heads",

@@ -150,29 +150,43 @@ def _embedding(config: Config, runs: Runs) -> Iterator[Expected]:
 def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
     """With fp8, a matmul's operands are gathered in FP8, and its result is reduced in 16 bits."""
     stream, is_scattered = activation(config), config.mesh.sequence_parallel
-    narrow = stream._replace(dtype='f8e4m3fn') if config.train.dtype == 'fp8' else stream
-    gradient = stream._replace(dtype='f8e5m2') if config.train.dtype == 'fp8' else stream
     learns = config.lora is not None or not config.model.is_decoder_frozen
     model = config.model
     for sublayer, dim in stacks(model):
         name, times = sublayer.name, runs.layers * len(layers_of(model, dim)) // model.num_layers
+        of_x = _operand(config, sublayer.first.name, 'f8e4m3fn')
+        of_dy = _operand(config, sublayer.second.name, 'f8e5m2')
         for phase in passes(config):
             is_backward = phase == 'backward'
-            gathered = (gradient if is_backward else narrow, (GATHER,)), (stream, (SCATTER,))
-            again = ((narrow, _again(learns)),) if is_backward else ()
+            gathered = (of_dy if is_backward else of_x, (GATHER,)), (stream, (SCATTER,))
+            again = ((of_x, _again(learns)),) if is_backward else ()
             sent = (*gathered, *again) if is_scattered else ((stream, (REDUCE,)),)
             for array, kinds in sent:
                 yield from _over_model(config, name, phase, kinds, array, times)
 
 
+def _operand(config: Config, linear: str, dtype: str) -> Array:
+    """Return an operand of a linear layer as it is gathered, in `dtype` with fp8.
+
+    An adapter needs it in 16 bits, as in Transformer Engine with
+    `return_layernorm_output_gathered`.
+    """
+    stream, lora = activation(config), config.lora
+    is_narrow = config.train.dtype == 'fp8' and not (lora and linear in lora.targets)
+    return stream._replace(dtype=dtype) if is_narrow else stream
+
+
 def over_products(config: Config) -> Iterator[Expected]:
     """Yield the max-reductions of fp8 matmuls' operands, over all devices.
 
-    The maxima of the weights are the same on all data shards.
+    The maxima of the weights are the same on all data shards. A pipeline stage has those of its
+    own layers.
     """
-    sizes, every = dim_sizes(config.model), parameters(config.model)
-    products = sum(sizes['L'] for _, x in every if x.dims[0] == 'L' and x.is_matrix)
-    for axes, count in ((config.mesh.sizes, 3 * products), (('row', 'model'), products)):
+    mesh, every = config.mesh, parameters(config.model)
+    layers = dim_sizes(config.model)['L'] // mesh.stages
+    products = sum(layers for _, x in every if x.dims[0] == 'L' and x.is_matrix)
+    same = [axis for axis in mesh.sizes if axis != 'stage']
+    for axes, count in ((same, 3 * products), (('row', 'model'), products)):
         if axis := axes_text(config, *axes):
             site, array = Site('gradients', 'step', axis), Array('f32', (count,))
             yield Expected.over(config, site, REDUCE, array, 1, SOURCES['fp8'])

@@ -22,6 +22,7 @@ from megajax.core.counts.collective import (
     axes_text,
 )
 from megajax.core.counts.data_parallel import SHARDS, groups, over_data
+from megajax.core.counts.layers import SUBLAYERS
 from megajax.core.counts.parameters import Counts, megatron_counts, own_counts, parameters
 from megajax.core.counts.product import Phase
 from megajax.core.counts.runs import ticks
@@ -59,6 +60,11 @@ def between_lockstep_stages(config: Config) -> Iterator[Expected]:
     for phase, kind in kinds.items():
         site, source = Site('head', phase, 'stage'), 'the stages share the tokens of the head'
         yield Expected.over(config, site, kind, array, config.train.microbatches, source)
+    if config.train.dtype == 'fp8':
+        site, source = Site('parameters', 'step', 'stage'), 'all stages have the scales of all'
+        linears = 2 * len(SUBLAYERS)
+        exponents = Array('s32', (config.model.num_layers, linears, 3))  # of x, W and dy
+        yield Expected.over(config, site, GATHER, exponents, 1, source)
 
 
 def _sends(config: Config, times: int, source: str) -> Iterator[Expected]:

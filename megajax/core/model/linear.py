@@ -38,14 +38,19 @@ class ColumnParallelLinear(nnx.Module):
         self.adapter = adapter.maybe(parameters, key=key)
 
     def gather(self, x_BTD: jax.Array) -> jax.Array:
-        """Gather the sequence, if it is sharded; with fp8, `product` gathers it in 8 bits."""
-        # SP: all-gather forward, reduce-scatter backward
-        return x_BTD if self.scales is not None else jax.reshard(x_BTD, self.layout('BSD'))
+        """Gather the sequence, if it is sharded; with fp8, `product` gathers it in 8 bits.
+
+        An adapter needs it in 16 bits.
+        """
+        if self.scales is not None and self.adapter is None:
+            return x_BTD
+        return jax.reshard(x_BTD, self.layout('BSD'))  # SP: all-gather, backward RS
 
     def product(self, x_BSD: jax.Array) -> jax.Array:
         """Multiply the result of `gather` by the weight."""
         if self.adapter is not None:
-            return adapter.product(self.equation, x_BSD, self.weight, self.adapter, self.layout)
+            given = self.weight, self.adapter, self.layout, self.scales
+            return adapter.product(self.equation, x_BSD, *given)
         if self.scales is None:
             return product(self.equation, x_BSD, self.weight, self.layout, x_BSD.dtype)
         return fp8.product(self.equation, x_BSD, self.weight, self.scales, self.layout, 'BTD')
@@ -84,7 +89,8 @@ class RowParallelLinear(nnx.Module):
     def product(self, x: jax.Array) -> jax.Array:
         """Multiply by the weight, and reduce."""
         if self.adapter is not None:
-            return adapter.product(self.equation, x, self.weight, self.adapter, self.layout)
+            given = self.weight, self.adapter, self.layout, self.scales
+            return adapter.product(self.equation, x, *given)
         if self.scales is None:
             return product(self.equation, x, self.weight, self.layout, x.dtype)
         dims = f'BS{self.inputs}'

@@ -18,6 +18,7 @@ from megajax.core.model.embedding import (
     TokenTypeEmbedding,
     VocabParallelEmbedding,
 )
+from megajax.core.model.fp8 import SCALES
 from megajax.core.model.images import Images, Merged, merge_images
 from megajax.core.model.loss import Loss
 from megajax.core.model.norm import make_norm
@@ -293,7 +294,9 @@ def abstract_model(
     def make() -> LanguageModel:
         model = make_model(config, layout, key=jax.random.key(0))
         for sublayer in (model.layers.attention, model.layers.mlp) if in_fp8 else ():
-            sublayer.first.scales, sublayer.second.scales = (nnx.Param(None) for _ in range(2))
+            sublayer.first.scales, sublayer.second.scales = (
+                nnx.Param(None, declared=SCALES) for _ in range(2)
+            )
         if is_routed:
             model.layers.experts.router.load = nnx.Param(None, declared=LOAD)
         return model

@@ -65,6 +65,7 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
     ) -> tuple[Sums, nnx.State, Seen]:
         batch = scale_weights(loss_scale, with_weights(batch, config, layout))
         load = routing.init_load(config) if load is None else load
+        scales = None if scales is None else scaling.on_stages(scales, layout)
         weights, primals, narrow = StepWeights.of(params, config, layout, scales, load, loss_scale)
         microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
         sums, gradients = of_microbatches(primals, weights, microbatches, key)
@@ -74,7 +75,9 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
             sums = jax.tree.map(lambda x: x.sum(), sums)
             gradients = add_copies(sum_over_data(gradients, objective.computation, layout), layout)
             seen = counts, narrow, scales, layout, config.model
-            places = scaling.largest(*seen) if objective.in_fp8 else None
+            places = None
+            if objective.in_fp8:
+                places = scaling.in_model_order(scaling.largest(*seen), layout)
         return *unscale(loss_scale, (sums, gradients)), Seen(places, routed)
 
     return loss_and_gradients

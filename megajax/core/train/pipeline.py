@@ -190,7 +190,8 @@ def _backward(carry: Carry, dy: jax.Array, tick: Tick, model: StageModel, passes
     backward = model.over(passes.backward, model.kinds_of_layers, model.given_kinds, BOTH, BOTH)
     layers, given = load(model.layers, chunk_Z), model.given(tick.backward_Z3)
     dlayers, dx = backward(layers, given, load(carry.kept, slot_Z), dy)
-    if model.objective.is_routed:  # routers have gradients, and counts, that do not depend on dy
+    # Neither the gradients of routers nor the counts of routers and of fp8 depend on dy.
+    if model.objective.is_routed or model.objective.in_fp8:
         dlayers = jax.tree.map(lambda x: select(microbatch_Z >= 0, x, jnp.zeros_like(x)), dlayers)
     begins = model.is_first_Z & (chunk_Z == 0)
     with jax.named_scope('transpose(embedding)'):  # XLA of jax 0.12 names the gather after it

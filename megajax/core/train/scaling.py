@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from megajax.core.config import Config, ModelConfig
@@ -19,7 +20,7 @@ from megajax.core.counts.declaration import Parameter, Role
 from megajax.core.counts.layers import layer
 from megajax.core.counts.parameters import dim_sizes, shape_of
 from megajax.core.model import fp8
-from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.layout import UNSHARDED, Layout
 
 # Steps for which an exponent is remembered, as many as in Transformer Engine's recipe.
 WINDOW = 1024
@@ -62,6 +63,25 @@ def are_finite(places: jax.Array) -> jax.Array:
     return jnp.all(places < fp8.NUM_EXPONENTS - 1)
 
 
+def on_stages(scales: jax.Array, layout: Layout) -> jax.Array:
+    """Return scales, given in the order of the model's layers, as pipeline stages hold the layers.
+
+    Without stages, nothing is done.
+    """
+    if not layout.mesh_axes('L'):
+        return scales
+    order = np.array(layout.layer_order(len(scales)))
+    return jax.reshard(scales[order], layout('L--'))
+
+
+def in_model_order(places: jax.Array, layout: Layout) -> jax.Array:
+    """Return the places of all stages' layers in the order of the model."""
+    if not layout.mesh_axes('L'):
+        return places
+    order = np.argsort(np.array(layout.layer_order(len(places))))
+    return jax.reshard(places, UNSHARDED('---'))[order]  # all-gather over stage
+
+
 def narrowed(params: nnx.State, scales: jax.Array | None, config: Config) -> nnx.State:
     """Return parameters with the layers' matrices in FP8 or, without scales, in 16 bits."""
 
@@ -77,15 +97,15 @@ def narrowed(params: nnx.State, scales: jax.Array | None, config: Config) -> nnx
 
 
 def attached(
-    weights: Any, primals: Any, scales: jax.Array | None, model: ModelConfig
+    weights: Any, primals: Any, scales: jax.Array | None, model: ModelConfig, layout: Layout
 ) -> tuple[nnx.State, nnx.State]:
     """Return the weights with the scales of each linear layer, and the primals with its counts.
 
     The counts are zeros to differentiate with respect to.
     """
     shape = *shape_of('L', dim_sizes(model)), len(linears(model)), len(fp8.FORMATS)
-    scales = jnp.ones(shape) if scales is None else scales
-    counts = jnp.zeros((*shape, fp8.NUM_EXPONENTS))
+    scales = jnp.ones(shape, out_sharding=layout('L--')) if scales is None else scales
+    counts = jnp.zeros((*shape, fp8.NUM_EXPONENTS), out_sharding=layout('L---'))
 
     def attach(params: nnx.State, values: jax.Array, declared: Parameter) -> nnx.State:
         parts = (nnx.Param(values[:, i], declared=declared) for i in range(values.shape[1]))

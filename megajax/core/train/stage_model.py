@@ -193,7 +193,7 @@ class StageModel:
         config = self.objective.config
         *_, rows, length = self.microbatches['tokens'].shape
         sizes = {'B': rows, 'T': length, 'D': config.model.hidden_size, '-': 1}
-        dtype = config.train.dtype if 'D' in dims else jnp.float32
+        dtype = config.train.compute_dtype if 'D' in dims else jnp.float32
         entries = (STAGE,), *self.layout.mapped
         shape = *self.layout.sizes_of(entries), *(sizes[letter] for letter in dims)
         spec = self.layout.per_shard.stacked(dims, entries)

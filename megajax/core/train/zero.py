@@ -118,7 +118,7 @@ class StepWeights(NamedTuple):
 
             weights, primals = gathered, map_parameters(choose, params, primals)
         if is_fp8:
-            weights, primals = scaling.attached(weights, primals, scales, config.model)
+            weights, primals = scaling.attached(weights, primals, scales, config.model, layout)
         if load is not None:
             weights = gathered if weights is None else weights
             given = weights, primals, load, loss_scale, config, layout

@@ -74,7 +74,12 @@ def test_activations_send_what_they_send_without_and_the_gradients_are_summed_on
     assert found.ok, to_text(found)
     # Without a gradient of the embedding, and of other weights, some of these are not there.
     sent, allowed = of_activations(found), of_activations(plain)
-    assert sent == {site: allowed[site] for site in sent}
+    if config.mesh.stages == 1:
+        assert sent == {site: allowed[site] for site in sent}
+    for site, collectives in sent.items():  # nothing reads the last gradient of a stage's input
+        for (kind, times, _), (same, most, _) in zip(collectives, allowed[site], strict=True):
+            assert kind == same
+            assert times in (most, most - 1)
     assert {site for site, _ in sent} >= {'attention', 'mlp'}
     assert found.products is not None
     assert found.products.ratio == pytest.approx(1, abs=0.01)

@@ -20,7 +20,8 @@ from support import random_params as random_of
 
 from megajax.core.config import Config
 from megajax.core.train.feed import place_batch
-from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.core.train.gradients import make_gradients, make_loss_and_gradients
+from megajax.core.train.scaling import nothing_seen, remember, scales_of
 
 LORA = {'rank': 4, 'alpha': 6.0}
 SCALE = 1.5
@@ -149,3 +150,41 @@ def test_loss_and_gradients_are_those_of_the_merged_weights(
     expected_loss, expected = of_merged_weights(name, config.model.num_layers)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert_close(found, expected, 1e-5)
+
+
+@functools.cache
+def in_fp8(config: Config) -> tuple[float, Arrays, np.ndarray]:
+    """The loss, the gradients and the places of a step, with the scales of its own batch."""
+    with on_mesh(config):
+        batch = place_batch(make_batch(config))
+        given = random_of(config, std=0.05), batch, jax.random.key(0)
+        function = jax.jit(make_gradients(config))
+        recent = remember(nothing_seen(config), function(*given)[2].places)
+        (loss, _), found, seen = function(*given, None, scales_of(recent))
+        return float(loss), in_layer_order(gather(found), config), np.asarray(seen.places)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('data', 'model', 'sections'),
+    [
+        (2, 2, {'optim': {'shard': 'weights'}, **SP}),
+        exhaustive(1, 4, {'train': {'microbatches': 2, 'recompute': 'full'}}),
+        exhaustive(1, 2, {'mesh': {'stages': 2}, **SP, 'train': {'microbatches': 4}}),
+        exhaustive(1, 2, {'mesh': {'context': 2}, **SP}),
+    ],
+)
+def test_in_fp8_loss_and_gradients_are_those_of_one_device(
+    data: int, model: int, sections: dict[str, Any]
+) -> None:
+    train = sections.get('train', {}) | {'dtype': 'fp8'}
+    config = with_adapters('llama', data, model, **sections | {'train': train})
+    (expected_loss, expected, places), (loss, found, own) = map(
+        in_fp8, (with_adapters('llama', train={'dtype': 'fp8'}), config)
+    )
+    assert loss == pytest.approx(expected_loss, rel=1e-4)
+    assert np.abs(own - places).max() <= 1  # a power of two that rounding tips
+    assert_close(found, expected, 0.15)
+    exact_loss, exact = of_merged_weights('llama', config.model.num_layers)
+    assert loss == pytest.approx(exact_loss, rel=1e-4)
+    assert_close(found, exact, 0.25)

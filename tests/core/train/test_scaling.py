@@ -14,6 +14,7 @@ from support import (
     assert_close,
     exhaustive,
     gather,
+    in_layer_order,
     make_batch,
     on_mesh,
     random_params,
@@ -33,6 +34,11 @@ from megajax.runtime.checkpoint.checkpoints import Checkpoints
 
 SP = {'sequence_parallel': True}
 ONE = Setting('llama', 1, 1, dtype='fp8')
+# Idle stages and layers in a different order; the exponents are of the model's layers in order.
+INTERLEAVED = {
+    **{'dtype': 'fp8', 'stages': 2, 'virtual_stages': 2},
+    **{'num_layers': 4, 'microbatches': 4},
+}
 
 
 def scales_from(places: Any, config: Config) -> jax.Array:
@@ -50,7 +56,8 @@ def in_fp8(setting: Setting) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
         scales = scales_from(seen.places, config)
         (loss, _), gradients, seen = jax.jit(make_gradients(config))(*given, None, scales)
         assert {gradient.dtype for gradient in jax.tree.leaves(gradients)} == {np.dtype('float32')}
-        return float(loss), gather(gradients), np.asarray(seen.places)
+        found = in_layer_order(gather(gradients), config)
+        return float(loss), found, np.asarray(seen.places)
 
 
 def test_an_evaluation_has_no_scales_and_computes_in_bf16() -> None:
@@ -86,6 +93,9 @@ def test_an_operand_that_was_only_zero_is_not_scaled() -> None:
         exhaustive(Setting('llama', 2, 2, dtype='fp8', context=2, plain=True)),
         exhaustive(Setting('gpt', 2, 2, dtype='fp8')),
         exhaustive(Setting('bert', 2, 2, **SP, dtype='fp8')),
+        slow(Setting('llama', 1, 2, **SP, **INTERLEAVED)),
+        exhaustive(Setting('llama', 2, 1, **INTERLEAVED, shard='optimizer', recompute='full')),
+        exhaustive(Setting('gpt', 2, 1, dtype='fp8', stages=4, num_layers=4, microbatches=6)),
     ],
     ids=str,
 )
