@@ -222,7 +222,7 @@ def _of_layers(sizes: Sizes, in_layers: int) -> int:
     several microbatches.
     """
     adds_sums = sizes.sums_early and sizes.config.train.microbatches > 1
-    if not sizes.is_ordered or adds_sums:
+    if not sizes.is_ordered or adds_sums or sizes.config.lora is not None:
         return in_layers
     return FLOAT32 * sizes.at_rest.layer * (1 if sizes.sums_early else 2)
 

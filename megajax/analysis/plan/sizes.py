@@ -139,7 +139,8 @@ class Sizes:
     @property
     def gathered(self) -> int:
         """Return the bytes of the matrices that a step first gathers over `data`, or casts once."""
-        cast_once = self.matrices - self.tables if self.is_ordered and self.itemsize < 4 else 0
+        is_cast_once = self.is_ordered and self.itemsize < 4 and self.config.lora is None
+        cast_once = self.matrices - self.tables if is_cast_once else 0
         matrices = {'none': cast_once, 'weights': self.at_rest.early}
         return self.itemsize * matrices.get(self.config.optim.shard, self.matrices)
 

@@ -154,7 +154,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'would cut',
         'vision': 'sequence_split does not support vision models: it would split the tokens of an '
         'image',
-        'lora': 'sequence_split does not support LoRA',
     },
     UNROLLED: {
         key: f'{UNROLLED} is not supported with {feature}; use train.unroll=false'
@@ -163,7 +162,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
             ('mesh.context', 'context parallelism'),
             ('mesh.model_rows', '2-D tensor parallelism'),
             ('vision', 'a vision encoder'),
-            ('lora', 'LoRA'),
         )
     },
     ALL_HEADS: {'model.norm=layernorm': 'QK-norm over all heads supports RMSNorm only'},

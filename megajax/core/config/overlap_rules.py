@@ -70,7 +70,8 @@ class Overlap:
             num_parts=PARTS if is_split and not (in_order and config.mesh.model == 1) else 1,
             shard=shard,
             gathers_ahead=gathers_ahead,
-            is_apart=is_used_again and in_order and unroll,
+            # Frozen weights under adapters would exist twice.
+            is_apart=is_used_again and in_order and unroll and config.lora is None,
             has_head=is_sent and in_order and unroll and not config.model.tie_embeddings,
             repeats_outputs=not in_order and config.model.norms_outputs,
         )
@@ -116,10 +117,10 @@ def _has_order(config: 'Config') -> bool:
     """Whether the overlap schedule supports this config.
 
     It does not support the loops and shardings of pipeline stages, context parallelism, 2-D tensor
-    parallelism, vision, LoRA and experts.
+    parallelism, vision and experts, nor adapters in fp8.
     """
-    has_others = config.vision is not None or config.lora is not None
-    has_others = has_others or config.model.experts is not None
+    has_others = config.vision is not None or config.model.experts is not None
+    has_others = has_others or (config.lora is not None and config.train.dtype == 'fp8')
     return config.mesh.is_one_dimensional and not has_others
 
 
@@ -155,6 +156,7 @@ PARTS_FOLLOW_FROM = (
     'mesh.model_rows',
     'vision',
     'lora',
+    'train.dtype',
     'model.experts',
 )
 
@@ -164,6 +166,25 @@ def length_multiple(config: 'Config') -> int:
     shards, context = _shards_of_tokens(config), config.mesh.context
     parts = config.overlap.num_parts if config.overlap.splits_tokens else 1
     return math.lcm(parts * shards, context * math.lcm(2, shards) if context > 1 else 1)
+
+
+def of_adapters(config: 'Config') -> Iterator[Problem]:
+    """Check that adapters in fp8 are in a loop over layers that XLA schedules."""
+    train = config.train
+    if config.lora is None or train.dtype != 'fp8':
+        return
+    others = 'lora', 'train.dtype'
+    for path, is_set, instead in (
+        ('train.overlap', train.overlap == 'sequence_split', 'train.overlap=batch_split'),
+        ('train.unroll', train.unroll is True, 'train.unroll=false'),
+    ):
+        if is_set:
+            setting = 'true' if path == 'train.unroll' else train.overlap
+            message = (
+                f'{setting} is not supported with LoRA in fp8; use {instead}, or '
+                'train.dtype=bfloat16'
+            )
+            yield Problem(path=path, message=message, others=others)
 
 
 def of_halves(config: 'Config') -> Iterator[Problem]:

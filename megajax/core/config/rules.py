@@ -45,6 +45,7 @@ def incompatibilities(config: 'Config') -> list[Problem]:
         mesh_rules.of_stages,
         mesh_rules.of_context,
         overlap_rules.of_halves,
+        overlap_rules.of_adapters,
         vision_rules.of_positions,
         vision_rules.of_encoder,
         relevance_rules.of_relevance,

@@ -179,8 +179,8 @@ def _operand(config: Config, linear: str, dtype: str) -> Array:
 def over_products(config: Config) -> Iterator[Expected]:
     """Yield the max-reductions of fp8 matmuls' operands, over all devices.
 
-    The maxima of the weights are the same on all data shards. A pipeline stage has those of its
-    own layers.
+    The maxima of the weights are the same on all data shards. A pipeline stage has the maxima of
+    its own layers.
     """
     mesh, every = config.mesh, parameters(config.model)
     layers = dim_sizes(config.model)['L'] // mesh.stages

@@ -42,6 +42,8 @@ SP = 'mesh.model=2', 'mesh.sequence_parallel=true'
         (('mesh.model=2', 'model.qk_norm=all'), ('batch_split', True)),
         (('train.deterministic=true',), ('none', False)),
         (('mesh.model=2', 'train.deterministic=true'), ('batch_split', False)),
+        (('mesh.model=2', 'lora.rank=8'), ('batch_split', True)),
+        (('mesh.model=2', 'lora.rank=8', 'train.dtype=fp8'), ('none', False)),
     ],
     ids=lambda value: ' '.join(map(str, value)) or 'one GPU',
 )
@@ -93,6 +95,20 @@ def test_layers_on_their_own_are_refused_where_there_is_no_order_of_them(
         overrides = *SP, 'mesh.model_rows=2'
     with pytest.raises(ValueError, match=r'train\.unroll=true.*use train\.unroll=false'):
         llama(*overrides, 'train.unroll=true')
+
+
+@pytest.mark.parametrize(
+    ('setting', 'instead'),
+    [
+        ('train.unroll=true', 'train.unroll=false'),
+        ('train.overlap=sequence_split', 'train.overlap=batch_split'),
+    ],
+)
+def test_adapters_in_fp8_have_no_order_of_layers(setting: str, instead: str) -> None:
+    lora = 'mesh.model=2', 'lora.rank=8', setting
+    assert llama(*lora).overlap.in_order
+    with pytest.raises(ValueError, match=f'is not supported with LoRA in fp8; use {instead}'):
+        llama(*lora, 'train.dtype=fp8')
 
 
 def test_tokens_that_cannot_be_halved_on_each_shard_are_refused_with_lengths_that_can() -> None:

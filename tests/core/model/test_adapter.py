@@ -26,6 +26,7 @@ from megajax.core.train.scaling import nothing_seen, remember, scales_of
 LORA = {'rank': 4, 'alpha': 6.0}
 SCALE = 1.5
 SP = {'sequence_parallel': True}
+IN_ORDER = {'overlap': 'batch_split', 'unroll': True}
 INTERLEAVED = {
     'mesh': {'stages': 2, 'virtual_stages': 2},
     'model': {'num_layers': 4},
@@ -139,6 +140,19 @@ def chain(arrays: Arrays, dense: Arrays, linear: str) -> tuple[np.ndarray, np.nd
         ),
         exhaustive('llama', 2, 1, {'mesh': {'context': 4}, 'optim': {'shard': 'weights'}}),
         exhaustive('llama', 2, 2, {'mesh': {'context': 2, 'context_exchange': 'ring'}, **SP}),
+        slow('llama', 2, 2, {'optim': {'shard': 'weights'}, **SP, 'train': IN_ORDER}),
+        exhaustive('llama', 2, 2, {'optim': {'shard': 'optimizer'}, 'train': IN_ORDER}),
+        exhaustive(
+            'llama',
+            *(2, 2),
+            {'optim': {'shard': 'optimizer'}, 'train': {**IN_ORDER, 'microbatches': 2}},
+        ),
+        exhaustive(
+            'llama',
+            *(1, 2),
+            {'train': {'overlap': 'sequence_split', 'recompute': 'full'}, **SP},
+        ),
+        exhaustive('gpt', 1, 2, {'train': {**IN_ORDER, 'recompute': 'selective'}}),
         exhaustive('windows', 2, 2, {'mesh': {'context': 2}, 'optim': {'shard': 'gradients'}}),
     ],
 )

@@ -33,13 +33,21 @@ class Gradients:
         self._num_added = Counter[Key]()
         self._counts: dict[Key, jax.Array] = {}  # exponent counts of fp8 operands
         self._vectors = defaultdict[int, list[Box]](list)
+        self._adapters: dict[Key, Box] = {}
 
     def add(self, sublayer: SublayerSteps, linear: str, x: Box, dy: Box) -> None:
         """Add the gradient of a sublayer's `first` or `second` matrix, as one step.
 
-        After the last part's gradient the sum over `data` starts, if the backward pass has one.
+        After the last part's gradient the sum over `data` starts, if the backward pass has one. Of
+        a frozen matrix only the gradients of its adapter, if any, are added.
         """
         key = sublayer.place, linear
+        if sublayer.is_frozen(linear):
+            if sublayer.has_adapter(linear):
+                before = [self._adapters[key]] if key in self._adapters else []
+                step = partial(sublayer.gradient_of_adapter, linear)
+                self._adapters[key] = self._clock.tick(sublayer.scope, step, x, dy, *before)
+            return
         if key not in self._matrices and (total := sublayer.total(linear)) is not None:
             self._matrices[key] = Box(total)
         before = [self._matrices[key]] if key in self._matrices else []
@@ -80,14 +88,12 @@ class Gradients:
 
     def of(self, sublayer: SublayerSteps) -> Sublayer:
         """Return the gradients of all parameters of a sublayer."""
-        first, second = (
-            self._matrices[sublayer.place, linear].value for linear in ('first', 'second')
+        keys = [(sublayer.place, linear) for linear in ('first', 'second')]
+        matrices, adapters = (
+            [each[key].value if key in each else None for key in keys]
+            for each in (self._matrices, self._adapters)
         )
         vectors = [box.value for box in self._vectors[sublayer.place]]
         total = jax.tree.map(lambda *each: sum(each[1:], each[0]), *vectors)
-        counts = (
-            [self._counts[sublayer.place, linear] for linear in ('first', 'second')]
-            if self._counts
-            else None
-        )
-        return sublayer.gradients(total, first, second, counts)
+        counts = [self._counts[key] for key in keys] if self._counts else None
+        return sublayer.gradients(total, matrices, adapters, counts)

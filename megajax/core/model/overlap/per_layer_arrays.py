@@ -55,9 +55,14 @@ def of_layer(layers: Any, index: int) -> Any:
 
 
 def of_all(layers: Any, blocks: Sequence[Any]) -> Any:
-    """Return the parameters of `blocks`, stacked or per layer like the parameters of `layers`."""
+    """Return the parameters of `blocks`, stacked or per layer like the parameters of `layers`.
 
-    def join(_: Any, stack: Stack, *of_blocks: jax.Array) -> Stack:
+    A parameter without a value in the blocks has none in the result.
+    """
+
+    def join(_: Any, stack: Stack, *of_blocks: jax.Array | None) -> Any:
+        if of_blocks[0] is None:
+            return None
         return of_blocks if isinstance(stack, tuple) else jnp.stack(of_blocks)
 
     return map_parameters(join, layers, *blocks)

@@ -203,7 +203,9 @@ class Schedule:
             uses = [b.matrix(name) for b in reversed(sublayers[0]) for name in reversed(LINEARS)]
         matrices = Matrices(clock, uses, at_rest=self._gathers, gathered=gathered)
         turns = Turns(clock, matrices, len(dxs_BTD), meets=self._overlap.splits_tokens)
-        gradients = Gradients(clock, len(dxs_BTD), self._reduce_dtype, (head, dhead_Vd))
+        is_frozen = self.config.is_decoder_frozen
+        of_head = (None, None) if is_frozen else (head, dhead_Vd)
+        gradients = Gradients(clock, len(dxs_BTD), self._reduce_dtype, of_head)
         results = in_turn(
             turns.backward(part, Box(dx), of_part, of_sublayers, gradients)
             for part, (dx, of_part, of_sublayers) in enumerate(
@@ -225,7 +227,9 @@ class Schedule:
     @property
     def _keeps_matrices(self) -> bool:
         """Whether the backward pass reuses the matrices that the forward pass gathered or cast."""
-        is_cast_here = self._overlap.shard == 'none' and self.computation.dtype != 'float32'
+        # Frozen matrices under adapters are stored in the compute dtype.
+        is_wider = self.computation.dtype != 'float32' and self.config.lora is None
+        is_cast_here = self._overlap.shard == 'none' and is_wider
         return self._overlap.gathers_ahead or (self._overlap.unroll and is_cast_here)
 
     @property
@@ -260,5 +264,6 @@ def _block(layers: Block, gradients: Sequence[Sublayer]) -> Block:
     for name, sublayer in zip(SUBLAYERS, gradients, strict=True):
         sublayer.config = getattr(layers, name).config  # of the stack, not of the layer
         setattr(block, name, sublayer)
-    require(block, (name for name, x in named(block) if has_value(x)), 'has no gradient of')
+    found = (name for name, x in named(block) if has_value(x) or x.declared.is_frozen)
+    require(block, found, 'has no gradient of')
     return block

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.layers import SUBLAYERS
 from megajax.core.model import fp8
+from megajax.core.model.adapter_matmuls import ColumnParallel, RowParallel, like
 from megajax.core.model.attention import attention_core
 from megajax.core.model.fp8 import Operand, Quantized, value
 from megajax.core.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -32,6 +34,8 @@ from megajax.core.model.rows import Rows
 from megajax.core.model.sublayer import Sublayer
 from megajax.core.parallel.layout import Layout
 
+Pair = tuple[jax.Array, jax.Array]  # A and B of an adapter, or their gradients
+
 
 @dataclasses.dataclass(frozen=True)
 class SublayerSteps:
@@ -43,7 +47,7 @@ class SublayerSteps:
     place: int  # its index among the sublayers of all layers
     index: int  # the index of the layer
     scope: str
-    vectors: Sublayer  # norms and biases, and None in place of matrices
+    vectors: Sublayer  # norms, biases and adapters, and None in place of matrices
     matrices: Sublayer  # the matrices of all layers, and None in place of vectors
     totals: Sublayer | None  # the gradients of earlier microbatches in place of matrices
     rows: Rows
@@ -57,9 +61,9 @@ class SublayerSteps:
         """Return the normed residual stream and the transpose, which saves the statistics."""
 
         def normed(vectors: Sublayer, x_BTD: jax.Array) -> jax.Array:
-            return vectors.enter(row_major(x_BTD))
+            return self._complete(vectors).enter(row_major(x_BTD))
 
-        h_BTD, pull = jax.vjp(normed, self.vectors, x_BTD)
+        h_BTD, pull = jax.vjp(normed, self._differentiated, x_BTD)
         return self._operand('first', fp8.X, h_BTD), pull
 
     def gather(self, h_BTD: Operand) -> Operand:
@@ -71,7 +75,7 @@ class SublayerSteps:
         """Multiply by the column-parallel matrix."""
         equation = self._linear('first').equation
         y = product(equation, value(h_BSD), weight, self.layout, self.dtype)
-        return self._unscaled('first', y, fp8.X, fp8.W)
+        return self._adapted('first', self._unscaled('first', y, fp8.X, fp8.W), value(h_BSD))
 
     def middle(self, vectors: Sublayer, y: jax.Array) -> jax.Array:
         """Compute the second matmul's input from the first matmul's result."""
@@ -85,6 +89,7 @@ class SublayerSteps:
         """Do what `middle` does, for parts of the tokens; return the results and the transpose."""
 
         def of_parts(vectors: Sublayer, *ys: jax.Array) -> tuple[jax.Array, ...]:
+            vectors = self._complete(vectors)
             if len(ys) == 1:
                 return (self.middle(vectors, *ys),)
             y = join_tokens(ys, 'BS' + self.matrices.first.outputs, self.layout)
@@ -92,7 +97,7 @@ class SublayerSteps:
             dims = 'BS' + self.matrices.second.inputs
             return tuple(split_tokens(z, dims, len(ys), self.layout))
 
-        zs, pull = jax.vjp(of_parts, self.vectors, *ys)
+        zs, pull = jax.vjp(of_parts, self._differentiated, *ys)
         return *(self._operand('second', fp8.X, z) for z in zs), pull
 
     def pull_middle(self, pull: Any, *dzs: jax.Array) -> Sequence[Any]:
@@ -104,7 +109,7 @@ class SublayerSteps:
         """Multiply by the row-parallel matrix, up to the sum over its shards."""
         equation = self._linear('second').equation
         sums = partial_sums(equation, value(z), weight, self.layout, self.dtype)
-        return self._unscaled('second', sums, fp8.X, fp8.W)
+        return self._adapted('second', self._unscaled('second', sums, fp8.X, fp8.W), value(z))
 
     def sum(self, partial: jax.Array) -> jax.Array:
         """Add partial sums: of the second matmul forward, of an input's gradient backward."""
@@ -112,10 +117,10 @@ class SublayerSteps:
 
     def leave(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
         """Add the second matmul's result to the residual stream."""
-        return x_BTD + self._added(self.vectors, y_BTD)
+        return x_BTD + self._added(self._differentiated, y_BTD)
 
     def _added(self, vectors: Sublayer, y_BTD: jax.Array) -> jax.Array:
-        return vectors.added(y_BTD, self.rows.key_B)
+        return self._complete(vectors).added(y_BTD, self.rows.key_B)
 
     def gradient_of_leave(
         self, dx_BTD: jax.Array, y_BTD: jax.Array | None = None
@@ -125,7 +130,7 @@ class SublayerSteps:
         They depend on that result, `y_BTD`, only if the sublayer `keeps_output`.
         """
         y_BTD = jnp.zeros_like(dx_BTD) if y_BTD is None else y_BTD
-        _, pull = jax.vjp(self._added, self.vectors, y_BTD)
+        _, pull = jax.vjp(self._added, self._differentiated, y_BTD)
         vectors, dy_BTD = pull(dx_BTD)
         return self._operand('second', fp8.DY, dy_BTD), vectors
 
@@ -133,13 +138,32 @@ class SublayerSteps:
         """Return the gradient of the result of `middle`."""
         equation = self._linear('second').equation
         dz = input_gradient(equation, value(dy_BSD), weight, self.layout, self.dtype)
-        return self._unscaled('second', dz, fp8.DY, fp8.W)
+        dz = self._unscaled('second', dz, fp8.DY, fp8.W)
+        return self._adapted_back('second', dz, value(dy_BSD))
 
     def gradient_of_first(self, weight: jax.Array, dy: Operand) -> jax.Array:
         """Return the gradient of the result of `gather`, up to the sum over the shards."""
         equation = self._linear('first').equation
         sums = partial_gradient(equation, value(dy), weight, self.layout, self.dtype)
-        return self._unscaled('first', sums, fp8.DY, fp8.W)
+        sums = self._unscaled('first', sums, fp8.DY, fp8.W)
+        return self._adapted_back('first', sums, value(dy))
+
+    def is_frozen(self, linear: str) -> bool:
+        """Return whether the `first` or the `second` matrix has no gradient."""
+        return self._linear(linear).weight.declared.is_frozen
+
+    def has_adapter(self, linear: str) -> bool:
+        """Return whether the `first` or the `second` matrix has an adapter."""
+        return self._linear(linear).adapter is not None
+
+    def gradient_of_adapter(
+        self, linear: str, x: Operand, dy: Operand, before: Pair | None = None
+    ) -> Pair:
+        """Add the gradients of an adapter's A and B to the other parts' gradients."""
+        how, a, b = self._adapter(linear)
+        dh, h = how.hidden_gradient(value(dy), b), how.hidden(value(x), a)
+        da, db = like((how.of_a(value(x), dh), a), (how.of_b(h, value(dy)), b))
+        return (da, db) if before is None else (before[0] + da, before[1] + db)
 
     def gradient_of_weight(
         self, linear: str, x: Operand, dy: Operand, before: jax.Array | None = None
@@ -173,18 +197,22 @@ class SublayerSteps:
     def gradients(
         self,
         vectors: Sublayer,
-        first: jax.Array,
-        second: jax.Array,
+        matrices: Sequence[jax.Array | None],
+        adapters: Sequence[Pair | None],
         counts: Sequence[jax.Array] | None,
     ) -> Sublayer:
-        """Return the sublayer with gradients in place of its parameters.
+        """Return the sublayer with gradients in place of its parameters, None for frozen ones.
 
-        `counts` are the exponent counts of the two matmuls in fp8.
+        For the first and the second matmul, `matrices` has the gradient of the weight, `adapters`
+        the gradients of its adapter, and `counts`, in fp8, the exponent counts.
         """
         gradients: Sublayer = jax.tree.map(lambda x: x, vectors)
-        for index, (name, weight) in enumerate((('first', first), ('second', second))):
+        for index, name in enumerate(('first', 'second')):
             linear = _linear_of(gradients, name)
-            linear.weight.set_value(weight)
+            linear.weight.set_value(matrices[index])
+            if linear.adapter is not None and (pair := adapters[index]) is not None:
+                linear.adapter.A.set_value(pair[0])
+                linear.adapter.B.set_value(pair[1])
             if counts is not None and linear.scales is not None:
                 linear.scales.set_value(counts[index])
         return gradients
@@ -212,6 +240,43 @@ class SublayerSteps:
     def offset(self) -> int:
         """The place among the sublayers of the layer."""
         return self.place % len(SUBLAYERS)
+
+    @property
+    def _differentiated(self) -> Sublayer:
+        """The vectors whose gradients are found by transposing steps, and None for the others."""
+
+        def choose(declared: Parameter, x: jax.Array) -> jax.Array | None:
+            return None if declared.is_frozen or declared.is_adapter else x
+
+        return map_parameters(choose, self.vectors)
+
+    def _complete(self, differentiated: Sublayer) -> Sublayer:
+        """Return vectors together with those that are not differentiated."""
+        return map_parameters(
+            lambda _, own, x: own if x is None else x, self.vectors, differentiated
+        )
+
+    def _adapted(self, linear: str, y: jax.Array, x: jax.Array) -> jax.Array:
+        """Add the result of the adapter of a matmul, if there is one."""
+        if not self.has_adapter(linear):
+            return y
+        how, a, b = self._adapter(linear)
+        return y + how.outputs(how.hidden(x, a), b)
+
+    def _adapted_back(self, linear: str, dx: jax.Array, dy: jax.Array) -> jax.Array:
+        """Add the gradient of the input of a matmul's adapter, if there is one."""
+        if not self.has_adapter(linear):
+            return dx
+        how, a, b = self._adapter(linear)
+        return dx + how.inputs(how.hidden_gradient(dy, b), a)
+
+    def _adapter(self, linear: str) -> tuple[ColumnParallel | RowParallel, jax.Array, jax.Array]:
+        """Return the matmuls of an adapter, and its A and B."""
+        layer = _linear_of(self.vectors, linear)
+        kind = ColumnParallel if linear == 'first' else RowParallel
+        assert layer.adapter is not None
+        adapter = layer.adapter
+        return kind(layer.equation, self.layout, adapter.scale), adapter.A[...], adapter.B[...]
 
     def _operand(self, linear: str, operand: int, x: jax.Array) -> Operand:
         """Return an operand of the `first` or the `second` matmul, quantized with fp8."""
