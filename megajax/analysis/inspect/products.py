@@ -12,13 +12,15 @@ from megajax.core.counts.expert_kernels import KERNEL_STEP
 from megajax.core.counts.expert_rows import rows_with_unused
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.muon import newton_schulz
+from megajax.core.counts.product import Product
 from megajax.core.hardware.records import hardware
 from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.products import is_rematerialized, products
 from megajax.xla.hlo.program import Program
 
 TOLERANCE = 1e-3
-PADDED = 8  # elements; XLA pads the sizes of 16-bit cuBLAS matmuls to a multiple of it
+# Elements; XLA pads the sizes of 16-bit and of FP8 cuBLAS matmuls to a multiple of them.
+PADDED, PADDED_FP8 = 8, 16
 TILE, MULTIPROCESSORS = 64, 132  # of a matmul's result, and of an H100
 LEAST_PART = 24  # elements of each part of a contraction that XLA splits
 
@@ -43,14 +45,20 @@ def count_products(config: Config, program: Program, target: str) -> Products:
 def padding(config: Config) -> int:
     """Return the FLOPs that XLA may add on one device by padding 16-bit matmuls for cuBLAS.
 
-    XLA pads sizes to multiples of 8. It also pads each part of a contraction that it splits because
-    the result is too small for all multiprocessors. Such sizes are rare: the first tokens of BERT's
-    sequences, the pixels of an image patch, and tiny models.
+    XLA pads sizes to multiples of 8, or of 16 in FP8. It also pads each part of a contraction that
+    it splits because the result is too small for all multiprocessors. Such sizes are rare: the
+    first tokens of BERT's sequences, the pixels of an image patch, and tiny models.
     """
     if config.train.dtype == 'float32':
         return 0
+    is_fp8 = config.train.dtype == 'fp8'
+
+    def padded(product: Product) -> int:
+        is_narrow = is_fp8 and product.has_fp8_operands
+        return _padded(product.sizes, PADDED_FP8 if is_narrow else PADDED)
+
     return sum(
-        product.times * 2 * product.batch * (_padded(product.sizes) - prod(product.sizes))
+        product.times * 2 * product.batch * (padded(product) - prod(product.sizes))
         for product in (
             *counts.products(config, flash=uses_flash(config)),
             *newton_schulz(config),
@@ -79,11 +87,12 @@ def of_unused_blocks(config: Config, smallest: int = 0) -> int:
     )
 
 
-def _padded(sizes: tuple[int, int, int]) -> int:
-    m, n, k = (-(-size // PADDED) * PADDED for size in sizes)
+def _padded(sizes: tuple[int, int, int], multiple: int) -> int:
+    m, n, k = (-(-size // multiple) * multiple for size in sizes)
     if -(-m // TILE) * -(-n // TILE) < MULTIPROCESSORS:
         parts = [count for count in (2, 4, 8, 16) if sizes[2] >= count * LEAST_PART]
-        k = max(k, *(-(-sizes[2] // (count * PADDED)) * count * PADDED for count in (1, *parts)))
+        each = (count * multiple for count in (1, *parts))
+        k = max(k, *(-(-sizes[2] // size) * size for size in each))
     return m * n * k
 
 

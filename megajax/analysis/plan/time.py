@@ -284,9 +284,9 @@ def product_seconds(
     """
     hardware = cluster.hardware
     peak = hardware.peak_flops[config.train.dtype]
-    if config.train.dtype == 'fp8':  # used by the matmuls of layers
-        in_layers = product.where == 'layers'
-        peak = peak * FP8_SHARE if in_layers else hardware.peak_flops[config.train.compute_dtype]
+    if config.train.dtype == 'fp8':
+        of_others = hardware.peak_flops[config.train.compute_dtype]
+        peak = peak * FP8_SHARE if product.has_fp8_operands else of_others
     if product.flash:
         done = product.flops / 2 if product.is_causal else product.flops
         efficiency = hardware.efficiency

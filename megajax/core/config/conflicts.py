@@ -166,10 +166,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
     },
     ALL_HEADS: {'model.norm=layernorm': 'QK-norm over all heads supports RMSNorm only'},
     ZERO_CENTERED: {'model.norm=layernorm': 'a gain of 1 + w is supported with RMSNorm only'},
-    FP8: {
-        'vision': 'fp8 is not supported with vision models: the encoder and the cross-attention '
-        'layers have no FP8 scales',
-    },
     'lora': {
         'mesh.model_rows': 'LoRA does not support 2-D tensor parallelism, which shards both dims '
         'of a weight; an adapter has only one of them',

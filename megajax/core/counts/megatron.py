@@ -90,6 +90,7 @@ def _stated_in_passes(config: Config) -> list[Expected]:
             *images_over_devices(config),
             *relevance_over_devices(config),
             *_vectors(config, Runs.of_megatron(config)),
+            *(over_products(config) if config.train.dtype == 'fp8' else ()),
         ]
     context = own_over_context(config, runs.layers) if mesh.context > 1 else ()
     if mesh.stages == 1:

@@ -22,6 +22,16 @@ class Product:
     is_causal: bool = False  # attention of which a mask hides half
 
     @property
+    def has_fp8_operands(self) -> bool:
+        """Whether its operands are FP8 in a step in fp8, in the decoder's linear layers.
+
+        The matmuls of adapters, of an encoder and of cross-attention are in 16 bits.
+        """
+        first, *rest = self.name.split()
+        is_other = first in ('vision', 'cross', 'relevance') or bool({'A', 'B'} & {*rest})
+        return self.where == 'layers' and not is_other
+
+    @property
     def flops(self) -> int:
         """FLOPs of a run, including those that a causal kernel can skip; a multiply-add is two."""
         m, n, k = self.sizes

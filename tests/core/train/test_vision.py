@@ -4,6 +4,7 @@ Errors are relative to the largest element, see `support.relative_error`.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,10 @@ from megajax.core.config import Config
 from megajax.core.model.shard_copies import copy_to_shards
 from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import place_batch
-from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.core.train.gradients import make_gradients, make_loss_and_gradients
 from megajax.core.train.microbatches import split, with_weights
 from megajax.core.train.objective import Objective
+from megajax.core.train.scaling import nothing_seen, remember, scales_of
 from megajax.xla.hlo.collectives import collectives
 from megajax.xla.hlo.program import Program
 from megajax.xla.hlo.text import program_text
@@ -52,6 +54,17 @@ def loss_and_gradients(config: Config) -> tuple[float, dict[str, np.ndarray]]:
             params, batch, jax.random.key(0)
         )
         return float(loss), gather(gradients)
+
+
+@functools.cache
+def in_fp8(config: Config) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
+    """The loss, the gradients and the places of a step, with the scales of its own batch."""
+    with on_mesh(config):
+        given = params_of(config), place_batch(make_batch(config)), jax.random.key(0)
+        function = jax.jit(make_gradients(config))
+        recent = remember(nothing_seen(config), function(*given)[2].places)
+        (loss, _), gradients, seen = function(*given, None, scales_of(recent))
+        return float(loss), gather(gradients), np.asarray(seen.places)
 
 
 TWICE = {'train': {'microbatches': 2}}
@@ -174,3 +187,18 @@ def test_the_encoder_communicates_nothing_and_its_vectors_are_gathered_once() ->
         for one in collectives(program, {'data': 2, 'model': 4})
         if 'vision' in one.op_name and one.times > 1
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('crossed', 'sections'),
+    [(False, {'optim': {'shard': 'weights'}, **TWICE}), exhaustive(True, {})],
+)
+def test_in_fp8_every_mesh_sees_the_same_exponents(crossed: bool, sections: dict[str, Any]) -> None:
+    train = {**sections.get('train', {}), 'dtype': 'fp8'}
+    config = vlm(2, 2, **SP, crossed=crossed, **{**sections, 'train': train})
+    loss, gradients, places = in_fp8(config)
+    expected_loss, expected, own = in_fp8(vlm(crossed=crossed, train={'dtype': 'fp8'}))
+    assert relative_error(loss, expected_loss) < 1e-4
+    np.testing.assert_array_equal(places, own)
+    assert_close(gradients, expected, 0.15)
