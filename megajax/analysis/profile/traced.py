@@ -9,6 +9,7 @@ from megajax.analysis.profile.trace import Trace, read_trace
 from megajax.base.errors import reason
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.config.load import CONFIG
+from megajax.core.counts.expert_rows import LATER_ROUNDS
 from megajax.runtime.run.profile import FOLDER, PROCESS
 from megajax.runtime.run.saved_step import PROGRAM, decompressed
 from megajax.xla.hlo.errors import HloError
@@ -74,7 +75,7 @@ def _time(file: Path) -> str:
 def _read_program(folder: Path) -> tuple[Config, str, Program]:
     try:
         text = decompressed((folder / PROGRAM).read_bytes())
-        program = Program(text)
+        program = Program(text, skipped=LATER_ROUNDS)
     except (OSError, ValueError, HloError) as error:
         raise ConfigError(
             f'{folder / PROGRAM}, the program of the traced steps, cannot be read '

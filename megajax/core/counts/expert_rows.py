@@ -7,6 +7,9 @@ from megajax.core.config.schema import Config
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
 BLOCKS_PER_EXPERT = 4  # at a balanced load: half a block of padding is then 12.5% of the rows
+ROOM = 1.25  # of the buffers of the first round, relative to a balanced load
+LATER = 0.5  # of the buffers of later rounds, relative to the first
+LATER_ROUNDS = 'later_rounds'  # the named scope of the loop over them
 
 
 def rows_of_experts(config: Config, tokens: int, shards: Mapping[str, int]) -> tuple[int, int]:
@@ -37,10 +40,36 @@ def num_blocks(assignments: int, num_experts: int, block: int) -> int:
     return -(-assignments // block) + num_experts
 
 
+def rows_to_each(assignments: int, devices: int) -> tuple[int, int]:
+    """Return the rows that a device may send to each other one in a round, without a capacity.
+
+    The first number is of the first round, the second of later rounds: with a balanced load there
+    are none.
+    """
+    first = min(math.ceil(ROOM * assignments / devices), assignments)
+    return first, math.ceil(LATER * first)
+
+
+def rows_sent(config: Config, tokens: int, devices: int) -> int:
+    """Return the rows of the buffer that a device sends to its experts' devices, and receives.
+
+    Without a capacity, they are of the first round.
+    """
+    experts = config.model.experts
+    assert experts is not None
+    if experts.capacity is None:
+        return devices * rows_to_each(tokens * experts.active, devices)[0]
+    own, of_each = rows_of_experts(config, tokens, {'X': devices})
+    return own * of_each
+
+
 def rows_with_unused(config: Config, tokens: int, shards: Mapping[str, int]) -> int:
-    """Return the rows of all blocks of a device without a capacity, used or not."""
+    """Return the rows of all blocks of a device without a capacity, used or not.
+
+    With several devices, the first round counts.
+    """
     experts, devices = config.model.experts, shards.get('X', 1)
     assert experts is not None
     own, assignments = experts.count // devices, tokens * experts.active
     block = block_rows(assignments, own)
-    return num_blocks(devices * assignments, own, block) * block
+    return num_blocks(rows_sent(config, tokens, devices), own, block) * block

@@ -17,11 +17,12 @@ from megajax.core.counts.collective import (
     axes_text,
     passes,
 )
-from megajax.core.counts.expert_rows import rows_of_experts
+from megajax.core.counts.expert_rows import ROOM, rows_sent
 from megajax.core.counts.layers import layers_of, stacks
 from megajax.xla.hlo.program import Array
 
 DISPATCHER = 'transformer/moe/token_dispatcher.py MoEAlltoAllTokenDispatcher'
+ROUNDS = f'buffers of {ROOM} times a balanced load (docs/experts.md)'
 BALANCE = 'transformer/moe/moe_utils.py save_to_aux_losses_tracker'
 NUM_STATISTICS = 4  # of a router, for each expert (`core/model/router.py`)
 
@@ -29,28 +30,34 @@ NUM_STATISTICS = 4  # of a router, for each expert (`core/model/router.py`)
 def over_experts(config: Config, runs: int) -> Iterator[Expected]:
     """Yield the collectives over `expert` of layers that run this often, and of the routers.
 
-    Without a capacity, a buffer has room for all assignments of a device on each other device.
+    Without a capacity they are of the first round: a balanced load needs no other.
     """
+    if config.model.experts is None:
+        return
+    _, (rows, length, _) = activation(config)
+    slots = rows_sent(config, rows * length, config.mesh.experts)
+    yield from _in_passes(config, runs, slots, ROUNDS)
+    yield from _of_routers(config)
+
+
+def of_megatron(config: Config, runs: int) -> Iterator[Expected]:
+    """Yield Megatron's, which sends exactly the tokens of a balanced load without a capacity."""
     experts = config.model.experts
     if experts is None:
         return
-    model = config.model
-    layers = len(layers_of(model, stacks(model)[-1].dim))
-    runs = runs * layers // model.num_layers
-    dtype, (rows, length, size) = activation(config)
-    devices, assignments = config.mesh.experts, rows * length * experts.active
-    if devices > 1:
-        slots = devices * assignments
-        if experts.capacity is not None:
-            own, of_each = rows_of_experts(config, rows * length, {'X': devices})
-            slots = own * of_each
-        for phase in passes(config):
-            site = Site('experts', phase, 'expert')
-            sent = Array(dtype, (slots, size))
-            yield Expected.over(config, site, EXCHANGE, sent, 2 * runs, DISPATCHER)
-            if experts.capacity is None:
-                counts = Array('s32', (devices, experts.count))
-                yield Expected.over(config, site, GATHER, counts, runs, DISPATCHER)
+    _, (rows, length, _) = activation(config)
+    slots = rows * length * experts.active
+    if experts.capacity is not None:
+        slots = rows_sent(config, rows * length, config.mesh.experts)
+    yield from _in_passes(config, runs, slots, DISPATCHER)
+    yield from _of_routers(config)
+
+
+def _of_routers(config: Config) -> Iterator[Expected]:
+    """Yield the sums of the routers' statistics, once a step."""
+    experts = config.model.experts
+    assert experts is not None
+    layers = _num_layers(config)
     sums, stages = (NUM_STATISTICS, experts.count), config.mesh.stages
     if axis := axes_text(config, 'replica', 'data', 'expert', 'context'):
         reduced, site = Array('f32', (layers // stages, *sums)), Site('gradients', 'step', axis)
@@ -58,3 +65,25 @@ def over_experts(config: Config, runs: int) -> Iterator[Expected]:
     if stages > 1:
         site = Site('parameters', 'step', 'stage')
         yield Expected.over(config, site, GATHER, Array('f32', (layers, *sums)), 1, BALANCE)
+
+
+def _in_passes(config: Config, runs: int, slots: int, source: str) -> Iterator[Expected]:
+    """Yield the two all-to-alls of each pass, of buffers with this many rows."""
+    experts, devices = config.model.experts, config.mesh.experts
+    assert experts is not None
+    if devices == 1:
+        return
+    dtype, (_, _, size) = activation(config)
+    runs = runs * _num_layers(config) // config.model.num_layers
+    for phase in passes(config):
+        site = Site('experts', phase, 'expert')
+        sent = Array(dtype, (slots, size))
+        yield Expected.over(config, site, EXCHANGE, sent, 2 * runs, source)
+        if experts.capacity is None:
+            counts = Array('s32', (devices, experts.count))
+            yield Expected.over(config, site, GATHER, counts, runs, source)
+
+
+def _num_layers(config: Config) -> int:
+    """Return the number of layers with experts."""
+    return len(layers_of(config.model, stacks(config.model)[-1].dim))

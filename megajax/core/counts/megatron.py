@@ -24,7 +24,7 @@ from megajax.core.counts.collective import (
 from megajax.core.counts.context import of_documents, over_context, own_over_context
 from megajax.core.counts.cross_attention import cross_layers
 from megajax.core.counts.data_parallel import over_data
-from megajax.core.counts.experts import over_experts
+from megajax.core.counts.experts import of_megatron, over_experts
 from megajax.core.counts.grid import over_grid
 from megajax.core.counts.layers import layer, layers_of, stacks
 from megajax.core.counts.muon import exchanges, over_tensor_parallel
@@ -66,7 +66,7 @@ def expected(config: Config) -> list[Expected]:
         *(between_stages(config) if mesh.stages > 1 else ()),
         *(gradients_of_stages(config) if mesh.stages > 1 else over_data(config)),
         *over_tensor_parallel(config),
-        *over_experts(config, runs.layers),
+        *of_megatron(config, runs.layers),
     ]
 
 
@@ -74,8 +74,9 @@ def stated(config: Config) -> list[Expected]:
     """Return what a step sends at most, where Megatron differs.
 
     The difference is the price of one program for all stages (`stages.py`), of sums in fp32 and
-    document ids (`context.py`), and of shards that are no whole matrices (`muon.py`). A vision
-    encoder has entirely different collectives (`vision.py`).
+    document ids (`context.py`), of buffers with static sizes (`experts.py`), and of shards that are
+    no whole matrices (`muon.py`). A vision encoder has entirely different collectives
+    (`vision.py`).
     """
     return [*_stated_in_passes(config), *of_documents(config), *exchanges(config)]
 
@@ -93,9 +94,9 @@ def _stated_in_passes(config: Config) -> list[Expected]:
             *(over_products(config) if config.train.dtype == 'fp8' else ()),
         ]
     context = own_over_context(config, runs.layers) if mesh.context > 1 else ()
+    routed = [x for x in over_experts(config, runs.layers) if x.site.phase != 'step']
     if mesh.stages == 1:
-        return [*context]
-    routed = (x for x in over_experts(config, runs.layers) if x.site.phase != 'step')
+        return [*context, *routed]
     repeated = (*over_model(config, runs), *context, *routed)
     return [
         *(dataclasses.replace(x, source=EVERY_TICK) for x in repeated),

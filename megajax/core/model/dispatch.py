@@ -2,20 +2,25 @@
 
 Everything here runs on one device. In names of arrays, n counts assignments, of the first token
 first; s counts the slots of the buffer that is sent, r the rows that this device's experts receive,
-and x its experts. A weight [x, i, o] multiplies rows with inputs i and outputs o.
+p the devices that it sends to, and x its experts. A weight [x, i, o] multiplies rows with inputs i
+and outputs o.
+
+Buffers have static sizes. If no token may be dropped, they have room for somewhat more than a
+balanced load, and what does not fit is sent in later rounds (`Rounds`).
 """
 
 import abc
 import dataclasses
 import math
-from typing import NamedTuple, Self
+from collections.abc import Callable
+from typing import NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.config.experts import ExpertsConfig
-from megajax.core.counts.expert_rows import block_rows
+from megajax.core.counts.expert_rows import LATER_ROUNDS, block_rows, rows_to_each
 from megajax.core.model.grouped import (
     Groups,
     group,
@@ -24,6 +29,8 @@ from megajax.core.model.grouped import (
     rows_by_weights,
 )
 from megajax.core.model.platform import accumulation_dtype
+
+Carry = TypeVar('Carry')
 
 
 class Peers(NamedTuple):
@@ -81,8 +88,16 @@ class Dispatch(abc.ABC):
         return self.receive(_at(x_nD, self.source_s))
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """Return the row of each assignment [n, D]: zeros if it is dropped."""
+        """Return the row of each assignment [n, D]: zeros if it is dropped, or of a later round."""
         return _at(self.give_back(rows), self.slot_n)
+
+    def back_into(self, y_nD: jax.Array, rows: jax.Array) -> jax.Array:
+        """Return y with the rows of the assignments that were sent."""
+        return y_nD.at[self.source_s].set(self.give_back(rows), mode='drop')
+
+    def in_later_rounds(self, run: Callable[['Dispatch', Carry], Carry], carry: Carry) -> Carry:
+        """Return the last result of `run`, called for each round that follows this one."""
+        return carry
 
     @abc.abstractmethod
     def receive(self, buffer_sD: jax.Array) -> jax.Array:
@@ -113,34 +128,80 @@ class Dispatch(abc.ABC):
         """Return the sum of the rows of each expert, in fp32."""
 
 
+class Rounds(NamedTuple):
+    """The rounds in which assignments are sent, in order of experts, then of tokens."""
+
+    device_n: jax.Array  # that has the expert of an assignment
+    rank_n: jax.Array  # of an assignment among those for the same device
+    end_px: jax.Array  # how many assignments come from a device, for experts up to this one
+    num_later: jax.Array  # rounds after the first, on all devices that exchange assignments
+
+    @classmethod
+    def of(cls, expert_n: jax.Array, num_experts: int, peers: Peers) -> Self:
+        """Distribute assignments over rounds."""
+        of_device = num_experts // peers.size
+        device_n = expert_n // of_device
+        chosen_x = jnp.zeros(num_experts, jnp.int32).at[expert_n].add(1)
+        # How many rows each device sends to each expert.
+        every = peers.gather(chosen_x).reshape(peers.size, peers.size, of_device)
+        first, later = rows_to_each(len(expert_n), peers.size)
+        return cls(
+            device_n,
+            rank_in(device_n, peers.size, order=expert_n),
+            jnp.cumsum(lax.dynamic_index_in_dim(every, peers.place, 1, keepdims=False), 1),
+            -(jnp.minimum(first - every.sum(2).max(), 0) // later),
+        )
+
+    def sent(self, start: jax.Array | int, each: int, active: int, peers: Peers) -> 'Dropless':
+        """Send each device `each` assignments, from the one with this rank on."""
+        slot_n, size, count = self.rank_n - start, peers.size * each, len(self.rank_n)
+        is_in = (slot_n >= 0) & (slot_n < each)
+        slot_n = jnp.where(is_in, self.device_n * each + slot_n, size)
+        rank_r = jnp.arange(each) + start
+        local_pr = jax.vmap(lambda end_x: jnp.searchsorted(end_x, rank_r, side='right'))(
+            self.end_px
+        )
+        of_device = self.end_px.shape[1]
+        # A device receives as many rows as it sends if the experts are in balance.
+        block = block_rows(min(size, count), of_device)
+        groups = group(local_pr.reshape(-1).astype(jnp.int32), of_device, block=block)
+        return Dropless(slot_n, sources(slot_n, size), active, peers, groups, self)
+
+
 @dataclasses.dataclass(frozen=True)
 class Dropless(Dispatch):
     """Rows [r, D] sorted by expert; `groups` has each expert's."""
 
     groups: Groups
+    rounds: Rounds | None  # None if the experts are on this device
 
     @classmethod
     def of(cls, expert_TY: jax.Array, experts: ExpertsConfig, peers: Peers) -> Self:
-        """Send each assignment, in order of experts, then of tokens."""
-        expert_n, active = expert_TY.reshape(-1), experts.active
-        devices, count = peers.size, len(expert_n)
-        if devices == 1:
+        """Send the assignments of the first round."""
+        expert_n, active, count = expert_TY.reshape(-1), experts.active, expert_TY.size
+        if peers.size == 1:
             groups = group(expert_n, experts.count, block=block_rows(count, experts.count))
-            return cls(groups.place_n, groups.source_R, active, peers, groups)
-        of_device = experts.count // devices
-        # A buffer has room for every assignment on each device: all may go to the same one.
-        first_n = expert_n // of_device * count
-        slot_n = first_n + rank_in(expert_n // of_device, devices, order=expert_n)
-        chosen_x = jnp.zeros(experts.count, jnp.int32).at[expert_n].add(1)
-        # How many rows each device sends to each of this device's experts.
-        every = peers.gather(chosen_x)
-        mine = lax.dynamic_slice_in_dim(every, peers.place * of_device, of_device, 1)
-        ends = jnp.cumsum(mine, 1)
-        local_s = jax.vmap(lambda end: jnp.searchsorted(end, jnp.arange(count), side='right'))(ends)
-        # A device receives as many rows as it sends if the experts are in balance.
-        block = block_rows(count, of_device)
-        groups = group(local_s.reshape(-1).astype(jnp.int32), of_device, block=block)
-        return cls(slot_n, sources(slot_n, devices * count), active, peers, groups)
+            return cls(groups.place_n, groups.source_R, active, peers, groups, None)
+        rounds = Rounds.of(expert_n, experts.count, peers)
+        return rounds.sent(0, rows_to_each(count, peers.size)[0], active, peers)
+
+    @property
+    def is_dropped_n(self) -> jax.Array:
+        return jnp.zeros(len(self.slot_n), bool)
+
+    def in_later_rounds(self, run: Callable[[Dispatch, Carry], Carry], carry: Carry) -> Carry:
+        if (rounds := self.rounds) is None:
+            return carry
+        first, later = rows_to_each(len(self.slot_n), self.peers.size)
+
+        def body(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+            done, carry = state
+            sent = rounds.sent(first + done * later, later, self.active, self.peers)
+            return done + 1, run(sent, carry)
+
+        with jax.named_scope(LATER_ROUNDS):
+            start = jnp.zeros((), jnp.int32), carry
+            return lax.while_loop(lambda state: state[0] < rounds.num_later, body, start)[1]
 
     def receive(self, buffer_sD: jax.Array) -> jax.Array:
         if self.peers.size == 1:

@@ -61,9 +61,9 @@ class Saved(NamedTuple):
 
     logit_Tx: jax.Array
     expert_TY: jax.Array
-    up: jax.Array  # the result of the first matmul, with its bias
+    up: jax.Array  # the result of the first matmul, with its bias, of the first round
     y_nD: jax.Array
-    rows: jax.Array | None = None  # that experts receive; None if they come from this device
+    rows: jax.Array | None = None  # of the first round; None if they come from this device
     shared_up: jax.Array | None = None  # the result of the shared expert's first matmul
 
 
@@ -75,9 +75,13 @@ def forward(x_BTD: jax.Array, arrays: Arrays, how: Settings) -> tuple[jax.Array,
     expert_TY = router.choose(logit_Tx, local.vector('selection_bias'), how.experts)
     sent = dispatch(expert_TY, how.experts, x_BSD.shape[1], how.peers)
     rows = sent.send_tokens(x_TD)
-    up = local.biased(sent.matmul(rows, local.up), 'up_bias', sent)
-    y = sent.matmul(local.activated(up), local.down)
-    y_nD = sent.back(local.biased(y, 'down_bias', sent))
+    up = local.before_activation(rows, sent)
+
+    def run_later(sent: Dispatch, y_nD: jax.Array) -> jax.Array:
+        up = local.before_activation(sent.send_tokens(x_TD), sent)
+        return sent.back_into(y_nD, local.after_activation(up, sent))
+
+    y_nD = sent.in_later_rounds(run_later, sent.back(local.after_activation(up, sent)))
     weight_TY1 = router.weights(logit_Tx, expert_TY, how.experts)[..., None]
     y_TYD = y_nD.reshape(*expert_TY.shape, -1).astype(jnp.float32)
     y_TD, shared_up = (weight_TY1 * y_TYD).sum(1), None
@@ -105,7 +109,7 @@ def backward(
     dy_T1D = dy_TD[:, None].astype(jnp.float32)
     (dlogit_Tx,) = of_weights((dy_T1D * y_TYD).sum(-1))
     dy_nD = (weight_TY[..., None] * dy_T1D).astype(x_BTD.dtype).reshape(-1, x_TD.shape[-1])
-    drows, gradients = _of_matmuls(sent.send(dy_nD), x_TD, saved, sent, local)
+    dx_nD, gradients = _of_rounds(dy_nD, x_TD, saved, sent, local)
     if 'load' in arrays:
         is_dropped_TY = sent.is_dropped_n.reshape(expert_TY.shape)
         gradients['load'] = router.statistics(logit_Tx, expert_TY, is_dropped_TY, how.experts)
@@ -114,7 +118,7 @@ def backward(
     highest = lax.Precision.HIGHEST
     gradients['router'] = jnp.matmul(of_router.T, dlogit_Tx, precision=highest)
     gradients['router_bias'] = dlogit_Tx.sum(0)
-    dx_TYD = sent.back(drows).reshape(*expert_TY.shape, -1).astype(jnp.float32)
+    dx_TYD = dx_nD.reshape(*expert_TY.shape, -1).astype(jnp.float32)
     dx_TD = dx_TYD.sum(1) + jnp.matmul(dlogit_Tx, router_Dx.T, precision=highest)
     if saved.shared_up is not None:
         dx_shared_TD, of_shared = _of_shared(dy_TD, x_TD, saved.shared_up, local)
@@ -123,15 +127,33 @@ def backward(
     return _reduced(dx_BSD, how.layout), local.summed(gradients)
 
 
+def _of_rounds(
+    dy_nD: jax.Array, x_TD: jax.Array, saved: Saved, sent: Dispatch, local: '_Local'
+) -> tuple[jax.Array, Arrays]:
+    """Return the gradients of assignments [n, D], and of the experts' parameters.
+
+    Only the first round has saved values; later ones, which are rare, compute them again.
+    """
+    rows = sent.send_tokens(x_TD) if saved.rows is None else saved.rows
+    drows, gradients = _of_matmuls(sent.send(dy_nD), rows, saved.up, sent, local)
+
+    def run_later(sent: Dispatch, found: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
+        rows, (dx_nD, gradients) = sent.send_tokens(x_TD), found
+        up = local.before_activation(rows, sent)
+        drows, more = _of_matmuls(sent.send(dy_nD), rows, up, sent, local)
+        return sent.back_into(dx_nD, drows), jax.tree.map(jnp.add, gradients, more)
+
+    return sent.in_later_rounds(run_later, (sent.back(drows), gradients))
+
+
 def _of_matmuls(
-    dy: jax.Array, x_TD: jax.Array, saved: Saved, sent: Dispatch, local: '_Local'
+    dy: jax.Array, rows: jax.Array, up: jax.Array, sent: Dispatch, local: '_Local'
 ) -> tuple[jax.Array, Arrays]:
     """Return the gradients of the rows that experts receive, and of the experts' parameters."""
-    hidden, of_activation = jax.vjp(local.activated, saved.up)
+    hidden, of_activation = jax.vjp(local.activated, up)
     (dup,) = of_activation(sent.input_gradient(dy, local.down))
     gradients: Arrays = {}
     if not local.how.is_frozen:
-        rows = sent.send_tokens(x_TD) if saved.rows is None else saved.rows
         gradients['up'] = sent.weight_gradient(rows, dup)
         gradients['down'] = sent.weight_gradient(hidden, dy)
         gradients['up_bias'] = sent.bias_gradient(dup)
@@ -196,6 +218,14 @@ class _Local(NamedTuple):
         """The weight [hidden, D] of the shared expert's second matmul."""
         w: jax.Array = self.arrays['shared_down']
         return w
+
+    def before_activation(self, rows: jax.Array, sent: Dispatch) -> jax.Array:
+        """Return the first matmul of rows, with its bias."""
+        return self.biased(sent.matmul(rows, self.up), 'up_bias', sent)
+
+    def after_activation(self, up: jax.Array, sent: Dispatch) -> jax.Array:
+        """Return the experts' results, from the result of the first matmul."""
+        return self.biased(sent.matmul(self.activated(up), self.down), 'down_bias', sent)
 
     def biased(self, y: jax.Array, name: str, sent: Dispatch) -> jax.Array:
         """Add the experts' biases, if they have any, to rows; biases of partial sums only once."""

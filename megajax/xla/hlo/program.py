@@ -79,6 +79,7 @@ class Instruction:
     attributes: str
     is_root: bool
     line: str
+    is_skipped: bool = False  # a loop of unknown length that counts as not entered
 
     @cached_property
     def op_name(self) -> str:
@@ -102,7 +103,9 @@ class Instruction:
     def trip_count(self) -> int | None:
         """The number of steps of a while loop; None if the compiler does not know it."""
         match = _TRIP_COUNT.search(self.attributes)
-        return int(match[1]) if match else None
+        if match:
+            return int(match[1])
+        return 0 if self.is_skipped else None
 
     def attribute(self, key: str) -> str | None:
         """Return the number or name after `key=`; None if there is none."""
@@ -165,13 +168,16 @@ class Computation:
 class Program:
     """A compiled module: its computations by name, their callers, and how often each runs.
 
-    `trip_count` is the number of steps of loops whose length the compiler does not know.
+    `trip_count` is the number of steps of loops whose length the compiler does not know. Those in
+    the named scope `skipped` count as not entered.
     """
 
-    def __init__(self, text: str, *, trip_count: int | None = None):
+    def __init__(self, text: str, *, trip_count: int | None = None, skipped: str = ''):
         if too_long := re.search(rf'\d{{{_MOST_DIGITS + 1},}}', text):
             raise HloError(f'a number of {len(too_long[0])} digits: {too_long[0][:20]}...')
-        self.computations = {computation.name: computation for computation in _computations(text)}
+        self.computations = {
+            computation.name: computation for computation in _computations(text, skipped)
+        }
         entries = re.findall(r'^ENTRY %?([\w.\-]+)', text, re.MULTILINE)
         if len(entries) != 1:
             raise HloError(
@@ -222,7 +228,7 @@ class Program:
         return self._sources.of(instruction.attributes)
 
 
-def _computations(text: str) -> Iterator[Computation]:
+def _computations(text: str, skipped: str) -> Iterator[Computation]:
     name, instructions = None, list[Instruction]()
     for raw in text.splitlines():
         line = _COMMENT.sub('', raw).rstrip()
@@ -235,7 +241,10 @@ def _computations(text: str) -> Iterator[Computation]:
             yield Computation(name=name, instructions=tuple(instructions))
             name = None
         elif line:
-            instructions.append(_instruction(line))
+            instruction = _instruction(line)
+            if skipped and instruction.opcode == 'while' and skipped in instruction.op_name:
+                instruction = dataclasses.replace(instruction, is_skipped=True)
+            instructions.append(instruction)
     if name is not None:
         last = instructions[-1].line if instructions else 'its header'
         raise HloError(f'the text ends inside the computation {name}, after {last}')

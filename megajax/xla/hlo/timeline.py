@@ -88,7 +88,8 @@ class _Walk:
 
     def _loop(self, instruction: Instruction) -> None:
         """Run the body of a loop twice; all further runs take as long as the second one."""
-        body, times = instruction.attribute('body'), instruction.trip_count or 1
+        body, steps = instruction.attribute('body'), instruction.trip_count
+        times = 1 if steps is None else steps
         assert body is not None
         for _ in range(min(times, 2)):
             before = dict(self.seconds)

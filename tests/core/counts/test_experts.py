@@ -1,10 +1,13 @@
 """The FLOPs and collectives of a mixture of experts, by hand."""
 
+from collections.abc import Callable, Iterable
+
 import pytest
 from support import make_config
 
 from megajax.core.config import Config
-from megajax.core.counts.experts import over_experts
+from megajax.core.counts.collective import Expected
+from megajax.core.counts.experts import of_megatron, over_experts
 from megajax.core.counts.flops import step_flops
 from megajax.core.counts.megatron import expected
 from megajax.core.counts.parameters import count, num_parameters
@@ -35,11 +38,20 @@ def test_the_devices_of_a_mesh_share_the_work(mesh: dict[str, int]) -> None:
     assert all_devices.recomputed - one.recomputed == (mesh.get('model', 1) - 1) * router
 
 
-@pytest.mark.parametrize(('capacity', 'slots'), [(None, 2 * 64 * ACTIVE), (1.0, 64 * ACTIVE)])
-def test_each_pass_of_a_layer_has_two_all_to_alls(capacity: float | None, slots: int) -> None:
+@pytest.mark.parametrize(
+    ('capacity', 'counted', 'slots'),
+    [
+        (None, of_megatron, 64 * ACTIVE),
+        (None, over_experts, 1.25 * 64 * ACTIVE),
+        (1.0, over_experts, 64 * ACTIVE),
+    ],
+)
+def test_each_pass_of_a_layer_has_two_all_to_alls(
+    capacity: float | None, counted: Callable[..., Iterable[Expected]], slots: int
+) -> None:
     sent = [
         (row.site.phase, row.times, row.array.dims)
-        for row in over_experts(config(capacity, data=4, experts=2), LAYERS)
+        for row in counted(config(capacity, data=4, experts=2), LAYERS)
         if row.kind == 'all-to-all'
     ]
     assert sent == [(phase, 2 * LAYERS, (slots, D)) for phase in ('forward', 'backward')]

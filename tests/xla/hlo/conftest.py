@@ -26,6 +26,7 @@ def read() -> Callable[..., list[Collective]]:
         shape: tuple[int, ...] = (8, 16),
         dtype: Any = jnp.float32,
         trip_count: int | None = None,
+        skipped: str = '',
     ) -> list[Collective]:
         devices = jax.make_mesh(
             mesh, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2
@@ -41,6 +42,8 @@ def read() -> Callable[..., list[Collective]]:
         lowered = jax.jit(mapped).lower(jax.ShapeDtypeStruct(whole, dtype))
         with without_cache():  # whose programs have the source lines of the day they were compiled
             text = program_text(lowered.compile())
-        return collectives(Program(text, trip_count=trip_count), dict(devices.shape))
+        return collectives(
+            Program(text, trip_count=trip_count, skipped=skipped), dict(devices.shape)
+        )
 
     return read

@@ -252,6 +252,20 @@ def test_a_loop_of_unknown_length_is_an_error_with_its_place_unless_its_length_i
     }
 
 
+def test_loops_of_unknown_length_in_a_scope_can_count_as_not_entered(read):
+    psum, gather = step('all-reduce', 'model', SIZES[2, 4]), step('all-gather', 'data', SIZES[2, 4])
+
+    def loops(x: jax.Array) -> jax.Array:
+        with jax.named_scope('rare'):
+            x = lax.while_loop(lambda x: x.sum() < 5, psum, x)
+        return lax.while_loop(lambda x: x.sum() < 5, gather, x)
+
+    assert times(read(loops, skipped='rare', trip_count=6)) == {
+        ('all-reduce', 'model'): (0, False),
+        ('all-gather', 'data'): (6, False),
+    }
+
+
 def test_a_loop_of_unknown_length_that_sends_nothing_is_no_error(read):
     found = read(lambda x: lax.psum(lax.while_loop(lambda x: x.sum() < 5, jnp.sin, x), 'model'))
     assert total(found) == {('all-reduce', 'model'): 1}
