@@ -30,7 +30,7 @@ def fewest_rows(x: jax.Array) -> int:
     return smallest_block(capability_of(device) if device and is_nvidia(device) else None)
 
 
-def has_kernels(x: jax.Array, y: jax.Array, sizes: tuple[int, int], block: int) -> bool:
+def has_kernels(x: jax.Array, y: jax.Array, sizes: tuple[int, ...], block: int) -> bool:
     """Whether the kernels run on the GPU that these operands are compiled for.
 
     `sizes` are the features before and after the matmul. The log says so once for each dtype.
@@ -42,7 +42,7 @@ def has_kernels(x: jax.Array, y: jax.Array, sizes: tuple[int, int], block: int) 
 
 
 @functools.cache
-def _has_kernels(device: Any, dtype: str, sizes: tuple[int, int], block: int) -> bool:
+def _has_kernels(device: Any, dtype: str, sizes: tuple[int, ...], block: int) -> bool:
     missing = 'need an NVIDIA GPU'
     if is_nvidia(device):
         missing = missing_for_kernels(dtype, sizes, block, capability_of(device))
