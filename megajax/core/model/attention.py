@@ -172,10 +172,9 @@ def attend(
         kernel = 'cudnn' if flash else 'xla'
         length = q_RSNH.shape[1] * jax.typeof(q_RSNH).sharding.mesh.shape[CONTEXT]
         if window is not None and window < length:
-            of_layer = window, kernel, scale, sinks_N, segment_RS
-            return attend_in_window(q_RSNH, k_RSKH, v_RSKH, *of_layer)
-        of_layer = exchange, kernel, scale, sinks_N, segment_RS
-        return attend_across(q_RSNH, k_RSKH, v_RSKH, *of_layer)
+            qkv = q_RSNH, k_RSKH, v_RSKH
+            return attend_in_window(*qkv, window, kernel, scale, sinks_N, segment_RS)
+        return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, kernel, scale, sinks_N, segment_RS)
     if flash:
         return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window, scale, sinks_N)
     core = partial(_attend_xla, layout=layout, causal=causal, rate=rate, window=window, scale=scale)

@@ -85,7 +85,7 @@ def _attend(
     documents = _Documents(*first_RS)
     o, lse = kernel.forward(q, k, v, True, documents.mask)
     first, second = zip(_halves(o.astype(jnp.float32), 1), _halves(lse, 2), strict=True)
-    keys, done = _Keys(*map(documents.turned, (k, v)), ring), [lse]
+    keys, done = _Keys(documents.turned(k), documents.turned(v), ring), [lse]
     for step in range(1, shards):
         k_2, v_2 = keys.of(step, done)
         is_earlier = step <= rank  # these keys come from a shard of a lower index
@@ -147,7 +147,8 @@ def _gradients(
         zero = jnp.zeros_like(dk_2[:rows])
         dk_2, dv_2 = (_to_chunks(x[:rows], zero, x[rows:], is_earlier) for x in (dk_2, dv_2))
         sums.add(step, dk_2, dv_2)
-    return dq.astype(q.dtype), *map(documents.turned, sums.collect())
+    dk, dv = map(documents.turned, sums.collect())
+    return dq.astype(q.dtype), dk, dv
 
 
 class _Documents:

@@ -201,8 +201,8 @@ def _gradients(
         True,
         lengths=blocks.lengths(),
     )
-    own = q_own, k_own, v_own, o_own, lse_own, do_own
-    dq, dk, dv = kernel.backward(*own, True, blocks.mask, window=blocks.own_window)
+    of_own = q_own, k_own, v_own, o_own, lse_own, do_own
+    dq, dk, dv = kernel.backward(*of_own, True, blocks.mask, window=blocks.own_window)
     dq = dq.at[:, :window].set(_sum(dq[:, :window], _turned(dq_2)))
     sums = []
     for own, of_halos in ((dk, dk_2), (dv, dv_2)):

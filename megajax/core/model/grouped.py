@@ -75,14 +75,14 @@ def group(expert_n: jax.Array, num_experts: int, *, block: int) -> Groups:
 
 def rows_by_weights(x_RD: jax.Array, w_XDF: jax.Array, groups: Groups) -> jax.Array:
     """Return each row times the matrix of its expert, in the dtype of x; zeros in the padding."""
-    if has_kernels(x_RD, w_XDF, w_XDF.shape[1:], groups.block):
+    if has_kernels(x_RD, w_XDF, _features(w_XDF), groups.block):
         return rows_by_expert(x_RD, w_XDF, *_of_blocks(groups), transposed=False)
     return _by_blocks('rd,df->rf', x_RD, w_XDF, w_XDF.shape[2], groups)
 
 
 def rows_by_transposed(dy_RF: jax.Array, w_XDF: jax.Array, groups: Groups) -> jax.Array:
     """Return each row times its expert's matrix transposed, as `rows_by_weights` does."""
-    if has_kernels(dy_RF, w_XDF, w_XDF.shape[1:], groups.block):
+    if has_kernels(dy_RF, w_XDF, _features(w_XDF), groups.block):
         return rows_by_expert(dy_RF, w_XDF, *_of_blocks(groups), transposed=True)
     return _by_blocks('rf,df->rd', dy_RF, w_XDF, w_XDF.shape[1], groups)
 
@@ -115,6 +115,11 @@ def outer(x_RD: jax.Array, dy_RF: jax.Array, groups: Groups) -> jax.Array:
 def _of_blocks(groups: Groups) -> tuple[jax.Array, jax.Array]:
     """Return an expert for each block, and the rows without padding, of which unused have none."""
     return jnp.minimum(groups.expert_b, groups.sizes_X.size - 1), groups.rows_b
+
+
+def _features(w_XDF: jax.Array) -> tuple[int, int]:
+    _, inputs, outputs = w_XDF.shape
+    return inputs, outputs
 
 
 def _by_blocks(
