@@ -213,11 +213,12 @@ class Sizes:
 
         They are the output of the largest adapter before it is added and, with several
         microbatches, the transposed head, which is frozen, so XLA makes it once for all of them.
-        Pipeline stages read the head as it is stored.
+        With pipeline stages or sequence parallelism the head is read as it is stored.
         """
         if self.config.lora is None:
             return 0
-        is_made_once = self.config.train.microbatches > 1 and self.config.mesh.stages == 1
+        is_read_as_stored = self.config.mesh.stages > 1 or self.is_scattered
+        is_made_once = self.config.train.microbatches > 1 and not is_read_as_stored
         return self.up + (self.itemsize * self.table if is_made_once else 0)
 
     @property
