@@ -1,5 +1,5 @@
 """What `megajax.plan` counts of a training step beside what XLA's compiler made of it:
-`python benchmarks/plan_memory.py OUT.csv`.
+`python benchmarks/plan_memory.py OUT.csv`, or with `--experts` for every line of EXPERTS.
 
 Bytes of memory, FLOPs of the matrix products, kernels and bytes on the wire of each H100 by mesh
 axis, with the share of these that matrix products overlap, for every line of STEPS. No GPU is
@@ -221,6 +221,15 @@ llama3_8b      4x2 tp full      2 2 optim.shard=weights IN_ORDER
 llama3_8b      1x8 sp none      2 1 IN_ORDER
 llama3_8b      1x8 sp none      1 1 IN_ORDER
 """
+EXPERTS = """
+qwen3_30b_a3b 8x1 tp full 2 1 model.num_layers=12 mesh.experts=8 optim.shard=weights
+qwen3_30b_a3b 8x1 tp none 1 1 model.num_layers=12 mesh.experts=8 optim.shard=weights
+qwen3_30b_a3b 8x1 tp full 2 1 model.num_layers=12 mesh.experts=1 optim.shard=weights
+qwen3_30b_a3b 8x1 tp full 2 1 model.num_layers=12 mesh.experts=8 optim.shard=optimizer \
+    model.experts.capacity=1.25
+mixtral_8x7b  2x4 sp full 1 1 model.num_layers=8 mesh.experts=2 optim.shard=optimizer
+mixtral_8x7b  1x8 sp none 1 1 model.num_layers=8 mesh.experts=1 optim.shard=none
+"""
 IN_ORDER = 'IN_ORDER'  # layers as GPUs have them by default; else in a loop, in XLA's order
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']
 PREDICTED = ['predicted_bytes', 'predicted_gflops', 'predicted_launches', 'predicted_wire']
@@ -241,10 +250,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('out', type=Path)
+    parser.add_argument('--experts', action='store_true')
     arguments = parser.parse_args()
     found = {key(line): line for line in read(arguments.out)} if arguments.out.exists() else {}
     lines = []
-    for step in steps():
+    for step in steps(EXPERTS if arguments.experts else STEPS):
         compiled = found.get(key(step)) or measure(load(step))
         line = step | predict(load(step)) | {name: compiled[name] for name in COMPILED}
         lines.append(
@@ -258,10 +268,10 @@ def main() -> None:
     table(lines)
 
 
-def steps() -> list[Line]:
+def steps(text: str = STEPS) -> list[Line]:
     return [
-        dict(zip(KEYS, [*(words := text.split())[:6], ' '.join(words[6:])], strict=True))
-        for text in STEPS.strip().splitlines()
+        dict(zip(KEYS, [*(words := line.split())[:6], ' '.join(words[6:])], strict=True))
+        for line in text.strip().splitlines()
     ]
 
 

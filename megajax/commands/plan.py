@@ -108,6 +108,13 @@ TableName = Annotated[
     str | None,
     typer.Option(help="Compare a published table with predictions; 'all' summarizes all tables."),
 ]
+Imbalance = Annotated[
+    float | None,
+    typer.Option(
+        help='Tokens of the busiest device of an expert-parallel group over the mean; default: '
+        'expert_load of the run, if CONFIG is the config.yaml of a run, else 1.'
+    ),
+]
 GenerateOption = Annotated[
     bool,
     typer.Option('--generate', help='Plan text generation: memory and latency.'),
@@ -134,6 +141,7 @@ def for_config(
     gpu_hour_price: Price = None,
     storage_bandwidth: StorageRate = None,
     mtbf_gpu_hours: GpuHoursToFailure = None,
+    imbalance: Imbalance = None,
     verify: VerifyOption = False,
     json: JsonFile = None,
     write: LayoutFile = None,
@@ -173,6 +181,7 @@ def for_config(
         program=program,
         price=gpu_hour_price,
         storage=storage_bandwidth,
+        imbalance=_imbalance(config, source) if imbalance is None else imbalance,
     )
     _write(result, json=json, layout=write)
     _draw(plots, result, gpu, link)
@@ -210,6 +219,14 @@ def _config(source: str | None, overrides: list[str] | None) -> Config:
             'plan needs a config: megajax plan CONFIG --gpu h100 --gpus 64, or --table scaling'
         )
     return load(source, overrides or ())
+
+
+def _imbalance(config: Config, source: str | None) -> float:
+    if source is None or config.model.experts is None:
+        return 1.0
+    from megajax.analysis.plan.experts import imbalance_of_run
+
+    return imbalance_of_run(Path(source))
 
 
 def _show_table(name: str, console: Console) -> None:

@@ -83,7 +83,7 @@ def of_unused_blocks(config: Config, smallest: int = 0) -> int:
     return sum(
         product.times * product.flops * (rows - used) // used
         for product in counts.products(config, flash=False)
-        if product.name.split()[0] in ('up', 'down')
+        if product.of_experts
     )
 
 

@@ -21,6 +21,7 @@ KEYS = {
         'virtual_stages',
         'data',
         'replicas',
+        'experts',
         'context',
         'context_exchange',
         'model_rows',

@@ -21,7 +21,8 @@ from megajax.core.counts.collective import (
 )
 from megajax.core.counts.context import halos, of_full_layers
 from megajax.core.counts.cross_attention import cross_layers, is_left_out
-from megajax.core.counts.data_parallel import over_data
+from megajax.core.counts.data_parallel import groups, over_data
+from megajax.core.counts.experts import over_experts
 from megajax.core.counts.grid import over_grid
 from megajax.core.counts.megatron import few_kv_heads, over_model
 from megajax.core.counts.muon import exchanges
@@ -50,9 +51,22 @@ def in_passes(config: Config) -> list[Expected]:
     mesh = config.mesh
     return [
         *over_tensor(config),
+        *_over_experts(config, is_of_step=False),
         *(_over_context(config) if mesh.context > 1 else ()),
         *(between_lockstep_stages(config) if mesh.stages > 1 else ()),
     ]
+
+
+def _over_experts(config: Config, *, is_of_step: bool) -> Iterator[Expected]:
+    """Yield the collectives of experts: of the passes, or once a step of the routers' sums.
+
+    Recomputation and backward pass share the gather of how many rows each device sends.
+    """
+    for collective in over_experts(config, Runs.of_stages(config).layers):
+        site = collective.site
+        is_shared = site.phase == 'recompute' and collective.kind == GATHER
+        if (site.phase == 'step') == is_of_step and not is_shared:
+            yield collective
 
 
 def over_tensor(config: Config) -> list[Expected]:
@@ -68,7 +82,7 @@ def over_tensor(config: Config) -> list[Expected]:
         if collective in gathered:
             gathered.remove(collective)
         elif not (
-            _is_kept_from_forward(collective, kept)
+            _is_kept_from_forward(collective, kept, config)
             or collective in encoder
             or (collective in cross and is_left_out(collective, config))
             # The gates of cross-attention need its output.
@@ -117,8 +131,12 @@ def over_data_shards(config: Config) -> list[Expected]:
         every, learned = counts_over_data(config)
         of_parameters = over_data(config, every, learned=learned)
     else:
-        of_parameters = over_data(config, own_counts(config))
-    return [*of_parameters, *exchanges(config)]
+        of_parameters = (
+            collective
+            for of_experts, axes in groups(config)
+            for collective in over_data(config, own_counts(config, of_experts=of_experts), axes)
+        )
+    return [*of_parameters, *exchanges(config), *_over_experts(config, is_of_step=True)]
 
 
 def wire_bytes(config: Config) -> dict[str, float]:
@@ -130,11 +148,14 @@ def wire_bytes(config: Config) -> dict[str, float]:
     return sent
 
 
-def _is_kept_from_forward(collective: Expected, before: list[Expected]) -> bool:
+def _is_kept_from_forward(collective: Expected, before: list[Expected], config: Config) -> bool:
     """Return whether it gathers an input that XLA still has from the forward pass or recomputation.
 
-    Megatron gathers a layer's input again for the weight gradient.
+    Megatron gathers a layer's input again for the weight gradient. A layer of experts saves its
+    input sharded, so that only recomputation has it.
     """
+    if collective.site.name == 'experts' and config.train.recompute != 'full':
+        return False
     return (
         collective.site.phase == 'backward'
         and collective.kind == GATHER
@@ -149,7 +170,9 @@ def _is_last_of_layer(collective: Expected, config: Config, cross: list[Expected
     stages, which recompute all of their layers in one pass, and layers whose output a norm reads.
     """
     site = collective.site
-    is_last = site.name == 'mlp' and site.phase == 'recompute' and collective.kind != GATHER
+    is_last = (
+        site.name in ('mlp', 'experts') and site.phase == 'recompute' and collective.kind != GATHER
+    )
     return is_last and not config.overlap.repeats_outputs and collective not in cross
 
 

@@ -32,6 +32,7 @@ def describe(config: Config) -> str:
     words = [mesh_name(Mesh.of(config)).replace(f'stages={mesh.stages}', virtual)]
     words += ['gpipe'] if config.mesh.stages > 1 and config.train.schedule == 'gpipe' else []
     words += ['ring'] if config.mesh.context > 1 and config.mesh.context_exchange == 'ring' else []
+    words += [f'experts={config.mesh.experts}'] if config.mesh.experts > 1 else []
     words += ['sequence parallel'] if config.mesh.sequence_parallel else []
     words += [f'recompute={config.train.recompute}'] if config.train.recompute != 'none' else []
     microbatches = count(config.train.microbatches, 'microbatch', 'microbatches')

@@ -19,6 +19,8 @@ LAUNCH = 3.8e-6
 OF_STEP, OF_CHUNK, OF_TICK = 100, 27, 65
 # In a layer of a vision encoder, in one without gradients, and in a layer of cross-attention.
 OF_ENCODER, OF_FROZEN, OF_CROSS = 135, 65, 140
+# In a layer of experts beyond those of an MLP, with a grouped matmul as one kernel.
+OF_EXPERTS = 72
 
 
 def num_launches(config: Config) -> int:
@@ -44,6 +46,7 @@ def num_launches(config: Config) -> int:
     of_layer += 10 if mesh.model > 1 and mesh.sequence_parallel else 0
     of_layer += 20 if model.num_kv_heads < mesh.model else 0
     of_layer += 35 if config.overlap.is_split else 0
+    of_layer += OF_EXPERTS if model.experts is not None else 0
     of_layer += _of_sharding(config)
     if mesh.is_grid:
         of_layer += 40 if is_full else 25

@@ -1,5 +1,6 @@
 """List the layouts that a search compares: all choices that leave training results unchanged."""
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple, Self
@@ -96,7 +97,7 @@ def _repetitions(layers: int, config: Config) -> tuple[int, ...]:
 
 
 def deep_layouts(
-    config: Config, mesh: Mesh, capability: Capability | None = HOPPER
+    config: Config, mesh: Mesh, per_host: int, capability: Capability | None = HOPPER
 ) -> Iterator[Config]:
     """Yield the layouts of a mesh with pipeline or context parallelism.
 
@@ -113,6 +114,7 @@ def deep_layouts(
         mesh__virtual_stages=1,
         mesh__context=mesh.context,
         mesh__replicas=1,
+        mesh__experts=1,
         mesh__sequence_parallel=mesh.model > 1,
         train__schedule='1f1b',
         train__overlap='none',
@@ -134,12 +136,13 @@ def deep_layouts(
             continue
         exchanged = changed(on_mesh, mesh__virtual_stages=virtual, mesh__context_exchange=exchange)
         for recompute, shard in product(recomputes, shards):
-            yield changed(
+            layout = changed(
                 exchanged,
                 train__microbatches=count,
                 train__recompute=recompute,
                 optim__shard=shard,
             )
+            yield from _expert_degrees(layout, per_host)
 
 
 def layouts(
@@ -149,7 +152,7 @@ def layouts(
     if config.train.batch_size % mesh.data:
         return
     if not mesh.is_flat:
-        yield from deep_layouts(config, mesh, capability)
+        yield from deep_layouts(config, mesh, per_host, capability)
         return
     group = mesh.rows * mesh.model
     on_mesh = changed(
@@ -158,6 +161,7 @@ def layouts(
         mesh__model_rows=mesh.rows,
         mesh__model=mesh.model,
         mesh__replicas=1,
+        mesh__experts=1,
         mesh__stages=1,
         mesh__virtual_stages=1,
         mesh__context=1,
@@ -176,7 +180,27 @@ def layouts(
             train__recompute=recompute,
         )
         for shard, replicas in _shards(mesh.data, group, per_host):
-            yield from _overlaps(changed(trained, mesh__replicas=replicas, optim__shard=shard))
+            sharded = changed(trained, mesh__replicas=replicas, optim__shard=shard)
+            for layout in _expert_degrees(sharded, per_host):
+                yield from _overlaps(layout)
+
+
+def _expert_degrees(config: Config, per_host: int) -> Iterator[Config]:
+    """Yield a layout with each expert-parallel degree to compare.
+
+    They are those of a group inside a host, of which pipelines and context shards take the largest,
+    and the largest of all. Replicas are without expert parallelism.
+    """
+    yield config
+    experts, mesh = config.model.experts, config.mesh
+    if experts is None or mesh.replicas > 1:
+        return
+    degrees = divisors(math.gcd(experts.count, mesh.data_shards))
+    inside = [n for n in degrees if n * mesh.context * mesh.model <= per_host] or [1]
+    if mesh.stages * mesh.context > 1:
+        inside = inside[-1:]
+    for degree in sorted({*inside, degrees[-1]} - {1}):
+        yield changed(config, mesh__experts=degree)
 
 
 def _overlaps(config: Config) -> Iterator[Config]:
@@ -184,7 +208,8 @@ def _overlaps(config: Config) -> Iterator[Config]:
     layout = resolved(config, on_gpu=True)
     yield layout
     is_auto = config.train.overlap == 'auto'
-    if is_auto and layout.train.overlap == 'none' and config.mesh.tensor_parallel > 1:
+    is_dense = config.model.experts is None
+    if is_auto and layout.train.overlap == 'none' and config.mesh.tensor_parallel > 1 and is_dense:
         yield changed(layout, train__overlap='batch_split')
 
 

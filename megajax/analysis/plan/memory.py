@@ -44,7 +44,7 @@ class StepMemory:
     fragmentation: int  # see FRAGMENTATION
     batch: int
     repetition: int  # copies of state and batch in a step of `train.replay_every`
-    moment: str  # loss, layout, backward, embedding, encoder or optimizer, see `_moments`
+    moment: str  # loss, layout, backward, experts, embedding, encoder or optimizer: `_moments`
 
     @property
     def state(self) -> int:
@@ -159,6 +159,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     - layout: between the passes, when XLA copies the arrays stacked by the loop over layers to a
       different layout, and may already have allocated the layers' gradients (`early`).
     - backward: in the backward pass of a layer.
+    - experts: in the gradients of the weights of a layer's experts (`_of_experts`).
     - embedding: at the end, in the gradient of the embedding. If the head is separate, this
       gradient reuses the buffer of the transposed head, which stays empty until then.
 
@@ -185,10 +186,9 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     copies, in_passes = _transposed(sizes), _gathered_in_layers(sizes)
     head = transposed + sizes.itemsize * sizes.table  # counted as workspace
     is_ahead = sizes.is_ordered and sizes.overlap.gathers_ahead
-    at_loss = in_passes if is_ahead else sizes.gathered
     return {
         'loss': Held(
-            gathered_weights=at_loss,
+            gathered_weights=in_passes if is_ahead else sizes.gathered,
             gradients=summed + table,
             activations=sizes.kept,
             logits=max(logits, added) + dlogits,
@@ -211,6 +211,25 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             gradients=gradients + table,
             workspace=_embedded(sizes) + _stacks(sizes, in_layers),
         ),
+    } | _of_experts(sizes, in_passes, summed + table + in_layers, kept_free + copies)
+
+
+def _of_experts(sizes: Sizes, gathered: int, gradients: int, copies: int) -> dict[str, Held]:
+    """Return the memory of a step in the gradients of the weights of a layer's experts.
+
+    The largest exists twice while ZeRO-2 and ZeRO-3 reduce it. Its operands are the rows.
+    """
+    experts = sizes.experts
+    if experts is None:
+        return {}
+    twice = experts.first_gradient if sizes.sums_early else 0
+    return {
+        'experts': Held(
+            gathered_weights=gathered,
+            gradients=gradients + experts.gradients + twice,
+            activations=sizes.kept,
+            workspace=experts.rows + experts.up + 2 * sizes.whole + copies,
+        )
     }
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from math import prod
 
+from megajax.analysis.plan.expert_memory import ExpertArrays
 from megajax.analysis.plan.sizes import BYTES
 from megajax.core.config import Config
 from megajax.core.counts.layers import layer
@@ -14,6 +15,7 @@ from megajax.core.counts.muon import pools_of
 from megajax.core.counts.parameters import dim_sizes, elements, megatron_counts
 from megajax.core.counts.runs import Runs, ticks
 from megajax.core.counts.windows import scored_keys
+from megajax.core.parallel.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,11 @@ class Traffic:
     times: float  # runs in a step
 
 
-def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
-    """Yield the operations of the layers; a fused one reads and writes each array once."""
+def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -> Iterator[Traffic]:
+    """Yield the operations of the layers; a fused one reads and writes each array once.
+
+    `in_buffers` is whether tokens are sent to experts in buffers for the largest possible load.
+    """
     # Between the two matmuls of a sublayer, 2-D tensor parallelism shards the batch.
     model, t, widths = config.model, config.mesh.tensor_parallel, dim_sizes(config.model)
     attention, mlp = layer(model)
@@ -34,7 +39,8 @@ def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
     size = BYTES[config.train.dtype]
     residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
     heads = tokens * elements(attention.first.outputs, widths) * size / t
-    ffn = tokens * elements(mlp.second.inputs, widths) * size / t
+    experts = ExpertArrays.of(config, Layout.of(config), tokens, size, in_buffers=in_buffers)
+    ffn = experts.hidden if experts else tokens * elements(mlp.second.inputs, widths) * size / t
     times = Runs.of_stages(config).layers
     forwards = 2 if config.train.recompute == 'full' else 1
     # Norms read and write one array; adding to the residual reads two and writes one. The backward
@@ -48,6 +54,11 @@ def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
         bytes=((3 if model.is_gated else 2) * forwards + (5 if model.is_gated else 3)) * ffn,
         times=times,
     )
+    if experts is not None:
+        # Each pass moves rows to experts and back: it reads and writes them in each buffer.
+        moved = 4 * (experts.rows + experts.sent) + (2 * experts.results if in_buffers else 0)
+        routed = 4 * experts.routing
+        yield Traffic(name='dispatch', bytes=(forwards + 1) * (moved + routed), times=times)
     if not flash:
         keys, _ = scored_keys(model, config.train.seq_len)
         scores = tokens * model.num_heads / t * float(keys) * size
@@ -76,12 +87,13 @@ def traffic_of_weights(
     ZeRO-2 on and with `adds_shards`, only each data shard's part.
     """
     mesh, optim = config.mesh, config.optim
-    every, count = (
-        megatron_counts(config.model, mesh.model, mesh.stages, learned=learned).all
+    every, count, of_replica = (
+        megatron_counts(config.model, mesh.model, mesh.stages, learned=learned, experts=experts).all
         / mesh.model_rows
-        for learned in (False, True)
+        for learned, experts in ((False, mesh.experts), (True, mesh.experts), (True, 1))
     )
-    own = count / (mesh.data_shards * mesh.context if optim.shard != 'none' else 1)
+    # ZeRO shards experts over the devices that have the same ones.
+    own = of_replica / (mesh.data_shards * mesh.context) if optim.shard != 'none' else count
     microbatches = config.train.microbatches
     if BYTES[config.train.dtype] == 2:
         yield Traffic(name='cast of weights', bytes=6 * every, times=1)

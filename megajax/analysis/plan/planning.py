@@ -22,9 +22,9 @@ from megajax.analysis.plan.result import (
 from megajax.analysis.plan.search import Choice, Ranking, memory_on, search, usable_memory
 from megajax.analysis.plan.time import StepTime, step_time
 from megajax.analysis.plan.transfers import PlannedTransfer
-from megajax.analysis.plan.verdicts import on_grids, on_sharding, on_tensor_parallelism
+from megajax.analysis.plan.verdicts import on_experts, on_grids, on_sharding, on_tensor_parallelism
 from megajax.analysis.plan.window_verdict import on_windows
-from megajax.core.config import Config, ConfigError, Problem, dump
+from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.flops import is_gpt, narayanan_flops
@@ -46,6 +46,7 @@ def plan(
     price: float | None = None,
     storage: float | None = None,
     gpu_hours_to_failure: float = GPU_HOURS_TO_FAILURE,
+    imbalance: float = 1.0,
 ) -> Plan:
     """Predict the memory and time of `config` on some GPUs, and compare every layout.
 
@@ -53,16 +54,12 @@ def plan(
     `gpus` defaults to the size of the mesh, `link` to the link that the GPUs are sold with.
     `target_batch` replaces `train.batch_size`. `tokens` is the number to train on. `program` is the
     software whose step is timed. `price` is the price of a GPU-hour. `storage` is the bytes per
-    second that all hosts write in total.
+    second that all hosts write in total. `imbalance` is the tokens of the busiest device of an
+    expert-parallel group, over the mean.
 
     Raises ConfigError if no layout fits or divides the model; the error says what would.
     """
-    if config.model.experts is not None:
-        message = (
-            'plan does not predict mixtures of experts yet; use model.experts=null, or megajax '
-            'inspect for the FLOPs, traffic and memory of the compiled program'
-        )
-        raise ConfigError(Problem(path='model.experts', message=message))
+    software = dataclasses.replace(BY_NAME[program], imbalance=_checked(imbalance, config))
     if target_batch:
         config = changed(config, train__batch_size=target_batch)
     own = config.mesh.num_devices
@@ -70,10 +67,10 @@ def plan(
     is_own = cluster.num_devices == own
     if is_own and (problems := incompatibilities(config)):  # the new batch may not divide
         raise ConfigError(*problems)
-    config = BY_NAME[program].without_order(config)
-    ranking = search(config, cluster, BY_NAME[program])
+    config = software.without_order(config)
+    ranking = search(config, cluster, software)
     planned = resolved(config, on_gpu=True) if is_own else ranking.best.config
-    time = step_time(planned, cluster, BY_NAME[program])
+    time = step_time(planned, cluster, software)
     lost = faults(
         planned, time, cluster, storage=storage, gpu_hours_to_failure=gpu_hours_to_failure
     )
@@ -88,8 +85,22 @@ def plan(
         days=time.days(tokens) if tokens else None,
         cost=_cost(time, cluster, tokens or TOKENS, price),
         faults=_faults(time, lost),
-        windows=on_windows(planned, time, cluster, BY_NAME[program]),
+        windows=on_windows(planned, time, cluster, software),
+        experts=on_experts(ranking),
+        imbalance=None if config.model.experts is None else imbalance,
     )
+
+
+def _checked(imbalance: float, config: Config) -> float:
+    if imbalance < 1:
+        raise ConfigError(
+            f'--imbalance {imbalance:g}: the busiest device gets at least the mean; use 1 or more'
+        )
+    if imbalance > 1 and config.model.experts is None:
+        raise ConfigError(
+            f'--imbalance {imbalance:g} needs model.experts, which is null; leave it out'
+        )
+    return imbalance
 
 
 def _report(
@@ -205,6 +216,7 @@ def _layout(choice: Choice, ranking: Ranking, available: int) -> Candidate:
         replicas=config.mesh.replicas,
         stages=config.mesh.stages,
         virtual_stages=config.mesh.virtual_stages,
+        experts=config.mesh.experts,
         context=config.mesh.context,
         context_exchange=config.mesh.context_exchange,
         bubble=bubble(config),

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Literal
 
 from megajax.analysis.plan import communication
+from megajax.analysis.plan.experts import exchanges_of_tokens
 from megajax.analysis.plan.launches import num_launches
 from megajax.analysis.plan.overlap import (
     NOTHING,
@@ -17,13 +18,21 @@ from megajax.analysis.plan.overlap import (
 )
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import without_order
-from megajax.core.counts.collective import GATHER, HLO_DTYPES, REDUCE, SCATTER, Expected, Site
+from megajax.core.counts.collective import (
+    GATHER,
+    HLO_DTYPES,
+    REDUCE,
+    SCATTER,
+    Expected,
+    Site,
+    axes_text,
+)
 from megajax.core.counts.context import over_context
-from megajax.core.counts.data_parallel import over_data
+from megajax.core.counts.data_parallel import groups, over_data
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.megatron import expected, over_model
 from megajax.core.counts.muon import over_tensor_parallel
-from megajax.core.counts.parameters import num_parameters
+from megajax.core.counts.parameters import count
 from megajax.core.counts.product import Phase
 from megajax.core.counts.runs import Runs, ticks
 from megajax.core.counts.stages import between_stages, gradients_of_stages
@@ -39,7 +48,7 @@ Attention = Literal['flash', 'flash_2']
 class Software:
     """The software that runs a training step."""
 
-    # Collectives of the passes: of tensor, context and pipeline parallelism.
+    # Collectives of the passes: of tensor, context and pipeline parallelism; see `sent_in_passes`.
     in_passes: Callable[[Config], list[Expected]]
     over_data: Callable[[Config], list[Expected]]
     hidden_by: Callable[[Expected, Config], HiddenBy]
@@ -56,6 +65,17 @@ class Software:
     has_order: bool = False  # supports `train.overlap`
     # Whether pipeline stages share the tokens of the head, or the last stage has them all.
     shares_head: bool = False
+    # Whether it sends tokens to experts in buffers for the largest possible load.
+    sends_buffers: bool = False
+    # Tokens of the experts of the busiest device, over the mean of those that share a layer.
+    imbalance: float = 1.0
+
+    def sent_in_passes(self, config: Config) -> list[Expected]:
+        """Return all collectives of the passes, with those that send tokens to experts."""
+        sent = self.in_passes(config)
+        if self.sends_buffers or config.model.experts is None:
+            return sent
+        return [*sent, *exchanges_of_tokens(config, self.imbalance)]
 
     def without_order(self, config: Config) -> Config:
         """Return the config, without megajax's overlap if the software does not have it."""
@@ -67,24 +87,26 @@ def fully_sharded(config: Config) -> list[Expected]:
 
     Each microbatch all-gathers all weights for each pass and reduce-scatters their gradients, in
     bf16: Zhao et al. (2023), PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel.
+    Experts are sharded over the devices that have the same ones.
     """
-    weights = Array(HLO_DTYPES[config.train.dtype], (num_parameters(config.model, padded=True),))
-
-    def send(name: str, phase: Phase, kind: str) -> Expected:
-        return Expected(
-            site=Site(name, phase, 'data'),
-            kind=kind,
-            array=weights,
-            times=config.train.microbatches,
-            size=config.mesh.data,
-        )
-
-    if config.mesh.data == 1:
-        return []
+    shards = (('X', config.mesh.experts),)
+    sites: tuple[tuple[str, Phase, str], ...] = (
+        ('parameters', 'forward', GATHER),
+        ('parameters', 'backward', GATHER),
+        ('gradients', 'backward', SCATTER),
+    )
     return [
-        send('parameters', 'forward', GATHER),
-        send('parameters', 'backward', GATHER),
-        send('gradients', 'backward', SCATTER),
+        Expected.over(
+            config,
+            Site(name, phase, axis),
+            kind,
+            Array(HLO_DTYPES[config.train.dtype], (weights,)),
+            config.train.microbatches,
+        )
+        for of_experts, axes in groups(config)
+        if (axis := axes_text(config, *axes))
+        and (weights := count(config.model, shards, of_experts=of_experts).all)
+        for name, phase, kind in sites
     ]
 
 
@@ -126,6 +148,11 @@ def _hidden_by_everything(collective: Expected, config: Config) -> HiddenBy:
         phase = 'forward' if collective.site.name == 'parameters' else 'backward'
     names = 'head', 'qkv', 'out', 'up', 'down', 'attention'
     return HiddenBy(1.0, in_pass(phase, names), phase)
+
+
+def _hidden_if_over_data(collective: Expected, config: Config) -> HiddenBy:
+    """Return the overlap of FSDP; experts wait for their tokens."""
+    return _hidden_by_everything(collective, config) if is_over_data(collective) else NOTHING
 
 
 def _megatron_in_passes(config: Config) -> list[Expected]:
@@ -180,6 +207,7 @@ MEGAJAX = Software(
     has_grids=True,
     has_order=True,
     shares_head=True,
+    sends_buffers=True,
 )
 MEGATRON = Software(
     in_passes=_megatron_in_passes,
@@ -207,7 +235,7 @@ FSDP = dataclasses.replace(
     MEGATRON,
     in_passes=lambda _: [],
     over_data=fully_sharded,
-    hidden_by=_hidden_by_everything,
+    hidden_by=_hidden_if_over_data,
     attention='flash_2',
     adds_shards=True,
     recomputes_last=False,  # PyTorch stops where the backward pass has what it needs

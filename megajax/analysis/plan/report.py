@@ -33,6 +33,7 @@ def tables(plan: Plan) -> RenderableType:
         Text(f'{plan.gpus} x {plan.hardware}, {count(hosts, "host")} of {plan.gpus_per_host}'),
         Text(f'{origin}{timed}: {plan.layout.name}'),
         Text(plan.efficiencies),
+        *([Text(_load(plan.imbalance))] if plan.imbalance else ()),
         Text(),
         Folded(memory_table(plan)),
         Text(),
@@ -49,6 +50,7 @@ def tables(plan: Plan) -> RenderableType:
             Text(f'{name:<24}{verdict}')
             for name, verdict in (
                 ('ZeRO', plan.sharding),
+                ('expert parallelism', plan.experts),
                 ('2-D tensor parallelism', plan.grids),
                 ('pipeline parallelism', plan.pipelines),
                 ('context parallelism', plan.contexts),
@@ -57,6 +59,13 @@ def tables(plan: Plan) -> RenderableType:
             if verdict
         ),
     )
+
+
+def _load(imbalance: float) -> str:
+    """Say how evenly experts are loaded."""
+    if imbalance == 1:
+        return 'experts in balance: every device gets equally many tokens (--imbalance 1)'
+    return f'experts: the busiest device gets {imbalance:g} times the mean tokens (--imbalance)'
 
 
 def memory_table(plan: Plan) -> Table:

@@ -85,6 +85,7 @@ class Candidate(Result):
     )
     stages: int = 1
     virtual_stages: int = Field(default=1, description='chunks of layers per stage')
+    experts: int = Field(default=1, description='expert-parallel degree')
     context: int = Field(default=1, description='context-parallel shards of a sequence')
     context_exchange: str = Field(
         default='gather', description='how keys and values are exchanged: gather or ring'
@@ -178,6 +179,14 @@ class Plan(Result):
     )
     contexts: str | None = Field(
         default=None, description='whether context parallelism is worth it; None if not possible'
+    )
+    experts: str | None = Field(
+        default=None, description='whether expert parallelism is worth it; None if not possible'
+    )
+    imbalance: float | None = Field(
+        default=None,
+        description='tokens of the experts of the busiest device over the mean, as given; 1 is '
+        'balanced; None without experts',
     )
     windows: str | None = Field(
         default=None, description='what sliding windows save; None without windows'

@@ -8,6 +8,7 @@ import functools
 from functools import cached_property
 from typing import NamedTuple
 
+from megajax.analysis.plan.expert_memory import ExpertArrays
 from megajax.core.config import Config, ModelConfig
 from megajax.core.counts.chunks import chunk_sizes
 from megajax.core.counts.context import kept_of_halos
@@ -74,6 +75,9 @@ class Sizes:
         self.heads = self.queries * shards('D')
         self.hidden = of_tokens * elements(mlp.second.inputs, widths, layout.shards)
         self.up = between * elements(mlp.first.outputs, widths, layout.shards)
+        self.experts = ExpertArrays.of(config, layout, self.tokens, self.itemsize)
+        if self.experts is not None:
+            self.hidden, self.up = self.experts.hidden, self.experts.up
         # The number of scores of a layer on average and at most, not their bytes.
         self.scores = self.most_scores = 0
         if not self.flash:
@@ -94,7 +98,10 @@ class Sizes:
         heads += self.queries + self.keys if self.model.qk_norm else 0
         heads += self.queries if self.layout.num_shards('D') > 1 else 0  # before it is gathered
         masks = 2 * MASK * self.residual // self.itemsize if self.model.dropout else 0
-        return around_norms + heads + self.up + self.hidden + masks + self._kept_scores
+        kept = around_norms + heads + masks + self._kept_scores
+        if self.experts is None:
+            return kept + self.up + self.hidden
+        return kept - self.whole + self.residual + self.experts.kept
 
     @property
     def _kept_scores(self) -> int:
@@ -197,6 +204,8 @@ class Sizes:
         The unsharded gradients of both sublayers' outputs, and of `up`, therefore live to the end.
         """
         mlp = 2 * self.up + self.hidden + 2 * self.whole
+        if self.experts is not None:
+            mlp = self.experts.in_backward + 2 * self.whole
         outputs = 2 * self.queries + self.heads  # attention's output, its gradient, and both again
         # Queries, keys and values, their gradients, and these gradients in one array.
         heads = 3 * (self.queries + 2 * self.keys)
@@ -258,7 +267,7 @@ class AtRest(NamedTuple):
 
     all: int
     layers: int  # of all layers
-    inputs: int  # of the row-parallel matrices of all layers
+    inputs: int  # of the matrices of all layers that ZeRO-3 copies: row-parallel, and of experts
     table: int
     early: int  # in a step, of the matrices that ZeRO-3 gathers at its start
     layer: int  # in a step, of the matrices of a layer
@@ -277,7 +286,16 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
     return AtRest(
         all=sum(size for _, size in counts.values()),
         layers=sum(size for x, size in counts.values() if x.is_stacked),
-        inputs=sum(size for x, size in matrices if x.is_stacked and x.inputs != 'D'),
+        inputs=sum(
+            size
+            for x, size in matrices
+            if x.is_stacked
+            and (
+                size < elements(x.dims, sizes, layout.shards)
+                if x.is_of_experts
+                else x.inputs != 'D'
+            )
+        ),
         table=counts['embedding.table'][1],
         early=sum(elements(x.dims, sizes, layout.shards) for x, _ in matrices if x.summed),
         layer=sum(

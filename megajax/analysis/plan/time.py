@@ -11,6 +11,7 @@ from collections import defaultdict
 from functools import cached_property
 
 from megajax.analysis.plan.encoder import as_model
+from megajax.analysis.plan.experts import of_busiest
 from megajax.analysis.plan.launches import launch_seconds
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory_traffic import (
@@ -201,6 +202,8 @@ class Timer:
         efficiency, length = cluster.hardware.efficiency, config.train.seq_len
         flash = attention is not None and efficiency.of_attention(attention, length) is not None
         work = products(config, flash=flash, recomputes_last=program.recomputes_last)
+        if config.model.experts is not None:
+            work = [of_busiest(product, config, program.imbalance) for product in work]
         at_head = config
         if config.mesh.stages > 1 and not program.shares_head:
             at_head = changed(config, mesh__stages=1, mesh__virtual_stages=1)
@@ -211,7 +214,8 @@ class Timer:
         of_products = [
             product_seconds(product, config, cluster, program.attention) for product in work
         ]
-        moved = [*traffic_of_layers(config, flash=flash), *traffic_of_loss(at_head)]
+        of_layers = traffic_of_layers(config, flash=flash, in_buffers=program.sends_buffers)
+        moved = [*of_layers, *traffic_of_loss(at_head)]
         if config.vision is not None:
             encoder = as_model(config)
             moved += traffic_of_layers(encoder, flash=flash and uses_flash(encoder, capability))
@@ -224,7 +228,7 @@ class Timer:
             time for x, time in zip(work, of_products, strict=True) if x.where != 'head'
         )
         waiting = Waiting.of(seconds)
-        sent = transfers(program.in_passes(config), config, cluster, program, waiting)
+        sent = transfers(program.sent_in_passes(config), config, cluster, program, waiting)
         return _InGroup(
             parts=[*zip(times, of_products + of_traffic, strict=True)],
             products=sum(seconds.values()),
@@ -241,7 +245,7 @@ def _whatever_is_sharded(config: Config) -> tuple[object, ...]:
     """Return the keys in which layouts differ, other than ZeRO stage and replicas."""
     mesh, train = config.mesh, config.train
     return (
-        *(mesh.data, mesh.model_rows, mesh.model, mesh.sequence_parallel),
+        *(mesh.data, mesh.experts, mesh.model_rows, mesh.model, mesh.sequence_parallel),
         *(mesh.stages, mesh.virtual_stages, mesh.context, mesh.context_exchange),
         *(train.microbatches, train.recompute, train.schedule),
         *(train.overlap, train.unroll),

@@ -1,4 +1,4 @@
-"""Verdicts on tensor parallelism, ZeRO and 2-D tensor parallelism, from a search of layouts."""
+"""Verdicts on tensor and expert parallelism, and on ZeRO, from a search of layouts."""
 
 from megajax.analysis.plan.communication import over_tensor
 from megajax.analysis.plan.describe import ZERO_STAGES, group_name, judged, needs
@@ -52,6 +52,25 @@ def on_sharding(ranking: Ranking) -> str:
     return f'{_sharding(best.config)}; {", ".join(words)}'
 
 
+def on_experts(ranking: Ranking) -> str | None:
+    """Say whether expert parallelism is worth it; None if no layout with it fits."""
+    sharded, whole = (
+        next((x for x in ranking.fitting if (x.config.mesh.experts > 1) == has_it), None)
+        for has_it in (True, False)
+    )
+    if sharded is None:
+        return None
+    name = f'experts={sharded.config.mesh.experts}'
+    waits = sum(x.exposed for x in sharded.timed.transfers if x.site == 'experts')
+    verdict = (
+        'required: no layout without it fits'
+        if whole is None
+        else judged(name, sharded.timed, whole.timed, what='layout with it')
+    )
+    share = waits / sharded.timed.total
+    return f'{verdict}; {share:.1%} of its step is exposed communication of tokens'
+
+
 def on_grids(ranking: Ranking) -> str | None:
     """Say whether 2-D tensor parallelism is worth it, and what it sends; None if not possible."""
     grid = next((choice for choice in ranking.fitting if choice.mesh.rows > 1), None)
@@ -83,7 +102,7 @@ def _apart_from_sharding(config: Config) -> tuple[object, ...]:
     mesh, train = config.mesh, config.train
     return (
         *Mesh.of(config),
-        *(mesh.virtual_stages, mesh.context_exchange),
+        *(mesh.virtual_stages, mesh.context_exchange, mesh.experts),
         mesh.sequence_parallel,
         *(train.microbatches, train.recompute),
     )

@@ -20,6 +20,7 @@ class Product:
     times: int
     flash: bool = False
     is_causal: bool = False  # attention of which a mask hides half
+    of_experts: bool = False  # of the rows that are sent to experts
 
     @property
     def has_fp8_operands(self) -> bool:
@@ -58,6 +59,7 @@ def product_and_gradients(
     of_input: bool = True,
     of_weight: bool = True,
     batch: int = 1,
+    of_experts: bool = False,
 ) -> Iterator[Product]:
     """Yield [m, k] x [k, n] and, unless left out, the gradients of its weight and of its input."""
     sizes = {'': (m, n, k), ' input': (m, k, n), ' weight': (k, n, m)}
@@ -71,4 +73,5 @@ def product_and_gradients(
                 sizes=size,
                 batch=batch,
                 times=times,
+                of_experts=of_experts,
             )

@@ -203,6 +203,7 @@ class _Counted:
                     sizes=(rows, *self._output_and_input(parameter)),
                     batch=batch,
                     times=times,
+                    of_experts=parameter.is_of_experts,
                 )
 
     def _rows(self, weight: Parameter) -> tuple[int, int]:
@@ -314,9 +315,16 @@ class _Counted:
         A frozen weight has none.
         """
         n, k = self._output_and_input(weight)
-        of_weight = not weight.is_frozen
         yield from product_and_gradients(
-            name, rows, n, k, times, where=where, of_weight=of_weight, batch=batch
+            name,
+            rows,
+            n,
+            k,
+            times,
+            where=where,
+            of_weight=not weight.is_frozen,
+            batch=batch,
+            of_experts=weight.is_of_experts,
         )
 
     def _output_and_input(self, weight: Parameter) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from support import exhaustive, make_config, slow
 from megajax.analysis.plan.describe import why_slower
 from megajax.analysis.plan.layouts import Mesh, changed, layouts, meshes
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.planning import plan
 from megajax.analysis.plan.programs import MEGAJAX, MEGATRON
 from megajax.analysis.plan.search import Ranking, search, usable_memory
 from megajax.analysis.plan.verdicts import grid_ratio
@@ -342,8 +341,3 @@ def test_a_small_grid_sends_more_than_one_dimension_and_a_large_one_less(name, g
         model__dropout=0.0,
     )
     assert grid_ratio(config) == pytest.approx(ratio, abs=0.005)
-
-
-def test_a_mixture_of_experts_is_refused_with_what_to_use_instead() -> None:
-    with pytest.raises(ConfigError, match='plan does not predict mixtures'):
-        plan(load('tiny_moe'), gpu='h100')

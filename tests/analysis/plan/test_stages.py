@@ -176,7 +176,7 @@ def test_a_sequence_of_128k_tokens_needs_context_shards() -> None:
 
 def test_a_deep_layout_is_valid_or_says_why() -> None:
     config = changed(load('llama3_8b'), train__batch_size=64)
-    chosen = [*deep_layouts(config, Mesh(2, 1, 8, 4, 1))]
+    chosen = [*deep_layouts(config, Mesh(2, 1, 8, 4, 1), 8)]
     assert {x.mesh.virtual_stages for x in chosen} == {1, 2, 4, 8}
     assert {x.optim.shard for x in chosen} == {'none', 'optimizer'}
     assert all(x.train.microbatches >= 4 for x in chosen)

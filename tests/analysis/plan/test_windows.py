@@ -103,7 +103,7 @@ def test_a_search_gives_each_stage_and_chunk_whole_periods(layers: int, stages: 
     meshes = [mesh for mesh in deep_meshes(config, 72, 8) if mesh.context == 1]
     assert {1, *(mesh.stages for mesh in meshes)} == stages
     for mesh in meshes:
-        for layout in deep_layouts(config, mesh):
+        for layout in deep_layouts(config, mesh, 8):
             assert 'model.layers' not in {problem.path for problem in incompatibilities(layout)}
 
 

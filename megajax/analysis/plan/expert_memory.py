@@ -1,0 +1,95 @@
+"""Count the bytes of the arrays of a layer of experts on each GPU (`core/model/expert_passes.py`).
+
+Without a capacity, all tokens of an expert-parallel group may be sent to one device, so the rows
+that a device receives, and the buffer that it sends, have room for that.
+"""
+
+from typing import NamedTuple, Self
+
+from megajax.core.config import Config
+from megajax.core.counts.expert_rows import rows_of_experts, rows_with_unused
+from megajax.core.counts.parameters import dim_sizes, elements, parameters
+from megajax.core.parallel.layout import Layout
+
+FLOAT32 = INT32 = 4
+
+
+class ExpertArrays(NamedTuple):
+    """The bytes of arrays of a layer of experts, for the tokens of a microbatch."""
+
+    rows: int  # that the device's experts receive
+    sent: int  # the buffer of an all-to-all; 0 without expert parallelism
+    up: int  # results of the first matmul
+    hidden: int  # inputs of the second
+    results: int  # of each token's experts, on the token's device
+    routing: int  # the router's logits and the chosen experts
+    of_tokens: int  # the results of shared experts' first matmul
+    first_gradient: int  # of the weights of a layer, in fp32: of the first matmuls
+    gradients: int  # and of all
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        layout: Layout,
+        tokens: int,
+        itemsize: int,
+        *,
+        in_buffers: bool = True,
+    ) -> Self | None:
+        """Return the arrays for the tokens of a data shard; None for a model without experts.
+
+        Not `in_buffers`, they have room for a balanced load alone.
+        """
+        model, experts, shards = config.model, config.model.experts, layout.shards
+        if experts is None:
+            return None
+        sizes, assignments = dim_sizes(model), tokens * experts.active
+        devices = shards.get('X', 1)
+        if experts.capacity is None and not in_buffers:
+            rows = slots = assignments
+        elif experts.capacity is None:
+            rows, slots = rows_with_unused(config, tokens, shards), devices * assignments
+        else:
+            own, of_each = rows_of_experts(config, tokens, shards)
+            rows = slots = own * of_each
+        up = hidden = of_tokens = first = gradients = 0
+        for name, weight in parameters(model):
+            if not name.startswith('layers.experts.') or not weight.is_matrix:
+                continue
+            outputs = elements(weight.outputs.replace('X', ''), sizes, shards)
+            count = elements(weight.dims_of_layer, sizes, shards)
+            gradients += FLOAT32 * count
+            if weight.inputs != 'D':
+                hidden += rows * elements(weight.inputs, sizes, shards) * weight.is_of_experts
+            elif weight.is_of_experts:
+                up, first = up + rows * outputs, first + FLOAT32 * count
+            else:
+                of_tokens += tokens * outputs
+        each = itemsize * model.hidden_size
+        return cls(
+            rows=rows * each,
+            sent=slots * each if devices > 1 else 0,
+            up=itemsize * up,
+            hidden=itemsize * hidden,
+            results=assignments * each,
+            routing=FLOAT32 * tokens * experts.count + INT32 * assignments,
+            of_tokens=itemsize * of_tokens,
+            first_gradient=first,
+            gradients=gradients,
+        )
+
+    @property
+    def kept(self) -> int:
+        """The bytes that the forward pass saves, next to the layer's input."""
+        received = self.rows if self.sent else 0
+        return received + self.up + self.results + self.routing + self.of_tokens
+
+    @property
+    def in_backward(self) -> int:
+        """The temporary bytes in the backward pass, of rows and of buffers that are sent.
+
+        They are the gradients of rows before and after the matmuls, of the hidden layer and of
+        its inputs, and the buffers of two all-to-alls.
+        """
+        return 2 * self.rows + 2 * self.sent + self.up + self.hidden

@@ -1,0 +1,171 @@
+"""What experts add to a plan: memory and bytes beside compiled steps, and the time of a load."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support import load_script, make_config
+
+from megajax.analysis.inspect.products import of_unused_blocks
+from megajax.analysis.plan.communication import wire_bytes
+from megajax.analysis.plan.experts import imbalance_of_run
+from megajax.analysis.plan.layouts import Mesh, changed, layouts
+from megajax.analysis.plan.memory import memory
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.planning import plan
+from megajax.analysis.plan.programs import FSDP, MEGAJAX, MEGATRON
+from megajax.analysis.plan.time import StepTime, step_time
+from megajax.core.config import Config, ConfigError, load
+from megajax.core.counts.flash import uses_flash
+from megajax.core.counts.products import products
+from megajax.core.hardware.records import hardware
+
+RESULTS = Path(__file__).parents[3] / 'benchmarks/results/2026-11-28_plan_experts.csv'
+LINES = [*csv.DictReader(RESULTS.open(newline=''))]
+ON_8 = Cluster.of(hardware('h100'), 8)
+
+
+def name(line: dict[str, str]) -> str:
+    return f'{line["preset"]} {line["mesh"]} {line["recompute"]} {line["overrides"]}'
+
+
+def numbers(text: str) -> dict[str, float]:
+    return {axis: float(figure) for axis, figure in (pair.split('=') for pair in text.split())}
+
+
+@pytest.mark.parametrize('line', LINES, ids=name)
+def test_a_step_with_experts_for_h100s_is_predicted(line: dict[str, str]) -> None:
+    config = load_script('plan_memory').load(line)
+    needed = memory(config, capacity_bytes=hardware('h100').memory)
+    assert needed.total == int(line['predicted_bytes']), (
+        'python benchmarks/plan_memory.py --experts writes the file anew'
+    )
+    assert needed.total == pytest.approx(int(line['compiled_bytes']), rel=0.10)
+    # A step also keeps each expert's share of the assignments.
+    assert needed.state + needed.batch == pytest.approx(int(line['arguments']), abs=100_000)
+    sent = {axis: count for axis, count in wire_bytes(config).items() if count}
+    assert numbers(line['compiled_wire']) == pytest.approx(sent, rel=1e-12)
+    work = products(config, flash=uses_flash(config))
+    flops = sum(product.times * product.flops for product in work) + of_unused_blocks(config)
+    assert flops / 1e9 == pytest.approx(float(line['compiled_gflops']), rel=1e-5)
+
+
+def config(**changes: object) -> Config:
+    """Mixtral of two layers on eight GPUs, with four experts on each pair of neighbors."""
+    mesh = {'mesh__data': 8, 'mesh__experts': 2, 'train__microbatches': 1}
+    small = {'model__num_layers': 2, 'train__batch_size': 16, 'model__max_seq_len': 4096}
+    return changed(load('mixtral_8x7b'), **(mesh | small | changes))
+
+
+def timed(config: Config, imbalance: float = 1.0) -> StepTime:
+    return step_time(config, ON_8, replace(MEGAJAX, imbalance=imbalance))
+
+
+def test_a_step_waits_for_the_busiest_device_of_a_group() -> None:
+    balanced, uneven = timed(config()), timed(config(), 1.5)
+    experts = config().model.experts
+    assert balanced.products * 1.2 < uneven.products < balanced.products * 1.5
+    assert balanced.flops == uneven.flops
+    alone, even = config(mesh__experts=1), experts.model_copy(update={'capacity': 1.0})
+    for each in (alone, config(model__experts=even)):
+        assert timed(each) == timed(each, 1.5)
+
+
+def test_no_device_gets_more_than_all_tokens() -> None:
+    assert timed(config(), 2.0) == timed(config(), 3.0)
+
+
+def test_experts_with_few_rows_each_are_slower() -> None:
+    experts = config().model.experts
+    many = experts.model_copy(update={'count': 128, 'active': 8, 'ffn_size': 3584})
+    few_rows = config(model__experts=many)
+    flops = [timed(each).flops.layers for each in (config(), few_rows)]
+    assert flops[1] == pytest.approx(flops[0], rel=0.01)  # the router's
+    assert timed(few_rows).products > 1.1 * timed(config()).products
+
+
+def sent_to_experts(config: Config, program=MEGAJAX) -> float:
+    return sum(
+        x.wire_bytes * x.times
+        for x in program.sent_in_passes(config)
+        if x.site.name == 'experts' and x.kind == 'all-to-all'
+    )
+
+
+def test_buffers_for_the_largest_load_are_as_many_times_larger_as_devices() -> None:
+    assert sent_to_experts(config()) == 2 * sent_to_experts(config(), MEGATRON)
+    uneven = replace(MEGATRON, imbalance=1.5)
+    assert sent_to_experts(config(), uneven) == 1.5 * sent_to_experts(config(), MEGATRON)
+    even = config().model.experts.model_copy(update={'capacity': 1.0})
+    exact = config(model__experts=even)
+    assert sent_to_experts(exact) == sent_to_experts(exact, MEGATRON)
+
+
+def test_a_group_of_experts_over_hosts_waits_for_the_network() -> None:
+    cluster = Cluster.of(hardware('h100'), 8, 2)
+    inside, across = (
+        sum(x.seconds for x in step_time(each, cluster).transfers if x.kind == 'all-to-all')
+        for each in (config(), config(mesh__experts=4))
+    )
+    # Twice the devices send three times the bytes of buffers twice as large.
+    assert across > 2 * 3 * inside
+
+
+def test_fully_sharded_experts_are_gathered_by_the_devices_that_have_the_same() -> None:
+    weights = [x for x in FSDP.over_data(config()) if x.site.name == 'parameters']
+    elements = {x.site.axis: x.array.dims[0] for x in weights}
+    assert set(elements) == {'data', 'data+expert'}
+    of_experts = 2 * 4 * 3 * 4096 * 14336  # layers, own experts, matrices
+    assert elements['data'] == of_experts
+
+
+def test_a_search_compares_the_degrees_inside_a_host_and_the_largest() -> None:
+    on_64 = changed(load('qwen3_30b_a3b'), train__batch_size=64)
+    for mesh, degrees in (
+        (Mesh(64, 1, 1), {1, 2, 4, 8, 64}),
+        (Mesh(16, 1, 4), {1, 2, 16}),
+        (Mesh(8, 1, 4, 2, 1), {1, 2, 8}),
+    ):
+        found = {layout.mesh.experts for layout in layouts(on_64, mesh, 8)}
+        assert found == degrees
+    assert all(x.mesh.experts == 1 for x in layouts(load('llama3_8b'), Mesh(64, 1, 1), 8))
+
+
+def test_a_plan_says_which_load_it_assumes() -> None:
+    small = changed(load('tiny_moe'), train__dtype='bfloat16', train__batch_size=8)
+    balanced, uneven = (plan(small, gpu='h100', gpus=2, imbalance=x) for x in (1.0, 1.25))
+    assert 'experts in balance: every device gets equally many tokens' in str(balanced)
+    assert 'the busiest device gets 1.25 times the mean tokens' in str(uneven)
+    assert 'expert parallelism      ' in str(balanced)
+    assert {layout.experts for layout in balanced.layouts} == {1, 2}
+    assert plan(make_config('gpt', 1, 1), gpu='h100').imbalance is None
+
+
+@pytest.mark.parametrize(
+    ('preset', 'imbalance', 'message'),
+    [
+        ('tiny_moe', 0.5, '--imbalance 0.5: the busiest device gets at least the mean'),
+        ('gpt2_124m', 1.5, '--imbalance 1.5 needs model.experts, which is null'),
+    ],
+)
+def test_a_load_that_cannot_be_is_rejected(preset: str, imbalance: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(load(preset), gpu='h100', imbalance=imbalance)
+
+
+def test_a_run_gives_the_load_of_its_last_steps(tmp_path: Path) -> None:
+    config = tmp_path / 'config.yaml'
+    assert imbalance_of_run(config) == 1
+    steps = [{'step': n, 'expert_load': 3.0 if n < 50 else 1.5} for n in range(150)]
+    lines = [*map(json.dumps, steps), json.dumps({'step': 149, 'eval_loss': 1.0})]
+    (tmp_path / 'metrics.jsonl').write_text('\n'.join(lines))
+    assert imbalance_of_run(config) == 1.5
+    assert imbalance_of_run(tmp_path / 'other.yaml') == 1
+
+
+def test_the_published_rows_are_those_of_today() -> None:
+    load_script('held_out')  # which the script imports
+    script = load_script('plan_experts')
+    assert script.table(script.rows()) in RESULTS.with_suffix('.md').read_text()
