@@ -155,6 +155,12 @@ def test_a_load_that_cannot_be_is_rejected(preset: str, imbalance: float, messag
         plan(load(preset), gpu='h100', imbalance=imbalance)
 
 
+def test_a_model_with_dense_layers_too_is_rejected() -> None:
+    mixed = load('tiny_moe', ['model.experts.first_dense=1'])
+    with pytest.raises(ConfigError, match='some layers have an MLP; use megajax inspect'):
+        plan(mixed, gpu='h100')
+
+
 def test_a_run_gives_the_load_of_its_last_steps(tmp_path: Path) -> None:
     config = tmp_path / 'config.yaml'
     assert imbalance_of_run(config) == 1
