@@ -19,7 +19,7 @@ LAUNCH = 3.8e-6
 OF_STEP, OF_CHUNK, OF_TICK = 100, 27, 65
 # In a layer of a vision encoder, in one without gradients, and in a layer of cross-attention.
 OF_ENCODER, OF_FROZEN, OF_CROSS = 135, 65, 140
-# In a layer of experts beyond those of an MLP, with a grouped matmul as one kernel.
+# More in a layer of experts than in one with an MLP, if a grouped matmul is one kernel.
 OF_EXPERTS = 72
 
 

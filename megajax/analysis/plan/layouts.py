@@ -188,8 +188,8 @@ def layouts(
 def _expert_degrees(config: Config, per_host: int) -> Iterator[Config]:
     """Yield a layout with each expert-parallel degree to compare.
 
-    They are those of a group inside a host, of which pipelines and context shards take the largest,
-    and the largest of all. Replicas are without expert parallelism.
+    They are all degrees within a host, of which pipelines and context shards take the largest, and
+    the largest of all. Replicas are without expert parallelism.
     """
     yield config
     experts, mesh = config.model.experts, config.mesh
