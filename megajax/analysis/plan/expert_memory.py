@@ -1,13 +1,13 @@
 """Count the bytes of the arrays of a layer of experts on each GPU (`core/model/expert_passes.py`).
 
-Without a capacity, all tokens of an expert-parallel group may be sent to one device, so the rows
-that a device receives, and the buffer that it sends, have room for that.
+Without a capacity, the rows that a device receives, and the buffer that it sends, have room for
+1.25 times a balanced load (`core/counts/expert_rows.py`).
 """
 
 from typing import NamedTuple, Self
 
 from megajax.core.config import Config
-from megajax.core.counts.expert_rows import rows_of_experts, rows_with_unused
+from megajax.core.counts.expert_rows import rows_sent, rows_with_unused
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.parallel.layout import Layout
 
@@ -39,7 +39,7 @@ class ExpertArrays(NamedTuple):
     ) -> Self | None:
         """Return the arrays for the tokens of a data shard; None for a model without experts.
 
-        Not `in_buffers`, they have room for a balanced load alone.
+        Not `in_buffers`, they have no room for more than a balanced load.
         """
         model, experts, shards = config.model, config.model.experts, layout.shards
         if experts is None:
@@ -48,11 +48,10 @@ class ExpertArrays(NamedTuple):
         devices = shards.get('X', 1)
         if experts.capacity is None and not in_buffers:
             rows = slots = assignments
-        elif experts.capacity is None:
-            rows, slots = rows_with_unused(config, tokens, shards), devices * assignments
         else:
-            own, of_each = rows_of_experts(config, tokens, shards)
-            rows = slots = own * of_each
+            rows = slots = rows_sent(config, tokens, devices)
+        if experts.capacity is None and in_buffers:
+            rows = rows_with_unused(config, tokens, shards)
         up = hidden = of_tokens = first = gradients = 0
         for name, weight in parameters(model):
             if not name.startswith('layers.experts.') or not weight.is_matrix:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -9,7 +10,8 @@ from statistics import fmean
 from megajax.core.config import Config
 from megajax.core.config.load import CONFIG
 from megajax.core.counts.collective import EXCHANGE, Expected
-from megajax.core.counts.experts import over_experts
+from megajax.core.counts.expert_rows import LATER, ROOM
+from megajax.core.counts.experts import of_megatron, over_experts
 from megajax.core.counts.product import Product
 from megajax.core.counts.runs import Runs
 
@@ -46,21 +48,31 @@ def of_busiest(product: Product, config: Config, imbalance: float) -> Product:
 
 
 def exchanges_of_tokens(config: Config, imbalance: float) -> Iterator[Expected]:
-    """Yield what the busiest device sends to others' experts, if it sends tokens alone.
+    """Yield what the busiest device sends to others' experts, if it sends tokens alone."""
+    for sent in of_megatron(config, Runs.of_stages(config).layers):
+        if sent.site.phase != 'step':
+            yield _with_rows(sent, _excess(config, imbalance)) if sent.kind == EXCHANGE else sent
 
-    Without a capacity megajax's buffers also have room for the tokens that other devices get.
+
+def later_exchanges(config: Config, imbalance: float) -> Iterator[Expected]:
+    """Yield the all-to-alls of the rounds after the first, if the load does not fit in one.
+
+    Each has buffers of half the size (`core/counts/expert_rows.py`).
     """
-    experts, devices = config.model.experts, config.mesh.experts
-    if experts is None:
+    left = _excess(config, imbalance) - ROOM if config.model.experts else 0.0
+    if left <= 0:
         return
+    rounds = math.ceil(left / (LATER * ROOM))
     for sent in over_experts(config, Runs.of_stages(config).layers):
-        if sent.site.phase == 'step':
-            continue
-        if sent.kind == EXCHANGE and experts.capacity is None:
-            slots, size = sent.array.shape
-            tokens = round(slots / devices * _excess(config, imbalance))
-            sent = dataclasses.replace(sent, array=sent.array._replace(shape=(tokens, size)))
-        yield sent
+        if sent.kind == EXCHANGE:
+            yield dataclasses.replace(_with_rows(sent, LATER), times=rounds * sent.times)
+
+
+def _with_rows(sent: Expected, factor: float) -> Expected:
+    """Return a collective of a multiple of its rows."""
+    rows, size = sent.array.shape
+    array = sent.array._replace(shape=(round(factor * rows), size))
+    return dataclasses.replace(sent, array=array)
 
 
 def _excess(config: Config, imbalance: float) -> float:

@@ -21,6 +21,7 @@ OF_STEP, OF_CHUNK, OF_TICK = 100, 27, 65
 OF_ENCODER, OF_FROZEN, OF_CROSS = 135, 65, 140
 # More in a layer of experts than in one with an MLP, if a grouped matmul is one kernel.
 OF_EXPERTS = 72
+OF_ROUNDS = 90  # in addition, where tokens may be sent in several rounds
 
 
 def num_launches(config: Config) -> int:
@@ -46,7 +47,7 @@ def num_launches(config: Config) -> int:
     of_layer += 10 if mesh.model > 1 and mesh.sequence_parallel else 0
     of_layer += 20 if model.num_kv_heads < mesh.model else 0
     of_layer += 35 if config.overlap.is_split else 0
-    of_layer += OF_EXPERTS if model.experts is not None else 0
+    of_layer += _of_experts(config)
     of_layer += _of_sharding(config)
     if mesh.is_grid:
         of_layer += 40 if is_full else 25
@@ -58,6 +59,15 @@ def num_launches(config: Config) -> int:
     of_encoder = OF_ENCODER if config.vision and is_learned(config) else OF_FROZEN
     of_images = runs.encoder * of_encoder + runs.cross * OF_CROSS
     return OF_STEP + of_ticks + runs.layers * of_layer + of_images + of_chunks
+
+
+def _of_experts(config: Config) -> int:
+    """Return the kernels of a layer of experts in addition to a layer with an MLP."""
+    experts = config.model.experts
+    if experts is None:
+        return 0
+    has_rounds = experts.capacity is None and config.mesh.experts > 1
+    return OF_EXPERTS + (OF_ROUNDS if has_rounds else 0)
 
 
 def _of_layer_in_order(config: Config) -> int:

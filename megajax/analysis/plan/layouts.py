@@ -186,20 +186,19 @@ def layouts(
 
 
 def _expert_degrees(config: Config, per_host: int) -> Iterator[Config]:
-    """Yield a layout with each expert-parallel degree to compare.
+    """Yield a layout without expert parallelism, and with each degree to compare.
 
-    They are all degrees within a host, of which pipelines and context shards take the largest, and
-    the largest of all. Replicas are without expert parallelism.
+    They are the largest within a host and, without pipeline and context parallelism, the largest of
+    all. Replicas are without expert parallelism.
     """
     yield config
     experts, mesh = config.model.experts, config.mesh
     if experts is None or mesh.replicas > 1:
         return
     degrees = divisors(math.gcd(experts.count, mesh.data_shards))
-    inside = [n for n in degrees if n * mesh.context * mesh.model <= per_host] or [1]
-    if mesh.stages * mesh.context > 1:
-        inside = inside[-1:]
-    for degree in sorted({*inside, degrees[-1]} - {1}):
+    inside = max((n for n in degrees if n * mesh.context * mesh.model <= per_host), default=1)
+    largest = degrees[-1] if mesh.stages * mesh.context == 1 else inside
+    for degree in sorted({inside, largest} - {1}):
         yield changed(config, mesh__experts=degree)
 
 

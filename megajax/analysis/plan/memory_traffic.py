@@ -30,7 +30,7 @@ class Traffic:
 def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -> Iterator[Traffic]:
     """Yield the operations of the layers; a fused one reads and writes each array once.
 
-    `in_buffers` is whether tokens are sent to experts in buffers for the largest possible load.
+    `in_buffers` is whether tokens are sent to experts in buffers with room for more.
     """
     # Between the two matmuls of a sublayer, 2-D tensor parallelism shards the batch.
     model, t, widths = config.model, config.mesh.tensor_parallel, dim_sizes(config.model)

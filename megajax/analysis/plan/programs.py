@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from megajax.analysis.plan import communication
-from megajax.analysis.plan.experts import exchanges_of_tokens
+from megajax.analysis.plan.experts import exchanges_of_tokens, later_exchanges
 from megajax.analysis.plan.launches import num_launches
 from megajax.analysis.plan.overlap import (
     NOTHING,
@@ -65,7 +65,7 @@ class Software:
     has_order: bool = False  # supports `train.overlap`
     # Whether pipeline stages share the tokens of the head, or the last stage has them all.
     shares_head: bool = False
-    # Whether it sends tokens to experts in buffers for the largest possible load.
+    # Whether it sends tokens to experts in buffers, with room for 1.25 times a balanced load.
     sends_buffers: bool = False
     # Tokens of the experts of the busiest device, over the mean of those that share a layer.
     imbalance: float = 1.0
@@ -73,9 +73,10 @@ class Software:
     def sent_in_passes(self, config: Config) -> list[Expected]:
         """Return all collectives of the passes, with those that send tokens to experts."""
         sent = self.in_passes(config)
-        if self.sends_buffers or config.model.experts is None:
+        if config.model.experts is None:
             return sent
-        return [*sent, *exchanges_of_tokens(config, self.imbalance)]
+        to_experts = later_exchanges if self.sends_buffers else exchanges_of_tokens
+        return [*sent, *to_experts(config, self.imbalance)]
 
     def without_order(self, config: Config) -> Config:
         """Return the config, without megajax's overlap if the software does not have it."""

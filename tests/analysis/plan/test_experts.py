@@ -11,6 +11,7 @@ from support import load_script, make_config
 from megajax.analysis.inspect.products import of_unused_blocks
 from megajax.analysis.plan.communication import wire_bytes
 from megajax.analysis.plan.experts import imbalance_of_run
+from megajax.analysis.plan.launches import num_launches
 from megajax.analysis.plan.layouts import Mesh, changed, layouts
 from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
@@ -50,6 +51,7 @@ def test_a_step_with_experts_for_h100s_is_predicted(line: dict[str, str]) -> Non
     work = products(config, flash=uses_flash(config))
     flops = sum(product.times * product.flops for product in work) + of_unused_blocks(config)
     assert flops / 1e9 == pytest.approx(float(line['compiled_gflops']), rel=1e-5)
+    assert num_launches(config) == pytest.approx(int(line['compiled_launches']), rel=0.15)
 
 
 def config(**changes: object) -> Config:
@@ -94,8 +96,11 @@ def sent_to_experts(config: Config, program=MEGAJAX) -> float:
     )
 
 
-def test_buffers_for_the_largest_load_are_as_many_times_larger_as_devices() -> None:
-    assert sent_to_experts(config()) == 2 * sent_to_experts(config(), MEGATRON)
+def test_buffers_have_room_for_more_and_later_rounds_send_halves() -> None:
+    assert sent_to_experts(config()) == 1.25 * sent_to_experts(config(), MEGATRON)
+    for imbalance, rounds in ((1.25, 0), (1.3, 1), (1.875, 1), (2.0, 2)):
+        program = replace(MEGAJAX, imbalance=imbalance)
+        assert sent_to_experts(config(), program) == (1 + rounds / 2) * sent_to_experts(config())
     uneven = replace(MEGATRON, imbalance=1.5)
     assert sent_to_experts(config(), uneven) == 1.5 * sent_to_experts(config(), MEGATRON)
     even = config().model.experts.model_copy(update={'capacity': 1.0})
@@ -109,8 +114,8 @@ def test_a_group_of_experts_over_hosts_waits_for_the_network() -> None:
         sum(x.seconds for x in step_time(each, cluster).transfers if x.kind == 'all-to-all')
         for each in (config(), config(mesh__experts=4))
     )
-    # Twice the devices send three times the bytes of buffers twice as large.
-    assert across > 2 * 3 * inside
+    # Of twice the devices each sends half more, and over slower links.
+    assert across > 1.5 * 2 * inside
 
 
 def test_fully_sharded_experts_are_gathered_by_the_devices_that_have_the_same() -> None:
@@ -121,12 +126,12 @@ def test_fully_sharded_experts_are_gathered_by_the_devices_that_have_the_same() 
     assert elements['data'] == of_experts
 
 
-def test_a_search_compares_the_degrees_inside_a_host_and_the_largest() -> None:
+def test_a_search_compares_the_largest_degrees_inside_a_host_and_of_all() -> None:
     on_64 = changed(load('qwen3_30b_a3b'), train__batch_size=64)
     for mesh, degrees in (
-        (Mesh(64, 1, 1), {1, 2, 4, 8, 64}),
+        (Mesh(64, 1, 1), {1, 8, 64}),
         (Mesh(16, 1, 4), {1, 2, 16}),
-        (Mesh(8, 1, 4, 2, 1), {1, 2, 8}),
+        (Mesh(8, 1, 4, 2, 1), {1, 2}),
     ):
         found = {layout.mesh.experts for layout in layouts(on_64, mesh, 8)}
         assert found == degrees
