@@ -131,15 +131,14 @@ class EmulatedStep:
         )
 
         def compare(name: str, x: Any) -> Difference:
-            own, *in_fp32 = (
-                _padded(self._in_places(name, values[name]), shapes[name].shape)
-                for values in (expected, precise)
-                if values is not None
-            )
+            def own(values: Mapping[str, Any]) -> Any:
+                return _padded(self._in_places(name, values[name]), shapes[name].shape)
+
             options = gradient_options if name.startswith(GRADIENT) else {}
-            if name in METRICS or not in_fp32:
-                return difference(name, x, own, **options)
-            return difference_of_rounded(name, x, own, *in_fp32, **of_rounded, **options)
+            if name in METRICS or precise is None:
+                return difference(name, x, own(expected), **options)
+            rounded, in_fp32 = own(expected), own(precise)
+            return difference_of_rounded(name, x, rounded, in_fp32, **of_rounded, **options)
 
         return [compare(name, x) for name, x in _compared(*tree).items()]
 

@@ -18,6 +18,7 @@ from megajax.core.model.rows import NO_ROWS, Rows
 from megajax.core.model.sublayer import Sublayer
 
 Module = TypeVar('Module')
+FEED_FORWARD = 'mlp', 'experts'  # the second sublayers
 
 
 def parts_of_rows(rows: Any, num_parts: int) -> list[Any]:
@@ -81,16 +82,27 @@ class Block(nnx.Module):
 
         `take` gets the name of a sublayer and one of its arrays.
         """
-        block = jax.tree.map(lambda x: x, self)
         config = self.attention.config.layer_config(index)
-        used = 'attention', feed_forward_name(config)
-        for name in ('attention', 'mlp', 'experts'):
-            if name in used:
-                sublayer = jax.tree.map(partial(take, name), getattr(self, name))
-                sublayer.config = config
-                setattr(block, name, sublayer)
-            elif hasattr(block, name):
-                delattr(block, name)
+        block = jax.tree.map(lambda x: x, self)
+        for name in ({*FEED_FORWARD} - {feed_forward_name(config)}) & vars(block).keys():
+            delattr(block, name)
+        block = block.each(take)
+        for sublayer in block.attention, getattr(block, feed_forward_name(config)):
+            sublayer.config = config
+        return block
+
+    def each(self, take: Callable[[str, jax.Array], jax.Array]) -> Self:
+        """Return the block with `take(name of the sublayer, x)` in place of each array x.
+
+        Arrays outside the sublayers count as attention's, which all layers have.
+        """
+        block = jax.tree.map(lambda x: x, self)
+        networks = {name: getattr(block, name) for name in FEED_FORWARD if hasattr(block, name)}
+        for name in networks:
+            delattr(block, name)
+        block = jax.tree.map(partial(take, 'attention'), block)
+        for name, network in networks.items():
+            setattr(block, name, jax.tree.map(partial(take, name), network))
         return block
 
     def __call__(

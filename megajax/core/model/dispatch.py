@@ -176,7 +176,7 @@ class Dropless(Dispatch):
     rounds: Rounds | None  # None if the experts are on this device
 
     @classmethod
-    def of(cls, expert_TY: jax.Array, experts: ExpertsConfig, peers: Peers) -> Self:
+    def of(cls, expert_TY: jax.Array, experts: ExpertsConfig, peers: Peers) -> 'Dropless':
         """Send the assignments of the first round."""
         expert_n, active, count = expert_TY.reshape(-1), experts.active, expert_TY.size
         if peers.size == 1:

@@ -1,7 +1,6 @@
 """Run the layers of a model, in training and in evaluation."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -124,19 +123,11 @@ def _between(each: Any, start: int, stop: int) -> Any:
     """Return the layers from `start` up to `stop` of all layers (blocks, weights and indices)."""
     model: ModelConfig = each[0].attention.config
 
-    def cut(x: jax.Array, name: str) -> jax.Array:
+    def cut(name: str, x: jax.Array) -> jax.Array:
         return x[num_before(model, name, start) : num_before(model, name, stop)]
 
-    def of_block(block: Block) -> Block:
-        block = jax.tree.map(lambda x: x, block)
-        for name in ('attention', 'mlp', 'experts'):
-            if hasattr(block, name):
-                own = getattr(block, name)
-                setattr(block, name, jax.tree.map(partial(cut, name=name), own))
-        return block
-
     block, weights, index = each
-    return of_block(block), None if weights is None else of_block(weights), index[start:stop]
+    return block.each(cut), None if weights is None else weights.each(cut), index[start:stop]
 
 
 def count_layers(layers: Any) -> int:

@@ -211,11 +211,16 @@ def test_nothing_but_the_name_changes_with_the_name_of_a_parameter(
 NUM_EXPERTS = 4
 MADE_UP = {
     'router': Parameter('DX', Role.TABLE, std=0.1),
-    'experts': Parameter('XDF', Role.MATRIX, std=0.1),
+    'expert_weights': Parameter('XDF', Role.MATRIX, std=0.1),
     'expert_bias': Parameter('XF', Role.VECTOR),
     'layer_scale': Parameter('D', Role.VECTOR, value=1.0, summed='T'),
 }
-SHAPES = {'router': (64, 4), 'experts': (4, 64, 256), 'expert_bias': (4, 256), 'layer_scale': (64,)}
+SHAPES = {
+    'router': (64, 4),
+    'expert_weights': (4, 64, 256),
+    'expert_bias': (4, 256),
+    'layer_scale': (64,),
+}
 
 
 class LargerBlock(Block):
@@ -253,7 +258,7 @@ def patch_declarations(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
 
     def declare_too(*made_up: str) -> None:
         declare, dim_sizes = counts.declare, counts.dim_sizes
-        added = counts.stacked({name: MADE_UP[name] for name in made_up})
+        added = counts.prefixed({name: MADE_UP[name] for name in made_up}, 'L')
 
         def declare_more(model: ModelConfig) -> Declared:
             declared = declare(model)
@@ -277,7 +282,7 @@ def larger(*mesh: int, init_std: float, **sections: dict[str, Any]) -> Config:
     [
         ('router', (None,) * 3, (None,) * 3, 'float32', True),
         (
-            'experts',
+            'expert_weights',
             (None, None, 'data', 'model'),
             (None, None, None, 'model'),
             'bfloat16',
@@ -314,7 +319,7 @@ def test_of_gathered_parameters_a_layer_gets_matrices_alone_in_the_dtype_of_the_
         batch, key = abstract_batch(config), jax.random.key(0)
         _, gradients = jax.eval_shape(make_loss_and_gradients(config), params, batch, key)
     seen = {name: x.get_value() for name, x in LargerBlock.seen.items()}
-    matrix = seen.pop('experts')
+    matrix = seen.pop('expert_weights')
     if dtype == 'bfloat16':
         assert isinstance(matrix, Slotted)
         assert (matrix.slot.dtype, matrix.weight.dtype) == ('float32', 'bfloat16')

@@ -45,8 +45,8 @@ class Gradients:
         if sublayer.is_frozen(linear):
             if sublayer.has_adapter(linear):
                 before = [self._adapters[key]] if key in self._adapters else []
-                step = partial(sublayer.gradient_of_adapter, linear)
-                self._adapters[key] = self._clock.tick(sublayer.scope, step, x, dy, *before)
+                of_adapter = partial(sublayer.gradient_of_adapter, linear)
+                self._adapters[key] = self._clock.tick(sublayer.scope, of_adapter, x, dy, *before)
             return
         if key not in self._matrices and (total := sublayer.total(linear)) is not None:
             self._matrices[key] = Box(total)

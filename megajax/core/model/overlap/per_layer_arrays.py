@@ -60,7 +60,7 @@ def of_all(layers: Any, blocks: Sequence[Any]) -> Any:
     A parameter without a value in the blocks has none in the result.
     """
 
-    def join(_: Any, stack: Stack, *of_blocks: jax.Array | None) -> Any:
+    def join(_: Any, stack: Stack, *of_blocks: Any) -> Any:
         if of_blocks[0] is None:
             return None
         return of_blocks if isinstance(stack, tuple) else jnp.stack(of_blocks)

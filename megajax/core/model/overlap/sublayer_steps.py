@@ -197,7 +197,7 @@ class SublayerSteps:
     def gradients(
         self,
         vectors: Sublayer,
-        matrices: Sequence[jax.Array | None],
+        matrices: Sequence[Any],
         adapters: Sequence[Pair | None],
         counts: Sequence[jax.Array] | None,
     ) -> Sublayer:
