@@ -44,7 +44,8 @@ def _read_layers(read: Reader) -> Keys:
         for index in range(num_layers(read))
     ]
     if layers and all(layers):
-        read.refuse('mlp_only_layers', dense, 'no layer would have experts: use "qwen3"')
+        key, value = ('mlp_only_layers', dense) if step == 1 else ('decoder_sparse_step', step)
+        read.refuse(key, value, 'no layer would have experts: use "qwen3"')
         return {}
     return replaced_by(layers)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megajax.base.errors import ConfigError, Problem, problems_at
+from megajax.base.render.text import typed
 from megajax.runtime.data.sources.contents import NoTextError, json_text
 from megajax.runtime.data.sources.inputs import (
     Format,
@@ -95,7 +96,10 @@ def find_corpus(corpus: str) -> Corpus:
     no such file.
     """
     if is_remote(corpus):
-        raise _error(f'{corpus} is a URL, which only training reads; copy its files')
+        raise _error(
+            f'{corpus} is a URL, which only training reads: run megajax data build OUT --input '
+            f'{typed(corpus)}, and set data.corpus=OUT'
+        )
     if corpus == 'stdlib':
         root = Path(sysconfig.get_path('stdlib'))
         files = [_file(path, root) for path in _walk(root, NOT_STDLIB) if path.suffix == '.py']
