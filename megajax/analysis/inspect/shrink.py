@@ -1,10 +1,14 @@
 """A smaller model of the same family, mesh, layout and options, for execution on a CPU."""
 
+import functools
 import json
 import math
+import operator
 from typing import Any
 
 from megajax.core.config import Config
+from megajax.core.config.divisors import divisors
+from megajax.core.counts.expert_kernels import KERNEL_STEP
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.counts.runs import layers_of_chunk
 
@@ -15,6 +19,7 @@ HEAD_DIM = 64  # Triton cannot tile every matmul of smaller heads
 MAX_SEQ_LEN = 64
 REGIONS, TOTAL_TOKENS = (2, 1), 160  # two regions, between which a budget has to choose
 VOCAB_SIZE = 1000  # padded to 1024 rows, so that the padding is executed too
+NUM_EXPERTS = 8  # of a layer, or two on each device if that is more
 
 
 def shrink(config: Config) -> tuple[Config, list[str]]:
@@ -29,11 +34,12 @@ def shrink(config: Config) -> tuple[Config, list[str]]:
         del written['model']['query_scale']  # follows the head dim
     changes = []
     for path, value in _changes(config).items():
-        section, key = path.split('.')
-        if written[section][key] != value:
-            before, after = (json.dumps(x).replace('"', '') for x in (written[section][key], value))
+        *sections, key = path.split('.')
+        section = functools.reduce(operator.getitem, sections, written)
+        if section[key] != value:
+            before, after = (json.dumps(x).replace('"', '') for x in (section[key], value))
             changes.append(f'{path} {before} -> {after}')
-            written[section][key] = value
+            section[key] = value
     return Config.model_validate(written, strict=False), changes
 
 
@@ -74,9 +80,7 @@ def _changes(config: Config) -> dict[str, Any]:
         'mesh.data': data,
     }
     changes |= _of_windows(config, seq_len, 2 * mesh['mesh.context'])
-    if config.model.experts and config.model.first_dense:
-        experts = config.model.experts.model_dump(mode='json') | {'first_dense': 1}
-        changes |= {'model.experts': experts}
+    changes |= _of_experts(config, mesh, seq_len)
     return changes | _of_encoder(config, changes['model.head_dim'], seq_len)
 
 
@@ -118,6 +122,51 @@ def _of_windows(config: Config, seq_len: int, chunks: int) -> dict[str, Any]:
         if 'window' in entry:
             entry['window'] = shorter(entry['window'])
     return {'model.window': shorter(model.window), 'model.layers': entries}
+
+
+def _of_experts(config: Config, mesh: dict[str, int], seq_len: int) -> dict[str, Any]:
+    """Return fewer and smaller experts, with as many of them on each device as on any other.
+
+    They stay one or several on a device, and some or all of them are used by a token. The GPU
+    multiplies them in the same way: its kernels need multiples of KERNEL_STEP features.
+    """
+    experts = config.model.experts
+    if experts is None:
+        return {}
+    devices, model = mesh['mesh.experts'], mesh['mesh.model']
+    of_device = min(experts.count // config.mesh.experts, max(NUM_EXPERTS // devices, 2))
+    least = min(experts.active, 2) + (experts.active < experts.count)
+    count = devices * max(of_device, math.ceil(least / devices))
+    size = min(experts.count // experts.groups, 2)
+    groups = max(x for x in divisors(count) if x <= min(experts.groups, count // size))
+    active_groups = min(experts.active_groups, groups)
+    if experts.active_groups < experts.groups:
+        active_groups = min(active_groups, max(groups // 2, 1))
+    active = min(experts.active, 2, active_groups * (count // groups))
+    of_shard = experts.ffn_size // config.mesh.model
+    changes = {
+        'count': count,
+        'active': count if experts.active == experts.count else active,
+        'groups': groups,
+        'active_groups': active_groups,
+        'ffn_size': model * min(of_shard, KERNEL_STEP + of_shard % KERNEL_STEP),
+        'shared_ffn_size': min(experts.shared_ffn_size, 4 * math.lcm(HEAD_DIM, model)),
+        'first_dense': min(experts.first_dense, 1),
+        'capacity_group': _capacity_group(config, mesh['mesh.context'], seq_len),
+    }
+    return {f'model.experts.{key}': value for key, value in changes.items()}
+
+
+def _capacity_group(config: Config, context: int, seq_len: int) -> int | None:
+    """Return one or two groups for each part of a sequence that is on one device."""
+    experts = config.model.experts
+    assert experts is not None
+    if experts.capacity_group is None:
+        return None
+    parts = 2 * context if context > 1 else 1
+    whole = config.train.seq_len // (2 * config.mesh.context if config.mesh.context > 1 else 1)
+    length = seq_len // parts
+    return length if whole == experts.capacity_group or length % 2 else length // 2
 
 
 def _of_encoder(config: Config, head_dim: int, seq_len: int) -> dict[str, Any]:
@@ -176,16 +225,27 @@ def _mesh(config: Config) -> dict[str, int]:
     if replicas * shards > fits:
         replicas = min(replicas, 2)
         shards = min(shards, max(2, fits // replicas))
-        shards = 3 if _is_uneven(config) else shards
+        shards = 3 * min(mesh.experts, 2) if _is_uneven(config) else shards
     return {
         'mesh.stages': stages,
         'mesh.virtual_stages': chunks,
         'mesh.context': context,
         'mesh.replicas': replicas,
         'mesh.data': shards,
+        'mesh.experts': _expert_shards(config, shards),
         'mesh.model_rows': rows,
         'mesh.model': model,
     }
+
+
+def _expert_shards(config: Config, shards: int) -> int:
+    """Return the expert-parallel degree; several data shards stay for each of its devices."""
+    mesh = config.mesh
+    if shards == mesh.data_shards:
+        return mesh.experts
+    most = max(shards // 2, 2) if mesh.experts < mesh.data_shards else shards
+    most = 2 if _is_uneven(config) else most
+    return max(x for x in divisors(shards) if x <= min(mesh.experts, most))
 
 
 def _is_uneven(config: Config) -> bool:

@@ -4,7 +4,7 @@ import pytest
 from support import make_config
 
 from megajax.analysis.inspect.shrink import shrink
-from megajax.core.config import Config
+from megajax.core.config import Config, load
 
 LOCAL = {'repeat': 5, 'window': 1024, 'rope_theta': 1e4}
 GEMMA = [LOCAL, {'rope_theta': 1e6}]
@@ -61,3 +61,34 @@ def test_a_head_keeps_a_divisor_for_each_rotary_pair() -> None:
 def test_a_small_model_is_executed_with_its_pattern() -> None:
     config = make_config('windows')
     assert shrink(config) == (config, [])
+
+
+@pytest.mark.parametrize(
+    ('name', 'mesh', 'shards', 'experts'),
+    [
+        ('qwen3_30b_a3b', {'data': 64, 'experts': 8}, (16, 8), (16, 2, 64)),
+        ('qwen3_235b_a22b', {'data': 256, 'experts': 128}, (16, 8), (8, 2, 64)),
+        ('mixtral_8x7b', {'data': 32, 'experts': 8, 'model': 8}, (2, 2), (4, 2, 512)),
+        ('gpt_oss_20b', {'data': 4, 'experts': 4, 'model': 4}, (4, 4), (8, 2, 4 * 80)),
+        ('gpt_oss_20b', {'data': 16, 'experts': 1, 'model': 1}, (16, 1), (8, 2, 64)),
+    ],
+)
+def test_devices_keep_several_experts_or_one_and_the_kind_of_matmul(
+    name: str, mesh: dict[str, int], shards: tuple[int, int], experts: tuple[int, int, int]
+) -> None:
+    keys = [f'mesh.{axis}={size}' for axis, size in mesh.items()]
+    shrunk, _ = shrink(load(name, [*keys, 'model.num_layers=4']))
+    small = shrunk.model.experts
+    assert (shrunk.mesh.data, shrunk.mesh.experts) == shards
+    assert (small.count, small.active, small.ffn_size) == experts
+
+
+def test_groups_of_experts_and_of_tokens_stay_several() -> None:
+    of_deepseek = ['count=256', 'groups=8', 'active_groups=4', 'shared_ffn_size=2048']
+    of_deepseek += ['capacity=1.0', 'capacity_group=512', 'first_dense=3']
+    keys = [f'model.experts.{key}' for key in of_deepseek]
+    shrunk, changes = shrink(load('qwen3_30b_a3b', [*keys, 'model.ffn_size=6144']))
+    small = shrunk.model.experts
+    assert (small.count, small.groups, small.active_groups, small.active) == (16, 8, 4, 2)
+    assert (small.first_dense, small.shared_ffn_size, small.capacity_group) == (1, 256, 32)
+    assert 'model.experts.count 256 -> 16' in changes
