@@ -71,8 +71,8 @@ BatchSize = Annotated[
     typer.Option(min=1, help='Sequences per step; default: train.batch_size.'),
 ]
 Program = Annotated[
-    Literal['megajax', 'megatron'],
-    typer.Option(help='Software whose step is timed: megajax or Megatron-Core.'),
+    Literal['megajax', 'megatron', 'torchtitan', 'maxtext'],
+    typer.Option(help='Software whose step is timed: megajax, Megatron-Core, torchtitan, MaxText.'),
 ]
 Price = Annotated[
     float | None, typer.Option(min=0.01, help='Price of one GPU-hour, in any currency.')
@@ -161,7 +161,7 @@ def for_config(
     if table:
         _show_table(table, console)
         return
-    config = _config(source, overrides)
+    config = _config(source, overrides, own=program == 'megajax')
     check_outputs(json, write)
     if generate or prompt or batch:
         _check_generation(generate, write or verify or roofline or scaling or schedule)
@@ -213,12 +213,12 @@ def calibrate(
         print(line, flush=True)
 
 
-def _config(source: str | None, overrides: list[str] | None) -> Config:
+def _config(source: str | None, overrides: list[str] | None, *, own: bool) -> Config:
     if source is None:
         raise ConfigError(
             'plan needs a config: megajax plan CONFIG --gpu h100 --gpus 64, or --table scaling'
         )
-    return load(source, overrides or ())
+    return load(source, overrides or (), own=own)
 
 
 def _imbalance(config: Config, source: str | None) -> float:

@@ -10,11 +10,11 @@ from fractions import Fraction
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megajax.analysis.plan.kernel_time import peak_flops, product_seconds
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import usable_memory
 from megajax.analysis.plan.sizes import BYTES
-from megajax.analysis.plan.time import peak_flops, product_seconds
 from megajax.core.config import Config, ConfigError, MeshConfig
 from megajax.core.config.divisors import divisors
 from megajax.core.config.lora import without_adapters

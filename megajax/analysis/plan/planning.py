@@ -26,7 +26,6 @@ from megajax.analysis.plan.verdicts import on_experts, on_grids, on_sharding, on
 from megajax.analysis.plan.window_verdict import on_windows
 from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.overlap_rules import resolved
-from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.flops import is_gpt, narayanan_flops
 from megajax.core.hardware.records import Hardware, LinkName, hardware
 
@@ -65,7 +64,7 @@ def plan(
     own = config.mesh.num_devices
     cluster = Cluster.of(hardware(gpu, link), gpus or own, gpus_per_host)
     is_own = cluster.num_devices == own
-    if is_own and (problems := incompatibilities(config)):  # the new batch may not divide
+    if is_own and (problems := software.problems(config)):  # the new batch may not divide
         raise ConfigError(*problems)
     config = software.without_order(config)
     ranking = search(config, cluster, software)
@@ -76,6 +75,7 @@ def plan(
     )
     return _report(
         planned,
+        software.evened(planned),
         cluster,
         ranking,
         time,
@@ -109,10 +109,16 @@ def _checked(imbalance: float, config: Config) -> float:
 
 
 def _report(
-    config: Config, cluster: Cluster, ranking: Ranking, time: StepTime, **known: Any
+    config: Config,
+    held: Config,
+    cluster: Cluster,
+    ranking: Ranking,
+    time: StepTime,
+    **known: Any,
 ) -> Plan:
+    """Return the plan of a config, with the memory of `held`, whose layers are evened."""
     available = usable_memory(cluster)
-    needed = memory_on(config, cluster)
+    needed = memory_on(held, cluster)
     chosen = Choice(config=config, bytes=needed.total, time=time)
     fits = needed.total <= available
     return Plan(
@@ -132,9 +138,7 @@ def _report(
         ],
         memory_moment=needed.moment,
         memory_available=available,
-        largest_microbatch=largest_microbatch(
-            config, available, cluster.hardware.compute_capability
-        ),
+        largest_microbatch=largest_microbatch(held, available, cluster.hardware.compute_capability),
         matmul=time.products,
         idle=time.idle,
         memory_bound=time.memory_bound,

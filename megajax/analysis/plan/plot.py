@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megajax.analysis.plan.describe import group_name
+from megajax.analysis.plan.kernel_time import peak_flops, product_seconds
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import Choice, search
 from megajax.analysis.plan.sizes import BYTES
-from megajax.analysis.plan.time import peak_flops, product_seconds
 from megajax.base.files.outputs import check_outputs
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.extras import install

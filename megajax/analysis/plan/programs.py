@@ -1,7 +1,7 @@
 """Describe the software whose step can be timed: its collectives, overlap and attention."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -16,8 +16,10 @@ from megajax.analysis.plan.overlap import (
     in_pass,
     is_over_data,
 )
-from megajax.core.config import Config
+from megajax.base.errors import Problem
+from megajax.core.config import Config, ModelConfig
 from megajax.core.config.overlap_rules import without_order
+from megajax.core.config.rules import incompatibilities
 from megajax.core.counts.collective import (
     GATHER,
     HLO_DTYPES,
@@ -32,14 +34,14 @@ from megajax.core.counts.data_parallel import groups, over_data
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.megatron import expected, over_model
 from megajax.core.counts.muon import over_tensor_parallel
-from megajax.core.counts.parameters import count
+from megajax.core.counts.parameters import megatron_counts
 from megajax.core.counts.product import Phase
 from megajax.core.counts.runs import Runs, ticks
 from megajax.core.counts.stages import between_stages, gradients_of_stages
 from megajax.core.hardware.records import Capability
 from megajax.xla.hlo.program import Array
 
-ProgramName = Literal['megajax', 'megatron']
+ProgramName = Literal['megajax', 'megatron', 'torchtitan', 'maxtext']
 # cuDNN's flash attention, or FlashAttention-2; `core/hardware/records.py` has their rates.
 Attention = Literal['flash', 'flash_2']
 
@@ -69,6 +71,47 @@ class Software:
     sends_buffers: bool = False
     # Tokens of the experts of the busiest device, over the mean of those that share a layer.
     imbalance: float = 1.0
+    # Whether it is megajax, so that the settings that megajax alone rejects are rejected.
+    is_own: bool = False
+    # The ZeRO stages that it has (`optim.shard`), if its weights are replicated at all.
+    zero: tuple[str, ...] = ('none', 'optimizer', 'gradients', 'weights')
+    # What its selective recomputation repeats of a forward pass in addition to attention's scores:
+    # the share of each matmul.
+    repeats: Callable[[ModelConfig], Mapping[str, float]] = lambda _: {}
+
+    def has_zero(self, config: Config) -> bool:
+        """Return whether the software has the config's ZeRO stage."""
+        mesh = config.mesh
+        return config.optim.shard in self.zero or mesh.data * mesh.context == 1
+
+    def problems(self, config: Config) -> list[Problem]:
+        """Return a problem for every setting that the software does not support."""
+        found = incompatibilities(config, own=self.is_own)
+        if not self.has_zero(config):
+            message = (
+                f'{config.optim.shard} is not supported by this --program; '
+                f'use {" or ".join(self.zero)}'
+            )
+            found.append(Problem(path='optim.shard', message=message))
+        return found
+
+    def evened(self, config: Config) -> Config:
+        """Return the config with as many layers in every chunk as in the largest.
+
+        The embedding and the head count as layers in Megatron, so that the other chunks have
+        fewer. megajax rejects such configs.
+        """
+        chunks = config.mesh.stages * config.mesh.virtual_stages
+        layers = config.model.num_layers
+        if self.is_own or layers % chunks == 0:
+            return config
+        return config.model_copy(
+            update={
+                'model': config.model.model_copy(
+                    update={'num_layers': -(-layers // chunks) * chunks}
+                )
+            }
+        )
 
     def sent_in_passes(self, config: Config) -> list[Expected]:
         """Return all collectives of the passes, with those that send tokens to experts."""
@@ -88,26 +131,38 @@ def fully_sharded(config: Config) -> list[Expected]:
 
     Each microbatch all-gathers all weights for each pass and reduce-scatters their gradients, in
     bf16: Zhao et al. (2023), PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel.
-    Experts are sharded over the devices that have the same ones.
+    Experts are sharded over the devices that have the same ones. In a pipeline, the weights of a
+    stage stay gathered for all microbatches.
     """
-    shards = (('X', config.mesh.experts),)
+    mesh, runs = config.mesh, config.train.microbatches
     sites: tuple[tuple[str, Phase, str], ...] = (
         ('parameters', 'forward', GATHER),
         ('parameters', 'backward', GATHER),
         ('gradients', 'backward', SCATTER),
     )
+    if mesh.stages > 1:
+        sites, runs = (sites[0], sites[2]), 1
     return [
         Expected.over(
             config,
             Site(name, phase, axis),
             kind,
-            Array(HLO_DTYPES[config.train.dtype], (weights,)),
-            config.train.microbatches,
+            Array(HLO_DTYPES[config.train.compute_dtype], (weights,)),
+            runs,
         )
         for of_experts, axes in groups(config)
         if (axis := axes_text(config, *axes))
-        and (weights := count(config.model, shards, of_experts=of_experts).all)
         for name, phase, kind in sites
+        if (
+            weights := megatron_counts(
+                config.model,
+                mesh.model,
+                mesh.stages,
+                learned=name == 'gradients',
+                experts=mesh.experts,
+                of_experts=of_experts,
+            ).all
+        )
     ]
 
 
@@ -154,6 +209,12 @@ def _hidden_by_everything(collective: Expected, config: Config) -> HiddenBy:
 def _hidden_if_over_data(collective: Expected, config: Config) -> HiddenBy:
     """Return the overlap of FSDP; experts wait for their tokens."""
     return _hidden_by_everything(collective, config) if is_over_data(collective) else NOTHING
+
+
+def _every_second_matmul(model: ModelConfig) -> dict[str, float]:
+    """Return the shares of matmuls that torchtitan's selective recomputation repeats."""
+    keys = model.num_kv_heads / (model.num_heads + 2 * model.num_kv_heads)
+    return {'qkv': keys, 'out': 1.0, 'up': 0.5 if model.is_gated else 0.0}
 
 
 def _megatron_in_passes(config: Config) -> list[Expected]:
@@ -209,6 +270,7 @@ MEGAJAX = Software(
     has_order=True,
     shares_head=True,
     sends_buffers=True,
+    is_own=True,
 )
 MEGATRON = Software(
     in_passes=_megatron_in_passes,
@@ -234,12 +296,24 @@ MEGATRON_2022 = dataclasses.replace(
 )
 FSDP = dataclasses.replace(
     MEGATRON,
-    in_passes=lambda _: [],
     over_data=fully_sharded,
     hidden_by=_hidden_if_over_data,
     attention='flash_2',
     adds_shards=True,
     recomputes_last=False,  # PyTorch stops where the backward pass has what it needs
+    zero=('weights',),
 )
+# MaxText and Pax, whose tensor parallelism XLA does not overlap in a loop over layers.
 FSDP_IN_JAX = dataclasses.replace(FSDP, attention='flash')
-BY_NAME: dict[ProgramName, Software] = {'megajax': MEGAJAX, 'megatron': MEGATRON}
+# With torch.compile, and without its asynchronous tensor parallelism, which is off by default. Its
+# selective recomputation repeats every second matmul of a layer: `wk`, `wo` and `w3`.
+TORCHTITAN = dataclasses.replace(FSDP, repeats=_every_second_matmul)
+TORCHTITAN_ASYNC = dataclasses.replace(TORCHTITAN, hidden_by=_hidden_by_its_layer)
+# Megatron-Core's FSDP instead of its distributed optimizer.
+MEGATRON_FSDP = dataclasses.replace(FSDP_IN_JAX, recomputes_last=True)
+BY_NAME: dict[ProgramName, Software] = {
+    'megajax': MEGAJAX,
+    'megatron': MEGATRON,
+    'torchtitan': TORCHTITAN,
+    'maxtext': FSDP_IN_JAX,
+}

@@ -10,6 +10,7 @@ from ruamel.yaml import YAML
 
 from megajax.base.result import Result
 from megajax.core.config import Config
+from megajax.core.config.schema import OF_ANY_PROGRAM
 
 # The fields and lines of schema version 2 that have a new name.
 _NEW = {
@@ -119,7 +120,8 @@ class Plan(Result):
     schema_version: Literal[3] = 3
     config: str = Field(description='the planned config with all defaults resolved, YAML')
     program: str = Field(
-        description='the software whose step is timed: megajax, or megatron for Megatron-Core; '
+        description='the software whose step is timed: megajax, megatron (Megatron-Core), '
+        'torchtitan or maxtext; '
         "the memory is always megajax's"
     )
     hardware: str
@@ -217,11 +219,17 @@ class Plan(Result):
 
     def planned(self) -> Config:
         """Return the config that the plan is for."""
-        return _parsed(self.config)
+        return self._parsed(self.config)
 
     def fastest(self) -> Config:
         """Return the config of the fastest layout."""
-        return _parsed(self.best_config)
+        return self._parsed(self.best_config)
+
+    def _parsed(self, text: str) -> Config:
+        return Config.model_validate(
+            YAML(typ='safe', pure=True).load(text),
+            context=None if self.program == 'megajax' else OF_ANY_PROGRAM,
+        )
 
     def __repr__(self) -> str:
         return f'<Plan: {self.layout.name} on {self.gpus} x {self.hardware}>'
@@ -239,7 +247,3 @@ class Plan(Result):
 
 def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
     return {_NEW.get(name, name): value for name, value in fields.items()}
-
-
-def _parsed(text: str) -> Config:
-    return Config.model_validate(YAML(typ='safe', pure=True).load(text))

@@ -8,13 +8,13 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 from megajax.analysis.plan.describe import ZERO_STAGES, describe, needs, no_layout
+from megajax.analysis.plan.kernel_time import peak_flops
 from megajax.analysis.plan.layouts import Mesh, changed, deep_meshes, is_frugal, layouts, meshes
 from megajax.analysis.plan.memory import UNDERCOUNT, StepMemory, memory
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, Software
-from megajax.analysis.plan.time import StepTime, Timer, peak_flops
+from megajax.analysis.plan.time import StepTime, Timer
 from megajax.core.config import Config, ConfigError
-from megajax.core.config.rules import incompatibilities
 from megajax.core.hardware.memory import USABLE
 
 MOST_GPUS = 65536  # to look for a number of GPUs that a model fits on
@@ -80,7 +80,7 @@ def search(
     fitting, slower, too_large = list[Choice](), list[Choice](), list[Choice]()
     impossible = dict[Mesh, str]()
     for mesh in _meshes(config, cluster, program):
-        possible, reason = _possible(config, mesh, cluster)
+        possible, reason = _possible(config, mesh, cluster, program)
         if not possible:
             impossible[mesh] = reason
         too_large += [choice for choice in possible if choice.bytes > available]
@@ -107,12 +107,16 @@ def _meshes(config: Config, cluster: Cluster, program: Software) -> Iterator[Mes
     yield from deep_meshes(config, cluster.num_devices, cluster.devices_per_host)
 
 
-def _possible(config: Config, mesh: Mesh, cluster: Cluster) -> tuple[list[Choice], str]:
+def _possible(
+    config: Config, mesh: Mesh, cluster: Cluster, program: Software
+) -> tuple[list[Choice], str]:
     """Return the possible layouts of a mesh, untimed; if there are none, the reason."""
     choices, reason = list[Choice](), ''
     capability = cluster.hardware.compute_capability
     for candidate in layouts(config, mesh, cluster.devices_per_host, capability):
-        if problems := incompatibilities(candidate):
+        if not program.has_zero(candidate):
+            continue
+        if problems := program.problems(candidate):
             reason = reason or str(problems[0])
             if not choices:  # the first layout has the fewest requirements
                 break
@@ -220,6 +224,6 @@ def _that_fits(
     for mesh in _meshes(config, larger, program):
         candidates = layouts(config, mesh, cluster.devices_per_host, capability)
         for candidate in filter(is_frugal, candidates):
-            if not incompatibilities(candidate) and memory_on(candidate, cluster).total <= have:
+            if not program.problems(candidate) and memory_on(candidate, cluster).total <= have:
                 return candidate
     return None

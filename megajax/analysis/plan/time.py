@@ -8,21 +8,26 @@ compiled programs (`overlap.py`); only the exposed rest of its time counts.
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from megajax.analysis.plan.encoder import as_model
 from megajax.analysis.plan.experts import of_busiest
+from megajax.analysis.plan.kernel_time import (
+    in_parts,
+    peak_flops,
+    product_seconds,
+    traffic_seconds,
+)
 from megajax.analysis.plan.launches import launch_seconds
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory_traffic import (
-    Traffic,
     traffic_of_layers,
     traffic_of_loss,
     traffic_of_weights,
 )
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.programs import MEGAJAX, Attention, Software
-from megajax.analysis.plan.sizes import BYTES
+from megajax.analysis.plan.programs import MEGAJAX, Software
 from megajax.analysis.plan.transfers import PlannedTransfer, Waiting, transfers
 from megajax.core.config import Config
 from megajax.core.counts.flash import uses_flash
@@ -30,12 +35,7 @@ from megajax.core.counts.flops import Flops, step_flops
 from megajax.core.counts.muon import newton_schulz
 from megajax.core.counts.product import Phase, Product
 from megajax.core.counts.products import products
-from megajax.core.counts.runs import ticks
-from megajax.core.hardware.records import FP8_SHARE, check_dtype
-
-# The shares of the peak in the GPUs' records count seven matmuls in the backward pass of flash
-# attention. That includes a second forward kernel, which kernels that save the log-sum-exp omit.
-FITTED_BACKWARD = 7 / 5
+from megajax.core.counts.runs import Runs, ticks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,8 @@ class Timer:
 
     def step(self, config: Config) -> StepTime:
         """Return the time of a step of `config`."""
-        cluster, program = self.cluster, self.program
-        group = self._in_group(config)
+        cluster, program, asked = self.cluster, self.program, config
+        group, config = self._in_group(config), program.evened(config)
         moved = traffic_of_weights(
             config,
             adds_shards=program.adds_shards,
@@ -155,7 +155,7 @@ class Timer:
             memory_bound=group.memory_bound + sum(seconds for _, seconds in of_weights),
             launches=launch_seconds([*group.parts, *of_weights, *of_muon], group.num_launches),
             transfers=(*group.transfers, *over_data),
-            flops=self._flops_of(config, flash=group.flash),
+            flops=self._flops_of(asked, flash=group.flash),
             tokens=config.train.batch_size * config.train.seq_len,
             devices=config.mesh.num_devices,
             peak_flops=peak_flops(config, cluster),
@@ -194,26 +194,23 @@ class Timer:
             self._in_groups[key] = self._time_group(config)
         return self._in_groups[key]
 
-    def _time_group(self, config: Config) -> _InGroup:
+    def _time_group(self, asked: Config) -> _InGroup:
         cluster, program = self.cluster, self.program
+        config = program.evened(asked)
         peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
         capability = cluster.hardware.compute_capability
         attention = program.attention if program.uses_flash(config, capability) else None
         efficiency, length = cluster.hardware.efficiency, config.train.seq_len
         flash = attention is not None and efficiency.of_attention(attention, length) is not None
-        work = products(config, flash=flash, recomputes_last=program.recomputes_last)
-        if config.model.experts is not None:
-            work = [of_busiest(product, config, program.imbalance) for product in work]
+        work = _matmuls(config, program, flash=flash)
         at_head = config
         if config.mesh.stages > 1 and not program.shares_head:
             at_head = changed(config, mesh__stages=1, mesh__virtual_stages=1)
-            alone = [x for x in products(at_head, flash=flash) if x.where == 'head']
-            work = [*(product for product in work if product.where != 'head'), *alone]
-        if program.has_order and config.overlap.in_order:
-            work = [in_parts(product, config.overlap.num_parts) for product in work]
         of_products = [
             product_seconds(product, config, cluster, program.attention) for product in work
         ]
+        if config is not asked:
+            of_products = _with_shorter_end(work, of_products, config)
         of_layers = traffic_of_layers(config, flash=flash, in_buffers=program.sends_buffers)
         moved = [*of_layers, *traffic_of_loss(at_head)]
         if config.vision is not None:
@@ -257,57 +254,42 @@ def _idle_share(config: Config) -> float:
     return 1 - config.mesh.virtual_stages * config.train.microbatches / ticks(config)
 
 
-def peak_flops(config: Config, cluster: Cluster) -> float:
-    """Return the GPU's peak FLOP/s in the config's dtype.
+def _matmuls(config: Config, program: Software, *, flash: bool) -> list[Product]:
+    """Return the matmuls of a step on the device that has the most."""
+    work = products(config, flash=flash, recomputes_last=program.recomputes_last)
+    if config.model.experts is not None:
+        work = [of_busiest(product, config, program.imbalance) for product in work]
+    if config.train.recompute == 'selective':
+        work += _repeated(work, program.repeats(config.model))
+    if config.mesh.stages > 1 and not program.shares_head:
+        at_head = changed(config, mesh__stages=1, mesh__virtual_stages=1)
+        alone = [x for x in products(at_head, flash=flash) if x.where == 'head']
+        work = [*(product for product in work if product.where != 'head'), *alone]
+    if program.has_order and config.overlap.in_order:
+        work = [in_parts(product, config.overlap.num_parts) for product in work]
+    return work
 
-    Raises ConfigError if the GPU does not compute in it.
+
+def _repeated(work: Sequence[Product], shares: Mapping[str, float]) -> list[Product]:
+    """Return what selective recomputation repeats of a forward pass, by the share of a matmul."""
+    repeated = []
+    for product in work:
+        if product.phase == 'forward' and (share := shares.get(product.name, 0.0)):
+            m, n, k = product.sizes
+            sizes = m, round(share * n), k
+            repeated.append(dataclasses.replace(product, phase='recompute', sizes=sizes))
+    return repeated
+
+
+def _with_shorter_end(
+    work: Sequence[Product], seconds: Sequence[float], config: Config
+) -> list[float]:
+    """Return the seconds of matmuls on the last stage, whose last chunk has one layer less.
+
+    The head takes that layer's place, so that only what it takes longer counts.
     """
-    check_dtype(config.train.dtype, cluster.hardware)
-    return cluster.hardware.peak_flops[config.train.dtype]
-
-
-def in_parts(product: Product, count: int) -> Product:
-    """Return a matmul of a layer as computed by its parts, each with a share of the tokens.
-
-    Attention is one kernel for all tokens, or one per part of the sequences.
-    """
-    if product.where == 'head' or product.name == 'attention':
-        return product
-    m, n, k = product.sizes
-    sizes = (m, n, k // count) if product.name.endswith(' weight') else (m // count, n, k)
-    return dataclasses.replace(product, sizes=sizes, times=product.times * count)
-
-
-def product_seconds(
-    product: Product, config: Config, cluster: Cluster, attention: Attention = 'flash'
-) -> float:
-    """Return the seconds of all runs of a matmul in a step.
-
-    It is compute-bound, where flash attention skips the masked half, or memory-bound. A window is
-    assumed to be as efficient as a sequence in which a query reads as many keys.
-    """
-    hardware = cluster.hardware
-    peak = hardware.peak_flops[config.train.dtype]
-    if config.train.dtype == 'fp8':
-        of_others = hardware.peak_flops[config.train.compute_dtype]
-        peak = peak * FP8_SHARE if product.has_fp8_operands else of_others
-    if product.flash:
-        done = product.flops / 2 if product.is_causal else product.flops
-        efficiency = hardware.efficiency
-        share = efficiency.of_attention(attention, product.sizes[1]) or efficiency.matmul
-        backward = FITTED_BACKWARD if product.phase == 'backward' else 1
-        return product.times * backward * done / (peak * share)
-    compute = product.flops / (peak * hardware.efficiency.of_product(*product.sizes))
-    moved = product.elements * BYTES[config.train.dtype]
-    return product.times * max(
-        compute, moved / (hardware.memory_bandwidth * hardware.efficiency.memory)
-    )
-
-
-def traffic_seconds(operation: Traffic, cluster: Cluster) -> float:
-    """Return the seconds of all runs of a memory-bound operation in a step."""
-    return (
-        operation.times
-        * operation.bytes
-        / (cluster.hardware.memory_bandwidth * cluster.hardware.efficiency.memory)
-    )
+    count, layers = config.train.microbatches, Runs.of_stages(config).layers
+    of_layer = sum(s for x, s in zip(work, seconds, strict=True) if x.where != 'head') / layers
+    of_head = sum(s for x, s in zip(work, seconds, strict=True) if x.where == 'head') / count
+    left = max(0.0, 1 - of_layer / of_head)
+    return [left * s if x.where == 'head' else s for x, s in zip(work, seconds, strict=True)]

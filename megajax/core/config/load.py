@@ -24,7 +24,7 @@ from megajax.core.config.keys import sources
 from megajax.core.config.overrides import KEYS, Setting, members, read_overrides, unknown
 from megajax.core.config.renamed import RENAMED, current
 from megajax.core.config.rules import incompatibilities
-from megajax.core.config.schema import SECTIONS, Config, keys_of
+from megajax.core.config.schema import OF_ANY_PROGRAM, SECTIONS, Config, keys_of
 
 CONFIG = 'config.yaml'  # in the folder of a run
 RECIPES = 'recipes'  # their folder, inside the presets' folder
@@ -41,17 +41,18 @@ def recipes() -> list[str]:
     return sorted(f'{RECIPES}/{path.stem}' for path in (_folder() / RECIPES).glob('*.yaml'))
 
 
-def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(source: str | Path, overrides: Sequence[str] = (), *, own: bool = True) -> Config:
     """Read a preset, recipe or YAML file, apply `section.key=value` overrides and check the result.
 
-    If two overrides set the same key, the last one wins. Raises ConfigError with every mistake in
+    If two overrides set the same key, the last one wins. Without `own`, the config may be one that
+    megajax does not run but other software does. Raises ConfigError with every mistake in
     the file and the overrides, and every conflict between keys, each with its line or override.
     """
     file = _find(source)
     problems: list[Problem] = []
     written = _read_file(file, problems)
     return _resolve(
-        written, read_overrides(overrides, problems, written or {}), str(file), problems
+        written, read_overrides(overrides, problems, written or {}), str(file), problems, own=own
     )
 
 
@@ -94,6 +95,8 @@ def _resolve(
     overridden: dict[str, Setting],
     file: str,
     problems: list[Problem],
+    *,
+    own: bool = True,
 ) -> Config:
     """Return the config of these settings.
 
@@ -103,7 +106,7 @@ def _resolve(
         raise ConfigError(*problems)
     settings = written | overridden
     sections, unsettled = _validate(settings, file, problems)
-    for problem in incompatibilities(Config.model_construct(**sections)):
+    for problem in incompatibilities(Config.model_construct(**sections), own=own):
         keys = [problem.path, *problem.others]
         keys += [source for key in keys if key not in settings for source in sources(key)]
         if unsettled.isdisjoint(keys):
@@ -111,7 +114,7 @@ def _resolve(
             problems.append(replace(problem, place=place))
     if problems:
         raise ConfigError(*problems)
-    return Config(**sections)
+    return Config.model_validate(sections, context=None if own else OF_ANY_PROGRAM)
 
 
 def _place(keys: Sequence[str], settings: Mapping[str, Setting]) -> str | None:

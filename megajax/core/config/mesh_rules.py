@@ -47,7 +47,7 @@ def of_grid(config: 'Config') -> Iterator[Problem]:
 
 
 def of_stages(config: 'Config') -> Iterator[Problem]:
-    """Check pipeline parallelism."""
+    """Check the chunks of pipeline stages and their ZeRO stage."""
     mesh, train, layers = config.mesh, config.train, config.model.num_layers
     stages, chunks, count = mesh.stages, mesh.virtual_stages, train.microbatches
     if stages == 1:
@@ -68,6 +68,20 @@ def of_stages(config: 'Config') -> Iterator[Problem]:
             message=f'{layers} is not a multiple of {by}{total}; use {", or ".join(ways)}',
             others=('mesh.stages', 'mesh.virtual_stages'),
         )
+    if config.optim.shard in ('gradients', 'weights'):
+        sent = 8 * count if config.optim.shard == 'weights' else 2 + 4 * count
+        message = (
+            f'{config.optim.shard} is not supported with pipeline parallelism: with '
+            f'train.microbatches={count} it would send about {sent} bytes per parameter and step '
+            'over data, and optimizer sends 6; use optimizer or none'
+        )
+        yield Problem(path='optim.shard', message=message, others=('mesh.stages',))
+
+
+def of_microbatches(config: 'Config') -> Iterator[Problem]:
+    """Check that pipeline stages have enough microbatches."""
+    mesh, count = config.mesh, config.train.microbatches
+    stages, chunks = mesh.stages, mesh.virtual_stages
     if count < stages:
         message = (
             f'{count} is fewer than mesh.stages={stages}, so some stages would always idle; '
@@ -85,14 +99,6 @@ def of_stages(config: 'Config') -> Iterator[Problem]:
             message=message,
             others=('mesh.stages', 'mesh.virtual_stages'),
         )
-    if config.optim.shard in ('gradients', 'weights'):
-        sent = 8 * count if config.optim.shard == 'weights' else 2 + 4 * count
-        message = (
-            f'{config.optim.shard} is not supported with pipeline parallelism: with '
-            f'train.microbatches={count} it would send about {sent} bytes per parameter and step '
-            'over data, and optimizer sends 6; use optimizer or none'
-        )
-        yield Problem(path='optim.shard', message=message, others=('mesh.stages',))
 
 
 def of_context(config: 'Config') -> Iterator[Problem]:

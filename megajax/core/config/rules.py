@@ -28,8 +28,11 @@ OF_MUON = 'momentum', 'nesterov', 'ns_steps', 'ns_coefficients'  # keys of optim
 LARGEST_LOSS_SCALE = 2**32  # Megatron's initial loss scale
 
 
-def incompatibilities(config: 'Config') -> list[Problem]:
-    """Return a problem for every pair of keys that conflict."""
+def incompatibilities(config: 'Config', *, own: bool = True) -> list[Problem]:
+    """Return a problem for every pair of keys that conflict.
+
+    Without `own`, leave out the conflicts that only megajax has.
+    """
     rules = (
         layer_rules.of_pattern,
         layer_rules.of_positions,
@@ -43,6 +46,7 @@ def incompatibilities(config: 'Config') -> list[Problem]:
         of_experts,
         mesh_rules.of_grid,
         mesh_rules.of_stages,
+        mesh_rules.of_microbatches,
         mesh_rules.of_context,
         overlap_rules.of_halves,
         overlap_rules.of_adapters,
@@ -56,7 +60,13 @@ def incompatibilities(config: 'Config') -> list[Problem]:
         _data,
         _masked,
     )
+    if not own:
+        return [problem for rule in rules if rule not in _OWN for problem in rule(config)]
     return [*(problem for rule in rules for problem in rule(config)), *excluded(config)]
+
+
+# The rules of megajax alone, in addition to the table of `conflicts.py`.
+_OWN = (mesh_rules.of_stages, mesh_rules.of_context, overlap_rules.of_halves)
 
 
 def _heads(config: 'Config') -> Iterator[Problem]:

@@ -231,6 +231,10 @@ class RunConfig(Section):
     """
 
 
+# The context of `Config.model_validate` in which megajax's own exclusions do not apply.
+OF_ANY_PROGRAM = 'any program'
+
+
 class Config(Section):
     """The config of a run.
 
@@ -281,8 +285,8 @@ class Config(Section):
         return super().model_copy(update=sections, deep=deep)
 
     @model_validator(mode='after')
-    def _check_conflicts(self) -> Self:
-        if problems := incompatibilities(self):
+    def _check_conflicts(self, info: ValidationInfo) -> Self:
+        if problems := incompatibilities(self, own=info.context != OF_ANY_PROGRAM):
             raise ValueError('\n'.join(str(problem) for problem in problems))
         return self
 

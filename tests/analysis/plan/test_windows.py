@@ -9,13 +9,14 @@ import pytest
 from support import load_script
 
 import megajax
+from megajax.analysis.plan.kernel_time import product_seconds
 from megajax.analysis.plan.layouts import deep_layouts, deep_meshes
 from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.memory_traffic import traffic_of_layers
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, MEGATRON
 from megajax.analysis.plan.sizes import Sizes
-from megajax.analysis.plan.time import product_seconds, step_time
+from megajax.analysis.plan.time import step_time
 from megajax.analysis.plan.window_verdict import on_windows
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import resolved
