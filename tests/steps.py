@@ -63,6 +63,7 @@ class Setting(NamedTuple):
     seq_len: int = 16
     rows: int | None = None  # of the batch; as many as data shards and microbatches divide
     plain: bool = False  # without dropout and document masks
+    dropout: float | None = None  # that of the model
     cut: bool = False  # into documents, anywhere
 
     @property
@@ -71,8 +72,8 @@ class Setting(NamedTuple):
         sizes = {'head_dim': 8, 'ffn_size': 128} | self._section('num_layers', 'hidden_size')
         heads = {} if self.num_kv_heads is None else {'num_kv_heads': self.num_kv_heads}
         sizes['max_seq_len'] = max(32, self.seq_len)
-        if self.plain:
-            sizes['dropout'] = 0.0
+        if self.plain or self.dropout is not None:
+            sizes['dropout'] = self.dropout or 0.0
         # An eps above rounding error: Adam would turn the sign of such an error into a step.
         optim = {'lr': 3e-3, 'eps': 1e-3}
         return make_config(

@@ -105,7 +105,8 @@ class Sizes:
 
     @property
     def _kept_scores(self) -> int:
-        if self.flash or self.config.train.recompute == 'selective':
+        is_sharded = self.config.mesh.context > 1  # context shards save no scores
+        if self.flash or is_sharded or self.config.train.recompute == 'selective':
             return 0
         # The softmax, the same after dropout, and the mask.
         mask = MASK if self.model.attention_dropout else 0

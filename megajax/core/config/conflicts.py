@@ -125,10 +125,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'shards the sequences of a microbatch inside attention; '
         'use mesh.model_rows=1, or mesh.context=1',
     },
-    'model.dropout': {
-        'mesh.context': 'context parallelism does not support dropout, whose masks are drawn for '
-        f'entire sequences; use {NO_DROPOUT}, or mesh.context=1',
-    },
     'vision': {
         'mesh.stages': 'vision models do not support pipeline parallelism: all later stages would '
         'wait for the encoder; use mesh.stages=1 (mesh.model and optim.shard=weights split the '

@@ -168,13 +168,13 @@ def attend(
     flash = can_flash(device, *kind, window, has_dropout=has_dropout)
     if exchange is not None:
         assert causal
-        assert not has_dropout
+        key_R2 = jax.random.key_data(key_R) if key_R is not None and rate > 0 else None
+        beside = sinks_N, segment_RS, key_R2, rate
         kernel = 'cudnn' if flash else 'xla'
         length = q_RSNH.shape[1] * jax.typeof(q_RSNH).sharding.mesh.shape[CONTEXT]
         if window is not None and window < length:
-            qkv = q_RSNH, k_RSKH, v_RSKH
-            return attend_in_window(*qkv, window, kernel, scale, sinks_N, segment_RS)
-        return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, kernel, scale, sinks_N, segment_RS)
+            return attend_in_window(q_RSNH, k_RSKH, v_RSKH, window, kernel, scale, *beside)
+        return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, kernel, scale, *beside)
     if flash:
         return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window, scale, sinks_N)
     core = partial(_attend_xla, layout=layout, causal=causal, rate=rate, window=window, scale=scale)

@@ -12,14 +12,15 @@ place of a mask. The kernels count keys from the first one, so chunks of keys ar
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.model.documents import shared
-from megajax.core.model.kernels import KERNELS, Kernel, Lengths, same_document
+from megajax.core.model.dropout import WeightDropout, positions_of_shard
+from megajax.core.model.kernels import KERNELS, Dropped, Kernel, Lengths, same_document
 from megajax.core.model.passes import Passes, attend_by
 from megajax.core.model.per_device import Specs, per_device
 from megajax.core.parallel.layout import CONTEXT, UNSHARDED
@@ -36,54 +37,60 @@ def attend_across(
     scale: float,
     sinks_N: jax.Array | None = None,
     first_RS: jax.Array | None = None,
+    key_R2: jax.Array | None = None,
+    rate: float = 0.0,
 ) -> jax.Array:
     """Attention o_RSNH of a shard's tokens on all tokens of their sequences up to them.
 
     `exchange` is `gather` or `ring`, `kernel` a key of KERNELS. With `first_RS`, the position of
-    the first token of each token's document, attention stays within documents. To be mapped over
-    context shards.
+    the first token of each token's document, attention stays within documents. With `key_R2`, the
+    numbers of each sequence's key, weights have dropout. To be mapped over context shards.
     """
-    passes = _passes(exchange, kernel, scale)
-    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, first_RS, sinks_N)
+    passes = _passes(exchange, kernel, scale, rate)
+    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, first_RS, sinks_N, key_R2)
 
 
 @functools.cache
-def _passes(exchange: str, kernel: str, scale: float) -> Passes:
-    passes, ring = KERNELS[kernel].scaled(scale), exchange == 'ring'
-
-    def attend(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return _attend(*arrays, kernel=passes, ring=ring)
-
-    def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return _gradients(*arrays, kernel=passes, ring=ring)
+def _passes(exchange: str, kernel: str, scale: float, rate: float) -> Passes:
+    passes = KERNELS[kernel].scaled(scale)
+    how = _How(passes, is_ring=exchange == 'ring', rate=rate)
 
     def placed_as_output(specs: Specs) -> Specs:
         return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-')
 
-    def alone(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return passes.forward(*arrays[:3], True, *map(same_document, arrays[3:]))
+    def alone(*arrays: Any) -> tuple[jax.Array, ...]:
+        return passes.forward(*arrays[:3], True, same_document(arrays[3]))
 
-    def gradients_alone(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return passes.backward(*arrays[:6], True, *map(same_document, arrays[6:]))
+    def gradients_alone(*arrays: Any) -> tuple[jax.Array, ...]:
+        return passes.backward(*arrays[:6], True, same_document(arrays[6]))
 
     return Passes(
-        per_device(attend, placed_as_output, alone),
-        per_device(gradients, lambda specs: specs[:3], gradients_alone),
+        per_device(functools.partial(_attend, how), placed_as_output, alone),
+        per_device(functools.partial(_gradients, how), lambda specs: specs[:3], gradients_alone),
     )
 
 
+class _How(NamedTuple):
+    """How a device computes attention."""
+
+    kernel: Kernel
+    is_ring: bool
+    rate: float  # of dropout
+
+
 def _attend(
+    how: _How,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *first_RS: jax.Array,
-    kernel: Kernel,
-    ring: bool,
+    first_RS: jax.Array | None,
+    key_R2: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return o [R, S, N, H] and the log-sum-exp [R, N, S] in fp32 of a device's tokens."""
     rows, rank, shards = len(q), lax.axis_index(CONTEXT), lax.axis_size(CONTEXT)
-    documents = _Documents(*first_RS)
-    o, lse = kernel.forward(q, k, v, True, documents.mask)
+    kernel, ring, rate = how
+    documents, dropout = _Documents(first_RS), _Dropout(key_R2, rate, q)
+    o, lse = kernel.forward(q, k, v, True, documents.mask, dropped=dropout.own())
     first, second = zip(_halves(o.astype(jnp.float32), 1), _halves(lse, 2), strict=True)
     keys, done = _Keys(documents.turned(k), documents.turned(v), ring), [lse]
     for step in range(1, shards):
@@ -95,6 +102,7 @@ def _attend(
             _of_keys(v_2, is_earlier),
             False,
             lengths=documents.lengths(step),
+            dropped=dropout.of(step, documents),
         )
         done.append(lse_2)
         # The second half of the rows is of the first chunk of queries or of the second.
@@ -107,20 +115,22 @@ def _attend(
 
 
 def _gradients(
+    how: _How,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     o: jax.Array,
     lse: jax.Array,
     do: jax.Array,
-    *first_RS: jax.Array,
-    kernel: Kernel,
-    ring: bool,
+    first_RS: jax.Array | None,
+    key_R2: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return dq, dk and dv of a device's tokens."""
     rows, rank, shards = len(q), lax.axis_index(CONTEXT), lax.axis_size(CONTEXT)
-    documents = _Documents(*first_RS)
-    dq, dk, dv = kernel.backward(q, k, v, o, lse, do, True, documents.mask)
+    kernel, ring, rate = how
+    documents, dropout = _Documents(first_RS), _Dropout(key_R2, rate, q)
+    own = documents.mask, dropout.own()
+    dq, dk, dv = kernel.backward(q, k, v, o, lse, do, True, own[0], dropped=own[1])
     k, v, dk, dv = map(documents.turned, (k, v, dk, dv))
     keys, sums, done = _Keys(k, v, ring), _Sums(dk, dv, ring), [dq]
     dq = dq.astype(jnp.float32)
@@ -140,6 +150,7 @@ def _gradients(
                 do_2,
                 False,
                 lengths=documents.lengths(step),
+                dropped=dropout.of(step, documents),
             )
         )
         done.append(dq_2)
@@ -175,6 +186,33 @@ class _Documents:
         first, second = (shard + 1) * chunk, (2 * shards - shard) * chunk
         stop_R = jnp.repeat(jnp.stack([first, jnp.where(is_earlier, first, second)]), rows)
         return shared(_both(self._first_RS, is_earlier), stop_R, chunk)
+
+
+class _Dropout:
+    """Dropout of the weights of a shard's queries, if there is any."""
+
+    def __init__(self, key_R2: jax.Array | None, rate: float, q_RSNH: jax.Array):
+        self._rows, self._length, *_ = q_RSNH.shape
+        self._weights = None if key_R2 is None else WeightDropout.of(q_RSNH, key_R2, rate)
+
+    def own(self) -> Dropped | None:
+        """Return the dropout of the scores with the shard's own keys."""
+        if self._weights is None:
+            return None
+        place_RS = self._places(0)
+        return self._weights.at(place_RS, place_RS)
+
+    def of(self, step: int, documents: _Documents) -> Dropped | None:
+        """Return the dropout of the scores of `_both` and `_of_keys` in this step."""
+        if self._weights is None:
+            return None
+        is_earlier = step <= lax.axis_index(CONTEXT)
+        of_keys = documents.turned(self._places(step))
+        return self._weights.at(_both(self._places(0), is_earlier), _of_keys(of_keys, is_earlier))
+
+    def _places(self, step: int) -> jax.Array:
+        """Return the positions [R, S] of the tokens of the shard `step` before."""
+        return jnp.tile(positions_of_shard(self._length, back=step), (self._rows, 1))
 
 
 class _Keys:

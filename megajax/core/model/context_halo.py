@@ -12,6 +12,7 @@ keys that are of the first query's document (`documents.py`).
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from jax import lax
 from megajax.core.counts.windows import block_in_chunk
 from megajax.core.model.context import merge
 from megajax.core.model.documents import shared
-from megajax.core.model.kernels import KERNELS, Kernel, Lengths, same_document
+from megajax.core.model.dropout import WeightDropout
+from megajax.core.model.kernels import KERNELS, Dropped, Kernel, Lengths, same_document
 from megajax.core.model.passes import Passes, attend_by
 from megajax.core.model.per_device import Specs, per_device
 from megajax.core.parallel.layout import CONTEXT, UNSHARDED
@@ -38,44 +40,51 @@ def attend_in_window(
     scale: float,
     sinks_N: jax.Array | None = None,
     first_RS: jax.Array | None = None,
+    key_R2: jax.Array | None = None,
+    rate: float = 0.0,
 ) -> jax.Array:
     """Attention o_RSNH of a shard's tokens on the last `window` tokens of their sequences.
 
     `kernel` is a key of KERNELS. The halos are saved for the backward pass, which sends their
     gradients alone. With `first_RS`, the position of the first token of each token's document,
-    attention stays within documents. To be mapped over context shards.
+    attention stays within documents. With `key_R2`, the numbers of each sequence's key, weights
+    have dropout. To be mapped over context shards.
     """
-    passes = _passes(window, kernel, scale)
-    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, first_RS, sinks_N)
+    passes = _passes(window, kernel, scale, rate)
+    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, first_RS, sinks_N, key_R2)
 
 
 @functools.cache
-def _passes(window: int, kernel: str, scale: float) -> Passes:
+def _passes(window: int, kernel: str, scale: float, rate: float) -> Passes:
     """The passes, which save the halos of keys and values."""
-    passes, is_flash = KERNELS[kernel].scaled(scale), kernel == 'cudnn'
+    passes = KERNELS[kernel].scaled(scale)
+    how = _How(window, passes, is_flash=kernel == 'cudnn', rate=rate)
 
-    def attend(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return _attend(*arrays, window=window, kernel=passes, is_flash=is_flash)
-
-    def gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return _gradients(*arrays, window=window, kernel=passes, is_flash=is_flash)
-
-    def alone(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def alone(*arrays: Any) -> tuple[jax.Array, ...]:
         halos = (x[:, : 2 * window] for x in arrays[1:3])
-        masks = map(same_document, arrays[3:])
-        return *passes.forward(*arrays[:3], True, *masks, window=window), *halos
+        mask = same_document(arrays[3])
+        return *passes.forward(*arrays[:3], True, mask, window=window), *halos
 
-    def gradients_alone(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        masks = map(same_document, arrays[8:])
-        return passes.backward(*arrays[:5], arrays[7], True, *masks, window=window)
+    def gradients_alone(*arrays: Any) -> tuple[jax.Array, ...]:
+        mask = same_document(arrays[8])
+        return passes.backward(*arrays[:5], arrays[7], True, mask, window=window)
 
     def placed_as_output(specs: Specs) -> Specs:
         return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-'), *specs[1:3]
 
     return Passes(
-        per_device(attend, placed_as_output, alone),
-        per_device(gradients, lambda specs: specs[:3], gradients_alone),
+        per_device(functools.partial(_attend, how), placed_as_output, alone),
+        per_device(functools.partial(_gradients, how), lambda specs: specs[:3], gradients_alone),
     )
+
+
+class _How(NamedTuple):
+    """How a device computes attention."""
+
+    window: int
+    kernel: Kernel
+    is_flash: bool
+    rate: float  # of dropout
 
 
 class _Blocks:
@@ -86,12 +95,20 @@ class _Blocks:
     """
 
     def __init__(
-        self, q: jax.Array, window: int, is_flash: bool, first_RS: jax.Array | None = None
+        self,
+        how: _How,
+        q: jax.Array,
+        first_RS: jax.Array | None,
+        key_R2: jax.Array | None,
     ):
-        self.window, self._sequences, self._tokens = window, *q.shape[:2]
-        self.length = block_in_chunk(window, self._tokens // 2, flash=is_flash)
+        self.window, self._sequences, self._tokens = how.window, *q.shape[:2]
+        self.length = block_in_chunk(how.window, self._tokens // 2, flash=how.is_flash)
         # A window of a whole block is plain causal attention.
-        self.own_window = window if window < self.length else None
+        self.own_window = self.window if self.window < self.length else None
+        self._dropout = None
+        if key_R2 is not None:
+            of_blocks = jnp.repeat(key_R2, self._tokens // self.length, axis=0)
+            self._dropout = WeightDropout.of(q, of_blocks, how.rate)
         self._first = None if first_RS is None else self.of(first_RS)
         self.mask = None if self._first is None else same_document(self._first)
 
@@ -136,6 +153,20 @@ class _Blocks:
         _, keys = shared(self._first, self._starts(), self.window)
         return jnp.full_like(keys, self.window), keys
 
+    def dropped(self) -> Dropped | None:
+        """Return the dropout of the scores of each block's queries and own keys."""
+        if self._dropout is None:
+            return None
+        place = self._starts()[:, None] + jnp.arange(self.length)[None]
+        return self._dropout.at(place, place)
+
+    def dropped_in_halos(self) -> Dropped | None:
+        """Return the dropout of the scores of reversed queries and reversed keys of halos."""
+        if self._dropout is None:
+            return None
+        start, place = self._starts()[:, None], jnp.arange(self.window)[None]
+        return self._dropout.at(start + _turned(place), start - 1 - place)
+
     def _starts(self) -> jax.Array:
         """Return the position at which each block starts."""
         count = self._tokens // self.length
@@ -145,23 +176,29 @@ class _Blocks:
 
 
 def _attend(
+    how: _How,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *first_RS: jax.Array,
-    window: int,
-    kernel: Kernel,
-    is_flash: bool,
+    first_RS: jax.Array | None,
+    key_R2: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     """Return o, the log-sum-exp [R, N, S] in fp32, and the halos of a device's two chunks."""
-    blocks = _Blocks(q, window, is_flash, *first_RS)
+    window, kernel, *_ = how
+    blocks = _Blocks(how, q, first_RS, key_R2)
     received = _exchange(k, window), _exchange(v, window)
     halos = (blocks.halos(x, halo) for x, halo in zip((k, v), received, strict=True))
     of_blocks = q_own, *_ = [blocks.of(x) for x in (q, k, v)]
-    o, lse = kernel.forward(*of_blocks, True, blocks.mask, window=blocks.own_window)
+    o, lse = kernel.forward(
+        *of_blocks, True, blocks.mask, window=blocks.own_window, dropped=blocks.dropped()
+    )
     reversed_halos = (jnp.flip(x, 1) for x in halos)
     o_2, lse_2 = kernel.forward(
-        _turned(q_own[:, :window]), *reversed_halos, True, lengths=blocks.lengths()
+        _turned(q_own[:, :window]),
+        *reversed_halos,
+        True,
+        lengths=blocks.lengths(),
+        dropped=blocks.dropped_in_halos(),
     )
     lse_2 = jnp.where(blocks.visible(), _turned(lse_2, 2), -jnp.inf)
     own = o[:, :window].astype(jnp.float32), lse[:, :, :window]
@@ -173,6 +210,7 @@ def _attend(
 
 
 def _gradients(
+    how: _How,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -181,13 +219,12 @@ def _gradients(
     k_halo: jax.Array,
     v_halo: jax.Array,
     do: jax.Array,
-    *first_RS: jax.Array,
-    window: int,
-    kernel: Kernel,
-    is_flash: bool,
+    first_RS: jax.Array | None,
+    key_R2: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return dq, dk and dv of a device's tokens."""
-    blocks = _Blocks(q, window, is_flash, *first_RS)
+    window, kernel, *_ = how
+    blocks = _Blocks(how, q, first_RS, key_R2)
     halos = (jnp.flip(blocks.halos(x, halo), 1) for x, halo in ((k, k_halo), (v, v_halo)))
     q_own, k_own, v_own, o_own, do_own = (blocks.of(x) for x in (q, k, v, o, do))
     lse_own = jnp.moveaxis(blocks.of(jnp.moveaxis(lse, 1, 2)), 2, 1)
@@ -200,9 +237,12 @@ def _gradients(
         _turned(do_own[:, :window]),
         True,
         lengths=blocks.lengths(),
+        dropped=blocks.dropped_in_halos(),
     )
     of_own = q_own, k_own, v_own, o_own, lse_own, do_own
-    dq, dk, dv = kernel.backward(*of_own, True, blocks.mask, window=blocks.own_window)
+    dq, dk, dv = kernel.backward(
+        *of_own, True, blocks.mask, window=blocks.own_window, dropped=blocks.dropped()
+    )
     dq = dq.at[:, :window].set(_sum(dq[:, :window], _turned(dq_2)))
     sums = []
     for own, of_halos in ((dk, dk_2), (dv, dv_2)):

@@ -63,15 +63,15 @@ def flash_attention(
 @functools.cache
 def _passes(causal: bool, window: int | None, scale: float) -> Passes:
     def forward(
-        q: jax.Array, k: jax.Array, v: jax.Array, *segment_RS: jax.Array
+        q: jax.Array, k: jax.Array, v: jax.Array, segment_RS: jax.Array | None, _: None
     ) -> tuple[jax.Array, jax.Array]:
         kernel = KERNELS['cudnn'].scaled(scale)
-        return kernel.forward(q, k, v, causal, *map(same_document, segment_RS), window=window)
+        return kernel.forward(q, k, v, causal, same_document(segment_RS), window=window)
 
-    def backward(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        saved, segment_RS = arrays[:6], arrays[6:]
+    def backward(*arrays: Any) -> tuple[jax.Array, ...]:
+        *saved, segment_RS, _ = arrays
         kernel = KERNELS['cudnn'].scaled(scale)
-        return kernel.backward(*saved, causal, *map(same_document, segment_RS), window=window)
+        return kernel.backward(*saved, causal, same_document(segment_RS), window=window)
 
     return Passes(
         per_device(forward, lambda specs: (specs[0], UNSHARDED.like(specs[0], '*RSNH->*RNS'))),

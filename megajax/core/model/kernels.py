@@ -6,7 +6,7 @@ returns what these keys contribute to the gradients. Both passes are cuDNN's ker
 a softmax in fp32. A query attends to the keys that `mask_R1SY` allows, if it is given. With
 `lengths`, the first queries of each sequence attend to its first keys: `lengths` has the number of
 these queries [R] and of these keys [R]. Other queries get zeros and a log-sum-exp of -inf, and
-other gradients are zero.
+other gradients are zero. Only the matmuls have dropout of weights, with the masks in `dropped`.
 """
 
 import inspect
@@ -22,6 +22,18 @@ Three = tuple[jax.Array, jax.Array, jax.Array]
 Lengths = tuple[jax.Array, jax.Array]
 
 
+class Dropped(NamedTuple):
+    """Dropout of the weights of a block's queries and keys."""
+
+    rate: float
+    kept_RNSY: jax.Array
+
+    def __call__(self, weight_RKGSY: jax.Array) -> jax.Array:
+        """Return weights in fp32, or their gradients, after dropout."""
+        kept_RKGSY = self.kept_RNSY.reshape(weight_RKGSY.shape)
+        return jnp.where(kept_RKGSY, weight_RKGSY, 0) / (1 - self.rate)
+
+
 class Kernel(NamedTuple):
     """The two passes; `causal` means that key and query at the same index are the same token.
 
@@ -29,9 +41,9 @@ class Kernel(NamedTuple):
     itself included.
     """
 
-    # (q, k, v, causal[, mask][, window][, lengths], scale) -> o_RSNH, lse_RNS
+    # (q, k, v, causal[, mask][, window][, lengths][, dropped], scale) -> o_RSNH, lse_RNS
     forward: Callable[..., tuple[jax.Array, jax.Array]]
-    # (q, k, v, o, lse, do, causal[, mask][, window][, lengths], scale) -> dq, dk, dv
+    # (q, k, v, o, lse, do, causal[, mask][, window][, lengths][, dropped], scale) -> dq, dk, dv
     backward: Callable[..., Three]
 
     def scaled(self, scale: float) -> 'Kernel':
@@ -48,10 +60,12 @@ def _cudnn_forward(
     window: int | None = None,
     *,
     lengths: Lengths | None = None,
+    dropped: Dropped | None = None,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+    assert dropped is None
     absent = jnp.zeros(0, q_RSNH.dtype)
     bias_R1SY = cudnn.combine_bias_and_mask(None, mask_R1SY, q_RSNH.dtype)
     o_RSNH, lse_RNS = cudnn._dot_product_attention_fwd_p_wrapper.bind(
@@ -79,10 +93,12 @@ def _cudnn_backward(
     window: int | None = None,
     *,
     lengths: Lengths | None = None,
+    dropped: Dropped | None = None,
     scale: float,
 ) -> Three:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+    assert dropped is None
     absent = jnp.zeros(0, q_RSNH.dtype)
     bias_R1SY = cudnn.combine_bias_and_mask(None, mask_R1SY, q_RSNH.dtype)
     dq_RSNH, dk_RYKH, dv_RYKH, *_ = cudnn._dot_product_attention_bwd_p_wrapper.bind(
@@ -165,13 +181,16 @@ def _xla_forward(
     window: int | None = None,
     *,
     lengths: Lengths | None = None,
+    dropped: Dropped | None = None,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     mask_R1SY = _with_lengths(mask_R1SY, lengths, q_RSNH, k_RYKH)
     score_RKGSY = _scores(q_RSNH, k_RYKH, scale, causal, mask_R1SY, window)
     lse_RKGS = jax.nn.logsumexp(score_RKGSY, axis=-1)
-    weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None]).astype(v_RYKH.dtype)
-    o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY, v_RYKH)
+    weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None])
+    if dropped is not None:
+        weight_RKGSY = dropped(weight_RKGSY)
+    o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY.astype(v_RYKH.dtype), v_RYKH)
     rows, length, heads, _ = q_RSNH.shape
     o_RSNH, lse_RNS = o_RSKGH.reshape(q_RSNH.shape), lse_RKGS.reshape(rows, heads, length)
     return _of_first(o_RSNH, lse_RNS, lengths)
@@ -189,6 +208,7 @@ def _xla_backward(
     window: int | None = None,
     *,
     lengths: Lengths | None = None,
+    dropped: Dropped | None = None,
     scale: float,
 ) -> Three:
     groups, dtype = k_RYKH.shape[2], q_RSNH.dtype
@@ -201,9 +221,11 @@ def _xla_backward(
     # the sum over all keys, not only these, is do * o.
     all_RSN = (do_RSNH.astype(jnp.float32) * o_RSNH.astype(jnp.float32)).sum(-1)
     all_RKGS = jnp.moveaxis(all_RSN, 1, -1).reshape(lse_RKGS.shape)
-    dweight_RKGSY = _product('rskgh,rykh->rkgsy', do_RSKGH, v_RYKH)
+    dweight_RKGSY, used_RKGSY = _product('rskgh,rykh->rkgsy', do_RSKGH, v_RYKH), weight_RKGSY
+    if dropped is not None:
+        dweight_RKGSY, used_RKGSY = dropped(dweight_RKGSY), dropped(weight_RKGSY)
     dscore_RKGSY = (weight_RKGSY * (dweight_RKGSY - all_RKGS[..., None])).astype(dtype)
-    dv_RYKH = _product('rkgsy,rskgh->rykh', weight_RKGSY.astype(dtype), do_RSKGH)
+    dv_RYKH = _product('rkgsy,rskgh->rykh', used_RKGSY.astype(dtype), do_RSKGH)
     dk_RYKH = _product('rkgsy,rskgh->rykh', dscore_RKGSY, q_RSKGH)
     dq_RSKGH = _product('rkgsy,rykh->rskgh', dscore_RKGSY, k_RYKH) * scale
     dq_RSNH = dq_RSKGH.reshape(q_RSNH.shape)
@@ -249,8 +271,10 @@ def causal_mask(length: int, window: int | None) -> jax.Array:
     return visible_SY
 
 
-def same_document(document_RS: jax.Array) -> jax.Array:
+def same_document(document_RS: jax.Array | None) -> jax.Array | None:
     """Return the mask [R, 1, S, Y] of attention within documents, given each token's document."""
+    if document_RS is None:
+        return None
     return document_RS[:, None, :, None] == document_RS[:, None, None, :]
 
 

@@ -19,8 +19,10 @@ Arrays = tuple[jax.Array, ...]
 class Passes(NamedTuple):
     """The two passes, of arrays that are sharded on the current mesh."""
 
-    forward: Callable[..., Arrays]  # (q, k, v[, segments]) -> o_RSNH, lse_RNS and others to save
-    backward: Callable[..., Arrays]  # (q, k, v, o, lse, others, do[, segments]) -> dq, dk, dv
+    # (q, k, v, segments or None, keys or None) -> o_RSNH, lse_RNS and others to save
+    forward: Callable[..., Arrays]
+    # (q, k, v, o, lse, others, do, segments or None, keys or None) -> dq, dk, dv
+    backward: Callable[..., Arrays]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -31,18 +33,20 @@ def attend_by(
     v_RSKH: jax.Array,
     segment_RS: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
+    key_R2: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention o_RSNH, sharded like q; within segments if they are given.
+    """Attention o_RSNH, sharded like q; within segments, and with dropout, if they are given.
 
+    `key_R2` has the numbers of each sequence's key.
     The backward pass computes the scores again from the result and the log-sum-exp of each query, 4
     bytes per query and head.
     """
-    return _forward(passes, q_RSNH, k_RSKH, v_RSKH, segment_RS, sinks_N)[0]
+    return _forward(passes, q_RSNH, k_RSKH, v_RSKH, segment_RS, sinks_N, key_R2)[0]
 
 
 class _Saved(NamedTuple):
     arrays: Arrays  # q, k, v, o, lse and others
-    segment_RS: jax.Array | None
+    beside: tuple[jax.Array | None, jax.Array | None]  # segments and keys
     sinks_N: jax.Array | None
 
 
@@ -53,29 +57,27 @@ def _forward(
     v_RSKH: jax.Array,
     segment_RS: jax.Array | None,
     sinks_N: jax.Array | None,
+    key_R2: jax.Array | None,
 ) -> tuple[jax.Array, _Saved]:
-    qkv = q_RSNH, k_RSKH, v_RSKH
-    o_RSNH, lse_RNS, *others = passes.forward(*qkv, *_given(segment_RS))
+    qkv, beside = (q_RSNH, k_RSKH, v_RSKH), (segment_RS, key_R2)
+    o_RSNH, lse_RNS, *others = passes.forward(*qkv, *beside)
     if sinks_N is not None:
         own_RNS, lse_RNS = lse_RNS, jnp.logaddexp(lse_RNS, jnp.expand_dims(sinks_N, (0, 2)))
         share_RSN1 = jnp.moveaxis(jnp.exp(own_RNS - lse_RNS), 1, 2)[..., None]
         o_RSNH = (o_RSNH.astype(jnp.float32) * share_RSN1).astype(o_RSNH.dtype)
-    return o_RSNH, _Saved((*qkv, o_RSNH, lse_RNS, *others), segment_RS, sinks_N)
+    return o_RSNH, _Saved((*qkv, o_RSNH, lse_RNS, *others), beside, sinks_N)
 
 
 def _backward(passes: Passes, saved: _Saved, do_RSNH: jax.Array) -> tuple[jax.Array | None, ...]:
-    arrays, segment_RS, sinks_N = saved
-    gradients = passes.backward(*arrays, do_RSNH, *_given(segment_RS))
+    arrays, beside, sinks_N = saved
+    gradients = passes.backward(*arrays, do_RSNH, *beside)
     if sinks_N is None:
-        return *gradients, None, None
+        return *gradients, None, None, None
     o_RSNH, lse_RNS = arrays[3:5]
     weight_RNS = jnp.exp(jnp.expand_dims(sinks_N, (0, 2)) - lse_RNS)
     dlse_RSN = (do_RSNH.astype(jnp.float32) * o_RSNH.astype(jnp.float32)).sum(-1)
-    return *gradients, None, -(weight_RNS * jnp.moveaxis(dlse_RSN, 1, 2)).sum((0, 2))
+    dsinks_N = -(weight_RNS * jnp.moveaxis(dlse_RSN, 1, 2)).sum((0, 2))
+    return *gradients, None, dsinks_N, None
 
 
 attend_by.defvjp(_forward, _backward)
-
-
-def _given(x: jax.Array | None) -> Arrays:
-    return () if x is None else (x,)

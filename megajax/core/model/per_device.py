@@ -22,13 +22,16 @@ def per_device(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Return `function`, applied to each device's part of its arguments, however they are mapped.
 
-    Arguments that are not mapped, such as weights, are the same for all. `out` returns the
-    shardings of the results, which begin with all mapped dims, given the arguments' shardings. If
-    nothing is mapped, `unmapped` replaces a function that communicates along a mapped dim.
+    Arguments that are not mapped, such as weights, are the same for all, and may be None. `out`
+    returns the shardings of the results, which begin with all mapped dims, given the shardings of
+    the arguments that are arrays. If nothing is mapped, `unmapped` replaces a function that
+    communicates along a mapped dim.
     """
 
     @functools.cache
-    def with_mapped(counts: tuple[int, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    def with_mapped(
+        counts: tuple[int, ...], is_given: tuple[bool, ...]
+    ) -> Callable[..., tuple[jax.Array, ...]]:
         """Return the function for arrays with these numbers of leading mapped dims."""
         most = max(counts)
 
@@ -39,7 +42,8 @@ def per_device(
             def on_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
                 apply = unmapped if unmapped and most == 0 else function
                 parts = (x.reshape(x.shape[n:]) for x, n in zip(arrays, counts, strict=True))
-                return tuple(y.reshape(*(1,) * most, *y.shape) for y in apply(*parts))
+                args = (next(parts) if is_array else None for is_array in is_given)
+                return tuple(y.reshape(*(1,) * most, *y.shape) for y in apply(*args))
 
             of_devices = jax.shard_map(
                 on_device, in_specs=specs, out_specs=tuple(out(specs)), check_vma=False
@@ -49,9 +53,14 @@ def per_device(
         @on_devices.def_vmap
         def rule(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[Any, Any]:
             now = tuple(count + is_mapped for count, is_mapped in zip(counts, batched, strict=True))
-            results = with_mapped(now)(*arrays)
+            results = with_mapped(now, is_given)(*arrays)
             return results, (True,) * len(results)
 
         return on_devices
 
-    return lambda *arrays: with_mapped((0,) * len(arrays))(*arrays)
+    def of_arrays(*args: jax.Array | None) -> tuple[jax.Array, ...]:
+        arrays = [x for x in args if x is not None]
+        is_given = tuple(x is not None for x in args)
+        return with_mapped((0,) * len(arrays), is_given)(*arrays)
+
+    return of_arrays

@@ -25,6 +25,10 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     added = {'weights': mask_BS / jnp.maximum(mask_BS.sum(), 1)}
     if config.model.has_dropout or config.relevance is not None:
         added['rows'] = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
+        if layout.mesh_axes('S'):
+            # One for each context shard, because `split` divides the tokens.
+            shape = mask_BS.shape[0], layout.num_shards('S')
+            added['rows'] = jax.lax.broadcasted_iota(jnp.int32, shape, 0, out_sharding=layout('BS'))
     if 'swapped' in batch:
         real_B1 = real_rows(batch)
         added['row_weights'] = real_B1 / jnp.maximum(real_B1.sum(), 1)
@@ -56,7 +60,7 @@ def real_rows(batch: Batch) -> jax.Array:
 
 def rows_of(shard: Batch, key: jax.Array | None = None) -> Rows:
     """Return the arrays next to a shard's tokens; `key` is for dropout."""
-    keys = None if key is None or 'rows' not in shard else sequence_keys(key, shard['rows'])
+    keys = None if key is None or 'rows' not in shard else sequence_keys(key, shard['rows'].ravel())
     return Rows(shard.get('positions'), shard.get('segment_ids'), shard.get('token_types'), keys)
 
 

@@ -103,6 +103,31 @@ def test_documents_that_span_shards_give_the_loss_and_gradients_of_whole_sequenc
     assert_close(gradients, expected, 1e-5)
 
 
+def with_dropout(name: str, context: int, data: int = 1, model: int = 1, **fields: Any) -> Setting:
+    """A setting with dropout, of tokens and of attention's weights."""
+    return Setting(name, data, model, context=context, dropout=0.1, **fields)
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        slow(with_dropout('gpt', 4, model=2, **SP, **RING)),
+        exhaustive(with_dropout('gpt', 2, data=2, microbatches=2, recompute='full')),
+        exhaustive(with_dropout('gpt', 2, data=2, stages=2, microbatches=2, shard='optimizer')),
+        exhaustive(with_dropout('sinks', 2, data=2, cut=True, seq_len=32, shard='weights')),
+        exhaustive(with_dropout('llama', 2, model=4, cut=True, seq_len=32, **SP, **RING)),
+        exhaustive(with_dropout('windows', 4, cut=True, seq_len=48, **WINDOWS)),
+    ],
+    ids=str,
+)
+def test_dropout_zeroes_what_it_zeroes_on_one_device(setting: Setting) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.on_one_device, setting)
+    )
+    assert relative_error(loss, expected_loss) <= 1e-6
+    assert_close(gradients, expected, 1e-5)
+
+
 @pytest.mark.parametrize(
     'setting',
     [

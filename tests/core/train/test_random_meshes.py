@@ -41,7 +41,7 @@ def compositions(draw: Any, name: str) -> Setting:
         recompute=draw(st.sampled_from(['none', 'selective', 'full'])),
         overlap=draw(st.sampled_from(['none', 'none', 'batch_split'])),
         num_layers=sizes['stages'] * chunks * (1 if sizes['stages'] > 1 else 2),
-        plain=(name == 'gpt' and sizes['context'] > 1) or draw(st.booleans()),
+        plain=draw(st.booleans()),
         cut=draw(st.booleans()),
     )
     try:
