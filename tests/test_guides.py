@@ -189,6 +189,7 @@ def test_the_files_and_lines_of_each_change_are_those_of_its_diff() -> None:
     assert sorted(rows) == sorted(counted)
 
 
+@pytest.mark.slow
 def test_the_scripts_of_the_optimizer_page_train(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / 'docs/optimizers.md').read_text()
     lion, shampoo = re.findall(r'^```python\n(.*?)^```$', page, flags=re.DOTALL | re.MULTILINE)

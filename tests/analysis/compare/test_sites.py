@@ -74,6 +74,7 @@ def test_every_model_and_dtype_has_the_same_sites_on_two_meshes(name: str, dtype
     assert compare_recordings(*sides).first is None
 
 
+@pytest.mark.slow
 def test_experts_have_their_sites_on_every_mesh_and_drop_the_same_tokens() -> None:
     experts = {'count': 4, 'active': 2, 'ffn_size': 32, 'capacity': 0.75, 'capacity_group': 8}
     model = {**PLAIN, 'experts': {**experts, 'selection_bias': True}}

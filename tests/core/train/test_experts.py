@@ -50,7 +50,7 @@ SETTINGS = [
             num_layers=4,
         )
     ),
-    Setting('first_dense', 2, 2, 'weights', experts=2, sequence_parallel=True, num_layers=3),
+    slow(Setting('first_dense', 2, 2, 'weights', experts=2, sequence_parallel=True, num_layers=3)),
     slow(Setting('first_dense', 4, 1, experts=2, recompute='full', num_layers=3)),
     slow(Setting('half_dense', 2, 2, experts=2, stages=2, microbatches=2, num_layers=4)),
     exhaustive(Setting('half_dense', 4, 2, 'optimizer', experts=4, recompute='full', num_layers=5)),
@@ -80,7 +80,7 @@ def test_loss_and_gradients_are_those_of_one_device(setting: Setting) -> None:
 @pytest.mark.parametrize(
     'setting',
     [
-        Setting('capacity', 4, 2, 'optimizer', experts=2),
+        slow(Setting('capacity', 4, 2, 'optimizer', experts=2)),
         slow(Setting('experts', 4, 2, 'weights', experts=4)),
     ],
     ids=str,

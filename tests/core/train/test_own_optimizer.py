@@ -124,6 +124,7 @@ def test_a_step_takes_any_optimizer() -> None:
     assert ((sizes > 0.9 * rate) | (sizes == 0)).all()
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_the_config_given_by_hand_changes_nothing() -> None:
     config = make_config('gpt', 2, 1, optim={'shard': 'optimizer'})
     with on_mesh(config):

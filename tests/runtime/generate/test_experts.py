@@ -20,7 +20,9 @@ def generated(name: str, **mesh: Any) -> list[list[int]]:
     return [row.ids for row in rows if row]
 
 
-@pytest.mark.parametrize('name', ['capacity', 'half_dense', slow('experts'), slow('first_dense')])
+@pytest.mark.parametrize(
+    'name', [slow('capacity'), 'half_dense', slow('experts'), slow('first_dense')]
+)
 def test_experts_on_several_devices_generate_the_tokens_of_one(name: str) -> None:
     mesh = {'data': 4, 'experts': 2, 'model': 2, 'sequence_parallel': True}
     assert generated(name, **mesh) == generated(name)

@@ -63,6 +63,7 @@ def test_a_stop_that_was_asked_for_is_an_exception_with_its_cause(tmp_path: Path
     assert not list((tmp_path / 'run/checkpoints').glob('*'))
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_a_given_optimizer_and_resumes_with_it_bit_for_bit(
     tmp_path: Path,
 ) -> None:
