@@ -3,6 +3,7 @@
 `megajax.inspect(config)` compiles the training step and lists what it sends.
 `megajax.inspect.assert_collectives` checks the collectives of any function in a test.
 `megajax.inspect.run` executes the GPU program of any function and checks its results.
+`megajax.inspect.known_miscompiles` and `gathered_experts` read any compiled program.
 """
 
 import importlib
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
     from megajax.xla.emulate.arguments import AnyMesh
     from megajax.xla.emulate.result import GpuRun
 
-__all__ = ['Inspection', 'assert_collectives', 'inspect', 'known_miscompiles', 'run']
+__all__ = [
+    'Inspection',
+    'assert_collectives',
+    'gathered_experts',
+    'inspect',
+    'known_miscompiles',
+    'run',
+]
 
 
 def inspect(
@@ -120,6 +128,22 @@ def known_miscompiles(program: Any) -> list[str]:
     return [str(finding) for finding in detect(text)]
 
 
+def gathered_experts(program: Any) -> list[str]:
+    """Return a line for each all-gather of experts' weights that moves more bytes than the tokens.
+
+    `program` is compiled HLO text or the result of `jax.jit(f).lower(...).compile()`, of any
+    project. A line names the all-gather, the matmul and its source line. Weights are found if a
+    batched matmul, or a grouped matmul kernel in Mosaic GPU, reads the weights of all experts, if
+    they are gathered along the dim of the experts, and if they have more than twice the bytes of
+    the rows that they multiply: an all-to-all sends each row there and back.
+    """
+    from megajax.analysis.inspect.expert_gathers import expert_gathers
+    from megajax.xla.hlo.program import Program
+
+    text = program if isinstance(program, str) else program.as_text()
+    return expert_gathers(Program(text))
+
+
 def run(
     function: Any,
     /,
@@ -178,6 +202,7 @@ class Inspect(types.ModuleType):
     """The type of this package, which makes it callable: `megajax.inspect(config)`."""
 
     assert_collectives = staticmethod(assert_collectives)
+    gathered_experts = staticmethod(gathered_experts)
     known_miscompiles = staticmethod(known_miscompiles)
     run = staticmethod(run)
     __call__ = staticmethod(inspect)
