@@ -31,7 +31,7 @@ MESH = (
     *('data', 'replicas', 'experts', 'stages', 'virtual_stages', 'context', 'context_exchange'),
     *('model_rows', 'model', 'sequence_parallel'),
 )
-TRAIN = ('dtype', 'microbatches', 'schedule', 'recompute', 'overlap', 'unroll')
+TRAIN = ('dtype', 'fp8_scaling', 'microbatches', 'schedule', 'recompute', 'overlap', 'unroll')
 
 
 class Setting(NamedTuple):
@@ -51,6 +51,7 @@ class Setting(NamedTuple):
     context_exchange: str = 'gather'
     sequence_parallel: bool = False
     dtype: str = 'float32'
+    fp8_scaling: str = 'delayed'
     microbatches: int = 1
     recompute: str = 'none'
     reduce_dtype: str = 'float32'

@@ -130,6 +130,19 @@ ROPE = '--position-embedding-type rope --num-layers 5'
 
 
 @pytest.mark.parametrize(
+    ('recipe', 'scaling'),
+    [('', 'delayed'), ('--fp8-recipe delayed', 'delayed'), ('--fp8-recipe tensorwise', 'current')],
+)
+def test_the_recipe_of_fp8_is_how_its_scales_are_found(
+    recipe: str, scaling: str, tmp_path: Path
+) -> None:
+    train = config_of(f'{SMALL} --bf16 --fp8-format hybrid {recipe}', tmp_path).train
+    assert (train.dtype, train.fp8_scaling) == ('fp8', scaling)
+    in_16_bits = config_of(f'{SMALL} --bf16 {recipe}', tmp_path).train
+    assert (in_16_bits.dtype, in_16_bits.fp8_scaling) == ('bfloat16', 'delayed')
+
+
+@pytest.mark.parametrize(
     ('added', 'layers'),
     [
         ('--window-size 7,0', [(8, 'rope')] * 5),
@@ -291,6 +304,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--clip-grad 0', '--clip-grad 0: .* large number'),
         ('--loss-scale 4096', '--loss-scale 4096: .* dynamic'),
         ('--fp8-format e4m3', '--fp8-format e4m3: .* hybrid'),
+        ('--fp8-format hybrid --fp8-recipe mxfp8', 'mxfp8: .* give delayed or tensorwise'),
         ('--cp-comm-type a2a', '--cp-comm-type a2a'),
         ('--recompute-modules mlp', '--recompute-modules mlp: .* full'),
         ('--eod-mask-loss', '--eod-mask-loss: is not supported'),

@@ -60,8 +60,8 @@ def execute(
 
 
 def _scales(config: Config, params: nnx.State, batch: Batch) -> jax.Array | None:
-    """Return the scales of fp8 that a run begins with; None in other dtypes."""
-    if config.train.dtype != 'fp8':
+    """Return the delayed scales of fp8 that a run begins with, if any."""
+    if not config.train.has_delayed_scales:
         return None
     return scales_of(make_calibration(config)(params, jnp.int32(0), batch))
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Kind = Literal['config', 'run', 'huggingface', 'dump']
 # A Hugging Face directory lacks these keys, a loss and perhaps dropout. It takes them from the
 # other side or, compared with a second directory, from here.
-SHARED = 'batch_size', 'seq_len', 'dtype', 'seed'
+SHARED = 'batch_size', 'seq_len', 'dtype', 'fp8_scaling', 'seed'
 ALONE = {'batch_size': 2, 'dtype': 'float32'}
 ALONE_TOKENS = 128  # of a sequence, unless the model's maximum is smaller
 DROPOUT = 'dropout', 'attention_dropout'

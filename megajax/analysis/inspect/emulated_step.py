@@ -46,6 +46,8 @@ from megajax.xla.emulate.execute import (
 
 NOISE = 0.05
 LOSS_SCALE = 64.0  # for fp16
+# Of `train`, without the keys that have an effect in other dtypes only.
+IN_FP32 = {'dtype': 'float32', 'fp8_scaling': 'delayed', 'loss_scale': 'auto'}
 SMOOTH = {
     'grad_clip': 1e9,
     'lr': 1.0,
@@ -180,7 +182,7 @@ def _on_one_device(config: Config, *, exact: bool) -> Config:
     train = {'microbatches': 1, 'recompute': 'none', 'schedule': '1f1b'}
     train |= {'overlap': 'none', 'unroll': False}
     if exact:
-        train['dtype'] = 'float32'
+        train |= IN_FP32
     optim = {'shard': 'none', 'reduce_dtype': 'float32'}
     return updated(config, mesh=MeshConfig().model_dump(), train=train, optim=optim)
 

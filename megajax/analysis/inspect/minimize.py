@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megajax.analysis.inspect.emulated_step import updated
+from megajax.analysis.inspect.emulated_step import IN_FP32, updated
 from megajax.core.config import Config
 
 # In the order in which they are tried: changes that remove options, before those that reduce sizes.
 _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
-    {'train': {'dtype': 'float32'}},
+    {'train': IN_FP32},
     {'train': {'microbatches': 1}},
     {'train': {'recompute': 'none'}},
     {'train': {'overlap': 'none', 'unroll': False}},

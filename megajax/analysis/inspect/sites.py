@@ -10,6 +10,7 @@ from math import prod
 from megajax.core.config import Config
 from megajax.core.counts.collective import Site, activation
 from megajax.core.counts.context import keys
+from megajax.core.counts.current_scaling import AMAX
 from megajax.core.counts.layers import SUBLAYERS
 from megajax.core.counts.muon import exchanges
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
@@ -26,7 +27,7 @@ SCOPES = (
     *(*SUBLAYERS, 'experts', 'head', 'loss', 'norm'),
 )
 ORDER = (
-    *('parameters', 'documents', 'stage', 'relevance', 'vision', 'embedding'),
+    *('parameters', AMAX, 'documents', 'stage', 'relevance', 'vision', 'embedding'),
     *('attention', 'qk_norm', 'cross_attention', 'mlp', 'experts', 'norm', 'head', 'loss'),
     *('gradients', 'optimizer', 'metrics'),
 )
@@ -35,9 +36,11 @@ ORDER = (
 def site_of(collective: Collective, config: Config) -> Site:
     """Return the site of a collective; without a scope in its path, a site named after the path."""
     op_name, axis = collective.op_name, collective.axis
+    words = re.findall(r'[\w.]+', op_name)
+    if AMAX in words:
+        return Site(AMAX, 'step' if 'parameters' in words else phase_of(op_name), axis)
     if collective.is_scalar:
         return Site('metrics', 'step', axis)
-    words = re.findall(r'[\w.]+', op_name)
     scope = next((scope for scope in SCOPES if scope in words), None)
     if scope is None and 'vision_place' in words:
         scope = 'embedding'  # its gradient, gathered where the backward pass removes the images

@@ -22,6 +22,7 @@ ZERO_CENTERED = 'model.zero_centered_norm=true'
 CROSS, DEEPSTACK = 'vision.fusion=cross_attention', 'vision.deepstack'
 BATCH, TOKENS = 'train.overlap=batch_split', 'train.overlap=sequence_split'
 UNROLLED, FP8 = 'train.unroll=true', 'train.dtype=fp8'
+CURRENT = 'train.fp8_scaling=current'
 NO_DROPOUT = 'model.dropout=0 and model.attention_dropout=0'
 
 # For each feature's setting: whether a config has the feature, and the setting to turn it off.
@@ -67,6 +68,7 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
     TOKENS: (lambda config: config.train.overlap == 'sequence_split', 'train.overlap=batch_split'),
     UNROLLED: (lambda config: config.train.unroll is True, 'train.unroll=false'),
     FP8: (lambda config: config.train.dtype == 'fp8', 'train.dtype=bfloat16'),
+    CURRENT: (lambda config: config.train.has_current_scales, 'train.fp8_scaling=delayed'),
     'train.sample_prompts': (
         lambda config: bool(config.train.sample_prompts),
         'train.sample_prompts=[]',
@@ -159,6 +161,10 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
             ('mesh.model_rows', '2-D tensor parallelism'),
             ('vision', 'a vision encoder'),
         )
+    },
+    CURRENT: {
+        TOKENS: 'with current scaling a matmul waits for the largest value of all tokens',
+        UNROLLED: f'{UNROLLED} is not supported with current scaling; use train.unroll=false',
     },
     ALL_HEADS: {'model.norm=layernorm': 'QK-norm over all heads supports RMSNorm only'},
     ZERO_CENTERED: {'model.norm=layernorm': 'a gain of 1 + w is supported with RMSNorm only'},

@@ -117,10 +117,11 @@ def _has_order(config: 'Config') -> bool:
     """Whether the overlap schedule supports this config.
 
     It does not support the loops and shardings of pipeline stages, context parallelism, 2-D tensor
-    parallelism, vision and experts, nor adapters in fp8.
+    parallelism, vision and experts, nor adapters or current scaling in fp8.
     """
     has_others = config.vision is not None or config.model.experts is not None
     has_others = has_others or (config.lora is not None and config.train.dtype == 'fp8')
+    has_others = has_others or config.train.has_current_scales
     return config.mesh.is_one_dimensional and not has_others
 
 
@@ -157,6 +158,7 @@ PARTS_FOLLOW_FROM = (
     'vision',
     'lora',
     'train.dtype',
+    'train.fp8_scaling',
     'model.experts',
 )
 

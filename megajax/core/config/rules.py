@@ -54,6 +54,7 @@ def incompatibilities(config: 'Config', *, own: bool = True) -> list[Problem]:
         vision_rules.of_encoder,
         relevance_rules.of_relevance,
         _loss_scale,
+        _scaling,
         _optimizer,
         _profile,
         _replay,
@@ -219,6 +220,16 @@ def _loss_scale(config: 'Config') -> Iterator[Problem]:
             f'which scaling without rounding needs; use {near}'
         )
         yield Problem(path=path, message=message)
+
+
+def _scaling(config: 'Config') -> Iterator[Problem]:
+    train = config.train
+    if train.fp8_scaling != 'delayed' and train.dtype != 'fp8':
+        message = (
+            f'{train.fp8_scaling} has no effect with train.dtype={train.dtype}; '
+            'remove it, or set train.dtype=fp8'
+        )
+        yield Problem(path='train.fp8_scaling', message=message, others=('train.dtype',))
 
 
 def _optimizer(config: 'Config') -> Iterator[Problem]:

@@ -91,6 +91,10 @@ class TrainConfig(Section):
     """Compute dtype; stored weights stay in float32. fp8: linear layers multiply in FP8, everything
     else computes in bfloat16.
     """
+    fp8_scaling: Literal['delayed', 'current'] = 'delayed'
+    """Where the scales of fp8 come from: delayed, from the largest values of earlier steps;
+    current, from the largest values of the tensors themselves, which a matmul waits for.
+    """
     loss_scale: FirstLossScale = 'auto'
     """Initial loss scale of float16, a power of two; auto: found with the first batch."""
     recompute: Literal['none', 'selective', 'full'] = 'none'
@@ -138,6 +142,16 @@ class TrainConfig(Section):
     def compute_dtype(self) -> Literal['float32', 'bfloat16', 'float16']:
         """The compute dtype, except for linear layers in fp8, which multiply in FP8."""
         return 'bfloat16' if self.dtype == 'fp8' else self.dtype
+
+    @property
+    def has_delayed_scales(self) -> bool:
+        """Whether a step needs the FP8 scales of earlier steps."""
+        return self.dtype == 'fp8' and self.fp8_scaling == 'delayed'
+
+    @property
+    def has_current_scales(self) -> bool:
+        """Whether a step in fp8 computes the scale of each tensor from that tensor."""
+        return self.dtype == 'fp8' and self.fp8_scaling == 'current'
 
 
 class LossConfig(Section):

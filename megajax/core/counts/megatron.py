@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megajax.core.config import Config
+from megajax.core.counts import current_scaling
 from megajax.core.counts.collective import (
     GATHER,
     REDUCE,
@@ -56,12 +57,12 @@ def expected(config: Config) -> list[Expected]:
     With pipeline parallelism, each site has the collectives of the rank that sends most there.
     """
     mesh, runs = config.mesh, Runs.of_megatron(config)
-    exponents = over_products(config) if config.train.dtype == 'fp8' else ()
+    maxima = *over_products(config), *current_scaling.of_transformer_engine(config)
     if mesh.is_grid:
-        return [*over_grid(config), *over_data(config), *exponents]
+        return [*over_grid(config), *over_data(config), *maxima]
     return [
         *over_model(config, runs),
-        *exponents,
+        *maxima,
         *(over_context(config, runs.layers) if mesh.context > 1 else ()),
         *(between_stages(config) if mesh.stages > 1 else ()),
         *(gradients_of_stages(config) if mesh.stages > 1 else over_data(config)),
@@ -74,11 +75,12 @@ def stated(config: Config) -> list[Expected]:
     """Return what a step sends at most, where Megatron differs.
 
     The difference is the price of one program for all stages (`stages.py`), of sums in fp32 and
-    document ids (`context.py`), of buffers with static sizes (`experts.py`), and of shards that are
-    no whole matrices (`muon.py`). A vision encoder has entirely different collectives
-    (`vision.py`).
+    document ids (`context.py`), of buffers with static sizes (`experts.py`), of shards that are no
+    whole matrices (`muon.py`), and of one FP8 scale for all shards of a tensor
+    (`current_scaling.py`). A vision encoder has entirely different collectives (`vision.py`).
     """
-    return [*_stated_in_passes(config), *of_documents(config), *exchanges(config)]
+    of_scales = current_scaling.of_step(config)
+    return [*_stated_in_passes(config), *of_documents(config), *exchanges(config), *of_scales]
 
 
 def _stated_in_passes(config: Config) -> list[Expected]:
@@ -91,7 +93,7 @@ def _stated_in_passes(config: Config) -> list[Expected]:
             *images_over_devices(config),
             *relevance_over_devices(config),
             *_vectors(config, Runs.of_megatron(config)),
-            *(over_products(config) if config.train.dtype == 'fp8' else ()),
+            *over_products(config),
         ]
     context = own_over_context(config, runs.layers) if mesh.context > 1 else ()
     routed = [x for x in over_experts(config, runs.layers) if x.site.phase != 'step']
@@ -179,11 +181,13 @@ def _operand(config: Config, linear: str, dtype: str) -> Array:
 
 
 def over_products(config: Config) -> Iterator[Expected]:
-    """Yield the max-reductions of fp8 matmuls' operands, over all devices.
+    """Yield the max-reductions of fp8 matmuls' operands, over all devices, with delayed scaling.
 
     The maxima of the weights are the same on all data shards. A pipeline stage has the maxima of
     its own layers.
     """
+    if not config.train.has_delayed_scales:
+        return
     mesh, every = config.mesh, parameters(config.model)
     layers = dim_sizes(config.model)['L'] // mesh.stages
     products = sum(layers for _, x in every if x.dims[0] == 'L' and x.is_matrix)

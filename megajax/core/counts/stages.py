@@ -60,7 +60,7 @@ def between_lockstep_stages(config: Config) -> Iterator[Expected]:
     for phase, kind in kinds.items():
         site, source = Site('head', phase, 'stage'), 'the stages share the tokens of the head'
         yield Expected.over(config, site, kind, array, config.train.microbatches, source)
-    if config.train.dtype == 'fp8':
+    if config.train.has_delayed_scales:
         site, source = Site('parameters', 'step', 'stage'), 'all stages have the scales of all'
         linears = 2 * len(SUBLAYERS)
         exponents = Array('s32', (config.model.num_layers, linears, 3))  # of x, W and dy

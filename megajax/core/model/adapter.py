@@ -49,8 +49,8 @@ def maybe(parameters: Parameters, *, key: jax.Array) -> Adapter | None:
     return Adapter(parameters['adapter'], key=key) if 'adapter' in parameters else None
 
 
-# With fp8, the scales of a matmul's operands, and the slot of their counts (`fp8.py`).
-Scaled = tuple[jax.Array, jax.Array] | None
+# With fp8, the scales of a matmul's operands, and the slot of their counts (`fp8.with_slot`).
+Scaled = tuple[jax.Array, jax.Array | None] | None
 
 
 def product(
@@ -72,12 +72,7 @@ def product(
     frozen, is_at_rest = value, False
     if isinstance(value, Slotted):
         frozen, is_at_rest = value.weight, value.at_rest
-    scaled = None
-    if scales is not None:
-        value = scales.get_value()
-        assert isinstance(value, Slotted)
-        assert value.slot is not None
-        scaled = value.weight, value.slot
+    scaled = None if scales is None else fp8.with_slot(scales)
     given = x, frozen, adapter.A[...], adapter.B[...], scaled
     is_column_parallel = parse(equation).out != 'BTD'
     kind = ColumnParallel if is_column_parallel else RowParallel
@@ -94,15 +89,15 @@ class _Operand(NamedTuple):
 
     @classmethod
     def of(
-        cls, x: jax.Array, which: int, w: jax.Array, scales: jax.Array | None, layout: Layout
+        cls, x: jax.Array, which: int, w: jax.Array, scaled: Scaled, layout: Layout
     ) -> '_Operand':
         """Round an operand for an FP8 weight; `which` is its index among the scales."""
-        if scales is None:
+        if scaled is None:
             return cls(x)
-        is_narrow = fp8.is_fp8(w)
-        value = fp8.quantize(x, scales[which], fp8.FORMATS[which]) if is_narrow else x
-        scale = scales[which] * scales[fp8.W] if is_narrow else None
-        return cls(value, scale, fp8.count(value, scales[which], layout))
+        scales, slot = scaled
+        found = fp8.Scaled.of(x, which, w, scales, layout, is_current=slot is None)
+        scale = None if found.scale is None else found.scale * scales[fp8.W]
+        return cls(found.value, scale, found.counts)
 
     def unscaled(self, y: jax.Array) -> jax.Array:
         """Divide a result of the matmul by the scales."""
@@ -134,20 +129,20 @@ def _column_forward(
     scaled: Scaled,
     how: ColumnParallel,
 ) -> tuple[jax.Array, Saved]:
-    dtype, scales = x_BSD.dtype, scaled and scaled[0]
+    dtype = x_BSD.dtype
     h_BSZQ = how.hidden(x_BSD, a)
-    narrow = _Operand.of(x_BSD, fp8.X, w, scales, how.layout)
+    narrow = _Operand.of(x_BSD, fp8.X, w, scaled, how.layout)
     y = unadapted(how.equation, narrow.value, how.weight(w, dtype), how.layout, dtype)
     y = narrow.unscaled(y) + how.outputs(h_BSZQ, b)
-    return y, (x_BSD, w, a, b, scales, h_BSZQ, narrow.counts)
+    return y, (x_BSD, w, a, b, scaled, h_BSZQ, narrow.counts)
 
 
 def _column_backward(how: ColumnParallel, saved: Saved, dy: jax.Array) -> tuple[Any, ...]:
-    x_BSD, w, a, b, scales, h_BSZQ, of_x = saved
+    x_BSD, w, a, b, scaled, h_BSZQ, of_x = saved
     dtype = x_BSD.dtype
     dh_ZBSQ = how.hidden_gradient(dy, b)
     da_DZQ, db_z = how.of_a(x_BSD, dh_ZBSQ), how.of_b(h_BSZQ, dy)
-    narrow = _Operand.of(dy, fp8.DY, w, scales, how.layout)
+    narrow = _Operand.of(dy, fp8.DY, w, scaled, how.layout)
     weight = how.weight(w, dtype)
     dx_ZBSD = partial_gradient(how.equation, narrow.value, weight, how.layout, dtype)
     dx_ZBSD = narrow.unscaled(dx_ZBSD) + how.inputs(dh_ZBSQ, a)
@@ -169,23 +164,23 @@ def _row_parallel(
 def _row_forward(
     x: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array, scaled: Scaled, how: RowParallel
 ) -> tuple[jax.Array, Saved]:
-    dtype, scales = x.dtype, scaled and scaled[0]
+    dtype = x.dtype
     h_ZBSQ = how.hidden(x, a)
-    narrow = _Operand.of(x, fp8.X, w, scales, how.layout)
+    narrow = _Operand.of(x, fp8.X, w, scaled, how.layout)
     weight = how.weight(w, dtype)
     y_ZBSD = partial_sums(how.equation, narrow.value, weight, how.layout, dtype)
     y_ZBSD = narrow.unscaled(y_ZBSD) + how.outputs(h_ZBSQ, b)
     # g: all-reduce over model, once for both matmuls (SP: reduce-scatter)
     y_BTD = sum_over_shards(y_ZBSD, how.dims.out, how.layout, dtype)
-    return y_BTD, (x, w, a, b, scales, h_ZBSQ, narrow.counts)
+    return y_BTD, (x, w, a, b, scaled, h_ZBSQ, narrow.counts)
 
 
 def _row_backward(how: RowParallel, saved: Saved, dy_BTD: jax.Array) -> tuple[Any, ...]:
-    x, w, a, b, scales, h_ZBSQ, of_x = saved
+    x, w, a, b, scaled, h_ZBSQ, of_x = saved
     dy_BSD = gather_gradient(dy_BTD, how.dims, how.layout)  # SP: all-gather
     dh_BSZQ = how.hidden_gradient(dy_BSD, b)
     da_z, db_QZD = how.of_a(x, dh_BSZQ), how.of_b(h_ZBSQ, dy_BSD)
-    narrow = _Operand.of(dy_BSD, fp8.DY, w, scales, how.layout)
+    narrow = _Operand.of(dy_BSD, fp8.DY, w, scaled, how.layout)
     dx = input_gradient(how.equation, narrow.value, how.weight(w, x.dtype), how.layout, x.dtype)
     dx = narrow.unscaled(dx) + how.inputs(dh_BSZQ, a)
     return dx, None, *like((da_z, a), (db_QZD, b)), _counts(of_x, narrow.counts)

@@ -3,7 +3,9 @@
 Activations and weights are in e4m3, gradients in e5m2. A number is multiplied by the scale of its
 tensor, a power of two, before it is rounded; the result is divided by both scales. The scales of a
 step come from earlier steps (delayed scaling), so no matmul waits for a tensor's maximum on other
-devices.
+devices. With current scaling they come from the tensor itself: a weight's scale at the start of a
+step, and the scale of an activation or a gradient from the tokens of each data shard. There a
+max-reduction over `model` precedes the matmul.
 
 A step records the exponent of each operand's amax. It leaves the backward pass as the gradient of
 the scales: a count for each exponent. Wherever gradients are added (over parts of the batch,
@@ -19,6 +21,7 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from megajax.core.counts.current_scaling import AMAX
 from megajax.core.counts.declaration import Parameter, Role
 from megajax.core.model.fp32_gradients import Slotted
 from megajax.core.model.per_device import per_device
@@ -32,6 +35,8 @@ X, W, DY = range(3)  # the operands: input, weight, and gradient of the result
 # exponent], of which each tensor-parallel shard has its own.
 SCALES = Parameter('L-', Role.SCALES)
 COUNTS = Parameter('L--', Role.SCALES, summed='V')
+# With current scaling, of which only the weight's is used; nothing is counted.
+CURRENT = Parameter('L-', Role.SCALES, is_frozen=True)
 
 
 class Format(NamedTuple):
@@ -97,6 +102,48 @@ def count(x: jax.Array, scale: jax.Array | float, layout: Layout) -> jax.Array:
     return jax.nn.one_hot(place(largest / scale), NUM_EXPONENTS)
 
 
+def amax(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
+    """Return the largest absolute value of an array, or of its parts along the other dims."""
+    with jax.named_scope(AMAX):
+        return jnp.max(jnp.abs(x), axis)  # all-reduce of the maxima over the shards of x
+
+
+def scale_of(largest: jax.Array, form: Format) -> jax.Array:
+    """Return the scales of tensors, given their largest absolute values; 1 for zeros."""
+    # As bits, because jax 0.12 cannot map jnp.ldexp over the data shards of a loop.
+    above = form.top - exponent(largest.astype(jnp.float32))
+    scale = lax.bitcast_convert_type((jnp.clip(above, -126, 127) + 127) << 23, jnp.float32)
+    return jnp.where(largest > 0, scale, 1)
+
+
+class Scaled(NamedTuple):
+    """An operand as it multiplies, its scale, and the counts of the tensor it was rounded from."""
+
+    value: jax.Array
+    scale: jax.Array | None  # None if it is not FP8
+    counts: jax.Array | None  # None with current scaling
+
+    @classmethod
+    def of(
+        cls,
+        x: jax.Array,
+        which: int,
+        w: jax.Array,
+        scales: jax.Array,
+        layout: Layout,
+        *,
+        is_current: bool,
+    ) -> 'Scaled':
+        """Round x, the operand with the index `which`, if the weight is FP8."""
+        form = FORMATS[which]
+        if is_current:
+            scale = scale_of(amax(x), form)  # TP: all-reduce over model of one number
+            return cls(quantize(x, scale, form), scale, None)
+        scale = scales[which]
+        value = quantize(x, scale, form) if is_fp8(w) else x
+        return cls(value, scale if is_fp8(w) else None, count(value, scale, layout))
+
+
 class Quantized(NamedTuple):
     """An FP8 tensor, and the counts of the tensor from which it was rounded."""
 
@@ -125,12 +172,15 @@ def product(
     x and the gradient of the result are all-gathered in FP8. If the weight is not FP8, nothing is
     cast to FP8, and the exponents are only counted.
     """
-    w, scaled = weight.get_value(), scales.get_value()
+    w, (scale, seen) = weight.get_value(), with_slot(scales)
     assert isinstance(w, Slotted)
-    assert isinstance(scaled, Slotted)
-    return _product(
-        x, w.weight, w.slot, scaled.weight, scaled.slot, equation, layout, placed, w.at_rest
-    )
+    return _product(x, w.weight, w.slot, scale, seen, equation, layout, placed, w.at_rest)
+
+
+def with_slot(scales: nnx.Variable[Any]) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scales of a matmul, and the slot of its counts; None with current scaling."""
+    value = scales.get_value()
+    return (value.weight, value.slot) if isinstance(value, Slotted) else (value, None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
@@ -143,42 +193,48 @@ def _forward(
     w: jax.Array,
     slot: jax.Array | None,
     scales: jax.Array,
-    seen: jax.Array,
+    seen: jax.Array | None,
     equation: str,
     layout: Layout,
     placed: str,
     at_rest: bool,
 ) -> tuple[jax.Array, Any]:
     dims = parse(equation)
-    narrow = quantize(x, scales[X], E4M3) if is_fp8(w) else x
-    of_x = count(narrow, scales[X], layout)
-    narrow = jax.reshard(narrow, layout(dims.x))  # SP: all-gather
+    of_x = Scaled.of(x, X, w, scales, layout, is_current=seen is None)
+    narrow = jax.reshard(of_x.value, layout(dims.x))  # SP: all-gather
     summed = tuple(range(x.ndim - dims.num_summed, x.ndim)), tuple(range(dims.num_summed))
     weight = gather(cast(w, x.dtype), dims.w, layout) if at_rest else w
     y = dot(narrow, weight, summed, layout(dims.out), x.dtype)
-    if is_fp8(w):
-        y = divided(y, scales[X] * scales[W])
-    return y, (narrow, w, scales, of_x)
+    if of_x.scale is not None:
+        y = divided(y, of_x.scale * scales[W])
+    return y, (of_x._replace(value=narrow), w, scales)
 
 
 def _backward(
     equation: str, layout: Layout, placed: str, at_rest: bool, saved: Any, dy: jax.Array
-) -> tuple[jax.Array, None, jax.Array, None, jax.Array]:
-    x, w, scales, of_x = saved
+) -> tuple[jax.Array, None, jax.Array, None, jax.Array | None]:
+    of_x, w, scales = saved
+    x = of_x.value
     dims, dtype = parse(equation), dy.dtype
-    narrow = quantize(dy, scales[DY], E5M2) if is_fp8(w) else dy
-    of_dy = count(narrow, scales[DY], layout)
-    narrow = gather_gradient(narrow, dims, layout)
+    of_dy = Scaled.of(dy, DY, w, scales, layout, is_current=of_x.counts is None)
+    narrow = gather_gradient(of_dy.value, dims, layout)
     weight = gather(cast(w, dtype), dims.w, layout) if at_rest else w
     dx = dot(narrow, weight, output_dims(narrow, weight, dims), layout(placed), dtype)
     rows = tuple(range(x.ndim - dims.num_summed))
     dw = dot(x, narrow, (rows, rows), layout(dims.w), jnp.float32)
-    if is_fp8(w):
-        dx, dw = divided(dx, scales[DY] * scales[W]), divided(dw, scales[X] * scales[DY])
-    return dx, None, dw, None, counts(of_x, of_dy)
+    if of_x.scale is not None and of_dy.scale is not None:
+        dx, dw = divided(dx, of_dy.scale * scales[W]), divided(dw, of_x.scale * of_dy.scale)
+    return dx, None, dw, None, counts_of(of_x, of_dy)
 
 
 _product.defvjp(_forward, _backward)
+
+
+def counts_of(of_x: Scaled, of_dy: Scaled) -> jax.Array | None:
+    """Return the counts of a matmul's operands, if they are counted."""
+    if of_x.counts is None or of_dy.counts is None:
+        return None
+    return counts(of_x.counts, of_dy.counts)
 
 
 def counts(of_x: jax.Array, of_dy: jax.Array) -> jax.Array:

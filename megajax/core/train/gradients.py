@@ -76,7 +76,7 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
             gradients = add_copies(sum_over_data(gradients, objective.computation, layout), layout)
             seen = counts, narrow, scales, layout, config.model
             places = None
-            if objective.in_fp8:
+            if counts:
                 places = scaling.in_model_order(scaling.largest(*seen), layout)
         return *unscale(loss_scale, (sums, gradients)), Seen(places, routed)
 

@@ -32,8 +32,8 @@ def linears(model: ModelConfig) -> list[tuple[str, str]]:
 
 
 def init_recent(config: Config) -> jax.Array | None:
-    """Return the state before the first step; None unless in fp8."""
-    return nothing_seen(config) if config.train.dtype == 'fp8' else None
+    """Return the state before the first step; None unless in fp8 with delayed scaling."""
+    return nothing_seen(config) if config.train.has_delayed_scales else None
 
 
 def nothing_seen(config: Config) -> jax.Array:
@@ -61,6 +61,25 @@ def remember(recent: jax.Array, places: jax.Array) -> jax.Array:
 def are_finite(places: jax.Array) -> jax.Array:
     """Whether every operand was finite. FP8 conversion would hide a NaN or infinity."""
     return jnp.all(places < fp8.NUM_EXPONENTS - 1)
+
+
+def current(params: nnx.State, config: Config, layout: Layout) -> jax.Array:
+    """Return the scales [layer, linear, operand] of a step with current scaling.
+
+    Only the weights' are used. The layers are in the order of their storage.
+    """
+
+    def of_weight(weight: nnx.Variable[jax.Array]) -> jax.Array:
+        x = weight.get_value()
+        # all-reduce over the shards of a weight
+        return fp8.scale_of(fp8.amax(x, tuple(range(1, x.ndim))), fp8.E4M3)
+
+    with jax.named_scope('parameters'):
+        weights = _of_linears(params, 'weight', config.model)
+        of_weights = jnp.stack([*map(of_weight, weights)], axis=1)
+    ones = jnp.ones_like(of_weights)
+    operands = {fp8.X: ones, fp8.W: of_weights, fp8.DY: ones}
+    return jnp.stack([operands[which] for which in range(len(operands))], axis=-1)
 
 
 def on_stages(scales: jax.Array, layout: Layout) -> jax.Array:
@@ -97,11 +116,17 @@ def narrowed(params: nnx.State, scales: jax.Array | None, config: Config) -> nnx
 
 
 def attached(
-    weights: Any, primals: Any, scales: jax.Array | None, model: ModelConfig, layout: Layout
+    weights: Any,
+    primals: Any,
+    scales: jax.Array | None,
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    is_current: bool,
 ) -> tuple[nnx.State, nnx.State]:
     """Return the weights with the scales of each linear layer, and the primals with its counts.
 
-    The counts are zeros to differentiate with respect to.
+    The counts are zeros to differentiate with respect to; there are none with current scaling.
     """
     shape = *shape_of('L', dim_sizes(model)), len(linears(model)), len(fp8.FORMATS)
     scales = jnp.ones(shape, out_sharding=layout('L--')) if scales is None else scales
@@ -111,6 +136,8 @@ def attached(
         parts = (nnx.Param(values[:, i], declared=declared) for i in range(values.shape[1]))
         return _merged(params, 'scales', parts, model)
 
+    if is_current:
+        return attach(weights, scales, fp8.CURRENT), primals
     return attach(weights, scales, fp8.SCALES), attach(primals, counts, fp8.COUNTS)
 
 

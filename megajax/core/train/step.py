@@ -38,7 +38,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     guard: Guard
     loss_scale: LossScale | None  # None unless in fp16
-    recent: jax.Array | None = None  # exponents seen in fp8 (`scaling.py`), None unless in fp8
+    recent: jax.Array | None = None  # exponents seen in fp8 (`scaling.py`), if scaling is delayed
     load: jax.Array | None = None  # of each expert in the last step (`routing.py`), if any
 
 
@@ -83,7 +83,7 @@ def init_state(
 
 def in_dtype(state: TrainState, config: Config) -> TrainState:
     """Return a state, of a run in bf16 or fp8, in the form that the config's dtype needs."""
-    is_kept = config.train.dtype == 'fp8' and state.recent is not None
+    is_kept = config.train.has_delayed_scales and state.recent is not None
     return state if is_kept else state._replace(recent=init_recent(config))
 
 

@@ -106,6 +106,8 @@ class StepWeights(NamedTuple):
         With experts, `load` is theirs in the step before.
         """
         is_fp8, shard = config.train.dtype == 'fp8', config.overlap.shard
+        if config.train.has_current_scales:
+            scales = scaling.current(params, config, layout)
         narrow = scaling.narrowed(params, scales, config) if is_fp8 else params
         gathered = gather_once(narrow, config, layout)
         weights, primals = separate(gathered)
@@ -118,7 +120,14 @@ class StepWeights(NamedTuple):
 
             weights, primals = gathered, map_parameters(choose, params, primals)
         if is_fp8:
-            weights, primals = scaling.attached(weights, primals, scales, config.model, layout)
+            weights, primals = scaling.attached(
+                weights,
+                primals,
+                scales,
+                config.model,
+                layout,
+                is_current=config.train.has_current_scales,
+            )
         if load is not None:
             weights = gathered if weights is None else weights
             given = weights, primals, load, loss_scale, config, layout

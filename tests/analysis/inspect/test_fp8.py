@@ -82,6 +82,34 @@ def test_a_step_gathers_8_bit_numbers_and_sends_three_quarters() -> None:
     assert sent['fp8'] == pytest.approx(0.75 * sent['bfloat16'])
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('overrides', 'times', 'of_megatron'),
+    [
+        (['optim.shard=weights', 'mesh.data=2', 'train.microbatches=2'], 4, 2),
+        (['mesh.sequence_parallel=false', 'train.microbatches=2'], 2, 0),
+    ],
+    ids=['sequence_parallel', 'plain'],
+)
+def test_with_current_scaling_sharded_operands_wait_for_one_number(
+    overrides: list[str], times: int, of_megatron: int
+) -> None:
+    """`times` operands of a layer are sharded over model in each pass."""
+    config = config_of('fp8', 'train.fp8_scaling=current', *overrides)
+    inspection, _ = inspect_with_text(config, target='h100', hosts=None)
+    assert inspection.ok
+    runs = config.model.num_layers * config.train.microbatches
+    rows = {row.phase: row for row in inspection.rows if row.site == 'amax' and row.placed}
+    for phase in ('forward', 'backward'):
+        (placed,) = rows[phase].placed
+        assert (placed.kind, placed.times) == ('all-reduce', times * runs)
+        assert sum(x.times for x in rows[phase].megatron) == of_megatron * runs
+    of_weights = rows['step']
+    assert of_weights.axis == ('data+model' if config.mesh.data > 1 else 'model')
+    assert of_weights.wire_bytes == of_weights.expected_wire_bytes
+
+
 def test_a_gpu_that_does_not_compute_in_fp8_is_refused() -> None:
     with pytest.raises(ConfigError, match='A100 SXM 80 GB computes in bfloat16'):
         inspect(config_of('fp8'), target='a100')

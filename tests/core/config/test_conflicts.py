@@ -16,6 +16,7 @@ VISION = ' '.join(
 )
 VALUES = {
     'lora': 'lora.rank=8',
+    'train.fp8_scaling=current': 'train.dtype=fp8 train.fp8_scaling=current',
     'vision': VISION,
     'vision.fusion=cross_attention': f'{VISION} vision.fusion=cross_attention',
     'vision.deepstack': 'vision.deepstack=[0]',

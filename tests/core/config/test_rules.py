@@ -144,6 +144,12 @@ def problems(*overrides: str) -> list[Problem]:
             'optim.kind=muon',
         ),
         (
+            'train.fp8_scaling=current',
+            'train.fp8_scaling',
+            'current has no effect with train.dtype=',
+            'train.dtype=fp8',
+        ),
+        (
             'optim.kind=muon lora.rank=8 lora.alpha=16',
             'optim.kind',
             'muon has no matrices to update: lora freezes the layers; use adamw',

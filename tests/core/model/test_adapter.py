@@ -26,6 +26,7 @@ from megajax.core.train.scaling import nothing_seen, remember, scales_of
 LORA = {'rank': 4, 'alpha': 6.0}
 SCALE = 1.5
 SP = {'sequence_parallel': True}
+CURRENT = {'fp8_scaling': 'current'}
 IN_ORDER = {'overlap': 'batch_split', 'unroll': True}
 INTERLEAVED = {
     'mesh': {'stages': 2, 'virtual_stages': 2},
@@ -168,14 +169,20 @@ def test_loss_and_gradients_are_those_of_the_merged_weights(
 
 @functools.cache
 def in_fp8(config: Config) -> tuple[float, Arrays, np.ndarray]:
-    """The loss, the gradients and the places of a step, with the scales of its own batch."""
+    """The loss, the gradients and the places of a step, with the scales of its own batch.
+
+    With current scaling the places are zero.
+    """
     with on_mesh(config):
         batch = place_batch(make_batch(config))
         given = random_of(config, std=0.05), batch, jax.random.key(0)
         function = jax.jit(make_gradients(config))
-        recent = remember(nothing_seen(config), function(*given)[2].places)
-        (loss, _), found, seen = function(*given, None, scales_of(recent))
-        return float(loss), in_layer_order(gather(found), config), np.asarray(seen.places)
+        (loss, _), found, seen = function(*given)
+        if config.train.has_delayed_scales:
+            scales = scales_of(remember(nothing_seen(config), seen.places))
+            (loss, _), found, seen = function(*given, None, scales)
+        places = np.zeros(()) if seen.places is None else np.asarray(seen.places)
+        return float(loss), in_layer_order(gather(found), config), places
 
 
 @pytest.mark.slow
@@ -186,6 +193,8 @@ def in_fp8(config: Config) -> tuple[float, Arrays, np.ndarray]:
         exhaustive(1, 4, {'train': {'microbatches': 2, 'recompute': 'full'}}),
         exhaustive(1, 2, {'mesh': {'stages': 2}, **SP, 'train': {'microbatches': 4}}),
         exhaustive(1, 2, {'mesh': {'context': 2}, **SP}),
+        exhaustive(2, 2, {'optim': {'shard': 'weights'}, 'train': CURRENT}),
+        exhaustive(1, 2, {'mesh': {'stages': 2}, **SP, 'train': {'microbatches': 4} | CURRENT}),
     ],
 )
 def test_in_fp8_loss_and_gradients_are_those_of_one_device(
@@ -193,8 +202,9 @@ def test_in_fp8_loss_and_gradients_are_those_of_one_device(
 ) -> None:
     train = sections.get('train', {}) | {'dtype': 'fp8'}
     config = with_adapters('llama', data, model, **sections | {'train': train})
+    one = {key: train[key] for key in ('dtype', 'fp8_scaling') if key in train}
     (expected_loss, expected, places), (loss, found, own) = map(
-        in_fp8, (with_adapters('llama', train={'dtype': 'fp8'}), config)
+        in_fp8, (with_adapters('llama', train=one), config)
     )
     assert loss == pytest.approx(expected_loss, rel=1e-4)
     assert np.abs(own - places).max() <= 1  # a power of two that rounding tips

@@ -151,6 +151,59 @@ def test_the_loss_and_each_gradient_are_near_those_of_fp32_and_not_those_of_bf16
         assert relative_error(gradients[name], exact[name]) > 4 * of_bf16, name
 
 
+def with_current(setting: Setting) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss and the gradients of a step with current scaling, which needs no earlier step."""
+    config = setting._replace(dtype='fp8', fp8_scaling='current').config
+    with on_mesh(config):
+        given = random_params(config, std=0.05), batch_of(setting), jax.random.key(0)
+        (loss, _), gradients, seen = jax.jit(make_gradients(config))(*given)
+        assert seen.places is None
+        return float(loss), in_layer_order(gather(gradients), config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'setting',
+    [
+        Setting('llama', 2, 2, **SP, shard='weights', microbatches=2),
+        exhaustive(Setting('llama', 1, 4)),
+        exhaustive(Setting('llama', 1, 2, **SP, **(INTERLEAVED | {'recompute': 'full'}))),
+        exhaustive(Setting('gpt', 2, 2, shard='optimizer')),
+        exhaustive(Setting('bert', 2, 2, **SP)),
+        exhaustive(Setting('llama', 1, 2, context=2, shard='gradients')),
+        exhaustive(Setting('llama', 1, 2, **SP, model_rows=2)),
+        exhaustive(Setting('gpt', 2, 1, stages=4, num_layers=4, microbatches=6)),
+    ],
+    ids=str,
+)
+def test_current_scales_of_each_shard_give_the_numbers_of_one_device(setting: Setting) -> None:
+    loss, gradients = with_current(setting)
+    expected_loss, expected = with_current(setting.on_one_device)
+    assert relative_error(loss, expected_loss) < 1e-4
+    assert_close(gradients, expected, 0.15)
+    of_delayed, others, _ = in_fp8(setting.on_one_device._replace(dtype='fp8'))
+    assert relative_error(loss, of_delayed) < 1e-4
+    assert_close(gradients, others, 0.25)
+
+
+@pytest.mark.slow
+def test_current_scaling_skips_a_step_whose_numbers_are_not_finite() -> None:
+    config = ONE._replace(fp8_scaling='current').config
+    with on_mesh(config):
+        state = random_state(config)
+        assert state.recent is None
+        weight = state.params['layers']['mlp']['up']['weight']
+        weight.set_value(weight.get_value() * jnp.inf)
+        _, metrics = make_train_step(config)(state, batch_of(ONE))
+        assert not metrics['taken']
+
+
+def test_a_scale_of_zeros_is_one() -> None:
+    largest = jnp.array([0.0, 1.0, 448.0])
+    scales = fp8.scale_of(largest, fp8.E4M3)
+    np.testing.assert_array_equal(scales, [1, 2.0**6, 2.0**-2])
+
+
 def started(config: Config) -> TrainState:
     """The state of a run after its first batch has given its scales."""
     return with_scales(config, random_state(config), place_batch(make_batch(config)))
@@ -169,9 +222,9 @@ def test_a_number_that_is_not_finite_skips_the_step_and_changes_no_scale() -> No
         np.testing.assert_array_equal(state.recent, kept)
 
 
-def config_of(data: int, model: int, dtype: str = 'fp8') -> Config:
+def config_of(data: int, model: int, dtype: str = 'fp8', scaling: str = 'delayed') -> Config:
     """A small model on a mesh."""
-    return tiny(data, model, train={'dtype': dtype})
+    return tiny(data, model, train={'dtype': dtype, 'fp8_scaling': scaling})
 
 
 @functools.cache
@@ -239,21 +292,31 @@ def test_a_resume_on_another_mesh_has_the_same_scales(saved: tuple[Path, list[fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('there', ['fp8', 'bfloat16'])
-def test_a_resume_may_change_between_bf16_and_fp8(
-    there: str, saved: tuple[Path, list[float]], tmp_path: Path
+@pytest.mark.parametrize(
+    ('there', 'here'),
+    [
+        (('fp8', 'delayed'), ('bfloat16', 'delayed')),
+        (('bfloat16', 'delayed'), ('fp8', 'delayed')),
+        (('fp8', 'delayed'), ('fp8', 'current')),
+        exhaustive(('fp8', 'current'), ('fp8', 'delayed')),
+    ],
+)
+def test_a_resume_may_change_between_bf16_and_each_scaling_of_fp8(
+    there: tuple[str, str],
+    here: tuple[str, str],
+    saved: tuple[Path, list[float]],
+    tmp_path: Path,
 ) -> None:
     folder, losses = saved
-    here = 'bfloat16' if there == 'fp8' else 'fp8'
-    config = config_of(2, 2, here)
+    config = config_of(2, 2, *here)
     with on_mesh(config):
-        if there == 'bfloat16':
-            folder, old = tmp_path, config_of(2, 2, there)
+        if there != ('fp8', 'delayed'):
+            folder, old = tmp_path, config_of(2, 2, *there)
             with Checkpoints(folder, old) as checkpoints:
                 checkpoints.save(steps(old, random_state(old), range(2))[0], 2)
                 checkpoints.wait()
         batch = place_batch(make_batch(config, seed=2))
         state = with_scales(config, resumed(folder, config), batch)
-        assert (state.recent is not None) is (here == 'fp8')
+        assert (state.recent is not None) is (here == ('fp8', 'delayed'))
         _, own = steps(config, state, range(2, 4))
         np.testing.assert_allclose(own, losses, rtol=1e-3)

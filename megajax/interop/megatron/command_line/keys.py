@@ -49,6 +49,7 @@ KEYS = """
     train.microbatches: micro_batch_size
     train.seq_len: seq_length
     train.dtype: bf16 fp16 fp8_format
+    train.fp8_scaling: fp8_recipe
     train.recompute: recompute_granularity
     train.eval_every: eval_interval
     train.eval_batches: eval_iters

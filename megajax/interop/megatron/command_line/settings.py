@@ -210,6 +210,8 @@ def _train(line: Line, data: int, problems: list[str]) -> Keys:
         'seed': _default(line, 'seed'),
         'deterministic': bool(line.get('deterministic_mode')),
     }
+    if line.get('fp8_recipe') == 'tensorwise' and train['dtype'] == 'fp8':
+        train['fp8_scaling'] = 'current'
     if line.get('initial_loss_scale') and train['dtype'] == 'float16':
         train['loss_scale'] = line.get('initial_loss_scale')
     if line.get('profile'):

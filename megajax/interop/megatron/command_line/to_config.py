@@ -29,7 +29,7 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'weight_decay_incr_style': (('constant',), 'the decay is constant: give --weight-decay'),
     'loss_scale': ((0.0,), 'the scale of fp16 is dynamic: leave it out'),
     'fp8_format': (('hybrid',), 'matmuls are e4m3 forward and e5m2 backward: give hybrid'),
-    'fp8_recipe': (('delayed',), 'scaling is delayed: give delayed'),
+    'fp8_recipe': (('delayed', 'tensorwise'), 'give delayed or tensorwise'),
     'cp_comm_type': (('p2p', 'all_gather'), 'give p2p, which is a ring, or all_gather'),
     'dataloader_type': (('single',), 'samples are read in their order: give single'),
     'mask_prob': ((0.15,), 'give 0.15'),
