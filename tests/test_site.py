@@ -56,6 +56,19 @@ def test_the_navigation_has_every_page_of_docs_once() -> None:
     assert sorted(pages(read['nav'])) == sorted(['index.md', *({*docs} - {*hidden})])
 
 
+def titles(navigation: Any) -> Iterator[str]:
+    """Yield the titles of the pages of the navigation in order."""
+    for part in navigation:
+        for title, inner in part.items():
+            yield from [title] if isinstance(inner, str) else titles(inner)
+
+
+def test_the_map_has_every_page_of_the_navigation_once() -> None:
+    texts = re.findall('<text x=[^>]*>(.*?)</text>', (ROOT / 'docs/map.svg').read_text())
+    shown = [title for text in texts for title in text.strip(' ·').split(' · ')]
+    assert sorted(shown) == sorted({*titles(settings()['nav'])} - {'Home'})
+
+
 def test_the_page_of_notebooks_links_each() -> None:
     page = (ROOT / 'docs/notebooks.md').read_text()
     for path in ROOT.glob('notebooks/*.ipynb'):
