@@ -52,7 +52,9 @@ def site_of(collective: Collective, config: Config) -> Site:
         return site
     if _has_keys(collective, config):
         return Site('attention', phase_of(op_name), axis)
-    if collective.axes == ('context',) and collective.operand.dtype == 's32':
+    if collective.axes == ('context',) and (
+        collective.operand.dtype == 's32' or (config.model.is_bert and 'reduce_max' in words)
+    ):
         return Site('documents', 'step', axis)
     if scope == 'experts' and _has_tokens(collective):
         return Site(scope, phase_of(op_name), axis)

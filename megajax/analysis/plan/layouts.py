@@ -76,7 +76,7 @@ def deep_meshes(config: Config, num_devices: int, per_host: int) -> Iterator[Mes
     Tensor-parallel groups stay within a host. With several hosts, stages span hosts.
     """
     model, train = config.model, config.train
-    lengths = train.seq_len // SHORTEST if model.causal else 1
+    lengths = train.seq_len // SHORTEST
     for stages in _repetitions(model.num_layers, config):
         for context in (n for n in divisors(train.seq_len) if n <= max(1, lengths)):
             rest, remainder = divmod(num_devices, stages * context)

@@ -93,8 +93,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'data.document_mask=true': f'with {MASKED} each sequence has one document; remove it',
         'mesh.model_rows': '2-D tensor parallelism does not support BERT: it would have to '
         f"all-gather the square layers of BERT's heads; use mesh.model_rows=1 with {MASKED}",
-        'mesh.context': 'context parallelism does not support BERT: its token order balances '
-        f'causal attention; use mesh.context=1 with {MASKED}',
     },
     WINDOW: {BIDIRECTIONAL: 'windows (model.window, model.layers) are of earlier tokens only'},
     SINKS: {

@@ -16,6 +16,7 @@ from megajax.core.counts.collective import (
     GATHER,
     HLO_DTYPES,
     PERMUTE,
+    REDUCE,
     SCATTER,
     Expected,
     Site,
@@ -34,7 +35,7 @@ SOURCES = {
 }
 IN_FP32 = 'gradients of keys and values are summed in fp32'
 ENDS = 'a window needs the ends of the neighboring chunks only'
-DOCUMENTS = 'each shard needs the position of the first token of its documents'
+DOCUMENTS = 'each shard needs the documents of all tokens of its sequences'
 
 
 def over_context(config: Config, layers: int) -> Iterator[Expected]:
@@ -59,16 +60,19 @@ def own_over_context(config: Config, layers: int) -> Iterator[Expected]:
 
 
 def of_documents(config: Config) -> Iterator[Expected]:
-    """Yield the all-gather of a step's document ids, `first_tokens` of `core/model/documents.py`.
+    """Yield the all-gather of a step's documents, or of BERT's segments (`model/documents.py`).
 
-    Context shards have the ids of their tokens.
+    Context shards have the ids of their tokens. For BERT they also find the rows with a masked
+    token.
     """
-    if config.mesh.context == 1 or not config.data.document_mask:
+    if config.mesh.context == 1 or not (config.data.document_mask or config.model.is_bert):
         return
     rows = config.microbatch_rows * config.train.microbatches
     ids = Array('s32', (rows, config.train.seq_len))
     site = Site('documents', 'step', 'context')
     yield Expected.over(config, site, GATHER, ids, 1, DOCUMENTS)
+    if config.model.is_bert:
+        yield Expected.over(config, site, REDUCE, Array('f32', (rows,)), 1, DOCUMENTS)
 
 
 def of_full_layers(config: Config, layers: int) -> Iterator[Expected]:

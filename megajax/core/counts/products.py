@@ -239,7 +239,8 @@ class _Counted:
         """Yield the matmuls of attention across context shards, which saves no scores.
 
         The first block is a shard's own tokens. For each other shard there is one block with half
-        of the queries and half of the keys, for twice the rows. With a window there are blocks of a
+        of the queries and half of the keys, for twice the rows, or with all of them if attention is
+        bidirectional. With a window there are blocks of a
         shard's own tokens, and each has a halo of earlier keys for its first queries.
         """
         others, half = self.shards['S'] - 1, self.length // 2
@@ -252,8 +253,9 @@ class _Counted:
             own = (count - 1 if is_shared and phase == 'backward' else count) * share
             if window is None:
                 yield self._attention(phase, heads, self.length, own, flash=flash)
-                times = others * count * share
-                yield self._attention(phase, 2 * heads, half, times, flash=flash, is_causal=False)
+                times, is_causal = others * count * share, self.config.model.causal
+                rows, length = (2 * heads, half) if is_causal else (heads, self.length)
+                yield self._attention(phase, rows, length, times, flash=flash, is_causal=False)
                 continue
             block = block_in_chunk(window, half, flash=flash)
             blocks = heads * self.length // block

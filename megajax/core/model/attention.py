@@ -11,6 +11,7 @@ from jax import P
 from megajax.core.config import ModelConfig
 from megajax.core.counts.windows import block_of_window
 from megajax.core.model.context import attend_across
+from megajax.core.model.context_bidirectional import attend_both_ways
 from megajax.core.model.context_halo import attend_in_window
 from megajax.core.model.dropout import dropout, fold_in
 from megajax.core.model.flash import can_flash, flash_attention
@@ -167,14 +168,14 @@ def attend(
     has_dropout, kind = rate > 0 and key_R is not None, (str(q_RSNH.dtype), q_RSNH.shape[-1])
     flash = can_flash(device, *kind, window, has_dropout=has_dropout)
     if exchange is not None:
-        assert causal
         key_R2 = jax.random.key_data(key_R) if key_R is not None and rate > 0 else None
         beside = sinks_N, segment_RS, key_R2, rate
         kernel = 'cudnn' if flash else 'xla'
         length = q_RSNH.shape[1] * jax.typeof(q_RSNH).sharding.mesh.shape[CONTEXT]
         if window is not None and window < length:
             return attend_in_window(q_RSNH, k_RSKH, v_RSKH, window, kernel, scale, *beside)
-        return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, kernel, scale, *beside)
+        attend_to_all = attend_across if causal else attend_both_ways
+        return attend_to_all(q_RSNH, k_RSKH, v_RSKH, exchange, kernel, scale, *beside)
     if flash:
         return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window, scale, sinks_N)
     core = partial(_attend_xla, layout=layout, causal=causal, rate=rate, window=window, scale=scale)

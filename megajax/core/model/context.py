@@ -18,14 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.core.model.context_exchange import Keys, Pair, Sums, by_token, merge
 from megajax.core.model.documents import shared
 from megajax.core.model.dropout import WeightDropout, positions_of_shard
 from megajax.core.model.kernels import KERNELS, Dropped, Kernel, Lengths, same_document
 from megajax.core.model.passes import Passes, attend_by
 from megajax.core.model.per_device import Specs, per_device
 from megajax.core.parallel.layout import CONTEXT, UNSHARDED
-
-Pair = tuple[jax.Array, jax.Array]
 
 
 def attend_across(
@@ -92,7 +91,7 @@ def _attend(
     documents, dropout = _Documents(first_RS), _Dropout(key_R2, rate, q)
     o, lse = kernel.forward(q, k, v, True, documents.mask, dropped=dropout.own())
     first, second = zip(_halves(o.astype(jnp.float32), 1), _halves(lse, 2), strict=True)
-    keys, done = _Keys(documents.turned(k), documents.turned(v), ring), [lse]
+    keys, done = Keys(documents.turned(k), documents.turned(v), ring), [lse]
     for step in range(1, shards):
         k_2, v_2 = keys.of(step, done)
         is_earlier = step <= rank  # these keys come from a shard of a lower index
@@ -132,12 +131,12 @@ def _gradients(
     own = documents.mask, dropout.own()
     dq, dk, dv = kernel.backward(q, k, v, o, lse, do, True, own[0], dropped=own[1])
     k, v, dk, dv = map(documents.turned, (k, v, dk, dv))
-    keys, sums, done = _Keys(k, v, ring), _Sums(dk, dv, ring), [dq]
+    keys, sums, done = Keys(k, v, ring), Sums(dk, dv, ring), [dq]
     dq = dq.astype(jnp.float32)
     for step in range(1, shards):
         k_2, v_2 = keys.of(step, done)
         is_earlier = step <= rank
-        of_queries = (_both(x, is_earlier) for x in (o, _by_token(lse), do))
+        of_queries = (_both(x, is_earlier) for x in (o, by_token(lse), do))
         o_2, lse_2, do_2 = of_queries
         dq_2, dk_2, dv_2 = (
             x.astype(jnp.float32)
@@ -215,75 +214,6 @@ class _Dropout:
         return jnp.tile(positions_of_shard(self._length, back=step), (self._rows, 1))
 
 
-class _Keys:
-    """Keys and values of the other shards, one shard in each step."""
-
-    def __init__(self, k: jax.Array, v: jax.Array, ring: bool):
-        self._kv, self._ring = (k, v), ring
-        if not ring:
-            self._gathered = tuple(lax.all_gather(x, CONTEXT) for x in self._kv)
-
-    def of(self, step: int, done: list[jax.Array]) -> Pair:
-        """Return the keys and values of the shard `step` before; `done` has a result per block."""
-        if not self._ring:
-            shard = (lax.axis_index(CONTEXT) - step) % lax.axis_size(CONTEXT)
-            k, v = (lax.dynamic_index_in_dim(x, shard, keepdims=False) for x in self._gathered)
-            return k, v
-        # XLA would start all sends at once and hold everything that arrives in memory. Each send
-        # therefore waits for a block, and overlaps with the block after it.
-        if step > 1:
-            self._kv, _ = lax.optimization_barrier((self._kv, done[step - 2]))
-        self._kv = _pass_on(self._kv)
-        return self._kv
-
-
-class _Sums:
-    """The gradients of all shards' keys and values, until each shard has its own.
-
-    They are summed in fp32. They enter and leave the ring in the dtype of keys and values.
-    """
-
-    def __init__(self, dk: jax.Array, dv: jax.Array, ring: bool):
-        self._ring, self._dtype = ring, dk.dtype
-        self._sums: tuple[jax.Array, ...] = dk, dv
-        if not ring:
-            shape = lax.axis_size(CONTEXT), *dk.shape
-            self._sums = (jnp.zeros(shape), jnp.zeros(shape))
-            self.add(0, *(x.astype(jnp.float32) for x in (dk, dv)))
-
-    def add(self, step: int, dk: jax.Array, dv: jax.Array) -> None:
-        """Add gradients of the keys and values that `_Keys.of` returned for this step."""
-        if self._ring:
-            self._sums = tuple(
-                total.astype(jnp.float32) + x
-                for total, x in zip(_pass_on(self._sums), (dk, dv), strict=True)
-            )
-            return
-        shard = (lax.axis_index(CONTEXT) - step) % lax.axis_size(CONTEXT)
-        self._sums = tuple(
-            lax.dynamic_update_index_in_dim(total, x, shard, 0)
-            for total, x in zip(self._sums, (dk, dv), strict=True)
-        )
-
-    def collect(self) -> Pair:
-        """Return the sums of this shard's own keys and values, in their dtype."""
-        if self._ring:
-            dk, dv = _pass_on(tuple(x.astype(self._dtype) for x in self._sums))
-            return dk, dv
-        dk, dv = (
-            lax.psum_scatter(x, CONTEXT, scatter_dimension=0, tiled=True)[0].astype(self._dtype)
-            for x in self._sums
-        )
-        return dk, dv
-
-
-def _pass_on(kv: Any) -> Any:
-    """Send this shard's arrays to the next shard, and receive the previous shard's."""
-    shards = lax.axis_size(CONTEXT)
-    pairs = [(i, (i + 1) % shards) for i in range(shards)]
-    return jax.tree.map(lambda x: lax.ppermute(x, CONTEXT, pairs), kv)
-
-
 def _both(x: jax.Array, is_earlier: jax.Array) -> jax.Array:
     """Return the second chunk of queries, then the first or, unless `is_earlier`, the second again.
 
@@ -308,21 +238,9 @@ def _to_chunks(
     return jnp.concatenate([first + of_first, second + (either - of_first)], 1)
 
 
-def merge(a: Pair, b: Pair) -> Pair:
-    """Merge the outputs for the same queries on different keys."""
-    (o_a, lse_a), (o_b, lse_b) = a, b
-    lse = jnp.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = (_by_token(jnp.exp(x - lse))[..., None] for x in (lse_a, lse_b))
-    return weight_a * o_a + weight_b * o_b.astype(jnp.float32), lse
-
-
 def _halves(x: jax.Array, dim: int) -> Pair:
     first, second = jnp.split(x, 2, axis=dim)
     return first, second
-
-
-def _by_token(lse_RNS: jax.Array) -> jax.Array:
-    return jnp.moveaxis(lse_RNS, 1, 2)
 
 
 def _by_head(lse_RSN: jax.Array) -> jax.Array:

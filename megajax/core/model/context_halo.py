@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.counts.windows import block_in_chunk
-from megajax.core.model.context import merge
+from megajax.core.model.context_exchange import merge
 from megajax.core.model.documents import shared
 from megajax.core.model.dropout import WeightDropout
 from megajax.core.model.kernels import KERNELS, Dropped, Kernel, Lengths, same_document

@@ -1,9 +1,11 @@
-"""The documents of sequences whose tokens are on context shards.
+"""The documents of sequences whose tokens are on context shards, and the segments of BERT.
 
 A document is a range of tokens, so the position of its first token tells it apart from the others,
 and its other tokens follow. `first_RS` has this position for every token. A block of keys that ends
 before a block of queries shares at most one document with it, with its last keys and the first
 queries. How many they are follows from `first_RS` of the queries: nothing has to be sent with keys.
+
+If attention is bidirectional, each shard gets the segments of all tokens of its sequences instead.
 """
 
 import jax
@@ -21,6 +23,20 @@ def shared(first_RS: jax.Array, stop_R: jax.Array, num_keys: int) -> Lengths:
     """
     queries = (first_RS < stop_R[:, None]).sum(1, dtype=jnp.int32)
     return queries, jnp.clip(stop_R - first_RS[:, 0], 0, num_keys)
+
+
+def of_all_shards(segment_BS: jax.Array, layout: Layout) -> jax.Array:
+    """Return a copy of its sequences' segments for each context shard, int32 [B, shards x S].
+
+    They are in the order of `zigzag.py`, as in `segment_BS`.
+    """
+    batch, length = segment_BS.shape
+    shards = layout.num_shards('S')
+    with jax.named_scope('documents'):
+        segment_BS = jax.reshard(segment_BS, layout('Bs'))  # all-gather over context
+        copies = jnp.broadcast_to(segment_BS[:, None], (batch, shards, length))
+        copies = jax.reshard(copies, layout('BS-'))
+        return copies.reshape(batch, shards * length, out_sharding=layout('BS'))
 
 
 def first_tokens(document_BS: jax.Array, layout: Layout) -> jax.Array:

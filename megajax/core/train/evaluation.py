@@ -13,7 +13,7 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.pipeline_ops import over_shards
 from megajax.core.train.compiler_options import evaluation_options
 from megajax.core.train.feed import Batch
-from megajax.core.train.microbatches import real_rows, split, with_places
+from megajax.core.train.microbatches import for_shards, real_rows, split
 from megajax.core.train.objective import Objective
 from megajax.core.train.pipeline import evaluate_pipelined
 from megajax.core.train.zero import gather_once
@@ -39,7 +39,7 @@ def make_eval_step(config: Config) -> Wrapped:
             (_, nll), order_nll = objective.parts(params, weights, shard)
             return nll, order_nll
 
-        weighted = with_places(_with_weights(batch), layout)
+        weighted = for_shards(_with_weights(batch), config, layout)
         count = _num_microbatches(config, len(batch['tokens']))
         microbatches = jax.tree.map(lambda x: split(x, count, layout), weighted)
         if config.mesh.stages > 1:

@@ -18,20 +18,21 @@ Batch = dict[str, jax.Array]
 def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = None) -> Batch:
     """Place host arrays [B, S] on the current mesh, each data shard's sequences on its devices.
 
-    Context shards have the tokens in the order of `zigzag.py`. With `batch_size`, the arrays
-    contain only this process's sequences of a batch of that size. Raises ConfigError for anything
-    that is not such an array, and if context shards get a document that is not one range of tokens.
+    Context shards have the tokens in the order of `zigzag.py`, and all of an array [B, 1]. With
+    `batch_size`, the arrays contain only this process's sequences of a batch of that size. Raises
+    ConfigError for anything that is not such an array, and if context shards get a document that is
+    not one range of tokens.
     """
     _check_arrays(batch)
-    sharding = _sharding()
+    sharding, of_rows = _sharding('BS'), _sharding('B-')
     shards = sharding.mesh.shape.get(CONTEXT, 1)
     if shards > 1 and 'segment_ids' in batch:
         _check_documents(batch['segment_ids'])
 
     def place(x: np.ndarray) -> jax.Array:
-        shape = batch_size or len(x), *x.shape[1:]
+        shape, is_of_rows = (batch_size or len(x), *x.shape[1:]), x.shape[1] == 1
         offset = local_rows(batch_size).start if batch_size else 0
-        order = shard_order(x.shape[1], shards)
+        order = None if is_of_rows else shard_order(x.shape[1], shards)
 
         def rows(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
@@ -39,7 +40,7 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
             mine = x[start - offset : stop - offset]
             return mine if order is None else mine[:, order[index[1]]]
 
-        return jax.make_array_from_callback(shape, sharding, rows)
+        return jax.make_array_from_callback(shape, of_rows if is_of_rows else sharding, rows)
 
     return {name: place(x) for name, x in batch.items()}
 
@@ -94,9 +95,9 @@ def local_rows(batch_size: int) -> slice:
     return slice(min(start for start, _, _ in rows), max(stop for _, stop, _ in rows))
 
 
-def _sharding() -> NamedSharding:
+def _sharding(dims: str) -> NamedSharding:
     mesh = jax.sharding.get_mesh()
-    return NamedSharding(mesh, batch_layout(mesh.axis_names)('BS'))
+    return NamedSharding(mesh, batch_layout(mesh.axis_names)(dims))
 
 
 def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
@@ -121,8 +122,9 @@ def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
         }
     if config.model.position == 'mrope':
         shapes['positions'] = (length, 3), jnp.int32
-    sharding = _sharding()
     return {
-        name: jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
+        name: jax.ShapeDtypeStruct(
+            (rows, *shape), dtype, sharding=_sharding('B-' if shape == (1,) else 'BS')
+        )
         for name, (shape, dtype) in shapes.items()
     }

@@ -5,13 +5,15 @@ import jax.numpy as jnp
 
 from megajax.core.config import Config
 from megajax.core.model.arr_coc.relevance import question
-from megajax.core.model.documents import first_tokens
+from megajax.core.model.documents import first_tokens, of_all_shards
 from megajax.core.model.dropout import sequence_keys
 from megajax.core.model.images import Images
 from megajax.core.model.rows import Rows
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.zigzag import position_at
 from megajax.core.train.feed import Batch
+
+OF_ROWS = {'rows', 'swapped', 'row_weights'}  # arrays of a batch with one element per sequence
 
 
 def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
@@ -25,32 +27,38 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     added = {'weights': mask_BS / jnp.maximum(mask_BS.sum(), 1)}
     if config.model.has_dropout or config.relevance is not None:
         added['rows'] = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
-        if layout.mesh_axes('S'):
-            # One for each context shard, because `split` divides the tokens.
-            shape = mask_BS.shape[0], layout.num_shards('S')
-            added['rows'] = jax.lax.broadcasted_iota(jnp.int32, shape, 0, out_sharding=layout('BS'))
     if 'swapped' in batch:
         real_B1 = real_rows(batch)
         added['row_weights'] = real_B1 / jnp.maximum(real_B1.sum(), 1)
     rest = {name: x for name, x in batch.items() if name != 'loss_mask'}
-    return {**with_places(rest, layout), **added}
+    return for_shards({**rest, **added}, config, layout)
 
 
-def with_places(batch: Batch, layout: Layout) -> Batch:
-    """Return a batch with the places of tokens in sequences, if context shards change the order.
+def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
+    """Return a batch with what context shards need, if there are any.
 
-    These are the position of each token, unless the batch has positions, and if it has documents,
-    the position of the first token of each token's document, which then tells documents apart.
+    They get the position of each token, unless the batch has positions. Of documents they get the
+    position of the first token of each token's document, which then tells documents apart, or if
+    attention is bidirectional the segments of all tokens. Arrays of rows have an element for each
+    shard. The first shard has the first token, so the weights of rows are zero on all others.
     """
     if not layout.mesh_axes('S'):
         return batch
+    (rows, length), shards = batch['tokens'].shape, layout.num_shards('S')
+    added = {}
     if 'segment_ids' in batch:
-        batch = {**batch, 'segment_ids': first_tokens(batch['segment_ids'], layout)}
-    if 'positions' in batch:
-        return batch
-    rows, length = batch['tokens'].shape
-    place_BS = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1, out_sharding=layout('BS'))
-    return {**batch, 'positions': position_at(place_BS, length, layout.num_shards('S'))}
+        of_documents = first_tokens if config.model.causal else of_all_shards
+        added['segment_ids'] = of_documents(batch['segment_ids'], layout)
+    if 'positions' not in batch:
+        place_BS = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1, out_sharding=layout('BS'))
+        added['positions'] = position_at(place_BS, length, shards)
+    for name in OF_ROWS & batch.keys():
+        x_B1 = batch[name].reshape(rows, 1, out_sharding=layout('B-'))
+        added[name] = jax.reshard(jnp.broadcast_to(x_B1, (rows, shards)), layout('BS'))
+    if 'row_weights' in added:
+        is_first = jnp.arange(shards, out_sharding=layout('S'))[None] == 0
+        added['row_weights'] = jnp.where(is_first, added['row_weights'], 0)
+    return batch | added
 
 
 def real_rows(batch: Batch) -> jax.Array:

@@ -131,6 +131,26 @@ def test_dropout_zeroes_what_it_zeroes_on_one_device(setting: Setting) -> None:
 @pytest.mark.parametrize(
     'setting',
     [
+        slow(sharded('bert', 4, model=2, **SP, **RING)),
+        exhaustive(sharded('bert', 2, data=2, microbatches=2, recompute='full')),
+        exhaustive(sharded('bert', 8, recompute='selective', shard='weights')),
+        exhaustive(sharded('bert', 2, data=2, stages=2, microbatches=2, shard='optimizer')),
+        exhaustive(with_dropout('bert', 2, model=2, data=2, **RING)),
+        exhaustive(with_dropout('bert', 4, model=2, **SP)),
+    ],
+    ids=str,
+)
+def test_bert_has_the_loss_and_gradients_of_whole_sequences(setting: Setting) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.on_one_device, setting)
+    )
+    assert relative_error(loss, expected_loss) <= 1e-6
+    assert_close(gradients, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
         exhaustive(sharded('llama', 2, data=2, model=2, shard='optimizer', **SP)),
         slow(sharded('sinks', 2, data=2, model=2, shard='weights', **SP, **RING)),
         exhaustive(sharded('gpt', 2, data=2, shard='gradients', microbatches=2)),
@@ -179,7 +199,9 @@ def test_steps_and_an_evaluation_end_as_those_of_whole_sequences() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('cut', [True, exhaustive(False)])
-def test_an_evaluation_sums_what_it_sums_of_whole_sequences(cut: bool) -> None:
-    setting = sharded('llama', 4, cut=cut, **RING)
+@pytest.mark.parametrize(
+    ('cut', 'is_bert'), [(True, False), exhaustive(False, False), exhaustive(False, True)]
+)
+def test_an_evaluation_sums_what_it_sums_of_whole_sequences(cut: bool, is_bert: bool) -> None:
+    setting = sharded('bert' if is_bert else 'llama', 4, cut=cut, **RING)
     assert evaluate(setting) == pytest.approx(evaluate(setting.in_one_part), rel=1e-6)

@@ -1,0 +1,160 @@
+"""Bidirectional attention of sequences that are sharded over `context`, as in BERT.
+
+Every query attends to the tokens of all shards, in their order. The keys and values of other shards
+come as in causal attention (`context.py`), with one block for each shard, and all of a block's
+scores are computed: the work is the same for every shard, wherever a sequence's padding is. With
+segments, a block has a mask. Each shard has the segments of all tokens of its sequences
+(`documents.py`).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core.model.context_exchange import Keys, Sums, merge
+from megajax.core.model.dropout import WeightDropout, positions_of_shard
+from megajax.core.model.kernels import KERNELS, Dropped, Kernel
+from megajax.core.model.passes import Passes, attend_by
+from megajax.core.model.per_device import Specs, per_device
+from megajax.core.parallel.layout import CONTEXT, UNSHARDED
+
+
+def attend_both_ways(
+    q_RSNH: jax.Array,
+    k_RSKH: jax.Array,
+    v_RSKH: jax.Array,
+    exchange: str,
+    kernel: str,
+    scale: float,
+    sinks_N: jax.Array | None = None,
+    segment_RY: jax.Array | None = None,
+    key_R2: jax.Array | None = None,
+    rate: float = 0.0,
+) -> jax.Array:
+    """Attention o_RSNH of a shard's tokens on all tokens of their sequences.
+
+    `exchange` is `gather` or `ring`, `kernel` a key of KERNELS. With `segment_RY`, the segments of
+    the tokens of all shards in the order of shards, attention stays within segments. With `key_R2`,
+    the numbers of each sequence's key, weights have dropout. To be mapped over context shards.
+    """
+    passes = _passes(exchange, kernel, scale, rate)
+    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, segment_RY, sinks_N, key_R2)
+
+
+@functools.cache
+def _passes(exchange: str, kernel: str, scale: float, rate: float) -> Passes:
+    passes = KERNELS[kernel].scaled(scale)
+    how = _How(passes, is_ring=exchange == 'ring', rate=rate)
+
+    def placed_as_output(specs: Specs) -> Specs:
+        return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-')
+
+    def alone(*arrays: Any) -> tuple[jax.Array, ...]:
+        return passes.forward(*arrays[:3], False)
+
+    def gradients_alone(*arrays: Any) -> tuple[jax.Array, ...]:
+        return passes.backward(*arrays[:6], False)
+
+    return Passes(
+        per_device(functools.partial(_attend, how), placed_as_output, alone),
+        per_device(functools.partial(_gradients, how), lambda specs: specs[:3], gradients_alone),
+    )
+
+
+class _How(NamedTuple):
+    """How a device computes attention."""
+
+    kernel: Kernel
+    is_ring: bool
+    rate: float  # of dropout
+
+
+def _attend(
+    how: _How,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_RY: jax.Array | None,
+    key_R2: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return o [R, S, N, H] and the log-sum-exp [R, N, S] in fp32 of a device's tokens."""
+    blocks = _Blocks(how, q, segment_RY, key_R2)
+    o, lse = how.kernel.forward(q, k, v, False, blocks.mask(0), dropped=blocks.dropped(0))
+    keys, done, total = Keys(k, v, how.is_ring), [lse], (o.astype(jnp.float32), lse)
+    for step in range(1, lax.axis_size(CONTEXT)):
+        other = keys.of(step, done)
+        part = how.kernel.forward(q, *other, False, blocks.mask(step), dropped=blocks.dropped(step))
+        done.append(part[1])
+        total = merge(total, part)
+    o, lse = total
+    return o.astype(q.dtype), lse
+
+
+def _gradients(
+    how: _How,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    o: jax.Array,
+    lse: jax.Array,
+    do: jax.Array,
+    segment_RY: jax.Array | None,
+    key_R2: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return dq, dk and dv of a device's tokens."""
+    blocks = _Blocks(how, q, segment_RY, key_R2)
+
+    def of_block(step: int, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        given = q, k, v, o, lse, do, False, blocks.mask(step)
+        return how.kernel.backward(*given, dropped=blocks.dropped(step))
+
+    dq, dk, dv = of_block(0, k, v)
+    keys, sums, done = Keys(k, v, how.is_ring), Sums(dk, dv, how.is_ring), [dq]
+    dq = dq.astype(jnp.float32)
+    for step in range(1, lax.axis_size(CONTEXT)):
+        of_other = of_block(step, *keys.of(step, done))
+        done.append(of_other[0])
+        dq_2, dk_2, dv_2 = (x.astype(jnp.float32) for x in of_other)
+        dq += dq_2
+        sums.add(step, dk_2, dv_2)
+    dk, dv = sums.collect()
+    return dq.astype(q.dtype), dk, dv
+
+
+class _Blocks:
+    """The masks of a shard's queries and of the keys of the shard some steps before."""
+
+    def __init__(
+        self,
+        how: _How,
+        q_RSNH: jax.Array,
+        segment_RY: jax.Array | None,
+        key_R2: jax.Array | None,
+    ):
+        self._rows, self._length, *_ = q_RSNH.shape
+        self._segment_RY = segment_RY
+        self._weights = None if key_R2 is None else WeightDropout.of(q_RSNH, key_R2, how.rate)
+
+    def mask(self, step: int) -> jax.Array | None:
+        """Return the mask [R, 1, S, Y] of attention within segments."""
+        if self._segment_RY is None:
+            return None
+        segments = functools.partial(self._of_shard, self._segment_RY)
+        return segments(0)[:, None, :, None] == segments(step)[:, None, None, :]
+
+    def dropped(self, step: int) -> Dropped | None:
+        """Return the dropout of the scores."""
+        if self._weights is None:
+            return None
+        return self._weights.at(self._places(0), self._places(step))
+
+    def _of_shard(self, x_RY: jax.Array, step: int) -> jax.Array:
+        shard = (lax.axis_index(CONTEXT) - step) % lax.axis_size(CONTEXT)
+        start = shard * self._length
+        return lax.dynamic_slice_in_dim(x_RY, start, self._length, axis=1)
+
+    def _places(self, step: int) -> jax.Array:
+        return jnp.tile(positions_of_shard(self._length, back=step)[None], (self._rows, 1))
