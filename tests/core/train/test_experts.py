@@ -1,5 +1,6 @@
 """A mixture of experts has the same numbers on every mesh, whoever holds the experts."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from support import (
     assert_close,
     exhaustive,
     gather,
+    make_batch,
     make_config,
     on_mesh,
     random_state,
@@ -17,7 +19,9 @@ from support import (
 )
 
 from megajax.core.model.router import STATISTICS
+from megajax.core.train.feed import place_batch
 from megajax.core.train.routing import after_step, init_load
+from megajax.core.train.step import make_train_step
 
 LIMIT = 1e-5
 
@@ -99,6 +103,21 @@ def test_the_selection_bias_moves_towards_experts_with_few_tokens() -> None:
     moved = (train(setting).params[name] - start) / 1e-3
     np.testing.assert_allclose(moved, np.round(moved), atol=0.01)
     assert moved.min() < 0 < moved.max()
+
+
+@pytest.mark.slow
+def test_a_step_that_is_skipped_leaves_the_load_and_the_selection_bias() -> None:
+    setting = Setting('capacity', 1, 1)
+    bad = make_batch(setting.config)
+    bad['loss_mask'][-1, 3] = np.nan
+    with on_mesh(setting.config):
+        state = random_state(setting.config)
+        step = jax.jit(make_train_step(setting.config), donate_argnums=())
+        after, metrics = step(state, place_batch(bad))
+        assert not metrics['taken']
+        before, after = ((each.params, each.opt_state, each.load) for each in (state, after))
+        for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+            np.testing.assert_array_equal(old, new)
 
 
 def test_adapters_leave_the_selection_bias_of_their_frozen_model() -> None:

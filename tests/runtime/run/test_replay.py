@@ -161,6 +161,10 @@ def repeat(
     return state
 
 
+EXPERTS = {'count': 4, 'active': 2, 'ffn_size': 16, 'selection_bias': True, 'first_dense': 1}
+EXPERTS |= {'shared_ffn_size': 16, 'balance_loss': 0.1}
+
+
 def replayed(data: int = 1, model: int = 1, /, **sections: dict[str, Any]) -> Config:
     train = {'deterministic': True, 'replay_every': 1} | sections.pop('train', {})
     sizes = {'num_layers': 1, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300}
@@ -195,6 +199,14 @@ def replayed(data: int = 1, model: int = 1, /, **sections: dict[str, Any]) -> Co
         exhaustive(replayed(2, 2, train={'dtype': 'float16'})),
         exhaustive(replayed(2, 2, lora={'rank': 2})),
         exhaustive(replayed(4, 2, mesh={'replicas': 2}, optim={'shard': 'weights'})),
+        slow(
+            replayed(
+                *(4, 1),
+                mesh={'experts': 2, 'replicas': 2},
+                optim={'shard': 'weights'},
+                model={'num_layers': 3, 'experts': EXPERTS, 'layers': [{}, {'experts': None}]},
+            )
+        ),
     ],
     ids=lambda config: f'{config.mesh.num_devices} {config.optim.shard} {config.train.dtype}',
 )
