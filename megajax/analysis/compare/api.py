@@ -49,14 +49,14 @@ def compare(
 
     Args:
         a: a preset, a YAML file, a run, a Hugging Face directory or a file written by `dump`.
-        b: the same.
+        b: the other source, named in the same way.
         overrides: overrides of both configs, such as `train.batch_size=4`.
         of_a: overrides of A's config alone.
         of_b: overrides of B's config alone.
         transformers: 'a' or 'b', a Hugging Face directory to execute with transformers, in fp32 on
-            the CPU. Neither side then has dropout.
+            the CPU. Dropout is then disabled on both sides.
         data: use the first batch of A's training data, or of B's if A is a Hugging Face directory,
-            instead of random tokens.
+            rather than random tokens.
         tolerance: the largest difference that passes; the default depends on the dtype.
 
     Raises ConfigError for sources that cannot be compared, before anything compiles.
@@ -76,13 +76,13 @@ def compare(
         )
 
 
-compare_sources = compare  # its name in an earlier release
+compare_sources = compare  # the name in an earlier release
 
 
 def dump(
     name: str, file: Path, *, overrides: Sequence[str] = (), transformers: bool = False, data: bool
 ) -> None:
-    """Write the numbers of a source's pass to a file that `compare` reads."""
+    """Write the numbers of a source's pass to a file that `compare` can read."""
     with Source.opened(name, _of_both(overrides, transformers)) as source:
         if source.kind == 'dump':
             raise ConfigError(f'{name} is already a dump: give a config, a run or a directory')
@@ -91,7 +91,7 @@ def dump(
 
 
 def _of_both(overrides: Sequence[str], transformers: bool) -> Sequence[str]:
-    """Return the overrides of both sides, with those that transformers needs."""
+    """Return the overrides of both sides, including those that transformers needs."""
     if not transformers:
         return overrides
     check_installed()

@@ -54,7 +54,7 @@ class Side(_Result):
 
 
 class Comparison(_Result):
-    """Two passes, site by site in the order of computation."""
+    """The differences of two passes, site by site, in the order of computation."""
 
     a: Side
     b: Side
@@ -77,7 +77,7 @@ class Comparison(_Result):
 
     @property
     def same_bits(self) -> bool:
-        """Whether all sites are bit-identical."""
+        """Whether all sites are bit for bit the same."""
         return all(site.same_bits for site in self.sites)
 
 
@@ -87,8 +87,8 @@ def compare_recordings(
     """Compare two passes over the same batch.
 
     The limit is `tolerance`, or the limit of `inspect --run` for the less precise of the two dtypes
-    (`analysis/inspect/tolerances.py`). `merged` has the letters of the sides whose adapters were
-    merged into their weights. Raises ConfigError if the batches differ.
+    (`analysis/inspect/tolerances.py`). `merged` lists the sides, a or b, whose adapters were merged
+    into their weights. Raises ConfigError if the batches differ.
     """
     if not _same_batch(a.batch, b.batch):
         raise ConfigError(
@@ -104,7 +104,7 @@ def compare_recordings(
         *_sites(GRADIENT, a.gradients, b.gradients, of_arrays, of_loss, largest),
     ]
     before, after = a.about.weights, b.about.weights
-    forward = reversed(dict.fromkeys([*before, *after]))  # they are in the order of gradients
+    forward = reversed(dict.fromkeys([*before, *after]))  # gradients are in backward order
     return Comparison(
         a=_side(a),
         b=_side(b),

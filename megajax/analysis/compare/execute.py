@@ -22,8 +22,8 @@ from megajax.core.train.scaling import scales_of
 from megajax.core.train.step import dropout_key, make_calibration
 from megajax.runtime.run.host_memory import check_host_memory
 
-LOSS_SCALE = 64.0  # of fp16: no gradient overflows
-# The parameters for a config, placed as they are between steps on the current mesh.
+LOSS_SCALE = 64.0  # for fp16: small enough that no gradient overflows
+# Returns the parameters for a config on the current mesh, sharded as between steps.
 Load = Callable[[Config], nnx.State]
 
 
@@ -60,7 +60,7 @@ def execute(
 
 
 def _scales(config: Config, params: nnx.State, batch: Batch) -> jax.Array | None:
-    """Return the delayed scales of fp8 that a run begins with, if any."""
+    """Return the delayed FP8 scales that a run begins with; None without delayed scaling."""
     if not config.train.has_delayed_scales:
         return None
     return scales_of(make_calibration(config)(params, jnp.int32(0), batch))

@@ -41,7 +41,7 @@ def layer_by_layer(config: Config) -> Config:
 
 
 def make_forward(config: Config) -> Callable[..., Sites]:
-    """Return a function of parameters, batch, dropout key and the scales of fp8.
+    """Return a function of parameters, batch, dropout key and FP8 scales.
 
     The function returns the result at each site, [*data shards, rows, tokens, ...], which `on_host`
     turns into an array of the batch. `config` is a result of `layer_by_layer`.
@@ -102,7 +102,7 @@ def _sites(
 def _tapped(block: Block) -> Sites:
     """Make a block save the result of each sublayer's norm, and of its last linear layer.
 
-    They are in the returned dict once the block has run.
+    The results are in the returned dict once the block has run.
     """
     seen = Sites()
 
@@ -124,7 +124,7 @@ def _tapped(block: Block) -> Sites:
 
 def _logits(model: LanguageModel, x_BTD: jax.Array) -> jax.Array:
     x_BSD = model.before_head(x_BTD)
-    if not is_grid(model.layout):  # there the matmul gathers it, over both axes
+    if not is_grid(model.layout):  # in 2-D the matmul gathers it, over both axes
         x_BSD = jax.reshard(x_BSD, model.layout('BSd'))
     size = model.config.vocab_size
     logits_BSV = Loss(vocab_size=size, layout=model.layout).logits(

@@ -18,7 +18,8 @@ from megajax.core.config.extras import install
 from megajax.interop.huggingface.families import FAMILIES
 
 EXTRA = 'test-hf'
-# A parameter of each site of a layer, and how many names below the site's module it is there.
+# For each site of a layer, one of its parameters, and how many levels the parameter is below the
+# site's module in transformers.
 SITES = {
     'attention.norm': ('layers.attention.norm.weight', 1),
     'attention': ('layers.attention.out.weight', 2),
@@ -59,11 +60,11 @@ def execute_with_transformers(
     ).eval()
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None  # torch would leave out only its gradient
+            module.padding_idx = None  # torch would only skip the gradient of this row
     forward = _forward(model, source, config, batch)
     forward['loss'].backward()
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
-    # transformers fuses the experts of a file when it reads them.
+    # When transformers reads a file, it fuses the experts into one tensor.
     gradients = revert_weight_conversion(model, gradients)
     of_parameters, weights = _as_parameters(source, config, gradients)
     about = About(
@@ -105,7 +106,7 @@ def _forward(
     kept = dict[str, Any]()
     paths = {name: _path(source, *SITES[name]) for name in sites(config.model) if name in SITES}
     of_layers = paths['attention'].partition('.{}')[0]
-    if config.model.experts is not None:  # files of Mixtral have a different name for this module
+    if config.model.experts is not None:  # Mixtral's files name this module differently
         paths['experts'] = f'{of_layers}.{{}}.mlp'
     layers = model.get_submodule(of_layers)
     _keep_input(layers[0], kept, 'embedding')
@@ -125,7 +126,7 @@ def _forward(
 
 
 def _path(source: Source, parameter: str, depth: int) -> str:
-    """Return the module, `depth` names above the tensor of a parameter; {} is the layer's index."""
+    """Return the path of the module `depth` levels above a parameter's tensor; {} is the layer."""
     assert source.family is not None
     return FAMILIES[source.family].tensors[parameter][0].name.rsplit('.', depth)[0]
 

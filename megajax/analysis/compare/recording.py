@@ -1,4 +1,4 @@
-"""The numbers of a forward and a backward pass by site, and the file that holds them."""
+"""The numbers of a forward and a backward pass by site, and the file that stores them."""
 
 import dataclasses
 import io
@@ -28,8 +28,8 @@ class About(BaseModel):
     source: str  # a config, a run or a directory, as the user gave it
     config: dict[str, dict[str, Any]]  # the config that was executed, by section and key
     executed_with: str  # jax or transformers, and its version
-    megajax: str  # its version
-    platform: str  # of the devices
+    megajax: str  # version of megajax
+    platform: str  # platform of the devices
     weights: dict[str, str]  # SHA-256 of each parameter, by name
 
 
@@ -62,9 +62,9 @@ def _named(recording: Recording) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def read_recording(path: Path) -> Recording:
-    """Read what `write_recording` wrote.
+    """Read a file that `write_recording` wrote.
 
-    Raises ConfigError for another file, or one that is damaged.
+    Raises ConfigError if the file is not a recording, or is damaged.
     """
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -11,14 +11,14 @@ from megajax.analysis.compare.difference import Comparison, Side, Site
 from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 
-MAX_WEIGHTS = 3  # names of different weights that are shown
+MAX_WEIGHTS = 3  # names shown of weights that differ
 SAME = 'bit-identical'
 
 
 def to_text(comparison: Comparison, *, every: bool = False) -> RenderableType:
     """Return the report for a rich console.
 
-    A layer is one row unless it has the first difference or `every` is set.
+    A layer takes one row, unless it has the first difference or `every` is set.
     """
     parts: list[RenderableType] = [
         Text(f'{letter}  {_side(side)}')
@@ -99,7 +99,7 @@ def _cells(name: str, site: Site) -> tuple[Text, ...]:
 
 
 def _rows(comparison: Comparison, *, every: bool) -> Iterator[tuple[str, Site]]:
-    """Yield a name and a site for each row; a layer's row has its worst site."""
+    """Yield a name and a site for each row; a layer's row shows its worst site."""
     for (phase, layer), group in groupby(comparison.sites, key=_layer):
         sites = list(group)
         has_first = any(site is comparison.first for site in sites)

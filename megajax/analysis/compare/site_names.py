@@ -3,7 +3,7 @@
 from megajax.core.config import ModelConfig
 from megajax.core.counts.layers import sublayers
 
-# The parts of a layer, and what is outside the layers, in the order of a backward pass.
+# The parts of a layer, and the parts outside the layers, in the order of a backward pass.
 WITHIN = (
     *('mlp.down', 'mlp.up', 'mlp.norm', 'experts.down', 'experts.up', 'experts.router'),
     *('experts.norm', 'attention.out', 'attention.key_norm', 'attention.query_norm'),
@@ -28,7 +28,7 @@ def sites(model: ModelConfig) -> list[str]:
 
 
 def backward_order(name: str) -> tuple[int, int, int, str]:
-    """Return a key that sorts parameters in the order in which a backward pass comes to them."""
+    """Return a key that sorts parameters in the order in which a backward pass reaches them."""
     if name.startswith(LAYERS):
         _, layer, part = name.split('.', 2)
         place = next((i for i, start in enumerate(WITHIN) if part.startswith(start)), len(WITHIN))

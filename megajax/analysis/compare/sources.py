@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from megajax.runtime.data import Data
 
 Kind = Literal['config', 'run', 'huggingface', 'dump']
-# A Hugging Face directory lacks these keys, a loss and perhaps dropout. It takes them from the
-# other side or, compared with a second directory, from here.
+# A Hugging Face directory has no values for these keys, no loss section and perhaps no dropout. It
+# takes them from the other side or, if both sides are directories, from here.
 SHARED = 'batch_size', 'seq_len', 'dtype', 'fp8_scaling', 'seed'
 ALONE = {'batch_size': 2, 'dtype': 'float32'}
-ALONE_TOKENS = 128  # of a sequence, unless the model's maximum is smaller
+ALONE_TOKENS = 128  # sequence length, unless the model's maximum is smaller
 DROPOUT = 'dropout', 'attention_dropout'
 WITHOUT_DROPOUT = tuple(f'model.{key}=0' for key in DROPOUT)
 
@@ -36,9 +36,9 @@ class Source:
 
     name: str
     kind: Kind
-    path: Path  # of the checkpoint, the directory or the file; of a config, its name
+    path: Path  # the checkpoint, directory or file; for a config, its name
     overrides: tuple[str, ...]
-    family: str | None = None  # of a Hugging Face directory
+    family: str | None = None  # family of a Hugging Face directory
 
     @classmethod
     @contextmanager
@@ -47,8 +47,8 @@ class Source:
     ) -> 'Iterator[Source]':
         """Find out what a name refers to; `own` are overrides of this source alone.
 
-        The checkpoint of a run is not deleted during the block. Raises ConfigError if there is no
-        such source, if it cannot be read, or for overrides of a dump alone.
+        A run's checkpoint is not deleted while the context is open. Raises ConfigError if there is
+        no such source, if it cannot be read, or if it is a dump and has overrides of its own.
         """
         path = Path(name)
         if path.suffix == SUFFIX:
@@ -75,8 +75,8 @@ class Source:
     def config(self, like: Config | None = None) -> Config:
         """Return the config to execute.
 
-        A Hugging Face directory takes from `like` the keys that it does not have. Raises
-        ConfigError for what cannot be compared site by site.
+        A Hugging Face directory takes the keys that it lacks from `like`. Raises ConfigError for a
+        config that cannot be compared site by site.
         """
         if self.kind == 'config':
             config = load(self.name, self.overrides)
@@ -118,11 +118,11 @@ class Source:
 
     @property
     def has_data(self) -> bool:
-        """Whether training data are named; for a Hugging Face directory, overrides name them."""
+        """Whether the source names training data; for a Hugging Face directory, overrides do."""
         return self.kind != 'huggingface' or bool(overridden(self.overrides, 'data.corpus'))
 
     def data(self, config: Config) -> 'Data':
-        """Return the data, with a run's own tokenizer and template, or a directory's tokenizer."""
+        """Return the data, with the tokenizer and template of a run, or a directory's tokenizer."""
         from megajax.runtime.data import load_data
 
         tokenizer = self.path / TOKENIZER
@@ -161,7 +161,7 @@ class Source:
 
 
 def check_comparable(a: Config, b: Config, *, names: Sequence[str]) -> None:
-    """Raise ConfigError with every key that must have the same value on both sides and has not."""
+    """Raise ConfigError with every key that must be equal on both sides but is not."""
     must_agree = {
         'model': ('num_layers', 'hidden_size', 'vocab_size', 'objective'),
         'train': ('batch_size', 'seq_len'),

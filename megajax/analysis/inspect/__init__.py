@@ -42,10 +42,10 @@ def inspect(
 ) -> Inspection:
     """Compile the training step of `config` for its mesh and compare its collectives to Megatron's.
 
-    The mesh is of `target` devices; nothing is allocated. Unless given, `hosts` is the smallest
-    number that the mesh needs with at most 8 devices each. With `run` the program for a GPU is also
-    executed, on simulated CPU devices, and compared with one device. With `scan` the layers are
-    in a loop also where a run compiles each on its own, which is quicker. Raises ConfigError for an
+    The mesh has `target` devices; nothing is allocated. `hosts` defaults to the fewest hosts that
+    the mesh needs, with at most 8 devices each. With `run`, the GPU program is also executed on
+    simulated CPU devices and compared with one device. With `scan`, the layers are in a loop even
+    if a run would compile each layer separately; a loop compiles faster. Raises ConfigError for an
     impossible target or number of hosts.
     """
     if run and target == 'cpu':
@@ -64,7 +64,7 @@ def inspect(
 def inspect_with_text(
     config: Config, *, target: str, hosts: int | None, scan: bool = False
 ) -> tuple[Inspection, str]:
-    """Do what `inspect` does, and return the compiled HLO too."""
+    """Do the same as `inspect`, and also return the compiled HLO."""
     check_target(target, config.train.dtype)
     hosts = num_hosts(config.mesh.num_devices, hosts)
     on_gpu = target != 'cpu'
@@ -73,7 +73,7 @@ def inspect_with_text(
     if is_quick:
         config = in_a_loop(config, on_gpu=on_gpu)
     compiled = compile_in_child(config, target, hosts, meanwhile=_import_audit)
-    from megajax.analysis.inspect.audit import audit  # here, because it imports jax
+    from megajax.analysis.inspect.audit import audit  # not at the top, because it imports jax
 
     inspection = audit(config, compiled, target)
     return inspection.model_copy(update={'scan': is_quick}), compiled.text
@@ -98,13 +98,13 @@ def assert_collectives(
     `jax.ShapeDtypeStruct`s with shardings; or, without `args`, a `jax.stages.Lowered` or
     `Compiled`. The mesh is `mesh`, or the mesh of the arguments, or the current mesh. Each keyword
     is a mesh axis, or several joined by `_and_`, with counts of arrays per run by kind:
-    `model={'all-reduce': 2}`. Single numbers are not counted. Where data decides which branch runs,
-    the branch that sends most is counted each time.
+    `model={'all-reduce': 2}`. Scalars are not counted. If the data decides which branch runs, the
+    branch that sends the most is counted each time.
 
     `trip_count` is the number of steps of loops whose length XLA does not know; without it, such a
     loop is an error if it communicates.
 
-    A permute that leaves a device without a source gives it zeros, and is an error unless
+    A permute that leaves a device without a source fills it with zeros, and is an error unless
     `permutes` declares it. By mesh axis, `permutes` has 'chain' (i to i + 1 without wrapping),
     'ring' (complete, in either direction), pairs of positions along the axis, or a list of these:
     `permutes={'stage': [(0, 1), (1, 2)]}`. Permutes along a declared axis must have these pairs and
@@ -119,8 +119,8 @@ def known_miscompiles(program: Any) -> list[str]:
     """Return a line for each instruction of a compiled program that matches a known XLA miscompile.
 
     `program` is compiled HLO text or the result of `jax.jit(f).lower(...).compile()`.
-    `docs/miscompiles.md` lists the known miscompiles, and which findings a correct program may show
-    too.
+    `docs/miscompiles.md` lists the known miscompiles, and which of the findings a correct program
+    can show as well.
     """
     from megajax.xla.miscompiles import detect
 
@@ -168,18 +168,18 @@ def run(
         args: arrays, or `jax.ShapeDtypeStruct`s with shardings, whose floating-point numbers are
             drawn from a normal distribution by `seed`.
         target: the GPU to compile for.
-        mesh: the mesh where neither the arguments nor `jax.set_mesh` have one.
+        mesh: the mesh to use if the arguments have none.
         reference: a correct function of the same arguments, run on one device. The default is
             `function` itself on one device, or, if it has a `jax.shard_map`, on the mesh.
-        exact: compute everything in 16 bits in fp32 instead, in both programs.
-        limit: the largest error that passes; the default is 1e-5, with 16-bit types 3e-2, with
-            `exact` 2e-5.
+        exact: compute in fp32 wherever either program uses 16-bit types.
+        limit: the largest error that passes; the default is 1e-5, or 3e-2 with 16-bit types, or
+        2e-5 with `exact`.
         compiler_options: XLA's options for the GPU program.
         bisect: if an output is wrong, find the compiler pass after which it is wrong.
         seed: the seed of the random arguments.
 
-    Raises ConfigError without XLA's GPU compiler, HloError for a program with an instruction that
-    has no translation, ValueError and TypeError for arguments that cannot be run.
+    Raises ConfigError if XLA's GPU compiler is missing, HloError if an instruction of the program
+    has no translation, and ValueError or TypeError for arguments that cannot be run.
     """
     from megajax.xla.emulate.jitted import run as run_jitted
 

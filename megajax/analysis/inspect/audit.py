@@ -46,7 +46,7 @@ NUM_REPLICATED = 5
 def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     """Return the complete inspection of a compiled step."""
     config = resolved(config, on_gpu=target != 'cpu')
-    program = Program(compiled.text, skipped=LATER_ROUNDS)  # the load of experts is balanced
+    program = Program(compiled.text, skipped=LATER_ROUNDS)  # assumes a balanced load of experts
     every = collectives(program, compiled.mesh)
     placed = [collective for collective in every if collective.times]
     wanted = expected(config)
@@ -170,7 +170,7 @@ def _row(
         for transfers in (wanted, allowed)
     )
     allowed, most = (allowed, most) if most > theirs else ([], 0.0)
-    # Single numbers are not counted against Megatron: each costs a latency, and XLA joins them.
+    # Scalars are not compared with Megatron: each costs only a latency, and XLA joins them.
     scalars = all(collective.is_scalar for collective in placed)
     verdict: Verdict = (
         'equal'

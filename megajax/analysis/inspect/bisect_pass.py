@@ -10,7 +10,7 @@ from megajax.xla.emulate.bisect import dump_options, first_wrong, modules
 
 
 def culprit(config: Config, target: str, *, exact: bool, say: Say) -> str:
-    """Compile again with a dump after every pass, and find the first wrong one by bisection."""
+    """Compile again with a dump after every pass, and bisect for the first wrong dump."""
     with tempfile.TemporaryDirectory() as folder:
         say('compiling with a dump of every pass ...')
         step = EmulatedStep(config, target, dump_options(Path(folder)))

@@ -1,4 +1,4 @@
-"""Limits on a compiled step, in a file for CI: `megajax inspect --budget`."""
+"""Limits on a compiled step, read from a file for CI: `megajax inspect --budget`."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -14,12 +14,12 @@ Axis = Literal['replica', 'stage', 'data', 'context', 'row', 'model']
 
 
 class Budget(Section):
-    """The limits per step and device; a key that is left out has no limit."""
+    """The limits per step and device; a key that is not set has no limit."""
 
     milliseconds: NonNegativeFloat | None = None  # kernels + exposed communication
-    gigabytes: NonNegativeFloat | None = None  # that kernels read and write
-    temporaries: NonNegativeFloat | None = None  # GB
-    launches: NonNegativeFloat | None = None  # kernels
+    gigabytes: NonNegativeFloat | None = None  # GB that kernels read and write
+    temporaries: NonNegativeFloat | None = None  # GB of temporary arrays
+    launches: NonNegativeFloat | None = None  # number of kernels
     kinds: dict[Kind, NonNegativeFloat] = Field(default={})  # GB by kind of kernel
     wire: dict[Axis, NonNegativeFloat] = Field(default={})  # GB sent by mesh axis
 
@@ -40,7 +40,7 @@ def over_budget(inspection: Inspection, budget: Budget) -> Iterator[Finding]:
 
 
 def _compared(inspection: Inspection, budget: Budget) -> Iterator[tuple[str, float, float | None]]:
-    """Yield the name of each limit, the value of the step, and the limit."""
+    """Yield the name of each limit, the step's value, and the limit."""
     whole = total(inspection.kernels)
     by_kind = totals(inspection.kernels, lambda kernel: (kernel.kind,))
     seconds = (inspection.compute_seconds or 0.0) + (inspection.exposed_seconds or 0.0)

@@ -24,7 +24,7 @@ MARK = 'megajax config: '  # before each line of a ConfigError, since plugins wr
 def compile_in_child(
     config: Config, target: str, hosts: int, meanwhile: Callable[[], object] = lambda: None
 ) -> 'CompiledStep':
-    """Compile the training step in a child process, and call `meanwhile` while it does."""
+    """Compile the training step in a child process, and call `meanwhile` while it compiles."""
     with tempfile.TemporaryDirectory() as folder:
         task, result = Path(folder, 'task'), Path(folder, 'result')
         task.write_text(config.model_dump_json())
@@ -32,7 +32,7 @@ def compile_in_child(
         call_in_child(
             'megajax.analysis.inspect.compile', *arguments, target=target, meanwhile=meanwhile
         )
-        from megajax.core.train.compiled_step import CompiledStep  # here, because it imports jax
+        from megajax.core.train.compiled_step import CompiledStep  # imports jax, so not at the top
 
         return CompiledStep.from_json(result.read_text())
 
@@ -47,8 +47,8 @@ def call_in_child(
     """Run `python -m module arguments` on the CPU, and call `meanwhile` as soon as it has started;
     `say` gets each line that it prints.
 
-    Raises ConfigError if cuDNN's library is missing or the child raises one, and RuntimeError with
-    the child's errors if it fails otherwise.
+    Raises ConfigError if cuDNN's library is missing or the child raises a ConfigError, and
+    RuntimeError with the child's errors if the child fails in any other way.
     """
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
     command = [sys.executable, '-m', module, *map(str, arguments)]

@@ -32,7 +32,7 @@ def compile_step(
 ) -> CompiledStep:
     """Compile the training step in this process, for the devices of `mesh`.
 
-    With `buffers` jax's compilation cache is not used.
+    With `buffers`, jax's compilation cache is not used.
     """
     start = time.perf_counter()
     with jax.set_mesh(mesh):
@@ -66,7 +66,7 @@ def compile_for(
 ) -> CompiledStep:
     """Compile in this process, for the mesh of `config` over `hosts` of the target's devices.
 
-    The devices are simulated where the target is a CPU.
+    The devices are simulated if the target is a CPU.
     """
     per_host = config.mesh.num_devices // hosts
     if target == 'cpu':

@@ -10,12 +10,12 @@ from megajax.analysis.inspect.kernels import total, totals
 from megajax.analysis.inspect.peak_groups import by_file, grouped, total_bytes
 from megajax.analysis.inspect.result import Finding, Inspection
 
-LEAST = 1e-3  # of a step: smaller changes of its parts are left out
+LEAST = 1e-3  # share of a step: parts that change by less are omitted
 LARGE = 10  # a ratio that is easier to read than a percentage
 
 
 class Change(NamedTuple):
-    """A number of both inspections; 0 where one of them does not have it."""
+    """A number in both inspections; 0 if one of them does not have it."""
 
     name: str
     unit: str
@@ -24,12 +24,12 @@ class Change(NamedTuple):
 
     @property
     def is_change(self) -> bool:
-        """Whether they differ by more than rounding."""
+        """Whether the two values differ by more than rounding."""
         return abs(self.after - self.before) > 1e-6 * max(abs(self.before), abs(self.after))
 
     @property
     def text(self) -> str:
-        """The relative change, in words where there is none or nothing to compare with."""
+        """The relative change; words if nothing changed or the earlier value is 0."""
         if not self.is_change:
             return 'same'
         if not self.before:
@@ -41,12 +41,12 @@ class Change(NamedTuple):
 class Difference(NamedTuple):
     """The differences of two inspections.
 
-    `totals` has the numbers of the whole step, and `memory` the memory at the peak, by use. `parts`
-    and `arrays` have only the parts that differ by more than LEAST of the total. Arrays are matched
+    `totals` has the numbers of the whole step, and `memory` has the memory at the peak, by use.
+    `parts` and `arrays` list only what differs by more than LEAST of the total. Arrays are matched
     by use, site and file, not by line, because lines move.
     """
 
-    keys: list[tuple[str, str, str]]  # of the config, with both values
+    keys: list[tuple[str, str, str]]  # keys of the config, with both values
     totals: list[Change]
     parts: list[Change]
     memory: list[Change]
@@ -72,7 +72,7 @@ def difference(before: Inspection, after: Inspection) -> Difference:
 
 
 def _large(changes: list[Change]) -> list[Change]:
-    """Return the changes of more than LEAST of the sum of all numbers with the same unit."""
+    """Return the changes larger than LEAST times the sum of all numbers with the same unit."""
     whole = defaultdict[str, float](float)
     for change in changes:
         whole[change.unit] += change.before
@@ -89,7 +89,7 @@ def _of_program(inspection: Inspection) -> dict[str, Any]:
 
 
 def _flat(values: Any, key: str = '') -> dict[str, Any]:
-    """Return nested values by their dotted keys."""
+    """Return nested values as a flat dict with dotted keys."""
     if not isinstance(values, dict) or not values:
         return {key: values}
     parts = (_flat(value, f'{key}.{name}' if key else name) for name, value in values.items())
@@ -109,7 +109,7 @@ def _changes(
     after: Inspection,
     numbers: Callable[[Inspection], Iterator[tuple[str, str, float]]],
 ) -> Iterator[Change]:
-    """Yield the numbers of both, in the order of the first of them that has each."""
+    """Yield the numbers of both inspections: those of `before` in its order, then the rest."""
     old, new = (
         {(name, unit): value for name, unit, value in numbers(each)} for each in (before, after)
     )
@@ -146,12 +146,12 @@ def _parts(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
 
 
 def _memory(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
-    """Yield what a device holds when most is in use, by use."""
+    """Yield the memory of a device at the peak, by use."""
     for (use,), arrays in grouped(inspection.memory.at_peak, lambda each: (each.use,)).items():
         yield use, 'B', total_bytes(arrays)
 
 
 def _arrays(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
-    """Yield the same by use, part of the step and file."""
+    """Yield the memory at the peak by use, part of the step and file."""
     for key, arrays in grouped(inspection.memory.at_peak, by_file).items():
         yield ' '.join(name for name in key if name != '-'), 'B', total_bytes(arrays)

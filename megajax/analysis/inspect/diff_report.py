@@ -27,7 +27,7 @@ def to_tables(found: Difference) -> RenderableType:
 
 
 def to_markdown(found: Difference) -> str:
-    """Return the same as Markdown."""
+    """Return the tables as Markdown."""
     blocks = []
     for title, names, rows in _sections(found):
         ruler = '|'.join('---' if index == 0 else '---:' for index in range(len(names)))

@@ -1,10 +1,10 @@
 """Execution of a GPU-compiled training step, compared with the step on one device.
 
-Every parameter gets noise first: biases are initialized to zero, where a fault would not show. The
+Every parameter gets noise first: biases are initialized to zero, which would hide a fault. The
 learning rate, Adam's epsilon and gradient clipping are set so that Adam's first moment is a
-multiple of the gradient, in fp32, and the update is a smooth function of it. Where a step pads a
-matrix, its padding must be and stay zero. Stages and context shards get layers and tokens in the
-order that a run gives them.
+multiple of the gradient, in fp32, and the update is a smooth function of it. If a step pads a
+matrix, the padding must be zero before and after the step. Stages and context shards get layers and
+tokens in the order that a run gives them.
 """
 
 import dataclasses
@@ -56,9 +56,9 @@ SMOOTH = {
     'schedule': 'constant',
     'moments_dtype': 'float32',
 }
-ROUNDING = 0.1  # tolerated rounding, over a gradient's limit and the largest of all gradients
-# A factor on the margin if tokens choose experts: rounding to 16 bits changes the experts of some
-# tokens, in each program of other tokens.
+ROUNDING = 0.1  # tolerated rounding, as a share of the limit times the largest of all gradients
+# The factor by which the limit grows if tokens choose experts: rounding to 16 bits changes the
+# experts of some tokens, and of different tokens in each program.
 CHOICES = 2
 GRADIENT = 'gradient of '
 METRICS = 'loss', 'nll', 'grad_norm'
@@ -68,7 +68,8 @@ Values = dict[str, Any]
 class EmulatedStep:
     """The step of a config, compiled for a GPU; it needs a CPU device for each device of the mesh.
 
-    With `stored`, the text of an already compiled program, nothing is compiled for a GPU.
+    `stored` is the text of an already compiled program; if it is given, nothing is compiled for a
+    GPU.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class EmulatedStep:
     def differences(self, *, exact: bool = False, text: str | None = None) -> list[Difference]:
         """Compare loss, gradients and updated parameters with a step on one device.
 
-        `exact` computes everything in 16 bits in fp32 instead, in both. `text` is another module of
-        the same program to run, such as a dump after an earlier compiler pass.
+        With `exact`, both programs compute in fp32 wherever they use 16-bit types. `text` is
+        another module of the same program to run, such as a dump after an earlier compiler pass.
         """
         program = self.program if text is None else dataclasses.replace(self.program, text=text)
         expected = reference(_on_one_device(self.config, exact=exact))
@@ -122,7 +123,7 @@ class EmulatedStep:
         tree = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
         shapes = _compared(*self._results)
         scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
-        # The exact gradient of a bias of keys is zero: all of it is rounding.
+        # The exact gradient of a bias of keys is zero: the computed one is only rounding error.
         floor = limits(self.config, exact=exact)[0]
         gradient_options = {'scale': scale, 'rounding': ROUNDING * floor}
         of_rounded = {'floor': floor, 'margin': MARGIN * (CHOICES if _chooses(self.config) else 1)}
@@ -157,7 +158,7 @@ class EmulatedStep:
 
 
 def _chooses(config: Config) -> bool:
-    """Return whether tokens use some of the experts."""
+    """Return whether each token uses only some of the experts."""
     experts = config.model.experts
     return experts is not None and experts.active < experts.count
 
@@ -199,13 +200,14 @@ def first_state(config: Config) -> TrainState:
 
     def noisy(declared: Parameter, x: np.ndarray) -> np.ndarray:
         noise = NOISE * random.normal(size=x.shape)
-        if lora is not None and declared.is_adapter:  # what it adds is scaled
+        if lora is not None and declared.is_adapter:  # the adapter's output is scaled
             noise /= lora.scale
-        if lora is not None and declared.is_frozen:  # the same numbers in every dtype
+        if lora is not None and declared.is_frozen:  # so that every dtype has the same values
             return np.asarray((x.astype(jnp.bfloat16) + noise).astype(jnp.bfloat16), x.dtype)
         return np.asarray(x + noise, x.dtype)
 
-    if state.loss_scale is not None:  # with the noise, a run's initial scale would overflow
+    # With the noise, gradients would overflow at a run's initial scale.
+    if state.loss_scale is not None:
         state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))
     state = state._replace(params=map_parameters(noisy, state.params))
     if state.recent is not None:
@@ -216,7 +218,7 @@ def first_state(config: Config) -> TrainState:
 
 
 def _placed(state: TrainState, config: Config) -> TrainState:
-    """Place a state as a step takes it, on the current mesh."""
+    """Place a state on the current mesh, as a step expects it."""
     abstract = concrete(jax.eval_shape(lambda: init_state(config)))
     placed: TrainState = jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract))
     return placed
@@ -224,7 +226,7 @@ def _placed(state: TrainState, config: Config) -> TrainState:
 
 @functools.lru_cache(maxsize=32)
 def reference(config: Config) -> Values:
-    """Return the results of a step on one device that are compared, by name."""
+    """Return the results of a step on one device that are to be compared, by name."""
     with jax.set_mesh(make_mesh()):
         state, batch = _placed(first_state(config), config), place_batch(make_batch(config))
         step = make_train_step(config).lower(state, batch).compile(quick())

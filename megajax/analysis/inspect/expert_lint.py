@@ -17,7 +17,7 @@ Dims = tuple[int, ...]
 
 
 def of_experts(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
-    """Yield an error for experts that are sent over `expert`, and for gradients without a sum."""
+    """Yield an error for experts that are sent over `expert`, and for gradients not summed."""
     if config.model.experts is None:
         return
     if config.mesh.experts > 1:
@@ -26,7 +26,7 @@ def of_experts(config: Config, placed: Sequence[Collective]) -> Iterator[Finding
 
 
 def _over_expert(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
-    """Yield the weights and gradients of experts that leave the device that holds the experts."""
+    """Yield an error for weights and gradients that leave the device that holds their experts."""
     names = _of_experts_alone(config)
     for collective in placed:
         name = names.get(_sorted(collective.whole.dims))
@@ -45,16 +45,17 @@ def _over_expert(config: Config, placed: Sequence[Collective]) -> Iterator[Findi
 
 
 def _of_experts_alone(config: Config) -> Mapping[Dims, str]:
-    """Return the names of experts' parameters by the sorted dims that only they have on a device.
+    """Return the names of experts' parameters by their sorted dims on a device.
 
-    There are the dims with all experts and with a device's own, of one layer and of all.
+    The dims include all experts or a device's own, and one layer or all layers. Dims that a
+    parameter outside the experts also has are omitted.
     """
     sizes, layout = dict(dim_sizes(config.model)), Layout.of(config)
     names, others = dict[Dims, str](), set[Dims]()
 
     def on_device(dims: str, shards: Mapping[str, int]) -> set[Dims]:
         shape = [sizes[x.upper()] // shards.get(x, 1) for x in dims]
-        # A matmul may join gate and up with the hidden dim.
+        # A matmul may merge the gate and up dim with the hidden dim.
         joined = [(*shape[:cut], prod(shape[cut:])) for cut in range(1, len(shape))]
         return {_sorted(each) for each in (tuple(shape), *joined)}
 
@@ -72,9 +73,10 @@ def _of_experts_alone(config: Config) -> Mapping[Dims, str]:
 
 
 def _without_sum(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
-    """Yield the parameters of which no collective sums the gradients of all tokens.
+    """Yield an error for each parameter whose gradient no collective sums over all tokens.
 
-    Gradients are told apart by their numbers of elements, so one of an unusual size can hide.
+    Gradients are recognized by their number of elements, so a missing sum is not found if a
+    different array of the same size is summed over the same axes.
     """
     sums = [each for each in placed if each.kind in ('all-reduce', 'reduce-scatter')]
     for name, axes, counts in _summed(config):
@@ -89,7 +91,7 @@ def _without_sum(config: Config, placed: Sequence[Collective]) -> Iterator[Findi
 
 
 def _summed(config: Config) -> Iterator[tuple[str, tuple[str, ...], set[int]]]:
-    """Yield what is summed over tokens, the axes of the sum, and possible numbers of elements."""
+    """Yield each quantity that is summed over tokens, the axes, and its possible sizes."""
     model, layout = config.model, Layout.of(config)
     sizes, shards = dim_sizes(model), layout.shards
     for name, declared in parameters(model):
@@ -108,7 +110,7 @@ def _summed(config: Config) -> Iterator[tuple[str, tuple[str, ...], set[int]]]:
 def _padded(
     config: Config, declared: Parameter, axes: tuple[str, ...], counts: set[int]
 ) -> Iterator[int]:
-    """Yield the elements of a matrix with the padding of ZeRO, and the elements of its shard."""
+    """Yield the number of elements of a matrix with ZeRO's padding, and that of its shard."""
     size = prod(config.mesh.sizes.get(axis, 1) for axis in axes)
     for count in counts if declared.is_matrix else ():
         padded = with_padding(config, count, size)

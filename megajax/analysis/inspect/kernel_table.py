@@ -60,7 +60,7 @@ def _numbers(group: Total, whole: Total) -> list[str]:
 
 
 def own_line(source: str) -> str:
-    """Return the innermost line of megajax among Python frames, or of a library if none is."""
+    """Return the innermost of these Python frames that is in megajax, or else in a library."""
     frames = source.split(' < ')
     ours = (frame.rpartition('megajax/')[2] for frame in frames if 'megajax/' in frame)
     return next(ours, frames[0].rpartition('site-packages/')[2]) or '-'

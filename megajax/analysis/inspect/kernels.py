@@ -13,7 +13,7 @@ from megajax.core.hardware.records import hardware
 from megajax.xla.hlo.kernels import Kernel as Launched
 from megajax.xla.hlo.program import Program
 
-# Scopes of the step that send nothing of their own, after those that do.
+# Scopes of the step that have no site of their own in SCOPES, which come first.
 _MORE_SCOPES = {
     'parameters': 'parameters',
     'data_parallel': 'gradients',
@@ -74,14 +74,14 @@ def total(kernels: Sequence[Kernel]) -> Total:
 
 
 def kernel_site(op_name: str) -> str:
-    """Return the part of the step that a kernel belongs to, by the path that jax recorded."""
+    """Return the part of the step that a kernel belongs to, from the path that jax recorded."""
     words = set(re.findall(r'\w+', op_name))
     sites = {scope: scope for scope in SCOPES} | _MORE_SCOPES
     return next((site for scope, site in sites.items() if scope in words), 'other')
 
 
 def kernel_phase(op_name: str) -> Phase:
-    """Return the phase of a kernel; `step` outside the layers."""
+    """Return the phase of a kernel, which is `step` outside the layers."""
     return (
         'step' if kernel_site(op_name) in ('optimizer', 'gradients', 'other') else phase_of(op_name)
     )

@@ -1,4 +1,4 @@
-"""Lint a compiled step: errors, and notes that its user should know.
+"""Lint a compiled step: report errors, and notes for the user.
 
 Each finding names the instruction or parameter and the fix.
 """
@@ -70,7 +70,7 @@ def _replicated(config: Config, compiled: CompiledStep) -> Iterator[Finding]:
     for parameter in replicated_over_model(compiled):
         declaration = declared[parameter.name]
         if declaration.owner == 'encoder' and not declaration.is_matrix:
-            continue  # small, and gathering them would take longer than it saves
+            continue  # small: gathering them would cost more time than sharding saves
         dims = declaration.dims
         is_sharded_by_megatron = any(dim in SHARDED_BY_MEGATRON for dim in dims)
         if parameter.bytes_per_device > REPLICATED_LIMIT and is_sharded_by_megatron:
@@ -108,7 +108,8 @@ def _reduced_twice(
             sources[site] = collective.source
     for (site, dims), times in arrays.items():
         allowed = max(_sums(site, dims, expected) for expected in (wanted, stated(config)))
-        # Image vectors cannot be told from the gradient of an encoder's weight of the same shape.
+        # Image vectors cannot be distinguished from the gradient of an encoder weight that has the
+        # same shape.
         alike = shapes(config)[tuple(sorted(dims))] if site.name == 'vision' else 0
         if allowed and times > allowed + alike:
             message = (
@@ -144,7 +145,8 @@ def _gathered_weights(
     for collective in placed:
         dims = collective.whole.dims
         name = weights.get(tuple(sorted(dims)))
-        # ZeRO, images, Muon, keys and values, and the head's tokens have table rows of their own.
+        # The gathers of ZeRO, images, Muon, keys and values, and the head's tokens have their own
+        # rows in the table of collectives.
         is_known = site_of(collective, config).name in ('parameters', 'vision', 'optimizer')
         has_row = is_known or collective.axes in ((STAGE,), (CONTEXT,))
         has_tokens = prod(dims[:-1]) in counts
@@ -168,7 +170,7 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
         return
     for collective in placed:
         dims = collective.whole.dims
-        # Activations only: scalars per token and gradients of vectors are in fp32 on purpose.
+        # Only activations: scalars per token and gradients of vectors are in fp32 on purpose.
         if (
             not {'data', 'replica'} & {*collective.axes}
             and collective.operand.dtype == 'f32'
@@ -182,7 +184,7 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
 
 
 def _lossy_permutes(compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
-    # Permutes without pairs are among the known miscompiles.
+    # A permute without pairs is reported as a known miscompile.
     permutes = [each for each in placed if each.kind == 'collective-permute' and each.groups]
     for permute in permutes:
         if problem := fault(permute.groups, prod(compiled.mesh.values())):

@@ -12,7 +12,7 @@ from megajax.base.render.folded import Folded
 from megajax.base.render.units import si
 
 LARGEST = 20  # groups of arrays that are listed one by one
-LEAST = 5e-4  # of the memory: uses with less have one row together
+LEAST = 5e-4  # share of the memory: smaller uses share one row
 
 
 def memory_tables(memory: Memory) -> RenderableType:
@@ -35,7 +35,7 @@ def memory_tables(memory: Memory) -> RenderableType:
 
 
 def _shown(groups: Mapping[Key, list[HeldArrays]], memory: Memory) -> Iterator[tuple[Key, int]]:
-    """Yield the bytes of each group, and of those together that are less than LEAST of all."""
+    """Yield the bytes of each group, then the sum of all groups below LEAST of the memory."""
     sizes = {key: total_bytes(arrays) for key, arrays in groups.items()}
     yield from ((key, size) for key, size in sizes.items() if size >= LEAST * memory.needed)
     if rest := sum(size for size in sizes.values() if size < LEAST * memory.needed):
@@ -56,6 +56,6 @@ def _numbers(size: int, memory: Memory) -> list[str]:
 
 
 def _arrays(arrays: Sequence[HeldArrays]) -> str:
-    """Return the largest of some arrays, and the number of the others."""
+    """Return the largest of some arrays, and how many more there are."""
     first, others = arrays[0], sum(each.count for each in arrays[1:])
     return f'{first.count} {first.array}' + (f' and {others} more' if others else '')

@@ -6,7 +6,8 @@ from typing import Any
 from megajax.analysis.inspect.emulated_step import IN_FP32, updated
 from megajax.core.config import Config
 
-# In the order in which they are tried: changes that remove options, before those that reduce sizes.
+# Changes in the order in which they are tried. Those that remove options come first, then those
+# that reduce sizes.
 _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
     {'train': IN_FP32},
     {'train': {'microbatches': 1}},

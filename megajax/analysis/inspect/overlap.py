@@ -40,7 +40,7 @@ def transfer_seconds(
 ) -> list[tuple[float, float]]:
     """Return the transfer time of each collective, and the part that matmuls hide, per execution.
 
-    Arrays that XLA joined in one instruction share its hidden seconds in proportion to their bytes.
+    Arrays that XLA joined in one instruction share the hidden seconds in proportion to their bytes.
     """
     gpu = hardware(target)
     sent = sent_by(placed, gpu, devices_per_host)
@@ -71,7 +71,7 @@ def timeline_of(
 
 
 def kernel_seconds(kernel: Kernel, gpu: Hardware) -> float:
-    """Return the roofline time of one kernel: of its matmuls, or of its bytes if longer."""
+    """Return the roofline time of one kernel: the longer of its matmul time and its memory time."""
     products = sum(product_seconds(product, gpu) for product in kernel.products)
     return max(products, kernel.bytes / (gpu.memory_bandwidth * gpu.reference.memory))
 
@@ -79,7 +79,7 @@ def kernel_seconds(kernel: Kernel, gpu: Hardware) -> float:
 def sent_by(
     placed: Sequence[Collective], gpu: Hardware, devices_per_host: int
 ) -> dict[Place, Sent]:
-    """Return the transfer of each instruction, the sum of the arrays that XLA joined in it."""
+    """Return the transfer of each instruction, summed over the arrays that XLA joined in it."""
     totals = defaultdict[Place, float](float)
     links: dict[Place, str] = {}
     for collective in placed:
@@ -90,13 +90,13 @@ def sent_by(
 
 
 def product_seconds(product: Product, gpu: Hardware) -> float:
-    """Return the time of a matmul or an attention kernel; a causal one skips half its FLOPs."""
+    """Return the time of a matmul or an attention kernel; causal attention skips half its FLOPs."""
     flops = product.flops / 2 if product.is_causal else product.flops
     return flops / gpu.product_rate(dtype_of(product.dtype), is_attention=product.is_attention)
 
 
 def dtype_of(spelled: str) -> str:
-    """Return the name in a GPU's record of a dtype as HLO spells it; empty if it has none."""
+    """Return the name that GPU records use for an HLO dtype; empty if they have none."""
     if spelled.startswith('f8'):
         return 'fp8'
     return next((name for name, dtype in HLO_DTYPES.items() if dtype == spelled), '')

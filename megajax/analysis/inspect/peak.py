@@ -23,12 +23,12 @@ from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.producers import COPIES, Place, producer
 from megajax.xla.hlo.program import Instruction, Program
 
-_Kind = tuple[Use, str, str, str]  # with the part of the step, dtype and shape, and the source
+_Kind = tuple[Use, str, str, str]  # use, part of the step, dtype and shape, source
 _ARGUMENTS: dict[str, Use] = {
     'state.params': 'parameters',
     'state.opt_state': 'optimizer state',
 }
-# The use of a copy of an argument in a different dtype or layout.
+# The use of an argument's copy in a different dtype or layout.
 _COPIED: dict[Use, Use] = {
     'parameters': 'weight copies',
     'optimizer state': 'optimizer',
@@ -64,7 +64,7 @@ def at_peak(config: Config, program: Program, compiled: CompiledStep) -> list[He
 
 
 class _Step:
-    """The program of a step, which tells where an array is made, and the shapes of parameters."""
+    """The program of a step, which shows where an array is made, and the shapes of parameters."""
 
     def __init__(self, config: Config, program: Program):
         self.program = program
@@ -79,7 +79,8 @@ class _Step:
         """Return the use of an array, the part of the step, dtype and shape, and its source."""
         known = next((name for name in buffer.names if name[0] in self.places), None)
         if known is None and self._is_end(buffer.last):
-            # XLA does not print the inside of an asynchronous operation, though it has memory.
+            # XLA does not print the computation inside an asynchronous operation, which has
+            # buffers.
             known = buffer.last, ''
         if known is None:
             raise HloError(f'the program does not have {buffer.names[0][0]}, which has memory')
@@ -99,7 +100,7 @@ class _Step:
 
     def _use(self, buffer: Buffer, made: Instruction) -> Use:
         site, phase = kernel_site(made.op_name), phase_of(made.op_name)
-        is_of_model = 'jvp(' in made.op_name  # and not a sum of gradients, or the optimizer
+        is_of_model = 'jvp(' in made.op_name  # not a sum of gradients, nor the optimizer
         if (phase == 'backward' or not is_of_model) and self._is_gradient(buffer.array):
             return 'gradients'
         if site in ('head', 'loss'):
@@ -115,7 +116,7 @@ class _Step:
         return 'recompute' if phase == 'recompute' else 'backward'
 
     def _is_kept(self, buffer: Buffer) -> bool:
-        """Return whether the last reader of a forward array is not in the forward pass."""
+        """Return whether the last reader of an array from the forward pass is in a later pass."""
         place = self.places.get(buffer.last)
         path = place.instruction.op_name if place else ''
         return not path or phase_of(path) != 'forward'
@@ -123,7 +124,7 @@ class _Step:
     def _is_gradient(self, text: str) -> bool:
         """Return whether an array has the shape of a parameter, of all layers or one, in fp32.
 
-        Its dims may be joined, and in a different order. If weights are in 16 bits, the backward
+        The dims of the array may be merged or reordered. If weights are in 16 bits, the backward
         pass makes no other fp32 arrays of these shapes.
         """
         if not text.startswith('f32'):
@@ -163,6 +164,6 @@ def _use(argument: Instruction) -> Use:
 
 
 def _name(argument: Instruction) -> str:
-    """Return the name of a parameter of the step: `layers.mlp.up.weight`, also of moments."""
+    """Return the name of a parameter, or of its moments: `layers.mlp.up.weight`."""
     path = re.sub(r'^state\.(params|opt_state)|\.(mu|nu|value)\b|\[\d+\]', '', argument.op_name)
     return '.'.join(re.findall(r'\w+', path)) or '-'

@@ -12,7 +12,7 @@ Key = tuple[str, ...]
 def grouped(
     at_peak: Iterable[HeldArrays], key: Callable[[HeldArrays], Key]
 ) -> dict[Key, list[HeldArrays]]:
-    """Return the arrays with the same key, those with most bytes first."""
+    """Return the arrays grouped by key, the largest group first."""
     groups = defaultdict[Key, list[HeldArrays]](list)
     for arrays in at_peak:
         groups[key(arrays)].append(arrays)
@@ -20,7 +20,7 @@ def grouped(
 
 
 def total_bytes(arrays: Iterable[HeldArrays]) -> int:
-    """Return the bytes of some arrays."""
+    """Return the total bytes of some arrays."""
     return sum(each.bytes for each in arrays)
 
 
@@ -30,6 +30,6 @@ def by_source_line(arrays: HeldArrays) -> Key:
 
 
 def by_file(arrays: HeldArrays) -> Key:
-    """Return the same with the file instead of the line."""
+    """Return the same key with the file instead of the line."""
     *others, line = by_source_line(arrays)
     return *others, line.partition(':')[0]

@@ -24,8 +24,8 @@ REGION = 'shard_map'
 def undeclared_permutes(mesh: Mapping[str, int], placed: Sequence[Collective]) -> Iterator[Finding]:
     """Yield an error for each permute along `stage` or `context` whose pairs are not declared.
 
-    The named scope tells whether a stage sends to the next or to the previous one; context shards
-    send to either. The last and the first are neighbors too.
+    The named scope shows whether a stage sends to the next stage or to the previous one; context
+    shards send to either neighbor. The last and the first are neighbors too.
     """
     for permute in placed:
         if permute.kind != 'collective-permute' or not {STAGE, CONTEXT} & {*permute.axes}:
@@ -65,8 +65,8 @@ def gathered_at_edges(
 
     A region that is manual over only some axes loses the sharding over the others. Inside a region,
     only all-gathers along `stage` or `context` are declared; with fewer key/value heads than
-    shards, attention also gathers those heads. A region of experts gathers tokens, counts and
-    weights, which the table of collectives counts.
+    shards, attention also gathers those heads. The region of a mixture of experts gathers tokens,
+    counts and weights, which the table of collectives counts.
     """
     scopes = {'experts', 'core'} if few_kv_heads else {'experts'}
     for gather in placed:
@@ -103,7 +103,7 @@ def kept_gradients(config: Config, program: Program) -> Iterator[Finding]:
 def _tables(config: Config) -> dict[tuple[int, ...], str]:
     """Return the names of the vocabulary's tables by their per-device dims, in either order.
 
-    Dims that a layer's matrix or a microbatch's tokens have too are left out.
+    Dims that a layer's matrix or a microbatch's tokens also have are omitted.
     """
     sizes, shards = dict(dim_sizes(config.model)), Layout.of(config).shards
 

@@ -19,10 +19,10 @@ from megajax.xla.hlo.products import is_rematerialized, products
 from megajax.xla.hlo.program import Program
 
 TOLERANCE = 1e-3
-# Elements; XLA pads the sizes of 16-bit and of FP8 cuBLAS matmuls to a multiple of them.
+# XLA pads each size of a cuBLAS matmul to a multiple of so many elements: in 16 bits, and in FP8.
 PADDED, PADDED_FP8 = 8, 16
-TILE, MULTIPROCESSORS = 64, 132  # of a matmul's result, and of an H100
-LEAST_PART = 24  # elements of each part of a contraction that XLA splits
+TILE, MULTIPROCESSORS = 64, 132  # edge of a tile of a matmul's result; count of an H100
+LEAST_PART = 24  # fewest elements in each part of a contraction that XLA splits
 
 
 def count_products(config: Config, program: Program, target: str) -> Products:
@@ -68,11 +68,11 @@ def padding(config: Config) -> int:
 
 
 def of_unused_blocks(config: Config, smallest: int = 0) -> int:
-    """Return the FLOPs on one device of the blocks of experts' rows that a balanced load skips.
+    """Return the FLOPs on one device of the blocks of expert rows that a balanced load skips.
 
-    They may be larger than the config's, with `smallest` rows.
     Without a capacity, a program has blocks for every distribution of the tokens, and a condition
-    skips those that are not used. The program's FLOPs include them.
+    skips the unused ones. The program's FLOPs include them. `smallest` is the number of rows of a
+    block, if the blocks may be larger than the config's.
     """
     experts, layout = config.model.experts, Layout.of(config)
     if experts is None or experts.capacity is not None:
@@ -99,7 +99,7 @@ def _padded(sizes: tuple[int, int, int], multiple: int) -> int:
 def products_run_twice(config: Config, program: Program, products: Products) -> Iterator[Finding]:
     """Yield an error if the compiled step computes more than its config requires.
 
-    Matmuls that XLA repeats to save memory are a note.
+    Matmuls that XLA repeats to save memory yield a note.
     """
     if products.rematerialized:
         message = (

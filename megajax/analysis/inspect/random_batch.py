@@ -10,7 +10,7 @@ from megajax.runtime.data.synthetic_corpus import row_shape
 def make_batch(config: Config) -> dict[str, np.ndarray]:
     """Make a batch of random tokens, with more weighted tokens in later rows.
 
-    It has all arrays that a step of the config reads.
+    The batch has all arrays that a step of the config reads.
     """
     random, rows, length = np.random.default_rng(0), config.train.batch_size, config.train.seq_len
     token = random.integers(config.model.vocab_size, size=(rows, length + 1))
@@ -72,8 +72,8 @@ def _document(
 def _image(patches: int, size: int, random: np.random.Generator) -> np.ndarray:
     """Draw noise that is faint in the first patch and strong in the last.
 
-    The regions of a photograph differ. If all were alike, normalizing them over the image would
-    leave little more than rounding.
+    The regions of a photograph differ. If all regions were alike, normalizing them over the image
+    would leave little more than rounding error.
     """
     strength = np.linspace(0.1, 1, patches)[:, None]
     return (random.integers(256, size=(patches, size)) * strength).astype(np.uint8)

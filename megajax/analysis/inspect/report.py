@@ -48,7 +48,7 @@ def to_html(inspection: Inspection) -> str:
 def tables(
     inspection: Inspection, *, kernels: bool = False, memory: bool = False
 ) -> RenderableType:
-    """Return the complete report for a rich console, with kernels and memory on demand."""
+    """Return the complete report for a rich console, optionally with kernels and memory."""
     axes = ' x '.join(f'{name}={size}' for name, size in inspection.mesh.items())
     layers = 'layers compiled separately' if inspection.unrolled else 'layers in a loop'
     layers += ' (--scan; a run compiles them separately)' if inspection.scan else ''
@@ -165,7 +165,7 @@ def _link(overlap: Overlap) -> str:
 
 
 def transfers_cell(transfers: list[Transfer], limit: int = 3) -> str:
-    """Return a line for each kind of array that is sent, of at most `limit`."""
+    """Return a line for each kind of array that is sent, at most `limit` lines."""
     lines = [
         f'{"at most " * transfer.at_most}{transfer.times} '
         f'{_SHORT.get(transfer.kind, transfer.kind)} {transfer.array}'

@@ -21,7 +21,7 @@ _SINCE_VERSION_1 = {
 
 
 def _renamed(value: Any, key: str = '') -> Any:
-    """Return what a file of schema version 1 has under a key, in today's words."""
+    """Return a value from a file of schema version 1 under today's names; `key` is its key."""
     if isinstance(value, dict):
         return {name.replace('stated', 'expected'): _renamed(x, name) for name, x in value.items()}
     if isinstance(value, list):
@@ -46,7 +46,7 @@ class Transfer(Result):
 
 
 class CollectiveInstruction(Result):
-    """One collective instruction of the compiled text, even if no device or no step runs it."""
+    """One collective instruction of the compiled text, even if no step executes it."""
 
     instruction: str
     computation: str
@@ -97,7 +97,7 @@ class Row(Result):
 
 
 class Pipeline(Result):
-    """The schedule of a pipeline's stages in lock step."""
+    """The lock-step schedule of a pipeline's stages."""
 
     ticks: int = Field(description='ticks in which the stages run a forward pass')
     idle_ticks: int = Field(description='ticks in which a stage has no microbatch')
@@ -127,7 +127,7 @@ class Overlap(Result):
 
 
 class Kernel(Result):
-    """One kernel of a GPU program, with what all its runs in a step amount to."""
+    """One kernel of a GPU program, with the totals of all its runs in a step."""
 
     instruction: str
     computation: str
@@ -302,12 +302,12 @@ class Inspection(Result):
         return 'Megatron and Pope et al.' if self.mesh.get('row', 1) > 1 else 'Megatron'
 
     def sent_over(self, axis: str) -> float:
-        """Return the bytes that a device sends over a mesh axis, by itself or with others."""
+        """Return the bytes that a device sends over a mesh axis, alone or with other axes."""
         return sum(row.wire_bytes for row in self.rows if axis in row.axis.split('+'))
 
     @property
     def ok(self) -> bool:
-        """Whether no row is MORE than Megatron, no finding is an error and all runs are right."""
+        """Whether no row sends more than Megatron, no finding is an error, and runs are correct."""
         no_more = all(row.verdict != 'MORE' for row in self.rows)
         return (
             no_more

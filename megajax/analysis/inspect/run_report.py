@@ -13,7 +13,8 @@ SHOWN = 5
 def run_lines(runs: Sequence[StepRun]) -> list[Text]:
     """Return the verdict and the worst results of each execution.
 
-    Two more lines list the sizes that were reduced for a CPU, and what execution does not cover.
+    Two more lines list the sizes that were reduced for a CPU, and what the execution does not
+    cover.
     """
     if not runs:
         return []

@@ -15,23 +15,23 @@ from megajax.core.counts.runs import layers_of_chunk
 LARGEST = 10_000_000  # maximum number of parameters of a model that is executed unchanged
 MOST_TOKENS = 8192  # maximum number of tokens in its step
 MOST_DEVICES = 16  # maximum number of devices in its mesh, which one process simulates
-HEAD_DIM = 64  # Triton cannot tile every matmul of smaller heads
+HEAD_DIM = 64  # with smaller heads, Triton cannot tile every matmul
 MAX_SEQ_LEN = 64
 REGIONS, TOTAL_TOKENS = (2, 1), 160  # two regions, between which a budget has to choose
-VOCAB_SIZE = 1000  # padded to 1024 rows, so that the padding is executed too
-NUM_EXPERTS = 8  # of a layer, or two on each device if that is more
+VOCAB_SIZE = 1000  # padded to 1024 rows, so that the padding is also executed
+NUM_EXPERTS = 8  # per layer, or two on each device if that is more
 
 
 def shrink(config: Config) -> tuple[Config, list[str]]:
     """Return a config that a CPU can execute, and each changed key: `model.num_layers 32 -> 2`.
 
-    The data axis is reduced only where the mesh has more than MOST_DEVICES devices.
+    The data axis is reduced only if the mesh has more than MOST_DEVICES devices.
     """
     if _is_small(config):
         return config, []
     written = config.model_dump(mode='json')
     if config.model.query_scale == config.model.head_dim**-0.5:
-        del written['model']['query_scale']  # follows the head dim
+        del written['model']['query_scale']  # so that it follows from the new head dim
     changes = []
     for path, value in _changes(config).items():
         *sections, key = path.split('.')
@@ -55,14 +55,14 @@ def _changes(config: Config) -> dict[str, Any]:
     mesh = _mesh(config)
     data, rows = mesh['mesh.replicas'] * mesh['mesh.data'], mesh['mesh.model_rows']
     stages, chunks = mesh['mesh.stages'], mesh['mesh.virtual_stages']
-    # Twice as many microbatches as stages, so that some ticks have both passes on all of them.
+    # Twice as many microbatches as stages, so that in some ticks all stages run both passes.
     microbatches = stages * min(config.train.microbatches // config.mesh.stages, 2)
     kv_heads, heads = _heads(config, mesh['mesh.model'])
     # Two chunks for each context shard, which sequence parallelism divides.
     divisor = mesh['mesh.context'] * math.lcm(2, mesh['mesh.model'])
     longest = MAX_SEQ_LEN if config.relevance is None else 2 * TOTAL_TOKENS
     seq_len = min(config.train.seq_len, math.ceil(longest / divisor) * divisor)
-    # A size that the data shards divide stays one, and a size that they do not does too.
+    # If the data shards divide the size, they also divide the new one; if not, they do not.
     divisor = rows * (1 if _is_uneven(config) else mesh['mesh.data'])
     batch_rows = min(config.microbatch_rows, 2 * rows)
     changes: dict[str, Any] = mesh | {
@@ -85,7 +85,7 @@ def _changes(config: Config) -> dict[str, Any]:
 
 
 def _head_dim(config: Config) -> int:
-    """Return the head dim, which longrope needs: it has a divisor for each rotary pair."""
+    """Return the head dim, which longrope fixes because it has a divisor for each rotary pair."""
     scalings = [layer.rope_scaling for layer in config.model.pattern]
     if any(scaling and scaling.type == 'longrope' for scaling in scalings):
         return config.model.head_dim
@@ -93,9 +93,9 @@ def _head_dim(config: Config) -> int:
 
 
 def _layers_of_chunk(config: Config) -> int:
-    """Return two periods of the pattern without its repeats, and one of the layers left over.
+    """Return the layers of two periods of the pattern without repeats, and one that is left over.
 
-    If the first layers have an MLP instead of experts, there is one of these, too.
+    If the first layers have an MLP instead of experts, one of these is added.
     """
     first, period = config.model.first_dense, len(config.model.pattern)
     periods, left_over = divmod(layers_of_chunk(config) - first, period)
@@ -105,8 +105,8 @@ def _layers_of_chunk(config: Config) -> int:
 def _of_windows(config: Config, seq_len: int, chunks: int) -> dict[str, Any]:
     """Return one layer per entry of the pattern, and windows of a quarter of `seq_len` or more.
 
-    A window stays longer or shorter than the sequence and, if that has context shards, than one of
-    their `chunks`.
+    A window that is longer (or shorter) than the sequence stays so. With context parallelism, the
+    same holds for one of the sequence's `chunks`.
     """
     model, before, whole = config.model, 2 * config.mesh.context, config.train.seq_len
 
@@ -125,10 +125,11 @@ def _of_windows(config: Config, seq_len: int, chunks: int) -> dict[str, Any]:
 
 
 def _of_experts(config: Config, mesh: dict[str, int], seq_len: int) -> dict[str, Any]:
-    """Return fewer and smaller experts, with as many of them on each device as on any other.
+    """Return fewer and smaller experts, equally many on each device.
 
-    They stay one or several on a device, and some or all of them are used by a token. The GPU
-    multiplies them in the same way: its kernels need multiples of KERNEL_STEP features.
+    A device that has one expert keeps one, and a device with several keeps several; a token still
+    uses some or all of them. Sizes stay multiples of KERNEL_STEP features if they were, so that the
+    GPU uses the same kernels.
     """
     experts = config.model.experts
     if experts is None:
@@ -158,7 +159,7 @@ def _of_experts(config: Config, mesh: dict[str, int], seq_len: int) -> dict[str,
 
 
 def _capacity_group(config: Config, context: int, seq_len: int) -> int | None:
-    """Return one or two groups for each part of a sequence that is on one device."""
+    """Return the size of a capacity group: a part of a sequence that is on one device, or half."""
     experts = config.model.experts
     assert experts is not None
     if experts.capacity_group is None:
@@ -170,7 +171,7 @@ def _capacity_group(config: Config, context: int, seq_len: int) -> int | None:
 
 
 def _of_encoder(config: Config, head_dim: int, seq_len: int) -> dict[str, Any]:
-    """Two layers of the encoder with at most two taps, and images that fit into the sequence."""
+    """Return two encoder layers with at most two taps, and images that fit into the sequence."""
     vision, relevance = config.vision, config.relevance
     if vision is None:
         return {}
@@ -239,7 +240,7 @@ def _mesh(config: Config) -> dict[str, int]:
 
 
 def _expert_shards(config: Config, shards: int) -> int:
-    """Return the expert-parallel degree; several data shards stay for each of its devices."""
+    """Return the expert-parallel degree; if several data shards share experts, they still do."""
     mesh = config.mesh
     if shards == mesh.data_shards:
         return mesh.experts

@@ -21,7 +21,7 @@ from megajax.core.train.passes import RECOMPUTE
 from megajax.core.train.pipeline import TO_NEXT, TO_PREVIOUS
 from megajax.xla.hlo.collectives import Collective
 
-# In order of precedence: the first scope that is in the path names the site.
+# In order of precedence: the first of these scopes that is in the path names the site.
 SCOPES = (
     *('optimizer', 'embedding', 'cross_attention', 'qk_norm'),
     *(*SUBLAYERS, 'experts', 'head', 'loss', 'norm'),
@@ -43,7 +43,7 @@ def site_of(collective: Collective, config: Config) -> Site:
         return Site('metrics', 'step', axis)
     scope = next((scope for scope in SCOPES if scope in words), None)
     if scope is None and 'vision_place' in words:
-        scope = 'embedding'  # its gradient, gathered where the backward pass removes the images
+        scope = 'embedding'  # of its gradient, gathered where the backward pass removes images
     if scope == 'optimizer' and _has_matrices(collective, config):
         return Site('optimizer', 'step', axis)
     if config.vision is not None and (site := _of_encoder(collective, config)) is not None:
@@ -76,13 +76,13 @@ def site_of(collective: Collective, config: Config) -> Site:
 
 
 def _has_matrices(collective: Collective, config: Config) -> bool:
-    """Return whether it moves the matrices that Muon orthogonalizes."""
+    """Return whether a collective moves the matrices that Muon orthogonalizes."""
     sent = collective.kind, collective.axis
     return sent in {(expected.kind, expected.site.axis) for expected in exchanges(config)}
 
 
 def _has_tokens(collective: Collective) -> bool:
-    """Return whether it sends tokens to experts, or how many there are."""
+    """Return whether a collective sends tokens to experts, or the numbers of these tokens."""
     return collective.axes == ('expert',) and (
         collective.kind == 'all-to-all' or collective.operand.dtype == 's32'
     )
@@ -91,7 +91,7 @@ def _has_tokens(collective: Collective) -> bool:
 def _of_encoder(collective: Collective, config: Config) -> Site | None:
     """Return the site of a vision encoder's collective over `model`, from its arrays.
 
-    XLA moves the gather of image vectors past the slice that reads them, and their scope with it.
+    XLA moves the gather of image vectors, and its scope, past the slice that reads them.
     """
     axis, dims = collective.axis, collective.whole.dims
     if 'model' not in collective.axes:
@@ -120,7 +120,7 @@ def _over_stages(collective: Collective, words: list[str], config: Config) -> Si
         return next((Site('stage', phases[word], axis) for word in words if word in phases), None)
     if kind == 'all-to-all':
         return Site('head', 'forward', axis)
-    # A step gathers weights once.
+    # A step gathers weights only once, and the head's tokens in each microbatch.
     if kind == 'all-gather' and collective.times >= config.train.microbatches:
         return Site('head', 'backward', axis)
     return None
@@ -136,7 +136,7 @@ def _has_keys(collective: Collective, config: Config) -> bool:
 
 
 def _over_data(collective: Collective, words: list[str], config: Config) -> Site | None:
-    """Return the site of a collective of data parallelism, None for the others.
+    """Return the site of a data-parallel collective; None for other collectives.
 
     The ZeRO stage decides the phase, because XLA gives an all-gather the path of its reader and a
     reduction the path of the array. ZeRO-1 gathers weights and reduces gradients once per step,
@@ -156,11 +156,11 @@ def _over_data(collective: Collective, words: list[str], config: Config) -> Site
 
 
 def _over_row(collective: Collective, scope: str | None, config: Config) -> Site | None:
-    """Return the site of a collective over the rows of a grid whose path does not tell it."""
+    """Return the site of a collective over `row` whose path does not show it."""
     if collective.axes != ('row',):
         return None
     if collective.kind == 'all-reduce':
-        # A norm sums a number for each token of a device; any other sum is of a vector's gradient.
+        # A norm sums one number for each token of a device; any other sum is a vector's gradient.
         length, rows = config.train.seq_len // config.mesh.model, config.microbatch_rows
         tokens = [
             sorted(size for size in (count, length) if size > 1) for count in (rows, rows // 2)
@@ -170,8 +170,8 @@ def _over_row(collective: Collective, scope: str | None, config: Config) -> Site
     is_recomputed = scope == 'mlp' and phase_of(collective.op_name) == 'recompute'
     is_for_norm = is_recomputed and config.overlap.repeats_outputs
     if collective.kind == 'all-gather' and (is_recomputed or scope is None) and not is_for_norm:
-        # The recomputed activation, gathered for a weight gradient alone. From ZeRO-2 on that
-        # matmul has the path of the reduction over `data`.
+        # The recomputed activation, gathered only for a weight gradient. From ZeRO-2 on, the matmul
+        # of this gradient has the path of the reduction over `data`.
         return Site('mlp', 'backward', 'row')
     return None
 
@@ -192,8 +192,8 @@ def phase_of(op_name: str) -> Phase:
 def _is_partial_gradient(collective: Collective, words: list[str], config: Config) -> bool:
     """Return whether a collective reduces the partial gradients of a parameter.
 
-    XLA joins these small arrays into one buffer, whose parts may have the path of another array or
-    none. The loss's arrays, with one number per token, can have the same size; where they belong to
+    XLA joins these small arrays into one buffer, whose parts may have the path of a different array
+    or none. The loss's arrays, with one number per token, can have the same size; if they belong to
     the head, both names are in their paths.
     """
     dims = collective.operand.dims
@@ -208,7 +208,7 @@ def _is_partial_gradient(collective: Collective, words: list[str], config: Confi
 def _partial_sizes(config: Config) -> frozenset[int]:
     """Return the per-device sizes of the parameters that are applied along a sharded dim.
 
-    Each stacked parameter has two: in all layers, and in one layer.
+    Each stacked parameter has two sizes: in all layers, and in one layer.
     """
     model, shards = config.model, Layout.of(config).shards
     sizes, partial_sizes = dim_sizes(model), set[int]()

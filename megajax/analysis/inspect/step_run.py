@@ -1,7 +1,7 @@
 """Execute a config's compiled step on simulated devices, in a child process, and judge its results.
 
 If a result is wrong, one search can find the compiler pass after which it is wrong, and another the
-smallest config that shows it. Each try compiles and executes a program.
+smallest config that shows it. Each attempt compiles and executes a program.
 """
 
 import json
@@ -42,7 +42,7 @@ def run_in_child(
 
 
 def run(config: Config, target: str, *, bisect: bool, minimize: bool, say: Say) -> list[StepRun]:
-    """Do the same in this process, which must have a CPU device for each device of the mesh."""
+    """Do the same in this process, which needs one CPU device for each device of the mesh."""
     from megajax.analysis.inspect.emulated_step import EmulatedStep
 
     small, changes = shrink(config)

@@ -34,7 +34,7 @@ def limits(config: Config, *, exact: bool) -> tuple[float, float]:
 
 
 def judged(differences: Iterable[Difference], config: Config, *, exact: bool) -> list[Compared]:
-    """Pair each difference with its own limit or the dtype's; the worst comes first."""
+    """Pair each difference with its own limit, or with the dtype's; the worst comes first."""
     gradient, loss = limits(config, exact=exact)
     results = [
         Compared(name=name, error=error, limit=own or (loss if name in LOSSES else gradient))

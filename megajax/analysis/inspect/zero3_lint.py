@@ -52,8 +52,8 @@ def kept_weights(
 def _stacked(config: Config) -> dict[tuple[int, ...], int]:
     """Return the sorted per-device dims of the stacked matrices, gathered over `data`.
 
-    The values are numbers of layers, above one. Dims that a single layer's matrix has too are left
-    out.
+    The values are numbers of layers, all above one. Dims that a single layer's matrix also has are
+    omitted.
     """
     sizes, shards = dict(dim_sizes(config.model)), Layout.of(config).shards
     sizes['D'] = with_padding(config, sizes['D'])

@@ -13,7 +13,7 @@ __all__ = ['Plan', 'plan']
 
 
 class PlanPackage(types.ModuleType):
-    """Make the package callable: `megajax.plan(config, gpu='h100')`."""
+    """The type of this package, which makes it callable: `megajax.plan(config, gpu='h100')`."""
 
     __call__ = staticmethod(plan)
 

@@ -35,10 +35,10 @@ KEYS = {
 
 
 def advice(config: Config, gpu: Hardware, gpus_per_host: int | None = None) -> Iterator[str]:
-    """Yield a step's memory and time on the GPUs of its mesh, then the same after a search.
+    """Yield a line on a step's memory and time on the GPUs of its mesh, and one after a search.
 
-    The second line takes seconds to compute. It names the keys that make the config fit, or make
-    it faster. Raises ConfigError if the GPU is unsuitable.
+    The second line takes seconds to compute. It names the keys that make the config fit, or that
+    make it faster. Raises ConfigError if the GPU is unsuitable.
     """
     cluster = Cluster.of(gpu, config.mesh.num_devices, gpus_per_host)
     own, available = resolved(config, on_gpu=True), usable_memory(cluster)
@@ -64,7 +64,7 @@ def advice(config: Config, gpu: Hardware, gpus_per_host: int | None = None) -> I
 def layout_keys(layout: Config, before: Config) -> dict[str, dict[str, Any]]:
     """Return the keys, by section, in which `layout` differs from the layout of `before`.
 
-    Overlap and unrolling are `auto` if `auto` resolves to those of `layout`.
+    Overlap and unrolling are `auto` if `auto` resolves to the values in `layout`.
     """
     with_auto = changed(layout, train__overlap='auto', train__unroll='auto')
     chosen = with_auto if resolved(with_auto, on_gpu=True) == layout else layout

@@ -25,7 +25,7 @@ ELEMENTS = tuple(1 << power for power in range(14, 27, 3))  # sizes of the all-r
 MEMORY_ELEMENTS = 1 << 26
 SHORTEST = 3e-5  # seconds; shorter matmuls measure the launch, not the rate
 MEMORY_TIMES = 16
-MOST_TIMES, LOOP_SECONDS = 256, 0.02  # of a loop that repeats a short matmul
+MOST_TIMES, LOOP_SECONDS = 256, 0.02  # for a loop that repeats a short matmul
 UNKNOWN = Link(bandwidth=1e9, latency=1e-5)
 UNKNOWN_POWER = 100.0
 
@@ -41,8 +41,8 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
     """Measure the devices, yield lines with the results, and write a hardware file.
 
     `seconds` bounds each kind of measurement. For a known GPU, peaks and memory are the vendor's.
-    If the peak is unknown, as on a CPU, it is the rate of the fastest matmul measured. Standalone
-    matmuls are the reference; the efficiency in training comes from five real steps.
+    If the peak is unknown, as on a CPU, the rate of the fastest measured matmul replaces it.
+    Standalone matmuls are the reference; the efficiency in training comes from five real steps.
     """
     device = jax.devices()[0]
     if warning := busy():
@@ -103,14 +103,15 @@ def fit_products(rates: list[Rate], peak: float) -> tuple[float, float]:
 def fit_link(bytes_and_seconds: list[tuple[float, float]], devices: int) -> Link:
     """Return the bandwidth and latency of a ring of t devices.
 
-    Fits bytes / bandwidth + 2(t-1) latency to the seconds by least squares of relative errors.
+    It fits bytes / bandwidth + 2(t-1) latency to the seconds by least squares of the relative
+    errors.
     """
     wire = np.array([wire_bytes for wire_bytes, _ in bytes_and_seconds])
     seconds = np.array([measured for _, measured in bytes_and_seconds])
     steps = 2.0 * (devices - 1)
     columns = np.stack([wire / seconds, np.full_like(wire, steps) / seconds], axis=1)
     (per_byte, latency), *_ = np.linalg.lstsq(columns, np.ones_like(wire), rcond=None)
-    if per_byte <= 0 or latency < 0:  # noise: use only the largest message
+    if per_byte <= 0 or latency < 0:  # dominated by noise: use only the largest message
         per_byte, latency = seconds[-1] / wire[-1], 0.0
     return Link(bandwidth=float(1 / per_byte), latency=float(latency))
 
@@ -121,14 +122,14 @@ def _mesh() -> Mesh:
 
 def _on_every_device(shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Return one array per device, so that all devices work at once, as in a training step."""
-    # Random numbers, because a GPU is faster on constant data.
+    # The numbers are random, because a GPU is faster on constant data.
     x = jax.random.normal(jax.random.key(0), (len(jax.devices()), *shape)).astype(dtype)
     return jax.device_put(x, NamedSharding(_mesh(), batch_layout(['data'])('B')))
 
 
 def _product_rates(dtype: str, seconds: float) -> Iterator[Rate]:
     for size in SIZES:
-        # Scaled, so that repeated matmuls do not overflow.
+        # Scale the matrix, so that repeated matmuls do not overflow.
         x = _on_every_device((size, size), dtype) * size**-0.5
         each = _product_seconds(x, most=seconds / len(SIZES))
         yield Rate(size, 2 * size**3 / each)
@@ -154,7 +155,7 @@ def _memory_bandwidth(seconds: float) -> float:
 
 
 def _product_seconds(x: jax.Array, *, most: float) -> float:
-    """Return the seconds of x times x.
+    """Return the seconds of the matmul of x with itself.
 
     A short matmul is repeated in a loop on the device, because its launch takes longer than the
     kernel.
@@ -183,7 +184,7 @@ def _link(seconds: float) -> Link:
 
 
 def _seconds(run: Callable[[], Any], *, most: float = 2.0) -> float:
-    """Return the median seconds of several runs, after one that compiles."""
+    """Return the median seconds of several runs, after a first run that compiles."""
     jax.block_until_ready(run())
     seconds = list[float]()
     while len(seconds) < 3 or (len(seconds) < 20 and sum(seconds) < most / 2):
@@ -261,7 +262,7 @@ def _yaml(record: Hardware) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Return the value with all numbers rounded to four digits; no measurement has more."""
+    """Return the value with all numbers rounded to four digits, the most that are measured."""
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
     return float(f'{value:.4g}') if isinstance(value, float) else value

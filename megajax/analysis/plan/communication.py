@@ -1,6 +1,6 @@
 """Count the collectives that XLA places in a training step, without compiling it.
 
-They are Megatron's (`core/counts/megatron.py`), except those that XLA can omit.
+They are Megatron's collectives (`core/counts/megatron.py`), without the ones that XLA can omit.
 `tests/analysis/plan/test_compiled.py` checks that the bytes equal those of compiled steps exactly.
 """
 
@@ -41,7 +41,7 @@ from megajax.xla.hlo.program import Array
 def communication(config: Config) -> list[Expected]:
     """Return every collective that XLA places in a step of `config`, except collectives of scalars.
 
-    The order is tensor, context, pipeline and data parallelism.
+    The order is tensor, expert, context, pipeline and data parallelism.
     """
     return [*in_passes(config), *over_data_shards(config)]
 
@@ -58,9 +58,10 @@ def in_passes(config: Config) -> list[Expected]:
 
 
 def _over_experts(config: Config, *, is_of_step: bool) -> Iterator[Expected]:
-    """Yield the collectives of experts: of the passes, or once a step of the routers' sums.
+    """Yield the collectives of experts: in the passes, or the routers' sums once per step.
 
-    Recomputation and backward pass share the gather of how many rows each device sends.
+    Recomputation and the backward pass share the gather of the numbers of rows that each device
+    sends.
     """
     for collective in over_experts(config, Runs.of_stages(config).layers):
         site = collective.site
@@ -78,14 +79,14 @@ def over_tensor(config: Config) -> list[Expected]:
     cross, encoder = [*cross_layers(config, runs)], [*encoder_in_parallel(config, runs)]
     kept = list[Expected]()
     for collective in over_model(config, runs):
-        # Megatron gathers the full QKV; here the queries are exchanged instead.
+        # Megatron gathers the full QKV; megajax exchanges the queries instead.
         if collective in gathered:
             gathered.remove(collective)
         elif not (
             _is_kept_from_forward(collective, kept, config)
             or collective in encoder
             or (collective in cross and is_left_out(collective, config))
-            # The gates of cross-attention need its output.
+            # The gates of cross-attention need the layer's output.
             or (config.mesh.stages == 1 and _is_last_of_layer(collective, config, cross))
         ):
             kept.append(collective)
@@ -149,7 +150,9 @@ def wire_bytes(config: Config) -> dict[str, float]:
 
 
 def _is_kept_from_forward(collective: Expected, before: list[Expected], config: Config) -> bool:
-    """Return whether it gathers an input that XLA still has from the forward pass or recomputation.
+    """Return whether a collective gathers an input that XLA still has from an earlier pass.
+
+    The earlier pass is the forward pass or recomputation.
 
     Megatron gathers a layer's input again for the weight gradient. A layer of experts saves its
     input sharded, so that only recomputation has it.
@@ -164,7 +167,7 @@ def _is_kept_from_forward(collective: Expected, before: list[Expected], config: 
 
 
 def _is_last_of_layer(collective: Expected, config: Config, cross: list[Expected]) -> bool:
-    """Return whether it is the last reduction of a recomputed layer whose output nothing reads.
+    """Return whether a collective is the last one of a recomputed layer whose output is not read.
 
     XLA omits it, because the backward pass does not need a layer's output. Exceptions are pipeline
     stages, which recompute all of their layers in one pass, and layers whose output a norm reads.
@@ -179,8 +182,8 @@ def _is_last_of_layer(collective: Expected, config: Config, cross: list[Expected
 def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:
     """Yield the collectives, with BERT's second gather of the sequence replaced by a smaller one.
 
-    BERT's pooler reads the first token of each row. Megatron gathers the full sequence once more
-    for it; here only the first tokens are sent.
+    BERT's pooler reads the first token of each sequence. Megatron gathers the full sequence once
+    more for the pooler; megajax sends only the first tokens.
     """
     for collective in kept:
         site = collective.site
@@ -195,7 +198,7 @@ def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:
         if config.mesh.stages == 1:
             yield dataclasses.replace(collective, times=runs)
         elif collective.array != activation(config):
-            yield collective  # of the stages' parts of the tokens
+            yield collective  # gathers the stages' parts of the tokens
             continue
         dtype = 'f32' if config.mesh.stages == 1 else HLO_DTYPES[config.train.dtype]
         first = Array(dtype, (config.microbatch_rows, config.model.hidden_size))
@@ -203,15 +206,18 @@ def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:
 
 
 def _exchanged_heads(config: Config, layers: int) -> Iterator[Expected]:
-    """Yield the collectives for fewer key/value heads than devices (`core/model/attention.py`)."""
+    """Yield the collectives that are needed if there are fewer key/value heads than devices.
+
+    See `core/model/attention.py`.
+    """
     model, shards = config.model, config.mesh.model
     if model.num_kv_heads >= shards:
         return
     for phase in passes(config):
         site = Site('attention', phase, 'model')
-        # The queries of a device.
+        # The queries of one device.
         own = heads(config, model.num_heads // shards)
         yield Expected.over(config, site, EXCHANGE, own, layers)
-        # Keys and values; in the backward pass, the gradients of the shards' copies.
+        # The keys and values; in the backward pass, the gradients of the shards' copies.
         copied = heads(config, shards if phase == 'backward' else model.num_kv_heads)
         yield Expected.over(config, site, GATHER, copied, 2 * layers)

@@ -8,13 +8,13 @@ from megajax.base.render.units import count
 from megajax.core.config import Config
 
 ZERO_STAGES = {'none': '', 'optimizer': 'ZeRO-1', 'gradients': 'ZeRO-2', 'weights': 'ZeRO-3'}
-# Meshes that are listed with the reason why they are not possible, small tensor-parallel groups
+# Maximum number of impossible meshes that are listed with the reason, small tensor-parallel groups
 # first.
 REASONS = 8
 
 
 def group_name(mesh: Mesh) -> str:
-    """Return the size of a tensor-parallel group; rows x columns for 2-D."""
+    """Return the size of a tensor-parallel group, as rows x columns if it is 2-D."""
     return f'{mesh.rows}x{mesh.model}' if mesh.rows > 1 else str(mesh.model)
 
 
@@ -62,7 +62,7 @@ def judged(name: str, one: StepTime, other: StepTime, *, what: str, than: str = 
 
 
 def why_slower(ours: StepTime, best: StepTime) -> str:
-    """Say by how much a step is slower than the best, and name the largest cause."""
+    """Say by how much a step is slower than the best step, and name the largest cause."""
     parts = {
         'matmul': ours.products - ours.idle - (best.products - best.idle),
         'pipeline bubble': ours.idle - best.idle,
@@ -76,7 +76,7 @@ def why_slower(ours: StepTime, best: StepTime) -> str:
 
 
 def no_layout(num_devices: int, impossible: Mapping[Mesh, str]) -> Iterator[str]:
-    """Say why no mesh of some GPUs can train a config."""
+    """Say why no mesh of this many GPUs can train a config."""
     yield f'no mesh of {num_devices} GPUs can train this config'
     reasons = [
         f'{mesh_name(mesh)}: {reason}'

@@ -19,11 +19,11 @@ from megajax.core.counts.vision import images_of_device, vectors
 class EncoderBytes(NamedTuple):
     """The bytes that an encoder needs in a step."""
 
-    weights: int = 0  # its matrices in `train.dtype`, whole
-    gradients: int = 0  # whole, in fp32
-    kept: int = 0  # by its layers, until the decoder's backward pass has ended
+    weights: int = 0  # the unsharded matrices, in `train.dtype`
+    gradients: int = 0  # unsharded, in fp32
+    kept: int = 0  # saved by its layers, until the decoder's backward pass has ended
     buffers: int = 0  # in the backward pass of a layer
-    vectors: int = 0  # of the images of a microbatch, on every device
+    vectors: int = 0  # vectors of a microbatch's images, on every device
 
 
 def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict[str, Held]:
@@ -34,13 +34,15 @@ def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict
       memory of their own if there is enough (`early`).
 
     DeepStack's inputs to layers are saved for recomputation. From the backward pass on, their
-    gradient is there too, and in the backward pass of a layer a second one to add to it.
+    gradient is in memory too. In the backward pass of a layer, so is a second gradient to add to
+    it.
     """
     encoder, cross, vision = encoder_bytes(sizes), cross_bytes(sizes), sizes.config.vision
     assert vision is not None
-    # Gathered once per step with any ZeRO stage; ZeRO's own gathers already include them.
+    # With any ZeRO stage, the weights are gathered once per step and are already counted among
+    # ZeRO's gathers.
     weights = encoder.weights if sizes.config.optim.shard == 'none' else 0
-    # Up to ZeRO-1 gradients are not sharded, and already include the encoder's.
+    # Up to ZeRO-1, gradients are not sharded, and the encoder's are already counted.
     counted = 0 if sizes.sums_early else encoder.gradients
     deep = len(vision.deepstack) * sizes.residual
     deep_of = {'loss': 1, 'layout': 2, 'backward': 3, 'embedding': 1}
@@ -69,7 +71,7 @@ def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict
 
 
 def encoder_bytes(of_model: Sizes) -> EncoderBytes:
-    """Return the bytes of the encoder of a model; zeros without one."""
+    """Return the bytes of a model's encoder; zeros if it has none."""
     config = of_model.config
     if config.vision is None:
         return EncoderBytes()
@@ -91,16 +93,16 @@ def encoder_bytes(of_model: Sizes) -> EncoderBytes:
 class CrossBytes(NamedTuple):
     """The bytes that cross-attention needs in a step."""
 
-    kept: int = 0  # by its layers for the backward pass
-    mask: int = 0  # of the scores of a layer, which XLA makes once before the layers, in fp32
+    kept: int = 0  # saved by its layers for the backward pass
+    mask: int = 0  # mask of a layer's scores, in fp32, which XLA makes once before the layers
     buffers: int = 0  # in the backward pass of a layer
 
 
 def cross_bytes(sizes: Sizes) -> CrossBytes:
     """Return the bytes of cross-attention; zeros without it.
 
-    It has no flash kernel. The keys and values of all layers are saved three times: as computed,
-    normed, and by head.
+    Cross-attention has no flash kernel. The keys and values of all layers are saved three times: as
+    computed, normalized, and split by head.
     """
     config, model = sizes.config, sizes.model
     vision, layers, recompute = config.vision, model.num_cross_layers, config.train.recompute
@@ -110,7 +112,7 @@ def cross_bytes(sizes: Sizes) -> CrossBytes:
     scores = sizes.tokens * seen * model.num_heads // sizes.layout.num_shards('N')
     softmax = (FLOAT32 + sizes.itemsize) * scores
     key_values = 3 * 2 * layers * sizes.keys * seen // sizes.length
-    queries = (3 if model.qk_norm else 2) * sizes.queries  # and the core's output
+    queries = (3 if model.qk_norm else 2) * sizes.queries  # and attention's output
     of_layer = 2 * (sizes.residual + sizes.whole) + queries + sizes.up + sizes.hidden
     of_layer += 0 if recompute == 'selective' else softmax
     return CrossBytes(
@@ -123,7 +125,7 @@ def cross_bytes(sizes: Sizes) -> CrossBytes:
 def as_model(config: Config) -> Config:
     """Return a config whose model is the encoder, and whose sequences are a device's images.
 
-    The patches of an image attend only to one another, like the tokens of a document.
+    Patches attend only to patches of the same image, as tokens do within a document.
     """
     vision, train = config.vision, config.train
     assert vision is not None

@@ -1,7 +1,9 @@
-"""Count the bytes of the arrays of a layer of experts on each GPU (`core/model/expert_passes.py`).
+"""Count the bytes of the arrays that a layer of experts needs on each GPU.
 
-Without a capacity, the rows that a device receives, and the buffer that it sends, have room for
-1.25 times a balanced load (`core/counts/expert_rows.py`).
+The arrays are those in `core/model/expert_passes.py`.
+
+Without a capacity, the array of rows that a device receives, and the buffer that it sends, have
+room for 1.25 times a balanced load (`core/counts/expert_rows.py`).
 """
 
 from typing import NamedTuple, Self
@@ -15,17 +17,17 @@ FLOAT32 = INT32 = 4
 
 
 class ExpertArrays(NamedTuple):
-    """The bytes of arrays of a layer of experts, for the tokens of a microbatch."""
+    """The bytes of the arrays of a layer of experts, for the tokens of a microbatch."""
 
-    rows: int  # that the device's experts receive
+    rows: int  # rows that the device's experts receive
     sent: int  # the buffer of an all-to-all; 0 without expert parallelism
-    up: int  # results of the first matmul
-    hidden: int  # inputs of the second
-    results: int  # of each token's experts, on the token's device
+    up: int  # results of the experts' first matmul
+    hidden: int  # inputs of their second matmul
+    results: int  # results of each token's experts, on the token's device
     routing: int  # the router's logits and the chosen experts
-    of_tokens: int  # the results of shared experts' first matmul
-    first_gradient: int  # of the weights of a layer, in fp32: of the first matmuls
-    gradients: int  # and of all
+    of_tokens: int  # results of the shared experts' first matmul
+    first_gradient: int  # fp32 gradients of a layer's weights: the weights of the first matmuls
+    gradients: int  # fp32 gradients of all weights of a layer
 
     @classmethod
     def of(
@@ -37,9 +39,9 @@ class ExpertArrays(NamedTuple):
         *,
         in_buffers: bool = True,
     ) -> Self | None:
-        """Return the arrays for the tokens of a data shard; None for a model without experts.
+        """Return the arrays for the `tokens` of a data shard; None for a model without experts.
 
-        Not `in_buffers`, they have no room for more than a balanced load.
+        Without `in_buffers`, the arrays have room for exactly a balanced load.
         """
         model, experts, shards = config.model, config.model.experts, layout.shards
         if experts is None:
@@ -80,15 +82,15 @@ class ExpertArrays(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """The bytes that the forward pass saves, next to the layer's input."""
+        """The bytes that the forward pass saves in addition to the layer's input."""
         received = self.rows if self.sent else 0
         return received + self.up + self.results + self.routing + self.of_tokens
 
     @property
     def in_backward(self) -> int:
-        """The temporary bytes in the backward pass, of rows and of buffers that are sent.
+        """The temporary bytes in the backward pass: gradients, and buffers that are sent.
 
-        They are the gradients of rows before and after the matmuls, of the hidden layer and of
-        its inputs, and the buffers of two all-to-alls.
+        The gradients are those of the rows before and after the matmuls, of the first matmul's
+        results and of the second matmul's inputs. The buffers are the ones of two all-to-alls.
         """
         return 2 * self.rows + 2 * self.sent + self.up + self.hidden

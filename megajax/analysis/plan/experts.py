@@ -1,4 +1,4 @@
-"""The work of experts on the device that gets the most tokens."""
+"""The work of the experts on the device that gets the most tokens."""
 
 import dataclasses
 import json
@@ -15,13 +15,14 @@ from megajax.core.counts.experts import of_megatron, over_experts
 from megajax.core.counts.product import Product
 from megajax.core.counts.runs import Runs
 
-LAST_STEPS = 100  # of a run, whose load a plan assumes
+LAST_STEPS = 100  # steps of a run whose mean load a plan assumes
 
 
 def imbalance_of_run(config: Path) -> float:
-    """Return the load of the busiest expert in the last steps of the run with this config file.
+    """Return the busiest expert's load over the mean, from the last steps of a run.
 
-    It is at least the load of the busiest device. Without a run it is 1, a balanced load.
+    `config` is the run's config file. The busiest device's load is at most the returned load. If
+    there is no run, it is 1, a balanced load.
     """
     metrics = config.with_name('metrics.jsonl')
     if config.name != CONFIG or not metrics.exists():
@@ -32,7 +33,7 @@ def imbalance_of_run(config: Path) -> float:
 
 
 def of_busiest(product: Product, config: Config, imbalance: float) -> Product:
-    """Return a matmul of experts as the busiest device computes it, one by one for its experts.
+    """Return a matmul of experts as the busiest device computes it, one expert at a time.
 
     That device has `imbalance` times the mean rows. Other matmuls are returned unchanged.
     """
@@ -40,7 +41,7 @@ def of_busiest(product: Product, config: Config, imbalance: float) -> Product:
     if not product.of_experts or experts is None:
         return product
     m, n, k = product.sizes
-    is_sum = product.name.endswith(' weight')  # over the rows
+    is_sum = product.name.endswith(' weight')  # sums over the rows
     rows, own = k if is_sum else m, experts.count // config.mesh.experts
     each = max(1, round(product.batch * rows * _excess(config, imbalance) / own))
     sizes = (m, n, each) if is_sum else (each, n, k)
@@ -48,7 +49,7 @@ def of_busiest(product: Product, config: Config, imbalance: float) -> Product:
 
 
 def exchanges_of_tokens(config: Config, imbalance: float) -> Iterator[Expected]:
-    """Yield what the busiest device sends to others' experts, if it sends tokens alone."""
+    """Yield what the busiest device sends to experts on other devices, if it sends only tokens."""
     for sent in of_megatron(config, Runs.of_stages(config).layers):
         if sent.site.phase != 'step':
             yield _with_rows(sent, _excess(config, imbalance)) if sent.kind == EXCHANGE else sent
@@ -57,7 +58,7 @@ def exchanges_of_tokens(config: Config, imbalance: float) -> Iterator[Expected]:
 def later_exchanges(config: Config, imbalance: float) -> Iterator[Expected]:
     """Yield the all-to-alls of the rounds after the first, if the load does not fit in one.
 
-    Each has buffers of half the size (`core/counts/expert_rows.py`).
+    Each has buffers of half the size of the first round's (`core/counts/expert_rows.py`).
     """
     left = _excess(config, imbalance) - ROOM if config.model.experts else 0.0
     if left <= 0:
@@ -69,16 +70,16 @@ def later_exchanges(config: Config, imbalance: float) -> Iterator[Expected]:
 
 
 def _with_rows(sent: Expected, factor: float) -> Expected:
-    """Return a collective of a multiple of its rows."""
+    """Return the collective with `factor` times as many rows."""
     rows, size = sent.array.shape
     array = sent.array._replace(shape=(round(factor * rows), size))
     return dataclasses.replace(sent, array=array)
 
 
 def _excess(config: Config, imbalance: float) -> float:
-    """Return the rows of the busiest device over the mean.
+    """Return the ratio of the busiest device's rows to the mean.
 
-    They are equal if each device has all experts, or if each expert has the same capacity.
+    The ratio is 1 if each device has all experts, or if the experts have a capacity.
     """
     experts = config.model.experts
     assert experts is not None

@@ -68,7 +68,8 @@ def plan_generation(
 ) -> Generation:
     """Plan text generation for every degree of tensor parallelism up to `gpus` (default: a host).
 
-    Raises ConfigError for a model that does not generate text, or for more tokens than it takes.
+    Raises ConfigError for a model that does not generate text, or for more tokens than the model
+    supports.
     """
     model, record = config.model, hardware(gpu, link)
     if model.is_bert:
@@ -87,7 +88,7 @@ def plan_generation(
 
 
 def _meshes(config: Config, gpus: int, prompt: int, batch: int) -> Iterator[Config]:
-    """Yield the config of the prompts for each degree that divides the model."""
+    """Yield the config of a pass over the prompts, for each degree that divides the model."""
     others = {'mesh': MeshConfig(), 'vision': None, 'relevance': None}
     text = without_adapters(config).model_copy(update=others)
     for count in divisors(config.model.num_heads):
@@ -112,13 +113,13 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
     size = BYTES[step.train.dtype]
     counts = own_counts(step)
     weights = size * counts.matrices + 4 * (counts.all - counts.matrices)
-    # Keys and values; a shard has at least one complete head of them.
+    # A shard has keys and values of at least one complete head.
     own_heads = max(1, model.num_kv_heads // shards)
     of_token = size * rows * own_heads * elements('LUH', dim_sizes(model))
     sending = _sending(step, cluster, rows)
     cached, cached_at_end = _tokens_cached(step, tokens)
     read = weights + of_token * cached
-    # An embedding that is not the head is looked up, not read.
+    # An embedding that is not tied to the head is looked up, not read as a whole.
     table = size * model.padded_vocab_size * model.hidden_size // shards
     read -= 0 if model.tie_embeddings else table
     gpu = cluster.hardware
@@ -141,7 +142,7 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
 def _tokens_cached(step: Config, tokens: int) -> tuple[Fraction, Fraction]:
     """Return the cached tokens per sequence and layer: on average over `tokens`, and at the last.
 
-    A layer with a window caches the tokens in it.
+    A layer with a window caches only the tokens in the window.
     """
     prompt, average, last = step.train.seq_len, Fraction(), Fraction()
     for window, share in windows(step.model).items():
@@ -154,7 +155,7 @@ def _tokens_cached(step: Config, tokens: int) -> tuple[Fraction, Fraction]:
 
 
 def _prompt(step: Config, cluster: Cluster) -> float:
-    """Return the seconds of a pass of the prompts; the head computes only their last tokens."""
+    """Return the seconds of a pass over the prompts; the head computes only the last tokens."""
     layers = (x for x in products(step, flash=True) if x.where != 'head' and x.phase == 'forward')
     computing = sum(product_seconds(x, step, cluster) for x in layers)
     return computing + _sending(step, cluster, step.train.batch_size * step.train.seq_len)

@@ -16,11 +16,11 @@ from megajax.core.counts.parameters import (
 )
 
 HOST_LINK = 20e9  # bytes per second from a GPU to its host, over PCIe 4 (32 GB/s)
-STORAGE = 1e9  # bytes per second that a host writes by default
+STORAGE = 1e9  # default for the bytes per second that a host writes
 # Dubey et al. (2024), The Llama 3 Herd of Models, table 5: 419 interruptions in 54 days on 16,384
 # H100s.
 GPU_HOURS_TO_FAILURE = 54 * 24 * 16384 / 419
-RESTART = 300.0  # seconds until a failed run takes its next step, by default
+RESTART = 300.0  # default for the seconds until a failed run takes its next step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Faults:
         """The interval with the highest goodput.
 
         It is sqrt(2 hold_up between_failures) by Young (1974), but at least the time of a write, so
-        that one save ends before the next.
+        that a save ends before the next one starts.
         """
         return max(self.write, sqrt(2 * self.hold_up * self.between_failures))
 
@@ -47,8 +47,8 @@ class Faults:
         """Return the share of the time spent on steps that are not lost.
 
         A checkpoint is written every `interval` seconds. To first order, as in Daly (2006), a
-        failure costs the restart, half an interval, and the time of a write, because until its end
-        the previous checkpoint is the newest.
+        failure costs the restart, half an interval, and the time of a write, because the previous
+        checkpoint is the newest until the write has ended.
         """
         lost = self.restart + self.write + interval / 2
         return (

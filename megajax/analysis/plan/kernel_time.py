@@ -11,7 +11,8 @@ from megajax.core.counts.product import Product
 from megajax.core.hardware.records import FP8_SHARE, check_dtype
 
 # The shares of the peak in the GPUs' records count seven matmuls in the backward pass of flash
-# attention. That includes a second forward kernel, which kernels that save the log-sum-exp omit.
+# attention. Two of them are a second forward kernel, which is not needed if the log-sum-exp is
+# saved.
 FITTED_BACKWARD = 7 / 5
 
 
@@ -25,9 +26,9 @@ def peak_flops(config: Config, cluster: Cluster) -> float:
 
 
 def in_parts(product: Product, count: int) -> Product:
-    """Return a matmul of a layer as computed by its parts, each with a share of the tokens.
+    """Return a layer's matmul as it is computed in `count` parts, each with a share of the tokens.
 
-    Attention is one kernel for all tokens, or one per part of the sequences.
+    Attention is either one kernel for all tokens, or one kernel for each part of the sequences.
     """
     if product.where == 'head' or product.name == 'attention':
         return product
@@ -41,8 +42,8 @@ def product_seconds(
 ) -> float:
     """Return the seconds of all runs of a matmul in a step.
 
-    It is compute-bound, where flash attention skips the masked half, or memory-bound. A window is
-    assumed to be as efficient as a sequence in which a query reads as many keys.
+    A matmul is compute-bound or memory-bound; flash attention skips the masked half of the FLOPs. A
+    window is assumed to be as efficient as a sequence in which a query reads as many keys.
     """
     hardware = cluster.hardware
     peak = hardware.peak_flops[config.train.dtype]

@@ -15,13 +15,13 @@ from megajax.core.counts.vision import is_learned
 # Seconds from one kernel to the next, launched back to back: Gray (2019), Getting Started with CUDA
 # Graphs, measured 3.8 us per kernel on a V100, and 3.4 us in a graph, for kernels of 2.9 us.
 LAUNCH = 3.8e-6
-# Kernels outside the layers, in each chunk of the loss, and in each tick of a pipeline.
+# Numbers of kernels: outside the layers, in each chunk of the loss, in each tick of a pipeline.
 OF_STEP, OF_CHUNK, OF_TICK = 100, 27, 65
-# In a layer of a vision encoder, in one without gradients, and in a layer of cross-attention.
+# Kernels in a layer of a vision encoder, in a frozen encoder layer, in a cross-attention layer.
 OF_ENCODER, OF_FROZEN, OF_CROSS = 135, 65, 140
-# More in a layer of experts than in one with an MLP, if a grouped matmul is one kernel.
+# Additional kernels of a layer of experts compared with an MLP, if a grouped matmul is one kernel.
 OF_EXPERTS = 72
-OF_ROUNDS = 90  # in addition, where tokens may be sent in several rounds
+OF_ROUNDS = 90  # further kernels, if tokens may be sent in several rounds
 
 
 def num_launches(config: Config) -> int:
@@ -34,10 +34,10 @@ def num_launches(config: Config) -> int:
     of_chunks = OF_CHUNK * num_logit_chunks(config) * runs.head
     if config.overlap.in_order and config.overlap.unroll:
         return OF_STEP + runs.layers * _of_layer_in_order(config) + of_chunks
-    of_layer = 65 if is_full else 72  # which keeps the statistics of norms
+    of_layer = 65 if is_full else 72  # the second also saves the statistics of norms
     is_one_row = mesh.sequence_parallel and config.microbatch_rows == 1
     if mesh.model > 1 and is_one_row and train.recompute == 'none':
-        of_layer -= 8  # nothing that is gathered is transposed
+        of_layer -= 8  # gathered arrays are not transposed
     of_layer += 6 if model.norm == 'layernorm' else 0
     of_layer += 8 if train.dtype == 'float32' else 0  # attention is several kernels
     of_layer += 15 if model.bias else 0
@@ -82,8 +82,8 @@ def _of_layer_in_order(config: Config) -> int:
     of_part += 10 if is_full else 0
     of_part += 4 if is_full and config.optim.shard == 'weights' else 0
     is_summed = config.optim.shard in ('gradients', 'weights') and train.microbatches > 1
-    added = 8 if model.bias and is_summed else 0  # gradients of vectors
-    # Halves of the tokens have attention's kernels in common.
+    added = 8 if model.bias and is_summed else 0  # kernels that add gradients of vectors
+    # The halves of split tokens share attention's kernels.
     overlap = config.overlap
     shared = 15 if overlap.splits_tokens and overlap.num_parts > 1 else 0
     return overlap.num_parts * of_part - shared + added
@@ -104,7 +104,8 @@ def launch_seconds(work: Sequence[tuple[float, float]], count: int) -> float:
     """Return the launch overhead: the seconds that kernels take beyond their work.
 
     `work` lists for each part how often it runs, and its seconds over all runs. `count` kernels do
-    the work, equally many in each run of a part (at least one), and none takes less than LAUNCH.
+    the work, equally many in each run of a part (at least one), and no kernel takes less than
+    LAUNCH.
     """
     each = LAUNCH * max(1.0, count / sum(times for times, _ in work))
     return sum(max(0.0, each * times - seconds) for times, seconds in work)

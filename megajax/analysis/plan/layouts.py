@@ -13,8 +13,9 @@ from megajax.core.counts.flash import HOPPER, uses_flash
 from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.hardware.records import Capability
 
-SHORTEST = 4096  # tokens of a sequence on a context shard, at least
-# In a microbatch on stages; more lengthen the bubble without speeding up matmuls.
+SHORTEST = 4096  # fewest tokens of a sequence on a context shard
+# Most tokens in a pipeline's microbatch; more tokens lengthen the bubble without speeding up
+# matmuls.
 MOST_TOKENS = 32768
 
 
@@ -42,7 +43,7 @@ class Mesh(NamedTuple):
 
 
 def changed(config: Config, **keys: object) -> Config:
-    """Return the config with changed values, `section__key=value`, unchecked.
+    """Return the config with changed values, `section__key=value`, which are not checked.
 
     Check the result with `incompatibilities`.
     """
@@ -61,8 +62,8 @@ def changed(config: Config, **keys: object) -> Config:
 def meshes(num_devices: int, *, has_grids: bool) -> Iterator[Mesh]:
     """Yield every mesh of the devices, small tensor-parallel groups first.
 
-    2-D groups have at most as many rows as columns: they send least with 0.55 sqrt(t) rows
-    (`core/counts/grid.py`), and more with rows and columns exchanged.
+    2-D groups have at most as many rows as columns: they send the fewest bytes with 0.55 sqrt(t)
+    rows (`core/counts/grid.py`), and more with rows and columns exchanged.
     """
     for group in divisors(num_devices):
         for rows in divisors(group) if has_grids else (1,):
@@ -71,7 +72,7 @@ def meshes(num_devices: int, *, has_grids: bool) -> Iterator[Mesh]:
 
 
 def deep_meshes(config: Config, num_devices: int, per_host: int) -> Iterator[Mesh]:
-    """Yield every mesh with pipeline or context parallelism that divides a model and its batch.
+    """Yield every mesh with pipeline or context parallelism that divides the model and its batch.
 
     Tensor-parallel groups stay within a host. With several hosts, stages span hosts.
     """
@@ -90,7 +91,7 @@ def deep_meshes(config: Config, num_devices: int, per_host: int) -> Iterator[Mes
 
 
 def _repetitions(layers: int, config: Config) -> tuple[int, ...]:
-    """Return the numbers of chunks of so many layers, each with whole periods of the pattern."""
+    """Return the numbers of chunks that divide `layers` into whole periods of the pattern."""
     periods, left_over = divmod(layers, len(config.model.pattern))
     return (1,) if left_over else divisors(periods)
 
@@ -102,7 +103,8 @@ def deep_layouts(
 
     They use sequence parallelism with tensor parallelism, and the ZeRO stages that pipelines
     support. GPipe is left out, because it takes at least as long as 1F1B and needs at least as much
-    memory, and so are rings in pipelines, whose hops compete with transfers between stages.
+    memory. Rings in pipelines are left out too, because their hops compete with transfers between
+    stages.
     """
     on_mesh = changed(
         config,
@@ -147,7 +149,7 @@ def deep_layouts(
 def layouts(
     config: Config, mesh: Mesh, per_host: int, capability: Capability | None = HOPPER
 ) -> Iterator[Config]:
-    """Yield the layouts of one mesh; if the first is not possible, none is."""
+    """Yield the layouts of one mesh; if the first is not possible, no layout of the mesh is."""
     if config.train.batch_size % mesh.data:
         return
     if not mesh.is_flat:
@@ -187,8 +189,8 @@ def layouts(
 def _expert_degrees(config: Config, per_host: int) -> Iterator[Config]:
     """Yield a layout without expert parallelism, and with each degree to compare.
 
-    They are the largest within a host and, without pipeline and context parallelism, the largest of
-    all. Replicas are without expert parallelism.
+    The degrees are the largest within a host and, without pipeline and context parallelism, the
+    largest possible. Layouts with replicas have no expert parallelism.
     """
     yield config
     experts, mesh = config.model.experts, config.mesh
@@ -202,7 +204,7 @@ def _expert_degrees(config: Config, per_host: int) -> Iterator[Config]:
 
 
 def _overlaps(config: Config) -> Iterator[Config]:
-    """Yield a layout with each overlap to compare: the GPU default, or none and split."""
+    """Yield a layout with each overlap to compare: the GPU default, perhaps batch_split."""
     layout = resolved(config, on_gpu=True)
     yield layout
     is_auto = config.train.overlap == 'auto'
@@ -233,8 +235,8 @@ def _shards(data: int, group: int, per_host: int) -> Iterator[tuple[str, int]]:
 def _replicas(data: int, group: int, per_host: int) -> tuple[int, ...]:
     """Return the numbers of replicas to compare.
 
-    Their groups of data shards stay within a host if that is possible. Otherwise the number of
-    shards in a group is a power of two.
+    Each replica's data shards stay within a host if that is possible. Otherwise the number of data
+    shards per replica is a power of two.
     """
     if data * group <= per_host:
         return (1,)

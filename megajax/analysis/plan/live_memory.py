@@ -7,11 +7,11 @@ import dataclasses
 class Held:
     """Bytes that a step needs at one moment, in addition to state and batch."""
 
-    # With ZeRO; without it each matmul casts its own weights (workspace).
+    # 0 without ZeRO, where each matmul casts its own weights (workspace).
     gathered_weights: int = 0
-    gradients: int = 0  # in fp32; with several microbatches also their sum
+    gradients: int = 0  # in fp32, including the sum over several microbatches
     activations: int = 0  # saved by the forward pass for the backward pass
-    logits: int = 0  # of one chunk of tokens, and their gradient
+    logits: int = 0  # for one chunk of tokens, with their gradient
     workspace: int = 0  # arrays of the current layer, copies in a different dtype or layout
 
     @property

@@ -10,14 +10,15 @@ from megajax.core.counts.parameters import megatron_counts
 from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.counts.stages import FIRST
 
-OF_WEIGHTS_AND_GRADIENTS, OF_OPTIMIZER = 6, 12  # bytes of a parameter
+OF_WEIGHTS_AND_GRADIENTS, OF_OPTIMIZER = 6, 12  # bytes per parameter
 
 
 def in_flight(config: Config) -> int:
     """Return the chunks of layers in flight on Megatron's first stage.
 
-    Plain 1F1B has one per stage, fewer than a lock-step schedule (`core/counts/schedule.py`). The
-    interleaved schedule has one more than its warm-up forward passes, as in lock step.
+    Plain 1F1B has as many as there are stages, fewer than a lock-step schedule
+    (`core/counts/schedule.py`). The interleaved schedule has one more than its warm-up forward
+    passes, as the lock-step schedule does.
     """
     stages, chunks, count = (
         config.mesh.stages,
@@ -30,7 +31,7 @@ def in_flight(config: Config) -> int:
 
 
 def megatron_memory(config: Config, *, flash: bool) -> int:
-    """Return the bytes of the first rank, which needs the most."""
+    """Return the bytes of the first rank, which needs the most memory."""
     mesh, model = config.mesh, config.model
     count = megatron_counts(model, mesh.model, mesh.stages, ('layers', *FIRST)).all
     sharded = mesh.data_shards if config.optim.shard != 'none' else 1

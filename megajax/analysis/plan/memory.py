@@ -4,7 +4,7 @@ Arrays that live between steps are counted exactly. Activations saved for the ba
 counted array by array, as in Korthikanti et al. (2022), "Reducing Activation
 Recomputation in Large Transformer Models": `kept_by_layer` is their s b h (10 + 24/t) and more.
 Temporary arrays are counted at the moments of a step that may need the most (`_moments`), and the
-largest of these is the answer. The moments and their arrays were read from the buffers of programs
+result is the largest of these. The moments and their arrays were read from the buffers of programs
 that XLA compiled for H100s; `benchmarks/plan_memory.py` compares the sums with
 `compiled.memory_analysis()`.
 
@@ -22,10 +22,10 @@ from megajax.core.counts.flash import HOPPER
 from megajax.core.counts.muon import pools_of
 from megajax.core.hardware.records import Capability
 
-# The share of the temporary bytes lost between the arrays of XLA's heap: 0 to 4% in programs for
-# H100s.
+# The share of the temporary bytes that is lost between the arrays in XLA's heap: 0 to 4% in
+# programs for H100s.
 FRAGMENTATION = 0.02
-# The share of the count that a program for H100s of more than 40 GB needed beyond it at most, as
+# The largest share by which the count was too low for an H100 program of more than 40 GB, as
 # tests/analysis/plan/test_compiled.py finds in the results.
 UNDERCOUNT = 0.029
 
@@ -44,7 +44,7 @@ class StepMemory:
     fragmentation: int  # see FRAGMENTATION
     batch: int
     repetition: int  # copies of state and batch in a step of `train.replay_every`
-    moment: str  # loss, layout, backward, experts, embedding, encoder or optimizer: `_moments`
+    moment: str  # the name of that moment, such as loss or backward: see `_moments`
 
     @property
     def state(self) -> int:
@@ -81,7 +81,7 @@ def largest_microbatch(
     config: Config, capacity_bytes: int, capability: Capability | None = HOPPER
 ) -> int:
     """Return the most sequences per data shard that fit in a microbatch; 0 if none does."""
-    # Overlap splits the sequences in halves, and 2-D tensor parallelism shards them.
+    # Overlap splits the batch into halves, and 2-D tensor parallelism shards it.
     halves = config.overlap.num_parts if config.train.overlap == 'batch_split' else 1
     step = halves * config.mesh.model_rows
 
@@ -105,10 +105,11 @@ def largest_microbatch(
 def kept_by_layer(config: Config) -> int:
     """Return the bytes that a layer's forward pass saves on each GPU without recomputation.
 
-    For a GPT in 16 bits with dropout, and without its scores, they are s b h (10 + 24/t) as in
-    Korthikanti et al. (2022), table 2. With sequence parallelism the paper has s b h 34/t, because
-    Megatron gathers the inputs of matmuls again; XLA saves them: s b h (4 + 30/t). Without flash
-    attention the scores are a s^2 b (4 + 2 + 1) rather than 5, because their softmax stays in fp32.
+    For a GPT in 16 bits with dropout, and without attention scores, they are s b h (10 + 24/t), as
+    in Korthikanti et al. (2022), table 2. With sequence parallelism the paper has s b h 34/t,
+    because Megatron gathers the inputs of matmuls again; XLA saves these inputs: s b h (4 + 30/t).
+    Without flash attention, the scores take a s^2 b (4 + 2 + 1) bytes instead of 5 a s^2 b, because
+    the softmax stays in fp32.
     """
     return Sizes(config).kept_by_layer
 
@@ -139,9 +140,10 @@ def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
 
 
 def _in_muon(sizes: Sizes) -> Held:
-    """Return the memory of a step in Muon's update, as in programs for H100s.
+    """Return the memory of a step during Muon's update, as in programs for H100s.
 
-    The pieces that come back are cast to fp32, and one array of whole matrices is not yet freed.
+    The orthogonalized pieces that a device receives back are cast to fp32, and one array of whole
+    matrices is not yet freed.
     """
     pools = pools_of(sizes.config)
     pieces = sum(pool.count * pool.piece for pool in pools)
@@ -155,16 +157,16 @@ def _in_muon(sizes: Sizes) -> Held:
 def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     """Return the memory of a step at the moments that may need the most.
 
-    - loss: with the head's gradient and the arrays that it is computed from.
+    - loss: when the head's gradient and the arrays that it is computed from are in memory.
     - layout: between the passes, when XLA copies the arrays stacked by the loop over layers to a
       different layout, and may already have allocated the layers' gradients (`early`).
     - backward: in the backward pass of a layer.
     - experts: in the gradients of the weights of a layer's experts (`_of_experts`).
-    - embedding: at the end, in the gradient of the embedding. If the head is separate, this
-      gradient reuses the buffer of the transposed head, which stays empty until then.
+    - embedding: at the end, in the gradient of the embedding. If the head is not tied, this
+    gradient reuses the buffer of the transposed head, which stays empty until then.
 
-    From ZeRO-2 on only shards of gradients are stored, but the head's gradient is not reduced over
-    `data` before the backward pass of the layers has begun.
+    From ZeRO-2 on, only shards of gradients are stored, but the head's gradient is reduced over
+    `data` only after the backward pass of the layers has begun.
     """
     table = FLOAT32 * sizes.table if sizes.learned_tables else 0
     all_of_them, of_layers = sizes.learned, sizes.learned - sizes.learned_tables * sizes.table
@@ -174,14 +176,14 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     in_layers = FLOAT32 * of_layers
     gradients = summed + table + in_layers
     chunks, logits, dlogits = sizes.logits
-    # Several chunks add up the head's gradient, and XLA transposes the head once for all of them.
-    # But what ZeRO-2 and ZeRO-3 gather of a tied table they gather as the head reads it.
+    # With several chunks, the head's gradient is accumulated, and XLA transposes the head once for
+    # all chunks. But ZeRO-2 and ZeRO-3 gather a tied table in the layout that the head reads.
     added, transposed = (table, 0 if sizes.is_ordered else table) if chunks > 1 else (0, 0)
     if sizes.sums_early and sizes.model.tie_embeddings:
         transposed = 0
     is_kept_free = not (sizes.model.tie_embeddings or (sizes.sums_early and sizes.is_scattered))
     kept_free = transposed if is_kept_free else 0
-    # The tokens of a chunk, gathered, and the gradient of them all before its sum is scattered.
+    # The gathered tokens of a chunk, and their gradient before it is reduce-scattered.
     gathered = 2 * sizes.whole * sizes.layout.num_shards('D') // chunks if sizes.is_scattered else 0
     copies, in_passes = _transposed(sizes), _gathered_in_layers(sizes)
     head = transposed + sizes.itemsize * sizes.table  # counted as workspace
@@ -217,7 +219,8 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
 def _of_experts(sizes: Sizes, gathered: int, gradients: int, copies: int) -> dict[str, Held]:
     """Return the memory of a step in the gradients of the weights of a layer's experts.
 
-    The largest exists twice while ZeRO-2 and ZeRO-3 reduce it. Its operands are the rows.
+    The gradient of the first matmuls' weights exists twice while ZeRO-2 and ZeRO-3 reduce it. Its
+    operands are rows of tokens.
     """
     experts = sizes.experts
     if experts is None:
@@ -236,9 +239,9 @@ def _of_experts(sizes: Sizes, gathered: int, gradients: int, copies: int) -> dic
 def _of_layers(sizes: Sizes, in_layers: int) -> int:
     """Return the bytes of the layers' gradients at the beginning of their backward pass.
 
-    A loop has allocated all of them. In the overlap schedule they replace activations one by one,
-    so only one or two layers' gradients exist, unless reduced gradients are accumulated over
-    several microbatches.
+    A loop over layers has already allocated all of them. In the overlap schedule, gradients replace
+    activations one by one, so that only one or two layers' gradients exist, unless reduced
+    gradients are accumulated over several microbatches.
     """
     adds_sums = sizes.sums_early and sizes.config.train.microbatches > 1
     if not sizes.is_ordered or adds_sums or sizes.config.lora is not None:
@@ -249,7 +252,8 @@ def _of_layers(sizes: Sizes, in_layers: int) -> int:
 def _stacks(sizes: Sizes, in_layers: int) -> int:
     """Return the bytes of the stacks that the overlap schedule makes of per-layer gradients.
 
-    XLA makes them one by one, the largest with more than half of all bytes, then frees their parts.
+    XLA makes the stacks one by one and then frees the per-layer arrays; the largest stack has more
+    than half of all bytes.
     """
     return 3 * in_layers // 5 if sizes.is_ordered and sizes.sums_early else 0
 
@@ -257,7 +261,7 @@ def _stacks(sizes: Sizes, in_layers: int) -> int:
 def _gathered_in_layers(sizes: Sizes) -> int:
     """Return the bytes of gathered weights during the passes of the layers.
 
-    In a single microbatch the tables are needed only before and after the forward pass.
+    If there is only one microbatch, the tables are needed only before and after the layers' passes.
     """
     if sizes.config.optim.shard == 'weights' or sizes.config.train.microbatches > 1:
         return sizes.gathered
@@ -267,7 +271,7 @@ def _gathered_in_layers(sizes: Sizes) -> int:
 def _embedded(sizes: Sizes) -> int:
     """Return the bytes of the embedding's output gradient in fp32, with all of D on each GPU.
 
-    2-D tensor parallelism gathers it over `row`, in `train.dtype`.
+    2-D tensor parallelism gathers the gradient over `row`, in `train.dtype`.
     """
     rows = sizes.layout.num_shards('D')
     in_fp32 = FLOAT32 * rows * sizes.whole // sizes.itemsize
@@ -287,8 +291,8 @@ def _buffers_of_layer(sizes: Sizes) -> int:
 def _transposed(sizes: Sizes) -> int:
     """Return the bytes of the copies of stored parameters in the layout of ZeRO-3's gathers.
 
-    XLA copies the row-parallel matrices before the loop over layers and, with several microbatches,
-    the tables before the loop over these.
+    XLA copies the row-parallel matrices before the loop over layers and, if there are several
+    microbatches, the tables before the loop over microbatches.
     """
     is_in_one_pass = sizes.is_ordered and sizes.config.train.microbatches == 1
     if sizes.config.optim.shard != 'weights' or is_in_one_pass:

@@ -21,15 +21,15 @@ RECOMPUTE = 'none', 'selective', 'full'
 class OneKey(NamedTuple):
     """A key with its new value, and the memory and time of a step with it."""
 
-    text: str  # train.recompute=full
+    text: str  # the key and its value, such as train.recompute=full
     bytes: int
-    slower: float  # the share by which a step takes longer; below 0 it is faster
+    slower: float  # the share by which a step takes longer; negative if the step is faster
 
 
 def remedy(config: Config, needed: int, *, gpu: str, gpus_per_host: int) -> str:
-    """Say which key makes a compiled step fit that needs more memory than is usable.
+    """Say which key makes a compiled step fit if it needs more memory than is usable.
 
-    Return an empty string if it fits.
+    Return an empty string if the step fits. `needed` is in bytes.
     """
     available = int(USABLE * hardware(gpu).memory)
     if needed <= available:
@@ -47,8 +47,8 @@ def one_key(config: Config, cluster: Cluster, *, excess: int = 0) -> OneKey | No
     """Return the key that makes a step fit and costs the least time; None if no key does.
 
     The key saves at least `excess` bytes, because the plan may underestimate the compiled step.
-    Keys that leave every number of the training run as it is come before `optim.moments_dtype`,
-    which rounds AdamW's moments between steps.
+    Keys that do not change any result of the training run come before `optim.moments_dtype`, which
+    rounds AdamW's moments between steps.
     """
     available, before = usable_memory(cluster), resolved(config, on_gpu=True)
     seconds = step_time(before, cluster).total

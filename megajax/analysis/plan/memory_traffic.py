@@ -30,7 +30,8 @@ class Traffic:
 def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -> Iterator[Traffic]:
     """Yield the operations of the layers; a fused one reads and writes each array once.
 
-    `in_buffers` is whether tokens are sent to experts in buffers with room for more.
+    `in_buffers` is whether tokens are sent to experts in buffers that have room for more than a
+    balanced load.
     """
     # Between the two matmuls of a sublayer, 2-D tensor parallelism shards the batch.
     model, t, widths = config.model, config.mesh.tensor_parallel, dim_sizes(config.model)
@@ -44,7 +45,7 @@ def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -
     times = Runs.of_stages(config).layers
     forwards = 2 if config.train.recompute == 'full' else 1
     # Norms read and write one array; adding to the residual reads two and writes one. The backward
-    # pass reads one array more.
+    # pass reads one more array.
     of_norms = model.norms_of_layer * (2 * forwards + 3) * residual
     yield Traffic(name='norms', bytes=of_norms, times=times)
     yield Traffic(name='residual', bytes=2 * (3 * forwards + 2) * residual, times=times)
@@ -55,7 +56,7 @@ def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -
         times=times,
     )
     if experts is not None:
-        # Each pass moves rows to experts and back: it reads and writes them in each buffer.
+        # Each pass moves rows to the experts and back, and reads and writes them in each buffer.
         moved = 4 * (experts.rows + experts.sent) + (2 * experts.results if in_buffers else 0)
         routed = 4 * experts.routing
         yield Traffic(name='dispatch', bytes=(forwards + 1) * (moved + routed), times=times)
@@ -92,7 +93,7 @@ def traffic_of_weights(
         / mesh.model_rows
         for learned, experts in ((False, mesh.experts), (True, mesh.experts), (True, 1))
     )
-    # ZeRO shards experts over the devices that have the same ones.
+    # ZeRO shards experts over the devices that have the same experts.
     own = of_replica / (mesh.data_shards * mesh.context) if optim.shard != 'none' else count
     microbatches = config.train.microbatches
     if BYTES[config.train.dtype] == 2:
@@ -105,14 +106,14 @@ def traffic_of_weights(
             times=ticks(config) / mesh.virtual_stages,
         )
     yield Traffic(name='gradient norm', bytes=4 * own, times=1)
-    # The parameter and its moments are read and written, the gradient is read.
+    # The parameter and its moments are read and written; the gradient is read.
     pools = pools_of(config)
     of_muon = sum(pool.count * pool.piece for pool in pools)
     moments = 2 * BYTES[optim.moments_dtype]
     yield Traffic(name=optim.kind, bytes=(12 + 2 * moments) * own - moments * of_muon, times=1)
     if of_muon:
-        # The matrices in 16 bits change their layout before and after each exchange, and an
-        # iteration reads and writes them, and their squares, between its matmuls.
+        # The 16-bit matrices change their layout before and after each exchange. Between its
+        # matmuls, an iteration reads and writes the matrices and their squares.
         whole = sum(pool.whole * prod(pool.form.shape) for pool in pools)
         squares = sum(pool.whole * pool.form.shape[0] ** 2 for pool in pools)
         in_iterations = optim.ns_steps * (3 * whole + 3 * squares)

@@ -18,7 +18,7 @@ class Cluster:
 
     @classmethod
     def of(cls, hardware: Hardware, num_devices: int, devices_per_host: int | None = None) -> Self:
-        """Return a cluster with as many GPUs in each host as the type is sold with, unless given.
+        """Return a cluster; by default its hosts have as many GPUs as the type is sold with.
 
         Raises ConfigError for hosts of unequal size.
         """
@@ -41,12 +41,13 @@ class Cluster:
         return self._group(config, axis)[1]
 
     def _group(self, config: Config, axis: str) -> tuple[int, int]:
-        """Return the GPUs of a group, and those on a host; `mesh.sizes` is outermost first."""
+        """Return the size of a group, and how many of its GPUs share a host."""
         sizes, axes = config.mesh.sizes, axis.split('+')
         names = [*sizes]
         inner = names[1 + max(names.index(name) for name in axes if name in sizes) :]
         size = prod(sizes.get(name, 1) for name in axes)
-        apart = prod(sizes[name] for name in inner)  # distance of two neighbors
+        # distance between two neighbors; `mesh.sizes` is outermost first
+        apart = prod(sizes[name] for name in inner)
         return size, min(size, max(1, self.devices_per_host // apart))
 
     def ring(self, config: Config, axis: str) -> 'Ring':
@@ -78,9 +79,9 @@ class Ring:
         """Return the seconds of one collective in which each GPU sends `wire_bytes`.
 
         An all-reduce of P bytes takes 2(t-1)/t P/bandwidth + 2(t-1) latency. All-gathers and
-        reduce-scatters take half of that in both terms (Thakur et al., 2005, section 4). As many
-        steps as there are other hosts have the latency between hosts, as NCCL counts. A permute is
-        one step.
+        reduce-scatters take half of that in both terms (Thakur et al., 2005, section 4). The
+        latency between hosts counts in as many steps as there are other hosts, as in NCCL's model.
+        A permute is one step.
         """
         if kind == 'collective-permute':
             latency = self.latency_across if self.hosts > 1 else self.latency_inside

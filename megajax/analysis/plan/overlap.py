@@ -1,15 +1,15 @@
 """List the matmuls that each collective overlaps in the program that XLA compiles for GPUs.
 
-They were read from `megajax inspect --target h100` with jax 0.10.2. For each site and kind, the
-tables give the share of the bytes that are sent while matmuls run, and which matmuls these are; the
+The lists were read from `megajax inspect --target h100` with jax 0.10.2. For each site and kind,
+the tables give the share of the bytes that are sent while matmuls run, and name these matmuls. The
 same share of the matmuls runs meanwhile. Nothing else overlaps: neither the embedding tables of
-ZeRO-2 and ZeRO-3, nor what a step sends once over `data`. The smaller of the times of transfers and
-matmuls is hidden (`transfers.py`).
+ZeRO-2 and ZeRO-3, nor the traffic that a step sends once over `data`. The hidden time is the
+smaller of the times of the transfers and of the matmuls (`transfers.py`).
 
-XLA's scheduler decides by the sizes of a model. In 493 compiled steps that fit, the share of the
-bytes over `model` that overlaps is off by 5 points on average, and within 10 points in 79%
-(`benchmarks/plan_overlap.py`). The share of the time that matmuls hide is within 9 points for
-GPT-2 345M, and up to 29 points off for the 8.3B model and Llama 3 8B. Of the bytes over `data` from
+XLA's scheduler decides based on the sizes of a model. In 493 compiled steps that fit, the share of
+the bytes over `model` that overlaps is off by 5 points on average, and within 10 points in 79%
+(`benchmarks/plan_overlap.py`). The share of the time that matmuls hide is within 9 points for GPT-2
+345M, and up to 29 points off for the 8.3B model and Llama 3 8B. Of the bytes over `data` from
 ZeRO-2 on, the share is within 9 points without tensor parallelism, and 10 points off on average in
 30 compiled steps (`benchmarks/plan_memory.py`). In a step that does not fit, nothing overlaps.
 """
@@ -38,7 +38,7 @@ class HiddenBy(NamedTuple):
 
 
 NOTHING = HiddenBy(0.0, ())
-RING_SHARE = 0.5  # of the hops of a ring
+RING_SHARE = 0.5  # share of a ring's hops that overlap
 _ATTENTION, _MLP = ('qkv weight', 'out weight'), ('up weight', 'down weight')
 _BACKWARD = {
     ('head', REDUCE): HiddenBy(1.0, ('head weight',)),
@@ -84,7 +84,7 @@ _OVER_DATA = {
 
 # In the overlap schedule (`core/model/overlap/`) the layers' traffic overlaps all matmuls of its
 # pass, except transfers next to a short one; halves of the tokens wait for each other if attention
-# needs both. In a loop the first and the last transfer of a layer overlap nothing.
+# needs both. In a loop, the first and the last transfer of a layer overlap nothing.
 _IN_ORDER = {'batch_split': 0.92, 'sequence_split': 0.75}
 _IN_LOOP = 0.8
 _OF_LAYER = 'qkv', 'attention', 'out', 'up', 'down'
@@ -111,7 +111,8 @@ def _hidden_by_others(collective: Expected, config: Config) -> HiddenBy | None:
 def _in_order_over_data(config: Config) -> float:
     """Return the share of a pass's traffic over `data` that overlaps matmuls.
 
-    The matrices of the first attention are needed before any matmul, and their gradients come last.
+    The matrices of the first layer's attention are needed before any matmul, and their gradients
+    come last.
     """
     counts = own_counts(config)
     head = counts.tables / 2 if config.overlap.has_head else 0.0
@@ -121,7 +122,7 @@ def _in_order_over_data(config: Config) -> float:
 
 @functools.cache
 def _share_of_first_attention(model: ModelConfig) -> float:
-    """Return the first attention's share of the matrices of all layers."""
+    """Return the share of the first layer's attention in the matrices of all layers."""
     sizes = dim_sizes(model)
     matrices = [(name, x) for name, x in parameters(model) if x.is_stacked and x.is_matrix]
     first = sum(elements(x.dims_of_layer, sizes) for name, x in matrices if '.attention.' in name)
@@ -130,7 +131,7 @@ def _share_of_first_attention(model: ModelConfig) -> float:
 
 @functools.cache
 def in_pass(phase: Phase, names: tuple[str, ...] = _OF_LAYER) -> tuple[str, ...]:
-    """Return the names of matmuls in a pass, by default a layer's."""
+    """Return the names of the matmuls in a pass; the default is a layer's."""
     gradients = (' input', ' weight') if phase == 'backward' else ('',)
     return tuple(
         f'{name}{of}' for name in names for of in (gradients if name != 'attention' else ('',))
@@ -138,7 +139,7 @@ def in_pass(phase: Phase, names: tuple[str, ...] = _OF_LAYER) -> tuple[str, ...]
 
 
 def is_over_data(collective: Expected) -> bool:
-    """Return whether a collective belongs to data parallelism, also over context and stages."""
+    """Return whether a collective is data-parallel, even if over context or stages."""
     axes = {*collective.site.axis.split('+')}
     is_of_weights = collective.site.name in ('parameters', 'gradients')
     return bool({'data', 'replica'} & axes) or (is_of_weights and not {'row', 'model'} & axes)
@@ -147,7 +148,7 @@ def is_over_data(collective: Expected) -> bool:
 def hidden_by_ticks(collective: Expected, config: Config) -> HiddenBy:
     """Return what hides the transfers between stages in 1F1B: the other pass of the same tick.
 
-    Nothing hides them in ticks with only one pass, at both ends, and in GPipe.
+    Nothing hides them in ticks with only one pass, i.e. at both ends and in GPipe.
     """
     mesh = config.mesh
     if collective.kind != PERMUTE or config.train.schedule == 'gpipe':
@@ -169,7 +170,7 @@ def _shares_over_data(config: Config) -> dict[str, float]:
 
 
 def _hidden_by_layers(collective: Expected, config: Config) -> HiddenBy:
-    """Return what hides the traffic of weights or gradients of layers, which includes tables."""
+    """Return what hides the traffic of weights and gradients; the collectives also carry tables."""
     if collective.site.phase == 'step':
         return NOTHING
     shares, recomputed = _shares_over_data(config), config.train.recompute == 'full'
@@ -180,14 +181,14 @@ def _hidden_by_layers(collective: Expected, config: Config) -> HiddenBy:
         return HiddenBy(shares['gradients'] * layers, products, 'backward')
     if collective.site.phase == 'forward':
         return HiddenBy(shares['forward'] * layers, ('attention', 'up'), 'forward')
-    # The backward pass gathers only the layers; full recomputation shares its gathers with it.
+    # The backward pass gathers only the layers. With full recomputation, both share the gathers.
     if recomputed:
         return HiddenBy(shares['recompute'], ('attention', 'out', 'up'), 'recompute')
     return HiddenBy(shares['backward'], ('down weight', 'up weight'), 'backward')
 
 
 def _hidden_by_blocks(collective: Expected, config: Config) -> HiddenBy:
-    """Return what hides a hop to a neighbor: a block of attention; nothing hides a gather."""
+    """Return what hides a ring's hop: a block of attention. Nothing hides a gather."""
     if collective.kind != PERMUTE:
         return NOTHING
     return HiddenBy(RING_SHARE, ('attention',))
@@ -196,7 +197,8 @@ def _hidden_by_blocks(collective: Expected, config: Config) -> HiddenBy:
 def hidden_by(collective: Expected, config: Config) -> HiddenBy:
     """Return the matmuls that a collective of a step of `config` overlaps.
 
-    Under 10% of the collectives of 2-D tensor parallelism overlap in programs; here none do.
+    In compiled programs, under 10% of the collectives of 2-D tensor parallelism overlap; the
+    prediction counts none.
     """
     overlap = config.overlap
     if overlap.in_order and (others := _hidden_by_others(collective, config)):

@@ -49,7 +49,7 @@ def on_contexts(ranking: Ranking, available: int) -> str | None:
 
 
 def _split(ranking: Ranking, has: Callable[[Choice], bool]) -> tuple[Choice | None, Choice | None]:
-    """Return the fastest layout that has something, and the fastest without it."""
+    """Return the fastest layout for which `has` is true, and the fastest of the rest."""
     return (
         next((choice for choice in ranking.fitting if has(choice)), None),
         next((choice for choice in ranking.fitting if not has(choice)), None),
@@ -77,7 +77,7 @@ def _stages(choice: Choice) -> str:
 
 
 def _bubbles(choice: Choice) -> str:
-    """Return the bubble of a pipeline, and what it would be without virtual stages."""
+    """Say how large a pipeline's bubble is, and how large without virtual stages."""
     text = f'bubble {bubble(choice.config):.1%}'
     if choice.config.mesh.virtual_stages == 1:
         return text
@@ -86,7 +86,7 @@ def _bubbles(choice: Choice) -> str:
 
 
 def _crossing(choice: Choice) -> str:
-    """Return how much each GPU sends to the next stage, and how much of that is exposed."""
+    """Say how much each GPU sends to the next stage, and how much of this time is exposed."""
     sent = [transfer for transfer in choice.timed.transfers if transfer.axis == 'stage']
     size = sum(transfer.wire_bytes for transfer in sent)
     link = 'inter-host' if any(transfer.crosses_hosts for transfer in sent) else 'intra-host'
@@ -95,7 +95,7 @@ def _crossing(choice: Choice) -> str:
 
 
 def _memory(piped: Choice, cluster: Cluster) -> str:
-    """Return the memory of a pipeline, and what it would be with the GPipe schedule."""
+    """Say how much memory a pipeline needs, and how much with the GPipe schedule."""
     by_gpipe = changed(piped.config, train__schedule='gpipe')
     needed = memory_on(by_gpipe, cluster).total
     fits = ' (does not fit)' if needed > usable_memory(cluster) else ''

@@ -53,10 +53,10 @@ def plan(
     `gpus` defaults to the size of the mesh, `link` to the link that the GPUs are sold with.
     `target_batch` replaces `train.batch_size`. `tokens` is the number to train on. `program` is the
     software whose step is timed. `price` is the price of a GPU-hour. `storage` is the bytes per
-    second that all hosts write in total. `imbalance` is the tokens of the busiest device of an
-    expert-parallel group, over the mean.
+    second that all hosts write in total. `imbalance` is the ratio of the tokens of the busiest
+    device in an expert-parallel group to the mean.
 
-    Raises ConfigError if no layout fits or divides the model; the error says what would.
+    Raises ConfigError if no layout fits or divides the model; the error says what would work.
     """
     software = dataclasses.replace(BY_NAME[program], imbalance=_checked(imbalance, config))
     if target_batch:
@@ -64,7 +64,7 @@ def plan(
     own = config.mesh.num_devices
     cluster = Cluster.of(hardware(gpu, link), gpus or own, gpus_per_host)
     is_own = cluster.num_devices == own
-    if is_own and (problems := software.problems(config)):  # the new batch may not divide
+    if is_own and (problems := software.problems(config)):  # the new batch might not be divisible
         raise ConfigError(*problems)
     config = software.without_order(config)
     ranking = search(config, cluster, software)
@@ -116,7 +116,7 @@ def _report(
     time: StepTime,
     **known: Any,
 ) -> Plan:
-    """Return the plan of a config, with the memory of `held`, whose layers are evened."""
+    """Return the plan of a config, with the memory of `held`, the config with evened layers."""
     available = usable_memory(cluster)
     needed = memory_on(held, cluster)
     chosen = Choice(config=config, bytes=needed.total, time=time)

@@ -31,7 +31,7 @@ def check_plot(path: Path) -> None:
 
 
 def roofline(config: Config, cluster: Cluster) -> 'Figure':
-    """Plot each weight's matmuls by FLOPs per byte and predicted FLOP/s.
+    """Plot each weight's matmuls by their FLOPs per byte and predicted FLOP/s.
 
     The lines above them are the GPU's peak, the rates of large matmuls standalone and in training,
     and the memory bandwidth.
@@ -114,7 +114,7 @@ class _Point(NamedTuple):
 
 
 def _points(config: Config, cluster: Cluster) -> list[_Point]:
-    """Return a point for each weight, or for several weights with the same coordinates."""
+    """Return a point for each weight; weights with the same coordinates share a point."""
     sums = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
     for product in products(config, flash=True):
         if product.name != 'attention':
@@ -136,9 +136,9 @@ def _points(config: Config, cluster: Cluster) -> list[_Point]:
 
 
 def scaling(config: Config, cluster: Cluster) -> 'Figure':
-    """Plot the MFU of the fastest layout from one GPU to 512, or to the cluster's if it has more.
+    """Plot the MFU of the fastest layout on 1 to 512 GPUs, or more if the cluster is larger.
 
-    The batch size is the config's on any number of GPUs.
+    The batch size is the config's for any number of GPUs.
     """
     figure = new_figure()
     axes = figure.subplots()

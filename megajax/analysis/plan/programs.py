@@ -55,7 +55,7 @@ class Software:
     over_data: Callable[[Config], list[Expected]]
     hidden_by: Callable[[Expected, Config], HiddenBy]
     uses_flash: Callable[[Config, Capability | None], bool]
-    attention: Attention = 'flash'  # its flash attention, if it uses any
+    attention: Attention = 'flash'  # the flash attention that it uses, if any
     gradient_bytes: int = 4  # bytes of each gradient element that is reduced over `data`
     accumulated_bytes: int = 12  # bytes moved per accumulated gradient element
     adds_shards: bool = False  # accumulates shards of gradients, not full gradients
@@ -65,18 +65,20 @@ class Software:
     num_launches: Callable[[Config], int] = lambda _: 0
     has_grids: bool = False  # has 2-D tensor parallelism
     has_order: bool = False  # supports `train.overlap`
-    # Whether pipeline stages share the tokens of the head, or the last stage has them all.
+    # Whether pipeline stages share the head's tokens; otherwise the last stage has them all.
     shares_head: bool = False
     # Whether it sends tokens to experts in buffers, with room for 1.25 times a balanced load.
     sends_buffers: bool = False
-    # Tokens of the experts of the busiest device, over the mean of those that share a layer.
+    # The ratio of the tokens of the busiest device's experts to the mean over the devices of a
+    # layer.
     imbalance: float = 1.0
-    # Whether it is megajax, so that the settings that megajax alone rejects are rejected.
+    # Whether it is megajax, so that settings that only megajax rejects are rejected.
     is_own: bool = False
-    # The ZeRO stages that it has (`optim.shard`), if its weights are replicated at all.
+    # The supported ZeRO stages (`optim.shard`); they matter only if there are data or context
+    # shards.
     zero: tuple[str, ...] = ('none', 'optimizer', 'gradients', 'weights')
-    # What its selective recomputation repeats of a forward pass in addition to attention's scores:
-    # the share of each matmul.
+    # The share of each matmul of a forward pass that selective recomputation repeats, in addition
+    # to attention's scores.
     repeats: Callable[[ModelConfig], Mapping[str, float]] = lambda _: {}
 
     def has_zero(self, config: Config) -> bool:
@@ -98,7 +100,7 @@ class Software:
     def evened(self, config: Config) -> Config:
         """Return the config with as many layers in every chunk as in the largest.
 
-        The embedding and the head count as layers in Megatron, so that the other chunks have
+        In Megatron the embedding and the head count as layers, so that the chunks with these have
         fewer. megajax rejects such configs.
         """
         chunks = config.mesh.stages * config.mesh.virtual_stages
@@ -114,7 +116,7 @@ class Software:
         )
 
     def sent_in_passes(self, config: Config) -> list[Expected]:
-        """Return all collectives of the passes, with those that send tokens to experts."""
+        """Return all collectives of the passes, including the ones that send tokens to experts."""
         sent = self.in_passes(config)
         if config.model.experts is None:
             return sent
@@ -122,7 +124,7 @@ class Software:
         return [*sent, *to_experts(config, self.imbalance)]
 
     def without_order(self, config: Config) -> Config:
-        """Return the config, without megajax's overlap if the software does not have it."""
+        """Return the config, without megajax's overlap if the software does not support it."""
         return config if self.has_order else without_order(config)
 
 
@@ -131,7 +133,7 @@ def fully_sharded(config: Config) -> list[Expected]:
 
     Each microbatch all-gathers all weights for each pass and reduce-scatters their gradients, in
     bf16: Zhao et al. (2023), PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel.
-    Experts are sharded over the devices that have the same ones. In a pipeline, the weights of a
+    Experts are sharded over the devices that have the same experts. In a pipeline, the weights of a
     stage stay gathered for all microbatches.
     """
     mesh, runs = config.mesh, config.train.microbatches
@@ -169,14 +171,14 @@ def fully_sharded(config: Config) -> list[Expected]:
 def _hidden_by_its_layer(collective: Expected, config: Config) -> HiddenBy:
     """Return the overlap of Megatron-Core.
 
-    With --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather.
+    It is the overlap with --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather.
     """
     site = collective.site
     if is_over_data(collective):
         return _hidden_by_everything(collective, config)
     if site.axis == 'stage':  # --overlap-p2p-communication needs several chunks per stage
         return hidden_by_ticks(collective, config) if config.mesh.virtual_stages > 1 else NOTHING
-    # Only the collectives of sequence parallelism overlap their own matmul.
+    # Only the collectives of sequence parallelism overlap the matmul next to them.
     if collective.kind == REDUCE:
         return NOTHING
     parts = {'attention': ('qkv', 'out'), 'mlp': ('up', 'down'), 'head': ('head',)}.get(
@@ -197,7 +199,7 @@ def _hidden_by_weight_gradients(collective: Expected, _: Config) -> HiddenBy:
 def _hidden_by_everything(collective: Expected, config: Config) -> HiddenBy:
     """Return the overlap of data parallelism: its traffic is prefetched or deferred.
 
-    Weights are prefetched for a pass, gradients are deferred until after it.
+    Weights are prefetched before a pass needs them, and gradients are reduced after it.
     """
     phase: Phase = collective.site.phase
     if phase == 'step':
@@ -207,7 +209,7 @@ def _hidden_by_everything(collective: Expected, config: Config) -> HiddenBy:
 
 
 def _hidden_if_over_data(collective: Expected, config: Config) -> HiddenBy:
-    """Return the overlap of FSDP; experts wait for their tokens."""
+    """Return the overlap of FSDP; the experts' all-to-alls do not overlap."""
     return _hidden_by_everything(collective, config) if is_over_data(collective) else NOTHING
 
 
@@ -220,8 +222,8 @@ def _every_second_matmul(model: ModelConfig) -> dict[str, float]:
 def _megatron_in_passes(config: Config) -> list[Expected]:
     """Return Megatron's collectives of the passes, including those of bubble ticks.
 
-    Without sequence parallelism each device of a tensor-parallel group sends its part of a stage's
-    output, and they gather it on the other side (Narayanan et al., 2021, section 4.1).
+    Without sequence parallelism, each device of a tensor-parallel group sends a part of a stage's
+    output, and the group of the next stage gathers the parts (Narayanan et al., 2021, section 4.1).
     """
     mesh = config.mesh
     if mesh.is_grid:
@@ -300,13 +302,13 @@ FSDP = dataclasses.replace(
     hidden_by=_hidden_if_over_data,
     attention='flash_2',
     adds_shards=True,
-    recomputes_last=False,  # PyTorch stops where the backward pass has what it needs
+    recomputes_last=False,  # PyTorch stops recomputing when the backward pass has all that it needs
     zero=('weights',),
 )
-# MaxText and Pax, whose tensor parallelism XLA does not overlap in a loop over layers.
+# MaxText and Pax: XLA does not overlap their tensor parallelism in a loop over layers.
 FSDP_IN_JAX = dataclasses.replace(FSDP, attention='flash')
-# With torch.compile, and without its asynchronous tensor parallelism, which is off by default. Its
-# selective recomputation repeats every second matmul of a layer: `wk`, `wo` and `w3`.
+# With torch.compile, and without asynchronous tensor parallelism, which is off by default.
+# Selective recomputation repeats every second matmul of a layer: `wk`, `wo` and `w3`.
 TORCHTITAN = dataclasses.replace(FSDP, repeats=_every_second_matmul)
 TORCHTITAN_ASYNC = dataclasses.replace(TORCHTITAN, hidden_by=_hidden_by_its_layer)
 # Megatron-Core's FSDP instead of its distributed optimizer.

@@ -16,7 +16,7 @@ from megajax.core.train.feed import place_batch
 from megajax.core.train.step import init_state, make_train_step
 
 STEPS = 5
-BUSY = 0.25  # share of the cores, by the load of the last minute
+BUSY = 0.25  # share of the cores that counts as busy, by the load of the last minute
 
 
 def busy() -> str | None:
@@ -31,9 +31,9 @@ def busy() -> str | None:
 
 
 def config_for(devices: int, *, is_gpu: bool) -> Config:
-    """Return a GPT whose step takes some tenths of a second on a CPU or on a GPU.
+    """Return a GPT whose step takes a few tenths of a second on a CPU or on a GPU.
 
-    The batch has sequences for every device.
+    The batch has at least one sequence for every device.
     """
     width, length, rows = (2048, 2048, 4) if is_gpu else (512, 256, 2)
     return Config(
@@ -76,7 +76,7 @@ def real_seconds(config: Config) -> list[float]:
 def fitted_to_step(record: Hardware, config: Config, seconds: list[float]) -> Hardware:
     """Return the record with the matmul rate at which a step takes the median of `seconds`.
 
-    If no rate gives the median, use the nearest possible rate.
+    If no rate gives the median, the record has the nearest possible rate.
     """
     median = float(np.median(seconds))
 
@@ -92,7 +92,7 @@ def fitted_to_step(record: Hardware, config: Config, seconds: list[float]) -> Ha
 
 
 def _where(falls: Callable[[float], float], value: float, low: float, high: float) -> float:
-    """Return by bisection where a decreasing function reaches a value between two bounds."""
+    """Find by bisection where a decreasing function reaches a value between two bounds."""
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if falls(middle) > value else (low, middle)

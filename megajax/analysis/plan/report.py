@@ -11,7 +11,7 @@ from megajax.base.render.console import as_html, as_text, open_table
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import count, duration, si
 
-_SHOWN = 5e-4  # share of the step above which launch overhead has a line
+_SHOWN = 5e-4  # share of the step above which launch overhead gets its own line
 
 
 def to_text(plan: Plan, *, width: int = 150) -> str:
@@ -62,7 +62,7 @@ def tables(plan: Plan) -> RenderableType:
 
 
 def _load(imbalance: float) -> str:
-    """Say how evenly experts are loaded."""
+    """Describe how evenly the experts are loaded."""
     if imbalance == 1:
         return 'experts in balance: every device gets equally many tokens (--imbalance 1)'
     return f'experts: the busiest device gets {imbalance:g} times the mean tokens (--imbalance)'
@@ -98,7 +98,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def time_table(plan: Plan) -> Table:
-    """Return a table of time, with a row per kind of work; collectives count if exposed."""
+    """Return a table of time, with a row per kind of work; only exposed collectives count."""
     table = open_table(title=f'time per step, {_band(plan)}')
     table.add_column('')
     for name in ('ms', 'share'):
@@ -144,7 +144,7 @@ def _rates(plan: Plan) -> Text:
 
 
 def _run(plan: Plan) -> list[Text]:
-    """Return lines on the full run: GPU-hours, energy, price, checkpoints and failures."""
+    """Return lines about the full run: GPU-hours, energy, price, checkpoints and failures."""
     cost, faults = plan.cost, plan.faults
     spent = [
         f'{cost.tokens:,.0f} tokens: {count(round(cost.gpu_hours), "GPU-hour")} ({_band(plan)})',
@@ -171,11 +171,11 @@ def _run(plan: Plan) -> list[Text]:
 
 
 def layouts_table(plan: Plan) -> Table:
-    """Return a table of the fastest layout of each mesh, and why it is slower than the fastest.
+    """Return a table of the fastest layout of each mesh, and why it is slower than the best.
 
     Layouts with and without sequence parallelism have separate rows. If no layout of a mesh fits,
-    its row shows the smallest. 2-D tensor parallelism has one row, pipelines one for each number of
-    stages, with and without context parallelism.
+    its row shows the smallest. 2-D tensor parallelism has one row. Pipelines have a row for each
+    number of stages, with and without context parallelism.
     """
     table = open_table(title=f'layouts, times {_band(plan)}')
     table.add_column('', no_wrap=True)
@@ -206,7 +206,7 @@ def layouts_table(plan: Plan) -> Table:
 
 
 def _impossible(plan: Plan) -> list[Text]:
-    """Return a line for each reason's key, with the first of the meshes that it rules out."""
+    """Return a line for each config key that rules out meshes, with the first of these meshes."""
     by_key = defaultdict[str, list[tuple[str, str]]](list)
     for mesh, reason in plan.impossible.items():
         by_key[reason.partition(':')[0]].append((mesh, reason))

@@ -1,6 +1,6 @@
 """Define the result of a plan, which the terminal, the notebook and the JSON all show.
 
-Bytes are per GPU, seconds per step.
+Bytes are per GPU, and seconds are per step.
 """
 
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from megajax.base.result import Result
 from megajax.core.config import Config
 from megajax.core.config.schema import OF_ANY_PROGRAM
 
-# The fields and lines of schema version 2 that have a new name.
+# New names of fields and lines of schema version 2.
 _NEW = {
     'products': 'matmul',
     'microbatch_rows': 'microbatch_sequences',
@@ -115,7 +115,7 @@ class Candidate(Result):
 
 
 class Plan(Result):
-    """Memory and time of a config on GPUs you need not have, and of every other layout."""
+    """Memory and time of a config and of every other layout, on GPUs that you need not have."""
 
     schema_version: Literal[3] = 3
     config: str = Field(description='the planned config with all defaults resolved, YAML')

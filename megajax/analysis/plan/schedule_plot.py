@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORWARD, BACKWARD, NOTHING = 'Blues', 'Greens', '#eeeeee'
-NUMBERED = 1100  # passes that can have a number in their box
-MOST = 200_000  # passes that can be drawn
+NUMBERED = 1100  # most passes that are drawn with a number in their box
+MOST = 200_000  # most passes that are drawn
 
 
 class Box(NamedTuple):
@@ -28,7 +28,7 @@ class Box(NamedTuple):
     stage: int
     start: float
     width: float
-    microbatch: int  # IDLE for none
+    microbatch: int  # IDLE if the stage is idle
     chunk: int
     is_forward: bool
 
@@ -36,7 +36,7 @@ class Box(NamedTuple):
 def schedule(config: Config) -> 'Figure':
     """Plot the schedule of a config's training step, with the chunks in flight below.
 
-    Raises ConfigError if there is no pipeline, or if it is too long to draw.
+    Raises ConfigError if there is no pipeline, or if the schedule is too long to draw.
     """
     mesh = config.mesh
     if mesh.stages == 1:
@@ -135,7 +135,7 @@ def in_flight(plan: Schedule) -> np.ndarray:
     """Return the chunks in flight [tick, stage]: those whose backward pass is not yet done."""
     is_made, is_done = (table[:, :, 0] != IDLE for table in (plan.forward, plan.backward))
     made, done = (np.cumsum(x, axis=0) for x in (is_made, is_done))
-    before = np.vstack([np.zeros_like(done[:1]), done[:-1]])  # memory is free in the tick after
+    before = np.vstack([np.zeros_like(done[:1]), done[:-1]])  # the memory is free in the next tick
     return made - before
 
 

@@ -1,6 +1,6 @@
-"""A search of every layout of a model on a number of GPUs.
+"""Search all layouts of a model on a number of GPUs.
 
-It says which layouts fit, how fast each is, and why the others lost.
+The result shows which layouts fit, how fast each is, and why the others were not chosen.
 """
 
 import dataclasses
@@ -17,14 +17,15 @@ from megajax.analysis.plan.time import StepTime, Timer
 from megajax.core.config import Config, ConfigError
 from megajax.core.hardware.memory import USABLE
 
-MOST_GPUS = 65536  # to look for a number of GPUs that a model fits on
+MOST_GPUS = 65536  # upper limit of the search for a number of GPUs on which a model fits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """One layout: its config, the bytes that it needs on a GPU, and its time if it fits.
 
-    A layout that cannot be the fastest of its mesh is not timed; it takes `at_least` so long.
+    A layout that cannot be the fastest of its mesh is not timed; its step takes `at_least` seconds
+    or more.
     """
 
     config: Config
@@ -49,9 +50,10 @@ class Ranking:
     """All layouts on a number of GPUs."""
 
     fitting: tuple[Choice, ...]  # the layouts that fit and were timed, fastest first
-    slower: tuple[Choice, ...]  # those that fit and are slower than another of their mesh
+    # layouts that fit but are slower than a different layout of their mesh
+    slower: tuple[Choice, ...]
     too_large: tuple[Choice, ...]  # the layouts that do not fit, smallest first
-    impossible: dict[Mesh, str]  # the reason for each mesh without a layout
+    impossible: dict[Mesh, str]  # for each mesh without a layout, the reason
 
     @property
     def best(self) -> Choice:
@@ -60,7 +62,7 @@ class Ranking:
 
     @property
     def all(self) -> tuple[Choice, ...]:
-        """All layouts, in this order."""
+        """All layouts, in the order of the fields above."""
         return *self.fitting, *self.slower, *self.too_large
 
 
@@ -72,7 +74,7 @@ def search(
     A layout is a choice of stages, virtual stages, data, replicas, context and its exchange, model,
     model_rows, sequence parallelism, overlap, recompute, microbatches and ZeRO stage. Without
     `prune`, layouts that cannot be the fastest of their mesh are timed too. Raises ConfigError if
-    none fits; the error says what would.
+    no layout fits; the error says what would fit.
     """
     peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
     config = program.without_order(config)
@@ -110,7 +112,7 @@ def _meshes(config: Config, cluster: Cluster, program: Software) -> Iterator[Mes
 def _possible(
     config: Config, mesh: Mesh, cluster: Cluster, program: Software
 ) -> tuple[list[Choice], str]:
-    """Return the possible layouts of a mesh, untimed; if there are none, the reason."""
+    """Return the possible layouts of a mesh, not timed yet; if there are none, the reason."""
     choices, reason = list[Choice](), ''
     capability = cluster.hardware.compute_capability
     for candidate in layouts(config, mesh, cluster.devices_per_host, capability):
@@ -118,7 +120,7 @@ def _possible(
             continue
         if problems := program.problems(candidate):
             reason = reason or str(problems[0])
-            if not choices:  # the first layout has the fewest requirements
+            if not choices:  # the reason of the first layout, which has the fewest requirements
                 break
             continue
         needed = memory_on(candidate, cluster).total
@@ -127,9 +129,10 @@ def _possible(
 
 
 def _timed(choices: Iterable[Choice], timer: Timer, *, prune: bool) -> Iterator[Choice]:
-    """Time layouts of one mesh until none that is left can be the fastest."""
+    """Time layouts of one mesh until no remaining layout can be the fastest."""
     best = float('inf')
-    # Sorted by a lower bound of the time, which is refined before the layout is timed.
+    # The layouts are sorted by a lower bound of their time, which is refined before a layout is
+    # timed.
     waiting = [
         (timer.floor(choice.config), order, False, choice) for order, choice in enumerate(choices)
     ]
@@ -159,7 +162,7 @@ def memory_on(config: Config, cluster: Cluster) -> StepMemory:
 
 
 def _order(choice: Choice) -> tuple[float | int, ...]:
-    """Return a sort key: fastest first; of equals, the simpler."""
+    """Return a sort key: the fastest layout first; if equally fast, the simplest first."""
     config = choice.config
     return (
         choice.timed.total,

@@ -26,7 +26,7 @@ from megajax.core.counts.windows import scored_keys
 from megajax.core.hardware.records import Capability
 from megajax.core.parallel.layout import Layout
 
-FLOAT32, MASK = 4, 1  # bytes of a number in fp32, and of an element of a dropout mask
+FLOAT32, MASK = 4, 1  # bytes of an fp32 number, and of an element of a dropout mask
 BYTES = {
     'float32': FLOAT32,
     'bfloat16': 2,
@@ -46,8 +46,8 @@ class Sizes:
         self.is_masked = model.is_bert or config.data.document_mask
         self.itemsize = BYTES[train.dtype]
         self.chunk_layers = layers_of_chunk(config)
-        self.layers = self.chunk_layers * layout.chunks  # of a stage
-        self.length = train.seq_len // shards('S')  # tokens of a sequence
+        self.layers = self.chunk_layers * layout.chunks  # layers of a stage
+        self.length = train.seq_len // shards('S')  # tokens of a sequence on one device
         self.tokens = config.microbatch_rows * self.length
         self.is_scattered = shards('T') > 1
         self.overlap = config.overlap
@@ -78,15 +78,16 @@ class Sizes:
         self.experts = ExpertArrays.of(config, layout, self.tokens, self.itemsize)
         if self.experts is not None:
             self.hidden, self.up = self.experts.hidden, self.experts.up
-        # The number of scores of a layer on average and at most, not their bytes.
+        # The number of scores (not bytes) of a layer: on average, and in the layer that has the
+        # most.
         self.scores = self.most_scores = 0
         if not self.flash:
             queries = self.tokens // shards('D') * model.num_heads
             mean, most = scored_keys(model, self.length)
             self.scores = int(queries * mean) // shards('N')
             self.most_scores = queries * most // shards('N')
-        # JAX gives cuDNN the documents as a bias of the scores, one for all heads, and cuDNN
-        # returns its gradient.
+        # JAX passes the documents to cuDNN as a bias of the scores, shared by all heads, and cuDNN
+        # returns the gradient of this bias.
         self.mask = between * self.length if self.is_masked else 0
 
     @cached_property
@@ -96,7 +97,8 @@ class Sizes:
         heads = self.queries + 2 * self.keys + self.heads  # queries, keys, values, core's output
         heads += int(2 * self.keys * kept_of_halos(self.config) / self.length)
         heads += self.queries + self.keys if self.model.qk_norm else 0
-        heads += self.queries if self.layout.num_shards('D') > 1 else 0  # before it is gathered
+        # the attention output before it is gathered
+        heads += self.queries if self.layout.num_shards('D') > 1 else 0
         masks = 2 * MASK * self.residual // self.itemsize if self.model.dropout else 0
         kept = around_norms + heads + masks + self._kept_scores
         if self.experts is None:
@@ -108,13 +110,13 @@ class Sizes:
         is_sharded = self.config.mesh.context > 1  # context shards save no scores
         if self.flash or is_sharded or self.config.train.recompute == 'selective':
             return 0
-        # The softmax, the same after dropout, and the mask.
+        # The softmax, the softmax after dropout, and the dropout mask.
         mask = MASK if self.model.attention_dropout else 0
         return self.scores * (FLOAT32 + self.itemsize + mask)
 
     @cached_property
     def kept(self) -> int:
-        """Return the bytes that all layers save: with full recomputation only their inputs.
+        """Return the bytes that all layers save; with full recomputation, only their inputs.
 
         The overlap schedule also saves outputs that a norm reads.
         """
@@ -140,7 +142,7 @@ class Sizes:
 
     @property
     def parameters_at_rest(self) -> int:
-        """Return the bytes of the stored parameters; only with adapters some are not in fp32."""
+        """Return the bytes of the stored parameters; all are fp32, unless there are adapters."""
         narrower = FLOAT32 - self.itemsize if self.config.lora else 0
         return FLOAT32 * self.at_rest.all - narrower * self.at_rest.frozen_matrices
 
@@ -169,7 +171,7 @@ class Sizes:
         """Return the number of chunks of the loss, the bytes of a chunk's logits and of their
         gradient (`core/model/loss.py`).
 
-        The logits are in fp32. Each pipeline stage has a part of the tokens of all sequences.
+        The logits are in fp32. Each pipeline stage has a share of the tokens of all sequences.
         """
         scattered, tokens = self.layout.num_shards('T'), self.tokens
         length = self.length // scattered
@@ -190,11 +192,12 @@ class Sizes:
         recompute = self.config.train.recompute
         if recompute == 'full':
             return 0
-        if not self.flash:  # to contract over queries where the forward pass contracts over keys
+        # copied to contract over queries, where the forward pass contracts over keys
+        if not self.flash:
             return self.queries if recompute == 'selective' else FLOAT32 * self.scores
         if self.config.microbatch_rows == 1:
             return self.hidden
-        # Gathered with the sequence dim before the rows.
+        # The gathered array has the sequence dim before the batch dim.
         return self.whole if self.is_scattered else 0
 
     @property
@@ -207,7 +210,7 @@ class Sizes:
         mlp = 2 * self.up + self.hidden + 2 * self.whole
         if self.experts is not None:
             mlp = self.experts.in_backward + 2 * self.whole
-        outputs = 2 * self.queries + self.heads  # attention's output, its gradient, and both again
+        outputs = 2 * self.queries + self.heads  # attention's output and its gradient, each twice
         # Queries, keys and values, their gradients, and these gradients in one array.
         heads = 3 * (self.queries + 2 * self.keys)
         if self.flash:
@@ -221,9 +224,10 @@ class Sizes:
     def of_adapters(self) -> int:
         """Return the bytes that adapters add in the layers.
 
-        They are the output of the largest adapter before it is added and, with several
-        microbatches, the transposed head, which is frozen, so XLA makes it once for all of them.
-        With pipeline stages or sequence parallelism the head is read as it is stored.
+        They are the output of the largest adapter before it is added and, if there are several
+        microbatches, the transposed head: because it is frozen, XLA transposes it once for all
+        microbatches. With pipeline stages or sequence parallelism, the head is read as it is
+        stored.
         """
         if self.config.lora is None:
             return 0
@@ -235,10 +239,11 @@ class Sizes:
     def of_period(self) -> int:
         """Return the bytes that a loop over periods of a pattern needs beyond a loop over layers.
 
-        With full recomputation the backward pass copies the weights of a period, and holds the
-        gradients of two more layers; it also copies the weights of the layers left over, whose
-        gradients wait for the loop. Otherwise the weights of all layers in the loop are copied,
-        and the gradients of all outputs of a period exist at once. XLA unrolls a single period.
+        With full recomputation, the backward pass copies the weights of a period, and stores the
+        gradients of two more layers. It also copies the weights of the layers left over after the
+        last period, whose gradients wait for the loop. Otherwise the weights of all layers in the
+        loop are copied, and the gradients of all outputs of a period exist at once. XLA unrolls a
+        single period.
         """
         if not self.model.layers or self.is_ordered:
             return 0
@@ -267,15 +272,15 @@ class AtRest(NamedTuple):
     """Numbers of parameters of a GPU, stored between steps (with padding) and in a step."""
 
     all: int
-    layers: int  # of all layers
-    inputs: int  # of the matrices of all layers that ZeRO-3 copies: row-parallel, and of experts
+    layers: int  # in all layers
+    inputs: int  # in the matrices of all layers that ZeRO-3 copies: row-parallel ones and experts'
     table: int
-    early: int  # in a step, of the matrices that ZeRO-3 gathers at its start
-    layer: int  # in a step, of the matrices of a layer
-    learned: int  # of `all`, those that are not frozen
-    learned_layers: int  # of `layers`, those that are not frozen
-    frozen_matrices: int  # the matrices of `all` that are frozen
-    momenta: int  # of `learned`, those that have no second moment with Muon
+    early: int  # in a step, in the matrices that ZeRO-3 gathers at the start of the step
+    layer: int  # in a step, in the matrices of one layer
+    learned: int  # parameters of `all` that are not frozen
+    learned_layers: int  # parameters of `layers` that are not frozen
+    frozen_matrices: int  # parameters in the frozen matrices of `all`
+    momenta: int  # parameters of `learned` without a second moment, because Muon trains them
 
 
 @functools.cache

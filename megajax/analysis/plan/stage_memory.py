@@ -1,7 +1,7 @@
 """Count the memory of a pipeline stage at the moments of a step that may need the most.
 
-Like those in `memory.py`, they were read from the buffers of programs that XLA compiled for H100s.
-In each tick a stage runs one chunk of its layers forward and one backward
+Like the moments in `memory.py`, these were read from the buffers of programs that XLA compiled for
+H100s. In each tick a stage runs one chunk of its layers forward and one backward
 (`core/train/pipeline.py`).
 """
 
@@ -13,15 +13,16 @@ from megajax.core.config import Config
 def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     """Return the memory of a stage at the moments that may need the most.
 
-    - head: in its part of the head, whose gradient is one more array of the table's size.
+    - head: while the stage computes its part of the head, whose gradient is one more array of the
+    table's size.
     - backward: in the backward pass of a chunk, with the gradients of all of its layers and its
       saved activations, which are read from memory or recomputed.
 
-    All of them include the accumulated gradients and the chunks in flight. With two chunks in
-    total, the last phase is one tick, which XLA takes out of its loop. The gradients of that tick,
-    and half of what it recomputes, then have memory of their own from the start, if that fits
-    (`early`) and no context-parallel ring has its barriers there. If the loss has several chunks,
-    the head in both layouts outlives it.
+    Both include the accumulated gradients and the chunks in flight. With two chunks in total, the
+    last phase is one tick, which XLA takes out of its loop. The gradients of that tick, and half of
+    what it recomputes, then have memory of their own from the start, if that fits (`early`) and no
+    context-parallel ring has its barriers there. If the loss has several chunks, the head's copies
+    in both layouts stay in memory after the loss.
     """
     mesh, recompute = sizes.config.mesh, sizes.config.train.recompute
     tables = sizes.learned_tables * sizes.table
@@ -60,9 +61,9 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
 
 
 def kept_in_slots(sizes: Sizes) -> int:
-    """Return the bytes of the chunks in flight, of waiting gradients, and of both inputs.
+    """Return the bytes of the chunks in flight, of waiting gradients, and of a tick's inputs.
 
-    With a pattern of layers a chunk saves its weights, too, unless it is recomputed.
+    If the model has a pattern of layers, a chunk also saves its weights, unless it is recomputed.
     """
     is_full = sizes.config.train.recompute == 'full'
     each = sizes.residual if is_full else sizes.chunk_layers * sizes.kept_by_layer
@@ -80,7 +81,7 @@ def num_slots(config: Config) -> int:
 
 
 def _copied(sizes: Sizes) -> int:
-    """Return the bytes of a layer that change layout when saved activations are read."""
+    """Return the bytes of a layer whose layout changes when saved activations are read."""
     if sizes.config.train.recompute == 'full':
         return 0
     if sizes.is_scattered and sizes.config.microbatch_rows == 1:

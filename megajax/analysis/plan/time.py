@@ -1,9 +1,9 @@
 """Predict the time of a training step, without a GPU.
 
-It is the sum of matmuls, memory-bound operations, launch overhead and exposed communication.
+The time is the sum of matmuls, memory-bound operations, launch overhead and exposed communication.
 Matmuls run at a share of the peak that depends on their sizes, other operations at a share of the
-memory bandwidth, and collectives as in `network.py`. What a collective overlaps was read from
-compiled programs (`overlap.py`); only the exposed rest of its time counts.
+memory bandwidth, and collectives as in `network.py`. The matmuls that a collective overlaps were
+read from compiled programs (`overlap.py`); only the exposed rest of its time counts.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class StepTime:
     """The seconds of a training step, and the rates that follow from them."""
 
     products: float
-    idle: float  # seconds of these in the idle ticks of a pipeline
+    idle: float  # seconds of `products` in the idle ticks of a pipeline
     memory_bound: float
     launches: float  # launch overhead: seconds beyond the work of short kernels
     transfers: tuple[PlannedTransfer, ...]
@@ -83,11 +83,11 @@ class StepTime:
 
     @property
     def hfu(self) -> float:
-        """Return the FLOP/s divided by the peak, with recomputation."""
+        """Return the FLOP/s, including recomputation, divided by the peak."""
         return self.flops.hardware / self.total / self.devices / self.peak_flops
 
     def share(self, axis: str | None = None) -> float:
-        """Return exposed communication as a share of the step, as in `waits`."""
+        """Return exposed communication, of one axis or of all, as a share of the step."""
         return self.waits(axis) / self.total
 
     def days(self, tokens: float) -> float:
@@ -107,11 +107,12 @@ def step_time(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> 
 class _InGroup:
     """The part of a step of a tensor-parallel group that does not depend on ZeRO."""
 
-    parts: list[tuple[float, float]]  # runs and seconds of each matmul and operation
+    # number of runs and seconds of each matmul and memory-bound operation
+    parts: list[tuple[float, float]]
     products: float
     idle: float
     memory_bound: float
-    waiting: Waiting  # after the group's collectives
+    waiting: Waiting  # the matmuls' seconds, less those that hide the group's collectives
     transfers: tuple[PlannedTransfer, ...]
     flash: bool
     num_launches: int
@@ -125,7 +126,7 @@ class _InGroup:
 class Timer:
     """The times of the steps of one model and batch on a cluster, in any layout.
 
-    What layouts have in common is computed once.
+    Parts that layouts have in common are computed once.
     """
 
     def __init__(self, cluster: Cluster, program: Software = MEGAJAX):
@@ -166,7 +167,8 @@ class Timer:
         mesh, train, rates = config.mesh, config.train, self.cluster.hardware.efficiency
         layers, head = self._flops_forward(config)
         if train.recompute == 'full':
-            layers *= 3.5 / 3  # all matmuls of a layer but the last
+            # recomputation runs all matmuls of a layer but the last: at least half of the FLOPs
+            layers *= 3.5 / 3
         if mesh.stages > 1:
             layers *= ticks(config) / (mesh.virtual_stages * train.microbatches)
         fastest = max(rates.matmul, rates.flash or 0.0, rates.flash_2 or 0.0)
@@ -239,7 +241,7 @@ class Timer:
 
 
 def _whatever_is_sharded(config: Config) -> tuple[object, ...]:
-    """Return the keys in which layouts differ, other than ZeRO stage and replicas."""
+    """Return the values of the keys in which layouts differ, except ZeRO stage and replicas."""
     mesh, train = config.mesh, config.train
     return (
         *(mesh.data, mesh.experts, mesh.model_rows, mesh.model, mesh.sequence_parallel),
@@ -271,7 +273,7 @@ def _matmuls(config: Config, program: Software, *, flash: bool) -> list[Product]
 
 
 def _repeated(work: Sequence[Product], shares: Mapping[str, float]) -> list[Product]:
-    """Return what selective recomputation repeats of a forward pass, by the share of a matmul."""
+    """Return the matmuls of a forward pass that are repeated, by each matmul's repeated share."""
     repeated = []
     for product in work:
         if product.phase == 'forward' and (share := shares.get(product.name, 0.0)):
@@ -284,9 +286,9 @@ def _repeated(work: Sequence[Product], shares: Mapping[str, float]) -> list[Prod
 def _with_shorter_end(
     work: Sequence[Product], seconds: Sequence[float], config: Config
 ) -> list[float]:
-    """Return the seconds of matmuls on the last stage, whose last chunk has one layer less.
+    """Return the seconds of matmuls on the last stage, whose last chunk has one layer fewer.
 
-    The head takes that layer's place, so that only what it takes longer counts.
+    The head takes that layer's place, so only the additional time of the head counts.
     """
     count, layers = config.train.microbatches, Runs.of_stages(config).layers
     of_layer = sum(s for x, s in zip(work, seconds, strict=True) if x.where != 'head') / layers

@@ -1,4 +1,4 @@
-"""Predict the seconds of a step's collectives on a cluster, and how many matmuls hide."""
+"""Predict the seconds of a step's collectives on a cluster, and how many of them matmuls hide."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ class PlannedTransfer:
 
     site: str
     phase: Phase
-    axis: str  # of the mesh; `row+model` is over both
+    axis: str  # axis of the mesh; `row+model` is over both
     kind: str
     times: int
     wire_bytes: float
@@ -32,7 +32,7 @@ class PlannedTransfer:
 
     @property
     def exposed(self) -> float:
-        """Return the seconds that no matmul hides, in which a GPU waits."""
+        """Return the seconds that no matmul hides, for which a GPU waits."""
         return self.seconds - self.hidden
 
 
@@ -49,11 +49,11 @@ class Waiting:
         return cls(seconds=seconds, left=dict(seconds))
 
     def copy(self) -> Self:
-        """Return a copy, to hide more transfers."""
+        """Return a copy that can hide further transfers without changing this one."""
         return dataclasses.replace(self, left=dict(self.left))
 
     def hide(self, key: ProductKey, share: float, needed: float) -> float:
-        """Hide at most `needed` seconds of transfers behind a share of matmuls; return how many.
+        """Hide up to `needed` seconds of transfers behind a share of matmuls; return the seconds.
 
         A matmul hides one transfer at a time.
         """
@@ -71,8 +71,8 @@ def transfers(
 ) -> list[PlannedTransfer]:
     """Return the transfers of collectives, which use up the seconds of `products`.
 
-    Collectives that overlap the same matmuls share their seconds, in the order given. The hidden
-    part of a transfer is the smaller of its time and the time of the matmuls it overlaps.
+    Collectives that overlap the same matmuls share the matmuls' seconds, in the order given. The
+    hidden part of a transfer is the smaller of its time and the time of the matmuls it overlaps.
     """
     sent, rings = [], dict[str, Ring]()
     for collective in collectives:

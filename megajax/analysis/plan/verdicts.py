@@ -72,7 +72,7 @@ def on_experts(ranking: Ranking) -> str | None:
 
 
 def on_grids(ranking: Ranking) -> str | None:
-    """Say whether 2-D tensor parallelism is worth it, and what it sends; None if not possible."""
+    """Say whether 2-D tensor parallelism is worth it, and how much it sends; None if impossible."""
     grid = next((choice for choice in ranking.fitting if choice.mesh.rows > 1), None)
     flat = next((choice for choice in ranking.fitting if choice.mesh.rows == 1), None)
     if grid is None:

@@ -1,4 +1,4 @@
-"""Compare the memory of a plan with what XLA plans, without a GPU."""
+"""Compare the memory of a plan with the memory that XLA plans, without a GPU."""
 
 from megajax.analysis.inspect.child import compile_in_child
 from megajax.analysis.plan.memory import memory
@@ -27,5 +27,5 @@ def verified(plan: Plan, gpu: str) -> Plan:
 
 def _compiled_bytes(config: Config, gpu: str, plan: Plan) -> int:
     step = compile_in_child(config, gpu, plan.gpus // plan.gpus_per_host)
-    # XLA's figure leaves out the copies of a replayed step.
+    # XLA's figure does not include the copies of a replayed step.
     return step.arguments + step.temporaries + step.outputs + memory(config).repetition

@@ -1,4 +1,4 @@
-"""The verdict on sliding windows: what they save in a step."""
+"""The verdict on sliding windows: how much they save in a step."""
 
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import Software
@@ -9,9 +9,9 @@ from megajax.core.counts.windows import windows
 
 
 def on_windows(config: Config, time: StepTime, cluster: Cluster, program: Software) -> str | None:
-    """Say what windows save in attention and in the time of a step; None without windows.
+    """Say how much windows save in attention and in the step time; None without windows.
 
-    A causal kernel without a window also skips what it masks.
+    The comparison assumes that a causal kernel without a window also skips masked scores.
     """
     shares = windows(config.model)
     if {*shares} == {None}:

@@ -1,1 +1,1 @@
-"""Published measurements, and what the planner says of them."""
+"""Published measurements, and the planner's predictions of them."""

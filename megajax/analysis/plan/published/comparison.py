@@ -31,7 +31,7 @@ class Errors(NamedTuple):
 
     mean: float
     largest: float
-    rows: int  # number of rows
+    rows: int  # number of rows compared
 
     def __str__(self) -> str:
         return f'mean error {self.mean:.1%}, maximum {self.largest:.1%}'
@@ -66,7 +66,7 @@ def table_of(name: str) -> Table:
 
 
 def summary() -> Table:
-    """Return a table of how well every published table is predicted."""
+    """Return a table that shows how well each published table is predicted."""
     table = open_table(title='error of the predicted TFLOP/s per GPU')
     for column in ('table', 'GPU', 'rows', 'held out: mean', 'max', 'fitted: mean', 'max'):
         table.add_column(

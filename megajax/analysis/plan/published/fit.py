@@ -1,8 +1,8 @@
-"""A GPU's efficiencies, fitted to published rates of training.
+"""A GPU's efficiencies, fitted to published training rates.
 
-They have the least mean error on the rows that are not held out. At most three numbers are fitted
-per GPU. The share of the memory's bandwidth that a step's kernels reach is not, because a few rows
-cannot distinguish it from the cost of the products' sizes.
+The fitted efficiencies have the least mean error on the rows that are not held out. At most three
+numbers are fitted per GPU. The share of the memory bandwidth that a step's kernels reach is not
+fitted, because a few rows cannot distinguish it from the effect of the matmuls' sizes.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,16 @@ LEAST = {'matmul': 0.05, 'flash': 0.05, 'flash_2': 0.05, 'half_size': 0.0}
 class Residuals(NamedTuple):
     """The absolute relative errors of fitted rows."""
 
-    rows: int  # number of rows
+    rows: int  # number of fitted rows
     mean: float
-    band: float  # the error that nine of ten rows are within
+    band: float  # the error that 90% of the rows stay within
 
 
 def fit(gpu: Hardware, rows: Sequence[PublishedRate], names: Sequence[str]) -> Efficiency:
     """Return a GPU's efficiencies with the named ones fitted to the rows.
 
-    They are changed one at a time and by smaller and smaller steps while the mean error falls.
+    The efficiencies are changed one at a time, by smaller and smaller steps, while the mean error
+    falls.
     """
     best = gpu.efficiency
     least = _mean_error(gpu, best, rows)

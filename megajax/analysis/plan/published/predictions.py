@@ -1,6 +1,6 @@
-"""Predictions of published rates of training.
+"""Predictions of published training rates.
 
-A GPU's efficiencies are fitted on the rates that are not held out.
+A GPU's efficiencies are fitted to the rates that are not held out.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ class Prediction:
 
     @property
     def error(self) -> float:
-        """The relative error of the predicted rate against the published."""
+        """The relative error of the predicted rate, compared with the published rate."""
         return self.tflops / self.row.published - 1
 
 
 def predict(table: str, gpus: Mapping[str, Hardware] = {}) -> list[Prediction]:
     """Return the prediction of every row of a table.
 
-    `gpus` has records of GPUs that replace the stored ones.
+    `gpus` maps names to GPU records that replace the stored records.
     """
     return [predicted(row, gpus.get(row.gpu) or hardware(row.gpu)) for row in rows(table)]
 

@@ -1,4 +1,4 @@
-"""Published rates of training, with the configs and programs that they belong to."""
+"""Published training rates, with the configs and programs that they belong to."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,8 @@ class PublishedRate:
     published: float  # TFLOP/s per GPU, as the source counts them
     flops: int  # FLOPs of a step, as the source counts them
     held_out: bool
-    # The row that the source gives rates relative to; then only the relative rate is predicted.
+    # If the source gives rates relative to one row: that row. Only the relative rate is then
+    # predicted.
     baseline: 'PublishedRate | None' = None
 
     @property
@@ -50,7 +51,7 @@ class PublishedRate:
 def of_2021(
     values: Values, gpu: str, published: float, batch: int, data: int, seq_len: int
 ) -> PublishedRate:
-    """Return a row as the papers until 2021 ran it: in fp16, with dropout and full recomputation.
+    """Return a row as run in papers up to 2021: in fp16, with dropout and full recomputation.
 
     The papers count the FLOPs of recomputation.
     """
@@ -72,7 +73,7 @@ def of_2021(
 def of_model_flops(
     values: Values, name: str, gpu: str, config: Config, program: Software, seconds: float
 ) -> PublishedRate:
-    """Return a row with the FLOPs of the model alone, from the seconds of a step."""
+    """Return a row whose FLOPs are the model's only, from the seconds of a step."""
     flops = step_flops(config).model
     return PublishedRate(
         name=name,
@@ -86,7 +87,7 @@ def of_model_flops(
 
 
 def sizes_of(values: Values) -> dict[str, int]:
-    """Return the sizes of a layer that a line has, by the keys of `model`."""
+    """Return the layer sizes that a line lists, by the keys of `model`."""
     return {key: int(values[column]) for column, key in COLUMNS.items() if column in values}
 
 
@@ -126,7 +127,7 @@ def config_of(
     rows: int | None = None,
     **keys: object,
 ) -> Config:
-    """Return a config on a mesh, with microbatches of `rows` rows, else one microbatch."""
+    """Return a config on a mesh, with microbatches of `rows` sequences, or one microbatch."""
     microbatches = batch // data // rows if rows else 1
     mesh = MeshConfig(
         data=data, model=tensor, sequence_parallel=bool(keys.pop('sequence_parallel', False))
@@ -148,7 +149,7 @@ def sharded(config: Config) -> Config:
 def with_largest_microbatch(config: Config, gpu: Hardware) -> Config:
     """Return the config with the largest microbatch that fits and divides the batch.
 
-    It is for sources that do not give the microbatch.
+    Use it for sources that do not give the microbatch.
     """
     limit = largest_microbatch(config, gpu.memory, gpu.compute_capability)
     each = config.train.batch_size // config.mesh.data
@@ -159,9 +160,9 @@ def with_largest_microbatch(config: Config, gpu: Hardware) -> Config:
 
 
 def with_best_schedule(row: PublishedRate, stages: int) -> PublishedRate:
-    """Return the row on stages, with the microbatch and the virtual stages that the plan chooses.
+    """Return the row with `stages` and the plan's choice of microbatch and virtual stages.
 
-    It is for sources that do not give these. A microbatch has one, two or four rows.
+    Use it for sources that do not give these. A microbatch has one, two or four sequences.
     """
     cluster = Cluster.of(hardware(row.gpu), stages * row.num_gpus)
     timer = Timer(cluster, row.program)

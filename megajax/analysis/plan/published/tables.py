@@ -1,4 +1,4 @@
-"""Tables of published rates of training, and how the lines of each are read."""
+"""Tables of published training rates, and functions that read the lines of each."""
 
 import csv
 import dataclasses
@@ -39,7 +39,7 @@ ROWS_2019 = 8  # sequences per model-parallel group
 def rows(table: str) -> list[PublishedRate]:
     """Return the rows of a table whose layouts are supported.
 
-    These are without context parallelism, and not in fp8.
+    Layouts with context parallelism and rows in FP8 are not supported.
     """
     file, read = TABLES[table]
     return list(read(csv.DictReader(_lines(file)[1:])))
@@ -64,9 +64,10 @@ def _lines(file: str) -> list[str]:
 
 
 def _megatron_2019(lines: Iterator[Values]) -> Iterator[PublishedRate]:
-    """Yield rows with rates relative to one GPU's 39 TFLOP/s.
+    """Yield rows whose rates are relative to the 39 TFLOP/s of one GPU.
 
-    The PyTorch of 2020 reached 72 TFLOP/s on the same GPU, so this rate belongs to its time.
+    The PyTorch of 2020 reached 72 TFLOP/s on the same GPU, so the 39 TFLOP/s are specific to the
+    software of 2019.
     """
     one_gpu = {
         'params_b': '1.2',
@@ -119,7 +120,7 @@ def _narayanan_pipeline(lines: Iterator[Values]) -> Iterator[PublishedRate]:
 
 
 def _korthikanti(lines: Iterator[Values]) -> Iterator[PublishedRate]:
-    """Yield two rows for each model; a stage of the larger ones has three chunks of layers."""
+    """Yield two rows for each model; in larger models, a stage has three chunks of layers."""
     for values in lines:
         model = model_of(values, vocab_size=51200, seq_len=2048, dropout=0.1)
         tensor, batch, rows = (
@@ -142,9 +143,9 @@ def _korthikanti(lines: Iterator[Values]) -> Iterator[PublishedRate]:
 
 
 def _megatron_core(lines: Iterator[Values]) -> Iterator[PublishedRate]:
-    """Yield rows with microbatches of one row, which fit for every config.
+    """Yield rows with microbatches of one sequence, which fit for every config.
 
-    The source does not give the microbatch, nor the virtual stages where there is a pipeline.
+    The source gives neither the microbatch nor, for pipelines, the number of virtual stages.
     """
     for values in lines:
         model = model_of(values, vocab_size=131072, seq_len=4096, tie_embeddings=False)
@@ -168,7 +169,7 @@ def _megatron_core(lines: Iterator[Values]) -> Iterator[PublishedRate]:
 def _llm_foundry(lines: Iterator[Values], *, gpu: str, peak: float) -> Iterator[PublishedRate]:
     for values in lines:
         rate = float(values['tflops'])
-        # Otherwise the MFU is relative to the peak of fp8.
+        # Otherwise the MFU is relative to the FP8 peak.
         is_bf16 = abs(rate / peak / (float(values['mfu_percent']) / 100) - 1) < 0.05
         if values['gpu'] != gpu or not is_bf16:
             continue
