@@ -109,7 +109,7 @@ def _changes(
     after: Inspection,
     numbers: Callable[[Inspection], Iterator[tuple[str, str, float]]],
 ) -> Iterator[Change]:
-    """Yield the numbers of both inspections: those of `before` in its order, then the rest."""
+    """Yield the numbers of both inspections: the numbers in `before` in order, then the rest."""
     old, new = (
         {(name, unit): value for name, unit, value in numbers(each)} for each in (before, after)
     )

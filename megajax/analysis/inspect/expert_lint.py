@@ -110,7 +110,7 @@ def _summed(config: Config) -> Iterator[tuple[str, tuple[str, ...], set[int]]]:
 def _padded(
     config: Config, declared: Parameter, axes: tuple[str, ...], counts: set[int]
 ) -> Iterator[int]:
-    """Yield the number of elements of a matrix with ZeRO's padding, and that of its shard."""
+    """Yield the size of a matrix with ZeRO's padding, and the size of its shard, in elements."""
     size = prod(config.mesh.sizes.get(axis, 1) for axis in axes)
     for count in counts if declared.is_matrix else ():
         padded = with_padding(config, count, size)

@@ -90,7 +90,7 @@ class ExpertArrays(NamedTuple):
     def in_backward(self) -> int:
         """The temporary bytes in the backward pass: gradients, and buffers that are sent.
 
-        The gradients are those of the rows before and after the matmuls, of the first matmul's
-        results and of the second matmul's inputs. The buffers are the ones of two all-to-alls.
+        The gradients belong to the rows before and after the matmuls, the first matmul's results
+        and the second matmul's inputs. The buffers belong to two all-to-alls.
         """
         return 2 * self.rows + 2 * self.sent + self.up + self.hidden
