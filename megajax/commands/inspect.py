@@ -9,6 +9,7 @@ from rich.console import Console
 
 from megajax.base.files.outputs import check_outputs, with_folder
 from megajax.commands.default_command import DefaultGroup
+from megajax.commands.inspect_fuzz import fuzz
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.config.records import read_record
 from megajax.core.hardware.records import record_name
@@ -140,6 +141,8 @@ def _read_budget(file: Path) -> 'Budget':
 
     return read_record(file, Budget)
 
+
+inspect_app.command()(fuzz)
 
 Compared = Annotated[
     str,

@@ -1,0 +1,157 @@
+"""Draw random valid configs: a number and a seed give one config, on every machine.
+
+Every key is drawn by itself. Where the config's own rules report a problem, one of its keys is
+drawn again, until no rule reports one.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+from megajax.analysis.fuzz.choices import LAYERS, PRESENT, choices, of_pattern, pick, required
+from megajax.base.errors import ConfigError, Problem
+from megajax.core.config import Config, reload
+from megajax.core.config.overrides import KEYS, read_overrides
+from megajax.core.config.schema import SECTIONS
+
+# How often a key is not at its default. A step with many features has more of their combinations.
+SHARE = 0.35
+SHARES = {'train.dtype': 0.75, 'optim.shard': 0.6, 'model.position': 0.6, LAYERS: 0.4}
+OF_MESH, OF_GROUP = 0.4, 0.25
+MOST_DEVICES = 8
+REDRAWS, RESTARTS = 400, 25
+BATCH, DEFAULT = 'train.batch_size', object()
+DRAWN_ALWAYS = BATCH, 'train.seq_len'
+PLACE = 'drawn'
+Settings = dict[str, Any]
+
+
+def draw(seed: int, number: int, fixed: Sequence[str] = ()) -> Config:
+    """Return the config with this number; `fixed` are its settings KEY=VALUE that are not drawn.
+
+    Raises ConfigError if no config has the fixed settings.
+    """
+    problems: list[Problem] = []
+    pinned = {path: setting.value for path, setting in read_overrides(fixed, problems).items()}
+    if problems:
+        raise ConfigError(*problems)
+    random = Random(f'{seed} {number}')
+    found: Sequence[Problem] = ()
+    for _ in range(RESTARTS):
+        settings = dict(_drawn(random))
+        for _ in range(REDRAWS):
+            try:
+                return _checked(settings, pinned)
+            except ConfigError as error:
+                found = [each for each in error.problems if isinstance(each, Problem)]
+                _draw_again(settings, pick(found, random), pinned, random)
+    raise ConfigError(
+        f'no config of at most {MOST_DEVICES} devices has these settings; the last one drawn:',
+        *found,
+    )
+
+
+def described(config: Config) -> str:
+    """Return the keys that were given and differ from their defaults, as KEY=VALUE."""
+    written = config.model_dump(mode='json', exclude_unset=True)
+    return ' '.join(
+        f'{section}.{key}={_text(value)}'
+        for section, keys in written.items()
+        for key, value in keys.items()
+        if value != SECTIONS[section].model_fields[key].default
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower().replace('none', 'null')
+    if isinstance(value, Mapping):
+        return '{' + ', '.join(f'{key}: {_text(each)}' for key, each in value.items()) + '}'
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return '[' + ', '.join(map(_text, value)) + ']'
+    return str(value)
+
+
+def _drawn(random: Random) -> Iterator[tuple[str, Any]]:
+    for path, values in choices().items():
+        yield path, _value(path, values, random)
+
+
+def _value(path: str, values: Sequence[Any], random: Random) -> Any:
+    share = OF_GROUP if PRESENT in values else OF_MESH if path.startswith('mesh.') else SHARE
+    share = SHARES.get(path, share)
+    departs = random.random() < share
+    if path == LAYERS:
+        return of_pattern(random) if departs else DEFAULT
+    value = pick(values, random)
+    return value if departs or required(path) or path in DRAWN_ALWAYS else DEFAULT
+
+
+def _draw_again(
+    settings: Settings, problem: Problem, pinned: Mapping[str, Any], random: Random
+) -> None:
+    """Draw a key of a problem again, or one that such a key's default depends on."""
+    named = [problem.path, *problem.others]
+    keys = [
+        path
+        for path in settings
+        if any(f'{path}.'.startswith(f'{name}.') for name in named)
+        and not any(f'{path}.'.startswith(f'{pin}.') for pin in pinned)
+    ]
+    path = pick(keys, random) if keys else BATCH
+    settings[path] = _value(path, choices()[path], random)
+
+
+def _checked(settings: Settings, pinned: Mapping[str, Any]) -> Config:
+    """Return the config of drawn settings. Raises ConfigError with the rules that it breaks."""
+    config = reload(_sections(settings, pinned), place=PLACE)
+    if not 1 < config.mesh.num_devices <= MOST_DEVICES:
+        axes = [f'mesh.{axis}' for axis in ('stages', 'data', 'context', 'model_rows', 'model')]
+        message = f'{config.mesh.num_devices} devices'
+        raise ConfigError(Problem(path=axes[0], message=message, others=tuple(axes[1:])))
+    return config
+
+
+def _sections(settings: Settings, pinned: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in settings.items():
+        *groups, key = path.split('.')
+        if value is DEFAULT or not _is_present(settings, groups):
+            continue
+        _group(sections, groups)[key] = {} if value is PRESENT else value
+    for path, value in pinned.items():
+        if path in KEYS:
+            section, key = path.split('.')
+            sections.setdefault(section, {})[key] = value
+    _complete(sections, pinned)
+    return sections
+
+
+def _is_present(settings: Settings, groups: Sequence[str]) -> bool:
+    """Return whether no group around a key is absent."""
+    paths = ('.'.join(groups[: place + 1]) for place in range(len(groups)))
+    return all(settings[path] is PRESENT for path in paths if path in settings)
+
+
+def _group(sections: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
+    for name in groups:
+        sections = sections.setdefault(name, {})
+    return sections
+
+
+def _complete(sections: dict[str, dict[str, Any]], pinned: Mapping[str, Any]) -> None:
+    """Add the keys that follow from others: sizes of the batch and positions, longrope's divisors.
+
+    A share of the batch is drawn; the rules take a multiple of the data shards and microbatches.
+    """
+    model, mesh, train = (sections.setdefault(name, {}) for name in ('model', 'mesh', 'train'))
+    if BATCH not in pinned:
+        shares = mesh.get('data', 1) * train.get('microbatches', 1) * mesh.get('model_rows', 1)
+        train['batch_size'] *= shares
+    model.setdefault('max_seq_len', train['seq_len'])
+    scaling = model.get('rope_scaling') or {}
+    if scaling.get('type') == 'longrope' and 'short_factor' not in scaling:
+        head_dim = model.get('head_dim', model['hidden_size'] // model['num_heads'])
+        pairs = int(head_dim * model.get('rotary_fraction', 1.0)) // 2
+        divisors = [1 + place / max(pairs, 1) for place in range(pairs)]
+        scaling |= {'short_factor': divisors, 'long_factor': divisors}

@@ -1,0 +1,85 @@
+"""Execute random steps in a child process, which prints a line before and after each.
+
+`megajax.analysis.fuzz.run` starts it. A compiler that crashes or hangs ends this process alone.
+"""
+
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+
+from megajax.analysis.fuzz.case import Case, Worst
+from megajax.analysis.fuzz.draw import MOST_DEVICES, draw
+from megajax.analysis.inspect.emulated_step import EmulatedStep
+from megajax.analysis.inspect.result import Compared
+from megajax.analysis.inspect.tolerances import has_16_bits, judged
+from megajax.core.config import Config, ConfigError
+
+PATIENCE = 1800  # seconds for one step on a busy machine, after which it hangs
+MOST_LINES = 12  # of a traceback
+BEGUN, DONE = 'begun ', 'done '  # before a number, and before a Case as JSON
+
+
+def executed(config: Config, target: str) -> dict[str, Worst]:
+    """Compile and execute a step, as compiled and, in 16 bits, also with fp32 instead."""
+    step = EmulatedStep(config, target)
+    found = {'as_compiled': _worst(judged(step.differences(), config, exact=False))}
+    if has_16_bits(config):
+        found['exact'] = _worst(judged(step.differences(exact=True), config, exact=True))
+    return found
+
+
+def case(seed: int, number: int, target: str, fixed: list[str]) -> Case:
+    """Draw a config, execute its step and return what was found."""
+    start, cpu = time.perf_counter(), time.process_time()
+    config = draw(seed, number, fixed)
+    told = {
+        'seed': seed,
+        'number': number,
+        'target': target,
+        'fixed': fixed,
+        'jax_version': jax.__version__,
+        'config': config.model_dump(mode='json', exclude_unset=True),
+    }
+    try:
+        found = executed(config, target)
+        is_right = all(worst.wrong == 0 for worst in found.values())
+        told |= found | {'verdict': 'right' if is_right else 'wrong'}
+    except ConfigError as error:
+        told |= {'verdict': 'rejected', 'message': str(error)}
+    except Exception:
+        lines = traceback.format_exc().splitlines()[-MOST_LINES:]
+        told |= {'verdict': 'failed', 'message': '\n'.join(line[:500] for line in lines)}
+    spent = {'seconds': time.perf_counter() - start, 'cpu_seconds': time.process_time() - cpu}
+    return Case.model_validate(told | {name: round(x, 1) for name, x in spent.items()})
+
+
+def _worst(results: list[Compared]) -> Worst:
+    first = results[0]
+    is_number = abs(first.error) < float('inf')
+    return Worst(
+        name=first.name,
+        error=first.error if is_number else None,
+        limit=first.limit,
+        wrong=sum(not result.ok for result in results),
+        results=len(results),
+    )
+
+
+def _main(seed: int, target: str, fixed: list[str], numbers: Iterable[int]) -> None:
+    jax.config.update('jax_num_cpu_devices', MOST_DEVICES)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # also inside a compiler, which runs no handler
+    for number in numbers:
+        signal.alarm(PATIENCE)
+        print(f'{BEGUN}{number}', flush=True)
+        print(f'{DONE}{case(seed, number, target, fixed).model_dump_json()}', flush=True)
+        jax.clear_caches()
+
+
+if __name__ == '__main__':
+    _main(**json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,146 @@
+"""Execute random steps in several processes, and append a line for each to a file."""
+
+import collections
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+
+from megajax.analysis.fuzz.case import Case, Key
+from megajax.analysis.fuzz.draw import draw
+from megajax.analysis.fuzz.execute import BEGUN, DONE
+from megajax.analysis.inspect.child import call_in_child
+from megajax.base.files.outputs import with_folder
+from megajax.core.config import ConfigError
+
+MOST_STEPS = 40  # of one process, since compilers do not return all of their memory
+MOST_CHARACTERS = 2000  # of the error with which a process ends
+
+
+def read(file: Path) -> list[Case]:
+    """Return the cases of a file; none if it does not exist.
+
+    Raises ConfigError for a line that is not a case, except for an unfinished last line.
+    """
+    if not file.exists():
+        return []
+    text = file.read_text()
+    lines = text.splitlines() if text.endswith('\n') or not text else text.splitlines()[:-1]
+    try:
+        return [Case.model_validate_json(line) for line in lines]
+    except ValueError as error:
+        raise ConfigError(
+            f'{file} was not written by megajax inspect fuzz of this version: '
+            f'{str(error).splitlines()[0]}; choose another file'
+        ) from error
+
+
+def fuzz(
+    file: Path,
+    *,
+    seed: int,
+    count: int,
+    target: str,
+    fixed: Sequence[str] = (),
+    jobs: int = 1,
+    say: Callable[[Case], None] = lambda case: None,
+) -> list[Case]:
+    """Execute the first `count` steps of a seed, and return them in order.
+
+    Those that `file` has for this target and version of jax are not executed again; the others
+    are appended. `say` gets each when it is done.
+    """
+    wanted: dict[Key, int] = {
+        (seed, number, target, tuple(fixed), jax.__version__): number for number in range(count)
+    }
+    found = {case.key: case for case in read(file) if case.key in wanted}
+    _end_line(with_folder(file))
+    left = collections.deque(number for key, number in wanted.items() if key not in found)
+    lock = threading.Lock()
+
+    def keep(case: Case) -> None:
+        with lock, file.open('a') as lines:
+            lines.write(case.model_dump_json() + '\n')
+            found[case.key] = case
+            say(case)
+
+    task = {'seed': seed, 'target': target, 'fixed': [*fixed]}
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(_worker, left, task, lock, keep) for _ in range(jobs)]:
+            done.result()
+    return [found[key] for key in wanted]
+
+
+def _end_line(file: Path) -> None:
+    """Remove an unfinished last line, which a stopped call has left."""
+    if file.exists() and not (text := file.read_text()).endswith('\n') and text:
+        file.write_text(text[: text.rfind('\n') + 1])
+
+
+def _worker(
+    left: collections.deque[int],
+    task: dict[str, object],
+    lock: threading.Lock,
+    keep: Callable[[Case], None],
+) -> None:
+    while True:
+        with lock:
+            numbers = [left.popleft() for _ in range(min(MOST_STEPS, len(left)))]
+        if not numbers:
+            return
+        while numbers:
+            numbers = _in_child(numbers, task, keep)
+
+
+def _in_child(
+    numbers: list[int], task: dict[str, object], keep: Callable[[Case], None]
+) -> list[int]:
+    """Execute steps in one process, and return those that a crash has left."""
+    begun: list[int] = []
+    done: set[int] = set()
+
+    def hear(line: str) -> None:
+        if line.startswith(BEGUN):
+            begun.append(int(line.removeprefix(BEGUN)))
+        elif line.startswith(DONE):
+            keep(Case.model_validate_json(line.removeprefix(DONE)))
+            done.add(begun[-1])
+
+    with tempfile.NamedTemporaryFile('w', suffix='.json') as file:
+        file.write(json.dumps(task | {'numbers': numbers}))
+        file.flush()
+        try:
+            call_in_child(
+                'megajax.analysis.fuzz.execute', file.name, target=str(task['target']), say=hear
+            )
+        except RuntimeError as error:
+            if not begun or begun[-1] in done:  # it ended between two steps
+                raise
+            keep(_crashed(task, begun[-1], str(error)))
+            done.add(begun[-1])
+    return [number for number in numbers if number not in done]
+
+
+def _crashed(task: dict[str, object], number: int, message: str) -> Case:
+    fixed = task['fixed']
+    assert isinstance(fixed, list)
+    config = draw(int(str(task['seed'])), number, fixed)
+    return Case.model_validate(
+        {
+            **task,
+            'number': number,
+            'jax_version': jax.__version__,
+            'config': config.model_dump(mode='json', exclude_unset=True),
+            'verdict': 'failed',
+            'message': f'the process ended: {message[-MOST_CHARACTERS:]}',
+        }
+    )
+
+
+def summary(cases: Iterable[Case]) -> dict[str, int]:
+    """Return the number of cases of each verdict."""
+    return dict(collections.Counter(case.verdict for case in cases))

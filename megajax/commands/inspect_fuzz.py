@@ -1,0 +1,72 @@
+"""`megajax inspect fuzz`: parse, call, render."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megajax.base.files.outputs import check_outputs
+from megajax.core.config import ConfigError
+from megajax.core.hardware.records import record_name
+
+Count = Annotated[int, typer.Argument(metavar='COUNT', min=1, help='Number of random steps.')]
+Fixed = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar='KEY=VALUE', help='Settings that are not drawn, for example mesh.stages=2.'
+    ),
+]
+Seed = Annotated[int, typer.Option(help='The same seed gives the same configs.')]
+Target = Annotated[
+    str, typer.Option(callback=record_name, help='A GPU (none is needed): a100, b200, h100, h200.')
+]
+OutFile = Annotated[
+    Path,
+    typer.Option(help='JSON lines, one per step; steps that are in the file are not run again.'),
+]
+Jobs = Annotated[int, typer.Option(min=1, help='Number of processes.')]
+ListOption = Annotated[bool, typer.Option('--list', help='Print the configs; compile nothing.')]
+
+
+def fuzz(
+    count: Count,
+    fixed: Fixed = None,
+    seed: Seed = 0,
+    target: Target = 'h100',
+    out: OutFile = Path('fuzz.jsonl'),
+    jobs: Jobs = 1,
+    list_only: ListOption = False,
+) -> None:
+    """Execute random training steps as compiled for a GPU, and compare each with one device.
+
+    No GPU is needed. Models, meshes, dtypes and features are drawn from all valid configs. A
+    stopped run continues. Exits with 1 if a step is wrong, or fails to compile or run.
+    """
+    from megajax.analysis.fuzz.draw import described, draw
+
+    if target == 'cpu':
+        raise ConfigError('--target cpu: fuzz executes programs for GPUs; use --target h100')
+    draw(seed, 0, fixed or ())  # raises ConfigError if nothing has the fixed settings
+    if list_only:
+        for number in range(count):
+            print(f'{number}  {described(draw(seed, number, fixed or ()))}')
+        return
+    check_outputs(out)
+    from megajax.analysis.fuzz import run
+    from megajax.analysis.fuzz.report import line, tables
+    from megajax.core.hardware.targets import check_target
+
+    check_target(target)
+    progress = Console(stderr=True, highlight=False)
+    cases = run.fuzz(
+        out,
+        seed=seed,
+        count=count,
+        target=target,
+        fixed=fixed or (),
+        jobs=jobs,
+        say=lambda case: progress.print(line(case), style='dim', markup=False, soft_wrap=True),
+    )
+    Console(highlight=False).print(tables(cases), soft_wrap=True, markup=False)
+    raise typer.Exit(1 if any(case.is_finding for case in cases) else 0)

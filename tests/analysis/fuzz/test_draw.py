@@ -1,0 +1,110 @@
+"""The configs of a seed: valid, the same everywhere, and of everything that the schema offers."""
+
+import itertools
+import subprocess
+import sys
+from collections import Counter
+from typing import get_type_hints
+
+import pytest
+
+from megajax.analysis.fuzz.choices import NOT_DRAWN, choices, without_values
+from megajax.analysis.fuzz.draw import MOST_DEVICES, described, draw
+from megajax.core.config import Config, ConfigError, MeshConfig
+from megajax.core.config.conflicts import FEATURES
+from megajax.core.config.keys import keys_in
+from megajax.core.config.rules import incompatibilities
+
+COUNT = 150
+# Features of configs that are not drawn: of vision models, and of runs rather than of steps.
+OTHERS = 'vision', 'vision.fusion', 'vision.deepstack', 'train.sample_prompts', 'data.order'
+
+
+@pytest.fixture(scope='module', name='drawn')
+def fixture_drawn() -> list[Config]:
+    return [draw(0, number) for number in range(COUNT)]
+
+
+def test_a_seed_and_a_number_give_one_config_and_other_seeds_give_others(drawn):
+    assert [draw(0, number) for number in range(20)] == drawn[:20]
+    assert len({*drawn, *(draw(1, number) for number in range(20))}) == COUNT + 20
+
+
+def test_a_config_is_the_same_in_each_process(drawn):
+    code = 'from megajax.analysis.fuzz.draw import described, draw; print(described(draw(0, 7)))'
+    run = [sys.executable, '-c', code]
+    assert subprocess.check_output(run, text=True).strip() == described(drawn[7])
+
+
+def test_every_config_is_valid_and_of_several_but_few_devices(drawn):
+    assert not any(incompatibilities(config) for config in drawn)
+    assert {config.mesh.num_devices for config in drawn} <= {*range(2, MOST_DEVICES + 1)}
+
+
+def test_each_feature_of_the_table_of_conflicts_is_drawn_and_left_out(drawn):
+    for name, (has, _) in FEATURES.items():
+        if not name.startswith(OTHERS):
+            assert len({has(config) for config in drawn}) == 2, name
+
+
+def test_each_value_of_an_enumeration_is_drawn(drawn):
+    found = Counter(
+        (f'{section}.{key}', value)
+        for config in drawn
+        for section in ('model', 'mesh', 'train', 'optim', 'data')
+        for key, value in getattr(config, section).model_dump(exclude={'layers', 'experts'}).items()
+        if isinstance(value, (bool, str))
+    )
+    of_vision = {('model.position', 'mrope'), ('model.position', 'rope_2d')}
+    wanted = {
+        (path, value)
+        for path, values in choices().items()
+        for value in values
+        if path.count('.') == 1 and isinstance(value, (bool, str))
+    }
+    assert wanted - of_vision - {*found} == set()
+
+
+def test_each_axis_of_the_mesh_has_several_sizes(drawn):
+    sizes = [key for key, kind in get_type_hints(MeshConfig).items() if kind is int]
+    assert 'stages' in sizes
+    for axis in sizes:
+        assert len({getattr(config.mesh, axis) for config in drawn}) > 1, axis
+
+
+def test_every_key_of_the_schema_is_drawn_or_left_out_by_name():
+    """A new boolean or enumeration is drawn by itself; a new number needs its sizes."""
+    assert without_values() == []
+    assert not NOT_DRAWN & {*choices()}
+    known = {key.path for key in keys_in()}
+    assert NOT_DRAWN - {'model.max_seq_len'} <= known
+
+
+def test_settings_that_are_fixed_are_in_every_config():
+    fixed = (
+        'mesh.stages=2',
+        'train.dtype=float16',
+        'model.experts={count: 4, active: 2, ffn_size: 64}',
+    )
+    for number in range(10):
+        config = draw(0, number, fixed)
+        assert (config.mesh.stages, config.train.dtype) == (2, 'float16')
+        assert config.model.experts is not None
+        assert config.model.experts.count == 4
+
+
+def test_fixed_settings_that_conflict_are_rejected_with_the_rules_of_the_config():
+    with pytest.raises(ConfigError, match='BERT has no experts'):
+        draw(
+            0, 0, ('model.experts={count: 4, active: 2, ffn_size: 64}', 'model.objective=masked_lm')
+        )
+    with pytest.raises(ConfigError, match=r'mesh\.stagse'):
+        draw(0, 0, ('mesh.stagse=2',))
+
+
+def test_pairs_of_parallelism_are_drawn_together(drawn):
+    """A fault is often one of two features, each of which is right by itself."""
+    kinds = 'stages', 'context', 'model', 'data'
+    have = [{kind for kind in kinds if getattr(config.mesh, kind) > 1} for config in drawn]
+    for pair in itertools.combinations(kinds, 2):
+        assert any({*pair} <= each for each in have), pair

@@ -1,0 +1,85 @@
+"""A file of random steps is continued, and its findings decide the exit code."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from support import megajax as run_here
+
+from megajax.analysis.fuzz.case import Case, Worst
+from megajax.analysis.fuzz.draw import draw
+from megajax.analysis.fuzz.run import fuzz, read
+from megajax.core.config import ConfigError
+from megajax.core.hardware.targets import has_compiler
+
+
+def case(number: int, verdict: str = 'right', **updates: object) -> Case:
+    config = draw(3, number).model_dump(mode='json', exclude_unset=True)
+    worst = Worst(name='loss', error=0.5, limit=1e-5, wrong=int(verdict == 'wrong'), results=9)
+    told = {'seed': 3, 'number': number, 'target': 'h100', 'fixed': [], 'config': config}
+    told |= {'jax_version': jax.__version__, 'verdict': verdict, 'as_compiled': worst}
+    return Case.model_validate(told | updates)
+
+
+def written(path: Path, *cases: Case) -> Path:
+    path.write_text(''.join(f'{each.model_dump_json()}\n' for each in cases))
+    return path
+
+
+def test_steps_in_the_file_are_not_executed_again_and_keep_their_order(tmp_path):
+    file = written(tmp_path / 'it.jsonl', case(1), case(0))
+    before = file.read_text()
+    assert fuzz(file, seed=3, count=2, target='h100') == [case(0), case(1)]
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ('verdict', 'code'), [('right', 0), ('rejected', 0), ('wrong', 1), ('failed', 1)]
+)
+def test_the_exit_code_and_the_table_tell_findings(tmp_path, verdict, code):
+    if not has_compiler():
+        pytest.skip("needs XLA's GPU compiler")
+    file = written(tmp_path / 'it.jsonl', case(0), case(1, verdict))
+    done = run_here('inspect', 'fuzz', 2, '--seed', 3, '--out', file)
+    assert done.returncode == code, done.stderr
+    assert ('mesh.' in done.stdout) == bool(code)  # the config of a finding
+    assert f'{verdict:8}  ' in done.stdout
+    assert done.stdout.count('loss 5.0e-01 (limit 1.0e-05)') == code
+
+
+def test_an_unfinished_last_line_is_not_a_step_and_another_fault_is_rejected(tmp_path):
+    file = written(tmp_path / 'it.jsonl', case(0), case(1))
+    text = file.read_text()
+    file.write_text(text[:-20])
+    assert read(file) == [case(0)]
+    file.write_text('{}\n' + text)
+    with pytest.raises(ConfigError, match='was not written by megajax inspect fuzz'):
+        read(file)
+
+
+def test_the_list_has_a_config_per_line_and_compiles_nothing(tmp_path):
+    done = run_here('inspect', 'fuzz', 3, '--list', 'mesh.context=2', folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, '')
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all('mesh.context=2' in line for line in lines)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_cpu_is_no_target():
+    done = run_here('inspect', 'fuzz', 1, '--target', 'cpu')
+    assert done.returncode == 2
+    assert 'use --target h100' in done.stderr
+
+
+@pytest.mark.slow
+def test_random_steps_are_executed_and_a_later_call_continues(tmp_path):
+    if not has_compiler():
+        pytest.skip("needs XLA's GPU compiler")
+    file, fixed = tmp_path / 'it.jsonl', ('model.num_layers=1', 'train.dtype=float32')
+    first = fuzz(file, seed=3, count=1, target='h100', fixed=fixed)
+    both = fuzz(file, seed=3, count=2, target='h100', fixed=fixed)
+    assert both == read(file)
+    assert both[:1] == first
+    assert [each.verdict for each in both] == ['right', 'right']
+    assert all(each.as_compiled.error > 0 for each in both)  # another program
