@@ -25,7 +25,7 @@ GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def activate(h: jax.Array, activation: str) -> jax.Array:
-    """GELU of h_BSF, or a gated activation of [gate, up] in h [B, S, 2, F], in the dtype of h.
+    """Return GELU of h_BSF, or a gated activation of h [B, S, 2, F] = [gate, up], in h's dtype.
 
     The kernels of PyTorch and Megatron compute in fp32 too; in 16 bits even the constants of GELU
     would be rounded. Only h is saved for the backward pass, as in Megatron's fused kernels.
@@ -48,7 +48,7 @@ def _backward(activation: str, h: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
     _, transposed = jax.vjp(lambda h: _in_fp32(h, activation), h)
     (dh,) = transposed(dy)
     # The barrier keeps the gradient in the dtype of h. Without it XLA writes the gradient in fp32,
-    # for the sum that is the gradient of a bias, and casts it in a second kernel.
+    # for the sum over tokens that is a bias's gradient, and casts it in a second kernel.
     return (lax.optimization_barrier(dh),)
 
 

@@ -7,7 +7,7 @@ Megatron's f and g stay the only reductions of activations; the gradients of the
 once a step (`shard_copies.py`).
 
 In fp8 only the matmul with W is in FP8. The adapter multiplies the same operands in 16 bits, so
-those that sequence parallelism gathers are gathered in 16 bits, and rounded after that.
+sequence parallelism gathers them in 16 bits, and they are rounded to FP8 afterwards.
 """
 
 from functools import partial
@@ -64,9 +64,9 @@ def product(
     """Multiply x by a frozen weight and by its adapter, in the dtype of x.
 
     The result is sharded and reduced like the result of `product.product`. If there are several
-    shards, the replicated one of A and B has a copy for each of them, in a dim before its last.
-    With `scales`, x and the gradient of the result are rounded for the matmuls with the weight, if
-    that is FP8, and their exponents are counted.
+    shards, the replicated matrix (A or B) has a copy for each of them, in a dim before its last.
+    With `scales`, the exponents of x and of the result's gradient are counted, and both are rounded
+    to FP8 for the matmuls with the weight if the weight is FP8.
     """
     value = weight.get_value()
     frozen, is_at_rest = value, False
@@ -81,7 +81,7 @@ def product(
 
 
 class _Operand(NamedTuple):
-    """An operand of a matmul with the weight: as it multiplies, its scales and its counts."""
+    """An operand of a matmul with the weight, its scale and its counts."""
 
     value: jax.Array
     scale: jax.Array | None = None  # its scale times the weight's, if both are FP8
@@ -91,7 +91,7 @@ class _Operand(NamedTuple):
     def of(
         cls, x: jax.Array, which: int, w: jax.Array, scaled: Scaled, layout: Layout
     ) -> '_Operand':
-        """Round an operand for an FP8 weight; `which` is its index among the scales."""
+        """Round an operand to FP8 if the weight is FP8; `which` is its index among the scales."""
         if scaled is None:
             return cls(x)
         scales, slot = scaled
@@ -105,7 +105,7 @@ class _Operand(NamedTuple):
 
 
 def _counts(of_x: jax.Array | None, of_dy: jax.Array | None) -> tuple[None, jax.Array] | None:
-    """Return the gradient of `Scaled`: the counts are the gradient of their slot."""
+    """Return the gradient of `Scaled`: none for the scales, and the counts for their slot."""
     if of_x is None or of_dy is None:
         return None
     return None, fp8.counts(of_x, of_dy)

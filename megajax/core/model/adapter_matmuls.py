@@ -74,19 +74,19 @@ class ColumnParallel(AdaptedMatmul):
         return _einsum('bsd,dzq->bszq', x_BSD, self._a_DZQ(a, x_BSD.dtype), self.spec('BSZQ'))
 
     def outputs(self, h_BSZQ: jax.Array, b: jax.Array) -> jax.Array:
-        """Return the addition to the result."""
+        """Return the adapter's addition to the result."""
         letters = f'bszq,q{self._out}->bs{self._out}'
         added = _einsum(letters, h_BSZQ, self._b_z(b, h_BSZQ.dtype), self.spec(self.dims.out))
         shape = *h_BSZQ.shape[:2], *b.shape[1:]
         return self.scale * added.reshape(shape, out_sharding=self.layout(self.dims.out))
 
     def hidden_gradient(self, dy: jax.Array, b: jax.Array) -> jax.Array:
-        """Return the gradient dh_ZBSQ of h."""
+        """Return dh_ZBSQ, the gradient of h."""
         letters, b_z = f'bs{self._out},q{self._out}->zbsq', self._b_z(b, dy.dtype)
         return _einsum(letters, self._dy_z(dy), b_z, self.spec('ZBSQ'))
 
     def inputs(self, dh_ZBSQ: jax.Array, a: jax.Array) -> jax.Array:
-        """Return the addition to the gradient of x, before its sum over the shards."""
+        """Return the adapter's addition to the gradient of x, before its sum over the shards."""
         return _einsum('zbsq,dzq->zbsd', dh_ZBSQ, self._a_DZQ(a, dh_ZBSQ.dtype), self.spec('ZBSD'))
 
     def of_a(self, x_BSD: jax.Array, dh_ZBSQ: jax.Array) -> jax.Array:
@@ -121,17 +121,17 @@ class RowParallel(AdaptedMatmul):
         return _einsum(letters, self._x_z(x), self._a_z(a, x.dtype), self.spec('ZBSQ'))
 
     def outputs(self, h_ZBSQ: jax.Array, b: jax.Array) -> jax.Array:
-        """Return the addition to the result, before its sum over the shards."""
+        """Return the adapter's addition to the result, before its sum over the shards."""
         b_QZD = self._b_QZD(b, h_ZBSQ.dtype)
         return self.scale * _einsum('zbsq,qzd->zbsd', h_ZBSQ, b_QZD, self.spec('ZBSD'))
 
     def hidden_gradient(self, dy_BSD: jax.Array, b: jax.Array) -> jax.Array:
-        """Return the gradient dh_BSZQ of h."""
+        """Return dh_BSZQ, the gradient of h."""
         b_QZD = self._b_QZD(b, dy_BSD.dtype)
         return self.scale * _einsum('bsd,qzd->bszq', dy_BSD, b_QZD, self.spec('BSZQ'))
 
     def inputs(self, dh_BSZQ: jax.Array, a: jax.Array) -> jax.Array:
-        """Return the addition to the gradient of x."""
+        """Return the adapter's addition to the gradient of x."""
         letters, a_z = f'bszq,{self._into}q->bs{self._into}', self._a_z(a, dh_BSZQ.dtype)
         added = _einsum(letters, dh_BSZQ, a_z, self.spec(self.dims.x))
         shape = *dh_BSZQ.shape[:2], *a.shape[:-1]
@@ -177,7 +177,7 @@ def _einsum(
 
 
 def like(*pairs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return each array of the first tree with the shape and sharding of its peer in the second."""
+    """Return the first array of each pair with the shape and sharding of the second."""
     of_a, of_b = (
         x.reshape(like.shape, out_sharding=jax.typeof(like).sharding.spec) for x, like in pairs
     )

@@ -58,7 +58,7 @@ class Attention(Sublayer):
     def _heads(
         self, qkv_RSKCH: jax.Array, position_RS: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, normed and rotated, with complete heads on each shard."""
+        """Return normed and rotated queries, keys and values; each shard has complete heads."""
         config = self.config
         queries, keys = self.query_norm, self.key_norm
         q_RSKGH, k_RSKH, v_RSKH = (
@@ -78,7 +78,7 @@ class Attention(Sublayer):
     def _complete(
         self, q_RSKGH: jax.Array, k_RSKH: jax.Array, v_RSKH: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values with complete heads on each shard."""
+        """Return queries, keys and values with complete heads on each shard."""
         batch, length, *_, head_dim = q_RSKGH.shape
         shape = batch, length, self.config.num_heads, head_dim
         within_heads = self.layout.is_sharded('H')
@@ -93,7 +93,7 @@ class Attention(Sublayer):
         return q_RSNH, self._copy_to_shards(k_RSKH), self._copy_to_shards(v_RSKH)
 
     def _copy_to_shards(self, k_RSKH: jax.Array) -> jax.Array:
-        """Copy to each shard the key/value head that its query heads share."""
+        """Copy to each shard the key/value head that the shard's query heads share."""
         batch, length, heads, head_dim = k_RSKH.shape
         copies = self.layout.num_shards('N') // heads
         k_RSKH = jax.reshard(k_RSKH, self.layout('RSkh'))  # all-gather
@@ -112,7 +112,7 @@ def attention_core(
     recompute: bool = False,
     exchange: str | None = None,
 ) -> Core[None]:
-    """The core of training and evaluation: every token of a sequence at once, and no cache.
+    """Return the core of training and evaluation, which gets whole sequences and has no cache.
 
     With `exchange`, tokens also attend to the tokens of other context shards (`context.py`). If the
     layer's `rows` have segments, attention stays within a segment. With `recompute` no [S, S]
@@ -159,9 +159,9 @@ def attend(
     window: int | None = None,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention o_RSNH with softmax in fp32, by the fastest implementation for these inputs.
+    """Return attention o_RSNH, softmax in fp32, by the fastest implementation for these inputs.
 
-    With a `window` a token attends to so many tokens, the last of which is itself. Each head may
+    With a `window`, a token attends to the last `window` tokens, including itself. Each head may
     have a sink (`passes.py`).
     """
     device = jax.typeof(q_RSNH).sharding.mesh.abstract_device
@@ -218,7 +218,7 @@ def _attend_in_blocks(
     block: int,
     scale: float,
 ) -> jax.Array:
-    """Attention with a window: each block of queries reads its own and the previous block's keys.
+    """Return attention with a window; each block of queries reads its own and the previous keys.
 
     The arrays of scores grow linearly with the sequence, not with its square.
     """
@@ -229,7 +229,7 @@ def _attend_in_blocks(
         return x.reshape(shape, out_sharding=jax.typeof(x).sharding.spec)
 
     def with_earlier(x: jax.Array) -> jax.Array:
-        """Each block and the one before, which for the first one is the last, and masked."""
+        """Return each block joined to the one before it (the masked last block, for the first)."""
         earlier = jnp.roll(x, block, axis=1)
         return jnp.concatenate([in_blocks(earlier), in_blocks(x)], axis=1)
 
@@ -265,7 +265,7 @@ def attend_where(
     rate: float,
     scale: float,
 ) -> jax.Array:
-    """Attention o_RSNH with softmax in fp32, in which each query attends to the `allowed` keys.
+    """Return attention o_RSNH, softmax in fp32; each query attends to the `allowed` keys.
 
     `allowed` broadcasts against [R, K, G, S, Y].
     """
@@ -277,7 +277,7 @@ def _scores(q_RSNH: jax.Array, k_RYKH: jax.Array, layout: Layout, scale: float) 
     batch, length, heads, head_dim = q_RSNH.shape
     groups = k_RYKH.shape[2]
     grouped = batch, length, groups, heads // groups, head_dim
-    # In fp32, because 128**-0.5 has no close number in 16 bits.
+    # In fp32, because 16 bits have no number close to 128**-0.5.
     scaled_RSNH = (q_RSNH.astype(jnp.float32) * scale).astype(q_RSNH.dtype)
     q_RSKGH = scaled_RSNH.reshape(grouped, out_sharding=layout('RSN-h'))
     return jnp.einsum('rskgh,rykh->rkgsy', q_RSKGH, k_RYKH, preferred_element_type=jnp.float32)
@@ -303,7 +303,7 @@ def _weighted(
 
 
 def softmax(score_RKG: jax.Array, sinks_N: jax.Array | None, layout: Layout) -> jax.Array:
-    """Softmax over the last of the dims after G, with the heads' sinks in its denominator."""
+    """Return the softmax over the dims after G, with the heads' sinks in its denominator."""
     if sinks_N is None:
         return jax.nn.softmax(score_RKG, axis=-1)
     shape = 1, score_RKG.shape[1], -1, *(1 for _ in score_RKG.shape[3:])
@@ -317,9 +317,9 @@ def softmax(score_RKG: jax.Array, sinks_N: jax.Array | None, layout: Layout) -> 
 def _allowed(
     length: int, segment_RS: jax.Array | None, *, causal: bool, window: int | None
 ) -> jax.Array | None:
-    """A mask of the keys Y that each query S attends to; broadcasts against [R, K, G, S, Y].
+    """Return the mask of the keys Y that each query S attends to, or None for all keys.
 
-    None if every query attends to all keys.
+    The mask broadcasts against [R, K, G, S, Y].
     """
     earlier = jnp.expand_dims(causal_mask(length, window), (0, 1, 2)) if causal else None
     if segment_RS is None:

@@ -18,14 +18,14 @@ from megajax.core.model.shard_copies import along_last
 
 
 class UnshardedLinear(nnx.Module):
-    """x times a replicated weight: no communication.
+    """Multiply x by a replicated weight, without communication.
 
     If x is sharded over the sequence, the train step gives each shard its own copy of the weight
     (`shard_copies.py`).
     """
 
     def __init__(self, parameters: Parameters, *, rows: str, key: jax.Array):
-        """Make weight and bias; `rows` are the letters of the dims of x before the last."""
+        """Make weight and bias; `rows` are the letters of the dims of x except the last."""
         self.layout, self.rows = parameters.layout, rows
         dims = parameters.dims('weight')
         self.equation = f'{rows}D,{dims}->{rows}{dims[-1]}'
@@ -76,7 +76,7 @@ class MaskedHead(nnx.Module):
 class OrderHead(nnx.Module):
     """Sentence-order prediction: did the second segment come first (Lan et al., 2020)?
 
-    The head is a pooler (dense and tanh of the first token) and a classifier.
+    The head is a pooler (a dense layer and tanh on the first token) and a classifier.
     """
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
@@ -86,12 +86,12 @@ class OrderHead(nnx.Module):
         self.classifier = UnshardedLinear(parameters['classifier'], rows='B', key=classifier_key)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Logits [B, O] in fp32, replicated over `model`."""
+        """Return logits [B, O] in fp32, replicated over `model`."""
         pooled_BD = jnp.tanh(self.pooler(self._first(x_BTD)))
         return self.classifier(pooled_BD).astype(jnp.float32)
 
     def loss(self, x_BTD: jax.Array, swapped_B1: jax.Array, weight_B1: jax.Array) -> jax.Array:
-        """The negative log-likelihood of `swapped_B1` (0 or 1), weighted by sequence and summed."""
+        """Return the summed negative log-likelihood of `swapped_B1`, weighted by sequence."""
         log_probability_BO = jax.nn.log_softmax(self(x_BTD), axis=-1)
         order_O = jnp.expand_dims(jnp.arange(NUM_SEGMENTS), 0)
         return -(jnp.where(order_O == swapped_B1, log_probability_BO, 0) * weight_B1).sum()

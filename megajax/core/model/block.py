@@ -32,9 +32,9 @@ def parts_of_rows(rows: Any, num_parts: int) -> list[Any]:
 
 
 class Block(nnx.Module):
-    """Attention, then the feed-forward layer; each adds to the residual stream.
+    """Attention, then the feed-forward layer; each adds its result to the residual stream.
 
-    Every parameter belongs to a sublayer; the overlap schedule relies on it.
+    Every parameter belongs to a sublayer; the overlap schedule relies on this.
     """
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
@@ -55,7 +55,7 @@ class Block(nnx.Module):
     ) -> Self:
         """Return the layers with these indices, stacked, given the key of each.
 
-        Each sublayer has a first dim of the layers that have it.
+        The first dim of each sublayer's arrays is the layers that have this sublayer.
         """
         layout = parameters.layout
 
@@ -94,7 +94,7 @@ class Block(nnx.Module):
     def each(self, take: Callable[[str, jax.Array], jax.Array]) -> Self:
         """Return the block with `take(name of the sublayer, x)` in place of each array x.
 
-        Arrays outside the sublayers count as attention's, which all layers have.
+        Arrays outside the sublayers count as part of attention, which all layers have.
         """
         block = jax.tree.map(lambda x: x, self)
         networks = {name: getattr(block, name) for name in FEED_FORWARD if hasattr(block, name)}

@@ -28,7 +28,7 @@ class Computation(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """The computation of a run's steps on the current mesh."""
+        """Return the settings of a run's steps on the current mesh."""
         mesh = config.mesh
         return cls(
             config.train.compute_dtype,
@@ -39,7 +39,7 @@ class Computation(NamedTuple):
         )
 
     def pair(self, weights: Any, params: Any, layout: Layout) -> Any:
-        """Return parameters, of a layer or outside the layers, as their matmuls take them.
+        """Return the parameters, of a layer or outside the layers, in the form that matmuls take.
 
         If `params` are gradient slots or ZeRO-sharded matrices, `weights` are the weights to
         compute with.
@@ -52,8 +52,9 @@ class Computation(NamedTuple):
                 return pair(declared, weight, x)
             dims, stored = declared.dims_of_layer, weight if is_fp8(weight) else x
             if self.overlap.shard == 'weights':
-                # Full recomputation gathers once for itself and for the backward pass. Without it,
-                # a weight that is gathered here would be saved from the forward pass on.
+                # Full recomputation gathers a weight once, for itself and for the backward pass.
+                # Without it, a weight that is gathered here would be saved from the forward pass
+                # on.
                 is_kept = self.recompute != 'full'
                 weight = None if is_kept else gather(cast(stored, self.dtype), dims, layout)
             if declared.is_frozen:
@@ -66,7 +67,7 @@ class Computation(NamedTuple):
     def value(self, weight: jax.Array, x: jax.Array, declared: Parameter, layout: Layout) -> Any:
         """Return a parameter outside the layers in fp32, rounded as its weight is.
 
-        Its gradient becomes the gradient of x, a gradient slot or a ZeRO-sharded matrix.
+        Its gradient becomes the gradient of x, which is a gradient slot or a ZeRO-sharded matrix.
         """
         is_reduced = reduced_in_backward(declared, self.overlap.shard)
         if is_reduced and self.overlap.shard == 'weights':

@@ -6,9 +6,9 @@ a ring (Liu et al., 2023). Blocks are merged by their log-sum-exp. Whatever shar
 from, half of the scores between the two chunks of queries and of keys are needed, and only that
 half is computed.
 
-With documents, attention to a shard's own keys has a mask. Of the keys of other shards, a chunk of
-queries sees at most one document (`documents.py`), so a number of queries and of keys takes the
-place of a mask. The kernels count keys from the first one, so chunks of keys are reversed.
+With documents, attention to a shard's own keys has a mask. A chunk of queries shares at most one
+document with keys of another shard (`documents.py`), so a number of queries and a number of keys
+replace the mask. The kernels count keys from the first one, so chunks of keys are reversed.
 """
 
 import functools
@@ -39,11 +39,11 @@ def attend_across(
     key_R2: jax.Array | None = None,
     rate: float = 0.0,
 ) -> jax.Array:
-    """Attention o_RSNH of a shard's tokens on all tokens of their sequences up to them.
+    """Return attention o_RSNH of a shard's tokens on all earlier tokens of their sequences.
 
     `exchange` is `gather` or `ring`, `kernel` a key of KERNELS. With `first_RS`, the position of
     the first token of each token's document, attention stays within documents. With `key_R2`, the
-    numbers of each sequence's key, weights have dropout. To be mapped over context shards.
+    raw dropout key of each sequence, weights have dropout. Map this function over context shards.
     """
     passes = _passes(exchange, kernel, scale, rate)
     return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, first_RS, sinks_N, key_R2)
@@ -74,7 +74,7 @@ class _How(NamedTuple):
 
     kernel: Kernel
     is_ring: bool
-    rate: float  # of dropout
+    rate: float  # dropout rate
 
 
 def _attend(
@@ -85,7 +85,7 @@ def _attend(
     first_RS: jax.Array | None,
     key_R2: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return o [R, S, N, H] and the log-sum-exp [R, N, S] in fp32 of a device's tokens."""
+    """Return o [R, S, N, H] and, in fp32, the log-sum-exp [R, N, S] of a device's tokens."""
     rows, rank, shards = len(q), lax.axis_index(CONTEXT), lax.axis_size(CONTEXT)
     kernel, ring, rate = how
     documents, dropout = _Documents(first_RS), _Dropout(key_R2, rate, q)
@@ -104,7 +104,8 @@ def _attend(
             dropped=dropout.of(step, documents),
         )
         done.append(lse_2)
-        # The second half of the rows is of the first chunk of queries or of the second.
+        # The second half of the results is for the first chunk of queries if `is_earlier`, else for
+        # the second chunk.
         lowest = jnp.full_like(lse_2[rows:], -jnp.inf)
         second = merge(second, (o_2[:rows], lse_2[:rows]))
         first = merge(first, (o_2[rows:], jnp.where(is_earlier, lse_2[rows:], lowest)))
@@ -169,19 +170,19 @@ class _Documents:
         self.mask = None if first_RS is None else same_document(first_RS)
 
     def turned(self, x_RSKH: jax.Array) -> jax.Array:
-        """Return keys with each of their two chunks in reverse, or their gradients."""
+        """Return keys, or gradients of keys, with each of their two chunks in reverse."""
         if self._first_RS is None:
             return x_RSKH
         return jnp.concatenate([jnp.flip(chunk, 1) for chunk in _halves(x_RSKH, 1)], axis=1)
 
     def lengths(self, step: int) -> Lengths | None:
-        """Return the lengths of the rows of `_both` and `_of_keys` for this step."""
+        """Return the lengths of the sequences of `_both` and `_of_keys` for this step."""
         if self._first_RS is None:
             return None
         rank, shards = lax.axis_index(CONTEXT), lax.axis_size(CONTEXT)
         rows, chunk = len(self._first_RS), self._first_RS.shape[1] // 2
         shard, is_earlier = (rank - step) % shards, step <= rank
-        # The positions at which the chunks of keys end.
+        # The positions at which the two chunks of keys end.
         first, second = (shard + 1) * chunk, (2 * shards - shard) * chunk
         stop_R = jnp.repeat(jnp.stack([first, jnp.where(is_earlier, first, second)]), rows)
         return shared(_both(self._first_RS, is_earlier), stop_R, chunk)
@@ -210,22 +211,22 @@ class _Dropout:
         return self._weights.at(_both(self._places(0), is_earlier), _of_keys(of_keys, is_earlier))
 
     def _places(self, step: int) -> jax.Array:
-        """Return the positions [R, S] of the tokens of the shard `step` before."""
+        """Return the positions [R, S] of the tokens of the shard that is `step` shards before."""
         return jnp.tile(positions_of_shard(self._length, back=step), (self._rows, 1))
 
 
 def _both(x: jax.Array, is_earlier: jax.Array) -> jax.Array:
     """Return the second chunk of queries, then the first or, unless `is_earlier`, the second again.
 
-    Keys of an earlier shard matter to both chunks of queries, but only their first chunk does. Of
-    keys of a later shard both chunks matter, but only to the second chunk of queries.
+    With keys of an earlier shard, both chunks of queries attend to the first chunk of keys. With
+    keys of a later shard, the second chunk of queries attends to both chunks of keys.
     """
     first, second = _halves(x, 1)
     return jnp.concatenate([second, jnp.where(is_earlier, first, second)])
 
 
 def _of_keys(x: jax.Array, is_earlier: jax.Array) -> jax.Array:
-    """Return the keys that belong to the rows of `_both`."""
+    """Return the chunks of keys that belong to the results of `_both`."""
     first, second = _halves(x, 1)
     return jnp.concatenate([first, jnp.where(is_earlier, first, second)])
 

@@ -1,14 +1,14 @@
 """Causal attention with a sliding window, of sequences that are sharded over `context`.
 
 A window that is no longer than a chunk of `zigzag.py` reaches back into the previous chunk only.
-The chunk before a shard's first chunk is on the previous shard, and the chunk before its second one
-on the next shard (for the last shard, it is its own first chunk). Each shard therefore sends the
-last keys and values of its two chunks to its neighbors, one to each: a halo exchange.
+The chunk before a shard's first chunk is on the previous shard, and the chunk before its second
+chunk is on the next shard (for the last shard, it is the shard's own first chunk). Each shard
+therefore sends the last keys and values of one chunk to each of its two neighbors: a halo exchange.
 
 A block of queries attends to its own keys and to the halo before it, and both are merged by their
-log-sum-exp. Query i sees the keys after i of the halo, so both are reversed for a causal kernel.
-With documents, attention to a block's own keys has a mask, and the halo only counts with its last
-keys that are of the first query's document (`documents.py`).
+log-sum-exp. Query i attends to the keys after index i of the halo, so queries and keys are reversed
+for a causal kernel. With documents, attention to a block's own keys has a mask, and only those last
+keys of the halo count that are in the first query's document (`documents.py`).
 """
 
 import functools
@@ -28,7 +28,7 @@ from megajax.core.model.per_device import Specs, per_device
 from megajax.core.parallel.layout import CONTEXT, UNSHARDED
 from megajax.core.parallel.zigzag import position_at
 
-HIDDEN = 1e30  # a log-sum-exp that gives every weight of its query the value 0
+HIDDEN = 1e30  # a log-sum-exp this high gives weight 0 to everything that it is merged with
 
 
 def attend_in_window(
@@ -43,12 +43,12 @@ def attend_in_window(
     key_R2: jax.Array | None = None,
     rate: float = 0.0,
 ) -> jax.Array:
-    """Attention o_RSNH of a shard's tokens on the last `window` tokens of their sequences.
+    """Return attention o_RSNH of each of a shard's tokens on the last `window` tokens up to it.
 
-    `kernel` is a key of KERNELS. The halos are saved for the backward pass, which sends their
-    gradients alone. With `first_RS`, the position of the first token of each token's document,
-    attention stays within documents. With `key_R2`, the numbers of each sequence's key, weights
-    have dropout. To be mapped over context shards.
+    `kernel` is a key of KERNELS. The halos are saved for the backward pass, which therefore sends
+    only their gradients. With `first_RS`, the position of the first token of each token's document,
+    attention stays within documents. With `key_R2`, the raw dropout key of each sequence, weights
+    have dropout. Map this function over context shards.
     """
     passes = _passes(window, kernel, scale, rate)
     return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, first_RS, sinks_N, key_R2)
@@ -56,7 +56,7 @@ def attend_in_window(
 
 @functools.cache
 def _passes(window: int, kernel: str, scale: float, rate: float) -> Passes:
-    """The passes, which save the halos of keys and values."""
+    """Return the passes; they save the halos of keys and values."""
     passes = KERNELS[kernel].scaled(scale)
     how = _How(window, passes, is_flash=kernel == 'cudnn', rate=rate)
 
@@ -84,14 +84,14 @@ class _How(NamedTuple):
     window: int
     kernel: Kernel
     is_flash: bool
-    rate: float  # of dropout
+    rate: float  # dropout rate
 
 
 class _Blocks:
-    """The blocks in which a device computes attention, as rows of arrays.
+    """The blocks in which a device computes attention; arrays have one entry per block.
 
-    With cuDNN a block is a chunk. XLA's blocks are about as long as the window, so that its scores
-    grow linearly with the sequence.
+    With cuDNN a block is a chunk. XLA's blocks are about as long as the window, so that their
+    scores grow linearly with the sequence.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class _Blocks:
     ):
         self.window, self._sequences, self._tokens = how.window, *q.shape[:2]
         self.length = block_in_chunk(how.window, self._tokens // 2, flash=how.is_flash)
-        # A window of a whole block is plain causal attention.
+        # A window as long as a block is plain causal attention.
         self.own_window = self.window if self.window < self.length else None
         self._dropout = None
         if key_R2 is not None:
@@ -125,17 +125,17 @@ class _Blocks:
         return x.reshape(self._sequences, 2, -1, *x.shape[1:])
 
     def halos(self, k: jax.Array, received: jax.Array) -> jax.Array:
-        """Return the last keys before each block; `received` has those before each chunk."""
+        """Return the last keys before each block; `received` has the keys before each chunk."""
         ends = self.by_chunk(self.of(k)[:, -self.window :])
         of_chunks = received.reshape(self._sequences, 2, 1, self.window, *k.shape[2:])
         halos = jnp.concatenate([of_chunks, ends[:, :, :-1]], axis=2)
         return halos.reshape(-1, *halos.shape[3:])
 
     def visible(self) -> jax.Array:
-        """Return where the halo has a key that a query of a block's first `window` sees.
+        """Return whether each of a block's first `window` queries attends to a key of the halo.
 
-        An array [block, 1, query]. The last of these queries sees only its own block, and nothing
-        comes before the first chunk of the first shard.
+        The result is [block, 1, query]. The last of these queries attends only to its own block,
+        and nothing comes before the first chunk of the first shard.
         """
         count = self._tokens // self.length
         first = jnp.arange(count) == 0
@@ -147,7 +147,7 @@ class _Blocks:
         return visible & (self._first[:, : self.window] < self._starts()[:, None])[:, None]
 
     def lengths(self) -> Lengths | None:
-        """Return the numbers of reversed queries and of reversed keys of each block's halo."""
+        """Return the numbers of reversed queries and reversed keys that share each block's halo."""
         if self._first is None:
             return None
         _, keys = shared(self._first, self._starts(), self.window)
@@ -256,7 +256,7 @@ def _gradients(
 
 
 def _exchange(k: jax.Array, window: int) -> jax.Array:
-    """Return the last keys before the first and before the second chunk of a shard."""
+    """Return the last keys before a shard's first chunk, and those before its second chunk."""
     first, second = (x[:, -window:] for x in jnp.split(k, 2, axis=1))
     before_first, before_second = _pass_on(first, 1), _pass_on(second, -1)
     # The sequence's first chunk has nothing before it; `_Blocks.visible` hides what arrives there.
@@ -266,7 +266,8 @@ def _exchange(k: jax.Array, window: int) -> jax.Array:
 def _give_back(dk: jax.Array) -> jax.Array:
     """Return the gradients [sequence, chunk, token, ...] of the ends of a shard's chunks.
 
-    They come from the shards to which `_exchange` sent the ends, given gradients of their halos.
+    `dk` are the gradients of the halos. They are sent back to the shards that sent the ends in
+    `_exchange`.
     """
     of_first, of_second = dk[:, 0], dk[:, 1]
     first = jnp.where(_is_last(), of_second, _pass_on(of_first, -1))
@@ -275,7 +276,7 @@ def _give_back(dk: jax.Array) -> jax.Array:
 
 
 def _pass_on(x: jax.Array, step: int) -> jax.Array:
-    """Send a shard's array `step` shards on, around the ring."""
+    """Send a shard's array to the shard `step` positions further around the ring."""
     shards = lax.axis_size(CONTEXT)
     return lax.ppermute(x, CONTEXT, [(i, (i + step) % shards) for i in range(shards)])
 
@@ -285,7 +286,7 @@ def _is_last() -> jax.Array:
 
 
 def _turned(x: jax.Array, dim: int = 1) -> jax.Array:
-    """Reverse all elements along a dim but the last, whose query sees no key of the halo."""
+    """Reverse a dim without its last element, whose query attends to no key of the halo."""
     return jnp.roll(jnp.flip(x, dim), -1, dim)
 
 

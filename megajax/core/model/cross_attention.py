@@ -1,4 +1,4 @@
-"""Cross-attention to images: gated layers between the model's (Flamingo, Llama 3.2 Vision).
+"""Cross-attention to images: gated layers between a model's layers (Flamingo, Llama 3.2 Vision).
 
 A token attends to the images before it in its document. One matmul before the first layer computes
 the keys and values of all layers, so that the gradient of the image vectors is reduced over `model`
@@ -42,7 +42,7 @@ class Seen(NamedTuple):
 
 
 class CrossAttention(nnx.Module):
-    """The cross-attention layers, and the matmul that computes the keys and values for all."""
+    """The cross-attention layers, and one matmul that computes the keys and values for all."""
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
         self.layout = parameters.layout
@@ -65,7 +65,7 @@ class CrossAttention(nnx.Module):
         computation: Computation,
         detail: Detail | None = None,
     ) -> Seen:
-        """Encode the images of a shard's sequences; `segment_BS` has their documents, if any."""
+        """Encode the images of a shard's sequences; `segment_BS` has the documents, if any."""
         dtype, recompute = computation.dtype, computation.recompute
         kv_BYJNUH = self.key_values(encoder, dtype, recompute, images, detail)
         return self.split(kv_BYJNUH, seen(images, segment_BS, encoder.config, self.layout, detail))
@@ -91,7 +91,7 @@ class CrossAttention(nnx.Module):
         computation: Computation,
         weights: 'CrossAttention | None',
     ) -> AfterGroups:
-        """Return a function that applies each layer after its group, to all parts of the batch.
+        """Return a function that applies each layer after its group of layers, to all batch parts.
 
         `weights` has the weights to compute with, if they differ from the parameters.
         """
@@ -121,11 +121,11 @@ class CrossAttention(nnx.Module):
         images: Images,
         detail: Detail | None,
     ) -> jax.Array:
-        """Return the keys and values of all layers, of the vectors Y of each row."""
+        """Return the keys and values of all layers for the image vectors Y of each sequence."""
         vectors = encode(encoder, images, self.layout, dtype, recompute, detail)
         with jax.named_scope('cross_attention'):
-            # All vectors, including the empty slots after the last one: XLA then scatters the sum
-            # of their gradient to the devices that encoded them.
+            # All vectors are multiplied, including the empty slots after the last one: XLA then
+            # scatters the sum of their gradient to the devices that encoded them.
             kv_YJNUH = self.key_value(vectors[:, 0])
             rows, slots = images.grid_BI2.shape[:2]
             own = slots * encoder.config.vectors
@@ -133,7 +133,7 @@ class CrossAttention(nnx.Module):
             return kv_YJNUH[: rows * own].reshape(shape, out_sharding=self.layout('-YJNUh'))
 
     def split(self, kv_BYJNUH: jax.Array, seen_BSY: jax.Array) -> Seen:
-        """Return the keys, normed, and the values of each layer."""
+        """Return the normed keys, and the values, of each layer."""
         with jax.named_scope('cross_attention'):
             kv_UJBYNH = jnp.moveaxis(kv_BYJNUH, (4, 2), (0, 1))
             k_JBYNH = jax.vmap(lambda norm, k_BYNH: norm(k_BYNH))(self.key_norm, kv_UJBYNH[0])
@@ -152,7 +152,8 @@ class KeyValue(nnx.Module):
         kv_YJKUH = product('YD,DJKUH->YJKUH', x_YD, self.weight, layout, x_YD.dtype)
         if not layout.is_sharded('H'):
             return kv_YJKUH
-        # With fewer key/value heads than shards, copy to each the head that its queries share.
+        # With fewer key/value heads than shards, copy to each shard the head that its queries
+        # share.
         copies = layout.num_shards('N') // kv_YJKUH.shape[2]
         kv_YJKUH = jax.reshard(kv_YJKUH, layout('YJkUh'))  # all-gather
         kv_YJNUH = jnp.repeat(kv_YJKUH, copies, 2, out_sharding=layout('YJnUh'))
@@ -160,7 +161,7 @@ class KeyValue(nnx.Module):
 
 
 class CrossBlock(nnx.Module):
-    """A layer whose two sublayers, attention to images and MLP, have a gate each."""
+    """A layer with two sublayers, attention to images and MLP; each has a gate."""
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
         self.layout = parameters.layout
@@ -216,7 +217,7 @@ class ImageAttention(Sublayer):
         self.query_norm = make_norm(config, parameters['query_norm'], 'Nh')
 
     def middle(self, y: jax.Array, core: Any, _: Rows) -> tuple[jax.Array, None]:
-        """Return the attention of the queries to images, by a `core` that has keys and values."""
+        """Return the attention of the queries to images; `core` has the keys and values."""
         q_BSNH = self.query_norm(self.first.with_bias(y))
         with jax.named_scope('core'):
             o_BSNH: tuple[jax.Array, None] = core(q_BSNH)
@@ -230,7 +231,7 @@ def seen(
     layout: Layout,
     detail: Detail | None = None,
 ) -> jax.Array:
-    """Whether each token attends to each image vector of its sequence, [B, S, Y].
+    """Return whether each token attends to each image vector of its sequence, [B, S, Y].
 
     A token attends to the images of its document whose own token is not after it.
     """

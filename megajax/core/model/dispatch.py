@@ -1,12 +1,12 @@
 """Send the tokens of a device to their experts, and multiply them by the experts' weights.
 
-Everything here runs on one device. In names of arrays, n counts assignments, of the first token
-first; s counts the slots of the buffer that is sent, r the rows that this device's experts receive,
-p the devices that it sends to, and x its experts. A weight [x, i, o] multiplies rows with inputs i
-and outputs o.
+Everything here runs on one device. In array names, n is the dim of assignments, ordered by token; s
+the slots of the buffer that is sent; r the rows that this device's experts receive; p the devices
+that exchange tokens; and x the experts of this device. A weight [x, i, o] multiplies rows with
+inputs i and outputs o.
 
-Buffers have static sizes. If no token may be dropped, they have room for somewhat more than a
-balanced load, and what does not fit is sent in later rounds (`Rounds`).
+Buffers have static sizes. If no token may be dropped, they hold somewhat more than a balanced load,
+and assignments that do not fit are sent in later rounds (`Rounds`).
 """
 
 import abc
@@ -36,8 +36,8 @@ Carry = TypeVar('Carry')
 class Peers(NamedTuple):
     """The devices that hold the experts of a layer, along a mesh axis.
 
-    `is_abstract` is whether a mapped function is traced, to find the shapes of its results, where
-    the axis does not exist.
+    `is_abstract` is whether a mapped function is only traced, outside the mapping, to find the
+    shapes of its results. The axis does not exist there.
     """
 
     axis: str
@@ -46,7 +46,7 @@ class Peers(NamedTuple):
 
     @property
     def place(self) -> jax.Array | int:
-        """The index of this device among them."""
+        """The index of this device among the peers."""
         return 0 if self.is_abstract or self.size == 1 else lax.axis_index(self.axis)
 
     def gather(self, x: jax.Array) -> jax.Array:
@@ -56,7 +56,7 @@ class Peers(NamedTuple):
         return lax.all_gather(x, self.axis)  # all-gather over expert
 
     def exchange(self, x: jax.Array, split: int, joined: int) -> jax.Array:
-        """Send each device its part along a dim, and join what arrives along another."""
+        """Send each device its part along a dim, and join the received parts along `joined`."""
         if self.size == 1:
             return x
         if self.is_abstract:
@@ -69,9 +69,9 @@ class Peers(NamedTuple):
 class Dispatch(abc.ABC):
     """Where the assignments of a device's tokens are sent."""
 
-    slot_n: jax.Array  # past the buffer's end for a dropped assignment
-    source_s: jax.Array  # the assignment in a slot; past the last assignment if it is empty
-    active: int  # experts of a token
+    slot_n: jax.Array  # slot of each assignment; past the buffer's end if it is dropped
+    source_s: jax.Array  # assignment in each slot; past the last assignment if the slot is empty
+    active: int  # number of experts per token
     peers: Peers
 
     @property
@@ -80,23 +80,23 @@ class Dispatch(abc.ABC):
         return self.slot_n >= len(self.source_s)
 
     def send_tokens(self, x_TD: jax.Array) -> jax.Array:
-        """Return the rows of tokens that this device's experts receive."""
+        """Send rows of tokens; return the rows that this device's experts receive."""
         return self.receive(_at(x_TD, self.source_s // self.active))
 
     def send(self, x_nD: jax.Array) -> jax.Array:
-        """Return the rows of assignments that this device's experts receive."""
+        """Send rows of assignments; return the rows that this device's experts receive."""
         return self.receive(_at(x_nD, self.source_s))
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """Return the row of each assignment [n, D]: zeros if it is dropped, or of a later round."""
+        """Return the row of each assignment [n, D]: zeros if it is dropped or in a later round."""
         return _at(self.give_back(rows), self.slot_n)
 
     def back_into(self, y_nD: jax.Array, rows: jax.Array) -> jax.Array:
-        """Return y with the rows of the assignments that were sent."""
+        """Return y with the returned rows in place of the assignments that were sent."""
         return y_nD.at[self.source_s].set(self.give_back(rows), mode='drop')
 
     def in_later_rounds(self, run: Callable[['Dispatch', Carry], Carry], carry: Carry) -> Carry:
-        """Return the last result of `run`, called for each round that follows this one."""
+        """Call `run` for each round that follows this one; return its last result."""
         return carry
 
     @abc.abstractmethod
@@ -131,10 +131,11 @@ class Dispatch(abc.ABC):
 class Rounds(NamedTuple):
     """The rounds in which assignments are sent, in order of experts, then of tokens."""
 
-    device_n: jax.Array  # that has the expert of an assignment
-    rank_n: jax.Array  # of an assignment among those for the same device
-    end_px: jax.Array  # how many assignments come from a device, for experts up to this one
-    num_later: jax.Array  # rounds after the first, on all devices that exchange assignments
+    device_n: jax.Array  # device that has the expert of each assignment
+    rank_n: jax.Array  # rank of each assignment among those for the same device
+    end_px: jax.Array  # number of assignments from each device for experts up to this one
+    # number of rounds after the first, on all devices that exchange assignments
+    num_later: jax.Array
 
     @classmethod
     def of(cls, expert_n: jax.Array, num_experts: int, peers: Peers) -> Self:
@@ -153,7 +154,7 @@ class Rounds(NamedTuple):
         )
 
     def sent(self, start: jax.Array | int, each: int, active: int, peers: Peers) -> 'Dropless':
-        """Send each device `each` assignments, from the one with this rank on."""
+        """Send `each` assignments to each device, starting with the one whose rank is `start`."""
         slot_n, size, count = self.rank_n - start, peers.size * each, len(self.rank_n)
         is_in = (slot_n >= 0) & (slot_n < each)
         slot_n = jnp.where(is_in, self.device_n * each + slot_n, size)
@@ -162,7 +163,7 @@ class Rounds(NamedTuple):
             self.end_px
         )
         of_device = self.end_px.shape[1]
-        # A device receives as many rows as it sends if the experts are in balance.
+        # If the load of the experts is balanced, a device receives as many rows as it sends.
         block = block_rows(min(size, count), of_device)
         groups = group(local_pr.reshape(-1).astype(jnp.int32), of_device, block=block)
         return Dropless(slot_n, sources(slot_n, size), active, peers, groups, self)
@@ -170,10 +171,10 @@ class Rounds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dropless(Dispatch):
-    """Rows [r, D] sorted by expert; `groups` has each expert's."""
+    """Rows [r, D] sorted by expert; `groups` says which rows belong to which expert."""
 
     groups: Groups
-    rounds: Rounds | None  # None if the experts are on this device
+    rounds: Rounds | None  # None if all experts are on this device
 
     @classmethod
     def of(cls, expert_TY: jax.Array, experts: ExpertsConfig, peers: Peers) -> 'Dropless':
@@ -237,16 +238,16 @@ class Dropless(Dispatch):
 
 @dataclasses.dataclass(frozen=True)
 class WithCapacity(Dispatch):
-    """Rows [x, r, D]: each expert has equally many slots for each group of tokens.
+    """Rows [x, r, D]: each expert has the same number of slots for each group of tokens.
 
     A group is a part of a sequence, so the same tokens are dropped on every mesh.
     """
 
-    count: int  # all experts
+    count: int  # number of all experts
 
     @classmethod
     def of(cls, expert_TY: jax.Array, experts: ExpertsConfig, group: int, peers: Peers) -> Self:
-        """Send each expert its first assignments of each `group` consecutive tokens."""
+        """Send to each expert its first assignments in each group of `group` consecutive tokens."""
         expert_n, active, count = expert_TY.reshape(-1), experts.active, experts.count
         assert experts.capacity is not None
         slots = math.ceil(experts.capacity * group * active / count)
@@ -283,16 +284,16 @@ class WithCapacity(Dispatch):
 
 
 def dispatch(expert_TY: jax.Array, experts: ExpertsConfig, length: int, peers: Peers) -> Dispatch:
-    """Return where the tokens of a device are sent, whose parts of sequences have this length."""
+    """Return where a device's tokens are sent; `length` is the length of its parts of sequences."""
     if experts.capacity is None:
         return Dropless.of(expert_TY, experts, peers)
     return WithCapacity.of(expert_TY, experts, experts.capacity_group or length, peers)
 
 
 def rank_in(key_n: jax.Array, num_keys: int, order: jax.Array | None = None) -> jax.Array:
-    """Return the index of each element among those with the same key, sorted by `order`, if given.
+    """Return the index of each element among the elements with the same key.
 
-    Equal elements stay in order.
+    With `order`, elements are sorted by it first; the sort is stable.
     """
     all_n = jnp.arange(len(key_n))
     sorted_n = jnp.argsort(key_n if order is None else order, stable=True)
@@ -314,7 +315,7 @@ def _at(rows: jax.Array, index: jax.Array) -> jax.Array:
 def _batched(
     a: jax.Array, b: jax.Array, summed: tuple[int, int], dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Multiply matrices of each expert, over a dim of each."""
+    """Multiply the matrices of each expert; `summed` is one dim of each operand."""
     dims = ((summed[0],), (summed[1],)), ((0,), (0,))
     of = accumulation_dtype(a, dtype)
     return lax.dot_general(a, b, dims, preferred_element_type=of).astype(dtype)

@@ -17,7 +17,7 @@ from megajax.core.parallel.layout import Layout
 
 
 def shared(first_RS: jax.Array, stop_R: jax.Array, num_keys: int) -> Lengths:
-    """Return how many first queries, and how many of the last keys, are of the same document.
+    """Return how many of the first queries and of the last keys share a document.
 
     The keys are the `num_keys` that end before the position `stop_R`, which no query precedes.
     """
@@ -43,7 +43,7 @@ def first_tokens(document_BS: jax.Array, layout: Layout) -> jax.Array:
     """Return the position of the first token of each token's document, int32 [B, S].
 
     `document_BS` numbers the documents of a batch, in the order of `zigzag.py`. All context shards
-    get these numbers once.
+    gather these numbers, once per step.
     """
     batch, length = document_BS.shape
     shards = layout.num_shards('S')

@@ -2,7 +2,7 @@
 
 Each sequence of the global batch has its own key, so a mask depends only on the sequence, the layer
 and the position of the dropout in it. A context shard has some positions of a sequence, and draws
-what `jax.random.bernoulli` draws for them in the mask of the entire sequence.
+the same bits for them as `jax.random.bernoulli` does for the entire sequence.
 """
 
 from typing import NamedTuple, Self
@@ -19,7 +19,7 @@ from megajax.core.parallel.zigzag import position_at
 
 
 def sequence_keys(key: jax.Array, row_B: jax.Array) -> jax.Array:
-    """One key per sequence, from its index in the global batch; sharded like `row_B`."""
+    """Return one key per sequence, from its index in the global batch; sharded like `row_B`."""
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(row_B)
 
 
@@ -47,13 +47,13 @@ def dropout(x: jax.Array, rate: float, key_B: jax.Array | None, row: P) -> jax.A
         keep = _keep_on_shard(x, rate, key_B, row)
     else:
         keep = jax.vmap(draw)(key_B)
-    # In fp32, because 1 / 0.9 has no close number in 16 bits. Only `keep` is saved for the backward
-    # pass.
+    # In fp32, because 16 bits have no number close to 1 / 0.9. Only `keep` is saved for the
+    # backward pass.
     return (jnp.where(keep, x, 0).astype(jnp.float32) / (1 - rate)).astype(x.dtype)
 
 
 def _keep_on_shard(x_BTD: jax.Array, rate: float, key_B: jax.Array, row: P) -> jax.Array:
-    """Return the mask of a context shard's tokens, which x has the shape and sharding of."""
+    """Return the mask of a context shard's tokens, with the shape and sharding of x."""
 
     def of_device(key_B2: jax.Array, x_BTD: jax.Array) -> tuple[jax.Array]:
         _, length, width = x_BTD.shape
@@ -71,16 +71,16 @@ def _keep_on_shard(x_BTD: jax.Array, rate: float, key_B: jax.Array, row: P) -> j
 
 
 class WeightDropout(NamedTuple):
-    """Dropout of a device's attention weights, by sequence, head, and positions of tokens."""
+    """Dropout of a device's attention weights, by sequence, head and token positions."""
 
     rate: float
     key_R2: jax.Array
     head_N: jax.Array  # the numbers of the device's heads
-    length: int  # of a sequence
+    length: int  # length of a sequence
 
     @classmethod
     def of(cls, q_RSNH: jax.Array, key_R2: jax.Array, rate: float) -> Self:
-        """Return the dropout of a device's queries on the tokens of all context shards."""
+        """Return the dropout of a device's queries with the tokens of all context shards."""
         _, length, heads, _ = q_RSNH.shape
         head_N = lax.axis_index('model') * heads + jnp.arange(heads)
         return cls(rate, key_R2, head_N, length * lax.axis_size(CONTEXT))
@@ -88,7 +88,7 @@ class WeightDropout(NamedTuple):
     def at(self, query_RS: jax.Array, key_RY: jax.Array) -> Dropped:
         """Return the dropout of a block of scores, given the positions of queries and keys.
 
-        The block may have all sequences several times.
+        The block may repeat all sequences several times.
         """
 
         def of_row(key: jax.Array, query_S: jax.Array, key_Y: jax.Array) -> jax.Array:
@@ -102,8 +102,8 @@ class WeightDropout(NamedTuple):
 def positions_of_shard(length: int, axis: str | None = None, *, back: int = 0) -> jax.Array:
     """Return the positions of a device's tokens in their sequences.
 
-    Its context shard is divided over a mesh axis, if one is given. With `back`, the tokens are on
-    the shard so many before. To be mapped over devices.
+    If `axis` is given, the context shard's tokens are divided over that mesh axis. With `back`, the
+    positions are of the tokens `back` shards before this one. Map this function over devices.
     """
     shards, parts = lax.axis_size(CONTEXT), lax.axis_size(axis) if axis else 1
     shard = (lax.axis_index(CONTEXT) - back) % shards
@@ -114,9 +114,9 @@ def positions_of_shard(length: int, axis: str | None = None, *, back: int = 0) -
 def kept(key_2: jax.Array, row: jax.Array, column: jax.Array, width: int, rate: float) -> jax.Array:
     """Return elements of `jax.random.bernoulli(key, 1 - rate, [..., width])`.
 
-    `row` is the index of an element's row, of all that come before the last dim, and broadcasts
-    against its `column`. The sequence of random bits is Threefry's, the default of `jax.random`:
-    element i has the hash of i in 64 bits.
+    `row` is an element's index in all dims before the last, flattened; it broadcasts against
+    `column`, the index in the last dim. The sequence of random bits is Threefry's, the default of
+    `jax.random`: element i has the hash of i in 64 bits.
     """
     row, column = jnp.broadcast_arrays(row.astype(jnp.uint32), column.astype(jnp.uint32))
     high, low = _times(row, width)
@@ -127,7 +127,7 @@ def kept(key_2: jax.Array, row: jax.Array, column: jax.Array, width: int, rate: 
 
 
 def _times(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """Multiply numbers of 32 bits; return the high and the low 32 bits."""
+    """Multiply 32-bit integers; return the high and the low 32 bits of the result."""
     (high, low), (by_high, by_low) = (x >> 16, x & 0xFFFF), divmod(factor, 1 << 16)
     inner = (low * by_low >> 16) + (high * by_low & 0xFFFF) + (low * by_high & 0xFFFF)
     outer = high * by_high + (high * by_low >> 16) + (low * by_high >> 16)

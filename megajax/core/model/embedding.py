@@ -14,7 +14,7 @@ from megajax.core.parallel.layout import Layout
 
 
 class VocabParallelEmbedding(nnx.Module):
-    """A table whose rows are sharded over `model`, in a grid over `row` as well.
+    """A table whose rows are sharded over `model` and, with 2-D tensor parallelism, over `row`.
 
     Each shard looks up the tokens that it has, and XLA reduces the partial results.
     """
@@ -48,7 +48,7 @@ class PositionEmbedding(nnx.Module):
         self.table = parameters.make('table', key)
 
     def __call__(self, token_BS: jax.Array, position_BS: jax.Array | None) -> jax.Array:
-        """The vectors [B, S, D] of the given positions, or [1, S, D] of positions 0, 1, ..."""
+        """Return the vectors [B, S, D] of given positions, or [1, S, D] of positions 0, 1, ..."""
         if position_BS is None:
             return jnp.expand_dims(self.table[: token_BS.shape[1]], 0)
         return self.table.at[position_BS].get(out_sharding=self.layout('BSD'))
@@ -61,7 +61,7 @@ class TokenTypeEmbedding(nnx.Module):
         self.table = parameters.make('table', key)
 
     def __call__(self, token_BS: jax.Array, type_BS: jax.Array | None) -> jax.Array:
-        """The vectors [B, S, D] of the tokens' types (0 or 1; 0 unless given)."""
+        """Return the vectors [B, S, D] of the tokens' types (0 or 1; 0 if no types are given)."""
         type_BS = jnp.zeros_like(token_BS) if type_BS is None else type_BS
         first, second = (jnp.expand_dims(self.table[i], (0, 1)) for i in range(NUM_SEGMENTS))
         # A `where` instead of a lookup: its gradient is two sums, while the gradient of a lookup

@@ -1,7 +1,7 @@
 """The forward and backward pass of a layer of experts, on one device.
 
-T is all tokens of the device, which sequence parallelism gathers first. The results are partial
-sums over the shards of the experts' hidden dim A, until the last reduction of each pass.
+T is all tokens of the device, after sequence parallelism has gathered them. Until the last
+reduction of each pass, results are partial sums over the shards of the experts' hidden dim A.
 """
 
 import math
@@ -23,14 +23,14 @@ Arrays = dict[str, Any]
 
 
 class Settings(NamedTuple):
-    """The settings of a layer of experts, and what kind of weights it has."""
+    """The settings of a layer of experts, and the kind of its weights."""
 
     experts: ExpertsConfig
     activation: str
     layout: Layout
-    dims: tuple[tuple[str, str], ...]  # of each parameter
+    dims: tuple[tuple[str, str], ...]  # name and dims of each parameter
     at_rest: bool = False  # whether the matrices have to be gathered over `data`
-    is_frozen: bool = False  # whether they get no gradient
+    is_frozen: bool = False  # whether the matrices are frozen
     is_abstract: bool = False  # whether a mapped function is only traced (`per_device.py`)
 
     @property
@@ -57,13 +57,13 @@ class Settings(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The values that the backward pass reads, besides its arguments."""
+    """The values that the backward pass reads, in addition to its arguments."""
 
     logit_Tx: jax.Array
     expert_TY: jax.Array
-    up: jax.Array  # the result of the first matmul, with its bias, of the first round
+    up: jax.Array  # result of the first round's first matmul, with its bias
     y_nD: jax.Array
-    rows: jax.Array | None = None  # of the first round; None if they come from this device
+    rows: jax.Array | None = None  # rows of the first round; None if they come from this device
     shared_up: jax.Array | None = None  # the result of the shared expert's first matmul
 
 
@@ -132,7 +132,7 @@ def _of_rounds(
 ) -> tuple[jax.Array, Arrays]:
     """Return the gradients of assignments [n, D], and of the experts' parameters.
 
-    Only the first round has saved values; later ones, which are rare, compute them again.
+    Only the first round has saved values. Later rounds, which are rare, recompute theirs.
     """
     rows = sent.send_tokens(x_TD) if saved.rows is None else saved.rows
     drows, gradients = _of_matmuls(sent.send(dy_nD), rows, saved.up, sent, local)
@@ -164,7 +164,7 @@ def _of_matmuls(
 def _of_shared(
     dy_TD: jax.Array, x_TD: jax.Array, up: jax.Array, local: '_Local'
 ) -> tuple[jax.Array, Arrays]:
-    """Return the gradients of tokens and of the weights, by way of the shared expert."""
+    """Return the gradients of tokens, and of the weights of the shared expert."""
     hidden, of_activation = jax.vjp(local.activated, up)
     (dup,) = of_activation(multiply(dy_TD, local.shared_down.T))
     gradients: Arrays = {}
@@ -188,11 +188,11 @@ class _Local(NamedTuple):
 
     @property
     def router_Dx(self) -> jax.Array:
-        """The router's weight, without the dim of its copies."""
+        """The router's weight, without its dim of copies."""
         return self.arrays['router'].reshape(-1, self.how.experts.count)
 
     def vector(self, name: str) -> jax.Array | None:
-        """Return a vector [x] of the router, if there is one."""
+        """Return a vector [x] of the router, or None if the router does not have it."""
         return self.arrays[name].reshape(-1) if name in self.arrays else None
 
     @property
@@ -220,15 +220,15 @@ class _Local(NamedTuple):
         return w
 
     def before_activation(self, rows: jax.Array, sent: Dispatch) -> jax.Array:
-        """Return the first matmul of rows, with its bias."""
+        """Return the result of the first matmul of rows, with its bias."""
         return self.biased(sent.matmul(rows, self.up), 'up_bias', sent)
 
     def after_activation(self, up: jax.Array, sent: Dispatch) -> jax.Array:
-        """Return the experts' results, from the result of the first matmul."""
+        """Return the experts' results, given the result of the first matmul."""
         return self.biased(sent.matmul(self.activated(up), self.down), 'down_bias', sent)
 
     def biased(self, y: jax.Array, name: str, sent: Dispatch) -> jax.Array:
-        """Add the experts' biases, if they have any, to rows; biases of partial sums only once."""
+        """Add the experts' biases, if any, to rows; to partial sums, on only one shard."""
         if name not in self.arrays:
             return y
         bias = self.arrays[name].reshape(len(self.up), -1)
@@ -236,8 +236,8 @@ class _Local(NamedTuple):
         return (y.astype(jnp.float32) + sent.of_rows(bias)).astype(y.dtype)
 
     def activated(self, up: jax.Array) -> jax.Array:
-        """Return the hidden layer, from the result of the first matmul."""
-        gates = self.arrays['up'].shape[2:-1]  # gate and up, or nothing
+        """Return the hidden layer, given the result of the first matmul."""
+        gates = self.arrays['up'].shape[2:-1]  # (2,) for gate and up, otherwise ()
         width = up.shape[-1] // math.prod(gates)
         hidden = activate(up.reshape(1, -1, *gates, width), self.how.activation)
         return hidden.reshape(*up.shape[:-1], -1)
@@ -255,7 +255,8 @@ class _Local(NamedTuple):
         token = load[router.TOKEN, 0]
         pressure = load[router.PRESSURE][None]
         if experts.balance_over == 'sequence':
-            best_TY = router.best(logit_Tx, expert_TY, experts)  # as DeepSeek-V3 and Megatron count
+            # DeepSeek-V3 and Megatron count these, too
+            best_TY = router.best(logit_Tx, expert_TY, experts)
             of_sequence = best_TY.reshape(-1, length * experts.active)
             chosen_Bx = jax.vmap(lambda one: router.counts(one, experts.count))(of_sequence)
             chosen_Bx, shards = self.how.over_context(chosen_Bx)
@@ -265,10 +266,10 @@ class _Local(NamedTuple):
         return router.auxiliary_gradient(logit_Tx, pressure, token, experts)
 
     def summed(self, gradients: Arrays) -> Arrays:
-        """Return the gradients of `arrays`, complete if the tokens of several devices have no dim.
+        """Return the gradients of `arrays`, summed over devices unless the step does so later.
 
-        A step maps its data shards, and has copies of the arrays for each shard of A; both are
-        added once a step. Elsewhere the devices' gradients are added here.
+        A training step maps its data shards, and gives each shard of A its own copies; it adds both
+        once per step. Anywhere else the devices' gradients are added here.
         """
         layout = self.how.layout
         tokens = (*layout.mesh_axes('B'), *layout.mesh_axes('S'))
@@ -280,7 +281,8 @@ class _Local(NamedTuple):
             axes = [axis for axis in tokens if axis != EXPERT or 'X' not in dims]
             if not {'A', 'M'} & {*dims} and not copies and layout.num_shards('A') > 1:
                 axes += layout.mesh_axes('A')
-            # Outside a step: all-reduce over data, and over model if A is not a dim of the array.
+            # Outside a training step: all-reduce over data, and over model if A is not a dim of the
+            # array.
             gradient = lax.psum(gradient, tuple(axes)) if axes else gradient
             done[name] = gradient.reshape(self.arrays[name].shape)
         if 'load' in gradients:
@@ -289,7 +291,7 @@ class _Local(NamedTuple):
 
 
 def _gathered(x_BTD: jax.Array, layout: Layout) -> jax.Array:
-    """Return x_BSD."""
+    """Return x_BSD, with all tokens of the sequences."""
     axes = layout.mesh_axes('T')
     # SP: all-gather over model
     return lax.all_gather(x_BTD, axes, axis=1, tiled=True) if axes else x_BTD

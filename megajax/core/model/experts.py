@@ -1,9 +1,10 @@
 """A mixture of experts: each token is sent to a few MLPs, and their results are added with weights.
 
-The experts' hidden dim A is sharded over `model`, as an MLP's (Megatron's f and g), and the experts
-X over `expert`, an axis of data shards. An all-to-all sends each token to the devices of its
-experts, and another one returns the results; the backward pass has two as well. All of it runs in
-one `shard_map` (`expert_passes.py`), because where a token goes depends on the data.
+The experts' hidden dim A is sharded over `model`, like the hidden dim of an MLP (Megatron's f and
+g). The experts X are sharded over `expert`, an axis of data shards. One all-to-all sends each token
+to the devices of its experts, and a second one returns the results; the backward pass has two as
+well. All of it runs in one `shard_map` (`expert_passes.py`), because where a token goes depends on
+the data.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ MATRICES = 'up', 'down', 'shared_up', 'shared_down'
 class Router(nnx.Module):
     """The parameters that choose experts."""
 
-    load: nnx.Param[Any] | None = None  # in a step that counts how often each expert is chosen
+    load: nnx.Param[Any] | None = None  # only in a step that counts how often each expert is chosen
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
         self.weight = parameters.make('weight', key)
@@ -42,7 +43,7 @@ class Router(nnx.Module):
 
 
 class ExpertLinear(nnx.Module):
-    """A weight, and perhaps a bias, for each expert."""
+    """A weight for each expert, and a bias if one is declared."""
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
         self.weight = parameters.make('weight', key)
@@ -107,7 +108,7 @@ class Experts(Sublayer):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def mix(x_BTD: jax.Array, arrays: Arrays, slots: Arrays, how: Settings) -> jax.Array:
-    """Return the weighted sum of its experts' results for each token, sharded like x.
+    """Return, for each token, the weighted sum of its experts' results; sharded like x.
 
     `slots` are differentiated in place of the arrays of the same name.
     """
@@ -169,7 +170,7 @@ def _on_devices(
 
 
 def _read(arrays: Arrays, x_BTD: jax.Array, how: Settings) -> Arrays:
-    """Return the arrays of a data shard's experts, with the matrices as they are multiplied."""
+    """Return the arrays of a data shard's experts, with the matrices ready to be multiplied."""
     layout, read = how.layout, dict(arrays)
     for name, dims in how.dims:
         if name in MATRICES:
@@ -185,7 +186,7 @@ def _read(arrays: Arrays, x_BTD: jax.Array, how: Settings) -> Arrays:
 def _own(x_BTD: jax.Array, w: jax.Array) -> jax.Array:
     """Return the experts [x, ...] of each data shard, given all [X, ...].
 
-    Each device has them already. x is only here because it is mapped.
+    Each device already has its experts. x is only an argument because it is mapped.
     """
     spec = jax.typeof(w).sharding.spec
     size = len(w) // jax.typeof(w).sharding.mesh.shape[EXPERT]
@@ -209,9 +210,9 @@ def _has_gradient(name: str, how: Settings) -> bool:
 
 
 def _dims_saved(how: Settings) -> dict[str, str]:
-    """Return the dims of each of the arrays in `Saved`.
+    """Return the dims of each array in `Saved`.
 
-    The first dim of each is along the tokens of all devices. For partial sums the last one is along
+    The first dim joins the tokens of all devices. If an array has partial sums, its last dim joins
     the shards of A.
     """
     has_capacity = '-' if how.experts.capacity is not None else ''
@@ -222,9 +223,9 @@ def _dims_saved(how: Settings) -> dict[str, str]:
 
 
 def _spec_gradient(name: str, arrays: Arrays, x: P, how: Settings) -> P:
-    """Return the sharding of an array's gradient, given x_BTD's.
+    """Return the sharding of an array's gradient, given the sharding x of x_BTD.
 
-    If a step maps its data shards, each has the gradients of its own experts.
+    If a step maps its data shards, each data shard has the gradients of its own experts.
     """
     dims = '--' if name == 'load' else dict(how.dims)[name]
     if arrays[name].ndim > len(dims):

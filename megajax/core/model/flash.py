@@ -50,7 +50,7 @@ def flash_attention(
     scale: float,
     sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention o_RSNH, causal or bidirectional, sharded like q; within segments if they are given.
+    """Return attention o_RSNH, causal or bidirectional, sharded like q; within segments, if given.
 
     No scores are saved for the backward pass.
     """

@@ -19,8 +19,8 @@ from megajax.core.counts.declaration import Parameter, Role
 class Slotted:
     """A weight to compute with and the fp32 slot for its gradient; only matmuls accept it.
 
-    A frozen weight has no slot. A weight `at_rest` is in its ZeRO-sharded storage layout, and each
-    matmul gathers it.
+    A frozen weight has no slot. With `at_rest`, the weight is in its ZeRO-sharded storage layout,
+    and each matmul gathers it.
     """
 
     weight: jax.Array
@@ -31,8 +31,8 @@ class Slotted:
 def separate(weights: Any) -> tuple[Any | None, Any]:
     """Return the weights to compute with, and the tree to differentiate with respect to.
 
-    The latter has an fp32 slot in place of each weight that is not in fp32, and the other weights
-    unchanged. The former is None if all weights are in fp32.
+    The tree has an fp32 slot in place of each weight that is not in fp32; other weights are
+    unchanged. The weights to compute with are None if all weights are in fp32.
     """
 
     def slot(x: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def separate(weights: Any) -> tuple[Any | None, Any]:
 
 
 def pair(declared: Parameter, weight: jax.Array, slot: jax.Array) -> jax.Array | Slotted:
-    """Return a weight with its slot if it is not in fp32; a frozen matrix never has a slot."""
+    """Return a weight with its slot if the weight is not in fp32; a frozen matrix has no slot."""
     if declared.is_frozen:
         return Slotted(weight=weight, slot=None) if declared.is_matrix else weight
     if declared.role is Role.SCALES:
@@ -57,7 +57,7 @@ def pair(declared: Parameter, weight: jax.Array, slot: jax.Array) -> jax.Array |
 
 @jax.custom_vjp
 def value(weight: jax.Array, slot: jax.Array) -> jax.Array:
-    """The weight in fp32; its gradient goes to its slot."""
+    """Return the weight in fp32; its gradient goes to its slot."""
     return weight.astype(slot.dtype)  # cast back where it is used; XLA removes the pair of casts
 
 

@@ -3,13 +3,13 @@
 Activations and weights are in e4m3, gradients in e5m2. A number is multiplied by the scale of its
 tensor, a power of two, before it is rounded; the result is divided by both scales. The scales of a
 step come from earlier steps (delayed scaling), so no matmul waits for a tensor's maximum on other
-devices. With current scaling they come from the tensor itself: a weight's scale at the start of a
-step, and the scale of an activation or a gradient from the tokens of each data shard. There a
-max-reduction over `model` precedes the matmul.
+devices. With current scaling they come from the tensor itself: the scale of a weight at the start
+of a step, and the scale of an activation or a gradient from the tokens of each data shard, after a
+max-reduction over `model`.
 
-A step records the exponent of each operand's amax. It leaves the backward pass as the gradient of
-the scales: a count for each exponent. Wherever gradients are added (over parts of the batch,
-microbatches and devices), the largest exponent survives: it is the highest one with a count.
+A step records the exponent of each operand's amax. The record leaves the backward pass as the
+gradient of the scales: a count for each exponent. Wherever gradients are added (over parts of the
+batch, microbatches and devices), the largest exponent survives: it is the highest one with a count.
 """
 
 from functools import partial
@@ -29,13 +29,14 @@ from megajax.core.model.product import dot, gather_gradient, output_dims, parse
 from megajax.core.model.zero_sharding import gather
 from megajax.core.parallel.layout import Layout
 
-FIRST_EXPONENT, NUM_EXPONENTS = -96, 128  # the last also counts numbers that are not finite
+# the last exponent also counts numbers that are not finite
+FIRST_EXPONENT, NUM_EXPONENTS = -96, 128
 X, W, DY = range(3)  # the operands: input, weight, and gradient of the result
-# The scales of a linear layer [operand]. In a step's backward pass: their counts [operand,
-# exponent], of which each tensor-parallel shard has its own.
+# The scales of a linear layer [operand]. Their gradient in a step is the counts [operand,
+# exponent]; each tensor-parallel shard has its own.
 SCALES = Parameter('L-', Role.SCALES)
 COUNTS = Parameter('L--', Role.SCALES, summed='V')
-# With current scaling, of which only the weight's is used; nothing is counted.
+# With current scaling, only the weight's scale is used, and nothing is counted.
 CURRENT = Parameter('L-', Role.SCALES, is_frozen=True)
 
 
@@ -57,14 +58,14 @@ def is_fp8(x: jax.Array) -> bool:
 
 
 def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Cast x to a dtype, unless it is FP8, whose numbers mean nothing without their scale."""
+    """Cast x to a dtype, unless x is FP8, whose numbers mean nothing without their scale."""
     return x if is_fp8(x) else x.astype(dtype)
 
 
 def quantize(x: jax.Array, scale: jax.Array, form: Format) -> jax.Array:
     """Multiply by the scale, clip to the format's range, and round.
 
-    A number that is not finite becomes NaN, so that it is not lost.
+    A number that is not finite becomes NaN; clipping would hide an infinity.
     """
     largest = float(jnp.finfo(form.dtype).max)
     scaled = x.astype(jnp.float32) * scale
@@ -86,10 +87,10 @@ def place(largest: jax.Array) -> jax.Array:
 
 
 def count(x: jax.Array, scale: jax.Array | float, layout: Layout) -> jax.Array:
-    """Return the counts of a tensor: [exponent], of each shard's part if there are several.
+    """Return the counts [exponent] of a tensor or, if it has several shards, of each shard's part.
 
-    They are of x divided by its scale. x is read as FP8, which is half the bytes: if a number was
-    clipped, its exponent is only known to be higher.
+    The numbers that are counted are x divided by its scale. x is read as FP8, which is half the
+    bytes of 16 bits; if a number was clipped, its exponent is only known to be higher.
     """
     is_copied = layout.num_shards('V') > 1
     dims = f'*{"-" * x.ndim}->*{"V" if is_copied else ""}'
@@ -110,14 +111,14 @@ def amax(x: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
 
 def scale_of(largest: jax.Array, form: Format) -> jax.Array:
     """Return the scales of tensors, given their largest absolute values; 1 for zeros."""
-    # As bits, because jax 0.12 cannot map jnp.ldexp over the data shards of a loop.
+    # On the bits, because jax 0.12 cannot map jnp.ldexp over the data shards of a loop.
     above = form.top - exponent(largest.astype(jnp.float32))
     scale = lax.bitcast_convert_type((jnp.clip(above, -126, 127) + 127) << 23, jnp.float32)
     return jnp.where(largest > 0, scale, 1)
 
 
 class Scaled(NamedTuple):
-    """An operand as it multiplies, its scale, and the counts of the tensor it was rounded from."""
+    """An operand ready to multiply, its scale, and the counts of the tensor before rounding."""
 
     value: jax.Array
     scale: jax.Array | None  # None if it is not FP8
@@ -167,7 +168,7 @@ def product(
     layout: Layout,
     placed: str,
 ) -> jax.Array:
-    """Multiply as `product.product` does, in FP8; x is sharded as `placed`, its dims, says.
+    """Multiply as `product.product` does, but in FP8; `placed` are the dims by which x is sharded.
 
     x and the gradient of the result are all-gathered in FP8. If the weight is not FP8, nothing is
     cast to FP8, and the exponents are only counted.
@@ -178,7 +179,7 @@ def product(
 
 
 def with_slot(scales: nnx.Variable[Any]) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scales of a matmul, and the slot of its counts; None with current scaling."""
+    """Return the scales of a matmul, and the slot for its counts or, with current scaling, None."""
     value = scales.get_value()
     return (value.weight, value.slot) if isinstance(value, Slotted) else (value, None)
 
@@ -231,7 +232,7 @@ _product.defvjp(_forward, _backward)
 
 
 def counts_of(of_x: Scaled, of_dy: Scaled) -> jax.Array | None:
-    """Return the counts of a matmul's operands, if they are counted."""
+    """Return the counts of a matmul's operands, or None if nothing is counted."""
     if of_x.counts is None or of_dy.counts is None:
         return None
     return counts(of_x.counts, of_dy.counts)
@@ -240,7 +241,7 @@ def counts_of(of_x: Scaled, of_dy: Scaled) -> jax.Array | None:
 def counts(of_x: jax.Array, of_dy: jax.Array) -> jax.Array:
     """Return the counts of a matmul's operands other than the weight.
 
-    The weight is the same for all sequences of a batch, and is counted once a step.
+    The weight is counted once per step, because it is the same for all sequences of a batch.
     """
     return jnp.stack([of_x, 0 * of_x, of_dy])
 

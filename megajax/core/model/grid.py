@@ -1,4 +1,4 @@
-"""Sums over a vocabulary that 2-D tensor parallelism shards over both axes, scattered onto both.
+"""Sums over a vocabulary that 2-D tensor parallelism shards over both axes, scattered over both.
 
 The residual stream is sharded over tokens and over D. If each device needs a part of a sum, XLA
 emits a reduce-scatter, but only if a single dim is split. If two dims are split, XLA emits an
@@ -43,8 +43,8 @@ def input_gradient(
 ) -> jax.Array:
     """Multiply dy [*rows, V] by the head: a reduce-scatter over `model`, and one over `row`.
 
-    The dims of the result are `rows` and D, with T in place of S. The sum runs first over the
-    vocabulary within each row of the grid, and then over the rows.
+    The dims of the result are `rows` and D, with T in place of S. The sum runs over the part of the
+    vocabulary within each row of the grid first, and then over the rows.
     """
     size, vocab = head_dV.shape
     count = layout.num_shards('D')

@@ -1,10 +1,11 @@
 """Matmuls of sorted rows with the weights of their experts, on one device.
 
-On Hopper GPUs these are kernels (`grouped_kernels.py`), elsewhere a loop over blocks of rows.
+On Hopper GPUs they run in kernels (`grouped_kernels.py`), elsewhere in a loop over blocks of rows.
 
-Letters: n assignments of a token to an expert, X experts, R rows in the order of experts, b blocks
-of rows, D and F the features of a row before and after the matmul. The rows of each expert begin at
-a multiple of the block, so a block has one expert and is multiplied by one matrix.
+Letters: n is assignments of a token to an expert, X experts, R rows in the order of experts, b
+blocks of rows, D and F the features of a row before and after the matmul. The rows of each expert
+begin at a multiple of the block size, so each block belongs to one expert and is multiplied by one
+matrix.
 
 The functions are for arrays of one device, inside a `shard_map` over all axes of the mesh, and are
 not differentiated: the gradients of `rows_by_weights` are `rows_by_transposed` and `outer`.
@@ -29,28 +30,29 @@ from megajax.core.model.grouped_kernels import (
 class Groups(NamedTuple):
     """How sorted rows are divided among experts, each of which has a whole number of blocks."""
 
-    place_n: jax.Array  # row of each assignment, or R if its expert is not of this device
+    place_n: jax.Array  # row of each assignment, or R if its expert is on a different device
     source_R: jax.Array  # assignment of each row, or n in the padding
-    sizes_X: jax.Array  # rows of each expert with its padding
+    sizes_X: jax.Array  # number of rows of each expert with its padding
     expert_b: jax.Array  # expert of each block, or X in the unused blocks, which are the last
 
     @property
     def block(self) -> int:
-        """Return the rows of a block."""
+        """Return the number of rows of a block."""
         return self.source_R.size // self.expert_b.size
 
     @property
     def rows_b(self) -> jax.Array:
-        """The rows of each block without its padding, which follows them."""
+        """The number of rows of each block without its padding, which follows them."""
         is_row_br = self.source_R.reshape(-1, self.block) < self.place_n.size
         return is_row_br.sum(1, dtype=jnp.int32)
 
 
 def group(expert_n: jax.Array, num_experts: int, *, block: int) -> Groups:
-    """Return the rows of assignments sorted by expert; expert X is not of this device.
+    """Return the rows of assignments sorted by expert.
 
-    Assignments of one expert keep their order. There are rows for the worst distribution. A block
-    has at least the rows that the kernels of the GPU need.
+    Experts with the number `num_experts` are on a different device, and get no rows. Assignments of
+    one expert keep their order. There are enough rows for the worst distribution. `block` is raised
+    to the fewest rows that the GPU's kernels support.
     """
     block = max(block, fewest_rows(expert_n))
     assignments = expert_n.size
@@ -60,7 +62,8 @@ def group(expert_n: jax.Array, num_experts: int, *, block: int) -> Groups:
     block_X = -(-count_X // block)
     end_X = jnp.cumsum(block_X)
     order_n = jnp.argsort(expert_n, stable=True)
-    # How far a sorted assignment moves to get to its row: by the padding of the experts before.
+    # How far a sorted assignment moves to its row: by the total padding of the experts before its
+    # own.
     shift_X = (end_X - block_X) * block - (jnp.cumsum(count_X) - count_X)
     row_n = jnp.arange(assignments) + shift_X.at[expert_n[order_n]].get(mode='fill', fill_value=0)
     row_n = jnp.where(expert_n[order_n] < num_experts, row_n, blocks * block)
@@ -74,7 +77,7 @@ def group(expert_n: jax.Array, num_experts: int, *, block: int) -> Groups:
 
 
 def rows_by_weights(x_RD: jax.Array, w_XDF: jax.Array, groups: Groups) -> jax.Array:
-    """Return each row times the matrix of its expert, in the dtype of x; zeros in the padding."""
+    """Return each row times the matrix of its expert, in the dtype of x; padding rows are zeros."""
     if has_kernels(x_RD, w_XDF, _features(w_XDF), groups.block):
         return rows_by_expert(x_RD, w_XDF, *_of_blocks(groups), transposed=False)
     return _by_blocks('rd,df->rf', x_RD, w_XDF, w_XDF.shape[2], groups)
@@ -90,7 +93,7 @@ def rows_by_transposed(dy_RF: jax.Array, w_XDF: jax.Array, groups: Groups) -> ja
 def outer(x_RD: jax.Array, dy_RF: jax.Array, groups: Groups) -> jax.Array:
     """Return the sum of outer products of each expert's rows, dw_XDF in fp32.
 
-    In the padding x or dy must be zeros, and the other one finite.
+    In the padding, one of x and dy must be zeros, and the other one finite.
     """
     shape_XDF = (groups.sizes_X.size, x_RD.shape[1], dy_RF.shape[1])
     if has_kernels(x_RD, dy_RF, shape_XDF[1:], groups.block):
@@ -113,7 +116,7 @@ def outer(x_RD: jax.Array, dy_RF: jax.Array, groups: Groups) -> jax.Array:
 
 
 def _of_blocks(groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """Return an expert for each block, and the rows without padding, of which unused have none."""
+    """Return an expert and the number of rows for each block; unused blocks have 0 rows."""
     return jnp.minimum(groups.expert_b, groups.sizes_X.size - 1), groups.rows_b
 
 

@@ -2,8 +2,8 @@
 
 A thread block computes a tile of the result with one warpgroup: TMA loads parts of both operands
 into a ring of buffers in shared memory, and wgmma multiplies them into fp32 registers. The kernels
-in `jax.experimental.pallas.ops.gpu` also compute tiles for rows that no expert has, and return the
-gradients of weights in 16 bits. Letters as in `grouped.py`.
+in `jax.experimental.pallas.ops.gpu`, in contrast, also compute tiles for rows that no expert has,
+and return the gradients of weights in 16 bits. Letters as in `grouped.py`.
 """
 
 import functools
@@ -21,11 +21,11 @@ from megajax.xla.hlo import mosaic
 
 logger = logging.getLogger(__name__)
 
-BUFFERS = 3  # steps in shared memory at once, so that two thread blocks fit
+BUFFERS = 3  # steps in shared memory at once; with more, two thread blocks would not fit
 
 
 def fewest_rows(x: jax.Array) -> int:
-    """Return the fewest rows of a block on the device that x is compiled for."""
+    """Return the fewest rows that a block can have on the device that x is compiled for."""
     device = jax.typeof(x).sharding.mesh.abstract_device
     return smallest_block(capability_of(device) if device and is_nvidia(device) else None)
 
@@ -64,9 +64,9 @@ def _say(device_kind: str, dtype: str, missing: str) -> None:
 def rows_by_expert(
     x_RD: jax.Array, w_XDF: jax.Array, expert_b: jax.Array, rows_b: jax.Array, *, transposed: bool
 ) -> jax.Array:
-    """Return each row times the matrix of its block's expert, which may be transposed.
+    """Return each row times the matrix of its block's expert, transposed if `transposed` is set.
 
-    A block b has `rows_b` rows; the rest of its result is zeros.
+    Block b has `rows_b[b]` rows; the rest of its result is zeros.
     """
     plgpu = _plgpu()
     (rows, inputs), outputs = x_RD.shape, w_XDF.shape[1 if transposed else 2]
@@ -94,7 +94,8 @@ def rows_by_expert(
 
     name = mosaic.ROWS_TRANSPOSED if transposed else mosaic.ROWS
     result = jax.ShapeDtypeStruct((rows, outputs), x_RD.dtype)
-    # The first dim runs fastest: neighbors read the same rows, and parts of the same matrix.
+    # The first dim runs fastest: neighboring thread blocks read the same rows, and parts of one
+    # matrix.
     grid = {'column': outputs // width, 'block': expert_b.size}
     y_RF: jax.Array = _launched(kernel, name, result, grid)(expert_b, rows_b, x_RD, w_XDF)
     return y_RF
@@ -105,7 +106,8 @@ def outer_of_experts(
 ) -> jax.Array:
     """Return the sum of outer products of each expert's rows, dw_XDF in fp32.
 
-    Its rows begin at `first_X`; these and their numbers are multiples of KERNEL_STEP.
+    An expert's rows begin at `first_X`, and there are `sizes_X` of them; both are multiples of
+    KERNEL_STEP.
     """
     (_, inputs), outputs = x_RD.shape, dy_RF.shape[1]
     height, width = _width(inputs), _width(outputs)
@@ -141,7 +143,7 @@ def _sum(
     refs: tuple[Any, Any],
     is_used: jax.Array,
 ) -> jax.Array:
-    """Multiply two operands in steps, and return the sum in fp32; zeros if it is unused."""
+    """Multiply two operands in steps, and return the sum in fp32; zeros if there are no steps."""
     from jax.experimental import pallas as pl
 
     plgpu = _plgpu()
@@ -180,13 +182,13 @@ def _store(tile: jax.Array, place: Any) -> None:
 
 
 def _spec(shape: tuple[int, int], index: Callable[[Any], Any], dtype: Any) -> Any:
-    """Return how an operand is loaded; a buffer is free when the step after its own has begun."""
+    """Return how to load an operand; its buffer is free once the following step has begun."""
     transforms = _transforms(shape[1], dtype)
     return _plgpu().BlockSpec(shape, index, delay_release=1, transforms=transforms)
 
 
 def _transforms(columns: int, dtype: Any) -> tuple[Any, Any]:
-    """Return the layout in shared memory that wgmma and TMA take."""
+    """Return the transforms for the shared-memory layout that wgmma and TMA require."""
     plgpu, itemsize = _plgpu(), jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
@@ -227,6 +229,6 @@ def _launched(
 
 
 def _plgpu() -> Any:
-    from jax.experimental.pallas import mosaic_gpu  # here, because only kernels need it
+    from jax.experimental.pallas import mosaic_gpu  # imported here, because only kernels need it
 
     return mosaic_gpu

@@ -1,4 +1,4 @@
-"""Images in a sequence: each device encodes some, all get the vectors, and tokens take theirs."""
+"""Images in a sequence: each device encodes some images, and image tokens get their vectors."""
 
 from collections.abc import Callable
 from math import prod
@@ -22,23 +22,23 @@ class Images(NamedTuple):
 
     pixels_BIPX: jax.Array  # uint8, patches of each image
     grid_BI2: jax.Array  # rows and columns of patches; 0 0 in an empty slot
-    index_BS: jax.Array  # the index of a token's vector among its sequence's images; -1 at text
+    index_BS: jax.Array  # index of a token's vector among its sequence's vectors; -1 at text
     is_question_BS: jax.Array | None = None  # the tokens of the question that relevance refers to
-    key_B: jax.Array | None = None  # turns its noise on
+    key_B: jax.Array | None = None  # turns relevance's noise on
 
 
 class Merged(NamedTuple):
     """A sequence with its images."""
 
     x_BTD: jax.Array
-    deep_BTAD: jax.Array  # the vectors that DeepStack adds to the first layers
-    # Rows and columns [B, S, 2] that relevance has given to tokens, next to their positions, and
-    # the tokens that it has left empty.
+    deep_BTAD: jax.Array  # vectors that DeepStack adds after the first layers
+    # Rows and columns [B, S, 2] that relevance adds to the tokens' positions, and the tokens that
+    # it leaves empty.
     offset_BS2: jax.Array | None = None
     is_empty_BS: jax.Array | None = None
 
     def rows(self, rows: Rows) -> Rows:
-        """Return the arrays next to the tokens, with the images' arrays, as relevance changes them.
+        """Return `rows` with the images' arrays and relevance's changes to positions and segments.
 
         Empty tokens are a segment of their own, so that no other tokens attend to them.
         """
@@ -79,8 +79,7 @@ def encode(
 
     `encoder` has a copy of each parameter for each shard of the images, in a first dim. Encoding
     communicates nothing, and one all-gather follows. The backward pass has no collective or, with
-    sequence parallelism, one reduce-scatter. With `detail` the vectors are the ones that it
-    chooses.
+    sequence parallelism, one reduce-scatter. With `detail`, each region is encoded at its level.
     """
 
     def of_shard(
@@ -147,7 +146,7 @@ def merge_images_of_shards(
 def of_shards(function: Callable[..., Any], layout: Layout, *rows: Any) -> Any:
     """Apply a function of one data shard's sequences to every data shard, and join the results.
 
-    The first dim of each array is the rows.
+    The first dim of each array is the sequences.
     """
     rows = jax.tree.map(lambda x: jax.reshard(x, layout('B')), rows)
     shards = layout.sizes_of(layout.mapped)
@@ -158,7 +157,7 @@ def of_shards(function: Callable[..., Any], layout: Layout, *rows: Any) -> Any:
 
     def join(x: jax.Array) -> jax.Array:
         spec = layout.like(jax.typeof(x).sharding.spec[len(shards) + 1 :], '*->B*')
-        # The rows are counted, because a dim of DeepStack's taps may be empty.
+        # The count is computed, because -1 is ambiguous if a dim of DeepStack's taps is empty.
         count = prod(x.shape[: len(shards) + 1])
         return x.reshape(count, *x.shape[len(shards) + 1 :], out_sharding=spec)
 

@@ -3,10 +3,11 @@
 Blocks of different keys are merged by their log-sum-exp (Dao et al., 2022): `lse_RNS` is the
 log-sum-exp of each query's scores. The backward pass takes the merged output and log-sum-exp and
 returns what these keys contribute to the gradients. Both passes are cuDNN's kernels, or matmuls and
-a softmax in fp32. A query attends to the keys that `mask_R1SY` allows, if it is given. With
+a softmax in fp32. If `mask_R1SY` is given, a query attends only to the keys that it allows. With
 `lengths`, the first queries of each sequence attend to its first keys: `lengths` has the number of
-these queries [R] and of these keys [R]. Other queries get zeros and a log-sum-exp of -inf, and
-other gradients are zero. Only the matmuls have dropout of weights, with the masks in `dropped`.
+these queries [R] and the number of these keys [R]. Other queries get zeros and a log-sum-exp of
+-inf, and other gradients are zero. Dropout of weights, with the masks in `dropped`, is only
+supported by the matmuls.
 """
 
 import inspect
@@ -37,8 +38,8 @@ class Dropped(NamedTuple):
 class Kernel(NamedTuple):
     """The two passes; `causal` means that key and query at the same index are the same token.
 
-    Scores are multiplied by `scale`. With a `window`, a causal query attends to so many tokens,
-    itself included.
+    Scores are multiplied by `scale`. With a `window`, a causal query attends to the last `window`
+    tokens, itself included.
     """
 
     # (q, k, v, causal[, mask][, window][, lengths][, dropped], scale) -> o_RSNH, lse_RNS
@@ -121,14 +122,14 @@ def _cudnn_backward(
 
 
 def _lengths_of_cudnn(lengths: Lengths | None, absent: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the numbers of queries and keys for cuDNN, at least one of each."""
+    """Return the numbers of queries and of keys for cuDNN, each at least 1."""
     return (absent, absent) if lengths is None else tuple(jnp.maximum(x, 1) for x in lengths)
 
 
 def _of_first(
     o_RSNH: jax.Array, lse_RNS: jax.Array, lengths: Lengths | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the results without the queries that attend to no key."""
+    """Return the results, with zeros and -inf for queries that attend to no key."""
     if lengths is None:
         return o_RSNH, lse_RNS
     is_first_RS = _is_first(lengths[0], o_RSNH.shape[1])
@@ -147,10 +148,10 @@ def _is_first(count_R: jax.Array, length: int) -> jax.Array:
 def _settings(
     scale: float, causal: bool, window: int | None, lengths: Lengths | None, *, has_bias: bool
 ) -> dict[str, Any]:
-    """Return what both passes of cuDNN get.
+    """Return the settings that both passes of cuDNN get.
 
-    They are bound below jax.nn.dot_product_attention, which rounds the log-sum-exp to the dtype of
-    q, and checks head dims against a GPU in this machine rather than the one compiled for.
+    The passes bypass jax.nn.dot_product_attention, which rounds the log-sum-exp to the dtype of q,
+    and checks head dims against a GPU in this machine instead of the GPU that it compiles for.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -164,7 +165,7 @@ def _settings(
         'scale': scale,
         'seed': 42,
         'dropout_rate': 0.0,
-        'variadic_args': (has_bias, has_bias),  # a gradient of the bias comes with it
+        'variadic_args': (has_bias, has_bias),  # the second one asks for the bias's gradient
         'mask_type': mask,
         'layout': cudnn.AttentionLayout.BTNH.value,
         'sliding_window_length': window,
@@ -263,7 +264,7 @@ def _scores(
 
 
 def causal_mask(length: int, window: int | None) -> jax.Array:
-    """Return the keys [S, Y] that each query attends to: the last `window` up to itself, or all."""
+    """Return the keys [S, Y] that each query attends to: all up to itself, or the last `window`."""
     place = jnp.arange(length)
     visible_SY = place[:, None] >= place[None, :]
     if window is not None:
@@ -279,7 +280,7 @@ def same_document(document_RS: jax.Array | None) -> jax.Array | None:
 
 
 def _scaled(q_RSNH: jax.Array, scale: float) -> jax.Array:
-    # In fp32, because 128**-0.5 has no close number in 16 bits.
+    # In fp32, because 16 bits have no number close to 128**-0.5.
     return (q_RSNH.astype(jnp.float32) * scale).astype(q_RSNH.dtype)
 
 

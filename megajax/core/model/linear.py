@@ -1,6 +1,6 @@
 """Megatron's pair of linear layers, column-parallel and row-parallel.
 
-A column-parallel matmul needs no communication; a row-parallel matmul ends in one reduction. A
+A column-parallel matmul needs no communication; a row-parallel matmul ends with one reduction. A
 weight is stored [input dims, output dims], the transpose of Megatron's.
 """
 
@@ -19,11 +19,11 @@ from megajax.core.model.shard_copies import along_last
 
 
 class ColumnParallelLinear(nnx.Module):
-    """x_BSD times a weight whose output dims are sharded over `model`: no communication forward.
+    """Multiply x_BSD by a weight with output dims sharded over `model`; forward sends nothing.
 
     The backward pass of `product` reduces the gradient of x over `model`: Megatron's f. 2-D tensor
-    parallelism also shards D, over `row`: its partial sums are reduced and scattered over the
-    sequences R.
+    parallelism also shards D, over `row`: the partial sums of the result are reduce-scattered over
+    the sequences R.
     """
 
     scales: nnx.Param[Any] | None = None  # in a step that computes in fp8
@@ -40,7 +40,7 @@ class ColumnParallelLinear(nnx.Module):
     def gather(self, x_BTD: jax.Array) -> jax.Array:
         """Gather the sequence, if it is sharded; with fp8, `product` gathers it in 8 bits.
 
-        An adapter needs it in 16 bits.
+        With an adapter, it is gathered here in 16 bits, because the adapter multiplies it too.
         """
         if self.scales is not None and self.adapter is None:
             return x_BTD
@@ -61,11 +61,11 @@ class ColumnParallelLinear(nnx.Module):
 
 
 class RowParallelLinear(nnx.Module):
-    """x times a weight whose input dims are sharded over `model`, added to the residual stream.
+    """Multiply x by a weight whose input dims are sharded over `model`, for the residual stream.
 
     Forward, the partial sums are reduced over `model`: Megatron's g. The bias is replicated and
-    added once, after the reduction. In 2-D tensor parallelism, each device has some sequences R of
-    x, which are gathered over `row` first, and some columns D of the weight.
+    added once, after the reduction. With 2-D tensor parallelism, each device has some sequences R
+    of x, which are gathered over `row` first, and some columns D of the weight.
     """
 
     scales: nnx.Param[Any] | None = None  # in a step that computes in fp8
@@ -87,7 +87,7 @@ class RowParallelLinear(nnx.Module):
         return self.product(x)
 
     def product(self, x: jax.Array) -> jax.Array:
-        """Multiply by the weight, and reduce."""
+        """Multiply by the weight, and reduce the partial sums."""
         if self.adapter is not None:
             given = self.weight, self.adapter, self.layout, self.scales
             return adapter.product(self.equation, x, *given)

@@ -1,7 +1,7 @@
 """Cross entropy on logits that are sharded over the vocabulary and never fully materialized.
 
-No device has all columns, and the logits of all tokens are never in memory at once: they are
-computed in chunks.
+No device has all columns, and the logits are computed in chunks of tokens, so that the logits of
+all tokens are never in memory at once.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Loss:
 
     @classmethod
     def of(cls, config: Config, layout: Layout) -> 'Loss':
-        """The loss of a run's config."""
+        """Return the loss of a run's config."""
         return cls(
             vocab_size=config.model.vocab_size,
             label_smoothing=config.loss.label_smoothing,
@@ -53,8 +53,8 @@ class Loss:
     def per_token(self, logits: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the objective to minimize and the negative log-likelihood in nats, both in fp32.
 
-        logits [B, ..., V] are sharded over V, label is [B, ...]. Three all-reduces of the size of
-        `label` forward, none backward.
+        `logits` [B, ..., V] are sharded over V; `label` is [B, ...]. There are three all-reduces of
+        `label`'s size forward, and none backward.
         """
         token = self._token_ids(logits)
         nll, log_total = _nll(logits, label, token)
@@ -73,7 +73,7 @@ class Loss:
         bias_V: jax.Array | None = None,
         rows: str = 'BS',
     ) -> jax.Array:
-        """Logits [*rows, V] of x [*rows, d] in fp32, sharded over V: no communication.
+        """Return logits [*rows, V] of x [*rows, d] in fp32, sharded over V, without communication.
 
         The logits of the vocabulary's padding are the lowest fp32 number.
         """
@@ -109,7 +109,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
     `logits` are [..., V] and `labels` [...]. This is
     `optax.softmax_cross_entropy_with_integer_labels` for logits that are sharded over V, as a
-    model's are; optax raises a ShardingTypeError for them.
+    model's logits are; optax raises a ShardingTypeError for sharded logits.
     """
     logits = logits.astype(jnp.float32)
     vocabulary = UNSHARDED.like(jax.typeof(logits).sharding.spec, '*V->V')
@@ -183,9 +183,9 @@ _sum_over_tokens.defvjp(_forward, _backward)
 def _casting_once(
     head: Head, x: jax.Array, loss: Loss
 ) -> Callable[[jax.Array, Head, jax.Array, jax.Array], Sums]:
-    """Return `_sum_over_chunk`, with the head's weight in the dtype of x, to which it is cast here.
+    """Return `_sum_over_chunk` with the head's weight cast, once, to the dtype of x.
 
-    The gradient of the head is in fp32; its value is not read.
+    The gradient of the head is in fp32. The value of the slot that receives it is not read.
     """
     weight_dV = head[0].astype(x.dtype)
 
@@ -204,13 +204,13 @@ def _sum_over_chunk(
     weight: jax.Array,
     loss: Loss,
 ) -> Sums:
-    """The two weighted sums over x [B, shards of T, tokens, D].
+    """Return the two weighted sums over x [B, shards of T, tokens, D].
 
     Every device has the labels and weights of all shards.
     """
     with jax.named_scope('head'):
         # f: nothing forward, all-reduce backward (SP: all-gather forward, reduce-scatter backward)
-        if not is_grid(loss.layout):  # there the matmul does it, over both axes
+        if not is_grid(loss.layout):  # with a grid, the matmul reduces over both axes
             x = jax.reshard(x, loss.layout('BS-d'))
         logits = loss.logits(x, *head, rows='BS-')
     objective, nll = loss.per_token(logits, label)
@@ -242,7 +242,7 @@ def _chunks(
 
 
 def _join(chunks: jax.Array, x_BTD: jax.Array, layout: Layout) -> jax.Array:
-    """Join chunks in the layout of `_chunks` into an array like x_BTD."""
+    """Join the chunks of `_chunks` into an array like x_BTD."""
     count, batch, shards, size, width = chunks.shape
     tokens = x_BTD.shape[1] // shards
     joined = jnp.moveaxis(chunks, 0, 2)

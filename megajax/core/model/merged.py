@@ -16,7 +16,7 @@ from megajax.core.parallel.layout import Layout
 def merged(params: nnx.State, config: Config) -> nnx.State:
     """Return parameters in fp32 with each adapter added to its weight; none is frozen.
 
-    They have their sharding in the computation. Without `lora` the parameters are returned
+    They have the sharding of the computation. Without `lora`, the parameters are returned
     unchanged.
     """
     if config.lora is None:

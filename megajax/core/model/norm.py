@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with statistics in fp32: over the last dim, or over all heads."""
+"""LayerNorm and RMSNorm with statistics in fp32, over the last dim or over all heads."""
 
 from functools import partial
 
@@ -51,7 +51,7 @@ class RMSNorm(nnx.Module):
 
 
 class RMSNormOverHeads(nnx.Module):
-    """The RMSNorm of queries or keys over all heads, which `model` shards.
+    """The RMSNorm of queries or keys over all heads, which are sharded over `model`.
 
     `norm_queries_and_keys` applies it, for both at once.
     """
@@ -96,9 +96,8 @@ def make_head_norm(config: ModelConfig, parameters: Parameters) -> Norm | RMSNor
     return make_norm(config, parameters, 'Nh')
 
 
-# For the backward pass x is saved, and the statistics, which are one or two numbers per token. With
-# both, its kernel reads x once; without the statistics XLA writes an fp32 array between two
-# kernels.
+# x and the statistics, one or two numbers per token, are saved for the backward pass. With both,
+# its kernel reads x once; without the statistics, XLA writes an fp32 array between two kernels.
 _saving = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SAVED))
 
 
@@ -135,7 +134,7 @@ def _norm_over_heads(
     zero_centered: bool,
 ) -> tuple[jax.Array, jax.Array]:
     q, k = (x.astype(jnp.float32) for x in (q_RSKGH, k_RSKH))
-    # `model` shards either the key/value heads or the dims within them. The sharded dim is summed
+    # `model` shards either the key/value heads or the dims within a head. The sharded dim is summed
     # last.
     is_within_heads = layout.is_sharded('H')
     own, shared = (2, 'H') if is_within_heads else (-1, 'K')
@@ -144,7 +143,7 @@ def _norm_over_heads(
     # all-reduce forward, nothing backward
     mean_RS2 = checkpoint_name(jnp.stack([of_queries, of_keys], -1).sum(2), SAVED)
     inverse_RS2 = lax.rsqrt(mean_RS2 + eps)
-    # nothing forward, all-reduce backward: of the gradients of both numbers at once
+    # nothing forward; all-reduce backward, once for the gradients of both numbers
     inverse = lax.broadcast_in_dim(
         inverse_RS2,
         (*q.shape[:2], q.shape[-1 if is_within_heads else 2], 2),

@@ -62,7 +62,7 @@ class Encoder(nnx.Module):
         *,
         recompute: str = 'none',
     ) -> jax.Array:
-        """Return the vectors [I, V, 1 + taps, E] of images; those of empty slots are meaningless.
+        """Return the vectors [I, V, 1 + taps, E] of images; vectors of empty slots mean nothing.
 
         `grid_I2` has the rows and columns of patches of each image, `place_IP2` the row and column
         of each patch; attention stays within a segment.

@@ -2,8 +2,8 @@
 
 An image is cut into regions. Each region has a level, at which it is resized to a square of cells
 (`SIDES`), one token per cell: regions that matter to the question get up to 400 tokens, the rest
-64, and all regions together at most a given total. All shapes are static, nothing communicates, and
-no token is sorted.
+64, and all regions together at most a given total number. All shapes are static, nothing
+communicates, and no token is sorted.
 
 The functions handle one image; map them with `jax.vmap(..., spmd_axis_name='data')`. A level is
 discrete and has no gradient: relevance learns through the gate that multiplies the detail
@@ -44,9 +44,10 @@ def budget(relevance: jax.Array, total: int, sides: Sequence[int] = SIDES) -> ja
     Each region gets the share `clip(water * relevance, 0, 1)` of the range between the fewest and
     the most tokens, rounded down to a level. Then regions are raised by a level in the order of
     relevance while they fit, repeatedly. Remaining tokens are used by raising one region and
-    lowering a less relevant one, which costs fewer tokens than a raise alone. The water is the
-    highest that uses `ENOUGH` of `total`, or the one that uses the most tokens. A region never has
-    fewer tokens than a less relevant one; ties go to the first region.
+    lowering a less relevant one, which costs fewer tokens than a raise alone. The factor `water` is
+    the highest one that uses at least `ENOUGH` of `total`; if there is none, it is the one that
+    uses the most tokens. A region never has fewer tokens than a less relevant one; ties go to the
+    first region.
 
     `total` is at least the fewest tokens of all regions.
     """
@@ -67,7 +68,7 @@ def budget(relevance: jax.Array, total: int, sides: Sequence[int] = SIDES) -> ja
         return lax.fori_loop(0, NUM_EXCHANGES, lambda _, x: _exchange(x, total, sides), level)
 
     by_water = jax.vmap(use_up)(by_water)
-    used = num_tokens(by_water, sides).sum(1)  # all that the lowest water uses fits
+    used = num_tokens(by_water, sides).sum(1)  # tokens that the lowest water uses; these always fit
     used = jnp.where(used <= total, jnp.minimum(used, ENOUGH * total), 0)
     highest = NUM_WATER_LEVELS - 1 - jnp.argmax(used[::-1])
     level = lax.dynamic_index_in_dim(by_water, highest, 0, keepdims=False)
@@ -115,7 +116,7 @@ def _order(relevance: jax.Array) -> jax.Array:
 
 
 def _rise(level: jax.Array, total: int, sides: Sequence[int]) -> jax.Array:
-    """Raise regions, given by rank, by one level each for as long as they fit.
+    """Raise regions, given by rank, by one level each as long as there are tokens left.
 
     A region whose next level does not fit is skipped.
     """
@@ -127,10 +128,10 @@ def _rise(level: jax.Array, total: int, sides: Sequence[int]) -> jax.Array:
 
 
 def _exchange(level: jax.Array, total: int, sides: Sequence[int]) -> jax.Array:
-    """Raise one region and lower a less relevant one by a level, to use most remaining tokens.
+    """Raise one region and lower a less relevant one by a level, so that the fewest tokens remain.
 
-    The levels stay in descending order, because the raised region is the first and the lowered one
-    the last with its level.
+    The levels stay in descending order, because the raised region is the first with its level, and
+    the lowered one the last.
     """
     used, rank = num_tokens(level, sides), jnp.arange(len(level))
     before, after = jnp.diff(level, prepend=len(sides)), jnp.diff(level, append=-1)

@@ -36,7 +36,7 @@ def detail_of(
     images: 'Images',
     layout: Layout,
 ) -> Detail:
-    """Return the detail of every image, by its relevance to the question of its sequence."""
+    """Return the detail of every image, by its relevance to the question in its sequence."""
     rows, slots, regions = *images.grid_BI2.shape[:2], networks.config.num_regions
     shape = rows, slots, regions
     found = relevance_of(networks, config, x_BTD, images, layout)
@@ -58,7 +58,8 @@ def relevance_of(
 ) -> Relevance:
     """Return the relevance of the regions of all images, one row per image slot of each sequence.
 
-    Each data shard measures the texture of its own images, which is all-gathered: a few KB.
+    Each data shard measures the texture of its own images; all-gathering the texture sends a few
+    KB.
     """
     assert images.is_question_BS is not None
     rows, slots = images.grid_BI2.shape[:2]
@@ -83,9 +84,10 @@ def relevance_of(
 def chosen(
     numbers_IPX: jax.Array, detail: Detail, config: VisionConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the patches of images at their levels, their rows and columns, and 1 for each patch.
+    """Return the patches of images at their levels, their rows and columns, and which are used.
 
-    `numbers_IPX` are the patches at the finest level.
+    `numbers_IPX` are the patches at the finest level. The last result is 1 for each patch in use,
+    else 0.
     """
     relevance, merge = config.relevance, config.merge_size
     assert relevance is not None
@@ -111,7 +113,7 @@ def chosen(
 def places_of(
     detail: Detail, at_BS: jax.Array, is_image_BS: jax.Array, config: VisionConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Return row and column [B, S, 2] in the image of each of its tokens, and the tokens in use.
+    """Return the row and column [B, S, 2] of each token in its image, and which tokens are in use.
 
     `at_BS` is the index of a token's vector among the vectors of all images.
     """

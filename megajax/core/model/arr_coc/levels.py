@@ -1,8 +1,8 @@
 """Resize the regions of an image to their levels of detail: regions that matter less get smaller.
 
-A region is downsampled by area means before it is encoded. So the encoder reads only as many
-patches as the budget has tokens for, and reads them like the patches of any image, and the detail
-that a level drops cannot be recovered from features of the full image.
+A region is downsampled by area means before it is encoded. The encoder therefore reads only as many
+patches as the budget has tokens for, as if they were an ordinary image, and no feature of the full
+image can reveal the detail that a level drops.
 
 The functions handle one image. Its regions are images [region, y, x, channel] with as many pixels
 as the finest level has.
@@ -30,7 +30,7 @@ def at_levels(
     `numbers_PX` are the patches at the finest level, with any number of channels. The difference
     between a region and its coarsest level is multiplied by `gate` [regions], as a mixture of
     experts multiplies the outputs of the chosen experts. This is relevance's only gradient, and a
-    region with the fewest tokens gives none.
+    region with the fewest tokens contributes nothing to it.
     """
     pixels = _pictures(numbers_PX, regions, patch_size, merge_size)
     own, coarse = (
@@ -65,14 +65,14 @@ def _overlaps(side: jax.Array, num_cells: int, num_parts: int) -> jax.Array:
     """
     cell, part = jnp.arange(num_cells).reshape(1, -1, 1), jnp.arange(num_parts).reshape(1, 1, -1)
     side = jnp.expand_dims(side, 2)
-    # Measured in units of which a line has side * num_parts, so that all bounds are integers.
+    # The unit is 1 / (side * num_parts) of the line, so that all bounds are integers.
     last = jnp.minimum((cell + 1) * num_parts, (part + 1) * side)
     first = jnp.maximum(cell * num_parts, part * side)
     return jnp.maximum(last - first, 0) / num_parts
 
 
 def _resized(pixels: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return images whose rows and columns are these weighted means."""
+    """Return images whose rows and columns are the means with these weights."""
     by_row = einsum('ryn,rnmc->rymc', weight, pixels)
     return einsum('rxm,rymc->ryxc', weight, by_row)
 

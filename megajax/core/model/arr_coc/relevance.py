@@ -1,15 +1,16 @@
 """The relevance of an image's regions to a question: ARR-COC's scorers, balance and noise.
 
 Three scorers look at the texture of each region (`core/model/arr_coc/texture.py`). Each starts as
-one way of knowing, of Vervaeke: propositional is how much information a region has, perspectival
-how salient it is, participatory how it couples with the question. A network of one shape adds to
-each what is learned, so the three are stored in one array whose slots are sharded over `model`: one
-scorer for each device, or `shards` slots with equal parts of its hidden units. The scores are
-all-gathered, and everything else is replicated. Arrays hold the sequences of one data shard, in
-fp32, because budgets are discrete choices.
+one of Vervaeke's ways of knowing: propositional is how much information a region has, perspectival
+is how salient it is, and participatory is how it couples with the question. To each, a network adds
+a learned correction. The three networks have the same shape, so they are stored in one array whose
+slots are sharded over `model`: one slot per scorer, or `shards` slots with equal parts of a
+scorer's hidden units. The scores are all-gathered, and everything else is replicated. Arrays hold
+the sequences of one data shard, in fp32, because budgets are discrete choices.
 
 The gradient reaches scorers, coupling and balance through `Relevance.gate`, because budgets have no
-gradient. The networks' inputs have none either, or it would have to be reduced over `model`.
+gradient. The networks' inputs get no gradient either, because it would have to be reduced over
+`model`.
 """
 
 from typing import Any, NamedTuple
@@ -30,11 +31,13 @@ from megajax.core.parallel.layout import UNSHARDED, Layout
 
 SCORES = 'propositional', 'perspectival', 'participatory'
 NUM_FEATURES, NUM_SUMMARIES = SCORER_FEATURES, SUMMARIES
-SHARPNESS = 3.0  # scores are in [0, 1] at first, where a softmax hardly distinguishes them
-# Standard Gumbel noise would choose regions with nothing to read half of the time.
+# scores are in [0, 1] at first, and a softmax hardly distinguishes such close values
+SHARPNESS = 3.0
+# With standard Gumbel noise, half of the chosen regions would have nothing to read.
 NOISE = 0.3
-# A region asks for tokens by its probability to this power: with nine tenths of the highest
-# probability it asks for a quarter, because text that needs full detail is illegible at half of it.
+# The tokens that a region asks for are proportional to this power of its probability. At 90% of the
+# highest probability, a region asks for a quarter of the tokens, because text that needs full
+# detail is illegible at half of the detail.
 DECISION = 4 / NOISE
 _EPSILON = 1e-8
 _NOISE = 0x67756D62  # differs from every layer index, by which dropout's keys are derived
@@ -84,8 +87,8 @@ class Relevance(NamedTuple):
 class RelevanceNetworks(nnx.Module):
     """The coupling, the scorers and the balance of a model.
 
-    A step gives each device a copy of all scorers (`shard_copies.py`), of which it uses its own
-    slots, so that checkpoints do not depend on the mesh.
+    A step gives each device a copy of all scorers (`shard_copies.py`), and the device uses only its
+    own slots. Checkpoints therefore do not depend on the mesh.
     """
 
     def __init__(self, model: ModelConfig, parameters: Parameters, *, key: jax.Array):
@@ -105,7 +108,7 @@ class RelevanceNetworks(nnx.Module):
         layout: Layout,
         key_B: jax.Array | None = None,
     ) -> Relevance:
-        """Assess the relevance of regions to the question of each row."""
+        """Assess the relevance of regions to the question of each sequence."""
         parameters = RelevanceParameters(
             Coupling(**self.coupling.arrays()),
             Scorers(**{name: _slots(x, layout) for name, x in self.scorers.arrays().items()}),
@@ -115,7 +118,7 @@ class RelevanceNetworks(nnx.Module):
 
 
 class _Networks(nnx.Module):
-    """Parameters by the names that they are declared with."""
+    """The parameters, by the names in their declarations."""
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
         for index, name in enumerate(parameters.declared):
@@ -149,25 +152,26 @@ def _slots(copies: jax.Array, layout: Layout) -> jax.Array:
 
 
 def num_slots(shards: int, model: int) -> int:
-    """Return the slots of scorers on `model` devices: the least multiple that holds all shards."""
+    """Return the number of scorers' slots: the least multiple of `model` that fits all shards."""
     return -(-len(SCORES) * shards // model) * model
 
 
 def question(loss_mask_BS: jax.Array, image_index_BS: jax.Array) -> jax.Array:
     """Return the tokens of the question [B, S]: the text before the answer.
 
-    A loss mask marks the tokens that predict a counted token, so the first one that it marks ends
-    the question. Without a loss all text is the question; the caller must exclude padding.
+    A loss mask marks the tokens that predict a counted token, so the first marked token ends the
+    question. If no token counts in the loss, all text is the question; the caller must exclude
+    padding.
     """
     counts_BS = (loss_mask_BS > 0).astype(jnp.int32)
     return (jnp.cumsum(counts_BS, 1) == counts_BS) & (image_index_BS < 0)
 
 
 def query(x_BTD: jax.Array, is_question_BT: jax.Array) -> jax.Array:
-    """Return the sum [B, D] of the question's embeddings in fp32, brought to an RMS of 1.
+    """Return the sum [B, D] of the question's embeddings in fp32, scaled to an RMS of 1.
 
-    It has no gradient. A sequence without a question has 0. If T is sharded, the sums of the shards
-    are all-reduced.
+    The result has no gradient. It is 0 for a sequence without a question. If T is sharded, the sums
+    of the shards are all-reduced.
     """
     weight = jnp.expand_dims(is_question_BT, 2)
     total = jnp.where(weight, lax.stop_gradient(x_BTD).astype(jnp.float32), 0).sum(1)
@@ -186,7 +190,7 @@ def assess(
     """Assess the relevance of regions to a question from their texture [B, regions, 13].
 
     With `key_B`, a key for each row (`core/model/dropout.py`), relevance has Gumbel noise, the same
-    on every mesh: without noise, regions that once got no detail would never be tried.
+    on every mesh: without noise, a region that once got no detail would never get any again.
     """
     with jax.named_scope('relevance'):
         query_BD = lax.stop_gradient(query_BD)
@@ -222,8 +226,8 @@ def _learned(
 ) -> jax.Array:
     """Return the correction that the networks add to each score, [3, B, regions].
 
-    Their features are the channels, each channel's difference from the image's mean in standard
-    deviations, and all three definitions.
+    The networks' features are the channels, each channel's difference from its mean over the image
+    in standard deviations, and all three definitions.
     """
     difference = texture - texture.mean(1, keepdims=True)
     deviation = jnp.sqrt((difference * difference).mean(1, keepdims=True) + _EPSILON)
@@ -243,7 +247,7 @@ def _learned(
 
 
 def _weigh(scores: jax.Array, query_BD: jax.Array, balance: Balance) -> jax.Array:
-    """Return the weight [B, 3] of each score in the relevance of a row."""
+    """Return the weight [B, 3] of each score in the relevance of a sequence."""
     mean = scores.mean(2)
     difference = scores - jnp.expand_dims(mean, 2)
     deviation = jnp.sqrt((difference * difference).mean(2) + _EPSILON)
@@ -255,7 +259,7 @@ def _weigh(scores: jax.Array, query_BD: jax.Array, balance: Balance) -> jax.Arra
 
 
 def _gumbel(like: jax.Array, key_B: jax.Array | None) -> jax.Array | float:
-    """Draw noise like [B, regions] from the key of each row, or return 0 without keys."""
+    """Draw Gumbel noise [B, regions] from each sequence's key, or return 0 without keys."""
     keys = fold_in(key_B, _NOISE)
     if keys is None:
         return 0.0

@@ -1,12 +1,12 @@
 """The texture of an image: 13 channels in fp32, without parameters or communication.
 
 The channels follow ARR-COC (Adaptive Relevance Realization - Contexts Optical Compression), with
-kornia's formulas. Every minimum and maximum is over one image, so that no image depends on the
-others in its batch; coarser grids use area means.
+kornia's formulas. Every minimum and maximum is taken over one image, so that no image depends on
+the others in its batch; coarser grids use area means.
 
 Images come as patches, ordered so that the patches of a merge unit are adjacent. Gradients read one
-pixel beyond the borders of a patch, so each patch is padded with the edges of its neighbors. This
-avoids an array that fits every shape of image.
+pixel beyond the borders of a patch, so each patch is padded with the edges of its neighbors.
+Without this padding, an array of whole images would have to fit images of every shape.
 """
 
 import math
@@ -57,9 +57,10 @@ def region_texture(
 ) -> jax.Array:
     """Return the channels [regions, 13] of an image that is cut into rows and columns of regions.
 
-    The image fills its patches with regions as high as wide, in units, or it is empty: then every
-    channel is 0. Area means are taken before the extremes of the image, so that the regions'
-    gradients range from 0 to 1. The first region is at 0, the last at 1, and a single one at 1/2.
+    The image fills its patches, and its regions are as high as they are wide, in units. If the
+    image is empty, every channel is 0. Area means are taken before the extremes of the image, so
+    that the regions' gradients range from 0 to 1. In the position channels, the first region is at
+    0, the last at 1, and a single one at 1/2.
     """
     rows, columns = regions
     side = math.isqrt(len(pixels) // (rows * columns * merge_size**2))
@@ -71,7 +72,8 @@ def region_texture(
 
     measured = [means(channel) for channel in _measure(pixels, grid, patch_size, merge_size)]
     y, x = (jnp.linspace(0, 1, n) if n > 1 else jnp.full(1, 0.5) for n in regions)
-    zero = 0 * measured[0]  # has the channels' sharding, which a stack needs of all its inputs
+    # has the channels' sharding; all inputs of a stack must have the same one
+    zero = 0 * measured[0]
     is_used = zero + grid[0] > 0
     y, x = zero + jnp.expand_dims(y, 1), zero + jnp.expand_dims(x, 0)
     channels = _complete(measured, y, x, is_used, axis=-1)
@@ -94,7 +96,7 @@ def patch_places(grid: jax.Array, count: int, merge_size: int) -> tuple[jax.Arra
 def _measure(
     pixels: jax.Array, grid: jax.Array, patch_size: int, merge_size: int
 ) -> list[jax.Array]:
-    """Measure the first eight channels, each [P, y, x], before they are scaled."""
+    """Measure the first eight channels, each [P, y, x], without scaling them."""
     shape = len(pixels), 3, patch_size, patch_size
     rgb = pixels.reshape(shape, out_sharding=UNSHARDED('----')).astype(jnp.float32) / 255
     colors = [rgb[:, i] for i in range(3)]
@@ -126,7 +128,7 @@ def _lightness(colors: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
 
 
 def _sobel(gray: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients by x and y and their length, of [P, y + 2, x + 2] pixels."""
+    """Return the gradients by x and by y and the length of both, from [P, y + 2, x + 2] pixels."""
     size = gray.shape[1] - 2
 
     def at(y: int, x: int) -> jax.Array:
@@ -169,7 +171,7 @@ def _with_edges(patches: jax.Array, grid: jax.Array, merge_size: int) -> jax.Arr
 def _complete(
     measured: Sequence[jax.Array], y: jax.Array, x: jax.Array, is_used: jax.Array, axis: int
 ) -> jax.Array:
-    """Scale gradients to [0, 1], add the other channels and stack all of them along `axis`."""
+    """Scale gradients to [0, 1], append the other channels and stack all channels along `axis`."""
     y, x = (jnp.broadcast_to(place, measured[0].shape) for place in (y, x))
     *colors, by_x, by_y, length = measured
     by_x, by_y, length = (_from_zero_to_one(gradient, is_used) for gradient in (by_x, by_y, length))
