@@ -1,10 +1,9 @@
 """Bidirectional attention of sequences that are sharded over `context`, as in BERT.
 
 Every query attends to the tokens of all shards, in their order. The keys and values of other shards
-come as in causal attention (`context.py`), with one block for each shard, and all of a block's
-scores are computed: the work is the same for every shard, wherever a sequence's padding is. With
-segments, a block has a mask. Each shard has the segments of all tokens of its sequences
-(`documents.py`).
+come as in causal attention (`context.py`), one block per shard. All scores of a block are computed,
+so every shard has the same work, wherever a sequence has its padding. With segments, each block has
+a mask. Each shard has the segments of all tokens of its sequences (`documents.py`).
 """
 
 import functools
@@ -34,11 +33,12 @@ def attend_both_ways(
     key_R2: jax.Array | None = None,
     rate: float = 0.0,
 ) -> jax.Array:
-    """Attention o_RSNH of a shard's tokens on all tokens of their sequences.
+    """Return attention o_RSNH of a shard's tokens on all tokens of their sequences.
 
     `exchange` is `gather` or `ring`, `kernel` a key of KERNELS. With `segment_RY`, the segments of
     the tokens of all shards in the order of shards, attention stays within segments. With `key_R2`,
-    the numbers of each sequence's key, weights have dropout. To be mapped over context shards.
+    the raw dropout key of each sequence, weights have dropout. Map this function over context
+    shards.
     """
     passes = _passes(exchange, kernel, scale, rate)
     return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, segment_RY, sinks_N, key_R2)
@@ -69,7 +69,7 @@ class _How(NamedTuple):
 
     kernel: Kernel
     is_ring: bool
-    rate: float  # of dropout
+    rate: float  # dropout rate
 
 
 def _attend(
@@ -80,7 +80,7 @@ def _attend(
     segment_RY: jax.Array | None,
     key_R2: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return o [R, S, N, H] and the log-sum-exp [R, N, S] in fp32 of a device's tokens."""
+    """Return o [R, S, N, H] and, in fp32, the log-sum-exp [R, N, S] of a device's tokens."""
     blocks = _Blocks(how, q, segment_RY, key_R2)
     o, lse = how.kernel.forward(q, k, v, False, blocks.mask(0), dropped=blocks.dropped(0))
     keys, done, total = Keys(k, v, how.is_ring), [lse], (o.astype(jnp.float32), lse)
@@ -125,7 +125,7 @@ def _gradients(
 
 
 class _Blocks:
-    """The masks of a shard's queries and of the keys of the shard some steps before."""
+    """The masks of a shard's queries with the keys of the shard some steps before."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Blocks:
         return segments(0)[:, None, :, None] == segments(step)[:, None, None, :]
 
     def dropped(self, step: int) -> Dropped | None:
-        """Return the dropout of the scores."""
+        """Return the dropout of a block's scores, or None without dropout."""
         if self._weights is None:
             return None
         return self._weights.at(self._places(0), self._places(step))

@@ -23,7 +23,10 @@ class Keys:
             self._gathered = tuple(lax.all_gather(x, CONTEXT) for x in self._kv)
 
     def of(self, step: int, done: list[jax.Array]) -> Pair:
-        """Return the keys and values of the shard `step` before; `done` has a result per block."""
+        """Return the keys and values of the shard `step` shards before.
+
+        `done` has one result for each block of keys so far.
+        """
         if not self._ring:
             shard = (lax.axis_index(CONTEXT) - step) % lax.axis_size(CONTEXT)
             k, v = (lax.dynamic_index_in_dim(x, shard, keepdims=False) for x in self._gathered)
@@ -39,7 +42,7 @@ class Keys:
 class Sums:
     """The gradients of all shards' keys and values, until each shard has its own.
 
-    They are summed in fp32. They enter and leave the ring in the dtype of keys and values.
+    They are summed in fp32, and enter and leave the ring in the dtype of keys and values.
     """
 
     def __init__(self, dk: jax.Array, dv: jax.Array, ring: bool):
@@ -84,7 +87,7 @@ def _pass_on(kv: Any) -> Any:
 
 
 def merge(a: Pair, b: Pair) -> Pair:
-    """Merge the outputs for the same queries on different keys."""
+    """Merge two outputs for the same queries on different keys, and their log-sum-exps."""
     (o_a, lse_a), (o_b, lse_b) = a, b
     lse = jnp.logaddexp(lse_a, lse_b)
     weight_a, weight_b = (by_token(jnp.exp(x - lse))[..., None] for x in (lse_a, lse_b))

@@ -28,7 +28,7 @@ from megajax.core.model.per_device import Specs, per_device
 from megajax.core.parallel.layout import CONTEXT, UNSHARDED
 from megajax.core.parallel.zigzag import position_at
 
-HIDDEN = 1e30  # a log-sum-exp this high gives weight 0 to everything that it is merged with
+HIDDEN = 1e30  # a log-sum-exp with which every weight of a query is 0
 
 
 def attend_in_window(

@@ -2,8 +2,9 @@
 
 A document is a range of tokens, so the position of its first token tells it apart from the others,
 and its other tokens follow. `first_RS` has this position for every token. A block of keys that ends
-before a block of queries shares at most one document with it, with its last keys and the first
-queries. How many they are follows from `first_RS` of the queries: nothing has to be sent with keys.
+before a block of queries shares at most one document with it. This document contains the last keys
+and the first queries. The number of both follows from `first_RS` of the queries, so nothing has to
+be sent with the keys.
 
 If attention is bidirectional, each shard gets the segments of all tokens of its sequences instead.
 """
@@ -26,9 +27,9 @@ def shared(first_RS: jax.Array, stop_R: jax.Array, num_keys: int) -> Lengths:
 
 
 def of_all_shards(segment_BS: jax.Array, layout: Layout) -> jax.Array:
-    """Return a copy of its sequences' segments for each context shard, int32 [B, shards x S].
+    """Return each context shard's copy of its sequences' segments, int32 [B, shards x S].
 
-    They are in the order of `zigzag.py`, as in `segment_BS`.
+    The tokens are in the order of `zigzag.py`, as in `segment_BS`.
     """
     batch, length = segment_BS.shape
     shards = layout.num_shards('S')
