@@ -1,1 +1,1 @@
-"""Tools for programs that XLA compiled; they know no model, and serve any JAX code."""
+"""Tools for programs that XLA compiled. They depend on no model and work for any JAX code."""

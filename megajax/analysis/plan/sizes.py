@@ -210,7 +210,8 @@ class Sizes:
         mlp = 2 * self.up + self.hidden + 2 * self.whole
         if self.experts is not None:
             mlp = self.experts.in_backward + 2 * self.whole
-        outputs = 2 * self.queries + self.heads  # attention's output and its gradient, each twice
+        # Attention's output, its gradient, and the input of the matmul after it.
+        outputs = 2 * self.queries + self.heads
         # Queries, keys and values, their gradients, and these gradients in one array.
         heads = 3 * (self.queries + 2 * self.keys)
         if self.flash:

@@ -1,6 +1,7 @@
 """Analyze where the time of traced steps went, from the trace that a run wrote.
 
-The trace says how long each instruction ran; the program stored with it, what it computes or sends.
+The trace shows how long each instruction ran. The program stored with it shows what each
+instruction computes or sends.
 """
 
 from pathlib import Path
@@ -26,10 +27,10 @@ __all__ = ['Profile', 'profile']
 
 
 def profile(run: Path, *, gpu: str | None = None) -> Profile:
-    """Read the trace that a run wrote (`train.profile`) and say where its time went.
+    """Read the trace that a run wrote (`train.profile`) and return where its time went.
 
-    `gpu` names the record of the GPU, or its YAML file; without it, the one that the trace names.
-    Raises ConfigError if the run has no trace, or one that cannot be read.
+    `gpu` names the record of the GPU, or its YAML file; the default is the GPU that the trace
+    names. Raises ConfigError if the run has no trace, or if the trace cannot be read.
     """
     traced = read_traced(run)
     found = traced.traces[0].gpu

@@ -1,4 +1,4 @@
-"""Turn measured steps into lines of the result, by what the instructions do."""
+"""Turn measured steps into lines of the result, grouped by the work of the instructions."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +25,7 @@ _IDLE = 'before the first kernel', 'between kernels', 'after the last kernel'
 
 
 class Devices(NamedTuple):
-    """All devices, and the median and the slowest of them by their own time."""
+    """All devices, with the median and the slowest device by their own time."""
 
     every: list[Measured]
     median: Measured
@@ -33,7 +33,7 @@ class Devices(NamedTuple):
 
 
 def device_lines(devices: Sequence[Measured], work: ProgramWork) -> list[DeviceLine]:
-    """Return the step of each device."""
+    """Return a line for the step of each device."""
     return [_device(device, work) for device in devices]
 
 
@@ -51,7 +51,7 @@ def _device(device: Measured, work: ProgramWork) -> DeviceLine:
 
 
 def process_lines(traces: Sequence[Trace], devices: Sequence[DeviceLine]) -> list[ProcessLine]:
-    """Return the step of each process."""
+    """Return a line for the step of each process."""
     of_process = [
         [device for device in devices if device.process == process]
         for process in range(len(traces))
@@ -73,7 +73,7 @@ def process_lines(traces: Sequence[Trace], devices: Sequence[DeviceLine]) -> lis
 
 
 def parts(devices: Devices, work: ProgramWork) -> list[Part]:
-    """Return the parts of the step, longest first, then idle time; they add up to the step."""
+    """Return the parts of the step, longest first, then idle time; all lines add up to the step."""
 
     def key(each: Work) -> tuple[Literal['kernels', 'exposed'], str]:
         if each.is_transfer:
@@ -187,7 +187,7 @@ def _measured(devices: Devices, names: list[str], work: ProgramWork) -> dict[str
 
 
 def _runs(devices: Devices, name: str, work: ProgramWork) -> float:
-    """Return the runs of an instruction in a step; a run may launch several kernels."""
+    """Return how often an instruction runs in a step; a run may launch several kernels."""
     return min(devices.median.launches(name), work.of(name).times)
 
 

@@ -1,10 +1,11 @@
 """Find the instruction that launched each kernel of a CUDA graph.
 
 A trace names such a kernel after its graph (openxla/xprof#3070), and also gives the kernel's own
-name. XLA's own kernels are named after the instruction they were made for, or after a different
-instruction with the same work, whose kernel they share. The rest are kernels of libraries, copies
-and fills; they belong to what the schedule launches between the kernels before and after them. If
-an instruction in a loop and one outside it share a kernel, they may be confused.
+name. XLA's own kernels are named after the instruction that they were made for. Instructions with
+the same work share one kernel, which has the name of one of them. The rest are library kernels,
+copies and fills; they belong to the instructions that the schedule launches between the neighboring
+kernels of XLA's own. If an instruction in a loop and one outside it share a kernel, they may be
+confused.
 """
 
 import re
@@ -61,8 +62,8 @@ class Schedule:
             name: [_Place(name, index) for index in range(len(instructions))]
             for name, instructions in self._launched.items()
         }
-        self._places = dict[str, _Place]()  # by the name of an instruction
-        self._work = dict[str, str]()  # by the name of a kernel
+        self._places = dict[str, _Place]()  # by instruction name
+        self._work = dict[str, str]()  # by kernel name
         self._sharing = defaultdict[str, list[_Place]](list)  # by work
         for name, instructions in self._launched.items():
             for place, instruction in zip(self._in_order[name], instructions, strict=True):
@@ -73,7 +74,7 @@ class Schedule:
                     self._work[re.sub(r'[.\-]', '_', instruction.name)] = work
 
     def named(self, events: Iterable[Event]) -> list[Event]:
-        """Name the kernels of graphs after their instructions, where one is found.
+        """Name the kernels of graphs after their instructions, if these are found.
 
         `events` are the program's events on one device, from the beginning of a step.
         """
@@ -91,7 +92,7 @@ class Schedule:
         return named + _share_out(waiting, self._between(before, None, own))
 
     def _place(self, event: Event, before: _Place | None) -> _Place | None:
-        """Return the position of one of XLA's own kernels; None for others, and for transfers."""
+        """Return the position of one of XLA's own kernels; None for any other event."""
         if not is_graph(event.name):
             place = self._places.get(event.name)
             is_kernel = place and kind_of(self._at(place)) is None
@@ -110,7 +111,7 @@ class Schedule:
     def _between(
         self, before: _Place | None, after: _Place | None, own: set[_Place]
     ) -> Iterator[Instruction]:
-        """Yield what is launched between two successive kernels of XLA's own."""
+        """Yield the instructions launched between two successive kernels of XLA's own."""
 
         def is_passed(place: _Place) -> bool:
             return place not in own and self._at(place).opcode not in _CALLS
@@ -131,7 +132,7 @@ class Schedule:
 
 
 def _work(program: Program, instruction: Instruction) -> str:
-    """Return what a fusion computes, without names; fusions that share a kernel have the same."""
+    """Return a fusion's computation without names, equal for fusions that share a kernel."""
     (called,) = instruction.called
     inside = program.computations[called].instructions
     numbers = {each.name: str(number) for number, each in enumerate(inside)}
@@ -149,7 +150,7 @@ def _work(program: Program, instruction: Instruction) -> str:
 
 
 def _share_out(kernels: Sequence[Event], calls: Iterable[Instruction]) -> list[Event]:
-    """Name kernels after the calls that launch their kind, and fills after the next kernel.
+    """Name kernels after the calls that launch such kernels, and fills after the next kernel.
 
     A kernel that matches no call keeps its name.
     """
@@ -166,7 +167,7 @@ def _share_out(kernels: Sequence[Event], calls: Iterable[Instruction]) -> list[E
 
 
 def _in_turn(count: int, names: Sequence[str]) -> list[str]:
-    """Assign `count` kernels to calls in equal numbers; the last call gets the remainder."""
+    """Assign `count` kernels to calls, equally many to each; the last call gets the remainder."""
     if not names:
         return []
     each = max(1, count // len(names))

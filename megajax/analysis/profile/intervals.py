@@ -1,8 +1,8 @@
-"""The time of one device in one step, divided among what it did.
+"""The time of one device in one step, divided among its events.
 
-At each moment the kernels that run share the time equally. A transfer has a share only of the
-moments in which no kernel runs, for then it is exposed. Where nothing runs, the device is idle. So
-all shares and the idle time add up to the step.
+At each moment, the running kernels share the time equally. A transfer gets a share only at moments
+when no kernel runs, because only then is it exposed. When nothing runs, the device is idle.
+Therefore all shares and the idle time add up to the step.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from megajax.analysis.profile.trace import Event, Window
 
 
 class Timed(NamedTuple):
-    """An event within a step: how long it ran, and its share of the step, in seconds."""
+    """An event within a step: its duration and its share of the step, in seconds."""
 
     name: str
     seconds: float
@@ -28,7 +28,7 @@ class Idle(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """One device in one step: the length of the step, its events by their start, idle seconds."""
+    """One device in one step: the step's length, the events ordered by start, and idle seconds."""
 
     seconds: float
     events: list[Timed]

@@ -12,7 +12,7 @@ from megajax.analysis.profile.work import ProgramWork
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runs:
-    """The runs of one instruction on one device in all traced steps, in their order; seconds."""
+    """The runs of one instruction on one device in all traced steps, in order, in seconds."""
 
     seconds: list[float] = dataclasses.field(default_factory=list)
     shares: list[float] = dataclasses.field(default_factory=list)
@@ -20,7 +20,7 @@ class Runs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One device: seconds of the mean step and of its idle time, and all runs by instruction."""
+    """One device: the seconds of a mean step and of its idle time, and all runs by instruction."""
 
     process: int
     device: int
@@ -30,15 +30,15 @@ class Measured:
     runs: Mapping[str, Runs]
 
     def launches(self, name: str) -> float:
-        """Runs of an instruction in a step."""
+        """Return how often an instruction runs in a step."""
         return len(self._of(name).seconds) / self.num_steps
 
     def seconds(self, name: str) -> float:
-        """Seconds of an instruction in a step, each run from its beginning to its end."""
+        """Return the seconds of an instruction in a step, with each run from beginning to end."""
         return sum(self._of(name).seconds) / self.num_steps
 
     def share(self, name: str) -> float:
-        """Share of a step that an instruction has, in seconds; see `intervals.py`."""
+        """Return an instruction's share of a step, in seconds; see `intervals.py`."""
         return sum(self._of(name).shares) / self.num_steps
 
     def _of(self, name: str) -> Runs:
@@ -57,9 +57,9 @@ def measure(
 
 
 def _own_work(trace: Trace, events: Sequence[Event], module: str, work: ProgramWork) -> list[Event]:
-    """Return kernels and transfers; events of other programs are prefixed by the program's name.
+    """Return kernels and transfers; names of other programs' events begin with the program's.
 
-    On a CPU, a loop and most calls are events too, which last as long as those inside them.
+    On a CPU, a loop and most calls are also events, which last as long as the events inside them.
     """
     named = [
         event
@@ -101,10 +101,10 @@ def _of_device(
 
 
 def fastest(devices: Sequence[Measured], name: str) -> float:
-    """Seconds of an instruction in a step if each run took as long as on the fastest device.
+    """Return an instruction's seconds in a step if each run took as long as on the fastest device.
 
-    Devices that differ in the number of runs cannot be compared run by run: then the seconds of
-    the fastest device.
+    If devices differ in the number of runs, they cannot be compared run by run. The result is then
+    the seconds of the fastest device.
     """
     of_all = [device.runs[name].seconds for device in devices if name in device.runs]
     if len({len(runs) for runs in of_all}) == 1:

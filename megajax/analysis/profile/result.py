@@ -1,8 +1,8 @@
 """Define the result of a profile, which the terminal and the JSON both show.
 
-Seconds, launches and bytes are per step and device: means over the traced steps, for the median and
-for the slowest device. Shares of the step are in seconds too; all shares and the idle time add up
-to the step.
+Seconds, launches and bytes are per step and device. They are means over the traced steps, for the
+median and for the slowest device. Shares of the step are also in seconds; all shares and the idle
+time add up to the step.
 """
 
 from typing import Literal

@@ -2,12 +2,12 @@
 
 On GPUs a device is a plane `/device:GPU:N`, and each of its streams a line whose events are
 kernels, library calls, copies and NCCL's transfers. On CPUs all devices of a process share its
-threads, which are lines of the plane `/host:CPU`: an event says which device it worked for
-(`device_ordinal`), and one whose work goes on in other threads is followed by another, `end: NAME`,
-with the same number (`_p` at its beginning, `_c` at its end). A thread may be late to write that
-end, but a step waits for its work: none lasts longer than the step in which it began. An event's
-`hlo_op` is the name of an instruction of the compiled program; the Python thread has an event for
-each traced step.
+threads, which are lines of the plane `/host:CPU`. The `device_ordinal` of an event is the device
+that it worked for. If an event's work continues in other threads, a second event, `end: NAME`,
+follows with the same number (`_p` in the first, `_c` in the second). A thread may write the second
+event late. But a step waits for its work, so no event counts as longer than the step in which it
+began. An event's `hlo_op` is the name of an instruction of the compiled program; the Python thread
+has an event for each traced step.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _GPU_NAME = 'gpu_device_name'
 
 
 class Window(NamedTuple):
-    """A stretch of time, in seconds since the trace began."""
+    """An interval of time, in seconds since the trace began."""
 
     start: float
     end: float
@@ -37,10 +37,10 @@ class Event(NamedTuple):
     """One run of an instruction, or of a copy or kernel outside a program, on one device."""
 
     name: str
-    module: str  # of the instruction's program; empty outside a program
+    module: str  # name of the instruction's program; empty outside a program
     start: float  # seconds since the trace began
     end: float
-    kernel: str = ''  # the name of a GPU's kernel
+    kernel: str = ''  # name of the GPU kernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file; raise ConfigError if it is none, or holds no step."""
+    """Read a trace file; raise ConfigError if it is not one, or if it contains no step."""
     try:
         planes = {plane.name: plane for plane in ProfileData.from_file(str(path)).planes}
     except Exception as error:
@@ -96,7 +96,7 @@ def _steps(host: Any) -> dict[int, Window]:
 
 def _on_gpu(plane: Any) -> Iterator[Event]:
     for line in plane.lines:
-        if line.name.startswith(_STREAM):  # other lines repeat these events, or are counters
+        if line.name.startswith(_STREAM):  # other lines repeat these events or are counters
             for event in line.events:
                 stats = dict(event.stats)
                 name = str(stats.get('hlo_op', event.name))

@@ -15,7 +15,7 @@ from megajax.runtime.run.saved_step import PROGRAM, decompressed
 from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.program import Program
 
-_TRACES = 'plugins/profile/*/*.xplane.pb'  # the folder of a trace is named after its time
+_TRACES = 'plugins/profile/*/*.xplane.pb'  # a trace's folder is named after the time
 
 
 class Traced(NamedTuple):
@@ -47,7 +47,8 @@ def read_traced(run: Path) -> Traced:
     config, module, program = _read_program(folder)
     traces = list[Trace]()
     for file in files:
-        if _num_devices(traces) < program.num_devices:  # the rest is of an older, larger mesh
+        # the other traces are of an older, larger mesh
+        if _num_devices(traces) < program.num_devices:
             traces.append(read_trace(file))
     steps = sorted(set.intersection(*(set(trace.steps) for trace in traces)))
     if not steps:
@@ -58,7 +59,7 @@ def read_traced(run: Path) -> Traced:
 
 
 def _newest(folder: Path) -> list[Path]:
-    """The files of the newest trace, one for each process; empty if there is none."""
+    """Return the files of the newest trace, one for each process; empty if there is no trace."""
     alone = max(folder.glob(_TRACES), default=None, key=_time)
     files = list[Path]()
     while file := max((folder / PROCESS.format(len(files))).glob(_TRACES), default=None, key=_time):
@@ -100,7 +101,7 @@ def _check_devices(folder: Path, program: Program, traces: list[Trace]) -> None:
 
 
 def _check_program(folder: Path, program: Program, module: str, traces: list[Trace]) -> None:
-    """Raise ConfigError if the traces are of another program."""
+    """Raise ConfigError if the traces are of a different program."""
     names = {
         event.name
         for trace in traces

@@ -26,8 +26,9 @@ class Work(NamedTuple):
     """The work of one run of an instruction on one device.
 
     `kind` is the kind of kernel or collective. `site` and `phase` are empty if XLA recorded no
-    path. `what` gives the sizes of matmuls or the arrays that are sent. `flops` omits those hidden
-    by a causal mask. `predicted` is the seconds by a roofline, None without a GPU's record.
+    path. `what` gives the sizes of matmuls or the arrays that are sent. `flops` omits the FLOPs
+    that a causal mask skips. `predicted` is the seconds by a roofline; None if there is no record
+    of the GPU.
     """
 
     kind: str
@@ -47,7 +48,7 @@ class Work(NamedTuple):
 class ProgramWork:
     """The work of a program's instructions, by name, on a mesh and, if given, on a known GPU.
 
-    `calls` has the instructions that call computations, and the names of those inside these.
+    `calls` maps each instruction that calls computations to the names of the instructions inside.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ProgramWork:
         return sum(work.times * (work.predicted or 0.0) for work in each if belongs(work))
 
     def timeline(self) -> Timeline | None:
-        """Return the timeline of a step by a roofline; None without a GPU's record."""
+        """Return the timeline of a step by a roofline; None if there is no record of the GPU."""
         if self.gpu is None:
             return None
         seconds = {

@@ -1,6 +1,6 @@
 """Draw charts as inline SVG in the colors of the page's style sheet.
 
-A chart is half as wide as the page; down to 400 pixels its text stays as large as the page's.
+A chart is half as wide as the page. Down to 400 pixels, its text stays as large as the page's text.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from megajax.analysis.report.scale import Scale, label, scale_of
 WIDTH, HEIGHT = 460, 270  # pixels
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 24, 40  # pixels around the frame
 NUM_COLORS = 8
-MAX_DOTS = 40  # of a line
-IN_RANGE = 0.9  # share of a band that the y range covers
-FAR_APART = 4.0  # ratio of the means of two curves
-STRIPS = 60  # strips of the x axis with a tooltip
+MAX_DOTS = 40  # most dots on a line that is drawn with dots
+IN_RANGE = 0.9  # share of a band's values that the y range covers
+FAR_APART = 4.0  # ratio of the means of two curves that need a logarithmic axis
+STRIPS = 60  # number of strips of the x axis with a tooltip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Line:
 
     name: str
     curve: Curve
-    color: int  # number of the run
+    color: int  # index of the run, which determines the color
     is_dotted: bool = False  # draw each point, because there are few
 
 
@@ -43,8 +43,8 @@ def chart(
 ) -> Html:
     """Return a figure of lines; `x` and `y` name the axes with their units.
 
-    Without any values it is empty. The y range covers the lines and most of the bands, and starts
-    at zero if `from_zero`.
+    The figure is empty if no line has a value. The y range covers the lines and most of the bands,
+    and starts at zero if `from_zero` is set.
     """
     lines = [line for line in lines if len(line.curve.x)]
     if not lines:
@@ -84,7 +84,7 @@ def chip(color: int) -> Html:
 
 
 def _frame(across: Scale, up: Scale) -> dict[str, str]:
-    """Return attributes of an inner SVG that clips at the frame, in outer coordinates."""
+    """Return attributes of an inner SVG that clips at the frame, with outer coordinates."""
     width, height = across.end - across.start, up.start - up.end
     box = f'{across.start} {up.end} {width} {height}'
     return {

@@ -11,11 +11,11 @@ from megajax.analysis.report.read import Checkpoint, RunData
 from megajax.analysis.report.run_facts import Facts, lines_of
 from megajax.base.render.units import count, duration, large, si
 
-SHOWN = 12  # checkpoints in a table
+SHOWN = 12  # most checkpoints in a table
 
 
 def headline(facts: Facts) -> str:
-    """Return one line on the time, the devices and the tokens of a run."""
+    """Return one line about the time, the devices and the tokens of a run."""
     run = facts.run
     seconds = total_seconds(run)
     if seconds is None:
@@ -28,7 +28,7 @@ def headline(facts: Facts) -> str:
 
 
 def total_seconds(run: RunData) -> float | None:
-    """Return the seconds of all starts of a run; None if it wrote none."""
+    """Return the seconds of all starts of a run; None if the run recorded no time."""
     return run.summary['seconds'].get('total') if run.summary else None
 
 
@@ -56,7 +56,7 @@ def _mfu(facts: Facts, points: int) -> Line | None:
 
 
 def _rates(runs: Sequence[Facts]) -> Html:
-    """Return a table with a row per quantity, narrow enough for a phone if there is one run."""
+    """Return a table with a row per quantity; with one run, it is narrow enough for a phone."""
     rows = [
         ('devices', [device_of(facts) for facts in runs]),
         ('mesh', [mesh_of(facts.run) for facts in runs]),

@@ -18,9 +18,9 @@ class Curve(NamedTuple):
 
 
 def thin(x: Floats, y: Floats, buckets: int) -> Curve:
-    """Return at most `buckets` points; values that are not finite are left out.
+    """Return a curve of at most `buckets` points; values that are not finite are left out.
 
-    A bucket is a stretch of as many values as any other, so that a gap in `x` stays one.
+    All buckets have the same number of values, so a gap in `x` stays a gap.
     """
     known = np.isfinite(y)
     x, y = x[known], y[known]

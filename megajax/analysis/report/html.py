@@ -1,34 +1,34 @@
-"""HTML from Python values: what is not `Html` is escaped, so that no text of a run is markup."""
+"""Make HTML from Python values; values that are not `Html` are escaped, and never markup."""
 
 import html
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-# Marks that reorder the text around them, so that it reads as something that it is not.
+# Characters that reorder the text around them, so that the text can read as something else.
 _BIDIRECTIONAL = frozenset(
     '\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069'
 )
-_UNPAIRED = ('Cc', 'Cs')  # control characters, and surrogates, which have no UTF-8
+_UNPAIRED = ('Cc', 'Cs')  # control characters, and surrogates, which UTF-8 cannot encode
 _VOID = ('meta', 'img', 'path', 'line', 'circle', 'br')
 
 
 class Html(str):
-    """Markup that is safe to be put into a page as it is."""
+    """Markup that can safely be put into a page unchanged."""
 
     __slots__ = ()
 
 
 def text(value: object) -> Html:
-    """Escape a value; characters that cannot be seen are spelled as Python would: \\u202e."""
+    """Escape a value; invisible characters are written as in Python: \\u202e."""
     if isinstance(value, Html):
         return value
     return Html(html.escape(''.join(map(_visible, str(value)))))
 
 
 def element(tag: str, /, *content: object, **attributes: object) -> Html:
-    """Return an element; an underscore in the name of an attribute is a hyphen or left out.
+    """Return an element; `_` in attribute names becomes a hyphen, or is removed at the ends.
 
-    Attributes that are None or empty are left out.
+    Attributes whose value is None or empty are left out.
     """
     written = ''.join(
         f' {key.strip("_").replace("_", "-")}="{text(value)}"'
@@ -50,7 +50,7 @@ def table(
 ) -> Html:
     """Return a table whose first `names` columns are text, and the others numbers.
 
-    A `wide` one keeps the lines of its cells, and scrolls where the page is narrow.
+    A `wide` table does not wrap the lines of its cells, and scrolls if the page is narrow.
     """
 
     def cells(kind: str, row: Sequence[object]) -> Html:
@@ -70,7 +70,7 @@ def table(
 
 
 def details(summary: object, *content: object, is_open: bool = False) -> Html:
-    """Return content that a reader opens."""
+    """Return content that is hidden until the reader opens it."""
     return element(
         'details', element('summary', summary), *content, open='open' if is_open else None
     )

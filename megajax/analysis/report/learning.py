@@ -14,14 +14,14 @@ from megajax.base.render.units import large
 from megajax.runtime.run.log.report import ROUTING
 
 VALIDATION, PER_BYTE = 'validation_loss', 'validation_bits_per_byte'
-MAX_CHARACTERS = 2000  # of a sample
-MAX_PROMPTS, MAX_TIMES = 8, 5  # samples that are shown: of these prompts, at so many steps
-MOST_TOKENS = 1e12  # of a step, so that damaged metrics are not counted
-LAST_STEPS = 0.02  # share of the steps whose mean is the training loss at the end
+MAX_CHARACTERS = 2000  # longest text shown of a sample
+MAX_PROMPTS, MAX_TIMES = 8, 5  # samples shown: most prompts, and most steps
+MOST_TOKENS = 1e12  # most tokens of a step; larger numbers are from damaged metrics
+LAST_STEPS = 0.02  # share of the steps over which the final training loss is averaged
 
 
 def headline(facts: Facts) -> str:
-    """Return one line on the losses of a run."""
+    """Return one line about the losses of a run."""
     run = facts.run
     if not run.last_step:
         return 'no step was taken yet'
@@ -84,7 +84,7 @@ def section(runs: Sequence[Facts], points: int) -> Html:
 
 
 def tokenizers_differ(runs: Sequence[Facts]) -> bool:
-    """Return whether the tokenizers differ, or only some of them are known."""
+    """Return whether the runs' tokenizers differ, or only some of the tokenizers are known."""
     return len({_ids(facts.run) for facts in runs}) > 1
 
 
@@ -93,7 +93,7 @@ def _ids(run: RunData) -> str | int:
 
 
 def comparison(runs: Sequence[Facts]) -> str:
-    """Return how to compare runs with different tokenizers; empty if all have the same."""
+    """Return how to compare runs that have different tokenizers; empty if they have the same."""
     if not tokenizers_differ(runs):
         return ''
     is_known = all(facts.run.tokenizer for facts in runs)
@@ -133,7 +133,7 @@ def _losses_per_byte(runs: Sequence[Facts], points: int) -> list[Html]:
 def losses_chart(
     title: str, runs: Sequence[Facts], points: int, *, start: float = 0, is_log: bool = False
 ) -> Html:
-    """Return a chart of training and validation losses of all runs, from step `start` on."""
+    """Return a chart of the training and validation losses of all runs from step `start` on."""
     lines = []
     for facts in runs:
         name = f'{facts.run.name}, ' if len(runs) > 1 else ''
@@ -176,7 +176,7 @@ def _results(runs: Sequence[Facts]) -> Html:
 
 
 def tokens_of(run: RunData) -> int:
-    """Return the tokens that a run has trained on, even if its batch size has changed."""
+    """Return the number of tokens that a run has trained on, even if its batch size has changed."""
     with np.errstate(over='ignore', invalid='ignore'):
         measured = run.steps['tokens_per_s'] * run.steps['step_ms'] / 1e3
     counts = np.rint(np.where((measured > 0) & (measured < MOST_TOKENS), measured, 0))

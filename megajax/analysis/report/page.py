@@ -17,12 +17,12 @@ from megajax.core.counts.parameters import num_parameters
 GENERATOR = '<meta name="generator" content="megajax report"/>'
 # Nothing is fetched and no script runs, whatever the data of a run contains.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-POINTS, FEWEST_POINTS = 240, 40  # points of a curve
-_CURVES = 960  # points of all runs in one chart
+POINTS, FEWEST_POINTS = 240, 40  # most and fewest points of a curve
+_CURVES = 960  # most points of all runs in one chart
 
 
 class _Question(NamedTuple):
-    name: str  # anchor of its section
+    name: str  # anchor of the section
     title: str
     headline: Callable[[Facts], str]
     section: Callable[[Sequence[Facts], int], Html]

@@ -14,16 +14,16 @@ from megajax.runtime.checkpoint.record import config_differences
 from megajax.runtime.run.log.report import IDLE_STEPS, idle_experts
 from megajax.runtime.run.watchdog import LOG
 
-SLOW = 2.0  # times the median, from which a step counts as slow
-WORTH_SAYING = 0.01  # share of the time of all steps that slow ones must cost to be a fault
-BEHIND = 0.1  # share of the median step by which a process is behind, and worth a line
-WORSE = 0.02  # share by which the last validation loss is above the best, and worth a line
+SLOW = 2.0  # a step is slow if it takes more than this many times the median
+WORTH_SAYING = 0.01  # slow steps that cost more than this share of all step time are reported
+BEHIND = 0.1  # a process is reported if it is behind by more than this share of the median step
+WORSE = 0.02  # the last validation loss is reported if it exceeds the best by more than this share
 NOTHING = 'Nothing: no skipped steps, no restarts, no lost time.'
-SHOWN = 8  # steps in a table
+SHOWN = 8  # most steps in a table
 
 
 def headline(facts: Facts) -> str:
-    """Return the first problem of a run and how many more there are, or nothing."""
+    """Return the first problem of a run and how many more there are, or 'nothing'."""
     found = [*faults(facts)]
     if not found:
         return 'nothing'
@@ -32,7 +32,7 @@ def headline(facts: Facts) -> str:
 
 
 def faults(facts: Facts) -> Iterator[str]:
-    """Yield a sentence for each thing that went wrong, or may have."""
+    """Yield a sentence for each thing that went wrong, or may have gone wrong."""
     run = facts.run
     yield from run.unreadable
     yield from _end(run)

@@ -1,4 +1,4 @@
-"""Read run directories, also while a run is in progress or has only just started."""
+"""Read run directories, even if a run is in progress or has only just started."""
 
 import dataclasses
 import shlex
@@ -57,7 +57,7 @@ class Checkpoint:
     step: int
     record: Record | None
     bytes: int | None
-    fault: str | None  # the first thing that is wrong with its files, by names and sizes
+    fault: str | None  # the first fault of its files, judged by names and sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,15 +68,16 @@ class RunData:
     folder: Path
     config: Config
     steps: Steps
-    evaluations: Sequence[Mapping[str, float]]  # the lines of metrics.jsonl that are of no step
+    # the lines of metrics.jsonl that do not belong to a step
+    evaluations: Sequence[Mapping[str, float]]
     summary: Mapping[str, Any]  # summary.json; empty if there is none
     samples: Sequence[Mapping[str, Any]]
     checkpoints: Sequence[Checkpoint]
     tokenizer: str | None  # digest of the tokenizer; None if the run has none
     readings: bytes | None  # the newest PNG of held-out images with transcriptions
-    kept: KeptStep | None  # the compiled step
+    kept: KeptStep | None  # the compiled step of the run
     unreadable: Sequence[str]  # a sentence for each file that cannot be read
-    running: str | None  # the process that trains it now
+    running: str | None  # the process that is training the run now
 
     @property
     def last_step(self) -> int:
@@ -103,7 +104,7 @@ class RunData:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunData]:
-    """Read run directories. Raises ConfigError for a folder without a run, or given twice."""
+    """Read run directories. Raises ConfigError for a folder without a run or a repeated one."""
     faults = [*_faults(folders)]
     if faults:
         raise ConfigError(*faults)
@@ -151,7 +152,7 @@ def _read(folder: Path, name: str) -> RunData:
 
 
 def _metrics(path: Path) -> tuple[Steps, list[dict[str, float]]]:
-    """Read line by line, because the file of a long run is larger than its columns."""
+    """Read the metrics line by line, because the file of a long run is larger than its columns."""
     columns, numbers = defaultdict[str, Any](lambda: array('d')), array('d')
     evaluations = []
     for line in _lines(path):
@@ -160,7 +161,7 @@ def _metrics(path: Path) -> tuple[Steps, list[dict[str, float]]]:
             continue
         for name, value in line.items():
             column = columns[name]
-            column.extend([np.nan] * (len(numbers) - len(column)))  # it begins here
+            column.extend([np.nan] * (len(numbers) - len(column)))  # the column begins at this step
             column.append(value if _is_number(value) else np.nan)
         numbers.append(line['step'])
     for column in columns.values():
@@ -188,7 +189,7 @@ def _is_step(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value is a number that fits a float; an integer of 400 digits does not."""
+    """Return whether a value is a number that fits a float; a 400-digit integer does not."""
     if isinstance(value, int) and not isinstance(value, bool):
         return abs(value) < LARGEST_FLOAT
     return isinstance(value, float)
@@ -207,7 +208,8 @@ def _checkpoints(folder: Path) -> list[Checkpoint]:
         return []
     found = [(folder / str(step), step) for step in find_steps(folder)]
     read = [(path, _checkpoint(path, step)) for path, step in found]
-    return [checkpoint for path, checkpoint in read if path.exists()]  # a run deletes old ones
+    # a run may have deleted an old one
+    return [checkpoint for path, checkpoint in read if path.exists()]
 
 
 def _checkpoint(path: Path, step: int) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Derive from a run's files the audit of its step and the prediction of `plan`."""
+"""Derive the audit of a run's step and the prediction of `plan` from the run's files."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Prediction:
     hardware: Hardware
     time: StepTime
     bytes: int  # memory of one GPU
-    available: int  # bytes of it that a program can use
+    available: int  # bytes of that memory that a program can use
 
     @property
     def band(self) -> str:
@@ -40,9 +40,10 @@ class Facts:
     """A run of a report; a fact that is not available is a string that says why."""
 
     run: RunData
-    color: int  # number of the run, which determines the color of its curves
-    gpu: Hardware | None = None  # the record to predict with, instead of the devices' own
-    max_program: int | None = None  # characters of a compiled step that are read at most
+    color: int  # index of the run, which determines the color of its curves
+    # the record to predict with, instead of the record of the run's devices
+    gpu: Hardware | None = None
+    max_program: int | None = None  # most characters of a compiled step that are read
 
     @cached_property
     def inspection(self) -> Inspection | str:

@@ -5,10 +5,10 @@ import math
 from collections.abc import Sequence
 
 _STEPS = 1.0, 2.0, 2.5, 5.0, 10.0
-_FEW = 3  # ticks that an axis with logarithmic ones has at least
+_FEW = 3  # fewest ticks of an axis whose ticks are logarithmic
 _MANY = 7
-_LARGEST = 1e100  # value that is drawn to scale: the range of larger ones may overflow
-SMALL = 0.01  # largest tick of an axis whose labels may have exponents
+_LARGEST = 1e100  # largest value that is drawn to scale: the range of larger values may overflow
+SMALL = 0.01  # labels may have exponents if all ticks are smaller
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Scale:
 
     @property
     def ticks(self) -> list[float]:
-        """Round values of the range, at which a line is drawn."""
+        """Return round values within the range, at which lines are drawn."""
         if self.is_log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             for digits in ((1,), (1, 3), (1, 2, 5)):
@@ -46,7 +46,7 @@ class Scale:
 
 
 def scale_of(values: Sequence[float], start: float, end: float, *, is_log: bool = False) -> Scale:
-    """Return a scale with room for values up to `_LARGEST`; only positive ones have a logarithm."""
+    """Return a scale for values up to `_LARGEST`; a logarithmic one has only positive values."""
     smallest = 1 / _LARGEST if is_log else -_LARGEST
     values = [value for value in values if smallest <= value <= _LARGEST]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
@@ -59,7 +59,7 @@ def scale_of(values: Sequence[float], start: float, end: float, *, is_log: bool 
 
 
 def label(value: float, ticks: Sequence[float] = ()) -> str:
-    """Return a number for an axis, with as many digits as the axis' ticks need."""
+    """Return a label for a number on an axis, with as many digits as the ticks of the axis need."""
     ticks = ticks or (value,)
     significant = next(
         (n for n in range(3, 9) if all(_is_exact(tick, f'.{n}g') for tick in ticks)), 9

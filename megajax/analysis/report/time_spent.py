@@ -23,7 +23,7 @@ MEANINGS = {
 
 
 def headline(facts: Facts) -> str:
-    """Return the share of time in productive steps, and the largest other activity."""
+    """Return the share of the time that productive steps take, and the largest other activity."""
     seconds = seconds_of(facts)
     total = sum(seconds.values())
     if not total:
@@ -37,7 +37,7 @@ def headline(facts: Facts) -> str:
 
 
 def seconds_of(facts: Facts) -> Mapping[str, float]:
-    """Return the seconds of each activity over all starts of a run; zeros if it wrote none."""
+    """Return the seconds of each activity over all starts of a run; zeros if none are recorded."""
     seconds = facts.run.summary.get('seconds', {})
     return {name: float(seconds.get(name, 0)) for name in ACTIVITIES}
 

@@ -14,9 +14,10 @@ from megajax.core.hardware.records import hardware
 from megajax.runtime.checkpoint.digests import write_file
 
 NAME = 'report.html'
-# A run's own report reads compiled steps up to this many characters, which takes CPU seconds.
+# The report that a run itself writes reads compiled steps only up to this many characters, because
+# that takes CPU time.
 MAX_PROGRAM = 12_000_000
-_HEAD = 1000  # bytes in which a report names its generator
+_HEAD = 1000  # bytes at the start of a report that name its generator
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,9 @@ def write_report(
 ) -> Path:
     """Write a report on the runs in some folders, and return its path.
 
-    `out` defaults to `report.html` in the folder of the only run, or in the current folder. `gpu`
-    names the record to predict with, instead of each run's devices. Compiled steps with more than
-    `max_program` characters of text are not inspected.
+    `out` defaults to `report.html`, in the run's folder if there is only one run, else in the
+    current folder. `gpu` names the record to predict with, instead of each run's devices. Compiled
+    steps with more than `max_program` characters of text are not inspected.
 
     Raises ConfigError for a folder without a run, and for an output that cannot be written or
     exists and is not a report.

@@ -12,9 +12,9 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def simulated_mesh(args: tuple[Any, ...], mesh: AnyMesh | None) -> Mesh | None:
-    """Return `mesh`, or the mesh of the arguments, or jax.set_mesh's; None if there is none.
+    """Return `mesh`, or the mesh of the arguments or of jax.set_mesh; None if there is none.
 
-    An abstract mesh is replaced by one of CPU devices. Raises ValueError if two of the meshes
+    An abstract mesh is replaced by a mesh of CPU devices. Raises ValueError if two of the meshes
     differ, or if jax has too few devices.
     """
     meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(args) if _is_on_a_mesh(leaf)]
@@ -38,7 +38,7 @@ def simulated_mesh(args: tuple[Any, ...], mesh: AnyMesh | None) -> Mesh | None:
 
 
 def cpu_devices(count: int) -> list[jax.Device]:
-    """Return the first `count` CPU devices. Raises ValueError with the fix if jax has fewer."""
+    """Return the first `count` CPU devices. Raises ValueError, with the fix, if there are fewer."""
     devices = jax.devices('cpu')
     if len(devices) < count:
         raise ValueError(
@@ -49,7 +49,7 @@ def cpu_devices(count: int) -> list[jax.Device]:
 
 
 def have_devices(args: tuple[Any, ...]) -> bool:
-    """Return whether any argument is on a mesh of devices, not an abstract one."""
+    """Return whether any argument is on a mesh of real devices, not on an abstract mesh."""
     on_meshes = filter(_is_on_a_mesh, jax.tree.leaves(args))
     return any(isinstance(leaf.sharding.mesh, Mesh) for leaf in on_meshes)
 
@@ -68,7 +68,9 @@ def on_devices(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
 
 
 def values(args: tuple[Any, ...], dtypes: list[Any], seed: int) -> list[np.ndarray]:
-    """Return the arguments' leaves as NumPy arrays; abstract ones are random, keys are integers.
+    """Return the arguments' leaves as NumPy arrays, with keys as integers.
+
+    Abstract leaves get random values.
 
     Raises ValueError for an abstract argument of integers, because random integers would be
     meaningless, and for static arguments.
@@ -90,7 +92,7 @@ def _value(name: str, leaf: Any, dtype: Any, random: np.random.Generator) -> np.
         return np.array(jax.random.key_data(leaf)) if is_key else np.array(leaf, dtype)
     if is_key or not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(f'the argument{name} is abstract and of {dtype}: pass an array{_DRAWN}')
-    # Rows have norm 1: matmuls of longer rows would saturate later functions and magnify rounding.
+    # Rows have norm 1: matmuls of larger rows would saturate later functions and magnify rounding.
     scale = (leaf.shape[-1] or 1) ** -0.5 if leaf.shape else 1
     drawn = scale * random.normal(size=leaf.shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):

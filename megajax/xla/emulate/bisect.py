@@ -1,7 +1,7 @@
-"""The pass of XLA's GPU compiler that broke a correct program, found among the compiler's dumps.
+"""Find the pass of XLA's GPU compiler that broke a correct program, from the compiler's dumps.
 
-XLA writes the module after each pass that changed it. Every module from the partitioner's on can
-be run, so bisection finds the first wrong one.
+XLA writes the module after each pass that changed it. Every module from the partitioner's on can be
+run, so that bisection finds the first wrong module.
 """
 
 import re
@@ -21,7 +21,7 @@ Progress = Callable[[str], None]
 
 
 class Culprit(NamedTuple):
-    """The pass between the last right module and the first wrong one.
+    """The pass between the last correct module and the first wrong module.
 
     `before` is None if the partitioner's own module is already wrong. If modules between the two
     could not be run, `pass_name` lists every pass that may be the culprit, joined by ' or '.
@@ -37,7 +37,7 @@ class Culprit(NamedTuple):
 
 
 def dump_options(folder: Path) -> dict[str, str | bool]:
-    """Compiler options that make XLA write the module after each of its passes into `folder`."""
+    """Return compiler options that make XLA write the module after each pass into `folder`."""
     return {
         'xla_dump_to': str(folder),
         'xla_dump_hlo_pass_re': '.*',
@@ -48,8 +48,8 @@ def dump_options(folder: Path) -> dict[str, str | bool]:
 def modules(folder: Path) -> list[Path]:
     """Return the dumps in the order of the passes, from the partitioner's to the executed module.
 
-    A program for one device has no partitioner, so all of its dumps count. If the folder holds
-    several programs, the one with the most dumps is used. Raises ValueError if it holds none.
+    A program for one device has no partitioner, so all of its dumps count. If the folder contains
+    several programs, the one with the most dumps is used. Raises ValueError if it contains none.
     """
     programs: dict[str, list[re.Match[str]]] = {}
     for path in sorted(folder.iterdir()):
@@ -70,10 +70,10 @@ def first_wrong(
     is_right: Callable[[str], bool],
     progress: Progress = lambda line: None,
 ) -> Culprit:
-    """Bisect the dumps until a single pass separates a right one from a wrong one.
+    """Bisect the dumps until a single pass separates a correct one from a wrong one.
 
-    A module that cannot be translated is skipped, and its neighbors run instead. `progress`
-    gets a line for each module. Raises ValueError if the last module is right.
+    A module that cannot be translated is skipped, and its neighbors are run instead. `progress` is
+    called with a line for each module. Raises ValueError if the last module is correct.
     """
     verdicts = _Verdicts(dumps, is_right, progress)
     places = range(len(dumps))
@@ -91,7 +91,7 @@ def first_wrong(
 
 
 class _Verdicts:
-    """Whether each module is right, determined once; None if it cannot be translated."""
+    """Whether each module is correct, determined once; None if it cannot be translated."""
 
     def __init__(self, dumps: Sequence[Path], is_right: Callable[[str], bool], progress: Progress):
         self.dumps, self.is_right, self.progress = dumps, is_right, progress
@@ -103,7 +103,7 @@ class _Verdicts:
         return self.found[place]
 
     def known(self, low: int, high: int) -> Iterator[int]:
-        """Return the indices between two that have a verdict, closest to the middle first."""
+        """Return the indices between two others that have a verdict, from the middle outward."""
         middle = (low + high) / 2
         places = sorted(range(low + 1, high), key=lambda place: abs(place - middle))
         return (place for place in places if self(place) is not None)

@@ -1,4 +1,4 @@
-"""The error of an emulated program's results, compared with the expected ones."""
+"""The error of an emulated program's results, compared with the expected results."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,8 +11,9 @@ from megajax.xla.emulate.execute import Index
 # Limits of the error, relative to the largest element of a result: for fp32, for 16-bit types, and
 # for 16-bit types that are computed in fp32.
 LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
-# Two programs in 16 bits round differently: an error may be this multiple of the rounding error on
-# one device, by its largest element and by its norm. The norm of few elements is not reliable.
+# Two 16-bit programs round differently. An error may be MARGIN times the rounding error on one
+# device, by the largest element and by the norm. The norm of fewer than FEW elements is not
+# reliable.
 MARGIN, NORM_FLOOR, FEW = 2.0, 1e-2, 16
 WHOLE: Index = ()
 
@@ -20,12 +21,12 @@ WHOLE: Index = ()
 class Difference(NamedTuple):
     """The largest error of a result, relative to the largest element of the expected array.
 
-    For integers, the share of elements that differ, on the device where most differ.
+    For integers, it is the share of elements that differ, on the device where most differ.
     """
 
     name: str
     error: float
-    limit: float | None = None  # of this result, where rounding decides it
+    limit: float | None = None  # limit of this result, if it depends on rounding
 
 
 def difference(
@@ -38,9 +39,9 @@ def difference(
 ) -> Difference:
     """Compare every device's piece, replicas included, with the expected array.
 
-    The error is infinite if an element is not a number. If no expected element exceeds `rounding`
-    times `scale`, the size of comparable arrays, the result consists of rounding errors and the
-    error is relative to `scale`.
+    The error is infinite if an element is not a number. `scale` is the magnitude of comparable
+    arrays. If no expected element exceeds `rounding` times `scale`, the result consists of rounding
+    errors, and the error is relative to `scale`.
     """
     wanted = np.asarray(expected)
     if not jnp.issubdtype(wanted.dtype, jnp.inexact):
@@ -66,12 +67,13 @@ def difference_of_rounded(
     rounding: float = 0.0,
     margin: float = MARGIN,
 ) -> Difference:
-    """Compare every device's piece with the expected array, where both are rounded to 16 bits.
+    """Compare every device's piece with the expected array if both are rounded to 16 bits.
 
-    `precise` is the array in fp32, so the distance of `expected` from it is what rounding explains.
-    A single element may differ from the expected one by `floor` or a multiple of that distance. The
-    norm of the error, which a small fault in many elements changes more than rounding does, is
-    compared with the norm of that distance. Returns the worse of the two, with its limit.
+    `precise` is the array in fp32, so its distance from `expected` is due to rounding. A single
+    element may differ from the expected element by `floor` or by a multiple of that distance. The
+    norm of the error is also compared with the norm of that distance, because a small fault in many
+    elements changes the norm more than rounding does. Returns the worse of the two comparisons,
+    with its limit.
     """
     size = {'scale': scale, 'rounding': rounding}
     elements = difference(name, pieces, expected, **size)

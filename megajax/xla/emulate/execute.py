@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# jax has no public way to compile for devices that the arguments are not on, or to turn HLO text
-# into an executable with replicas.
+# jax has no public way to compile for other devices than the arguments' devices, or to turn HLO
+# text into an executable with replicas.
 from jax._src.lib import _jax, hlo, xla_client  # type: ignore[attr-defined]
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, Sharding
@@ -27,8 +27,8 @@ Index = tuple[slice, ...]
 class GpuProgram:
     """The last module of the GPU compiler as text, with its inputs and outputs.
 
-    `kept` holds the indices, among all arguments, of those that the program reads. The shardings
-    are over the devices that the function was traced or compiled for.
+    `kept` holds the indices of the arguments that the program reads. The shardings are over the
+    devices that the function was traced or compiled for.
     """
 
     text: str
@@ -40,16 +40,16 @@ class GpuProgram:
 
 @functools.cache
 def quick() -> dict[str, Any]:
-    """Options for a program that runs once on a CPU: quick to compile, slow to run."""
+    """Return options for a program that runs once on a CPU: quick to compile, slow to run."""
     options: dict[str, Any] = {
         'xla_backend_optimization_level': 0,
         'xla_llvm_disable_expensive_passes': True,
     }
-    # The fusion emitters take three times as long.
+    # With the fusion emitters, compiling takes three times as long.
     older = options | {'xla_cpu_use_fusion_emitters': False}
     try:
         jax.jit(lambda: 0).lower().compile(older)
-    except jax.errors.JaxRuntimeError:  # a later XLA has no other emitters
+    except jax.errors.JaxRuntimeError:  # later versions of XLA have no other emitters
         return options
     return older
 
@@ -63,12 +63,13 @@ def compile_for_gpu(
     computation: Any = traced.lower(lowering_platforms=('cuda',))._lowering
     computation._device_list = None
     computation.compile_args['backend'] = devices[0].client
-    for part in ('in_shardings', 'out_shardings'):  # jax compares them and their memory kinds
+    # jax compares the devices and their memory kinds
+    for part in ('in_shardings', 'out_shardings'):
         computation.compile_args[part] = tuple(
             _on(devices, sharding) if isinstance(sharding, NamedSharding) else sharding
             for sharding in computation.compile_args[part]
         )
-    with without_cache():  # jax cannot read back a program for GPUs that are not there, and warns
+    with without_cache():  # jax cannot read back a program for absent GPUs, and would warn
         compiled = compile_without_gpu(
             lambda options: computation.compile(options, device_assignment=tuple(devices)), options
         )
@@ -115,10 +116,11 @@ def run_on_cpu(
     *,
     exact: bool = False,
 ) -> list[list[tuple[Index, np.ndarray]]]:
-    """Run the program on the function's full arguments, all of them; return each result's pieces.
+    """Run the program on all of the function's arguments, as full arrays; return results' pieces.
 
-    A piece is the part of one device and its index in the full array, so all replicas are there.
-    With `exact`, arrays of 8 and 16 bits are fp32 instead, arguments and results included.
+    A piece is one device's part of a result, with its index in the full array; all replicas are
+    included. With `exact`, arrays of 8 and 16 bits are fp32 instead, including arguments and
+    results.
     """
     executable = compile_on_cpu(for_cpu(program.text, len(devices), exact=exact), devices)
     arrays = [
@@ -148,14 +150,14 @@ def compile_on_cpu(text: str, devices: Sequence[jax.Device]) -> Any:
 
 
 def _stored_shape(info: Any) -> tuple[int, ...]:
-    """Return the shape in the program, where a typed key is an array of integers."""
+    """Return an argument's shape in the program, in which a typed key is an array of integers."""
     if jnp.issubdtype(info.dtype, jax.dtypes.prng_key):
         info = jax.eval_shape(jax.random.key_data, info)
     return info.shape
 
 
 def _on(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sharding:
-    """Return the same placement on other devices, in their order; None means replicated."""
+    """Return the same sharding on different devices, in their order; None means replicated."""
     if isinstance(sharding, NamedSharding):
         shape = sharding.mesh.shape
         mesh = Mesh(np.array(devices).reshape([*shape.values()]), tuple(shape))
@@ -167,6 +169,6 @@ def _on(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sharding:
 
 
 def widened(x: Any) -> Any:
-    """Return the array, in fp32 if it has 8 or 16 bits."""
+    """Return the array, cast to fp32 if its dtype has 8 or 16 bits."""
     narrow = x.dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
     return np.asarray(x, np.float32) if narrow else x

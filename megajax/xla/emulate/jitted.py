@@ -1,4 +1,4 @@
-"""A user's jitted function: its GPU program is executed and its outputs are compared."""
+"""Execute the GPU program of a user's jitted function, and compare its outputs."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.mesh import empty_concrete_mesh  # no public way out of jax.set_mesh
+from jax._src.mesh import empty_concrete_mesh  # jax has no public way to leave jax.set_mesh
 from jax.sharding import Mesh
 from jax.stages import Traced
 
@@ -44,7 +44,7 @@ from megajax.xla.emulate.result import GpuRun, Leaf
 _NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
 _PASS_OTHERS = 'pass arguments for which it is (abstract ones are drawn at random)'
 _NO_BITS = 'exact=True: the function reads the bits of 16-bit values as integers'
-MARGIN = 4  # limit of an output over its change when the arguments are nudged
+MARGIN = 4  # ratio of an output's limit to its change when the arguments are nudged
 Arrays = Sequence[np.ndarray]
 Reference = Callable[..., Any] | None
 
@@ -108,12 +108,12 @@ def _traceable(fn: Any) -> Any:
 
 
 def _context(mesh: Mesh | None, *, is_needed: bool) -> contextlib.AbstractContextManager[Any]:
-    """Set the mesh that the caller could not set for lack of devices."""
+    """Return a context with the mesh that the caller could not set because devices are missing."""
     return contextlib.nullcontext() if mesh is None or not is_needed else jax.set_mesh(mesh)
 
 
 class _Step:
-    """One traced function and the arrays that it is run with."""
+    """One traced function, and the arrays on which it is run."""
 
     def __init__(
         self,
@@ -137,13 +137,13 @@ class _Step:
 
     @property
     def default_limit(self) -> float:
-        """The limit for the coarsest rounding in the program."""
+        """The limit that belongs to the coarsest rounding in the program."""
         if not self.is_narrow:
             return LIMIT
         return LIMIT_EXACT if self.exact else LIMIT_16_BITS
 
     def expected(self, args: tuple[Any, ...], reference: Reference) -> tuple[list[np.ndarray], str]:
-        """Return the right outputs and their source. Raises ValueError if one is not a number."""
+        """Return the correct outputs and their source. Raises ValueError if one is not a number."""
         if reference is not None:
             outputs = self._of_reference(args, reference, self.inputs)
             source = 'the reference given'
@@ -161,8 +161,8 @@ class _Step:
     ) -> list[float]:
         """Return the error of each expected output when the last digit of every input changes.
 
-        An output that is zero except for rounding, such as the gradient of a bias of keys, changes
-        by as much as its own size.
+        An output that consists only of rounding errors, such as the gradient of a bias of keys,
+        changes by as much as its own size.
         """
         narrow = jnp.bfloat16 if 'bf16[' in self.program.text else jnp.float16
         rounded_to = narrow if self.is_narrow and not self.exact else jnp.float32
@@ -186,7 +186,8 @@ class _Step:
             source = f"the CPU's own program on {module.num_devices} simulated devices"
         if self.exact and module.reads_16_bits:
             raise ValueError(_NO_BITS)
-        # Rounded to 16 bits, the sums of one device are no nearer to the truth than the GPU's.
+        # If rounded to 16 bits, the sums on one device are no closer to the exact values than the
+        # GPU's.
         return module.run(inputs, self.devices, exact=not module.reads_16_bits), source
 
     def _of_reference(
@@ -204,7 +205,7 @@ class _Step:
         return [_stored(x) for x in jax.tree.leaves(outputs)]
 
     def limits(self, limit: float, rounding: Sequence[float] | None = None) -> list[float]:
-        """Return the limits of the outputs: 0 for integers, higher if rounding exceeds `limit`."""
+        """Return the outputs' limits: 0 for integers, higher than `limit` if rounding is."""
         infos = jax.tree.leaves(self.traced.out_info)
         moves = rounding or [0.0] * len(infos)
         pairs = zip(infos, moves, strict=True)
@@ -252,7 +253,7 @@ def _leaf(name: str, error: float, limit: float) -> Leaf:
 
 
 def _nudged(x: np.ndarray, unit: float, *, exact: bool) -> np.ndarray:
-    """Return the array with every number changed by `unit` times itself, up or down."""
+    """Return the array with every number increased or decreased by `unit` times itself."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     signs = np.random.default_rng(0).choice((-1.0, 1.0), size=x.shape)

@@ -11,16 +11,17 @@ from megajax.xla.emulate.shapes import Shape
 from megajax.xla.hlo import mosaic
 from megajax.xla.hlo.errors import HloError
 
-STEP = 64  # rows that megajax's `outer` reads at once
+STEP = 64  # number of rows that megajax's `outer` kernel reads at once
 Function = Callable[..., jax.Array]
 
 
 def meaning_of_kernel(
     kernel: mosaic.Grouped, results: Sequence[Shape]
 ) -> Callable[..., tuple[jax.Array]]:
-    """Return the jax function of its operands that a grouped matmul computes.
+    """Return a jax function that computes a grouped matmul from its operands.
 
-    Raises HloError, when it is called, if nothing says whether square matrices are transposed.
+    When called, the function raises HloError if it is unknown whether square matrices are
+    transposed.
     """
     [result] = results
     functions: dict[tuple[str, bool], Function] = {
@@ -56,7 +57,7 @@ def _rows(
 
 
 def _outer(first_X: jax.Array, steps_X: jax.Array, x_RD: jax.Array, dy_RF: jax.Array) -> jax.Array:
-    """Add the outer products of rows in the steps of each expert, which follow its first one."""
+    """Add up the outer products of rows in each expert's steps, which begin at `first_X`."""
     step_s = jnp.arange(len(x_RD) // STEP)[:, None]
     is_own_sX = (first_X[None] <= step_s) & (step_s < (first_X + steps_X)[None])
 
@@ -73,7 +74,7 @@ def _outer(first_X: jax.Array, steps_X: jax.Array, x_RD: jax.Array, dy_RF: jax.A
 
 
 def _rows_of_jax(outputs: int, sizes_X: jax.Array, x_RD: jax.Array, w_XDF: jax.Array) -> jax.Array:
-    """Multiply rows by the matrix of their group; rows after the groups are not written: NaN."""
+    """Multiply rows by the matrix of their group; rows after the groups are unwritten, here NaN."""
     inputs = x_RD.shape[1]
     if inputs == outputs:
         raise HloError('a kernel of jax does not say whether its square matrices are transposed')
@@ -83,7 +84,7 @@ def _rows_of_jax(outputs: int, sizes_X: jax.Array, x_RD: jax.Array, w_XDF: jax.A
 
 
 def _outer_of_jax(sizes_X: jax.Array, *rest: jax.Array) -> jax.Array:
-    """Add the outer products of rows of each group."""
+    """Add up the outer products of the rows of each group."""
     x_RD, dy_RF = rest[-2:]
     dims = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),

@@ -1,4 +1,4 @@
-"""Calls of libraries as jax functions, according to the documentation of the libraries."""
+"""Library calls as jax functions, according to the documentation of the libraries."""
 
 import json
 import re
@@ -22,10 +22,10 @@ LOWEST = -1e30
 
 
 class _Mask(NamedTuple):
-    """The keys that a query reads: all, or earlier ones, or the last `window` of these.
+    """The keys that a query reads: all keys, or all up to its own, or the last `window` of these.
 
-    With padding, the last two operands are the numbers of queries and of keys of each sequence, and
-    the others are padding.
+    With padding, the last two operands are the numbers of queries and of keys in each sequence; the
+    remaining queries and keys are padding.
     """
 
     causal: bool
@@ -33,7 +33,7 @@ class _Mask(NamedTuple):
     is_padded: bool = False
 
     def lengths(self, operands: Arrays) -> tuple[Arrays, Arrays]:
-        """Split the operands into the numbers of queries and keys, if any, and the others."""
+        """Split the operands into the numbers of queries and keys, if present, and the rest."""
         return (operands[-2:], operands[:-2]) if self.is_padded else ((), operands)
 
     def __call__(self, score_BNSY: jax.Array, lengths: Arrays) -> jax.Array:
@@ -56,7 +56,7 @@ def _is_real(count_B: jax.Array, length: int) -> jax.Array:
 
 
 def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
-    """Return the jax function of its operands that a custom call computes.
+    """Return a jax function that computes a custom call from its operands.
 
     A workspace among the results is filled with zeros. Raises HloError for an unknown call.
     """
@@ -140,10 +140,10 @@ def _attention(
     scale: float, mask: _Mask, results: Sequence[Shape],
     q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array,
 ) -> Arrays:  # fmt: skip
-    """cuDNN's attention: the output [B, N, S, H] and, where a backward pass needs it, logsumexp.
+    """Compute cuDNN's attention: the output [B, N, S, H] and, for a backward pass, logsumexp.
 
-    Operands are q [B, S, N, H], k and v [B, Y, K, H]. The output of padding is zero, and its
-    logsumexp, which nothing may read, is NaN.
+    Operands are q [B, S, N, H], k and v [B, Y, K, H]. The output of padding is zero. The logsumexp
+    of padding is NaN, because nothing may read it.
     """
     lengths, bias = mask.lengths(rest)
     s_BNSY = mask(_scores(scale, q, k, bias), lengths)
@@ -164,9 +164,9 @@ def _attention_backward(
     q: jax.Array, k: jax.Array, v: jax.Array,
     total_BNS: jax.Array, do_BSNH: jax.Array, *rest: jax.Array,
 ) -> Arrays:  # fmt: skip
-    """Gradients of q [B, N, S, H], k and v [B, K, Y, H] and, for five results, of the bias.
+    """Compute gradients of q [B, N, S, H], k and v [B, K, Y, H], and of the bias if needed.
 
-    The gradients of padding are zero.
+    The gradients of padding are zero. The bias has a gradient if there are five results.
     """
     lengths, rest = mask.lengths(rest)
     *bias, o_BSNH = rest

@@ -1,8 +1,8 @@
 """A traced function's own StableHLO on one CPU device, the reference for every partitioned program.
 
-Shardings are removed from the module, so that nothing is left for a partitioner to do. A module
-with a manual region (`jax.shard_map`) is written in terms of shards and means nothing on one
-device; it keeps its shardings and runs on as many simulated devices as it needs.
+Shardings are removed from the module, so that the partitioner has nothing to do. A module with a
+manual region (`jax.shard_map`) is written in terms of shards and has no meaning on one device, so
+it keeps its shardings and runs on as many simulated devices as it needs.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# jax has no public way to change a lowered module, nor to compile a module.
+# jax has no public way to change a lowered module, or to compile a module.
 from jax._src import config as jax_config
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
@@ -48,7 +48,8 @@ class CpuModule:
     def run(self, values: Sequence[Any], devices: Devices, *, exact: bool) -> list[np.ndarray]:
         """Return the results for all of the function's arguments, computed on one of the devices.
 
-        A manual region runs on all of them. With `exact`, 16-bit arrays are fp32.
+        A module with a manual region runs on all devices. With `exact`, arrays of 8 and 16 bits are
+        fp32.
         """
         used = devices[: self.num_devices if self.is_manual else 1]
         with mlir.make_ir_context() as context, ir.Location.unknown(context):
@@ -97,7 +98,7 @@ def _is_sharding_call(operation: Any) -> bool:
 
 
 def _widen(module: ir.Module) -> None:
-    """Turn arrays of 8 and 16 bits into fp32; constants keep their values, rounded."""
+    """Turn arrays of 8 and 16 bits into fp32; constants keep their rounded values."""
     for operation in _operations(module):
         inner = operation.operation
         if inner.name == 'stablehlo.constant' and _wide(inner.result.type) != inner.result.type:

@@ -34,7 +34,7 @@ class Shape(NamedTuple):
         return tuple(self.dims[dim] for dim in self.order)
 
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """Return the shape for jax, which lays arrays out in the order of their dims."""
+        """Return the shape for jax, which stores arrays in the order of their dims."""
         if self.dtype not in _DTYPES:
             raise HloError(f'no translation for a library call with arrays of {self.dtype}')
         return jax.ShapeDtypeStruct(self.dims, _DTYPES[self.dtype])
@@ -51,7 +51,7 @@ def shapes(text: str) -> list[Shape]:
 
 
 def without_layouts(text: str) -> str:
-    """Return the type with every array laid out in the order of its dims."""
+    """Return the type with every array stored in the order of its dims."""
     return _LAYOUT.sub('', text)
 
 
@@ -66,7 +66,7 @@ def joined(numbers: Iterable[int]) -> str:
 
 
 def split(text: str) -> list[str]:
-    """Return the pieces between the commas outside brackets and quotes."""
+    """Split the text at commas that are outside brackets and quotes."""
     pieces, depth, quoted, start = list[str](), 0, False, 0
     for place, letter in enumerate(text):
         if letter == '"' and text[place - 1] != '\\':

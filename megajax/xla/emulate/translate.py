@@ -1,9 +1,9 @@
-"""The text of a GPU program, translated into text for XLA's CPU compiler that computes the same.
+"""Translate the text of a GPU program into an equivalent program for XLA's CPU compiler.
 
 Fusions become calls, an asynchronous pair becomes one instruction in the place of its end, and
 layouts are dropped. Devices are partitions in the GPU program and replicas in the translation: as
-partitions, the program would go through the partitioner once more. The translation works on the
-compiler's last module and on earlier ones, back to the partitioner's.
+partitions, the program would go through the partitioner once more. The translation works for the
+compiler's last module, and for earlier modules back to the partitioner's.
 """
 
 import functools
@@ -20,8 +20,8 @@ from megajax.xla.hlo.groups import device_groups
 from megajax.xla.hlo.program import Computation, Instruction, Program
 from megajax.xla.hlo.transfers import KINDS
 
-# Attributes that say how something is computed, not what. Without a channel, a collective is one
-# between replicas.
+# Attributes that say how something is computed, not what. A collective without a channel is a
+# collective between replicas.
 _DROPPED = {
     'kind', 'calls', 'channel_id', 'use_global_device_ids', 'metadata', 'backend_config',
     'frontend_attributes', 'sharding', 'control-predecessors', 'output_to_operand_aliasing',
@@ -34,7 +34,8 @@ _UNTRANSLATABLE = {
     'send', 'recv', 'infeed', 'outfeed', 'rng', 'rng-get-and-update-state', 'ragged-all-to-all',
     'collective-broadcast', 'async-update', 'custom-call',
 }  # fmt: skip
-LONGEST = 1000  # characters of a line in an error: a kernel has its bytecode in its line
+# most characters of a line in an error, because a kernel's line contains its bytecode
+LONGEST = 1000
 _NARROW_CONSTANT = re.compile(
     r' *(?P<root>ROOT )?%(?P<name>\S+) = (?P<dtype>b?f16|f8\w+)\[(?P<dims>[\d,]*)\]'
     r' constant\((?P<value>.*)\)'
@@ -56,13 +57,13 @@ def for_cpu(text: str, num_devices: int, *, exact: bool = False) -> str:
 
 def _widened(text: str) -> str:
     text = '\n'.join(_widened_line(line) for line in text.splitlines())
-    # Instructions that round to 16 bits without changing the dtype must not round either.
+    # Instructions that round to 16 bits without changing the dtype must not round, either.
     rounding = re.compile(r' reduce-precision\((.*?)\), exponent_bits=\d+, mantissa_bits=\d+')
     return rounding.sub(r' copy(\1)', text)
 
 
 def _widened_line(line: str) -> str:
-    """Return the line with fp32 instead of 8 and 16 bits; constants are read in their own dtype.
+    """Return the line with fp32 instead of 8 and 16 bits; constants are read in the old dtype.
 
     The text of a constant has only as many digits as its own dtype needs.
     """
@@ -74,7 +75,7 @@ def _widened_line(line: str) -> str:
 
 
 def _computation(program: Program, computation: Computation, num_devices: int) -> Iterator[str]:
-    """Yield the computation, preceded by those that replace its library calls."""
+    """Yield the computation, preceded by the computations that replace its library calls."""
     head = 'ENTRY ' if computation is program.entry else ''
     lines = [f'{head}%{computation.name} {{']
     for instruction in computation.instructions:
@@ -145,7 +146,7 @@ class _Translation:
     def _as_it_is(self) -> None:
         algorithm = self.source.attribute('algorithm') or ''
         if self.opcode == 'rng-bit-generator' and algorithm == 'rng_default':
-            self._refuse()  # a different algorithm on each backend
+            self._refuse()  # each backend has a different algorithm
         self._finish(self.opcode, self._inputs, self._attributes())
 
     def _call(self) -> None:
@@ -172,7 +173,7 @@ class _Translation:
         return self._finish('convert', product)
 
     def _bitcast(self) -> None:
-        """Give the same bytes another shape: transpose to memory order, reshape, transpose back."""
+        """Give the bytes a different shape: transpose to memory order, reshape, transpose back."""
         [before], [after] = shapes(self.operands[0].type), shapes(self.instruction.type)
         value = self._inputs
         if before.dtype != after.dtype:
@@ -186,7 +187,7 @@ class _Translation:
         self._finish('transpose', value, f', dimensions={{{joined(places)}}}')
 
     def _collective(self) -> None:
-        """Split a collective of several arrays: StableHLO has only all-reduces of several."""
+        """Split a collective of several arrays: StableHLO supports these only in all-reduces."""
         attributes = self._attributes() + self._groups()
         results = shapes(self.type)
         if not self.type.startswith('('):
@@ -220,7 +221,7 @@ class _Translation:
         return self._add(str(row), 'slice', array, f', slice={{{bounds}}}')
 
     def _groups(self) -> str:
-        """Return the groups as lists of devices: named by mesh axes they would lose their order."""
+        """Return the groups as lists of devices: mesh axes would not preserve their order."""
         if 'channel_id=' not in self.source.attributes:
             raise HloError(f'a collective that is not between partitions: {self.source.line}')
         if self.opcode == 'collective-permute':
@@ -247,7 +248,7 @@ class _Translation:
 
 @functools.lru_cache(maxsize=256)
 def _lowered(attributes: str, operands: tuple[Shape, ...], results: tuple[Shape, ...]) -> str:
-    """Return the HLO that computes the same as a library call."""
+    """Return HLO that computes the same results as a library call."""
     function = meaning(attributes, results)
 
     def named(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""Readers of compiled programs: what runs, how often, what it sends and what it computes.
+"""Read compiled programs: which instructions run, how often, what they send and compute.
 
-Nothing here depends on megajax's own step.
+This package does not depend on megajax's own step.
 """

@@ -25,16 +25,17 @@ _VALUES = re.compile(
 _PLACE = re.compile(r'^  ([\w.\-]+)(?: \{([\d,]*)\})?$', re.MULTILINE)
 
 
-Name = tuple[str, str]  # an instruction, and the place in its tuple, such as `3`, or nothing
+Name = tuple[str, str]  # an instruction, and the index in its tuple, such as `3`, or nothing
 
 
 class Buffer(NamedTuple):
     """An array in temporary memory."""
 
-    names: tuple[Name, ...]  # the instruction that defines it, then others whose result it is
+    # the instruction that defines it, then other instructions that return it
+    names: tuple[Name, ...]
     array: str  # dtype and shape on a device; `tuple` for the addresses of several arrays
     bytes: int
-    last: str  # the last instruction that needs it
+    last: str  # the last instruction that uses it
 
 
 class _Assigned(NamedTuple):
@@ -55,7 +56,7 @@ def buffers_at_peak(folder: Path) -> tuple[Buffer, ...]:
 
 
 def at_peak(live_ranges: str, assignment: str, values: str) -> tuple[Buffer, ...]:
-    """Do what `buffers_at_peak` does, from the contents of the three files."""
+    """Do the same as `buffers_at_peak`, from the contents of the three files."""
     lives = {
         (name, index): (int(first), int(last))
         for name, index, first, last in _RANGE.findall(live_ranges)
@@ -76,7 +77,7 @@ def at_peak(live_ranges: str, assignment: str, values: str) -> tuple[Buffer, ...
 
 
 def _last(folder: Path, kind: str) -> str:
-    """Return the contents of the file of a kind; of the last one if it was compiled twice."""
+    """Return the contents of the file of a kind; of the last file if the program compiled twice."""
     found = sorted(folder.glob(f'*-{kind}.txt'))
     if not found:
         raise HloError(f'XLA wrote no file of the kind {kind} for a program')
@@ -104,7 +105,7 @@ def _most(lives: Sequence[tuple[_Assigned, int, int]]) -> list[tuple[_Assigned, 
     for each, first, last in lives:
         changes[first] += each.end - each.start
         changes[last + 1] -= each.end - each.start
-    at_most = [*accumulate(changes)]  # more than in use where arrays share an address
+    at_most = [*accumulate(changes)]  # more than is in use if arrays share an address
     most, held = 0, list[tuple[_Assigned, int]]()
     for moment in sorted(range(len(at_most)), key=lambda moment: -at_most[moment]):
         if at_most[moment] <= most:
@@ -116,7 +117,7 @@ def _most(lives: Sequence[tuple[_Assigned, int, int]]) -> list[tuple[_Assigned, 
 
 
 def _apart(alive: list[_Assigned]) -> list[tuple[_Assigned, int]]:
-    """Return the arrays with the bytes that none before them has: each address counts once."""
+    """Return each array with the bytes that no array before it has: each address counts once."""
     apart, reached = list[tuple[_Assigned, int]](), (-1, 0)
     for each in sorted(alive, key=lambda each: (each.allocation, each.start, -each.end)):
         start = max(each.start, reached[1]) if each.allocation == reached[0] else each.start

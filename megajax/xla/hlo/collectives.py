@@ -1,6 +1,6 @@
 """List the collectives of a compiled program.
 
-Each has its array, number of executions, mesh axes and the matmuls that overlap it.
+Each record has the array, the number of executions, the mesh axes and the overlapping matmuls.
 """
 
 import dataclasses
@@ -20,12 +20,13 @@ from megajax.xla.hlo.transfers import Sent, arrays_of, kind_of, ring_bytes, whol
 class Collective:
     """One array that crosses the wire.
 
-    XLA may have joined several arrays in one instruction; they have the same `instruction`.
+    XLA may have joined several arrays in one instruction; they then have the same `instruction`.
     `operand` and `result` are one device's arrays before and after. `times` is the number of runs;
-    with `at_most` it is an upper bound, because the branch may not run or because data decides how
-    much of the array is sent. `axes` is empty if no device sends to another. `op_name` is the
-    path of the array, or of the instruction that made it. `overlapped_flops` counts the matrix
-    matmuls on one device that run between start and end; `synchronous` says that none can.
+    with `at_most` it is an upper bound, because the branch might not run or because data decides
+    how much of the array is sent. `axes` is empty if no device sends to another. `op_name` is the
+    path of the array, or of the instruction that made it. `overlapped_flops` counts the FLOPs of
+    the matmuls on one device that run between start and end; if `synchronous` is true, no matmul
+    can.
     """
 
     kind: str
@@ -49,17 +50,17 @@ class Collective:
 
     @property
     def place(self) -> str:
-        """Where it is from: its path, and its line of source."""
+        """Where the collective comes from: its path and its source line."""
         return f'{self.op_name} ({self.source})'
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends each time, by the ring algorithm."""
+        """The bytes that a device sends in each run, with the ring algorithm."""
         return ring_bytes(self.kind, self.whole, widest(self.groups))
 
     @property
     def whole(self) -> Array:
-        """The gathered, reduced or scattered array, before it is cut or after it is joined."""
+        """The gathered, reduced or scattered array, before it is split or after it is joined."""
         return whole_of(self.kind, self.operand, self.result)
 
     @property
@@ -72,9 +73,9 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
     """Return every collective in the text of a program, for a mesh of these axes and sizes.
 
     Collectives that never run are included, with `times` 0. Collectives that XLA's CPU backend
-    cannot express are read as what they stand for: an all-reduce of which each device keeps its
-    part is a reduce-scatter, and one in fp32 between conversions from and to a smaller dtype is in
-    that dtype.
+    cannot express are interpreted: an all-reduce of which each device keeps only its part counts as
+    a reduce-scatter, and an fp32 all-reduce between conversions from and to a smaller dtype counts
+    in that dtype.
     """
     return [
         collective
@@ -135,8 +136,8 @@ def _named(
                 )
         else:
             # An all-gather belongs to its reader, because XLA may have moved a cast, with its path,
-            # before it. A joined permute, which has no path, belongs to its reader too: the first
-            # permute of a ring may send an array that an earlier pass produced.
+            # in front of the all-gather. A joined permute, which has no path, also belongs to its
+            # reader: the first permute of a ring may send an array that an earlier pass produced.
             is_of_reader = kind == 'all-gather' or (kind == 'collective-permute' and not own)
             reader = destination(program, computation, instruction, sent.place)
             name = own or origin(program, computation, operand)

@@ -1,6 +1,6 @@
 """Interpret collectives that XLA's CPU backend cannot express.
 
-That backend has no reduce-scatter, and reduces and moves arrays in fp32 only.
+The CPU backend has no reduce-scatter, and reduces and moves 16-bit and FP8 arrays as wider types.
 """
 
 import re
@@ -27,8 +27,8 @@ def as_meant(
 ) -> tuple[str, Array, Array]:
     """Return the kind, operand and result of a collective as a GPU would have them.
 
-    They differ from those in the text only in XLA for CPUs, which never starts an asynchronous
-    collective and never configures one.
+    They differ from the text only in programs for CPUs, which are recognized because XLA for CPUs
+    never makes a collective asynchronous and never configures one.
     """
     index, operand, result = sent
     if (
@@ -51,7 +51,7 @@ def as_meant(
     )
     if dtype:
         operand, result = operand._replace(dtype=dtype), result._replace(dtype=dtype)
-    # A sum that the author wrote stays a sum on every backend, whichever part of it is read.
+    # A sum that the author wrote stays a sum on every backend, no matter which part of it is read.
     is_authors = re.search(r'/psum\w*$', instruction.op_name)
     if (
         kind == 'all-reduce'
@@ -74,7 +74,7 @@ def _narrow_dtype(
     index: int,
     readers: Sequence['_Reader'],
 ) -> str:
-    """Return the smaller dtype that a GPU would send; empty if it would send this one."""
+    """Return the smaller dtype that a GPU would send; empty if a GPU would send the same dtype."""
     operand = computation.by_name[instruction.operands[index]]
     before, narrow = _dtype_before(program, computation, operand), _NARROW[operand.results[0].dtype]
     after = set[str]()
@@ -88,8 +88,8 @@ def _narrow_dtype(
     reduction = instruction.attribute('to_apply')
     if reduction is None:  # moved without a reduction
         return before if before in narrow and after == {before} else ''
-    # Partial sums of a matmul are in fp32 here and in the matmul's dtype elsewhere. A sum that
-    # the author wrote has the dtype that was written.
+    # Partial sums of a matmul are in fp32 on CPUs, and in the matmul's dtype elsewhere. A sum that
+    # the author wrote has the dtype that the author chose.
     is_authors = (
         re.search(r'/(psum|reduce_scatter)\w*$', instruction.op_name)
         and '_promoted' not in reduction
@@ -98,9 +98,10 @@ def _narrow_dtype(
 
 
 class _Reader(NamedTuple):
-    """A reader of an array: instruction, computation, and the first dtype it was converted to.
+    """A reader of an array: the instruction, its computation, and the array's first other dtype.
 
-    An instruction that returns the array counts as a reader. The dtype is empty without conversion.
+    An instruction that returns the array counts as a reader. The dtype is empty if the array was
+    not converted.
     """
 
     instruction: Instruction
@@ -115,7 +116,7 @@ def _readers(
     index: int | None = None,
     dtype: str = '',
 ) -> Iterator[_Reader]:
-    """Yield the readers of an array, or of one in a tuple, past instructions that pass it on."""
+    """Yield the readers of an array or of a tuple's element, past instructions that pass it on."""
     if producer is computation.root:
         yield _Reader(producer, computation, dtype)
     for user in computation.users.get(producer.name, ()):
@@ -144,7 +145,7 @@ def _readers(
 
 
 def _dtype_before(program: Program, computation: Computation, producer: Instruction) -> str:
-    """Return the dtype of an array before its conversion; empty without a conversion."""
+    """Return the dtype of an array before its conversion; empty if it was not converted."""
     while producer.opcode in {*SAME, 'slice', 'dynamic-slice'} - {'get-tuple-element'}:
         before = computation.by_name[producer.operands[0]]
         if producer.opcode == 'convert':
@@ -182,7 +183,7 @@ def _given(
 ) -> tuple[Computation, Instruction] | None:
     """Return the value that a caller passes for a fusion's parameter or a loop's carried value.
 
-    Returned as its computation and instruction; None for any other instruction.
+    The value is returned as its computation and instruction; None for any other instruction.
     """
     is_carried = (
         producer.opcode == 'get-tuple-element'

@@ -16,9 +16,9 @@ from megajax.xla.hlo.buffers import Buffer, buffers_at_peak
 def compile_with_buffers(
     compile_with: Callable[[dict[str, Any]], Compiled], options: Mapping[str, Any]
 ) -> tuple[Compiled, tuple[Buffer, ...]]:
-    """Call `compile_with` with compiler options, and return the buffers at the peak too.
+    """Call `compile_with` with compiler options, and also return the buffers at the peak.
 
-    XLA writes them to files as it compiles, so a program from jax's cache would have none.
+    XLA writes the buffers to files as it compiles, so a program from jax's cache would have none.
     """
     with tempfile.TemporaryDirectory() as folder, without_cache():
         dump = {'xla_dump_to': folder, 'xla_dump_hlo_as_text': True}
@@ -28,7 +28,7 @@ def compile_with_buffers(
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Compile without jax's compilation cache during the block."""
+    """Disable jax's compilation cache while the context is open."""
     before: bool = jax.config.values['jax_enable_compilation_cache']
     _enable_cache(False)
     try:
@@ -39,4 +39,5 @@ def without_cache() -> Iterator[None]:
 
 def _enable_cache(enable: bool) -> None:
     jax.config.update('jax_enable_compilation_cache', enable)
-    compilation_cache.reset_cache()  # jax looks at its settings once, when it first compiles
+    # jax reads the cache's settings only once, when it first compiles
+    compilation_cache.reset_cache()

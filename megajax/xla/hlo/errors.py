@@ -1,5 +1,5 @@
-"""The error of a program whose text is not understood."""
+"""The error for a program whose text cannot be parsed."""
 
 
 class HloError(ValueError):
-    """An HLO text that is not understood; the message quotes the line."""
+    """HLO text that cannot be parsed; the message quotes the line."""

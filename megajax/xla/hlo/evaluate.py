@@ -1,4 +1,4 @@
-"""Integers that a program computes only from constants, loop counters and the device's number.
+"""Evaluate integers that depend only on constants, loop counters and the device's number.
 
 `Run` is one run of a computation. Its values are computed only on request, and are None if they
 depend on data.
@@ -21,12 +21,12 @@ from megajax.xla.hlo.integers import (
 )
 from megajax.xla.hlo.program import Computation, Instruction, Program
 
-# A function of a parameter's number and, where the parameter is a tuple, the place in it.
+# A function of a parameter's number and, if the parameter is a tuple, the index in the tuple.
 Given = Callable[[int, int | None], Value]
 
 MAX_ELEMENTS = 1 << 16
-MAX_STEPS = 100_000  # steps of a loop whose length only its condition gives
-# Opcodes that evaluate called computations, or parts of a tuple, only on request.
+MAX_STEPS = 100_000  # most steps of a loop whose length is known only from its condition
+# Opcodes for which called computations, or parts of a tuple, are evaluated only on request.
 _LAZY = {
     'parameter', 'get-tuple-element', 'fusion', 'call', 'conditional',
     'while', 'tuple', 'copy-start', 'copy-done',
@@ -51,7 +51,7 @@ class Run:
 
     def value(self, name: str) -> Value:
         """Return the value of an instruction whose result is a single array."""
-        ahead = [name]  # rather than recursion, since an unrolled loop can be a long chain
+        ahead = [name]  # a stack instead of recursion, because an unrolled loop can be a long chain
         while ahead:
             instruction = self.computation.by_name[ahead[-1]]
             if instruction.name in self._values or not _is_small(instruction):
@@ -67,7 +67,7 @@ class Run:
         return self._values[name]
 
     def part(self, name: str, place: int) -> Value:
-        """Return the value at a place in the result of an instruction that returns a tuple."""
+        """Return the value at an index in the result of an instruction that returns a tuple."""
         instruction = self.computation.by_name[name]
         match instruction.opcode:
             case 'tuple':
@@ -162,7 +162,7 @@ class Loop:
 
     @cached_property
     def trip_count(self) -> int | None:
-        """The number of steps, as the compiler states it or else by the condition.
+        """The number of steps, as given by the compiler or else by the condition.
 
         None if neither gives it.
         """
@@ -190,7 +190,7 @@ class Loop:
         return self._runs[which, step]
 
     def carried(self, place: int | None, step: int) -> Value:
-        """Return the value at the start of a step; `place` is None if a single array is carried."""
+        """Return the value at the start of a step; `place` is None if the loop has one array."""
         values = self._carried.setdefault(place, [])
         if not values:
             values.append(_of(self._run, self._instruction.operands[0], place))
@@ -203,7 +203,7 @@ class Loop:
 def run_of(program: Program, computation: Computation, device: int) -> Run:
     """Make a run of a computation, with the values that its callers pass to it.
 
-    Where a loop calls it, only values that the loop never changes are known.
+    If a loop calls the computation, only values that the loop never changes are known.
     """
     calls = program.callers.get(computation.name, ())
     callers = [call for call in calls if not call[1].opcode.startswith('async-')]
@@ -227,7 +227,7 @@ def run_of(program: Program, computation: Computation, device: int) -> Run:
 
 
 def _is_kept(body: Computation, place: int) -> bool:
-    """Return whether a loop's body passes on the carried value at a place unchanged."""
+    """Return whether a loop's body passes on the carried value at an index unchanged."""
     if body.root.opcode != 'tuple':
         return False
     producer = body.by_name[body.root.operands[place]]

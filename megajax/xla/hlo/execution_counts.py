@@ -1,8 +1,9 @@
 """Count how often each computation of a program executes.
 
 Trip counts of nested loops are multiplied. If a branch of a conditional communicates and the
-predicate follows from loop counters, the branch that is taken counts. If the predicate is unknown,
-the branch that sends the most bytes counts each time. Branches of other conditionals all count.
+predicate follows from loop counters, only the branch that is taken counts. If the predicate is
+unknown, the branch that sends the most bytes counts each time. If no branch communicates, all
+branches count.
 """
 
 from collections import Counter
@@ -14,18 +15,18 @@ from megajax.xla.hlo.groups import device_groups
 from megajax.xla.hlo.program import Computation, Instruction, Program
 from megajax.xla.hlo.transfers import arrays_of, kind_of, ring_bytes, whole_of, widest
 
-MAX_STEPS = 20_000  # steps of loops that are walked; beyond them predicates count as unknown
+MAX_STEPS = 20_000  # most loop steps that are followed; beyond these, predicates count as unknown
 
 
 class UnknownLoopError(HloError):
-    """A loop that communicates, of which neither compiler nor caller knows the trip count."""
+    """A loop that communicates, and whose trip count neither the compiler nor the caller knows."""
 
 
 class Runs:
     """The number of executions of each computation in one execution of the program.
 
     `trip_count` is the number of steps of loops of unknown length. `at_most` has the computations
-    in branches that may not run; it is complete once `times` has been read.
+    in branches that might not run; it is complete after `times` has been read.
     """
 
     def __init__(self, program: Program, trip_count: int | None):
@@ -36,7 +37,7 @@ class Runs:
 
     @cached_property
     def times(self) -> dict[str, int]:
-        """The number of executions, by name of the computation."""
+        """The number of executions by computation name."""
         counts = self._walk(Run(self._program, self._program.entry))
         return {name: counts[name] for name in self._program.computations}
 
@@ -100,7 +101,7 @@ class Runs:
         return sum(times * self._own_bytes(computations[name]) for name, times in counts.items())
 
     def _own_bytes(self, computation: Computation) -> float:
-        """Return the bytes that a computation's own instructions send, without its calls."""
+        """Return the bytes that a computation's own instructions send, not those it calls."""
         total = 0.0
         for instruction in computation.instructions:
             if kind := kind_of(instruction):
@@ -110,7 +111,7 @@ class Runs:
         return total
 
     def _of_fixed(self, computation: Computation) -> Counter[str]:
-        """Count the runs in one run of a computation that do not depend on a predicate."""
+        """Count, in one run of a computation, the runs that do not depend on a predicate."""
         if computation.name not in self._fixed:
             counts = Counter([computation.name])
             for instruction in computation.instructions:
@@ -137,7 +138,7 @@ class Runs:
 
     @cached_property
     def _sending(self) -> set[str]:
-        """The names of computations that communicate, or call a computation that does."""
+        """The names of computations that communicate, themselves or in their calls."""
         computations = self._program.computations.values()
         own = {each.name for each in computations if any(map(kind_of, each.instructions))}
         return self._with_callers(own)
@@ -177,7 +178,8 @@ def _multiplied(counts: Counter[str], times: int) -> Counter[str]:
 def _runs(caller: Instruction, name: str) -> int:
     """Return how often an instruction executes the computation `name` that it calls."""
     if caller.opcode in ('async-update', 'async-done'):
-        return 0  # older versions of XLA repeat the computation that async-start started
+        # older versions of XLA repeat here the name of the computation that async-start started
+        return 0
     if caller.opcode != 'while':
         return 1
     runs = 1 if caller.trip_count is None else caller.trip_count

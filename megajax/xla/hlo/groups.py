@@ -1,4 +1,4 @@
-"""The groups of devices of a collective, in every spelling of XLA, and the mesh axes they span."""
+"""Parse a collective's groups of devices, in all of XLA's notations, and find their mesh axes."""
 
 import re
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> Groups:
-    """Return the groups of devices of a collective, as places in the flattened mesh.
+    """Return a collective's groups of devices, as indices in the flattened mesh.
 
-    For a collective-permute these are its pairs of source and target. Raises HloError for an
+    For a collective-permute, the groups are its pairs of source and target. Raises HloError for an
     instruction without groups.
     """
     text = instruction.attributes
@@ -34,7 +34,7 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
 
 
 def groups_text(instruction: Instruction) -> str:
-    """Return the groups or pairs as spelled in the text."""
+    """Return the groups or pairs as they are written in the text."""
     match = re.search(
         r'(?:source_target_pairs|replica_groups)=(.*?)(?:, (?!device_ids)\w+=|$)',
         instruction.attributes,
@@ -45,7 +45,8 @@ def groups_text(instruction: Instruction) -> str:
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Return the fewest mesh axes that span every group: ('data',), ('data', 'model'), ...
 
-    () where each device is alone. Raises HloError for a device that the mesh does not have.
+    The result is empty if each group is a single device. Raises HloError for a device that the mesh
+    does not have.
     """
     devices = np.arange(prod(mesh.values())).reshape([*mesh.values()])
     if not {device for group in groups for device in group} <= {*range(devices.size)}:
@@ -66,14 +67,14 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def crosses_hosts(groups: Groups, devices_per_host: int) -> bool:
-    """Return whether some group has devices of more than one host."""
+    """Return whether some group has devices on more than one host."""
     return any(len({device // devices_per_host for device in group}) > 1 for group in groups)
 
 
 def _along_axes(sizes: str, device_ids: str | None, names: str, line: str) -> Groups:
-    """Return the groups that mesh['a'=2,'b'=4] {'b'} spells.
+    """Return the groups of a text such as mesh['a'=2,'b'=4] {'b'}.
 
-    {'b':(2)2} is a part of b: of size 2, after a part of size 2.
+    {'b':(2)2} is a part of b: a sub-axis of size 2, after a sub-axis of size 2.
     """
     mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
     matches = [re.fullmatch(r" ?'([^']+)'(?::\((\d+)\)(\d+))?", name) for name in names.split(',')]
@@ -107,7 +108,7 @@ def _along_axes(sizes: str, device_ids: str | None, names: str, line: str) -> Gr
 
 
 def _iota(text: str) -> np.ndarray:
-    """Return the devices in the order that '[8]', '[2,4]T(1,0)' or a list of devices gives."""
+    """Return the devices in the order of a text: '[8]', '[2,4]T(1,0)' or a list of devices."""
     match = re.fullmatch(r'(\[[\d,]+\])(?:T(\([\d,]+\)))?', text)
     if not match:
         return np.array(_numbers(text))

@@ -1,4 +1,4 @@
-"""HLO's operations on integers, on numpy values; None is an unknown value.
+"""HLO's integer operations on numpy values; None is an unknown value.
 
 See https://openxla.org/xla/operation_semantics.
 """
@@ -92,7 +92,7 @@ def _shift(instruction: Instruction, value: np.ndarray, by: np.ndarray) -> Value
 
 
 def _bitcast(instruction: Instruction, value: np.ndarray) -> Value:
-    """Bitcast a vector; None for a reshaped matrix, where the result depends on the layout."""
+    """Bitcast a vector; None for a reshaped matrix, whose result depends on the layout."""
     dtype = np.dtype(dtype_of(instruction))
     if value.dtype.itemsize != dtype.itemsize or (value.dtype == np.bool_) != (dtype == np.bool_):
         return None
@@ -124,7 +124,7 @@ def _window(
     starts: Sequence[np.ndarray],
     sizes: Sequence[int],
 ) -> tuple[slice, ...]:
-    """Return a window of these sizes, moved inward where it would reach beyond the end."""
+    """Return a window of these sizes, moved inward if it would extend beyond the end."""
     window = []
     for start, dim, size in zip(starts, value.shape, sizes, strict=True):
         place = min(max(int(start), 0), dim - size)

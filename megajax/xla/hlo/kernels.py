@@ -45,12 +45,12 @@ class Kernel(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """FLOPs of the matmuls in one run."""
+        """The FLOPs of the matmuls in one run of the kernel."""
         return sum(product.flops for product in self.products)
 
 
 def kernels(program: Program) -> Iterator[Kernel]:
-    """Yield every kernel that a program runs, except those that communicate, in text order."""
+    """Yield every kernel that a program runs, in text order, except kernels that communicate."""
     for computation in launching(program):
         times = program.times[computation.name]
         for instruction in computation.instructions:

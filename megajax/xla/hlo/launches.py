@@ -14,13 +14,13 @@ _NAMES_MEMORY = {
     'opt-barrier',
 }
 _DECIDES = {'while', 'conditional', 'call', 'partition-id', 'replica-id'}
-# Opcodes that wait for earlier launches, or for launches of a computation that they call.
+# Opcodes that wait for earlier launches, or for the launches of a computation that they call.
 _WAITS = {'after-all', 'async-update', 'async-start', 'async-done'}
 _WITHOUT_KERNEL = _NAMES_MEMORY | _DECIDES | _WAITS
 
 
 def num_launches(program: Program) -> int:
-    """Count kernels, library calls, copies and collectives, each as often as it runs.
+    """Count kernels, library calls, copies and collectives, each as many times as it runs.
 
     A library call counts as one kernel, although cuDNN's backward pass of attention launches
     several.

@@ -7,9 +7,9 @@ _UPDATE = 'dynamic-update-slice'
 
 
 def stored_in(program: Program, computation: Computation, producer: Instruction) -> Array | None:
-    """Return the stacked buffer into which a loop writes an instruction's array, if it does.
+    """Return the stacked buffer into which a loop writes an instruction's array, or None.
 
-    Only casts, copies and reshapes of the array are followed, alone or fused.
+    Only casts, copies and reshapes of the array are followed, whether fused or not.
     """
     ahead, seen = [producer], {producer.name}
     for source in ahead:

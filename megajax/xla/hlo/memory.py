@@ -6,13 +6,13 @@ from math import prod
 from megajax.xla.hlo.program import DTYPE_BITS, Array, Computation, Instruction, Program
 
 _READS_PART = 'dynamic-slice', 'slice', 'gather'
-# Operands that are changed in place, and the operand that holds what is written.
+# Opcodes that change an operand in place, with the index of the operand that is written.
 _WRITES_PART = {'dynamic-update-slice': 1, 'scatter': 2}
-_WITHOUT_NUMBERS = 's8', 'u8'  # of a library call: the workspace
+_WITHOUT_NUMBERS = 's8', 'u8'  # dtypes of a library call's workspace
 
 
 def bytes_moved(program: Program, computation: Computation, instruction: Instruction) -> int:
-    """Return the bytes that one kernel reads and writes, without arrays updated in place."""
+    """Return the bytes that one kernel reads and writes; arrays updated in place do not count."""
     if instruction.opcode in ('fusion', 'fusion-start'):
         return _of_fusion(program.computations[instruction.called[0]])
     if instruction.opcode in _READS_PART:
@@ -50,9 +50,9 @@ def _read(computation: Computation, parameter: Instruction) -> int:
 
 
 def _users(computation: Computation, name: str) -> Iterator[tuple[str, Instruction]]:
-    """Yield the readers of a value and the name by which they read it.
+    """Yield each reader of a value, with the name by which it reads the value.
 
-    Bitcasts and casts are followed to their readers, unless their result is an output.
+    Bitcasts and casts are followed to their own readers, unless their result is an output.
     """
     outputs = _outputs(computation)
     for user in computation.users.get(name, ()):

@@ -1,4 +1,4 @@
-"""Grouped matmul kernels in Mosaic GPU (Pallas): megajax's own, and those in jax.
+"""Recognize grouped matmul kernels in Mosaic GPU (Pallas): megajax's own and jax's.
 
 A kernel is a custom call with the bytecode of a module, in which the kernel's name is a symbol.
 """
@@ -18,8 +18,9 @@ _OF_JAX = re.compile(r'/pallas/ops/gpu/(transposed_)?ragged_dot_mgpu\.py\\00')
 class Grouped(NamedTuple):
     """A grouped matmul. Its operands are vectors of integers, and then the two factors.
 
-    `rows` multiplies rows [R, K] by the matrix of their group, which may be `transposed`: None if
-    only the shapes say so. `outer` adds the outer products of rows [R, D] and [R, F] of each group.
+    `rows` multiplies rows [R, K] by the matrix of their group, which may be `transposed`; it is
+    None if only the shapes show that. `outer` adds up the outer products of rows [R, D] and [R, F]
+    for each group.
     """
 
     kind: Literal['rows', 'outer']
@@ -35,7 +36,7 @@ _GROUPED = {
 
 
 def grouped(attributes: str) -> Grouped | None:
-    """Return the grouped matmul that a custom call with these attributes is, or None."""
+    """Return the grouped matmul of a custom call with these attributes; None if it is not one."""
     if f'custom_call_target="{TARGET}"' not in attributes:
         return None
     if of_jax := _OF_JAX.search(attributes):

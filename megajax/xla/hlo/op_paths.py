@@ -26,7 +26,7 @@ SAME = {
 def joined(program: Program, computation: Computation, producer: Instruction) -> list[Instruction]:
     """Return the parts of a flat buffer into which XLA joined arrays to send them together.
 
-    Any other array, such as one that the author concatenated, is its own only part.
+    Any other array, even one that the author concatenated, is returned as a single part.
     """
     while (
         producer.opcode in SAME
@@ -90,7 +90,7 @@ def origin(
 def paths(op_name: str, count: int) -> list[str]:
     """Return the path of each of `count` operands of an instruction.
 
-    For joined operands XLA writes `before/(first:second)/after`, if it writes paths at all.
+    For joined operands, XLA writes `before/(first:second)/after`, if it writes paths at all.
     """
     if count == 1:
         return [op_name if is_path(op_name) else '']
@@ -102,9 +102,9 @@ def paths(op_name: str, count: int) -> list[str]:
 
 
 def is_path(op_name: str) -> bool:
-    """Return whether a name is a path that jax recorded, and not a loop's.
+    """Return whether a name is a path that jax recorded for an instruction other than a loop.
 
-    The path of a loop says nothing about what the loop returns.
+    The path of a loop does not describe the arrays that the loop returns.
     """
     return '/' in op_name and not op_name.endswith('/while')
 
@@ -114,10 +114,10 @@ def destination(
 ) -> str:
     """Return the path of the first matmul that reads an array, or else of its first reader.
 
-    `index` is the place of the array in the results of `producer`. An instruction that only stores
-    the array for later, or adds it to a sum, does not count as a reader, nor one that jax 0.12
-    names after a call without a name. A matmul to which XLA gave the path of the operation after
-    it counts only if no other matmul reads the array.
+    `index` is the index of the array in the results of `producer`. Some instructions do not count
+    as readers: those that only store the array for later or add it to a sum, and those that jax
+    0.12 names after an unnamed call. A matmul to which XLA gave the path of the next operation
+    counts only if no other matmul reads the array.
     """
     first, product = '', ''
     ahead, known = [producer], {producer.name}

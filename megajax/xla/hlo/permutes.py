@@ -1,4 +1,4 @@
-"""Collective-permutes that lose data: a device that is no pair's target gets zeros."""
+"""Find collective-permutes that lose data: a device that is not a target of a pair gets zeros."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ SHOWN = 8  # maximum number of devices or pairs in a message
 
 
 def fault(pairs: Groups, num_devices: int) -> tuple[str, str] | None:
-    """Describe the fault of a permute: a name, and a sentence with its devices.
+    """Describe the fault of a permute: its name, and a sentence that lists the devices.
 
     Return None if every device has one source.
     """

@@ -1,7 +1,7 @@
 """Trace an array back to the instruction that computed its values.
 
-Copies, tuples and slices compute nothing; loops stack the results of their body, and fusions
-contain many instructions. All of these are looked through.
+The search looks through copies, tuples and slices, which compute nothing, through loops, which
+stack the results of their body, and into fusions.
 """
 
 from collections.abc import Collection
@@ -18,9 +18,9 @@ COPIES = frozenset(
     }
 )
 _UPDATE = 'dynamic-update-slice'
-# In the paths of jax's reads and writes of slices of stacked arrays.
+# Parts of the paths with which jax reads and writes slices of stacked arrays.
 _OF_STACKS = 'jit(dynamic_index_in_dim)', 'jit(dynamic_update_index_in_dim)'
-_MOST_STEPS = 200  # ends the search if loops pass an array around in a circle
+_MOST_STEPS = 200  # limit of the search, because loops can pass an array around in a circle
 
 
 class Place(NamedTuple):
@@ -34,11 +34,11 @@ class Place(NamedTuple):
 def producer(program: Program, place: Place, through: Collection[str] = ()) -> Place:
     """Return the result that computed an array, looking inside loops and fusions.
 
-    Looked through are copies without a path, reads and writes of stacked arrays, and the opcodes in
-    `through`. An array that a loop does not change was produced before the loop; an array that a
-    loop fills, such as a stack of layer results, was produced where its slices are. The result can
-    be a parameter of the program. If the producing instruction has no path, it is the last
-    instruction on the way that has one.
+    The search looks through copies without a path, reads and writes of stacked arrays, and the
+    opcodes in `through`. An array that a loop does not change was produced before the loop. An
+    array that a loop fills, such as a stack of layer results, was produced where its slices are
+    produced. The result can be a parameter of the program. If the producing instruction has no
+    path, the result is the last instruction on the way that has a path.
     """
     named = place
     for _ in range(_MOST_STEPS):
@@ -51,7 +51,7 @@ def producer(program: Program, place: Place, through: Collection[str] = ()) -> P
 
 
 def _before(program: Program, place: Place, through: Collection[str]) -> Place | None:
-    """Return the result that an array is an unchanged copy of, None if it is computed here."""
+    """Return the result of which an array is an unchanged copy; None if it is computed here."""
     computation, instruction, part = place
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == 'parameter':
@@ -78,12 +78,12 @@ def _before(program: Program, place: Place, through: Collection[str]) -> Place |
 
 
 def _is_own(op_name: str) -> bool:
-    """Return whether a path names a computation, and not access to a stack of its results."""
+    """Return whether a path names a computation, and not an access to a stack of results."""
     return is_path(op_name) and not any(name in op_name for name in _OF_STACKS)
 
 
 def _outside(program: Program, place: Place) -> Place | None:
-    """Return the argument of a computation's parameter; None for the program's own parameters."""
+    """Return the argument for a computation's parameter; None for the program's parameters."""
     callers = program.callers.get(place.computation.name)
     if not callers:
         return None
@@ -119,7 +119,7 @@ def _of_loop(
 def _filled_by_loop(
     program: Program, computation: Computation, instruction: Instruction
 ) -> Place | None:
-    """Return the values that a loop writes into a constant-filled array, if one does."""
+    """Return the values that a loop writes into a constant-filled array, or None."""
     if instruction.opcode not in ('broadcast', 'constant'):
         return None
     while caller := _caller_of_fusion(program, computation, instruction):

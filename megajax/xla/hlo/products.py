@@ -1,4 +1,4 @@
-"""The matmuls of a compiled program: dots, fused or not, and calls of libraries and kernels."""
+"""List the matmuls of a compiled program: dots, fused or not, and library and kernel calls."""
 
 import re
 from collections.abc import Iterator
@@ -17,9 +17,10 @@ _BATCH = re.compile(r'lhs_batch_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)[}\]]')
 class Product(NamedTuple):
     """One matmul on one device, or the matmuls of one attention kernel.
 
-    `flops` counts every pair of query and key, although a causal kernel skips the half that the
-    mask hides; with a window, `keys_in_window`. `dtype` is the dtype of the operands. `sizes` is
-    (batch, m, n, k) of a matmul [m, k] x [k, n]; of attention it is the shape of the first operand.
+    `flops` counts every pair of query and key, although a causal kernel skips the masked half; with
+    a window, it counts `keys_in_window` keys per query. `dtype` is the dtype of the operands.
+    `sizes` is (batch, m, n, k) of a matmul [m, k] x [k, n]; for attention it is the shape of the
+    first operand.
     """
 
     flops: int
@@ -66,16 +67,16 @@ def _grouped(kernel: mosaic.Grouped, factors: list[Array], result: Array) -> Pro
 
 
 def window_of(attributes: str) -> int | None:
-    """Return the sliding window of a call of cuDNN's attention."""
+    """Return the sliding window of a call to cuDNN's attention; None if it has no window."""
     window = re.search(r'"sliding_window_length":\s*"?([1-9]\d*)', attributes)
     return int(window[1]) if window else None
 
 
 def keys_in_window(window: int, length: int) -> int:
-    """Return the keys per query that a causal kernel with a sliding window is counted with.
+    """Return the number of keys per query that counts for a causal kernel with a sliding window.
 
-    They are twice those that a query reads on average, because half of the keys that a causal
-    kernel without a window is counted with are masked.
+    It is twice the number of keys that a query reads on average, because the count for a causal
+    kernel without a window also includes the masked half.
     """
     window = min(window, length)
     return round(2 * window - window * window / length)
@@ -95,7 +96,7 @@ def flops(program: Program, computation: Computation, instruction: Instruction) 
 def inside(
     program: Program, computation: Computation, instruction: Instruction
 ) -> Iterator[Product]:
-    """Yield the matmuls of one kernel: of an instruction, or of the computations it calls."""
+    """Yield the matmuls of one kernel: in an instruction, or in the computations that it calls."""
     if product := product_of(computation, instruction):
         yield product
     for called in (program.computations[name] for name in instruction.called):
@@ -106,7 +107,7 @@ def inside(
 def in_all(instruction: Instruction, inside: list[Number]) -> Number:
     """Return the total work of an instruction, from one execution of each computation it calls."""
     if not inside or instruction.opcode in ('async-update', 'async-done'):
-        return 0  # older versions of XLA repeat the computation that async-start started
+        return 0  # older versions of XLA repeat here the computation that async-start started
     if instruction.opcode == 'conditional':
         return max(inside)
     runs = 1 if instruction.trip_count is None else instruction.trip_count
@@ -123,7 +124,7 @@ def products(program: Program) -> Iterator[tuple[Product, Computation, Instructi
 
 
 def is_rematerialized(program: Program, computation: Computation, instruction: Instruction) -> bool:
-    """Return whether XLA repeats an instruction, so that the program needs less memory."""
+    """Return whether XLA repeats an instruction in order to save memory."""
     callers = [caller for _, caller in program.callers.get(computation.name, ())]
     return any('.remat' in each.name for each in (instruction, *callers))
 

@@ -35,9 +35,9 @@ _CALLED = re.compile(
     r'\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)'
 )
 _BRANCHES = re.compile(r'\b(?:branch_computations|called_computations)=\{([^}]*)\}')
-# The least number of computations that an instruction calls, by opcode.
+# The smallest number of computations that an instruction calls, by opcode.
 _CALLS = {'fusion': 1, 'fusion-start': 1, 'call': 1, 'conditional': 1, 'while': 2}
-_MOST_DIGITS = sys.int_info.default_max_str_digits  # of an integer that Python reads
+_MOST_DIGITS = sys.int_info.default_max_str_digits  # most digits of an integer that Python parses
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -66,8 +66,8 @@ class Instruction:
     """One line of a computation.
 
     `results` has one array, or the arrays of a flattened tuple. `type` is the text of the result
-    with its layout. `inputs` is the text between the operands' brackets: the literal of a constant,
-    the number of a parameter.
+    with its layout. `inputs` is the text between the operands' brackets, for example the literal of
+    a constant or the number of a parameter.
     """
 
     name: str
@@ -79,13 +79,13 @@ class Instruction:
     attributes: str
     is_root: bool
     line: str
-    is_skipped: bool = False  # a loop of unknown length that counts as not entered
+    is_skipped: bool = False  # is a loop of unknown length that counts as never entered
 
     @cached_property
     def op_name(self) -> str:
         """The path of the jax transformations and named scopes that made the instruction.
 
-        Empty where XLA made it.
+        Empty if XLA made the instruction.
         """
         match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return match[1] if match else ''
@@ -146,9 +146,7 @@ class Computation:
         return next(instruction for instruction in self.instructions if instruction.is_root)
 
     def check(self) -> None:
-        """Raise HloError where a root, an operand, the number of a parameter or the name of what is
-        called is missing.
-        """
+        """Raise HloError if a root, an operand, a parameter number or a called name is missing."""
         if not any(instruction.is_root for instruction in self.instructions):
             raise HloError(f'the computation {self.name} has no ROOT')
         for instruction in self.instructions:
@@ -168,8 +166,8 @@ class Computation:
 class Program:
     """A compiled module: its computations by name, their callers, and how often each runs.
 
-    `trip_count` is the number of steps of loops whose length the compiler does not know. Those in
-    the named scope `skipped` count as not entered.
+    `trip_count` is the number of steps of loops whose length the compiler does not know. Such loops
+    in the named scope `skipped` count as never entered.
     """
 
     def __init__(self, text: str, *, trip_count: int | None = None, skipped: str = ''):
@@ -207,8 +205,9 @@ class Program:
 
     @cached_property
     def runs(self) -> 'Runs':
-        """The number of runs of each computation, and the computations that may not run."""
-        from megajax.xla.hlo.execution_counts import Runs  # here, because it reads programs
+        """The number of runs of each computation, and the computations that might not run."""
+        # not at the top, because it imports this module
+        from megajax.xla.hlo.execution_counts import Runs
 
         return Runs(self, self._trip_count)
 
@@ -223,7 +222,7 @@ class Program:
     def source(self, instruction: Instruction) -> str:
         """Return the Python frames that made an instruction: `file:line < file:line < ...`.
 
-        Innermost first; empty if the text does not record them.
+        The innermost frame comes first. Empty if the text records no frames.
         """
         return self._sources.of(instruction.attributes)
 

@@ -1,4 +1,4 @@
-"""Overlap of collectives with the matmuls scheduled between their start and their end."""
+"""Find the overlap of collectives with the matmuls between their start and their end."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ Place = tuple[str, str]  # the names of a collective's computation and instructi
 
 
 class Span(NamedTuple):
-    """An asynchronous collective: the computation that starts it, and the places in its order."""
+    """An asynchronous collective: its computation, and the indices of its start and its end."""
 
     home: Computation
     begin: int
@@ -30,7 +30,7 @@ class Sent(NamedTuple):
 def overlap(program: Program, computation: Computation, start: Instruction) -> tuple[bool, int]:
     """Return whether a collective is synchronous, and the FLOPs of matmuls that overlap with it.
 
-    These are the matmuls that are scheduled between its start and its end.
+    The overlapping matmuls are those that are scheduled between its start and its end.
     """
     under_way = span(program, computation, start)
     if under_way is None:
@@ -64,8 +64,9 @@ def hidden_seconds(
     """Return the seconds of each collective's transfer that matmuls hide, per execution.
 
     A link serves its transfers one at a time, in the order of their start. A matmul hides one
-    transfer per link at a time: the first in flight until it is done, then the next. Matmul time of
-    a loop that hides none of the loop's own transfers can hide transfers in flight around the loop.
+    transfer per link at a time: the first one in flight until it ends, then the next. If a loop's
+    matmul time hides none of the loop's own transfers, it can hide transfers that are in flight
+    around the loop.
     """
     walk = _Walk(program, sent, seconds_of)
     walk.unspent(program.entry)
@@ -73,7 +74,7 @@ def hidden_seconds(
 
 
 class _Walk:
-    """The walk of `hidden_seconds`, which visits each computation once, whoever calls it."""
+    """The walk of `hidden_seconds`, which visits each computation only once."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class _Walk:
 
     @cached_property
     def in_order(self) -> dict[str, dict[int, list[tuple[Place, bool]]]]:
-        """The transfers that start (True) or end (False), by computation and place in its order."""
+        """The transfers that start (True) or end (False), by computation and index in its order."""
         events = defaultdict[str, dict[int, list[tuple[Place, bool]]]](lambda: defaultdict(list))
         for place in self.sent:
             computation = self.program.computations[place[0]]
@@ -98,7 +99,7 @@ class _Walk:
         return events
 
     def unspent(self, computation: Computation) -> dict[str, float]:
-        """Return the seconds of a computation's matmuls that hide no transfer in it, by link."""
+        """Return by link the seconds of a computation's matmuls that hide no transfer in it."""
         if computation.name in self.left:
             return self.left[computation.name]
         left = self.left[computation.name] = dict.fromkeys(self.links, 0.0)
@@ -108,7 +109,8 @@ class _Walk:
                 queue = in_flight[self.sent[place].link]
                 if starts:
                     queue.append(place)
-                elif place in queue:  # done, and so are the transfers that the wire served before
+                # it has ended, as have the transfers before it on the same link
+                elif place in queue:
                     del queue[: queue.index(place) + 1]
             for link, seconds in self._spendable(computation, instruction).items():
                 left[link] += self._spend(in_flight[link], seconds)

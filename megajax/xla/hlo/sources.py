@@ -1,6 +1,7 @@
 """Read the Python frames of a program's instructions.
 
-They are in tables at the top of its text or, in older texts, in each instruction's metadata.
+They are in tables at the top of the program's text or, in older texts, in each instruction's
+metadata.
 """
 
 import re
@@ -11,7 +12,7 @@ from megajax.xla.hlo.errors import HloError
 class Sources:
     """The frames in the tables at the top of a program's text, as XLA numbers them.
 
-    Raises HloError if a table lacks an entry that a different table names.
+    Raises HloError if a table lacks an entry to which a different table refers.
     """
 
     def __init__(self, text: str):
@@ -58,7 +59,8 @@ class Sources:
         match = re.search(r'\bstack_frame_id=(\d+)', attributes)
         frame = int(match[1]) if match else 0
         chain: dict[int, str] = {}
-        while frame in self.frames and frame not in chain:  # the outermost may name itself
+        # the outermost frame may name itself as its parent
+        while frame in self.frames and frame not in chain:
             place, parent = self.frames[frame]
             file, line = self.places[place]
             chain[frame] = f'{self.files[file]}:{line}'

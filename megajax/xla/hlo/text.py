@@ -1,4 +1,4 @@
-"""The text of a compiled program, including the tables that decide what runs."""
+"""The text of a compiled program, including the tables on which control flow depends."""
 
 import re
 from math import prod
@@ -11,9 +11,9 @@ _ABBREVIATED = re.compile(r' (\w+)\[([\d,]*)\]\S* constant\(\{\.\.\.\}\)')
 
 
 def program_text(compiled: Compiled) -> str:
-    """Return HLO text in which tables of integers that XLA abbreviates as `{...}` are written out.
+    """Return HLO text that includes the tables of integers that XLA abbreviates as `{...}`.
 
-    With more than MAX_ELEMENTS elements they stay abbreviated.
+    If the tables have more than MAX_ELEMENTS elements in total, they stay abbreviated.
     """
     text = compiled.as_text()
     assert text is not None

@@ -1,8 +1,8 @@
-"""The time of a compiled program by its schedule: one stream of kernels, one wire for each link.
+"""Time a compiled program by its schedule: one stream of kernels, and one wire for each link.
 
-A kernel starts after the kernel before it. A transfer starts when the program starts it and its
-wire is free, and the program waits for its end where it reads the result. Latencies are not
-counted, nor do kernels and transfers slow each other down.
+A kernel starts after the kernel before it. A transfer starts as soon as the program has started it
+and its wire is free. The program waits for the transfer's end before it reads the result. Latencies
+are not counted, and kernels and transfers do not slow each other down.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ from megajax.xla.hlo.schedule import Place, Sent, span
 
 
 class Timeline(NamedTuple):
-    """Seconds of a program's kernels, and those in which it waits for transfers."""
+    """The seconds of a program's kernels, and the seconds that it waits for transfers."""
 
     compute: float
     exposed: float
@@ -29,14 +29,14 @@ def timeline(
     return Timeline(walk.seconds[COMPUTE], walk.seconds[NOW] - walk.seconds[COMPUTE])
 
 
-NOW, COMPUTE = 'now', 'compute'  # links have other names
+NOW, COMPUTE = 'now', 'compute'  # not names of links
 
 
 class _Walk:
     """The walk of `timeline` in the order of the schedule.
 
-    `seconds` has the time since the start, the seconds of kernels until then, and when the wire of
-    each link is free.
+    `seconds` has the time since the start, the seconds of kernels so far, and the time from which
+    the wire of each link is free.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class _Walk:
             self.seconds[name] += (times - 2) * (self.seconds[name] - before.get(name, 0.0))
 
     def _longest(self, branches: list[Computation]) -> None:
-        """Run each of the computations from here; continue after the one that takes longest."""
+        """Run each of the computations from here, and continue after the one that takes longest."""
         before, ends = dict(self.seconds), []
         for branch in branches:
             self.seconds = defaultdict(float, before)

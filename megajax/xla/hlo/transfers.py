@@ -1,4 +1,4 @@
-"""The transfers of one instruction: kind of collective, arrays and bytes of a ring."""
+"""The transfers of one instruction: the kind of collective, the arrays, and a ring's bytes."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _END = re.compile(rf'({"|".join(KINDS)})-(update|done)')
 
 
 class Sent(NamedTuple):
-    """One array of a collective: its index among the operands; operand and result on a device."""
+    """One array of a collective: its operand index, and the operand and result on a device."""
 
     place: int
     operand: Array
@@ -26,7 +26,7 @@ class Sent(NamedTuple):
 def kind_of(instruction: Instruction) -> str | None:
     """Return the kind of collective that an instruction is or starts; None for other instructions.
 
-    Raises HloError for a collective that is not understood.
+    Raises HloError for an unknown kind of collective.
     """
     if match := _KIND.fullmatch(instruction.opcode):
         return match[1]
@@ -57,7 +57,10 @@ def arrays_of(computation: Computation, instruction: Instruction) -> list[Sent]:
 
 
 def ring_bytes(kind: str, array: Array, size: int) -> float:
-    """Return the bytes that each of `size` devices sends of an array (of `whole_of`), by a ring."""
+    """Return the bytes that each of `size` devices sends of an array, with the ring algorithm.
+
+    The array is a result of `whole_of`.
+    """
     if size < 2:
         return 0
     if kind in ('collective-permute', 'collective-broadcast', 'ragged-all-to-all'):
@@ -66,7 +69,7 @@ def ring_bytes(kind: str, array: Array, size: int) -> float:
 
 
 def whole_of(kind: str, operand: Array, result: Array) -> Array:
-    """Return the gathered, reduced or scattered array; of a ragged all-to-all, its upper bound."""
+    """Return the gathered, reduced or scattered array; for a ragged all-to-all, an upper bound."""
     if kind == 'ragged-all-to-all' or operand.bytes >= result.bytes:
         return operand
     return result

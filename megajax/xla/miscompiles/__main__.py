@@ -9,7 +9,7 @@ from megajax.xla.miscompiles.register import REGISTER
 
 
 def report(target: str) -> list[str]:
-    """Return a line for each bug that the compiler for `target` has, or may have."""
+    """Return a line for each bug that the compiler for `target` has or may have."""
     answers = [(entry, ask(entry, target)) for entry in REGISTER]
     present = [(entry, answer) for entry, answer in answers if answer.is_faulty is not False]
     lines = [f'{entry.name} ({entry.source}): {_deed(entry, answer)}' for entry, answer in present]

@@ -1,4 +1,4 @@
-"""Cache the answers of compilers: a small file per repro and compiler."""
+"""Cache whether compilers have each bug: one small file per repro and compiler."""
 
 import hashlib
 import importlib.metadata
@@ -31,7 +31,7 @@ Identity = dict[str, Any]
 
 
 def identity(entry: Miscompile, target: str) -> Identity:
-    """Everything that an answer depends on: the repro's source, the compiler and its settings."""
+    """Return what an answer depends on: the repro's source, the compiler and its settings."""
     flags = os.environ.get('XLA_FLAGS', '').split()
     source = inspect.getsource(sys.modules[entry.repro.lower.__module__])
     on_gpu = entry.platform == 'gpu'
@@ -58,7 +58,7 @@ def read(wanted: Identity) -> dict[str, Any] | None:
 
 
 def write(wanted: Identity, answer: dict[str, Any]) -> None:
-    """Store an answer. If the directory cannot be written, the next process asks again."""
+    """Store an answer. If the directory is not writable, the next process probes again."""
     file = _file(wanted)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def _file(wanted: Identity) -> Path:
 
 
 def _plugins() -> list[str]:
-    """Return every jax plugin with its version and libraries (which may be built by hand)."""
+    """Return every jax plugin with its version and its libraries, which may be built by hand."""
     plugins = importlib.metadata.entry_points(group='jax_plugins')
     stamps = {f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist}
     for plugin in plugins:

@@ -20,7 +20,7 @@ _REORDERED = frozenset({'transpose', 'convert'})
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Yield every matmul of rows that are repeated for each expert, and zero for all but one."""
+    """Yield every matmul whose rows are repeated for each expert, and zero except in one copy."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             if copies(program, computation, instruction) > 1:
@@ -37,7 +37,7 @@ def copies(program: Program, computation: Computation, instruction: Instruction)
 
 
 def _copies(program: Program, place: Place) -> int:
-    """Return how often an operand repeats rows of which a mask keeps one range for each copy."""
+    """Return how often an operand repeats rows, if a mask keeps a range of them in each copy."""
     masked = trace(program, place, through=_REORDERED)
     if masked.instruction.opcode != 'select':
         return 1

@@ -21,7 +21,7 @@ Key = tuple[object, ...]
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Yield every matmul with the same operands and path as an earlier one, inside fusions too."""
+    """Yield every matmul that has the same operands and path as an earlier one, even in fusions."""
     first: dict[str, set[Key]] = defaultdict(set)
     for computation in program.computations.values():
         for instruction in computation.instructions:

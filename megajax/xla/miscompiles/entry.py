@@ -1,4 +1,4 @@
-"""An entry of the register: a known miscompile, its detector, and a program that is affected."""
+"""An entry of the register: a known miscompile, its detector, and an affected program."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,10 +44,11 @@ class Miscompile:
     effect: Literal['wrong', 'slow'] = 'wrong'
     is_certain: bool = True
     detect: Callable[[Program], Iterator[Instruction]]
-    detail: Callable[[Program, Instruction], str] = lambda program, instruction: ''  # its size
+    # details of a finding, such as its size
+    detail: Callable[[Program, Instruction], str] = lambda program, instruction: ''
     repro: Repro
     workaround: Options | None = None
-    remedy: str  # advice to the reader of a finding
+    remedy: str  # advice to the user for a finding
     affects: Callable[[Config], bool] = lambda config: False
     affected_keys: tuple[str, ...] = ()  # config keys that decide whether a config is affected
 

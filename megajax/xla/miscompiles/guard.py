@@ -20,7 +20,7 @@ _LISTS = ('xla_disable_hlo_passes',)  # options with comma-separated values
 
 
 def target_of(device: Any) -> str:
-    """Return the target for a device: `cpu`, or the GPU that its kind names."""
+    """Return the target for a device: `cpu`, or the GPU that the device's kind names."""
     if device.platform == 'cpu':
         return 'cpu'
     kind = device.device_kind.lower()
@@ -45,7 +45,8 @@ def workarounds(target: str) -> dict[str, Option]:
 def merged(several: Iterable[Options]) -> dict[str, Option]:
     """Return all options in one mapping.
 
-    A list option gets all values, including XLA_FLAGS' own, which it would override.
+    A list option gets all values, including the values in XLA_FLAGS, which it would otherwise
+    override.
     """
     options: dict[str, Option] = {}
     for mapping in several:
@@ -93,8 +94,8 @@ def reject_pipelined_sends(config: Config, target: str) -> None:
     """Raise ConfigError if XLA_FLAGS pipelines permutes that have several rings.
 
     XLA splits such a permute and loses data (`split_cycles.py`), or turns it into sends that
-    `inspect` cannot count. A mesh of several axes has a ring of its stages, or of its context
-    shards, for each device along the others.
+    `inspect` cannot count. On a mesh with several axes, there is one ring of stages, or of context
+    shards, for each position along the other axes.
     """
     mesh = config.mesh
     rings = {'mesh.stages': mesh.stages}

@@ -1,4 +1,4 @@
-"""XLA returns zeros for the indices of a sharded top-k that a program returns unchanged."""
+"""XLA returns zeros for the indices of a sharded top-k, if a program returns them unchanged."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -42,7 +42,7 @@ LOST_INDICES = Miscompile(
     source='openxla/xla#49005',
     detect=detect,
     repro=Repro(num_devices=2, lower=_lower),
-    # The pass that could be disabled also chooses XLA's own kernel for small k.
+    # Disabling the pass that causes this would also disable XLA's own kernel for small k.
     remedy=(
         'constrain the sharding of both results, '
         'or set the compiler option xla_disable_hlo_passes=topk-rewriter'

@@ -20,7 +20,7 @@ _BIAS = re.compile(r'"epilogue":"\w*BIAS')
 def detect(program: Program) -> Iterator[Instruction]:
     """Yield every cuBLASLt call that adds a vector to a square matmul.
 
-    The text does not show along which dim the vector should be added.
+    The text does not show the dim along which the vector should be added.
     """
     for computation in program.computations.values():
         for instruction in computation.instructions:

@@ -84,7 +84,8 @@ def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
 def confirmed(findings: Sequence[Sighting], target: str) -> list[Sighting]:
     """Return the findings that count for `target`.
 
-    A finding that a correct program can show too is dropped if the compiler does not have the bug.
+    If a correct program can show a finding too, the finding is dropped unless the compiler has the
+    bug.
     """
     return [
         finding

@@ -1,4 +1,4 @@
-"""The register of known miscompiles, and all of its detectors run on a compiled program."""
+"""The register of known miscompiles, and functions that run all of its detectors."""
 
 from megajax.xla.hlo.program import Program
 from megajax.xla.miscompiles.dense_ragged_dot import DENSE_RAGGED_DOT

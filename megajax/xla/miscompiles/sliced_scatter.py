@@ -23,7 +23,7 @@ _SUMMED = frozenset({'convert', 'all-reduce', 'all-reduce-start'})
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Yield every sum over devices that each add a different slice of their scattered gradients."""
+    """Yield every sum to which each device adds a different slice of its scattered gradients."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             place = Place(computation, instruction)
@@ -60,7 +60,7 @@ def _differs(program: Program, start: Place, group: tuple[int, ...]) -> bool:
 
 
 def lower(devices: Sequence[Any], *, reduced: bool = True) -> Lowered:
-    """Return the gradient of a lookup: tokens sharded over both axes, the table over the first."""
+    """Return a lookup's gradient: tokens sharded over both axes, the table over the first."""
     grid = np.array(devices).reshape(2, 2)
     mesh = Mesh(grid, ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
 

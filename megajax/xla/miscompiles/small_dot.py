@@ -16,7 +16,7 @@ from megajax.xla.miscompiles.entry import Miscompile, Repro
 from megajax.xla.miscompiles.trace import Place, trace
 
 ROWS = 32_769
-MAX_CONTRACTED = 3  # elements; 4 and more gave right results
+MAX_CONTRACTED = 3  # elements; with 4 and more, results were correct
 TILE_BYTES = 2**17  # size of a dim beyond which rows are lost
 _ELEMENTWISE = frozenset({'multiply', 'add', 'subtract', 'negate', 'abs', 'convert', 'transpose'})
 

@@ -1,4 +1,4 @@
-"""Ring permutes that lose data: a permute of several cycles is split and only one is rejoined."""
+"""Ring permutes that lose data: a permute of several cycles is split, and only one is rejoined."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _WITH_BROADCAST = frozenset({'broadcast'})
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Yield every select between two permutes that gives a device the one that sends it nothing."""
+    """Yield every select that gives a device the one of two permutes that sends it nothing."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             is_choice = instruction.opcode == 'select'

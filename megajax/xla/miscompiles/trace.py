@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megajax.xla.hlo.program import Computation, Instruction, Program
 
-MAX_DEPTH = 64  # steps back; every chain of copies is shorter
+MAX_DEPTH = 64  # most steps back; every chain of copies is shorter
 # Instructions that pass a value on with its numbers unchanged.
 _SAME = {
     'bitcast', 'copy', 'reshape', 'optimization-barrier', 'domain', 'copy-start', 'copy-done',
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     instruction: Instruction
 
     def operand(self, index: int) -> 'Place':
-        """Return the place of one of its operands."""
+        """Return the place of an operand of the instruction."""
         return Place(self.home, self.home.by_name[self.instruction.operands[index]])
 
 
@@ -84,7 +84,7 @@ def _given(program: Program, place: Place) -> Place | None:
 
 
 def _element(program: Program, owner: Place, index: int, around: bool) -> Place | None:
-    """One element of a tuple, or of the values that a loop carries.
+    """Return one element of a tuple, or of the values that a loop carries.
 
     A carried value is followed to the loop's initial value if no iteration changes it; otherwise,
     if `around`, to the end of an iteration.
