@@ -15,6 +15,7 @@ from megajax.base.render.folded import Folded
 from megajax.base.render.logs import log_to_terminal
 from megajax.commands.checkpoint import checkpoint_app
 from megajax.commands.compare import compare
+from megajax.commands.config_conflicts import conflicts
 from megajax.commands.config_diff import config_diff
 from megajax.commands.config_keys import keys
 from megajax.commands.data import data_app
@@ -36,7 +37,6 @@ from megajax.core.config import (
     presets,
     recipes,
 )
-from megajax.core.config.conflicts import CONFLICTS
 from megajax.core.counts.parameters import num_parameters
 from megajax.runtime.processes.environment import read_start
 from megajax.runtime.processes.signals import leave_when_asked
@@ -206,17 +206,6 @@ def show(
     print(f'# {_parameters(config.model)}')
 
 
-@config_app.command()
-@config_app.command('combinations', hidden=True)  # its former name
-def conflicts() -> None:
-    """List the settings that cannot be combined.
-
-    Each pair has a reason and what to use instead.
-    """
-    for pair in CONFLICTS:
-        print(f'{pair.one} with {pair.other}: {pair.reason}; {pair.instead}')
-
-
 @config_app.command('list')
 def list_presets() -> None:
     """List the presets and the recipes, smallest first."""
@@ -242,6 +231,8 @@ app.command('eval')(evaluate)
 app.command()(compare)
 app.command()(profile)
 app.command()(report)
+config_app.command()(conflicts)
+config_app.command('combinations', hidden=True)(conflicts)  # its former name
 config_app.command('diff')(config_diff)
 config_app.command('from-megatron', context_settings=SETTINGS)(from_megatron)
 config_app.command()(keys)

@@ -1,0 +1,70 @@
+"""`megajax config conflicts`: the settings that cannot be combined, for a terminal or the docs."""
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from megajax.core.config.conflicts import CONFLICTS, FEATURES
+from megajax.core.config.pairs import Pair, pairs
+
+_HEAD = """\
+# Combinations
+
+Which features run together. `megajax config conflicts` prints the rejected pairs on a terminal.
+A combination is rejected before anything compiles, and the message names what to use instead.
+Constraints between sizes, such as `model.ffn_size` and `mesh.model`, are not listed here, and
+neither are combinations of three features.
+"""
+
+
+def conflicts(
+    markdown: Annotated[
+        bool, typer.Option('--markdown', help='Print all pairs as the page docs/conflicts.md.')
+    ] = False,
+) -> None:
+    """List the settings that cannot be combined.
+
+    Each pair has a reason and what to use instead.
+    """
+    if markdown:
+        print(_page(pairs()), end='')
+        return
+    for pair in CONFLICTS:
+        print(f'{pair.one} with {pair.other}: {pair.reason}; {pair.instead}')
+
+
+def _page(found: list[Pair]) -> str:
+    allowed = [pair for pair in found if not pair.conflicts]
+    follow = len(found) - len(allowed) - len(CONFLICTS)
+    counts = (
+        f'Of {len(found)} pairs of {len(FEATURES)} features, {len(allowed)} are allowed and '
+        f'{len(CONFLICTS)} are rejected for the reasons below.\n'
+        f'The other {follow} follow from these: a feature has the conflicts of a feature that it '
+        'needs.\nFor example, `vision.deepstack` needs `vision`.'
+    )
+    return '\n'.join([_HEAD, counts, '', *_rejected(), '', *_allowed(allowed), ''])
+
+
+def _rejected() -> list[str]:
+    rows = [
+        f'| `{pair.one}` | `{pair.other}` | {pair.reason} | {pair.instead} |' for pair in CONFLICTS
+    ]
+    return ['## Rejected', '', '| feature | with | reason | instead |', '|---|---|---|---|', *rows]
+
+
+def _allowed(found: list[Pair]) -> list[str]:
+    rows = [
+        f'| `{feature}` | {", ".join(f"`{x}`" for x in _others(feature, found))} |'
+        for feature in FEATURES
+    ]
+    return ['## Allowed', '', '| feature | with |', '|---|---|', *rows]
+
+
+def _others(feature: str, found: Iterable[Pair]) -> list[str]:
+    """Return the other feature of each pair that has this one."""
+    return [
+        pair.other if feature == pair.one else pair.one
+        for pair in found
+        if feature in (pair.one, pair.other)
+    ]
