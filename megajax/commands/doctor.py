@@ -7,6 +7,7 @@ contain a password.
 
 import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import platform
@@ -43,6 +44,7 @@ def diagnose(
     """Examine packages, jax's devices, the network of this host and the file system of `folder`."""
     diagnosis = Diagnosis()
     _packages(diagnosis)
+    _bytecode(diagnosis, environ)
     report = _jax(diagnosis, environ, timeout)
     target = report['target'] if report and report['target'] in GPUS else None
     _miscompiles(diagnosis, target, environ, timeout)
@@ -76,6 +78,19 @@ def _packages(diagnosis: Diagnosis) -> None:
                 f'{name} {release} does not match jaxlib {jaxlib}, so jax ignores it',
                 install('cuda', upgrade=True),
             )
+
+
+def _bytecode(diagnosis: Diagnosis, environ: Mapping[str, str]) -> None:
+    """Add a line if each process will compile jax from its source again."""
+    jax = importlib.util.find_spec('jax')
+    if jax is None or jax.origin is None or not environ.get('PYTHONDONTWRITEBYTECODE'):
+        return
+    if not Path(importlib.util.cache_from_source(jax.origin)).exists():
+        diagnosis.fact(
+            'bytecode',
+            'none for jax, and PYTHONDONTWRITEBYTECODE keeps Python from writing it, which adds '
+            f'about 3 s to each start: {sys.executable} -m compileall -q {sys.prefix}/lib',
+        )
 
 
 def _plugins() -> dict[str, str]:

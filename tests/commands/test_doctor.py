@@ -4,6 +4,7 @@ itself.
 
 import functools
 import os
+import py_compile
 import subprocess
 import sys
 from importlib.metadata import version
@@ -287,3 +288,16 @@ def test_a_compilation_cache_that_does_not_help_several_processes_is_told(tmp_pa
     for platform, environ in (('cpu', {}), ('gpu', {'JAX_COMPILATION_CACHE_DIR': 'x'})):
         doctor._compilation_cache(without := Diagnosis(), platform, environ)
         assert without.facts == []
+
+
+def test_imports_that_every_process_compiles_again_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = {'PYTHONDONTWRITEBYTECODE': '1'}
+    for prefix, environ, told in ((tmp_path, never, True), (tmp_path, {}, False)):
+        monkeypatch.setattr(sys, 'pycache_prefix', str(prefix))
+        doctor._bytecode(found := Diagnosis(), environ)
+        assert ('bytecode' in dict(found.facts)) == told
+    py_compile.compile(jax.__file__)
+    doctor._bytecode(found := Diagnosis(), never)
+    assert found.facts == []
