@@ -52,7 +52,7 @@ def _matmuls(program: Program) -> Iterator[Gathered]:
                 gather = _gather(program, weights, count)
                 if gather is None or not _is_argument(program, gather):
                     continue
-                whole = arrays_of(gather.home, gather.instruction)[gather.index].result
+                whole = arrays_of(gather.home, gather.instruction)[gather.operand].result
                 if whole.bytes > 2 * rows.bytes:
                     yield Gathered(gather.instruction, instruction, count, whole, rows)
 
@@ -82,7 +82,7 @@ class _Gather(NamedTuple):
 
     home: Computation
     instruction: Instruction
-    index: int
+    operand: int  # its position
 
 
 def _gather(program: Program, weights: Place, count: int) -> _Gather | None:
@@ -101,7 +101,7 @@ def _gather(program: Program, weights: Place, count: int) -> _Gather | None:
 
 def _is_argument(program: Program, gather: _Gather) -> bool:
     """Return whether an array that is gathered is an argument of the program, or a part of one."""
-    operand = gather.home.by_name[gather.instruction.operands[gather.index]]
+    operand = gather.home.by_name[gather.instruction.operands[gather.operand]]
     origin = producers.producer(
         program, producers.Place(gather.home, operand), through=producers.COPIES
     )
