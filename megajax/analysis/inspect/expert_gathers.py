@@ -23,7 +23,7 @@ class Gathered(NamedTuple):
 
     gather: Instruction
     matmul: Instruction
-    count: int  # experts
+    experts: int
     weights: Array
     rows: Array
 
@@ -39,7 +39,7 @@ def _line(program: Program, found: Gathered) -> str:
     source = program.source(matmul) or 'no source line'
     return (
         f'{found.gather.name} for {matmul.op_name or matmul.name} ({source}): the weights of '
-        f'{found.count} experts are all-gathered, {found.weights}, to multiply {found.rows} on a '
+        f'{found.experts} experts are all-gathered, {found.weights}, to multiply {found.rows} on a '
         'device: send the tokens to the devices of their experts instead, and back (all-to-all)'
     )
 
