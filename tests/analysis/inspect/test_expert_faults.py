@@ -1,16 +1,23 @@
-"""A step that sends experts or their gradients wrongly is caught by the rule that is for it."""
+"""A step with a fault of its experts is caught: by a rule if it sends them or their gradients
+wrongly, by its execution if it drops tokens or chooses experts wrongly.
+"""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import get_abstract_mesh
 from support import exhaustive, make_config, slow
 
+from megajax.analysis.inspect import emulated_step
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_step
+from megajax.analysis.inspect.step_run import run
 from megajax.core.config import Config
-from megajax.core.model import expert_passes, zero_sharding
+from megajax.core.hardware.targets import has_compiler
+from megajax.core.model import dispatch, expert_passes, router, zero_sharding
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import mesh_for
 from megajax.core.train import routing
@@ -93,3 +100,55 @@ def test_a_step_with_a_fault_of_its_experts_is_caught(
 ) -> None:
     break_it(monkeypatch.setattr)
     assert rules(config) == expected
+
+
+def capacity_of_a_shard(patch: Any) -> None:
+    """Drop the last tokens of a device, instead of those of a sequence."""
+    usual = dispatch.WithCapacity.of.__func__
+
+    def of(cls: type, expert_TY: jax.Array, experts: Any, group: int, peers: Any) -> Any:
+        return usual(cls, expert_TY, experts, len(expert_TY), peers)
+
+    patch(dispatch.WithCapacity, 'of', classmethod(of))
+
+
+def ties_broken_by_the_mesh(patch: Any) -> None:
+    """Of experts with equal scores, choose the last one if experts are on several devices."""
+    usual = router.choose
+
+    def choose(logit_Tx: jax.Array, bias_x: jax.Array | None, experts: Any) -> jax.Array:
+        logit_Tx = jnp.round(logit_Tx)  # so that there are equal ones
+        if get_abstract_mesh().shape.get('expert', 1) == 1:
+            return usual(logit_Tx, bias_x, experts)
+        return experts.count - 1 - usual(logit_Tx[:, ::-1], bias_x, experts)
+
+    patch(router, 'choose', choose)
+
+
+def nothing(patch: Any) -> None:
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler")
+@pytest.mark.parametrize(
+    ('break_it', 'capacity', 'wrong'),
+    [
+        (capacity_of_a_shard, 1.0, 'loss'),
+        exhaustive(nothing, 1.0, ''),
+        exhaustive(ties_broken_by_the_mesh, None, 'loss'),
+        exhaustive(router_gradients_not_summed, None, 'gradient of layers.experts.router.weight'),
+    ],
+)
+def test_a_fault_of_the_numbers_is_caught_by_running_the_step(
+    break_it: Any, capacity: float | None, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulated_step.reference.cache_clear()
+    break_it(monkeypatch.setattr)
+    experts = {'count': 8, 'active': 2, 'ffn_size': 32, 'capacity': capacity, 'balance_loss': 0.1}
+    model = {'num_layers': 1, 'experts': experts}
+    step = make_config('llama', model=model, mesh={'data': 4, 'experts': 2})
+    [result] = run(step, 'h100', bisect=False, minimize=False, say=lambda line: None)
+    emulated_step.reference.cache_clear()
+    assert result.ok == (not wrong)
+    assert not wrong or wrong in [each.name for each in result.results if not each.ok]
