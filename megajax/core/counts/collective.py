@@ -27,7 +27,7 @@ class Expected:
     """A collective of a step.
 
     `array` is the full array that is gathered, reduced or scattered over a group of `size` devices.
-    `source` is the code or the paper that places it: file and function of Megatron-Core.
+    `source` is the code that places it, such as a file and function of Megatron-Core, or a paper.
     """
 
     site: Site
@@ -48,14 +48,14 @@ class Expected:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends in one execution."""
+        """The bytes that a device sends in one execution."""
         return ring_bytes(self.kind, self.array, self.size)
 
 
 def activation(config: Config) -> Array:
     """Return the residual stream of a microbatch on a data shard, in the compute dtype.
 
-    A context shard has a part of its tokens.
+    A context shard has only a part of the tokens.
     """
     tokens = config.train.seq_len // config.mesh.context
     return Array(
@@ -64,13 +64,13 @@ def activation(config: Config) -> Array:
 
 
 def heads(config: Config, count: int) -> Array:
-    """Return `count` heads [B, S, heads, H] of the same tokens, unsharded."""
+    """Return an array of `count` heads [B, S, heads, H] for the same tokens, unsharded."""
     dtype, (rows, tokens, _) = activation(config)
     return Array(dtype, (rows, tokens, count, config.model.head_dim))
 
 
 def axes_text(config: Config, *axes: str) -> str:
-    """Return the name of some mesh axes, in mesh order, without the axes that have one device."""
+    """Return the joined names of mesh axes, in mesh order, without axes that have one device."""
     return '+'.join(axis for axis, size in config.mesh.sizes.items() if axis in axes and size > 1)
 
 

@@ -1,12 +1,13 @@
 """The collectives of context parallelism, whose shards attend to each other's tokens.
 
 Megatron leaves this to TransformerEngine, whose backward pass sums the gradients of keys and values
-in the compute dtype. megajax sums them in fp32, and with a ring the sums make one more hop, back to
-their own shard. In layers with a sliding window, megajax sends the ends of chunks to the neighbors.
-TransformerEngine gathers all keys and values: its ring rejects windows.
+in the compute dtype. megajax sums them in fp32; with a ring, the sums make one more hop, back to
+the shard of their keys. In layers with a sliding window, megajax sends the ends of chunks to the
+neighbors, but TransformerEngine gathers all keys and values, because its ring does not support
+windows.
 
-With document masks each step gathers the ids of all documents once. Megatron has the lengths of
-documents on every rank.
+With document masks, each step of megajax gathers the ids of all documents once. Megatron has the
+lengths of documents on every rank.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from megajax.core.counts.product import Phase
 from megajax.core.counts.windows import Share, windows_within
 from megajax.xla.hlo.program import Array
 
-# Classes of TransformerEngine.
+# The file and classes of TransformerEngine.
 _FILE = 'transformer_engine/pytorch/attention/dot_product_attention/context_parallel.py'
 SOURCES = {
     'gather': f'{_FILE} AttnFuncWithCPAndKVAllGather',
@@ -39,7 +40,7 @@ DOCUMENTS = 'each shard needs the documents of all tokens of its sequences'
 
 
 def over_context(config: Config, layers: int) -> Iterator[Expected]:
-    """Yield TransformerEngine's collectives for a number of runs of a layer."""
+    """Yield TransformerEngine's collectives; `layers` counts the runs of a layer."""
     exchanges = dict.fromkeys(windows_within(config), 'gather')
     exchanges[None] = config.mesh.context_exchange
     for window, share in windows_within(config).items():
@@ -62,8 +63,8 @@ def own_over_context(config: Config, layers: int) -> Iterator[Expected]:
 def of_documents(config: Config) -> Iterator[Expected]:
     """Yield the all-gather of a step's documents, or of BERT's segments (`model/documents.py`).
 
-    Context shards have the ids of their tokens. For BERT they also find the rows with a masked
-    token.
+    Each context shard has only the ids of its own tokens. For BERT, the shards also find out which
+    sequences have a masked token.
     """
     if config.mesh.context == 1 or not (config.data.document_mask or config.model.is_bert):
         return
@@ -85,8 +86,8 @@ def of_full_layers(config: Config, layers: int) -> Iterator[Expected]:
 def halos(config: Config, layers: int) -> Iterator[Expected]:
     """Yield the collectives of the layers with a window.
 
-    The ends of a shard's two chunks go to one neighbor each, and in the backward pass their
-    gradients come back.
+    The end of each of a shard's two chunks is sent to a neighbor. In the backward pass, the
+    gradients of the ends are sent back.
     """
     rows, _, *of_token = keys(config).shape[1:]
     for window, share in windows_within(config).items():
@@ -95,21 +96,21 @@ def halos(config: Config, layers: int) -> Iterator[Expected]:
         ends = keys(config)._replace(shape=(rows, window, *of_token))
         for phase in passes(config):
             site = Site('attention', phase, 'context')
-            times = 2 * 2 * int(layers * share)  # keys and values, of both chunks
+            times = 2 * 2 * int(layers * share)  # keys and values of both chunks
             yield Expected.over(config, site, PERMUTE, ends, times, ENDS)
 
 
 def blocks_of_others(config: Config) -> Share:
     """Return the average number of a layer's blocks of keys that come from other shards.
 
-    They are the other shards, or with a window one halo.
+    There is one block for each other shard or, with a window, one halo.
     """
     others, shares = config.mesh.context - 1, windows_within(config).items()
     return sum(share * (min(others, 1) if window else others) for window, share in shares)
 
 
 def kept_of_halos(config: Config) -> Share:
-    """Return the average number of other shards' tokens whose keys and values a layer keeps."""
+    """Return the average number of other shards' tokens whose keys and values a layer saves."""
     if config.mesh.context == 1:
         return 0
     shares = windows_within(config).items()
@@ -121,7 +122,7 @@ def _exchanges(
 ) -> Iterator[Expected]:
     """Yield the collectives of all passes, with sums of gradients in `dtype`.
 
-    `hops` is how often a ring passes the sums on.
+    `hops` is how often a shard of a ring sends the sums to the next shard.
     """
     if not layers:
         return
@@ -142,9 +143,9 @@ def _exchanges(
 
 
 def keys(config: Config) -> Array:
-    """Return the keys [shard, B, S, K, H] of all context shards that a device of `model` reads.
+    """Return the keys [shard, B, S, K, H] of all context shards that a tensor-parallel rank reads.
 
-    If devices share a head, each has a copy of it.
+    If several ranks share a head, each has a copy of it.
     """
     of_shard = heads(config, max(config.model.num_kv_heads // config.mesh.model, 1))
     return of_shard._replace(shape=(config.mesh.context, *of_shard.shape))

@@ -1,9 +1,9 @@
-"""The collectives of gated cross-attention to images: Megatron's, and the ones that replace them.
+"""The collectives of gated cross-attention to images: Megatron's, and megajax's replacements.
 
-Megatron's layer (`CrossAttention`) makes its own keys and values, so every layer reduces the
-gradient of the image vectors, and with sequence parallelism also gathers the vectors. In megajax
-one matmul computes the keys and values of all layers, from vectors that were gathered once
-(`vision.py`), so that their gradient is reduced once. Apart from that, a layer has the collectives
+Each cross-attention layer of Megatron (`CrossAttention`) computes its own keys and values, so every
+layer reduces the gradient of the image vectors and, with sequence parallelism, gathers the vectors.
+In megajax, one matmul computes the keys and values of all layers from vectors that were gathered
+once (`vision.py`), so their gradient is also reduced once. Otherwise, a layer has the collectives
 of a self-attention layer.
 """
 
@@ -67,6 +67,6 @@ def is_left_out(sent: Expected, config: Config) -> bool:
 
 
 def _keys_values(config: Config) -> Array:
-    """Return the keys and values of a layer, which Megatron gathers as it does all of QKV."""
+    """Return the keys and values of a layer, all of which Megatron gathers, as it does with QKV."""
     of_images, columns = vectors(config), elements('UKH', dim_sizes(config.model))
     return of_images._replace(shape=(of_images.shape[0], columns))

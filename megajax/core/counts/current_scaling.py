@@ -1,10 +1,10 @@
-"""The max-reductions of FP8 current scaling: in Transformer Engine, and in a step.
+"""The max-reductions of FP8 current scaling: Transformer Engine's, and megajax's.
 
-Transformer Engine reduces the amax of a tensor only if its shards are gathered in FP8, and so need
-one scale: with sequence parallelism the inputs of column-parallel matmuls and the gradients of
-row-parallel ones, and weights that ZeRO gathers. Its other shards have scales of their own. Here
-all tensor-parallel shards of a tensor have one scale. Both leave each data shard its own scales of
-activations.
+Transformer Engine reduces the amax of a tensor over its shards only if they are gathered in FP8 and
+therefore need one scale: weights that ZeRO gathers and, with sequence parallelism, the inputs of
+column-parallel matmuls and the gradients of row-parallel ones. All other shards have their own
+scales. In megajax, all tensor-parallel shards of a tensor have one scale. In both, each data shard
+has its own scales of activations.
 """
 
 from collections.abc import Iterator
@@ -36,10 +36,10 @@ def of_transformer_engine(config: Config) -> Iterator[Expected]:
 
 
 def of_step(config: Config) -> Iterator[Expected]:
-    """Yield the max-reductions of a step, at most."""
+    """Yield the max-reductions that a step of megajax runs at most."""
     if not config.train.has_current_scales:
         return
-    # The residual stream, at one end of each sublayer, is sharded by sequence parallelism only.
+    # Only sequence parallelism shards the residual stream, the operand at one end of each sublayer.
     sharded = 2 if config.mesh.sequence_parallel else 1
     times = sharded * len(layer(config.model)) * Runs.of_stages(config).layers
     array = Array(HLO_DTYPES[config.train.dtype], ())
@@ -52,13 +52,13 @@ def of_step(config: Config) -> Iterator[Expected]:
 def _of_operands(
     config: Config, array: Array, times: int, axis: str, source: str
 ) -> Iterator[Expected]:
-    """Yield the reductions of single numbers, as many in each pass."""
+    """Yield the reductions of a single number each, `times` in each pass."""
     for phase in passes(config) if axis else ():
         yield Expected.over(config, Site(AMAX, phase, axis), REDUCE, array, times, source)
 
 
 def _of_weights(config: Config, axis: str, source: str) -> Iterator[Expected]:
-    """Yield the reduction of a number for each matrix of a stage's layers."""
+    """Yield the reduction of one number per matrix of a stage's layers."""
     layers = dim_sizes(config.model)['L'] // config.mesh.stages
     matrices = [x for _, x in parameters(config.model) if x.dims[0] == 'L' and x.is_matrix]
     if axis:

@@ -2,9 +2,9 @@
 
 Megatron-Core has the same stages (`data_parallel_sharding_strategy` of its FSDP): `optim` is
 ZeRO-1, `optim_grads` ZeRO-2, `optim_grads_params` ZeRO-3. Its HSDP adds one all-reduce between the
-groups. Weights are gathered in the compute dtype, gradients of matrices are summed in
-`optim.reduce_dtype`, and gradients of vectors and lookup tables, which are replicated, in fp32.
-Context shards have the same weights and different tokens, so all of this runs over `data` and
+groups. Weights are gathered in the compute dtype. Gradients of matrices are summed in
+`optim.reduce_dtype`. Vectors and lookup tables are replicated, and their gradients are summed in
+fp32. Context shards have the same weights and different tokens, so all of this runs over `data` and
 `context` together, as in Megatron
 (`parallel_state.get_data_parallel_group(with_context_parallel=True)`).
 """
@@ -39,7 +39,7 @@ SOURCES = {
 }
 
 
-# The mesh axes whose devices have the same weights in a replica, but for the weights of experts,
+# The mesh axes whose devices have the same weights in a replica, except for the weights of experts,
 # which differ along `expert`.
 SHARDS = 'data', 'expert', 'context'
 SHARDS_OF_EXPERTS = 'data', 'context'
@@ -115,8 +115,8 @@ class _Group:
     def gathers(self, counts: Counts) -> Iterator[Expected]:
         """Yield the all-gathers of weights.
 
-        ZeRO-3 gathers a layer's weights before its forward pass, and again before its backward pass
-        or its recomputation, which share them. It gathers the tables once in each microbatch.
+        ZeRO-3 gathers a layer's weights before its forward pass, and again for its backward pass,
+        which shares them with recomputation. It gathers the tables once in each microbatch.
         """
         if self.config.optim.shard != 'weights':
             yield from self._send(GATHER, 'step', counts.matrices, 1)
@@ -136,7 +136,7 @@ class _Group:
         yield from self._send(SCATTER, 'backward', counts.matrices - often, 1)
 
     def _send(self, kind: str, phase: Phase, count: int, times: int) -> Iterator[Expected]:
-        """Yield the gather of weights, or the scatter of gradients; none without elements."""
+        """Yield the gather of weights or the scatter of gradients; nothing without elements."""
         if count and self.size > 1:
             is_gather = kind == GATHER
             name, source = ('parameters', 'gather') if is_gather else ('gradients', 'sum')
@@ -152,7 +152,7 @@ class _Group:
         return Expected.over(self.config, site, REDUCE, array, 1, source)
 
     def sum_replicated(self, count: int) -> Expected:
-        """Return the reduction of replicated parameters' gradients, over all shards together."""
+        """Return the sum of replicated parameters' gradients, over replicas and shards at once."""
         site, array = self._site('gradients', 'step', 'replica'), Array('f32', (count,))
         return Expected.over(self.config, site, REDUCE, array, 1, SOURCES['sum once'])
 
@@ -168,10 +168,10 @@ class _Group:
 
 
 def with_padding(config: Config, count: int, shards: int | None = None) -> int:
-    """Return the elements of matrices with the padding that makes D divisible by the shards.
+    """Return the elements of `count` in matrices with padding that makes D divisible by `shards`.
 
-    By default these are the data and context shards. Each matrix has D once. Megatron pads its
-    buckets instead (`_ParamAndGradBuffer`), by less than one element for each shard.
+    By default `shards` is the number of data and context shards. Each matrix has D once. Megatron
+    pads its buckets instead (`_ParamAndGradBuffer`), by less than one element for each shard.
     """
     size = config.model.hidden_size
     padding = -size % (shards or config.mesh.data_shards * config.mesh.context)

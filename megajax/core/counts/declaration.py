@@ -11,20 +11,21 @@ from typing import Literal
 
 from megajax.core.config.model import ModelConfig
 
-NUM_SEGMENTS = 2  # in a BERT sequence: token types, and also their possible orders
+NUM_SEGMENTS = 2  # segments of a BERT sequence: the token types, and also the possible orders
 OF_LAYERS = 'LΔΛJ'  # the first dims of the decoder's layers
 STACKS = f'{OF_LAYERS}AⓁⒶ'  # the first dims of arrays with an entry for each layer or merger
-IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the images
+IMAGES = 'Ⓘ'  # the dim of the copies of the encoder's parameters, one for each shard of the images
 
 
 class Role(enum.Enum):
-    """The role of a parameter, which decides its dtype in a step, its decay and its ZeRO shards."""
+    """The role of a parameter: it decides the dtype in a step, weight decay, and ZeRO sharding."""
 
     MATRIX = 'matrix'  # a matmul weight: used in train.dtype, decayed, sharded by ZeRO
-    TABLE = 'table'  # in fp32, decayed, not sharded by ZeRO: a lookup
+    TABLE = 'table'  # looked up in fp32; decayed, not sharded by ZeRO
     ADAPTER = 'adapter'  # cast when it is multiplied; decayed, not sharded by ZeRO
-    VECTOR = 'vector'  # in fp32, not decayed, not sharded by ZeRO: norms and biases
-    SCALES = 'scales'  # of an fp8 matmul, only within a step: not a parameter of the model
+    VECTOR = 'vector'  # norms and biases: in fp32, not decayed, not sharded by ZeRO
+    # scales of an fp8 matmul, which exist only within a step: not a parameter of the model
+    SCALES = 'scales'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Parameter:
     value: float = 0.0
     inputs: str = ''
     summed: str = ''
-    owner: Literal['decoder', 'encoder'] = 'decoder'  # the encoder's are replicated for a step
+    # the encoder's parameters are replicated for a step
+    owner: Literal['decoder', 'encoder'] = 'decoder'
     is_frozen: bool = False  # has neither gradient nor moments, and does not decay
 
     @property
@@ -52,7 +54,7 @@ class Parameter:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the array holds the parameters of all layers, or of all that attend to images."""
+        """Whether the array stacks the parameters of all layers, or all cross-attention layers."""
         return self.dims[0] in OF_LAYERS
 
     @property
@@ -67,7 +69,7 @@ class Parameter:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether the array has a dim of experts, which different devices may hold."""
+        """Whether the array has a dim of experts, which can be sharded over devices."""
         return 'X' in self.dims
 
     @property
@@ -77,7 +79,7 @@ class Parameter:
 
     @property
     def is_layer_matrix(self) -> bool:
-        """Whether it holds matrices of the decoder's layers, which Muon orthogonalizes."""
+        """Whether it contains matrices of the decoder's layers, which Muon orthogonalizes."""
         return self.is_matrix and any(letter in self.dims for letter in OF_LAYERS)
 
     @property
@@ -87,14 +89,15 @@ class Parameter:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is a matrix of an adapter of a frozen weight."""
+        """Whether it is one of the two matrices of an adapter."""
         return self.role is Role.ADAPTER
 
     @property
     def is_in_microbatches(self) -> bool:
-        """Whether ZeRO-2 and ZeRO-3 sum its gradient, and ZeRO-3 gathers it, in each microbatch.
+        """Whether each microbatch sums its gradient (ZeRO-2 and 3) and gathers it (ZeRO-3).
 
-        It does not for vectors, tables, and the BERT layer that has a copy on each sequence shard.
+        This is false for vectors, tables, and the BERT layer that has a copy on each sequence
+        shard.
         """
         return self.is_matrix and not self.summed
 
@@ -112,9 +115,9 @@ def out_std(model: ModelConfig) -> float:
 def linear(
     inputs: str, outputs: str, std: float, *, bias: bool = False, summed: str = '', each: str = ''
 ) -> Declared:
-    """Declare a linear layer's weight and bias, or one for each of the dims `each`.
+    """Declare a linear layer's weight and bias, or one of both for each index of the dims `each`.
 
-    `summed` is the bias's.
+    `summed` is the dim of activations along which the bias is applied.
     """
     weight = {'weight': Parameter(each + inputs + outputs, Role.MATRIX, std, inputs=inputs)}
     biased = {'bias': Parameter(each + outputs, Role.VECTOR, summed=summed)}
@@ -150,7 +153,7 @@ def named(declared: Declared, prefix: str = '') -> Iterator[tuple[str, Parameter
 
 
 def frozen(declared: Declared) -> Declared:
-    """Return the same parameters, and all but adapters without gradients and moments."""
+    """Return the same parameters; all except adapters have neither gradients nor moments."""
     return {
         name: dataclasses.replace(x, is_frozen=not x.is_adapter)
         if isinstance(x, Parameter)
@@ -160,7 +163,7 @@ def frozen(declared: Declared) -> Declared:
 
 
 def base_sizes(model: ModelConfig) -> Mapping[str, int]:
-    """Return the size of each letter that is not circled."""
+    """Return the size of each letter of dims that is not circled."""
     experts = model.experts
     return {
         'A': experts.ffn_size if experts else 0,

@@ -12,9 +12,10 @@ KERNEL_STEP = 64  # elements that a grouped matmul kernel loads at once, in each
 def missing_for_kernels(
     dtype: str, sizes: Iterable[int], block: int, capability: Capability | None
 ) -> str:
-    """Return what the grouped matmul kernels need that a GPU or these sizes lack, or ''.
+    """Return what a GPU or these sizes lack for the grouped matmul kernels, or '' if nothing.
 
-    `sizes` are the features before and after the matmul, and a block is rows of one expert.
+    `sizes` are the features before and after the matmul, and `block` is the number of rows of a
+    block, all of which belong to one expert.
     """
     if capability != HOPPER:
         return 'need compute capability 9.0'
@@ -26,5 +27,5 @@ def missing_for_kernels(
 
 
 def smallest_block(capability: Capability | None) -> int:
-    """Return the fewest rows of a block on a GPU; None is a CPU or an unknown GPU."""
+    """Return the fewest rows of a block on a GPU; a capability of None is a CPU or unknown GPU."""
     return KERNEL_STEP if capability == HOPPER else SMALLEST_BLOCK

@@ -6,17 +6,19 @@ from collections.abc import Mapping
 from megajax.core.config.schema import Config
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 128
-BLOCKS_PER_EXPERT = 4  # at a balanced load: half a block of padding is then 12.5% of the rows
-ROOM = 1.25  # of the buffers of the first round, relative to a balanced load
-LATER = 0.5  # of the buffers of later rounds, relative to the first
+# with a balanced load; half a block of padding per expert is then 12.5% of the rows
+BLOCKS_PER_EXPERT = 4
+ROOM = 1.25  # size of the first round's buffers, relative to a balanced load
+LATER = 0.5  # size of later rounds' buffers, relative to the first round's
 LATER_ROUNDS = 'later_rounds'  # the named scope of the loop over them
 
 
 def rows_of_experts(config: Config, tokens: int, shards: Mapping[str, int]) -> tuple[int, int]:
-    """Return a device's experts, and the rows of each, given the tokens of a data shard.
+    """Return the number of a device's experts, and the rows of each.
 
-    Without a capacity the load is balanced, and the rows that fill blocks do not count. If the
-    rows are not a multiple of the experts, they count as one matmul.
+    `tokens` are the tokens of a data shard. Without a capacity, the load is assumed to be balanced,
+    and padding rows do not count. If the rows are not a multiple of the experts, they count as one
+    matmul.
     """
     experts = config.model.experts
     assert experts is not None
@@ -30,30 +32,30 @@ def rows_of_experts(config: Config, tokens: int, shards: Mapping[str, int]) -> t
 
 
 def block_rows(assignments: int, num_experts: int) -> int:
-    """Return the rows of a block that suit a number of assignments to these experts."""
+    """Return the number of rows of a block, given the number of assignments to these experts."""
     share = max(assignments // (num_experts * BLOCKS_PER_EXPERT), 1)
     return min(max(1 << (share.bit_length() - 1), SMALLEST_BLOCK), LARGEST_BLOCK)
 
 
 def num_blocks(assignments: int, num_experts: int, block: int) -> int:
-    """Return the blocks that these assignments need at most, however they are distributed."""
+    """Return the number of blocks that the assignments need in the worst distribution."""
     return -(-assignments // block) + num_experts
 
 
 def rows_to_each(assignments: int, devices: int) -> tuple[int, int]:
-    """Return the rows that a device may send to each other one in a round, without a capacity.
+    """Return the rows that a device may send to each device in a round, without a capacity.
 
-    The first number is of the first round, the second of later rounds: with a balanced load there
-    are none.
+    The first number is for the first round, the second for later rounds. With a balanced load,
+    there are no later rounds.
     """
     first = min(math.ceil(ROOM * assignments / devices), assignments)
     return first, math.ceil(LATER * first)
 
 
 def rows_sent(config: Config, tokens: int, devices: int) -> int:
-    """Return the rows of the buffer that a device sends to its experts' devices, and receives.
+    """Return the number of rows that a device sends to its experts' devices, and receives.
 
-    Without a capacity, they are of the first round.
+    Without a capacity, this is the buffer of the first round.
     """
     experts = config.model.experts
     assert experts is not None
@@ -64,9 +66,9 @@ def rows_sent(config: Config, tokens: int, devices: int) -> int:
 
 
 def rows_with_unused(config: Config, tokens: int, shards: Mapping[str, int]) -> int:
-    """Return the rows of all blocks of a device without a capacity, used or not.
+    """Return the number of rows in all blocks of a device, used or not, without a capacity.
 
-    With several devices, the first round counts.
+    With several devices, this is the first round.
     """
     experts, devices = config.model.experts, shards.get('X', 1)
     assert experts is not None

@@ -24,13 +24,13 @@ from megajax.xla.hlo.program import Array
 DISPATCHER = 'transformer/moe/token_dispatcher.py MoEAlltoAllTokenDispatcher'
 ROUNDS = f'buffers of {ROOM} times a balanced load (docs/experts.md)'
 BALANCE = 'transformer/moe/moe_utils.py save_to_aux_losses_tracker'
-NUM_STATISTICS = 4  # of a router, for each expert (`core/model/router.py`)
+NUM_STATISTICS = 4  # statistics of a router, for each expert (`core/model/router.py`)
 
 
 def over_experts(config: Config, runs: int) -> Iterator[Expected]:
-    """Yield the collectives over `expert` of layers that run this often, and of the routers.
+    """Yield the collectives over `expert` for this many runs of layers, and the routers' sums.
 
-    Without a capacity they are of the first round: a balanced load needs no other.
+    Without a capacity, only the first round counts, because a balanced load needs no other.
     """
     if config.model.experts is None:
         return
@@ -41,7 +41,10 @@ def over_experts(config: Config, runs: int) -> Iterator[Expected]:
 
 
 def of_megatron(config: Config, runs: int) -> Iterator[Expected]:
-    """Yield Megatron's, which sends exactly the tokens of a balanced load without a capacity."""
+    """Yield Megatron's collectives.
+
+    Without a capacity, Megatron sends exactly the tokens, which here have a balanced load.
+    """
     experts = config.model.experts
     if experts is None:
         return

@@ -7,9 +7,10 @@ HOPPER = 9, 0
 
 
 def missing_for_flash(dtype: str, head_dim: int, capability: Capability | None) -> str:
-    """Return what flash attention needs that a GPU of this capability or these heads lack, or ''.
+    """Return what a GPU of this capability or these heads lack for flash attention, or ''.
 
-    The backward pass takes head dims over 128 on Hopper alone. An unknown GPU takes 128.
+    The backward pass supports head dims over 128 on Hopper only. An unknown GPU counts as
+    supporting 128.
     """
     if capability is not None and capability < (8, 0):
         return 'needs compute capability 8.0'
@@ -26,7 +27,7 @@ def uses_flash(
 ) -> bool:
     """Whether training on a GPU with this capability runs cuDNN's flash attention.
 
-    With attention dropout, only if `with_dropout` is true.
+    With attention dropout, the result is true only if `with_dropout` is.
     """
     model = config.model
     return not missing_for_flash(config.train.dtype, model.head_dim, capability) and (

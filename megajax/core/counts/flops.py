@@ -1,8 +1,8 @@
 """The floating-point operations of a training step, counted without building it.
 
 The counts include only matmuls, on all devices and for the entire global batch; a multiply-add is
-two FLOPs. Causal attention is counted as in the papers, every query with every key, although a
-kernel may skip the masked half. The computation of idle pipeline stages does not count.
+two FLOPs. Causal attention is counted as in the papers: every query with every key, although a
+kernel may skip the masked half. Work of idle pipeline stages is not counted.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ class Flops:
     layers: int  # matmuls with the weights of the layers
     attention: int  # scores, and their multiplication with the values
     head: int  # logits, and BERT's other heads
-    # Gradients of `layers` and `head` that a step leaves out: of frozen weights, and of the input
-    # of a vision encoder's first matmul.
+    # Gradients of `layers` and `head` that a step does not compute: gradients of frozen weights,
+    # and of the input of a vision encoder's first matmul.
     left_out: int
-    # Recomputation in the backward pass, and the matmuls of BERT's heads that each device of a
-    # tensor-parallel group repeats.
+    # Recomputation in the backward pass, and the matmuls of BERT's heads that are repeated on each
+    # device of a tensor-parallel group.
     recomputed: int
 
     @property
@@ -49,7 +49,7 @@ class Flops:
 def step_flops(config: Config, *, flash: bool | None = None) -> Flops:
     """Count the FLOPs of a training step of `config`, with or without cuDNN's flash attention.
 
-    By default `flash` is as on a GPU.
+    By default, `flash` is true if the step uses flash attention on a GPU.
     """
     flash = uses_flash(config) if flash is None else flash
     layout = _of_each_product(Layout.of(config))

@@ -83,7 +83,7 @@ def _sublayer(config: Config, sublayer: Sublayer, phase: Phase, runs: int) -> It
 
 
 def _residual(config: Config, over: tuple[str, ...] = ()) -> Array:
-    """Return the residual stream [B, S, D] with D sharded over `row`, S over `model`, or none."""
+    """Return the residual stream [B, S, D]; `over` has 'row' if D is divided, 'model' if S is."""
     stream, mesh = activation(config), config.mesh
     rows, tokens, size = stream.shape
     tokens //= mesh.model if 'model' in over else 1
@@ -91,7 +91,7 @@ def _residual(config: Config, over: tuple[str, ...] = ()) -> Array:
 
 
 def _between(config: Config, sublayer: Sublayer) -> tuple[Array, Array]:
-    """Return the result of a sublayer's first matmul, and the input of its second, in a column."""
+    """Return the result of a sublayer's first matmul and the input of its second, per column."""
     dtype, rows = HLO_DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len)
     sizes, columns = dim_sizes(config.model), config.mesh.model
     first, second = (
@@ -119,9 +119,9 @@ def _embedding_and_head(config: Config, runs: Runs) -> Iterator[Expected]:
 
 
 def _loss(config: Config, runs: Runs) -> Iterator[Expected]:
-    """Yield the all-reduces of the maximum, the denominator and the label's logit, as Megatron's.
+    """Yield all-reduces like Megatron's, for the maximum, the denominator and the label's logit.
 
-    The fourth is the mean logit of label smoothing.
+    With label smoothing, a fourth one is for the mean logit.
     """
     tokens = Array('f32', activation(config).shape[:2])
     for _ in range(4 if config.loss.label_smoothing else 3):
@@ -129,10 +129,10 @@ def _loss(config: Config, runs: Runs) -> Iterator[Expected]:
 
 
 def _norms(config: Config, runs: Runs) -> Iterator[Expected]:
-    """Yield the all-reduces of norms, which read a part of each token, in all passes together.
+    """Yield the all-reduces of norms in all passes; each device has a part of every token.
 
-    RMSNorm sums the squares, LayerNorm also the tokens themselves. These statistics are saved, and
-    the backward pass computes as many sums of the gradient.
+    RMSNorm sums the squares; LayerNorm sums the tokens themselves as well. These statistics are
+    saved, and the backward pass computes as many sums of the gradient.
     """
     model = config.model
     sums = 1 if model.norm == 'rmsnorm' else 2
@@ -145,7 +145,7 @@ def _norms(config: Config, runs: Runs) -> Iterator[Expected]:
 def _vectors(config: Config) -> Iterator[Expected]:
     """Yield the reduction over `model` of the partial gradients of norms and biases, once a step.
 
-    Each device has the entries of its row.
+    Each device has the entries of its row of the grid.
     """
     shards = Layout.of(config).shards
     sizes = dim_sizes(config.model)
@@ -156,9 +156,9 @@ def _vectors(config: Config) -> Iterator[Expected]:
 def _vectors_over_row(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield the reduction over `row` of vectors between the two matmuls of a sublayer.
 
-    There each row of the grid has different sequences. The vectors are the biases of
-    column-parallel matmuls and the norms of queries and keys, whose gradient XLA sums over the
-    heads of a device last.
+    Between the matmuls, each row of the grid has different sequences. The vectors are the biases of
+    column-parallel matmuls and the norms of queries and keys; XLA sums the gradients of these norms
+    over a device's heads last.
     """
     sizes, shards = dim_sizes(config.model), Layout.of(config).shards
     heads = {'query_norm': sizes['N'], 'key_norm': sizes['K']}

@@ -21,7 +21,8 @@ from megajax.core.counts.declaration import (
     out_std,
 )
 
-SUBLAYERS = 'attention', 'mlp'  # of a layer without experts, in the order of their application
+# the sublayers of a layer without experts, in the order in which they are applied
+SUBLAYERS = 'attention', 'mlp'
 
 
 class Matmul(NamedTuple):
@@ -31,16 +32,17 @@ class Matmul(NamedTuple):
     inputs: str
     outputs: str
     bias: bool = False
-    each: str = ''  # dims that the weight has one matrix for each of, such as X experts
+    # the dims of a stack of weights: one weight for each index, such as each expert X
+    each: str = ''
 
     def declared(
         self, model: ModelConfig, std: float, of_adapter: tuple[str, str], summed: str = ''
     ) -> Declared:
         """Declare the weight, the bias, and the adapters A and B (LoRA, Hu et al., 2021).
 
-        The adapter without the sharded dim of the weight is replicated, and each shard computes a
-        partial gradient of it. A begins as in PEFT, where its numbers are uniform with this std,
-        and B at zero, so that an adapter first adds nothing.
+        The matrix without the weight's sharded dim is replicated, and each shard computes a partial
+        gradient of it. A has the std that PEFT's uniform initial values have, and B starts at zero,
+        so that an adapter adds nothing at first.
         """
         parameters = linear(
             self.inputs, self.outputs, std, bias=self.bias, summed=summed, each=self.each
@@ -60,12 +62,12 @@ class Sublayer(NamedTuple):
     name: str  # 'attention', 'mlp' or 'experts'
     first: Matmul  # column-parallel
     second: Matmul  # row-parallel
-    vectors: Declared  # that `middle` reads, or that sends tokens to experts
+    vectors: Declared  # vectors that `middle` reads, and parameters that send tokens to experts
 
     def declared(self, model: ModelConfig) -> Declared:
         """Declare the parameters."""
         has_both = model.norms_inputs and model.norms_outputs
-        # A bias of experts is weighted for each token, by each shard of their hidden dim.
+        # Each shard of the experts' hidden dim multiplies an expert's bias by the token's weight.
         summed = self.second.inputs[0] if self.second.each else 'T'
         first, second, sharded = self.first, self.second, self.second.inputs[0]
         return {
@@ -80,7 +82,7 @@ class Sublayer(NamedTuple):
 def layer(model: ModelConfig) -> tuple[Sublayer, Sublayer]:
     """Return the sublayers of a layer: attention and a feed-forward network."""
     heads = {'query_norm': 'h', 'key_norm': 'h'} if model.qk_norm else {}
-    if model.norms_all_heads:  # sharded as the columns that they scale
+    if model.norms_all_heads:  # sharded like the columns that they scale
         heads = {'query_norm': 'KGH', 'key_norm': 'KH'}
     summed = '' if model.norms_all_heads else 'N'
     # As gpt-oss initializes its sinks.
@@ -112,7 +114,8 @@ def _feed_forward(model: ModelConfig) -> Sublayer:
         router['bias'] = Parameter('x', Role.VECTOR, summed='A')
     if experts.selection_bias:
         router['selection_bias'] = Parameter('x', Role.VECTOR, is_frozen=True)
-    # Its result is added before the partial sums of all experts are reduced, at no collective.
+    # Its result is added to the experts' partial sums before they are reduced, so it needs no
+    # collective.
     shared = {
         'shared_up': linear('D', f'{gate}M', model.init_std),
         'shared_down': linear('M', 'D', out_std(model)),
@@ -126,7 +129,7 @@ def _feed_forward(model: ModelConfig) -> Sublayer:
 
 
 class Stack(NamedTuple):
-    """A sublayer, and the first dim of its parameters: L for all layers, or a kind of them."""
+    """A sublayer, and the first dim of its parameters: L for all layers, or one kind's letter."""
 
     sublayer: Sublayer
     dim: str
@@ -143,7 +146,7 @@ def stacks(model: ModelConfig) -> tuple[Stack, ...]:
 
 
 def layers_of(model: ModelConfig, dim: str) -> Sequence[int]:
-    """Return the index in the model of each layer of the stack with this first dim."""
+    """Return the indices, in the model, of the layers in the stack with this first dim."""
     every = range(model.num_layers)
     if dim == 'L':
         return every

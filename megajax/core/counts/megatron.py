@@ -54,7 +54,8 @@ def expected(config: Config) -> list[Expected]:
     """Return every collective of a step of `config`, except collectives of scalars.
 
     For 2-D tensor parallelism, which Megatron does not have, they follow Pope et al. (`grid.py`).
-    With pipeline parallelism, each site has the collectives of the rank that sends most there.
+    With pipeline parallelism, each site has the collectives of the rank that sends most at that
+    site.
     """
     mesh, runs = config.mesh, Runs.of_megatron(config)
     maxima = *over_products(config), *current_scaling.of_transformer_engine(config)
@@ -72,10 +73,10 @@ def expected(config: Config) -> list[Expected]:
 
 
 def stated(config: Config) -> list[Expected]:
-    """Return what a step sends at most, where Megatron differs.
+    """Return the collectives that a step sends at most, for the sites where Megatron's differ.
 
-    The difference is the price of one program for all stages (`stages.py`), of sums in fp32 and
-    document ids (`context.py`), of buffers with static sizes (`experts.py`), of shards that are no
+    The differences are the price of one program for all stages (`stages.py`), of sums in fp32 and
+    document ids (`context.py`), of buffers with static sizes (`experts.py`), of shards that are not
     whole matrices (`muon.py`), and of one FP8 scale for all shards of a tensor
     (`current_scaling.py`). A vision encoder has entirely different collectives (`vision.py`).
     """
@@ -108,7 +109,7 @@ def _stated_in_passes(config: Config) -> list[Expected]:
 
 
 def over_model(config: Config, runs: Runs) -> list[Expected]:
-    """Return the collectives of a tensor-parallel group that runs its parts this often."""
+    """Return the collectives of a tensor-parallel group; `runs` is how often it runs its parts."""
     if config.mesh.model == 1:
         return []
     of_images = encoder_in_parallel, cross_layers
@@ -152,7 +153,10 @@ def _embedding(config: Config, runs: Runs) -> Iterator[Expected]:
 
 
 def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
-    """With fp8, a matmul's operands are gathered in FP8, and its result is reduced in 16 bits."""
+    """Yield the collectives of the layers.
+
+    With fp8, a matmul's operands are gathered in FP8, and its result is reduced in 16 bits.
+    """
     stream, is_scattered = activation(config), config.mesh.sequence_parallel
     learns = config.lora is not None or not config.model.is_decoder_frozen
     model = config.model
@@ -170,9 +174,9 @@ def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
 
 
 def _operand(config: Config, linear: str, dtype: str) -> Array:
-    """Return an operand of a linear layer as it is gathered, in `dtype` with fp8.
+    """Return an operand of a linear layer in the dtype in which it is gathered: `dtype` with fp8.
 
-    An adapter needs it in 16 bits, as in Transformer Engine with
+    With an adapter, it is gathered in 16 bits, as in Transformer Engine with
     `return_layernorm_output_gathered`.
     """
     stream, lora = activation(config), config.lora
@@ -181,10 +185,10 @@ def _operand(config: Config, linear: str, dtype: str) -> Array:
 
 
 def over_products(config: Config) -> Iterator[Expected]:
-    """Yield the max-reductions of fp8 matmuls' operands, over all devices, with delayed scaling.
+    """Yield the max-reductions of fp8 matmuls' operands over all devices, for delayed scaling.
 
-    The maxima of the weights are the same on all data shards. A pipeline stage has the maxima of
-    its own layers.
+    The maxima of the weights are the same on all data shards. A pipeline stage only has the maxima
+    of its own layers.
     """
     if not config.train.has_delayed_scales:
         return
@@ -201,13 +205,13 @@ def over_products(config: Config) -> Iterator[Expected]:
 def _again(learns: bool) -> tuple[str, ...]:
     """Return the gather of a matmul's input for the gradient of a weight that `learns`.
 
-    With sequence parallelism Megatron saves the input sharded, and gathers it again.
+    With sequence parallelism, Megatron saves the sharded input, and gathers it again.
     """
     return (GATHER,) if learns else ()
 
 
 def few_kv_heads(config: Config, runs: Runs | None = None) -> Iterator[Expected]:
-    """Yield the gathers of each layer's full QKV, with fewer key/value heads than devices."""
+    """Yield the gathers of each layer's full QKV, for fewer key/value heads than devices."""
     model, runs = config.model, runs or Runs.of_megatron(config)
     if model.num_kv_heads >= config.mesh.model:
         return
@@ -224,15 +228,16 @@ def _head(config: Config, runs: Runs) -> Iterator[Expected]:
         yield from _over_model(config, 'head', 'backward', (REDUCE,), stream, times)
         return
     gathered = [stream, *([activation(config)] if config.model.is_bert else [])]
-    for array, count in Counter(gathered).items():  # the pooler's first token is one of them all
+    # the gather of the pooler's first token is one of these
+    for array, count in Counter(gathered).items():
         yield from _over_model(config, 'head', 'forward', (GATHER,), array, count * times)
     backward = (SCATTER, *_again(not config.model.is_decoder_frozen))
     yield from _over_model(config, 'head', 'backward', backward, stream, times)
 
 
 def _loss(config: Config, runs: Runs) -> Iterator[Expected]:
-    # Maximum, denominator, the label's logit. Megatron's label smoothing is wrong on more than one
-    # device; the mean logit corrects it.
+    # The maximum, the denominator and the label's logit. Megatron's label smoothing is wrong on
+    # more than one device; the sum of the mean logit corrects it.
     count = 4 if config.loss.label_smoothing else 3
     tokens = Array('f32', head_input(config, runs.head_parts).shape[:2])
     yield from _over_model(config, 'loss', 'forward', (REDUCE,) * count, tokens, runs.head)
@@ -241,8 +246,8 @@ def _loss(config: Config, runs: Runs) -> Iterator[Expected]:
 def _vectors(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield the reduction of partial gradients of replicated vectors.
 
-    Each device has a part of the sequence, or of the heads, along which the vector is applied. The
-    same is true of the replicated half of an adapter, since each device has a part of the weight.
+    Each device applies a vector to its part of the sequence or of the heads. Gradients of the
+    replicated half of an adapter are partial, too, because each device has a part of the weight.
     """
     learned = [x for _, x in parameters(config.model) if not x.is_frozen]
     heads = [x for x in learned if x.summed and x.summed in 'NFA']

@@ -2,8 +2,8 @@
 
 `core/train/whole_matrices.py` and `core/train/muon.py` compute them. Megatron's layer-wise
 optimizer (`optimizer/layer_wise_optimizer.py` of Megatron-Core) shards whole matrices over `data`,
-so its Muon sends nothing there; each tensor-parallel group all-gathers the momentum of each matrix
-in fp32. Imports no jax.
+so its Muon sends nothing over `data`, but each tensor-parallel group all-gathers the momentum of
+each matrix in fp32. Imports no jax.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class Pool:
     """The matrices of one form on a device."""
 
     form: Form
-    count: int  # of a group's matrices, with added ones
-    copies: int  # devices that hold the same pieces
+    count: int  # number of matrices of a group, with padding
+    copies: int  # number of devices that hold the same pieces
 
     @property
     def whole(self) -> int:
@@ -43,7 +43,7 @@ class Pool:
 
 @functools.cache
 def pools_of(config: Config) -> tuple[Pool, ...]:
-    """Return the pools of Muon's matrices; none for another optimizer."""
+    """Return the pools of Muon's matrices, or () for a different optimizer."""
     if config.optim.kind != 'muon':
         return ()
     layout, found = Layout.of(config), []
@@ -55,7 +55,7 @@ def pools_of(config: Config) -> tuple[Pool, ...]:
 
 
 def exchanges(config: Config) -> Iterator[Expected]:
-    """Yield the exchanges of each pool, and the gathers of results by devices with equal pieces."""
+    """Yield the exchanges of each pool, and the gathers by devices with the same pieces."""
     layout, dtype = Layout.of(config), 'f32' if config.train.dtype == 'float32' else 'bf16'
     for pool in pools_of(config):
         for kind, axes, times in (
@@ -69,7 +69,7 @@ def exchanges(config: Config) -> Iterator[Expected]:
 
 
 def over_tensor_parallel(config: Config) -> Iterator[Expected]:
-    """Yield the gathers of Megatron's Muon, of the matrices that a data shard updates."""
+    """Yield the gathers of Megatron's Muon, for the matrices that a data shard updates."""
     mesh, sizes = config.mesh, dim_sizes(config.model)
     if config.optim.kind != 'muon' or mesh.model == 1:
         return

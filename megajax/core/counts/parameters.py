@@ -2,8 +2,8 @@
 
 Everything else about a parameter follows from its declaration: its sharding
 (`core/parallel/layout.py` maps letters to mesh axes), the dtype that a step computes with, weight
-decay, its ZeRO shards, the expectations of lint, its slices in `interop`, and every count of this
-package. The letters of dims are defined in `core/parallel/layout.py`. Imports no jax.
+decay, its ZeRO shards, what lint expects, its slices in `interop`, and every count in this package.
+The letters of dims are defined in `core/parallel/layout.py`. Imports no jax.
 """
 
 import functools
@@ -34,7 +34,7 @@ from megajax.core.counts.vision_parameters import (
 )
 from megajax.core.parallel.layout import Layout
 
-# Dims of weights and biases that Megatron shards over its ranks, including an encoder's.
+# Dims of weights and biases that Megatron shards over its ranks, including dims of an encoder.
 SHARDED_BY_MEGATRON = 'VFAMNKⒻⓃⓀⓌ'
 UNSHARDED: Mapping[str, int] = {}
 
@@ -84,7 +84,7 @@ def _cross_attention(model: ModelConfig) -> Declared:
 
 
 def _bert(model: ModelConfig) -> Declared:
-    """Declare token types and heads; as in Megatron-LM, the heads' square layers are unsharded."""
+    """Declare BERT's token types and heads, whose square layers are unsharded as in Megatron-LM."""
     std = model.init_std
     dense = Parameter('DE', Role.MATRIX, std, inputs='D', summed='T')
     return {
@@ -122,7 +122,10 @@ def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def elements(dims: str, sizes: Mapping[str, int], shards: Mapping[str, int] = UNSHARDED) -> int:
-    """Return the elements of these dims on a device; `shards` has the shards of each letter."""
+    """Return the number of elements on a device of an array with these dims.
+
+    `shards` has the number of shards of each letter.
+    """
     size = sharding = 1
     for letter in dims:
         size *= sizes[letter.upper()]
@@ -131,7 +134,7 @@ def elements(dims: str, sizes: Mapping[str, int], shards: Mapping[str, int] = UN
 
 
 def num_at_rest(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:
-    """Return the elements of a parameter on a device between steps, with their padding."""
+    """Return the number of a parameter's elements on a device between steps, with padding."""
     sizes = dim_sizes(model)
     if not parameter.is_matrix:
         return elements(parameter.dims, sizes, layout.shards)
@@ -143,7 +146,8 @@ def num_at_rest(parameter: Parameter, model: ModelConfig, layout: Layout) -> int
 def dtype_at_rest(parameter: Parameter, config: Config) -> str:
     """Return the dtype of a parameter between steps.
 
-    It is fp32, except for frozen matrices that have adapters, which a step only multiplies by.
+    It is fp32, except for frozen matrices under adapters: a step never updates them, and they are
+    stored in the compute dtype.
     """
     is_multiplied = config.lora is not None and parameter.is_frozen and parameter.is_matrix
     return config.train.compute_dtype if is_multiplied else 'float32'
@@ -162,7 +166,7 @@ class Counts(NamedTuple):
     With ZeRO-3, `layers` and `tables` are gathered and reduced in each microbatch.
     """
 
-    matrices: int  # all that a step computes with in `train.dtype`
+    matrices: int  # all matrices that a step computes with in `train.dtype`
     all: int
     layers: int  # matrices of the layers
     tables: int  # matrices outside the layers: embedding, head, BERT's sentence-order prediction
@@ -176,11 +180,11 @@ def count(
     learned: bool = False,
     of_experts: bool | None = None,
 ) -> Counts:
-    """Count the elements of the arrays on a device; `shards` has the shards of each letter.
+    """Count the elements of the arrays on a device; `shards` has the number of shards by letter.
 
-    With `modules`, count only the parameters of these, such as `layers` and `embedding`; with
-    `learned`, only the parameters that are not frozen; with `of_experts`, only the parameters that
-    have a dim of experts, or only the others.
+    With `modules`, only the parameters of these modules are counted, such as `layers` and
+    `embedding`; with `learned`, only parameters that are not frozen. With `of_experts`, only
+    parameters with a dim of experts are counted (true), or only the others (false).
     """
     sizes = [
         (parameter, elements(parameter.dims, dim_sizes(model), dict(shards)))
@@ -189,8 +193,8 @@ def count(
         and not (learned and parameter.is_frozen)
         and of_experts in (None, parameter.is_of_experts)
     ]
-    # The matrix for the keys and values of all cross-attention layers is gathered again, like each
-    # layer's.
+    # The matrix that computes the keys and values of all cross-attention layers is gathered again
+    # for the backward pass, like the layers' matrices.
     in_microbatches = [('J' in x.dims or x.is_stacked, n) for x, n in sizes if x.is_in_microbatches]
     return Counts(
         matrices=sum(size for x, size in sizes if x.is_matrix),
@@ -207,7 +211,7 @@ def own_counts(
     learned: bool = False,
     of_experts: bool | None = None,
 ) -> Counts:
-    """Count the parameters of a device in the computation of a step."""
+    """Count the parameters of a device as sharded in the computation of a step."""
     shards = tuple(Layout.of(config).shards.items())
     return count(config.model, shards, modules, learned, of_experts)
 
@@ -224,8 +228,8 @@ def megatron_counts(
 ) -> Counts:
     """Count the parameters of a Megatron rank, which holds at least one entire key/value head.
 
-    A stage of a pipeline has its part of the layers, and one of `experts` ranks its part of these.
-    `of_experts` is as in `count`.
+    With pipeline parallelism, a rank has the layers of its stage; with expert parallelism, it has 1
+    / `experts` of the experts. `of_experts` is as in `count`.
     """
     full_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
     shards = dict.fromkeys(SHARDED_BY_MEGATRON, ranks) | dict.fromkeys('LΔΛ', stages)
@@ -238,8 +242,8 @@ def num_parameters(
 ) -> int:
     """Count the model's parameters exactly, with the tokenizer's vocabulary or the padded one.
 
-    With `trained`, count only the parameters that are not frozen; with `active`, only those that a
-    token uses, which is sent to some of the experts.
+    With `trained`, count only the parameters that are not frozen; with `active`, count only the
+    parameters that one token uses, because each token is sent to only some of the experts.
     """
     sizes = dim_sizes(model) if padded else {**dim_sizes(model), 'V': model.vocab_size}
     used = {**sizes, 'X': model.experts.active} if active and model.experts else sizes

@@ -19,12 +19,12 @@ class Product:
     batch: int = 1
     times: int
     flash: bool = False
-    is_causal: bool = False  # attention of which a mask hides half
-    of_experts: bool = False  # of the rows that are sent to experts
+    is_causal: bool = False  # attention whose mask hides half of the scores
+    of_experts: bool = False  # a matmul of rows that are sent to experts
 
     @property
     def has_fp8_operands(self) -> bool:
-        """Whether its operands are FP8 in a step in fp8, in the decoder's linear layers.
+        """Whether its operands are FP8 in a step with fp8, as in the decoder's linear layers.
 
         The matmuls of adapters, of an encoder and of cross-attention are in 16 bits.
         """
@@ -34,15 +34,15 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """FLOPs of a run, including those that a causal kernel can skip; a multiply-add is two."""
+        """The FLOPs of one run, with those that a causal kernel can skip; a multiply-add is two."""
         m, n, k = self.sizes
         return 2 * self.batch * m * n * k
 
     @property
     def elements(self) -> int:
-        """Elements of operands and result.
+        """The number of elements of operands and result.
 
-        0 for flash attention, whose large arrays never leave the GPU's cores.
+        It is 0 for flash attention, whose large arrays never leave the GPU's cores.
         """
         m, n, k = self.sizes
         return 0 if self.flash else self.batch * (m * n + n * k + m * k)
@@ -61,7 +61,7 @@ def product_and_gradients(
     batch: int = 1,
     of_experts: bool = False,
 ) -> Iterator[Product]:
-    """Yield [m, k] x [k, n] and, unless left out, the gradients of its weight and of its input."""
+    """Yield [m, k] x [k, n] and, by default, the gradients of its weight and of its input."""
     sizes = {'': (m, n, k), ' input': (m, k, n), ' weight': (k, n, m)}
     for suffix, size in sizes.items():
         phase: Phase = 'backward' if suffix else 'forward'

@@ -1,8 +1,8 @@
 """Every matmul of a training step, by its sizes on one device.
 
 The list follows from the declared parameters and their layout. FLOPs (`flops.py`), the time of a
-step (`analysis/plan/time.py`) and the expectations of `inspect` on a compiled program follow from
-the list.
+step (`analysis/plan/time.py`) and what `inspect` expects in a compiled program follow from the
+list.
 """
 
 import dataclasses
@@ -31,17 +31,18 @@ def products(
 ) -> list[Product]:
     """Return the matmuls of a step on one device of `layout`, by default the layout of `config`.
 
-    The backward pass of a matmul is two matmuls of the same FLOPs: the gradients of its input and
-    of its weight. Full recomputation omits the last matmul of a layer, which the backward pass does
-    not need, unless `recomputes_last`, a norm reads it, or a stage recomputes several layers at
-    once. Pipeline stages also compute in their idle ticks.
+    The backward pass of a matmul is two matmuls with as many FLOPs each: the gradients of its input
+    and of its weight. Full recomputation omits a layer's last matmul, because the backward pass
+    does not need it, unless `recomputes_last` is set, a norm reads the result, or a stage
+    recomputes several layers at once. Pipeline stages also compute in their idle ticks.
     """
     layout = layout or Layout.of(config)
     microbatches = config.train.microbatches
     rows = config.train.batch_size // (layout.num_shards('B') * microbatches)
     runs = Runs.of_stages(config, layout)
     counted = _Counted(config, layout.shards, rows, runs.layers)
-    has_several = layout.num_shards('L') > 1 and runs.layers > runs.embedding  # layers in a tick
+    # several layers in a tick
+    has_several = layout.num_shards('L') > 1 and runs.layers > runs.embedding
     recomputes_last |= config.overlap.repeats_outputs or has_several
     every = [
         *counted.layers(recomputes_last=recomputes_last),
@@ -70,7 +71,7 @@ def _is_needed(product: Product, freeze: tuple[Part, ...]) -> bool:
         return part not in freeze
     if part == 'decoder' or 'encoder' not in freeze:
         return True
-    return part == 'merger' and 'merger' not in freeze  # its norm is learned, too
+    return part == 'merger' and 'merger' not in freeze  # the merger's norm is learned, too
 
 
 def _of_encoder(
@@ -90,13 +91,13 @@ def _of_encoder(
         yield dataclasses.replace(product, name=f'vision {product.name}')
     D, W, patches = vision.hidden_size, vision.merged_size, images * vision.read_patches
     mergers = (1 + len(vision.deepstack)) * runs
-    # The pixels of an image and its positions have no gradient.
+    # The pixels of an image and their positions have no gradient.
     first = (
         ('patch', D, vision.frames * vision.num_channels * vision.patch_size**2),
         ('position', D, vision.positions**2),
     )
     for name, n, k in first:
-        # Except for relevance's gates, by which a patch is multiplied.
+        # With relevance, patches are multiplied by gates, which have a gradient.
         of_input = name == 'patch' and config.relevance is not None
         yield from product_and_gradients(f'vision {name}', patches, n, k, runs, of_input=of_input)
     for name, n, k in (('merger up', W, W), ('merger down', config.model.hidden_size, W)):
@@ -107,7 +108,7 @@ def _of_encoder(
 def _of_cross_attention(config: Config, rows: int, layout: Layout) -> Iterator[Product]:
     """Yield the matmuls of the layers that attend to images.
 
-    Recomputation repeats the last matmul of a layer, whose result the gate's gradient needs.
+    Recomputation repeats the last matmul of a layer, because the gate's gradient needs its result.
     """
     vision, runs = config.vision, Runs.of_stages(config, layout)
     if vision is None or not runs.cross:
@@ -145,14 +146,14 @@ def _of_relevance(config: Config, rows: int, layout: Layout) -> Iterator[Product
 
 @functools.cache
 def _weights(model: ModelConfig, stacks: str) -> tuple[tuple[tuple[str, Parameter], ...], set[str]]:
-    """Return the weights of the layers with the names of their matmuls, and layers' last ones."""
+    """Return the weights of layers by their matmuls' names, and the names of the last matmuls."""
     weights = tuple(
         ('dense ' * (parameter.dims[0] == 'Δ') + _product_name(name), parameter)
         for name, parameter in parameters(model)
         if parameter.dims[0] in stacks and parameter.is_multiplied
     )
     last = {x.dims[0]: name for name, x in weights if x.is_matrix}
-    if len(last) > 1:  # attention's stack has no layer's last matmul
+    if len(last) > 1:  # attention's stack does not contain a layer's last matmul
         del last['L']
     return weights, {*last.values()}
 
@@ -171,11 +172,11 @@ class _Counted:
     config: Config
     shards: Mapping[str, int]
     rows: int  # sequences of a microbatch on a data shard
-    runs: int  # of one layer in a pass, over all layers of a device and the step
+    runs: int  # runs of one layer in a pass, over all layers of a device and the whole step
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence on a context shard."""
+        """The tokens of a sequence on a context shard."""
         return self.config.train.seq_len // self.shards.get('S', 1)
 
     @property
@@ -183,7 +184,7 @@ class _Counted:
         return self.rows * self.length
 
     def layers(self, *, recomputes_last: bool, stack: str = 'LΔΛ') -> Iterator[Product]:
-        """Yield the matmuls with the weights of the layers, whose first dim is in `stack`."""
+        """Yield the matmuls with the weights of the layers whose first dim is in `stack`."""
         train, model = self.config.train, self.config.model
         weights, last = _weights(model, stack)
         for name, parameter in weights:
@@ -193,7 +194,8 @@ class _Counted:
                 times = times * dim_sizes(model)[parameter.dims[0]] // model.num_layers
             yield from self.with_weight(name, 'layers', parameter, rows, times, batch)
             is_last = name.removesuffix(' B') in last
-            # The gradients of the weights of a token's experts need the last matmul.
+            # The gradient of the weights with which a token's experts are added needs the last
+            # matmul.
             is_read = recomputes_last or parameter.is_of_experts
             if train.recompute == 'full' and (not is_last or is_read):
                 yield Product(
@@ -207,16 +209,16 @@ class _Counted:
                 )
 
     def _rows(self, weight: Parameter) -> tuple[int, int]:
-        """Return the matmuls of a weight of the layers, and the rows of each."""
+        """Return the number of matmuls with a weight of the layers, and the rows of each."""
         if not weight.is_of_experts:
             return 1, self.tokens
         return rows_of_experts(self.config, self.tokens, self.shards)
 
     def attention(self, *, flash: bool, keys: int | None = None) -> Iterator[Product]:
-        """Yield the matmuls of the attention core, with a sequence's own keys or this many.
+        """Yield the matmuls of the attention core, with a sequence's own keys, or with `keys` keys.
 
-        The forward pass has two of the same FLOPs, with keys and with values, and the backward pass
-        four. With a flash kernel the backward pass also computes the scores again.
+        The forward pass has two matmuls of equal FLOPs, with keys and with values, and the backward
+        pass has four. With a flash kernel the backward pass also computes the scores again.
         """
         model, train = self.config.model, self.config.train
         rows = self.rows * self.shards.get('B', 1) // self.shards.get('R', 1)
@@ -238,14 +240,14 @@ class _Counted:
     def _attention_across(self, heads: int, recomputed: int, *, flash: bool) -> Iterator[Product]:
         """Yield the matmuls of attention across context shards, which saves no scores.
 
-        The first block is a shard's own tokens. For each other shard there is one block with half
-        of the queries and half of the keys, for twice the rows, or with all of them if attention is
-        bidirectional. With a window there are blocks of a
-        shard's own tokens, and each has a halo of earlier keys for its first queries.
+        The first block is a shard's own tokens. For each other shard, causal attention has two
+        blocks, each with half of the queries and half of the keys; bidirectional attention has one
+        block with all of them. With a window, there are several blocks of a shard's own tokens, and
+        each has a halo of earlier keys for its first queries.
         """
         others, half = self.shards['S'] - 1, self.length // 2
-        # XLA computes the scores of the first block once for recomputation and backward pass, where
-        # both are in one loop.
+        # If recomputation and backward pass are in one loop, XLA computes the scores of the first
+        # block once for both.
         is_shared = recomputed and not flash and 'L' not in self.shards
         counts: dict[Phase, int] = {'forward': 2, 'backward': 5, 'recompute': recomputed}
         kinds = windows_within(self.config).items()
@@ -274,7 +276,7 @@ class _Counted:
         keys: int | None = None,
         is_causal: bool = True,
     ) -> Product:
-        """Return `count` matmuls of `length` queries and, by default, as many `keys` per layer."""
+        """Return `count` matmuls of `length` queries with `keys` keys, by default `length` too."""
         return Product(
             name='attention',
             where='attention',
@@ -289,10 +291,10 @@ class _Counted:
     def heads(self) -> Iterator[Product]:
         """Yield the matmuls of the heads.
 
-        They are the logits of every token, BERT's dense layer of every token, and two matmuls of
-        each sequence's first token. Sequence parallelism shards the dense layer; every device
-        computes the latter two. Stages share the tokens, in equal parts on each shard of a
-        sequence.
+        These are the logits of every token and, for BERT, a dense layer of every token and two
+        matmuls of each sequence's first token. Sequence parallelism shards the dense layer; every
+        device computes the last two. Pipeline stages divide the tokens of each sequence shard
+        equally.
         """
         declared = declare(self.config.model)
         runs, embedding = self.config.train.microbatches, declared['embedding']
@@ -312,9 +314,9 @@ class _Counted:
     def with_weight(
         self, name: str, where: Where, weight: Parameter, rows: int, times: int, batch: int = 1
     ) -> Iterator[Product]:
-        """Yield the matmuls of some rows with a weight, and their gradients.
+        """Yield the matmul of `rows` rows with a weight, and its gradients.
 
-        A frozen weight has none.
+        A frozen weight has no gradient.
         """
         n, k = self._output_and_input(weight)
         yield from product_and_gradients(
@@ -330,7 +332,7 @@ class _Counted:
         )
 
     def _output_and_input(self, weight: Parameter) -> tuple[int, int]:
-        """Return output and input size of a weight, or of an expert's, on a device."""
+        """Return the output size and the input size of a weight, or an expert's, on a device."""
         sizes, outputs = dim_sizes(self.config.model), weight.outputs.replace('X', '')
         n, k = (elements(dims, sizes, self.shards) for dims in (outputs, weight.inputs))
         return n, k

@@ -1,9 +1,10 @@
 """The sums of norms of queries and keys over all heads, which `model` shards.
 
-OLMo 2 norms all queries of a token at once, and all its keys; Megatron-Core norms each head, which
-sums nothing over devices. The closest code is its InternViT example, which gathers the sums of the
-queries and the sums of the keys, in the forward pass only. In megajax a layer sums two numbers of
-each token once, and the backward pass sums the gradients of both once.
+OLMo 2 norms all queries of a token together, and all its keys together. Megatron-Core norms each
+head by itself, which needs no sum over devices. The closest code is Megatron's InternViT example,
+which gathers the sums of the queries and the sums of the keys, in the forward pass only. In
+megajax, a layer reduces two numbers per token in one all-reduce, and the backward pass reduces the
+gradients of both in one.
 """
 
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ SOURCE = 'the least for OLMo 2 (2024): q and k in one sum; Megatron-Core norms e
 
 
 def sums_over_heads(config: Config, layers: int) -> Iterator[Expected]:
-    """Yield the all-reduces of a device that runs a layer so many times; none without such norms.
+    """Yield the all-reduces for `layers` runs of a layer; nothing if the model has no such norms.
 
-    With 2-D tensor parallelism the sequences are sharded over `row`.
+    With 2-D tensor parallelism, the sequences are sharded over `row`.
     """
     if not config.model.norms_all_heads or config.mesh.model == 1:
         return

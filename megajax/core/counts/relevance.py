@@ -1,7 +1,7 @@
 """The sizes of relevance's computation: regions at their levels, and small networks.
 
-Scorers have their slots over `model`, and everything else is on every device of a tensor-parallel
-group.
+The slots of scorers are sharded over `model`, and everything else is replicated on every device of
+a tensor-parallel group.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from megajax.core.counts.vision_parameters import (
     SUMMARIES,
 )
 
-FEWEST = 8  # cells along each side of a region at its coarsest
+FEWEST = 8  # number of cells along each side of a region at the coarsest level
 Sizes = tuple[int, int, int]  # m, n and k of a matmul
 
 
 def num_slots(config: Config, shards: int) -> int:
-    """Return the slots of scorers on all devices, including slots that stay empty."""
+    """Return the number of slots of scorers on all devices, including slots that stay empty."""
     assert config.relevance is not None
     return -(-SCORERS * config.relevance.scorer_shards // shards) * shards
 
@@ -28,8 +28,8 @@ def num_slots(config: Config, shards: int) -> int:
 def level_products(config: Config, images: int) -> Iterator[tuple[int, Sizes]]:
     """Yield the number and sizes of the matmuls that resize `images` to their levels.
 
-    They are means of rows and then of columns, at the level and at the coarsest one
-    (`core/model/arr_coc/levels.py`), and have no gradient.
+    The matmuls compute means of rows and then of columns, at the region's level and at the coarsest
+    one (`core/model/arr_coc/levels.py`), and have no gradient.
     """
     relevance, vision = config.relevance, config.vision
     assert relevance is not None
@@ -45,7 +45,7 @@ def network_products(
 ) -> Iterator[tuple[str, int, int, int, bool]]:
     """Yield the name, m, n and k of each matmul of the networks, and if its input has a gradient.
 
-    Textures and questions do not.
+    Textures and questions have none.
     """
     relevance, size = config.relevance, config.model.hidden_size
     assert relevance is not None

@@ -13,22 +13,22 @@ class Runs(NamedTuple):
     """How often a device runs the parts of a model in a step."""
 
     layers: int  # the number of runs of one layer, over all layers of the device
-    encoder: int  # of one layer of the vision encoder
-    cross: int  # of one layer of cross-attention
+    encoder: int  # number of runs of one layer of the vision encoder
+    cross: int  # number of runs of one layer of cross-attention
     embedding: int
     head: int
-    head_parts: int = 1  # stages that share the tokens of a head
+    head_parts: int = 1  # number of stages that share the tokens of a head
 
     @classmethod
     def of_megatron(cls, config: Config) -> Self:
-        """On the rank of Megatron that runs a part most often."""
+        """Return the runs on the Megatron rank that runs a part most often."""
         count = config.train.microbatches
         layers = layers_of_chunk(config) * config.mesh.virtual_stages
         return cls(layers * count, *_of_images(config), count, count)
 
     @classmethod
     def of_stages(cls, config: Config, layout: Layout | None = None) -> Self:
-        """On a device of lockstep stages; `layout` defaults to the layout of `config`."""
+        """Return the runs on a device of lockstep stages, by default in the layout of `config`."""
         layout, count = layout or Layout.of(config), config.train.microbatches
         stages = layout.num_shards('L')
         passes = num_passes(stages, layout.chunks, count)
@@ -43,19 +43,19 @@ def layers_of_chunk(config: Config, layout: Layout | None = None) -> int:
 
 
 def _of_images(config: Config) -> tuple[int, int]:
-    """Return the runs of a layer of the vision encoder, and of one of cross-attention."""
+    """Return the number of runs of a layer of the vision encoder, and of one of cross-attention."""
     count, vision = config.train.microbatches, config.vision
     of_encoder = 0 if vision is None else vision.num_layers
     return of_encoder * count, config.model.num_cross_layers * count
 
 
 def ticks(config: Config) -> int:
-    """Return the ticks of a step in which the stages run a forward pass; as many run a backward."""
+    """Return the number of ticks with a forward pass; as many ticks have a backward pass."""
     return num_passes(config.mesh.stages, config.mesh.virtual_stages, config.train.microbatches)
 
 
 def num_passes(stages: int, chunks: int, microbatches: int) -> int:
-    """Return the ticks of a step with a forward pass on some stage."""
-    if chunks > 1:  # the groups of microbatches that go through all chunks are filled up
+    """Return the number of ticks of a step with a forward pass on some stage."""
+    if chunks > 1:  # incomplete groups of microbatches take as many ticks as full ones
         microbatches = -(-microbatches // stages) * stages
     return chunks * microbatches + stages - 1

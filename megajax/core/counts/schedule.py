@@ -1,9 +1,9 @@
-"""The schedule of a pipeline: which passes each stage does in each tick (Narayanan et al., 2021).
+"""The schedule of a pipeline: which passes each stage runs in each tick (Narayanan et al., 2021).
 
-All stages run the same program in lock step. In a tick a stage does at most one forward pass of one
-chunk of its layers, and one backward pass; its output is its neighbor's input in the next tick.
-Between the two passes of a chunk, a slot stores the values that the backward pass needs. Imports no
-jax.
+All stages run the same program in lock step. In a tick, a stage runs at most one forward pass and
+one backward pass, each of one chunk of its layers. The output is the neighbor's input in the next
+tick. Between the two passes of a chunk, a slot stores the values that the backward pass needs.
+Imports no jax.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ Table = NDArray[np.int32]
 class Phase(NamedTuple):
     """Consecutive ticks with the same kinds of passes."""
 
-    start: int  # tick
+    start: int  # the first tick
     stop: int
     forward: bool
     head: bool  # whether a tick may compute the head and its backward pass
@@ -42,9 +42,9 @@ class Schedule:
     """The passes of a training step on a pipeline.
 
     `forward` and `backward` [tick, stage, 3] have the microbatch, the chunk and the slot of each
-    pass, IDLE if there is none. The head follows the last chunk's forward pass in the same tick;
-    `head` [tick] has its microbatch or IDLE. The microbatch's gradient then waits in one of
-    `num_turns` slots, the microbatch modulo their number, for the last chunk's backward pass.
+    pass, or IDLE. The head follows the last chunk's forward pass in the same tick; `head` [tick]
+    has its microbatch or IDLE. The gradient of the head's input then waits for the last chunk's
+    backward pass, in one of `num_turns` slots: the index of the microbatch modulo `num_turns`.
     """
 
     stages: int
@@ -59,14 +59,15 @@ class Schedule:
 
     @property
     def passes(self) -> int:
-        """Ticks with a forward pass on some stage, and as many with a backward pass."""
+        """The number of ticks with a forward pass on some stage; as many have a backward pass."""
         return num_passes(self.stages, self.chunks, self.microbatches)
 
     @property
     def bubble(self) -> float:
         """The ratio of a stage's idle time to its busy time.
 
-        It assumes that all chunks take the same time, and idle ticks as long as busy ones.
+        It assumes that all chunks take the same time, and that idle ticks take as long as busy
+        ones.
         """
         return self.passes / (self.chunks * self.microbatches) - 1
 
@@ -85,11 +86,11 @@ def make_schedule(stages: int, chunks: int, microbatches: int, *, gpipe: bool = 
 
     With several chunks, groups of as many microbatches as there are stages go through all chunks;
     the last group may be smaller. In 1F1B the first backward pass is in the tick of the first head,
-    and `stages * (chunks + 1) - 1` chunks are in flight at most; in GPipe (Huang et al., 2019) it
-    comes after the last forward pass, and all are.
+    and at most `stages * (chunks + 1) - 1` chunks are in flight. In GPipe (Huang et al., 2019), the
+    first backward pass comes after the last forward pass, and all chunks are in flight.
     """
     order = list(_order(stages, chunks, microbatches))
-    ticks = len(order) + stages - 1  # with a forward pass
+    ticks = len(order) + stages - 1  # number of ticks with a forward pass
     first_head = chunks * stages - 1
     turn = ticks if gpipe else first_head  # the tick of the first backward pass
     forward = np.full((turn + ticks, stages, 3), IDLE, np.int32)
@@ -116,7 +117,7 @@ def make_schedule(stages: int, chunks: int, microbatches: int, *, gpipe: bool = 
 
 
 def _order(stages: int, chunks: int, microbatches: int) -> Iterator[tuple[int, int]]:
-    """Yield microbatch and chunk of the passes of a stage; some microbatches may not exist."""
+    """Yield the microbatch, which may not exist, and the chunk of each pass of a stage."""
     if chunks == 1:
         yield from ((microbatch, 0) for microbatch in range(microbatches))
         return
@@ -126,7 +127,7 @@ def _order(stages: int, chunks: int, microbatches: int) -> Iterator[tuple[int, i
 
 
 def _phases(first_head: int, ticks: int, turn: int) -> Iterator[Phase]:
-    """Yield the phases of a schedule whose forward passes take `ticks`, from the first tick on."""
+    """Yield the phases of a schedule whose forward passes take `ticks`, in order."""
     borders = sorted({0, first_head, ticks, turn, turn + ticks})
     for start, stop in itertools.pairwise(borders):
         is_forward = stop <= ticks
@@ -136,7 +137,7 @@ def _phases(first_head: int, ticks: int, turn: int) -> Iterator[Phase]:
 def _assign_slots(forward: Table, backward: Table) -> int:
     """Assign the first free slot to each pass; return the number of slots.
 
-    A slot is free again in the tick after the backward pass.
+    A slot is free again in the tick after its backward pass.
     """
     used = 0
     for stage in range(forward.shape[1]):

@@ -1,8 +1,8 @@
 """The sends of pipeline parallelism: in Megatron's schedule, and in lock step.
 
 Megatron's ranks differ: the first has the embedding, the last has the head, and a rank sends only
-what it has computed. Each row counts the rank that sends most. In megajax all stages run one
-program (`core/train/pipeline.py`): they send in every tick, including the bubble's, every stage
+what it has computed. For each site, the rank that sends most is counted. In megajax all stages run
+one program (`core/train/pipeline.py`): they send in every tick, including the bubble's, every stage
 looks up the embedding, and all of them share the head.
 """
 
@@ -41,17 +41,17 @@ SOURCES = {
 
 
 def between_stages(config: Config) -> Iterator[Expected]:
-    """Yield what a rank of Megatron sends to its neighbors; the first and the last send less."""
+    """Yield the sends of a Megatron rank to its neighbors; the first and last rank send less."""
     runs = config.train.microbatches * config.mesh.virtual_stages
     source = SOURCES['interleaved' if config.mesh.virtual_stages > 1 else 'sends']
     yield from _sends(config, runs, source)
 
 
 def between_lockstep_stages(config: Config) -> Iterator[Expected]:
-    """Yield what a device sends to others along `stage`: the outputs of each tick, and the head.
+    """Yield the collectives of a device along `stage`: the outputs of each tick, and the head's.
 
-    Before the head each stage gets its part of the last stage's tokens, and after it the last
-    stage, as all others, gets the gradients of all parts.
+    Before the head, each stage gets its part of the last stage's tokens. After the head, the
+    gradients of all parts are gathered on every stage, although only the last one needs them.
     """
     yield from _sends(config, ticks(config), EVERY_TICK)
     tokens, stages = _head_tokens(config, config.mesh.stages), config.mesh.stages
@@ -77,7 +77,7 @@ def _sends(config: Config, times: int, source: str) -> Iterator[Expected]:
 def residual_of_device(config: Config) -> Array:
     """Return a device's part of the residual stream of a microbatch.
 
-    Without sequence parallelism each device of a tensor-parallel group has all of it.
+    Without sequence parallelism, each device of a tensor-parallel group has the whole stream.
     """
     stream = activation(config)
     rows, tokens, size = stream.shape
@@ -104,7 +104,7 @@ def _head_tokens(config: Config, parts: int) -> Array:
 def gradients_of_stages(config: Config) -> Iterator[Expected]:
     """Yield Megatron's collectives of data parallelism on the rank with the most parameters.
 
-    The embedding of a tied model is on the first and on the last rank, which sum its gradients.
+    If the embedding is tied, the first and the last rank both have it, and sum its gradients.
     """
     mesh, model = config.mesh, config.model
     others = {name.split('.')[0] for name, _ in parameters(model)} - {'layers', *FIRST}
@@ -154,12 +154,12 @@ def gradients_of_lockstep_stages(config: Config) -> Iterator[Expected]:
 
 
 def outside_counts(config: Config, *, learned: bool = False) -> Counts:
-    """Count the parameters of a device that are not of the layers; `learned` as in `count`."""
+    """Count a device's parameters outside the layers; `learned` is as in `count`."""
     modules = {name.split('.')[0] for name, _ in parameters(config.model)} - {'layers'}
     return own_counts(config, tuple(sorted(modules)), learned=learned)
 
 
 def _with_stages(config: Config, site: Site) -> Site:
-    """The site here of a sum over `data` alone in Megatron, of parameters outside the layers."""
+    """Return megajax's site for a sum that Megatron runs over `data` alone, outside the layers."""
     axes = (*site.axis.split('+'), *(() if site.axis == 'replica' else ('stage',)))
     return site._replace(axis=axes_text(config, *axes))

@@ -1,10 +1,10 @@
-"""The collectives of a vision encoder: Megatron's, and the ones that replace them.
+"""The collectives of a vision encoder: Megatron's, and megajax's replacements.
 
 Megatron divides each layer of the encoder over the ranks of the decoder (`LLaVAModel`), and every
-rank encodes all images of its data shard: two all-reduces per layer and pass, and two for the
-layers of the projection. In megajax a device has whole weights and some of the images, so that one
-all-gather of the image vectors replaces all of this. The weights are gathered once per step, and
-their gradients scattered; between steps they are sharded over `model`.
+rank encodes all images of its data shard: this takes two all-reduces per layer and pass, and two
+for the layers of the projection. In megajax, a device has whole weights and some of the images, so
+one all-gather of the image vectors replaces all of these all-reduces. The weights are gathered once
+per step, and their gradients scattered; between steps they are sharded over `model`.
 """
 
 import functools
@@ -48,14 +48,14 @@ WHOLE = 'whole weights and some of the images on each device'
 
 
 def images_of_microbatch(config: Config) -> int:
-    """Return the image slots of a data shard in a microbatch."""
+    """Return the number of image slots of a data shard in a microbatch."""
     vision = config.vision
     assert vision is not None
     return config.microbatch_rows * vision.images
 
 
 def images_of_device(config: Config) -> int:
-    """Return the images that a device encodes in a microbatch, empty slots included."""
+    """Return the number of images that a device encodes in a microbatch, with empty slots."""
     return -(-images_of_microbatch(config) // config.mesh.model)
 
 
@@ -88,7 +88,7 @@ def encoder_in_parallel(config: Config, runs: Runs) -> Iterator[Expected]:
 
 
 def is_learned(config: Config) -> bool:
-    """Whether anything of the encoder, or before it, has gradients."""
+    """Whether any part of the encoder, or anything that its input depends on, has gradients."""
     vision = config.vision
     assert vision is not None
     return bool(config.relevance) or not {'encoder', 'merger'} <= set(vision.freeze)
@@ -125,9 +125,9 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
 
 
 def padding_at_rest(config: Config) -> Expected | None:
-    """Return the padding that uneven dims add to the encoder's gradients over `data`.
+    """Return the padding that uneven dims add to the encoder's gradients over `data`, if any.
 
-    Megatron pads buckets of all parameters instead, by less.
+    Megatron pads buckets of all parameters instead, by fewer elements.
     """
     chosen = [
         x
@@ -144,10 +144,10 @@ def padding_at_rest(config: Config) -> Expected | None:
 
 
 def counts_over_data(config: Config) -> tuple[Counts, Counts]:
-    """Count the parameters that data parallelism gathers on a device, and whose gradients it sums.
+    """Count a device's parameters that are gathered over `data`, and those with summed gradients.
 
-    An encoder's matrices are gathered over `model` too, and are not counted. Their gradients are
-    sharded over `model`, and the gradients of its vectors are summed over all axes.
+    An encoder's matrices are gathered over `model` too, and are not counted. The gradients of its
+    matrices are sharded over `model`, and the gradients of its vectors are summed over all axes.
     """
     every, learned = (own_counts(config, learned=only) for only in (False, True))
     if config.mesh.model == 1:
@@ -201,7 +201,7 @@ def relevance_arrays(config: Config) -> dict[str, Array]:
 def shapes(config: Config) -> Counter[tuple[int, ...]]:
     """Count the encoder's parameters by their dims above 1, without and with storage padding.
 
-    They are sorted: XLA for GPUs transposes a weight before it is gathered.
+    The dims are sorted, because XLA for GPUs transposes a weight before gathering it.
     """
     layout, sizes = Layout.of(config), dim_sizes(config.model)
     found = Counter[tuple[int, ...]]()
@@ -214,7 +214,7 @@ def shapes(config: Config) -> Counter[tuple[int, ...]]:
 
 
 def _padded(config: Config, chosen: list[Parameter]) -> int:
-    """Count stored elements, with a dim padded if its shards do not divide it."""
+    """Count the stored elements; a dim is padded if its shards do not divide it."""
     layout, sizes = Layout.of(config), dim_sizes(config.model)
     return sum(
         prod(map(sum, zip(shape_of(x.dims, sizes), layout.padding(x.dims), strict=True)))

@@ -1,6 +1,6 @@
 """The parameters that process images: the vision encoder, the scorers and relevance's networks.
 
-Their letters are the encoder's own dims, which are circled in the whole model.
+Letters here are the encoder's own dims. In the whole model, these letters are circled.
 """
 
 import dataclasses
@@ -24,18 +24,19 @@ from megajax.core.counts.declaration import (
 
 MERGERS = 'merger', 'deep_mergers'  # the part `merger` of `vision.freeze`
 SCORERS = 3
-# Of a region: its texture, how it differs from the others, and its first scores.
+# The features of a region: its texture, its difference from the image's mean, and its first scores.
 SCORER_FEATURES = 2 * TEXTURE_CHANNELS + SCORERS
-SUMMARIES = 3 * SCORERS  # mean, greatest and standard deviation of each score
-POSITION_STD = 0.5  # as large as the patch embedding, or positions look alike for long
+SUMMARIES = 3 * SCORERS  # the mean, the maximum and the standard deviation of each score
+# as large as the patch embedding; otherwise positions look alike for a long part of training
+POSITION_STD = 0.5
 RELEVANCE_HIDDEN = 64  # hidden units of relevance's two networks other than the scorers
 
 
 @functools.cache
 def declare_vision(vision: VisionConfig) -> Declared:
-    """Declare the parameters of the vision encoder, by letters of its own dims."""
+    """Declare the parameters of the vision encoder, with letters of its own dims."""
     blocks = encoder_layers(vision)
-    # As large as their input, so that images are neither louder nor fainter than text.
+    # Outputs are as large as the inputs, so that images are neither louder nor fainter than text.
     patch_std = (vision.frames * vision.num_channels * vision.patch_size**2) ** -0.5
     merger_std = vision.merged_size**-0.5
 
@@ -63,8 +64,8 @@ def declare_vision(vision: VisionConfig) -> Declared:
 def declare_scorers(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
     """Declare the scorers of regions, in slots, with dims named by the vision encoder's letters.
 
-    Like the encoder's parameters, they are stored sharded and copied for a step. A device uses only
-    its own slots of the copy.
+    Like the encoder's parameters, they are stored in shards, and copied to every device for a step.
+    A device uses only its own slots of the copy.
     """
     hidden = relevance.scorer_size // relevance.scorer_shards
     return {
@@ -96,7 +97,7 @@ def declare_relevance(model: ModelConfig, relevance: RelevanceConfig) -> Declare
 def of_encoder(declared: Declared) -> Declared:
     """Return the encoder's parameters as a part of the whole model, with circled letters.
 
-    Images are sharded, so that every shard computes a partial gradient of each of them.
+    Images are sharded, so every shard computes a partial gradient of each parameter.
     """
     return {
         name: in_model(x) if isinstance(x, Parameter) else of_encoder(x)

@@ -1,9 +1,9 @@
 """The matrices of layers, which Muon needs whole, and the devices that have pieces of them.
 
-ZeRO and tensor parallelism shard each matrix. The devices that hold its pieces exchange them, so
-that each device has its share of the matrices, whole. Matrices whose pieces have one form are
-exchanged together, in a pool. Query, key and value of a fused QKV, and gate and up, are matrices of
-their own, as in Megatron's Muon. Imports no jax.
+ZeRO and tensor parallelism shard each matrix. The devices that hold the pieces exchange them, so
+that each device gets its share of the matrices, whole. Matrices of the same form are exchanged
+together, in a pool. The query, key and value of a fused QKV are separate matrices, and so are gate
+and up, as in Megatron's Muon. Imports no jax.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from megajax.core.counts.declaration import OF_LAYERS, Parameter
 from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
 from megajax.core.parallel.layout import Axes, Layout
 
-BATCH = f'{OF_LAYERS}X'  # dims whose entries each have their own matrix
+BATCH = f'{OF_LAYERS}X'  # dims of a stack of matrices
 
 
 class Dim(NamedTuple):
@@ -29,15 +29,15 @@ class Dim(NamedTuple):
 
     @property
     def split(self) -> tuple[int, int]:
-        """The number of shards and the size of each."""
+        """The number of shards, and the size of each shard."""
         return self.shards, self.size // self.shards
 
 
 class Form(NamedTuple):
     """The stored form of the matrices [rows, columns] of a pool.
 
-    Both are lists of dims, of which each has at most one group of axes. There are no more rows than
-    columns.
+    Rows and columns are lists of dims, each sharded over at most one group of axes. There are at
+    most as many rows as columns.
     """
 
     shape: tuple[int, int]  # without padding
@@ -78,20 +78,20 @@ class Part:
 
     form: Form
     batch: tuple[Dim, ...]
-    order: tuple[int, ...]  # the parameter's dims in the order: batch, rows, columns
+    order: tuple[int, ...]  # the parameter's dims, in the order of batch, rows, columns
     fused: int | None  # the dim of the parameter that holds several matrices, such as gate and up
-    start: int  # of the matrices within that dim
+    start: int  # the start of the matrices within that dim
     stop: int
     shape: tuple[int, ...]  # with padding, in `order`
 
     @property
     def count(self) -> int:
-        """The number of matrices of a group."""
+        """The number of matrices in a group."""
         return prod(dim.split[1] for dim in self.batch)
 
 
 def parts_of(declared: Parameter, sizes: Mapping[str, int], layout: Layout) -> Iterator[Part]:
-    """Yield the parts of a matrix parameter of the layers, in the order in which it holds them."""
+    """Yield the parts of a matrix parameter of the layers, in their order in the parameter."""
     dims, axes = declared.dims, layout.axes_at_rest(declared.dims)
     places = range(len(dims))
     batch = [place for place in places if dims[place] in BATCH]

@@ -10,12 +10,13 @@ from megajax.core.config.model import ModelConfig
 from megajax.core.config.schema import Config
 from megajax.xla.hlo.products import keys_in_window
 
-Share = Fraction | int  # 1 if all layers are equal, because `plan` counts thousands of layouts
+# 1 if all layers are equal; an int is fast, and `plan` counts thousands of layouts
+Share = Fraction | int
 
 
 @functools.cache
 def windows(model: ModelConfig) -> Mapping[int | None, Share]:
-    """Return the share of the layers that have each window; None is a layer without one."""
+    """Return, for each window, the share of the layers that have it; None is no window."""
     pattern = model.pattern
     if len(pattern) == 1:
         return {pattern[0].window: 1}
@@ -24,7 +25,7 @@ def windows(model: ModelConfig) -> Mapping[int | None, Share]:
 
 
 def windows_within(config: Config) -> Mapping[int | None, Share]:
-    """Return the share of the layers that have each window shorter than a sequence; None: none."""
+    """Return, for each window, the share of the layers that have it; None if it hides no key."""
     shares = dict[int | None, Share]()
     for window, share in windows(config.model).items():
         within = window if window and window < config.train.seq_len else None
@@ -33,10 +34,10 @@ def windows_within(config: Config) -> Mapping[int | None, Share]:
 
 
 def keys_read(window: int | None, length: int, *, flash: bool, dropout: float = 0.0) -> int:
-    """Return the number of keys per query that the matmuls of attention are counted with.
+    """Return the number of keys per query that the matmuls of attention count.
 
-    Without a window these are all keys, of which a causal kernel masks half. XLA's attention with a
-    window reads two blocks of keys, or with dropout all.
+    Without a window, this is all keys, of which a causal kernel masks half. With a window, XLA's
+    attention reads two blocks of keys, or all keys with dropout.
     """
     if window is None or window >= length:
         return length
@@ -47,7 +48,7 @@ def keys_read(window: int | None, length: int, *, flash: bool, dropout: float = 
 
 
 def scored_keys(model: ModelConfig, length: int) -> tuple[Share, int]:
-    """Return the keys per query whose scores XLA's attention makes, on average and at most."""
+    """Return the keys per query whose scores XLA's attention stores, on average and at most."""
     keys = [
         (keys_read(window, length, flash=False, dropout=model.attention_dropout), share)
         for window, share in windows(model).items()
@@ -58,8 +59,8 @@ def scored_keys(model: ModelConfig, length: int) -> tuple[Share, int]:
 def block_of_window(window: int, length: int) -> int | None:
     """Return the length of the blocks in which XLA computes attention with a window.
 
-    A block of queries reads the keys of its own block and of the previous one. None if the sequence
-    has only two blocks, or its length has no such divisor.
+    A block of queries reads the keys of its own block and of the previous one. The result is None
+    if the sequence would have only two blocks, or if no divisor of its length is large enough.
     """
     return next((n for n in divisors(length) if n >= window and 2 * n < length), None)
 
@@ -67,6 +68,6 @@ def block_of_window(window: int, length: int) -> int | None:
 def block_in_chunk(window: int, chunk: int, *, flash: bool) -> int:
     """Return the length of the blocks in which a context shard computes a chunk with a window.
 
-    XLA's attention takes the shortest that the window fits in.
+    XLA's attention uses the shortest blocks that fit the window.
     """
     return chunk if flash else next(n for n in divisors(chunk) if n >= window)
