@@ -11,7 +11,7 @@ from megajax.core.config import Config
 class TrainPackage(types.ModuleType):
     """The package as a callable module.
 
-    `megajax/runtime/run/run.py` is on a higher floor, so it is imported only when the package is
+    `megajax/runtime/run/run.py` is in a higher layer, so it is imported only when the package is
     called.
     """
 

@@ -22,19 +22,19 @@ class CompiledStep:
     """
 
     text: str  # compiled HLO
-    mesh: dict[str, int]  # size of each axis
+    mesh: dict[str, int]  # size of each mesh axis
     devices_per_host: int
     arguments: int
     temporaries: int
-    outputs: int  # without outputs that reuse the memory of arguments
+    outputs: int  # bytes of outputs, without outputs that reuse the memory of arguments
     parameters: list[Placement]
     optimizer: list[Placement]
     jax_version: str
     seconds: float  # compile time
-    buffers: tuple[Buffer, ...] = ()  # of the temporaries at their peak, if asked for
+    buffers: tuple[Buffer, ...] = ()  # buffers of the temporaries at their peak, if requested
 
     def without_text(self) -> Self:
-        """Return the record without its text, which is most of it."""
+        """Return the record without its text, which is by far its largest part."""
         return dataclasses.replace(self, text='')
 
     def to_json(self) -> str:
@@ -65,7 +65,7 @@ def record_step(
 ) -> CompiledStep:
     """Return the record of a step that took `seconds` to compile.
 
-    `state` is the state that it takes, allocated or abstract.
+    `state` is the state that the step takes, allocated or abstract.
     """
     memory = compiled.memory_analysis()
     assert memory is not None

@@ -1,4 +1,4 @@
-"""Options for XLA: for `train.overlap` and `train.deterministic`, and around known miscompiles."""
+"""Options for XLA: for `train.overlap` and `train.deterministic`, and against miscompiles."""
 
 import jax
 
@@ -14,17 +14,16 @@ from megajax.xla.miscompiles import (
 )
 
 Options = dict[str, str | bool]
-# XLA sorts values that it would otherwise add atomically, and takes kernels of cuDNN and cuBLAS
-# whose sums have one order. Which ones its autotuner took is in the run's cache of compiled
-# programs.
+# XLA sorts values that it would otherwise add atomically, and uses kernels of cuDNN and cuBLAS that
+# add in a fixed order. The run's cache of compiled programs stores which ones the autotuner chose.
 DETERMINISTIC: Options = {'xla_gpu_exclude_nondeterministic_ops': True}
 
 
 def step_options(config: Config) -> Options:
-    """Options for the training step on the current mesh.
+    """Return the options for the training step on the current mesh.
 
-    Raises ConfigError for a config that the compiler would miscompile whatever its options, or with
-    the options in XLA_FLAGS, and for one whose program would not run.
+    Raises ConfigError if the compiler would miscompile the config with any options, or with the
+    options in XLA_FLAGS, and if the program would not run.
     """
     target = mesh_target()
     reject_affected(config, target)
@@ -37,12 +36,12 @@ def step_options(config: Config) -> Options:
 
 
 def evaluation_options() -> Options:
-    """Options for the evaluation step on the current mesh."""
+    """Return the options for the evaluation step on the current mesh."""
     return workarounds(mesh_target())
 
 
 def _refuse_unrolled_attention(config: Config) -> None:
-    """Raise ConfigError for a deterministic step with cuDNN's attention in several places."""
+    """Raise ConfigError for a deterministic step with several calls of cuDNN's attention."""
     train = config.train
     capability = capability_of(jax.sharding.get_abstract_mesh().abstract_device)
     if train.deterministic and train.unroll is True and uses_flash(config, capability):

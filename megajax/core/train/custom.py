@@ -55,10 +55,10 @@ def loss(
 def gradients(
     params: nnx.State, batch: Batch, config: Config, *, step: jax.Array | int = 0
 ) -> nnx.State:
-    """Return the gradients of `loss`, sharded like `params`, for an optimizer to take.
+    """Return the gradients of `loss`, sharded like `params`, to pass to an optimizer.
 
-    For the loss as well, call `jax.value_and_grad(megajax.loss)`, which computes both in one pass.
-    Raises ConfigError as `loss` does.
+    If you also need the loss, call `jax.value_and_grad(megajax.loss)`, which computes both in one
+    pass. Raises ConfigError as `loss` does.
     """
     _check_params(params)
     return jax.grad(loss)(params, batch, config, step=step)
@@ -86,7 +86,7 @@ def _check(config: Config) -> None:
 
 
 def _check_params(params: object) -> None:
-    """Raise ConfigError if `params` are not the parameters of a model but, say, the whole state."""
+    """Raise ConfigError if `params` are not a model's parameters but, say, the whole state."""
     if not isinstance(params, nnx.State):
         whole = isinstance(params, TrainState)
         fix = 'give its params' if whole else 'give init_state(config).params'

@@ -24,9 +24,9 @@ Metrics = dict[str, jax.Array]
 def make_eval_step(config: Config) -> Wrapped:
     """Return `eval_step(params, batch)`, which sums metrics over a batch, without dropout.
 
-    The sums are `nll` in nats, `tokens`, and `bytes` if the batch holds `label_bytes`. For BERT
-    `nll` and `tokens` are of masked-token prediction, `order_nll` and `rows` of sentence-order
-    prediction.
+    The sums are `nll` in nats, `tokens`, and `bytes` if the batch holds `label_bytes`. For BERT,
+    `nll` and `tokens` are the sums of masked-token prediction, and `order_nll` and `rows` are those
+    for sentence-order prediction.
     """
     config, layout = without_order(config), Layout.of(config)
     objective = Objective.of(config, layout, is_training=False)
@@ -64,7 +64,7 @@ def _with_weights(batch: Batch) -> Batch:
 
 
 def _num_microbatches(config: Config, rows: int) -> int:
-    """The number of microbatches of a batch with this many sequences; without stages it is 1."""
+    """Return the number of microbatches of a batch with this many sequences; 1 without stages."""
     if config.mesh.stages == 1:
         return 1
     return math.gcd(rows // config.mesh.data, config.train.microbatches)

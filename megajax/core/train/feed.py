@@ -18,10 +18,10 @@ Batch = dict[str, jax.Array]
 def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = None) -> Batch:
     """Place host arrays [B, S] on the current mesh, each data shard's sequences on its devices.
 
-    Context shards have the tokens in the order of `zigzag.py`, and all of an array [B, 1]. With
-    `batch_size`, the arrays contain only this process's sequences of a batch of that size. Raises
-    ConfigError for anything that is not such an array, and if context shards get a document that is
-    not one range of tokens.
+    Context shards have the tokens in the order of `zigzag.py`; an array [B, 1] is on all of them.
+    With `batch_size`, the arrays contain only this process's sequences of a batch of that size.
+    Raises ConfigError for anything that is not such an array, and if context shards get a document
+    that is not one range of tokens.
     """
     _check_arrays(batch)
     sharding, of_rows = _sharding('BS'), _sharding('B-')
@@ -76,12 +76,12 @@ def _check_documents(document_BS: np.ndarray) -> None:
 
 
 def shard_order(length: int, shards: int) -> np.ndarray | None:
-    """Return the position of the token at each index of a sequence; None if all are in order."""
+    """Return the position of the token at each index of a sequence, or None if all are in order."""
     return position_at(np.arange(length), length, shards) if shards > 1 else None
 
 
 def local_rows(batch_size: int) -> slice:
-    """The smallest range of a batch's sequences that contains all on this process's devices.
+    """Return the smallest range of a batch's sequences with all on this process's devices.
 
     Sequences in between that belong to other processes are included.
     """
@@ -101,7 +101,7 @@ def _sharding(dims: str) -> NamedSharding:
 
 
 def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes, dtypes and shardings of a batch on the current mesh."""
+    """Return the shapes, dtypes and shardings of a batch on the current mesh."""
     rows, length = config.train.batch_size, config.train.seq_len
     shapes: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
         'tokens': ((length,), jnp.int32),

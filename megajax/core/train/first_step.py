@@ -1,10 +1,10 @@
 """The first step of a run in fp16 or fp8, which finds the initial scales.
 
-In fp8 the first batch gives the scale of every operand. In fp16 it gives the loss scale: The first
-gradient to overflow is not a logit's, whose maximum is known, but one that grows during
-backpropagation: a norm divides by the standard deviation of its input, so the embedding's gradients
-are the gradients of the first norm's output divided by the embedding's small numbers. How large
-they get depends on the model and on the batch, so the scale is found by trying.
+In fp8 the first batch gives the scale of every operand. In fp16 it gives the loss scale. The first
+gradient to overflow is not the gradient of a logit, whose maximum is known, but one that grows
+during backpropagation. A norm divides by the standard deviation of its input, so the embedding's
+gradients are the gradients of the first norm's output, divided by the embedding's small numbers.
+Their size depends on the model and on the batch, so the scale is found by trial.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ def take_first_step(
 ) -> tuple[TrainState, Metrics]:
     """Take the step at the largest scale at which no gradient overflows.
 
-    The scale starts at the scale in `state` and is halved until the step succeeds; the next step
-    uses the scale that succeeded divided by MARGIN. A step that overflows changes neither
-    parameters nor optimizer, so it is repeated with the same batch and the same dropout: nothing is
-    compiled for it, and no batch is lost.
+    The first try uses the scale in `state`, and each failure halves it. The next step uses the
+    scale that succeeded, divided by MARGIN. A step that overflows changes neither parameters nor
+    optimizer, so it is repeated with the same batch and the same dropout; nothing is compiled
+    again, and no batch is lost.
     """
     assert state.loss_scale is not None
     step, batches, tried = int(state.step), int(state.batches), float(state.loss_scale.value)
@@ -36,7 +36,8 @@ def take_first_step(
         state, metrics = train_step(state, batch)
         if metrics['taken']:
             return _with_scale(state, max(tried / MARGIN, SMALLEST)), metrics
-        if not metrics['overflow']:  # the loss itself is not finite: no evidence about the scale
+        # the loss itself is not finite, which says nothing about the scale
+        if not metrics['overflow']:
             return state, metrics
         tried /= 2
         state = _with_scale(state, tried)._replace(
@@ -45,7 +46,7 @@ def take_first_step(
 
 
 def with_scales(config: Config, state: TrainState, batch: Batch) -> TrainState:
-    """Return the state with fp8 scales from a batch, unless it already has scales."""
+    """Return the state with fp8 scales computed from a batch, unless it already has scales."""
     if state.recent is None or jax.device_get(state.recent).any():
         return state
     return state._replace(recent=make_calibration(config)(state.params, state.step, batch))

@@ -24,24 +24,25 @@ from megajax.core.train.pipeline import pipelined
 from megajax.core.train.zero import StepWeights, mapped_axes, sum_over_data, zero_gradients
 from megajax.xla.miscompiles import mesh_target
 
-# Of (params, weights, microbatches, key of dropout): sums, and gradients like `zero_gradients`.
+# A function of (params, weights, microbatches, dropout key). It returns the sums, and gradients
+# like `zero_gradients`.
 OfMicrobatches = Callable[[Any, Any, Batch, jax.Array], tuple[Sums, Any]]
 
 
 class Seen(NamedTuple):
-    """The counts of a step, besides its loss."""
+    """Values that a step records in addition to its loss."""
 
     # With fp8, the indices of the largest exponents (`scaling.py`); found in bf16 without scales.
     places: jax.Array | None
-    routed: jax.Array | None  # with experts, the sums of their routers (`routing.py`)
+    routed: jax.Array | None  # the sums of routers' statistics, with experts (`routing.py`)
 
 
 def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]]:
     """Return a function of parameters, batch, dropout key, loss scale, scales and load.
 
-    The scales are for fp8, and the load is the experts' in the step before. The function
-    returns the mean loss and the mean negative log-likelihood, the gradient of the loss, and what
-    the step has counted.
+    The scales are for fp8, and the load is the load of experts in the step before. The function
+    returns the mean loss and the mean negative log-likelihood, the gradient of the loss, and the
+    values in `Seen`.
 
     Every data shard differentiates the loss of its own sequences with respect to the shared
     parameters, which gives one gradient per data shard. Their sum, after the last microbatch, is a
@@ -84,7 +85,7 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
 
 
 def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State]]:
-    """Do what `make_gradients` does, without the last result."""
+    """Return a function like that of `make_gradients`, but without the last result."""
     of_all = make_gradients(config)
 
     def loss_and_gradients(*args: Any) -> tuple[Sums, nnx.State]:
@@ -95,7 +96,7 @@ def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.Sta
 
 
 def _accumulated(objective: Objective, layout: Layout) -> OfMicrobatches:
-    """Return a function that takes one microbatch after the other."""
+    """Return a function that accumulates the microbatches one after the other."""
     differentiate = jax.value_and_grad(objective, has_aux=True)
     shard = objective.computation.overlap.shard
 

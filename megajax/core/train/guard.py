@@ -1,6 +1,7 @@
-"""Guards against non-finite values and loss spikes: whether a step applies its update.
+"""Guards against non-finite values and loss spikes: they decide whether a step applies its update.
 
-This is decided inside the step, from numbers that every device has, so that all processes agree.
+The decision is made inside the step, from numbers that every device has, so that all processes
+agree.
 """
 
 from collections.abc import Mapping
@@ -12,23 +13,23 @@ import jax.numpy as jnp
 from megajax.core.config import Config, NumericError
 
 USUAL_STEPS = 128  # steps whose losses define the usual range, as in OLMo and Levanter
-DEVIATIONS = 6.0  # standard deviations above their mean, beyond which a loss is a spike
+DEVIATIONS = 6.0  # a loss more than this many standard deviations above the mean is a spike
 
 
-SKIPS_IN_A_ROW = 3  # skipped updates, after which the run ends
+SKIPS_IN_A_ROW = 3  # the run ends after this many skipped updates in a row
 ROUNDING = 1e-3  # nats by which a cross entropy may be below zero
 
 
 class Guard(NamedTuple):
-    """Recent losses and counts of applied and skipped updates, from which a step is judged."""
+    """Recent losses and counts of applied and skipped updates, by which a step is judged."""
 
-    losses: jax.Array  # fp32 [USUAL_STEPS], of the last steps whose update was applied
+    losses: jax.Array  # fp32 [USUAL_STEPS], losses of the last steps whose update was applied
     taken: jax.Array  # updates applied since the run began
     skipped_in_a_row: jax.Array  # updates skipped since the last applied one, without overflows
 
 
 class Verdict(NamedTuple):
-    """The outcome of a step: was its update applied, and if not, why?"""
+    """The outcome of a step: whether its update was applied and, if not, why."""
 
     taken: jax.Array  # the update was applied
     finite: jax.Array  # loss and gradients were finite
@@ -58,15 +59,15 @@ def judge(
 ) -> tuple[Verdict, Guard]:
     """Decide whether the update of a step is applied; return the verdict and the guard after it.
 
-    It is applied if loss and gradients are finite and, with `spikes`, the loss is not a spike. A
-    negative log-likelihood below zero, which only a label outside the vocabulary can cause, counts
-    as not finite.
+    The update is applied if loss and gradients are finite and, with `spikes`, the loss is not a
+    spike. A negative log-likelihood below zero, which only a label outside the vocabulary can
+    cause, counts as not finite.
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (nll >= -ROUNDING)
     usual = guard.losses.mean() + DEVIATIONS * guard.losses.std()
     spike = finite & (guard.taken >= USUAL_STEPS) & (loss > usual)
     taken = finite & ~spike if spikes else finite
-    # The loss replaces the oldest one. One that is not finite must not enter the arithmetic at
+    # The loss replaces the oldest one. A loss that is not finite must not enter the arithmetic at
     # all, not even multiplied by zero.
     here = taken & (jnp.arange(USUAL_STEPS) == guard.taken % USUAL_STEPS)
     after = Guard(
@@ -80,9 +81,9 @@ def judge(
 def respond(
     config: Config, step: int, metrics: Mapping[str, float]
 ) -> Literal['go on', 'roll back']:
-    """Decide how a run continues after `step`: the same in every process.
+    """Decide how a run continues after `step`; every process decides the same.
 
-    Raises NumericError if it must end.
+    Raises NumericError if the run must end.
     """
     if metrics['taken'] or metrics['overflow']:
         return 'go on'

@@ -1,6 +1,6 @@
 """The dynamic loss scale of fp16 (Micikevicius et al., 2018), with Megatron's rules and constants.
 
-fp16 has 5 exponent bits: gradients of activations below 6e-8 are lost. The loss is therefore
+fp16 has 5 exponent bits, so gradients of activations below 6e-8 are lost. The loss is therefore
 multiplied by a power of two before it is differentiated, and the gradients are divided by it in
 fp32. The update of a step whose gradients overflow is skipped, and the scale is lowered.
 """
@@ -16,13 +16,13 @@ from megajax.core.config.rules import LARGEST_LOSS_SCALE
 from megajax.core.train.feed import Batch
 
 SMALLEST = 1.0
-GROWTH_STEPS = 1000  # steps without an overflow, after which the scale is doubled
-# Overflows before the scale is halved: this one halves it, and so does each later one until the
-# scale is doubled again.
+GROWTH_STEPS = 1000  # the scale is doubled after this many steps without an overflow
+# Number of overflows that halves the scale. After that, each overflow halves it, until the scale is
+# doubled again.
 HYSTERESIS = 2
 HEADROOM = 2.0**15  # the largest power of two in fp16
-# The factor by which a run's initial scale is below the largest one that works for the first
-# batch: the gradients of other batches may be larger.
+# The initial scale of a run is the largest one that works for the first batch, divided by this
+# factor, because the gradients of other batches may be larger.
 MARGIN = 4.0
 
 
@@ -37,9 +37,9 @@ class LossScale(NamedTuple):
 def init_loss_scale(config: Config) -> LossScale | None:
     """Return the scale before the first step, `train.loss_scale`; None unless in fp16.
 
-    With `auto` it is 2^32 or, if that is smaller, the largest scale at which the gradient of a
-    logit is finite; `core/train/first_step.py` lowers it from there. That gradient is at most 1 /
-    tokens of a batch, or 1 / sequences for BERT's sentence-order prediction.
+    With `auto`, the scale is the smaller one of 2^32 and the largest scale at which the gradient of
+    a logit is finite; `core/train/first_step.py` lowers it from there. A logit's gradient is at
+    most 1 / (tokens of a batch), or 1 / sequences for BERT's sentence-order prediction.
     """
     if config.train.dtype != 'float16':
         return None
@@ -62,7 +62,7 @@ def scale_weights(loss_scale: LossScale | None, batch: Batch) -> Batch:
 
 
 def unscale(loss_scale: LossScale | None, sums_and_gradients: Any) -> Any:
-    """Divide sums and gradients by the scale: exact, because the scale is a power of two."""
+    """Divide sums and gradients by the scale, which is exact: the scale is a power of two."""
     return (
         sums_and_gradients
         if loss_scale is None
@@ -71,7 +71,7 @@ def unscale(loss_scale: LossScale | None, sums_and_gradients: Any) -> Any:
 
 
 def overflows(loss_scale: LossScale | None, loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
-    """Whether the gradients of a finite loss are not finite, and a smaller scale may help."""
+    """Whether the gradients of a finite loss are not finite, which a smaller scale may prevent."""
     if loss_scale is None:
         return jnp.array(False)
     return jnp.isfinite(loss) & ~jnp.isfinite(grad_norm) & (loss_scale.value > SMALLEST)

@@ -35,12 +35,13 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
 
 
 def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
-    """Return a batch with what context shards need, if there are any.
+    """Return a batch with the arrays that context shards need, if there are several shards.
 
-    They get the position of each token, unless the batch has positions. Of documents they get the
-    position of the first token of each token's document, which then tells documents apart, or if
-    attention is bidirectional the segments of all tokens. Arrays of rows have an element for each
-    shard. The first shard has the first token, so the weights of rows are zero on all others.
+    They get the position of each token, unless the batch has positions. With documents, they get
+    the position of the first token of each token's document, which identifies the document, or the
+    segments of all tokens if attention is bidirectional. Arrays with one element per sequence get
+    one for each shard. The first shard has the first token, so the weights of sequences are zero on
+    all others.
     """
     if not layout.mesh_axes('S'):
         return batch
@@ -62,7 +63,7 @@ def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
 
 
 def real_rows(batch: Batch) -> jax.Array:
-    """Return [B, 1]: 1 for rows with at least one counted token, 0 for rows that pad the batch."""
+    """Return [B, 1]: 1 for sequences with a counted token, 0 for sequences that pad the batch."""
     return batch['loss_mask'].max(-1, keepdims=True)
 
 
@@ -85,7 +86,7 @@ def images_of(shard: Batch, key: jax.Array | None = None) -> Images | None:
 
 
 def split(x: jax.Array, num_microbatches: int, layout: Layout) -> jax.Array:
-    """Reshape [B, ...] to [microbatch, *shards, rows, ...], with the shards of `Layout.mapped`.
+    """Reshape [B, ...] to [microbatch, *shards, sequence, ...], with shards as in `Layout.mapped`.
 
     Each data shard splits its own sequences into microbatches, and each context shard keeps its own
     tokens, so nothing moves between devices.

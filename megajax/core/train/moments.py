@@ -1,8 +1,9 @@
-"""Adam's moments in bf16 between steps, `optim.moments_dtype`: half of their memory.
+"""Adam's moments in bf16 between steps (`optim.moments_dtype`), which halves their memory.
 
-A step computes with them in fp32 and rounds them up or down at random, so that the expected result
-is the number itself. If it were rounded to the nearest number, a second moment would stay as it is:
-with beta2=0.999 a step changes it by less than half of the distance between two numbers in bf16.
+A step computes with the moments in fp32 and rounds each one up or down at random, so that the
+expected result is the number itself. If numbers were rounded to the nearest, a second moment would
+never change: with beta2=0.999, a step changes it by less than half of the distance between two bf16
+numbers.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from jax import lax
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.shard_digests import mix
 
-ONE_DEVICE = Layout()  # with the layers in the order of the model
+ONE_DEVICE = Layout()  # a layout that stores the layers in the order of the model
 ODD = 0x9E3779B9  # 2**32 over the golden ratio: multiples of it are far from one another
 
 
@@ -44,7 +45,7 @@ def with_moments_in_bf16(
 
 
 def round_to_bf16(x: jax.Array, seed: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
-    """Round x, in fp32, up with a probability equal to the fraction that rounding down would lose.
+    """Round fp32 x up with a probability equal to the fraction that rounding down would lose.
 
     The random bits are a hash of the seed and an element's index in the array, so they are the same
     on every mesh. If `layout` stores the layers in a different order, the hash uses each layer's
@@ -56,7 +57,7 @@ def round_to_bf16(x: jax.Array, seed: jax.Array, layout: Layout = ONE_DEVICE) ->
 
 
 def _random_bits(x: jax.Array, seed: jax.Array, layout: Layout) -> jax.Array:
-    """Return 32 bits for each element of x, which depend on no other dim's size."""
+    """Return 32 random bits for each element of x, whatever the sizes of other dims are."""
     sharding, place = jax.typeof(x).sharding, seed
     for dim in range(x.ndim):
         index = lax.broadcasted_iota(jnp.uint32, x.shape, dim, out_sharding=sharding)
@@ -69,7 +70,7 @@ def _random_bits(x: jax.Array, seed: jax.Array, layout: Layout) -> jax.Array:
 def _map_moments(function: Callable[[jax.Array, Any, bool], jax.Array], state: Any) -> Any:
     """Apply `function(x, index, is_stacked)` to each array of both moments.
 
-    No two have the same index. One with the parameters of all layers is stacked.
+    Each array has a different index. `is_stacked` is whether it holds the parameters of all layers.
     """
     leaves, tree = jax.tree.flatten((state.mu, state.nu), is_leaf=_is_variable)
 

@@ -1,12 +1,12 @@
 """Muon (Jordan et al., 2024), `optim.kind=muon`: momentum whose matrices are orthogonalized.
 
-Muon updates the matrices of the decoder's layers; the queries, keys and values of a fused QKV, and
-gate and up, each by themselves. AdamW updates the rest: embedding and head, BERT's heads, the
-vision encoder, biases, norms and tables. The updates of a matrix [m, n] are multiplied by 0.2
-sqrt(max(m, n)), which gives them the size of AdamW's (Moonlight, Liu et al., 2025). So both have
-the same learning rate and weight decay.
+Muon updates the matrices of the decoder's layers. The queries, keys and values of a fused QKV are
+orthogonalized separately, and so are gate and up. AdamW updates the rest: embedding and head,
+BERT's heads, the vision encoder, biases, norms and tables. The updates of a matrix [m, n] are
+multiplied by 0.2 sqrt(max(m, n)), which makes them as large as AdamW's (Moonlight, Liu et al.,
+2025), so both use the same learning rate and weight decay.
 
-The momentum is stored as AdamW's first moment is. Newton-Schulz iterations compute in bf16, or in
+The momentum is stored like AdamW's first moment. Newton-Schulz iterations compute in bf16, or in
 fp32 with train.dtype=float32, and each runs on one device only (`whole_matrices.py`).
 """
 
@@ -22,9 +22,10 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from megajax.core.config import Config, OptimConfig
 from megajax.core.train.whole_matrices import Pools, WholeMatrices, matrices_of, others_of
 
-RMS = 0.2  # of the elements of an update, as AdamW's usually are
+RMS = 0.2  # RMS of the elements of an update, as is usual for AdamW's
 QUINTIC = 3.4445, -4.7750, 2.0315
-# Of five iterations in turn: `dion` in optax, `quintic` in NVIDIA's Emerging-Optimizers.
+# Coefficients of five iterations, which repeat; called `dion` in optax, `quintic` in NVIDIA's
+# Emerging-Optimizers.
 DION = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -32,7 +33,7 @@ DION = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-# Of the first iterations and of all others (Amsel et al., 2025, algorithm 1).
+# Coefficients of the first iterations; LAST is for all others (Amsel et al., 2025, algorithm 1).
 POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -43,13 +44,13 @@ POLAR_EXPRESS = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
 LAST = 1.875, -1.25, 0.375
-SAFETY = 1.01  # singular values may be this much above 1, by rounding
+SAFETY = 1.01  # rounding may raise singular values above 1 by this factor
 
 
 def with_muon(adam: optax.GradientTransformation, config: Config) -> optax.GradientTransformation:
     """Return Muon's updates of the matrices of layers, and `adam`'s updates of the others.
 
-    The state is `adam`'s; it has no second moments of Muon's matrices.
+    The state is `adam`'s, but has no second moments for Muon's matrices.
     """
     optim, whole = config.optim, WholeMatrices(config)
     dtype = jnp.float32 if config.train.dtype == 'float32' else jnp.bfloat16
@@ -74,7 +75,7 @@ def with_muon(adam: optax.GradientTransformation, config: Config) -> optax.Gradi
 
 def orthogonalized(pools: Pools, optim: OptimConfig) -> Pools:
     """Return the orthogonalized matrices of each pool, multiplied by 0.2 sqrt(max(m, n))."""
-    # Without momentum, this is the orthogonalization alone.
+    # With beta=0, this only orthogonalizes.
     muon = scale_by_muon(
         coefficients(optim),
         optim.ns_steps,
@@ -89,7 +90,7 @@ def orthogonalized(pools: Pools, optim: OptimConfig) -> Pools:
 
 
 def coefficients(optim: OptimConfig) -> Any:
-    """Return the coefficients of x, x^3 and x^5 in each iteration, or in all of them."""
+    """Return the coefficients of x, x^3 and x^5: one triple for all iterations, or one for each."""
     if optim.ns_coefficients == 'quintic':
         return QUINTIC
     if optim.ns_coefficients == 'dion':
@@ -102,7 +103,7 @@ def coefficients(optim: OptimConfig) -> Any:
 
 
 def _direction(momentum: Any, gradients: Any, count: jax.Array, optim: OptimConfig) -> Any:
-    """Return the momentum, or where Nesterov's looks ahead, corrected for its start at zero."""
+    """Return the momentum or, with `nesterov`, its look-ahead, corrected for its start at zero."""
     correct, beta = optax.tree.bias_correction, optim.momentum
     if not optim.nesterov:
         return correct(momentum, beta, count)

@@ -37,10 +37,10 @@ class Objective:
 
     @classmethod
     def of(cls, config: Config, layout: Layout, *, is_training: bool = True) -> Self:
-        """The objective of a run's training steps, or of an evaluation.
+        """Return the objective of a run's training steps, or of its evaluations.
 
-        An evaluation of an fp8 model computes in bf16, and one of a mixture of experts drops no
-        token.
+        An evaluation of an fp8 model computes in bf16, and an evaluation of a mixture of experts
+        drops no token.
         """
         in_fp8 = is_training and config.train.dtype == 'fp8'
         is_routed = is_training and config.model.experts is not None
@@ -87,7 +87,7 @@ class Objective:
     ) -> jax.Array:
         """Return the residual stream after the layers in `params`.
 
-        `first` is the index in the model of the first of them.
+        `first` is the index of the first of these layers in the model.
         """
         model, used = self.model(params, weights)
         rows = rows_of(shard, key)
@@ -98,7 +98,7 @@ class Objective:
     ) -> Sums:
         """Compute the sums of tokens from the residual stream after the last layer.
 
-        `shard` has the labels and weights of these tokens.
+        `shard` has the labels and weights of the tokens.
         """
         model, _ = self.model(params, weights)
         return self._of_tokens(model, model.finish(x_BTD), model.head_Vd, shard)
@@ -106,7 +106,7 @@ class Objective:
     def row_head(
         self, params: nnx.State, weights: nnx.State | None, x_BTD: jax.Array, shard: Batch
     ) -> jax.Array | None:
-        """Compute the loss of sentence-order prediction from the same residual stream."""
+        """Compute the loss of sentence-order prediction from the same hidden states as `head`."""
         model, _ = self.model(params, weights)
         return self._of_rows(model, model.finish(x_BTD), shard)
 
@@ -125,7 +125,7 @@ class Objective:
 
     @property
     def without_recomputation(self) -> Self:
-        """The same objective, whose backward pass recomputes nothing."""
+        """Return the same objective, but without recomputation in its backward pass."""
         computation = self.computation._replace(recompute='none')
         return dataclasses.replace(self, computation=computation)
 
@@ -135,7 +135,7 @@ class Objective:
 
     @cached_property
     def abstract_layers(self) -> Any:
-        """The layers without arrays, for a model that does not use them."""
+        """The layers without arrays, for a model whose layers are not used."""
         model = abstract_model(self.config.model, self.layout, **self._of_step)
         return nnx.state(model).raw_mapping['layers']
 
@@ -150,10 +150,10 @@ class Objective:
     def model(
         self, params: nnx.State, weights: nnx.State | None
     ) -> tuple[LanguageModel, LanguageModel | None]:
-        """Return the model, and the one with the weights to compute with, if they differ.
+        """Return the model and, if they differ, a model with the weights to compute with.
 
-        Each layer reads its weights inside the loop over layers, which would otherwise hold all of
-        them in fp32.
+        Each layer reads its weights inside the loop over layers; outside, all of them would be in
+        memory in fp32.
         """
         if weights is None:
             return nnx.merge(self._graph, params), None

@@ -14,13 +14,13 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.train.moments import with_moments_in_bf16
 from megajax.core.train.muon import with_muon
 
-# The fraction of the steps, at their end, in which the rate decays: the last fifth, as in MiniCPM
-# (Hu et al., 2024) and its successors.
+# The fraction of the steps, at their end, in which the learning rate decays, as in MiniCPM (Hu et
+# al., 2024) and its successors.
 WSD_DECAY = 0.2
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Return clipping followed by `optim.kind`; moments are sharded like their parameter."""
+    """Return clipping followed by `optim.kind`; moments are sharded like their parameters."""
     optim = config.optim
     adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
     if optim.kind == 'muon':
@@ -43,9 +43,10 @@ def learning_rate(config: Config) -> Callable[[Any], jax.Array]:
 def make_schedule(optim: OptimConfig, steps: int) -> Callable[[Any], jax.Array]:
     """Return the learning rate as a function of the step, which counts from 0.
 
-    It rises linearly to `lr`, which the first step after the warm-up has, and then follows
-    `optim.schedule` down to `min_lr`, which it has from `optim.decay_steps` on. With
-    `optim.warmup_init` it is the rate of Megatron-LM's OptimizerParamScheduler at every step.
+    The rate rises linearly to `lr`, which it reaches at the first step after the warm-up. It then
+    follows `optim.schedule` down to `min_lr`, which it reaches at `optim.decay_steps` and keeps.
+    With `optim.warmup_init`, the rate equals that of Megatron-LM's OptimizerParamScheduler at every
+    step.
     """
     warmup, end = optim.warmup_steps, optim.decay_steps or steps
     fall = optim.wsd_steps or WSD_DECAY * (end - warmup)
@@ -80,10 +81,10 @@ def make_schedule(optim: OptimConfig, steps: int) -> Callable[[Any], jax.Array]:
 
 
 def _since(point: float, step: Any) -> Any:
-    """Return the steps since a point of the schedule, exact in fp32 near it, however late it is."""
+    """Return the steps since a point of the schedule; near the point they are exact in fp32."""
     return step - math.floor(point) - point % 1
 
 
 def decays(params: Any) -> Any:
-    """A tree of booleans: does weight decay apply to the parameter? To all but biases and norms."""
+    """Return a tree of booleans: whether a parameter decays, which all but biases and norms do."""
     return map_parameters(lambda declared, _: declared.decays, params)

@@ -3,9 +3,9 @@
 In a Megatron layer every matmul waits for the collective before it. Two halves of a microbatch do
 not depend on each other, or only in attention: while one communicates, the other computes (Domino,
 Wang et al., 2024). Communication over `data` overlaps the matmuls of other layers. The number of
-bytes is the same. `core/model/overlap/` implements the schedule. It does not support pipeline
-stages, context parallelism, 2-D tensor parallelism and images: for these, the halves are left to
-XLA's scheduler.
+bytes does not change. `core/model/overlap/` implements the schedule. It does not support pipeline
+stages, context parallelism, 2-D tensor parallelism and images; with these, XLA's scheduler orders
+the work of the halves.
 """
 
 from megajax.core.config import Config
@@ -21,8 +21,8 @@ OPTIONS = {
     'xla_gpu_reduce_scatter_combine_threshold_bytes': str(MEBIBYTE),
 }
 # By default only one collective of a program is in flight at a time. Tensor parallelism's
-# collectives would then block those that move weights and gradients in ZeRO-2 and ZeRO-3,
-# activations between pipeline stages, and keys and values between neighboring context shards.
+# collectives would then block the transfers of weights and gradients in ZeRO-2 and ZeRO-3, of
+# activations between pipeline stages, and of keys and values between neighboring context shards.
 SLOTS = {'xla_gpu_experimental_parallel_collective_overlap_limit': '4'}
 # By default XLA starts a collective as late as it can, next to the last matmul before its result is
 # needed. In the overlap schedule it starts where the schedule puts it.

@@ -2,7 +2,8 @@
 
 With `train.recompute=full` only the input is saved, and the backward pass runs the layers again.
 Otherwise the residuals are saved: `jax.vjp` returns a pytree whose leaves are the arrays that the
-backward pass reads. Leaves that are arguments, such as weights, are passed again instead of saved.
+backward pass reads. Leaves that are arguments, such as weights, are passed again instead of being
+saved.
 """
 
 from collections.abc import Callable
@@ -12,14 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-RECOMPUTE = 'recompute'  # the scope of operations that a backward pass runs again
+RECOMPUTE = 'recompute'  # the named scope of recomputed operations
 Tree = Any
-# A function of the parameters to differentiate, of a tree that is given to both passes, and of x.
+# A function of the parameters to differentiate, of a tree that both passes get, and of x.
 Run = Callable[[Tree, Tree, jax.Array], jax.Array]
 
 
 class Passes(NamedTuple):
-    """Two functions to be mapped over stages and shards, the first one before the second."""
+    """Two functions to be mapped over stages and shards; `forward` runs before `backward`."""
 
     forward: Callable[[Tree, Tree, jax.Array], tuple[jax.Array, Tree]]  # -> (y, kept)
     # (params, given, kept, dy) -> (dparams, dx)
@@ -27,7 +28,7 @@ class Passes(NamedTuple):
 
 
 def keeping_inputs(run: Run) -> Passes:
-    """Save the input of a stage, which runs twice."""
+    """Return passes that save only the input of a stage; the backward pass runs the stage again."""
 
     def forward(params: Tree, given: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
         return run(params, given, x), x
@@ -41,10 +42,10 @@ def keeping_inputs(run: Run) -> Passes:
 
 
 def keeping_residuals(run: Run) -> Passes:
-    """Save the residuals of differentiation."""
-    # The structure of the result of `jax.vjp`, and for each leaf its index in the tree that is
-    # passed again, or how to make it from the saved arrays. Tracing the forward pass finds the same
-    # each time.
+    """Return passes that save the residuals of differentiation."""
+    # The structure of `jax.vjp`'s result and, for each leaf, either its index in the tree that is
+    # passed again or a function that restores it from the saved array. Every trace of the forward
+    # pass finds the same structure.
     found: list[tuple[Any, list[int | Callable[[jax.Array], jax.Array]]]] = []
 
     def forward(params: Tree, given: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:

@@ -1,13 +1,13 @@
-"""Pipeline parallelism: the stages of `mesh.stages` in lock step, by the tables of `schedule.py`.
+"""Pipeline parallelism: the stages run in lock step, following the tables of `schedule.py`.
 
-A stage is a mapped dim, [stage, data shard, ...], as a data shard is. In each tick every stage runs
-the passes in the schedule: forward, backward, or both. Its output goes to its neighbor while it
-computes the next one: 1F1B (Narayanan et al., 2021) in one program for all devices. An idle stage
-also computes, on zeros or old numbers, but its results are not used: the cotangent of its backward
-pass is zero, and so are its gradients.
+The stages of `mesh.stages` are a mapped dim, [stage, data shard, ...], like data shards. In each
+tick, every stage runs the passes in the schedule: forward, backward, or both. Its output is sent to
+its neighbor while it computes the next one. This is 1F1B (Narayanan et al., 2021) in one program
+for all devices. An idle stage also computes, on zeros or old numbers, but its results are not used:
+the cotangent of its backward pass is zero, and so are its gradients.
 
-Every stage has the embedding and the head. The embedding is looked up on all of them and used on
-the first. Each stage computes the head for its part of the tokens that the last stage has finished,
+Every stage has the embedding and the head. All stages look up the embedding, but only the first one
+uses it. Each stage computes the head for its part of the tokens that the last stage has finished,
 so that all stages have the same amount of work.
 """
 
@@ -30,7 +30,8 @@ from megajax.core.train.stage_model import StageModel
 
 Tree = Any
 Ring = list[tuple[int, int]]
-# Scopes of the stages' sends, by which `inspect` tells the directions between two stages apart.
+# Named scopes of the stages' sends; `inspect` needs them to tell the two directions apart if there
+# are only two stages.
 TO_NEXT, TO_PREVIOUS = 'to_next_stage', 'to_previous_stage'
 
 
@@ -41,7 +42,7 @@ class Tick(NamedTuple):
     backward_Z3: jax.Array
     embedded: jax.Array  # microbatch of the first stage's forward pass
     returned: jax.Array  # microbatch of the first stage's backward pass
-    head: jax.Array  # microbatch that the head is due for
+    head: jax.Array  # microbatch for which the head is due
 
 
 class Carry(NamedTuple):
@@ -49,9 +50,9 @@ class Carry(NamedTuple):
 
     x: jax.Array  # input of the next forward pass
     dx: jax.Array  # gradient of the input of the last backward pass
-    kept: Tree  # [Z, slot, ...]: for the backward passes of chunks in flight
+    kept: Tree  # [Z, slot, ...]: values saved for the backward passes of chunks in flight
     turn: jax.Array  # [Z, turn, ...]: gradients of the last stage's outputs
-    layers: Tree  # [Z, chunk, ...]: gradients so far
+    layers: Tree  # [Z, chunk, ...]: gradients accumulated so far
     outside: Tree
     sums: Sums
 
@@ -59,9 +60,10 @@ class Carry(NamedTuple):
 def pipelined(
     objective: Objective, layout: Layout
 ) -> Callable[[Tree, Tree, Batch, jax.Array], Any]:
-    """Return a function of primals, weights, microbatches and the key of dropout.
+    """Return a function of primals, weights, microbatches and dropout key.
 
-    It returns the sums of each stage and shard, and the gradients for `zero.sum_over_data`.
+    The function returns the sums of each stage and shard, and the gradients for
+    `zero.sum_over_data`.
     """
     config, keeping = objective.config, keeping_residuals
     if config.train.recompute == 'full':
@@ -87,7 +89,7 @@ def evaluate_pipelined(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the negative log-likelihood, and the loss of sentence-order prediction or zero.
 
-    Both are [stage, *shards], summed over the microbatches.
+    Both are sums over the microbatches, of shape [stage, *shards].
     """
     mesh, count = objective.config.mesh, len(microbatches['tokens'])
     schedule = make_schedule(mesh.stages, mesh.virtual_stages, count)
@@ -142,7 +144,7 @@ def _tick(
 def _evaluation_tick(
     carry: tuple[jax.Array, Sums], tick: Tick, *, model: StageModel, phase: Phase
 ) -> tuple[tuple[jax.Array, Sums], None]:
-    """Do the forward pass of one tick, and the head without its gradients."""
+    """Run the forward pass of one tick, and the head without its gradients."""
     x, sums = carry
     x = model.input(x, tick.embedded, tick.forward_Z3)
     layers, given = load(model.layers, tick.forward_Z3[:, 1]), model.given(tick.forward_Z3)
@@ -156,7 +158,7 @@ def _evaluation_tick(
 def _forward(
     model: StageModel, passes: Passes, x: jax.Array, pass_Z3: jax.Array
 ) -> tuple[jax.Array, Tree]:
-    """Run each stage's chunk of layers; also return the values that its backward pass needs."""
+    """Run each stage's chunk of layers; also return the values that the backward pass needs."""
     forward = model.over(passes.forward, model.kinds_of_layers, model.given_kinds, BOTH)
     return forward(load(model.layers, pass_Z3[:, 1]), model.given(pass_Z3), x)
 
@@ -175,7 +177,7 @@ def _head(
     before = carry.outside, carry.sums, carry.turn
     if is_always_due:
         outside, sums, turn = due(*before)
-    else:  # all devices take the same branch, so there may be collectives in it
+    else:  # all devices take the same branch, so it may contain collectives
         outside, sums, turn = lax.cond(microbatch >= 0, due, lambda *before: before, *before)
     return carry._replace(outside=outside, sums=sums, turn=turn)
 
@@ -194,7 +196,8 @@ def _backward(carry: Carry, dy: jax.Array, tick: Tick, model: StageModel, passes
     if model.objective.is_routed or model.objective.in_fp8:
         dlayers = jax.tree.map(lambda x: select(microbatch_Z >= 0, x, jnp.zeros_like(x)), dlayers)
     begins = model.is_first_Z & (chunk_Z == 0)
-    with jax.named_scope('transpose(embedding)'):  # XLA of jax 0.12 names the gather after it
+    # jax 0.12's XLA names the gather after this scope
+    with jax.named_scope('transpose(embedding)'):
         embedded = select(begins, dx, jnp.zeros_like(dx))
     doutside = model.embedding_gradients(tick.returned, embedded)
     return carry._replace(
@@ -205,19 +208,19 @@ def _backward(carry: Carry, dy: jax.Array, tick: Tick, model: StageModel, passes
 
 
 def _send_on(y: jax.Array, ring: Ring) -> jax.Array:
-    """Send outputs to the stages after."""
+    """Send each stage's output to the next stage."""
     with jax.named_scope(TO_NEXT):
         return send(y, ring)
 
 
 def _send_back(dx: jax.Array, ring: Ring) -> jax.Array:
-    """Send gradients of inputs to the stages before."""
+    """Send the gradient of each stage's input to the previous stage."""
     with jax.named_scope(TO_PREVIOUS):
         return send(dx, [(after, stage) for stage, after in ring])
 
 
 def _ring(schedule: Schedule) -> Ring:
-    """The pairs of a stage and its successor; the last stage sends to the first."""
+    """Return the pairs of a stage and its successor; the last stage sends to the first."""
     return [(stage, (stage + 1) % schedule.stages) for stage in range(schedule.stages)]
 
 

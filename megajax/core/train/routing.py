@@ -1,10 +1,11 @@
-"""The load of each expert, which a step's routers use, and what they report of it.
+"""The load of each expert, which a step's routers use, and the routers' reports of it.
 
-The balance loss multiplies a token's scores by the shares of assignments in the whole batch, which
-no device knows in its forward pass. A step therefore uses the shares of the step before. So the
-gradients are equal on every mesh and with any number of microbatches, and no layer waits for a
-collective. The reports are sums over tokens for each expert (`router.statistics`). They leave the
-backward pass as the gradient of a slot, as the counts of fp8 do (`scaling.py`).
+The balance loss multiplies a token's scores by each expert's share of the assignments in the whole
+batch. No device knows these shares in its forward pass, so a step uses the shares of the step
+before. The gradients are therefore equal on every mesh and with any number of microbatches, and no
+layer waits for a collective. The reports are sums over tokens for each expert
+(`router.statistics`). They leave the backward pass as the gradient of a slot, like the counts of
+fp8 (`scaling.py`).
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ from megajax.core.train.loss_scale import LossScale
 
 
 def init_load(config: Config) -> jax.Array | None:
-    """Return equal shares [layer, expert] of the assignments; None without experts."""
+    """Return equal shares [layer, expert] of the assignments, or None without experts."""
     experts = config.model.experts
     if experts is None:
         return None
@@ -39,7 +40,7 @@ def attached(
     config: Config,
     layout: Layout,
 ) -> tuple[Any, Any]:
-    """Return the weights with what each router needs to know, and the primals with its slot."""
+    """Return the weights with each router's load values, and the primals with report slots."""
     experts, train = config.model.experts, config.train
     assert experts is not None
     token = (1 if loss_scale is None else loss_scale.value) / (train.batch_size * train.seq_len)
@@ -69,7 +70,7 @@ def detached(gradients: Any, layout: Layout) -> tuple[Any, jax.Array | None]:
         return gradients, None
     rest = nnx.filter_state(gradients, lambda path, x: not is_load(path, x))
     sums = sum_of_vector(found[0], 'L--', layout.mapped, layout)  # all-reduce over data
-    sums = jax.reshard(sums, UNSHARDED('---'))  # stages: all-gather over stage
+    sums = jax.reshard(sums, UNSHARDED('---'))  # with pipeline stages: all-gather over stage
     return rest, sums[np.argsort(np.array(layout.layer_order(len(sums))))]
 
 
@@ -82,10 +83,10 @@ def shares(sums_L4x: jax.Array) -> jax.Array:
 def after_step(
     params: Any, load_Lx: Any, sums_L4x: jax.Array, taken: jax.Array, config: Config
 ) -> tuple[Any, Any]:
-    """Return the parameters and the shares for the next step, unchanged if a step is not taken.
+    """Return the parameters and the shares for the next step, unchanged if the update is skipped.
 
-    Selection biases are moved in favor of the experts with too few tokens, unless adapters alone
-    are trained.
+    Selection biases are moved in favor of experts with too few tokens, unless only adapters are
+    trained.
     """
     experts, layout = config.model.experts, Layout.of(config)
     load_Lx = jnp.where(taken, shares(sums_L4x), load_Lx)
@@ -100,11 +101,12 @@ def after_step(
 
 
 def metrics(sums_L4x: jax.Array, config: Config) -> dict[str, jax.Array]:
-    """Return what a log shows of the routing of a step, over all layers.
+    """Return the metrics of a step's routing for the log, over all layers.
 
-    These are the largest load of an expert over the mean load, the mean entropy of a token's scores
-    in nats, and the number of experts that received nothing; with `balance_loss` that loss, and
-    with `capacity` the share of assignments that are dropped.
+    `expert_load` is the largest load of an expert divided by the mean load, `router_entropy` the
+    mean entropy of a token's scores in nats, and `idle_experts` the number of experts that received
+    no token. With `balance_loss`, the result also has that loss; with `capacity`, it has the share
+    of dropped assignments.
     """
     experts, train = config.model.experts, config.train
     assert experts is not None

@@ -22,12 +22,12 @@ from megajax.core.counts.parameters import dim_sizes, shape_of
 from megajax.core.model import fp8
 from megajax.core.parallel.layout import UNSHARDED, Layout
 
-# Steps for which an exponent is remembered, as many as in Transformer Engine's recipe.
+# Number of steps for which an exponent is remembered, as in Transformer Engine's recipe.
 WINDOW = 1024
 
 
 def linears(model: ModelConfig) -> list[tuple[str, str]]:
-    """Return the sublayer and the name of each linear layer of a layer."""
+    """Return the sublayer and the name of each linear layer of a transformer layer."""
     return [(x.name, linear.name) for x in layer(model) for linear in (x.first, x.second)]
 
 
@@ -44,12 +44,12 @@ def nothing_seen(config: Config) -> jax.Array:
 
 
 def scales_of(recent: jax.Array) -> jax.Array:
-    """Return the scales [layer, linear, operand]: powers of two."""
+    """Return the scales [layer, linear, operand], which are powers of two."""
     is_recent = recent > 0
     highest = fp8.NUM_EXPONENTS - 1 - jnp.argmax(is_recent[..., ::-1], axis=-1)
     tops = jnp.broadcast_to(jnp.array([form.top for form in fp8.FORMATS]), highest.shape)
     scales = jnp.ldexp(jnp.float32(1), tops - highest - fp8.FIRST_EXPONENT)
-    return jnp.where(is_recent.any(-1), scales, 1)  # an operand that was only zero is not scaled
+    return jnp.where(is_recent.any(-1), scales, 1)  # an operand that was all zeros is not scaled
 
 
 def remember(recent: jax.Array, places: jax.Array) -> jax.Array:
@@ -66,7 +66,7 @@ def are_finite(places: jax.Array) -> jax.Array:
 def current(params: nnx.State, config: Config, layout: Layout) -> jax.Array:
     """Return the scales [layer, linear, operand] of a step with current scaling.
 
-    Only the weights' are used. The layers are in the order of their storage.
+    Only the scales of weights are used. The layers are in the order in which they are stored.
     """
 
     def of_weight(weight: nnx.Variable[jax.Array]) -> jax.Array:
@@ -83,9 +83,9 @@ def current(params: nnx.State, config: Config, layout: Layout) -> jax.Array:
 
 
 def on_stages(scales: jax.Array, layout: Layout) -> jax.Array:
-    """Return scales, given in the order of the model's layers, as pipeline stages hold the layers.
+    """Return scales, given in the order of the model's layers, in the order of pipeline stages.
 
-    Without stages, nothing is done.
+    Without stages, return them unchanged.
     """
     if not layout.mesh_axes('L'):
         return scales
@@ -164,8 +164,8 @@ def largest(
 ) -> jax.Array:
     """Return the indices [layer, linear, operand] of the largest exponents, -1 for zeros.
 
-    `counts` has every linear layer's counts from all devices, without the weights'. The weights'
-    counts are the same for the whole batch, and are found in the result of `narrowed`.
+    `counts` has the counts of every linear layer from all devices, except the counts of weights.
+    These are the same for the whole batch, and are in `narrow`, the result of `narrowed`.
     """
     places = jnp.arange(fp8.NUM_EXPONENTS, dtype=jnp.float32)
 

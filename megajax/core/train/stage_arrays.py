@@ -38,7 +38,8 @@ def split_layers(params: nnx.State, layout: Layout) -> tuple[Tree, dict[str, Tre
 def of_own_experts(layers: Tree, layout: Layout) -> tuple[Tree, Tree]:
     """Return layers [Z, W, layer, ...], and whether each array has a dim of data shards.
 
-    The experts of a data shard become [Z, W, *shards, layer, ...]; each device has its own already.
+    The experts of a data shard become [Z, W, *shards, layer, ...]; each device already has its own
+    experts.
     """
 
     def is_shared(declared: Parameter, x: jax.Array) -> bool:
@@ -66,7 +67,7 @@ def zeros_of_layers(layers: Tree, layout: Layout) -> Tree:
 
     def zeros(declared: Parameter, x: jax.Array) -> jax.Array:
         rest = dims_of_shard(declared, layout)[1:]
-        has_shards = x.ndim > 3 + len(rest)  # experts of a data shard
+        has_shards = x.ndim > 3 + len(rest)  # the array holds a data shard's own experts
         of_shards = () if has_shards else layout.sizes_of(shards)
         shape = *x.shape[:2], *of_shards, *x.shape[2:]
         spec = layout.stacked(f'-{rest}', ((STAGE,), (), *shards))
@@ -87,7 +88,7 @@ def zeros_outside(outside: Tree, layout: Layout) -> Tree:
 
 
 def joined(layers: Tree, outside: Tree, layout: Layout) -> nnx.State:
-    """Return gradients, in the shapes of the two functions above, for `zero.sum_over_data`."""
+    """Return gradients in the shapes of the two functions above, for `zero.sum_over_data`."""
     count = len(layout.mapped)
 
     def join_layers(declared: Parameter, gradient: jax.Array) -> jax.Array:

@@ -36,7 +36,7 @@ BESIDE = 'positions', 'segment_ids', 'rows'  # the arrays of a batch that layers
 class StageModel:
     """Parameters and microbatches [microbatch, *shards, ...] of a step, as its ticks use them.
 
-    The key of dropout is None in an evaluation.
+    The dropout key is None in an evaluation.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StageModel:
         self.is_first_Z, self.is_last_Z = self.stage_Z == 0, self.stage_Z == schedule.stages - 1
 
     def _of_shards(self, layers: Tree) -> tuple[Tree, Tree]:
-        """Return layers, and the kind of each array: experts may be of a data shard."""
+        """Return the layers, and the kind of each array: a data shard may have its own experts."""
         layers, are_both = of_own_experts(layers, self.layout)
         return layers, jax.tree.map(lambda is_both: BOTH if is_both else OF_STAGE, are_both)
 
@@ -89,7 +89,7 @@ class StageModel:
         return load(self.weights, chunk_Z), pick(beside, microbatch_Z), first
 
     def input(self, x: jax.Array, microbatch: jax.Array, pass_Z3: jax.Array) -> jax.Array:
-        """Return the input of each stage's pass: x, or embedded tokens where the model begins.
+        """Return the input of each stage's pass: x or, in the first chunk, the embedded tokens.
 
         `microbatch` is the first stage's microbatch.
         """
@@ -102,7 +102,7 @@ class StageModel:
     def differentiate_head(
         self, y: jax.Array, microbatch: jax.Array
     ) -> tuple[Sums, Tree, jax.Array]:
-        """Return the sums, and the gradients of the parameters outside the layers and of y."""
+        """Return the sums, and the gradients of parameters outside the layers, and of y."""
         given = self.outside, self.outside_weights
         parts, labels = share_tokens(y, self.layout), self._own_labels(microbatch)
         function = jax.value_and_grad(self._head_of_tokens, argnums=(0, 2), has_aux=True)
@@ -148,14 +148,14 @@ class StageModel:
         )
 
     def _own_labels(self, microbatch: jax.Array) -> Batch:
-        """Return labels and weights of each stage's tokens; no weight if there is no microbatch."""
+        """Return labels and weights of each stage's tokens; weights are 0 without a microbatch."""
         shard = self._of_all_stages(microbatch)
         weights = jnp.where(microbatch >= 0, shard['weights'], 0)
         own = {'labels': shard['labels'], 'weights': weights}
         return {name: own_tokens(x, self.layout) for name, x in own.items()}
 
     def _own_rows(self, microbatch: jax.Array) -> Batch:
-        """Return BERT's sentence-order labels, with weights that are zero before the last stage."""
+        """Return BERT's sentence-order labels; their weights are zero before the last stage."""
         rows = self._copied(microbatch)
         weights = rows['row_weights']
         counts = self.is_last_Z & (microbatch >= 0)
@@ -163,7 +163,7 @@ class StageModel:
         return {'swapped': rows['swapped'], 'row_weights': weights}
 
     def embedding_gradients(self, microbatch: jax.Array, dx: jax.Array) -> Tree:
-        """Return the gradients of parameters outside the layers, from the input's gradient."""
+        """Return the gradients of parameters outside the layers, given the input's gradient."""
 
         def differentiate(outside: Tree, weights: Tree, shard: Batch, dx: jax.Array) -> Tree:
             return jax.vjp(lambda outside: self._embed(outside, weights, shard), outside)[1](dx)[0]
@@ -172,7 +172,7 @@ class StageModel:
         return of_all(self.outside, self.outside_weights, self._copied(microbatch), dx)
 
     def over(self, function: Callable[..., Any], *kinds: Any) -> Callable[..., Any]:
-        """Map a function over stages and data shards, see `over_stages`."""
+        """Map a function over stages and data shards; see `over_stages`."""
         return over_stages(function, self.layout, *kinds)
 
     def _of_all_stages(self, microbatch: jax.Array) -> Batch:

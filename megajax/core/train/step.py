@@ -30,20 +30,21 @@ DROPOUT = 0x6472706F  # differs from every index that a key is split by
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes."""
+    """The state that a step changes."""
 
-    step: jax.Array  # steps done, whether their update was applied or skipped
-    batches: jax.Array  # batches read, also for steps that were rolled back
+    step: jax.Array  # number of steps done, whether their update was applied or skipped
+    batches: jax.Array  # number of batches read, including batches of steps that were rolled back
     params: nnx.State
     opt_state: optax.OptState
     guard: Guard
     loss_scale: LossScale | None  # None unless in fp16
-    recent: jax.Array | None = None  # exponents seen in fp8 (`scaling.py`), if scaling is delayed
-    load: jax.Array | None = None  # of each expert in the last step (`routing.py`), if any
+    recent: jax.Array | None = None  # recent exponents in fp8 with delayed scaling (`scaling.py`)
+    # load of each expert in the last step (`routing.py`), with experts
+    load: jax.Array | None = None
 
 
 def make_params(config: Config) -> nnx.State:
-    """Return a model's random parameters in their stored form; to be traced."""
+    """Return a model's random parameters in their stored form; trace this function, as in jit."""
     key = jax.random.key(config.train.seed)
     return between_steps(nnx.state(make_model(config.model, Layout.of(config), key=key)), config)
 
@@ -56,9 +57,9 @@ def init_state(
 ) -> TrainState:
     """Return the state before the first step, created in its sharding on the current mesh.
 
-    The parameters are random unless `params` are given, in their stored sharding. The `optimizer`
-    must be the one of `make_train_step`. Under `jax.eval_shape` the result is the shapes and
-    shardings.
+    The parameters are random unless `params` are given, which must be in their stored sharding.
+    Pass the same `optimizer` as to `make_train_step`. Under `jax.eval_shape`, the result has the
+    shapes and shardings of the state.
     """
     of_optimizer = (optimizer or make_optimizer(config)).init
 
@@ -69,7 +70,8 @@ def init_state(
         return TrainState(
             step=zero,
             batches=zero,
-            params=params if given is None else nnx.State({}),  # a result would be a copy
+            # as a result of jit, they would be a copy
+            params=params if given is None else nnx.State({}),
             opt_state=of_optimizer(trainable(params)),
             guard=init_guard(),
             loss_scale=init_loss_scale(config),
@@ -82,7 +84,7 @@ def init_state(
 
 
 def in_dtype(state: TrainState, config: Config) -> TrainState:
-    """Return a state, of a run in bf16 or fp8, in the form that the config's dtype needs."""
+    """Return a state of a run in bf16 or fp8 in the form that the config's dtype needs."""
     is_kept = config.train.has_delayed_scales and state.recent is not None
     return state if is_kept else state._replace(recent=init_recent(config))
 
@@ -90,7 +92,8 @@ def in_dtype(state: TrainState, config: Config) -> TrainState:
 def before_skipped(state: TrainState) -> TrainState:
     """Return the state before a skipped step, given the state after it.
 
-    Only the counts differ. The count of steady steps of fp16's loss scale is not restored.
+    Only the counts differ. The number of steps since fp16's loss scale last changed is not
+    restored.
     """
     guard = state.guard._replace(skipped_in_a_row=state.guard.skipped_in_a_row - 1)
     return state._replace(step=state.step - 1, batches=state.batches - 1, guard=guard)
@@ -102,13 +105,13 @@ def make_train_step(
     """Return `train_step(state, batch) -> (state, metrics)`, compiled at its first call.
 
     The input state is donated. A batch holds `tokens`, `labels` and `loss_mask`, each [B, S], and
-    may hold `segment_ids` and `positions`. BERT's also holds `token_types` and `swapped` [B, 1];
-    its loss is the sum of the losses of masked-token and of sentence-order prediction, and `nll`
-    is the former. A step whose loss or gradients are not finite leaves parameters and optimizer
-    unchanged, bit for bit; so does a spike if `train.spike` says so.
+    may hold `segment_ids` and `positions`. A batch for BERT also holds `token_types` and `swapped`
+    [B, 1]. BERT's loss is the sum of masked-token loss (`nll`) and sentence-order loss. If loss or
+    gradients are not finite, parameters and optimizer stay the same, bit for bit; also after a
+    spike, unless `train.spike` is off.
 
     An `optimizer` replaces `optim.kind`, clipping and weight decay. `lr` in the metrics is
-    `learning_rate(config)`, which it should use.
+    `learning_rate(config)`, which the optimizer should use.
     """
     config = resolved(config, on_gpu=mesh_target() != 'cpu')
     update = (optimizer or make_optimizer(config)).update
@@ -161,7 +164,7 @@ def make_train_step(
 def _updated(
     update: optax.TransformUpdateFn, grads: nnx.State, state: TrainState, *, taken: jax.Array
 ) -> tuple[nnx.State, optax.OptState]:
-    """Return the parameters and the optimizer's state after a step, whose update may be skipped."""
+    """Return the parameters and the optimizer's state after a step; unchanged unless `taken`."""
     trained = trainable(state.params)
     updates, opt_state = update(grads, state.opt_state, trained)
     new = optax.apply_updates(trained, updates), opt_state
@@ -172,17 +175,17 @@ def _updated(
 def dropout_key(seed: int, step: jax.Array | int) -> jax.Array:
     """Return the random key for the dropout of a step.
 
-    jax.random.split(key, n)[i] is fold_in(key, i), so without DROPOUT the first steps would draw
-    their masks with the keys with which the parameters were initialized.
+    jax.random.split(key, n)[i] is fold_in(key, i), so without DROPOUT, the first steps would draw
+    their masks with the keys that initialized the parameters.
     """
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
 
 
 def make_calibration(config: Config) -> Wrapped:
-    """Return `calibrate(params, step, batch) -> recent`, the first state of a run's scales in fp8.
+    """Return `calibrate(params, step, batch) -> recent`, the initial fp8 state of a run.
 
-    It has the exponents of a batch in the passes of a bf16 step, in a loop over layers, which
-    compiles quickly.
+    `recent` has the exponents of one batch, from the forward and backward pass of a bf16 step. The
+    step loops over the layers, because a loop compiles quickly.
     """
     config = without_order(config)
     gradients = make_gradients(config)

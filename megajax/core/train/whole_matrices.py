@@ -37,7 +37,8 @@ class WholeMatrices:
     def gather(self, matrices: Any, dtype: DTypeLike) -> Pools:
         """Return the matrices of a tree of parameters in pools [count, rows, columns].
 
-        The count is sharded over all devices. Zeros pad it so that they divide it.
+        `count` is sharded over all devices, and padded with zero matrices to a multiple of their
+        number.
         """
         found: dict[Form, list[jax.Array]] = {}
 
@@ -50,7 +51,7 @@ class WholeMatrices:
         return {form: self._whole(pieces, form) for form, pieces in found.items()}
 
     def scatter(self, pools: Pools, like: Any) -> Any:
-        """Return the matrices of pools in a tree like the one that they were gathered from."""
+        """Return the matrices of pools in a tree like `like`, from which they were gathered."""
         pieces = {form: self._cut(pool, form) for form, pool in pools.items()}
         taken = dict.fromkeys(pools, 0)
 
@@ -66,7 +67,7 @@ class WholeMatrices:
         return map_parameters(take, like)
 
     def name(self, form: Form) -> str:
-        """Return a name for a pool, which no other pool has, on this mesh or another one."""
+        """Return a name for a pool that no other pool has, on this mesh or on a different one."""
         sides = (
             '.'.join(f'{x.size}{"".join(x.axes)}' for x in side)
             for side in (form.rows, form.columns)
@@ -75,7 +76,7 @@ class WholeMatrices:
         return '-'.join([*sides, *form.groups, *sizes, f'chunks{self._layout.chunks}'])
 
     def spread(self, state: Any, form: Form) -> Any:
-        """Return a state with one entry for each matrix of a pool, on the matrix's device."""
+        """Return a state with one entry per matrix of a pool, each on its matrix's device."""
         every = *form.groups, *self._spread(form)
         return jax.tree.map(lambda x: self._reshard(x, every, *[()] * (x.ndim - 1)), state)
 
@@ -94,7 +95,7 @@ class WholeMatrices:
         return self._reshaped(x, shape, (form.groups, (), form.pieces, ()))
 
     def _stored(self, x: jax.Array, declared: Parameter, part: Part) -> jax.Array:
-        """Return matrices in pieces as the part of the parameter that they are."""
+        """Return matrices, given as pieces, as the part of the parameter that they belong to."""
         sides = part.batch, part.form.dims
         shards = [[(dim.shards, dim.axes) for dim in side] for side in sides]
         shares = [[(dim.split[1], ()) for dim in side] for side in sides]
@@ -106,7 +107,7 @@ class WholeMatrices:
         return x.transpose(np.argsort(part.order))
 
     def _whole(self, pieces: Sequence[jax.Array], form: Form) -> jax.Array:
-        """Return [group, matrix, piece, element] as whole matrices [matrix, row, column]."""
+        """Return pieces [group, matrix, piece, element] as whole matrices [matrix, row, column]."""
         copies, spread, of_groups = form.copies(self._layout), self._spread(form), form.groups
         x = jnp.concatenate(pieces, axis=1)
         devices = prod(self._layout.sizes_of([spread]))
@@ -121,7 +122,7 @@ class WholeMatrices:
         return x[:, : form.shape[0], : form.shape[1]]
 
     def _cut(self, x: jax.Array, form: Form) -> jax.Array:
-        """Return whole matrices as [group, matrix, piece, element], without added matrices."""
+        """Return whole matrices as pieces [group, matrix, piece, element], without padding."""
         copies, spread, of_groups = form.copies(self._layout), self._spread(form), form.groups
         more = [a - b for a, b in zip(form.padded_shape, form.shape, strict=True)]
         x = jnp.pad(x, [(0, 0), *((0, count) for count in more)])
@@ -145,9 +146,10 @@ class WholeMatrices:
 
 
 def _apart(batch: int, matrix: int, *, lead: int = 0) -> tuple[int, ...]:
-    """Return the order of dims that are each split in shards and shares: first all the shards.
+    """Return the order in which dims, each split into shards and shares, have all shards first.
 
-    Dims of a batch come before dims of a matrix, and the first `lead` dims do not move.
+    Dims of a batch come before dims of a matrix; the order applies to each of the two by itself.
+    The first `lead` dims do not move.
     """
     first, last = 2 * batch + lead, 2 * (batch + matrix) + lead
     of_batch = *range(lead, first, 2), *range(lead + 1, first, 2)
@@ -159,13 +161,14 @@ def on_whole_matrices(
 ) -> optax.GradientTransformation:
     """Return an optimizer that gives `matrices` each matrix of the layers whole, on one device.
 
-    `matrices` transforms the gradient [m, n] of one matrix, with m <= n, and `others` the gradients
-    of all other parameters. It gets no parameters: chain weight decay and the learning rate after
-    this transformation. A matrix with more rows than columns is transposed. Queries, keys and
-    values are matrices of their own, as are gate, up, and the matrices of each expert.
+    `matrices` transforms the gradient [m, n] of one matrix, with m <= n, and `others` transforms
+    the gradients of all other parameters. `matrices` gets no parameters: chain weight decay and the
+    learning rate after this transformation. A matrix with more rows than columns is transposed.
+    Queries, keys and values are separate matrices, and so are gate, up, and the matrices of each
+    expert.
 
-    The state of `matrices` is spread over the devices. It can be resumed only with the same mesh
-    and ZeRO stage.
+    The state of `matrices` is spread over the devices. A run can resume with this state only on the
+    same mesh and with the same ZeRO stage.
     """
     whole = WholeMatrices(config)
 

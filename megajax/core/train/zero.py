@@ -53,7 +53,7 @@ def between_steps(params: Any, config: Config) -> Any:
 def gather_once(params: Any, config: Config, layout: Layout) -> Any:
     """Gather over `data`, in the compute dtype, the matrices that a step gathers only once.
 
-    With ZeRO-3 the other matrices are returned as they are; a step gathers them where it uses them.
+    With ZeRO-3, the other matrices are returned unchanged; a step gathers them where it uses them.
     """
     shard, dtype, overlap = config.optim.shard, config.train.compute_dtype, config.overlap
 
@@ -72,7 +72,7 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
         weights = map_parameters(gathered, params)
     if overlap.has_head:
         weights['head'] = params['head']
-    elif overlap.is_apart:  # else each microbatch casts the head
+    elif overlap.is_apart:  # otherwise each microbatch casts the head
         is_tied = config.model.tie_embeddings
         parent, name = (weights['embedding'], 'table') if is_tied else (weights, 'head')
         parent[name] = parent[name].replace(cast(parent[name].get_value(), dtype))
@@ -82,14 +82,14 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
 class StepWeights(NamedTuple):
     """The parameters of a step as `fp32_gradients.separate` returns them, copied for each shard.
 
-    The primals have the stored shards of matrices whose gradients the backward pass sums over
-    `data`, and gradient slots for the others; frozen parameters are only among the weights. With
-    fp8, weights have the scales of each matmul, and primals its counts.
+    For matrices whose gradients the backward pass sums over `data`, the primals are the stored
+    shards; for other parameters, they are gradient slots. Frozen parameters are only among the
+    weights. With fp8, the weights have the scales of each matmul, and the primals have its counts.
     """
 
-    weights: Any | None  # to compute with; None if these are the primals
-    primals: Any  # to differentiate with respect to
-    narrow: Any  # the parameters; with fp8, with FP8 matrices
+    weights: Any | None  # weights to compute with, or None if they are the primals
+    primals: Any  # tree to differentiate with respect to
+    narrow: Any  # the parameters; with fp8, their matrices are in FP8
 
     @classmethod
     def of(
@@ -103,7 +103,7 @@ class StepWeights(NamedTuple):
     ) -> Self:
         """Return the parameters as a step uses them; without `scales`, fp8 computes in bf16.
 
-        With experts, `load` is theirs in the step before.
+        With experts, `load` is their load in the step before.
         """
         is_fp8, shard = config.train.dtype == 'fp8', config.overlap.shard
         if config.train.has_current_scales:
@@ -139,9 +139,9 @@ class StepWeights(NamedTuple):
 def of_own_experts(primals: Any, shard: str, layout: Layout) -> Any:
     """Return the primals with slots for the gradients of a data shard's own experts.
 
-    The shards along `expert` have different ones, and each computes the gradients of its own, from
-    the tokens of all of them. ZeRO-2 and ZeRO-3 make these slots where they use them, and stages
-    give each data shard its own experts.
+    The shards along `expert` have different experts, and each one computes the gradients of its own
+    experts from the tokens of all these shards. With ZeRO-2 and ZeRO-3, these slots are made where
+    they are used instead. With pipeline stages, each data shard already has only its own experts.
     """
 
     def own(declared: Parameter, x: jax.Array) -> jax.Array:
@@ -155,7 +155,7 @@ def of_own_experts(primals: Any, shard: str, layout: Layout) -> Any:
 
 
 def mapped_axes(primals: Any, shard: str) -> Any:
-    """Return the dim of data shards in each gradient, None if the backward pass has summed it."""
+    """Return the dim of data shards in each gradient, or None if the backward pass sums it away."""
 
     def axis(declared: Parameter, _: jax.Array) -> int | None:
         return None if reduced_in_backward(declared, shard) else 0
@@ -166,8 +166,8 @@ def mapped_axes(primals: Any, shard: str) -> Any:
 def zero_gradients(primals: Any, shard: str, layout: Layout) -> Any:
     """Return zeros to accumulate the gradients of a step's microbatches in.
 
-    They are [data shard, ...], with the dims of `Layout.mapped`. Gradients that the backward pass
-    sums over `data` are sharded like the stored matrices, for each replica.
+    The zeros are [data shard, ...], with the dims of `Layout.mapped`. Gradients that the backward
+    pass sums over `data` are sharded like the stored matrices, for each replica.
     """
 
     def zeros(declared: Parameter, x: Stack) -> Stack:
@@ -187,9 +187,9 @@ def zero_gradients(primals: Any, shard: str, layout: Layout) -> Any:
 def sum_over_data(gradients: Any, computation: Computation, layout: Layout) -> Any:
     """Return the sum of gradients like `zero_gradients`, with the sharding of their parameters.
 
-    Over `data` this is an all-reduce, or a reduce-scatter if the parameter is sharded over it; over
-    `replica` it is an all-reduce of the result. The gradients of parameters outside the layers have
-    one more data shard for each pipeline stage.
+    Over `data`, this is an all-reduce, or a reduce-scatter if the parameter is sharded over `data`.
+    Over `replica`, it is an all-reduce of the result. The gradients of parameters outside the
+    layers have one more data shard for each pipeline stage.
     """
     shard, dtype = computation.overlap.shard, computation.reduce_dtype
 
@@ -216,7 +216,7 @@ def sum_over_data(gradients: Any, computation: Computation, layout: Layout) -> A
 
 
 def shards_of(declared: Parameter, layout: Layout) -> tuple[Axes, ...]:
-    """Return the mesh axes of each dim of shards that a parameter's gradients are summed over."""
+    """Return the mesh axes of each dim of shards over which a parameter's gradients are summed."""
     *replicas, data = layout.mapped
     stages = () if declared.is_stacked else layout.mesh_axes('L')
     return *replicas, (*stages, *data)
@@ -225,13 +225,14 @@ def shards_of(declared: Parameter, layout: Layout) -> tuple[Axes, ...]:
 def _sum_over_images(
     gradient: jax.Array, declared: Parameter, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
-    """Sum [*data shards, image shard, *dims] to the parameter's stored sharding."""
+    """Sum gradients [*data shards, image shard, *dims] to the parameter's stored sharding."""
     dims, shards = declared.dims, len(layout.mapped)
     if not declared.is_matrix:
         every = *layout.mapped, layout.mesh_axes(declared.summed)
         return zero_sharding.sum_of_vector(gradient, dims, every, layout)
     padded = zero_sharding.pad(gradient.astype(dtype), '-' * (shards + 1) + dims, layout)
-    # Over the images first, so that the sums over `data` are of a part of the matrix.
+    # The sum over images comes first, so that the sums over `data` are of a part of the matrix
+    # only.
     of_images = layout.at_rest_over(layout.mesh_axes(declared.summed))
     spec = of_images.stacked(dims, layout.mapped, at_rest=True)
     of_data = lax.reduce_sum(padded, (shards,), out_sharding=spec)
@@ -243,7 +244,7 @@ def _sum_over_images(
 def _sum_within_replicas(
     gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
-    """Sum [..., data shard, *dims] over the data shards of each replica."""
+    """Sum gradients [..., data shard, *dims] over the data shards of each replica."""
     reduce = partial(zero_sharding.reduce, dims=dims, layout=layout, dtype=dtype)
     for axes in layout.mapped[:-1]:
         reduce = jax.vmap(reduce, spmd_axis_name=axes)
@@ -253,7 +254,10 @@ def _sum_within_replicas(
 def _sum_over_replicas(
     gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike, *, at_rest: bool = True
 ) -> jax.Array:
-    """Sum arrays [replica, *dims], by default stored shards, over any replicas."""
+    """Sum arrays [replica, *dims] over replicas, if there are several.
+
+    By default, the arrays are stored shards.
+    """
     if len(layout.mapped) == 1:
         return gradient
     spec = layout(dims, at_rest=at_rest)
