@@ -5,11 +5,11 @@ import os
 from typing import Any
 
 HEAD_DIMS, DTYPES = range(8, 513, 8), ('bfloat16', 'float32')
-MARK = 'megajax doctor: '  # precedes the answer, because plugins print too
+MARK = 'megajax doctor: '  # precedes the answer, because plugins also print
 
 
 def ask_jax() -> dict[str, Any]:
-    """Return jax's devices by kind, and the kernels of the first one, for `diagnose`."""
+    """Return jax's devices by kind, and the kernels of the first device, for `diagnose`."""
     import jax
 
     from megajax.runtime.processes.certificates import JAX_OPTION
@@ -33,7 +33,7 @@ def ask_jax() -> dict[str, Any]:
 
 
 def kernel_of(device: Any, dtype: str) -> str:
-    """Return the kernel of attention on a device: cuDNN's, and for which heads, or XLA's."""
+    """Describe the attention kernel on a device: cuDNN's, with the supported heads, or XLA's."""
     from megajax.core.counts.flash import missing_for_flash
     from megajax.core.hardware.targets import capability_of, is_nvidia
 
@@ -45,7 +45,7 @@ def kernel_of(device: Any, dtype: str) -> str:
 
 
 def matmuls_of_experts(device: Any, dtype: str) -> str:
-    """Return what multiplies the rows of dropless experts on a device: kernels, or a loop."""
+    """Describe how a device multiplies the rows of dropless experts: with kernels, or in a loop."""
     from megajax.core.counts.expert_kernels import KERNEL_STEP, missing_for_kernels
     from megajax.core.hardware.targets import capability_of, is_nvidia
 

@@ -68,12 +68,12 @@ def ls(run: Run) -> None:
 def verify(run: Run) -> None:
     """Hash every file of a run's checkpoints.
 
-    Names files whose hash differs from the recorded one, and then exits with code 4.
+    If a hash differs from the recorded one, names the file and exits with code 4.
     """
     any_broken = False
     for path in _steps(run):
         with folder_lock(path, shared=True) as is_there:
-            if not is_there:  # the run has deleted it in the meantime
+            if not is_there:  # the run has deleted the checkpoint in the meantime
                 continue
             broken = problems(path)
         any_broken = any_broken or bool(broken)
@@ -117,7 +117,7 @@ def diff(
 
 
 def _steps(run: Path) -> list[Path]:
-    """Return the finished checkpoints of RUN, or the one of RUN/STEP."""
+    """Return the finished checkpoints of RUN, or the single checkpoint RUN/STEP."""
     folder = run / 'checkpoints' if (run / 'checkpoints').is_dir() else run
     foreign = find_foreign(folder)
     if steps := [folder / str(step) for step in find_steps(folder)] + foreign:

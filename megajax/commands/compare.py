@@ -67,7 +67,7 @@ def compare(
 ) -> None:
     """Name the first site at which two models or meshes differ.
 
-    Runs one forward and one backward pass on each side, on the same batch. Exits with 1 if a
+    Runs one forward and one backward pass on each side, on the same batch. Exits with code 1 if a
     difference exceeds its limit.
     """
     sources = [argument for argument in arguments if '=' not in argument]

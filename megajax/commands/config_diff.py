@@ -15,7 +15,7 @@ Source = Annotated[str, typer.Argument(help='A preset, a YAML file or the folder
 def config_diff(before: Source, after: Source) -> None:
     """Show the keys in which two configs differ.
 
-    Keys that a file leaves out have their defaults.
+    Keys that are not in a file have their defaults.
     """
     for key, (old, new) in differences(_sections(before), _sections(after)).items():
         print(f'{key}: {old} -> {new}')

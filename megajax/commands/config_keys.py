@@ -70,7 +70,7 @@ def _wide(found: Iterable[Key]) -> Table:
 
 
 def _narrow(found: Iterable[Key]) -> Table:
-    """Return a table of two columns, in which keys are never cut."""
+    """Return a table of two columns that never cuts off a key."""
     rest = Column('type, default, meaning', overflow='fold')
     table = Table(Column('key', no_wrap=True), rest, box=None, pad_edge=False)
     for key in found:
@@ -80,7 +80,7 @@ def _narrow(found: Iterable[Key]) -> Table:
 
 
 def _markdown(section: str) -> str:
-    """Return the heading, docstring and table of a section, without bars inside a cell."""
+    """Return the heading, docstring and table of a section, with no bar inside a cell."""
     rows = [
         f'| `{key.path}` | {key.meaning} '
         f'| {key.default if key.default == "required" else f"`{key.default}`"} '

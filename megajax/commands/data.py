@@ -27,7 +27,7 @@ data_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help='Build, describe and verify token files.'
 )
 
-SECONDS = 30  # between progress lines without a terminal
+SECONDS = 30  # seconds between progress lines if there is no terminal
 
 
 class _ManyInputs(TyperCommand):
@@ -159,7 +159,7 @@ def info(
         int, typer.Option(min=0, help='Number of documents whose beginning to show.')
     ] = 3,
 ) -> None:
-    """Show the number of documents and tokens, lengths, and some text."""
+    """Show the numbers of documents and tokens, the lengths of documents, and some text."""
     from megajax.corpus.describe import decode_samples, describe
     from megajax.runtime.data.text.tokenizer import load_tokenizer
 
@@ -244,7 +244,7 @@ def _histogram(counts: Sequence[int]) -> Table:
 
 
 class _Progress:
-    """A progress bar on a terminal, otherwise a line every SECONDS."""
+    """A progress bar on a terminal; otherwise a line every SECONDS seconds."""
 
     def __init__(self) -> None:
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -258,7 +258,7 @@ class _Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar.live.is_started:  # otherwise rich would print a line
+        if self._bar.live.is_started:  # stopping a bar that never started would print a line
             self._bar.stop()
 
     def __call__(self, read: int, total: int) -> None:

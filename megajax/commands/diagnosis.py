@@ -1,4 +1,4 @@
-"""The result of `megajax doctor`: facts, and problems with their fixes."""
+"""The result of `megajax doctor`: facts about the machine, and problems with their fixes."""
 
 from dataclasses import dataclass, field
 

@@ -1,8 +1,8 @@
 """`megajax doctor`: check the environment of a run on this machine, and suggest fixes.
 
 jax is started in a separate process (`ask_jax.py`), because a wrong flag or driver ends the
-process that starts it. A proxy is reported by the name of its variable only: its address may
-contain a password.
+process that starts it. A proxy is reported only by the name of its variable, because its address
+may contain a password.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ from megajax.core.hardware.visible import visible_gpus
 from megajax.runtime.processes.environment import check_host_name
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
-TIMEOUT = 120.0  # seconds for jax to start; a driver that hangs never returns
-LITTLE = 2e9  # minimum free space in bytes; a checkpoint has 12 for each parameter
+TIMEOUT = 120.0  # most seconds for jax to start, because a driver that hangs never returns
+LITTLE = 2e9  # minimum free space in bytes; a checkpoint has 12 bytes per parameter
 PROXIES = ('grpc_proxy', 'https_proxy', 'http_proxy')
 
 
@@ -103,7 +103,7 @@ def _plugins() -> dict[str, str]:
 
 
 def _jax(diagnosis: Diagnosis, environ: Mapping[str, str], timeout: float) -> dict[str, Any] | None:
-    """Add what jax finds, and return its report, or None if jax does not start."""
+    """Add the devices that jax finds, and return its report; None if jax does not start."""
     # A run may be using the GPUs, and jax would preallocate most of their free memory.
     environment = {**environ, 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
     command = [sys.executable, '-m', 'megajax.commands.ask_jax']
@@ -153,7 +153,7 @@ def _why_jax_fails(
         )
         return
     lines = done.stderr.strip().splitlines() or [f'exit code {done.returncode}']
-    why = re.sub(r'//[^/\s]*@', '//', lines[-1])  # without the password in an address
+    why = re.sub(r'//[^/\s]*@', '//', lines[-1])  # removes a password from an address
     wanted = environ.get('JAX_PLATFORMS', '')
     if not wanted or wanted.startswith('cpu'):
         diagnosis.wrong(
@@ -196,7 +196,7 @@ def _missing_gpus(diagnosis: Diagnosis, kind: str, count: int, environ: Mapping[
 def _compilation_cache(diagnosis: Diagnosis, platform: str, environ: Mapping[str, str]) -> None:
     """Add a line if jax's compilation cache helps only one process.
 
-    On CPUs each process has its own cache keys, and jax writes only those of process 0.
+    On CPUs, each process has its own cache keys, but jax writes only process 0's entries.
     """
     if platform == 'cpu' and environ.get('JAX_COMPILATION_CACHE_DIR'):
         diagnosis.fact(
@@ -214,7 +214,7 @@ def _miscompiles(
     """
     if not has_compiler():
         return
-    # Not on the GPUs: they may be in use.
+    # The check does not start jax on the GPUs, because they may be in use.
     environment = {**environ, 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
     command = [sys.executable, '-m', 'megajax.xla.miscompiles', *([target] if target else [])]
     try:

@@ -13,7 +13,7 @@ from megajax.core.hardware.topology import Topology, topology_of_host
 
 PACKAGES = 'nvidia-nccl-cu12', 'nvidia-nccl-cu13'
 SHARED = Path('/dev/shm')
-LITTLE_SHARED = 1e9  # bytes; containers have 64 MB unless they are told otherwise
+LITTLE_SHARED = 1e9  # bytes; by default, containers have 64 MB
 # Variables that disable a transport, with the value that does so.
 FORBID = {
     'NCCL_P2P_DISABLE': ('1', 'NVLink and PCIe between the GPUs of a host'),
@@ -23,7 +23,7 @@ FORBID = {
 
 
 class BadRelease(NamedTuple):
-    """Releases of NCCL from `first` to before `fixed` that fail on `machine` (all if empty)."""
+    """NCCL releases from `first` to before `fixed`, which fail on `machine` (on all if empty)."""
 
     first: tuple[int, ...]
     fixed: tuple[int, ...]
@@ -40,7 +40,7 @@ BAD = (
 
 
 def look_at_nccl(diagnosis: Diagnosis, gpus: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Add NCCL's release and variables, and on GPUs the links and the shared memory it needs."""
+    """Add NCCL's release and variables and, on GPUs, the links and shared memory it needs."""
     for name in PACKAGES:
         try:
             _release(diagnosis, version(name), platform.machine())

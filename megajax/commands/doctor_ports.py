@@ -15,7 +15,7 @@ def look_at_ports(
 ) -> None:
     """Add a line for each kind of port, and a problem if a run would reject the certificates.
 
-    `has_mutual_tls` says whether jax, of release `jax`, supports mutual TLS for its coordinator.
+    `has_mutual_tls` says whether the release `jax` of jax supports mutual TLS for its coordinator.
     """
     open_to = f'any client, because {TOKEN} is not set'
     token = f'clients that authenticate with {TOKEN}' if environ.get(TOKEN) else open_to

@@ -124,7 +124,7 @@ def generate(
     check_images(images, image, prompts, texts)
     if show_budget is not None:
         check_budget(show_budget, image or [])
-    # Here, because it imports jax.
+    # Not at the top, because it imports jax.
     from megajax.runtime.generate import Request, Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)

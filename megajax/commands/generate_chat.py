@@ -1,4 +1,4 @@
-"""`megajax generate --chat`: chat on a terminal, or with the lines of a pipe."""
+"""`megajax generate --chat`: chat on a terminal, or answer the lines of a pipe."""
 
 import os
 import signal
@@ -110,7 +110,7 @@ def _lines(is_asked: bool) -> Iterator[str]:
 
 
 def _answer(conversation: 'Conversation', turn: str) -> None:
-    """Print the answer as it grows; Ctrl-C ends it."""
+    """Print the answer while it is generated; Ctrl-C ends it."""
     check_unicode('input', [turn])
     dropped, shown, end = conversation.dropped, 0, None
     with _interrupts() as interrupted, closing(conversation.answer(turn)) as answer:
@@ -119,7 +119,7 @@ def _answer(conversation: 'Conversation', turn: str) -> None:
                 number, dropped = conversation.dropped - dropped, conversation.dropped
                 note(f'dropped the oldest turns, which no longer fit: {number}')
             new, shown, end = row.text[shown:], len(row.text), row.end
-            # Control characters are escaped on a terminal, and unchanged in a pipe.
+            # Control characters are escaped on a terminal, but unchanged in a pipe.
             sys.stdout.write(visible(new) if sys.stdout.isatty() else new)
             sys.stdout.flush()
             if interrupted:

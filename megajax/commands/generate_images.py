@@ -1,4 +1,4 @@
-"""`megajax generate` for a folder of images, and for drawing the token budget of relevance."""
+"""`megajax generate` for a folder of images, and for a drawing of relevance's token budget."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_budget(path: Path, images: Sequence[Path]) -> None:
-    """Raise ConfigError unless there is one image and the file can be written."""
+    """Raise ConfigError unless there is exactly one image and the file can be written."""
     problems = [*output_problems(path)]
     if len(images) != 1:
         problems.append(f'--show-budget needs exactly one --image, not {len(images)}')
@@ -26,7 +26,7 @@ def check_budget(path: Path, images: Sequence[Path]) -> None:
 def draw_budget(
     path: Path, file: Path, config: 'Config', rows: 'Sequence[Continuation | None]'
 ) -> None:
-    """Write the image with the number of tokens of each region, for the only row."""
+    """Write the image with the number of tokens of each region, for the only continuation."""
     from PIL import Image
 
     from megajax.runtime.data.budget_sheet import write_budget

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def print_json(row: 'Continuation', **asked: str) -> None:
-    """Print what was asked, and the text that answers it, as a line of JSON."""
+    """Print the fields of `asked`, and the generated text, as a line of JSON."""
     line = {**asked, 'text': row.text, 'tokens': len(row.ids), 'end': row.end}
     print(json.dumps(line, ensure_ascii=False), flush=True)
 
@@ -34,7 +34,7 @@ def as_json(prompts: Sequence[str]) -> Any:
 def as_text(prompts: Sequence[str]) -> Any:
     """Return a function that prints each prompt and the text generated so far, in order.
 
-    Control characters are escaped on a terminal, and unchanged in a pipe.
+    Control characters are escaped on a terminal, but unchanged in a pipe.
     """
     current, shown = 0, 0
 
@@ -56,12 +56,12 @@ def as_text(prompts: Sequence[str]) -> Any:
 
 
 def is_cut(row: 'Continuation', request: 'Request') -> bool:
-    """Whether a text ended at model.max_seq_len, before the requested number of tokens."""
+    """Return whether a text ended at model.max_seq_len, before the requested number of tokens."""
     return row.end == 'length' and row.limit < request.max_tokens
 
 
 def note_cut(number: int, total: int, request: 'Request', config: 'Config') -> None:
-    """Print a note with the number of texts that were cut, if any."""
+    """Print a note with the number of texts that were cut off, if any."""
     if number:
         note(
             f'{number} of {total} texts were cut before --max-tokens {request.max_tokens}, at '

@@ -107,8 +107,8 @@ def step(
 ) -> None:
     """List each collective that XLA inserted, next to Megatron's.
 
-    Exits with 1 if XLA sends more. With --run the compiled step is also executed, without a GPU,
-    and every gradient is compared with a step on one device.
+    Exits with code 1 if XLA sends more. With --run, the compiled step is also executed, without a
+    GPU, and every gradient is compared with a step on one device.
     """
     config = load(source, overrides or ())
     minimize = minimize or reduce
@@ -161,7 +161,7 @@ def diff(
 ) -> None:
     """Compare two compiled steps.
 
-    They can be of two commits, configs or versions of jax; a config is compiled now, for the
+    The steps can be from two commits, configs or versions of jax. A config is compiled now, for the
     target. Exits with code 1 if there is a new error.
     """
     sources = _read_inspection(before), _read_inspection(after)

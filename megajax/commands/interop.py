@@ -60,15 +60,15 @@ def import_hf(
     """Create a run at step 0 from a Hugging Face model.
 
     The model is a directory with config.json, *.safetensors and tokenizer.json, or a repository on
-    the Hub, ORG/NAME. Repositories are downloaded with huggingface_hub, which reads HF_TOKEN,
-    HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE.
+    the Hub, given as ORG/NAME. Repositories are downloaded with huggingface_hub, which reads
+    HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE.
     """
     log_to_terminal()
     from megajax.interop.folder import check_new
     from megajax.interop.huggingface.directories import import_huggingface
     from megajax.interop.huggingface.hub import find_source
 
-    check_new(out)  # before the download
+    check_new(out)  # fails before the download
     folder, repository = find_source(source, revision)
     import_huggingface(folder, out, overrides or (), repository=repository)
     if repository is not None:
@@ -99,7 +99,7 @@ def export_hf(
 ) -> None:
     """Write a Hugging Face directory for transformers and vLLM.
 
-    The directory appears when it is complete. Adapters are merged into the weights.
+    The directory appears only when it is complete. Adapters are merged into the weights.
     """
     _on_the_host()
     if adapter:
@@ -131,7 +131,7 @@ def import_megatron_lm(
 ) -> None:
     """Create a run at step 0 from a Megatron-LM checkpoint.
 
-    The files mp_rank_TT/model_optim_rng.pt of all ranks are merged, and so are pipeline stages
+    The files mp_rank_TT/model_optim_rng.pt of all ranks are merged, including pipeline stages
     (mp_rank_TT_PPP) and virtual stages.
     """
     log_to_terminal()

@@ -62,7 +62,8 @@ Overrides = Annotated[
 def main() -> None:
     """Run the command; print a RunError line by line and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an unencodable character must not end a run
+        # a character that cannot be encoded must not end a run
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors='backslashreplace')
     try:
         app()
@@ -102,13 +103,13 @@ def train(
     ] = None,
 ) -> None:
     """Train the model of a config."""
-    leave_when_asked()  # until `runtime/run/stop.py` takes over, when there is a run to save
+    leave_when_asked()  # until `runtime/run/stop.py` takes over, once there is a run to save
     config, name = _read(arguments)
     log_to_terminal()
     logging.getLogger('megajax').setLevel(logging.INFO)
 
     start = read_start()
-    # Here, because they import jax: an invalid config or environment fails before that.
+    # Not at the top, because they import jax: an invalid config or environment fails earlier.
     from megajax.commands.mesh_advice import mesh_advice
     from megajax.runtime.processes.distributed import processes
     from megajax.runtime.run.run import run
@@ -118,7 +119,8 @@ def train(
 
 
 def _write_report(folder: Path) -> Path | None:
-    from megajax.analysis.report import write_at_end  # here, because only the end of a run needs it
+    # not at the top, because only the end of a run needs it
+    from megajax.analysis.report import write_at_end
 
     return write_at_end(folder)
 
@@ -249,7 +251,7 @@ for group, name in (
 
 
 def _read(arguments: list[str] | None) -> tuple[Config, str]:
-    """Return the config of the arguments of `train`, and its name."""
+    """Return the config that the arguments of `train` describe, and its name."""
     source, *overrides = arguments or ['tiny']
     if '=' in source:
         return config_of_overrides([source, *overrides])

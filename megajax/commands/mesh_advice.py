@@ -1,4 +1,4 @@
-"""The line with which a run on GPUs reports what `megajax plan` predicts for its mesh."""
+"""The line in which a run on GPUs reports the prediction of `megajax plan` for its mesh."""
 
 import logging
 import threading
@@ -15,9 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def mesh_advice(config: Config, mesh: Mesh) -> str:
-    """Return the line for the GPUs of a mesh; empty for unknown GPUs and in processes above 0.
+    """Return the line for the GPUs of a mesh; empty for unknown GPUs, and in all processes but 0.
 
-    It never fails and takes at most PATIENCE; if the search takes longer, its part is left out.
+    It never fails and takes at most PATIENCE seconds; if the search takes longer, its part is
+    omitted.
     """
     device = mesh.devices.flat[0]
     if jax.process_index() != 0 or hardware_of(device.device_kind) is None:
@@ -25,7 +26,7 @@ def mesh_advice(config: Config, mesh: Mesh) -> str:
     lines = list[str]()
     host = mesh.size if jax.process_count() == 1 else None
     arguments = config, device.device_kind, host, lines
-    # In a thread, because a search of many layouts cannot be stopped.
+    # The search runs in a thread, because a search of many layouts cannot be stopped.
     search = threading.Thread(target=_search, args=arguments, name='mesh advice', daemon=True)
     search.start()
     search.join(PATIENCE)

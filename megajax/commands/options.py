@@ -1,4 +1,4 @@
-"""Options by other names: config keys written as options, and options that were renamed."""
+"""Handle misnamed options: config keys written as options, and options that were renamed."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ def with_old_names(new_of: Mapping[str, str]) -> type[TyperCommand]:
 class KeysGroup(TyperGroup):
     """A group of commands that reports the config key meant by an unknown option."""
 
-    _WORDS: ClassVar[str] = f'{__name__}.words'  # name in click's storage of a command line
+    _WORDS: ClassVar[str] = f'{__name__}.words'  # key in click's storage for a command line
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         ctx.meta.setdefault(self._WORDS, list(args))
@@ -60,7 +60,7 @@ def _takes_overrides(where: Any) -> bool:
 
 
 def _fix(option: str, words: list[str], command: str) -> str | None:
-    """Return what to write instead of an option, None if it means no config key."""
+    """Return what to write instead of an option; None if it is not a config key."""
     value = 'VALUE'
     for word, following in zip(words, [*words[1:], '-'], strict=True):
         name, equals, text = word.partition('=')

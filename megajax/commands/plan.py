@@ -155,7 +155,7 @@ def for_config(
 ) -> None:
     """Predict memory, time and the best layout of a config.
 
-    You do not need the GPUs. Exits with code 1 if the layout of the config does not fit.
+    This does not need the GPUs. Exits with code 1 if the layout of the config does not fit.
     """
     console = Console(highlight=False)
     if table:

@@ -1,7 +1,7 @@
 """Convert corpus files to Megatron's token files: the command `megajax data build`.
 
 The builder reads and writes; workers (`encode.py`) parse and encode. Incomplete output is in a
-folder of its own (`partial.py`), from which a killed build resumes.
+separate folder (`partial.py`), from which a killed build resumes.
 """
 
 import logging
@@ -41,7 +41,7 @@ from megajax.runtime.data.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-PLACES = 5  # maximum number of skipped lines that the summary names
+PLACES = 5  # most skipped lines that the summary names
 
 Report = Callable[[int, int], None]  # bytes read, bytes of all inputs
 
@@ -77,13 +77,13 @@ def build(
 ) -> BuildSummary:
     """Build OUT.bin, OUT.idx, OUT.json and OUT.tokenizer.json.
 
-    The files appear only when they are complete, OUT.idx last. Each document becomes one sequence;
-    a document without tokens becomes none. A text document of more than `unit` bytes is encoded in
-    pieces, which are cut after a line break and joined again; the output does not depend on the
-    number of workers. `train_bpe` trains on the first bytes of each file, in proportion to its size
-    on disk, with a total of 256 MB of text. After a kill, the same job resumes from the last
-    checkpoint, unless it reads a stream. Raises ConfigError with file, place and fix, and leaves no
-    files behind, if an input, the disk or the job is bad.
+    The files appear only when they are complete, OUT.idx last. Each document becomes one sequence,
+    unless it has no tokens. A text document of more than `unit` bytes is encoded in pieces, which
+    are cut after a line break and joined again. The output does not depend on the number of
+    workers. `train_bpe` trains on the first bytes of each file, in proportion to its size on disk,
+    with a total of 256 MB of text. After a kill, the same job resumes from the last checkpoint,
+    unless it reads a stream. If an input, the disk or the job is faulty, it raises ConfigError with
+    the file, the position and the fix, and leaves no files behind.
     """
     started = time.perf_counter()
     out = Path(job.out).expanduser()
@@ -92,7 +92,7 @@ def build(
     check_inputs(inputs, job.json_key)
     tokenizer = given_tokenizer(job, inputs)
     wanted = fingerprint(job, inputs, tokenizer, unit)
-    _progress(out, wanted)  # raises before any file is touched
+    _progress(out, wanted)  # raises an error before any file is changed
     with Partial.lock(out) as partial, _cleaned_up(partial):
         progress = _progress(out, wanted)
         before = progress.text_bytes if progress else 0
@@ -201,7 +201,8 @@ class _Builder:
 
     def _count_spelling(self, encoded: Encoded) -> None:
         progress, spells = self._progress, encoded.spells.copy()
-        again = not encoded.first and progress.open_spells  # counted in an earlier unit
+        # the document was counted in an earlier unit
+        again = not encoded.first and progress.open_spells
         if again:
             spells[0] = True
         progress.spelling += int(spells.sum()) - again
@@ -214,7 +215,7 @@ class _Builder:
         """Return ids and lengths with the first document continued from earlier units.
 
         The first length then counts the document's tokens in all units. With `append_eod`, the
-        end-of-document token is inserted if the document ends in this unit without it.
+        end-of-document token is added if the document ends in this unit without one.
         """
         num_here, eod = int(lengths[0]), self._tokenizer.eod
         lengths[0] += self._progress.open_tokens
@@ -279,9 +280,9 @@ def _cores() -> int:
 
 
 def _progress(out: Path, fingerprint: str) -> Progress | None:
-    """Return the progress of this same build, None if there is none to resume.
+    """Return the progress of this build; None if there is nothing to resume.
 
-    Raises ConfigError if output files of another build exist.
+    Raises ConfigError if output files of a different build exist.
     """
     progress = read_progress(out)
     if progress and progress.fingerprint != fingerprint:

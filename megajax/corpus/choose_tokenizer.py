@@ -16,11 +16,11 @@ from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer, train
 
 logger = logging.getLogger(__name__)
 
-TRAINING_BYTES = 256_000_000  # maximum bytes of text to train a BPE on
+TRAINING_BYTES = 256_000_000  # most bytes of text on which a BPE is trained
 
 
 def given_tokenizer(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
-    """Return the tokenizer that the job names, None if one must be trained."""
+    """Return the tokenizer that the job names; None if one must be trained."""
     if job.tokenizer is None:
         if streams := [input.path for input in inputs if input.stream]:
             message = (
@@ -64,7 +64,7 @@ def saved_tokenizer(
             )
     try:
         tokenizer.save(partial.folder / NEW)
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no narrower exception
         raise ConfigError(
             Problem(
                 path=str(saved),
@@ -83,10 +83,10 @@ def _sample(job: Job, inputs: Sequence[Input]) -> Iterator[str]:
     for input in inputs:
         bytes_left = -(-TRAINING_BYTES * input.size // max(total, 1))
         for text in _texts(job, input):
-            if job.parse_special:  # these letters are not what the BPE will read
+            if job.parse_special:  # the BPE will not read these letters as text
                 text = text.replace(END_OF_DOCUMENT[0], '')
             part = text.encode()[:bytes_left]
-            yield part.decode(errors='ignore')  # the cut may be inside a character
+            yield part.decode(errors='ignore')  # the text may be cut inside a character
             bytes_left -= len(part)
             if not bytes_left:
                 break

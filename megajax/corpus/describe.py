@@ -16,7 +16,7 @@ from megajax.runtime.data.tokens.token_ids import check_token_ids, token_range
 
 READ_BYTES = 1 << 24  # bytes read at a time
 
-SAMPLE_TOKENS = 32  # maximum tokens of a decoded sample
+SAMPLE_TOKENS = 32  # most tokens of a decoded sample
 
 Progress = Callable[[int, int], None]  # bytes read, bytes of the file
 
@@ -27,18 +27,18 @@ class Description:
 
     sequences: Sequences
     manifest: Manifest | None
-    # numbers of documents: first empty ones, then documents of more than 2**(i - 1) and up to 2**i
-    # tokens, from i = 0
+    # numbers of documents: first the empty documents; then, for i = 0, 1, ..., the documents of
+    # more than 2**(i - 1) and up to 2**i tokens
     histogram: list[int]
 
     @property
     def num_documents(self) -> int:
-        """Number of documents, one less than the number of boundaries."""
+        """The number of documents, one less than the number of boundaries."""
         return len(self.sequences.documents) - 1
 
 
 def describe(prefix: str | Path) -> Description:
-    """Describe the token files of PREFIX; raises ConfigError like `read_pair`."""
+    """Describe the token files of PREFIX. Raises ConfigError, as `read_pair` does."""
     sequences = read_pair(prefix)
     counts = np.zeros(1, np.int64)
     for lengths in document_lengths(sequences):
@@ -55,10 +55,10 @@ def describe(prefix: str | Path) -> Description:
 def decode_samples(
     sequences: Sequences, tokenizer: Tokenizer, count: int
 ) -> Iterator[tuple[int, str, bool]]:
-    """Yield the numbers and decoded beginnings of `count` documents, spread evenly over all.
+    """Yield the numbers and decoded beginnings of `count` documents, evenly spread over all.
 
-    Each comes with whether letters spell a special token in it. Raises ConfigError if the
-    tokenizer lacks an id.
+    The third value is whether the text spells out a special token in letters. Raises ConfigError if
+    the tokenizer lacks an id.
     """
     total, special = len(sequences.documents) - 1, tokenizer.special_tokens()
     spelled = SpelledTokens(special)
@@ -94,7 +94,7 @@ def verify(
     vocab_size: int | None = None,
     progress: Progress = lambda read, total: None,
 ) -> list[str]:
-    """Check every invariant of a pair, its manifest and its token ids; yield a line for each.
+    """Check every invariant of a pair, its manifest and its token ids; return a line for each.
 
     Ids must be below `vocab_size`, by default the size of the tokenizer next to the pair. Raises
     ConfigError at the first violation.

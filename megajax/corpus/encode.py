@@ -29,7 +29,7 @@ class Options:
     key: str  # JSON key or Parquet column of the text
     append_eod: bool  # whether documents end with an end-of-document token
     skip_bad: bool  # whether bad lines are skipped
-    parse_special: bool = False  # whether special tokens spelled in a text are read as tokens
+    parse_special: bool = False  # whether special tokens that a text spells out are read as tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class Encoded:
     text_bytes: int  # bytes of text encoded
     max_token: int  # largest token id
     spells: np.ndarray  # bool [documents], whether each spells special tokens
-    spelled: set[str]  # names of these tokens
+    spelled: set[str]  # names of the spelled special tokens
     skipped: list[Problem]  # bad lines that were skipped
     error: Problem | None  # bad line that must end the build
 
@@ -110,7 +110,7 @@ def _uncuttable(unit: Unit) -> Problem:
 
 
 def _decode_context(data: bytes) -> str:
-    return data.decode(errors='ignore')  # a character may be cut; the piece of the others is read
+    return data.decode(errors='ignore')  # a character may be cut off; the others are read
 
 
 def _parse_unit(unit: Unit, options: Options) -> tuple[list[str], list[Problem], Problem | None]:
@@ -137,7 +137,7 @@ class Workers:
     """A context manager for processes that encode units, each with its own tokenizer.
 
     Leaving the context ends them. A worker receives a unit only after it has returned the previous
-    one, so a pipe is never full at both ends. A worker ends when its pipe is closed, so none
+    one, so a pipe is never full at both ends. A worker ends when its pipe is closed, so no worker
     outlives a killed builder. Raises UnfinishedError if a worker ends by itself.
     """
 
@@ -210,7 +210,7 @@ class Workers:
 
     def _death(self, connection: Connection) -> UnfinishedError:
         process = self._processes[connection]
-        process.wait()  # returns: the worker has closed its end of the pipe
+        process.wait()  # does not block: the worker has closed its end of the pipe
         reason = (
             f'a worker ended with exit code {process.returncode} '
             '(-9: killed, perhaps for lack of memory; otherwise the reason is printed above)'
@@ -226,8 +226,8 @@ class Workers:
 
 def serve(descriptor: int) -> None:
     """Encode units from the pipe `descriptor` until it is closed; the main function of a worker."""
-    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # the other cores run other workers
-    with suppress(EOFError, OSError):  # the builder has closed the pipe or died
+    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # the other cores are busy with other workers
+    with suppress(EOFError, OSError):  # the builder has closed the pipe, or has died
         connection = Connection(descriptor)
         path, options = connection.recv()
         tokenizer = load_tokenizer(path)

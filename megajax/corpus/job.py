@@ -35,7 +35,7 @@ class Job:
     workers: int | None = None
     append_eod: bool = False
     skip_bad: bool = False
-    parse_special: bool = False  # whether special tokens spelled in a text are read as tokens
+    parse_special: bool = False  # whether special tokens that a text spells out are read as tokens
 
 
 def check_job(job: Job, out: Path) -> None:
@@ -84,7 +84,7 @@ def check_job(job: Job, out: Path) -> None:
 
 
 def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, unit: int) -> str:
-    """Return the hash of everything that determines the output; it is unique for a stream."""
+    """Return the hash of everything that determines the output; for a stream it is unique."""
     import tokenizers
 
     files = [_identity(input) for input in inputs]
@@ -97,9 +97,9 @@ def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, 
 
 
 def _identity(input: Input) -> dict[str, Any]:
-    """Return what identifies a file and its version."""
+    """Return the values that identify a file and its version."""
     identity = asdict(input)
-    del identity['table']  # decides whether the file is read, not how
+    del identity['table']  # the table decides whether the file is read, not how
     if not input.is_remote:
         identity['path'] = os.path.abspath(input.path)
         del identity['version']
@@ -107,5 +107,5 @@ def _identity(input: Input) -> dict[str, Any]:
 
 
 def _is_unknown(input: Input) -> bool:
-    """Whether it is unknown if the input is the same as before."""
+    """Return whether it is unknown if an input is the same as before."""
     return input.stream or (input.is_remote and not input.version)

@@ -53,16 +53,16 @@ class Progress(BaseModel):
     position: Position = Position()  # position in the inputs to resume from
     itemsize: int = 0  # bytes per token id
     tokens: int = 0  # number of tokens written
-    open_tokens: int = 0  # number of tokens written of a document that continues
+    open_tokens: int = 0  # number of tokens written of the document that continues
     sequences: int = 0
     documents: int = 0
     max_token: int = 0  # largest token id
     text_bytes: int = 0  # bytes of text encoded
     spelling: int = 0  # number of documents that spell special tokens
-    open_spells: bool = False  # whether the document that continues does
+    open_spells: bool = False  # whether the document that continues spells special tokens
     spelled: list[str] = []  # names of these tokens
     skipped: int = 0  # number of bad lines skipped
-    skipped_places: list[str] = []  # file and line of the first of them
+    skipped_places: list[str] = []  # file and line of the first skipped lines
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -80,7 +80,7 @@ def finals(out: Path) -> list[Path]:
 
 
 def read_progress(out: Path) -> Progress | None:
-    """Return the progress of the build to `out`, None if there is none to resume."""
+    """Return the progress of the build to `out`; None if there is nothing to resume."""
     try:
         return Progress.model_validate_json((_folder(out) / PROGRESS).read_bytes())
     except (OSError, ValueError):
@@ -102,7 +102,7 @@ class Partial:
     @classmethod
     @contextmanager
     def lock(cls, out: Path) -> Iterator[Self]:
-        """Create the folder if necessary, and hold its lock.
+        """Create the folder if necessary, and hold its lock while the context is open.
 
         Raises ConfigError if another process has the lock, or if the folder has files that no build
         wrote.
@@ -141,7 +141,7 @@ class Partial:
     def open(self, progress: Progress) -> None:
         """Open the growing files, truncated to the sizes of `progress`.
 
-        Raises ConfigError if one is shorter.
+        Raises ConfigError if a file is shorter.
         """
         self._digest = sha256()
         for name, size in progress.sizes.items():
@@ -165,7 +165,7 @@ class Partial:
         """Append an array to a growing file."""
         data = np.ascontiguousarray(array).data.cast('B') if array.size else memoryview(b'')
         with _errors(self.folder / name):
-            rest = data  # a write may be partial
+            rest = data  # a single write may be partial
             while rest:
                 rest = rest[self._files[name].write(rest) :]
         if name == TOKENS:
@@ -183,7 +183,7 @@ class Partial:
         self.write(PROGRESS, progress.model_dump_json().encode())
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file, which appears under its name only when it is completely on disk."""
+        """Write a file that appears under its name only when it is completely on disk."""
         with _errors(self.folder / NEW), (self.folder / NEW).open('wb', buffering=0) as file:
             while content:
                 content = content[file.write(content) :]
@@ -191,7 +191,7 @@ class Partial:
         os.replace(self.folder / NEW, self.folder / name)
 
     def write_index(self, dtype: np.dtype) -> None:
-        """Write the index, from the lengths and document boundaries."""
+        """Write the index from the lengths and document boundaries."""
         path = self.folder / INDEX
         with _errors(path), path.open('wb') as file:
             write_index(file, dtype, self._array(LENGTHS, '<i4'), self._array(DOCUMENTS, '<i8'))
@@ -204,7 +204,7 @@ class Partial:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the token file."""
+        """Return the SHA-256 of the token file."""
         return self._digest.hexdigest()
 
     def close(self) -> None:
@@ -215,14 +215,15 @@ class Partial:
     def publish(self) -> None:
         """Rename the files to their final names, PREFIX.idx last, and delete the folder.
 
-        Can be repeated after a kill. Raises UnfinishedError if a file cannot be renamed.
+        If a kill interrupts this, it can be repeated. Raises UnfinishedError if a file cannot be
+        renamed.
         """
         for name, final in zip(FINAL, finals(self._out), strict=True):
             try:
                 os.replace(self.folder / name, final)
                 sync(final.parent)
             except FileNotFoundError:
-                pass  # already renamed before a kill
+                pass  # the file was already renamed before a kill
             except OSError as error:
                 message = (
                     f'cannot be renamed from {self.folder / name}: {error.strerror}; '

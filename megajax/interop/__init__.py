@@ -1,1 +1,1 @@
-"""Conversion from and to Hugging Face and Megatron-LM."""
+"""Convert models from and to Hugging Face and Megatron-LM."""

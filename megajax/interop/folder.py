@@ -31,10 +31,10 @@ def check_new(out: Path) -> None:
 def settings(
     model: Mapping[str, Any], out: Path, tokenizer: Path | None
 ) -> dict[str, dict[str, Any]]:
-    """The config of a run with an imported model, before overrides.
+    """Return the config of a run with an imported model, before overrides.
 
-    It has the model, with its section `vision` if it has one, and the keys of other sections that
-    depend on the model.
+    The config has the model, the section `vision` if the model has an encoder, and the keys of
+    other sections that depend on the model.
     """
     model = dict(model)
     vision = {'vision': model.pop('vision')} if 'vision' in model else {}
@@ -48,16 +48,18 @@ def settings(
 
 
 def tokenizer_of(run: Path) -> str:
-    """The value of `data.tokenizer` for a run with a tokenizer of its own."""
+    """Return the value of `data.tokenizer` for a run that has a tokenizer of its own."""
     return str((run / 'tokenizer.json').absolute())
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield the folder OUT.partial to fill; rename it to OUT when the block ends and it is on disk.
+    """Yield the folder OUT.partial to fill; when the block ends, rename it to OUT.
 
-    The remains of a killed conversion are deleted by the next one. Raises ConfigError if OUT
-    already exists, or if another process is writing it.
+    OUT appears only when all files are on disk.
+
+    The next conversion deletes the remains of a killed one. Raises ConfigError if OUT already
+    exists, or if another process is writing it.
     """
     out = out.absolute()
     if out.exists():

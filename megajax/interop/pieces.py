@@ -1,10 +1,9 @@
-"""The correspondence between tensors of other formats and megajax's parameters, in both directions.
+"""Map tensors of other formats to megajax's parameters, and back.
 
 A parameter of megajax is one array, with its layers stacked and its fused projections together;
 other formats store each layer, projection or tensor-parallel rank in a separate array. A `Piece`
-maps such an array to its region of a parameter, so import and export read the same table in two
-directions, and the shard of one device can be filled without the rest. "Here" means in megajax,
-"there" in the other format.
+maps such an array to its region of a parameter. Import and export share one table, and one device's
+shard can be filled alone. "Here" means in megajax, "there" in the other format.
 """
 
 import math
@@ -23,13 +22,13 @@ from flax import nnx
 from megajax.core.config import ConfigError, ModelConfig
 from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
 
-# Elements of a tile's side: a cache line in fp32, with which numpy transposes several times faster.
+# Elements along a tile's side, a cache line in fp32: numpy transposes tiles several times faster.
 TILE = 16
 THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 READABLE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 STACKED = 'LΔΛⓁⒶX'  # dims of layers, of an encoder's layers, of DeepStack's mergers and of experts
-ALIGNMENT = 64  # bytes; a CPU device uses a block with this alignment without a copy
+ALIGNMENT = 64  # bytes; a CPU device uses a block with this alignment without copying it
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -42,14 +41,14 @@ class Piece(NamedTuple):
 
     name: str
     shape: Shape
-    split: Shape  # its shape with its dims split into the parameter's dims
+    split: Shape  # the array's shape, with dims split into the parameter's dims
     order: tuple[int, ...]  # transposition of the split dims into the order of the parameter
-    at: At  # the region of the parameter that it fills
-    # An axis, and how many of its first indices are adjacent pairs there, and two halves here.
+    at: At  # the region of the parameter that the array fills
+    # An axis, and how many of its first indices form adjacent pairs there and two halves here.
     pairs: tuple[int, int] | None = None
 
     def view(self, x: np.ndarray) -> np.ndarray:
-        """Return a view with the parameter's dims, and pairs as there; padding is beyond `at`."""
+        """Return a view with the parameter's dims, but pairs as there; padding is beyond `at`."""
         return x.reshape(self.split).transpose(self.order)
 
     def read(self, x: np.ndarray) -> np.ndarray:
@@ -64,18 +63,18 @@ class Piece(NamedTuple):
         copy_tiles(self.view(array)[tuple(map(slice, part.shape))], part)
 
     def _order_of_pairs(self, x: np.ndarray) -> np.ndarray:
-        """Return where each index of the axis is in the other format."""
+        """Return the position of each index of the axis in the other format."""
         axis, count = self.pairs or (0, 0)
         index = np.arange(x.shape[axis])
         return np.concatenate([index[:count:2], index[1:count:2], index[count:]])
 
 
 Pieces = Mapping[str, Sequence[Piece]]  # the pieces of each parameter, by its name
-Entry = TypeVar('Entry')  # an entry in a table of a different format's tensors
+Entry = TypeVar('Entry')  # an entry in a table of another format's tensors
 
 
 def dims_here(model: ModelConfig) -> dict[str, str]:
-    """The dims of each parameter of a model, in capitals except the second of two equal dims."""
+    """Return the dims of each parameter, in capitals except for the second of two equal dims."""
     return {
         name: ''.join(x if x.upper() in parameter.dims else x.upper() for x in parameter.dims)
         for name, parameter in parameters(model)
@@ -104,9 +103,10 @@ def make_pieces(
     """Return the pieces of a parameter: one for each layer, or one if it is not stacked.
 
     The pieces have the dims `there`, as in '(KCH)D' for [K*C*H, D], and the parameter `shape` and
-    the dims `here`, as in 'LDKCH'. In `name` the index of the layer, or of a different stacked
-    module, replaces {}, and the expert's the next {}; `layers` has the indices, if not all layers
-    have it. `ranges` gives a piece's part of a dim, and `sizes` the length of a padded one there.
+    the dims `here`, as in 'LDKCH'. In `name`, the index of the layer, or of a different stacked
+    module, replaces {}, and the index of the expert replaces the next {}. `layers` lists the layers
+    that have the parameter, if not all have it. `ranges` gives a piece's part of a dim, and `sizes`
+    gives the length of a dim that is padded there.
     """
     stacked = [dim for dim in STACKED if dim in here and dim not in there]
     pieces = []
@@ -118,7 +118,7 @@ def make_pieces(
 
 
 def with_pairs(pieces: Sequence[Piece], here: str, model: ModelConfig) -> list[Piece]:
-    """Return pieces of a parameter with dims `here` whose rotary pairs are adjacent."""
+    """Return a parameter's pieces, with rotary pairs that are adjacent there."""
     return [piece._replace(pairs=(here.index('H'), model.rotary_dim)) for piece in pieces]
 
 
@@ -130,7 +130,7 @@ def make_piece(
     ranges: Mapping[str, slice],
     sizes: Mapping[str, int],
 ) -> Piece:
-    """Return the piece of a parameter that holds these ranges of its dims; see `make_pieces`."""
+    """Return the piece of a parameter that contains these ranges of its dims; see `make_pieces`."""
     lengths = dict(zip(here, shape, strict=True))
     at = {
         dim: slice(*ranges.get(dim, slice(None)).indices(length)[:2])
@@ -138,7 +138,7 @@ def make_piece(
     }
     counts = {dim: sizes.get(dim, part.stop - part.start) for dim, part in at.items()}
     groups = groups_of(there, here)
-    # A dim that the piece lacks, such as the layer, has size 1.
+    # A dim that the piece does not have, such as the layer, gets size 1.
     dims = ''.join(dim for dim in here if dim not in ''.join(groups)) + ''.join(groups)
     return Piece(
         name=name,
@@ -150,7 +150,7 @@ def make_piece(
 
 
 def groups_of(there: str, here: str) -> list[str]:
-    """Return the dims of each dim of the other format that a parameter with dims `here` has."""
+    """Return, for each dim of the other format, the dims of `here` that it combines."""
     return [''.join(dim for dim in group if dim in here) for group in _groups(there)]
 
 
@@ -165,8 +165,8 @@ def check(
 ) -> None:
     """Raise ConfigError unless `weights` are exactly the tensors of `pieces`.
 
-    It lists all missing and unexpected names and all wrong shapes and dtypes. In the messages `of`
-    names the source, and `keys` says which settings decide which tensors exist.
+    The error lists all missing and unexpected names and all wrong shapes and dtypes. In the
+    message, `of` names the source, and `keys` names the settings that decide which tensors exist.
     """
     dtypes = {*READABLE_DTYPES, *(leaf.dtype for leaf in jax.tree.leaves(abstract))}
     expected = {piece.name: piece for group in pieces.values() for piece in group}
@@ -204,7 +204,7 @@ def _fix(expected: Shape, got: Shape) -> str:
 
 
 def check_finite(name: str, x: np.ndarray, *, of: str) -> None:
-    """Raise ConfigError, with the first position, if a tensor holds NaN or infinity.
+    """Raise ConfigError, with the first position, if a tensor contains NaN or infinity.
 
     `of` names the tensor's source in the message.
     """
@@ -223,9 +223,9 @@ def place(
 ) -> nnx.State:
     """Return the parameters assembled from `weights`, with the sharding and dtype of `abstract`.
 
-    Elements that no piece covers, and those that pad a shard, are zero. Host memory holds one shard
-    of one parameter at a time, and a process reads only what its devices get. Raises ConfigError
-    for a number that is not finite, with the name of its tensor and its source, `of`.
+    Elements that no piece covers, and elements that pad a shard, are zero. Host memory holds one
+    shard of one parameter at a time, and a process reads only what its devices need. Raises
+    ConfigError for a number that is not finite, with the name of its tensor and its source, `of`.
     """
     flat = nnx.to_flat_state(abstract)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -245,7 +245,7 @@ def name_of(path: tuple[Any, ...]) -> str:
 
 
 def shapes_of(model: ModelConfig) -> dict[str, Shape]:
-    """The shape of each parameter of a model, by name."""
+    """Return the shape of each parameter of a model, by name."""
     sizes = dim_sizes(model)
     return {name: shape_of(parameter.dims, sizes) for name, parameter in parameters(model)}
 
@@ -280,7 +280,7 @@ def _read_block(
     pool: ThreadPoolExecutor,
     of: str,
 ) -> np.ndarray:
-    """The part of a parameter at `index`."""
+    """Return the part of a parameter at `index`."""
     block = _zeros(tuple(part.stop - part.start for part in index), dtype)
 
     def copy(piece: Piece) -> None:
@@ -292,13 +292,13 @@ def _read_block(
             return
         source = piece.read(whole := np.asarray(weights[piece.name]))[_shifted(both, piece.at)]
         if source.dtype == BFLOAT16 and dtype == np.float32:
-            # The bits of bf16 are the upper half of fp32's, and the lower half is zero already;
-            # numpy's cast is several times slower.
+            # The bits of bf16 are the upper half of the bits of fp32, and the lower half is already
+            # zero; numpy's cast is several times slower.
             halves = block.view(np.uint16).reshape(*block.shape, 2)
             copy_tiles(halves[..., 1][_shifted(both, index)], source.view(np.uint16))
         else:
             copy_tiles(block[_shifted(both, index)], source)
-        # Checked on the copy, which is in fp32 and in the processor's cache.
+        # The check uses the copy, which is in fp32 and in the processor's cache.
         if not np.isfinite(block[_shifted(both, index)]).all():
             check_finite(piece.name, whole, of=of)
 

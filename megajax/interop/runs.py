@@ -21,7 +21,7 @@ from megajax.runtime.data.masked import SPECIAL
 from megajax.runtime.data.text.tokenizer import make_tokenizer
 from megajax.runtime.run.lock import run_lock
 
-ADAPTER = '.adapter.'  # in the names of an adapter's matrices, after the linear layer's
+ADAPTER = '.adapter.'  # in the names of an adapter's matrices, after the name of the linear layer
 
 
 def start_run(
@@ -37,8 +37,9 @@ def start_run(
     """Make `out` a run at step 0 with the parameters that `load` returns, and a fresh optimizer.
 
     `load` is called on the mesh of `config`. `origin` goes into the checkpoint's record, with the
-    `place` of the next sample in Megatron-LM's order, and `companions` next to it. Nothing in `out`
-    looks like a checkpoint until it is complete. Raises ConfigError for a config with adapters.
+    `place` of the next sample in Megatron-LM's order; `companions` are stored next to the record.
+    Nothing in `out` looks like a checkpoint until it is complete. Raises ConfigError for a config
+    with adapters.
     """
     if config.lora is not None:
         raise ConfigError(
@@ -72,7 +73,7 @@ def start_run(
 
 
 def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, str, np.ndarray]]:
-    """Yield the index of a rank, and the name and the array of a piece, in fp32, for every piece.
+    """Yield for every piece the index of its rank, its name, and its array in fp32.
 
     Each parameter is read once, with its adapter added to it, and each rank's arrays come in the
     order of its pieces.
@@ -92,7 +93,7 @@ def weight_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
 
 
 def adapter_scale(checkpoint: Path) -> float | None:
-    """Return the factor of a checkpoint's adapters; None if it has none."""
+    """Return the scale of a checkpoint's adapters; None if it has no adapters."""
     lora = read_record(checkpoint).config.get('lora')
     return None if lora is None else LoraConfig.model_validate(lora).scale
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from megajax.core.config import ConfigError
 from megajax.interop.megatron.command_line.shell import Expansion, Part, word_of
 
-MAX_CHARACTERS = 2**20  # of all words, after the variables are expanded
-MAX_DEPTH = 20  # of commands within commands, and of defaults within defaults
+MAX_CHARACTERS = 2**20  # most characters of all words after expansion
+MAX_DEPTH = 20  # deepest nesting of commands, and of defaults
 OPEN, CLOSE = '\ue000', '\ue001'  # around a piece whose value is not known
 UNKNOWN = re.compile(f'{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}')
-# Commands that change variables: a sum changes those that it assigns, other commands all that they
-# name.
+# Commands that change variables: a sum changes the variables that it assigns, other commands change
+# all variables that they name.
 SETTERS = {
     'let': re.compile(
         r'([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)'
@@ -33,7 +33,7 @@ OPERATORS = {
     ast.Div: lambda a, b: int(a / b),
     ast.Mod: lambda a, b: a - b * int(a / b),
 }
-LARGEST, MAX_SUM = 2**53, 1000  # of a number, and of the characters of a sum
+LARGEST, MAX_SUM = 2**53, 1000  # largest number, and most characters of a sum
 
 State = tuple[dict[str, list[str]], dict[str, str]]
 
@@ -55,14 +55,14 @@ class Variables:
         self.source = source
         self.values: dict[str, list[str]] = {}
         self.reasons: dict[str, str] = {}
-        self.depth = 0  # of commands within commands, and of defaults within defaults
+        self.depth = 0  # current nesting of commands, and of defaults
 
     def state(self, *, is_needed: bool = True) -> State:
-        """Return the variables as they are now, to `restore` them; nothing if not needed."""
+        """Return the current variables for a later `restore`; nothing if not needed."""
         return (dict(self.values), dict(self.reasons)) if is_needed else ({}, {})
 
     def restore(self, state: State) -> None:
-        """Set the variables as they were."""
+        """Set the variables to an earlier state."""
         self.values, reasons = state
         expansions = {text: why for text, why in self.reasons.items() if text[:1] in '$`'}
         self.reasons = reasons | expansions
@@ -80,7 +80,7 @@ class Variables:
         return bool(names)
 
     def expand(self, parts: Sequence[Part], name: str | None = None) -> list[str]:
-        """Return the words that a word becomes: one that is unquoted may be none or several."""
+        """Return the words that a word expands to: if unquoted, there may be none or several."""
         words: list[str] = [f'{name}='] if name else []
         size = 0
         is_open = bool(words)  # whether the next text belongs to the last word
@@ -104,7 +104,7 @@ class Variables:
         return words
 
     def joined(self, part: Part) -> str:
-        """Return the value of a part of a word that is not split."""
+        """Return the value of a part of a word, not split into several words."""
         return part if isinstance(part, str) else ' '.join(self._value(part))
 
     def _value(self, part: Expansion) -> list[str]:
@@ -152,7 +152,7 @@ class Variables:
         return f'({"".join(self.values.get(name, ["?"]))})'
 
     def unknown(self, text: str, reason: str) -> str:
-        """Return a piece, marked as unknown."""
+        """Return a piece that is marked as unknown."""
         text = plain(text)
         self.reasons[text] = reason
         return f'{OPEN}{text}{CLOSE}'

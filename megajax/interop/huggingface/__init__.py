@@ -1,1 +1,1 @@
-"""Conversion from and to the directories of Hugging Face's transformers."""
+"""Convert models from and to the directories of Hugging Face's transformers."""

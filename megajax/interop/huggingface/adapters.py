@@ -1,4 +1,4 @@
-"""Export of adapters alone, as the library PEFT saves and loads them."""
+"""Export only the adapters, in the format of the PEFT library."""
 
 import json
 from collections import defaultdict
@@ -20,7 +20,7 @@ from megajax.runtime.checkpoint.digests import sound_checkpoint
 from megajax.runtime.checkpoint.record import FAMILY, RECORD, read_record
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
-PREFIX = 'base_model.model.'  # of a module's name, within PEFT's model
+PREFIX = 'base_model.model.'  # prefix of module names in PEFT's model
 
 
 def export_adapters(
@@ -28,11 +28,11 @@ def export_adapters(
 ) -> str:
     """Write the adapters of a checkpoint as a directory that PEFT loads; return the family.
 
-    `base` is the directory or the name of the model to which they belong; PEFT reads it if it is
-    not given one. The modules have the names of `family`, otherwise of the family in the
-    config.json of `base`, otherwise of the import with which the run started. Raises ConfigError if
-    the checkpoint has no adapters, if no family can represent its model, if a directory `base` has
-    different weights, or if `out` already exists.
+    `base` is the directory or the name of the model to which the adapters belong; PEFT reads this
+    model if the user passes none. The modules have the names of `family`, or else of the family in
+    the config.json of `base`, or else of the import with which the run started. Raises ConfigError
+    if the checkpoint has no adapters, if no family can represent its model, if a directory `base`
+    has different weights, or if `out` already exists.
     """
     with sound_checkpoint(source) as checkpoint:
         config = reload(read_record(checkpoint).config, place=str(checkpoint / RECORD))
@@ -57,16 +57,17 @@ def export_adapters(
 
 
 def _family_of(base: str | None, origin: Mapping[str, str]) -> str | None:
-    """Return the family of the model to which adapters belong, None if it is unknown."""
+    """Return the family of the model to which adapters belong; None if it is unknown."""
     file = Path(base or '') / 'config.json'
     family = read_json(file).get('model_type') if base and file.is_file() else None
     return str(family) if family is not None else origin.get(FAMILY)
 
 
 def _check_base(checkpoint: Path, model: ModelConfig, base: str | None, family: str) -> None:
-    """Raise ConfigError if the weights in a directory `base` are not the ones with the adapters.
+    """Raise ConfigError if the weights in a directory `base` differ from the adapted model's.
 
-    Weights are equal if they are in the dtype of either. Quantized ones are not compared.
+    Weights count as equal if they are equal in the dtype of either side. Quantized weights are not
+    compared.
     """
     folder = Path(base or '')
     if not base or not any((folder / file).is_file() for file in (SINGLE, INDEX)):
@@ -125,7 +126,7 @@ def _module(tensor: str) -> str:
 
 
 def _tensors(checkpoint: Path, config: Config, family: Family) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield PEFT's tensors: of each module of a layer A [Q, inputs] and B [outputs, Q].
+    """Yield PEFT's tensors: A [Q, inputs] and B [outputs, Q] for each module of a layer.
 
     Modules that are one matmul in megajax, such as queries, keys and values, have the same A.
     """
@@ -151,7 +152,7 @@ def _tensors(checkpoint: Path, config: Config, family: Family) -> Iterator[tuple
 
 
 def _outputs(b: np.ndarray, there: There, dims: str, model: ModelConfig) -> list[np.ndarray]:
-    """Return the part of B, which has `dims`, for a module: [outputs, Q] of each layer."""
+    """Return a module's part of B, which has `dims`: [outputs, Q] for each layer."""
     (outputs,) = (group for group in groups_of(there.dims, dims) if group)
     ranges = {'C': there.columns, 'U': there.columns}
     pieces = make_pieces('', f'({outputs})Q', dims, b.shape, ranges)

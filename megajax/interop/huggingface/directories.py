@@ -1,4 +1,4 @@
-"""Import and export of Hugging Face directories. A request is checked before jax is imported."""
+"""Import and export Hugging Face directories. A request is checked before jax is imported."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ EXPORT_DTYPES = {
 # The start tokens of Llama 2 and Mistral, of Llama 3, and of Gemma; other families start a document
 # with the previous document's end-of-document token.
 BEGIN_OF_DOCUMENT = '<s>', '<|begin_of_text|>', '<bos>'
-# Keys of config.json that name the tokens around an image, by the tokenizer's names for them.
+# For each of the tokenizer's tokens around an image, the key of config.json that has its id.
 BESIDE_PICTURES = {
     '<|vision_start|>': 'vision_start_token_id',
     '<|vision_end|>': 'vision_end_token_id',
@@ -62,11 +62,11 @@ def import_huggingface(
     *,
     repository: Repository | None = None,
 ) -> Config:
-    """Make `out` a run at step 0 with a directory's model, weights, tokenizer.json and companions.
+    """Make `out` a run at step 0 with a directory's model, weights, tokenizer and other files.
 
-    If there is a `repository`, `folder` has the model's description, and the weights are downloaded
-    only after it is accepted. Returns the config of the run. Raises ConfigError for settings in
-    config.json that are not supported, and for incomplete weights.
+    If there is a `repository`, `folder` has only the model's description, and the weights are
+    downloaded after the description is accepted. Returns the config of the run. Raises ConfigError
+    for settings in config.json that are not supported, and for incomplete weights.
     """
     check_new(out)
     check_adapter(folder)
@@ -116,11 +116,11 @@ def export_huggingface(
 ) -> tuple[str, str]:
     """Write a checkpoint as a directory that transformers and vLLM load; return family and dtype.
 
-    `source` is a run, whose newest checkpoint is written, or one checkpoint. For an imported
-    checkpoint that has not been trained since, family and dtype default to the import's, so that it
-    is restored bit for bit; otherwise to the first family that fits and to fp32, the dtype of
-    checkpoints. Host memory holds one parameter and one of its tensors at a time. Raises
-    ConfigError if no family can represent this model, or if `out` already exists.
+    `source` is a run, whose newest checkpoint is written, or one checkpoint. If an imported
+    checkpoint has not been trained since, family and dtype default to the import's, so that the
+    weights are restored bit for bit. Otherwise they default to the first family that fits and to
+    fp32, the dtype of checkpoints. Host memory holds one parameter and one of its tensors at a
+    time. Raises ConfigError if no family can represent this model, or if `out` already exists.
     """
     with sound_checkpoint(source) as checkpoint:
         record = read_record(checkpoint)
@@ -176,7 +176,7 @@ def _together(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
-    with np.errstate(over='ignore'):  # the error below says more
+    with np.errstate(over='ignore'):  # the error below is clearer
         cast = x.astype(EXPORT_DTYPES[dtype], copy=False)
     if not np.isfinite(cast).all():
         largest = float(np.abs(x).max())
@@ -187,16 +187,16 @@ def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
 
 
 def _write_companions(checkpoint: Path, folder: Path, model: ModelConfig) -> dict[str, Any]:
-    """Write the tokenizer and the files imported with it, or else those that AutoTokenizer needs.
+    """Write the tokenizer, and the files imported with it or else what AutoTokenizer needs.
 
-    Returns the keys of config.json that name tokens: the import's, or else the tokenizer's.
+    Returns the keys of config.json that name tokens, from the import or else from the tokenizer.
     """
     companions = read_companions(checkpoint)
     for name, content in companions.files.items():
         if name not in OURS:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
-    # Without pad_token_id, transformers takes an id of the family's released vocabulary.
+    # If pad_token_id is missing, transformers uses an id of the family's released vocabulary.
     own = {'pad_token_id': None} | companions.token_ids
     if not (checkpoint / TOKENIZER).is_file():
         return {'bos_token_id': None, 'eos_token_id': None} | own

@@ -1,4 +1,4 @@
-"""A Hugging Face family: how its config.json is read and written, and the names of its tensors.
+"""A Hugging Face family: functions that read and write its config.json, and its tensors' names.
 
 Imports no jax.
 """
@@ -23,12 +23,12 @@ class There(NamedTuple):
 
     name: str  # {} is replaced by the layer's index
     dims: str
-    columns: slice = slice(None)  # of C, the columns of a head group, or of U, gate and up
-    is_square: bool = False  # whether the last dim is two dims of one size there
-    in_pairs: bool = False  # whether rotary pairs are adjacent there, and not in two halves of H
+    columns: slice = slice(None)  # range of C, the columns of a head group, or of U, gate and up
+    is_square: bool = False  # whether the last dim is two equal dims in the file
+    in_pairs: bool = False  # whether rotary pairs are adjacent in the file, not in two halves of H
 
 
-# The tensors of a directory, which the second argument names, with the packed ones unpacked.
+# Returns the tensors of a directory, which the second argument names, with packed tensors unpacked.
 Unpack = Callable[[Mapping[str, np.ndarray], str], dict[str, Any]]
 
 
@@ -37,20 +37,20 @@ class Family:
     """A family, as `megajax import hf` and `megajax export hf` know it."""
 
     name: str  # model_type in config.json
-    architecture: str  # the class of transformers
-    read_config: Callable[[Reader], Keys]  # config.json to the keys of `model`
-    write_config: Callable[[ModelConfig], Keys]  # the reverse; its result is read back
+    architecture: str  # class in transformers
+    read_config: Callable[[Reader], Keys]  # from config.json to the keys of `model`
+    write_config: Callable[[ModelConfig], Keys]  # the reverse; the result is read back as a check
     tensors: Mapping[str, list[There]]  # by the parameter's path
-    # Tensors that hold several of `tensors`, one below the other, by their names.
+    # Tensors that contain several of `tensors`, one below the other, by name.
     joined: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    # With tied embeddings: copies that a directory may hold, and how the name of the original ends.
+    # With tied embeddings: copies that a directory may contain, and the end of the original's name.
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Buffers that older versions of transformers saved and that are not read.
     buffers: re.Pattern[str] | None = None
     # How tensors are unpacked, by the quant_method of quantization_config.
     packings: Mapping[str, Unpack] = dataclasses.field(default_factory=dict)
-    # Whether a directory may hold layers after the last one, for multi-token prediction, which are
-    # not read.
+    # Whether a directory may contain further layers, for multi-token prediction, which are not
+    # read.
     has_more_layers: bool = False
     sees: bool = False  # whether its models have a vision encoder
-    prefix: str = ''  # of the names of all tensors but the head's, if some directories omit it
+    prefix: str = ''  # prefix of all tensor names except the head's, if some directories omit it

@@ -1,7 +1,7 @@
 """Models of the Hugging Face Hub, downloaded into its cache. Imports no jax.
 
-Only files with the names below are fetched: weights as safetensors, and the files that describe
-model, tokenizer and generation. Pickles and code are not fetched.
+Only files with the names below are fetched: weights as safetensors, and the files that describe the
+model, the tokenizer and generation. Pickles and code are not fetched.
 """
 
 import logging
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 class Repository:
     """A revision of a model on the Hub, in the local cache.
 
-    Making one downloads the description of the model; `fetch_weights` downloads the rest, so that a
-    model or an override that is rejected costs no download of weights. Raises ConfigError with the
-    repository, the failure and the fix, and never with the token.
+    Creating an instance downloads the description of the model; `fetch_weights` downloads the rest.
+    A rejected model or override therefore costs no download of weights. Raises ConfigError with the
+    repository, the failure and the fix, but never with the token.
     """
 
     def __init__(self, name: str, revision: str | None = None):
@@ -80,7 +80,7 @@ class Repository:
             folder = snapshot_download(
                 self.name, revision=revision, allow_patterns=list(files), library_name='megajax'
             )
-        except Exception as error:  # errors of its HTTP library, which differs between versions
+        except Exception as error:  # errors of the HTTP library, which differs between versions
             self._refuse(error)
         return Path(folder)
 
@@ -111,7 +111,7 @@ class Repository:
             token = get_token()
             said = said.replace(token, '***') if token else said
             why = f'cannot be downloaded from {hub} ({said}): try again, or {elsewhere}'
-        # Without its cause, whose text may contain the request's headers.
+        # The cause is omitted, because its text may contain the request's headers.
         raise ConfigError(f'{self.name}: {why}') from None
 
 

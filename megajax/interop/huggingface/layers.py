@@ -1,4 +1,4 @@
-"""The types of a model's layers in config.json, and the pattern `model.layers`. Imports no jax."""
+"""Convert the layer types in config.json to and from `model.layers`. Imports no jax."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ FULL, SLIDING = 'full_attention', 'sliding_attention'
 
 
 def replaced_by(layers: Sequence[Mapping[str, Any]]) -> Keys:
-    """Return the keys of `model` for layers that replace these: their own if all are equal."""
+    """Return the keys of `model` for layers with these keys: no pattern if all are equal."""
     if all(layer == layers[0] for layer in layers):
         return dict(layers[0]) if layers else {}
     return {'layers': shortest_pattern(layers)}
@@ -26,7 +26,7 @@ def num_layers(read: Reader) -> int:
 
 
 def read_types(read: Reader, default: Callable[[int], str]) -> list[str]:
-    """Read `layer_types`; if it is left out, the type of each layer is `default` of its index.
+    """Read `layer_types`; if it is missing, the type of each layer is `default(index)`.
 
     Returns no layers if a value is not supported.
     """
@@ -48,7 +48,7 @@ def read_types(read: Reader, default: Callable[[int], str]) -> list[str]:
 def read_windows(
     read: Reader, window: int | None, default: Callable[[int], str], **sliding: Any
 ) -> list[Keys]:
-    """Read `layer_types` as the keys of each layer: for a sliding one its window and `sliding`."""
+    """Read `layer_types` as keys of each layer; sliding layers get the window and `sliding`."""
     types = read_types(read, default)
     if window is None and SLIDING in types:
         why = 'needs a sliding_window, and use_sliding_window=true where the family has that key'
@@ -57,7 +57,7 @@ def read_windows(
 
 
 def optional_window(read: Reader, default: int | None) -> int | None:
-    """Read `sliding_window`, of a family that has windows only with use_sliding_window."""
+    """Read `sliding_window` of a family that has windows only with use_sliding_window."""
     read.only('use_sliding_window', True, False, default=False)
     window = read.get('sliding_window', default)
     if window is None or read.keys.get('use_sliding_window') is not True:
@@ -69,11 +69,11 @@ def optional_window(read: Reader, default: int | None) -> int | None:
 def read_types_with_ropes(
     read: Reader, default: Callable[[int], str], theta: Mapping[str, tuple[str | None, float]]
 ) -> Keys:
-    """Read the layers of a family with a window and a rope for each type of layer.
+    """Read the layers of a family that has a window and a rope for each type of layer.
 
     transformers 5 has an object for each type in `rope_parameters`, and earlier versions have
-    `rope_scaling` for layers with full attention. `default` is the type of a layer by its index,
-    and `theta` has the key of theta in earlier versions, and its default.
+    `rope_scaling` for layers with full attention. `default` returns a layer's type from its index.
+    For each type, `theta` has the key of theta in earlier versions, and its default.
     """
     window = read.take('sliding_window', 'model.window', 4096)
     objects = {'rope_scaling': read.get('rope_scaling', None) or {}}
@@ -116,14 +116,14 @@ def type_of(layer: ModelConfig) -> str:
 
 
 def first_layer(model: ModelConfig, kind: str) -> ModelConfig | None:
-    """Return the config of the first layer of a type, None if there is none."""
+    """Return the config of the first layer of a type; None if there is none."""
     return next((layer for layer in layers_of(model) if type_of(layer) == kind), None)
 
 
 def write_windows(model: ModelConfig, unused: int | None = None) -> Keys:
-    """Return `layer_types`, and `sliding_window`, which is one for all layers of a family.
+    """Return `layer_types` and `sliding_window`, which is the same for all layers.
 
-    It is `unused` if no layer has a window.
+    `sliding_window` is `unused` if no layer has a window.
     """
     sliding = first_layer(model, SLIDING)
     return {
@@ -133,6 +133,6 @@ def write_windows(model: ModelConfig, unused: int | None = None) -> Keys:
 
 
 def write_ropes(model: ModelConfig) -> Keys:
-    """Return `rope_parameters` with an object for each type of layer that the model has."""
+    """Return `rope_parameters`, with an object for each type of layer in the model."""
     layers = {kind: first_layer(model, kind) for kind in (FULL, SLIDING)}
     return {kind: write_parameters(layer) for kind, layer in layers.items() if layer}

@@ -1,6 +1,6 @@
-"""MXFP4, the format of gpt-oss's experts: blocks of 32 numbers of 4 bits that share a scale.
+"""MXFP4, the format of gpt-oss's experts: blocks of 32 4-bit numbers that share a scale.
 
-It is defined by OCP's Microscaling Formats 1.0. Imports no jax.
+OCP's Microscaling Formats 1.0 defines it. Imports no jax.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ import numpy as np
 
 from megajax.core.config import ConfigError
 
-BLOCK = 32  # numbers; two are in a byte, the first in its lower half
+BLOCK = 32  # numbers; a byte has two, the first in its lower half
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-BLOCKS, SCALES = '_blocks', '_scales'  # how the names of a packed tensor's two parts end
+BLOCKS, SCALES = '_blocks', '_scales'  # name endings of the two parts of a packed tensor
 
 _BYTES = np.arange(256, dtype=np.uint8)
 _PAIRS = np.stack([_BYTES & 15, _BYTES >> 4], -1).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
@@ -23,7 +23,7 @@ _FACTORS = _BYTES.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
 class Packed:
     """A tensor [expert, in, out] whose blocks along `in` are unpacked into bf16 when it is read.
 
-    bf16 represents each value exactly, except those beyond its range.
+    bf16 represents each value exactly, unless the value is outside the range of bf16.
     """
 
     dtype = BFLOAT16
@@ -37,7 +37,8 @@ class Packed:
         """Return the values."""
         experts, inputs, outputs = self.shape
         values = np.empty((experts, outputs, inputs), BFLOAT16)
-        with np.errstate(over='ignore'):  # infinity, which an import rejects by name
+        # overflow gives infinity, for which an import names the tensor and fails
+        with np.errstate(over='ignore'):
             for value, block, scale in zip(values, self.blocks, self.scales, strict=True):
                 whole = _PAIRS[block].reshape(outputs, -1, BLOCK) * _FACTORS[scale][..., None]
                 value[...] = whole.reshape(outputs, inputs).astype(BFLOAT16)
@@ -45,7 +46,7 @@ class Packed:
 
 
 def unpack(tensors: Mapping[str, np.ndarray], source: str) -> dict[str, Any]:
-    """Return tensors with each pair of blocks and scales as one tensor.
+    """Return the tensors, with each pair of blocks and scales combined into one tensor.
 
     Raises ConfigError, which names `source`, for parts that do not fit together.
     """

@@ -1,4 +1,4 @@
-"""Reading and writing preprocessor_config.json: how images become patches. Imports no jax."""
+"""Read and write preprocessor_config.json: how images become patches. Imports no jax."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +19,8 @@ MIN_PATCHES = 256  # per image, if the file does not set it
 def read_preprocessor(folder: Path, vision: Mapping[str, Any]) -> Keys:
     """Read how a directory's images are prepared: keys of the config's section `vision`.
 
-    `vision` has the section's other keys. A directory without the file has none. Raises ConfigError
-    with every key and value that megajax handles differently.
+    `vision` has the section's other keys. Returns no keys for a directory without the file. Raises
+    ConfigError with every key and value that megajax handles differently.
     """
     file = folder / FILE
     if not file.is_file():
@@ -44,7 +44,7 @@ def read_preprocessor(folder: Path, vision: Mapping[str, Any]) -> Keys:
 def _min_patches(read: Reader, area: int) -> int:
     """Return the minimum number of patches of an image, whose `area` is in pixels."""
     size = read.get('size', None)
-    least = read.get('min_pixels', None)  # the older name, which transformers reads first
+    least = read.get('min_pixels', None)  # the older name, which takes precedence in transformers
     key = 'min_pixels' if least is not None else 'size.shortest_edge'
     if least is None:
         least = size.get('shortest_edge', MIN_PATCHES * area) if isinstance(size, dict) else None

@@ -1,4 +1,4 @@
-"""Strict reading of a config.json: unsupported values and unused keys are reported.
+"""Read a config.json strictly: report unsupported values and unused keys.
 
 Imports no jax.
 """
@@ -55,7 +55,7 @@ class Reader:
         self._sections = dict[str, Reader]()
 
     def get(self, key: str, default: Any = ...) -> Any:
-        """Return the value, or transformers' default if the key may be left out."""
+        """Return the value, or transformers' default if the key is optional and missing."""
         self._asked.add(key)
         value = self.keys.get(key, default)
         if value is ...:
@@ -63,10 +63,10 @@ class Reader:
         return None if value is ... else value
 
     def take(self, key: str, ours: str, default: Any = ...) -> Any:
-        """Return the value of a key that becomes `ours` here, such as `model.norm_eps`.
+        """Return the value of a key that becomes megajax's key `ours`, such as `model.norm_eps`.
 
-        Returns None if the key may be null, and is null or left out. Returns None and adds a
-        problem if it is missing or not a valid value of `ours`.
+        Returns None if the key may be null, and is null or missing. Returns None and adds a problem
+        if a required key is missing, or if the value is not valid for `ours`.
         """
         value = self.get(key, default)
         is_missing = default is ... and key not in self.keys
@@ -74,14 +74,14 @@ class Reader:
         return None if is_missing or may_be_none else self.checked(key, value, ours)
 
     def checked(self, key: str, value: Any, ours: str) -> Any:
-        """Return the value of a key; None, with a problem, if it is not a valid value of `ours`."""
+        """Return the value of a key; add a problem and return None if `ours` cannot have it."""
         why = fault(ours, value)
         if why:
             self._add(key, why)
         return None if why else value
 
     def section(self, key: str) -> 'Reader':
-        """Return the reader of an object in this one; its problems are also this one's."""
+        """Return a reader of an object in this one; both readers share their problems."""
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
             self.refuse(key, value, 'only an object is supported')

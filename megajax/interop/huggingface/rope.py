@@ -1,4 +1,4 @@
-"""Reading and writing the settings of the rotary embedding. Imports no jax."""
+"""Read and write the settings of the rotary embedding. Imports no jax."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ ROPE = frozenset(
 )
 LENGTH = {'original_max_seq_len': 'original_max_position_embeddings'}
 FREQUENCIES = {name: name for name in ('low_freq_factor', 'high_freq_factor')}
-# For each type, the keys of `rope_scaling` and their names in transformers, all required.
+# For each type, the required keys of `rope_scaling`, with their names in transformers.
 REQUIRED: Mapping[str, Mapping[str, str]] = {
     'linear': {'factor': 'factor'},
     'llama3': {'factor': 'factor', **FREQUENCIES, **LENGTH},
@@ -32,22 +32,22 @@ OPTIONAL = {
 def read_rope(
     read: Reader, own: Iterable[str] = (), *, theta: float = 10000.0, fraction: float | None = None
 ) -> Keys:
-    """Read the rotary embedding of a model whose layers all have the same.
+    """Read the rotary embedding of a model in which all layers have the same embedding.
 
-    transformers 5 has its settings in `rope_parameters`, earlier versions in `rope_theta` and
-    `rope_scaling`. They may also have a family's `own` names, which the family reads itself.
-    `theta` and `fraction` are the family's defaults of rope_theta and of partial_rotary_factor.
-    With no fraction, transformers rotates all of a head in this family.
+    In transformers 5 the settings are in `rope_parameters`, in earlier versions in `rope_theta` and
+    `rope_scaling`. They may also include a family's `own` names, which the family itself reads.
+    `theta` and `fraction` are the family's defaults for rope_theta and partial_rotary_factor. If
+    `fraction` is None, transformers rotates all dims of a head in this family.
     """
     key, given, of_model = find_rope(read, theta)
     return read_parameters(read, key, given, of_model, own, fraction=fraction)
 
 
 def find_rope(read: Reader, theta: float = 10000.0) -> tuple[str, Mapping[str, Any], Any]:
-    """Return the object of rotary settings, with its key, and the rope_theta next to it."""
+    """Return the key of the object of rotary settings, the object, and rope_theta outside it."""
     of_model, old = read.get('rope_theta', theta), read.get('rope_scaling', None) or {}
     new = read.get('rope_parameters', None)
-    # transformers 5 takes rope_scaling if there are both, as earlier versions do.
+    # If both exist, transformers 5 uses rope_scaling, as earlier versions do.
     key, given = ('rope_scaling', old) if old or new is None else ('rope_parameters', new)
     if not isinstance(given, Mapping):
         read.refuse(key, given, 'only an object is supported')
@@ -70,8 +70,8 @@ def read_parameters(
     """Read one object of rotary settings, which is in config.json under `key`.
 
     Returns `rope_theta`, `rope_scaling` if there is a scaling and, in a family with a `fraction`,
-    `rotary_fraction`. `theta` is the rope_theta of an object that has none. `per_layer` says that
-    transformers keeps one such object for each type of layer.
+    `rotary_fraction`. `theta` is the default for an object without rope_theta. `per_layer` means
+    that transformers has one such object for each type of layer.
     """
     kind = given.get('rope_type', given.get('type', 'default'))
     is_known = isinstance(kind, str) and kind in REQUIRED
@@ -98,9 +98,10 @@ def read_parameters(
             f'{read.file}: {key}.{missing[0]}: required by rope_type {kind}, and missing'
         )
         return {}
-    if per_layer and given.get('truncate', True) is not True:  # transformers does not look there
+    if per_layer and given.get('truncate', True) is not True:  # transformers ignores it
         read.refuse(f'{key}.truncate', given['truncate'], 'only true is supported for each layer')
-    for name in optional:  # null is a default in transformers, but a false `truncate`
+    # in transformers, null means the default, but for `truncate` it means false
+    for name in optional:
         if name in given and (name == 'truncate' or given[name] is not None):
             wanted = {**wanted, name: name}
     scaling = {
@@ -111,7 +112,7 @@ def read_parameters(
 
 
 def _growth(read: Reader, given: Mapping[str, Any]) -> float | None:
-    """Return by how much longrope makes sequences longer; None if a length is no number."""
+    """Return the factor by which longrope extends sequences; None if a length is not a number."""
     lengths = read.keys.get('max_position_embeddings'), given.get(LENGTH['original_max_seq_len'])
     try:
         return max(lengths[0] / lengths[1], 1.0)  # type: ignore[operator]
@@ -139,7 +140,7 @@ def _number(x: Any) -> Any:
 def write_parameters(model: ModelConfig) -> Keys:
     """Return the rotary settings of a model as one object, as in transformers 5.
 
-    It has no partial_rotary_factor, which a family that supports it writes itself.
+    The object has no partial_rotary_factor; a family that supports this key writes it itself.
     """
     return {
         **(write_scaling(model) or {'rope_type': 'default'}),
@@ -148,7 +149,7 @@ def write_parameters(model: ModelConfig) -> Keys:
 
 
 def write_scaling(model: ModelConfig) -> Keys | None:
-    """Return `rope_scaling`, or None if the model has none."""
+    """Return `rope_scaling`; None if the model has none."""
     scaling = model.rope_scaling
     if scaling is None:
         return None

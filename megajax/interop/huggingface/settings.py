@@ -10,7 +10,7 @@ from megajax.interop.huggingface.reader import Keys, Reader
 GELUS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
 
 
-# A key of config.json, and transformers' default if it is left out.
+# For each key of megajax, the key of config.json and transformers' default if it is missing.
 Names = Mapping[str, tuple[str, Any]]
 SIZES: Names = {
     'num_layers': ('num_hidden_layers', ...),

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face directory: safetensors files, memory-mapped and checked before use.
+"""Read and write the weights of a Hugging Face directory: memory-mapped safetensors files.
 
 Imports no jax.
 """
@@ -20,7 +20,7 @@ from megajax.base.render.text import shorten
 from megajax.core.config import ConfigError
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
-ADAPTER = 'adapter_config.json'  # of PEFT
+ADAPTER = 'adapter_config.json'  # PEFT's config file
 SHARD_BYTES = 5_000_000_000  # maximum bytes of a file, as in `save_pretrained`
 SAFETENSORS_DTYPES = {
     'F32': np.dtype(np.float32),
@@ -56,9 +56,10 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     """Return every tensor of a directory by name, as views of the memory-mapped files.
 
     A tensor's bytes are read only when it is used. As in transformers, `model.safetensors` takes
-    precedence over an index, which may be a leftover of an older `save_pretrained`. Raises
-    ConfigError, with file and tensor, if a file is damaged or missing, or if the index and the
-    files disagree, and for a folder to whose weights transformers would add an adapter.
+    precedence over an index, which an older `save_pretrained` may have left behind. Raises
+    ConfigError, with the file and the tensor, if a file is damaged or missing, or if the index and
+    the files disagree. Also raises ConfigError for a folder with an adapter that transformers would
+    add to the weights.
     """
     check_adapter(folder)
     if (folder / SINGLE).is_file():
@@ -95,7 +96,7 @@ def check_adapter(folder: Path) -> None:
 
 
 def _class_of(adapter: Mapping[str, Any], base: str, folder: Path) -> str:
-    """Return the name of the class of transformers that loads the model of an adapter."""
+    """Return the name of the transformers class that loads an adapter's model."""
     files = [each for path in (folder, Path(base)) if (each := path / 'config.json').is_file()]
     named = [read_json(file).get('architectures') for file in files]
     found = [names[0] for names in named if isinstance(names, list) and names]
@@ -178,7 +179,7 @@ def write_tensors(
     """Write the arrays, in the order of `plan`, to files of at most `shard_bytes`.
 
     If there are several files, an index is written too. Only the current array is in memory. A
-    tensor that is larger than `shard_bytes` gets a file of its own.
+    tensor larger than `shard_bytes` gets its own file.
     """
     shards: list[list[Tensor]] = [[]]
     for tensor in plan:
@@ -216,7 +217,7 @@ def _write_file(path: Path, tensors: list[Tensor], arrays: Iterator[np.ndarray])
         }
         start += tensor.size
     text = json.dumps(header, separators=(',', ':')).encode()
-    text += b' ' * (-len(text) % 8)  # so that the data is aligned
+    text += b' ' * (-len(text) % 8)  # padding that aligns the data
     with path.open('wb') as file:
         file.write(len(text).to_bytes(8, 'little') + text)
         for tensor in tensors:

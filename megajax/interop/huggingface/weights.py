@@ -1,4 +1,4 @@
-"""Conversion of the weights of Hugging Face families, by their tables of tensors."""
+"""Convert the weights of Hugging Face families, using their tables of tensors."""
 
 import math
 import re
@@ -35,7 +35,7 @@ LAYER = re.compile(r'\.(\d+)\.')  # the index of a layer in the name of a tensor
 def huggingface_pieces(
     model: ModelConfig, shapes: Mapping[str, Shape], *, family: str | None = None
 ) -> Pieces:
-    """The pieces of each parameter in a family's tensors, which omit the vocabulary's padding.
+    """Return each parameter's pieces in a family's tensors, which omit the vocabulary's padding.
 
     `family` defaults to GPT-2, Llama, MegatronBert or Qwen3-VL, by the model.
     """
@@ -58,7 +58,7 @@ def huggingface_pieces(
 
 
 def _with_square(piece: Piece) -> Piece:
-    """Return a piece whose last dim is two dims of one size in the other format."""
+    """Return a piece whose last dim is two equal dims in the other format."""
     *outer, last = piece.shape
     return piece._replace(shape=(*outer, math.isqrt(last), math.isqrt(last)))
 
@@ -76,10 +76,10 @@ def from_huggingface(
 ) -> nnx.State:
     """Return a family's tensors as parameters in fp32.
 
-    They are in their stored sharding on the current mesh. The vocabulary is padded with zeros.
-    Memory-mapped `tensors` are read once, and each process reads only what its devices get. Raises
-    ConfigError, which names `source`, for tensors that do not fit the model. `family` defaults to
-    GPT-2, Llama, MegatronBert or Qwen3-VL, by the model.
+    The parameters have their stored sharding on the current mesh. The vocabulary is padded with
+    zeros. Memory-mapped `tensors` are read once, and each process reads only what its devices need.
+    Raises a ConfigError that names `source` for tensors that do not fit the model. `family`
+    defaults to GPT-2, Llama, MegatronBert or Qwen3-VL, by the model.
     """
     abstract = abstract_params(config)
     pieces = huggingface_pieces(config.model, shapes_of(config.model), family=family)
@@ -99,7 +99,7 @@ def tensors_of_pieces(
 ) -> dict[str, np.ndarray]:
     """Return a directory's tensors by the names of the pieces, as views; others keep their names.
 
-    Raises ConfigError, which names `source`, for a joined tensor that is missing or has the wrong
+    Raises a ConfigError that names `source` for a joined tensor that is missing or has the wrong
     shape, and for tied tensors that differ.
     """
     chosen = _family(model, family)
@@ -139,7 +139,7 @@ def _split(
 
 
 def _layer_number(name: str) -> int:
-    """Return the index of the layer in a tensor's name, -1 if there is none."""
+    """Return the layer index in a tensor's name; -1 if there is none."""
     number = LAYER.search(name)
     return int(number[1]) if number else -1
 
@@ -147,7 +147,7 @@ def _layer_number(name: str) -> int:
 def _named_as_saved(
     model: ModelConfig, family: Family, tensors: Mapping[str, np.ndarray], source: str
 ) -> dict[str, np.ndarray]:
-    """The tensors under the names that `save_pretrained` of the full model gives them.
+    """Return the tensors under the names that `save_pretrained` of the full model uses.
 
     Unused buffers, layers for multi-token prediction, and copies of tied tensors are left out.
     """
@@ -168,7 +168,7 @@ def _named_as_saved(
             ((name, x) for name, x in named.items() if name.endswith(original)), ('', None)
         )
         if x is not None and not np.array_equal(named[copy], x):
-            check_finite(name, x, of=source)  # NaN would differ even from itself
+            check_finite(name, x, of=source)  # otherwise NaN would differ even from itself
             raise ConfigError(
                 f'{source}: {copy} differs from {name}, but tie_word_embeddings says they are tied'
             )

@@ -1,1 +1,1 @@
-"""Megatron-LM's checkpoints."""
+"""Convert models from and to Megatron-LM's checkpoints."""

@@ -1,7 +1,7 @@
 """A `torch_dist` checkpoint of Megatron-LM: its arguments, and the tensors of its model.
 
-The tensors get the names of megatron-core's local layer specification, one for each layer, whatever
-names and sizes they were written with. Imports no jax.
+The tensors get the names of megatron-core's local layer specification, with one tensor per layer,
+no matter how they were named and stacked when written. Imports no jax.
 """
 
 import json
@@ -29,40 +29,40 @@ from megajax.interop.megatron.rank_files import (
 from megajax.interop.megatron.torch_files import load_archive, load_torch, map_file
 
 BACKEND, COMMON = 'metadata.json', 'common.pt'
-COMMON_STATE = 'common_state/shard_0_1'  # in place of common.pt since megatron-core 0.19
-WRAPPERS = re.compile(r'^(module|model)\.')  # in front of each name, in NeMo's checkpoints
-# Entries that are not a part of the model, by the beginning of their names.
+COMMON_STATE = 'common_state/shard_0_1'  # replaces common.pt since megatron-core 0.19
+WRAPPERS = re.compile(r'^(module|model)\.')  # prefix of each name in NeMo's checkpoints
+# Beginnings of the names of entries that do not belong to the model, with a description.
 LEFT_OUT = {
     'the state of the optimizer': r'optimizer\.|chained_\d+\.|param_state',
     'the random states': r'rng_state',
     "the states of the scheduler and of Megatron-LM's checks": r'opt_param_scheduler|rerun_state',
 }
-# A name without a number after one of these belongs to a stack, of all layers or all experts.
+# A name without a number after one of these prefixes is a stack of all layers or all experts.
 STACKS = 'decoder.layers.', '.mlp.experts.experts.'
-MAX_CHUNKS = 2**20  # of all stacks; 128 layers on 128 ranks have a fifth as many
+MAX_CHUNKS = 2**20  # most chunks of all stacks; 128 layers on 128 ranks have a fifth as many
 GATED = re.compile(r'(.*\.linear_fc1\.(?:weight|bias))_([wv])')
 
 logger = logging.getLogger(__name__)
 
 
 class DistCheckpoint(NamedTuple):
-    """A checkpoint, of which the elements of no tensor have been read."""
+    """A checkpoint whose tensors' elements have not been read."""
 
     folder: Path
-    arguments: Mapping[str, Any]  # empty if it has none
+    arguments: Mapping[str, Any]  # empty if the checkpoint has none
     progress: Progress
     tensors: Mapping[str, Tensor]
 
 
 def is_dist(folder: Path) -> bool:
-    """Whether a folder holds a distributed checkpoint of megatron-core."""
+    """Return whether a folder is a distributed checkpoint of megatron-core."""
     return (folder / BACKEND).is_file()
 
 
 def open_checkpoint(folder: Path) -> DistCheckpoint:
     """Read everything but the elements of the tensors.
 
-    Raises ConfigError if the format is a different one, or if a file is damaged.
+    Raises ConfigError if the format is different, or if a file is damaged.
     """
     try:
         backend = json.loads((folder / BACKEND).read_bytes())['sharded_backend']
@@ -97,7 +97,7 @@ def open_checkpoint(folder: Path) -> DistCheckpoint:
 
 
 def _common(folder: Path, entry: Entry | None) -> dict[str, Any]:
-    """Return what is not sharded, of a file of its own or of an entry."""
+    """Return the unsharded state, from a file of its own or from an entry."""
     path = folder / COMMON
     if path.is_file():
         common = load_torch(path)
@@ -115,7 +115,7 @@ def _common(folder: Path, entry: Entry | None) -> dict[str, Any]:
 
 
 def _left_out(names: Iterable[str]) -> dict[str, str]:
-    """Return what an entry is, by its name, if it is not a part of the model."""
+    """Return a description of each entry that does not belong to the model, by name."""
     return {
         name: what
         for name in names
@@ -129,7 +129,7 @@ def _is_ignored(name: str) -> bool:
 
 
 def _of_layers(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors by the names of the local layer specification."""
+    """Yield tensors under the names of the local layer specification."""
     gates: dict[str, dict[str, Tensor]] = defaultdict(dict)
     tensors = {name: tensor for name, tensor in tensors.items() if not _is_ignored(name)}
     if sum(_num_parts(name, tensor) for name, tensor in tensors.items()) > MAX_CHUNKS:
@@ -147,7 +147,7 @@ def _of_layers(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _stacks(name: str) -> list[str]:
-    """Return the prefixes after which a name lacks a number, in the order of its first dims."""
+    """Return the prefixes after which a name has no number, in the order of its first dims."""
     rests = [(prefix, name.partition(prefix)[1:]) for prefix in STACKS]
     return [
         prefix
@@ -191,7 +191,7 @@ def _joined(gate: Tensor, up: Tensor) -> Tensor:
 def open_chunks(
     folder: Path, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Chunk, np.ndarray]]:
-    """Yield the name of a tensor, a chunk of it and its elements, as a view of a mapped file.
+    """Yield a tensor's name, one of its chunks, and the elements as a view of a mapped file.
 
     Raises ConfigError, with file and tensor, if the file contains something else.
     """
@@ -212,7 +212,7 @@ def open_chunks(
 
 
 def _stored(folder: Path, entry: Entry, what: str, files: dict[str, memoryview]) -> memoryview:
-    """Return the bytes of an entry; `files` keeps the mapped files."""
+    """Return the bytes of an entry; `files` caches the mapped files."""
     file, start, length = entry
     if file not in files:
         if not (folder / file).is_file():

@@ -1,4 +1,4 @@
-"""Parameters from a `torch_dist` checkpoint, independent of the ranks that wrote its chunks."""
+"""Read parameters from a `torch_dist` checkpoint, no matter which ranks wrote its chunks."""
 
 import math
 from collections import defaultdict
@@ -30,7 +30,7 @@ Block = tuple[slice, ...]
 
 
 def merge_chunks(config: Config, checkpoint: DistCheckpoint) -> nnx.State:
-    """Return the parameters that are assembled from the chunks of a checkpoint.
+    """Assemble the parameters from the chunks of a checkpoint.
 
     The chunks are views of mapped files, and host memory holds one shard of one parameter at a
     time. Raises ConfigError with all missing and unexpected tensors, and for damaged files.
@@ -56,7 +56,7 @@ def merge_chunks(config: Config, checkpoint: DistCheckpoint) -> nnx.State:
 
 
 def _vocab_rows(config: Config, checkpoint: DistCheckpoint) -> int:
-    """Rows of the vocabulary in the checkpoint, padding included."""
+    """Return the number of the vocabulary's rows in the checkpoint, padding included."""
     table = checkpoint.tensors.get(NAMES[TABLE][0])
     rows = table.shape[0] if table and table.shape else config.model.vocab_size
     if rows < config.model.vocab_size:
@@ -70,9 +70,9 @@ def _vocab_rows(config: Config, checkpoint: DistCheckpoint) -> int:
 def _parts(
     piece: Piece, chunk: Chunk, there: str, here: str, shape: Sequence[int]
 ) -> Iterator[tuple[Piece, Block]]:
-    """Yield the pieces of a chunk of a tensor, and their positions in the chunk.
+    """Yield the pieces of a tensor's chunk, and their positions in the chunk.
 
-    A chunk that does not end at the boundary of a head or a gate is more than one piece.
+    A chunk that does not end at the boundary of a head or a gate consists of several pieces.
     """
     groups, lengths = groups_of(there, here), dict(zip(here, shape, strict=True))
     ends = {dim: at.stop for dim, at in zip(here, piece.at, strict=True)}
@@ -94,19 +94,19 @@ def _parts(
 
 
 def _sizes(group: str, lengths: Mapping[str, int], rows: int) -> list[int]:
-    """Return the sizes of a group's dims; a vocabulary has the rows of the checkpoint."""
+    """Return the sizes of a group's dims; the vocabulary has as many rows as in the checkpoint."""
     return [rows] if len(group) == 1 else [lengths[dim] for dim in group]
 
 
 def _within_end(part: slice, end: int) -> slice:
-    """Return the part of a range before `end`; a vocabulary's padding is behind it."""
+    """Return the part of a range before `end`, after which a vocabulary has padding."""
     return slice(min(part.start, end), min(part.stop, end))
 
 
 def _blocks(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[Block, slice]]:
-    """Cut a range of flattened dims into blocks, each of which is one range in every dim.
+    """Split a range of flattened dims into blocks, each of which is one range in every dim.
 
-    Yields the ranges and the rows of a block, counted from `start`.
+    Yields each block's ranges, and its rows counted from `start`.
     """
     begin = 0
     for block in _ranges(sizes, start, stop):
@@ -133,7 +133,7 @@ def _ranges(sizes: Sequence[int], start: int, stop: int) -> Iterator[Block]:
 
 
 def _within(sizes: Sequence[int], index: int, start: int, stop: int) -> Iterator[Block]:
-    """Cut a range within one index of the first dim."""
+    """Split a range that is within one index of the first dim."""
     origin = index * math.prod(sizes[1:])
     for block in _ranges(sizes[1:], start - origin, stop - origin):
         yield (slice(index, index + 1), *block)

@@ -1,8 +1,8 @@
 """The index of a `torch_dist` checkpoint: its tensors, and where their chunks are stored.
 
 This is the format of Megatron-LM since megatron-core, and of `torch.distributed.checkpoint`. The
-file `.metadata` is a pickle of records; it has the global shape of each tensor, and its chunks,
-which any ranks may have written. Imports no jax.
+file `.metadata` is a pickle of records. It has the global shape and the chunks of each tensor; any
+rank may have written a chunk. Imports no jax.
 """
 
 import math
@@ -20,11 +20,12 @@ from megajax.interop.megatron.pickles import Call, Inert, Record, Unpickler
 
 FILE = '.metadata'
 MAX_FILE_BYTES = 2**28
-MAX_CHUNKS = 2**17  # of a tensor: 64 layers x 512 experts x 2 gates x 2 ranks
-MAX_IRREGULAR = 2**14  # chunks of a tensor that form no grid; each is compared with all others
+MAX_CHUNKS = 2**17  # of one tensor: 64 layers x 512 experts x 2 gates x 2 ranks
+# chunks of a tensor that do not form a grid; each is compared with all others
+MAX_IRREGULAR = 2**14
 MAX_DIMS = 8
 PACKAGES = ('torch.distributed.checkpoint.', 'torch.distributed._shard.', 'megatron.')
-# Records of other ways to write, and of the save itself.
+# Records that are not needed: of other ways to write, and of the save itself.
 INERT = (
     ('torch.serialization', '_get_layout'),
     ('pathlib', 'PosixPath'),
@@ -41,7 +42,7 @@ Shape = tuple[int, ...]
 
 
 class Entry(NamedTuple):
-    """The bytes of a file that hold one chunk, as `torch.save` writes them."""
+    """The bytes of a file that contain one chunk, as written by `torch.save`."""
 
     file: str
     start: int
@@ -54,8 +55,8 @@ class Chunk(NamedTuple):
     offsets: Shape
     sizes: Shape
     entry: Entry
-    stored: Shape  # of the array in the file
-    at: tuple[int, ...] = ()  # in the array's first dims, the layers and perhaps the experts
+    stored: Shape  # shape of the array in the file
+    at: tuple[int, ...] = ()  # index in the array's first dims, the layers and perhaps the experts
 
 
 class Tensor(NamedTuple):
@@ -70,7 +71,7 @@ def read_metadata(folder: Path) -> tuple[dict[str, Tensor], dict[str, Entry | No
     """Return the tensors of a checkpoint by name, and where its other entries are stored.
 
     Raises ConfigError, with the entry, if the file is damaged or asks for more than records, or if
-    a tensor is not exactly covered by its chunks.
+    a tensor's chunks do not cover it exactly.
     """
     path = folder / FILE
     metadata = _load(path)
@@ -104,7 +105,7 @@ def _load(path: Path) -> Any:
         raise ConfigError(f'{path}: cannot be read: {error.strerror}') from error
     except ConfigError:
         raise
-    except Exception as error:  # a pickle can be wrong in any way
+    except Exception as error:  # a damaged pickle can raise any error
         raise ConfigError(
             f'{path}: not what torch.distributed.checkpoint writes: '
             f'{type(error).__name__}: {reason(error)}'
@@ -112,7 +113,7 @@ def _load(path: Path) -> Any:
 
 
 class _Properties(Record):
-    """The properties of a tensor, of which the dtype is the first."""
+    """The properties of a tensor; the first one is the dtype."""
 
     dtype: Any = None
 
@@ -161,7 +162,7 @@ def _places(storage: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, Shape], Ent
         file, start, length = info.relative_path, info.offset, info.length
         if not isinstance(file, str) or not re.fullmatch(r'[\w.-]+', file):
             raise ValueError(f'{index.fqn} is stored in {file!r}, which is not a file name')
-        offsets = tuple(getattr(index, 'offset', None) or ())  # other objects have none
+        offsets = tuple(getattr(index, 'offset', None) or ())  # only tensors have an offset
         _check_numbers((start, length, *offsets))
         yield (index.fqn, offsets), Entry(file, start, length)
 
@@ -210,7 +211,7 @@ def _check_cover(shape: Shape, chunks: list[Chunk]) -> None:
 
 
 def _overlapping(boxes: np.ndarray, dim: int = 0) -> np.ndarray | None:
-    """Return the start of a box that overlaps another one; boxes are [start, end] of each dim."""
+    """Return the start of a box that overlaps another; a box has [start, end] for each dim."""
     if len(boxes) < 2:
         return None
     if dim == boxes.shape[2]:

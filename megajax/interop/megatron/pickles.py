@@ -1,7 +1,7 @@
-"""Reading a pickle as data: plain containers and known records, with bounded memory and time.
+"""Read a pickle as data: plain containers and known records, with bounded memory and time.
 
-A pickle is a program for a stack machine. Here only the instructions that build plain data exist; a
-call reaches only the functions that a reader provides (`Call`). Imports no jax.
+A pickle is a program for a stack machine. This machine has only the instructions that build plain
+data, and a pickle can call only functions that a reader provides (`Call`). Imports no jax.
 """
 
 import io
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from megajax.core.config import ConfigError
 
-machine: Any = pickle  # has the Python unpickler, which type checkers do not know
-# Instructions of a program. Each makes at most one object or one entry of a container, so that
-# memory is bounded too. A checkpoint of 100,000 chunks has about 5 million.
+machine: Any = pickle  # as Any, because type checkers do not know the Python unpickler in it
+# Most instructions of a program. Each makes at most one object or one entry of a container, so that
+# this bounds the memory too. A checkpoint of 100,000 chunks has about 5 million.
 MAX_INSTRUCTIONS = 2**24
-MAX_KEY_ITEMS = 16  # of a tuple that is a key of a dict
-# Instructions that call or look up other than through `Call`, or that reserve memory before they
-# read.
+MAX_KEY_ITEMS = 16  # most items of a tuple that is a key of a dict
+# Instructions that call or look up functions other than through `Call`, or that reserve memory
+# before they read.
 LEFT_OUT = (
     pickle.INST,
     pickle.OBJ,
@@ -33,7 +33,7 @@ LEFT_OUT = (
 
 
 class Call(NamedTuple):
-    """A function that a pickle may call, in place of a global of that name."""
+    """A function that a pickle may call instead of the global of that name."""
 
     function: Callable[..., Any]
 
@@ -42,7 +42,7 @@ class Record:
     """An object with the attributes that a pickle gives it, and nothing else."""
 
     def set_state(self, state: Any) -> None:
-        """Take the attributes, a dict."""
+        """Set the attributes from a dict."""
         self.__dict__.update({str(name): value for name, value in dict(state).items()})
 
 
@@ -50,7 +50,7 @@ class Inert:
     """A placeholder for an object that is not needed; operations on it have no effect."""
 
     def __new__(cls, *_: Any, **__: Any) -> 'Inert':
-        """Take any arguments."""
+        """Accept any arguments."""
         return super().__new__(cls)
 
     def __call__(self, *_: Any, **__: Any) -> 'Inert':
@@ -58,7 +58,7 @@ class Inert:
 
 
 class Unpickler(machine._Unpickler):
-    """A stack machine without instructions that could run, or reserve, more than the file holds.
+    """A stack machine that cannot run code, or reserve more memory than the file justifies.
 
     A subclass defines in `find_class` what replaces a global: a `Call`, `Inert`, or plain data.
     """
@@ -188,7 +188,7 @@ def _dict(items: list[Any]) -> dict[Any, Any]:
 
 
 def _key(key: Any) -> Any:
-    """Return a key that is hashed fast; a tuple in tuples could take forever."""
+    """Return a key if it is fast to hash; hashing deeply nested tuples could take forever."""
     items = key if type(key) is tuple and len(key) <= MAX_KEY_ITEMS else (key,)
     if any(type(item) is tuple or (type(item) is int and abs(item) >= 2**63) for item in items):
         raise ValueError('a key is neither a word, nor a number, nor a short tuple of them')

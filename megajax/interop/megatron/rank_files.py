@@ -1,7 +1,7 @@
 """The files of a Megatron-LM checkpoint: one for each tensor-parallel rank of each stage.
 
-They are `mp_rank_TT/model_optim_rng.pt`, in a pipeline `mp_rank_TT_PPP/model_optim_rng.pt`. A stage
-with several chunks of layers has them as `model0`, `model1` and so on. Imports no jax.
+The files are `mp_rank_TT/model_optim_rng.pt`; in a pipeline, `mp_rank_TT_PPP/model_optim_rng.pt`. A
+stage with several chunks of layers stores them as `model0`, `model1` and so on. Imports no jax.
 """
 
 import re
@@ -16,10 +16,10 @@ from megajax.interop.megatron.torch_files import Namespace, load_torch
 
 FILE, TRACKER, RELEASE = 'model_optim_rng.pt', 'latest_checkpointed_iteration.txt', 'release'
 MAX_TRACKER_BYTES = 100
-VERSION = 3.0  # version of the layout; since 2.0 QKV is grouped by head
+VERSION = 3.0  # version of the layout; since 2.0, QKV is grouped by head
 IGNORED = re.compile(r'.*_extra_state(\..*)?|.*rotary_pos_emb\.inv_freq')
-# Translation of names in Transformer Engine's layers, and in Megatron-LM before megatron-core, to
-# the names in the local layer specification.
+# Translates names in Transformer Engine's layers, and in Megatron-LM before megatron-core, to names
+# in the local layer specification.
 ALIASES = (
     (r'linear_qkv\.layer_norm_(weight|bias)$', r'input_layernorm.\1'),
     (r'self_attention\.input_layernorm', 'input_layernorm'),
@@ -45,7 +45,7 @@ class Progress(NamedTuple):
 
     iteration: int | None = None
     samples: int | None = None  # consumed in training
-    total: int | None = None  # samples of the run, on which their order depends
+    total: int | None = None  # samples of the whole run, on which the order depends
 
 
 class RankFile(NamedTuple):
@@ -63,7 +63,7 @@ def rank_name(rank: int, stage: int, stages: int) -> str:
 
 
 def chunk_names(count: int) -> list[str]:
-    """Return the names in a file of the chunks of a stage."""
+    """Return the names under which a file stores the chunks of a stage."""
     return ['model'] if count == 1 else [f'model{index}' for index in range(count)]
 
 
@@ -73,7 +73,8 @@ def find_ranks(
     """Return the files of a checkpoint: for each tensor-parallel rank, its stages' files in order.
 
     `folder` is a checkpoint's folder, or one that contains several, of which the newest is used.
-    Raises ConfigError if there are no ranks, not every one, or not `ranks` x `stages` of them.
+    Raises ConfigError if there are no ranks, if some are missing, or if there are not `ranks` x
+    `stages`.
     """
     folder = newest(folder)
     names = sorted(path.name for path in folder.glob('mp_rank_*') if path.is_dir())
@@ -112,7 +113,8 @@ def find_ranks(
 def newest(folder: Path) -> Path:
     """Return the newest checkpoint of a folder that contains several, or the folder itself.
 
-    Raises ConfigError if the file that names it contains neither a number of steps nor `release`.
+    Raises ConfigError if the file that names the newest contains neither a number of steps nor
+    `release`.
     """
     tracker = folder / TRACKER
     if not tracker.is_file():
@@ -127,7 +129,7 @@ def newest(folder: Path) -> Path:
 
 
 def read_rank(path: Path) -> RankFile:
-    """Read a rank's file. Raises ConfigError if it asks for more than tensors, or has none."""
+    """Read a rank's file. Raises ConfigError if it has no tensors, or more than tensors."""
     contents = load_torch(path)
     names = (
         [name for name in contents if re.fullmatch(r'model\d*', str(name))]
@@ -148,7 +150,7 @@ def read_rank(path: Path) -> RankFile:
 
 
 def check_version(contents: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError if a checkpoint's layout is older than is supported."""
+    """Raise ConfigError if a checkpoint's layout is older than the oldest supported one."""
     version = contents.get('checkpoint_version', VERSION)
     if not (isinstance(version, (int, float)) and version >= 2):  # NaN is not
         raise ConfigError(
@@ -158,7 +160,7 @@ def check_version(contents: Mapping[str, Any], path: Path) -> None:
 
 
 def arguments_of(contents: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Megatron-LM's arguments by name, as a checkpoint holds them, or an empty mapping."""
+    """Return Megatron-LM's arguments in a checkpoint by name; empty if there are none."""
     arguments = contents.get('args')
     if isinstance(arguments, Namespace):
         return vars(arguments)
@@ -191,7 +193,7 @@ def local_name(name: str) -> str:
 
 
 def _tensors(model: Mapping[str, Any], path: Path) -> dict[str, np.ndarray]:
-    """Return the tensors of a model; the keys of the nested dicts make up their names."""
+    """Return the tensors of a model; a name joins the keys of the nested dicts."""
     tensors = {}
     pending, visited = [('', model)], {id(model)}
     while pending:

@@ -1,7 +1,7 @@
 """Import and export of Megatron-LM checkpoints with one file for each rank.
 
-The files are `mp_rank_TT/model_optim_rng.pt` (`rank_files.py`), in a pipeline one for each stage of
-each tensor-parallel rank.
+The files are `mp_rank_TT/model_optim_rng.pt` (`rank_files.py`); in a pipeline, there is one for
+each stage of each tensor-parallel rank.
 """
 
 import re
@@ -36,10 +36,10 @@ from megajax.runtime.checkpoint.record import RECORD, read_record
 if TYPE_CHECKING:
     from megajax.interop.pieces import Pieces
 
-MEGATRON_VOCAB_MULTIPLE = 128  # rows on each rank, Megatron's make_vocab_size_divisible_by
+MEGATRON_VOCAB_MULTIPLE = 128  # rows on each rank: Megatron's make_vocab_size_divisible_by
 LAYER = re.compile(r'decoder\.layers\.(\d+)\.')
-ITERATION = 'iteration of megatron'  # in the record of an import
-COPY = 'output_layer.weight'  # of a tied embedding, on the last stage of a pipeline
+ITERATION = 'iteration of megatron'  # key in the record of an import
+COPY = 'output_layer.weight'  # copy of a tied embedding, on the last stage of a pipeline
 
 
 def import_megatron(
@@ -103,7 +103,7 @@ def export_megatron(
 ) -> None:
     """Write a checkpoint as Megatron-LM's release checkpoint for tensor-parallel `ranks`, in fp32.
 
-    `source` is a run, whose newest checkpoint is written, or one checkpoint. For a pipeline there
+    `source` is a run, whose newest checkpoint is written, or one checkpoint. For a pipeline, there
     is a file for each of the `stages` of a rank, with `virtual_stages` chunks of layers. Host
     memory holds one parameter and one of its tensors at a time. Raises ConfigError if ranks or
     stages do not divide the model.
@@ -195,7 +195,7 @@ def _config(
 
 
 class _Holder(NamedTuple):
-    """A chunk of layers on one rank: where it is, its tensors, and their pieces."""
+    """A chunk of layers on one rank: the file, the tensors, and the tensors' pieces."""
 
     path: Path
     tensors: Mapping[str, np.ndarray]
@@ -203,7 +203,7 @@ class _Holder(NamedTuple):
 
 
 def _merge(config: Config, files: Sequence[Sequence[RankFile]]) -> Any:
-    """Return the parameters assembled from the tensors of all ranks, whose names get the rank."""
+    """Return the parameters assembled from the tensors of all ranks; names include the rank."""
     from megajax.core.parallel.layer_order import tree_on_stages
     from megajax.core.parallel.layout import Layout
     from megajax.interop.megatron.weights import KEYS
@@ -250,7 +250,7 @@ def _holders(
             )
     shapes, rows = shapes_of(model), _vocab_rows(model, files)
     for rank, group in enumerate(files):
-        # Layers go through all stages before they come to the next chunk of the first.
+        # The layers pass through all stages before they reach the next chunk of the first stage.
         order = [(file, index) for index in range(len(names)) for file in group]
         sizes = [_num_layers(file.chunks[index]) for file, index in order]
         if stages * len(names) > 1 and sum(sizes) != model.num_layers:
@@ -269,7 +269,8 @@ def _holders(
             )
             tensors = file.chunks[index]
             if not chunk.is_first and model.tie_embeddings and COPY not in tensors:
-                pieces['embedding.table'] = []  # Megatron-LM's own layers keep the copy elsewhere
+                # Megatron-LM's own layers store the copy under a different name
+                pieces['embedding.table'] = []
             name = file.path.parent.name + (f'/{names[index]}' if len(names) > 1 else '')
             yield name, _Holder(file.path, tensors, pieces)
 
@@ -292,7 +293,7 @@ def _vocab_rows(model: ModelConfig, files: Sequence[Sequence[RankFile]]) -> int:
 
 
 def _check_copies(merged: 'Pieces', holders: Mapping[str, _Holder]) -> None:
-    """Raise ConfigError if ranks that should hold copies of a tensor hold different values."""
+    """Raise ConfigError if ranks that should have copies of a tensor have different values."""
     from megajax.interop.pieces import check_finite
 
     for group in merged.values():
@@ -302,12 +303,13 @@ def _check_copies(merged: 'Pieces', holders: Mapping[str, _Holder]) -> None:
             holder = holders[place]
             where = tuple((part.start, part.stop) for part in piece.at)
             first, its_name = firsts.setdefault(where, (holder, name))
-            if any(start == stop for start, stop in where):  # only padding of the vocabulary
+            # it contains only padding of the vocabulary
+            if any(start == stop for start, stop in where):
                 continue
             if first is not holder and not np.array_equal(
                 first.tensors[its_name], holder.tensors[name]
             ):
-                # NaN would differ even from itself.
+                # Otherwise NaN would differ even from itself.
                 check_finite(name, holder.tensors[name], of=str(holder.path))
                 other = '' if its_name == name else f'{its_name} '
                 raise ConfigError(

@@ -1,9 +1,9 @@
-"""Reading and writing `torch.save` files without torch and without running code in them.
+"""Read and write `torch.save` files without torch and without running code in them.
 
 Imports no jax. Such a file is a zip archive of a pickle and the storages of its tensors. A pickle
-is a program that may call any function by name. Here it gets tensors and plain containers, and an
-inert placeholder for objects that are known to be stored with weights; a file that asks for
-anything else is rejected.
+is a program that may call any function by name. This reader provides only tensors, plain
+containers, and an inert placeholder for objects that are known to be stored with weights. A file
+that asks for anything else is rejected.
 """
 
 import io
@@ -22,7 +22,7 @@ from megajax.base.errors import reason
 from megajax.core.config import ConfigError
 from megajax.interop.megatron.pickles import Call, Inert, Record, Unpickler
 
-MAX_PROGRAM_BYTES = 2**26  # of a pickle, without the data of its tensors
+MAX_PROGRAM_BYTES = 2**26  # most bytes of a pickle, without its tensors' data
 STORAGES = {
     'FloatStorage': np.dtype(np.float32),
     'HalfStorage': np.dtype(np.float16),
@@ -35,7 +35,7 @@ STORAGES = {
     'ByteStorage': np.dtype(np.uint8),
     'BoolStorage': np.dtype(np.bool_),
 }
-# Globals in arguments, random states and Transformer Engine's extra states: a placeholder replaces
+# Globals in arguments, random states and Transformer Engine's extra states. A placeholder replaces
 # these objects, and their contents are ignored.
 INERT = frozenset(
     {
@@ -82,7 +82,8 @@ class Namespace(Record):
 class _Kind(NamedTuple):
     """A substitute for a storage class.
 
-    It is not the dtype itself, because a pickle can change the state of the objects that it gets.
+    The dtype itself would not be safe, because a pickle can change the state of objects that it
+    gets.
     """
 
     dtype: np.dtype
@@ -92,14 +93,14 @@ def load_torch(path: Path) -> Any:
     """Read a file that `torch.save` wrote.
 
     Returns plain containers, arrays in place of tensors (views of the mapped file), `Namespace` and
-    `Inert`. Raises ConfigError if the file is damaged, older than torch 1.6, or asks for anything
-    else, with its name.
+    `Inert`. Raises ConfigError, with the file's name, if the file is damaged, older than torch 1.6,
+    or asks for anything else.
     """
     return load_archive(map_file(path), str(path))
 
 
 def map_file(path: Path) -> memoryview:
-    """Return the bytes of a file, which are read when they are used."""
+    """Return the bytes of a file, which are read only when they are used."""
     try:
         with path.open('rb') as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -137,7 +138,7 @@ def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
 
 
 class _Window(io.RawIOBase):
-    """Bytes in memory, or mapped to it, as a file; `io.BytesIO` would copy them."""
+    """Bytes in memory, or mapped into memory, as a file; `io.BytesIO` would copy them."""
 
     def __init__(self, content: memoryview):
         self.content, self.place = content, 0
@@ -160,7 +161,7 @@ class _Window(io.RawIOBase):
 
 
 class _Unpickler(Unpickler):
-    """An unpickler that knows the tensors of a file, and containers."""
+    """An unpickler that knows the tensors of a file and plain containers."""
 
     def __init__(
         self,
@@ -192,7 +193,7 @@ class _Unpickler(Unpickler):
             or not 0 <= count * dtype.itemsize <= entry.file_size
         ):
             raise ValueError(f'storage {key} is shorter than its tensors, or compressed')
-        # From the entry's own header.
+        # These lengths are in the entry's own header.
         name_length, extra_length = struct.unpack_from(
             '<HH', self.content, entry.header_offset + 26
         )
@@ -254,7 +255,7 @@ class TorchFile:
         self.write(len(self._written), x)
 
     def write(self, index: int, x: np.ndarray) -> None:
-        """Write the data of a tensor, given its place in the order of the names."""
+        """Write the data of a tensor, given its index in the order of the names."""
         assert index not in self._written
         assert (x.shape, x.dtype) == self._tensors[index]
         self._write(f'data/{index}', np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
@@ -324,7 +325,7 @@ class TorchFile:
 def torch_files(
     paths: Iterable[Path], contents: Iterable[Mapping[str, Any]]
 ) -> Iterator[list[TorchFile]]:
-    """Yield files to append tensors to; close them when the block has filled all of them."""
+    """Yield files to append tensors to; close them at the end, when all are filled."""
     opened = [path.open('wb') for path in paths]
     try:
         files = [TorchFile(file, content) for file, content in zip(opened, contents, strict=True)]

@@ -1,4 +1,4 @@
-"""Conversion of megatron-core's weights to megajax and back: a table of names and dims.
+"""Convert megatron-core's weights to megajax's and back, using a table of names and dims.
 
 The names follow megatron-core's local layer specification (Transformer Engine's has the norms under
 `linear_qkv` and `linear_fc1`). Linear weights are [out, in], and each layer has its own names.
@@ -88,15 +88,15 @@ KEYS = (
 
 
 class Chunk(NamedTuple):
-    """The part of a model on one pipeline stage: some of the layers, and perhaps the ends."""
+    """The part of a model on one pipeline stage: some layers, perhaps embedding or head."""
 
-    layers: range  # numbered from 0 in their names there
-    is_first: bool  # with the embedding
-    is_last: bool  # with the final norm and the head
+    layers: range  # numbered from 0 in Megatron's names
+    is_first: bool  # has the embedding
+    is_last: bool  # has the final norm and the head
 
 
 def chunks_of(sizes: Sequence[int]) -> list[Chunk]:
-    """Return the chunks of a model, in the order of its layers, with these numbers of layers."""
+    """Return the chunks of a model, in the order of the layers, with these numbers of layers."""
     ends, last = list(accumulate(sizes)), len(sizes) - 1
     return [
         Chunk(range(end - size, end), index == 0, index == last)
@@ -105,11 +105,11 @@ def chunks_of(sizes: Sequence[int]) -> list[Chunk]:
 
 
 def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
-    """Return Megatron's weights, merged over its ranks, as parameters in fp32.
+    """Return Megatron's weights, which are already merged over ranks, as parameters in fp32.
 
-    They are in their stored sharding on the current mesh. The vocabulary has `model.vocab_size`
-    rows in `weights` and is padded with zeros. Raises ConfigError with all missing and unexpected
-    names and all wrong shapes and dtypes.
+    The parameters have their stored sharding on the current mesh. The vocabulary has
+    `model.vocab_size` rows in `weights` and is padded with zeros. Raises ConfigError with all
+    missing and unexpected names and all wrong shapes and dtypes.
     """
     abstract = abstract_params(config)
     pieces = megatron_pieces(config.model, shapes_of(config.model))
@@ -121,7 +121,7 @@ def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
 def to_megatron(config: Config, params: nnx.State) -> dict[str, np.ndarray]:
     """Return parameters as Megatron's weights, bit for bit, without the vocabulary's padding.
 
-    It converts gradients too, because they have the same names and dims.
+    It also converts gradients, because they have the same names and dims.
     """
     weights: dict[str, np.ndarray] = {}
     pieces = megatron_pieces(config.model, shapes_of(config.model))
@@ -143,10 +143,10 @@ def megatron_pieces(
     vocab_rows: int | None = None,
     chunk: Chunk | None = None,
 ) -> Pieces:
-    """The pieces of each parameter on one rank of a tensor-parallel group.
+    """Return the pieces of each parameter on one rank of a tensor-parallel group.
 
-    `vocab_rows` is the number of rows of the vocabulary on all ranks together, padding included. Of
-    a pipeline only the pieces in `chunk` are returned. Raises ConfigError for a model that
+    `vocab_rows` is the number of rows of the vocabulary on all ranks together, padding included.
+    For a pipeline, only the pieces in `chunk` are returned. Raises ConfigError for a model that
     Megatron-LM's files cannot represent, and if the ranks do not divide it.
     """
     chunk = chunk or chunks_of([model.num_layers])[0]
@@ -173,7 +173,7 @@ def megatron_pieces(
 
 
 def _widths(model: ModelConfig) -> dict[str, int]:
-    """Return, by its key, each number that the ranks of a tensor-parallel group divide."""
+    """Return each size that the tensor-parallel ranks must divide, by its key."""
     widths, experts = {'model.num_kv_heads': model.num_kv_heads}, model.experts
     if experts is None or model.has_dense_and_experts:
         widths['model.ffn_size'] = model.ffn_size
@@ -232,9 +232,9 @@ def _in_chunk(
     model: ModelConfig,
     layers: Sequence[int],
 ) -> Iterator[Piece]:
-    """Yield a parameter's pieces in a chunk, by their names there; `layers` are those that have it.
+    """Yield a parameter's pieces in a chunk, with Megatron's names; `layers` have the parameter.
 
-    A last chunk that is not the first has a copy of a tied embedding as the weight of its head.
+    A last chunk that is not also the first has a copy of a tied embedding as its head's weight.
     """
     if path.startswith('layers.'):
         each = len(pieces) // len(layers)  # 1, or the number of experts

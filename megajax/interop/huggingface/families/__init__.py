@@ -1,8 +1,8 @@
-"""Reading and writing the config.json of the supported Hugging Face families. Imports no jax.
+"""Read and write the config.json of the supported Hugging Face families. Imports no jax.
 
-Every file of this folder defines families; a new file needs no other change. A family is read
-strictly: a setting that megajax's decoder does not implement is rejected with its key and value. A
-model is written as a family only if reading it back gives the same model.
+Every file in this folder defines families; to add a family, add a file. A family is read strictly:
+a setting that megajax's decoder does not implement is rejected with its key and value. A model is
+written as a family only if reading the written file gives the same model.
 """
 
 import json
@@ -21,7 +21,7 @@ from megajax.interop.huggingface.layers import layers_of
 from megajax.interop.huggingface.reader import Keys, Reader
 
 POST_NORM = 'norms come after the residual connections, but only models with norms before them are'
-UNSUPPORTED = {  # families that users may well have, and why they are rejected
+UNSUPPORTED = {  # families that users are likely to have, and why they are rejected
     **dict.fromkeys(('bert', 'roberta'), f'its {POST_NORM} supported, such as "megatron-bert"'),
     'qwen3_vl_moe': 'experts are not supported with images, but "qwen3_vl", which is dense, is',
     **dict.fromkeys(
@@ -37,18 +37,19 @@ UNSUPPORTED = {  # families that users may well have, and why they are rejected
 }
 # Keys of `model` that only some families can express.
 IN_TRAINING = frozenset({'dropout', 'attention_dropout', 'init_std'})
-# Keys of `model.experts` that only training reads: no token is dropped in an evaluation.
+# Keys of `model.experts` that only training reads; evaluation, for example, drops no tokens.
 OF_ROUTING = frozenset(
     {'bias_rate', 'balance_loss', 'balance_over', 'z_loss', 'capacity', 'capacity_group'}
 )
-# Keys of `model` that a pattern of layers may replace.
+# Keys of `model` that a pattern of layers may set for each layer.
 OF_A_LAYER = LayerConfig.model_fields.keys() - {'repeat'}
-# Keys of `vision` that are not in config.json: keys of a run or of preprocessor_config.json.
+# Keys of `vision` that are not in config.json: they belong to a run, or to
+# preprocessor_config.json.
 OF_A_RUN = frozenset({'images', 'max_patches', 'min_patches', 'freeze'})
 
 
 def _families() -> Iterator[Family]:
-    """Yield the families of every file of this folder: first those that most tools read."""
+    """Yield the families of every file in this folder: first the families that most tools read."""
     names = (module.name for module in iter_modules(__path__))
     for name in sorted(names, key=lambda name: (name not in ('gpt2', 'llama'), name)):
         yield from import_module(f'{__name__}.{name}').FAMILIES
@@ -59,7 +60,7 @@ ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items()}
 
 
 def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str]]:
-    """Read a config.json: its family, the keys of `model`, and the keys that were not used.
+    """Read a config.json; return its family, the keys of `model`, and the keys that were not used.
 
     For a vision-language family, `model` contains the keys of the section `vision`, under that
     name. Raises ConfigError with every key and value that is not supported.
@@ -75,7 +76,7 @@ def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str
     read = Reader(keys, file)
     read.only('architectures', [ARCHITECTURES[family]], None, default=None)
     _read_quantization(read, FAMILIES[family])
-    read.only('transformers_weights', None, default=None)  # names a different file
+    read.only('transformers_weights', None, default=None)  # this key names a different file
     model = FAMILIES[family].read_config(read)
     if read.problems:
         raise ConfigError(*read.problems)
@@ -95,7 +96,7 @@ def _read_quantization(read: Reader, family: Family) -> None:
 def read_config_json(folder: Path) -> tuple[str, Keys, list[str]]:
     """Read a directory's config.json as `read_family` does.
 
-    Raises ConfigError as `read_family` does, and for a file that is missing or cannot be parsed.
+    Raises ConfigError as `read_family` does, and also if the file is missing or cannot be parsed.
     """
     file = folder / 'config.json'
     return read_family(read_json(file), str(file))
@@ -126,7 +127,7 @@ def write_family(model: ModelConfig, family: str | None = None) -> tuple[str, Ke
 
 
 def _differences(model: ModelConfig, keys: Keys) -> list[str]:
-    """The keys of `model`, with their values, that differ when `keys` are read back."""
+    """Return the keys of `model`, with their values, that differ when `keys` are read back."""
     try:
         back = ModelConfig(**read_family(keys, 'config.json')[1])
     except ConfigError as error:
@@ -136,7 +137,7 @@ def _differences(model: ModelConfig, keys: Keys) -> list[str]:
         names -= {'mrope_section'}
     pairs: list[tuple[str, Any, Any, set[str]]] = []
     if model.experts:
-        names -= set() if model.has_dense_and_experts else {'ffn_size'}  # which no layer has
+        names -= set() if model.has_dense_and_experts else {'ffn_size'}  # no layer has an MLP
     if model.experts and back.experts:
         of_experts = ExpertsConfig.model_fields.keys() - OF_ROUTING
         pairs.append(('model.experts', model.experts, back.experts, of_experts))
@@ -156,13 +157,13 @@ def _differences(model: ModelConfig, keys: Keys) -> list[str]:
 
 
 def _different_layers(model: ModelConfig, back: ModelConfig) -> list[str]:
-    """The keys that layers may replace, with the first value that differs."""
+    """Return the keys that layers may replace, with the first value that differs."""
     found: dict[str, str] = {}
     for ours, theirs in zip(layers_of(model), layers_of(back), strict=False):
         unused = set() if ours.rotates else {'rope_theta', 'rope_scaling'}
         for name in OF_A_LAYER - unused - found.keys():
             own, other = getattr(ours, name), getattr(theirs, name)
-            if name == 'experts':  # whose keys are compared once, for all layers
+            if name == 'experts':  # the keys of experts are compared once, for all layers
                 own, other = own is not None, other is not None
             if own != other:
                 found[name] = f'model.{name}={getattr(ours, name)}'

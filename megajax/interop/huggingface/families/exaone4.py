@@ -1,4 +1,4 @@
-"""EXAONE 4: Llama with norms after the sublayers, and of each head of queries and keys.
+"""EXAONE 4: Llama with norms after the sublayers, and QK norm per head.
 
 In a model with windows, layers with full attention have no position encoding. Imports no jax.
 """

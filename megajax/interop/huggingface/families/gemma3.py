@@ -1,4 +1,4 @@
-"""Gemma 3, of text alone: Llama with a norm on both sides of a sublayer. Imports no jax."""
+"""Gemma 3, text only: Llama with a norm on both sides of each sublayer. Imports no jax."""
 
 from functools import partial
 
@@ -35,9 +35,9 @@ def _own(read: Reader) -> Keys:
     read.only('use_bidirectional_attention', False, None, default=False)
     for key in ('cache_implementation', '_sliding_window_pattern'):
         read.get(key, None)
-    # A whole number of dims of a head, of which the scale of the scores is the inverse root.
+    # An integer, like a head dim; the scale of the scores is its inverse square root.
     scalar = read.take('query_pre_attn_scalar', 'model.head_dim', 256)
-    hidden = read.keys.get('hidden_size')  # which `llama.read_config` checks
+    hidden = read.keys.get('hidden_size')  # `llama.read_config` checks this key
     if type(hidden) is not int or fault('model.hidden_size', hidden):
         hidden = 1
     return {

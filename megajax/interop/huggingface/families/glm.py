@@ -1,4 +1,4 @@
-"""GLM-4: Llama in which a part of each head is rotated, in pairs of adjacent dims.
+"""GLM-4: Llama with rotary embeddings on a part of each head, in pairs of adjacent dims.
 
 Imports no jax.
 """
@@ -12,7 +12,7 @@ from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_rope
 
 LAYER = 'model.layers.{}.'
-# The tensors that gate_up_proj joins, one below the other.
+# The tensors that gate_up_proj contains, one below the other.
 JOINED = {
     f'{LAYER}mlp.gate_up_proj.weight': tuple(f'{LAYER}mlp.{x}_proj.weight' for x in ('gate', 'up'))
 }

@@ -20,7 +20,7 @@ TENSORS = mixtral.tensors('mlp', 'gate_proj', 'up_proj', 'down_proj', dense=True
     'layers.experts.shared_down.weight': [There(f'{SHARED}.down_proj.weight', 'DM')],
 }
 WIDTH, COUNT = 'moe_intermediate_size', 'n_routed_experts'
-ROUTING = {  # keys of config.json, and their keys and defaults here
+ROUTING = {  # keys of config.json, with the key of `experts` and the default for each
     'routed_scaling_factor': ('scale', 1.0),
     'n_group': ('groups', 1),
     'topk_group': ('active_groups', 1),
@@ -30,7 +30,7 @@ ROUTING = {  # keys of config.json, and their keys and defaults here
 
 
 def _own(read: Reader) -> Keys:
-    read.get('num_nextn_predict_layers', 1)  # multi-token prediction, whose layers are not read
+    read.get('num_nextn_predict_layers', 1)  # layers for multi-token prediction are not read
     read.get('num_mtp_layers', 1)
     width = read.take(WIDTH, 'experts.ffn_size', 1408)
     shared = read.get('n_shared_experts', 1)

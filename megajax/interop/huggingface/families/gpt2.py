@@ -81,6 +81,6 @@ FAMILIES = (
         tensors=TENSORS,
         copies={HEAD: 'wte.weight'},
         buffers=re.compile(r'(.*\.)?h\.\d+\.attn\.(bias|masked_bias)'),
-        prefix='transformer.',  # GPT-2 was released without it
+        prefix='transformer.',  # the released GPT-2 has no prefix
     ),
 )

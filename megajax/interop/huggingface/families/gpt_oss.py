@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and a clamped gate, windows, and sinks in attention.
+"""gpt-oss: experts with biases and a clamped gate, sliding windows, and attention sinks.
 
 Its experts may be packed in MXFP4. Imports no jax.
 """
@@ -21,7 +21,7 @@ from megajax.interop.huggingface.rope import read_parameters, read_rope, write_p
 
 LAYER = 'model.layers.{}.'
 EXPERTS = f'{LAYER}mlp.experts'
-# Matrices of experts are [expert, in, out], and each column of a gate is next to its column of up.
+# Matrices of experts are [expert, in, out], and the columns of gate and up alternate.
 TENSORS = mixtral.AROUND | {
     'layers.attention.sinks': [There(f'{LAYER}self_attn.sinks', 'N')],
     'layers.experts.router.weight': [There(f'{LAYER}mlp.router.weight', 'XD')],

@@ -78,10 +78,11 @@ def read_config(
     """Read the config.json of a family like Llama.
 
     `own` reads the keys that only some of these families have, for windows and biases. It returns
-    `qk_norm`, `bias` and `qkv_bias`, which default to false, and any key that differs from Llama's.
-    A family that is `grouped` always has num_key_value_heads. `head_dim` is the default of
-    head_dim, if not hidden_size over the heads, `norm_eps` the default of rms_norm_eps, and `tied`
-    the default of tie_word_embeddings. `rope` reads the keys of the rotary embedding.
+    `qk_norm`, `bias` and `qkv_bias`, which default to false, and any key whose value differs from
+    Llama's. A family that is `grouped` always has num_key_value_heads. `head_dim` is the default of
+    head_dim, if that is not hidden_size divided by the number of heads; `norm_eps` is the default
+    of rms_norm_eps, and `tied` of tie_word_embeddings. `rope` reads the keys of the rotary
+    embedding.
     """
     read.only('hidden_act', 'silu', 'swish', default='silu')
     read.only('attention_dropout', 0, default=0)
@@ -110,13 +111,13 @@ def _read_head_dim(
     own = read.get('head_dim', default)
     if own is not None:
         return read.checked('head_dim', own, 'model.head_dim')
-    if hidden is None or heads is None:  # there is a problem already
+    if hidden is None or heads is None:  # a problem was already reported
         return None
     return read.checked('hidden_size // num_attention_heads', hidden // heads, 'model.head_dim')
 
 
 def only_layer_type(read: Reader, kind: str, fix: str = '') -> None:
-    """Reject layers of another type than the one that all layers of the family have."""
+    """Reject layers that do not have the type that all layers of the family have."""
     if other := {*read_types(read, lambda index: kind)} - {kind}:
         read.refuse('layer_types', other.pop(), f'only "{kind}" is supported{fix}')
 
@@ -127,7 +128,7 @@ def _own_llama(read: Reader) -> Keys:
 
 
 def read_biases(read: Reader) -> Keys:
-    """Read the biases, which all linear layers have or none."""
+    """Read the biases, which either all linear layers have or none."""
     biases = read.take('attention_bias', 'model.bias', False)
     mlp_bias = read.take('mlp_bias', 'model.bias', False)
     if None not in (biases, mlp_bias) and mlp_bias != biases:

@@ -1,4 +1,4 @@
-"""MegatronBert, BERT with the norms before the matmuls. Imports no jax."""
+"""MegatronBert: BERT with the norms before the matmuls. Imports no jax."""
 
 import re
 

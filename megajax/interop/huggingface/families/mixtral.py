@@ -11,8 +11,8 @@ from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_rope
 
 LAYER = 'model.layers.{}.'
-COUNTS = 'num_local_experts', 'num_experts'  # two names of one key in transformers 5
-# The tensors that no expert or router has.
+COUNTS = 'num_local_experts', 'num_experts'  # two names of the same key in transformers 5
+# The tensors outside experts and routers.
 AROUND = {path: rows for path, rows in llama.TENSORS.items() if not path.startswith('layers.mlp.')}
 AROUND |= {'layers.experts.norm.weight': llama.TENSORS['layers.mlp.norm.weight']}
 
@@ -20,9 +20,9 @@ AROUND |= {'layers.experts.norm.weight': llama.TENSORS['layers.mlp.norm.weight']
 def tensors(
     module: str, gate: str, up: str, down: str, *, dense: bool = False
 ) -> dict[str, list[There]]:
-    """Return the tensors of a family that stores each expert, whose matrices have these names.
+    """Return the tensors of a family that stores each expert separately, under these names.
 
-    With `dense`, some of its layers may have an MLP.
+    With `dense`, some layers of the family may have an MLP.
     """
     expert = f'{LAYER}{module}.experts.{{}}'
     return (AROUND | llama.TENSORS if dense else AROUND) | {
@@ -45,12 +45,13 @@ def read_config(
 ) -> Keys:
     """Read the config.json of a family like Llama with experts.
 
-    `count` and `active` are the family's default numbers of experts, in a layer and for a token.
-    `own` also returns the keys of `experts` that differ from Mixtral's, and without a `count` that
-    key. Without ffn_size, the experts' width is intermediate_size. `of_llama` has the defaults that
-    `llama.read_config` takes.
+    `count` and `active` are the family's default numbers of experts, per layer and per token. `own`
+    also returns the keys of `experts` that differ from Mixtral's; if `count` is None, `own` must
+    return that key too. If `own` returns no ffn_size, the experts' width is intermediate_size.
+    `of_llama` has the defaults that `llama.read_config` takes.
     """
-    # transformers adds its balance loss, over all layers together, only with the router's logits.
+    # transformers adds its balance loss, computed over all layers together, only if it outputs the
+    # router's logits.
     read.only('output_router_logits', False, default=False)
     read.get('router_aux_loss_coef', None)
     keys = llama.read_config(read, own, **of_llama)
@@ -78,7 +79,7 @@ def write_config(
 ) -> Keys:
     """Return the keys of config.json that all families like Llama with experts have.
 
-    `count` and `width` are the family's keys of the number and of the width of the experts.
+    `count` and `width` are the family's keys for the number and the width of the experts.
     """
     keys, experts = llama.write_config(model), model.experts
     if experts is None:

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: Llama with norms after the sublayers, and of queries and keys.
+"""OLMo 2 and 3: Llama with norms after the sublayers, and with QK norm.
 
 Imports no jax.
 """

@@ -7,9 +7,9 @@ from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import find_rope, read_parameters
 
-OLD_NAMES = ('su', 'yarn')  # of longrope
+OLD_NAMES = ('su', 'yarn')  # older names of longrope
 ATTENTION, MLP = 'model.layers.{}.self_attn.', 'model.layers.{}.mlp.'
-# A tensor of Phi-3, and the tensors of Llama that it joins, one below the other.
+# A tensor of Phi-3, and the tensors of Llama that it contains, one below the other.
 JOINED = {
     f'{ATTENTION}qkv_proj.weight': tuple(f'{ATTENTION}{x}_proj.weight' for x in 'qkv'),
     f'{MLP}gate_up_proj.weight': tuple(f'{MLP}{x}_proj.weight' for x in ('gate', 'up')),

@@ -12,16 +12,16 @@ from megajax.interop.huggingface.rope import read_rope, write_scaling
 from megajax.interop.huggingface.settings import Names, read_names, write_names
 
 MROPE = 'mrope_section', 'mrope_interleaved'
-ROPE = {'rope_type': 'axial', 'rope_theta': 10000.0}  # of the encoder
+ROPE = {'rope_type': 'axial', 'rope_theta': 10000.0}  # rotary embedding of the encoder
 GELU = 'gelu_pytorch_tanh'
-IMAGE_TOKEN = 151655  # the id of Qwen3's tokenizer, which a config.json may leave out
+IMAGE_TOKEN = 151655  # the id in Qwen3's tokenizer, used if config.json has none
 OTHER_TOKENS = 'vision_start_token_id', 'vision_end_token_id', 'video_token_id'
 
 BLOCK = 'model.visual.blocks.{}'
 MERGERS = {'merger': 'model.visual.merger', 'deep_mergers': 'model.visual.deepstack_merger_list.{}'}
 LAYERS = {
     'attention.norm': ('norm1', 'Ⓓ', 'Ⓓ'),
-    # The rows are all queries, all keys and all values: C before the heads.
+    # The rows are all queries, then all keys, then all values: C comes before the heads.
     'attention.qkv': ('attn.qkv', '(ⒸⓀⒽ)Ⓓ', '(ⒸⓀⒽ)'),
     'attention.out': ('attn.proj', 'Ⓓ(ⓃⒽ)', 'Ⓓ'),
     'mlp.norm': ('norm2', 'Ⓓ', 'Ⓓ'),
@@ -31,7 +31,7 @@ LAYERS = {
 
 
 def _both(here: str, there: str, weight: str, bias: str) -> dict[str, list[There]]:
-    """The weight and the bias of a module, with the dims of their tensors."""
+    """Return the weight and the bias of a module, with the dims of their tensors."""
     return {
         f'{here}.weight': [There(f'{there}.weight', weight)],
         f'{here}.bias': [There(f'{there}.bias', bias)],
@@ -81,7 +81,7 @@ def _read_config(read: Reader) -> Keys:
     for key in OTHER_TOKENS:
         read.get(key, None)
     model = llama.read_config(text, own=_own, head_dim=128, rope=_read_mrope)
-    # Tying is a setting of the whole model; in releases both objects have the same value.
+    # Tying is a setting of the whole model; in released models, both objects have the same value.
     model['tie_embeddings'] = read.take(
         'tie_word_embeddings', 'model.tie_embeddings', model['tie_embeddings']
     )

@@ -23,7 +23,7 @@ def _own(read: Reader) -> Keys:
     layers = read_windows(
         read,
         window,
-        # Also if there are too few, which is a problem already.
+        # Slicing also works if `rotated` is too short, which is already reported as a problem.
         lambda index: FULL if window is None or all(rotated[index : index + 1]) else SLIDING,
     )
     positions = ({} if is_rotated else {'position': 'none'} for is_rotated in rotated)
@@ -32,7 +32,7 @@ def _own(read: Reader) -> Keys:
 
 
 def _read_rotated(read: Reader) -> list[int]:
-    """Read for each layer whether it has rotary embeddings, as a list of 1 and 0."""
+    """Read which layers have rotary embeddings, as a list with 1 or 0 for each layer."""
     given, interval = read.get('no_rope_layers', None), read.get('no_rope_layer_interval', 4)
     number = num_layers(read)
     if given is None:

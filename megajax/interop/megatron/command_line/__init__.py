@@ -1,1 +1,1 @@
-"""Megatron-LM's command lines, read as configs. Imports no jax."""
+"""Convert Megatron-LM's command lines to configs. Imports no jax."""

@@ -16,7 +16,7 @@ Keys = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 
-LAYERNORM_1P = 'apply_layernorm_1p'  # a gain of 1 + w, which megajax has for RMSNorm
+LAYERNORM_1P = 'apply_layernorm_1p'  # a gain of 1 + w, which megajax supports for RMSNorm
 # Arguments that must be absent or have one of these values: otherwise Megatron's decoder differs.
 ONLY: dict[str, Only] = {
     'multi_latent_attention': Only((False,), 'use --group-query-attention'),
@@ -33,12 +33,12 @@ ONLY: dict[str, Only] = {
     'num_tokentypes': Only((0,), 'only BERT has types of tokens'),
     'parallel_output_gate': Only((False,), 'leave it out'),
 }
-# Megatron's constants, for which it has no arguments.
+# Constants in Megatron, which has no arguments for them.
 SCALING = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_seq_len': 8192}
 
 
 def rejected(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, value and what to use instead, for each unsupported argument of a decoder."""
+    """Yield the name, the value and an alternative for each unsupported argument of a decoder."""
     has_experts = bool(arguments.get('num_experts'))
     for name, only in (ONLY | experts.ONLY if has_experts else ONLY).items():
         if name == LAYERNORM_1P and arguments.get('normalization') == 'RMSNorm':
@@ -51,9 +51,9 @@ def rejected(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def of_model(arguments: Mapping[str, Any], file: str) -> Mapping[str, Any]:
-    """Return the arguments in a checkpoint without unsupported ones of its training.
+    """Return a checkpoint's arguments without unsupported arguments that only affect training.
 
-    Logs a warning for each. They cannot be changed, and the trained model does not depend on them.
+    Logs a warning for each removed argument. The trained model does not depend on these arguments.
     """
     kept = dict(arguments)
     for name, value, _ in rejected(arguments):
@@ -64,7 +64,7 @@ def of_model(arguments: Mapping[str, Any], file: str) -> Mapping[str, Any]:
 
 
 def read_arguments(arguments: Mapping[str, Any], file: str) -> Keys:
-    """Return the keys of `model` for these arguments; absent ones have Megatron's defaults.
+    """Return the keys of `model` for these arguments; missing arguments have Megatron's defaults.
 
     Raises ConfigError with each argument that is missing or whose value is not supported.
     """
@@ -109,7 +109,7 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
         get('add_bias_linear', True),
         get('swiglu', False),
     )
-    # Both are the tanh approximation of GELU.
+    # Both settings mean the tanh approximation of GELU.
     fused = get('openai_gelu', False) or (bias and get('bias_gelu_fusion', True))
     model = {
         'num_layers': get('num_layers'),
@@ -150,7 +150,7 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
 
 
 def _of_layers(arguments: Mapping[str, Any], num_layers: int, rope: bool) -> Keys:
-    """Return the keys for Megatron's windows and for its layers without rotary embeddings."""
+    """Return the keys for windows and for layers without rotary embeddings."""
     window = _window(arguments.get('window_size'))
     frequency = frequency_of(arguments, 'window_attn_skip_freq')
     without_rope = frequency_of(arguments, 'no_rope_freq') if rope else None
@@ -159,7 +159,7 @@ def _of_layers(arguments: Mapping[str, Any], num_layers: int, rope: bool) -> Key
     is_dense = [False] * num_layers
     if arguments.get('num_experts'):
         is_dense = experts.dense_layers(arguments)
-        if experts.first_dense(is_dense):  # which the section of experts says
+        if experts.first_dense(is_dense):  # the keys of `experts` already describe this
             is_dense = [False] * num_layers
     layers = [
         ({} if full else {'window': window})
@@ -174,7 +174,7 @@ def _of_layers(arguments: Mapping[str, Any], num_layers: int, rope: bool) -> Key
 
 
 def _window(value: Any) -> int | None:
-    """Return the tokens that a token attends to, from Megatron's tokens (before, after) it."""
+    """Return the number of tokens that a token attends to, from Megatron's (before, after)."""
     if value is None:
         return None
     before, after = (int(x) for x in (value.split(',') if isinstance(value, str) else value))
@@ -184,7 +184,7 @@ def _window(value: Any) -> int | None:
 
 
 def _is_chosen(frequency: int | Sequence[int] | None, layer: int, *, mark: int) -> bool:
-    """Return whether a layer is one of every so many, or has this mark in a list."""
+    """Return whether a layer is selected by a frequency, or has the number `mark` in a list."""
     if isinstance(frequency, int):
         return (layer + 1) % frequency == 0
     return frequency is not None and frequency[layer] == mark

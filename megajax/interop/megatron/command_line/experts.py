@@ -9,14 +9,14 @@ Keys = dict[str, Any]
 
 
 class Only(NamedTuple):
-    """The values of an argument with which megajax supports Megatron's decoder."""
+    """The supported values of an argument, and what to do instead of using other values."""
 
-    allowed: tuple[Any, ...]  # absent is allowed always
+    allowed: tuple[Any, ...]  # the argument may always be absent
     instead: str
 
 
 NO_NOISE = 'a router has no noise: leave it out'
-# Values of arguments with which megajax supports Megatron's experts.
+# The supported values of arguments for experts.
 ONLY: dict[str, Only] = {
     'moe_router_score_function': Only(('softmax', 'sigmoid'), 'give softmax or sigmoid'),
     'moe_router_dtype': Only(('fp32',), 'routers compute in fp32: give fp32'),
@@ -35,7 +35,7 @@ ONLY: dict[str, Only] = {
     'moe_expert_rank_capacity_factor': Only((), 'set model.experts.capacity in the YAML'),
     'moe_use_upcycling': Only((False,), 'experts begin with random weights: leave it out'),
 }
-# Arguments of these, or that `unsupported` yields, on which a trained model does not depend.
+# Arguments in ONLY, or from `unsupported`, on which a trained model does not depend.
 OF_TRAINING = (
     'moe_router_dtype',
     'moe_router_force_load_balancing',
@@ -50,7 +50,7 @@ BALANCE = {'aux_loss': 'sequence', 'seq_aux_loss': 'sequence', 'global_aux_loss'
 
 
 def unsupported(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and what to use instead, for arguments of experts that need different ones."""
+    """Yield the name and an alternative for each argument of experts that others make invalid."""
 
     def get(name: str, default: Any = None) -> Any:
         return _get(arguments, f'moe_{name}', default)
@@ -62,7 +62,8 @@ def unsupported(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield 'moe_layer_freq', str(error)
     active, groups = get('router_topk', 2), get('router_group_topk')
     is_softmax = get('router_score_function', 'softmax') == 'softmax'
-    is_after = is_softmax and not get('router_pre_softmax', False)  # the choice of experts
+    # whether the softmax comes after the choice of experts
+    is_after = is_softmax and not get('router_pre_softmax', False)
     if active == 1 and is_after:
         yield 'moe_router_topk', 'with one expert, give --moe-router-pre-softmax too'
     if get('router_enable_expert_bias') and is_softmax:
@@ -112,7 +113,7 @@ def _balance(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def experts_of(arguments: Mapping[str, Any], ffn_size: int) -> Keys | None:
-    """Return the keys of `model.experts`, None for a model without experts.
+    """Return the keys of `model.experts`; None for a model without experts.
 
     Values that are megajax's defaults are left out. `ffn_size` is the size of an MLP.
     """
@@ -142,7 +143,8 @@ def experts_of(arguments: Mapping[str, Any], ffn_size: int) -> Keys | None:
     if active_groups := get('router_group_topk'):
         keys |= {'groups': get('router_num_groups'), 'active_groups': active_groups}
     if coefficient:
-        # Megatron divides the gradient by the number of data shards, which have a part each.
+        # Megatron divides the gradient by the number of data shards, each of which has a part of
+        # it.
         shards = _get(arguments, 'data_parallel_size', 1) if kind == 'global_aux_loss' else 1
         keys |= {'balance_loss': coefficient / shards, 'balance_over': BALANCE[kind]}
     if (capacity := get('expert_capacity_factor') or -1) >= 0:
@@ -157,7 +159,7 @@ def _get(arguments: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def _auxiliary_loss(arguments: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the kind of the auxiliary loss and its coefficient; several kinds have one name."""
+    """Return the kind of the auxiliary loss and its coefficient; a list of kinds is joined."""
     kind = _get(arguments, 'moe_router_load_balancing_type', 'aux_loss')
     coefficient = _get(arguments, 'moe_aux_loss_coeff', 0.0)
     if isinstance(kind, list):
@@ -166,7 +168,7 @@ def _auxiliary_loss(arguments: Mapping[str, Any]) -> tuple[str, float]:
 
 
 def dense_layers(arguments: Mapping[str, Any]) -> list[bool]:
-    """Return whether each layer of a model with experts has an MLP instead of them.
+    """Return for each layer of a model with experts whether it has an MLP instead of experts.
 
     Raises ValueError for an argument that is neither a number nor a list.
     """
@@ -178,7 +180,7 @@ def dense_layers(arguments: Mapping[str, Any]) -> list[bool]:
 
 
 def first_dense(is_dense: Sequence[bool]) -> int:
-    """Return how many layers have an MLP if only the first ones have; 0 otherwise."""
+    """Return how many layers have an MLP if these are the first layers; 0 otherwise."""
     return sum(is_dense) if sorted(is_dense, reverse=True) == [*is_dense] else 0
 
 

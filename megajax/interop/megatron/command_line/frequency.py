@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments for some of the layers: a distance, or a number for each layer.
+"""Megatron-LM's arguments that select layers: a frequency, or a number for each layer.
 
 Imports no jax.
 """
@@ -11,9 +11,10 @@ MAX_LAYERS = 2**16
 
 
 def frequency_of(arguments: Mapping[str, Any], name: str) -> int | Sequence[int] | None:
-    """Return an argument that is the distance between layers, or has a number for each layer.
+    """Return the value of an argument that is a frequency, or a list with a number for each layer.
 
-    A list may be an expression of sums and multiples, as in '([0]*3+[1])*8'. Raises ValueError.
+    A list may be an expression of sums and multiples, as in '([0]*3+[1])*8'. Raises ValueError for
+    any other text, and for a list of the wrong length.
     """
     value = arguments.get(name)
     if isinstance(value, str):

@@ -1,8 +1,8 @@
-"""The config keys that Megatron-LM's arguments decide. Imports no jax."""
+"""The config keys that Megatron-LM's arguments set. Imports no jax."""
 
 from collections.abc import Mapping
 
-# The argument that decides a key; if there are several, any of them does.
+# The argument that sets each key; if there are several, any of them does.
 KEYS = """
     model.num_layers: num_layers
     model.hidden_size: hidden_size

@@ -1,4 +1,4 @@
-"""Reading a command line of Megatron-LM: its launcher, its program and its arguments.
+"""Read a Megatron-LM command line: its launcher, its program and its arguments.
 
 Imports no jax.
 """
@@ -32,12 +32,13 @@ from megajax.interop.shell_variables import UNKNOWN, mark, plain
 TYPES = {name: kind for kind, block in READ.items() for name in names(block)}
 REASONS = {name: reason for reason, block in NO_MEANING.items() for name in names(block)}
 KNOWN = sorted({*known_names(), *ONLY})
-PROCESSES = ('nproc_per_node', 'num_gpus', 'ntasks_per_node')  # of torchrun, deepspeed, srun
+# arguments of torchrun, deepspeed and srun
+PROCESSES = ('nproc_per_node', 'num_gpus', 'ntasks_per_node')
 NODES = ('nnodes', 'num_nodes', 'nodes')
 MAX_TEXT_CHARACTERS = 2**20
 VARIABLE = re.compile(r'\$\{[^}]*\}|\$\w+')
 PLACEHOLDER = re.compile(r'<\w[^>]*>?')
-# Arguments that become only a comment, and arguments without a meaning that have a value.
+# Arguments that become only a comment, and arguments with a value that megajax ignores.
 COMMENTED = ('load', 'vocab_file')
 TAKES_VALUE = re.compile(r'(dir|path|file|name|project|entity|rank|addr|port|workers|interval)$')
 
@@ -49,14 +50,14 @@ class Line(NamedTuple):
     world_size: int | None  # number of GPUs, if the launcher or its environment sets it
     arguments: Mapping[str, Any]  # the arguments that were given, by Megatron-LM's names
     spelled: Mapping[str, str]  # each argument as it was written, with its value
-    unused: Mapping[str, list[str]]  # arguments without a meaning here, as written, by the reason
-    problems: tuple[str, ...]  # of arguments that are unknown or not supported
-    faulty: frozenset[str]  # the names of arguments from which no value was taken
-    place: str  # the line of the script, if something of it is unknown
+    unused: Mapping[str, list[str]]  # arguments that megajax ignores, as written, by the reason
+    problems: tuple[str, ...]  # problems with arguments that are unknown or not supported
+    faulty: frozenset[str]  # names of arguments whose value could not be read
+    place: str  # line of the script with the command, if a part of the command is unknown
 
     @property
     def is_bert(self) -> bool:
-        """Whether it pre-trains BERT."""
+        """Whether the command pretrains BERT."""
         return 'bert' in self.program
 
     def option(self, name: str) -> str:
@@ -65,7 +66,7 @@ class Line(NamedTuple):
         return re.split('[ =]', written, maxsplit=1)[0]
 
     def get(self, name: str) -> Any:
-        """Return the value of an argument, None if it was not given."""
+        """Return the value of an argument; None if it was not given."""
         return self.arguments.get(name)
 
 
@@ -73,7 +74,7 @@ def read_line(words: Sequence[str], *, world_size: int | None = None) -> Line:
     """Read the words of a command line, as a shell has split them.
 
     `@FILE` and `-` are replaced by the text of a file or of standard input. Raises ConfigError if
-    there is none.
+    there is no command line.
     """
     words, reasons, place = _expanded(words)
     program = program_of(words)
@@ -133,9 +134,9 @@ def _name(words: Sequence[str], program: int | None) -> str:
 
 
 def _expanded(words: Sequence[str]) -> tuple[list[str], Mapping[str, str], str]:
-    """Return words in which `@FILE` and `-` are the words of that text, and its unknown pieces.
+    """Replace `@FILE` and `-` by the words of that text; return the words and unknown pieces.
 
-    The last result is the line of the script in which the command is, empty without a script.
+    The last result is the line of the script that has the command; empty if there is no script.
     """
     found: list[str] = []
     reasons: dict[str, str] = {}
@@ -170,7 +171,7 @@ def _is_known(name: str) -> bool:
 def _unknown(
     name: str, values: Sequence[str], shown: str, reasons: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield a problem per unknown piece of an argument's values: it may be further arguments."""
+    """Yield a problem for each unknown piece of an argument's values, which may be arguments."""
     takes_one = TYPES.get(name) not in (None, bool) or TAKES_VALUE.search(name)
     for index, value in enumerate(values):
         is_own = takes_one and (not index or TYPES.get(name) is list)
@@ -182,7 +183,7 @@ def _unknown(
 
 
 def _arguments(words: Sequence[str]) -> Iterator[tuple[str, list[str], str]]:
-    """Yield name, values and spelling of each argument; NeMo's `group.name=value` is one too."""
+    """Yield each argument's name, values and spelling, including NeMo's `group.name=value`."""
     current: tuple[str, list[str], str] | None = None
     for word in words:
         if option := _option(word):

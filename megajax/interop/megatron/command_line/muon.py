@@ -1,12 +1,12 @@
-"""Muon as Megatron-LM's arguments describe it, from megatron-core 0.15 to 0.19. Imports no jax."""
+"""Muon in Megatron-LM's arguments, from megatron-core 0.15 to 0.19. Imports no jax."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megajax.interop.megatron.command_line.experts import Only
 
-KINDS = 'muon', 'dist_muon'  # of --optimizer; the second one shards as a distributed optimizer does
-# The names of the coefficients in emerging_optimizers, and in `optim.ns_coefficients`.
+KINDS = 'muon', 'dist_muon'  # values of --optimizer; the second is a distributed optimizer
+# The names of coefficients in emerging_optimizers, with the names in `optim.ns_coefficients`.
 COEFFICIENTS = {'simple': 'quintic', 'quintic': 'dion', 'polar_express': 'polar_express'}
 DEFAULTS: Mapping[str, Any] = {
     'muon_momentum': 0.9,
@@ -34,9 +34,9 @@ WHOLE = Only(('duplicated', 'distributed'), 'matrices are orthogonalized whole: 
 
 
 def unsupported(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, value and what to use instead, for each unsupported argument of Muon.
+    """Yield the name, the value and an alternative for each unsupported argument of Muon.
 
-    Its value is Megatron-LM's default if the argument is absent.
+    An absent argument has Megatron-LM's default as its value.
     """
     if arguments.get('optimizer') not in KINDS:
         return
@@ -48,7 +48,7 @@ def unsupported(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def muon_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of `optim` that select and set Muon; none for a different optimizer."""
+    """Return the keys of `optim` that select and configure Muon; none for other optimizers."""
     if arguments.get('optimizer') not in KINDS:
         return {}
 
@@ -65,7 +65,7 @@ def muon_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(arguments: Mapping[str, Any], *, is_bert: bool) -> Iterator[str]:
-    """Yield what Megatron-LM's Muon computes differently for this model, as sentences."""
+    """Yield a sentence for each way in which Megatron-LM's Muon differs for this model."""
     if arguments.get('swiglu'):
         yield 'Gate and up are separate matrices here, and one matrix in Megatron-LM.'
     others = {

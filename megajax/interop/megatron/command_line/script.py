@@ -1,9 +1,9 @@
-"""Find the command of a shell script that starts Megatron-LM, without running any of it.
+"""Find the command in a shell script that starts Megatron-LM, without running the script.
 
 Variables, arrays and sums that the script itself sets are expanded, in the scope that bash gives
-them: a function is read where it is called. Values that only a shell can know stay as they are
-written, marked, with the reason: a variable that a branch sets, the output of a command, an
-argument of the script. Imports no jax.
+them: a function is read where it is called. Values that only a running shell knows stay as written,
+and are marked as unknown with the reason: a variable that a branch sets, the output of a command,
+an argument of the script. Imports no jax.
 """
 
 import re
@@ -47,7 +47,7 @@ class Launch(NamedTuple):
 
 
 def program_of(words: Sequence[str]) -> int | None:
-    """Return the index of the program among the words of a command, None if there is none."""
+    """Return the index of the program among the words of a command; None if there is none."""
     programs = [index for index, word in enumerate(words) if PROGRAM.fullmatch(plain(word))]
     modules = [
         index + 1
@@ -62,8 +62,8 @@ def program_of(words: Sequence[str]) -> int | None:
 def find_launch(text: str, source: str) -> Launch:
     """Return the command of a script that starts Megatron-LM; `source` is its name in messages.
 
-    A text of arguments alone is one, too. Raises ConfigError if there is no such command, or more
-    than one.
+    A text that consists only of arguments also counts as a command. Raises ConfigError if there is
+    no such command, or more than one.
     """
     script = _Script(source)
     try:
@@ -93,7 +93,7 @@ def find_launch(text: str, source: str) -> Launch:
 
 
 def sbatch_options(text: str, words: Sequence[str]) -> list[str]:
-    """Return the options of a script's #SBATCH lines, which its srun has too."""
+    """Return the options in a script's #SBATCH lines, which also apply to its srun."""
     if not any(plain(word).endswith('srun') for word in words):
         return []
     lines = re.findall(r'^#SBATCH\s+([^#\n]*)', text, re.MULTILINE)
@@ -106,26 +106,27 @@ class _Frame(NamedTuple):
     word: str
     line: int
     is_branch: bool
-    is_apart: bool  # whether its variables end with it
+    is_apart: bool  # whether its variables are lost at its end
     state: State  # variables at its beginning
     function: str = ''
 
 
 class _Script(Variables):
-    """The variables of a script, line by line, and the commands that may start a program."""
+    """The variables of a script at each line, and the commands that may start a program."""
 
     def __init__(self, source: str):
         super().__init__(source)
         self.launches: list[tuple[int, list[str]]] = []
         self.functions: dict[str, list[Command]] = {}
         self.called: list[str] = []
-        self._body: list[Command] | None = None  # of the function that is being defined
+        self._body: list[Command] | None = None  # body of the function that is being defined
         self._open: list[_Frame] = []
-        self._locals: list[dict[str, tuple[list[str] | None, str | None]]] = []  # values outside
+        # values outside the function
+        self._locals: list[dict[str, tuple[list[str] | None, str | None]]] = []
         self._count = 0
 
     def run(self, commands: Sequence[Command]) -> None:
-        """Read commands in their order."""
+        """Read commands in order."""
         for command in commands:
             body, depth, state = self._body, len(self._open), self.state(is_needed=command.is_apart)
             self._read(command, command.words)
@@ -149,9 +150,9 @@ class _Script(Variables):
             self.restore(frame.state)
 
     def call(self, name: str, command: Command, assigned: Sequence[Word] = ()) -> None:
-        """Read the body of a function where it is called, with variables that are set for it."""
+        """Read the body of a function where it is called, with the variables set for this call."""
         if name in self.called[len(self.called) - len(self._locals) :]:
-            return  # one that calls itself
+            return  # a function that calls itself
         self.called.append(name)
         self._locals.append({})
         if command.is_conditional:
@@ -255,7 +256,7 @@ class _Script(Variables):
             self.restore(state)
         elif program.startswith('-'):
             if self.launches and not command.is_conditional:
-                self.launches[-1][1].extend(expanded)  # a line that lacks its backslash
+                self.launches[-1][1].extend(expanded)  # the line before lacks a backslash
             elif not command.is_conditional:
                 self.launches.append((command.line, expanded))
         elif program_of(expanded) is not None:

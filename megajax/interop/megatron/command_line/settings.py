@@ -16,7 +16,7 @@ from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.muon import muon_of
 
 Keys = dict[str, Any]
-# Megatron-LM's defaults; a model's defaults are in `arguments.py`.
+# Megatron-LM's defaults, except a model's, which are in `arguments.py`.
 DEFAULTS: Mapping[str, Any] = {
     'tensor_model_parallel_size': 1,
     'pipeline_model_parallel_size': 1,
@@ -66,9 +66,9 @@ SHARDS = {
 def settings_of(line: Line, problems: list[str]) -> dict[str, Keys] | None:
     """Return the sections of a config, with Megatron-LM's defaults written out.
 
-    Appends to `problems` every argument that is missing or contradicts a different one; a wrong
-    value is replaced by a placeholder. Returns None if arguments are missing without which there is
-    no config.
+    Appends to `problems` every argument that is missing or contradicts another argument; a wrong
+    value is replaced by a placeholder. Returns None if an argument is missing that every config
+    needs.
     """
     if line.get('use_checkpoint_args'):
         problems.append(
@@ -102,7 +102,8 @@ def _default(line: Line, name: str) -> Any:
 def _model(line: Line, data: int, problems: list[str]) -> Keys:
     given = dict(line.arguments)
     given.setdefault('max_position_embeddings', given['seq_length'])
-    if given.get('swiglu') and 'ffn_hidden_size' not in given:  # two thirds of 4 hidden sizes
+    # two thirds of 4 times the hidden size
+    if given.get('swiglu') and 'ffn_hidden_size' not in given:
         given['ffn_hidden_size'] = int(4 * given['hidden_size'] * 2 / 3 / 64) * 64
     try:
         given['vocab_size'] = _vocab_size(line)
@@ -115,11 +116,12 @@ def _model(line: Line, data: int, problems: list[str]) -> Keys:
 
 
 def _vocab_size(line: Line) -> int:
-    # The programs' own choices if the arguments make none.
+    # The programs' defaults if the arguments choose none.
     usual = 'BertWordPieceLowerCase' if line.is_bert else 'GPT2BPETokenizer'
     kind, size = line.get('tokenizer_type') or usual, line.get('vocab_size')
     if size is not None:
-        return int(size) + (kind == 'NullTokenizer')  # which has its own end-of-document token
+        # NullTokenizer adds its own end-of-document token
+        return int(size) + (kind == 'NullTokenizer')
     if kind in VOCABULARIES:
         return VOCABULARIES[kind]
     tokenizer = _tokenizer(line)
@@ -249,7 +251,7 @@ def _optim(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
 
 
 def _schedule(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
-    """Return the keys of the learning rate; numbers of samples become fractions of steps."""
+    """Return the keys of the learning rate; numbers of samples are converted to steps."""
 
     def number_of_steps(what: str) -> float | None:
         samples = line.get(f'{what}_samples')
@@ -261,7 +263,8 @@ def _schedule(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
     fraction = line.get('lr_warmup_fraction')
     warmup = fraction * decay if fraction else number_of_steps('lr_warmup') or 0
     init, style = _default(line, 'lr_warmup_init'), _default(line, 'lr_decay_style')
-    if style == 'inverse-square-root' and not warmup:  # Megatron-LM's is one sample, with all of lr
+    # Megatron-LM's warmup is then one sample, at the full lr
+    if style == 'inverse-square-root' and not warmup:
         warmup, init = 1 / batch, line.arguments['lr']
     schedule: Keys = {
         'warmup_steps': plain_number(warmup),
@@ -290,7 +293,7 @@ def _shard(line: Line) -> str:
 
 
 def _data(line: Line, problems: list[str]) -> Keys:
-    # As Megatron-LM, which finds the numbers in it.
+    # Like Megatron-LM, find the numbers in the text.
     data: Keys = {'split': ','.join(re.findall(r'[.0-9]+', _default(line, 'split')))}
     paths = line.get('data_path') or []
     if len(paths) == 1:
@@ -298,7 +301,7 @@ def _data(line: Line, problems: list[str]) -> Keys:
     elif paths:
         data['blend'] = _blend(paths, problems)
     if paths and not line.is_bert:
-        # The same samples in the same order, of ids that have been made already.
+        # The same samples in the same order; the corpus already consists of token ids.
         data |= {'order': 'megatron', 'tokenizer': _tokenizer(line) or 'none'}
     resets = [bool(line.get(f'reset_{what}')) for what in ('position_ids', 'attention_mask')]
     if any(resets) and not all(resets):

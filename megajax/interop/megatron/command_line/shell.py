@@ -1,4 +1,4 @@
-"""The commands of a shell script, cut into words, without running or expanding anything.
+"""Split the commands of a shell script into words, without running or expanding anything.
 
 Quotes, comments, arrays, here-documents, redirections and line continuations are read as bash reads
 them. Imports no jax.
@@ -22,17 +22,17 @@ Part = str | Expansion
 
 
 class Word(NamedTuple):
-    """A word of a command; of an assignment, its name and its value."""
+    """A word of a command; for an assignment, its name and its value."""
 
     parts: tuple[Part, ...]
-    name: str | None = None  # of a variable that is assigned
-    adds: bool = False  # whether it is appended to: NAME+=
-    elements: 'tuple[Word, ...] | None' = None  # of an array
+    name: str | None = None  # name of a variable that is assigned
+    adds: bool = False  # whether the assignment appends: NAME+=
+    elements: 'tuple[Word, ...] | None' = None  # elements of an array
     is_quoted: bool = False
 
     @property
     def text(self) -> str | None:
-        """The word, if nothing of it is quoted or to be expanded."""
+        """The word, if no part of it is quoted or needs expansion."""
         is_plain = not self.is_quoted and self.name is None and len(self.parts) == 1
         return self.parts[0] if is_plain and isinstance(self.parts[0], str) else None
 
@@ -47,12 +47,12 @@ class Command(NamedTuple):
 
     @property
     def is_conditional(self) -> bool:
-        """Whether a different command decides whether it runs."""
+        """Whether the result of a different command decides whether this one runs."""
         return self.before in ('&&', '||')
 
     @property
     def is_apart(self) -> bool:
-        """Whether it runs in a separate process, so that its variables end with it."""
+        """Whether the command runs in a separate process, which discards its variables."""
         return self.before in ('|', '|&') or self.after in ('|', '|&', '&')
 
 
@@ -60,10 +60,10 @@ ASSIGNED = re.compile(r'([A-Za-z_]\w*)(\+?)=')
 REDIRECTION = re.compile(r'\d*(?:&>>?|[<>]&[\d-]?|>>|>\||<<<|<>|[<>](?!\())')
 HERE = re.compile(r'\d*<<(-?)\s*(["\']?)(\w+)\2')
 SEPARATOR = re.compile(r'&&|\|\||\|&|;;&?|&(?!>)|[;|()\n]')
-PLACEHOLDER = re.compile(r'<[A-Za-z][^<>|;&\n]*>')  # which the reader should replace
+PLACEHOLDER = re.compile(r'<[A-Za-z][^<>|;&\n]*>')  # a placeholder that the user should replace
 NAME = re.compile(r'\$(?:\w+|[@*#?$!-])')
 PLAIN = re.compile(r'[^\s\\\'"$`;&|()<>#]+|#')
-# Words of which a bracket may be the next one.
+# Words after which an opening bracket may follow.
 BEFORE_SUBSHELL = {'if', 'then', 'else', 'elif', 'while', 'until', 'do', '{', '!', '(', ')'}
 CLOSING = {'(': ')', '{': '}'}
 
@@ -82,7 +82,7 @@ def commands_of(text: str, source: str) -> list[Command]:
 
 
 def word_of(text: str, source: str) -> tuple[Part, ...]:
-    """Return the parts of a text that is one word, such as the default of a variable."""
+    """Return the parts of a text that is a single word, such as the default of a variable."""
     scanner = _Scanner(text)
     parts: list[Part] = []
     try:
@@ -146,7 +146,7 @@ class _Scanner:
             yield Command(tuple(words), line, before)
 
     def _is_joined(self, words: list[Word], separator: str) -> bool:
-        """Whether a separator is a part of the command with these words; add it to them then."""
+        """Return whether a separator is a part of the command with these words; if so, add it."""
         texts = [word.text for word in words]
         if '[[' in texts and ']]' not in texts:
             words.append(Word((separator,), is_quoted=True))
@@ -228,7 +228,7 @@ class _Scanner:
         return tuple(parts), is_quoted
 
     def piece(self) -> tuple[list[Part] | None, bool]:
-        """Return the next parts of a word, and whether they are quoted; None at its end."""
+        """Return the next parts of a word, and whether they are quoted; None at the word's end."""
         letter = self.text[self.at]
         if letter == '\\':
             return [self.take(2)[1:].replace('\n', '')], True
@@ -272,7 +272,7 @@ class _Scanner:
         return Expansion(name[0], is_quoted) if name else self.take(1)
 
     def _balanced(self, opening: str) -> str:
-        """Return the text up to the bracket that closes the one at which the scanner is."""
+        """Return the text up to the bracket that closes the current one."""
         start, depth = self.at, 0
         while self.at < len(self.text):
             letter = self.text[self.at]

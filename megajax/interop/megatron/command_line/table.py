@@ -1,14 +1,14 @@
-"""The table of Megatron-LM's arguments: which ones decide a key, and why others do not.
+"""The table of Megatron-LM's arguments: which ones set a config key, and why others do not.
 
-Names are written as Megatron-LM's own namespace has them, `num_layers` for `--num-layers`, from the
-first release (2019) to megatron-core 0.19. Arguments that neither `pretrain_gpt.py` nor
-`pretrain_bert.py` needs, such as those for retrieval, are not listed. Imports no jax.
+Names are written as in Megatron-LM's namespace, for example `num_layers` for `--num-layers`. The
+releases range from the first (2019) to megatron-core 0.19. Arguments that neither `pretrain_gpt.py`
+nor `pretrain_bert.py` needs, such as those for retrieval, are not listed. Imports no jax.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Arguments that decide keys of a config, by the type of their value. `bool` is a flag.
+# Arguments that set config keys, by the type of their value; `bool` is a flag.
 READ: Mapping[type, str] = {
     int: """
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
@@ -56,7 +56,7 @@ READ: Mapping[type, str] = {
     """,
     list: 'data_path recompute_modules',
 }
-# Flags that set a different argument.
+# Flags that set the value of a different argument.
 SETS: Mapping[str, tuple[str, Any]] = {
     'disable_bias_linear': ('add_bias_linear', False),
     'muon_no_split_qkv': ('muon_split_qkv', False),
@@ -224,7 +224,7 @@ NO_MEANING: Mapping[str, str] = {
         lion_beta1 lion_beta2
     """,
 }
-# Arguments of which no value is supported, with what to do instead.
+# Arguments for which no value is supported, with what to do instead.
 INSTEAD: Mapping[str, str] = {
     'rampup_batch_size': 'leave it out; a run that is stopped and resumed with a larger '
     'train.batch_size continues with it',
@@ -276,12 +276,12 @@ INSTEAD: Mapping[str, str] = {
 
 
 def names(text: str) -> list[str]:
-    """Return the names of a block of the table."""
+    """Return the names in a block of the table."""
     return text.split()
 
 
 def known_names() -> Iterator[str]:
-    """Yield every name of the tables of this file."""
+    """Yield every name in the tables of this file."""
     for block in (*READ.values(), *NO_MEANING.values()):
         yield from names(block)
     yield from (*SETS, *RENAMED, *INSTEAD)

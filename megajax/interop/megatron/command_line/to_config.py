@@ -1,4 +1,4 @@
-"""A config file from a command line of Megatron-LM. Imports no jax."""
+"""Convert a Megatron-LM command line to a config file. Imports no jax."""
 
 import re
 import textwrap
@@ -49,9 +49,10 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 def from_megatron(line: Line) -> str:
     """Return an equivalent YAML file; comments name the arguments that it leaves out.
 
-    It has each key that an argument sets, and Megatron-LM's defaults if they differ from megajax's.
+    The file has each key that an argument sets, and each of Megatron-LM's defaults that differs
+    from megajax's.
 
-    Raises ConfigError with all arguments that are not supported, missing, or at odds.
+    Raises ConfigError with all arguments that are not supported, missing or contradictory.
     """
     problems = list(_problems(line))
     settings = config = None
@@ -60,7 +61,7 @@ def from_megatron(line: Line) -> str:
             config = reload(settings, place='')
     except ConfigError as error:
         problems += [_in_their_names(line, problem) for problem in error.problems]
-    if line.place:  # of a script in which something is unknown
+    if line.place:  # the script's command has an unknown part
         problems.append(f'{line.place}: {WAY_OUT}')
     if problems or settings is None or config is None:
         raise ConfigError(*dict.fromkeys(problems))
@@ -71,7 +72,7 @@ def from_megatron(line: Line) -> str:
 
 
 def _supported(line: Line) -> Line:
-    """Return a line without the arguments that `_problems` names, and without their values."""
+    """Return the line without the arguments that `_problems` rejects."""
     wrong = {name for name, *_ in rejected(line.arguments)} | {
         name
         for name, (allowed, _) in VALUES.items()
@@ -102,7 +103,8 @@ def _in_their_names(line: Line, problem: Problem | str) -> str:
 def _problems(line: Line) -> Iterator[str]:
     yield from line.problems
     for name, _, instead in rejected(line.arguments):
-        if name == LAYERNORM_1P:  # a scale of 1 + w with w from 0 is one from 1
+        # a scale of 1 + w with w initialized to 0 equals a scale initialized to 1
+        if name == LAYERNORM_1P:
             continue
         yield f'{line.spelled[name]}: is not supported: {instead}'
     for name, (allowed, instead) in VALUES.items():
@@ -141,7 +143,7 @@ def _written(
             del kept[section][key]
             try:
                 is_same = reload(kept, place='') == config
-            except ConfigError:  # a key that is required, or that a different key needs
+            except ConfigError:  # the key is required, or a different key needs it
                 is_same = False
             if not is_same:
                 kept[section][key] = value
