@@ -1,1 +1,1 @@
-"""Errors, text for people, and files, which every part uses."""
+"""Errors, text for people, and files, which all packages use."""

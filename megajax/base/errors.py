@@ -12,7 +12,7 @@ from megajax.base.render.text import in_line, shorten, visible
 
 MAX_REASON_CHARACTERS = 300
 MAX_MESSAGE_CHARACTERS = 2000
-MAX_PROBLEMS = 40  # printed at most; a file may have thousands
+MAX_PROBLEMS = 40  # maximum number that is printed; a file may have thousands
 
 
 class RunError(Exception):
@@ -65,7 +65,7 @@ class ConfigError(RunError, ValueError):
 
 @contextmanager
 def problems_at(place: str) -> Iterator[None]:
-    """Add a place, such as file and line, to problems of the block that have none."""
+    """Add a place, such as file and line, to the problems in the block that have none."""
     try:
         yield
     except ConfigError as error:
@@ -81,7 +81,7 @@ def problems_at(place: str) -> Iterator[None]:
 
 @contextmanager
 def replacing(text: str, by: str) -> Iterator[None]:
-    """Replace a text, such as the path of a copy, in the problems of the block."""
+    """Replace a text, such as the path of a copy, in the problems that the block raises."""
     try:
         yield
     except ConfigError as error:
@@ -131,7 +131,7 @@ class StopRequested(RunError):  # noqa: N818
 
 
 class UnreachableError(RunError):
-    """A corpus whose server does not answer, after many attempts.
+    """A corpus whose server does not answer, even after many attempts.
 
     The exit code means: start the run again.
     """
@@ -142,11 +142,11 @@ class UnreachableError(RunError):
 class MiscompileError(RunError):
     """A step that XLA has compiled incorrectly. Do not retry."""
 
-    exit_code = 1  # as `inspect` has for the same program
+    exit_code = 1  # the same code as `inspect` returns for the same program
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of an error, or its type; tensorstore's messages fill pages.
+    """Return the first line of an error, or the error's type; tensorstore's messages fill pages.
 
     A long line is shortened in the middle, because the operating system's reason is at the end.
     """

@@ -1,9 +1,9 @@
-"""The base of what a command returns as an object, prints as a table and writes as JSON."""
+"""The base class of results that a command returns as an object, prints or writes as JSON."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Result(BaseModel):
-    """A frozen model without other fields."""
+    """A frozen pydantic model that rejects unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra='forbid')

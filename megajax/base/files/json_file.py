@@ -7,15 +7,15 @@ from typing import Any
 from megajax.base.errors import ConfigError
 from megajax.base.render.text import shorten
 
-MAX_BYTES = 100_000_000  # the index of 100,000 tensors has 10,000,000
+MAX_BYTES = 100_000_000  # the index file of 100,000 tensors has 10,000,000 bytes
 MAX_DEPTH = 50  # nested objects and lists
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object of a JSON file.
 
-    Raises ConfigError if the file cannot be read, is not a JSON object, or is larger or deeper than
-    any file that describes a model.
+    Raises ConfigError if the file cannot be read, is not a JSON object, or is larger or more deeply
+    nested than any file that describes a model.
     """
     try:
         with file.open('rb') as opened:

@@ -1,4 +1,4 @@
-"""File locks, which the kernel releases when their process ends for any reason."""
+"""File locks, which the kernel releases when the process that holds them ends for any reason."""
 
 import errno
 import fcntl
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 def lock(descriptor: int, path: Path) -> None:
     """Take the exclusive lock of an open file or folder, without waiting.
 
-    Raises BlockingIOError if another process has it. On network file systems without locks, logs a
-    warning that names `path`; other processes are then not kept out.
+    Raises BlockingIOError if another process has it. On network file systems without locks, it logs
+    a warning that names `path`, and other processes are not kept out.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -35,15 +35,15 @@ def lock(descriptor: int, path: Path) -> None:
 def folder_lock(folder: Path, *, shared: bool) -> Iterator[bool]:
     """Hold the lock of a folder during the block: shared to read it, exclusive to delete it.
 
-    Yields False if another process has the other kind, or if a folder to read is gone. File systems
-    without locks give no protection.
+    Yields False if another process holds a lock that conflicts, or if a folder to read is gone.
+    File systems without locks give no protection.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except FileNotFoundError:
         yield not shared
         return
-    except OSError:  # the block will raise the reason
+    except OSError:  # the block will raise an error with the reason
         yield True
         return
     try:

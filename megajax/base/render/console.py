@@ -1,4 +1,4 @@
-"""Render rich tables as plain text or HTML, whatever this process writes to."""
+"""Render rich tables as plain text or HTML, wherever this process writes its output."""
 
 import io
 
@@ -12,7 +12,7 @@ _HTML = f'<pre style="{_STYLE}">{{code}}</pre>'
 
 
 def open_table(*columns: str, title: str | None = None) -> Table:
-    """Return a table without lines, with column names in bold and a title on the left."""
+    """Return a table without lines; column names are bold, and the title is on the left."""
     table = Table(*columns, box=None, header_style='bold', pad_edge=False)
     table.title, table.title_justify = title, 'left'
     return table

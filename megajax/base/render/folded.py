@@ -19,8 +19,8 @@ class Folded:
 
     In a folded table, each row begins with the cells that fit next to each other. The widest cells
     follow on lines of their own, after their column names. If the first cell takes more than half
-    of the width, it gets a line above the row. No cell is cut that fits on a line. `names` replaces
-    column names in a folded table.
+    of the width, it gets a line above the row. A cell that fits on a line is never cut. `names`
+    replaces column names in a folded table.
     """
 
     table: Table
@@ -113,7 +113,7 @@ def _folded(table: Table, columns: list[_Column], width: int) -> Iterator[Text |
 
 
 def _widths(columns: Sequence[_Column], width: int) -> list[int]:
-    """Return the widths of cells: as needed, and what is left for those that may be wrapped."""
+    """Return the widths of cells: the needed ones, and the remaining width for wrappable cells."""
     left, widths = width - _total(columns), list[int]()
     for column in columns:
         more = min(max(left, 0), column.width - column.needed)
@@ -131,7 +131,7 @@ def _line(columns: Sequence[_Column], widths: Sequence[int], cells: Sequence[Tex
 
 
 def _below(columns: Sequence[_Column], number: int, width: int) -> Iterator[Padding]:
-    """Yield lines with the cells that go below a row, as many next to each other as fit."""
+    """Yield lines of the cells that go below a row, with as many cells per line as fit."""
     line, left = list[Text](), 0
     for column in columns:
         cell = column.cells[number]

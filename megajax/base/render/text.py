@@ -3,7 +3,7 @@
 import re
 import shlex
 
-INDENT, CONTINUED = 11, 4  # columns before a value, and before a continued line
+INDENT, CONTINUED = 11, 4  # columns before a value, and before a continuation line
 MIN_WIDTH = 40  # columns
 _VALUE = re.compile(rf'(?=.{{{INDENT - 1}}} \S)[\w ]+')
 
@@ -36,9 +36,10 @@ def typed(word: object) -> str:
 
 
 def folded(text: str, width: int) -> str:
-    """Wrap the lines of a text at `width` columns, and indent continued lines below their values.
+    """Wrap the lines of a text at `width` columns; indent continuation lines below the value.
 
-    In a line of a run, the value begins after a name, in column INDENT. Long words are not broken.
+    In the lines that a run prints, the value begins after a name, in column INDENT. Long words are
+    not broken.
     """
     return '\n'.join(
         part for line in text.splitlines() for part in (_parts(line, width) if line else [''])
@@ -46,7 +47,7 @@ def folded(text: str, width: int) -> str:
 
 
 def _parts(line: str, width: int) -> list[str]:
-    """Break a line at spaces; other spaces are unchanged."""
+    """Break a line at spaces; the other spaces are unchanged."""
     indent = ' ' * (INDENT if _VALUE.match(line) else CONTINUED)
     parts, rest = list[str](), line
     while len(rest) > max(width, MIN_WIDTH):

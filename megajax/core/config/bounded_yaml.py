@@ -19,7 +19,7 @@ from megajax.base.errors import MAX_REASON_CHARACTERS
 from megajax.base.render.text import shorten
 
 MAX_BYTES = 100_000  # the longest preset has 1,047
-MAX_NODES = 5_000  # keys and values, also in aliases
+MAX_NODES = 5_000  # keys and values, including those in aliases
 MAX_DEPTH = 20  # nested groups and lists; a config has three
 MAX_DIGITS = 100  # characters of a number
 STRING = 'tag:yaml.org,2002:str'
@@ -30,7 +30,7 @@ class LimitError(MarkedYAMLError):
 
 
 class _Constructor(SafeConstructor):
-    """A constructor that reads dates as text, because YAML 1.2 has no dates; ruamel parses them."""
+    """A constructor that reads dates as text: YAML 1.2 has no dates, but ruamel parses them."""
 
 
 _Constructor.add_constructor('tag:yaml.org,2002:timestamp', SafeConstructor.construct_yaml_str)
@@ -41,7 +41,7 @@ class _Composer(Composer):
 
     def __init__(self, loader: Any = None) -> None:
         super().__init__(loader=loader)
-        self.warn_double_anchors = False  # YAML 1.2 allows it
+        self.warn_double_anchors = False  # YAML 1.2 allows an anchor to be defined twice
         self._depth = self._nodes = 0
         self._sizes = dict[Node, int]()  # number of nodes in each subtree
 
@@ -96,7 +96,7 @@ def read_text(file: Path | Traversable) -> str:
 
 
 def compose(text: str) -> Node | None:
-    """Return the root of a document, None if it is empty; raise YAMLError for anything else."""
+    """Return the root of a document, or None if it is empty; raise YAMLError if it is not YAML."""
     try:
         return _yaml().compose(text)
     # ruamel raises these for some directives and escapes.
@@ -105,7 +105,7 @@ def compose(text: str) -> Node | None:
 
 
 def construct(node: Node) -> Any:
-    """Return the value of a node; raise YAMLError if it has none."""
+    """Return the value of a node; raise YAMLError if the node has none."""
     return _yaml().constructor.construct_document(node)
 
 

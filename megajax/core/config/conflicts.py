@@ -25,7 +25,8 @@ UNROLLED, FP8 = 'train.unroll=true', 'train.dtype=fp8'
 CURRENT = 'train.fp8_scaling=current'
 NO_DROPOUT = 'model.dropout=0 and model.attention_dropout=0'
 
-# For each feature's setting: whether a config has the feature, and the setting to turn it off.
+# For each feature's setting: a function that tells whether a config has the feature, and the
+# setting that turns it off.
 FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
     MASKED: (lambda config: config.model.is_bert, NEXT),
     NEXT: (lambda config: not config.model.is_bert, MASKED),
@@ -81,8 +82,8 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
     ),
 }
 
-# The reason why two features conflict and, after a semicolon, what to use instead. Without the
-# latter, the message suggests the setting without the second feature or without the first one.
+# The reason why two features conflict and, after a semicolon, what to use instead. If there is no
+# semicolon, the message suggests to turn off one of the two features.
 PAIRS: Mapping[str, Mapping[str, str]] = {
     MASKED: {
         CAUSAL: 'masked-token prediction needs the tokens on both sides',

@@ -36,6 +36,9 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def nearest(allowed: Sequence[int], value: int) -> str:
-    """Return the neighbors of a value in `allowed`, an ascending sequence without it, as text."""
+    """Return the neighbors of a value in `allowed`, as text.
+
+    `allowed` is an ascending sequence that does not contain the value.
+    """
     at = bisect.bisect(allowed, value)
     return ' or '.join(str(n) for n in allowed[max(0, at - 1) : at + 1])

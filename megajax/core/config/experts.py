@@ -47,8 +47,9 @@ class ExpertsConfig(Section):
     router_bias: bool = False
     """Whether the router has a bias, as in gpt-oss."""
     selection_bias: bool = False
-    """Whether each expert has a bias that counts for its selection alone. It is updated outside the
-    gradient, so that all experts receive equally many tokens (Wang et al., 2024; DeepSeek-V3).
+    """Whether each expert has a bias that affects only whether it is selected. It is updated
+    outside the gradient, so that all experts receive equally many tokens (Wang et al., 2024;
+    DeepSeek-V3).
     """
     bias_rate: PositiveFloat = 1e-3
     """Change of selection_bias in a step."""
@@ -63,9 +64,9 @@ class ExpertsConfig(Section):
     experts (Fedus et al., 2022). It is added to the gradients, not to the reported loss.
     """
     balance_over: Literal['batch', 'sequence'] = 'batch'
-    """Tokens whose assignments give the shares of balance_loss: of the whole batch, in the step
-    before, or of the same sequence. A sequence counts the experts with the best scores, as in
-    DeepSeek-V3, even if selection_bias or the groups choose different ones.
+    """Tokens over which balance_loss takes the shares of assignments: the whole batch of the step
+    before, or the same sequence. For a sequence, the experts with the best scores count, as in
+    DeepSeek-V3, even if selection_bias or the groups select different ones.
     """
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of the mean squared log-sum-exp of the router's logits (Zoph et al., 2022). It is

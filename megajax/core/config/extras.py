@@ -1,7 +1,7 @@
 """The command that installs an optional extra, from where megajax itself was installed.
 
-megajax is not on a package index yet: a message with the plain name would install the package of
-whoever takes that name. Imports no jax.
+megajax is not on a package index yet. A command with the plain name would install the package of
+whoever registers that name. Imports no jax.
 """
 
 import json
@@ -16,7 +16,7 @@ NAME = 'megajax'
 def install(extra: str, *, upgrade: bool = False) -> str:
     """Return the command that adds an extra of `pyproject.toml` to this installation.
 
-    Follows PEP 610: pip records where a package came from unless it was an index.
+    Follows PEP 610: pip records where a package came from, unless it came from an index.
     """
     return f'pip install {"--upgrade " * upgrade}{_requirement(extra, _origin())}'
 

@@ -29,9 +29,9 @@ class Key:
     """A key of a config file; a key in a group has two dots, such as train.profile.start."""
 
     path: str
-    type: str  # or its choices, such as 'auto | integer > 0'
-    unit: str  # in the plural, or ''
-    default: str  # as in YAML, 'required', or a formula of other keys
+    type: str  # name of the type, or its choices, such as 'auto | integer > 0'
+    unit: str  # name of the unit in the plural, or ''
+    default: str  # the default as in YAML, 'required', or a formula of other keys
     meaning: str
 
 

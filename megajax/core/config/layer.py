@@ -28,11 +28,11 @@ class RopeScaling(Section):
     """Scaling of the rotary frequencies for sequences longer than in pre-training.
 
     `linear` divides all frequencies by `factor`, `llama3` and `yarn` only the low ones. With
-    llama3, wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched,
+    `llama3`, wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched,
     wavelengths below `original_max_seq_len / high_freq_factor` do not change, and in between the
-    factor grows smoothly. yarn does the same with `beta_slow` and `beta_fast`, and scales the
-    attention scores. `longrope` has a divisor for each frequency. The defaults are Llama 3.1's and
-    YaRN's.
+    factor grows smoothly. `yarn` does the same with `beta_slow` and `beta_fast`, and also scales
+    the attention scores. `longrope` has a divisor for each frequency. The defaults are Llama 3.1's
+    and YaRN's.
     """
 
     type: Literal['linear', 'llama3', 'yarn', 'longrope']
@@ -60,11 +60,11 @@ class RopeScaling(Section):
         'with longrope, 1 otherwise',
         _attention_factor,
     )
-    """Factor of the rotated dims of queries and keys, and so its square of their scores."""
+    """Factor of the rotated dims of queries and keys; scores are multiplied by its square."""
 
 
 class LayerConfig(Section):
-    """Consecutive layers of a pattern. A key that is left out has the model's value."""
+    """Consecutive layers of a pattern. If a key is left out, the layers have the model's value."""
 
     repeat: Layers = 1
     """Number of consecutive layers."""
@@ -85,7 +85,7 @@ class LayerConfig(Section):
         return {name: getattr(self, name) for name in self.model_fields_set - {'repeat'}}
 
     def __eq__(self, other: object) -> bool:
-        """Compare the keys that are given: null and left out differ."""
+        """Compare only the keys that are given: a null key differs from one that is left out."""
         if not isinstance(other, LayerConfig):
             return NotImplemented
         return (self.repeat, self.replaced) == (other.repeat, other.replaced)

@@ -13,7 +13,7 @@ KEY = 'model.layers'
 
 
 def of_pattern(config: 'Config') -> Iterator[Problem]:
-    """Check the length of the pattern, and that what repeats the layers repeats whole patterns."""
+    """Check the length of the pattern, and that loops over layers repeat whole patterns."""
     if not config.model.layers:
         return
     model, period = config.model, len(config.model.pattern)

@@ -26,8 +26,8 @@ from megajax.core.config.renamed import RENAMED, current
 from megajax.core.config.rules import incompatibilities
 from megajax.core.config.schema import OF_ANY_PROGRAM, SECTIONS, Config, keys_of
 
-CONFIG = 'config.yaml'  # in the folder of a run
-RECIPES = 'recipes'  # their folder, inside the presets' folder
+CONFIG = 'config.yaml'  # file name in the folder of a run
+RECIPES = 'recipes'  # name of the recipes' folder, inside the presets' folder
 FEW_FILES = 5  # number of YAML files up to which an error lists them
 
 
@@ -45,8 +45,8 @@ def load(source: str | Path, overrides: Sequence[str] = (), *, own: bool = True)
     """Read a preset, recipe or YAML file, apply `section.key=value` overrides and check the result.
 
     If two overrides set the same key, the last one wins. Without `own`, the config may be one that
-    megajax does not run but other software does. Raises ConfigError with every mistake in
-    the file and the overrides, and every conflict between keys, each with its line or override.
+    only other software runs. Raises ConfigError with every mistake in the file and the overrides
+    and every conflict between keys, each with its line or override.
     """
     file = _find(source)
     problems: list[Problem] = []
@@ -79,12 +79,12 @@ def reload(
 
 
 def runs_in(folder: Path) -> list[str]:
-    """Return the sorted paths of the runs in a folder; none if it is not a folder."""
+    """Return the sorted paths of the runs in a folder; no paths if it is not a folder."""
     return sorted(str(file.parent) for file in folder.glob(f'*/{CONFIG}'))
 
 
 def run_like(folder: Path) -> str | None:
-    """Return the run next to a folder with the most similar name, None if there is none."""
+    """Return the run next to a folder with the most similar name, or None if there is none."""
     runs = {Path(run).name: run for run in runs_in(folder.parent)}
     near = get_close_matches(folder.absolute().name, runs, n=1)
     return runs[near[0]] if near else None
@@ -118,7 +118,7 @@ def _resolve(
 
 
 def _place(keys: Sequence[str], settings: Mapping[str, Setting]) -> str | None:
-    """Return the place of the first of these keys or sections that is set, None if none is."""
+    """Return the place of the first of these keys or sections that is set, or None."""
     return next(
         (
             setting.place
@@ -131,7 +131,7 @@ def _place(keys: Sequence[str], settings: Mapping[str, Setting]) -> str | None:
 
 
 def overridden(overrides: Sequence[str], path: str) -> Any:
-    """Return the value of the last valid override of a key, None if there is none."""
+    """Return the value of the last valid override of a key, or None if there is none."""
     setting = read_overrides(overrides, []).get(path)
     return setting.value if setting else None
 
@@ -153,7 +153,7 @@ def dump_sections(sections: Mapping[str, Any]) -> str:
 
 def _folder() -> Path:
     package = Path(__file__).parents[2]
-    installed = package / 'configs'  # in a wheel; in a clone they are next to the package
+    installed = package / 'configs'  # in a wheel; in a clone, they are next to the package
     return installed if installed.is_dir() else package.parent / 'configs'
 
 
@@ -283,7 +283,7 @@ def _validate(
                     inside = [f'{path}.{part}' for part in detail['loc'][1:2]]
                     places = [settings[at].place for at in (*inside, path) if at in settings]
                     place = next(iter(places), file)
-                    # The path inside a value that is a group or a list.
+                    # the rest of the path, if the value is inside a group or a list
                     inner = ''.join(
                         f'[{part}]' if isinstance(part, int) else f'.{shorten(part)}'
                         for part in detail['loc'][1:]

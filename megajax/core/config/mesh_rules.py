@@ -102,7 +102,7 @@ def of_microbatches(config: 'Config') -> Iterator[Problem]:
 
 
 def of_context(config: 'Config') -> Iterator[Problem]:
-    """Check context parallelism, whose windows reach back into one chunk only."""
+    """Check context parallelism, in which windows may reach back only one chunk."""
     mesh, model, length = config.mesh, config.model, config.train.seq_len
     if mesh.context == 1:
         return

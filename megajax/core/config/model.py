@@ -155,7 +155,7 @@ class ModelConfig(Section):
 
     @property
     def first_dense(self) -> int:
-        """Number of layers before the first one that has experts where its pattern has."""
+        """Number of layers before the first one with experts, if the pattern has experts."""
         return self.experts.first_dense if self.experts else 0
 
     @property
@@ -257,7 +257,7 @@ class ModelConfig(Section):
 
 @functools.cache
 def encoder_layers(vision: VisionConfig) -> ModelConfig:
-    """Return the layers of a vision encoder, as the config of a bidirectional model."""
+    """Return the config of a vision encoder's layers, as a bidirectional model's."""
     return ModelConfig(
         num_layers=vision.num_layers,
         hidden_size=vision.hidden_size,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megajax.core.config.schema import Config
 
 SPLITS = 'batch_split', 'sequence_split'
-PARTS = 2  # per microbatch; `benchmarks/gpu_overlap.py` tries 4
+PARTS = 2  # parts per microbatch; `benchmarks/gpu_overlap.py` tries 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,31 +28,32 @@ class Overlap:
     """
 
     is_split: bool = False  # whether `train.overlap` splits the microbatch
-    splits_tokens: bool = False  # whether it is split by token, not by sequence
+    splits_tokens: bool = False  # whether it is split by token rather than by sequence
     in_order: bool = False  # whether the layers run in the overlap schedule
     unroll: bool = False  # whether each layer is compiled separately
     num_parts: int = 1  # parts of a microbatch that run independently through the layers
-    # The ZeRO stage by which a step reduces its gradients. With one microbatch in the overlap
-    # schedule, ZeRO-1 reduces the gradients of each layer during the backward pass of the next, as
-    # ZeRO-2 does; the bytes are the same.
+    # The ZeRO stage that decides when a step reduces its gradients. With one microbatch in the
+    # overlap schedule, ZeRO-1 reduces the gradients of each layer during the backward pass of the
+    # next layer, as ZeRO-2 does; the number of bytes is the same.
     shard: str = 'none'
-    # Whether the forward pass prefetches the weights of each layer, and keeps them gathered. ZeRO-1
-    # and ZeRO-2 do so with one microbatch in the overlap schedule. Otherwise they gather all
+    # Whether the forward pass prefetches the weights of each layer and keeps them gathered. ZeRO-1
+    # and ZeRO-2 do so with one microbatch in the overlap schedule; otherwise they gather all
     # weights before the first layer.
     gathers_ahead: bool = False
-    # Whether a step stores its compute-dtype matrices as one array per layer. It does if each layer
-    # is compiled separately and several microbatches use the same matrices.
+    # Whether a step stores its compute-dtype matrices as one array per layer. It does so if each
+    # layer is compiled separately and several microbatches use the same matrices.
     is_apart: bool = False
     # Whether the overlap schedule also gathers the LM head and reduces its gradient. A head that is
-    # tied to the embedding is needed before the layers, and its gradient after them.
+    # tied to the embedding is needed before the layers, and its gradient is complete after them, so
+    # it is not included.
     has_head: bool = False
     # Whether full recomputation repeats the last matmul of a layer, and its reduction. Only a norm
-    # on the output reads them, and the overlap schedule saves them.
+    # on the output reads the result, and the overlap schedule saves it.
     repeats_outputs: bool = False
 
     @staticmethod
     def of(config: 'Config') -> 'Overlap':
-        """Return the overlap that a config asks for; keys that are `auto` overlap nothing."""
+        """Return the overlap that a config asks for; keys that are `auto` request none."""
         train, shard = config.train, config.optim.shard
         is_split, unroll = train.overlap in SPLITS, train.unroll is True
         in_order = (is_split or unroll) and _has_order(config)
@@ -66,28 +67,29 @@ class Overlap:
             splits_tokens=train.overlap == 'sequence_split',
             in_order=in_order,
             unroll=unroll,
-            # Without tensor parallelism nothing is split: all matmuls hide traffic over `data`.
+            # Without tensor parallelism, nothing is split, because all matmuls hide traffic over
+            # `data`.
             num_parts=PARTS if is_split and not (in_order and config.mesh.model == 1) else 1,
             shard=shard,
             gathers_ahead=gathers_ahead,
-            # Frozen weights under adapters would exist twice.
+            # With LoRA, the frozen weights would be in memory twice.
             is_apart=is_used_again and in_order and unroll and config.lora is None,
             has_head=is_sent and in_order and unroll and not config.model.tie_embeddings,
             repeats_outputs=not in_order and config.model.norms_outputs,
         )
 
 
-# A search asks tens of thousands of times, and gets a few different answers.
+# A search calls this tens of thousands of times, and there are only a few different results.
 _overlap = functools.cache(Overlap)
 
 
 def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
     """Return the config with `auto` resolved in `train.overlap` and `train.unroll`.
 
-    On GPUs, batch_split is chosen, or sequence_split if a microbatch has an odd number of
-    sequences, and each layer is compiled separately. With attention dropout neither is chosen:
-    XLA takes six seconds per layer to compile the random numbers of its masks. A deterministic
-    step keeps its loop, see `core/train/compiler_options.py`.
+    On GPUs, `auto` chooses batch_split, or sequence_split if a microbatch has an odd number of
+    sequences, and compiles each layer separately. With attention dropout, it chooses neither: XLA
+    takes six seconds per layer to compile the random numbers of its masks. A deterministic step
+    keeps its loop; see `core/train/compiler_options.py`.
     """
     is_ordered = on_gpu and _has_order(config) and config.model.attention_dropout == 0
     if config.train.overlap == 'auto':
@@ -103,7 +105,7 @@ def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
 def in_a_loop(config: 'Config', *, on_gpu: bool) -> 'Config':
     """Return the config with the overlap of `resolved`, but as a scan over the layers.
 
-    It compiles faster and overlaps less.
+    The scan compiles faster, but overlaps less.
     """
     return _with(resolved(config, on_gpu=on_gpu), unroll=False)
 
@@ -116,8 +118,8 @@ def without_order(config: 'Config') -> 'Config':
 def _has_order(config: 'Config') -> bool:
     """Whether the overlap schedule supports this config.
 
-    It does not support the loops and shardings of pipeline stages, context parallelism, 2-D tensor
-    parallelism, vision and experts, nor adapters or current scaling in fp8.
+    It supports neither the loops and shardings of pipeline stages, context parallelism, 2-D tensor
+    parallelism, vision and experts, nor adapters in fp8, nor current scaling.
     """
     has_others = config.vision is not None or config.model.experts is not None
     has_others = has_others or (config.lora is not None and config.train.dtype == 'fp8')
@@ -136,7 +138,7 @@ def _fits(config: 'Config') -> bool:
     parts, train = config.overlap.num_parts, config.train
     if train.overlap == 'batch_split':
         return config.microbatch_rows % parts == 0
-    if config.model.has_dropout:  # a mask is drawn for an entire sequence
+    if config.model.has_dropout:  # a dropout mask is drawn for an entire sequence
         return False
     return train.seq_len % (parts * _shards_of_tokens(config)) == 0
 
@@ -164,14 +166,14 @@ PARTS_FOLLOW_FROM = (
 
 
 def length_multiple(config: 'Config') -> int:
-    """Return the number that must divide train.seq_len, for equal shards and parts."""
+    """Return the number that must divide train.seq_len, so that shards and parts are equal."""
     shards, context = _shards_of_tokens(config), config.mesh.context
     parts = config.overlap.num_parts if config.overlap.splits_tokens else 1
     return math.lcm(parts * shards, context * math.lcm(2, shards) if context > 1 else 1)
 
 
 def of_adapters(config: 'Config') -> Iterator[Problem]:
-    """Check that adapters in fp8 are in a loop over layers that XLA schedules."""
+    """Check that a step with adapters in fp8 uses a loop over layers that XLA schedules."""
     train = config.train
     if config.lora is None or train.dtype != 'fp8':
         return

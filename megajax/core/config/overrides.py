@@ -1,4 +1,4 @@
-"""Read `section.key=value` overrides, also of a key in a group, as `model.experts.capacity=1`."""
+"""Read `section.key=value` overrides, including keys in a group, as `model.experts.capacity=1`."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -30,8 +30,8 @@ def read_overrides(
 ) -> dict[str, Setting]:
     """Return the settings of overrides by path; if two set the same key, the last one wins.
 
-    An override inside a group changes the group of an earlier override, or else of the file's
-    settings, `written`, and is also a setting by itself, which gives its place.
+    An override of a key in a group changes the group as an earlier override or else the file
+    (`written`) sets it. It is also a setting by itself, so that its place can be reported.
     """
     settings: dict[str, Setting] = {}
     for override in overrides:
@@ -65,7 +65,7 @@ def read_overrides(
 
 
 def _siblings(path: str) -> list[Key]:
-    """Return the keys of the group that has this key; none if `path` is not a key in a group."""
+    """Return the keys of the group that contains this key; none if `path` is not in a group."""
     group = '.'.join(path.split('.')[:2])
     siblings = keys_in(group)[1:] if group in KEYS else []
     return siblings if any(key.path == path for key in siblings) else []
@@ -85,7 +85,8 @@ def _whole(group: str, key: str, text: str, siblings: Sequence[Key]) -> str:
 def unknown(path: str, problems: list[Problem]) -> str:
     """Return the message for an unknown path, with the nearest key.
 
-    The nearest key is not searched for problems that are not shown, or for very long paths.
+    There is no search for the nearest key if the problem will not be shown or the path is very
+    long.
     """
     if len(problems) >= MAX_PROBLEMS or len(path) > LONGEST_KEY:
         return 'unknown key'

@@ -1,7 +1,8 @@
 """All pairs of the features in the table of conflicts, allowed and rejected.
 
-The table has the pairs that are rejected for a reason of their own. Others follow from these: a
-window is of earlier tokens, so it needs causal attention, which BERT's objective rejects.
+The table lists the pairs that are rejected for a reason of their own. Other rejected pairs follow
+from these: for example, a window needs causal attention, and BERT's objective rejects causal
+attention.
 """
 
 from collections.abc import Iterator
@@ -23,12 +24,12 @@ from megajax.core.config.conflicts import (
 )
 
 NEEDS = {CROSS: 'vision', DEEPSTACK: 'vision', CURRENT: FP8}
-# Every config has one feature of each group.
+# Every config has exactly one feature of each group.
 CHOICES = (MASKED, NEXT), (CAUSAL, BIDIRECTIONAL)
 
 
 class Pair(NamedTuple):
-    """Two features, and the conflicts that prevent their combination; none if it is allowed."""
+    """Two features, and the conflicts that prevent their combination; () if it is allowed."""
 
     one: str
     other: str
@@ -36,7 +37,7 @@ class Pair(NamedTuple):
 
 
 def pairs() -> list[Pair]:
-    """Return every pair of features that differ in their key and do not need each other."""
+    """Return every pair of features that set different keys and do not need each other."""
     return [
         Pair(one, other, _conflicts(one, other))
         for one, other in combinations(FEATURES, 2)
@@ -49,7 +50,7 @@ def _key(feature: str) -> str:
 
 
 def _conflicts(one: str, other: str) -> tuple[Conflict, ...]:
-    """Return the conflicts of the config with both features that has the fewest."""
+    """Return the smallest set of conflicts of a config that has both features."""
     return min((_within(features) for features in _sets(one, other)), key=len)
 
 

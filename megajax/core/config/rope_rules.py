@@ -11,7 +11,7 @@ from megajax.core.config.model import ModelConfig
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config
 
-# The keys of a scaling that only some types have.
+# The keys of a scaling that apply only to some types.
 OF_TYPES = {
     **dict.fromkeys(('beta_fast', 'beta_slow', 'truncate'), ('yarn',)),
     **dict.fromkeys(('short_factor', 'long_factor'), ('longrope',)),
@@ -101,7 +101,7 @@ def _near_fractions(model: ModelConfig) -> str:
     """Return the nearest fractions of the head dim that are an even number of dims, as text."""
     head_dim, below = model.head_dim, model.rotary_dim // 2 * 2
     return ' or '.join(
-        # Rounded in floating point, n / head_dim of head_dim may be just below n.
+        # In floating point, n / head_dim * head_dim may be just below n.
         str(next(x for x in (n / head_dim, math.nextafter(n / head_dim, 1)) if head_dim * x >= n))
         for n in (below, below + 2)
         if 0 < n <= head_dim

@@ -66,7 +66,7 @@ def incompatibilities(config: 'Config', *, own: bool = True) -> list[Problem]:
     return [*(problem for rule in rules for problem in rule(config)), *excluded(config)]
 
 
-# The rules of megajax alone, in addition to the table of `conflicts.py`.
+# The rules that only megajax has, in addition to the table of `conflicts.py`.
 _OWN = (mesh_rules.of_stages, mesh_rules.of_context, overlap_rules.of_halves)
 
 

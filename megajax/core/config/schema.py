@@ -93,7 +93,8 @@ class TrainConfig(Section):
     """
     fp8_scaling: Literal['delayed', 'current'] = 'delayed'
     """Where the scales of fp8 come from: delayed, from the largest values of earlier steps;
-    current, from the largest values of the tensors themselves, which a matmul waits for.
+    current, from the largest values of the tensors themselves, so that a matmul has to wait for
+    them.
     """
     loss_scale: FirstLossScale = 'auto'
     """Initial loss scale of float16, a power of two; auto: found with the first batch."""
@@ -255,7 +256,7 @@ class Config(Section):
     Raises ValueError with every pair of keys that conflict.
     """
 
-    # A section comes before the sections that contain it.
+    # A section must come before the sections that contain it.
     relevance: RelevanceConfig | None = None
     """Relevance of image regions; None: an image gets as many tokens as it fills."""
     vision: VisionConfig | None = None
@@ -307,7 +308,8 @@ class Config(Section):
 
 SECTIONS: dict[str, type[Section]] = {
     name: (*get_args(kind), kind)[0]
-    for name in dict.fromkeys(('model', 'vision', *Config.model_fields))  # first in files and pages
+    # these come first in files and pages
+    for name in dict.fromkeys(('model', 'vision', *Config.model_fields))
     for kind in [Config.model_fields[name].annotation]
 }
 

@@ -45,7 +45,7 @@ def check_path(text: str) -> str:
 
 
 def _encoded(text: str) -> bytes:
-    return text.encode(errors='surrogateescape')  # as on Linux, for any locale
+    return text.encode(errors='surrogateescape')  # as Linux encodes names, in any locale
 
 
 def plain_number(number: float) -> float:
@@ -66,7 +66,7 @@ Patches = Annotated[Count, Unit('patches')]
 Pixels = Annotated[PositiveInt, Field(le=2**16), Unit('pixels')]
 Sequences = Annotated[Count, Unit('sequences')]
 Steps = Annotated[Count, Unit('steps')]
-# A point in a schedule can be between two steps, if it comes from a number of samples.
+# A point in a schedule can be between two steps if it is computed from a number of samples.
 Point = Annotated[float, Field(gt=0, le=INT32), AfterValidator(plain_number), Unit('steps')]
 PointFromZero = Annotated[float, Field(ge=0, le=INT32), AfterValidator(plain_number), Unit('steps')]
 Tokens = Annotated[Count, Unit('tokens')]

@@ -9,8 +9,9 @@ from typing import Any
 
 from megajax.core.config.schema import SECTIONS, keys_of
 
-# Hyphens are written as underscores. A name that is a key of megajax in some section, such as lr,
-# is not listed, because it is found by itself. A name with a section applies only there.
+# Hyphens are written as underscores. Names that are keys of megajax in some section, such as lr,
+# are not listed, because they are found without this table. A name with a section applies only in
+# that section.
 _NAMES = {
     'mesh.model': (
         'tp', 'tp_size', 'tensor', 'tensor_parallel', 'tensor_parallel_size',
@@ -198,7 +199,8 @@ _VALUES = {
     'next_token': ('clm', 'causal_lm'),
     'masked_lm': ('mlm',),
 }  # fmt: skip
-# Names that mean the key only in its own section or without one; elsewhere they are ambiguous.
+# Names that mean the key only in its own section or without a section; in other sections they are
+# ambiguous.
 _VAGUE = {
     'path', 'file', 'files', 'input', 'out', 'output', 'name', 'load', 'save', 'weights', 'mix',
     'mixture', 'modules', 'project',
@@ -208,10 +210,9 @@ _REASONS = {name: reason for reason, names in _DIFFERENT.items() for name in nam
 
 
 def key_meant(path: str) -> str | None:
-    """Return the key that other programs call by the last part of `path`, None if unknown.
+    """Return the key that the last part of `path` is a name for in other programs, or None.
 
-    If the section of `path` has that key, it is preferred: vision.n_layers means
-    vision.num_layers.
+    A key in the section of `path` is preferred: vision.n_layers means vision.num_layers.
     """
     section, _, name = path.rpartition('.')
     meant = _KEYS.get(_plain(name))
@@ -224,9 +225,9 @@ def key_meant(path: str) -> str | None:
 
 
 def nearest_key(path: str) -> str | None:
-    """Return the key or section that `path` probably means, None if there is none.
+    """Return the key or section that `path` probably means, or None.
 
-    Candidates are the keys of its section, and keys of the same name in other sections.
+    Candidates are the keys in the same section, and keys of the same name in other sections.
     """
     section, _, key = path.partition('.')
     is_section = section in SECTIONS
@@ -240,14 +241,14 @@ def nearest_key(path: str) -> str | None:
 
 
 def value_meant(value: Any, allowed: Sequence[str]) -> str | None:
-    """Return the allowed value that other programs call so, or the nearest one, or None."""
+    """Return the allowed value that `value` is another name for, or the nearest one, or None."""
     name = _plain(str(value))
     near = get_close_matches(name, allowed, n=1, cutoff=0.8)
     return next((one for one in allowed if name in _VALUES.get(one, ())), next(iter(near), None))
 
 
 def without_a_key(path: str) -> str | None:
-    """Return what to do about another program's key that megajax does not have, or None."""
+    """Return what to do about a key of another program that megajax does not have, or None."""
     return _REASONS.get(_plain(path)) or _REASONS.get(_plain(path.rpartition('.')[2]))
 
 

@@ -31,7 +31,7 @@ def explain(detail: ErrorDetails) -> str:
     """Return a line of bounded length that explains what is wrong with a value."""
     if detail['type'] == 'missing':
         return 'required, and has no default; add it'
-    if detail['type'] == 'extra_forbidden':  # within a value that is a group
+    if detail['type'] == 'extra_forbidden':  # the key is inside a value that is a group
         if detail['loc'][0] == 'layers' and len(detail['loc']) == 3:
             return f'is not a key of a layer; known keys: {", ".join(LayerConfig.model_fields)}'
         return 'is not a key; remove it'
@@ -48,7 +48,7 @@ def explain(detail: ErrorDetails) -> str:
 
 
 def fault(path: str, value: Any) -> str | None:
-    """Return why a key such as `model.norm_eps` cannot have this value, None if it can.
+    """Return why a key such as `model.norm_eps` cannot have this value, or None if it can.
 
     Rules that involve other keys are not checked.
     """

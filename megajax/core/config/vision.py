@@ -22,7 +22,7 @@ from megajax.core.config.section import (
 
 Part = Literal['encoder', 'merger', 'decoder']
 TEXTURE_CHANNELS = 13  # per pixel or region (`core/model/arr_coc/texture.py`)
-FINEST = 20  # units along each side of a region, which gives it at most 400 tokens
+FINEST = 20  # units along each side of a region at its finest level, so at most 400 tokens
 
 
 def _rows_and_columns(value: Any) -> Any:
@@ -137,7 +137,7 @@ class VisionConfig(Section):
 
     @property
     def is_crossed(self) -> bool:
-        """Whether cross-attention reads the embeddings, which are then not part of the sequence."""
+        """Whether cross-attention reads the embeddings, so that they are not in the sequence."""
         return self.fusion == 'cross_attention'
 
     @property

@@ -87,7 +87,7 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
         message = f'{list(vision.freeze)} leaves nothing to train; remove one of them'
         yield Problem(path='vision.freeze', message=message)
     yield from _taps(config)
-    if vision.is_crossed:  # a layer of cross-attention follows each group of layers
+    if vision.is_crossed:  # a cross-attention layer follows each group of layers
         every = ('vision.cross_every', vision.cross_every)
         yield from divides('model.num_layers', model.num_layers, *every, under='vision.fusion')
 

@@ -1,1 +1,1 @@
-"""Descriptions of GPUs, for the plan and the compiler; they work without the GPU."""
+"""Descriptions of GPUs, for `plan` and the compiler; no GPU is needed to use them."""

@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
-# The share of a GPU's memory that jax allocates for a program; CUDA and NCCL need the rest. The
-# default of jax is 0.75, with which layouts that `megajax plan` calls fitting would not run.
+# The share of a GPU's memory that jax allocates for a program; CUDA and NCCL need the rest. jax's
+# default is 0.75, with which some layouts that fit according to `megajax plan` would not run.
 USABLE = 0.92
 FRACTION = 'XLA_PYTHON_CLIENT_MEM_FRACTION'
-# A user who sets one of these has chosen already; jax rejects two fractions at once.
+# If the user has set one of these, it applies; jax rejects two fractions at once.
 CHOICES = FRACTION, 'XLA_CLIENT_MEM_FRACTION'
 
 
@@ -16,7 +16,7 @@ def claim_gpu_memory(environ: MutableMapping[str, str] = os.environ) -> None:
     """Let jax allocate the share USABLE of each GPU, unless the environment says otherwise.
 
     Call it before the first use of jax's devices. A user's own fraction, allocation on demand
-    (XLA_PYTHON_CLIENT_PREALLOCATE=false) and CUDA's own allocator (.._ALLOCATOR=platform) stay.
+    (XLA_PYTHON_CLIENT_PREALLOCATE=false) and CUDA's own allocator (.._ALLOCATOR=platform) are kept.
     """
     is_on_demand = environ.get('XLA_PYTHON_CLIENT_PREALLOCATE', '') in ('false', 'False', '0')
     is_platform = environ.get('XLA_PYTHON_CLIENT_ALLOCATOR', '').lower() == 'platform'
@@ -25,7 +25,7 @@ def claim_gpu_memory(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def host_memory(root: Path = Path('/')) -> int | None:
-    """Return the bytes of memory and swap that this process may use, None if it is unknown.
+    """Return the bytes of memory and swap that this process may use, or None if unknown.
 
     The result is the host's memory, or the lowest limit of a control group (of a container or Slurm
     job) that contains the process. `root` is the root of the file system, which has proc and sys.
@@ -46,11 +46,11 @@ def _limits(root: Path) -> Iterator[int]:
         if controllers not in ('', 'memory'):
             continue
         mount, name = (
-            (root / 'sys/fs/cgroup/memory', 'memory.limit_in_bytes')  # version 1
+            (root / 'sys/fs/cgroup/memory', 'memory.limit_in_bytes')  # control groups, version 1
             if controllers
             else (root / 'sys/fs/cgroup', 'memory.max')
         )
-        # In a container the path may be the host's, and the mount is the container's own group.
+        # In a container, the path may be the host's, while the mount is the container's own group.
         path = Path(group.lstrip('/'))
         for folder in (path, *path.parents):
             file = mount / folder / name

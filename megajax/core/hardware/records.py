@@ -18,19 +18,19 @@ from megajax.core.config.records import read_record
 from megajax.core.config.section import Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
-Capability = tuple[int, int]  # CUDA's, such as (9, 0)
+Capability = tuple[int, int]  # CUDA's compute capability, such as (9, 0)
 Dtype = Literal['float32', 'bfloat16', 'float16', 'fp8']
 LinkName = Literal['nvlink', 'pcie']
-# The efficiency of FP8 matmuls relative to the efficiency of 16-bit matmuls: an assumption, by
-# which they are 1.54x as fast. Not measured.
+# The efficiency of FP8 matmuls relative to 16-bit matmuls. It is an assumption, not a measurement,
+# and makes FP8 matmuls 1.54x as fast.
 FP8_SHARE = 0.77
 
 
 class Link(Section):
     """A GPU's link to other GPUs."""
 
-    bandwidth: PositiveFloat  # bytes/s that it sends in a ring of large messages
-    latency: NonNegativeFloat  # additional seconds of each step of the ring
+    bandwidth: PositiveFloat  # bytes/s that a GPU sends in a ring of large messages
+    latency: NonNegativeFloat  # additional seconds for each step of the ring
 
 
 class Reference(Section):
@@ -45,11 +45,11 @@ class Reference(Section):
 
 
 class Fit(Section):
-    """The errors of the efficiencies in predicting the published rates that they were fitted on."""
+    """The errors of the efficiencies in predicting the published rates that they were fitted to."""
 
     rows: PositiveInt
     mean: Share  # mean error
-    band: Share  # error that nine of ten rows do not exceed
+    band: Share  # error that 90% of the published rates do not exceed
 
 
 class Efficiency(Section):
@@ -57,9 +57,9 @@ class Efficiency(Section):
 
     A matmul [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d + half_size) for each d
     of m, n and k. Attention in one kernel reaches `flash` of the peak rate if the kernel is cuDNN's
-    and `flash_2` if it is FlashAttention-2 (Dao, 2023), for which only the FLOPs that the causal
-    mask leaves count, times S / (S + half_length) for S tokens. Memory-bound operations reach
-    `memory` of the memory bandwidth.
+    and `flash_2` if it is FlashAttention-2 (Dao, 2023), times S / (S + half_length) for S tokens;
+    only FLOPs that the causal mask leaves count. Memory-bound operations reach `memory` of the
+    memory bandwidth.
     """
 
     matmul: Share
@@ -85,7 +85,8 @@ class Efficiency(Section):
 class Compiler(Section):
     """The description of a GPU for XLA's compiler, which then works without the GPU.
 
-    The figures come from the vendor, and for its architecture from the CUDA programming guide.
+    The figures of the GPU come from the vendor, and those for its architecture from the CUDA
+    programming guide.
     """
 
     name: str
@@ -110,12 +111,13 @@ class Hardware(Section):
     devices_per_host: PositiveInt
     inside_host: Link
     across_hosts: Link
-    pcie: Link | None = None  # inside a host whose GPUs have no NVLink; null: unknown
+    pcie: Link | None = None  # link inside a host whose GPUs have no NVLink; null: unknown
     efficiency: Efficiency
-    fit: Fit | None = None  # null if no training rate was published: unverified
+    # null if no training rate was published, so that predictions are unverified
+    fit: Fit | None = None
     reference: Reference
     compiler: Compiler | None = None  # null if the step cannot be compiled for this GPU
-    # For a GPU without `compiler`, which has it too; null: unknown
+    # Only for a GPU without `compiler`, which has a capability as well; null: unknown
     capability: Annotated[Capability | None, Field(strict=False)] = None
     sources: dict[str, str]
 
@@ -127,8 +129,8 @@ class Hardware(Section):
     def product_rate(self, dtype: str, *, is_attention: bool = False) -> float:
         """Return the FLOP/s of the fastest matmuls or of flash attention.
 
-        For attention, only the FLOPs that the mask leaves count. A dtype that is not in the record
-        gets the highest peak, so that no matmul seems to take longer than it does.
+        For attention, only the FLOPs that the mask leaves count. For a dtype that is not in the
+        record, it returns the highest peak, so that no matmul seems to take longer than it does.
         """
         peaks = {str(name): peak for name, peak in self.peak_flops.items()}
         flash = self.reference.flash if is_attention else None
@@ -139,8 +141,8 @@ class Hardware(Section):
         """Return the bytes/s that a GPU sends in a ring over `hosts` with `members` on each host.
 
         NCCL builds as many rings as a group has GPUs on a host. The rings leave the host at
-        different GPUs, so that the network cards of all these GPUs serve the group; other groups
-        use the cards of their own GPUs.
+        different GPUs, so the network cards of all these GPUs serve the group. Other groups use the
+        network cards of their own GPUs.
         """
         inside = self.inside_host.bandwidth
         return inside if hosts == 1 else min(inside, self.across_hosts.bandwidth * members)
@@ -173,8 +175,8 @@ def compiled_for() -> tuple[str, ...]:
 def hardware(name: str | Path, link: LinkName | None = None) -> Hardware:
     """Read the record of a GPU by its name, or from a YAML file.
 
-    `link` is the link between the GPUs of a host, if not the one that they are sold with. Raises
-    ConfigError with every mistake in the file, and for a link that the record does not have.
+    `link` is the link between the GPUs of a host, if it is not the link that they are sold with.
+    Raises ConfigError with every mistake in the file, and for a link that the record does not have.
     """
     return _with_link(_hardware(name), link)
 
@@ -211,7 +213,7 @@ def _hardware(name: str | Path) -> Hardware:
 def record_name(name: str) -> str:
     """Return a GPU's name as records write it: H100 is h100, and A100-SXM4-40GB is a100_40gb.
 
-    Every word of `name` must be one of the GPU's; if two records match, the shorter name wins.
+    Every word of `name` must be in the GPU's record. If two records match, the shorter name wins.
     """
     words = _words(name)
     plain = '_'.join(re.findall(r'[a-z0-9]+', name.lower()))
@@ -226,13 +228,13 @@ def record_name(name: str) -> str:
 
 
 def _words(name: str) -> set[str]:
-    """Return the words of a GPU's name, in which SXM5 is SXM, and 80 GB is 80gb."""
+    """Return the words of a GPU's name in lower case; SXM5 is sxm, and 80 GB is 80gb."""
     plain = re.sub(r'(\d+)[\W_]+gb', r'\1gb', name.lower())
     return set(re.findall(r'[a-z0-9]+', re.sub(r'sxm\d', 'sxm', plain)))
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
-    """Return the GPU with jax's name, such as 'NVIDIA H100 80GB HBM3', None if it is unknown."""
+    """Return the GPU with jax's name, such as 'NVIDIA H100 80GB HBM3', or None if unknown."""
     records = map(_known, hardware_names())
     return next((record for record in records if device_kind in record.device_kinds), None)
 

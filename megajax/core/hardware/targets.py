@@ -1,4 +1,4 @@
-"""Compile targets: abstract devices for GPUs that you do not have, and their hosts."""
+"""Compile targets: abstract devices, and their hosts, for GPUs that you do not have."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -18,10 +18,10 @@ from megajax.core.hardware.records import (
 GPUS = compiled_for()
 TARGETS = 'cpu', *GPUS
 DEVICES_PER_HOST = 8
-# Prefixes of the device kinds of other vendors' GPUs, whose platform in jax is also gpu.
+# Prefixes of the device kinds of other vendors' GPUs; jax calls their platform gpu, too.
 NOT_NVIDIA = ('AMD', 'gfx', 'Intel')
-# Autotuning would need a GPU. The machine code is never run: without optimizing it, the HLO is
-# exactly the same and compiles in a sixth less time.
+# Autotuning would need a GPU. The machine code is never run, so it is not optimized: the HLO is
+# exactly the same, and compiles in a sixth less time.
 WITHOUT_GPU: dict[str, Any] = {'xla_gpu_autotune_level': 0, 'xla_backend_optimization_level': 0}
 
 NO_TILES = "Couldn't find output tile sizes", 'No backend with default config found'
@@ -44,9 +44,9 @@ def compile_without_gpu(
 ) -> Any:
     """Call `compile_with` with these options and the options that a compiler without a GPU needs.
 
-    XLA of jax 0.10 starts with Triton tiles that do not fit every fp32 matmul, and has no GPU on
-    which to find others; XLA of jax 0.12 has none for a deterministic step. In these cases it is
-    called again, with the matmuls left to cuBLAS.
+    jax 0.10's XLA starts with Triton tiles that do not fit every fp32 matmul, and without a GPU it
+    cannot search for others. jax 0.12's XLA has no tiles for a deterministic step. In these cases,
+    `compile_with` is called again, with the matmuls left to cuBLAS.
     """
     import jax
 
@@ -66,14 +66,15 @@ def has_compiler() -> bool:
 
 
 def is_nvidia(device: Any) -> bool:
-    """Whether a device, which may be an abstract one, is a GPU that CUDA's libraries run on."""
+    """Whether a device, which may be abstract, is a GPU that CUDA's libraries support."""
     return device.platform in ('gpu', 'cuda') and not device.device_kind.startswith(NOT_NVIDIA)
 
 
 def capability_of(device: Any) -> Capability | None:
     """Return the compute capability of an NVIDIA GPU, which may be an abstract device.
 
-    It comes from the GPU's record or from a GPU of this kind in this machine; None without both.
+    It comes from the GPU's record, or from a GPU of this kind in this machine. Without either, it
+    is None.
     """
     import jax
 
@@ -88,7 +89,7 @@ def capability_of(device: Any) -> Capability | None:
 
 
 def check_target(target: str, dtype: str | None = None) -> None:
-    """Raise ConfigError unless a step, of `train.dtype` if given, can be compiled for it here."""
+    """Raise ConfigError unless a step can be compiled for a target here, with `dtype` if given."""
     if target not in TARGETS:
         raise ConfigError(
             f'target {target}: choose among {", ".join(TARGETS)}; docs/extend.md adds others'
@@ -104,9 +105,10 @@ def check_target(target: str, dtype: str | None = None) -> None:
 
 
 def num_hosts(devices: int, wanted: int | None = None) -> int:
-    """Return `wanted`, or the smallest number of hosts with equal shares of at most 8 devices.
+    """Return `wanted`, or the smallest number of hosts with at most 8 devices each.
 
-    Raises ConfigError if `wanted` does not divide the devices.
+    All hosts have the same number of devices. Raises ConfigError if `wanted` does not divide the
+    devices.
     """
     fits = [hosts for hosts in range(1, devices + 1) if devices % hosts == 0]
     if wanted is None:

@@ -1,6 +1,6 @@
 """How the GPUs of a host are linked, according to `nvidia-smi topo -m`.
 
-`NV#` is a number of NVLinks between two GPUs; every other word is a way over PCIe, from PIX (one
+`NV#` is a number of NVLinks between two GPUs; every other word is a path over PCIe, from PIX (one
 switch) to SYS (between the sockets of the host). Imports no jax.
 """
 
@@ -10,23 +10,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 COMMAND = ['nvidia-smi', 'topo', '-m']
-TIMEOUT = 30.0  # seconds; a driver that hangs never answers
+TIMEOUT = 30.0  # seconds; a driver that hangs would never answer
 _UNDERLINED = re.compile(r'\x1b\[[0-9;]*m')
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The links between the GPUs of a host: `links[a][b]` is the word that nvidia-smi has."""
+    """The links between the GPUs of a host: `links[a][b]` is the word that nvidia-smi prints."""
 
     links: tuple[tuple[str, ...], ...]
 
     def has_nvlink(self, a: int, b: int) -> bool:
-        """Whether two GPUs, or a GPU with itself, reach each other without PCIe."""
+        """Whether two GPUs are linked by NVLink; true for a GPU with itself."""
         return a == b or self.links[a][b].startswith('NV')
 
     @property
     def nvlink_groups(self) -> list[list[int]]:
-        """The GPUs in groups of which each member has NVLinks to every other, in order.
+        """Return the GPUs in groups, in order; all GPUs of a group have NVLinks to each other.
 
         NCCL's rings inside such a group do not use PCIe.
         """
@@ -40,17 +40,17 @@ class Topology:
         return groups
 
     def words(self, between: Iterable[tuple[int, int]]) -> str:
-        """The words of these links, each once, in alphabetical order."""
+        """Return the words of these links, each word once, in alphabetical order."""
         return ', '.join(sorted({self.links[a][b] for a, b in between}))
 
     def over_pcie(self, gpus: Sequence[int]) -> list[tuple[int, int]]:
-        """The pairs among `gpus` that have no NVLink; GPUs that are not listed have none."""
+        """Return the pairs among `gpus` without NVLink; unlisted GPUs count as having none."""
         known = [gpu for gpu in gpus if gpu < len(self.links)]
         return [(a, b) for a in known for b in known if a < b and not self.has_nvlink(a, b)]
 
 
 def read_topology(text: str) -> Topology | None:
-    """Return the links in the output of `nvidia-smi topo -m`; None if it has no table of GPUs."""
+    """Return the links in the output of `nvidia-smi topo -m`, or None if it lists no GPUs."""
     lines = [_UNDERLINED.sub('', line).split() for line in text.splitlines()]
     rows = [words for words in lines if words and re.fullmatch(r'GPU\d+', words[0])]
     header = next(iter(rows), [])

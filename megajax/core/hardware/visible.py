@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """The number of NVIDIA GPUs that a process on this machine may use.
+    """Return the number of NVIDIA GPUs that a process on this machine may use.
 
-    If CUDA_VISIBLE_DEVICES is set only its GPUs count; under JAX_PLATFORMS=cpu there are none.
+    If CUDA_VISIBLE_DEVICES is set, only the GPUs in it count; with JAX_PLATFORMS=cpu, there are
+    none.
     """
     if environ.get('JAX_PLATFORMS', '').startswith('cpu'):
         return 0

@@ -11,8 +11,9 @@ from megajax.core.parallel.layout import Layout
 def over_images(function: Any, layout: Layout) -> Any:
     """Map a function of copies and of images over the shards of the images.
 
-    The mapped function takes a module with copies and arrays [rows, slots, ...]; `function` is
-    given one shard's, [images, ...]. Empty slots after the last one make all shards equal.
+    The mapped function takes a module with copies, and arrays [sequences, slots, ...]; `function`
+    gets the module of one shard, and its arrays [images, ...]. Empty slots at the end make all
+    shards equal.
     """
     shards, (axis,) = layout.num_shards('I'), layout.mesh_axes('I')
 

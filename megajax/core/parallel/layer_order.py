@@ -1,4 +1,4 @@
-"""The order of layers on the stages of a pipeline, and the way to and from the order of a model.
+"""The order of layers on pipeline stages, and the conversion from and to the order of a model.
 
 A stage stores its chunks of layers next to each other, while the model's layers pass through chunk
 0 of all stages first, then chunk 1 of all stages, and so on. Everything that leaves or enters the
@@ -27,23 +27,24 @@ def in_model_order(x: jax.Array, layout: Layout, *, donate: bool = False) -> jax
 
 
 def on_stages(x: jax.Array, layout: Layout, *, donate: bool = False) -> jax.Array:
-    """Return a stacked parameter, given in the order of the model, as the stages hold it."""
+    """Return a stacked parameter, given in the order of the model, in the order of the stages."""
     return _moved(x, layout, to_model=False, donate=donate)
 
 
 def tree_on_stages(tree: Any, layout: Layout) -> Any:
-    """Return a state, given in the order of the model, as the stages hold it, and consume it.
+    """Return a state, given in the order of the model, in the order of the stages; consume it.
 
-    One parameter at a time exists twice.
+    Only one parameter at a time exists twice.
     """
     return map_stacked(lambda x: on_stages(x, layout, donate=True), tree, layout)
 
 
 def tree_on_host(tree: Any, layout: Layout) -> Any:
-    """Return a state in the order of the model, to be saved.
+    """Return a state in the order of the model, for saving.
 
-    Arrays that had a different order end up in host memory: each device puts its part there before
-    the next parameter is moved, so that only one parameter at a time exists twice on the devices.
+    Arrays that were in a different order are returned in host memory. Each device moves its part
+    there before the next parameter is reordered, so only one parameter at a time exists twice on
+    the devices.
     """
 
     def move(x: jax.Array) -> jax.Array:
@@ -56,7 +57,7 @@ def tree_on_host(tree: Any, layout: Layout) -> Any:
 
 
 def map_stacked(function: Any, tree: Any, layout: Layout) -> Any:
-    """Apply a function to the arrays of a state whose layers are not in the model's order."""
+    """Apply a function to the arrays of a state that are not in the model's order of layers."""
     if layout.chunks == 1:
         return tree
 

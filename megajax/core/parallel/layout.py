@@ -75,12 +75,13 @@ class Layout:
     def of(cls, config: Config) -> 'Layout':
         """Return the layout for `config.mesh` and `config.optim`.
 
-        It is Megatron's: column-parallel weights are sharded over their output dims, row-parallel
-        ones over their input dims. With fewer key/value heads than devices along `model`, QKV is
-        sharded within each head. 2-D tensor parallelism (`mesh.model_rows`) also shards the other
-        dim of every weight, D, over `row`, and with it the residual stream; the vocabulary is
-        sharded over both axes. Layers are over `stage`. ZeRO also shards over `context`, whose
-        devices have the same weights, and parameters outside the layers over `stage`.
+        The layout is Megatron's: column-parallel weights are sharded over their output dims, and
+        row-parallel weights over their input dims. With fewer key/value heads than devices along
+        `model`, QKV is sharded within each head. 2-D tensor parallelism (`mesh.model_rows`) also
+        shards the other dim of every weight, D, over `row`, and with it the residual stream; the
+        vocabulary is sharded over both axes. Layers are sharded over `stage`. ZeRO also shards over
+        `context`, whose devices have the same weights, and shards parameters outside the layers
+        over `stage`.
         """
         widths = dict.fromkeys('Dd', config.model.hidden_size)
         if config.vision is not None:
@@ -93,7 +94,7 @@ class Layout:
     def __call__(self, dims: str, *, at_rest: bool = False) -> 'P':
         """Return the PartitionSpec of an array with these dims.
 
-        Raises ValueError if a mesh axis would shard two of them.
+        Raises ValueError if a mesh axis would shard two of the dims.
         """
         from jax import P
 
@@ -108,8 +109,8 @@ class Layout:
         """Return the PartitionSpec of an array that shares dims with one sharded as `spec`.
 
         `dims` has the dims of both: in `*RSNH->*RNS-`, R, N and S are sharded like the other
-        array's, and so is `*`, any number of dims. A letter after the arrow alone has this layout's
-        axes.
+        array's dims, and so are the dims that `*` stands for. A letter that occurs only after the
+        arrow has this layout's axes.
         """
         from jax import P
 
@@ -124,7 +125,7 @@ class Layout:
     def per_shard(self) -> 'Layout':
         """The layout inside a function that is mapped over stages and data shards."""
         mapped = {*self.mesh_axes('B'), STAGE, CONTEXT}
-        # The weights of experts are not mapped, and keep their axis.
+        # Experts' weights are not mapped, so their dim keeps its axis.
         axes = (
             (letter, tuple(axis for axis in axes if axis not in mapped or letter == 'X'))
             for letter, axes in self.axes
@@ -145,7 +146,7 @@ class Layout:
     def axes_at_rest(self, dims: str) -> Mapping[str, Axes]:
         """Return the mesh axes of each letter of a matrix between steps.
 
-        Other dims leave layers and experts theirs.
+        Other dims are not sharded over the axes of layers and experts.
         """
         taken = [axis for letter in 'LΔΛX' if letter in dims for axis in self.mesh_axes(letter)]
         rest = {
@@ -165,10 +166,10 @@ class Layout:
 
     @cached_property
     def mapped(self) -> tuple[Axes, ...]:
-        """The mesh axes of each dim that a step maps over its data shards.
+        """The mesh axes of each of the dims by which a step maps its data shards.
 
-        These are a dim of replicas, if there are several, and one of the data shards of a replica;
-        each context shard of a data shard counts as one.
+        There is a dim of replicas, if there are several, and a dim of the data shards of a replica;
+        each context shard of a data shard counts as a data shard.
         """
         *replicas, data = ((axis,) for axis in self.mesh_axes('B') if axis != EXPERT)
         return *replicas, (*data, *self.mesh_axes('X'), *self.mesh_axes('S'))
@@ -196,15 +197,15 @@ class Layout:
         return part, self(dims.replace('X', 'x'))
 
     def at_rest_over(self, axes: Axes) -> 'Layout':
-        """Return the layout whose matrices are sharded over these of their axes between steps."""
+        """Return the layout whose matrices are sharded over only these axes between steps."""
         kept = ((x, tuple(axis for axis in every if axis in axes)) for x, every in self.at_rest)
         return dataclasses.replace(self, at_rest=tuple(kept))
 
     def layer_order(self, num_layers: int) -> Sequence[int]:
         """Return the layer at each place of a stacked parameter between steps.
 
-        A stage's chunks have adjacent indices. Chunk after chunk, the layers pass through all
-        stages in order.
+        The chunks of a stage have adjacent places. In the order of the model, the first chunks of
+        all stages come first, then the second ones, and so on.
         """
         return [self.layer_at(place, num_layers) for place in range(num_layers)]
 
@@ -224,7 +225,7 @@ class Layout:
         )
 
     def unpadded(self, dims: str) -> tuple[int | None, ...]:
-        """Return the size of each dim that is stored padded, None for the others."""
+        """Return the size of each dim that is stored with padding, None for other dims."""
         return tuple(map(self._uneven.get, dims))
 
     def is_sharded(self, letter: str) -> bool:
@@ -251,8 +252,8 @@ class Layout:
         return dict(self.sizes)
 
 
-UNSHARDED = Layout()  # of arrays that each device has in full
-STAGES = Layout(axes=(('Z', (STAGE,)),))  # of arrays that have a dim of stages
+UNSHARDED = Layout()  # for arrays that each device has in full
+STAGES = Layout(axes=(('Z', (STAGE,)),))  # for arrays that have a dim of stages
 
 
 def batch_layout(mesh_axes: Sequence[str]) -> Layout:
@@ -262,7 +263,7 @@ def batch_layout(mesh_axes: Sequence[str]) -> Layout:
     return Layout(axes=(('B', batch), ('S', sequence)))
 
 
-@cache  # a search asks for the same few many thousands of times
+@cache  # a search asks many thousands of times for the same few layouts
 def _layout(
     mesh: MeshConfig, shard: str, num_kv_heads: int, widths: tuple[tuple[str, int], ...]
 ) -> Layout:
@@ -303,5 +304,5 @@ def _layout(
 
 
 def _entry(axes: Axes) -> 'Axes | str | None':
-    """The entry of a PartitionSpec for a dim that these mesh axes shard."""
+    """Return the entry of a PartitionSpec for a dim that these mesh axes shard."""
     return axes if len(axes) > 1 else next(iter(axes), None)

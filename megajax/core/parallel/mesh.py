@@ -1,4 +1,4 @@
-"""Meshes of devices: GPUs if the machine has any, otherwise simulated devices on a CPU."""
+"""Meshes of devices: the machine's GPUs or, if it has none, simulated devices on a CPU."""
 
 import collections
 import contextlib
@@ -22,20 +22,22 @@ from megajax.core.hardware.memory import claim_gpu_memory
 from megajax.core.hardware.visible import visible_gpus
 from megajax.core.parallel.layout import UNSHARDED
 
-# Mesh axes, outermost first; the axis that communicates most, and waits for it, is innermost.
+# Mesh axes, outermost first. The axes that communicate most, with the computation waiting for the
+# result, are innermost.
 AXES = ('replica', 'stage', 'data', 'expert', 'context', 'row', 'model')
-ALWAYS = ('data', 'model')  # in every mesh, even with one device
+ALWAYS = ('data', 'model')  # axes of every mesh, even with one device
 KEYS = {
     'stage': 'stages',
     'expert': 'experts',
     'row': 'model_rows',
 }  # keys of `mesh` whose name differs from their axis
 HOST_BYTES = 256  # maximum length of a host's name in bytes
-NVIDIA = '/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg'  # one of them where jax looks for GPUs
+# files of which one exists wherever jax looks for GPUs
+NVIDIA = '/dev/nvidia0', '/dev/nvidiactl', '/dev/dxg'
 
 
 def mesh_for(config: Config) -> Mesh:
-    """Return the mesh of `config.mesh`, see `make_mesh`."""
+    """Return the mesh of `config.mesh`; see `make_mesh`."""
     mesh = config.mesh
     return make_mesh(**mesh.sizes, cross_hosts=mesh.allow_model_across_hosts)
 
@@ -45,12 +47,12 @@ def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axe
 
     A tensor-parallel group therefore consists of neighbors on one host. `axes` are the sizes of
     axes other than `data` and `model`; an axis of size 1 is not in the mesh, and an axis that is
-    not in AXES comes after `data`. If jax has not been used yet, it is given the share of GPUs'
-    memory that `megajax plan` counts with and, if the machine has only CPUs, simulates the required
-    number of devices.
+    not in AXES comes after `data`. If jax has not been used yet, it gets the share of GPU memory
+    that `megajax plan` assumes. If the machine has only CPUs, jax simulates the required number of
+    devices.
 
     Raises ConfigError if there are too few devices, or if groups of devices span hosts
-    unnecessarily (`check_hosts`). With several processes, all must call it.
+    unnecessarily (`check_hosts`). With several processes, all of them must call it.
     """
     sizes = axis_sizes(data, model, **axes)
     needed = math.prod(sizes.values())
@@ -79,14 +81,14 @@ def axis_sizes(data: int = 1, model: int = 1, **axes: int) -> dict[str, int]:
 
 
 def check_is_config(config: object) -> None:
-    """Raise ConfigError if a script passes something other than a config, such as its name."""
+    """Raise ConfigError if a script passes anything other than a config, such as its name."""
     if not isinstance(config, Config):
         message = f'{reprlib.repr(config)} is not a megajax.Config; give what megajax.load returns'
         raise ConfigError(Problem(path='config', message=message))
 
 
 def check_current_mesh(config: Config) -> None:
-    """Raise ConfigError unless this is a config and the current mesh is its own."""
+    """Raise ConfigError unless `config` is a config and the current mesh is the config's."""
     check_is_config(config)
     wanted, current = axis_sizes(**config.mesh.sizes), jax.sharding.get_abstract_mesh().shape
     if wanted == dict(current):
@@ -111,9 +113,9 @@ def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
 
 
 def one_dimensional(config: Config) -> Config:
-    """Return the config with the mesh axes `data` and `model` alone and without ZeRO.
+    """Return the config with only the mesh axes `data` and `model`, and without ZeRO.
 
-    A model that is not trained does not need other axes. The rows of 2-D tensor parallelism become
+    A model that is not trained needs no other axes. The rows of 2-D tensor parallelism become
     columns or, if these would not divide the model, data shards, like stages and context shards.
     The number of devices stays the same; if it does not divide the batch, a microbatch has one
     sequence per data shard.
@@ -140,7 +142,8 @@ def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: 
     """Raise ConfigError if groups of devices span hosts unnecessarily.
 
     `hosts` has the host of each device of the mesh. A tensor-parallel group may span hosts only if
-    `cross_hosts`; the data shards of a replica may if no number of replicas avoids it.
+    `cross_hosts` is set. The data shards of a replica may span hosts only if no number of replicas
+    avoids it.
     """
     if not cross_hosts:
         _check_tensor_groups(hosts, sizes)
@@ -153,7 +156,7 @@ def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: 
             'a grid whose gradients are also summed between hosts is not supported yet; '
             'set mesh.replicas=1, or mesh.model_rows=1'
         )
-    devices = len(hosts) // stages  # of each stage, in groups of neighbors
+    devices = len(hosts) // stages  # number of devices of each stage, in groups of neighbors
     if crossing := crossing_hosts(hosts, replicas * stages):
         inside = [
             count
@@ -199,7 +202,7 @@ def crossing_hosts(hosts: Sequence[str], num_groups: int) -> list[str]:
 
 
 def _data(sizes: Mapping[str, int]) -> int:
-    """Return `mesh.data`: the data shards of all replicas, with those that share experts."""
+    """Return `mesh.data`: the data shards of all replicas, including those along `expert`."""
     return sizes.get('replica', 1) * sizes['data'] * sizes.get('expert', 1)
 
 
@@ -280,7 +283,7 @@ def _devices() -> list[jax.Device]:
         os.environ.setdefault('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', '1')
     try:
         devices = jax.devices()
-    # An AssertionError if no plugin provides the requested platform.
+    # An AssertionError is raised if no plugin provides the requested platform.
     except (RuntimeError, AssertionError) as error:
         why = f': {str(error).partition(" (set JAX_PLATFORMS")[0]}' if str(error) else ''
         fix = 'see megajax doctor, or set JAX_PLATFORMS=cpu to train on simulated devices'
@@ -310,7 +313,7 @@ def _simulate_cpu_devices(count: int) -> None:
     count = max(count, int(asked[1]) if asked else 0)
     if patience not in flags:
         os.environ['XLA_FLAGS'] = f'{flags} {patience}=600'.strip()
-    with contextlib.suppress(RuntimeError):  # jax already has its devices: make_mesh counts them
+    with contextlib.suppress(RuntimeError):  # jax already has its devices; make_mesh counts them
         jax.config.update('jax_num_cpu_devices', count)
 
 
@@ -326,9 +329,9 @@ def _too_few(sizes: Mapping[str, int], devices: list[jax.Device]) -> str:
 
 
 def _choices(sizes: Mapping[str, int], count: int) -> str:
-    """Return the sizes of `data` and `model` that `count` devices have room for, in words."""
+    """Return the sizes of `data` and `model` that fit on `count` devices, in words."""
     groups = {axis: sizes[axis] for axis in ('replica', 'expert') if axis in sizes}
-    shards = math.prod(groups.values())  # divide mesh.data
+    shards = math.prod(groups.values())  # these shards divide mesh.data
     others = math.prod(sizes.values()) // (_data(sizes) * sizes['model'])
     less = []
     if others > count:

@@ -1,7 +1,7 @@
-"""Moves of arrays along the pipeline's stages, and within a stage's part.
+"""Move arrays between pipeline stages, and within a stage's part.
 
-A stage is a mapped dim: [stage, data shard, ...]. Every function here runs on the part of an array
-that each device has, so nothing moves along other mesh axes.
+The stages are a mapped dim: [stage, data shard, ...]. Every function here works on each device's
+part of an array, so nothing moves along other mesh axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ def over_shards(
 ) -> Any:
     """Map a function of one shard's sequences over all data shards.
 
-    `in_axes` and `out_axes` are `jax.vmap`'s, for the data shards of a replica.
+    `in_axes` and `out_axes` are as in `jax.vmap`, for the data shards of a replica.
     """
     *replicas, data = layout.mapped
     function = jax.vmap(function, in_axes=in_axes, out_axes=out_axes, spmd_axis_name=data)
@@ -33,8 +33,9 @@ def over_shards(
 def over_stages(function: Callable[..., Any], layout: Layout, *kinds: Any) -> Any:
     """Map a function over stages and data shards.
 
-    Each argument has BOTH dims, only the dim OF_STAGE, only the dims OF_SHARD, or is the SAME for
-    all. An argument that is a tuple has a kind for each element.
+    The kind of an argument says which dims it has: BOTH, only the dim OF_STAGE, only the dims
+    OF_SHARD, or none, so that it is the SAME for all. An argument that is a tuple has a kind for
+    each element.
     """
     shards = jax.tree.map(lambda kind: 0 if kind in (BOTH, OF_SHARD) else None, kinds)
     stages = jax.tree.map(lambda kind: 0 if kind in (BOTH, OF_STAGE) else None, kinds)
@@ -49,7 +50,7 @@ def to_stages(x: jax.Array, stages: int) -> jax.Array:
 
 
 def to_shards(x: jax.Array, count: int, spec: P) -> jax.Array:
-    """Return each device's part of x [Z, W, ...] as [Z, W, *shards, ...], with `count` such dims.
+    """Return each device's part of x [Z, W, ...] as [Z, W, *shards, ...], with `count` shard dims.
 
     `spec` is the sharding of the result.
     """
@@ -57,7 +58,7 @@ def to_shards(x: jax.Array, count: int, spec: P) -> jax.Array:
 
 
 def on_shards(x_Z: jax.Array, like: jax.Array) -> jax.Array:
-    """Copy a number of each stage to all elements of an array like `like`."""
+    """Copy each stage's number to all elements of an array like `like`."""
     return lax.broadcast_in_dim(x_Z, like.shape, (0,), out_sharding=_spec(like))
 
 
@@ -72,7 +73,7 @@ def send(x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
 
 
 def pick(tree: Any, index_Z: jax.Array) -> Any:
-    """Return [stage, ...]: each stage's choice from arrays [choices, ...] that all stages have."""
+    """Return [stage, ...]: each stage's choice from arrays [choice, ...] that all stages have."""
 
     def own(tree: Any, index: jax.Array) -> Any:
         return jax.tree.map(lambda x: _at(x, index[0])[None], tree)
@@ -114,7 +115,10 @@ def store(tree: Any, values: Any, index_Z: jax.Array) -> Any:
 
 
 def add(tree: Any, values: Any, index_Z: jax.Array) -> Any:
-    """Add values [stage, ...] to a slot of arrays [stage, slots, ...]; negative: the first."""
+    """Add values [stage, ...] to a slot of arrays [stage, slots, ...].
+
+    A negative index means the first slot.
+    """
     if all(x.shape[1] == 1 for x in jax.tree.leaves(tree)):
         return jax.tree.map(lambda x, value: x + jnp.expand_dims(value, 1), tree, values)
 
@@ -129,8 +133,9 @@ def add(tree: Any, values: Any, index_Z: jax.Array) -> Any:
 def share_tokens(y: jax.Array, layout: Layout) -> jax.Array:
     """Give each stage its part of the tokens of the last stage: one all-to-all.
 
-    y is [stage, *shards, B, T, D]; the result is [stage, *shards, 1, T, D] with the tokens of all
-    sequences in one, padded to a multiple of the stages on each shard of T.
+    y is [stage, *shards, B, T, D]; the result is [stage, *shards, 1, T, D], with the tokens of all
+    sequences joined into one, which is padded on each shard of T to a multiple of the number of
+    stages.
     """
     stages, size = y.shape[0], y.shape[-1]
 
@@ -143,7 +148,7 @@ def share_tokens(y: jax.Array, layout: Layout) -> jax.Array:
 
 
 def collect_tokens(parts: jax.Array, shape: tuple[int, ...], layout: Layout) -> jax.Array:
-    """Undo `share_tokens` of an array of this shape; every stage gets all: one all-gather."""
+    """Undo `share_tokens` for an array of this shape; an all-gather gives each stage all tokens."""
     *_, rows, length, size = shape
     length //= layout.num_shards('T')
 
@@ -155,7 +160,7 @@ def collect_tokens(parts: jax.Array, shape: tuple[int, ...], layout: Layout) -> 
 
 
 def own_tokens(z: jax.Array, layout: Layout) -> jax.Array:
-    """Return what `share_tokens` would give each stage of z [*shards, B, S], which all have."""
+    """Return each stage's part, as in `share_tokens`, of z [*shards, B, S] that all stages have."""
     shards, stages = layout.num_shards('T'), layout.num_shards('L')
 
     def own(z: jax.Array, stage: jax.Array) -> jax.Array:
@@ -194,5 +199,5 @@ def _padded(tokens: jax.Array, multiple: int) -> jax.Array:
 
 
 def _shape(layout: Layout, *dims: int) -> tuple[int, ...]:
-    """The shape of a device's part of [stage, *shards, ...]."""
+    """Return the shape of a device's part of [stage, *shards, ...]."""
     return *(1 for _ in (STAGE, *layout.mapped)), *dims

@@ -1,7 +1,7 @@
 """A mesh whose devices are rotated by one within each process, and copies of arrays on it.
 
 Each device of the rotated mesh does the work of its predecessor in the same process, so that
-nothing is copied between hosts. A process with one device has itself as its successor.
+nothing is copied between hosts. The only device of a process is its own successor.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 
 def rotated(mesh: Mesh) -> Mesh:
-    """Return the mesh with each device replaced by the next one of its process."""
+    """Return the mesh with each device replaced by the next one of the same process."""
     following = successors(mesh)
     devices = np.array([following[device] for device in mesh.devices.flat], dtype=object)
     return Mesh(devices.reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types)
@@ -31,7 +31,7 @@ def successors(mesh: Mesh) -> dict[jax.Device, jax.Device]:
 
 
 def copy_rotated(mesh: Mesh, tree: Any) -> Any:
-    """Copy arrays from a mesh to the rotated one: each device's part goes to its successor.
+    """Copy arrays from a mesh to the rotated mesh: each device's part goes to its successor.
 
     The copies share no memory with the arrays, which may be donated.
     """

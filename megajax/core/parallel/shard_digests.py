@@ -1,7 +1,7 @@
 """Digests of each device's parts of arrays, computed on that device.
 
-Arrays that differ in one element have different digests; of pairs that differ in more elements, one
-in 2^32 has equal digests.
+Two arrays that differ in one element have different digests. If they differ in more elements, their
+digests are equal with a probability of 2^-32.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,12 @@ from jax.stages import Compiled
 
 from megajax.core.parallel.layout import UNSHARDED
 
-GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: the step between the seeds of two elements
+# 2^32 divided by the golden ratio: the distance between the seeds of two elements
+GOLDEN = 0x9E3779B9
 
 
 def compile_digests(mesh: Mesh, arrays: Sequence[jax.ShapeDtypeStruct | jax.Array]) -> Compiled:
-    """Compile a function of arrays on a mesh: uint32 [device of the mesh, array], by device.
+    """Compile a function of arrays on a mesh that returns uint32 [device of the mesh, array].
 
     Each device reads its own shard or replica of each array, and sends nothing.
     """
@@ -36,7 +37,7 @@ def compile_digests(mesh: Mesh, arrays: Sequence[jax.ShapeDtypeStruct | jax.Arra
 
 
 def _digest(x: jax.Array) -> jax.Array:
-    """Return the sum of a bijection of each element's bits, a different one for each index."""
+    """Return the sum of a bijection of each element's bits; it is different for each index."""
     word = jnp.dtype(f'uint{8 * x.dtype.itemsize}')
     bits = x if x.dtype == jnp.bool else lax.bitcast_convert_type(x, word)
     bits = bits.astype(jnp.uint32).ravel()
