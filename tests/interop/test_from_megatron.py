@@ -305,7 +305,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--loss-scale 4096', '--loss-scale 4096: .* dynamic'),
         ('--fp8-format e4m3', '--fp8-format e4m3: .* hybrid'),
         ('--fp8-format hybrid --fp8-recipe mxfp8', 'mxfp8: .* give delayed or tensorwise'),
-        ('--cp-comm-type a2a', '--cp-comm-type a2a'),
+        ('--cp-comm-type a2a+p2p', r'--cp-comm-type a2a\+p2p'),
         ('--recompute-modules mlp', '--recompute-modules mlp: .* full'),
         ('--eod-mask-loss', '--eod-mask-loss: is not supported'),
         ('--reset-position-ids', 'data.document_mask does both: give both, or neither'),

@@ -57,7 +57,7 @@ def _changes(config: Config) -> dict[str, Any]:
     stages, chunks = mesh['mesh.stages'], mesh['mesh.virtual_stages']
     # Twice as many microbatches as stages, so that in some ticks all stages run both passes.
     microbatches = stages * min(config.train.microbatches // config.mesh.stages, 2)
-    kv_heads, heads = _heads(config, mesh['mesh.model'])
+    kv_heads, heads = _heads(config, mesh)
     # Two chunks for each context shard, which sequence parallelism divides.
     divisor = mesh['mesh.context'] * math.lcm(2, mesh['mesh.model'])
     longest = MAX_SEQ_LEN if config.relevance is None else 2 * TOTAL_TOKENS
@@ -254,12 +254,14 @@ def _is_uneven(config: Config) -> bool:
     return config.optim.shard != 'none' and bool(config.model.hidden_size % config.mesh.data_shards)
 
 
-def _heads(config: Config, shards: int) -> tuple[int, int]:
+def _heads(config: Config, mesh: dict[str, int]) -> tuple[int, int]:
     """Return the smallest numbers of key/value and query heads that keep the kind of sharding.
 
     Each device has complete key/value heads, or a part of one head, as in the original config.
     """
-    model = config.model
+    model, shards = config.model, mesh['mesh.model']
+    if config.mesh.exchanges_heads:
+        shards *= mesh['mesh.context']
     kv_heads = (
         max(1, model.num_kv_heads * shards // config.mesh.model)
         if model.num_kv_heads < config.mesh.model

@@ -127,10 +127,10 @@ def _over_stages(collective: Collective, words: list[str], config: Config) -> Si
 
 
 def _has_keys(collective: Collective, config: Config) -> bool:
-    """Return whether context shards send keys, values or their gradients."""
+    """Return whether context shards send keys, values or their gradients, or exchange heads."""
     if collective.axes != ('context',):
         return False
-    if collective.kind == 'collective-permute':
+    if collective.kind in ('collective-permute', 'all-to-all'):
         return True
     return collective.kind != 'all-reduce' and collective.whole.dims == keys(config).dims
 

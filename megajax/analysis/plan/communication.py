@@ -19,7 +19,7 @@ from megajax.core.counts.collective import (
     heads,
     passes,
 )
-from megajax.core.counts.context import halos, of_full_layers
+from megajax.core.counts.context import halos, of_full_layers, own_over_context
 from megajax.core.counts.cross_attention import cross_layers, is_left_out
 from megajax.core.counts.data_parallel import groups, over_data
 from megajax.core.counts.experts import over_experts
@@ -108,6 +108,9 @@ def _over_context(config: Config) -> Iterator[Expected]:
     mesh, dtype = config.mesh, HLO_DTYPES[config.train.dtype]
     is_ring = mesh.context_exchange == 'ring'
     layers = Runs.of_stages(config).layers
+    if mesh.exchanges_heads:
+        yield from own_over_context(config, layers)
+        return
     yield from halos(config, layers)
     for sent in of_full_layers(config, layers):
         hop = sent.times // (mesh.context - 1) if sent.array.dtype == dtype else sent.times

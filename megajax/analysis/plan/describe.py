@@ -31,7 +31,8 @@ def describe(config: Config) -> str:
     virtual = f'stages={mesh.stages}x{chunks}' if chunks > 1 else f'stages={mesh.stages}'
     words = [mesh_name(Mesh.of(config)).replace(f'stages={mesh.stages}', virtual)]
     words += ['gpipe'] if config.mesh.stages > 1 and config.train.schedule == 'gpipe' else []
-    words += ['ring'] if config.mesh.context > 1 and config.mesh.context_exchange == 'ring' else []
+    if config.mesh.context > 1 and config.mesh.context_exchange != 'gather':
+        words.append({'ring': 'ring', 'all_to_all': 'all-to-all'}[config.mesh.context_exchange])
     words += [f'experts={config.mesh.experts}'] if config.mesh.experts > 1 else []
     words += ['sequence parallel'] if config.mesh.sequence_parallel else []
     words += [f'recompute={config.train.recompute}'] if config.train.recompute != 'none' else []

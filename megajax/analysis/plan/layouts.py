@@ -125,7 +125,11 @@ def deep_layouts(
     most = max(1, MOST_TOKENS * mesh.context // config.train.seq_len)
     counts = [n for n in divisors(rows) if mesh.stages == 1 or rows // n <= most]
     chunks = _repetitions(layers_of_chunk(on_mesh), config) if mesh.stages > 1 else (1,)
-    exchanges = ('gather', 'ring') if mesh.context > 1 and mesh.stages == 1 else ('gather',)
+    exchanges = ['gather']
+    if mesh.context > 1:
+        exchanges += ['ring'] if mesh.stages == 1 else []
+        has_heads = config.model.num_kv_heads % (mesh.context * mesh.model) == 0
+        exchanges += ['all_to_all'] if has_heads else []
     flash = uses_flash(config, capability)
     recomputes = ('none', 'full') if flash else ('none', 'selective', 'full')
     shards: tuple[str, ...] = ('none',)

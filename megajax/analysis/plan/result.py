@@ -89,7 +89,8 @@ class Candidate(Result):
     experts: int = Field(default=1, description='expert-parallel degree')
     context: int = Field(default=1, description='context-parallel shards of a sequence')
     context_exchange: str = Field(
-        default='gather', description='how keys and values are exchanged: gather or ring'
+        default='gather',
+        description='how keys and values are exchanged: gather, ring or all_to_all',
     )
     bubble: float = Field(
         default=0.0, description='ratio of idle to busy pipeline ticks, without the head'

@@ -168,7 +168,7 @@ def _order(choice: Choice) -> tuple[float | int, ...]:
         choice.timed.total,
         config.mesh.stages * config.mesh.context,
         config.mesh.virtual_stages,
-        config.mesh.context_exchange == 'ring',
+        config.mesh.context_exchange != 'gather',
         config.mesh.tensor_parallel,
         config.mesh.model_rows,
         config.overlap.is_split,

@@ -81,14 +81,17 @@ class Sizes:
         # The number of scores (not bytes) of a layer: on average, and in the layer that has the
         # most.
         self.scores = self.most_scores = 0
+        # A shard that exchanges heads attends with a part of them to all tokens.
+        shards_of_heads = config.mesh.context if config.mesh.exchanges_heads else 1
+        attended = self.length * shards_of_heads
         if not self.flash:
             queries = self.tokens // shards('D') * model.num_heads
-            mean, most = scored_keys(model, self.length)
+            mean, most = scored_keys(model, attended)
             self.scores = int(queries * mean) // shards('N')
             self.most_scores = queries * most // shards('N')
         # JAX passes the documents to cuDNN as a bias of the scores, shared by all heads, and cuDNN
         # returns the gradient of this bias.
-        self.mask = between * self.length if self.is_masked else 0
+        self.mask = between * shards_of_heads * attended if self.is_masked else 0
 
     @cached_property
     def kept_by_layer(self) -> int:

@@ -32,9 +32,9 @@ class MeshConfig(Section):
     """Context-parallel degree: number of shards of each sequence. Attention exchanges keys and
     values between them.
     """
-    context_exchange: Literal['gather', 'ring'] = 'gather'
-    """How context shards exchange keys and values: all at once (all-gather), or shard by shard
-    (ring).
+    context_exchange: Literal['gather', 'ring', 'all_to_all'] = 'gather'
+    """How context shards exchange keys and values: all at once (all-gather), shard by shard (ring),
+    or by heads (all_to_all, Ulysses), where each shard attends with a part of the heads.
     """
     model_rows: Devices = 1
     """Rows of the 2-D tensor-parallel grid; they shard hidden_size. 1: ordinary 1-D tensor
@@ -51,6 +51,11 @@ class MeshConfig(Section):
     def is_grid(self) -> bool:
         """Whether tensor parallelism is 2-D."""
         return self.model_rows > 1
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether context shards exchange tokens for heads (Ulysses)."""
+        return self.context > 1 and self.context_exchange == 'all_to_all'
 
     @property
     def is_one_dimensional(self) -> bool:

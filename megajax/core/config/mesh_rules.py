@@ -102,7 +102,7 @@ def of_microbatches(config: 'Config') -> Iterator[Problem]:
 
 
 def of_context(config: 'Config') -> Iterator[Problem]:
-    """Check context parallelism, in which windows may reach back only one chunk."""
+    """Check context parallelism: its windows may reach back only one chunk, or its heads."""
     mesh, model, length = config.mesh, config.model, config.train.seq_len
     if mesh.context == 1:
         return
@@ -119,6 +119,9 @@ def of_context(config: 'Config') -> Iterator[Problem]:
             others=('mesh.context', 'mesh.model', 'mesh.sequence_parallel'),
         )
         return
+    if mesh.exchanges_heads:
+        yield from _heads_of_shards(config)
+        return
     chunk = length // (2 * mesh.context)
     windows = (layer.window or 0 for layer in model.pattern)
     longest = max((window for window in windows if window < length), default=0)
@@ -133,6 +136,24 @@ def of_context(config: 'Config') -> Iterator[Problem]:
             f'train.seq_len at least {longer}',
             others=('mesh.context', 'train.seq_len'),
         )
+
+
+def _heads_of_shards(config: 'Config') -> Iterator[Problem]:
+    """Check that each device gets whole key/value heads."""
+    mesh, heads = config.mesh, config.model.num_kv_heads
+    if heads % (mesh.context * mesh.model) == 0:
+        return
+    of_model = '' if mesh.model == 1 else f' x mesh.model={mesh.model}'
+    fits = [n for n in divisors(heads // mesh.model) if n > 1] if heads % mesh.model == 0 else []
+    ways = [f'mesh.context {nearest(fits, mesh.context)}'] if fits else []
+    ways.append('mesh.context_exchange gather or ring')
+    yield Problem(
+        path='mesh.context_exchange',
+        message=f'all_to_all needs whole key/value heads on each device, but model.num_kv_heads='
+        f'{heads} is not a multiple of mesh.context={mesh.context}{of_model}; '
+        f'use {", or ".join(ways)}',
+        others=('mesh.context', 'mesh.model', 'model.num_kv_heads'),
+    )
 
 
 def replicas_within_hosts(data: int, tensor_parallel: int, devices_per_host: int) -> list[int]:

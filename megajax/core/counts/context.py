@@ -8,12 +8,16 @@ windows.
 
 With document masks, each step of megajax gathers the ids of all documents once. Megatron has the
 lengths of documents on every rank.
+
+An exchange of heads (Ulysses) sends queries, keys, values and output once each way in all layers.
+TransformerEngine also sends the output again in the backward pass.
 """
 
 from collections.abc import Iterator
 
 from megajax.core.config import Config
 from megajax.core.counts.collective import (
+    EXCHANGE,
     GATHER,
     HLO_DTYPES,
     PERMUTE,
@@ -33,6 +37,7 @@ _FILE = 'transformer_engine/pytorch/attention/dot_product_attention/context_para
 SOURCES = {
     'gather': f'{_FILE} AttnFuncWithCPAndKVAllGather',
     'ring': f'{_FILE} AttnFuncWithCPAndKVP2P',
+    'all_to_all': f'{_FILE} AttnFuncWithCPAndQKVOA2A',
 }
 IN_FP32 = 'gradients of keys and values are summed in fp32'
 ENDS = 'a window needs the ends of the neighboring chunks only'
@@ -41,6 +46,9 @@ DOCUMENTS = 'each shard needs the documents of all tokens of its sequences'
 
 def over_context(config: Config, layers: int) -> Iterator[Expected]:
     """Yield TransformerEngine's collectives; `layers` counts the runs of a layer."""
+    if config.mesh.exchanges_heads:
+        yield from _heads(config, layers, sent_again=1, source=SOURCES['all_to_all'])
+        return
     exchanges = dict.fromkeys(windows_within(config), 'gather')
     exchanges[None] = config.mesh.context_exchange
     for window, share in windows_within(config).items():
@@ -55,7 +63,10 @@ def over_context(config: Config, layers: int) -> Iterator[Expected]:
 
 
 def own_over_context(config: Config, layers: int) -> Iterator[Expected]:
-    """Yield the collectives of `core/model/context.py` and `context_halo.py`."""
+    """Yield the collectives of `core/model/context*.py`."""
+    if config.mesh.exchanges_heads:
+        yield from _heads(config, layers)
+        return
     yield from of_full_layers(config, layers)
     yield from halos(config, layers)
 
@@ -106,15 +117,34 @@ def blocks_of_others(config: Config) -> Share:
     There is one block for each other shard or, with a window, one halo.
     """
     others, shares = config.mesh.context - 1, windows_within(config).items()
+    if config.mesh.exchanges_heads:
+        return 0
     return sum(share * (min(others, 1) if window else others) for window, share in shares)
 
 
 def kept_of_halos(config: Config) -> Share:
     """Return the average number of other shards' tokens whose keys and values a layer saves."""
-    if config.mesh.context == 1:
+    if config.mesh.context == 1 or config.mesh.exchanges_heads:
         return 0
     shares = windows_within(config).items()
     return sum(2 * window * share for window, share in shares if window)
+
+
+def _heads(
+    config: Config, layers: int, *, sent_again: int = 0, source: str = ''
+) -> Iterator[Expected]:
+    """Yield the all-to-alls of queries and outputs, and of keys and values, of each pass.
+
+    The backward pass sends their gradients, and outputs `sent_again` times.
+    """
+    model, shards = config.model, config.mesh.model
+    for phase in passes(config):
+        site, again = Site('attention', phase, 'context'), sent_again * (phase == 'backward')
+        of_queries, of_keys = (
+            heads(config, x // shards) for x in (model.num_heads, model.num_kv_heads)
+        )
+        for array, times in ((of_queries, 2 + again), (of_keys, 2)):
+            yield Expected.over(config, site, EXCHANGE, array, times * layers, source)
 
 
 def _exchanges(

@@ -243,7 +243,8 @@ class _Counted:
         The first block is a shard's own tokens. For each other shard, causal attention has two
         blocks, each with half of the queries and half of the keys; bidirectional attention has one
         block with all of them. With a window, there are several blocks of a shard's own tokens, and
-        each has a halo of earlier keys for its first queries.
+        each has a halo of earlier keys for its first queries. An exchange of heads leaves one
+        block, of all tokens with a part of the heads.
         """
         others, half = self.shards['S'] - 1, self.length // 2
         # If recomputation and backward pass are in one loop, XLA computes the scores of the first
@@ -253,6 +254,12 @@ class _Counted:
         kinds = windows_within(self.config).items()
         for (window, share), (phase, count) in itertools.product(kinds, counts.items()):
             own = (count - 1 if is_shared and phase == 'backward' else count) * share
+            if self.config.mesh.exchanges_heads:
+                whole = self.length * self.shards['S']
+                read = keys_in_window(window, whole) if window and flash else whole
+                of_shard = heads // self.shards['S']
+                yield self._attention(phase, of_shard, whole, own, flash=flash, keys=read)
+                continue
             if window is None:
                 yield self._attention(phase, heads, self.length, own, flash=flash)
                 times, is_causal = others * count * share, self.config.model.causal

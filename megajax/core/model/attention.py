@@ -13,6 +13,7 @@ from megajax.core.counts.windows import block_of_window
 from megajax.core.model.context import attend_across
 from megajax.core.model.context_bidirectional import attend_both_ways
 from megajax.core.model.context_halo import attend_in_window
+from megajax.core.model.context_heads import Masks, attend_by_heads
 from megajax.core.model.dropout import dropout, fold_in
 from megajax.core.model.flash import can_flash, flash_attention
 from megajax.core.model.kernels import causal_mask
@@ -171,6 +172,9 @@ def attend(
         key_R2 = jax.random.key_data(key_R) if key_R is not None and rate > 0 else None
         beside = sinks_N, segment_RS, key_R2, rate
         kernel = 'cudnn' if flash else 'xla'
+        if exchange == 'all_to_all':
+            masks = Masks(causal, window)
+            return attend_by_heads(q_RSNH, k_RSKH, v_RSKH, masks, layout, kernel, scale, *beside)
         length = q_RSNH.shape[1] * jax.typeof(q_RSNH).sharding.mesh.shape[CONTEXT]
         if window is not None and window < length:
             return attend_in_window(q_RSNH, k_RSKH, v_RSKH, window, kernel, scale, *beside)

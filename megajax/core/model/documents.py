@@ -6,7 +6,8 @@ before a block of queries shares at most one document with it. This document con
 and the first queries. The number of both follows from `first_RS` of the queries, so nothing has to
 be sent with the keys.
 
-If attention is bidirectional, each shard gets the segments of all tokens of its sequences instead.
+If attention is bidirectional or by heads, each shard gets the documents of all tokens of its
+sequences instead.
 """
 
 import jax
@@ -26,16 +27,17 @@ def shared(first_RS: jax.Array, stop_R: jax.Array, num_keys: int) -> Lengths:
     return queries, jnp.clip(stop_R - first_RS[:, 0], 0, num_keys)
 
 
-def of_all_shards(segment_BS: jax.Array, layout: Layout) -> jax.Array:
-    """Return each context shard's copy of its sequences' segments, int32 [B, shards x S].
+def of_all_shards(document_BS: jax.Array, layout: Layout, *, ordered: bool) -> jax.Array:
+    """Return each context shard's copy of its sequences' documents, int32 [B, shards x S].
 
-    The tokens are in the order of `zigzag.py`, as in `segment_BS`.
+    The tokens are `ordered`, or in the order of `zigzag.py`, as in `document_BS`.
     """
-    batch, length = segment_BS.shape
+    batch, length = document_BS.shape
     shards = layout.num_shards('S')
     with jax.named_scope('documents'):
-        segment_BS = jax.reshard(segment_BS, layout('Bs'))  # all-gather over context
-        copies = jnp.broadcast_to(segment_BS[:, None], (batch, shards, length))
+        ids = jax.reshard(document_BS, layout('Bs'))  # all-gather over context
+        ids = _in_order(ids, layout) if ordered else ids
+        copies = jnp.broadcast_to(ids[:, None], (batch, shards, length))
         copies = jax.reshard(copies, layout('BS-'))
         return copies.reshape(batch, shards * length, out_sharding=layout('BS'))
 
@@ -48,15 +50,21 @@ def first_tokens(document_BS: jax.Array, layout: Layout) -> jax.Array:
     """
     batch, length = document_BS.shape
     shards = layout.num_shards('S')
-    of_shards = batch, shards, 2, length // (2 * shards)
     with jax.named_scope('documents'):
         document_BS = jax.reshard(document_BS, layout('Bs'))  # all-gather over context
-        chunks = document_BS.reshape(of_shards, out_sharding=layout('B---'))
-        in_order = jnp.concatenate([chunks[:, :, 0], jnp.flip(chunks[:, :, 1], 1)], axis=1)
-        ids = in_order.reshape(batch, length, out_sharding=layout('Bs'))
+        ids = _in_order(document_BS, layout)
         place = jnp.arange(length, dtype=jnp.int32)[None]
         is_first = (ids != jnp.roll(ids, 1, axis=1)) | (place == 0)
         first = lax.cummax(jnp.where(is_first, place, 0), axis=1)
         chunks = first.reshape(batch, 2, shards, -1, out_sharding=layout('B---'))
         by_shard = jnp.stack([chunks[:, 0], jnp.flip(chunks[:, 1], 1)], axis=2)
         return jax.reshard(by_shard.reshape(batch, length, out_sharding=layout('Bs')), layout('BS'))
+
+
+def _in_order(document_BS: jax.Array, layout: Layout) -> jax.Array:
+    """Return the unsharded documents of tokens that are in the order of `zigzag.py`, in order."""
+    (batch, length), shards = document_BS.shape, layout.num_shards('S')
+    of_shards = batch, shards, 2, length // (2 * shards)
+    chunks = document_BS.reshape(of_shards, out_sharding=layout('B---'))
+    in_order = jnp.concatenate([chunks[:, :, 0], jnp.flip(chunks[:, :, 1], 1)], axis=1)
+    return in_order.reshape(batch, length, out_sharding=layout('Bs'))

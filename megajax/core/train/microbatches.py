@@ -39,17 +39,21 @@ def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
 
     They get the position of each token, unless the batch has positions. With documents, they get
     the position of the first token of each token's document, which identifies the document, or the
-    segments of all tokens if attention is bidirectional. Arrays with one element per sequence get
-    one for each shard. The first shard has the first token, so the weights of sequences are zero on
-    all others.
+    documents of all tokens if attention is bidirectional or by heads. Arrays with one element per
+    sequence get one for each shard. The first shard has the first token, so the weights of
+    sequences are zero on all others.
     """
     if not layout.mesh_axes('S'):
         return batch
     (rows, length), shards = batch['tokens'].shape, layout.num_shards('S')
     added = {}
     if 'segment_ids' in batch:
-        of_documents = first_tokens if config.model.causal else of_all_shards
-        added['segment_ids'] = of_documents(batch['segment_ids'], layout)
+        ids, by_heads = batch['segment_ids'], config.mesh.exchanges_heads
+        added['segment_ids'] = (
+            first_tokens(ids, layout)
+            if config.model.causal and not by_heads
+            else of_all_shards(ids, layout, ordered=by_heads)
+        )
     if 'positions' not in batch:
         place_BS = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1, out_sharding=layout('BS'))
         added['positions'] = position_at(place_BS, length, shards)

@@ -99,7 +99,7 @@ def reject_pipelined_sends(config: Config, target: str) -> None:
     """
     mesh = config.mesh
     rings = {'mesh.stages': mesh.stages}
-    if mesh.context_exchange == 'ring' or config.model.has_windows:
+    if mesh.context_exchange == 'ring' or (config.model.has_windows and not mesh.exchanges_heads):
         rings['mesh.context'] = mesh.context
     several = [key for key, size in rings.items() if 1 < size < mesh.num_devices]
     flags = _pipelined_flags()

@@ -114,6 +114,20 @@ def test_sequences_of_documents_are_sharded_too_with_a_mask_of_a_shards_tokens()
     assert masks == [8 * 2 * 131072**2, 8 * 2 * (131072 // 8) ** 2]
 
 
+def test_heads_are_exchanged_where_each_device_gets_whole_ones_and_masks_stay_whole() -> None:
+    long = ['train.seq_len=131072', 'model.max_seq_len=131072', 'train.batch_size=8']
+    config = load('llama3_8b', [*long, 'data.document_mask=true', 'mesh.data=1'])
+    for model, stages, exchanges in (
+        (1, 1, {'gather', 'ring', 'all_to_all'}),
+        (1, 2, {'gather', 'all_to_all'}),
+        (4, 1, {'gather', 'ring'}),
+    ):
+        found = [*deep_layouts(config, Mesh(1, 1, model, stages, 4), 8)]
+        assert {layout.mesh.context_exchange for layout in found} == exchanges
+    by_heads = changed(config, mesh__context=8, mesh__context_exchange='all_to_all')
+    assert Sizes(by_heads).mask == Sizes(config).mask
+
+
 def test_a_step_takes_the_time_of_its_ticks() -> None:
     """(m + (p - 1) / v) (t_f + t_b) + m t_head / p."""
     cluster = Cluster.of(H100, 64)

@@ -29,6 +29,18 @@ def problems(*overrides: str) -> list[Problem]:
             'model.ffn_size=3070',
         ),
         (
+            'mesh.context=5 mesh.context_exchange=all_to_all train.seq_len=1000',
+            'mesh.context_exchange',
+            'model.num_kv_heads=12 is not a multiple of mesh.context=5; use mesh.context 4 or 6',
+            'mesh.context=4',
+        ),
+        (
+            'mesh.context=4 mesh.model=4 mesh.context_exchange=all_to_all',
+            'mesh.context_exchange',
+            'of mesh.context=4 x mesh.model=4; use mesh.context 3, or mesh.context_exchange gather',
+            'mesh.context_exchange=ring',
+        ),
+        (
             'mesh.model=6',
             'model.vocab_size',
             '50257 is padded to 51200, which mesh.model=6 does not divide; use mesh.model 5 or 8',

@@ -49,6 +49,27 @@ def test_keys_and_values_go_round_once_each_way_and_their_gradients_once(
     assert sent(ours, 'backward') == pytest.approx(2 * share * K + sums)
 
 
+@pytest.mark.parametrize(('context', 'model'), [(2, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize('window', ['null', '1024'])
+def test_heads_are_exchanged_once_each_way_whatever_the_window(
+    context: int, model: int, window: str
+) -> None:
+    """TransformerEngine also sends the output in the backward pass."""
+    loaded = config(f'model.window={window}', context=context, model=model, exchange='all_to_all')
+    queries, keys = (2 * TOKENS * n * 128 / (context * model) for n in (32, HEADS))
+    share = (context - 1) / context
+    theirs, ours = expected(loaded), stated(loaded)
+    assert sent(ours, 'forward') == sent(ours, 'backward') == share * (2 * queries + 2 * keys)
+    assert sent(theirs, 'forward') == sent(ours, 'forward')
+    assert sent(theirs, 'backward') == share * (3 * queries + 2 * keys)
+    work = [
+        x for x in products(loaded, flash=True) if x.phase == 'forward' and x.name == 'attention'
+    ]
+    alone = config(f'model.window={window}', context=1, model=model, exchange='gather')
+    one = [x for x in products(alone, flash=True) if x.phase == 'forward' and x.name == 'attention']
+    assert context * sum(x.times * x.flops for x in work) == sum(x.times * x.flops for x in one)
+
+
 @pytest.mark.parametrize('context', [2, 4, 8])
 @pytest.mark.parametrize('exchange', ['gather', 'ring'])
 def test_a_window_layer_sends_the_ends_of_two_chunks_to_one_neighbor_each(

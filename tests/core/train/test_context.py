@@ -11,6 +11,7 @@ from support import assert_close, exhaustive, relative_error, slow
 
 SP = {'sequence_parallel': True}
 RING = {'context_exchange': 'ring'}
+HEADS = {'context_exchange': 'all_to_all'}
 
 
 def sharded(name: str, context: int, data: int = 1, model: int = 1, **fields: Any) -> Setting:
@@ -141,6 +142,26 @@ def test_dropout_zeroes_what_it_zeroes_on_one_device(setting: Setting) -> None:
     ids=str,
 )
 def test_bert_has_the_loss_and_gradients_of_whole_sequences(setting: Setting) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.on_one_device, setting)
+    )
+    assert relative_error(loss, expected_loss) <= 1e-6
+    assert_close(gradients, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        exhaustive(sharded('gpt', 2, data=2, **HEADS)),
+        slow(with_dropout('sinks', 2, model=2, num_kv_heads=4, cut=True, shard='weights', **HEADS)),
+        exhaustive(sharded('gpt', 2, model=4, recompute='selective', **SP, **HEADS)),
+        exhaustive(with_dropout('bert', 2, data=2, stages=2, microbatches=2, **HEADS)),
+        exhaustive(with_documents('llama', 2, data=2, microbatches=2, shard='gradients', **HEADS)),
+        exhaustive(with_documents('windows', 2, recompute='full', **WINDOWS, **HEADS)),
+    ],
+    ids=str,
+)
+def test_heads_for_tokens_give_the_loss_and_gradients_of_one_device(setting: Setting) -> None:
     (expected_loss, expected), (loss, gradients) = map(
         loss_and_gradients, (setting.on_one_device, setting)
     )

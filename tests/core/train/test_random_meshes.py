@@ -32,7 +32,7 @@ def compositions(draw: Any, name: str) -> Setting:
         **sizes,
         virtual_stages=chunks,
         schedule=draw(st.sampled_from(['1f1b', 'gpipe'])),
-        context_exchange=draw(st.sampled_from(['gather', 'ring'])),
+        context_exchange=draw(st.sampled_from(['gather', 'ring', 'all_to_all'])),
         sequence_parallel=draw(st.booleans()),
         shard=shard,
         replicas=draw(st.sampled_from([1, 2])) if shard != 'none' else 1,

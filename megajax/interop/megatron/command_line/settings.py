@@ -156,8 +156,8 @@ def _mesh(line: Line, problems: list[str]) -> Keys:
         mesh['experts'] = experts
     mesh['sequence_parallel'] = bool(line.get('sequence_parallel')) and tensor > 1
     if context > 1:
-        is_ring = _default(line, 'cp_comm_type') == 'p2p'
-        mesh['context_exchange'] = 'ring' if is_ring else 'gather'
+        names = {'p2p': 'ring', 'a2a': 'all_to_all'}
+        mesh['context_exchange'] = names.get(_default(line, 'cp_comm_type'), 'gather')
     if virtual := _virtual_stages(line, stages, problems):
         mesh['virtual_stages'] = virtual
     if line.world_size is not None:

@@ -30,7 +30,10 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'loss_scale': ((0.0,), 'the scale of fp16 is dynamic: leave it out'),
     'fp8_format': (('hybrid',), 'matmuls are e4m3 forward and e5m2 backward: give hybrid'),
     'fp8_recipe': (('delayed', 'tensorwise'), 'give delayed or tensorwise'),
-    'cp_comm_type': (('p2p', 'all_gather'), 'give p2p, which is a ring, or all_gather'),
+    'cp_comm_type': (
+        ('p2p', 'all_gather', 'a2a'),
+        'give p2p, which is a ring, all_gather, or a2a (Ulysses)',
+    ),
     'dataloader_type': (('single',), 'samples are read in their order: give single'),
     'mask_prob': ((0.15,), 'give 0.15'),
     'exp_avg_dtype': (('fp32', 'bf16'), 'give fp32 or bf16'),

@@ -105,10 +105,13 @@ class Report:
             )
         if mesh.context > 1:
             shard, windows = train.seq_len // mesh.context, windows_within(config)
-            how = 'all at once' if mesh.context_exchange == 'gather' else 'shard by shard'
-            sends = [f'{window:,}' for window in windows if window]
+            ways = {'gather': 'all at once', 'ring': 'shard by shard', 'all_to_all': 'by heads'}
+            how, by_heads = ways[mesh.context_exchange], mesh.exchanges_heads
+            sends = [f'{window:,}' for window in windows if window and not by_heads]
             each = [
-                f'{how} (mesh.context_exchange={mesh.context_exchange})' if None in windows else '',
+                f'{how} (mesh.context_exchange={mesh.context_exchange})'
+                if None in windows or by_heads
+                else '',
                 f'of {" or ".join(sends)} tokens with each neighbor (windows)' if sends else '',
             ]
             self.say(
