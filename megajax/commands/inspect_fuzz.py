@@ -26,6 +26,13 @@ OutFile = Annotated[
     typer.Option(help='JSON lines, one per step; steps that are in the file are not run again.'),
 ]
 Jobs = Annotated[int, typer.Option(min=1, help='Number of processes.')]
+MinimizeOption = Annotated[
+    bool,
+    typer.Option(
+        '--minimize',
+        help='Find the smallest config and the compiler pass of each finding, and write a folder.',
+    ),
+]
 ListOption = Annotated[bool, typer.Option('--list', help='Print the configs; compile nothing.')]
 
 
@@ -36,6 +43,7 @@ def fuzz(
     target: Target = 'h100',
     out: OutFile = Path('fuzz.jsonl'),
     jobs: Jobs = 1,
+    minimize: MinimizeOption = False,
     list_only: ListOption = False,
 ) -> None:
     """Execute random training steps as compiled for a GPU, and compare each with one device.
@@ -66,6 +74,7 @@ def fuzz(
         target=target,
         fixed=fixed or (),
         jobs=jobs,
+        reports=out.with_suffix('') if minimize else None,
         say=lambda case: progress.print(line(case), style='dim', markup=False, soft_wrap=True),
     )
     Console(highlight=False).print(tables(cases), soft_wrap=True, markup=False)

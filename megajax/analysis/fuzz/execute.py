@@ -8,13 +8,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
 
 from megajax.analysis.fuzz.case import Case, Worst
 from megajax.analysis.fuzz.draw import MOST_DEVICES, draw
+from megajax.analysis.fuzz.explain import explained
 from megajax.analysis.inspect.emulated_step import EmulatedStep
 from megajax.analysis.inspect.result import Compared
 from megajax.analysis.inspect.tolerances import has_16_bits, judged
@@ -34,29 +35,22 @@ def executed(config: Config, target: str) -> dict[str, Worst]:
     return found
 
 
-def case(seed: int, number: int, target: str, fixed: list[str]) -> Case:
-    """Draw a config, execute its step and return what was found."""
+def case(config: Config, told: Mapping[str, object], target: str) -> Case:
+    """Execute the step of a config and return what was found; `told` is what is known before."""
     start, cpu = time.perf_counter(), time.process_time()
-    config = draw(seed, number, fixed)
-    told = {
-        'seed': seed,
-        'number': number,
-        'target': target,
-        'fixed': fixed,
-        'jax_version': jax.__version__,
-        'config': config.model_dump(mode='json', exclude_unset=True),
-    }
+    found: dict[str, object] = {'target': target, 'jax_version': jax.__version__}
+    found['config'] = config.model_dump(mode='json', exclude_unset=True)
     try:
-        found = executed(config, target)
-        is_right = all(worst.wrong == 0 for worst in found.values())
-        told |= found | {'verdict': 'right' if is_right else 'wrong'}
+        results = executed(config, target)
+        is_right = all(worst.wrong == 0 for worst in results.values())
+        found |= results | {'verdict': 'right' if is_right else 'wrong'}
     except ConfigError as error:
-        told |= {'verdict': 'rejected', 'message': str(error)}
+        found |= {'verdict': 'rejected', 'message': str(error)}
     except Exception:
         lines = traceback.format_exc().splitlines()[-MOST_LINES:]
-        told |= {'verdict': 'failed', 'message': '\n'.join(line[:500] for line in lines)}
+        found |= {'verdict': 'failed', 'message': '\n'.join(line[:500] for line in lines)}
     spent = {'seconds': time.perf_counter() - start, 'cpu_seconds': time.process_time() - cpu}
-    return Case.model_validate(told | {name: round(x, 1) for name, x in spent.items()})
+    return Case.model_validate({**told, **found, **{key: round(x, 1) for key, x in spent.items()}})
 
 
 def _worst(results: list[Compared]) -> Worst:
@@ -71,13 +65,23 @@ def _worst(results: list[Compared]) -> Worst:
     )
 
 
-def _main(seed: int, target: str, fixed: list[str], numbers: Iterable[int]) -> None:
+def _main(
+    seed: int, target: str, fixed: list[str], numbers: Iterable[int], reports: str | None
+) -> None:
     jax.config.update('jax_num_cpu_devices', MOST_DEVICES)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # also inside a compiler, which runs no handler
     for number in numbers:
-        signal.alarm(PATIENCE)
         print(f'{BEGUN}{number}', flush=True)
-        print(f'{DONE}{case(seed, number, target, fixed).model_dump_json()}', flush=True)
+        told = {'seed': seed, 'number': number, 'fixed': fixed}
+
+        def execute(config: Config, told: Mapping[str, object] = told) -> Case:
+            signal.alarm(PATIENCE)
+            return case(config, told, target)
+
+        found = execute(draw(seed, number, fixed))
+        if reports is not None and found.is_finding:
+            found = explained(found, execute, Path(reports, f'{seed}-{number}'))
+        print(f'{DONE}{found.model_dump_json()}', flush=True)
         jax.clear_caches()
 
 

@@ -47,12 +47,14 @@ def fuzz(
     target: str,
     fixed: Sequence[str] = (),
     jobs: int = 1,
+    reports: Path | None = None,
     say: Callable[[Case], None] = lambda case: None,
 ) -> list[Case]:
     """Execute the first `count` steps of a seed, and return them in order.
 
     Those that `file` has for this target and version of jax are not executed again; the others
-    are appended. `say` gets each when it is done.
+    are appended. `say` gets each when it is done. With `reports`, a finding is minimized and
+    bisected, and gets a folder in it.
     """
     wanted: dict[Key, int] = {
         (seed, number, target, tuple(fixed), jax.__version__): number for number in range(count)
@@ -68,7 +70,8 @@ def fuzz(
             found[case.key] = case
             say(case)
 
-    task = {'seed': seed, 'target': target, 'fixed': [*fixed]}
+    task: dict[str, object] = {'seed': seed, 'target': target, 'fixed': [*fixed]}
+    task['reports'] = None if reports is None else str(reports)
     with ThreadPoolExecutor(jobs) as pool:
         for done in [pool.submit(_worker, left, task, lock, keep) for _ in range(jobs)]:
             done.result()
@@ -131,7 +134,7 @@ def _crashed(task: dict[str, object], number: int, message: str) -> Case:
     config = draw(int(str(task['seed'])), number, fixed)
     return Case.model_validate(
         {
-            **task,
+            **{key: task[key] for key in ('seed', 'target', 'fixed')},
             'number': number,
             'jax_version': jax.__version__,
             'config': config.model_dump(mode='json', exclude_unset=True),

@@ -107,20 +107,8 @@ class EmulatedStep:
         With `exact`, both programs compute in fp32 wherever they use 16-bit types. `text` is
         another module of the same program to run, such as a dump after an earlier compiler pass.
         """
-        program = self.program if text is None else dataclasses.replace(self.program, text=text)
         expected = reference(_on_one_device(self.config, exact=exact))
-        before = first_state(_on_one_device(self.config, exact=False))
-        state = jax.tree_util.tree_map_with_path(
-            lambda path, x: self._in_places(parameter_name(path), x), before
-        )
-        batch = {name: self._in_shard_order(x) for name, x in make_batch(self.config).items()}
-        values = [
-            _padded(x, shape)
-            for x, shape in zip(jax.tree.leaves((state, batch)), self._argument_shapes, strict=True)
-        ]
-        devices = jax.devices('cpu')[: self.config.mesh.num_devices]
-        pieces = run_on_cpu(program, values, devices, exact=exact)
-        tree = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
+        actual = self._executed(exact=exact, text=text)
         shapes = _compared(*self._results)
         scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
         # The exact gradient of a bias of keys is zero: the computed one is only rounding error.
@@ -143,7 +131,33 @@ class EmulatedStep:
             rounded, in_fp32 = own(expected), own(precise)
             return difference_of_rounded(name, x, rounded, in_fp32, **of_rounded, **options)
 
-        return [compare(name, x) for name, x in _compared(*tree).items()]
+        return [compare(name, x) for name, x in actual.items()]
+
+    def pair(self, name: str, *, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return a result of the program, from one device per piece, and the expected result."""
+        expected = reference(_on_one_device(self.config, exact=exact))[name]
+        shape = _compared(*self._results)[name].shape
+        wanted = _padded(self._in_places(name, expected), shape)
+        actual = np.zeros(shape, np.asarray(wanted).dtype)
+        for place, piece in self._executed(exact=exact, text=None)[name]:
+            actual[place] = piece
+        return actual, wanted
+
+    def _executed(self, *, exact: bool, text: str | None) -> Values:
+        """Return the pieces of each result that is compared, by name."""
+        program = self.program if text is None else dataclasses.replace(self.program, text=text)
+        before = first_state(_on_one_device(self.config, exact=False))
+        state = jax.tree_util.tree_map_with_path(
+            lambda path, x: self._in_places(parameter_name(path), x), before
+        )
+        batch = {name: self._in_shard_order(x) for name, x in make_batch(self.config).items()}
+        values = [
+            _padded(x, shape)
+            for x, shape in zip(jax.tree.leaves((state, batch)), self._argument_shapes, strict=True)
+        ]
+        devices = jax.devices('cpu')[: self.config.mesh.num_devices]
+        pieces = run_on_cpu(program, values, devices, exact=exact)
+        return _compared(*jax.tree.unflatten(jax.tree.structure(self._results), pieces))
 
     def _in_places(self, name: str, x: np.ndarray) -> np.ndarray:
         """Return a parameter's array with the layers in the order of their stages."""

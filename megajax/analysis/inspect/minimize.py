@@ -1,10 +1,13 @@
 """Minimize a config whose compiled step is wrong."""
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from megajax.analysis.inspect.emulated_step import IN_FP32, updated
 from megajax.core.config import Config
+from megajax.core.config.schema import SECTIONS
 
 # Changes in the order in which they are tried. Those that remove options come first, then those
 # that reduce sizes.
@@ -36,13 +39,15 @@ def smallest(config: Config, is_wrong: Callable[[Config], bool]) -> Config:
 
     Each call of `is_wrong` compiles and executes a step.
     """
-    right = set[Config]()
+    tried = {config}
     while True:
-        for simpler in _simpler(config):
-            if simpler not in right and is_wrong(simpler):
+        for simpler in itertools.chain(_simpler(config), _without(config)):
+            if simpler in tried:
+                continue
+            tried.add(simpler)
+            if is_wrong(simpler):
                 config = simpler
                 break
-            right.add(simpler)
         else:
             return config
 
@@ -73,3 +78,36 @@ def _simpler(config: Config) -> Iterator[Config]:
             continue
         if simpler != config:
             yield simpler
+
+
+def _without(config: Config) -> Iterator[Config]:
+    """Yield the config without each group and each key that it gives, such as model.activation.
+
+    Sizes stay, whose defaults are larger, and so do keys that have a plainer value.
+    """
+    written = config.model_dump(exclude_unset=True)
+    for section, keys in written.items():
+        left = {name: dict(values) for name, values in written.items()}
+        if Config.model_fields[section].default is None:
+            del left[section]
+            yield from _valid(left)
+            continue
+        fields = SECTIONS[section].model_fields
+        for key, value in keys.items():
+            is_kept = any(key in change.get(section, {}) for change in _PLAINER)
+            is_kept |= fields[key].default_factory is not None
+            if not (is_kept or _is_larger(fields[key].default, value)):
+                others = {name: x for name, x in keys.items() if name != key}
+                yield from _valid(left | {section: others})
+            for inner in value if isinstance(value, dict) else ():
+                group = {name: x for name, x in value.items() if name != inner}
+                yield from _valid(left | {section: keys | {key: group}})
+
+
+def _is_larger(default: Any, value: Any) -> bool:
+    return type(default) is type(value) is int and default > value
+
+
+def _valid(written: dict[str, Any]) -> Iterator[Config]:
+    with contextlib.suppress(ValueError):
+        yield Config.model_validate(written)

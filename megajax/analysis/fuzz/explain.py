@@ -1,0 +1,138 @@
+"""Explain a finding: the smallest config that shows it, the compiler pass, and a folder of files.
+
+Each try compiles and executes a step.
+"""
+
+import csv
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from megajax.analysis.fuzz.case import Case
+from megajax.analysis.fuzz.draw import described
+from megajax.analysis.inspect.emulated_step import EmulatedStep
+from megajax.analysis.inspect.minimize import smallest
+from megajax.analysis.inspect.tolerances import has_16_bits, judged
+from megajax.core.config import Config, dump
+from megajax.xla.emulate.bisect import Culprit, dump_options, first_wrong, modules
+from megajax.xla.hlo.errors import HloError
+
+PACKAGES = 'jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda13-plugin', 'megajax', 'flax', 'numpy'
+CONFIG, SMALLEST = 'config.yaml', 'smallest.yaml'
+Try = Callable[[Config], Case]
+
+
+def explained(case: Case, execute: Try, folder: Path) -> Case:
+    """Return the finding with its smallest config and its pass, and write files into `folder`.
+
+    `execute` returns the case of a config, for the same target.
+    """
+    config = Config.model_validate(case.config, strict=False)
+    small = smallest(config, lambda simpler: _is_same(execute(simpler), case))
+    case = case.model_copy(update={'smallest': described(small)})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(dump(config))
+    (folder / SMALLEST).write_text(dump(small))
+    (folder / 'versions.json').write_text(json.dumps(versions(), indent=2) + '\n')
+    if case.verdict == 'wrong':
+        case = case.model_copy(update={'culprit': _files_of_wrong(small, case, folder)})
+    (folder / 'README.md').write_text(_readme(case))
+    return case
+
+
+def versions() -> dict[str, str]:
+    """Return the versions and XLA flags that a compiled program depends on."""
+    found = {'python': platform.python_version(), 'XLA_FLAGS': os.environ.get('XLA_FLAGS', '')}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _is_same(tried: Case, case: Case) -> bool:
+    """Return whether a simpler config shows the same finding, as far as its kind can tell."""
+    if tried.verdict != case.verdict:
+        return False
+    return case.verdict == 'wrong' or _error(tried) == _error(case)
+
+
+def _error(case: Case) -> str:
+    """Return the type of the error, which stays the same when shapes and names change."""
+    last = case.message.strip().splitlines()[-1:]
+    return last[0].split(':')[0] if last else ''
+
+
+def _files_of_wrong(config: Config, case: Case, folder: Path) -> str:
+    """Write the modules and the results of a wrong step, and return the pass that made it wrong."""
+    exact = bool(case.exact and case.exact.wrong) and has_16_bits(config)
+    with tempfile.TemporaryDirectory() as name:
+        dumps = Path(name)
+        step = EmulatedStep(config, case.target, dump_options(dumps))
+        for path in dumps.glob('*jit_train_step*before_optimizations.txt'):
+            shutil.copy(path, folder / 'before_optimizations.txt')
+        (folder / 'after_optimizations.txt').write_text(step.program.text)
+        results = judged(step.differences(exact=exact), config, exact=exact)
+        with (folder / 'results.csv').open('w', newline='') as file:
+            writer = csv.writer(file)
+            writer.writerow(['result', 'error', 'limit', 'ok'])
+            writer.writerows([each.name, each.error, each.limit, each.ok] for each in results)
+        actual, expected = step.pair(results[0].name, exact=exact)
+        np.savez(folder / 'worst_result.npz', actual=actual, expected=expected)
+
+        def is_right(text: str) -> bool:
+            differences = step.differences(exact=exact, text=text)
+            return all(result.ok for result in judged(differences, config, exact=exact))
+
+        try:
+            culprit = first_wrong(modules(dumps), is_right)
+        except (ValueError, HloError) as error:
+            return f'not found: {error}'
+        _copy_modules(culprit, folder)
+        return str(culprit)
+
+
+def _copy_modules(culprit: Culprit, folder: Path) -> None:
+    if culprit.before is not None:
+        shutil.copy(culprit.before, folder / 'last_right_module.txt')
+    shutil.copy(culprit.after, folder / 'first_wrong_module.txt')
+
+
+def _readme(case: Case) -> str:
+    files = {
+        CONFIG: 'the config that was drawn',
+        SMALLEST: 'the smallest config that shows the same',
+        'before_optimizations.txt': "the program as XLA's GPU compiler gets it",
+        'after_optimizations.txt': 'the program that was executed',
+        'last_right_module.txt': 'the module before the pass, which is right',
+        'first_wrong_module.txt': 'the module after the pass, which is wrong',
+        'results.csv': 'the error and the limit of each result',
+        'worst_result.npz': 'the worst result and the expected one',
+        'versions.json': 'versions and XLA flags',
+    }
+    worst = [worst for worst in (case.as_compiled, case.exact) if worst and worst.wrong]
+    lines = [
+        f'# {case.verdict}: seed {case.seed}, step {case.number}, {case.target}',
+        '',
+        f'jax {jax.__version__}. Smallest config: `{case.smallest}`',
+        '',
+        *(f'{each.name} differs by {each.error} (limit {each.limit:.1e}).' for each in worst),
+        *([f'First wrong after compiler pass {case.culprit}.'] if case.culprit else []),
+        *(['```', case.message, '```'] if case.message else []),
+        '',
+        '```',
+        f'megajax inspect {SMALLEST} --target {case.target} --run --bisect',
+        '```',
+        '',
+        *(f'- `{name}`: {what}' for name, what in files.items()),
+    ]
+    return '\n'.join(lines) + '\n'
