@@ -19,7 +19,7 @@ from megajax.core.parallel.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """The declarations, sizes and layout that a module makes its parameters from."""
+    """The declarations, sizes and layout from which a module makes its parameters."""
 
     declared: Declared
     sizes: Mapping[str, int]
@@ -29,15 +29,16 @@ class Parameters:
 
     @classmethod
     def of(cls, model: ModelConfig, layout: Layout) -> 'Parameters':
-        """The parameters of a complete model."""
+        """Return the parameters of a complete model."""
         scale = model.lora.scale if model.lora else 0.0
         return cls(declare(model), dim_sizes(model), layout, adapter_scale=scale)
 
     @classmethod
     def of_encoder(cls, model: ModelConfig, declared: Declared | None = None) -> 'Parameters':
-        """The parameters of a model's vision encoder, by its own letters; no axis shards them.
+        """Return the parameters of a model's vision encoder; no mesh axis shards them.
 
-        `declared` are other parameters with the same shardings.
+        Their dims have letters of the encoder's own. `declared` replaces them with other
+        parameters, which have the same shardings.
         """
         assert model.vision is not None
         declared = declared or declare_vision(model.vision)
@@ -47,13 +48,13 @@ class Parameters:
         return name in self.declared
 
     def __getitem__(self, name: str) -> 'Parameters':
-        """The parameters of the submodule with this name."""
+        """Return the parameters of the submodule with this name."""
         declared = self.declared[name]
         assert not isinstance(declared, Parameter)
         return dataclasses.replace(self, declared=declared)
 
     def dims(self, name: str) -> str:
-        """The dims of a parameter within one layer."""
+        """Return the dims of a parameter within one layer."""
         declared = self.declared[name]
         assert isinstance(declared, Parameter)
         return declared.dims_of_layer
@@ -61,7 +62,8 @@ class Parameters:
     def make(self, name: str, key: jax.Array | None = None) -> nnx.Param[jax.Array]:
         """Make a parameter in fp32, sharded on the current mesh; no value depends on the mesh.
 
-        Inside `jax.vmap` over the layers, or DeepStack's mergers, it is the parameter of one.
+        Inside `jax.vmap` over the layers or over DeepStack's mergers, it makes the parameter of one
+        of them.
         """
         declared = self.declared[name]
         assert isinstance(declared, Parameter)
@@ -95,13 +97,13 @@ def trainable(params: nnx.State) -> nnx.State:
 
 
 def with_frozen(params: nnx.State, others: nnx.State) -> nnx.State:
-    """Return parameters and, from `others`, the frozen parameters."""
+    """Return parameters together with the frozen parameters of `others`."""
     frozen = nnx.filter_state(others, lambda _, param: param.declared.is_frozen)
     return nnx.merge_state(params, frozen)
 
 
 def cast_matrices(params: Any, dtype: DTypeLike, layout: Layout) -> Any:
-    """Cast each matrix to `dtype` and gather it to its sharding in the computation."""
+    """Cast each matrix to `dtype`, and gather it to the sharding of the computation."""
 
     def cast(declared: Parameter, x: jax.Array) -> jax.Array:
         return gather(x.astype(dtype), declared.dims, layout) if declared.is_matrix else x

@@ -1,9 +1,9 @@
 """Attention by a pair of passes that save no scores, with or without attention sinks.
 
-A sink is a learned logit of each query head in the softmax's denominator (gpt-oss, 2025). It only
-adds to the log-sum-exp of a query: the output shrinks by what the log-sum-exp grows, and the
-backward pass of a kernel is right if it gets both. Context shards add it after their blocks of keys
-are merged.
+A sink is a learned logit of each query head in the softmax's denominator (gpt-oss, 2025). A sink
+only adds to the log-sum-exp of a query. The output is scaled down accordingly, and the backward
+pass of a kernel is correct if it gets this output and this log-sum-exp. Context shards add the sink
+after their blocks of keys are merged.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,10 @@ def attend_by(
     sinks_N: jax.Array | None = None,
     key_R2: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention o_RSNH, sharded like q; within segments, and with dropout, if they are given.
+    """Return attention o_RSNH, sharded like q; within segments and with dropout if given.
 
-    `key_R2` has the numbers of each sequence's key.
-    The backward pass computes the scores again from the result and the log-sum-exp of each query, 4
-    bytes per query and head.
+    `key_R2` has the raw dropout key of each sequence. The backward pass recomputes the scores from
+    the log-sum-exp of each query, which takes 4 bytes per query and head.
     """
     return _forward(passes, q_RSNH, k_RSKH, v_RSKH, segment_RS, sinks_N, key_R2)[0]
 

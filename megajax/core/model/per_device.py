@@ -1,8 +1,8 @@
 """Functions of each device's part of arrays, in a computation that is mapped over data shards.
 
-A kernel supports neither Explicit axes nor the dims that a training step maps, and collectives of a
-`shard_map` need to know the device. A mapped dim is sharded over its mesh axes, so each device has
-one element of it, and a `shard_map` over all axes reaches that directly.
+A kernel supports neither Explicit axes nor the dims that a training step maps, and the collectives
+of a `shard_map` depend on the device. A mapped dim is sharded over its mesh axes, so each device
+has one element of it, and a `shard_map` over all axes gives each device this element.
 """
 
 import functools
@@ -22,10 +22,10 @@ def per_device(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Return `function`, applied to each device's part of its arguments, however they are mapped.
 
-    Arguments that are not mapped, such as weights, are the same for all, and may be None. `out`
-    returns the shardings of the results, which begin with all mapped dims, given the shardings of
-    the arguments that are arrays. If nothing is mapped, `unmapped` replaces a function that
-    communicates along a mapped dim.
+    Arguments that are not mapped, such as weights, are the same for all devices along the mapped
+    dims. Arguments may be None. Given the shardings of the arguments that are arrays, `out` returns
+    the shardings of the results, which begin with all mapped dims. If nothing is mapped, `unmapped`
+    is applied instead of a function that communicates along a mapped dim.
     """
 
     @functools.cache

@@ -14,16 +14,16 @@ def is_on_cpu(x: jax.Array) -> bool:
 
 
 def accumulation_dtype(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
-    """The dtype to multiply x into, for a result in `dtype`.
+    """Return the dtype in which a matmul of x should return its result, to be cast to `dtype`.
 
-    XLA's CPU backend multiplies bf16 fast only into an fp32 result. On other backends the result,
+    XLA's CPU backend multiplies bf16 fast only with an fp32 result. On other backends the result,
     and with it the reduction over `model`, is in the requested dtype.
     """
     return jnp.float32 if is_on_cpu(x) else dtype
 
 
 def with_fast_rows(x: jax.Array, axis: int, rows: int) -> jax.Array:
-    """Add rows of zeros along an axis of size 1, if a device would multiply a single row slowly.
+    """Add rows of zeros along an axis of size 1 if the device multiplies a single row slowly.
 
     `rows` is the number of rows per device.
     """

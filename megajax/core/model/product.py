@@ -57,9 +57,10 @@ def partial_sums(
 def partial_gradient(
     equation: str, dy: jax.Array, w: jax.Array, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
-    """The gradient of x in `product`, before its sum over `model`: [shard of the output dims, ...].
+    """Return the gradient of x in `product`, before its sum over `model`.
 
-    dy has the sharding of the result before it is scattered.
+    The result is [shard of the output dims, ...]. dy has the sharding of the matmul's result before
+    it is scattered.
     """
     dims = parse(equation)
     return _partial(dy, w, dims.rows, dims.w, dims.w[dims.num_summed :], layout, dtype)
@@ -73,13 +74,13 @@ def sum_over_shards(y: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -
 def input_gradient(
     equation: str, dy: jax.Array, w: jax.Array, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
-    """The gradient of x in a matmul whose output dims are not sharded over `model`."""
+    """Return the gradient of x in a matmul whose output dims are not sharded over `model`."""
     dims = parse(equation)
     return dot(dy, w, output_dims(dy, w, dims), layout(dims.x), dtype)
 
 
 def weight_gradient(equation: str, x: jax.Array, dy: jax.Array, layout: Layout) -> jax.Array:
-    """The gradient of w in a matmul, in fp32."""
+    """Return the gradient of w in a matmul, in fp32."""
     dims = parse(equation)
     rows = tuple(range(x.ndim - dims.num_summed))
     return dot(x, dy, (rows, rows), layout(dims.w), jnp.float32)
@@ -94,7 +95,7 @@ def _partial(
     layout: Layout,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Sum the last dims of x with dims of w, separately for each shard's part."""
+    """Contract the last dims of x with dims of w, separately for each shard's part."""
     (letter,) = (letter for letter in summed if layout.is_sharded(letter))
     x, w = (with_shards(y, dims, letter, layout) for y, dims in ((x, dims_x), (w, dims_w)))
     dims_x, dims_w = (dims.replace(letter, letter + '-') for dims in (dims_x, dims_w))
@@ -114,7 +115,7 @@ def _partial(
 
 
 def with_shards(x: jax.Array, dims: str, letter: str, layout: Layout) -> jax.Array:
-    """Split the dim of a letter into its shards and the part of each shard."""
+    """Split the dim of a letter into its shards and each shard's part."""
     place, shards = dims.index(letter), layout.num_shards(letter)
     shape = *x.shape[:place], shards, x.shape[place] // shards, *x.shape[place + 1 :]
     return x.reshape(shape, out_sharding=layout(dims.replace(letter, letter + '-')))
@@ -137,7 +138,7 @@ class Equation(NamedTuple):
 
     @property
     def rows(self) -> str:
-        """The dims of the result before it is scattered: the rows of x, the output dims of w."""
+        """The dims of the result before it is scattered: x's dims up to the inputs, w's outputs."""
         return self.x[: -self.num_summed] + self.w[self.num_summed :]
 
 
@@ -157,7 +158,7 @@ class _How(NamedTuple):
     operands: DTypeLike
     result: DTypeLike
     at_rest: bool = False  # whether the weight has to be gathered over `data`
-    is_frozen: bool = False  # whether it gets no gradient
+    is_frozen: bool = False  # whether the weight gets no gradient
 
     def read(self, w: jax.Array) -> jax.Array:
         """Return the weight to multiply by."""
@@ -169,7 +170,7 @@ class _How(NamedTuple):
 def _product(x: jax.Array, w: jax.Array, slot: jax.Array | None, how: _How) -> jax.Array:
     dims, layout, weight = parse(how.equation), how.layout, how.read(w)
     summed = tuple(range(x.ndim - dims.num_summed, x.ndim)), tuple(range(dims.num_summed))
-    # nothing, except for the head with 2-D tensor parallelism: all-gather
+    # no collective, except for the head with 2-D tensor parallelism: all-gather
     x = jax.reshard(x, layout(dims.x))
     *rows, last = x.shape[: x.ndim - dims.num_summed]
     with_zeros = with_fast_rows(x, len(rows), prod(rows) * last // layout.num_shards('B'))
@@ -183,7 +184,7 @@ Saved = tuple[jax.Array | None, jax.Array, tuple[()] | None]
 def _forward(
     x: jax.Array, w: jax.Array, slot: jax.Array | None, how: _How
 ) -> tuple[jax.Array, Saved]:
-    # Save w itself: a loop over layers has it already, and would save a copy of anything computed
+    # Save w itself: a loop over layers has w already, but would save a copy of any array computed
     # from it. The gradient of x does not need x.
     saved = None if how.is_frozen else x, w, None if slot is None else ()
     return _product(x, w, slot, how), saved
@@ -210,7 +211,7 @@ _product.defvjp(_forward, _backward)
 
 
 def gather_gradient(dy: jax.Array, dims: Equation, layout: Layout) -> jax.Array:
-    """Return the gradient of a result, gathered over the sequence if that is sharded."""
+    """Return the gradient of a result, gathered over the sequence if that shards the result."""
     if layout(dims.out) != layout(dims.rows):  # SP: the result is sharded over the sequence
         # Gather once for both gradients. A cotangent that a loop carries has no sharding yet, and
         # Shardy would let its other readers, such as the residual stream, read the gathered array
@@ -222,7 +223,7 @@ def gather_gradient(dy: jax.Array, dims: Equation, layout: Layout) -> jax.Array:
 def output_dims(
     dy: jax.Array, weight: jax.Array, dims: Equation
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return a matmul's output dims, as axes of its result's gradient and of its weight."""
+    """Return the axes of a matmul's output dims, in the result's gradient and in the weight."""
     num_out = weight.ndim - dims.num_summed
     return (
         tuple(range(dy.ndim - num_out, dy.ndim)),

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., 2021).
 
-A pair that is rotated has one element from each half of the rotated dims, as in GPT-NeoX, Llama and
-Megatron: all dims of a head, or its first ones (`rotary_fraction`). A position has one number, or
-several for an image's tokens, and each pair is rotated by one of them.
+A rotated pair has one element from each half of the rotated dims, as in GPT-NeoX, Llama and
+Megatron. The rotated dims are all dims of a head, or its first ones (`rotary_fraction`). A position
+has one number or, for tokens of images, several, and each pair is rotated by one of them.
 """
 
 import math
@@ -22,13 +22,13 @@ def rotate(
 ) -> tuple[jax.Array, jax.Array]:
     """Rotate queries and keys by their positions, with angles and multiplications in fp32.
 
-    Positions are 0, 1, ... unless given. With several numbers per position they are [R, S,
+    Positions are 0, 1, ... if None is given. With several numbers per position, they are [R, S,
     numbers].
     """
     position = jnp.arange(q_RSNH.shape[1])[None] if position_RS is None else position_RS
     numbers = position[..., None] if position.ndim == 2 else position
     frequency = position_frequencies(config)
-    if position.ndim == 2:  # all numbers are the same
+    if position.ndim == 2:  # all numbers of a position are the same
         frequency = frequency.sum(0, keepdims=True)
     angle = sum(
         numbers[:, :, i, None, None].astype(jnp.float32) * frequency[None, None, i, None]
@@ -42,11 +42,11 @@ def rotate(
 
 
 def position_frequencies(config: ModelConfig) -> jax.Array:
-    """The angle by which each number of a position rotates each pair, fp32 [numbers, pairs].
+    """Return the angle by which each number of a position rotates each pair, fp32 [numbers, pairs].
 
-    Only one number rotates a pair: of `mrope` (Qwen3-VL, 2025) row and column take every third pair
-    until they have their section, and the time the others; of `rope_2d` the row takes the first
-    half and the column the second, with the same frequencies.
+    Only one number rotates a pair. With `mrope` (Qwen3-VL, 2025), row and column each rotate every
+    third pair up to the size of their section, and time rotates the others. With `rope_2d`, the row
+    rotates the first half and the column the second half, with the same frequencies.
     """
     half = config.rotary_dim // 2
     if config.position == 'rope_2d':
@@ -64,7 +64,7 @@ def position_frequencies(config: ModelConfig) -> jax.Array:
 
 
 def frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
-    """The angle in radians by which each pair rotates from one token to the next, fp32 [pairs].
+    """Return the angle in radians by which each pair rotates per token, fp32 [pairs].
 
     `scaling` is applied as in Llama 3.1 (2024), YaRN (Peng et al., 2023) or LongRoPE (Ding et al.,
     2024).
@@ -75,7 +75,7 @@ def frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> j
         return frequency
     if scaling.type == 'linear':
         return frequency / scaling.factor
-    if scaling.type == 'longrope':  # no sequence is longer than the original ones
+    if scaling.type == 'longrope':  # no sequence is longer than the original sequence length
         return frequency / np.array(scaling.short_factor, np.float32)
     unscaled: jax.Array | np.ndarray
     if scaling.type == 'yarn':
@@ -91,8 +91,8 @@ def frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> j
 def _unscaled_of_yarn(rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     """Return each pair's share of its own frequency, fp32 [pairs].
 
-    It falls linearly in the index of the pair, from the pair with `beta_fast` turns within the
-    original sequence length to the pair with `beta_slow`.
+    It decreases linearly with the index of the pair, from the pair that makes `beta_fast` turns
+    within the original sequence length to the pair that makes `beta_slow`.
     """
 
     def pair_with(turns: float) -> float:
@@ -102,7 +102,7 @@ def _unscaled_of_yarn(rotary_dim: int, theta: float, scaling: RopeScaling) -> np
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    # These limits, which are not the first and the last pair, are the ones in transformers.
+    # transformers uses these limits, although they are not the first and the last pair.
     low, high = max(low, 0), min(high, rotary_dim - 1)
     pair = np.arange(rotary_dim // 2, dtype=np.float32)
     return 1 - np.clip((pair - low) / (high - low or 0.001), 0, 1)

@@ -1,7 +1,7 @@
 """The router of a mixture of experts: which experts a token is sent to, and with what weights.
 
-Everything is in fp32. The functions handle the tokens of one device, and none communicates. T here
-is all of these tokens, and Y the experts that each is sent to.
+Everything is in fp32. The functions handle the tokens of one device, and none communicates. Here, T
+is all of these tokens, and Y is the experts that each token is sent to.
 """
 
 import jax
@@ -11,18 +11,19 @@ from jax import lax
 from megajax.core.config.experts import ExpertsConfig
 from megajax.core.counts.declaration import Parameter, Role
 
-# What a step learns about the routing of a layer [STATISTICS, x], sums over tokens for each expert.
+# The statistics of a layer's routing in a step [STATISTICS, x]: sums over tokens for each expert.
 # They leave the backward pass as the gradient of a slot (`core/train/routing.py`).
 STATISTICS = CHOSEN, SCORES, ENTROPY, DROPPED = range(4)
-# And the rows of that slot's value: for each expert, the gradient of the balance loss with respect
-# to a token's score; and the share of one token among all.
+# The rows of that slot's value: for each expert, the gradient of the balance loss with respect to a
+# token's score; and the share of one token among all tokens.
 PRESSURE, TOKEN = range(2)
 LOAD = Parameter('L-x', Role.SCALES)
 
 
 def logits(x_TD: jax.Array, weight_Dx: jax.Array, bias_x: jax.Array | None) -> jax.Array:
     """Return the router's logits [T, x]."""
-    highest = lax.Precision.HIGHEST  # not TF32: a rounding error changes who is chosen
+    # no TF32, because a rounding error can change which experts are chosen
+    highest = lax.Precision.HIGHEST
     y_Tx = jnp.matmul(x_TD.astype(jnp.float32), weight_Dx, precision=highest)
     return y_Tx if bias_x is None else y_Tx + bias_x[None]
 
@@ -30,8 +31,8 @@ def logits(x_TD: jax.Array, weight_Dx: jax.Array, bias_x: jax.Array | None) -> j
 def choose(logit_Tx: jax.Array, bias_x: jax.Array | None, experts: ExpertsConfig) -> jax.Array:
     """Return the experts [T, Y] of each token, the best first.
 
-    Of experts with equal scores, the first is better. `bias_x` is added to the scores for this
-    choice alone.
+    If scores are equal, the first expert counts as better. `bias_x` is added to the scores only for
+    this choice.
     """
     score_Tx = _scores(logit_Tx, experts)
     if bias_x is not None:
@@ -47,7 +48,7 @@ def choose(logit_Tx: jax.Array, bias_x: jax.Array | None, experts: ExpertsConfig
 
 
 def best(logit_Tx: jax.Array, expert_TY: jax.Array, experts: ExpertsConfig) -> jax.Array:
-    """Return the experts with the best scores, which biases and groups need not choose."""
+    """Return the experts [T, Y] with the best scores, without regard to biases and groups."""
     if not experts.selection_bias and experts.groups == 1:
         return expert_TY
     return lax.top_k(_scores(logit_Tx, experts), experts.active)[1]
@@ -64,7 +65,7 @@ def weights(logit_Tx: jax.Array, expert_TY: jax.Array, experts: ExpertsConfig) -
 
 
 def probabilities(logit_Tx: jax.Array, experts: ExpertsConfig) -> jax.Array:
-    """Return the scores of each token, divided by their sum."""
+    """Return the scores of each token, divided by their sum over the experts."""
     score_Tx = _scores(logit_Tx, experts)
     if experts.scores == 'softmax':
         return score_Tx
@@ -77,7 +78,7 @@ def auxiliary_gradient(
     """Return the gradient of the balance loss and of the z-loss with respect to the logits.
 
     `pressure_Tx` is the gradient of the balance loss with respect to `probabilities`, and `token`
-    the share of one token among all.
+    is the share of one token among all tokens.
     """
 
     def loss(logit_Tx: jax.Array) -> jax.Array:
@@ -97,7 +98,7 @@ def counts(expert_TY: jax.Array, num_experts: int) -> jax.Array:
 def statistics(
     logit_Tx: jax.Array, expert_TY: jax.Array, is_dropped_TY: jax.Array, experts: ExpertsConfig
 ) -> jax.Array:
-    """Return [STATISTICS, x]."""
+    """Return the statistics [STATISTICS, x] of these tokens."""
     chosen_x = counts(expert_TY, experts.count)
     dropped_x = jnp.zeros(experts.count).at[expert_TY.reshape(-1)].add(is_dropped_TY.reshape(-1))
     score_Tx = probabilities(logit_Tx, experts)

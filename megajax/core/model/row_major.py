@@ -1,7 +1,7 @@
 """The layout of the residual stream in the memory of a GPU.
 
-With many sequences, XLA would put their dim innermost, and copy the residual stream for every
-matmul.
+With many sequences, XLA would put the dim of sequences innermost, and copy the residual stream for
+every matmul.
 """
 
 import jax
@@ -13,7 +13,7 @@ from megajax.core.model.platform import is_on_cpu
 
 @jax.custom_vjp
 def row_major(x: jax.Array) -> jax.Array:
-    """Return x, which has its last dim innermost in the memory of a GPU; so has its gradient."""
+    """Return x with its last dim innermost in the memory of a GPU, as in x's gradient."""
     return x if is_on_cpu(x) else _constrained(x)[0]
 
 

@@ -8,12 +8,12 @@ from megajax.core.model.dropout import fold_in
 
 
 class Rows(NamedTuple):
-    """The arrays next to the tokens [B, S] of some sequences; None if a model does not use them.
+    """The arrays next to the tokens [B, S] of some sequences; None if a model does not use one.
 
-    `position_BS` may be [B, S, 3] with images. `segment_BS` numbers the documents that attention
-    stays in; on context shards, by the position of their first token (`documents.py`). `type_BS`
-    has BERT's token types, `key_B` turns dropout on, and `deep_BTAD` is added to the residual
-    stream after the first layers (DeepStack).
+    `position_BS` may be [B, S, 3] with images. `segment_BS` numbers the documents within which
+    attention stays; on context shards, the number is the position of a document's first token
+    (`documents.py`). `type_BS` has BERT's token types, `key_B` turns dropout on, and `deep_BTAD` is
+    added to the residual stream after the first layers (DeepStack).
     """
 
     position_BS: jax.Array | None = None

@@ -1,8 +1,8 @@
 """Replicated parameters that are applied along a sharded dim of an activation.
 
-These are norms, biases after a row-parallel matmul, and the dense layer of BERT's masked-LM head.
-Each shard computes a partial gradient of such a parameter. `copy_to_shards` gives each shard its
-own copy, so that partial gradients are accumulated over all microbatches and reduced only once per
+Examples are norms, biases after a row-parallel matmul, and the dense layer of BERT's masked-LM
+head. Each shard computes a partial gradient of such a parameter. `copy_to_shards` gives each shard
+its own copy, so partial gradients are accumulated over all microbatches and reduced only once per
 step, as in Megatron.
 """
 
@@ -18,7 +18,7 @@ from megajax.core.parallel.layout import Layout
 
 
 def along_last(vector: jax.Array, x: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """Reshape a vector so that it broadcasts against x, whose last two dims are `dims` (as `TD`).
+    """Reshape a vector so that it broadcasts against x, whose last two dims are `dims`.
 
     The vector is [D], or [T, D] with one copy for each shard of T.
     """
@@ -73,7 +73,7 @@ def copy_encoder(params: Any, layout: Layout) -> Any:
 def add_copies(gradients: Any, layout: Layout) -> Any:
     """Turn the gradients of `copy_to_shards(params)` into the gradients of `params`.
 
-    The gradients of the vision encoder are already added, by the sum over the data shards.
+    The sum over the data shards has already added the gradients of the vision encoder.
     """
 
     def add(declared: Parameter, gradient: jax.Array) -> jax.Array:
@@ -85,14 +85,18 @@ def add_copies(gradients: Any, layout: Layout) -> Any:
 
 
 def dims_of_shard(declared: Parameter, layout: Layout) -> str:
-    """The dims of a parameter's gradient on a data shard: with its copies, of its own experts."""
+    """Return the dims of a parameter's gradient on a data shard.
+
+    They include the copies, and the dim of the data shard's own experts.
+    """
     dims = copied_dims(declared, layout)
     return dims.replace('X', 'x') if layout.mesh_axes('X') else dims
 
 
 def copied_dims(declared: Parameter, layout: Layout) -> str:
-    """The dims of a parameter with its copies: `LTD` for an `LD` applied along a sharded T."""
-    if declared.owner == 'encoder':  # even with one shard: its module has one form
+    """Return a parameter's dims with its copies: `LTD` for an `LD` applied along a sharded T."""
+    # even with one shard, because the module then has only one form
+    if declared.owner == 'encoder':
         return declared.summed + declared.dims
     if not declared.summed or layout.num_shards(declared.summed) == 1:
         return declared.dims

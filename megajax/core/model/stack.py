@@ -15,10 +15,11 @@ from megajax.core.model.computation import Computation
 from megajax.core.model.rows import Rows
 from megajax.core.parallel.layout import UNSHARDED
 
-Carry = Any  # passed from layer to layer: the residual stream, or one per part of the batch
+# the value passed from layer to layer: the residual stream, or one per part of the batch
+Carry = Any
 # (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
 LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
-# A function of a carry and of one layer's part of some arrays; and these arrays.
+# A function of a carry and of one group's entry of some arrays; and these arrays.
 AfterGroups = tuple[Callable[[Carry, Any], Carry], Any]
 
 
@@ -35,11 +36,12 @@ def run_layers(
 ) -> Carry:
     """Apply `layer_fn` to every layer in turn, in a loop whose body is a period of the pattern.
 
-    Return the last carry. Each block has the config of its layer. Layers after the last whole
+    Return the last carry. Each block gets the config of its layer. Layers after the last whole
     period are compiled on their own, after the loop. If `layers` contains gradient slots
     (`fp32_gradients.py`) or ZeRO-sharded matrices (`zero_sharding.py`), `weights` are the layers'
-    weights to compute with. `first` is the index in the model of the first of `layers`. Equal
-    groups of layers are followed by `after_groups`.
+    weights to compute with. `first` is the index, in the model, of the first of `layers`. With
+    `after_groups`, the layers are divided into equal groups, and its function runs after each
+    group.
     """
 
     def run(x: Carry, each: Any) -> Carry:
@@ -57,9 +59,10 @@ def run_layers(
 
 
 def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unroll: bool) -> Carry:
-    """Apply stacked layers (blocks, weights and indices), the first of which begins a period.
+    """Apply stacked layers (blocks, weights and indices), starting with the layer `first`.
 
-    Layers of a different kind before the first period are compiled on their own, too.
+    Layers of a different kind before the first whole period are compiled separately, like those
+    after the last one.
     """
     model, count = each[0].attention.config, count_layers(each)
     first, period = model.first_dense, len(model.pattern)
@@ -79,8 +82,9 @@ def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unrol
         return lax.scan(of_each, x, each, unroll=unroll)[0]
 
     if recompute == 'full':
-        # A layer is taken from its period again, so no copy of it is saved, and recomputed only
-        # when its backward pass begins (`prevent_cse`), so a period has one layer's activations.
+        # A layer is taken from its period again in the backward pass, so no copy of it is saved. It
+        # is recomputed only when its backward pass begins (`prevent_cse`), so only one layer of a
+        # period has its activations in memory.
         of_layer = jax.checkpoint(of_layer, prevent_cse=True, static_argnums=(2, 3))
 
     def run(x: Carry, each: Any, start: int) -> Carry:
@@ -98,17 +102,17 @@ def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unrol
 
 
 def layer_of(layers: Block, index: int) -> Block:
-    """Return the layer with this index of all layers of a model."""
+    """Return the block of the layer with this index, given all layers of a model."""
     return _layer_of((layers, None, None), 0, index)[0]
 
 
 def at_place(block: Block, index: int) -> Block:
-    """Return the block with the config of the layer with this index."""
+    """Return the block with the config of the layer at this index."""
     return block.at_layer(index, lambda _, x: x)
 
 
 def _layer_of(each: Any, start: int, place: int) -> tuple[Block, Block | None]:
-    """Return one of stacked layers (blocks and weights), of which the first is layer `start`."""
+    """Return one of stacked layers (blocks and weights); the first of them is layer `start`."""
     model: ModelConfig = each[0].attention.config
 
     def take(name: str, x: jax.Array) -> jax.Array:
@@ -131,7 +135,7 @@ def _between(each: Any, start: int, stop: int) -> Any:
 
 
 def count_layers(layers: Any) -> int:
-    """Return the number of layers of stacked parameters, the first dim of attention's."""
+    """Return the number of layers of stacked parameters: the first dim of attention's arrays."""
     return len(jax.tree.leaves(layers)[0])
 
 
@@ -156,7 +160,7 @@ def run_layer(
 
 
 def add_deep(x_BTD: jax.Array, deep_BTAD: jax.Array | None, index: jax.Array | int) -> jax.Array:
-    """Add DeepStack's vectors for the layer with this index, if any; later layers get none."""
+    """Add DeepStack's vectors for the layer with this index; later layers have none."""
     if deep_BTAD is None or not (taps := deep_BTAD.shape[2]):
         return x_BTD
 

@@ -1,10 +1,10 @@
 """A sublayer of a transformer layer: x + added(second(middle(first(enter(x))))).
 
-Attention, the feed-forward network, and whatever else adds to the residual stream, have this form.
-`first` is column-parallel, `second` is row-parallel, and nothing between them communicates: the
-sequence is gathered before `first` (Megatron's f), and the partial sums are reduced after `second`
-(its g). The loop over layers, the overlap schedule (`megajax.core.model.overlap`) and generation
-with a cache run these steps, so a layer is written once.
+Attention, the feed-forward network, and any other layer that adds to the residual stream have this
+form. `first` is column-parallel, `second` is row-parallel, and nothing between them communicates:
+the sequence is gathered before `first` (Megatron's f), and the partial sums are reduced after
+`second` (its g). The loop over layers, the overlap schedule (`megajax.core.model.overlap`) and
+generation with a cache run these steps, so a layer is written once.
 """
 
 from typing import Any, ClassVar
@@ -27,9 +27,9 @@ class Sublayer(nnx.Module):
     read in `enter`, `first`, `middle`, `second` or `added`.
     """
 
-    SCOPE: ClassVar[str]  # the name of its operations in a compiled program
+    SCOPE: ClassVar[str]  # name of its operations in a compiled program
     LINEARS: ClassVar[tuple[str, str]]  # the names of `first` and `second`
-    KEY: ClassVar[int]  # folded into the layer's key for dropout; 0 is used by attention's core
+    KEY: ClassVar[int]  # number folded into the layer's key for dropout; attention's core uses 0
     MIXES_TOKENS: ClassVar[bool]  # whether a token's result depends on other tokens
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
@@ -55,8 +55,8 @@ class Sublayer(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """Return the sublayer's addition to the residual stream, and the second result of `core`.
 
-        Without sequence parallelism T is S and `gather` does nothing: the backward pass of the
-        first matmul makes f's all-reduce.
+        Without sequence parallelism, T is S and `gather` does nothing; the backward pass of the
+        first matmul then runs f's all-reduce.
         """
         # f: SP: all-gather forward, reduce-scatter backward
         h_BSD = self.first.gather(self.enter(x_BTD))
@@ -81,7 +81,7 @@ class Sublayer(nnx.Module):
         return self.finished(self.second.with_bias(y_BTD), key_B)
 
     def finished(self, h_BTD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        """Return the sublayer's addition, from its complete result: normed, with dropout."""
+        """Return the sublayer's addition, from its complete result, after the norm and dropout."""
         if self.config.norms_outputs:
             h_BTD = (self.output_norm or self.norm)(h_BTD)
         return dropout(h_BTD, self.config.dropout, fold_in(key_B, self.KEY), self.layout('TD'))

@@ -31,7 +31,8 @@ from megajax.core.model.vision import Encoder
 from megajax.core.parallel.layer_order import require_model_order
 from megajax.core.parallel.layout import Layout
 
-VISION, CROSS, RELEVANCE = 7, 8, 9  # none is an index that splits a model's key
+# none of these numbers is an index by which a model's key is split
+VISION, CROSS, RELEVANCE = 7, 8, 9
 
 
 class Transformer(nnx.Module):
@@ -41,7 +42,7 @@ class Transformer(nnx.Module):
     same on every mesh.
     """
 
-    # a language model's head, unless it is tied to the embedding
+    # the head of a language model, unless it is tied to the embedding
     head: nnx.Param[jax.Array] | None = None
 
     def __init__(self, config: ModelConfig, layout: Layout, *, key: jax.Array):
@@ -79,7 +80,7 @@ class Transformer(nnx.Module):
         self.norm = make_norm(config, parameters['norm'])
 
     def embed(self, token_BS: jax.Array, dtype: str, rows: Rows = NO_ROWS) -> jax.Array:
-        """The residual stream x_BTD before the first layer."""
+        """Return the residual stream x_BTD before the first layer."""
         config = self.config
         with jax.named_scope('embedding'):
             vectors_BSD, dims = None, '-' if rows.position_BS is None else 'B'
@@ -106,7 +107,7 @@ class Transformer(nnx.Module):
         images: Images | None = None,
         weights: 'Transformer | None' = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """x_BTD after the final norm, and the weight of the head."""
+        """Return x_BTD after the final norm, and the weight of the head."""
         require_model_order(self.layout)
         seen = None
         x_BTD = self.embed(token_BS, computation.dtype, rows)
@@ -122,7 +123,7 @@ class Transformer(nnx.Module):
         return self.finish(x_BTD), head_Vd
 
     def detail(self, x_BTD: jax.Array, images: Images) -> Detail | None:
-        """The detail that relevance gives to images, if the model has it."""
+        """Return the detail that relevance gives to images, or None without relevance."""
         if self.relevance is None or self.vision is None:
             return None
         return detail_of(self.relevance, self.vision.config, x_BTD, images, self.layout)
@@ -144,7 +145,7 @@ class Transformer(nnx.Module):
         first: jax.Array | int = 0,
         seen: Seen | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """The residual stream after `self.layers`, and the weight of the head.
+        """Return the residual stream after `self.layers`, and the weight of the head.
 
         Cross-attention layers are included. `weights` has the weights to compute with, if they
         differ from the parameters, and `first` is as in `run_layers`.
@@ -190,7 +191,7 @@ class Transformer(nnx.Module):
         weights: 'Transformer | None',
         first: jax.Array | int,
     ) -> tuple[jax.Array, jax.Array]:
-        """Do what `blocks` does in the overlap schedule, which also gathers a sharded head."""
+        """Compute what `blocks` does by the overlap schedule, which also gathers a sharded head."""
         schedule = Schedule(self.config, self.layout, computation)
         of_layers = None if weights is None else weights.layers
         at_rest = self.head_Vd if computation.overlap.has_head else None
@@ -222,7 +223,7 @@ class LanguageModel(Transformer):
         segment_BS: jax.Array | None = None,
         type_BS: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits [B, S, V] in fp32, sharded over V.
+        """Return logits [B, S, V] in fp32, sharded over V.
 
         The logits of the vocabulary's padding are the lowest fp32 number. `megajax.cross_entropy`
         compares them with labels. Raises ConfigError on meshes with pipeline stages or context
@@ -267,7 +268,7 @@ class Bert(LanguageModel):
         return self.masked_head.bias[...]
 
 
-Decoder = LanguageModel  # its name in the first release
+Decoder = LanguageModel  # name in the first release
 
 
 def make_model(config: ModelConfig, layout: Layout, *, key: jax.Array) -> LanguageModel:
@@ -279,9 +280,9 @@ def make_model(config: ModelConfig, layout: Layout, *, key: jax.Array) -> Langua
 def model_graph(
     config: ModelConfig, layout: Layout, *, in_fp8: bool = False, is_routed: bool = False
 ) -> nnx.GraphDef[LanguageModel]:
-    """The model without its parameters, for `nnx.merge`.
+    """Return the model without its parameters, for `nnx.merge`.
 
-    In fp8 its layers also have scales, and with `is_routed` its routers have their load.
+    With `in_fp8`, its layers also have scales; with `is_routed`, its routers have their load.
     """
     return nnx.graphdef(abstract_model(config, layout, in_fp8=in_fp8, is_routed=is_routed))
 
@@ -289,7 +290,7 @@ def model_graph(
 def abstract_model(
     config: ModelConfig, layout: Layout, *, in_fp8: bool, is_routed: bool
 ) -> LanguageModel:
-    """The model with the shapes of its parameters; see `model_graph`."""
+    """Return the model with only the shapes of its parameters; see `model_graph`."""
 
     def make() -> LanguageModel:
         model = make_model(config, layout, key=jax.random.key(0))

@@ -1,8 +1,8 @@
 """The vision encoder: whole weights on every device, and images sharded over `data` and `model`.
 
 A device encodes its own images, so no layer communicates. Names use the letters of the encoder's
-own dims, which no mesh axis shards; E is the D of the model, W the width of a unit's merged
-patches, V its vectors, Q frames and A DeepStack's taps.
+own dims, which no mesh axis shards: E is the D of the model, W the width of a unit's merged
+patches, V the vectors of an image, Q frames, and A DeepStack's taps.
 """
 
 import math
@@ -92,8 +92,8 @@ class Encoder(nnx.Module):
         ) -> tuple[jax.Array, ...]:
             x_IPD, *tapped = carry
             x_IPD = run_layer(block, x_IPD, rows, index, computation)
-            # One condition per tap: a single condition for all of them would be saved with the
-            # shape of their arrays.
+            # One condition per tap: XLA would save a single condition for all taps with the shape
+            # of their arrays.
             chosen = (
                 lax.select_n(index == tap, old, x_IPD)
                 for tap, old in zip(taps, tapped, strict=True)
@@ -119,7 +119,7 @@ class PatchEmbedding(nnx.Module):
         self.bias = parameters.make('bias')
 
     def __call__(self, x_IPX: jax.Array) -> jax.Array:
-        """Return x_IPD, computed from each patch's pixels; all frames show the same image."""
+        """Return x_IPD, computed from each patch's pixels; all frames are the same image."""
         channels, _, size = self.shape
         shape = *x_IPX.shape[:2], channels, size
         x_IPYX = x_IPX.reshape(shape, out_sharding=self.layout('IPYX'))
@@ -155,7 +155,7 @@ class PatchPosition(nnx.Module):
 
 
 class Merger(nnx.Module):
-    """Two layers that turn a unit of patches into one vector; `norm` is the dim that is normed."""
+    """Two layers that turn a unit of patches into a vector; `norm` is the dim that is normed."""
 
     def __init__(self, config: VisionConfig, parameters: Parameters, norm: str, *, key: jax.Array):
         self.unit, self.norm_dim, self.layout = config.unit, norm, parameters.layout
@@ -197,7 +197,7 @@ def numbers_of(pixel_IPX: jax.Array, grid_I2: jax.Array, config: VisionConfig) -
 
 
 def places(grid_I2: jax.Array, config: VisionConfig) -> tuple[jax.Array, jax.Array]:
-    """Return row and column [I, P, 2] of each patch, and 1 where an image has a patch, else 0.
+    """Return row and column [I, P, 2] of each patch, and 1 if it is part of the image, else 0.
 
     The patches of a unit are neighbors; units are in raster order.
     """

@@ -1,8 +1,8 @@
 """All-gather ZeRO-sharded matrices for use in a step, and reduce-scatter their gradients.
 
-Between steps ZeRO shards these matrices over `data`. A step gathers them in the compute dtype. Each
-gradient is reduced over `data` to the shard that each device stores. XLA emits one all-gather per
-use and one reduce-scatter.
+Between steps, ZeRO shards these matrices over `data`. A step gathers them in the compute dtype.
+Their gradients are reduced over `data` to the shards that the devices store. XLA emits one
+all-gather per use and one reduce-scatter.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def scatter(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
 
 
 def gather(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """All-gather a ZeRO-sharded matrix to its sharding in the computation, without padding."""
+    """All-gather a ZeRO-sharded matrix to the sharding of the computation, without padding."""
     x = jax.reshard(x, layout(dims))  # all-gather over data
     for dim, size in enumerate(layout.unpadded(dims)):
         if size is not None and size != x.shape[dim]:
@@ -60,8 +60,8 @@ def sum_of_own_experts(
 ) -> jax.Array:
     """Sum gradients [*replicas, data shard, *dims] of experts within replicas.
 
-    The data shards along `expert` hold the gradients of different experts, which are not added.
-    With `at_rest` the sums are in the stored shards of a matrix.
+    The data shards along `expert` hold the gradients of different experts, so these are not added.
+    With `at_rest`, the sums have the stored sharding of a matrix.
     """
     lead, split = len(replicas), dims.replace('X', 'X-')
     axes = jax.typeof(gradient).sharding.spec[lead]
@@ -90,7 +90,7 @@ def sum_of_vector(
     gradient: jax.Array, dims: str, shards: tuple[Axes, ...], layout: Layout
 ) -> jax.Array:
     """Sum gradients [*shards, *dims] of a replicated parameter over all shards."""
-    # One dim for all data shards: XLA for CPUs would sum over each mesh axis in turn.
+    # All data shards are one dim, because XLA for CPUs would sum over each mesh axis in turn.
     shape = -1, *gradient.shape[len(shards) :]
     merged = tuple(axis for axes in shards for axis in axes)
     gradient = gradient.reshape(shape, out_sharding=layout.stacked(dims, [merged]))
@@ -102,8 +102,8 @@ def slotted(
 ) -> Slotted:
     """Pair the weight to compute with and an fp32 slot whose gradient becomes the gradient of x.
 
-    x is a ZeRO-sharded matrix. Without a `weight`, each matmul gathers x itself, and again in its
-    backward pass, so that no gathered weight is saved in between.
+    x is a ZeRO-sharded matrix. Without a `weight`, each matmul gathers x, and its backward pass
+    gathers x again, so that no gathered weight is saved in between.
     """
     slot = _slot(x, dims, layout, reduce_dtype)
     if weight is None:
@@ -117,7 +117,7 @@ def without_slot(x: jax.Array, weight: jax.Array | None) -> Slotted:
 
 
 def pad(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """Return an array with the padding of a stored matrix with these dims."""
+    """Return an array padded like a stored matrix with these dims."""
     added = layout.padding(dims)
     return jnp.pad(x, [(0, count) for count in added]) if any(added) else x
 
@@ -157,8 +157,8 @@ def sum_over_data(gradient: jax.Array, dims: str, layout: Layout, dtype: str) ->
 def _sum_over_data(dims: str, layout: Layout, dtype: str) -> Any:
     """Return a function that sums a gradient over the data shards that a `vmap` maps.
 
-    To `vmap` a ZeRO-sharded matrix belongs to no single data shard, so its gradient must not
-    either: the rule returns the sum as a result that is not mapped.
+    For `vmap`, a ZeRO-sharded matrix is not mapped over data shards, so its gradient must not be
+    mapped either: the rule returns the sum as an unmapped result.
     """
     is_of_own_experts = 'X' in dims and bool(layout.mesh_axes('X'))
 

@@ -1,9 +1,9 @@
 """Order the steps of a program with barriers, so that XLA's scheduler keeps the order.
 
 XLA may run operations that do not depend on each other in any order. It starts a collective as
-early as it can, but which matmuls are then left to overlap with it is a matter of luck. Here a
+early as it can, but it is then a matter of luck which matmuls are left to overlap with it. Here, a
 barrier makes each step depend on the previous step. A collective is not a step: it starts after the
-latest step, and is done before the first step that takes its result.
+latest step, and ends before the first step that reads its result.
 """
 
 from collections import deque
@@ -15,17 +15,17 @@ from jax import lax
 
 
 class Box:
-    """A value that barriers replace by copies: a step that reads a late copy runs late."""
+    """A value that barriers replace by copies; a step that reads a later copy runs later."""
 
     def __init__(self, value: Any):
         self.value = value
 
 
-Steps = Generator[None, None, Any]  # yields where it has just started a collective
+Steps = Generator[None, None, Any]  # a generator that yields where it has just started a collective
 
 
 class Clock:
-    """Runs one step at a time; `scope` is a step's name in the compiled program."""
+    """Runs steps one at a time; `scope` is the name of a step in the compiled program."""
 
     def __init__(self) -> None:
         self._last: list[Box] = []
@@ -73,7 +73,7 @@ class Meeting:
 
     @property
     def is_last(self) -> bool:
-        """Whether all but one have arrived."""
+        """Whether all generators except one have arrived."""
         return len(self._boxes) == self._size - 1
 
     def join(
@@ -83,7 +83,10 @@ class Meeting:
         step: Callable[..., list[Box]],
         meanwhile: Callable[[], None],
     ) -> Generator[None, None, list[Box]]:
-        """Bring the boxes of generator `index`; return the results of `step` on all boxes."""
+        """Add the boxes of generator `index`; return the results of `step` on all boxes.
+
+        Until the last generator has arrived, call `meanwhile` and yield.
+        """
         is_last = self.is_last
         self._boxes[index] = boxes
         if is_last:
@@ -100,7 +103,8 @@ class Meeting:
 def in_turn(parts: Iterable[Steps]) -> list[Any]:
     """Alternate between generators, each running to its next `yield`; return their results.
 
-    Each starts one turn after the previous one, so that their collectives do not coincide.
+    Each generator starts one turn after the previous one, so that their collectives do not
+    coincide.
     """
     waiting, running = deque(enumerate(parts)), list[tuple[int, Steps]]()
     results: dict[int, Any] = {}

@@ -17,7 +17,7 @@ from megajax.core.model.sublayer import Sublayer
 class Gradients:
     """Gradients of all sublayers, summed over the parts.
 
-    The head's gradient, if there is one, is included so that it is summed over `data`.
+    The head's gradient is included, if there is one, so that it is summed over `data` as well.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class Gradients:
         self._head, self._of_head = head[0], Box(head[1])
         self._matrices: dict[Key, Box] = {}
         self._num_added = Counter[Key]()
-        self._counts: dict[Key, jax.Array] = {}  # exponent counts of fp8 operands
+        self._counts: dict[Key, jax.Array] = {}  # the exponent counts of fp8 operands
         self._vectors = defaultdict[int, list[Box]](list)
         self._adapters: dict[Key, Box] = {}
 
     def add(self, sublayer: SublayerSteps, linear: str, x: Box, dy: Box) -> None:
         """Add the gradient of a sublayer's `first` or `second` matrix, as one step.
 
-        After the last part's gradient the sum over `data` starts, if the backward pass has one. Of
-        a frozen matrix only the gradients of its adapter, if any, are added.
+        After the last part's gradient, the sum over `data` starts, if the backward pass has one.
+        For a frozen matrix, only the gradients of its adapter are added, if it has one.
         """
         key = sublayer.place, linear
         if sublayer.is_frozen(linear):
@@ -54,7 +54,7 @@ class Gradients:
         step = partial(sublayer.gradient_of_weight, linear)
         self._matrices[key] = self._clock.tick(sublayer.scope, step, x, dy, *before)
         if self._head and self._reduce_dtype and not self._num_added:
-            # Not before the matrices of the first matmuls, which would wait for it.
+            # This comes after the matrices of the first matmuls, which would otherwise wait for it.
             reduce = partial(self._head.reduced, self._reduce_dtype)
             self._of_head = self._clock.send(self._head.scope, reduce, self._of_head)
         self._num_added[key] += 1
@@ -64,19 +64,19 @@ class Gradients:
             )
         if self._reduce_dtype is not None and self._num_added[key] == self._num_parts:
             if later := self._after(sublayer, linear):
-                # Wait for the sum of the layer after it: only one at a time is in flight, and in
-                # memory.
+                # Wait for the sum of the following layer: only one sum at a time is in flight and
+                # in memory.
                 self._clock.wait(sublayer.scope, later)
             reduce = partial(sublayer.matrix(linear).reduced, self._reduce_dtype)
             self._matrices[key] = self._clock.send(sublayer.scope, reduce, self._matrices[key])
 
     def _after(self, sublayer: SublayerSteps, linear: str) -> Box | None:
-        """The sum of the same matrix in the layer after this one, or the head's sum."""
+        """Return the sum of the same matrix in the following layer, or the head's sum."""
         of_head = self._of_head if self._head and sublayer.offset == 0 else None
         return self._matrices.get((sublayer.place + len(SUBLAYERS), linear), of_head)
 
     def add_vectors(self, sublayer: SublayerSteps, vectors: Box) -> None:
-        """Add gradients of some of a sublayer's vectors, and zeros for the others."""
+        """Add gradients of some of a sublayer's vectors, and zeros for its other vectors."""
         # The barrier ties them to the next step. Otherwise XLA postpones all sums over tokens to
         # the end of the pass, and holds their inputs in memory until then.
         self._vectors[sublayer.place].append(vectors)

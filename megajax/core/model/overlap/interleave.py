@@ -21,7 +21,7 @@ from megajax.core.model.sublayer import Sublayer
 
 
 class Kept(NamedTuple):
-    """The values that a sublayer saves of a part for its backward pass, in boxes or as arrays."""
+    """The values that a sublayer saves for the backward pass of a part, in boxes or as arrays."""
 
     x_BTD: Any
     enter: Any  # the transpose of the norm
@@ -32,7 +32,7 @@ class Kept(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A sublayer whose collective for the gradient of its norm's output has started."""
+    """A sublayer, with the gradient of its norm's output, whose collective has started."""
 
     sublayer: SublayerSteps
     enter: Box
@@ -61,8 +61,8 @@ class Turns:
     ) -> Steps:
         """Return the residual stream and the values that each sublayer saves.
 
-        Recomputation in a backward pass starts after the `entered` first sublayer's norm, and ends
-        before the matmuls of the last one.
+        Recomputation in a backward pass starts after the norm of the first sublayer, given as
+        `entered`, and ends before the matmuls of the last sublayer.
         """
         clock, kept = self.clock, list[Kept]()
         h, enter = entered or self._enter(sublayers[0], x)
@@ -105,7 +105,7 @@ class Turns:
     def _middle(
         self, part: int, sublayer: SublayerSteps, y: Box
     ) -> Generator[None, None, tuple[Box, Box]]:
-        """Return the transpose of the operations between the matmuls, and the second input."""
+        """Return the transpose of the middle operations, and the second matmul's input."""
         *zs, pull = yield from self._together(part, sublayer, sublayer.middle_and_pull, y)
         # Parts that meet share one transpose, which the first of them saves.
         return pull if len(zs) == 1 or part == 0 else Box(None), zs[part % len(zs)]
@@ -121,7 +121,7 @@ class Turns:
         """Return the gradient of the residual stream before the sublayers.
 
         `kept` has the values that each sublayer saved or, with full recomputation, the residual
-        stream before each block, and the output of its last sublayer.
+        stream before each block and the output of the block's last sublayer.
         """
         count = len(SUBLAYERS)
         pending, again = None, [sublayer.again for sublayer in sublayers]
@@ -137,7 +137,7 @@ class Turns:
             for sublayer, own in zip(reversed(sublayers[block]), reversed(saved), strict=True):
                 dx, dy = self._turn_back(pending, sublayer, dx, gradients, own.y_BTD)
                 if is_full and sublayer.offset == 0 and first:
-                    # The gather that recomputes the layer before this one overlaps with these
+                    # The gather for the recomputation of the previous layer overlaps with these
                     # matmuls.
                     entered = self._enter(again[first - count], kept[first // count - 1].x_BTD)
                 dh = yield from self._products_back(part, sublayer, own, dy, gradients)
@@ -149,7 +149,7 @@ class Turns:
     def _products_back(
         self, part: int, sublayer: SublayerSteps, kept: Kept, dy: Box, gradients: Gradients
     ) -> Steps:
-        """Return the gradient of a sublayer's norm output, whose sum is in flight."""
+        """Return the gradient of a sublayer's norm output, whose sum has started."""
         clock, scope = self.clock, sublayer.scope
         if sublayer.is_scattered:
             dy = clock.send(scope, sublayer.gather, dy)
@@ -215,7 +215,7 @@ class Turns:
     def _together(
         self, part: int, sublayer: SublayerSteps, step: Callable[..., Sequence[Any]], *boxes: Box
     ) -> Generator[None, None, list[Box]]:
-        """Run a step of this part, or of all parts where they meet."""
+        """Run a step of this part or, if the parts meet in this step, of all parts."""
         run = partial(self.clock.ticks, sublayer.scope, step)
         if not (self._meets and sublayer.mixes_tokens):
             return run(*boxes)
@@ -225,7 +225,7 @@ class Turns:
         return (yield from meeting.join(part, boxes, run, meanwhile=partial(self._do_one, part)))
 
     def _let_ahead(self, part: int, sublayer: SublayerSteps) -> Steps:
-        """After a meeting, let the last parts to arrive send before the first ones."""
+        """After a meeting, let the parts that arrived last send before the others."""
         was_early = part in self._early and sublayer.is_scattered
         self._early.discard(part)
         if was_early:
@@ -234,7 +234,7 @@ class Turns:
         return was_early
 
     def _do_later(self, part: int, step: Callable[[], None]) -> None:
-        """Run a step that nothing waits for: where tokens meet, when this part waits."""
+        """Run a step that nothing waits for; if parts meet, run it while this part waits."""
         self._do_one(part)
         self._later[part] = step
         if not self._meets:

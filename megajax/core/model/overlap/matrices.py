@@ -1,4 +1,4 @@
-"""The matrices of the layers as the matmuls take them, gathered over `data` before their use."""
+"""The layers' matrices in the form that matmuls take, gathered over `data` before their use."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,19 @@ from megajax.core.model import fp8, zero_sharding
 from megajax.core.model.overlap.barriers import Box, Clock
 from megajax.core.parallel.layout import Layout
 
-AHEAD = 2  # gathers that are prefetched when a matmul begins, in addition to its own
+AHEAD = 2  # number of gathers that are prefetched when a matmul begins, in addition to its own
 
 Key = tuple[int, str]  # the index of a sublayer, and 'first' or 'second'
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A sublayer's matrix, which is `stored` in one array with all layers, or the head's."""
+    """A matrix of a sublayer, `stored` in one array for all layers, or the head's matrix."""
 
     key: Key
     scope: str
     stored: jax.Array
-    index: int | None  # of the layer
+    index: int | None  # index of the layer
     dims: str
     layout: Layout
     dtype: DTypeLike
@@ -60,7 +60,7 @@ class Matrices:
         self._places = {matrix.key: place for place, matrix in enumerate(uses)}
 
     def __call__(self, matrix: Matrix) -> Box:
-        """Return a matrix, which the next step multiplies by."""
+        """Return a matrix by which the next step multiplies."""
         place = self._places[matrix.key]
         for use in self._uses[len(self._boxes) : place + 1 + AHEAD]:
             self._boxes.append(self._send(use))
@@ -75,6 +75,6 @@ class Matrices:
             return Box(self._gathered[matrix.key])
         stored = Box(matrix.stored)
         if not self._at_rest:
-            # A separate step: otherwise XLA would copy the matrices of all layers at once.
+            # This is a separate step; otherwise XLA would copy the matrices of all layers at once.
             return self._clock.send(matrix.scope, matrix.own, stored)
         return self._clock.send(matrix.scope, matrix.gathered, Box(matrix.own(stored.value)))

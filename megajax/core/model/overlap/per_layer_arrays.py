@@ -1,9 +1,9 @@
 """Per-layer arrays of the layers' matrices, for layers that are compiled separately.
 
-A layer's part of a stacked array is copied out of it, in each pass of each microbatch. And a matmul
-can accumulate into a whole array, but not into a part of a stack. A separate gradient slot
-therefore holds the gradients of earlier microbatches, and the backward pass returns the sum as its
-gradient.
+A layer's part of a stacked array would be copied in each pass of each microbatch. Also, a matmul
+can accumulate into a whole array, but not into a part of a stack. Here, the gradient slot of a
+per-layer array holds the gradients of earlier microbatches, and the backward pass returns the sum
+as the gradient of the slot.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from megajax.core.model.parameters import map_parameters
 
-Stack = jax.Array | tuple[jax.Array, ...]  # [layer, ...], or an array for each layer
+Stack = jax.Array | tuple[jax.Array, ...]  # an array [layer, ...], or one array for each layer
 
 
 def apart(stack: jax.Array) -> tuple[jax.Array, ...]:

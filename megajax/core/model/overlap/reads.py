@@ -1,7 +1,7 @@
-"""Which parameters the steps of a layer read, found by tracing them.
+"""Find out which parameters the steps of a layer read, by tracing the steps.
 
-The schedule runs the steps of sublayers. A parameter of a layer that none of them reads would have
-no part in the loss, and no gradient.
+The schedule runs the steps of sublayers. A parameter that none of the steps reads would not affect
+the loss, and would get no gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ LINEARS = 'first', 'second'
 
 
 def require(layers: Block, found: Iterable[str], what: str) -> None:
-    """Raise an AssertionError with the parameters of `layers` that are not among `found`."""
+    """Raise an AssertionError that lists the parameters of `layers` that are not among `found`."""
     missing = sorted({name for name, _ in named(layers)} - {*found})
     if missing:
         raise AssertionError(
@@ -40,7 +40,7 @@ def named(module: Block | Sublayer) -> Iterator[tuple[str, nnx.Variable[Any]]]:
 def read(sublayer: SublayerSteps, x_BTD: jax.Array, num_parts: int, *, gathers: bool) -> set[str]:
     """Return the names of the parameters that a sublayer reads, in `num_parts` parts of the tokens.
 
-    `gathers` is whether it gathers its matrices.
+    `gathers` says whether the sublayer gathers its matrices.
     """
 
     def run(vectors: Sublayer, x_BTD: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def read(sublayer: SublayerSteps, x_BTD: jax.Array, num_parts: int, *, gathers: 
     is_read = _are_read(run, sublayer.vectors, x_BTD)
     products = [linear.weight for linear in (sublayer.matrices.first, sublayer.matrices.second)]
     return {
-        # fp8 scales count as read if their matmul's weight is.
+        # fp8 scales always count as read.
         *(n for (n, x), used in zip(vectors, is_read[:-1], strict=True) if used or is_scale(x)),
         *(
             n

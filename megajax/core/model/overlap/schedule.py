@@ -1,10 +1,11 @@
 """The overlap schedule: the layers in an order that overlaps every collective with matmuls.
 
 Two halves of a batch alternate: while one communicates, the other one computes (Domino, Wang et
-al., 2024). In the backward pass the gradients of weights, which no collective waits for, are
+al., 2024). In the backward pass, no collective waits for the gradients of weights, so they are
 computed while the same half communicates. Collectives over `data`, for layers and head, overlap
-with the matmuls of the layer before or after. The numbers are the same as in the loop over layers,
-since both run the steps of `Sublayer`; only the order, and where a reduction starts, is different.
+with the matmuls of the layer before or after. The results are the same as those from the loop over
+layers, because both run the steps of `Sublayer`; only the order of the steps and the start of
+reductions differ.
 """
 
 import dataclasses
@@ -55,7 +56,7 @@ class Schedule:
         first: jax.Array | int,
         head_Vd: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the residual stream after `layers`, and the head, gathered if it is ZeRO-sharded.
+        """Return the residual stream after `layers`, and the head, gathered if ZeRO shards it.
 
         `weights` and `first` are as in `Transformer.blocks`.
         """
@@ -120,7 +121,10 @@ class Schedule:
         rows: Sequence[Rows],
         first: Any,
     ) -> list[list[SublayerSteps]]:
-        """All layers' sublayers in order, for each part of the batch; `x_BTD` is one part's."""
+        """Return all layers' sublayers, in order, for each part of the batch.
+
+        `x_BTD` is the residual stream of one part.
+        """
         count = len(layers.attention.norm.weight[...])
         blocks = [at_place(of_layer(layers, index), index) for index in range(count)]
         used = weights or layers
@@ -179,7 +183,7 @@ class Schedule:
         kept = [[Kept(*(box.value for box in each)) for each in kept] for _, kept in results]
         if self.computation.recompute == 'full':
             kept = [[_of_block(each) for each in by_layer(of_part)] for of_part in kept]
-        else:  # the norm's transpose has x
+        else:  # the transpose of the norm has x
             kept = [[each._replace(x_BTD=None) for each in of_part] for of_part in kept]
         gathered = matrices.values() if self._keeps_matrices else {}
         head_Vd = matrices(head).value.astype(jnp.float32) if head else None
@@ -246,7 +250,7 @@ def by_layer(of_sublayers: Sequence[X]) -> Iterator[Sequence[X]]:
 
 
 def _scales(sublayer: Sublayer, index: int) -> tuple[jax.Array, jax.Array] | None:
-    """The scales [operand] of a sublayer's two matmuls in fp8, for one layer."""
+    """Return the scales [operand] of a sublayer's two matmuls for one layer; None without fp8."""
     first, second = sublayer.first.scales, sublayer.second.scales
     if first is None or second is None:
         return None
@@ -254,7 +258,7 @@ def _scales(sublayer: Sublayer, index: int) -> tuple[jax.Array, jax.Array] | Non
 
 
 def _of_block(kept: Sequence[Kept]) -> Kept:
-    """Return the values that full recomputation saves of a block."""
+    """Return the values that full recomputation saves for a block."""
     return Kept(kept[0].x_BTD, None, None, None, None, kept[-1].y_BTD)
 
 
@@ -262,7 +266,7 @@ def _block(layers: Block, gradients: Sequence[Sublayer]) -> Block:
     """Return the gradients of a block from its sublayers' gradients."""
     block: Block = map_parameters(lambda *_: None, layers)
     for name, sublayer in zip(SUBLAYERS, gradients, strict=True):
-        sublayer.config = getattr(layers, name).config  # of the stack, not of the layer
+        sublayer.config = getattr(layers, name).config  # the config of the stack, not of a layer
         setattr(block, name, sublayer)
     found = (name for name, x in named(block) if has_value(x) or x.declared.is_frozen)
     require(block, found, 'has no gradient of')

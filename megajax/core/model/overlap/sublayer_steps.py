@@ -1,6 +1,6 @@
 """The steps of a sublayer (`core/model/sublayer.py`), and their gradients, for some sequences.
 
-`interleave.py` chooses when each step runs.
+`interleave.py` decides when each step runs.
 """
 
 import dataclasses
@@ -41,24 +41,24 @@ Pair = tuple[jax.Array, jax.Array]  # A and B of an adapter, or their gradients
 class SublayerSteps:
     """The steps of a sublayer of one layer, for some sequences.
 
-    Steps that are differentiated take the `vectors` as an argument.
+    Steps that are differentiated take `vectors` as an argument.
     """
 
-    place: int  # its index among the sublayers of all layers
+    place: int  # index of the sublayer among the sublayers of all layers
     index: int  # the index of the layer
     scope: str
-    vectors: Sublayer  # norms, biases and adapters, and None in place of matrices
-    matrices: Sublayer  # the matrices of all layers, and None in place of vectors
+    vectors: Sublayer  # norms, biases and adapters, with None in place of matrices
+    matrices: Sublayer  # the matrices of all layers, with None in place of vectors
     totals: Sublayer | None  # the gradients of earlier microbatches in place of matrices
     rows: Rows
     layout: Layout
     dtype: DTypeLike
-    recompute: bool  # whether to recompute what attention would save
-    scales: tuple[jax.Array, jax.Array] | None  # [operand] of the two matmuls, in fp8
+    recompute: bool  # whether to recompute the values that attention would save
+    scales: tuple[jax.Array, jax.Array] | None  # scales [operand] of the two matmuls in fp8
     keeps_output: bool = False  # whether the gradient of `leave` needs the second matmul's result
 
     def enter(self, x_BTD: jax.Array) -> tuple[Operand, Any]:
-        """Return the normed residual stream and the transpose, which saves the statistics."""
+        """Return the normed residual stream, and the transpose, which saves the statistics."""
 
         def normed(vectors: Sublayer, x_BTD: jax.Array) -> jax.Array:
             return self._complete(vectors).enter(row_major(x_BTD))
@@ -67,7 +67,7 @@ class SublayerSteps:
         return self._operand('first', fp8.X, h_BTD), pull
 
     def gather(self, h_BTD: Operand) -> Operand:
-        """Gather the sequence: of an input forward, of a gradient backward."""
+        """Gather the sequence of an input (forward) or of a gradient (backward)."""
         gathered = jax.reshard(value(h_BTD), self.layout('BSD'))
         return h_BTD._replace(value=gathered) if isinstance(h_BTD, Quantized) else gathered
 
@@ -86,7 +86,7 @@ class SublayerSteps:
         return z
 
     def middle_and_pull(self, *ys: jax.Array) -> Sequence[Any]:
-        """Do what `middle` does, for parts of the tokens; return the results and the transpose."""
+        """Compute `middle` for parts of the tokens; return the results and the transpose."""
 
         def of_parts(vectors: Sublayer, *ys: jax.Array) -> tuple[jax.Array, ...]:
             vectors = self._complete(vectors)
@@ -101,18 +101,18 @@ class SublayerSteps:
         return *(self._operand('second', fp8.X, z) for z in zs), pull
 
     def pull_middle(self, pull: Any, *dzs: jax.Array) -> Sequence[Any]:
-        """Return the gradients of the parts' first matmuls, and of the vectors."""
+        """Return the gradients of the results of the parts' first matmuls, and of the vectors."""
         vectors, *d_first = pull(dzs)
         return *(self._operand('first', fp8.DY, d) for d in d_first), vectors
 
     def second(self, weight: jax.Array, z: Operand) -> jax.Array:
-        """Multiply by the row-parallel matrix, up to the sum over its shards."""
+        """Multiply by the row-parallel matrix, without the sum over its shards."""
         equation = self._linear('second').equation
         sums = partial_sums(equation, value(z), weight, self.layout, self.dtype)
         return self._adapted('second', self._unscaled('second', sums, fp8.X, fp8.W), value(z))
 
     def sum(self, partial: jax.Array) -> jax.Array:
-        """Add partial sums: of the second matmul forward, of an input's gradient backward."""
+        """Add partial sums, of the second matmul (forward) or an input's gradient (backward)."""
         return sum_over_shards(partial, 'BTD', self.layout, self.dtype)
 
     def leave(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
@@ -127,7 +127,7 @@ class SublayerSteps:
     ) -> tuple[Operand, Sublayer]:
         """Return the gradients of the second matmul's result and of the vectors.
 
-        They depend on that result, `y_BTD`, only if the sublayer `keeps_output`.
+        They depend on the result, `y_BTD`, only if the sublayer `keeps_output`.
         """
         y_BTD = jnp.zeros_like(dx_BTD) if y_BTD is None else y_BTD
         _, pull = jax.vjp(self._added, self._differentiated, y_BTD)
@@ -142,7 +142,7 @@ class SublayerSteps:
         return self._adapted_back('second', dz, value(dy_BSD))
 
     def gradient_of_first(self, weight: jax.Array, dy: Operand) -> jax.Array:
-        """Return the gradient of the result of `gather`, up to the sum over the shards."""
+        """Return the gradient of the result of `gather`, without the sum over the shards."""
         equation = self._linear('first').equation
         sums = partial_gradient(equation, value(dy), weight, self.layout, self.dtype)
         sums = self._unscaled('first', sums, fp8.DY, fp8.W)
@@ -159,7 +159,7 @@ class SublayerSteps:
     def gradient_of_adapter(
         self, linear: str, x: Operand, dy: Operand, before: Pair | None = None
     ) -> Pair:
-        """Add the gradients of an adapter's A and B to the other parts' gradients."""
+        """Add the gradients of an adapter's A and B to `before`, those from the other parts."""
         how, a, b = self._adapter(linear)
         dh, h = how.hidden_gradient(value(dy), b), how.hidden(value(x), a)
         da, db = like((how.of_a(value(x), dh), a), (how.of_b(h, value(dy)), b))
@@ -175,7 +175,7 @@ class SublayerSteps:
         return gradient if before is None else before + gradient
 
     def total(self, linear: str) -> jax.Array | None:
-        """Return the gradient of the `first` or the `second` matrix in earlier microbatches."""
+        """Return earlier microbatches' gradient of the `first` or the `second` matrix."""
         if self.totals is None:
             return None
         total: jax.Array = _linear_of(self.totals, linear).weight.get_value()[self.index]
@@ -204,7 +204,7 @@ class SublayerSteps:
         """Return the sublayer with gradients in place of its parameters, None for frozen ones.
 
         For the first and the second matmul, `matrices` has the gradient of the weight, `adapters`
-        the gradients of its adapter, and `counts`, in fp8, the exponent counts.
+        has the gradients of its adapter and, with fp8, `counts` has the exponent counts.
         """
         gradients: Sublayer = jax.tree.map(lambda x: x, vectors)
         for index, name in enumerate(('first', 'second')):
@@ -223,7 +223,7 @@ class SublayerSteps:
 
     @property
     def again(self) -> 'SublayerSteps':
-        """The same steps for full recomputation, under the name that jax gives it."""
+        """The same steps for full recomputation, under jax's scope of recomputation."""
         return dataclasses.replace(self, scope=f'rematted_computation/{self.scope}')
 
     @property
@@ -238,12 +238,12 @@ class SublayerSteps:
 
     @property
     def offset(self) -> int:
-        """The place among the sublayers of the layer."""
+        """The index of this sublayer among the sublayers of its layer."""
         return self.place % len(SUBLAYERS)
 
     @property
     def _differentiated(self) -> Sublayer:
-        """The vectors whose gradients are found by transposing steps, and None for the others."""
+        """The vectors that steps are differentiated for, and None in place of the others."""
 
         def choose(declared: Parameter, x: jax.Array) -> jax.Array | None:
             return None if declared.is_frozen or declared.is_adapter else x
@@ -251,7 +251,7 @@ class SublayerSteps:
         return map_parameters(choose, self.vectors)
 
     def _complete(self, differentiated: Sublayer) -> Sublayer:
-        """Return vectors together with those that are not differentiated."""
+        """Return differentiated vectors together with those that are not differentiated."""
         return map_parameters(
             lambda _, own, x: own if x is None else x, self.vectors, differentiated
         )
