@@ -1,6 +1,7 @@
 """Read a corpus, and make batches of it.
 
-Imports no jax itself. grain, which orders samples and prefetches, imports jax if it is installed.
+This package imports no jax itself. grain, which orders and prefetches samples, imports jax if it is
+installed.
 """
 
 from megajax.runtime.data.batches import Batch, Batches

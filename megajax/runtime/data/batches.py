@@ -21,7 +21,8 @@ READ_AHEAD = 2  # number of batches to prefetch
 class Batches:
     """The samples of `order`, B at a time: `batches[step]` is the batch of a step.
 
-    After `going_on`, the batch of a step begins with the first sample that was not read before.
+    After `going_on`, the batch of the given step begins with the first sample that was not read
+    before.
 
     A batch contains `tokens` and `labels` (int32) and `loss_mask` (float32), each [B, S].
     `loss_mask` is 0 where there is no label: past the end of the tokens, and in sequences that pad
@@ -34,13 +35,13 @@ class Batches:
     `len` is the number of steps; the order may be endless.
     """
 
-    read_threads = 1  # threads that make batches ahead of their steps
+    read_threads = 1  # number of threads that make batches ahead of their steps
     batch_size: int
     order: Order
     # Samples before batch 0; not 0 if earlier batches had a different size.
     shift = 0
-    # Megatron-LM's order: the number of samples it was made for, and its passes through each
-    # dataset. Equal passes give equal orders.
+    # With Megatron-LM's order: the number of samples that the order was made for, and its passes
+    # through each dataset. Equal passes give equal orders.
     order_of: int | None = None
     passes: tuple[object, ...] = ()
 
@@ -61,7 +62,7 @@ class Batches:
 
     @property
     def num_samples(self) -> int:
-        """Number of different samples."""
+        """The number of different samples."""
         return len(self._samples)
 
     def counted(self, sample: int) -> np.ndarray:
@@ -94,9 +95,7 @@ class Batches:
         return self._rows(self._places(step, start, stop), stop - start)
 
     def unreadable(self, count: int) -> Batch:
-        """Return replacements for unreadable sequences: their loss is NaN, so the update is
-        skipped.
-        """
+        """Return replacements for unreadable sequences; their NaN loss skips the update."""
         batch = self._rows(range(0), count)
         return {**batch, 'loss_mask': np.full_like(batch['loss_mask'], np.nan)}
 

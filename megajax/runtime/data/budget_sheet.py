@@ -1,4 +1,4 @@
-"""Draw the token budget of an image on top of it: the number of tokens of each region."""
+"""Draw the token budget of an image, the number of tokens of each region, on top of the image."""
 
 from pathlib import Path
 
@@ -7,13 +7,13 @@ from PIL import Image, ImageDraw, ImageFont
 
 from megajax.runtime.data.synthetic_images import LETTER_HEIGHT, LETTER_WIDTH
 
-SIDE = 160  # pixels of a region, at least
+SIDE = 160  # minimum side of a region in pixels
 _FEWEST, _MOST = (40, 60, 160), (255, 220, 60)  # colors of a region with 64 and with 400 tokens
-_VEIL = 96  # of 255, the opacity of a region's color
+_VEIL = 96  # opacity of a region's color, out of 255
 
 
 def draw_budget(picture: Image.Image, tokens: np.ndarray) -> Image.Image:
-    """Draw the tokens [rows, columns] of the regions of an image over it.
+    """Return an image with the number of tokens [rows, columns] of each region drawn on it.
 
     The more tokens a region has, the brighter its frame and overlay.
     """
@@ -31,7 +31,7 @@ def draw_budget(picture: Image.Image, tokens: np.ndarray) -> Image.Image:
             (column + 1) * size[0] // columns - 1,
             (row + 1) * size[1] // rows - 1,
         )
-        share = (np.sqrt(count) - 8) / 12  # of the cells along a side, 8 to 20
+        share = (np.sqrt(count) - 8) / 12  # share of the way from 8 to 20 cells along a side
         color = tuple(
             round(low + share * (high - low)) for low, high in zip(_FEWEST, _MOST, strict=True)
         )

@@ -14,7 +14,7 @@ IMAGE_TOKENS = IMAGE, '<|image_pad|>'  # names of image placeholders in tokenize
 
 
 def tokenizer_of_text(config: Config, texts: Callable[[], Sequence[str]]) -> Tokenizer:
-    """Return the tokenizer of a text corpus, which may be trained on its `texts`."""
+    """Return the tokenizer of a text corpus; it may be trained on the corpus's `texts`."""
     spec = 'bpe' if config.data.tokenizer == 'auto' else config.data.tokenizer
     if spec == 'none':
         raise _problem(
@@ -35,9 +35,9 @@ def _special(config: Config) -> tuple[str, ...]:
 def tokenizer_of_pairs(
     config: Config, manifests: Mapping[str, Manifest | None]
 ) -> Tokenizer | None:
-    """Return the tokenizer that made all of these tokens, None with data.tokenizer=none.
+    """Return the tokenizer that made all token files, or None with data.tokenizer=none.
 
-    Raises ConfigError if the tokenizer is unknown, or if there are several.
+    Raises ConfigError if the tokenizer is unknown, or if several tokenizers made the files.
     """
     spec = config.data.tokenizer
     if spec == 'bpe':

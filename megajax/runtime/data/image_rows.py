@@ -14,9 +14,9 @@ class ImageDocument:
     """Tokens with one placeholder per unit of the images, and the images."""
 
     tokens: np.ndarray  # int32
-    answered: np.ndarray  # bool, the tokens that count in the loss; an image's never do
+    answered: np.ndarray  # bool, whether a token counts in the loss; an image's tokens never do
     grids: Sequence[Grid]
-    patches: Sequence[np.ndarray]  # uint8 [rows columns, X] of each image
+    patches: Sequence[np.ndarray]  # uint8 [rows * columns, X] for each image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +27,17 @@ class RowShape:
     """
 
     seq_len: int  # tokens
-    images: int  # image slots
+    images: int  # number of image slots
     patches: PatchSize
     image_token: int
-    mrope: bool  # positions of three axes
+    mrope: bool  # whether positions have three axes
     document_mask: bool = False
     limited_by: str = 'train.seq_len'  # the key of the config that limits `seq_len`
-    max_seq_len: int = 0  # tokens that the model reads
-    multiple: int = 1  # of which `seq_len` is one
+    max_seq_len: int = 0  # maximum number of tokens that the model reads
+    multiple: int = 1  # `seq_len` is a multiple of this
 
     def longer(self, seq_len: int) -> str:
-        """Return config keys with values that allow sequences of so many tokens."""
+        """Return config keys with values that allow sequences of `seq_len` tokens."""
         fits = -(-seq_len // self.multiple) * self.multiple
         is_of_model = fits > self.max_seq_len and self.limited_by != 'model.max_seq_len'
         return f'{self.limited_by}={fits}' + f' model.max_seq_len={fits}' * is_of_model
@@ -67,7 +67,7 @@ class RowShape:
         }
 
     def fill(self, row: Batch, documents: Sequence[ImageDocument]) -> None:
-        """Fill an empty sequence with whole documents, which fit into S + 1 tokens and I slots.
+        """Fill an empty sequence with whole documents, which must fit (S + 1 tokens and I slots).
 
         The first token of each document is not a label, because the text before it does not predict
         it. With `document_mask`, attention and positions restart in each document.
@@ -120,7 +120,7 @@ class EmptySlots(Batches):
 
     @property
     def num_samples(self) -> int:
-        """Number of different samples."""
+        """The number of different samples."""
         return self._text.num_samples
 
     def counted(self, sample: int) -> np.ndarray:
@@ -129,7 +129,7 @@ class EmptySlots(Batches):
 
     def _rows(self, places: range, count: int) -> Batch:
         batch = self._text._rows(places, count) | self.shape.no_pictures(count)
-        if self.shape.mrope:  # text counts in all three numbers alike
+        if self.shape.mrope:  # all three numbers of a text token are equal
             ones_RS = np.ones_like(batch['tokens'])
             position_RS = batch.get('positions', np.cumsum(ones_RS, axis=1, dtype=np.int32) - 1)
             batch['positions'] = np.repeat(position_RS[..., None], 3, axis=2)

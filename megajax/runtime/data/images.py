@@ -16,12 +16,12 @@ from megajax.base.errors import ConfigError, Problem, reason
 # pixels per image; an image is read into memory as a whole, with at most 4 bytes per pixel
 MAX_PIXELS = 1 << 26
 # Decoders of pillow that run no other program (as EPS does), know the size of an image before they
-# decode it (as ICO does not) and recognize their files (as TGA does not)
+# decode it (unlike ICO) and recognize their files (unlike TGA)
 FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'AVIF', 'JPEG2000', 'PPM')
 MAX_NAME_CHARACTERS = 100
 
 _ORIENTATION = 0x0112  # EXIF tag
-_UPRIGHT = {  # value of the tag -> operation that makes the image upright
+_UPRIGHT = {  # operation that makes the image upright, by the value of the tag
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -30,13 +30,13 @@ _UPRIGHT = {  # value of the tag -> operation that makes the image upright
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SIDEWAYS = 5  # from this value on, rows and columns are exchanged
+_SIDEWAYS = 5  # from this value of the tag on, rows and columns are exchanged
 
 
 def inside(folder: str | Path, name: str, *, place: str = '') -> Path:
     """Return the file that a dataset in `folder` calls `name`; links are followed.
 
-    Raises ConfigError if there is no such file, or if it is outside the folder.
+    Raises ConfigError if there is no such file, or if the file is outside the folder.
     """
     try:
         root = Path(folder).resolve()
@@ -62,11 +62,11 @@ def read_image(path: str | Path, *, place: str = '', max_pixels: int = MAX_PIXEL
     """Return an image as people see it: RGB, uint8 [H, W, 3].
 
     It is rotated by its EXIF orientation; transparent parts are white; 16 bits become 8; an
-    animation is its first frame. Raises ConfigError if the file is not an image, is truncated or
-    has more than `max_pixels` pixels. The header tells that before anything is decoded.
+    animation becomes its first frame. Raises ConfigError if the file is not an image, is truncated
+    or has more than `max_pixels` pixels; the header gives the size before anything is decoded.
     """
     with _open(path, place, max_pixels) as image:
-        # before decoding, as in `read_size`; pillow turns TIFF itself
+        # read before decoding, as in `read_size`; pillow rotates TIFF itself
         orientation = _orientation(image)
         image.load()
         upright = _UPRIGHT.get(orientation)
@@ -76,7 +76,7 @@ def read_image(path: str | Path, *, place: str = '', max_pixels: int = MAX_PIXEL
 
 @contextmanager
 def _open(path: str | Path, place: str, max_pixels: int) -> Iterator[Image.Image]:
-    """Open an image; errors of pillow, also in the block, become ConfigErrors."""
+    """Open an image; pillow's errors become ConfigErrors, including those inside the block."""
     name = str(path)
     try:
         is_file = Path(path).is_file()  # a pipe or a device could block

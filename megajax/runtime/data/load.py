@@ -53,7 +53,7 @@ from megajax.runtime.data.text.tokenizer import Tokenizer, encode_documents
 from megajax.runtime.data.token_pairs import check_pairs, open_pair, prefixes_of
 from megajax.runtime.data.tokens.indexed import from_lengths
 
-# Threads that read remote files; each mostly waits for the server's answers.
+# Number of threads that read remote files; most of the time, a thread waits for the server.
 FETCHES = 16
 
 logger = logging.getLogger(__name__)
@@ -65,19 +65,20 @@ class Data:
 
     tokenizer: Tokenizer | None  # None if unknown
     train: Batches
-    validation: Batches  # without batches if `data.split` leaves no validation data
+    validation: Batches  # has no batches if `data.split` leaves no validation data
     summary: str  # line printed at the start of a run
     fingerprints: dict[str, str]  # fingerprint of each corpus, by name
-    # The training batches in the order of a run of so many samples, where that decides the order.
+    # Returns the training batches in the order of a run with this many samples; only if the number
+    # of samples decides the order.
     train_of: Callable[[int], Batches] | None = None
 
 
 def load_data(config: Config, template: Template | None = None) -> Data:
     """Open the corpus of `config`.
 
-    Messages are written with the chat `template` of the run, or else of the config. Raises
-    ConfigError if the corpus cannot be used, does not fit the model, does not fill a batch, or has
-    no token that counts in the loss.
+    Messages are rendered with the chat `template`, by default the config's. Raises ConfigError if
+    the corpus cannot be used, does not fit the model, does not fill a batch, or has no token that
+    counts in the loss.
     """
     if config.data.corpus in PICTURES:
         drawn = draw_pictures(config)
@@ -190,7 +191,7 @@ def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> P
 
 
 def _check_tokens(part: Part) -> None:
-    if part.num_tokens < 2:  # a token and its label
+    if part.num_tokens < 2:  # a token and its label are two
         message = (
             f'{part.sequences.name} has {part.num_tokens} tokens to train on, '
             f'in {len(part)} of {len(part.sequences)} sequences'
@@ -271,7 +272,7 @@ def _megatron(
     """Return the batches that Megatron-LM reads with the same settings.
 
     `num_samples` is the number of samples of the run; by default it follows from the config. Every
-    evaluation reads the batches of Megatron-LM's first one.
+    evaluation reads the batches that Megatron-LM reads in its first evaluation.
     """
     train = config.train
     steps = (
@@ -296,7 +297,7 @@ def _megatron(
         batches.order_of, batches.passes = num_samples, passes
         return batches
     index, numbers = blend_index(list(blend.values()), sum(shares))
-    # Megatron raises here too: a dataset's surplus samples do not suffice
+    # Megatron raises here, too: a dataset's surplus samples do not suffice
     if (numbers >= np.diff(samples.starts)[index]).any():
         raise _problem(
             'data.blend',

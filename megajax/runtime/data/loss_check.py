@@ -43,7 +43,7 @@ def check_counted(
 
 
 def _without_text(rows: Iterable[np.ndarray], token_bytes: np.ndarray | None) -> tuple[int, int]:
-    """Return the number of sequences and of their labels; zeros if a label stands for text.
+    """Return the number of sequences and of their labels, or zeros if any label stands for text.
 
     Without `token_bytes`, every label stands for text.
     """

@@ -14,8 +14,9 @@ from megajax.runtime.data.text.tokenizer import Tokenizer
 CLS, SEP, MASK, PAD = SPECIAL = '[CLS]', '[SEP]', '[MASK]', '[PAD]'
 NUM_SPECIAL = 3  # special tokens in a sequence: [CLS] first [SEP] second [SEP]
 MASKED = 0.15  # fraction of a sequence's tokens to mask, as in BERT (Devlin et al., 2019)
-AS_MASK, AS_ANY = 0.8, 0.1  # fractions of these: [MASK], any token; the rest stay unchanged
-SHORTEST = 4  # minimum tokens of a document; shorter ones are skipped
+# of these, the fractions that become [MASK] and any token; the rest stay unchanged
+AS_MASK, AS_ANY = 0.8, 0.1
+SHORTEST = 4  # minimum number of tokens of a document; shorter documents are skipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,9 @@ class Vocabulary:
 class DocumentPieces:
     """Samples of one document each, of at most `length` tokens.
 
-    Longer documents are cut into equal pieces. A cut moves back to the start of a sentence, that
-    is, of a sequence of the document, if there is one less than half a piece before it; tokens in
-    excess of `length` are then dropped. So is `eod`, because it would reveal which segment was the
+    Longer documents are cut into equal pieces. A cut moves back to the start of a sentence (a
+    sequence of the document) if one starts less than half a piece before the cut; tokens in excess
+    of `length` are then dropped. `eod` is dropped, too, because it would reveal which segment came
     last.
     """
 
@@ -77,7 +78,7 @@ class DocumentPieces:
         ]
 
     def _cut(self, document: int, number: int) -> int:
-        """Return the token at which piece `number` of a document begins."""
+        """Return the token with which piece `number` of a document begins."""
         start, stop = (int(bound) for bound in self._bounds[document : document + 2])
         count = int(self._first[document + 1] - self._first[document])
         cut = start + (stop - start) * number // count
@@ -89,7 +90,7 @@ class DocumentPieces:
 
 
 def _document_bounds(part: Part) -> np.ndarray:
-    """Return the first token of each document of a part, and the end of the part, int64."""
+    """Return the index of the first token of each document, and the end of the part, int64."""
     sequences, documents = part.sequences, np.asarray(part.sequences.documents)
     inside = documents[(documents > part.first) & (documents < part.last)]
     begins = (
@@ -104,11 +105,12 @@ def _document_bounds(part: Part) -> np.ndarray:
 class MaskedBatches(Batches):
     """Batches for the masked-LM objective; a sample has a different mask each time it is read.
 
-    A row is [CLS] first [SEP] second [SEP] [PAD] ...: the segments are two parts of a piece, cut at
-    the start of one of its sentences, or in the middle if it has only one, and swapped half of the
-    time. To the arrays of `Batches`, int32 `token_types` [B, S] are added, 1 in the second segment,
-    `segment_ids` [B, S], 1 in the padding, and `swapped` [B, 1], 1 where the segments are swapped.
-    `loss_mask` is 1 where `labels` holds a masked token.
+    A sequence is [CLS] first [SEP] second [SEP] [PAD] ... The segments are two parts of a piece,
+    which is cut at the start of one of its sentences, or in the middle if it has only one sentence.
+    Half of the time, the segments are swapped. In addition to the arrays of `Batches`, a batch has
+    int32 `token_types` [B, S], 1 in the second segment, `segment_ids` [B, S], 1 in the padding, and
+    `swapped` [B, 1], 1 if the segments are swapped. `loss_mask` is 1 where `labels` holds a masked
+    token.
     """
 
     def __init__(
@@ -140,8 +142,8 @@ class MaskedBatches(Batches):
         return batch
 
     def _fill(self, row: Batch, index: int) -> None:
-        """Fill a sequence from index `index` of the order; all randomness follows from it and the
-        seed.
+        """Fill a sequence from an index of the order; this index and the seed decide all
+        randomness.
         """
         random = np.random.default_rng([self._seed, index])
         piece_S = np.empty(self._seq_len - NUM_SPECIAL, np.int32)

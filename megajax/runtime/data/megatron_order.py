@@ -1,9 +1,9 @@
 """Read samples in Megatron-LM's order, to continue one of its runs.
 
-The indices equal those of megatron-core's GPTDataset and BlendedDataset. All are drawn from one
-numpy generator with the run's seed, so that equal settings give equal samples. Before shuffling,
-sample i of a part is tokens i S to (i + 1) S + 1 of its sequences, which are themselves in a
-shuffled order.
+The indices are equal to the ones in megatron-core's GPTDataset and BlendedDataset. All are drawn
+from one numpy generator with the run's seed, so equal settings give equal samples. Before the
+samples are shuffled, sample i of a part has tokens i S to (i + 1) S + 1 of the part's sequences,
+which are in a shuffled order themselves.
 """
 
 import math
@@ -14,15 +14,16 @@ import numpy as np
 
 from megajax.runtime.data.text.parts import Part, normalized
 
-SEPARATE_BELOW = 0.80  # fraction of an epoch below which the last epoch is shuffled separately
-SURPLUS = 0.005  # additional samples of a dataset in a blend, as a fraction of its share
+# if the last epoch is less than this fraction of an epoch, it is shuffled separately
+SEPARATE_BELOW = 0.80
+SURPLUS = 0.005  # additional samples of each dataset in a blend, as a fraction of its share
 
 
 class MegatronSamples:
-    """At least `num_samples` samples of a part, over as many epochs as they need.
+    """At least `num_samples` samples of a part, over as many epochs as necessary.
 
-    `document_index` int32 holds the sequences in shuffled order, `shuffle_index` uint32 (int64 if
-    necessary) the samples. Raises ValueError if the part holds no tokens.
+    `document_index` (int32) holds the sequences in shuffled order, and `shuffle_index` (uint32,
+    int64 if necessary) holds the samples. Raises ValueError if the part holds no tokens.
     """
 
     def __init__(self, part: Part, *, seq_len: int, num_samples: int, seed: int):
@@ -90,7 +91,10 @@ class MegatronSamples:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[list[int], list[int]]:
-    """Return the samples a blend takes from each dataset, and how many to prepare: a few more."""
+    """Return how many samples a blend takes from each dataset, and how many to prepare.
+
+    The second numbers are slightly larger.
+    """
     shares = [math.ceil(num_samples * weight) for weight in normalized(weights)]
     return shares, [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
@@ -100,7 +104,7 @@ def blend_index(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
 
     Each sample comes from the dataset that is furthest behind its weight.
     """
-    weights = normalized(normalized(weights))  # twice, for Megatron's rounding
+    weights = normalized(normalized(weights))  # normalized twice, to get Megatron's rounding
     counts = [0] * len(weights)
     datasets, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
     for sample in range(size):
@@ -114,7 +118,7 @@ def blend_index(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
 
 
 def _separate_from(tokens: int, epochs: int, num_samples: int, seq_len: int) -> int | None:
-    """Return the first sample of the last epoch if that is shuffled separately, else None."""
+    """Return the first sample of the last epoch if that epoch is shuffled separately, else None."""
     if epochs == 1:
         return None
     before = ((epochs - 1) * tokens - 1) // seq_len

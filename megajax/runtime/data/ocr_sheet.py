@@ -8,8 +8,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from megajax.runtime.data.synthetic_images import LETTER_HEIGHT, LETTER_WIDTH, Picture
 
-MISSING = '.'  # stands for letters of the answer that were not read
-MAX_READING = 40  # letters shown of a reading
+MISSING = '.'  # stands for one or more letters of the answer that were not read
+MAX_READING = 40  # maximum number of letters shown of a transcription
 
 _SCALE = 4  # pixels of the sheet per pixel of an image
 _GAP = 8  # pixels
@@ -56,7 +56,7 @@ def draw_sheet(pictures: Sequence[Picture], readings: Sequence[str]) -> Image.Im
 
 
 def write_sheet(path: str | Path, pictures: Sequence[Picture], readings: Sequence[str]) -> None:
-    """Write `draw_sheet` as a PNG."""
+    """Write the image of `draw_sheet` as a PNG."""
     draw_sheet(pictures, readings).save(path, format='PNG')
 
 

@@ -1,6 +1,6 @@
 """Split images into the patches that an encoder reads, and place them among tokens.
 
-Letters are those of `core/parallel/layout.py`; X is 3 p p for a side of p pixels. A unit is m x m
+`core/parallel/layout.py` defines the letters; X is 3 p p for a side of p pixels. A unit is m x m
 patches, which are merged into one embedding.
 """
 
@@ -25,27 +25,28 @@ class PatchSize:
     patch_size: int  # pixels
     merge_size: int  # patches
     max_patches: int
-    # Qwen3-VL enlarges images to 256 patches; its `size.shortest_edge` is that area in pixels
+    # Qwen3-VL enlarges images to at least 256 patches; its `size.shortest_edge` is that area in
+    # pixels
     min_patches: int = 0
     # embeddings per image, if relevance distributes them over the units; 0: one for each unit
     budget: int = 0
-    grid: Grid | None = None  # of every image, if relevance has regions of a fixed size
+    grid: Grid | None = None  # grid of every image, if relevance has regions of a fixed size
     # whether one token marks an image, whose embeddings are not in the sequence (cross-attention)
     marked: bool = False
 
     @property
     def unit(self) -> int:
-        """Side of a unit in pixels."""
+        """The side of a unit in pixels."""
         return self.patch_size * self.merge_size
 
     @property
     def max_units(self) -> int:
-        """Maximum number of units per image."""
+        """The maximum number of units per image."""
         return self.max_patches // self.merge_size**2
 
     @property
     def max_vectors(self) -> int:
-        """Maximum number of embeddings per image: the stride of image slots in `image_index`."""
+        """The maximum number of embeddings per image, the stride of slots in `image_index`."""
         return self.budget or self.max_units
 
     @property
@@ -66,7 +67,7 @@ class PatchSize:
         As in transformers' `smart_resize` (Qwen2-VL and later), sides are rounded to whole units,
         and scaled together if the area is out of limits. If an image is so narrow that it still has
         more than `max_patches`, its long side is shortened. Raises ConfigError if one side is more
-        than `MAX_ASPECT` times the other. With a fixed `grid`, returns that.
+        than `MAX_ASPECT` times the other. If `grid` is fixed, it is returned.
         """
         if self.grid is not None:
             return self.grid
@@ -96,7 +97,8 @@ class PatchSize:
         """Return the patches of an image, uint8 [rows columns, X].
 
         An image of a different size is resized (bicubic). The patches of a unit are neighbors:
-        patches are ordered [rows / m, columns / m, m, m], and values in a patch [channel, y, x].
+        patches are ordered [rows / m, columns / m, m, m], and the values in a patch are ordered
+        [channel, y, x].
         """
         p, m, (rows, columns) = self.patch_size, self.merge_size, grid
         if image_HWC.shape[:2] != (rows * p, columns * p):
@@ -119,11 +121,12 @@ def place_images(
 
     The placeholder tokens `image_token` of the document stand for the embeddings of `grids`, in
     order. Returns int32 `image_index` [S], -1 for text, else slot * max_vectors + index, and int32
-    `positions` [S, 3] of time, row and column. Text has the same number in all three; an image at n
-    has (n, n + row, n + column) of its units, and the text after it continues at n + max(rows,
-    columns) (Qwen2-VL, https://arxiv.org/abs/2409.12191). With a `budget`, it is not known yet
-    which units the embeddings stand for, and they all have (n, n, n). A token that marks an image
-    (cross-attention) has the index of its first embedding, and counts as text.
+    `positions` [S, 3] of time, row and column. Text has the same number in all three. The units of
+    an image that begins at n have (n, n + row, n + column), and the text after the image continues
+    at n + max(rows, columns) (Qwen2-VL, https://arxiv.org/abs/2409.12191). With a `budget`, the
+    step decides which units the embeddings stand for, so all of them have (n, n, n) here. A token
+    that marks an image (cross-attention) has the index of the image's first embedding, and counts
+    as text.
     """
     place_N = np.flatnonzero(tokens_S == image_token)
     assert len(place_N) == sum(map(patches.tokens, grids)), (len(place_N), grids)

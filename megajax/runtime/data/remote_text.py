@@ -1,4 +1,4 @@
-"""Text, JSON lines and Parquet files with a URL: copied to the cache, and read there."""
+"""Text, JSON lines and Parquet files with URLs: copied to the cache, and read there."""
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +30,9 @@ class LocalText(NamedTuple):
 def local_text(config: Config) -> Iterator[LocalText]:
     """Yield the config with a text corpus that has a URL replaced by a copy in the cache.
 
-    The copy has the names of the files below the URL, so that it is split as any other copy is.
-    Errors in the block name the URL. Raises ConfigError if there are no such files, or if they
-    exceed the cache.
+    The copies have the names that the files have below the URL, so they are split into training and
+    validation like any other copy. Errors in the block name the URL. Raises ConfigError if there
+    are no such files, or if they exceed the cache.
     """
     url = config.data.corpus
     if config.data.blend or not is_remote(url) or prefixes_of(config):
@@ -67,7 +67,7 @@ def _copy(config: Config, url: str) -> tuple[Path, dict[str, RemoteFile]]:
             raise _problem(url, f'has {size / GB:.1f} GB, and {limit} is less; raise it, or {fix}')
         keys = ' '.join(f'{name} {file.key}' for name, file in files.items())
         here = cache.folder / sha256(keys.encode()).hexdigest()[:32]
-        with cache.locked(wait=True):  # one process of the host downloads
+        with cache.locked(wait=True):  # only one process of a host downloads
             list(threads.map(lambda name: files[name].download(here / name), files))
     return here, files
 

@@ -11,7 +11,7 @@ from megajax.runtime.data.text.parts import Part
 
 
 class Samples(Protocol):
-    """Numbered samples of S tokens and the token after them."""
+    """Numbered samples of S + 1 tokens: S tokens and the token after them."""
 
     def __len__(self) -> int: ...
 
@@ -40,7 +40,7 @@ class Windows:
     def read(self, index: int, window: np.ndarray) -> tuple[int, list[int]]:
         """Fill `window` as `Samples.read` does; the last window may be short.
 
-        Without `find_documents`, the beginnings of documents are not looked up.
+        Without `find_documents`, the places where documents begin are not looked up.
         """
         first = self._start + index * self.seq_len
         tokens = self.part.sequences.read(first, min(first + len(window), self._stop))

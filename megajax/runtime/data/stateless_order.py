@@ -12,7 +12,7 @@ import grain
 
 
 def shuffled(starts: Sequence[int], weights: Sequence[float], seed: int) -> Sequence[int]:
-    """Return an endless order: datasets mixed by weight, each reshuffled in each of its epochs."""
+    """Return an endless order that mixes datasets by weight, and reshuffles each in every epoch."""
     datasets = [
         grain.MapDataset.range(start, stop).shuffle(seed=_seed_of(seed, i)).repeat()
         for i, (start, stop) in enumerate(pairwise(starts))
@@ -21,7 +21,7 @@ def shuffled(starts: Sequence[int], weights: Sequence[float], seed: int) -> Sequ
 
 
 def in_order(starts: Sequence[int], weights: Sequence[float]) -> Sequence[int]:
-    """Return each number at most once: datasets mixed by weight and in order, until one ends."""
+    """Return each number at most once: datasets mixed by weight, in order, until one ends."""
     pairs = [
         (grain.MapDataset.range(start, stop), weight)
         for (start, stop), weight in zip(pairwise(starts), weights, strict=True)

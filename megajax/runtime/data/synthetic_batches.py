@@ -17,8 +17,8 @@ class PictureBatches(Batches):
     """Sequences of one image each: image, question, answer and end of document.
 
     `draw(i)` draws image i; the batch of a step has images step B up to (step + 1) B, without end
-    or up to `count`. The loss counts the answer and its end. The arrays are those of `RowShape`.
-    `unlike` are batches with the same answers in images unlike any trained on.
+    or up to `count`. The loss counts the answer and the token that ends it. `RowShape` lists the
+    arrays. `unlike` are batches with the same answers, but with images unlike any in training.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PictureBatches(Batches):
 
     @property
     def pictures(self) -> list[Picture]:
-        """All images of finite batches."""
+        """The images of finite batches."""
         return [self.draw(i) for i in self.order]
 
     def document(self, picture: Picture) -> ImageDocument:

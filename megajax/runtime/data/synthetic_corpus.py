@@ -1,4 +1,4 @@
-"""Corpora of synthetic images of words, which are drawn on the fly: no file, no download."""
+"""Corpora of synthetic images of words, which are drawn on the fly, without files or downloads."""
 
 import hashlib
 from collections.abc import Callable
@@ -32,10 +32,10 @@ class Drawn(NamedTuple):
     """The images of a run, and the tokenizer of their questions and answers."""
 
     tokenizer: Tokenizer
-    train: PictureBatches  # without end
-    validation: PictureBatches  # one of each held-out word
+    train: PictureBatches  # endless batches
+    validation: PictureBatches  # one image of each held-out word
     summary: str
-    fingerprint: str  # of the words
+    fingerprint: str  # hash of the words
 
 
 def draw_pictures(config: Config) -> Drawn:
@@ -88,7 +88,7 @@ def _of_relevance(config: Config) -> dict[str, Any]:
 
 
 def _check(config: Config, tokenizer: Tokenizer, batches: PictureBatches) -> None:
-    """Raise ConfigError for a wrong image token, or an image that is too long with its answer."""
+    """Raise ConfigError for a wrong image token, or if an image and its answer are too long."""
     check_image_token(config, tokenizer)
     longest = max(len(batches.document(picture).tokens) for picture in batches.pictures)
     if longest > config.train.seq_len + 1:

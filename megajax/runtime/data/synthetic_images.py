@@ -1,4 +1,4 @@
-"""Draw images of words, from which a model learns to read: no file, no download.
+"""Draw images of words, from which a model learns to read, without files or downloads.
 
 The words are identifiers of the standard library. An example depends only on the seed and its
 number, so it is the same on every mesh and after a resume. H and W are height and width in pixels.
@@ -21,8 +21,9 @@ LONGEST_WORD = 9
 IMAGE = '<image>'
 NUM_HELD_OUT = 256
 
-LETTER_HEIGHT, LETTER_WIDTH = 11, 6  # pixels of a letter of pillow's bitmap font
-WORD_SIZE = 12, 72  # pixels of an image of a word: a jitter of one row, and room for 12 letters
+LETTER_HEIGHT, LETTER_WIDTH = 11, 6  # size of a letter of pillow's bitmap font in pixels
+# size of an image of a word in pixels: it leaves room for 12 letters, and a jitter of one row
+WORD_SIZE = 12, 72
 LINES = 4
 NUM_SINGLE = 4800
 MARKS = {
@@ -32,7 +33,8 @@ MARKS = {
     'yellow': (240, 200, 30),
     'purple': (150, 60, 190),
 }
-FONT_SIZES = 10, 13  # pixels of the scalable font, least and most: its words fit into WORD_SIZE
+# smallest and largest size of the scalable font in pixels: its words fit into WORD_SIZE
+FONT_SIZES = 10, 13
 
 Font = Literal['bitmap', 'scalable']
 Part = Literal['train', 'held_out']
@@ -50,7 +52,7 @@ class Picture:
 
 @cache
 def words() -> dict[Part, tuple[str, ...]]:
-    """Return the words to train on, and `NUM_HELD_OUT` others, which differ in more than case.
+    """Return the words to train on and `NUM_HELD_OUT` others; no two words differ only in case.
 
     They are the identifiers of 3 to 9 letters in the running interpreter's standard library.
     """
@@ -70,7 +72,7 @@ def words() -> dict[Part, tuple[str, ...]]:
 def word_picture(part: Part, seed: int, index: int, *, font: Font = 'bitmap') -> Picture:
     """Draw image `index` of a word, with random contrast, noise and position.
 
-    Held-out words come in turn, training words at random.
+    Held-out words are drawn in turn, training words at random.
     """
     random = np.random.default_rng([seed, index])
     word = _choose(part, random, index)
@@ -83,8 +85,8 @@ def lines_picture(
     """Draw image `index` of four words, each with a mark of its own color; one is asked for.
 
     The first `NUM_SINGLE` training images have a single word, from which a model learns letters;
-    the others have one to four. A line has `line_size` pixel rows and columns, so that regions 4 x
-    1 contain one line each.
+    later ones have one to four words. A line has `line_size` pixel rows and columns, so that
+    regions 4 x 1 contain one line each.
     """
     random = np.random.default_rng([seed, index])
     colors = [str(name) for name in random.choice(list(MARKS), LINES, replace=False)]
@@ -147,7 +149,7 @@ def draw_lines(
     height, width = line_size
     scale = min(height // LETTER_HEIGHT, width // ((LONGEST_WORD + 2) * LETTER_WIDTH))
     assert scale, f'a line of {height} x {width} pixels holds no mark and {LONGEST_WORD} letters'
-    # the image before it is enlarged
+    # size of the image before it is enlarged
     inner_height, inner_width = height // scale, width // scale
     ground, ink = int(random.integers(190, 256)), int(random.integers(0, 100))
     image = Image.new('RGB', (width, height * len(lines)), (ground,) * 3)

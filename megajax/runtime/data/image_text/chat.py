@@ -15,15 +15,15 @@ from megajax.base.errors import ConfigError, Problem
 from megajax.core.config.extras import install
 
 MAX_SECONDS = 2.0  # processor time for the renderings of one document
-MAX_CHARACTERS = 1 << 22  # of a rendering
-MAX_BYTES = 1 << 30  # address space of the process that renders
-DEFAULT, TOOL_USE = 'default', 'tool_use'  # names of templates, of which transformers chooses one
+MAX_CHARACTERS = 1 << 22  # maximum number of characters of a rendering
+MAX_BYTES = 1 << 30  # maximum address space of the process that renders
+DEFAULT, TOOL_USE = 'default', 'tool_use'  # names of templates between which transformers chooses
 CLOCK = 'strftime_now'  # the function with which a template asks for the time
-# the names of a message's reasoning; transformers gives it under the first two as well
+# the names of a message's reasoning; transformers passes it under the first two as well
 REASONING = 'reasoning_content', 'thinking', 'reasoning'
-LINKS = 'tool_call_id', 'name'  # keys that only link a tool's answer to its call
+LINKS = 'tool_call_id', 'name'  # keys that only link a tool's response to its call
 
-Message = Mapping[str, Any]  # 'role', and what else a line gives
+Message = Mapping[str, Any]  # 'role', and the other keys in the line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,9 @@ class Request:
     """Messages to convert to text."""
 
     messages: Sequence[Message]
-    begins: bool = False  # whether the beginning of an assistant's turn follows
-    variables: Mapping[str, Any] = field(default_factory=dict)  # such as tools and documents
+    begins: bool = False  # whether the text ends with the beginning of an assistant's turn
+    # variables such as tools and documents
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,9 @@ class Rendering:
     """Messages as text."""
 
     text: str
-    # where the template's generation marks are; None if it has none at all
+    # where the template's generation marks are; None if the template has none at all
     marked: Sequence[tuple[int, int]] | None = None
-    # keys that were not read, of the line (0) or of a message by its number
+    # unread keys of the line (0) or of a message, by its number
     unread: Sequence[tuple[int, str]] = ()
 
 
@@ -50,13 +51,14 @@ class Rendering:
 class Template:
     """A Hugging Face chat template, or several by name."""
 
-    name: str  # in messages: the file, or its run
+    name: str  # name in error messages: the file, or its run
     texts: Mapping[str, str]
-    now: datetime | None = None  # the time for the template; by default, when first used
+    # the time that the template gets; by default, the time of first use
+    now: datetime | None = None
 
     @property
     def asks_for_time(self) -> bool:
-        """Whether its output may depend on the time."""
+        """Whether the template's output may depend on the time."""
         return any(CLOCK in text for text in self.texts.values())
 
 
@@ -73,7 +75,7 @@ def read_template(path: str | Path, now: datetime | None = None) -> Template:
 class Chat(Protocol):
     """An object that converts messages to text."""
 
-    begins_texts: bool  # whether its texts have what begins a document, such as Llama's BOS
+    begins_texts: bool  # whether its texts include the beginning of a document, such as Llama's BOS
 
     def render(self, requests: Sequence[Request], *, place: str) -> list[Rendering]:
         """Return the text of each request; `place` is the line with the messages."""
@@ -81,9 +83,9 @@ class Chat(Protocol):
 
 
 class PlainChat:
-    """Write turns as ChatML if the tokenizer has its tokens, else as "role: text" lines.
+    """Writes turns as ChatML if the tokenizer has ChatML's tokens, else as "role: text" lines.
 
-    Without ChatML, `eod` ends the turns of the assistant, and a line break all others.
+    Without ChatML, `eod` ends the assistant's turns, and a line break ends all other turns.
     """
 
     begins_texts = False
@@ -137,8 +139,8 @@ class PlainChat:
 class TemplateChat:
     """A chat template as transformers renders it, in a process limited in time and memory.
 
-    `named_tokens` are the tokens that it can name, such as bos_token. It may leave keys in
-    `ignored` unread. Raises ConfigError if jinja2 is not installed.
+    `named_tokens` are the tokens that the template can name, such as bos_token. The template may
+    leave keys in `ignored` unread. Raises ConfigError if jinja2 is not installed.
     """
 
     begins_texts = True
@@ -153,7 +155,7 @@ class TemplateChat:
         self._template, self._tokens, self._ignored = template, named_tokens or {}, ignored
         self._now = (template.now or datetime.now()).isoformat()
         self._process: subprocess.Popen[str] | None = None
-        self._templates: dict[str, dict[str, Any]] = {}  # what is known of each
+        self._templates: dict[str, dict[str, Any]] = {}  # what is known of each template, by name
         if find_spec('jinja2') is None:
             raise self._problem(f'needs jinja2; install it with: {install("chat")}', '')
 
@@ -171,7 +173,10 @@ class TemplateChat:
             self._process = None
 
     def render(self, requests: Sequence[Request], *, place: str) -> list[Rendering]:
-        """Return the text of each request; raises ConfigError at a limit or a template's error."""
+        """Return the text of each request.
+
+        Raises ConfigError if rendering exceeds a limit or the template fails.
+        """
         if self._process is None:
             self._start()
         names = [self._name(request, place) for request in requests]
@@ -205,7 +210,7 @@ class TemplateChat:
         return renderings
 
     def _start(self) -> None:
-        """Start the process, if it has not been started or has ended with an error."""
+        """Start the process if it has not been started yet, or has ended with an error."""
         worker = Path(__file__).with_name('render_worker.py')
         self._process = subprocess.Popen(
             [sys.executable, '-P', str(worker)],
@@ -213,7 +218,7 @@ class TemplateChat:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding='utf-8',
-            process_group=0,  # a Ctrl-C on the terminal is not meant for it
+            process_group=0,  # so that a Ctrl-C on the terminal does not end it
         )
         settings = {
             'templates': dict(self._template.texts),
@@ -246,7 +251,7 @@ class TemplateChat:
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except BrokenPipeError:
-            pass  # it has ended; its exit code tells why
+            pass  # the process has ended; its exit code tells why
         if not line.endswith('\n'):
             raise self._ended(place)
         answer: dict[str, Any] = json.loads(line)
@@ -291,8 +296,8 @@ def _unread(
 ) -> list[tuple[int, str]]:
     """Return the unread keys that carry information.
 
-    Reasoning counts as read under any of its names. The ids that link tool answers to calls do not
-    count, because the order of messages links them too.
+    Reasoning counts as read under any of its names. The ids that link tool responses to calls do
+    not count, because the order of messages links them, too.
     """
 
     def counts(key: str, value: object, unread: Container[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Documents with images: tokens are made at once, images are decoded for each batch."""
+"""Documents with images: text is tokenized at once, images are decoded for each batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class FileDocument:
 
     place: str  # file and line
     tokens: np.ndarray  # int32
-    answered: np.ndarray  # bool, of each token
+    answered: np.ndarray  # bool, whether each token counts in the loss
     paths: Sequence[Path]
     grids: Sequence[Grid]
 
@@ -49,8 +49,8 @@ def read_documents(
     """Yield the documents of JSON lines or a Parquet file, with the sizes of their images.
 
     Image names are relative to the folder of the file. Raises ConfigError with file and line if a
-    line breaks a rule, or if an image is missing or not an image. `check_fit` is for all documents
-    at once.
+    line breaks a rule, or if an image is missing or not an image. Call `check_fit` for all
+    documents together.
     """
     vocabulary = _vocabulary(shape, tokenizer)
     for place, line in read_objects(path):
@@ -75,7 +75,8 @@ def encode_prompt(
 ) -> FileDocument:
     """Return the beginning of a document: a text in which each <image> is the next of `images`.
 
-    Raises ConfigError if their numbers differ, or if the header of a file is not that of an image.
+    Raises ConfigError if the numbers of <image> and of `images` differ, or if a file does not have
+    the header of an image.
     """
     line = {'text': prompt, 'images': [str(path) for path in images]}
     pieces = pieces_of_text(line, _vocabulary(shape, tokenizer), 'prompt')
@@ -105,7 +106,7 @@ def _encode(
     """Return the tokens of a document, from start to end, and whether each counts in the loss.
 
     The end counts if the token before it does. With `is_begun`, the pieces already contain the
-    start of a document, as those of a chat template do.
+    start of a document, as a chat template's output does.
     """
     ids, answered = tokenizer.encode_pieces(
         pieces, sizes=list(map(shape.patches.tokens, grids)), image_token=shape.image_token

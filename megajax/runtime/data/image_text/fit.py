@@ -1,4 +1,4 @@
-"""Check that documents fit into sequences, which never split a document."""
+"""Check that documents fit into sequences; a document is never split."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,10 @@ from megajax.runtime.data.image_text.documents import FileDocument
 
 
 def check_fit(documents: Sequence[FileDocument], shape: RowShape) -> None:
-    """Raise ConfigError if documents have more tokens or images than a sequence.
+    """Raise ConfigError if documents have more tokens or images than a sequence can have.
 
-    The error names the place of the first one, how many there are, and values with which all fit.
+    The error names the place of the first such document, their number, and values with which all
+    documents fit.
     """
     if problems := [*_of_pictures(documents, shape), *_of_tokens(documents, shape)]:
         raise ConfigError(*problems)

@@ -1,11 +1,12 @@
 """Split JSON lines with messages or images into pieces, which count in the loss or not.
 
 A line is {"text": "...<image>...", "images": ["a.png"]} or {"messages": [{"role": ..., "content":
-...}], "images": [...]}; a content is a text, or a list of {"type": "text", "text": ...} and
+...}], "images": [...]}; "content" is a text, or a list of {"type": "text", "text": ...} and
 {"type": "image", "image": "a.png"}, as Hugging Face writes it. If a model reads images, each
-<image> takes the next of "images". The other keys of a line with messages are for its chat
-template, such as "tools". The loss counts all of a "text", and the assistant's turns of "messages".
-Messages, tools and documents may be JSON in a text, as tables hold lists whose entries differ.
+<image> stands for the next one of "images". The other keys of a line with messages, such as
+"tools", are for its chat template. The loss counts all tokens of a "text", and the assistant's
+turns of "messages". Messages, tools and documents may also be a string that contains JSON, as in
+tables, whose lists cannot have entries of different types.
 """
 
 import json
@@ -30,7 +31,10 @@ KWARGS = 'chat_template_kwargs'  # trl's key for other variables of a template
 
 
 def spelled(line: dict[str, Any]) -> str:
-    """Return the texts of a line for training a tokenizer. The line may break the rules."""
+    """Return the texts of a line, for training a tokenizer.
+
+    The line may break the rules.
+    """
     texts = [line.get('text')]
     messages = _parsed(line.get('messages'))
     for message in messages if isinstance(messages, list) else ():
@@ -41,7 +45,10 @@ def spelled(line: dict[str, Any]) -> str:
 
 
 def pieces_of(line: dict[str, Any], vocabulary: Vocabulary, chat: Chat, place: str) -> list[Piece]:
-    """Return the pieces of a line; raises ConfigError with its place if it breaks a rule."""
+    """Return the pieces of a line.
+
+    Raises ConfigError with the line's place if the line breaks a rule.
+    """
     given = {key: value for key, value in line.items() if value is not None}
     given |= {key: _parsed(given[key]) for key in LISTS if key in given}
     if ('text' in given) == ('messages' in given):
@@ -75,7 +82,7 @@ def pieces_of_text(line: dict[str, Any], vocabulary: Vocabulary, place: str) -> 
 
 
 def _parsed(value: object) -> Any:
-    """Return the list that a text contains as JSON; return any other value unchanged."""
+    """Return the list that a string contains as JSON; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -86,9 +93,9 @@ def _parsed(value: object) -> Any:
 
 
 def _with_texts(value: Any) -> Any:
-    """Return a value in which everything that JSON does not support, such as a time, is text.
+    """Return a value with text in place of everything that JSON does not support, such as times.
 
-    This is the text that a template would write.
+    It is the text that a template would write.
     """
     if isinstance(value, dict):
         return {key: _with_texts(x) for key, x in value.items()}

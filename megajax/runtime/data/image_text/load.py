@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 class ImageTextBatches(Batches):
     """Sequences of documents with images, which are decoded when their batch is read.
 
-    The arrays are those of `RowShape`; `order` numbers the sequences.
+    `RowShape` lists the arrays; `order` has the numbers of the sequences.
     """
 
     read_threads = 4
@@ -48,7 +48,7 @@ class ImageTextBatches(Batches):
 
     @property
     def num_samples(self) -> int:
-        """Number of different sequences."""
+        """The number of different sequences."""
         return len(self._packed)
 
     def counted(self, sample: int) -> np.ndarray:
@@ -69,10 +69,10 @@ class ImageTextBatches(Batches):
 class ImageTextData:
     """Batches of documents with images."""
 
-    train: ImageTextBatches  # endless and shuffled
-    validation: ImageTextBatches  # once and in order
+    train: ImageTextBatches  # endless and shuffled batches
+    validation: ImageTextBatches  # batches that come once and in order
     summary: str
-    fingerprint: str  # of tokens, and of the names and sizes (bytes, patches) of images
+    fingerprint: str  # hash of the tokens, and of the names and sizes (bytes, patches) of images
 
 
 def load_image_text(
@@ -88,10 +88,10 @@ def load_image_text(
 ) -> ImageTextData:
     """Open a file of JSON lines or Parquet, or all of them in a folder, but no other files.
 
-    Documents are split by the hash of file and line, as text is, and packed into sequences whole
-    and in order; training reshuffles the sequences in each epoch. `template` and `ignored` are as
-    for `open_chat`. Raises ConfigError if a line cannot be used, if documents do not fit into
-    sequences, or if the sequences do not fill a batch.
+    Documents are divided into training and validation by the hash of file and line, as for text.
+    They are packed whole and in order into sequences; training reshuffles the sequences in each
+    epoch. `template` and `ignored` are as for `open_chat`. Raises ConfigError if a line cannot be
+    used, if documents do not fit into sequences, or if the sequences do not fill a batch.
     """
     from megajax.runtime.data import stateless_order
 
@@ -138,7 +138,7 @@ def load_image_text(
 
 
 def pack(documents: Iterable[FileDocument], shape: RowShape) -> list[list[FileDocument]]:
-    """Return sequences of whole documents in order; one that no longer fits begins a sequence.
+    """Return sequences of whole documents in order; a document that does not fit begins a new one.
 
     With relevance, each document begins a sequence, because a sequence has one question.
     """
@@ -192,7 +192,7 @@ def open_chat(
 
 
 def files_of(corpus: str) -> list[tuple[Path, str]]:
-    """Return the files of JSON lines and Parquet of a corpus, each with its name inside it.
+    """Return the JSON lines and Parquet files of a corpus, each with its name inside the corpus.
 
     Raises ConfigError if there is no such corpus.
     """
@@ -202,7 +202,7 @@ def files_of(corpus: str) -> list[tuple[Path, str]]:
 def keeps_documents(config: Config, corpus: str) -> bool:
     """Whether a corpus is JSON lines whose documents stay whole in a sequence.
 
-    They do for vision-language models, and if a text model learns the turns of messages. Raises
+    This is so for vision-language models, and if a text model learns the turns of messages. Raises
     ConfigError if there is no such corpus.
     """
     if corpus in PICTURES or has_tokens(corpus):
@@ -239,7 +239,7 @@ def _name(file: str, place: str) -> str:
 
 
 def _split(names: Sequence[str], split: str) -> tuple[list[str], list[str]]:
-    if len(names) == 1:  # nothing to cut: a document stays whole
+    if len(names) == 1:  # a single document stays whole
         return list(names), []
     train, validation, _ = split_documents([Document(name=name, text='') for name in names], split)
     return [document.name for document in train], [document.name for document in validation]

@@ -1,8 +1,9 @@
 """A process that renders a chat template, run as a script so that it loads nothing but jinja2.
 
-jinja's sandbox keeps a template from the interpreter's internals, but not from looping or from
-filling the memory; the system's timers and limits of a process do. It reads a JSON line with the
-templates and the limits, then one with a list of renderings at a time, and answers each.
+jinja's sandbox keeps a template from the interpreter's internals, but not from looping forever or
+from filling the memory; the operating system's timers and process limits prevent these. The process
+reads one JSON line with the templates and the limits, then a line for each list of renderings, and
+answers each line.
 """
 
 import json
@@ -24,14 +25,15 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-TEMPLATE = 'chat template'  # its file name in tracebacks
-GRACE = 2  # times the limit after which a loop that Python cannot interrupt is killed
+TEMPLATE = 'chat template'  # the file name of a template in tracebacks
+# the process is killed after this many times the limit, even in a loop that Python cannot interrupt
+GRACE = 2
 
 
 class Generation(jinja2.ext.Extension):
-    """Transformers' {% generation %}: `spans` has where the text of a rendering has marks.
+    """Transformers' {% generation %}: `spans` has the places of the marks in a rendering's text.
 
-    `is_found` says whether a template that was parsed has the tag.
+    `is_found` says whether any parsed template has the tag.
     """
 
     tags = {'generation'}  # noqa: RUF012 (as in jinja2)
@@ -43,14 +45,14 @@ class Generation(jinja2.ext.Extension):
         self.spans: list[tuple[int, int]] = []
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Return the call of `note` with the nodes up to {% endgeneration %}."""
+        """Return the call of `note` for the nodes up to {% endgeneration %}."""
         self.is_found = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method('note'), [], [], body).set_lineno(line)
 
     def note(self, caller: Callable[[], str]) -> str:
-        """Return the text inside a mark, and record where it is."""
+        """Return the text inside a mark, and record its place."""
         text = caller()
         self.spans.append((self.count, self.count + len(text)))
         return text
@@ -100,14 +102,17 @@ class Message(dict[str, Any]):
 
     @classmethod
     def unread(cls, message: 'Message') -> list[str]:
-        """Return the keys that were not read; no attribute, which a key could be meant for."""
+        """Return the keys that were not read.
+
+        It is a class method, because a template could mean a key by the name of an attribute.
+        """
         return sorted(map(str, message._unread))
 
 
 class CheckedNamespace(jinja2.utils.Namespace):
-    """The jinja environment without names that begin with an underscore, as in transformers."""
+    """A jinja namespace that rejects names with a leading underscore, as in transformers."""
 
-    # no parameter is called self, which may be a name
+    # no parameter is called self, because a template may use that name
     def __init__(*args: Any, **names: Any) -> None:
         jinja2.utils.Namespace.__init__(*args, **names)
         for name in dict(*args[1:], **names):
@@ -121,7 +126,7 @@ class CheckedNamespace(jinja2.utils.Namespace):
 def make_environment() -> jinja2.Environment:
     """Return the environment in which transformers renders chat templates.
 
-    Constants are not computed in advance, so that their cost counts when a line is rendered.
+    Constants are not computed in advance, so that the time for them counts when a line is rendered.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
@@ -147,7 +152,8 @@ class Templates:
         assert isinstance(generation, Generation)
         self._generation = generation
         self._templates: dict[str, jinja2.Template] = {}
-        self.about: dict[str, dict[str, Any]] = {}  # what each reads, and whether it has marks
+        # the keys that each template reads, and whether it has marks
+        self.about: dict[str, dict[str, Any]] = {}
         for name, text in texts.items():
             generation.is_found = False
             names = jinja2.meta.find_undeclared_variables(self._environment.parse(text))
@@ -158,7 +164,7 @@ class Templates:
             )
 
     def render(self, name: str, variables: dict[str, Any], most: int) -> dict[str, Any]:
-        """Render a template up to `most` characters; raises ValueError beyond them."""
+        """Render a template to at most `most` characters; raise ValueError if there are more."""
         generation, chunks = self._generation, []
         generation.count, generation.spans = 0, []
         messages = [Message(message) for message in variables['messages']]
@@ -175,17 +181,17 @@ class Templates:
 
 
 def serve(lines: Iterable[str]) -> None:
-    """Answer the first line with {'templates': ...}, each other one with {'renderings': ...}.
+    """Answer the first line with {'templates': ...}, every other line with {'renderings': ...}.
 
-    An answer is {'error': ...} where that failed.
+    If a template or rendering fails, its answer is {'error': ...}.
     """
     requests = iter(lines)
     settings = json.loads(next(requests))
-    with suppress(ValueError, OSError):  # a lower limit may be set, or none possible
+    with suppress(ValueError, OSError):  # a lower limit may be set already, or no limit is possible
         resource.setrlimit(resource.RLIMIT_AS, (settings['max_bytes'],) * 2)
     seconds = settings['max_seconds']
     signal.signal(signal.SIGVTALRM, _time_is_up)
-    signal.setitimer(signal.ITIMER_PROF, GRACE * seconds)  # its signal ends the process
+    signal.setitimer(signal.ITIMER_PROF, GRACE * seconds)  # the timer's signal ends the process
     try:
         templates = Templates(settings['templates'], settings['now'])
     except Exception as error:
@@ -244,7 +250,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without HTML escapes; the parameters are those of transformers."""
+    """Return JSON without HTML escapes; the parameters are the same as in transformers."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,4 +1,4 @@
-"""Split a rendered conversation into pieces, and find those that the model writes."""
+"""Split a rendered conversation into pieces, and find the pieces that the model writes."""
 
 import json
 import re
@@ -14,7 +14,8 @@ from megajax.runtime.data.text.pieces import GUARDS, Piece
 MARKER = '<image>'  # the image placeholder in a text
 VISION = '<|vision_start|>', '<|vision_end|>'  # put around an image if a tokenizer has them
 ASSISTANT = 'assistant'
-OTHER_NAMES = 'gpt', 'chatgpt', 'bot', 'chatbot', 'model', 'ai'  # of it, in other datasets
+# names of the assistant in other datasets
+OTHER_NAMES = 'gpt', 'chatgpt', 'bot', 'chatbot', 'model', 'ai'
 JOIN = (
     'make the content one text: jq -c \'.messages[].content |= (if type == "array" then '
     'map(.text) | join("") else . end)\' OLD > NEW.jsonl'
@@ -26,7 +27,7 @@ class Vocabulary:
     """The special tokens of a tokenizer by name, and the image placeholder token."""
 
     special: dict[str, int]
-    image_token: int  # negative for a model of text
+    image_token: int  # negative for a text-only model
 
     @property
     def sees(self) -> bool:
@@ -35,7 +36,7 @@ class Vocabulary:
 
     @property
     def image(self) -> str:
-        """The text of an image in a chat."""
+        """The text that stands for an image in a chat."""
         name = next((name for name, i in self.special.items() if i == self.image_token), MARKER)
         return name.join(VISION) if set(VISION) <= self.special.keys() else name
 
@@ -62,7 +63,7 @@ class Guard:
         return [self.put(x) for x in value] if isinstance(value, list) else value
 
     def take(self, text: str) -> str:
-        """Return a text without the guard, also where a template has escaped it as JSON."""
+        """Return a text without the guard, even where a template has escaped it as JSON."""
         return text.replace(self.mark, '').replace(_escaped(self.mark), '')
 
 
@@ -71,7 +72,7 @@ def pieces_of_chat(
 ) -> list[Piece]:
     """Return the pieces of messages; `names` are the images that they show, in order.
 
-    Raises ConfigError if the template does not read a key, or if it is not clear which part of its
+    Raises ConfigError if the template does not read a key, or if it is not clear which part of the
     text the assistant writes.
     """
     guard, guarded, rendering = _render(request, vocabulary, chat, place)
@@ -114,9 +115,9 @@ def pieces_of_chat(
 def pieces_of_prompt(
     messages: Sequence[Message], vocabulary: Vocabulary, chat: Chat, place: str
 ) -> list[Piece]:
-    """Return the pieces of messages without images, up to where the assistant's turn begins.
+    """Return the pieces of messages without images, up to the beginning of the assistant's turn.
 
-    Raises ConfigError if the template treats a special token that a message spells differently.
+    Raises ConfigError if the template treats a text differently when it spells a special token.
     """
     request = Request(messages=messages, begins=True)
     guard, _, rendering = _render(request, vocabulary, chat, place)
@@ -130,7 +131,7 @@ def pieces_of_prompt(
 
 
 def end_of_turn(vocabulary: Vocabulary, chat: Chat, place: str) -> int | None:
-    """Return the special token that a template writes after an answer, None if there is none."""
+    """Return the special token that a template writes after an answer, or None if there is none."""
     answer = GUARDS[0]
     turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': answer}]
     (rendering,) = chat.render([Request(messages=turns)], place=place)
@@ -199,11 +200,11 @@ def _check_all_is_read(rendering: Rendering, place: str) -> None:
 def _assistant_spans(
     request: Request, text: str, chat: Chat, guard: Guard, place: str
 ) -> list[tuple[int, int]]:
-    """Return where the assistant's turns are in the text of all messages.
+    """Return the places of the assistant's turns in the text of all messages.
 
-    A turn is the text that the template adds for an assistant message after the prompt for one, so
-    that training sees what generation sees. Special tokens that the template writes once, after all
-    turns, belong to the last message.
+    A turn is the text that the template adds for an assistant message after the generation prompt,
+    so that training sees the same text as generation. Special tokens that the template writes once,
+    after all turns, belong to the last message.
     """
     messages = request.messages
     _check_assistants_name(messages, place)
@@ -247,7 +248,7 @@ def _check_assistants_name(messages: Sequence[Message], place: str) -> None:
 
 
 def _check_no_list_is_printed(messages: Sequence[Message], text: str, place: str) -> None:
-    """Raise ConfigError if a text-only template writes the parts of a content as Python code."""
+    """Raise ConfigError if a text-only template writes a list of parts as Python code."""
     for number, message in enumerate(messages, 1):
         content = message.get('content')
         if content and are_parts(content) and str(content) in text:
@@ -258,7 +259,7 @@ def _check_no_list_is_printed(messages: Sequence[Message], text: str, place: str
 def _up_to(request: Request, i: int, guard: Guard) -> Request:
     """Return the text before the assistant's message `i`, up to its content.
 
-    Templates may need a message, so the first one is written with a content of its own.
+    Templates may need at least one message, so the first message gets a placeholder as its content.
     """
     if i:
         return replace(request, messages=request.messages[:i], begins=True)
