@@ -52,7 +52,7 @@ class Picture:
 
 @cache
 def words() -> dict[Part, tuple[str, ...]]:
-    """Return the words to train on and `NUM_HELD_OUT` others; no two words differ only in case.
+    """Return the words to train on and `NUM_HELD_OUT` others, which differ in more than case.
 
     They are the identifiers of 3 to 9 letters in the running interpreter's standard library.
     """

@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
     sequences: Sequences
     manifest: Manifest | None
-    versions: dict[str, str]  # of remote files, by what a checkpoint records
+    versions: dict[str, str]  # versions of remote files, by the names that a checkpoint records
 
     def __str__(self) -> str:
         special = ' (built with --parse-special)'
@@ -37,7 +37,10 @@ class Pair(NamedTuple):
 
 
 def open_pair(config: Config, prefix: str) -> Pair:
-    """Open token files; raises ConfigError with file, byte and fix."""
+    """Open token files.
+
+    Raises ConfigError with file, byte and fix.
+    """
     if is_remote(prefix):
         with naming_key(config):
             return Pair(*read_remote_pair(prefix, cache_of(config), config.model.vocab_size))
@@ -46,12 +49,12 @@ def open_pair(config: Config, prefix: str) -> Pair:
 
 
 def manifest_of(config: Config, prefix: str) -> Manifest | None:
-    """Return the manifest of token files, None if there is none."""
+    """Return the manifest of token files, or None if they have none."""
     return open_pair(config, prefix).manifest if is_remote(prefix) else Manifest.read(prefix)
 
 
 def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | None) -> None:
-    """Raise ConfigError unless the model has a row for every id, and the tokenizer knows it.
+    """Raise ConfigError unless the model has a row for every id, and the tokenizer knows every id.
 
     Ids of remote files without a manifest are checked when they are read.
     """
@@ -84,7 +87,7 @@ def prefixes_of(config: Config) -> list[str]:
         return list(config.data.blend)
     with naming_key(config):
         if corpus.endswith(('.bin', '.idx')) and has_tokens(corpus[:-4]):
-            open_pair(config, corpus[:-4])  # which raises if one of them is missing
+            open_pair(config, corpus[:-4])  # raises if one of the files is missing
             message = f'{corpus}: give the prefix of the two files, {corpus[:-4]}'
             raise _problem('data.corpus', message)
         return [corpus] if has_tokens(corpus) else []
@@ -110,7 +113,7 @@ def _open_cache(folder: Path, limit: int) -> BlockCache:
 
 @contextmanager
 def naming_key(config: Config) -> Iterator[None]:
-    """Name the key of the corpus before the URL in errors."""
+    """Name the key of the corpus before the URL in errors that the block raises."""
     key = 'data.blend' if config.data.blend else 'data.corpus'
     try:
         yield

@@ -1,8 +1,8 @@
 """A cache of blocks of remote files on a local disk, which the processes of a host share.
 
-Each block is a file of its own that ends with the block's CRC-32. It appears under its name only
-when it is complete, so processes need no lock, and a kill at any point leaves the cache usable. A
-block that the disk has damaged counts as missing.
+Each block is a separate file that ends with the block's CRC-32. It appears under its name only when
+it is complete, so processes need no lock, and a kill at any point leaves the cache usable. A block
+that the disk has damaged counts as missing.
 """
 
 import fcntl
@@ -17,9 +17,10 @@ from zlib import crc32
 from megajax.base.errors import ConfigError, Problem
 
 BLOCK = 1 << 18  # bytes
-IN_FOLDER = 1 << 10  # blocks in a folder
+IN_FOLDER = 1 << 10  # number of blocks in a folder
 CRC_BYTES = 4
-# The cache is trimmed to `KEPT` of its limit whenever a process has added `LOOK_AFTER` of it.
+# The cache is trimmed to `KEPT` of its limit whenever a process has added `LOOK_AFTER` of the
+# limit.
 LOOK_AFTER, KEPT = 0.01, 0.9
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class BlockCache:
         self.trim()
 
     def read(self, key: str, number: int, start: int, stop: int) -> bytes | None:
-        """Return bytes `start` up to `stop` of a block, None if the cache does not have it.
+        """Return bytes `start` up to `stop` of a block, or None if the cache does not have it.
 
         The checksum is compared when a process first reads the block.
         """
@@ -78,7 +79,7 @@ class BlockCache:
 
     @contextmanager
     def new_file(self, path: Path) -> Iterator[Path]:
-        """Yield a new file for the block to write, which then takes its name `path`."""
+        """Yield a new file for the block to write, which is then renamed to `path`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=path.parent, prefix='new-', delete=False) as file:
             new = Path(file.name)
@@ -90,7 +91,7 @@ class BlockCache:
             raise
 
     def added(self, size: int) -> None:
-        """Count bytes that were added to the cache's folder, and trim it after many."""
+        """Count bytes that were added to the cache's folder; trim the cache if there are many."""
         self._added += size
         if self._added > LOOK_AFTER * self._limit:
             self._added = 0
@@ -114,14 +115,15 @@ class BlockCache:
 
     @contextmanager
     def locked(self, *, wait: bool = False) -> Iterator[bool]:
-        """Hold the lock of the cache; yields False if another process has it."""
+        """Hold the lock of the cache during the block; yield False if another process has it."""
         descriptor = os.open(self.folder, os.O_RDONLY)
         try:
             is_free = True
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except OSError as error:
-                # File systems without locks give no protection; none is needed to be correct.
+                # File systems without locks give no protection, but the cache is correct without
+                # it.
                 is_free = not isinstance(error, BlockingIOError)
             yield is_free
         finally:

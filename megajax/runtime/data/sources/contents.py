@@ -11,11 +11,12 @@ from megajax.base.files.pointers import POINTER
 from megajax.base.render.text import typed
 from megajax.runtime.data.sources.inputs import Input, name_of
 
-MOST_LINES = 100  # of a text that are parsed, to tell whether it is JSON lines
+# maximum number of lines of a text that are parsed to tell whether it is JSON lines
+MOST_LINES = 100
 DOCUMENT_KEYS = {'text', 'messages', 'conversations', 'conversation', 'instruction', 'prompt'}
 
-# First bytes, the kind of file that begins with them, and what to do; {} is the file's path, as
-# it is typed in a shell.
+# The first bytes of a kind of file, its name, and what to do; {} is the file's path, quoted for a
+# shell.
 DATA = (
     (rb'PAR1', 'Parquet', 'rename it to {}.parquet'),
     (rb'ARROW1|\xff{4}', 'Arrow', "write it with datasets' to_parquet, and give that file"),
@@ -41,7 +42,8 @@ OTHERS = (
     (rb'%PDF-', 'PDF', 'convert it: pdftotext {} NEW.txt'),
     (rb'(?s).*?\x00', 'binary', 'give text, JSON lines or Parquet'),
 )
-# What writes the rows of a table on standard input as JSON lines; {} is the dialect of csv.
+# The program that writes the rows of a table from standard input as JSON lines; {} is the csv
+# dialect.
 SCRIPT = (
     "import csv, json, sys; sys.stdin.reconfigure(encoding='utf-8-sig', newline=''); "
     'csv.field_size_limit(2**30); '
@@ -56,15 +58,16 @@ PAGE = (
 
 
 class NoTextError(ConfigError):
-    """A file that is not text, which is allowed in a folder of text."""
+    """An error for a file that is not text, which is allowed in a folder of text."""
 
 
 class JsonText(NamedTuple):
     """The JSON at the beginning of a text."""
 
-    kind: Literal['lines', 'array', 'object']  # an object a line; several in a list; one
+    # one object per line, several objects in an array, or a single object
+    kind: Literal['lines', 'array', 'object']
     first: dict[str, Any]
-    lines: int  # that were parsed, if it is JSON lines
+    lines: int  # number of lines that were parsed, if the text is JSON lines
 
     @property
     def is_documents(self) -> bool:
@@ -73,11 +76,11 @@ class JsonText(NamedTuple):
 
 
 def check_contents(input: Input, head: bytes, *, whole: bool, key: str = 'text') -> None:
-    """Raise ConfigError with the first line of a file that contradicts its name.
+    """Raise ConfigError, with the beginning of the file, if its content contradicts its name.
 
-    `head` is the beginning of the file, decompressed, in complete lines if it is text; `whole`
-    tells whether it is the entire file, and `key` is where a line should have its text. Raises
-    NoTextError for data that is not text in any encoding.
+    `head` is the decompressed beginning of the file, in complete lines if it is text. `whole` says
+    whether it is the entire file, and `key` is the key under which a line should have its text.
+    Raises NoTextError for data that is not text in any encoding.
     """
     shown = head.removeprefix(codecs.BOM_UTF8)
     for signs, kind_of_error in ((DATA, ConfigError), (OTHERS, NoTextError)):
@@ -119,7 +122,7 @@ def check_parquet(input: Input, head: bytes) -> None:
 
 
 def json_text(head: bytes, *, whole: bool) -> JsonText | None:
-    """Return the JSON at the beginning of a text, None if there is no JSON object."""
+    """Return the JSON at the beginning of a text, or None if there is no JSON object."""
     text = head.removeprefix(codecs.BOM_UTF8).decode(errors='replace').lstrip()
     if not text.startswith(('{', '[')):
         return None

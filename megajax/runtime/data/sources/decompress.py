@@ -16,8 +16,8 @@ from megajax.runtime.data.sources.inputs import STDIN, Input, optional, unreadab
 from megajax.runtime.data.sources.pieces import UNIT
 from megajax.runtime.data.sources.remote import open_remote
 
-# Compressed bytes that are given to zstd at once. A block of 4 bytes may stand for 128 KiB of equal
-# ones, so that a piece makes at most 128 MiB, whatever the file holds.
+# Number of compressed bytes that zstd gets at once. A block of 4 bytes may stand for 128 KiB of
+# equal bytes, so a piece expands to at most 128 MiB, whatever the file contains.
 PIECE = 1 << 12
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def open_input(input: Input) -> Iterator[BinaryIO]:
-    """Open the file, or standard input, which stays open."""
+    """Open the file, or standard input, which is not closed at the end."""
     if input.path == STDIN:
         yield sys.stdin.buffer
     elif input.is_remote:
@@ -62,7 +62,7 @@ def skip(stream: BinaryIO, count: int) -> None:
 
 @contextmanager
 def read_errors(input: Input) -> Iterator[None]:
-    """Raise what fails in reading the input as a ConfigError that names it."""
+    """Raise errors in reading the input as ConfigErrors that name the input."""
     try:
         yield
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:

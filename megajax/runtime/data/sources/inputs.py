@@ -36,16 +36,18 @@ class Input:
 
     path: str
     format: Format
-    size: int  # bytes on disk
+    size: int  # number of bytes on disk
     mtime_ns: int
     stream: bool
-    version: str = ''  # of a file with a URL: its ETag, or the time of its last change
-    given: bool = False  # whether the format was given, and not read from the suffix
-    table: bool = False  # whether it is named as CSV or TSV, and not found among other files
+    version: str = ''  # version of a file with a URL: its ETag, or the time of its last change
+    # whether the user gave the format, so that it does not come from the suffix
+    given: bool = False
+    # whether the user named this CSV or TSV file, rather than a folder or glob that contains it
+    table: bool = False
 
     @property
     def compression(self) -> str:
-        """The suffix of a compressed file, for example '.gz', else the empty string."""
+        """The suffix of a compressed file, for example '.gz', or ''."""
         suffix = Path(name_of(self.path)).suffix.lower()
         return suffix if suffix in COMPRESSED else ''
 
@@ -58,9 +60,9 @@ class Input:
 def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
     """Return the files that paths, URLs, globs and '-' name, in order; a glob's matches are sorted.
 
-    With `format` None, the suffix of each file decides (`format_of`). Raises ConfigError with every
-    file that does not exist, cannot be read, has a format that cannot be read in this way, or is
-    named twice.
+    If `format` is None, the suffix of each file decides (`format_of`). Raises ConfigError with
+    every file that does not exist, cannot be read, has a format that cannot be read in this way, or
+    is named twice.
     """
     problems: list[Problem] = []
     inputs = []
@@ -115,7 +117,7 @@ def _without_card(pattern: str, paths: list[str]) -> list[str]:
 
 
 def _named_before(pattern: str, paths: Sequence[str], named: dict[str, str]) -> list[Problem]:
-    """Return a problem if files are among those `named`; add them to these."""
+    """Return a problem if files are already among those `named`; otherwise add them."""
     twice = [path for path in paths if os.path.normpath(path) in named]
     problems = []
     if twice:
@@ -211,7 +213,7 @@ def _suffix(path: str) -> str:
 
 
 def unreadable(input: Input, error: Exception) -> ConfigError:
-    """Return the ConfigError for a file that ends early or breaks off."""
+    """Return the ConfigError for a file that ends early or cannot be read to its end."""
     reason = getattr(error, 'strerror', None) or str(error).splitlines()[0].rstrip('. ')
     return input_error(
         input.path, f'cannot be read to its end: {reason}; copy it again, or leave it out'
@@ -219,7 +221,10 @@ def unreadable(input: Input, error: Exception) -> ConfigError:
 
 
 def optional(module: str, path: str) -> Any:
-    """Return the module; raise ConfigError with the file that needs it if it is not installed."""
+    """Return the module.
+
+    Raises ConfigError, with the file that needs the module, if it is not installed.
+    """
     try:
         return import_module(module)
     except ImportError as error:

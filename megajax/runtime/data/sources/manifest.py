@@ -1,6 +1,6 @@
 """The manifest PREFIX.json, which `megajax data build` writes next to PREFIX.bin and PREFIX.idx.
 
-It records the tokenizer that made them, with its hash.
+It records the tokenizer that made the tokens, with its hash.
 """
 
 from hashlib import sha256
@@ -35,11 +35,11 @@ class Manifest(BaseModel):
     max_token: NonNegativeInt  # largest token id
     text_bytes: NonNegativeInt  # bytes of UTF-8 text
     bin_sha256: str
-    _path: Path = PrivateAttr(default=Path())  # from which it was read
+    _path: Path = PrivateAttr(default=Path())  # path of the file from which it was read
 
     @classmethod
     def read(cls, prefix: str | Path) -> Self | None:
-        """Return the manifest of a pair, None if it has none.
+        """Return the manifest of a pair, or None if it has none.
 
         Raises ConfigError if the file is not a manifest, or if its tokenizer is missing, changed or
         not in the same folder.

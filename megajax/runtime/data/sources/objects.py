@@ -17,7 +17,7 @@ def read_objects(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the object of each line that is not blank, or of each row, with its place.
 
-    A place is 'a.jsonl:12'. With `format` None, the suffix decides. Raises ConfigError with file
+    A place is 'a.jsonl:12'. If `format` is None, the suffix decides. Raises ConfigError with file
     and line.
     """
     (input,) = find_inputs([str(path)], format)

@@ -9,7 +9,7 @@ from megajax.runtime.data.sources.inputs import Input, input_error, optional, un
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position
 from megajax.runtime.data.sources.remote import open_remote
 
-SIGNS = 1 << 10  # bytes that show what else a file may be
+SIGNS = 1 << 10  # number of bytes that are read to tell what else a file may be
 
 
 def read_rows(
@@ -17,8 +17,8 @@ def read_rows(
 ) -> Iterator[tuple[InputPiece, bool, int]]:
     """Yield pieces of rows of a Parquet file.
 
-    With each piece come whether it is the last of the file, and the bytes of the file read so far,
-    estimated from the number of rows.
+    Each piece comes with whether it is the last of the file, and with the bytes of the file read so
+    far, estimated from the number of rows.
     """
     with _open(input) as file:
         _check_column(input, key, file.schema_arrow)
@@ -57,7 +57,7 @@ def _open(input: Input) -> Iterator[Any]:
             parquet.ParquetFile(source, pre_buffer=False, buffer_size=UNIT) as file,
         ):
             yield file
-    # A column's name may be no UTF-8.
+    # The name of a column may not be valid UTF-8.
     except (arrow.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
         raise unreadable(input, error) from error
 
@@ -83,7 +83,7 @@ def _column(file: Any, key: str, start: int) -> Iterator[bytes | None]:
             for batch in file.iter_batches(
                 batch_size=256, row_groups=[group], columns=[key], use_threads=False
             ):
-                # as bytes, because the worker reports which row is not UTF-8
+                # as bytes, so that the worker can report which row is not UTF-8
                 texts = batch.column(0).cast('large_string').cast('large_binary').to_pylist()
                 yield from texts[max(start - first, 0) :]
                 first += len(texts)

@@ -1,4 +1,4 @@
-"""Conversion of pieces of raw bytes to texts and objects; bad lines become problems."""
+"""Convert pieces of raw bytes to texts and objects; bad lines become problems."""
 
 import codecs
 import json
@@ -22,7 +22,7 @@ FIXES = Fixes()
 
 
 def parse(piece: InputPiece, key: str, fixes: Fixes = FIXES) -> Iterator[str | Problem]:
-    """Yield the texts of a piece in order, and a Problem in place of each bad one.
+    """Yield the texts of a piece in order, with a Problem in place of each bad one.
 
     A byte order mark at the beginning of a file is not part of its text.
     """
@@ -45,7 +45,7 @@ def parse(piece: InputPiece, key: str, fixes: Fixes = FIXES) -> Iterator[str | P
 
 
 def lines(piece: InputPiece) -> Iterator[tuple[bytes, str]]:
-    """Yield the lines of a piece of JSON lines that are not blank, each with file and number."""
+    """Yield the lines of a piece of JSON lines, except blank ones, with file and number."""
     assert isinstance(piece.data, bytes)
     data = piece.data if piece.offset else piece.data.removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(data.split(b'\n'), piece.line):
@@ -54,7 +54,7 @@ def lines(piece: InputPiece) -> Iterator[tuple[bytes, str]]:
 
 
 def parse_object(line: bytes, place: str, fix: str) -> dict[str, Any] | Problem:
-    """Return the object of a line of JSON, or the Problem with it."""
+    """Return the object of a line of JSON, or a Problem if the line has none."""
     decoded = _decode(line, place, fix)
     if isinstance(decoded, Problem):
         return decoded

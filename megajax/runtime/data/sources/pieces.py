@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from megajax.runtime.data.sources.inputs import Input
 
-# bytes that a worker encodes at a time, in a fifth of a second and some 30 MB of tokenizers' memory
+# bytes that a worker encodes at a time; this takes a fifth of a second, and some 30 MB of memory in
+# tokenizers
 UNIT = 1 << 20
 
 
@@ -13,9 +14,9 @@ class Position:
     """The position in the inputs from which reading resumes."""
 
     number: int = 0  # index of the input
-    offset: int = 0  # byte of the decompressed input, or row of a Parquet file
+    offset: int = 0  # byte offset in the decompressed input, or row of a Parquet file
     line: int = 1  # line of the input, counted from 1
-    read: int = 0  # bytes on disk before this position, over all inputs
+    read: int = 0  # number of bytes on disk before this position, over all inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,9 @@ class InputPiece:
     data: bytes | list[bytes | None]
     first: bool = True  # whether a text document begins here
     last: bool = True  # whether a text document ends here
-    before: bytes = b''  # of the text document before this piece, for its tokens
-    after: bytes = b''  # of the text document after this piece
+    # end of the part of the text document before this piece, as context for its tokens
+    before: bytes = b''
+    after: bytes = b''  # beginning of the part of the text document after this piece
 
     @property
     def weight(self) -> int:

@@ -13,7 +13,7 @@ from megajax.runtime.data.sources.parquet import read_rows
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position, Unit
 from megajax.runtime.data.text.long_texts import AROUND
 
-HEAD = 1 << 16  # bytes of each file that are read before a build begins
+HEAD = 1 << 16  # number of bytes of each file that are read before a build begins
 MAX_LINE_BYTES = 1 << 28  # maximum bytes of a line, all of which is held in memory
 
 
@@ -85,7 +85,8 @@ def _text(
 ) -> Iterator[tuple[InputPiece, bool, int]]:
     """Yield pieces of JSON lines or of a text document.
 
-    With each piece come whether it is the last of the file, and the bytes of the file read so far.
+    Each piece comes with whether it is the last of the file, and with the bytes of the file read so
+    far.
     """
     offset, line = here.offset, here.line
     is_jsonl = input.format == 'jsonl'
@@ -117,7 +118,7 @@ def _text(
 
 
 def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, bytes, bool]]:
-    """Yield blocks of complete lines, each with what follows it and whether it is the last.
+    """Yield blocks of complete lines, each with the following bytes and whether it is the last.
 
     A block has at most `unit` bytes, unless a single line is longer.
     """

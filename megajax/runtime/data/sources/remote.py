@@ -1,7 +1,7 @@
 """Open corpus files by URL, such as s3://bucket/*.jsonl, with fsspec.
 
 fsspec and the package for a protocol (s3fs, gcsfs, huggingface_hub, aiohttp) are imported when a
-URL needs them. Credentials are those that the package finds by itself.
+URL needs them. The package finds credentials by itself.
 """
 
 import io
@@ -14,15 +14,16 @@ from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 from megajax.base.errors import ConfigError, Problem, reason
 from megajax.core.config.extras import install
 
-BLOCK = 1 << 23  # bytes that are fetched at once, where a server has ranges
-BUFFER = 1 << 20  # bytes that are read at once
-# How filesystems name what changes with a file's content, the surest first.
+BLOCK = 1 << 23  # number of bytes that are fetched at once, if the server supports ranges
+BUFFER = 1 << 20  # number of bytes that are read at once
+# The names that filesystems have for a value that changes with a file's content, the most reliable
+# first.
 VERSIONS = (
     *('ETag', 'etag', 'md5Hash', 'blob_id'),
     *('mtime', 'LastModified', 'last_modified', 'Last-Modified', 'created'),
 )
 PACKAGES = {'s3': 's3fs', 'gs': 'gcsfs', 'gcs': 'gcsfs', 'hf': 'huggingface_hub'}
-# What gives a user the right to read, by protocol.
+# How a user provides credentials, by protocol.
 CREDENTIALS = {
     's3': 'AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY',
     'gs': 'gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS',
@@ -39,12 +40,12 @@ def is_remote(path: str) -> bool:
 
 
 def is_web(url: str) -> bool:
-    """Whether the URL is of a web server, where names can have queries and ranges may not work."""
+    """Whether the URL is on a web server, where names can have queries and ranges may not work."""
     return url.startswith(('http://', 'https://'))
 
 
 def expand(url: str) -> list[str]:
-    """Return the URLs of the files that a URL with wildcards names, sorted; else the URL itself."""
+    """Return the URLs of the files that a URL with wildcards names, sorted, or the URL itself."""
     if not re.search(r'[*\[]' if is_web(url) else r'[*?\[]', url):
         return [url]
     files, path = _filesystem(url)
@@ -65,7 +66,7 @@ def names_below(url: str) -> dict[str, str]:
 
 
 def look(url: str) -> tuple[int | None, str]:
-    """Return the size of a file, None if unknown, and a string that identifies its version.
+    """Return the size of a file, or None if unknown, and a string that identifies its version.
 
     Raises ConfigError if there is no such file.
     """
@@ -100,7 +101,10 @@ def fetch(url: str, start: int, stop: int) -> bytes:
 
 @contextmanager
 def open_remote(url: str, size: int, *, at_any_place: bool = False) -> Iterator[BinaryIO]:
-    """Open a file of `size` bytes, 0 if unknown; `at_any_place` needs a server that has ranges."""
+    """Open a file of `size` bytes, 0 if unknown.
+
+    To seek, set `at_any_place`; the server must then support ranges.
+    """
     files, path = _filesystem(url)
     in_one_answer = is_web(url) and not at_any_place
     block = 0 if in_one_answer else BLOCK
@@ -176,11 +180,11 @@ def _quieten(package: str) -> None:
 
 
 class MissingError(ConfigError):
-    """There is no file of that name, as far as the server says."""
+    """An error that means: as far as the server says, there is no file of that name."""
 
 
 class UnansweredError(ConfigError):
-    """An error that may pass, such as of the network."""
+    """An error that may be transient, such as a network error."""
 
 
 def _ask(url: str, question: Callable[[], Found]) -> Found:
@@ -188,10 +192,11 @@ def _ask(url: str, question: Callable[[], Found]) -> Found:
         return question()
     except FileNotFoundError as error:
         fix = 'check the name, or give a glob'
-        if _protocol(url) == 'hf':  # which hides what is private
+        if _protocol(url) == 'hf':  # the Hub hides private repositories
             fix = 'check repository, revision and name; a private one needs HF_TOKEN'
         elif isinstance(cause := error.__cause__, Exception) and _is_refusal(cause):
-            raise _unreadable(url, cause) from error  # so fsspec says it of https
+            # for https, fsspec reports denied access as a missing file
+            raise _unreadable(url, cause) from error
         elif is_web(url) and _may_pass(cause):
             raise UnansweredError(*_unreadable(url, cause).problems) from error
         problem = Problem(path=url, message=f'there is no such file; {fix}')
@@ -202,8 +207,10 @@ def _ask(url: str, question: Callable[[], Found]) -> Found:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether there are no credentials, or a server has answered 401 or 403, as reported by s3fs,
-    gcsfs, huggingface_hub and aiohttp.
+    """Whether an error says that there are no credentials, or that a server has answered 401 or
+    403.
+
+    s3fs, gcsfs, huggingface_hub and aiohttp report this in different ways.
     """
     codes = (
         getattr(error, 'code', None),
@@ -212,14 +219,18 @@ def _is_refusal(error: Exception) -> bool:
     )
     return (
         isinstance(error, PermissionError)
-        or type(error).__name__.endswith('CredentialsError')  # of botocore and google.auth
+        or type(error).__name__.endswith('CredentialsError')  # an error of botocore or google.auth
         or str(error).startswith('Forbidden: ')
         or any(code in (401, 403) for code in codes)
     )
 
 
 def _may_pass(error: BaseException | None) -> TypeGuard[Exception]:
-    """Whether a web server has not said that there is no file, as fsspec takes it to have."""
+    """Whether an error may be transient.
+
+    fsspec reports any error of a web server as a missing file; only status 404 means that there is
+    no file.
+    """
     is_missing = isinstance(error, FileNotFoundError) or getattr(error, 'status', None) == 404
     return isinstance(error, Exception) and not is_missing
 

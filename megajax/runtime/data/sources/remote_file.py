@@ -18,12 +18,12 @@ from megajax.base.errors import ConfigError, Problem, UnreachableError
 from megajax.runtime.data.sources.block_cache import BLOCK, BlockCache
 from megajax.runtime.data.sources.remote import UnansweredError, fetch, look
 
-LOOK_EVERY = 10.0  # seconds between checks of a file's version, while parts of it are fetched
-BLOCKS_AT_ONCE = 32  # blocks that one request fetches
+LOOK_EVERY = 10.0  # seconds between checks of a file's version while parts of it are fetched
+BLOCKS_AT_ONCE = 32  # number of blocks that one request fetches
 PIECE = BLOCK * BLOCKS_AT_ONCE  # bytes
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between attempts, doubled each time
-# Seconds after which nothing is attempted again: at the start of a run, when the user looks on, and
-# during it; a step may take ten minutes (`watchdog_limits.py`).
+# Seconds after which there are no more attempts: at the start of a run, when the user is watching,
+# and during the run, in which a step may take ten minutes (`watchdog_limits.py`).
 AT_START, IN_RUN = 20.0, 240.0
 
 Found = TypeVar('Found')
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 def patiently(url: str, question: Callable[[], Found], *, in_run: bool = False) -> Found:
     """Return the answer to a question about a remote file, asked again after transient errors.
 
-    Errors that the user must correct are raised at once. If there is no answer for long, raises
-    UnreachableError in a run, and the ConfigError of the last attempt at its start.
+    Errors that the user must correct are raised at once. If there is still no answer after a while,
+    raises UnreachableError during a run, and the ConfigError of the last attempt at its start.
     """
     seconds = IN_RUN if in_run else AT_START
     end, wait = time.monotonic() + seconds, FIRST_WAIT
@@ -56,7 +56,7 @@ def patiently(url: str, question: Callable[[], Found], *, in_run: bool = False) 
 class RemoteFile:
     """A file by its URL, at the version that it has when it is opened.
 
-    Raises MissingError if there is none, and ConfigError if the server gives no size.
+    Raises MissingError if there is no such file, and ConfigError if the server gives no size.
     """
 
     def __init__(self, url: str, cache: BlockCache) -> None:
@@ -66,15 +66,16 @@ class RemoteFile:
             message = 'is on a server that gives no size; copy it to another one'
             raise ConfigError(Problem(path=url, message=message))
         self.size = size
-        # The hash of what changes with the content: the ETag, or the time of the last change.
+        # The hash of a value that changes with the content: the ETag, or the time of the last
+        # change.
         self.fingerprint = sha256(f'{size} {self.version}'.encode()).hexdigest()
         self.key = sha256(f'{url} {self.fingerprint}'.encode()).hexdigest()[:32]
         self._lock = Lock()
         self._next_look = time.monotonic() + LOOK_EVERY
-        self._unsure: list[int] = []  # blocks that were fetched after the last look
+        self._unsure: list[int] = []  # blocks that were fetched after the last check of the version
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return bytes `start` up to `stop`, which are not past the end."""
+        """Return bytes `start` up to `stop`, which must not exceed the size of the file."""
         numbers = range(start // BLOCK, -(-stop // BLOCK))
         bounds = {n: (max(start - n * BLOCK, 0), min(stop - n * BLOCK, BLOCK)) for n in numbers}
         parts = {number: self._cache.read(self.key, number, *bounds[number]) for number in numbers}
@@ -98,7 +99,7 @@ class RemoteFile:
             try:
                 return fetch(self.url, start, stop)
             except OSError:
-                self._check_version()  # a file that became shorter has no such bytes
+                self._check_version()  # a file that became shorter no longer has these bytes
                 raise
 
         return patiently(self.url, attempt, in_run=True)
@@ -111,7 +112,7 @@ class RemoteFile:
                 self._next_look = time.monotonic() + LOOK_EVERY
 
     def _check_version(self) -> None:
-        """Raise ConfigError if the file has changed; then delete what may be of the new version."""
+        """Raise ConfigError if the file has changed; delete blocks of the new version first."""
         size, version = look(self.url)
         if (size, version) == (self.size, self.version):
             return
@@ -125,7 +126,7 @@ class RemoteFile:
         raise ConfigError(Problem(path=self.url, message=message))
 
     def download(self, path: Path) -> None:
-        """Write the whole file to `path` in the cache, unless it is there."""
+        """Write the whole file to `path` in the cache, unless it is already there."""
         with suppress(FileNotFoundError):
             os.utime(path)  # the time of its last use
             return

@@ -10,7 +10,7 @@ ANSWERS = (
     *('completion', 'response', 'answer', 'output', 'chosen'),
     *('solution', 'targets', 'target'),
 )
-CONTEXTS = 'input', 'context'  # of a question
+CONTEXTS = 'input', 'context'  # names of keys with the context of a question
 SYSTEMS = 'system', 'system_prompt'
 TEXTS = 'text', 'content', 'body', 'article', 'document'
 SPEAKERS = '{"human": "user", "gpt": "assistant"}[.from] // .from'
@@ -19,13 +19,13 @@ ALTERNATE = '{role: ["user", "assistant"][.key % 2], content: .value}'
 
 
 def as_messages(document: Mapping[str, Any]) -> str:
-    """Return how a line is converted to messages, for example from prompt and completion, or ''."""
+    """Return a conversion of a line to messages, for example from prompt and completion, or ''."""
     turns = _turns(document)
     return f'for a chat, write messages: {_jq("messages", turns)}' if turns else ''
 
 
 def as_prompt(document: Mapping[str, Any]) -> str:
-    """Return how the question or text of a line is converted to a prompt, or ''."""
+    """Return a conversion of the question or text of a line to a prompt, or ''."""
     name = _text(document, (*QUESTIONS, *TEXTS))
     return f'write it there: {_jq("prompt", f".{name}")}' if name else ''
 

@@ -8,13 +8,13 @@ from megajax.runtime.data.text.long_texts import parts
 if TYPE_CHECKING:
     import tokenizers
 
-# end-of-document tokens of a tokenizer.json alone, by preference: of GPT-2 and megajax, Llama 2,
-# Llama 3, BERT
+# end-of-document tokens of a tokenizer.json without other files, by preference: GPT-2's and
+# megajax's, Llama 2's, Llama 3's, BERT's
 END_OF_DOCUMENT = ('<|endoftext|>', '</s>', '<|end_of_text|>', '[SEP]')
 
 # The pieces within which BPE merges: a word with the space before it; punctuation with the blanks,
 # line break and indentation after it; blanks. On the standard library, 1024, 2048 and 4096 entries
-# give 2.75, 3.30 and 3.82 bytes per token; with GPT-2's pattern 2.62, 3.08 and 3.48.
+# give 2.75, 3.30 and 3.82 bytes per token, compared with 2.62, 3.08 and 3.48 for GPT-2's pattern.
 PIECES = r' ?\w+| ?[^\w\s]+\s*|\s+'
 
 

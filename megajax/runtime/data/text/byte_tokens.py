@@ -12,15 +12,15 @@ from megajax.base.errors import ConfigError, Problem
 if TYPE_CHECKING:
     import tokenizers
 
-MOST_IDS = 1 << 24  # some sixty times as many as the largest vocabularies have
-UNFINISHED = '\ufffd'  # the text of bytes that are no character, or not yet one
+MOST_IDS = 1 << 24  # about sixty times the size of the largest vocabularies
+UNFINISHED = '\ufffd'  # stands for bytes that are not a character, or not a complete one yet
 BYTE = re.compile('<0x[0-9A-Fa-f]{2}>')  # a byte in a vocabulary with byte fallback
 
 
 def count_token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
-    """Return the number of UTF-8 bytes of each token, int32 [vocab_size], 0 for special ones.
+    """Return the number of UTF-8 bytes of each token, int32 [vocab_size], 0 for special tokens.
 
-    Raises ConfigError, which names `spec`, if tokens do not stand for bytes, or for an id of
+    Raises ConfigError, which names `spec`, if tokens do not stand for bytes, or if an id is
     MOST_IDS or more.
     """
     from tokenizers.decoders import ByteLevel
@@ -52,7 +52,8 @@ def count_token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
 
 
 def _has_byte_fallback(backend: 'tokenizers.Tokenizer') -> bool:
-    if type(backend.model).__name__ == 'Unigram':  # has no attribute for it
+    # this kind of model has no attribute that says so
+    if type(backend.model).__name__ == 'Unigram':
         state: bytes = backend.model.__getstate__()
         return b'"byte_fallback":true' in state
     return bool(getattr(backend.model, 'byte_fallback', False))
@@ -72,7 +73,7 @@ def without_broken_bytes(tokens: Iterable[str]) -> Iterator[str]:
 
 
 def _sentencepiece_bytes(name: str) -> int:
-    """Return the bytes of a SentencePiece token: U+2581 is a space, and <0x0A> a byte.
+    """Return the number of bytes of a SentencePiece token: U+2581 is a space, <0x0A> a byte.
 
     U+2581 also stands for the space that is put before a text.
     """

@@ -45,7 +45,7 @@ FIXES = Fixes(
     no_key='name the text "text", or build token files with megajax data build --json-key KEY',
     messages='put lines with "messages" into a file of their own',
 )
-MOST_NAMES = 3  # of files that are not read
+MOST_NAMES = 3  # maximum number of unread files that a message names
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 class Document:
     """One text and its name, which does not depend on the location of the corpus."""
 
-    name: str  # path inside the corpus, with slashes
+    name: str  # path inside the corpus, with forward slashes
     text: str
 
 
@@ -62,19 +62,19 @@ Parts = tuple[list[Document], list[Document], list[Document]]  # training, valid
 
 
 class CorpusFile(NamedTuple):
-    """A file of a corpus, and its name in it, with slashes."""
+    """A file of a corpus, and its name in the corpus, with forward slashes."""
 
     path: Path
     name: str
     format: Format
-    alone: bool = False  # whether the corpus is this file, or holds nothing but tables
+    alone: bool = False  # whether the corpus is this file, or contains only tables
 
 
 class Corpus(NamedTuple):
     """The files that contain the documents of a corpus, and the other files of its folder."""
 
     files: list[CorpusFile]
-    unread: list[str]  # names
+    unread: list[str]  # names of files that are not read
 
     def log_unread(self, corpus: str) -> None:
         """Log the files of a folder that are not read, except images."""
@@ -145,8 +145,9 @@ def read_documents(corpus: str) -> list[Document]:
 
 @contextmanager
 def naming_lines(documents: Sequence[Document]) -> Iterator[None]:
-    """Return the line of a text, or the document of JSON lines, with a token outside the
-    vocabulary.
+    """Add the place of a text to the error for a token outside the vocabulary.
+
+    The place is a line of a text file, or a document of JSON lines.
     """
     try:
         yield
@@ -175,10 +176,10 @@ def read_text(path: str | Path, key: str = 'text') -> str:
 def split_documents(documents: Sequence[Document], split: str) -> Parts:
     """Split documents into training, validation and test parts by weights, for example '95,5,0'.
 
-    The hash of a document's name decides, so a document stays in its part when others are added,
-    and the first documents of a part are a fair sample of it. A part with a weight is never empty:
-    it takes the document nearest to it. A single document is cut into consecutive texts. Raises
-    ConfigError if there are fewer documents than parts.
+    The hash of a document's name decides, so a document stays in its part when other documents are
+    added, and the first documents of a part are a fair sample of the part. A part with a positive
+    weight is never empty: it gets the document whose hash is nearest. A single document is cut into
+    consecutive texts. Raises ConfigError if there are fewer documents than parts.
     """
     weights = [float(weight) for weight in split.split(',')]
     ends = [end / sum(weights) for end in accumulate(weights)]
@@ -238,7 +239,7 @@ def _text(file: CorpusFile) -> list[Document]:
 
 
 def _lines(file: CorpusFile) -> Iterator[Document]:
-    """Yield each line or row as a document; names sort as the lines do."""
+    """Yield each line or row as a document; names sort in the order of the lines."""
     place, first = next(read_objects(file.path), ('', {'text': ''}))
     if not {'text', 'messages'} & first.keys():
         keys = ', '.join(map(str, first)) or 'none'
@@ -266,7 +267,7 @@ def _in_folder(path: Path, root: Path) -> CorpusFile:
     file = _file(path, root)
     if file.format == 'jsonl' and '.json' in map(str.lower, path.suffixes[-2:]):
         as_text = file._replace(format='text')
-        with suppress(ConfigError):  # which is raised again when the file is read
+        with suppress(ConfigError):  # the error is raised again when the file is read
             piece, _ = next(read_pieces(find_inputs([str(path)], 'text'), '', Position(), HEAD))
             assert isinstance(piece.data, bytes)
             found = json_text(piece.data, whole=piece.last)
@@ -277,7 +278,8 @@ def _in_folder(path: Path, root: Path) -> CorpusFile:
 
 def _input(file: CorpusFile) -> Input:
     (input,) = find_inputs([str(file.path)], file.format)
-    # What a folder makes of a file is checked; a folder of text may hold tables.
+    # The contents of a file that was found in a folder are checked; a folder of text may contain
+    # tables.
     return replace(input, given=False, table=input.table and file.alone)
 
 
@@ -289,7 +291,7 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skip and not name.startswith('.')]
         paths = (Path(folder, name) for name in names if not name.startswith('.'))
-        yield from (path for path in paths if path.is_file())  # no broken links, no pipes
+        yield from (path for path in paths if path.is_file())  # skips broken links and pipes
 
 
 def _few(names: Sequence[str]) -> str:

@@ -31,8 +31,8 @@ def fit_to_rows(tokenizer: 'Tokenizer', rows: int, spec: str, special: Sequence[
     """Let a model with `rows` embedding rows use a tokenizer that may have more entries.
 
     As in transformers, added tokens may have ids beyond the rows, and a text with such a token is
-    rejected. Raises ConfigError if an ordinary token has such an id, or a token that every document
-    has, or one of `special`.
+    rejected. Raises ConfigError if such an id belongs to an ordinary token, to a token that every
+    document has, or to a token of `special`.
     """
     beyond = tokenizer.limit(rows)
     if not beyond:

@@ -1,9 +1,9 @@
 """Tokenize a long text in parts, with the same result as in one piece.
 
-The library tokenizers needs over 100 bytes of memory per byte of text, so a long text is read in
-parts. A tokenizer may add a space before a text, strip its blanks or merge over a cut. Therefore
-each part is read with its neighborhood. A window around each cut, which is the same for the parts
-on both sides, tells how many tokens belong to the neighborhood.
+The `tokenizers` library needs over 100 bytes of memory per byte of text, so a long text is encoded
+in parts. A tokenizer may add a space before a text, strip its blanks or merge across a cut, so each
+part is encoded together with its neighborhood. A window around each cut, which is the same for the
+parts on both sides, tells how many tokens belong to the neighborhood.
 """
 
 import re
@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megajax.base.errors import ConfigError, Problem
 
-PART = 1 << 20  # characters that are read at a time
-WHOLE = 1 << 24  # characters that are read at a time where a tokenizer allows no cut
-AROUND = 256  # bytes on each side of a cut that are read with it
-# Where a cut may be, by preference: between lines that are neither blank nor indented, before a
-# line that is not, before a word.
+PART = 1 << 20  # characters that are encoded at a time
+WHOLE = 1 << 24  # characters that are encoded at a time if a tokenizer allows no cut
+AROUND = 256  # number of bytes on each side of a cut that are encoded with a part
+# Possible places for a cut, by preference: between lines that are neither blank nor indented,
+# before such a line, before a word.
 CUTS = re.compile(r'(?<=\S\n)(?=\S)'), re.compile(r'(?<=\n)(?=\S)'), re.compile(r'(?<=\w)(?= \w)')
 
 Encode = Callable[[str], Sequence[int]]
-Locate = Callable[[str], tuple[Sequence[int], Sequence[int]]]  # ids, and where each token starts
+Locate = Callable[[str], tuple[Sequence[int], Sequence[int]]]  # ids, and the start of each token
 
 
 class UncuttableError(ConfigError):
@@ -40,9 +40,8 @@ def encode_in_parts(
 ) -> Iterator[Sequence[int]]:
     """Yield the ids of consecutive parts of a text between `before` and `after` in a document.
 
-    Parts have up to PART characters, or up to WHOLE where no cut is found. Raises UncuttableError
-    if a longer part would be needed, or if the tokens around a cut depend on more than AROUND
-    bytes.
+    Parts have up to PART characters, or up to WHOLE if no cut is found. Raises UncuttableError if a
+    longer part would be needed, or if the tokens around a cut depend on more than AROUND bytes.
     """
     start = 0
     for part in parts(text):
@@ -62,7 +61,10 @@ def encode_in_parts(
 
 
 def parts(text: str) -> Iterator[str]:
-    """Yield consecutive parts of a text of up to PART characters, or a longer one, cut at words."""
+    """Yield consecutive parts of a text, cut at words.
+
+    A part has up to PART characters, or more if there is no word at which to cut.
+    """
     start = 0
     while len(text) - start > PART:
         end = next(_candidates(text, start), len(text))
@@ -83,9 +85,9 @@ def tail(text: str) -> str:
 
 
 def _candidates(text: str, start: int) -> Iterator[int]:
-    """Yield positions for a cut in the second half of a part, the last of each kind.
+    """Yield candidates for a cut in the second half of a part, the last one of each kind.
 
-    If there is none, longer parts follow, up to WHOLE.
+    After these, yield candidates for longer parts, up to WHOLE.
     """
     size = PART
     while size <= WHOLE and start + size // 2 < len(text):
@@ -96,9 +98,9 @@ def _candidates(text: str, start: int) -> Iterator[int]:
 
 
 def _tokens_before(left: str, right: str, ids: Sequence[int], locate: Locate) -> int:
-    """Return how many of the `ids` of a text that begins with `left` are before the cut after it.
+    """Return how many of the `ids` of a text are before the cut that follows its beginning `left`.
 
-    The first half of the window after the cut must have the tokens of the text.
+    Up to the middle of `right`, the window around the cut must have the same tokens as the text.
     """
     window, starts = locate(left + right)
     number = sum(start < len(left) for start in starts)
@@ -109,9 +111,9 @@ def _tokens_before(left: str, right: str, ids: Sequence[int], locate: Locate) ->
 
 
 def _tokens_after(left: str, right: str, ids: Sequence[int], locate: Locate) -> int:
-    """Return how many of the `ids` of a text that ends with `right` are after the cut before it.
+    """Return how many of the `ids` of a text are after the cut that precedes its end `right`.
 
-    The second half of the window before the cut must have the tokens of the text.
+    From the middle of `left` on, the window around the cut must have the same tokens as the text.
     """
     window, starts = locate(left + right)
     number = sum(start >= len(left) for start in starts)

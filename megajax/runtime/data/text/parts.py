@@ -1,4 +1,4 @@
-"""Consecutive sequences of a corpus as its training, validation and test parts."""
+"""Divide the consecutive sequences of a corpus into training, validation and test parts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

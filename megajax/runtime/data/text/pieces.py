@@ -1,7 +1,7 @@
-"""Tokenize a text with special tokens and images, as `tokenizers` reads the whole text.
+"""Tokenize a text with special tokens and images as `tokenizers` encodes the whole text.
 
-A tokenizer reads a piece of a text differently on its own: it may add a space, strip blanks, or
-miss a merge over the border. Therefore the pieces are joined and encoded at once. In the joined
+A tokenizer may encode a piece of a text differently by itself: it may add a space, strip blanks, or
+miss a merge across the border. The pieces are therefore joined and encoded at once. In the joined
 text, a mark that no text can spell replaces each special token of the markup. A copy of the
 tokenizer has the marks as added tokens with the properties of the special ones, so that letters
 that spell a special token remain letters.
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 # Unicode noncharacters, which texts should not contain
 GUARDS = tuple(map(chr, range(0xFDD0, 0xFDEF)))
-END = chr(0xFDEF)  # of a mark, which begins with one of GUARDS
-IMAGE = -1  # what the mark of an image stands for if no special token does
+END = chr(0xFDEF)  # the end of a mark; the beginning is one of GUARDS
+IMAGE = -1  # the id that the mark of an image stands for if it stands for no special token
 PROPERTIES = 'single_word', 'lstrip', 'rstrip', 'normalized'
 
 
@@ -34,14 +34,14 @@ class Piece:
 
     text: str = ''
     token: int | None = None
-    image: str | None = None  # name, in the dataset's folder
-    answered: bool = False  # counts in the loss; an image never does
+    image: str | None = None  # file name in the dataset's folder
+    answered: bool = False  # whether it counts in the loss; an image never does
 
 
 class MarkedTokenizer:
     """A copy of a tokenizer in which marks stand for special tokens and images.
 
-    The texts to encode do not have the character `guard`.
+    The texts to encode must not contain the character `guard`.
     """
 
     def __init__(self, backend: 'tokenizers.Tokenizer', guard: str) -> None:
@@ -67,7 +67,7 @@ class MarkedTokenizer:
 
         Image n becomes sizes[n] times `image_token`. An id counts if its token covers an answered
         character, as in the mask of transformers' `apply_chat_template`. Raises ConfigError if the
-        tokenizer does not find a special token where it is.
+        tokenizer does not find a special token at its place.
         """
         image = image_token if image_token in self._marks else IMAGE
         texts = [self._text(piece, image) for piece in pieces]
@@ -114,12 +114,12 @@ def reader_of_letters(backend: 'tokenizers.Tokenizer') -> 'tokenizers.Tokenizer'
         return backend
     content = json.loads(backend.to_str())
     model = content['model']
-    if isinstance(model['vocab'], dict):  # of BPE and WordPiece
+    if isinstance(model['vocab'], dict):  # for BPE and WordPiece
         model['vocab'] = {names.get(name, name): i for name, i in model['vocab'].items()}
         model['unk_token'] = names.get(model['unk_token'], model['unk_token'])
-    else:  # of Unigram
+    else:  # for Unigram
         model['vocab'] = [(names.get(name, name), score) for name, score in model['vocab']]
-    if 'merges' in model:  # pairs
+    if 'merges' in model:  # merges as pairs of tokens
         model['merges'] = [x for x in model['merges'] if names.keys().isdisjoint([*x, ''.join(x)])]
     for token in content['added_tokens']:
         token['content'] = names.get(token['content'], token['content'])
@@ -142,7 +142,7 @@ def _found_by_model(backend: 'tokenizers.Tokenizer') -> set[str]:
 
 
 def answered_spans(pieces: Sequence[Piece], texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the first character and the end of each answered run of pieces with these texts."""
+    """Return the first character and the end of each run of answered pieces with these texts."""
     spans, end = [], 0
     for answered, run in groupby(zip(pieces, texts, strict=True), lambda pair: pair[0].answered):
         start, end = end, end + sum(len(text) for _, text in run)

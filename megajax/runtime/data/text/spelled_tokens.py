@@ -1,4 +1,4 @@
-"""Find special tokens spelled in a text, which are read as letters unless a build parses them."""
+"""Find special tokens spelled in a text, which are read as text unless a build parses them."""
 
 import logging
 import re
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 logger = logging.getLogger(__name__)
 
-MOST_NAMES = 5  # that a warning has
+MOST_NAMES = 5  # maximum number of names in a warning
 
 
 class SpelledTokens:
@@ -22,7 +22,7 @@ class SpelledTokens:
         return set(self._pattern.findall(text))
 
     def count(self, text: str) -> int:
-        """Return how many special tokens a text spells."""
+        """Return the number of special tokens that a text spells."""
         return len(self._pattern.findall(text))
 
 
@@ -36,7 +36,7 @@ def letters_warning(documents: int, names: Collection[str]) -> str:
 
 
 def tokens_note(documents: int, names: Collection[str]) -> str:
-    """Return a note that `documents` spell the special tokens `names`, which are read as such."""
+    """Return a note that `documents` spell the tokens `names`, which are read as special tokens."""
     return f'{_spelling(documents, names)}, which are read as these tokens'
 
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 TOKENIZER, CONFIG = 'tokenizer.json', 'tokenizer_config.json'
 MAP, ADDED = 'special_tokens_map.json', 'added_tokens.json'
 MODEL, GENERATION = 'config.json', 'generation_config.json'
-END = 'end_of_document'  # megajax's own key in the tokenizer_config.json of a run
+END = 'end_of_document'  # megajax's own key in a run's tokenizer_config.json
 STANDARD = tuple(f'{x}_token' for x in ('bos', 'eos', 'unk', 'sep', 'pad', 'cls', 'mask'))
-# The tokenizer class that transformers 5 makes for a family, whatever the files say ...
+# The tokenizer class that transformers 5 uses for a family, whatever the files say ...
 OF_FAMILY = {
     'qwen2': 'Qwen2Tokenizer',
     **dict.fromkeys(('glm', 'glm4', 'ministral', 'mistral', 'olmo2', 'olmo3', 'phi3'), ''),
 }
-# ... or if they name none, ...
+# ... or the class that it uses if the files name none, ...
 BY_DEFAULT = {
     'gpt2': 'GPT2Tokenizer',
     'megatron-bert': 'BertTokenizer',
@@ -48,14 +48,14 @@ Keys = dict[str, Any]
 class TokenNames:
     """The tokens that a folder names, by transformers' names such as eos_token.
 
-    `end` is the name of the token that ends a document, None if the folder does not say.
+    `end` is the name of the token that ends a document, or None if the folder does not say.
     """
 
     named: Mapping[str, str] = field(default_factory=dict)
     end: str | None = None
 
     def save(self, path: Path) -> None:
-        """Write them next to the tokenizer.json of `path`, where `name_tokens` finds them."""
+        """Write the names next to the tokenizer.json of `path`, where `name_tokens` finds them."""
         if self.content:
             _next_to(path, CONFIG).write_bytes(self.content)
         else:
@@ -73,11 +73,12 @@ class TokenNames:
 def name_tokens(
     path: Path, backend: 'tokenizers.Tokenizer'
 ) -> tuple[TokenNames, 'tokenizers.Tokenizer']:
-    """Return what the files next to the tokenizer.json of `path` say, and it with their tokens.
+    """Return the names in the files next to the tokenizer.json of `path`, and the full tokenizer.
 
-    A token that tokenizer.json lacks gets the next id, or its own if it is in the vocabulary.
-    PREFIX.tokenizer.json has PREFIX.tokenizer_config.json. Raises ConfigError for a file that
-    transformers could not use either.
+    The tokenizer has the tokens of these files. A token that tokenizer.json lacks gets the next id,
+    or its own id if it is in the vocabulary. PREFIX.tokenizer.json goes with
+    PREFIX.tokenizer_config.json. Raises ConfigError for a file that transformers could not use
+    either.
     """
     config, model = _read(path, CONFIG), _read(path, MODEL)
     special_map = {} if 'added_tokens_decoder' in config else _read(path, MAP)
@@ -103,7 +104,7 @@ def name_tokens(
             added.setdefault(token['content'], {**token, 'special': True})
     _add(backend, added, {*named.values()}, where)
     fix_mistral_regex(backend, config, model)
-    if name == 'Qwen2Tokenizer':  # which gives special tokens the usual properties
+    if name == 'Qwen2Tokenizer':  # this class gives special tokens the usual properties
         _add(backend, {token: {} for token in special}, special, where)
     return TokenNames(named, str(end) if end else _end(path, model, backend)), backend
 
@@ -115,7 +116,7 @@ def start_ids(backend: 'tokenizers.Tokenizer') -> list[int]:
     """
     try:
         encoding = backend.encode('a')
-    except Exception:  # the texts to come may have only what the vocabulary has
+    except Exception:  # the texts may contain only characters that the vocabulary has
         return []
     prefix = takewhile(
         lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True)
@@ -142,13 +143,13 @@ def _merged(
 
 
 def _class_of(config: Keys, model: Keys, backend: 'tokenizers.Tokenizer') -> str:
-    """Return the tokenizer class that transformers makes, empty for one without parts or tokens."""
+    """Return the tokenizer class that transformers uses; '' if it has no own parts or tokens."""
     family = model.get('model_type')
     family = family if isinstance(family, str) else ''
     said = config.get('tokenizer_class') or model.get('tokenizer_class')
     said = said.removesuffix('Fast') if isinstance(said, str) else BY_DEFAULT.get(family, '')
     name = OF_FAMILY.get(family, said)
-    # Llama 3 names this class, and its tokens are not SentencePiece's.
+    # Llama 3's files name this class, although its tokens are not SentencePiece's.
     return '' if name == 'LlamaTokenizer' and '"ByteLevel"' in backend.to_str() else name
 
 
@@ -201,19 +202,19 @@ def _end(path: Path, model: Keys, backend: 'tokenizers.Tokenizer') -> str | None
 
 
 def _token(value: Any) -> Keys | None:
-    """Return a token with its flags, None if the value is none."""
+    """Return a token with its flags, or None if the value is not a token."""
     if isinstance(value, str):
         return {'content': value}
     return value if isinstance(value, dict) and isinstance(value.get('content'), str) else None
 
 
 def _next_to(path: Path, name: str) -> Path:
-    """Return the path of a file of the same folder, with the prefix of PREFIX.tokenizer.json."""
+    """Return the path of a file in the same folder, with the prefix of PREFIX.tokenizer.json."""
     return path.with_name(path.name.removesuffix(TOKENIZER) + name)
 
 
 def _read(path: Path, name: str) -> Keys:
-    """Return the object of a file next to a tokenizer.json, an empty one if there is none."""
+    """Return the object of a file next to a tokenizer.json, {} if there is no such file."""
     named = path.name == TOKENIZER or (path.name.endswith(f'.{TOKENIZER}') and name == CONFIG)
     file = _next_to(path, name)
     return read_json(file) if named and file.is_file() else {}

@@ -1,6 +1,6 @@
 """Convert text to token ids and back.
 
-The tokens are bytes, or those of a byte-level BPE trained here, or of a Hugging Face
+The tokens are bytes, or come from a byte-level BPE trained here or from a Hugging Face
 tokenizer.json.
 """
 
@@ -35,8 +35,8 @@ from megajax.runtime.data.text.token_names import TokenNames, name_tokens, start
 if TYPE_CHECKING:
     import tokenizers
 
-UINT16_BELOW = 65500  # as in megatron-core's `DType.optimal_dtype`
-# documents per call of tokenizers, which holds some 90 bytes for each of their tokens
+UINT16_BELOW = 65500  # dtype limit, as in megatron-core's `DType.optimal_dtype`
+# number of documents per call of `tokenizers`, which holds some 90 bytes for each of their tokens
 DOCUMENTS_AT_ONCE = 64
 
 
@@ -45,13 +45,14 @@ class Tokenizer:
 
     `vocab_size` is the number of ids, `eod` the id of the end-of-document token, and `start` the
     ids with which a document begins, such as Llama's <|begin_of_text|>, if any. `ends` has the ids
-    that end a generated text: `eod`, and those that `also_ends` adds. `named_tokens` has the names
-    of special tokens by role, such as bos_token, as transformers' `special_tokens_map` does; none
-    for a tokenizer.json alone. `token_bytes` (int32 [vocab_size]) holds the number of UTF-8 bytes
-    that each token stands for, 0 for a special one. `dtype` is uint16 for small vocabularies, else
-    int32. `is_lossless` is false for BERT's WordPiece, which drops spaces and perhaps case; the
-    dropped bytes are not counted. Raises ConfigError, which names `spec`, if there is no
-    end-of-document token, if tokens do not stand for bytes, or if an id is MOST_IDS or more.
+    that end a generated text: `eod`, and the ids that `also_ends` adds. `named_tokens` has the
+    names of special tokens by role, such as bos_token, like transformers' `special_tokens_map`; it
+    is empty for a tokenizer.json without other files. `token_bytes` (int32 [vocab_size]) holds the
+    number of UTF-8 bytes that each token stands for, 0 for a special token. `dtype` is uint16 for
+    small vocabularies, else int32. `is_lossless` is false for BERT's WordPiece, which drops spaces
+    and perhaps case; the dropped bytes are not counted. Raises ConfigError, which names `spec`, if
+    there is no end-of-document token, if tokens do not stand for bytes, or if an id is MOST_IDS or
+    more.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Tokenizer:
         self.fingerprint = sha256(backend.to_str().encode()).hexdigest()
 
     def parsing_special(self) -> Self:
-        """Return a copy that reads special tokens spelled in a text as transformers does."""
+        """Return a copy that, like transformers, reads spelled special tokens as special tokens."""
         parsing = copy(self)
         parsing._reader = type(self._backend).from_str(self._backend.to_str())
         return parsing
@@ -98,9 +99,10 @@ class Tokenizer:
     ) -> list[np.ndarray]:
         """Return the ids of each text, without start and end-of-document tokens.
 
-        `before` is what comes before the first text in its document, and `after` what follows the
-        last one; a text has the ids that it has there. A long text is read in parts. Raises
-        UncuttableError for one that can be read neither in parts nor at once (`long_texts.py`).
+        `before` is the text before the first text in its document, and `after` is the text that
+        follows the last one; ids are the same as in the whole document. A long text is encoded in
+        parts. Raises UncuttableError for a text that can be encoded neither in parts nor at once
+        (`long_texts.py`).
         """
         if before or after or max(map(len, texts), default=0) > PART:
             last = len(texts) - 1
@@ -140,7 +142,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def _unknown(self, error: Exception) -> ConfigError:
-        # a text has what the vocabulary lacks, and no token for that
+        # the text has a character that the vocabulary lacks, and there is no token for unknown ones
         return tokenizer_error(
             f'{self._spec} cannot encode a text ({reason(error)}); '
             'use a tokenizer that knows every text, such as a byte-level BPE'
@@ -151,7 +153,7 @@ class Tokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Return the ids of consecutive pieces of a document, and whether each counts in the loss.
 
-        They are those of the whole document, however it is cut into pieces, without start and
+        The ids do not depend on how the document is cut into pieces, and exclude start and
         end-of-document tokens. Image n becomes sizes[n] times `image_token`. An id counts if its
         token covers an answered character, as in the mask of transformers' `apply_chat_template`.
         Raises UncuttableError for a document of more than `long_texts.WHOLE` characters.
@@ -178,7 +180,7 @@ class Tokenizer:
     def limit(self, rows: int) -> dict[int, str]:
         """Return the tokens with ids of `rows` or more by id, and reject texts that contain them.
 
-        A model with that vocabulary has no row for them in its embedding.
+        A model with `rows` entries has no rows for them in its embedding.
         """
         self._rows = min(rows, self.vocab_size)
         self.token_bytes[self._rows :] = 0
@@ -195,7 +197,7 @@ class Tokenizer:
         self.ends = tuple(dict.fromkeys([*self.ends, *ids]))
 
     def token_id(self, name: str) -> int | None:
-        """Return the id of a token by its name, None if there is no such token."""
+        """Return the id of a token by its name, or None if there is no such token."""
         token_id: int | None = self._backend.token_to_id(name)
         return token_id
 
@@ -206,14 +208,14 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> frozenset[int]:
-        """Ids of the tokens that are matched in texts before the vocabulary is used."""
+        """The ids of tokens that are matched in texts before the vocabulary is used."""
         return frozenset(self._backend.get_added_tokens_decoder())
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; special tokens appear by name, invalid UTF-8 as U+FFFD.
 
-        `tokenizers` makes U+FFFD of all bytes of a byte fallback that have one invalid byte among
-        them; here, whole characters remain.
+        `tokenizers` turns a whole run of byte-fallback tokens into U+FFFD if one byte is invalid;
+        here, the valid characters remain.
         """
         numbers = [int(i) for i in ids]
         text: str = self._backend.decode(numbers, skip_special_tokens=False)
@@ -307,7 +309,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise tokenizer_error(f"there is no file {path}; give a tokenizer.json, 'bpe' or 'bytes'")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # `tokenizers` raises no more specific error
         raise tokenizer_error(
             f'{path} is not a tokenizer.json ({error}); {repair(file)}, or give one that the '
             "tokenizers library wrote, 'bpe' or 'bytes'"

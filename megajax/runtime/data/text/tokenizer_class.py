@@ -21,18 +21,18 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
-# For Mistral's large vocabularies, for which transformers 4 wrote Llama 3's pattern
+# For Mistral's large vocabularies, for which transformers 4 wrote Llama 3's pattern.
 MISTRAL = (
     r'[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+'
     r'|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*'
     r'|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
 MISTRALS = None, 'mistral', 'mistral3', 'voxtral', 'ministral', 'pixtral'
-MISTRAL_ENTRIES = 100_000  # that a vocabulary has more than
-SPACE = '\u2581'  # of SentencePiece
+MISTRAL_ENTRIES = 100_000  # large vocabularies have more entries than this
+SPACE = '\u2581'  # SentencePiece's space
 AS_IT_IS = 'PreTrainedTokenizerFast'
 BYTES, PIECES = 'byte-level BPE', 'BPE of SentencePiece'  # kinds of vocabularies
-# Other classes of transformers 5.24 that make parts of their own or read other files.
+# Other classes of transformers 5.24 that build their own parts or read other files.
 OTHERS = re.compile(
     r'('
     r'Albert|Bart|Barthez|Bartpho|BertGeneration|BertJapanese|Bertweet|BigBird|'
@@ -50,18 +50,19 @@ OTHERS = re.compile(
 )
 
 Keys = Mapping[str, Any]
-Parts = dict[str, Any]  # by the name of the attribute
+Parts = dict[str, Any]  # by the attribute's name
 logger = logging.getLogger(__name__)
 
 
 def build_as_class(
     backend: 'tokenizers.Tokenizer', name: str, keys: Keys, file: str, *, by_family: bool
 ) -> 'tokenizers.Tokenizer':
-    """Return a tokenizer with the parts of its class, and warn of those that differ.
+    """Return a tokenizer with the parts of its class, and warn about parts that differ.
 
-    It has no added tokens if `keys`, those of the tokenizer_config.json `file`, list them.
-    `by_family` says that config.json decides about the class. Raises ConfigError for a class that
-    builds parts which megajax does not know, and for one of another kind of vocabulary.
+    `keys` are the keys of the tokenizer_config.json `file`; if they list added tokens, the result
+    has none. `by_family` says that config.json decides the class. Raises ConfigError for a class
+    that builds parts which megajax does not know, and for a class with a different kind of
+    vocabulary.
     """
     fix = f'to read that file as it is, set "tokenizer_class": "{AS_IT_IS}"'
     if by_family:
@@ -101,8 +102,8 @@ def build_as_class(
 def fix_mistral_regex(backend: 'tokenizers.Tokenizer', keys: Keys, model: Keys) -> None:
     """Split a text as transformers does if tokenizer_config.json, `keys`, has `fix_mistral_regex`.
 
-    It heeds the key for large vocabularies next to a config.json, `model`, of a Mistral that a
-    version before 5 wrote.
+    The key is in effect only for large vocabularies next to a Mistral's config.json, `model`, that
+    a version before 5 wrote.
     """
     from tokenizers import Regex, pre_tokenizers
 
@@ -138,7 +139,7 @@ def _differ(old: Any, new: Any) -> bool:
 
 
 def _state(part: Any) -> Any:
-    """Return the parts that decide about ids and texts, but not whether spaces count in offsets."""
+    """Return the parts that decide ids and texts, but not whether offsets include spaces."""
 
     def without_places(value: dict[str, Any]) -> dict[str, Any]:
         return {key: x for key, x in value.items() if key != 'trim_offsets'}
@@ -211,7 +212,7 @@ def _bert(keys: Keys) -> Parts:
     }
 
 
-# The kind of vocabulary that a class reads, and what it makes of its keys.
+# The kind of vocabulary that a class reads, and a function from its keys to its parts.
 CLASSES: Mapping[str, tuple[str, Callable[[Keys], Parts]]] = {
     'GPT2Tokenizer': (BYTES, _gpt2),
     'Qwen2Tokenizer': (BYTES, _qwen2),

@@ -71,7 +71,7 @@ class Sequences:
         return len(self.lengths)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return token ids `start` to `stop`, or to the end, for a batch."""
+        """Return the token ids from `start` up to `stop`, or up to the end, for a batch."""
         stop = min(stop, len(self.tokens))
         return self.tokens[start:stop] if self.reader is None else self.reader(start, stop)
 
@@ -85,7 +85,7 @@ class Sequences:
 
     def document_starts(self, start: int, stop: int) -> list[int]:
         """Return the tokens after `start` and before `stop` with which a document begins."""
-        # bisect, because numpy would copy the mapped arrays: they are not aligned
+        # bisect: numpy would copy the mapped arrays, because they are not aligned
         first, last = (
             bisect_right(self.pointers, token * self.tokens.itemsize) for token in (start, stop - 1)
         )
@@ -129,7 +129,10 @@ def from_lengths(name: str, tokens: np.ndarray, lengths: np.ndarray) -> Sequence
 
 
 def is_pair(prefix: str | Path) -> bool:
-    """Whether PREFIX names token files; one suffices, so that the other is reported missing."""
+    """Whether PREFIX names token files.
+
+    One of the two files suffices, so that the other one is reported as missing.
+    """
     return any(path.exists() for path in paths(Path(prefix).expanduser()))
 
 

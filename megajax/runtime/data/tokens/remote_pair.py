@@ -17,9 +17,10 @@ from megajax.runtime.data.sources.remote_file import RemoteFile, patiently
 from megajax.runtime.data.tokens.indexed import Sequences, read_index
 from megajax.runtime.data.tokens.token_ids import first_bad
 
-# Name of the entry in a checkpoint's record for the version of a remote file, before its URL.
+# Beginning of the name under which a checkpoint records the version of a remote file; the file's
+# URL follows.
 VERSION_OF = 'ETag and size of '
-# Suffixes of the token files, and of what `megajax data build` writes next to them.
+# Suffixes of the token files, and of the files that `megajax data build` writes next to them.
 FILES = '.bin', '.idx', '.json', '.tokenizer.json', '.tokenizer_config.json'
 
 
@@ -43,7 +44,7 @@ def read_remote_pair(prefix: str, cache: BlockCache, vocab_size: int) -> RemoteP
     name = prefix.rpartition('/')[2]
     here = cache.folder / sha256(' '.join(file.key for file in files).encode()).hexdigest()[:32]
     with replacing(f'{here}/{name}', prefix):
-        with cache.locked(wait=True):  # one process of the host downloads
+        with cache.locked(wait=True):  # only one process of a host downloads
             for file in files[1:]:
                 file.download(here / file.url.rpartition('/')[2])
         dtype, (lengths, pointers, documents) = read_index(here / f'{name}.idx', bin_file.size)
@@ -62,7 +63,7 @@ def read_remote_pair(prefix: str, cache: BlockCache, vocab_size: int) -> RemoteP
 
 
 def is_remote_pair(prefix: str) -> bool:
-    """Whether a URL is the prefix of token files; one suffices, as for local ones."""
+    """Whether a URL is the prefix of token files; one of the files suffices, as for local files."""
     if any(x in prefix for x in '*?[') or prefix.lower().endswith(tuple(SUFFIXES)):
         return False
     return any(_exists(f'{prefix}{suffix}') for suffix in ('.idx', '.bin'))

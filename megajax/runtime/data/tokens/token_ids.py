@@ -15,7 +15,7 @@ from megajax.base.errors import ConfigError, Problem
 from megajax.base.files.bounded_json import parse_json
 from megajax.runtime.data.tokens.indexed import Sequences, TokenIds, paths
 
-CHUNK = 1 << 24  # tokens read at a time
+CHUNK = 1 << 24  # number of tokens read at a time
 
 
 def check_token_ids(sequences: Sequences, vocab_size: int, max_token: int | None = None) -> None:
@@ -102,4 +102,4 @@ def _remember(note: Path, low_high: tuple[int, int]) -> None:
             json.dump(low_high, file)
         Path(file.name).replace(note)
     except OSError:
-        return  # the home directory is not writable: the file is read again next time
+        return  # if the home directory is not writable, the file is read again next time

@@ -26,8 +26,8 @@ def watched(sequences: Sequences, vocab_size: int) -> Sequences:
     """Return the sequences of a pair of files with a `read` that checks ids and files.
 
     It raises ConfigError, with file and byte, for an id that is negative or not below `vocab_size`,
-    and if the files were written to or truncated after they were opened. If another file takes the
-    name of an opened one, the opened one is read to the end of the run.
+    and if the files were written to or truncated after they were opened. If an opened file is
+    replaced by another file of the same name, the opened file is still read to the end of the run.
     """
     if not len(sequences.tokens):
         return sequences
@@ -111,7 +111,7 @@ class _WatchedTokens:
 
 
 def _look(path: Path) -> _Look | None:
-    """Return the status that changes when a file is written to, None if the file is gone."""
+    """Return the status that changes when a file is written to, or None if the file is gone."""
     try:
         status = path.stat()
     except OSError:
