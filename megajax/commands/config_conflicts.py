@@ -25,7 +25,7 @@ def conflicts(
 ) -> None:
     """List the settings that cannot be combined.
 
-    Each pair has a reason and what to use instead.
+    For each pair, it gives the reason and says what to use instead.
     """
     if markdown:
         print(_page(pairs()), end='')
@@ -62,7 +62,7 @@ def _allowed(found: list[Pair]) -> list[str]:
 
 
 def _others(feature: str, found: Iterable[Pair]) -> list[str]:
-    """Return the other feature of each pair that has this one."""
+    """Return the other feature of each pair that contains this feature."""
     return [
         pair.other if feature == pair.one else pair.one
         for pair in found

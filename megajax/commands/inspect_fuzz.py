@@ -48,8 +48,9 @@ def fuzz(
 ) -> None:
     """Execute random training steps as compiled for a GPU, and compare each with one device.
 
-    No GPU is needed. Models, meshes, dtypes and features are drawn from all valid configs. A
-    stopped run continues. Exits with 1 if a step is wrong, or fails to compile or run.
+    No GPU is needed. Models, meshes, dtypes and features are drawn from all valid configs. The same
+    command continues a stopped run. Exits with code 1 if a step is wrong, or fails to compile or
+    run.
     """
     from megajax.analysis.fuzz.draw import described, draw
 

@@ -103,7 +103,7 @@ SchedulePlot = Annotated[
     Path | None,
     typer.Option(help='Plot the pipeline schedule: .png, .svg or .pdf.'),
 ]
-ScalingPlot = Annotated[Path | None, typer.Option(help='Plot MFU over the number of GPUs.')]
+ScalingPlot = Annotated[Path | None, typer.Option(help='Plot MFU against the number of GPUs.')]
 TableName = Annotated[
     str | None,
     typer.Option(help="Compare a published table with predictions; 'all' summarizes all tables."),

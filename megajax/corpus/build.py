@@ -230,7 +230,7 @@ class _Builder:
         limit = np.iinfo(np.int32).max
         if lengths.max(initial=0) > limit:
             message = (
-                f'a document has {lengths.max()} tokens, and the index allows at most {limit}; '
+                f'a document has {lengths.max()} tokens, but the index allows at most {limit}; '
                 'split the document'
             )
             raise ConfigError(Problem(path=', '.join(self._job.inputs), message=message))
@@ -287,7 +287,7 @@ def _progress(out: Path, fingerprint: str) -> Progress | None:
     progress = read_progress(out)
     if progress and progress.fingerprint != fingerprint:
         logger.info(
-            '%s.partial is of different inputs or options, or of a stream: starting over', out
+            '%s.partial belongs to different inputs or options, or to a stream: starting over', out
         )
         progress = None
     if not (progress and progress.complete) and (

@@ -69,7 +69,7 @@ def decode_samples(
         ids = sequences.tokens[start : min(stop, start + SAMPLE_TOKENS)]
         if ids.max(initial=0) >= tokenizer.vocab_size:
             message = (
-                f'has {tokenizer.vocab_size} entries, and document {number} contains '
+                f'has {tokenizer.vocab_size} entries, but document {number} contains '
                 f'id {ids.max()}; give the tokenizer that made the tokens'
             )
             raise ConfigError(Problem(path='--tokenizer', message=message))

@@ -125,7 +125,7 @@ class Variables:
         if default and default[-1] != '?' and name not in self.reasons:
             self.depth += 1
             if self.depth > MAX_DEPTH:
-                raise ConfigError(f'{self.source}: {text:.80}: too many defaults in one another')
+                raise ConfigError(f'{self.source}: {text:.80}: defaults are nested too deeply')
             values = [''.join(self.joined(piece) for piece in word_of(instead, self.source))]
             self.depth -= 1
             if '=' in default:

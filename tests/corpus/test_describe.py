@@ -71,7 +71,7 @@ def test_files_of_megatron(tmp_path: Path) -> None:
         (['verify', f'{ORACLES}/c', '--vocab-size', '50000'], 'c.bin: at byte '),
         (
             ['info', f'{ORACLES}/c', '--tokenizer', 'bytes'],
-            'error: --tokenizer: has 257 entries, and document 0 contains',
+            'error: --tokenizer: has 257 entries, but document 0 contains',
         ),
         (
             ['info', 'nowhere'],

@@ -273,7 +273,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         )
     for part in (
         '--rampup-batch-size 16 16 5859375: is not supported: leave it out; a run that is',
-        '8 GPUs are no multiple of tensor x pipeline x context = 3 x 1 x 1: give --gpus 3',
+        '8 GPUs are not a multiple of tensor x pipeline x context = 3 x 1 x 1: give --gpus 3',
         '--fp16 and --bf16',
         '--decoupled-lr 1e-3: is not supported',
         '--lr-wsd-decay-iters is missing',
@@ -432,7 +432,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match='12 GPUs are no multiple of tensor x pipeline'):
+    with pytest.raises(ConfigError, match='12 GPUs are not a multiple of tensor x pipeline'):
         convert(SMALL + '--tensor-model-parallel-size 8', gpus=12)
     with pytest.raises(ConfigError, match='--global-batch-size 9: is not a multiple'):
         convert(SMALL + '--global-batch-size 9 --micro-batch-size 2', gpus=4)

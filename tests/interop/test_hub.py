@@ -219,7 +219,7 @@ def test_a_folder_of_that_name_comes_first_and_is_said(
         done = import_hf(hub.url, NAME, 'run')
         assert hub.asked == []
     assert done.returncode == 2
-    assert f'{NAME} is a folder here, so nothing is downloaded' in caplog.text
+    assert f'{NAME} is a local folder, so nothing is downloaded' in caplog.text
     assert '"mamba": only' in done.stderr
     said = refusal(import_hf(REFUSED, NAME, 'run', '--revision', 'v1'))
     assert said == f'--revision is of a repository, and {NAME} is here: leave it out'

@@ -71,7 +71,7 @@ REFUSED = {
     '--moe-router-force-load-balancing': 'no noise',
     '--moe-shared-expert-gate': 'no gate',
     '--moe-layer-freq [0]*2': 'no layer would have experts',
-    '--moe-layer-freq [1]*3': 'moe_layer_freq has 3 numbers, and num_layers=2',
+    '--moe-layer-freq [1]*3': 'moe_layer_freq has 3 numbers, but num_layers=2',
     '--moe-apply-probs-on-input': "experts' outputs",
     '--moe-use-upcycling': 'random weights',
     '--expert-tensor-parallel-size 1': '2 shards too: leave it out',

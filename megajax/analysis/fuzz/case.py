@@ -1,4 +1,4 @@
-"""One executed random step, as a line of a file that a later call continues."""
+"""One executed random step, stored as a line of a file that a later call extends."""
 
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ Verdict = Literal['right', 'wrong', 'failed', 'rejected']
 
 
 class Worst(Result):
-    """The result that is nearest to its limit, or farthest above it."""
+    """The result that is closest to its limit, or furthest above it."""
 
     name: str
     error: float | None = Field(description='null: not a finite number')
@@ -45,10 +45,10 @@ class Case(Result):
 
     @property
     def is_finding(self) -> bool:
-        """Whether someone has to look at it."""
+        """Whether someone has to look at the case."""
         return self.verdict in ('wrong', 'failed')
 
     @property
     def key(self) -> Key:
-        """The identity of the case: two calls with the same one compute the same."""
+        """The identity of the case: two calls with the same key compute the same results."""
         return self.seed, self.number, self.target, tuple(self.fixed), self.jax_version

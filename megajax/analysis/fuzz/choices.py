@@ -1,8 +1,8 @@
 """The values that a random config can have for each key, from the schema.
 
-A boolean, an enumeration and an optional group are drawn from their types, so that a new one is
-drawn without a change here. A number needs an entry in SIZES; a key that does not change the
-compiled step needs one in NOT_DRAWN.
+Booleans, enumerations and optional groups are drawn from their types, so a new key of these kinds
+needs no change here. A number needs an entry in SIZES. A key that does not change the compiled step
+needs an entry in NOT_DRAWN.
 """
 
 import functools
@@ -18,10 +18,10 @@ from megajax.core.config.schema import SECTIONS, Config
 from megajax.core.config.section import Section
 
 Values = Sequence[Any]
-PRESENT = object()  # of a group of keys
+PRESENT = object()  # the value of a group of keys that is present
 LAYERS = 'model.layers'
 
-# Few and small numbers: a fault shows in a small step, and a CPU executes it.
+# Few and small numbers: small steps are enough to show a fault, and a CPU can execute them.
 SIZES: Mapping[str, Values] = {
     'model.num_layers': (1, 2, 2, 4),
     'model.hidden_size': (64, 128),
@@ -65,11 +65,11 @@ SIZES: Mapping[str, Values] = {
     'train.seq_len': (16, 32, 64),
     'loss.label_smoothing': (0.1,),
     'loss.z_loss': (1e-3,),
-    # Sequences of a microbatch on a data shard, from which the size of the batch follows.
+    # Sequences per microbatch and data shard, from which the batch size follows.
     'train.batch_size': (1, 2, 4),
 }
 # Keys that do not change the compiled step, that another drawn key determines, that the comparison
-# sets itself (`emulated_step.SMOOTH`), or that only scale a number.
+# itself sets (`emulated_step.SMOOTH`), or that only scale a number.
 NOT_DRAWN = frozenset(
     {
         *(f'{section}.{key}' for section in ('checkpoint', 'run')
@@ -90,12 +90,12 @@ NOT_DRAWN = frozenset(
     }
 )  # fmt: skip
 SECTIONS_DRAWN = tuple(name for name in SECTIONS if name not in ('vision', 'relevance'))
-MOST_ENTRIES = 3  # of a pattern of layers
+MOST_ENTRIES = 3  # most entries of a pattern of layers
 
 
 @functools.cache
 def choices() -> Mapping[str, Values]:
-    """Return the values of each drawn key by path, without its default.
+    """Return the values of each drawn key by path, without the key's default.
 
     A group, such as `model.experts` or `lora`, has the value PRESENT.
     """
@@ -113,14 +113,14 @@ def required(path: str) -> bool:
 
 
 def without_values() -> list[str]:
-    """Return the keys that are neither drawn nor in NOT_DRAWN; a key of a new number is one."""
+    """Return the keys that are neither drawn nor in NOT_DRAWN, such as a new number."""
     drawn = choices()
     keys = (path for name in SECTIONS_DRAWN for path in _paths(name, SECTIONS[name]))
     return [path for path in keys if path not in drawn and path not in NOT_DRAWN]
 
 
 def pick(values: Values, random: Random) -> Any:
-    """Return one of the values; `Random.random` alone is the same in all versions of Python."""
+    """Return one of the values; only `Random.random` is the same in all versions of Python."""
     return values[int(random.random() * len(values))]
 
 
@@ -132,7 +132,8 @@ def of_pattern(random: Random) -> list[dict[str, Any]]:
         for key, field in LayerConfig.model_fields.items():
             if key != 'repeat' and random.random() < 0.4:
                 value = pick(_values(f'model.{key}', field), random)
-                if value is not PRESENT:  # the group of the model, which the entry leaves as it is
+                # PRESENT would be the model's own group, which the entry does not change
+                if value is not PRESENT:
                     entry[key] = value
         entries.append(entry)
     return entries

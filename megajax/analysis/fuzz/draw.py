@@ -1,7 +1,7 @@
-"""Draw random valid configs: a number and a seed give one config, on every machine.
+"""Draw random valid configs: a seed and a number determine one config on every machine.
 
-Every key is drawn by itself. Where the config's own rules report a problem, one of its keys is
-drawn again, until no rule reports one.
+Every key is drawn independently. If the config's own rules report a problem, one of the problem's
+keys is drawn again, until no rule reports a problem.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from megajax.core.config import Config, reload
 from megajax.core.config.overrides import KEYS, read_overrides
 from megajax.core.config.schema import SECTIONS
 
-# How often a key is not at its default. A step with many features has more of their combinations.
+# How often a key is not at its default. A step with many features covers more combinations.
 SHARE = 0.35
 SHARES = {'train.dtype': 0.75, 'optim.shard': 0.6, 'model.position': 0.6, LAYERS: 0.4}
 OF_MESH, OF_GROUP = 0.4, 0.25
@@ -27,7 +27,7 @@ Settings = dict[str, Any]
 
 
 def draw(seed: int, number: int, fixed: Sequence[str] = ()) -> Config:
-    """Return the config with this number; `fixed` are its settings KEY=VALUE that are not drawn.
+    """Return the config with this number; `fixed` lists settings KEY=VALUE that are not drawn.
 
     Raises ConfigError if no config has the fixed settings.
     """
@@ -90,7 +90,7 @@ def _value(path: str, values: Sequence[Any], random: Random) -> Any:
 def _draw_again(
     settings: Settings, problem: Problem, pinned: Mapping[str, Any], random: Random
 ) -> None:
-    """Draw a key of a problem again, or one that such a key's default depends on."""
+    """Draw a key of a problem again, or a key on which the default of such a key depends."""
     named = [problem.path, *problem.others]
     keys = [
         path
@@ -103,7 +103,7 @@ def _draw_again(
 
 
 def _checked(settings: Settings, pinned: Mapping[str, Any]) -> Config:
-    """Return the config of drawn settings. Raises ConfigError with the rules that it breaks."""
+    """Return the config with drawn settings. Raises ConfigError with the rules that it breaks."""
     config = reload(_sections(settings, pinned), place=PLACE)
     if not 1 < config.mesh.num_devices <= MOST_DEVICES:
         axes = [f'mesh.{axis}' for axis in ('stages', 'data', 'context', 'model_rows', 'model')]
@@ -140,9 +140,9 @@ def _group(sections: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
 
 
 def _complete(sections: dict[str, dict[str, Any]], pinned: Mapping[str, Any]) -> None:
-    """Add the keys that follow from others: sizes of the batch and positions, longrope's divisors.
+    """Add keys that follow from others: the batch size, the positions, longrope's divisors.
 
-    A share of the batch is drawn; the rules take a multiple of the data shards and microbatches.
+    The size of one microbatch per data shard is drawn, and multiplied here by their numbers.
     """
     model, mesh, train = (sections.setdefault(name, {}) for name in ('model', 'mesh', 'train'))
     if BATCH not in pinned:

@@ -1,6 +1,6 @@
 """Execute random steps in a child process, which prints a line before and after each.
 
-`megajax.analysis.fuzz.run` starts it. A compiler that crashes or hangs ends this process alone.
+`megajax.analysis.fuzz.run` starts it. A compiler that crashes or hangs ends only this process.
 """
 
 import json
@@ -21,13 +21,13 @@ from megajax.analysis.inspect.result import Compared
 from megajax.analysis.inspect.tolerances import has_16_bits, judged
 from megajax.core.config import Config, ConfigError
 
-PATIENCE = 1800  # seconds for one step on a busy machine, after which it hangs
-MOST_LINES = 12  # of a traceback
-BEGUN, DONE = 'begun ', 'done '  # before a number, and before a Case as JSON
+PATIENCE = 1800  # seconds after which a step counts as hanging, even on a busy machine
+MOST_LINES = 12  # most lines of a traceback
+BEGUN, DONE = 'begun ', 'done '  # precede a number, and a Case as JSON
 
 
 def executed(config: Config, target: str) -> dict[str, Worst]:
-    """Compile and execute a step, as compiled and, in 16 bits, also with fp32 instead."""
+    """Compile and execute a step; in 16 bits, execute it a second time with fp32 instead."""
     step = EmulatedStep(config, target)
     found = {'as_compiled': _worst(judged(step.differences(), config, exact=False))}
     if has_16_bits(config):
@@ -36,7 +36,7 @@ def executed(config: Config, target: str) -> dict[str, Worst]:
 
 
 def case(config: Config, told: Mapping[str, object], target: str) -> Case:
-    """Execute the step of a config and return what was found; `told` is what is known before."""
+    """Execute the step of a config and return its case; `told` has the fields already known."""
     start, cpu = time.perf_counter(), time.process_time()
     found: dict[str, object] = {'target': target, 'jax_version': jax.__version__}
     found['config'] = config.model_dump(mode='json', exclude_unset=True)
@@ -69,7 +69,8 @@ def _main(
     seed: int, target: str, fixed: list[str], numbers: Iterable[int], reports: str | None
 ) -> None:
     jax.config.update('jax_num_cpu_devices', MOST_DEVICES)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # also inside a compiler, which runs no handler
+    # the default action also works inside a compiler, where Python runs no handler
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for number in numbers:
         print(f'{BEGUN}{number}', flush=True)
         told = {'seed': seed, 'number': number, 'fixed': fixed}

@@ -1,6 +1,6 @@
 """Explain a finding: the smallest config that shows it, the compiler pass, and a folder of files.
 
-Each try compiles and executes a step.
+Each attempt compiles and executes a step.
 """
 
 import csv
@@ -31,7 +31,7 @@ Try = Callable[[Config], Case]
 
 
 def explained(case: Case, execute: Try, folder: Path) -> Case:
-    """Return the finding with its smallest config and its pass, and write files into `folder`.
+    """Return the finding with its smallest config and compiler pass; write files to `folder`.
 
     `execute` returns the case of a config, for the same target.
     """
@@ -60,7 +60,7 @@ def versions() -> dict[str, str]:
 
 
 def _is_same(tried: Case, case: Case) -> bool:
-    """Return whether a simpler config shows the same finding, as far as its kind can tell."""
+    """Return whether a simpler config shows the same kind of finding."""
     if tried.verdict != case.verdict:
         return False
     return case.verdict == 'wrong' or _error(tried) == _error(case)
@@ -110,10 +110,10 @@ def _copy_modules(culprit: Culprit, folder: Path) -> None:
 def _readme(case: Case) -> str:
     files = {
         CONFIG: 'the config that was drawn',
-        SMALLEST: 'the smallest config that shows the same',
-        'before_optimizations.txt': "the program as XLA's GPU compiler gets it",
+        SMALLEST: 'the smallest config that shows the same fault',
+        'before_optimizations.txt': "the program that XLA's GPU compiler receives",
         'after_optimizations.txt': 'the program that was executed',
-        'last_right_module.txt': 'the module before the pass, which is right',
+        'last_right_module.txt': 'the module before the pass, which is correct',
         'first_wrong_module.txt': 'the module after the pass, which is wrong',
         'results.csv': 'the error and the limit of each result',
         'worst_result.npz': 'the worst result and the expected one',

@@ -14,7 +14,7 @@ from megajax.xla.emulate.result import NOT_COVERED
 
 
 def line(case: Case) -> str:
-    """Return a case in one line: its number, verdict, worst result and time."""
+    """Return one line on a case: its number, verdict, worst result and time."""
     found = [_worst(worst) for worst in (case.as_compiled, case.exact) if worst is not None]
     said = case.message.strip().splitlines()[-1:] or found[:1]
     if case.verdict == 'wrong':
@@ -23,7 +23,7 @@ def line(case: Case) -> str:
 
 
 def tables(cases: Sequence[Case]) -> RenderableType:
-    """Return the findings, and how many cases have each verdict."""
+    """Return tables of the findings and of the number of cases with each verdict."""
     first = cases[0]
     table = open_table('verdict', 'cases')
     for verdict in ('right', 'wrong', 'failed', 'rejected'):

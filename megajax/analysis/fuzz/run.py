@@ -17,12 +17,12 @@ from megajax.analysis.inspect.child import call_in_child
 from megajax.base.files.outputs import with_folder
 from megajax.core.config import ConfigError
 
-MOST_STEPS = 40  # of one process, since compilers do not return all of their memory
-MOST_CHARACTERS = 2000  # of the error with which a process ends
+MOST_STEPS = 40  # most steps per process, because compilers do not return all of their memory
+MOST_CHARACTERS = 2000  # most characters of the error with which a process ends
 
 
 def read(file: Path) -> list[Case]:
-    """Return the cases of a file; none if it does not exist.
+    """Return the cases in a file; none if the file does not exist.
 
     Raises ConfigError for a line that is not a case, except for an unfinished last line.
     """
@@ -52,9 +52,9 @@ def fuzz(
 ) -> list[Case]:
     """Execute the first `count` steps of a seed, and return them in order.
 
-    Those that `file` has for this target and version of jax are not executed again; the others
-    are appended. `say` gets each when it is done. With `reports`, a finding is minimized and
-    bisected, and gets a folder in it.
+    Cases that `file` already has for this target and version of jax are not executed again; the
+    others are appended. `say` is called with each case when it is done. With `reports`, each
+    finding is minimized and bisected, and gets a folder in `reports`.
     """
     wanted: dict[Key, int] = {
         (seed, number, target, tuple(fixed), jax.__version__): number for number in range(count)
@@ -79,7 +79,7 @@ def fuzz(
 
 
 def _end_line(file: Path) -> None:
-    """Remove an unfinished last line, which a stopped call has left."""
+    """Remove an unfinished last line that a stopped call has left."""
     if file.exists() and not (text := file.read_text()).endswith('\n') and text:
         file.write_text(text[: text.rfind('\n') + 1])
 
@@ -102,7 +102,7 @@ def _worker(
 def _in_child(
     numbers: list[int], task: dict[str, object], keep: Callable[[Case], None]
 ) -> list[int]:
-    """Execute steps in one process, and return those that a crash has left."""
+    """Execute steps in one process, and return the numbers that are left after a crash."""
     begun: list[int] = []
     done: set[int] = set()
 
@@ -121,7 +121,7 @@ def _in_child(
                 'megajax.analysis.fuzz.execute', file.name, target=str(task['target']), say=hear
             )
         except RuntimeError as error:
-            if not begun or begun[-1] in done:  # it ended between two steps
+            if not begun or begun[-1] in done:  # the process ended between two steps
                 raise
             keep(_crashed(task, begun[-1], str(error)))
             done.add(begun[-1])
@@ -145,5 +145,5 @@ def _crashed(task: dict[str, object], number: int, message: str) -> Case:
 
 
 def summary(cases: Iterable[Case]) -> dict[str, int]:
-    """Return the number of cases of each verdict."""
+    """Return the number of cases with each verdict."""
     return dict(collections.Counter(case.verdict for case in cases))

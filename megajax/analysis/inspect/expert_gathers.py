@@ -1,7 +1,7 @@
-"""Find weights of experts that are gathered where sending the tokens would take fewer bytes.
+"""Find experts' weights that are gathered although sending the tokens would take fewer bytes.
 
-This reads the compiled program of any project. A matmul is one of experts if it is batched over
-them, or a grouped matmul kernel.
+It works for the compiled program of any project. A matmul counts as a matmul of experts if it is
+batched over experts, or if it is a grouped matmul kernel.
 """
 
 import re
@@ -29,7 +29,7 @@ class Gathered(NamedTuple):
 
 
 def expert_gathers(program: Program) -> list[str]:
-    """Return a line for each all-gather of experts' weights that the tokens should replace."""
+    """Return a line for each all-gather of experts' weights that sending tokens should replace."""
     found = {each.gather.name: each for each in _matmuls(program)}
     return [_line(program, each) for each in found.values()]
 
@@ -60,7 +60,7 @@ def _matmuls(program: Program) -> Iterator[Gathered]:
 def _factors(
     computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Place, Array, int]]:
-    """Yield each factor of a matmul of several experts, the other one, and their number."""
+    """Yield each factor of a matmul of several experts, the other factor, and their count."""
     product = product_of(computation, instruction)
     if product is None or product.is_attention:
         return
@@ -82,11 +82,11 @@ class _Gather(NamedTuple):
 
     home: Computation
     instruction: Instruction
-    operand: int  # its position
+    operand: int  # the array's index
 
 
 def _gather(program: Program, weights: Place, count: int) -> _Gather | None:
-    """Return the all-gather of all of these weights along the dim of the experts, if it is one."""
+    """Return the all-gather along the experts' dim that makes all of these weights, or None."""
     place, index = trace(program, weights, through=_REORDERED), 0
     if place.instruction.opcode == 'get-tuple-element':
         index = int(place.instruction.attribute('index') or 0)
@@ -100,7 +100,7 @@ def _gather(program: Program, weights: Place, count: int) -> _Gather | None:
 
 
 def _is_argument(program: Program, gather: _Gather) -> bool:
-    """Return whether an array that is gathered is an argument of the program, or a part of one."""
+    """Return whether a gathered array is an argument of the program, or a part of an argument."""
     operand = gather.home.by_name[gather.instruction.operands[gather.operand]]
     origin = producers.producer(
         program, producers.Place(gather.home, operand), through=producers.COPIES

@@ -85,7 +85,7 @@ def _without_sum(config: Config, placed: Sequence[Collective]) -> Iterator[Findi
         if missing := wanted - {axis for each in alike for axis in each.axes}:
             message = (
                 f'no collective sums {name} over {"+".join(sorted(missing))}: each device would '
-                'learn from its own tokens alone'
+                'learn only from its own tokens'
             )
             yield Finding(level='error', rule='sum left out', message=message)
 

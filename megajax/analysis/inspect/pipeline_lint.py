@@ -50,11 +50,11 @@ def _declared(mesh: Mapping[str, int], permute: Collective) -> tuple[Pairs | str
         size = mesh[permute.axis]
         ring = [(place, (place + 1) % size) for place in range(size)]
         if TO_NEXT in words:
-            return ring, 'here each stage sends to the next'
+            return ring, 'here each stage sends to the next stage'
         if TO_PREVIOUS in words:
             return [
                 (after, before) for before, after in ring
-            ], 'here each stage sends to the previous'
+            ], 'here each stage sends to the previous stage'
     return [], 'no permute along these axes is declared here'
 
 

@@ -101,7 +101,7 @@ class Pipeline(Result):
 
     ticks: int = Field(description='ticks in which the stages run a forward pass')
     idle_ticks: int = Field(description='ticks in which a stage has no microbatch')
-    bubble: float = Field(description='idle ticks over the others')
+    bubble: float = Field(description='ratio of idle ticks to the others')
 
 
 class Overlap(Result):
@@ -137,7 +137,7 @@ class Kernel(Result):
     times: int = Field(description='executions per step')
     bytes: int = Field(description='bytes read and written, per step and device')
     flops: int = Field(description='FLOPs of matmuls, per step and device')
-    seconds: float = Field(description='roofline time: of the matmuls, or of the bytes if longer')
+    seconds: float = Field(description='roofline time: the longer of matmul time and memory time')
     source: str = Field(description='Python frames, innermost first')
 
 

@@ -36,12 +36,12 @@ class GenerationLine(BaseModel):
 
     model: int = Field(description='GPUs that share each matrix')
     weights: int = Field(description='bytes of the weights, in train.dtype')
-    cache: int = Field(description='bytes of keys and values of all rows, at the last token')
+    cache: int = Field(description='bytes of keys and values of all sequences, at the last token')
     fits: bool
     first_token: float = Field(description='seconds to the first token: the prompts')
     token: float = Field(description='seconds per later token of each sequence, on average')
-    sending: float = Field(description='seconds of these in all-reduces')
-    tokens_per_second: float = Field(description='of all rows, after the first token')
+    sending: float = Field(description='part of the seconds that all-reduces take')
+    tokens_per_second: float = Field(description='tokens of all sequences, after the first token')
 
 
 class Generation(BaseModel):

@@ -27,7 +27,7 @@ class Cluster:
             below = num_devices // per_host * per_host
             raise ConfigError(
                 f'{num_devices} GPUs do not fill hosts of {per_host}: '
-                f'use {below} or {below + per_host}, or set the GPUs of a host'
+                f'use {below} or {below + per_host}, or set the number of GPUs per host'
             )
         return cls(hardware=hardware, num_devices=num_devices, devices_per_host=per_host)
 

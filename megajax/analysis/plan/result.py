@@ -148,7 +148,7 @@ class Plan(Result):
         default=None, description='bytes that XLA planned, with --verify'
     )
     best_compiled_bytes: int | None = Field(
-        default=None, description='the same for the fastest layout'
+        default=None, description='bytes that XLA planned for the fastest layout, with --verify'
     )
     matmul: float = Field(description='seconds of matmuls, with the idle ticks of a pipeline')
     idle: float = Field(default=0.0, description='seconds of idle ticks of a pipeline')
@@ -192,7 +192,7 @@ class Plan(Result):
         'balanced; None without experts',
     )
     windows: str | None = Field(
-        default=None, description='what sliding windows save; None without windows'
+        default=None, description='how much sliding windows save; None without windows'
     )
     layouts: list[Candidate] = Field(
         description='all layouts: those timed, fastest first; then those that fit but were not '

@@ -33,7 +33,7 @@ class MeasuredLine(Result):
     phase: str
     launches: float
     seconds: float = Field(description='full duration on the median device')
-    slowest_seconds: float = Field(description='the same on the slowest device')
+    slowest_seconds: float = Field(description='full duration on the slowest device')
     share: float = Field(description='share of the step in seconds, on the median device')
     predicted_seconds: float | None = Field(description="by the roofline of the GPU's record")
 

@@ -165,7 +165,7 @@ def _warn_of_other_texts(folder: Path, fingerprint: str | None) -> None:
         if load_tokenizer(str(folder / 'tokenizer.json')).fingerprint == fingerprint:
             return
     logger.warning(
-        '%s: AutoTokenizer of transformers 5 reads texts otherwise than the run did; use '
+        '%s: AutoTokenizer of transformers 5 reads texts differently from the run; use '
         'PreTrainedTokenizerFast.from_pretrained',
         folder,
     )

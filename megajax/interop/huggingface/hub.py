@@ -126,7 +126,7 @@ def find_source(source: str, revision: str | None = None) -> tuple[Path, Reposit
         if revision is not None:
             raise ConfigError(f'--revision is of a repository, and {source} is here: leave it out')
         if is_name:
-            logger.warning('%s is a folder here, so nothing is downloaded', source)
+            logger.warning('%s is a local folder, so nothing is downloaded', source)
         return Path(source), None
     if not is_name:
         raise ConfigError(

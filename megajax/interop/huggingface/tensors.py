@@ -85,7 +85,7 @@ def check_adapter(folder: Path) -> None:
     model = _class_of(settings, base, folder)
     why, first = f'an adapter of {shorten(base)}, and no model', ''
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
-        why = 'transformers adds this adapter to the weights of the folder, and megajax does not'
+        why = 'transformers adds this adapter to the weights of the folder, but megajax does not'
         base, adapter = adapter, 'ADAPTER'
         first = 'move adapter_* to a folder ADAPTER, to leave it out or '
     raise ConfigError(

@@ -160,7 +160,7 @@ def _num_parts(name: str, stack: Tensor) -> int:
     """Return the number of chunks of a tensor's layers and experts. Raises ConfigError."""
     dims = len(_stacks(name))
     if len(stack.shape) < dims:
-        raise ConfigError(f'{name}: has the shape {stack.shape}, but should have one dim more')
+        raise ConfigError(f'{name}: has the shape {stack.shape}, but should have one more dim')
     return sum(math.prod(chunk.sizes[:dims]) for chunk in stack.chunks)
 
 

@@ -83,7 +83,7 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
 DOUBLE_MATMUL = Miscompile(
     name='matmuls that run twice',
-    what='the same matmul of the same operands runs twice: right results, lost time',
+    what='the same matmul of the same operands runs twice: correct results, but lost time',
     where='a cuBLAS matmul in lax.scan whose result is read and saved for the backward pass',
     platform='gpu',
     source='seen with jax 0.11.2',

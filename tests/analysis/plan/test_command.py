@@ -199,7 +199,7 @@ def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
         ('gpt2_124m --gpus 5', '512 is not a multiple of mesh.data=5; use 510 or 515'),
         (
             'gpt2_124m --gpus 12',
-            '12 GPUs do not fill hosts of 8: use 8 or 16, or set the GPUs of a host',
+            '12 GPUs do not fill hosts of 8: use 8 or 16, or set the number of GPUs per host',
         ),
         (
             'gpt2_124m --global-batch-size 3',

@@ -97,7 +97,8 @@ def test_replicas_are_apart_and_rows_of_a_grid_are_near(keys, axis, size, hosts,
 
 def test_hosts_of_unequal_size_are_refused():
     with pytest.raises(
-        ConfigError, match='12 GPUs do not fill hosts of 8: use 8 or 16, or set the GPUs of a host'
+        ConfigError,
+        match='12 GPUs do not fill hosts of 8: use 8 or 16, or set the number of GPUs per host',
     ):
         Cluster.of(H100, 12)
     assert Cluster.of(H100, 12, 4).num_hosts == 3

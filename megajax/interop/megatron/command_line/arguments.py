@@ -30,7 +30,7 @@ ONLY: dict[str, Only] = {
     ),
     'squared_relu': Only((False,), 'use --swiglu, or GELU without it'),
     'attention_output_gate': Only((False,), 'leave it out'),
-    'num_tokentypes': Only((0,), 'only BERT has types of tokens'),
+    'num_tokentypes': Only((0,), 'only BERT has token types'),
     'parallel_output_gate': Only((False,), 'leave it out'),
 }
 # Constants in Megatron, which has no arguments for them.

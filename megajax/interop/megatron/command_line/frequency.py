@@ -24,7 +24,7 @@ def frequency_of(arguments: Mapping[str, Any], name: str) -> int | Sequence[int]
             raise ValueError(f'{name}={value!r:.80} is neither a number nor a list') from None
     if isinstance(value, Sequence) and len(value) != arguments['num_layers']:
         raise ValueError(
-            f'{name} has {len(value)} numbers, and num_layers={arguments["num_layers"]}'
+            f'{name} has {len(value)} numbers, but num_layers={arguments["num_layers"]}'
         )
     return value
 

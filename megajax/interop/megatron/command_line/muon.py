@@ -67,7 +67,7 @@ def muon_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def differences(arguments: Mapping[str, Any], *, is_bert: bool) -> Iterator[str]:
     """Yield a sentence for each way in which Megatron-LM's Muon differs for this model."""
     if arguments.get('swiglu'):
-        yield 'Gate and up are separate matrices here, and one matrix in Megatron-LM.'
+        yield 'Gate and up are separate matrices in megajax, but one matrix in Megatron-LM.'
     others = {
         'position embeddings': arguments.get('position_embedding_type') != 'rope',
         'routers': arguments.get('num_experts'),

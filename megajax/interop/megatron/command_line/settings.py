@@ -165,7 +165,7 @@ def _mesh(line: Line, problems: list[str]) -> Keys:
         data, rest = divmod(line.world_size, max(tensor * stages * context, 1))
         if rest or not data:
             problems.append(
-                f'{line.world_size} GPUs are no multiple of tensor x pipeline x context = '
+                f'{line.world_size} GPUs are not a multiple of tensor x pipeline x context = '
                 f'{tensor} x {stages} x {context}: give --gpus {tensor * stages * context}, or a '
                 'multiple of it, before the arguments'
             )

@@ -84,7 +84,7 @@ RENAMED: Mapping[str, str] = {
 }
 KERNELS = 'XLA chooses and fuses kernels'
 ATTENTION = "attention on a GPU is cuDNN's flash attention, or XLA's if it has dropout"
-SCHEDULE = 'XLA schedules collectives; train.overlap has the choice'
+SCHEDULE = 'XLA schedules collectives, as train.overlap sets'
 NETWORK = 'jax finds the devices, and NCCL the network'
 PRECISION = 'softmax, norms, loss and sums of gradients are in fp32'
 MEMORY = 'XLA allocates memory'
@@ -210,7 +210,7 @@ NO_MEANING: Mapping[str, str] = {
         object_storage_cache_path mid_level_dataset_surplus presplit_sentences
         per_split_data_args_path dataloader_save
     """,
-    'the corpus has its ids; data.tokenizer names a tokenizer.json': """
+    'the corpus already consists of token ids; data.tokenizer names a tokenizer.json': """
         merge_file vocab_extra_ids tiktoken_pattern tiktoken_num_special_tokens
         tiktoken_special_tokens tokenizer_prompt_format legacy_tokenizer trust_remote_code
         tokenizer_hf_use_fast tokenizer_hf_include_special_tokens
@@ -242,7 +242,7 @@ INSTEAD: Mapping[str, str] = {
     'multiple_validation_sets': 'give one --data-path with --split',
     'apply_wd_to_qk_layernorm': 'weight decay is not applied to norms: leave it out',
     'train_data': 'build .bin and .idx with `megajax data build`, and give --data-path',
-    'bert_no_binary_head': 'BERT has its sentence-order head always',
+    'bert_no_binary_head': 'BERT always has its sentence-order head',
     'eod_mask_loss': 'the token at the end of a document has a loss: leave it out',
     'exit_interval': 'end after a number of steps with --train-iters, or after a time with '
     '--exit-duration-in-mins',
@@ -262,10 +262,10 @@ INSTEAD: Mapping[str, str] = {
     'pipeline_model_parallel_layout': 'every stage has the same number of layers',
     'account_for_embedding_in_pipeline_split': 'every stage has the same number of layers',
     'account_for_loss_in_pipeline_split': 'every stage has the same number of layers',
-    'pipeline_model_parallel_split_rank': 'there is no encoder with a decoder here',
+    'pipeline_model_parallel_split_rank': 'encoder-decoder models are not supported',
     'standalone_embedding_stage': 'the embedding is divided over the stages: leave it out',
     'data_parallel_random_init': 'replicas have the same weights: leave it out',
-    'mtp_num_layers': 'a decoder predicts the next token alone: leave it out',
+    'mtp_num_layers': 'a decoder predicts only the next token: leave it out',
     'hierarchical_context_parallel_sizes': 'context shards are one group: leave it out',
     'hybrid_attention_ratio': 'every layer has attention and an MLP',
     'hybrid_override_pattern': 'every layer has attention and an MLP',
