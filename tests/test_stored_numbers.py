@@ -82,6 +82,18 @@ def test_a_window_sends_its_formula_and_a_twentieth_of_a_ring_or_less() -> None:
     assert {cells[-1] for cells in found.values()} == {'0'}
 
 
+def test_an_exchange_of_heads_sends_its_formula_and_a_third_of_a_ring_or_less() -> None:
+    file = RESULTS / '2026-11-28_context_exchange.md'
+    lines = [line.strip('| ').split(' | ') for line in file.read_text().splitlines()]
+    found = {(*cells[:2],): cells for cells in lines if len(cells) == 9 and cells[2] != 'jax'}
+    assert len(found) == 6
+    assert all(cells[3] == cells[4] and cells[-1] == '0' for cells in found.values())
+    for heads in ('8', '32'):
+        by_heads, ring = (found[heads, name] for name in ('all_to_all', 'ring'))
+        assert float(by_heads[3]) <= float(ring[3]) / 3
+        assert float(by_heads[3]) < float(by_heads[5])  # TransformerEngine's
+
+
 def test_no_step_sends_more_than_megatron() -> None:
     for row in ROWS:
         ratios = [float(ratio) for ratio in (row['model_ratio'], row['data_ratio']) if ratio]
