@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written, verified, compared, retained and opened."""
+"""Write, verify, compare, retain and open the checkpoints of a run."""

@@ -1,9 +1,10 @@
-"""Saving and restoring a run's state through Orbax: saved in the background, verified by digests.
+"""Save a run's state with Orbax in the background, and restore it after verifying its digests.
 
-A step's folder holds Orbax's arrays in `state`, `record.json`, `tokenizer.json` and the digests of
-all these files. Orbax writes its commit marker last and deletes old steps only afterwards. So a
-committed step always has digests, and once a step is committed there is always at least one. With
-several processes, all of them call the same methods and share the folder.
+A step's folder contains Orbax's arrays in `state`, `record.json`, `tokenizer.json` and the digests
+of all these files. Orbax writes its commit marker last and deletes old steps only afterwards. A
+committed step therefore always has digests, and once one step is committed, there is always at
+least one committed step. With several processes, all of them call the same methods and share the
+folder.
 """
 
 import contextlib
@@ -73,11 +74,11 @@ class Checkpoints:
         self.folder, self.config, self.optimizer = folder.absolute(), config, optimizer
         self.tokenizer, self.data = tokenizer, data
         self.companions = Companions()  # the files that the model was imported with
-        self.origin: Mapping[str, str] = {}  # the origin in the records
+        self.origin: Mapping[str, str] = {}  # the origin that records store
         self.restored: Record | None = None  # the record of the state that was restored last
         self._saving: Record | None = None
         self._padded: dict[str, Shape] = {}  # unpadded shapes of the arrays that are being saved
-        self._failed: str | None = None  # why the newest state is not on disk
+        self._failed: str | None = None  # the reason why the newest state is not on disk
         self._retry, self._is_retry = False, False
         self._verified: int | None = None
         self._losses = ValidationLosses(self.folder)
@@ -107,7 +108,7 @@ class Checkpoints:
     def newest_verified(self) -> int | None:
         """Return the newest step that its digests verify; None if no step was ever finished.
 
-        Each newer step is logged with its fault. Raises CheckpointError if all steps have one.
+        Each newer step is logged with its fault. Raises CheckpointError if all steps have a fault.
         """
         self._settle()
         self._verified = self._folders.find_newest()
@@ -116,8 +117,8 @@ class Checkpoints:
     def restore(self, step: int) -> TrainState:
         """Restore the state of `step`, sharded over the current mesh.
 
-        Differences from the run that wrote it are logged. Raises ConfigError if the model, dtype,
-        tokenizer or data differ, and CheckpointError if the checkpoint is damaged.
+        Differences from the run that wrote the step are logged. Raises ConfigError if the model,
+        dtype, tokenizer or data differ, and CheckpointError if the checkpoint is damaged.
         """
         self._settle()
         path = self.folder / str(step)
@@ -211,7 +212,7 @@ class Checkpoints:
         return None
 
     def note_validation_loss(self, step: int, loss: float) -> None:
-        """Write the loss of `step`, measured after its save began, once the checkpoint exists."""
+        """Write the loss of `step`, measured after its save began, once the step is finished."""
         self._losses.note(step, loss)
         if self._saving is None:
             self._losses.write()
@@ -269,8 +270,8 @@ class Checkpoints:
     def _seal(self) -> None:
         """Write the other files of a step, and their digests.
 
-        Orbax's thread calls this in the first process, after the arrays and before the commit
-        marker.
+        Orbax's thread calls this in the first process, after writing the arrays and before writing
+        the commit marker.
         """
         assert self._saving is not None
         path = self.folder / str(self._saving.step)
@@ -342,7 +343,7 @@ class Checkpoints:
 def _parts(state: TrainState | ParametersOnly) -> dict[str, Any]:
     """Return the parts of a state by name, without the parts that the config does not use.
 
-    Checkpoints that were written before such parts existed therefore still restore.
+    Checkpoints that were written before such parts existed can therefore still be restored.
     """
     parts = state if isinstance(state, dict) else state._asdict()
     return {str(name): part for name, part in parts.items() if part is not None}

@@ -1,4 +1,4 @@
-"""Find the differences between a checkpoint and the run that restores it, or two checkpoints."""
+"""Find the differences between two checkpoints, or a checkpoint and the run that restores it."""
 
 import functools
 import logging
@@ -29,10 +29,10 @@ from megajax.runtime.checkpoint.record import (
 )
 
 OF_LEARNED = 'vision.freeze', 'lora.', 'optim.kind'  # keys that decide what an optimizer stores
-BLOCK = 1 << 24  # elements compared at a time
+BLOCK = 1 << 24  # number of elements compared at a time
 SHOWN = 3  # maximum number of arrays named in an error
 RECENT = 'recent'  # amax history of fp8, which is measured again if it is missing
-MOMENT = re.compile(r'opt_state/.*/(mu|nu)/')  # names of moments
+MOMENT = re.compile(r'opt_state/.*/(mu|nu)/')  # pattern of the names of moments
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ Rename = Callable[[Any], Any]
 
 
 def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool) -> None:
-    """Raise ConfigError if a resumed run changes the model, the optimizer, the dtype or tokenizer.
+    """Raise ConfigError if a resumed run changes model, optimizer, dtype or tokenizer.
 
     The error names every difference. `vision.freeze` and `optim.kind` decide which arrays have
     moments, so they may differ from an import, which has no moments; adapters may also be added to
@@ -81,7 +81,7 @@ def check_same_data(path: Path, there: Record, here: Record) -> None:
 
 
 def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
-    """Log the permitted changes of a resumed run; name changes that have no effect any more."""
+    """Log the permitted changes of a resumed run, and changes that no longer have an effect."""
     without_effect = {START_FROM} if is_import else AT_THE_START
     for key, (old, new) in other_differences(there, here).items():
         effect = (
@@ -103,7 +103,7 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
 
 
 def _log_schedule(there: Record, here: Record) -> None:
-    """Log how the changes of a resumed run affect the learning rate, if they do."""
+    """Log how the changes of a resumed run affect the learning rate, if they affect it."""
     (optim, steps), (old_optim, old_steps) = map(_schedule, (here, there))
     ends, old_ends = optim.decay_steps or steps, old_optim.decay_steps or old_steps
     rate, old_rate = (
@@ -134,11 +134,11 @@ def _schedule(record: Record) -> tuple[OptimConfig, int]:
 def check_same_arrays(
     path: Path, abstract: Any, *, under: str = '', any_dtype: bool = False
 ) -> None:
-    """Raise ConfigError if names, shapes or dtypes of the arrays differ.
+    """Raise ConfigError if names, shapes or dtypes of a checkpoint's arrays differ from `abstract`.
 
-    Orbax would silently cast, cut and pad the arrays. Only the moments may have a different
-    dtype (`optim.moments_dtype`); with `any_dtype`, all arrays may. With `under`, only arrays whose
-    names start with it are compared.
+    Orbax would silently cast, cut and pad the arrays. Only the moments may have a different dtype
+    (`optim.moments_dtype`); with `any_dtype`, all arrays may. With `under`, only arrays whose names
+    start with it are compared.
     """
     both = _saved_kinds(path), _kinds(abstract)
     there, here = (
@@ -164,7 +164,7 @@ def check_same_arrays(
 
 
 def changed_shapes(a: Any, b: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in tree b of the arrays whose shape in tree a differs, by name."""
+    """Return, by name, the shape in tree b of each array that has a different shape in tree a."""
     before = _kinds(a)
     return {name: shape for name, (shape, _) in _kinds(b).items() if shape != before[name][0]}
 
@@ -194,7 +194,7 @@ def holds_parameters_only(path: Path) -> bool:
 
 
 def parameter_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter in a checkpoint, by its name."""
+    """Return the shape of each parameter in a checkpoint, by its name."""
     return {_short(name): shape for name, (shape, _) in _parameters(path).items()}
 
 
@@ -205,7 +205,7 @@ def read_parameter(path: Path, name: str) -> np.ndarray:
 
 
 def parameter_differences(a: Path, b: Path) -> Iterator[tuple[str, float | str]]:
-    """Yield max |a - b| / max |b| for each parameter of either step, or why they do not compare.
+    """Yield max |a - b| / max |b| for each parameter of either step, or why it cannot be compared.
 
     Only one parameter at a time is in the memory of this host.
     """
@@ -222,7 +222,7 @@ def _parameters(step: Path) -> Kinds:
 
 
 def _saved_kinds(step: Path) -> Kinds:
-    """The arrays of a checkpoint by the names of this version."""
+    """Return the arrays of a checkpoint by the names of this version."""
     return {old_names.current(name): kind for name, kind in _raw_kinds(step).items()}
 
 
@@ -245,14 +245,15 @@ def _raw_kinds(step: Path) -> Kinds:
 def _kinds_in(state: Path, written: tuple[tuple[str, int, int], ...]) -> Kinds:
     """Return the arrays in a folder with these files.
 
-    Cached: Orbax takes 20 ms for the list, which each read of a parameter needs.
+    The result is cached, because each read of a parameter needs it and Orbax takes 20 ms to list
+    the arrays.
     """
     # A Checkpointer would look for its own metadata file there, and warn that there is none.
     return _kinds(ocp.PyTreeCheckpointHandler().metadata(state).tree)
 
 
 def _kinds(tree: Any) -> Kinds:
-    """The shape and dtype of each array of a state or of its metadata, by name."""
+    """Return the shape and dtype of each array of a state or of its metadata, by name."""
     leaves = ocp.tree.to_flat_dict(tree, sep='/').items()
     return {
         name: (tuple(leaf.shape), str(leaf.dtype))

@@ -1,7 +1,7 @@
 """The SHA-256 digests of a checkpoint's files, in the step's own folder. Imports no jax.
 
-`sha256sum -c SHA256SUMS` checks them too. Orbax does not check contents: it silently restores a
-flipped bit in a file as wrong weights.
+`sha256sum -c SHA256SUMS` checks them, too. Orbax does not check contents: after a bit flip in a
+file, it silently restores wrong weights.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ class Sums(NamedTuple):
     """The contents of a step when it was written."""
 
     digests: dict[str, str]  # SHA-256 by path
-    size: int  # total bytes
+    size: int  # total number of bytes
 
 
 def write_sums(folder: Path) -> None:
-    """Hash the files in `folder` and write the digests there, completely or not at all."""
+    """Hash the files in `folder`, and write all digests there, atomically."""
     names = sorted(_files(folder))
     with ThreadPoolExecutor(THREADS) as pool:
         digests = list(pool.map(lambda name: _digest(folder / name), names))
@@ -112,7 +112,7 @@ def is_finished(folder: Path) -> bool:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Raise ConfigError if the block meets a file of a folder that this user may not read."""
+    """Raise ConfigError if the block opens a file in a folder that this user may not read."""
     try:
         yield
     except PermissionError as error:
@@ -123,9 +123,9 @@ def readable(folder: Path) -> Iterator[None]:
 
 
 def foreign_step(folder: Path) -> int | None:
-    """Return the step in a folder whose name is a different step's number, otherwise None.
+    """Return the step in a folder whose name is a different step's number, or None otherwise.
 
-    Such a folder was copied or swapped.
+    Such a folder was copied or renamed.
     """
     if not is_step_name(folder.name) or folder.is_symlink() or not is_finished(folder):
         return None
@@ -134,7 +134,7 @@ def foreign_step(folder: Path) -> int | None:
 
 
 def find_foreign(folder: Path) -> list[Path]:
-    """Return finished checkpoints in folders with a different step's number, which runs ignore."""
+    """Return finished checkpoints in folders named after a different step, which runs ignore."""
     if not folder.is_dir():
         return []
     with readable(folder):
@@ -192,8 +192,9 @@ def find_candidates(path: Path) -> list[Path]:
 def sound_checkpoint(path: Path) -> Iterator[Path]:
     """Yield the folder of the checkpoint that `path` stands for, verified by its digests.
 
-    For a run this is the newest intact checkpoint. Its run does not delete it during the block.
-    Raises ConfigError if there is no finished checkpoint, and CheckpointError if none is intact.
+    If the path is a run, this is its newest intact checkpoint. The run does not delete the
+    checkpoint during the block. Raises ConfigError if there is no finished checkpoint, and
+    CheckpointError if none is intact.
     """
     tried: set[Path] = set()
     # Read the list again each time: a live run may have written a step and deleted others.
@@ -217,12 +218,12 @@ def unusable(path: Path) -> CheckpointError:
 
 
 def is_step_name(name: str) -> bool:
-    """Whether Orbax would take this name for a step."""
+    """Whether Orbax would take this name for the name of a step."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: it appears under its name once it is on the disk."""
+    """Write a file atomically: it gets its name only when it is on the disk."""
     new = path.with_name(f'{path.name}.new')
     with new.open('wb') as file:
         file.write(content)
@@ -233,7 +234,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def _files(folder: Path) -> set[str]:
-    """The files of a step by relative path; folders that are links are not entered."""
+    """Return the files of a step by relative path; folders that are links are not entered."""
     paths = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
     return {path.relative_to(folder).as_posix() for path in paths} - LATER
 
@@ -244,7 +245,7 @@ def _digest(path: Path) -> str:
 
 
 def _compare(path: Path, digest: str) -> str | None:
-    """The fault of a file, or None."""
+    """Return the fault of a file, or None."""
     try:
         if _digest(path) == digest:
             return None
@@ -256,5 +257,5 @@ def _compare(path: Path, digest: str) -> str | None:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # a run is just deleting the step
+    except FileNotFoundError:  # a run is deleting the step right now
         return 0

@@ -1,7 +1,8 @@
-"""Files of a Hugging Face model besides its weights, which a checkpoint carries along unchanged.
+"""Files of a Hugging Face model, except its weights, that a checkpoint carries along unchanged.
 
-They define the tokens that end a text, the chat template, and how transformers makes the tokenizer.
-They are in the folder `huggingface` of a run and of each of its checkpoints. Imports no jax.
+They define the tokens that end a text, the chat template, and how transformers builds the
+tokenizer. They are in the folder `huggingface` of a run and of each of its checkpoints. Imports no
+jax.
 """
 
 import json
@@ -32,11 +33,11 @@ COMPANIONS = (
     'tokenizer.model',
 )
 TOKEN_IDS = 'token_ids.json'  # the values of the NAMED keys of config.json
-CHAT_TIME = 'chat_time.txt'  # the time that the run's chat template sees
+CHAT_TIME = 'chat_time.txt'  # the time that the run's chat template gets
 OURS = TOKEN_IDS, CHAT_TIME  # files that no Hugging Face folder has
-TEMPLATES = 'additional_chat_templates'  # folder of templates that are not the default one
+TEMPLATES = 'additional_chat_templates'  # folder of templates other than the default template
 NAMED = 'bos_token_id', 'eos_token_id', 'pad_token_id'
-MAX_BYTES = 100_000_000  # of a file
+MAX_BYTES = 100_000_000  # maximum size of a file
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,10 @@ class Companions:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids at which transformers ends a text; raises ConfigError if they are not ids."""
+        """The ids at which transformers ends a text.
+
+        Raises ConfigError if they are not ids.
+        """
         for file in (GENERATION, TOKEN_IDS):
             ids = self._read(file).get('eos_token_id')
             if ids is None:
@@ -72,7 +76,7 @@ class Companions:
 
     @property
     def chat_template(self) -> str | None:
-        """The default template that transformers renders messages with, None if there is none."""
+        """The default template for messages in transformers, or None if there is none."""
         return self.chat_templates.get(DEFAULT)
 
     @property
@@ -90,7 +94,7 @@ class Companions:
         found = self._read(TOKENIZER_CONFIG).get('chat_template')
         if found is None:
             found = self._read(TEMPLATE_OF_PROCESSOR).get('chat_template')
-        if isinstance(found, list):  # several, by name
+        if isinstance(found, list):  # several templates, by name
             listed = [each for each in found if isinstance(each, dict)]
             found = {each.get('name'): each.get('template') for each in listed}
         templates = found if isinstance(found, dict) else {DEFAULT: found}
@@ -119,7 +123,7 @@ class Companions:
         return replace(self, files=kept | ({CHAT_TIME: now.isoformat().encode()} if now else {}))
 
     def write(self, folder: Path) -> None:
-        """Write the files that are new or differ to the subfolder of a run or a checkpoint."""
+        """Write the files that are new or different to the subfolder of a run or a checkpoint."""
         for name, content in self.files.items():
             path = folder / FOLDER / name
             if not path.is_file() or path.read_bytes() != content:
@@ -127,7 +131,7 @@ class Companions:
                 write_file(path, content)
 
     def _read(self, name: str) -> dict[str, Any]:
-        """Return the object of a JSON file, an empty one if there is no such file."""
+        """Return the object of a JSON file, or {} if there is no such file."""
         try:
             keys = json.loads(self.files.get(name, b'{}'))
         except (ValueError, RecursionError) as error:
@@ -145,7 +149,7 @@ def read_companions(folder: Path) -> Companions:
 def companions_of_model(folder: Path, config: Mapping[str, Any], vocab_size: int) -> Companions:
     """Return the companions of a Hugging Face directory, whose config.json is `config`.
 
-    Ids outside the vocabulary, which transformers' defaults may be, are left out. Raises
+    Ids outside the vocabulary are left out; transformers' defaults can be such ids. Raises
     ConfigError for a file that cannot be used.
     """
 

@@ -26,7 +26,7 @@ def _is_told(record: logging.LogRecord) -> bool:
 
 
 def _tell(others: Callable[[Any], object], unraisable: Any) -> None:
-    # tensorstore, in C++, reports to the event loop of a save, which is closed once the first of
-    # its writes has failed.
+    # tensorstore's C++ code reports to the event loop of a save, which is already closed if one of
+    # the save's writes has failed.
     if str(unraisable.exc_value) != 'Event loop is closed':
         others(unraisable)

@@ -30,7 +30,7 @@ class ValidationLosses:
         return self._losses[step]
 
     def begin(self, step: int, loss: float | None) -> None:
-        """Store the loss that is in the record of `step`, whose save begins."""
+        """Remember the loss that the record of `step` contains; the save of `step` begins."""
         self._losses[step] = loss
 
     def note(self, step: int, loss: float) -> None:

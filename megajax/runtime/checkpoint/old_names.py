@@ -1,7 +1,7 @@
 """Translate between current parameter names and the names in checkpoints of earlier versions.
 
 Until 0.1 the norm of a sublayer was next to it in a layer: `layers.attention_norm.weight` is now
-`layers.attention.norm.weight`. A checkpoint uses the names of one version.
+`layers.attention.norm.weight`. All names in a checkpoint are from one version.
 """
 
 import re

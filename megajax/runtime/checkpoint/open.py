@@ -1,4 +1,4 @@
-"""Open a trained model from a checkpoint: config, parameters and tokenizer, no optimizer state."""
+"""Open a trained model from a checkpoint: config, parameters and tokenizer, not the optimizer."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -35,15 +35,15 @@ class Opened:
     config: Config  # the checkpoint's config with the overrides
     mesh: Mesh
     params: nnx.State  # the parameters, placed on `mesh`
-    tokenizer: Tokenizer | None  # its `ends` include the ends in `companions`
+    tokenizer: Tokenizer | None  # the tokenizer; its `ends` include the ends in `companions`
     companions: Companions
     step: int  # the step of the checkpoint
 
     def chat_template(self, run: Path, overrides: Sequence[str]) -> Template | None:
         """Return the chat template or None; it gets the time of its first use.
 
-        An override of `data.chat_template` has precedence. Otherwise it is the template that the
-        checkpoint was trained with, or else the one that its model was imported with.
+        An override of `data.chat_template` has precedence. Otherwise, the template is the one that
+        the checkpoint was trained with, or else the one that its model was imported with.
         """
         path = self.config.data.chat_template
         carried = self.companions.with_chat_time(None).template(f'the chat template of {run}')
@@ -100,9 +100,10 @@ def abstract_params(config: Config) -> nnx.State:
 def restore_params(folder: Path, config: Config) -> nnx.State:
     """Restore the parameters in a checkpoint's folder, with their stored shardings.
 
-    Each process reads the shards of its own devices. Adapters that only the config has are new;
-    adapters that only the checkpoint has are merged into its weights. Raises ConfigError if the
-    folder contains different parameters, and CheckpointError if they cannot be restored.
+    Each process reads the shards of its own devices. Adapters that only the config has are
+    initialized; adapters that only the checkpoint has are merged into its weights. Raises
+    ConfigError if the folder contains different parameters, and CheckpointError if they cannot be
+    restored.
     """
     there = read_record(folder).config.get('lora')
     if there is None and config.lora is not None:

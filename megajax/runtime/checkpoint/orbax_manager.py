@@ -13,17 +13,17 @@ from megajax.core.config import ModelConfig
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.runtime.processes.consensus import SaveBarrier
 
-# Seconds in which all processes must have written their parts, and the first must have hashed them.
+# Seconds within which all processes must write their parts, and the first process must hash them.
 TIMEOUT = 3600
 
 
 class Manager(ocp.CheckpointManager):
-    """Orbax's manager, which here never asks jax whether the processes should stop.
+    """Orbax's manager, but this one never asks jax whether the processes should stop.
 
-    `runtime/run/stop.py` asks at each step. jax gives all processes one number at which they stop,
-    which is larger than any number that it was asked about. Orbax asks with the number of the step:
-    if that were the last question before jax chooses, the run's own numbers would never reach the
-    chosen one, and the signal would be lost.
+    `runtime/run/stop.py` asks jax at each step, with a number of its own. jax chooses one number at
+    which all processes stop, larger than any number that it was asked about. Orbax would ask with
+    the number of the step. If that were the last question before jax chooses, the run's own numbers
+    would never reach the chosen one, and the signal would be lost.
 
     `restore_gb` limits how much a process reads at a time, and `policy` is the retention. Orbax's
     thread calls `seal` in the first process, after the arrays of a step and before its commit
@@ -35,11 +35,11 @@ class Manager(ocp.CheckpointManager):
     def __init__(self, folder: Path, *, restore_gb: int, policy: Any, seal: Callable[[], None]):
         handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=restore_gb)
         super().__init__(folder, options=_options(policy, seal), item_handlers={'state': handler})
-        # Orbax chooses what to delete when a save begins, and deletes when it has ended.
+        # Orbax chooses the steps to delete when a save begins, and deletes them when it has ended.
         self._checkpoint_deleter = _Deleter(folder, self._checkpoint_deleter)
 
     def save(self, step: int, *args: Any, **options: Any) -> bool:
-        """Save a step; if an old step of this number was due for deletion, the new one stays."""
+        """Save a step; if an old step of this number was due for deletion, the new step is kept."""
         self._checkpoint_deleter.left.discard(step)
         return bool(super().save(step, *args, **options))
 
@@ -51,8 +51,8 @@ class Manager(ocp.CheckpointManager):
 class _Deleter:
     """Orbax's deleter, which delays the deletion of a step that a reader has locked.
 
-    Such a step is deleted after a later save. `left` contains these steps, in the first process,
-    which deletes for all.
+    Such a step is deleted after a later save. In the first process, which deletes for all
+    processes, `left` contains these steps.
     """
 
     def __init__(self, folder: Path, deleter: Any):
@@ -60,7 +60,7 @@ class _Deleter:
         self.left: set[int] = set()
 
     def delete_steps(self, steps: Sequence[int]) -> None:
-        """Delete delayed steps and Orbax's `steps`; its thread calls this in each process."""
+        """Delete the delayed steps and Orbax's `steps`; Orbax calls this in each process."""
         if jax.process_index() == 0:
             self.left |= {*steps}
             for step in sorted(self.left):
@@ -81,7 +81,7 @@ class _Deleter:
 def restore_gb(model: ModelConfig) -> int:
     """Return how many GB a process may read at a time: the size of the largest parameter.
 
-    Orbax's default limit is 96 GB, and it rejects a larger array.
+    Orbax's default limit is 96 GB, and Orbax rejects a larger array.
     """
     sizes = dim_sizes(model)
     return gb_to_read(max(elements(parameter.dims, sizes) for _, parameter in parameters(model)))
@@ -90,7 +90,7 @@ def restore_gb(model: ModelConfig) -> int:
 def gb_to_read(elements: int) -> int:
     """Return the GB that Orbax may count for the read of an fp32 array.
 
-    It counts all shards, as they were written, that the read touches, with their padding.
+    It counts each shard that the read touches in full, as it was written, with padding.
     """
     return 1 + math.ceil(1.1 * 4 * elements / 1e9)
 
@@ -105,7 +105,8 @@ def _options(policy: Any, seal: Callable[[], None]) -> ocp.CheckpointManagerOpti
             timeout_secs=TIMEOUT,
             barrier_sync_fn=SaveBarrier(),
             post_finalization_callback=seal,
-            # Orbax's threads would wait minutes for a directory that cannot be created.
+            # With this option, Orbax's threads would wait minutes for a directory that cannot be
+            # created.
             create_directories_asynchronously=False,
         ),
         file_options=ocp.options.FileOptions(path_permission_mode=0o750),

@@ -20,7 +20,8 @@ from megajax.core.config.renamed import current
 from megajax.core.config.schema import keys_of
 
 RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
-VALIDATION = 'validation_loss.json'  # loss of a state that was evaluated after it was saved
+# validation loss of a state that was evaluated after it was saved
+VALIDATION = 'validation_loss.json'
 PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 # Keys that change the arrays, or the numbers computed from them.
 FIXED = ('model.', 'vision.', 'lora.', 'train.dtype', 'optim.kind')
@@ -39,18 +40,21 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra='ignore')
 
     step: int  # the step after which the state was saved
-    # Samples of the training order that come before the next batch; None in records of old
+    # The number of samples in the training order before the next batch; None in records of old
     # versions, in which all batches had the size in the config.
     samples: int | None = None
-    # Samples for which Megatron-LM's order was made, which depends on them; else None.
+    # The number of samples for which Megatron-LM's order was made, because the order depends on it;
+    # None in megajax's own order.
     order_of: int | None = None
     time: datetime.datetime  # time of the state, in UTC
     config: dict[str, dict[str, Any]]  # the resolved config, by section and key
     tokenizer_sha256: str | None = None  # digest of tokenizer.json, None if there is none
-    validation_loss: float | None = None  # nats per token, None if it was not measured
+    # validation loss in nats per token, None if it was not measured
+    validation_loss: float | None = None
     data: dict[str, str] = {}  # fingerprint of each corpus, by name
     versions: dict[str, str] = {}  # versions of the libraries and of Python
-    # The checkpoint in `run.start_from`, its step and the SHA-256 of its SHA256SUMS; else empty.
+    # The checkpoint in `run.start_from`, its step and the SHA-256 of its SHA256SUMS; otherwise
+    # empty.
     origin: dict[str, str] = {}
 
     @property
@@ -135,20 +139,21 @@ def _noted_loss(folder: Path) -> float | None:
 def is_fixed(key: str, there: Any, here: Any) -> bool:
     """Whether a resumed run is forbidden to change a config key from `there` to `here`."""
     if key == 'train.dtype' and {there, here} == {'bfloat16', 'fp8'}:
-        return False  # fp8 differs only in some matmuls, whose scales are initialized again
+        # fp8 and bf16 differ only in some matmuls, and the scales of fp8 are initialized again
+        return False
     return key.startswith(FIXED) and key not in OF_ROWS
 
 
 def config_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
-    """The config keys whose values differ, with both values.
+    """Return the config keys whose values differ, with both values.
 
-    A key that is missing in one record counts with its default there.
+    If a key is missing in one record, its default is compared.
     """
     return differences(_with_defaults(there.config), _with_defaults(here.config))
 
 
 def other_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
-    """The changes that a resume permits: of config keys that are not fixed, and of the data."""
+    """Return the changes that a resume permits: of config keys that are not fixed, and of data."""
     different = {
         key: pair
         for key, pair in config_differences(there, here).items()
@@ -166,12 +171,12 @@ def other_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]
 
 
 def version_differences(there: Record, here: Record) -> dict[str, tuple[str, str]]:
-    """The libraries, and Python, whose versions differ, with both versions."""
+    """Return the libraries whose versions differ, and Python, with both versions."""
     return _changed(there.versions, here.versions)
 
 
 def changed_corpora(there: Record, here: Record) -> dict[str, tuple[str, str]]:
-    """The corpora whose contents have changed while the config's `data` section has not."""
+    """Return the corpora whose contents have changed although the config's `data` has not."""
     asked = any(key.startswith('data.') for key in config_differences(there, here))
     return {} if asked else _changed(there.data, here.data)
 
@@ -186,7 +191,7 @@ def _with_defaults(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any
         return Config.model_validate(known).model_dump(mode='json') | {
             name: config[name] for name in config.keys() - known.keys()
         }
-    except ValidationError:  # a version of megajax with other rules wrote it
+    except ValidationError:  # the record is from a version of megajax with different rules
         return config
 
 

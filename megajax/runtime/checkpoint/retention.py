@@ -17,9 +17,10 @@ def preservation_policy(
     """Return the policy that retains the newest, every n-th and the best steps, as `config` asks.
 
     `loss_of` returns a step's validation loss. `is_junk` returns whether a step was rejected, or
-    None for a folder that is not the run's own; neither displaces an intact step. A rejected step
-    is deleted when the next one is written; a folder that is not the run's own stays. Step 0 also
-    stays: training never writes it, so it is an import, from which other runs may still begin.
+    None for a folder that is not the run's own; neither of these displaces an intact step. A
+    rejected step is deleted when the next step is written, but a folder that is not the run's own
+    is kept. Step 0 is kept as well: training never writes it, so it is an import, from which other
+    runs may still start.
     """
     policies: list[Any] = [checkpoint_managers.LatestN(config.keep)]
     if config.keep_every:

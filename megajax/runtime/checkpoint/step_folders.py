@@ -26,7 +26,7 @@ from megajax.runtime.checkpoint.digests import (
 from megajax.runtime.checkpoint.strays import delete_folder, move_aside, sweep, warn_of_strays
 from megajax.runtime.processes.consensus import from_first
 
-PROBE = 1 << 16  # bytes, more than Orbax needs before its arrays
+PROBE = 1 << 16  # number of bytes; more than Orbax writes before its arrays
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +78,17 @@ class StepFolders:
         return None
 
     def refuses(self, step: int) -> bool:
-        """Whether a step's digests do not match, which is logged; equal in all processes."""
+        """Whether a step's digests do not match, which is logged.
+
+        The result is the same in all processes.
+        """
         return bool(from_first(jax.process_index() == 0 and self._refuses(step))[0])
 
     def is_junk(self, step: int) -> bool | None:
         """Whether a step was rejected; None if its folder is not the run's own.
 
-        A link is not the run's own, nor is a folder that contains a different step than its name.
+        A link is not the run's own, and neither is a folder that contains a different step than its
+        name says.
         """
         path = self.folder / str(step)
         return (
@@ -98,7 +102,8 @@ class StepFolders:
     def clear_place(self, step: int) -> tuple[bool, bool]:
         """Return whether a usable checkpoint of `step` exists, and whether a folder is in the way.
 
-        A folder that is not the run's own is moved aside. The first call deletes unfinished saves.
+        A folder that is not the run's own is moved aside. The first call also deletes unfinished
+        saves.
         """
         path, sound, in_the_way = self.folder / str(step), False, False
         if jax.process_index() == 0:
@@ -115,13 +120,13 @@ class StepFolders:
         return sound, in_the_way
 
     def renew(self, step: int) -> None:
-        """Forget that `step` was rejected, because it is written again."""
+        """Forget that `step` was rejected, because it is being written again."""
         self._refused.discard(step)
 
     def remove(self, steps: Sequence[int]) -> None:
         """Delete these steps in the first process, the newest first.
 
-        If the process is killed meanwhile, no partly deleted step looks finished.
+        If the process is killed meanwhile, a partly deleted step does not look finished.
         """
         if jax.process_index() == 0:
             for path in (self.folder / str(step) for step in sorted(steps, reverse=True)):
@@ -131,7 +136,7 @@ class StepFolders:
                     with contextlib.suppress(OSError):
                         (path / COMMIT).unlink()
                     delete_folder(path)
-        from_first(0)  # the others wait
+        from_first(0)  # the other processes wait
 
     def remove_after(self, step: int) -> None:
         """Delete all steps newer than `step`."""

@@ -1,6 +1,6 @@
 """Paths among a run's checkpoints that are not its own.
 
-The run does not delete them; it logs each once, and moves it aside if it is in the way.
+The run does not delete such a path. It logs the path once, and moves it aside if it is in the way.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_strays(folder: Path, named: set[Path]) -> None:
-    """Warn of every path that is not a checkpoint of the run and not in `named`; add it there."""
+    """Warn about paths that are neither checkpoints of the run nor in `named`; add them there."""
     for path in sorted(set(folder.iterdir()) - named):
         if (step := foreign_step(path)) is not None:
             logger.warning('%s holds step %d, not the step in its name: ignored', path, step)
@@ -46,7 +46,8 @@ def move_aside(path: Path) -> bool:
 def sweep(folder: Path) -> None:
     """Delete the folders of unfinished saves.
 
-    `STAMP` is the first file that Orbax writes there, so no other folder is touched.
+    `STAMP` is the first file that Orbax writes into such a folder, so folders without it are not
+    touched.
     """
     for path in folder.iterdir():
         if (

@@ -2,9 +2,10 @@
 
 The sharded storage pads a matrix if its number of shards does not divide it
 (`core/parallel/layout.py`). The padding depends on the mesh, so a checkpoint stores parameters and
-moments in their own shapes, and restores on any mesh. Each process writes its padded shards; the
-recorded shapes are then reduced, which moves no data: a reader does not see elements beyond the end
-of an array. A restore pads with zeros again, shard by shard.
+moments in their unpadded shapes, and can be restored on any mesh. Each process writes its padded
+shards. The recorded shapes are then reduced, which moves no data, because a reader does not see
+elements beyond the end of an array. When a checkpoint is restored, it is padded with zeros again,
+shard by shard.
 """
 
 from collections.abc import Mapping
@@ -38,7 +39,7 @@ def unpadded(tree: Any, layout: Layout) -> Any:
 def strip_padding(folder: Path, shapes: Mapping[str, Shape]) -> None:
     """Reduce the arrays with these names, in a folder that Orbax wrote, to these shapes.
 
-    All arrays change in one transaction, for which they must share a context.
+    All arrays change in one transaction, which requires that they share a context.
     """
     context, transaction = tensorstore.Context(), tensorstore.Transaction(atomic=True)
     for name, shape in shapes.items():

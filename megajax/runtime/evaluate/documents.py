@@ -1,4 +1,4 @@
-"""The perplexity of documents that training does not split: with images, or with messages."""
+"""The perplexity of documents with images or messages, which training does not split."""
 
 import dataclasses
 import logging
@@ -32,7 +32,7 @@ class DocumentPerplexity(Perplexity):
 def are_documents(scorer: Scorer, files: Sequence[str]) -> bool:
     """Whether training would read these files as JSON lines of whole documents.
 
-    Raises ConfigError if it would do so with some of them.
+    Raises ConfigError if this is true for only some of the files.
     """
     kept = {file: keeps_documents(scorer.config, file) for file in files}
     if any(kept.values()) and not all(kept.values()):
@@ -44,11 +44,11 @@ def are_documents(scorer: Scorer, files: Sequence[str]) -> bool:
 def document_perplexity(
     scorer: Scorer, tokenizer: Tokenizer, files: Sequence[str], template: Template | None = None
 ) -> DocumentPerplexity:
-    """Evaluate JSON-lines files and folders of them, each document in a row of its own.
+    """Evaluate JSON-lines files and folders of them, each document as a separate sequence.
 
-    The same tokens count as in training: all of a "text" except its images, and the assistant's
-    turns of "messages", rendered by the model's chat `template`, or else the config's. Raises
-    ConfigError with file and line if a document cannot be used, or if some have more than
+    The same tokens count as in training: all tokens of a "text" except its images, and the
+    assistant's turns of "messages", rendered by the model's chat `template`, or else the config's.
+    Raises ConfigError with file and line if a document cannot be used, or if some have more than
     `model.max_seq_len` tokens.
     """
     config = scorer.config

@@ -1,8 +1,8 @@
 """A model for EleutherAI's lm-evaluation-harness, which answers with `Scorer` and `Generator`.
 
-Needs the extra `harness`. As in the harness's own models, a text begins with the start
-tokens of its tokenizer, and an empty context is a start token, or the end of a document. A request
-has the same result as with the harness's `HFLM`; if `HFLM` fails at it, ConfigError is raised.
+Needs the extra `harness`. As in the harness's own models, a text begins with the start tokens of
+its tokenizer, and an empty context is a start token, or the end of a document. A request has the
+same result as with the harness's `HFLM`; if `HFLM` fails, ConfigError is raised.
 """
 
 import logging
@@ -35,14 +35,14 @@ UNUSED = (
     *('num_beams', 'repetition_penalty', 'no_repeat_ngram_size', 'bad_words_ids', 'min_length'),
     *('min_new_tokens', 'suppress_tokens', 'min_p', 'typical_p'),
 )
-NOTHING = r'[^\s\S]'  # a pattern without a match
+NOTHING = r'[^\s\S]'  # a pattern that never matches
 
 
 class HarnessModel(TemplateLM):
     """The model in the form that `lm_eval.simple_evaluate(model=...)` takes.
 
     `generation` is the model's generation_config.json, whose `top_k` and `top_p` apply to tasks
-    that sample and do not set them.
+    that sample but do not set them.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token of an empty context: the tokenizer's bos_token if it has one."""
+        """The token that stands for an empty context: the tokenizer's bos_token if it has one."""
         bos = self._special.get(self._text.named_tokens.get('bos_token', ''))
         return (self._text.start or [self._text.eod])[-1] if bos is None else bos
 
@@ -99,7 +99,7 @@ class HarnessModel(TemplateLM):
     ) -> list[float]:
         """Return the log-likelihood of each full text.
 
-        The windows of a text do not overlap, except for the last.
+        The windows of a text do not overlap, except that the last one overlaps the one before it.
         """
         windows: list[Window] = []
         counts = []
@@ -122,7 +122,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation, and whether it is the greedy one.
+        """Return the log-likelihood of each continuation, and whether it is the most probable.
 
         Raises ConfigError for an empty continuation.
         """
@@ -132,7 +132,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each context, up to the end that its task sets.
+        """Return the continuation of each context, up to the stops that its task sets.
 
         Raises ConfigError with every key of `generation_kwargs` that is not supported.
         """
@@ -200,7 +200,7 @@ class HarnessModel(TemplateLM):
         return any(stop in text for stop in stops)
 
     def _answer(self, ids: Sequence[int], stops: Sequence[str]) -> str:
-        """Return the text of generated ids as `HFLM` decodes it: separately, no special tokens.
+        """Return the text of generated ids as `HFLM` decodes it: without context or special tokens.
 
         The last id is the first one that completes a stop, which may be a special token's name.
         """
@@ -225,7 +225,7 @@ class HarnessModel(TemplateLM):
 
 
 class Tasks(TaskManager):
-    """The harness's tasks; all their requests are checked before the first one is made."""
+    """The harness's tasks; all requests are checked before the first one is run."""
 
     def __init__(self, limit: int, include_path: Sequence[str] | None):
         super().__init__(include_path=include_path)

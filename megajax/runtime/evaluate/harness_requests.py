@@ -1,4 +1,4 @@
-"""Translate the `generation_kwargs` of lm-evaluation-harness tasks to requests of a generator."""
+"""Translate the `generation_kwargs` of lm-evaluation-harness tasks into a generator's requests."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ OWN_TASK = 'in a copy of the task, and evaluate it as FOLDER/NAME'
 def requests_of(asked: Iterable[tuple[str, Mapping[str, Any]]], limit: int) -> list[Request]:
     """Return the request of each task's `generation_kwargs`.
 
-    Raises ConfigError with everything that `request_of` rejects.
+    Raises one ConfigError with everything that `request_of` rejects.
     """
     requests: list[Request] = []
     problems: list[str] = []

@@ -1,6 +1,7 @@
 """LAMBADA (Paperno et al., 2016): prediction of the last word of a passage.
 
-The last word counts by the strict rule of the Megatron paper (Shoeybi et al., 2019, appendix E.2).
+The last word is scored by the strict rule of the Megatron paper (Shoeybi et al., 2019, appendix
+E.2).
 """
 
 import dataclasses
@@ -21,19 +22,19 @@ class Lambada:
     """The accuracy and perplexity of the last words of passages."""
 
     passages: int
-    cut: int  # passages that were too long
-    right: int  # passages whose last word was predicted
+    cut: int  # number of passages that were too long
+    right: int  # number of passages whose last word was predicted
     accuracy: float  # right / passages
-    perplexity: float  # per last word
+    perplexity: float  # perplexity per last word
 
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, file: str) -> Lambada:
-    """Evaluate JSON lines of passages under the key 'text', as OpenAI published it for GPT-2.
+    """Evaluate JSON lines of passages under the key 'text', as in OpenAI's files for GPT-2.
 
     A last word is right if each of its sub-word tokens is the most probable one, given the tokens
     before it. A passage is encoded as a whole; the last word's tokens are all tokens that cover a
-    character of it or of the space before it. If a passage is longer than the model's context,
-    only its end is read.
+    character of it or of the space before it. If a passage is longer than the model's context, only
+    its end is read.
     """
     limit = scorer.config.model.max_seq_len + 1
     texts = _read(file)

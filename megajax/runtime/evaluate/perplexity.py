@@ -26,9 +26,9 @@ class Perplexity:
     documents: int
     tokens: int
     bytes: int  # size of the text in UTF-8
-    loss: float  # nats per token
-    perplexity: float  # per token
-    # The loss per byte of UTF-8, comparable between tokenizers; None for an empty text.
+    loss: float  # loss in nats per token
+    perplexity: float  # perplexity per token
+    # The loss in bits per byte of UTF-8, comparable between tokenizers; None for an empty text.
     bits_per_byte: float | None
 
 
@@ -36,22 +36,22 @@ class Perplexity:
 class WikiText:
     """The perplexity of WikiText."""
 
-    tokens: int  # sub-word tokens
-    original_tokens: int  # words of the file
-    loss: float  # nats per sub-word token
-    token_perplexity: float  # per sub-word token
-    perplexity: float  # normalized by `original_tokens`
+    tokens: int  # number of sub-word tokens
+    original_tokens: int  # number of words in the file
+    loss: float  # loss in nats per sub-word token
+    token_perplexity: float  # perplexity per sub-word token
+    perplexity: float  # perplexity normalized by `original_tokens`
 
 
 def perplexity(
     scorer: Scorer, tokenizer: Tokenizer, files: Sequence[str], *, stride: int | None = None
 ) -> Perplexity:
-    """Evaluate the documents in files and folders (see `read_documents`), joined in one sequence.
+    """Evaluate the documents in files and folders (see `read_documents`), joined into one sequence.
 
     An end-of-document token follows each document. Every token except a start token of the first
     document is predicted once, from the tokens before it in its window of `max_seq_len`. The window
-    moves by `stride` tokens. By default that is the window's length, which leaves the first tokens
-    of each window little context.
+    moves by `stride` tokens. By default, `stride` is the window's length, which leaves the first
+    tokens of each window little context.
     """
     documents = [document for file in files for document in read_documents(file)]
     texts = [document.text for document in documents]
@@ -78,9 +78,9 @@ def wikitext(
     """Evaluate a file of WikiText-103 as it is published, such as `wiki.test.tokens`.
 
     The file has words and punctuation with spaces between them. It is converted back to text, and
-    the loss of its T sub-word tokens is normalized by the T_o words of the file:
-    exp(loss (T - 1) / (T_o - 1)). Each token but the first is predicted once, in a window that
-    moves by `stride` tokens. The tokenizer's start tokens are read before the text.
+    the loss of its T sub-word tokens is normalized by the T_o words of the file: exp(loss (T - 1) /
+    (T_o - 1)). Each token except the first is predicted once, in a window that moves by `stride`
+    tokens. The tokenizer's start tokens precede the text.
 
     Raises ConfigError for a file that is not UTF-8, or has fewer than two words or tokens.
     """
@@ -104,9 +104,10 @@ def wikitext(
 
 
 def windows(ids: Sequence[int] | np.ndarray, length: int, stride: int) -> Iterator[Window]:
-    """Yield windows in which each token but the first is predicted once.
+    """Yield windows in which each token except the first is predicted once.
 
-    The first window predicts all of its tokens, each later one its last `stride` tokens or fewer.
+    The first window predicts all of its tokens except the first; each later window predicts its
+    last `stride` tokens or fewer.
     """
     end = min(length + 1, len(ids))
     yield Window(ids[:end], end - 1)

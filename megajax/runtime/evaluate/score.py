@@ -29,8 +29,9 @@ from megajax.runtime.generate.prompt_images import SeenPrompts, see
 from megajax.runtime.generate.sampling import most_probable
 from megajax.runtime.generate.weights import inference_config
 
-ROWS = 8  # windows at a time
-SHORTEST = 16  # tokens; windows are padded to this length or a larger power of two
+ROWS = 8  # number of windows in a batch
+# minimum number of tokens; windows are padded to this length or a larger power of two
+SHORTEST = 16
 
 
 class Window(NamedTuple):
@@ -41,7 +42,8 @@ class Window(NamedTuple):
 
     tokens: Sequence[int] | np.ndarray
     num_targets: int
-    images: PromptImages | None = None  # images of all tokens but the last; in all windows or none
+    # images of all tokens except the last; all windows have images, or none has
+    images: PromptImages | None = None
     counts: np.ndarray | None = None  # with images: whether each target counts
 
 
@@ -116,7 +118,7 @@ def hidden_of_shards(
     count_BS: jax.Array,
     computation: Computation,
 ) -> jax.Array:
-    """Return the model's `hidden` for sequences with images, on all data shards at once."""
+    """Return the result of the model's `hidden` for sequences with images, on all data shards."""
     layout = model.layout
     position_BS, count_BS, index_BS = (
         jax.reshard(x, layout('BS')) for x in (position_BS, count_BS, images.index_BS)

@@ -1,4 +1,4 @@
-"""Text generation with a KV cache that is sharded over `model`, as attention is."""
+"""Text generation with a KV cache that is sharded over `model`, like attention."""
 
 from megajax.runtime.generate.continuation import Continuation
 from megajax.runtime.generate.generator import Generator, Request, encode_prompts, generate

@@ -2,9 +2,9 @@
 
 The cache is sharded like attention: complete key/value heads over `model`, and sequences over
 `data`. It therefore adds no communication, and a token costs Megatron's two all-reduces per layer.
-Prompts of different lengths end at the same slot, and each sequence knows its first one: all
-sequences then write the same slot, in place. A layer with a sliding window caches as many tokens as
-its window has: a new token replaces the one that has left the window.
+Prompts of different lengths end at the same slot, so all sequences then write the same slot, in
+place; each sequence stores the index of its first slot. A layer with a sliding window caches only
+as many tokens as the window has: a new token replaces the token that has left the window.
 """
 
 from typing import NamedTuple
@@ -34,9 +34,9 @@ def prefill(
 ) -> Core[KeysValues]:
     """Return the attention core for full prompts, each within its segment.
 
-    It caches the prompts' keys and values, which fill the first of `num_slots` slots. If the config
-    of the layer has a window, it caches the last tokens alone: slot s is position s modulo the
-    cache's length.
+    It caches the prompts' keys and values, which fill the first of `num_slots` slots. If the
+    layer's config has a window, it caches only the last tokens: slot s is stored at index s modulo
+    the cache's length.
     """
     size = min(num_slots, config.window or num_slots)
 
@@ -80,7 +80,8 @@ def decode(
     slot_Y = jnp.arange(cache.k_BKYH.shape[2])
     is_read_Y = slot_Y < slot
     if config.window is not None:
-        # The last slot before this one that was written to each position, negative if none was.
+        # The last slot before this one that was written to each cache position; negative if there
+        # was none.
         slot_Y = slot - 1 - (slot - 1 - slot_Y) % len(slot_Y)
         is_read_Y = slot_Y > slot - config.window
     read_BY = (first_B[:, None] <= slot_Y[None]) & is_read_Y[None]

@@ -14,9 +14,10 @@ End = Literal['eod', 'stop', 'length']
 class Continuation:
     """Up to `limit` tokens after one prompt, added as they are generated.
 
-    `ids` exclude the token of `ends` that ended them. `end` is the reason for the end, None until
-    then. `text` is the text of `ids` up to the first of `stops`. Until the end it omits the part
-    that later tokens may still change: an incomplete character, or the beginning of a stop.
+    `ids` exclude the token of `ends` that ended the continuation. `end` is the reason for the end,
+    None until then. `text` is the text of `ids` up to the first of `stops`. Until the end, it omits
+    the part that later tokens may still change: an incomplete character, or the beginning of a
+    stop.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from megajax.runtime.data.image_text.turns import Vocabulary, end_of_turn, piece
 from megajax.runtime.generate.continuation import Continuation
 from megajax.runtime.generate.generator import Generator, Request
 
-PLACE = 'the conversation'  # in messages of a template's errors
+PLACE = 'the conversation'  # the place in error messages of a template
 NO_IMAGE = -1
 
 
@@ -18,9 +18,9 @@ class Conversation:
 
     A conversation begins like a document in training, and text that spells a special token is
     encoded as text. An answer ends at the tokens that end a text or a turn of the template.
-    `dropped` counts the oldest turns, which the next answer no longer attends to: they are dropped
-    once a prompt leaves too little of `model.max_seq_len` for the answer, which gets `room` tokens,
-    or a quarter of the context if that is less. The system message is never dropped. Raises
+    `dropped` counts the oldest turns that the next answer no longer attends to. Turns are dropped
+    if a prompt would leave too little of `model.max_seq_len` for the answer, which gets `room`
+    tokens, or a quarter of the context if that is less. The system message is never dropped. Raises
     ConfigError if the template cannot be rendered.
     """
 
@@ -62,7 +62,7 @@ class Conversation:
         room = min(self._request.max_tokens, limit // 4)
         ids, number = self._encode(self._turns), 0
         while len(ids) + room > limit and number + 2 < len(self._turns):
-            number += 2  # a text and its answer
+            number += 2  # one text and its answer
             ids = self._encode(self._turns[number:])
         if len(ids) >= limit:
             has, fix = 'this turn has', 'shorten it'

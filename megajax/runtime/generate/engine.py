@@ -34,32 +34,33 @@ class DecodeState(NamedTuple):
     """The state of generation, which each token changes.
 
     The position of a sequence's token is its slot, an index into the cache, minus `origin_B`.
-    `origin_B` is `first_B`, except for a sequence with images, which have fewer positions than
-    tokens.
+    `origin_B` is `first_B`, except for a sequence with images, because images have fewer positions
+    than tokens.
     """
 
     caches: tuple[KeysValues, ...]  # one cache per layer
     token_B: jax.Array  # the last token generated, which is not in the cache yet
     slot: jax.Array  # the slot that `token_B` will be written to
-    first_B: jax.Array  # the slot of the sequence's first token
+    first_B: jax.Array  # the slot of each sequence's first token
     origin_B: jax.Array
-    is_empty_BY: jax.Array | None  # slots of images that relevance has left empty
+    is_empty_BY: jax.Array | None  # image slots that relevance has left empty
     tokens_BIR: jax.Array | None  # number of tokens of each region, replicated
     left_B: jax.Array  # number of tokens still wanted; 0 for a sequence that has ended
     number_B: jax.Array  # the prompt's number, from which its random keys follow
     seen: Seen | None = None  # keys and values of images, and which of them new tokens attend to
 
 
-# Prompts before the first layer, and the difference between slot and position of new tokens [B].
+# Prompts before the first layer, and the differences between the slots and the positions of new
+# tokens [B].
 Start = tuple[SeenPrompts, jax.Array]
-# State, new tokens [B, S], their number, whether any sequence continues.
+# The state, new tokens [B, S], their number, and whether any sequence continues.
 Carry = tuple[DecodeState, jax.Array, jax.Array, jax.Array]
 
 
 class Engine:
     """The compiled functions for a config and a target, for any prompts and any mesh.
 
-    Each shape compiles once.
+    Each shape is compiled once.
     """
 
     def __init__(self, config: Config, target: str):
@@ -83,7 +84,7 @@ class Engine:
     def _look(self, weights: LayerWeights, batch: PromptBatch, *, is_beside: bool = False) -> Start:
         """Embed the prompts and encode their images: all work before the first layer.
 
-        It runs in a program of its own, or within the prefill of the batch before (`is_beside`).
+        It runs in a program of its own, or inside the prefill of the previous batch (`is_beside`).
         """
         decoder = nnx.merge(self._graphs.decoder, weights.rest)
         if decoder.vision is not None:
@@ -108,8 +109,8 @@ class Engine:
 
         `start` is the result of `look` for these prompts. With a `following` batch, the last result
         is that batch's start: it does not depend on these prompts, so XLA encodes its images while
-        the layers' all-reduces are in flight. These prompts' own images are encoded before their
-        layers.
+        the layers' all-reduces are in flight. The images of these prompts are encoded before their
+        own layers.
         """
         layout = self._layout
         left_B, number_B = (jax.reshard(x, layout('B')) for x in (left_B, number_B))
@@ -151,7 +152,7 @@ class Engine:
     ) -> tuple[DecodeState, jax.Array]:
         """Generate up to `num_tokens` more tokens [B, S] for the sequences that are still wanted.
 
-        After a sequence's end the tokens are NO_TOKEN.
+        After the end of a sequence, its tokens are NO_TOKEN.
         """
         rows = rows._replace(
             left_B=jnp.where(jax.reshard(wanted_B, self._layout('B')), rows.left_B, 0)
@@ -194,8 +195,8 @@ class Engine:
         )
         x_B1D, owns = self._run_layers(weights, x_B1D, cores, beside, rows.seen)
         new, token_B = self._sample(decoder, x_B1D, rows, seed, end_ids, sampling)
-        # Make the write slot depend on a result of this step: XLA then updates the caches in place
-        # instead of copying them. If no sequence continues, any slot will do.
+        # Make the write slot depend on a result of this step, so that XLA updates the caches in
+        # place instead of copying them. If no sequence continues, any slot is correct.
         slot = jnp.where(_any_left(new), rows.slot, 0)
         caches = tuple(
             write(layer, cache, own, slot)
@@ -273,7 +274,7 @@ def _any_left(rows: DecodeState) -> jax.Array:
 def engine(config: Config) -> Engine:
     """Return the engine of a config for the devices of the current mesh.
 
-    It is cached with the functions that it has compiled.
+    The engine is cached, together with the functions that it has compiled.
     """
     return _engine(config, mesh_target())
 

@@ -18,10 +18,11 @@ from megajax.runtime.generate.prompt_images import PromptBatch
 from megajax.runtime.generate.sampling import Sampling
 from megajax.runtime.generate.weights import inference_config, make_weights
 
-TOKENS_AT_ONCE = 16  # tokens generated per dispatch, between two searches for stops
-BATCH_SIZE = 16  # prompts at a time
-SLOTS = 64  # divisor of the cache's length, so that different lengths rarely recompile
-SHORTEST = 16  # tokens; prompts are padded to this length or a larger power of two
+TOKENS_AT_ONCE = 16  # number of tokens generated per dispatch, between two searches for stops
+BATCH_SIZE = 16  # number of prompts in a batch
+SLOTS = 64  # the cache's length is a multiple of this, so that different lengths rarely recompile
+# minimum number of tokens; prompts are padded to this length or a larger power of two
+SHORTEST = 16
 
 Prompt = Sequence[int]
 T = TypeVar('T')
@@ -31,8 +32,8 @@ T = TypeVar('T')
 class Request:
     """A request for up to `max_tokens` tokens after each prompt.
 
-    A text ends at the first of `stops`. With `to_eod` it also ends at a token of the tokenizer's
-    `ends`, the end of the document or of a turn. Raises ConfigError for values out of range.
+    A text ends at the first of `stops`. With `to_eod`, it also ends at a token of the tokenizer's
+    `ends`, which end a document or a turn. Raises ConfigError for values out of range.
     """
 
     max_tokens: int
@@ -61,15 +62,16 @@ class Batch(NamedTuple):
     limit_B: np.ndarray  # maximum number of tokens after each prompt
 
 
-# The number of a batch's first prompt and its rows; at the end the start of the next batch.
+# The number of a batch's first prompt, and the batch's continuations; finally, the start of the
+# next batch.
 _Growth = GeneratorType[tuple[int, list[Continuation]], None, Start | None]
 
 
 class Generator:
     """A model that generates text on the current mesh.
 
-    The weights are stored in the compute dtype, in addition to `params`. A generator with different
-    parameters of the same config recompiles nothing.
+    The weights are stored in the compute dtype, in addition to `params`. A generator with the same
+    config but different parameters recompiles nothing.
     """
 
     def __init__(self, config: Config, params: nnx.State, tokenizer: Tokenizer | None = None):
@@ -80,7 +82,7 @@ class Generator:
     def texts(self, prompts: Sequence[str], request: Request) -> list[str]:
         """Return the continuation of each prompt.
 
-        It does not depend on the mesh or on the other prompts.
+        A continuation does not depend on the mesh or on the other prompts.
         """
         *_, rows = self.stream(encode_prompts(self.config, self.tokenizer, prompts), request)
         return [row.text for row in rows if row]
@@ -109,7 +111,7 @@ class Generator:
         request: Request,
         size: int,
     ) -> Iterator[tuple[int, list[Continuation]]]:
-        """Yield the continuations of a batch each time they grow, and the number of the first.
+        """Yield a batch's continuations each time they grow, and the number of its first prompt.
 
         A batch of fewer than `size` prompts is padded, so that it is not compiled separately. The
         images of the next batch are encoded during the prefill of this one.
@@ -156,7 +158,7 @@ class Generator:
     def _grow(
         self, batch: Batch, request: Request, start: Start | None, ahead: Batch | None
     ) -> _Growth:
-        """Yield like `batches` until all texts have ended; return the start of `ahead`."""
+        """Yield as `batches` does until all texts have ended; return the start of `ahead`."""
         size, length = batch.arrays.token_BS.shape
         seed = np.uint32(request.seed)
         end_ids = np.array(self._ends(request), np.int32)
@@ -229,9 +231,9 @@ def generate(
 ) -> list[str]:
     """Continue each prompt by `max_tokens` tokens, to a stop or to the end of the document.
 
-    A prompt is read as the start of a document. Its text does not depend on the mesh or on the
-    other prompts. Raises ConfigError for a prompt that fills `max_seq_len`, which prompt and text
-    share.
+    A prompt is read as the start of a document. Its continuation does not depend on the mesh or on
+    the other prompts. Raises ConfigError for a prompt that leaves no room for a token in
+    `max_seq_len`.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stops))

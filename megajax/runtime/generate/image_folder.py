@@ -1,4 +1,4 @@
-"""Answers for all images of a folder, in batches that are prefetched."""
+"""Answer a prompt for all images of a folder, in batches that are prefetched."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ SHOWN = 5  # maximum number of files named in an error
 
 
 class Answer(NamedTuple):
-    """An image, and the model's continuation of the prompt with it."""
+    """An image, and the model's continuation of the prompt with this image."""
 
     picture: Path
     continuation: Continuation
@@ -24,7 +24,7 @@ class Answer(NamedTuple):
 def find_pictures(folder: Path) -> list[Path]:
     """Return the files of a folder by name, without hidden files and subfolders.
 
-    Raises ConfigError if there are none.
+    Raises ConfigError if there are no files.
     """
     try:
         files = [path for path in sorted(folder.iterdir()) if not path.name.startswith('.')]
@@ -64,10 +64,10 @@ def answer_all(
     *,
     batch_size: int = BATCH_SIZE,
 ) -> Iterator[Answer]:
-    """Yield the answer for each image, in order, when it is complete.
+    """Yield the answer for each image, in order, as soon as it is complete.
 
-    An answer does not depend on its batch. Raises ConfigError with the name of a truncated image,
-    after all images of the earlier batches are answered.
+    An answer does not depend on its batch. If an image is truncated, raises ConfigError with its
+    name after all images of earlier batches are answered.
     """
     read = read_ahead(reader, documents, batch_size)
     batches = (tuple(zip(*prompts, strict=True)) for prompts in read)

@@ -1,4 +1,4 @@
-"""Prompts with images: their tokens, and the image arrays that the model takes with them."""
+"""Prompts with images: their tokens, and the image arrays that the model gets with them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ Prompt = tuple[list[int], PromptImages]
 
 
 class PromptReader:
-    """Read prompts with images for a model.
+    """Reads prompts with images for a model.
 
     Raises ConfigError if the model is not a vision-language model.
     """

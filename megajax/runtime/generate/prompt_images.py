@@ -17,7 +17,7 @@ from megajax.core.parallel.layout import Layout
 
 
 class PromptBatch(NamedTuple):
-    """Prompts, each the last `length_B` tokens of its row, and their images."""
+    """Prompts, each of which is the last `length_B` tokens of its row, and their images."""
 
     token_BS: jax.Array | np.ndarray
     length_B: jax.Array | np.ndarray
@@ -34,12 +34,12 @@ class SeenPrompts(NamedTuple):
     segment_BS: jax.Array
     deep_BSAD: jax.Array | None = None
     seen: Seen | None = None  # image vectors for the cross-attention layers
-    is_empty_BS: jax.Array | None = None  # tokens of images that relevance has left empty
+    is_empty_BS: jax.Array | None = None  # image tokens that relevance has left empty
     tokens_BIR: jax.Array | None = None  # number of tokens of each region, replicated
 
     @property
     def rows(self) -> Rows:
-        """The arrays that the layers take in addition to the tokens."""
+        """The arrays that the layers get in addition to the tokens."""
         return Rows(self.position_BS, self.segment_BS, deep_BTAD=self.deep_BSAD)
 
 
@@ -48,8 +48,8 @@ def see(
 ) -> SeenPrompts:
     """Return the prompts with their images.
 
-    If `images` does not say which tokens are the question for relevance, the question is the whole
-    text of the prompt.
+    If `images` does not say which tokens are the question for relevance, the whole text of the
+    prompt is the question.
     """
     assert decoder.vision is not None
     x_BSD, segment_BS = prompts.x_BSD, prompts.segment_BS

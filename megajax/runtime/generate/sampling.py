@@ -1,4 +1,4 @@
-"""The next token of each row, chosen from logits that are sharded over the vocabulary."""
+"""Choose the next token of each sequence from logits that are sharded over the vocabulary."""
 
 import dataclasses
 
@@ -15,9 +15,9 @@ from megajax.core.parallel.layout import Layout
 class Sampling:
     """The rule by which a token is chosen: the most probable one at temperature 0, else at random.
 
-    `top_k` leaves the k most probable tokens; of these `top_p` leaves the fewest whose
-    probabilities add up to p (Holtzman et al., 2020). Raises ConfigError for values that leave
-    nothing to choose from.
+    `top_k` keeps the k most probable tokens; of these, `top_p` keeps the smallest set whose
+    probabilities add up to p (Holtzman et al., 2020). Raises ConfigError for values that leave no
+    token to choose.
     """
 
     temperature: float = 0.8
@@ -42,9 +42,9 @@ class Sampling:
 def head_logits(x_BD: jax.Array, head_Vd: jax.Array, layout: Layout) -> jax.Array:
     """Return logits [B, V] in fp32, sharded over the vocabulary, without communication.
 
-    They equal `Loss.logits`, but include the vocabulary's padding. The head is the left operand,
-    untransposed: on a CPU this matmul took between a quarter and all of the time of x times the
-    transposed head.
+    They equal the result of `Loss.logits`, but include the vocabulary's padding. The head is the
+    left operand and is not transposed: on a CPU, this matmul took between 25% and 100% of the time
+    of x times the transposed head.
     """
     x_BSD = jnp.expand_dims(x_BD, 1)
     with_zeros = with_fast_rows(x_BSD, 1, x_BD.shape[0] // layout.num_shards('B'))
@@ -66,9 +66,9 @@ def _logits(head_Vd: jax.Array, x: jax.Array, dims: str, layout: Layout) -> jax.
 def choose(
     logits_BV: jax.Array, key_B: jax.Array, sampling: Sampling, vocab_size: int, layout: Layout
 ) -> jax.Array:
-    """Choose a token [B] below `vocab_size` for each row.
+    """Choose a token [B] below `vocab_size` for each sequence.
 
-    The token is the same on every mesh and in every batch, because each row has its own key.
+    The token is the same on every mesh and in every batch, because each sequence has its own key.
     """
     if sampling.temperature == 0:
         return most_probable(logits_BV, vocab_size, layout)
@@ -83,7 +83,7 @@ def choose(
 
 
 def most_probable(logits: jax.Array, vocab_size: int, layout: Layout) -> jax.Array:
-    """Return the token [B, ...] with the highest of the logits [B, ..., V]; of equals, the first.
+    """Return the token [B, ...] with the highest of the logits [B, ..., V], the first if several.
 
     This takes two all-reduces of [B, ...] over `model`.
     """
@@ -95,7 +95,7 @@ def most_probable(logits: jax.Array, vocab_size: int, layout: Layout) -> jax.Arr
 
 
 def row_keys(key: jax.Array, row_B: jax.Array, position_B: jax.Array) -> jax.Array:
-    """Return a key for each row's token at its position."""
+    """Return a key for each sequence, which depends on the sequence and on the token's position."""
     return jax.vmap(
         lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position)
     )(row_B, position_B)

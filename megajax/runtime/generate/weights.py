@@ -1,8 +1,8 @@
 """A model's weights for generation: separate layers, and matrices in the compute dtype.
 
-Training stacks the layers and casts a matrix at each use. For one token that would copy every
-weight: on a CPU a token of GPT-2 takes 1.5 to 2.2 times as long. Here the layers are separated and
-the matrices are cast once.
+Training stacks the layers and casts a matrix at each use. For one token, that would copy every
+weight: on a CPU, a token of GPT-2 takes 1.5 to 2.2 times as long. Here, the layers are separated
+and the matrices are cast once.
 """
 
 import functools
@@ -33,7 +33,7 @@ class LayerWeights(NamedTuple):
 
     rest: nnx.State
     layers: tuple[nnx.State, ...]
-    cross: tuple[nnx.State, ...] = ()  # layers of cross-attention
+    cross: tuple[nnx.State, ...] = ()  # the cross-attention layers
 
 
 def inference_config(config: Config) -> Config:
@@ -64,7 +64,7 @@ def inference_config(config: Config) -> Config:
 def make_one_dimensional(config: Config, params: nnx.State) -> tuple[Config, Mesh, nnx.State]:
     """Return config, mesh and parameters without pipeline, context and 2-D tensor parallelism.
 
-    The devices are the same. `params` have their stored sharding on the current mesh, which is
+    The devices stay the same. `params` have their stored sharding on the current mesh, which is
     `config`'s. The result has the matrices in the compute dtype.
     """
     plain = one_dimensional(config)
@@ -115,7 +115,7 @@ def _maker(config: Config) -> Any:
 def _separate(
     model: LanguageModel | CrossAttention, take: Callable[[Any, int], nnx.Module]
 ) -> tuple[nnx.State, ...]:
-    """Take the stacked layers out of a module and return them one by one."""
+    """Return the stacked layers of a module one by one, and remove them from the module."""
     stacked = model.layers
     del model.layers
     return tuple(nnx.state(take(stacked, i)) for i in range(count_layers(nnx.state(stacked))))
@@ -134,7 +134,7 @@ class Graphs(NamedTuple):
     """
 
     decoder: nnx.GraphDef[LanguageModel]
-    blocks: tuple[nnx.GraphDef[Block], ...]  # of each layer
+    blocks: tuple[nnx.GraphDef[Block], ...]  # graph of each layer
     cross: nnx.GraphDef[CrossBlock] | None
 
 

@@ -225,7 +225,7 @@ class Tokenizer:
         return str(self._backend.decoder.decode(list(without_broken_bytes(tokens))))
 
     def save(self, path: str | Path) -> None:
-        """Write a tokenizer.json, and the names of its tokens to tokenizer_config.json there."""
+        """Write a tokenizer.json, and its tokens' names to a tokenizer_config.json next to it."""
         self._backend.save(str(path))
         self.names.save(Path(path))
 
