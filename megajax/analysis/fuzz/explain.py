@@ -60,7 +60,7 @@ def versions() -> dict[str, str]:
 
 
 def _is_same(tried: Case, case: Case) -> bool:
-    """Return whether a simpler config shows the same kind of finding."""
+    """Return whether a simpler config has the same verdict and, unless wrong, the same error."""
     if tried.verdict != case.verdict:
         return False
     return case.verdict == 'wrong' or _error(tried) == _error(case)
