@@ -94,6 +94,13 @@ def test_a_step_gathers_the_ids_of_documents_once(context: int) -> None:
     assert not any(one.site.name == 'documents' for one in stated(config(context=context)))
 
 
+def test_a_step_of_bert_also_finds_its_real_rows() -> None:
+    keys = 'mesh.data=1', 'mesh.context=2', 'train.seq_len=128', 'train.microbatches=1'
+    loaded = megajax.load('tiny_bert', [*keys, 'train.batch_size=8', 'mesh.model=1'])
+    ids, rows = (one for one in stated(loaded) if one.site.name == 'documents')
+    assert (ids.array.bytes, rows.array.bytes) == (4 * 8 * 128, 4 * 8)
+
+
 def test_layers_of_a_pattern_send_by_their_kind() -> None:
     windows, full, both, longer = (
         sent(stated(config(f'model.layers={layers}', 'model.position=rope', exchange='ring')), of)

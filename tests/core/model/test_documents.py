@@ -6,7 +6,7 @@ import pytest
 from support import make_batch, make_config, on_mesh, pack_at_random
 
 from megajax.core.config import ConfigError
-from megajax.core.model.documents import first_tokens, shared
+from megajax.core.model.documents import first_tokens, of_all_shards, shared
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.zigzag import position_at
 from megajax.core.train.feed import place_batch
@@ -23,6 +23,25 @@ def test_each_token_gets_the_position_of_the_first_token_of_its_document() -> No
         found = jax.jit(lambda x: first_tokens(x, layout))(placed)
     assert found.sharding.spec == layout('BS')
     np.testing.assert_array_equal(found, first_BS[:, position_at(np.arange(32), 32, 4)])
+
+
+@pytest.mark.parametrize('ordered', [False, True])
+def test_each_shard_gets_the_documents_of_all_tokens(ordered: bool) -> None:
+    batch = pack_at_random(make_batch(CONFIG))
+    ids = batch['segment_ids']
+    with on_mesh(CONFIG):
+        layout = Layout.of(CONFIG)
+        placed = place_batch({'segment_ids': ids})['segment_ids']
+        found = jax.jit(lambda x: of_all_shards(x, layout, ordered=ordered))(placed)
+    assert found.sharding.spec == layout('BS')
+    expected = ids if ordered else ids[:, position_at(np.arange(32), 32, 4)]
+    np.testing.assert_array_equal(found, np.tile(expected, (1, 4)))
+
+
+def test_an_array_of_rows_is_on_all_context_shards() -> None:
+    with on_mesh(CONFIG):
+        rows = place_batch({'swapped': np.arange(8, dtype=np.int32)[:, None]})['swapped']
+    assert rows.sharding.spec == Layout.of(CONFIG)('B-')
 
 
 def test_a_block_shares_with_earlier_keys_what_their_document_has_on_both_sides() -> None:
