@@ -291,7 +291,7 @@ def _check(
     """Raise ConfigError with every mistake in the command, before jax is imported."""
     problems = []
     if bool(task) == bool(harness):
-        problems.append('give either --task or --harness')
+        problems.append('give either --task perplexity, wikitext or lambada, or --harness TASKS')
     if harness and not find_spec('lm_eval'):
         problems.append(f'--harness needs lm-evaluation-harness: {install("harness")}')
     if harness and (files or stride):

@@ -16,16 +16,17 @@ from megajax.commands.main import app
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
 
+EITHER = 'give either --task perplexity, wikitext or lambada, or --harness TASKS'
 TWICE = 'would be read twice: name it, or the folder that contains it, once'
 
 
 @pytest.mark.parametrize(
     ('words', 'problem'),
     [
-        ('', 'give either --task or --harness'),
+        ('', EITHER),
         (
             '--task perplexity --harness boolq',
-            'give either --task or --harness\n--task perplexity needs files, not 0',
+            f'{EITHER}\n--task perplexity needs files, not 0',
         ),
         ('--task perplexity', '--task perplexity needs files, not 0'),
         ('--task wikitext', '--task wikitext needs one file, not 0'),
