@@ -1,22 +1,22 @@
-"""Measure the time that a process spends between steps: saving, waiting for data, and Python."""
+"""Measure the time that a process spends between steps: in saving, data loading and Python."""
 
 from megajax.runtime.run.clock import Clock
 from megajax.runtime.run.meter import slowest
 
 
 class BetweenSteps:
-    """The seconds between the steps of a run, on its clock since they were last reported."""
+    """The seconds between the steps of a run since the last report, by the run's clock."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
         self._own_seconds = self._checkpoint_seconds = 0.0  # clock readings at the last report
 
     def begin(self) -> None:
-        """Count the process's own seconds from now on; called before the first step."""
+        """Count this process's own seconds from now on; called before the first step."""
         self._own_seconds = self._clock.seconds('data_wait', 'other')
 
     def checkpoint_ms(self) -> float:
-        """Return the time for which saving has blocked the run since the previous call, in ms."""
+        """Return the milliseconds for which saving has blocked the run since the previous call."""
         before = self._checkpoint_seconds
         self._checkpoint_seconds = self._clock.seconds('checkpoint')
         return 1e3 * (self._checkpoint_seconds - before)
@@ -24,7 +24,8 @@ class BetweenSteps:
     def find_slowest(self, steps: int) -> dict[str, float]:
         """Return the process that is last to reach a step; all processes must call this.
 
-        It is the last on average, over the `steps` since the previous call.
+        The result is the process that was last on average, over the `steps` steps since the
+        previous call.
         """
         own = self._clock.seconds('data_wait', 'other') - self._own_seconds
         # Other processes answer only after the step in flight: this wait counts as productive.

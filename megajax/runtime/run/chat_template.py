@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_corpus(config: Config, run: Path, start: Path | None) -> tuple[Data, Companions]:
-    """Return a run's data, and the files its checkpoints carry; all processes must call this.
+    """Return a run's data, and the files that its checkpoints carry; all processes must call this.
 
     Raises ConfigError as `load_data` does.
     """
@@ -29,10 +29,10 @@ def read_corpus(config: Config, run: Path, start: Path | None) -> tuple[Data, Co
 def companions_of_run(config: Config, run: Path, start: Path | None) -> Companions:
     """Return the files that the run's checkpoints carry along.
 
-    They are the files that its model was imported with, the chat template that it trains with, and
-    the time that this template gets: the time of the run's first start, so that a resumed run reads
-    the same tokens. All processes must call this. Raises ConfigError if the template cannot be
-    read.
+    They are the files that the model was imported with, the chat template that the run trains with,
+    and the time that this template gets. This is the time of the run's first start, so a resumed
+    run reads the same tokens. All processes must call this. Raises ConfigError if the template
+    cannot be read.
     """
     there = read_companions(run if start is None else start)
     companions, path = there, config.data.chat_template
@@ -56,12 +56,12 @@ def _has_messages(config: Config) -> bool:
 
 
 def template_of_run(config: Config, run: Path, companions: Companions) -> Template | None:
-    """Return the chat template of `companions_of_run`, None if messages have their plain form."""
+    """Return the chat template of `companions_of_run`; None if messages have their plain form."""
     return companions.template(_name(config, run))
 
 
 def _began_with(path: str, run: Path, companions: Companions) -> bool:
-    """Whether the config still names the file whose template the run carries."""
+    """Whether the config still names the file of the template that the run carries along."""
     _, data = newest_data(run)
     return path == data.get('chat_template') and companions.chat_template is not None
 
@@ -71,7 +71,7 @@ def _name(config: Config, run: Path) -> str:
 
 
 def _now() -> datetime:
-    """Return the local time of the first process, in all of them."""
+    """Return the local time of the first process; the result is the same in all processes."""
     local = datetime.now().replace(microsecond=0)
     epoch = datetime(1970, 1, 1)
     seconds = from_first(int((local - epoch).total_seconds()))[0]

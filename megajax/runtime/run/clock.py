@@ -28,13 +28,14 @@ Activity = Literal[
     'data_wait',
     'other',
 ]
-# productive: steps that count. lost: steps skipped, rolled back, or repeated by the next start.
-# setup: devices, corpus, first state. checkpoint: the time for which saving blocks the run.
-# replay: steps repeated to compare them (`replay.py`), and the comparison.
-# data_wait: steps that wait for their batch. other: samples, traces, and time between the steps.
+# productive: steps that count. lost: steps that are skipped, rolled back, or repeated by the next
+# start. setup: devices, corpus, first state. checkpoint: time for which saving blocks the run.
+# replay: steps that are repeated for a comparison (`replay.py`), and the comparison. data_wait:
+# time for which steps wait for their batch. other: samples, traces, and time between steps.
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 
-# The summary line always names these activities, and the rest above this share of the total.
+# The summary line always names these activities; it names the others if their share of the total is
+# larger.
 ALWAYS, SMALL = ('compile', 'restore', 'checkpoint', 'data_wait'), 0.01
 SUMMARY = 'summary.json'
 EVERY = 10.0  # minimum seconds between two writes of the summary during a run
@@ -51,7 +52,7 @@ class Clock:
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
 
     def begin(self, activity: Activity) -> float:
-        """Begin an activity and return the time in seconds, by `time.perf_counter`."""
+        """Begin an activity, and return the time in seconds by `time.perf_counter`."""
         now = time.perf_counter()
         self._seconds[self._activity] += now - self._since
         self._since, self._activity = now, activity
@@ -64,7 +65,7 @@ class Clock:
         self._seconds['lost'] += seconds
 
     def seconds(self, *activities: Activity) -> float:
-        """Return the seconds of these activities until now, or of all if none is named."""
+        """Return the seconds of these activities until now; without names, of all activities."""
         self.begin(self._activity)
         return sum(self._seconds[activity] for activity in activities or ACTIVITIES)
 
@@ -72,15 +73,16 @@ class Clock:
 class RunSummary:
     """The `summary.json` of a run directory: the seconds of this start, and of all starts.
 
-    The first process writes it. If a start is killed, the file contains its last written state, at
-    most EVERY seconds and `train.log_every` steps before the end.
+    The first process writes it. If a start is killed, the file contains the last state that it
+    wrote, at most EVERY seconds and `train.log_every` steps before its end.
     """
 
     def __init__(self, folder: Path, clock: Clock):
         self.path, self.clock = folder / SUMMARY, clock
         before = _read(self.path)
-        self.step: int | None = None  # the step reached; None before the run has a state
-        self.dispatched = 0  # the newest step that the devices were given
+        # the step that the run has reached; None before it has a state
+        self.step: int | None = None
+        self.dispatched = 0  # the newest step that was dispatched to the devices
         # The step and the time at which this start got its first state.
         self.first_step, self.began = 0, time.monotonic()
         self.last_step: int = before.get('step', 0)  # the step that the previous start reached
@@ -94,7 +96,7 @@ class RunSummary:
     def begin(self, step: int, *, lost_seconds: float) -> None:
         """Begin at `step`.
 
-        `lost_seconds` are productive seconds of earlier starts whose steps are repeated.
+        `lost_seconds` are the productive seconds of earlier starts in steps that are now repeated.
         """
         lost_seconds = min(lost_seconds, self._before['productive'])
         self._before['productive'] -= lost_seconds
@@ -103,7 +105,7 @@ class RunSummary:
         self.began = time.monotonic()
 
     def write(self) -> None:
-        """Replace the file; log a warning, once, if that fails."""
+        """Replace the file; if that fails, log a warning, once."""
         self._written = time.monotonic()
         this, new = self._this(), self.path.with_name(f'{SUMMARY}.new')
         seconds = {'seconds': _rounded(self._total(this)), 'seconds_of_last_start': _rounded(this)}
@@ -127,7 +129,7 @@ class RunSummary:
             self.write()
 
     def __str__(self) -> str:
-        """Return a line for this start, and one for all starts if there were more."""
+        """Return a line for this start and, if there were earlier starts, a line for all starts."""
         this = self._this()
         lines = [_line('seconds', this)]
         if self._starts > 1:
@@ -176,7 +178,7 @@ def _rounded(seconds: Mapping[Activity, float]) -> dict[str, float]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the previous start's summary; empty if it is unreadable, as it is informational."""
+    """Return the previous start's summary; {} if it is unreadable, because it is informational."""
     try:
         summary = parse_json(path.read_bytes())
         is_valid = isinstance(summary, dict) and isinstance(summary.get('seconds'), dict)

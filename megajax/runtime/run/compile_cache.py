@@ -1,8 +1,8 @@
 """Cache compiled programs on disk (`run.compile_cache`), so that a run restarts faster.
 
 Process 0 writes each program that took more than a second to compile, and jax reads it at a later
-start. On CPUs the cache keys differ by process, so the other processes compile again. On GPUs XLA
-also stores its autotuner's choices there, so that a resumed run uses the same kernels.
+start. On CPUs, the cache keys differ by process, so the other processes must compile again. On GPUs
+XLA also stores its autotuner's choices there, so that a resumed run uses the same kernels.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from megajax.core.config import ConfigError, RunConfig
 
-FOLDER = 'compiled'  # in the folder of a run
-ENTRIES = '*-cache'  # jax's names of compiled programs
-ZSTANDARD = b'\x28\xb5\x2f\xfd'  # the first bytes of a frame
+FOLDER = 'compiled'  # name of the cache in the folder of a run
+ENTRIES = '*-cache'  # pattern of jax's names for compiled programs
+ZSTANDARD = b'\x28\xb5\x2f\xfd'  # the first bytes of a zstd frame
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def _use(folder: str | None) -> None:
 
 
 def _drop_damaged(folder: Path) -> None:
-    """Delete incomplete programs, left by a killed process: jax would never write them again."""
+    """Delete incomplete programs, left by a killed process; jax would never replace them."""
     for entry in folder.glob(ENTRIES):
         if not _is_whole(entry.read_bytes()):
             logger.warning('%s is damaged: the program is compiled again', entry)
@@ -66,7 +66,7 @@ def _drop_damaged(folder: Path) -> None:
 
 def _is_whole(compressed: bytes) -> bool:
     if compressed.startswith(ZSTANDARD):
-        import zstandard  # jax has used it
+        import zstandard  # jax has imported it already
 
         try:
             zstandard.ZstdDecompressor().decompress(compressed)

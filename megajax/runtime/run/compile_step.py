@@ -21,7 +21,7 @@ def compile_step(
     report: Report,
     optimizer: GradientTransformation | None = None,
 ) -> Compiled:
-    """Compile the step of a run that has this state, and save its text in the run directory.
+    """Compile the step of a run with this state, and save its text in the run directory.
 
     All processes must call this. Raises MiscompileError if XLA compiled the step wrongly for these
     GPUs.

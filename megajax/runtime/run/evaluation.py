@@ -46,12 +46,12 @@ class Evaluation:
         """Return and report the losses of the parameters after `step`; empty without data.
 
         The validation loss is in nats per token and in bits per byte. Bits per byte of text do not
-        depend on the tokenizer. For BERT the losses are nats per masked token, which does not
-        measure text, and sentence-order prediction.
+        depend on the tokenizer. For BERT, the losses are nats per masked token, for which there are
+        no bits per byte, and the loss of sentence-order prediction.
         """
         if not len(self.data.validation):
             return {}
-        # Use the limit for compiling: the first batch compiles the evaluation step.
+        # Use the time limit for compiling, because the first batch compiles the evaluation step.
         self.watchdog.beat('evaluation', 'compile')
         start = self.clock.begin('evaluation')
         sums: Counter[str] = Counter()
@@ -75,11 +75,11 @@ class Evaluation:
         return losses | {'evaluation_ms': 1e3 * (self.clock.begin('other') - start)}
 
     def _check(self) -> None:
-        self.watchdog.beat('reading', 'compile')  # prompts of a new shape compile again
+        self.watchdog.beat('reading', 'compile')  # prompts of a new shape are compiled
         self.stop.check()
 
     def _batches(self) -> PlacedBatches:
-        """The first `train.eval_batches` batches, with the number of text bytes of each label."""
+        """Return the first `train.eval_batches` batches, with the text bytes of each label."""
         validation = self.data.validation
         return PlacedBatches(
             validation,
@@ -92,13 +92,13 @@ class Evaluation:
         tokenizer = self.data.tokenizer
         if tokenizer is None or self.config.model.is_bert:
             return batch
-        # A label that does not count may be an image token, which the tokenizer does not have.
+        # A label that does not count may be an image token, which may not be in the tokenizer.
         labels = np.where(batch['loss_mask'] > 0, batch['labels'], tokenizer.eod)
         return {**batch, 'label_bytes': tokenizer.token_bytes[labels]}
 
 
 def losses_of(sums: Counter[str]) -> tuple[dict[str, float], str]:
-    """Return the losses of all batches by name, and as text; without bytes, no bits per byte."""
+    """Return the losses of all batches, by name and as text; no bits per byte without bytes."""
     losses = {'validation_loss': sums['nll'] / sums['tokens']}
     text = f'{losses["validation_loss"]:.3f} nats per token'
     if 'rows' in sums:

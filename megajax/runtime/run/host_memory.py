@@ -1,7 +1,7 @@
 """Reject a run on simulated devices that does not fit in the host's memory, before it begins.
 
-All simulated devices share the memory of one host, and the kernel kills a process that needs more,
-without a message.
+All simulated devices share the memory of one host. If a process needs more memory, the kernel kills
+it without a message.
 """
 
 import resource
@@ -15,7 +15,7 @@ from megajax.core.hardware.memory import host_memory
 from megajax.core.parallel.layout import Layout
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}
-# Bytes of address space that jax and its threads take on two cores, for a model of any size.
+# Bytes of address space that jax and its threads need on two cores, for a model of any size.
 ADDRESSES = 2 * 10**9
 
 
@@ -48,8 +48,8 @@ def state_bytes(config: Config) -> int:
     """Return the bytes of parameters, moments and gradients on each device of a training step.
 
     This is a lower bound of a step's memory: activations and gathered weights are not included.
-    Gradients count once, because all of them must exist before the first update, for their norm.
-    With `train.replay_every` there is a second copy of parameters and moments.
+    Gradients count once, because all of them must exist before the update, which needs their norm.
+    With `train.replay_every`, there is a second copy of parameters and moments.
     """
     layout, optim = Layout.of(config), config.optim
     each = [(x, num_at_rest(x, config.model, layout)) for _, x in parameters(config.model)]

@@ -1,4 +1,4 @@
-"""Infer the config of a `train` command that names none, from the run it resumes or starts from.
+"""Infer the config of a `train` command that names none from the run that it continues.
 
 Imports no jax.
 """
@@ -28,8 +28,9 @@ NO_FILES = 'auto', 'bytes', 'bpe', 'none'  # values of `data.tokenizer` that nam
 def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
     """Return the config that these overrides change, and its name.
 
-    It is the config of the run in `run.dir`, else of `run.start_from`, else the default. Raises
-    ConfigError if `run.dir` is set but contains no run, because the default is hardly intended.
+    It is the config of the run in `run.dir`, else of the run in `run.start_from`, else the default
+    config. Raises ConfigError if `run.dir` is set but contains no run, because the user hardly
+    wants the default config.
     """
     folder, start = (overridden(overrides, key) for key in ('run.dir', START_FROM))
     began = Path(folder) / CONFIG if isinstance(folder, str) and folder else None
@@ -51,7 +52,7 @@ def _config_of_start(start: Path, overrides: Sequence[str]) -> tuple[Config, str
     for checkpoint in candidates_of_start(start):
         try:
             record = read_record(checkpoint)
-        except CheckpointError:  # use the checkpoint before it, as the verification does
+        except CheckpointError:  # use the previous checkpoint, as the verification does
             continue
         settings = {section: keys for section, keys in record.config.items() if section != 'run'}
         settings['data'] = settings['data'] | {'chat_template': None}
@@ -84,9 +85,10 @@ def tokenizer_of(checkpoint: Path) -> Path:
 def with_own_tokenizer(config: Config, run: Path, start: Path | None = None) -> Config:
     """Return the config of a run with its own tokenizer.json in place of the file it began with.
 
-    So a run resumes after it was moved, and after that file was changed or deleted. A file that the
-    config names for the first time is not replaced. With `data.tokenizer=auto`, the run's own
-    tokenizer is its initial weights' tokenizer; a new run finds it in the checkpoint `start`.
+    A run can therefore resume after it was moved, and after that file was changed or deleted. A
+    file that the config names for the first time is not replaced. With `data.tokenizer=auto`, the
+    run's own tokenizer is its initial weights' tokenizer; a new run finds it in the checkpoint
+    `start`.
     """
     checkpoint, begun = newest_data(run) if start is None else (start, {})
     tokenizer = config.data.tokenizer

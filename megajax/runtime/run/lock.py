@@ -1,4 +1,4 @@
-"""The lock of a run directory: one run writes there at a time, and a locked file names it."""
+"""The lock of a run directory: only one run at a time writes there, and a lock file names it."""
 
 import contextlib
 import datetime
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Lock the run directory while the block runs; the first process does so for all.
+    """Lock the run directory during the block; the first process does so for all processes.
 
     The directory is created if it does not exist. Raises ConfigError if another run has the lock.
-    The kernel releases a lock when its process ends, however it ends, so the lock of a killed
-    process is taken over, with a warning.
+    The kernel releases a lock whenever its process ends, so the lock of a killed process is taken
+    over, with a warning.
     """
     if jax.process_index():
         yield
@@ -43,12 +43,13 @@ def run_lock(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Not unlinked: a process that has it open already would lock a file without a name.
+            # The file is not unlinked: a process that has already opened it would lock a file
+            # without a name.
             _write(file, None)
 
 
 def running_in(folder: Path) -> str | None:
-    """Return the process, other than this one, that runs in a folder; None if there is none."""
+    """Return the process, other than this one, that runs in a folder, or None if there is none."""
     try:
         with (folder / LOCK).open(errors='replace') as file:
             holder = _holder(file)
@@ -89,7 +90,7 @@ def _take(path: Path, file: IO[str]) -> None:
 
 
 def _holder(file: IO[str]) -> str | None:
-    """The holder, as 'pid 12 on host a since 2026-01-01T00:00:00Z'; None if the file is empty."""
+    """Return the holder, as 'pid 12 on host a since 2026-01-01T00:00:00Z'; None if not named."""
     file.seek(0)
     text = file.read(1000)
     try:
@@ -100,9 +101,8 @@ def _holder(file: IO[str]) -> str | None:
 
 
 def _write(file: IO[str], holder: dict[str, Any] | None) -> None:
-    with contextlib.suppress(
-        OSError
-    ):  # on a full disk the lock works, but does not name its holder
+    # On a full disk, the lock works but does not name its holder.
+    with contextlib.suppress(OSError):
         file.seek(0)
         file.truncate()
         file.write(f'{json.dumps(holder)}\n' if holder else '')

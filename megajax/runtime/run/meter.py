@@ -28,10 +28,10 @@ class Meter:
     def measure(self, seconds: float) -> dict[str, float]:
         """Return the rates of a step that took `seconds`, and its memory.
 
-        Tokens/s are summed over all devices; TFLOP/s, MFU and memory are per device. FLOPs are the
-        model's, without recomputation (Chowdhery et al., 2022); `mfu` is left out if the device's
-        peak is not known. `memory_bytes` is the largest number of bytes that the allocator of any
-        local device has had in use since the start. Without such a count, as on a CPU,
+        Tokens/s are summed over all devices; TFLOP/s, MFU and memory are per device. FLOPs are
+        model FLOPs, without recomputation (Chowdhery et al., 2022); `mfu` is left out if the
+        device's peak is not known. `memory_bytes` is the largest number of bytes that the allocator
+        of any local device has had in use since the start. Without such a count, as on a CPU,
         `planned_memory_bytes` is the memory that XLA planned for the step.
         """
         rates = {
@@ -51,7 +51,7 @@ class Meter:
 
 
 def _planned_bytes(compiled: Compiled) -> int:
-    """Bytes per device for inputs, temporaries and outputs that alias no input; 0 if unknown."""
+    """Return the bytes per device of inputs, temporaries and new outputs; 0 if unknown."""
     plan = compiled.memory_analysis()
     if plan is None:
         return 0
@@ -66,9 +66,9 @@ def _planned_bytes(compiled: Compiled) -> int:
 def slowest(own_seconds: float) -> dict[str, float]:
     """Return the process with the most seconds of its own, and its lead over the median in ms.
 
-    All processes must call this. In a step all processes wait for each other, so only time outside
-    of steps distinguishes them: waiting for data, and Python between steps. A GPU that computes
-    more slowly than the rest is not detected here.
+    All processes must call this. In a step, all processes wait for each other, so they differ only
+    in the time outside of steps: waiting for data, and Python between steps. A GPU that is slower
+    than the others is not detected here.
     """
     if jax.process_count() == 1:
         return {}

@@ -15,7 +15,7 @@ from megajax.core.parallel.layout import EXPERT
 from megajax.core.parallel.mesh import crossing_hosts, host_names
 from megajax.runtime.run.log.report import Report
 
-TENSOR = ('row', 'model')  # the axes whose collectives every layer waits for
+TENSOR = ('row', 'model')  # the mesh axes for whose collectives every layer waits
 
 
 def note_links(mesh: Mesh, report: Report) -> None:
@@ -36,10 +36,10 @@ def note_links(mesh: Mesh, report: Report) -> None:
 
 
 def experts_across_hosts(hosts: Sequence[str], sizes: Mapping[str, int]) -> str | None:
-    """Return a line if devices that share the experts of a layer are on several hosts, or None.
+    """Return a line if devices that share the experts of a layer are on several hosts, else None.
 
-    `hosts` has the host of each device of the mesh. The devices that share experts are neighbors,
-    together with their context and tensor-parallel groups.
+    `hosts` has the host of each device of the mesh. Devices that share experts are next to each
+    other in the mesh, together with their context and tensor-parallel groups.
     """
     axes, experts = list(sizes), sizes[EXPERT]
     group = math.prod(sizes[axis] for axis in axes[axes.index(EXPERT) :])
@@ -62,9 +62,9 @@ def experts_across_hosts(hosts: Sequence[str], sizes: Mapping[str, int]) -> str 
 def slow_links(
     mesh: Mesh, topology: Topology, *, process: int, environ: Mapping[str, str] = os.environ
 ) -> str | None:
-    """Return a line on the first tensor-parallel group of a process that uses PCIe, or None.
+    """Return a line about the first tensor-parallel group of a process that uses PCIe, or None.
 
-    The line has nvidia-smi's numbers of the GPUs, some of which CUDA_VISIBLE_DEVICES may hide.
+    The line has nvidia-smi's numbers of the GPUs; CUDA_VISIBLE_DEVICES may hide some GPUs.
     """
     visible = _visible(environ)
     sizes = [mesh.shape[axis] for axis in mesh.axis_names if axis in TENSOR]
@@ -87,7 +87,7 @@ def _advice(together: int) -> str:
 
 
 def _visible(environ: Mapping[str, str]) -> list[int] | None:
-    """Return nvidia-smi's numbers of the visible GPUs; None if all are, or if they are named."""
+    """Return nvidia-smi's numbers of the visible GPUs; None if all are visible or have names."""
     chosen = environ.get('CUDA_VISIBLE_DEVICES', '')
     names = [name.strip() for name in chosen.split(',')]
     return [int(name) for name in names] if all(name.isdigit() for name in names) else None

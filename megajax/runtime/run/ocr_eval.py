@@ -48,7 +48,7 @@ class Reader:
     ) -> dict[str, float]:
         """Return the share of images that the parameters after `step` transcribe exactly.
 
-        All processes must call this; `check` is called every few letters.
+        All processes must call this; `check` is called once every few letters.
         """
         rows = self._read(self._pictures, params, check)
         share, readings = _share_right(self._pictures, rows), [row.text for row in rows[:SHOWN]]
@@ -87,7 +87,7 @@ class Reader:
         return values
 
     def _prompt(self, picture: Picture) -> tuple[list[int], PromptImages]:
-        """Return the tokens before the answer, and their images."""
+        """Return the tokens before the answer, and the images among them."""
         document = self._batches.document(picture)
         return prompt_of(document, self._batches.shape, int(np.argmax(document.answered)))
 

@@ -20,9 +20,9 @@ class PlacedBatches:
     """The batches of steps `first` up to `last` on the current mesh, prefetched.
 
     Each process reads its own sequences. With one process, a read error is raised at once. With
-    several, a process that cannot read its sequences must still take part in the step that all of
-    them compute, or the others would wait forever: it feeds sequences whose loss is NaN. All
-    processes call `check` when they get such a loss, and it raises in every one.
+    several processes, a process that cannot read its sequences must still take part in the common
+    step, because the others would wait forever: it feeds sequences whose loss is NaN. All processes
+    call `check` when they get such a loss, and `check` raises in every process.
     """
 
     def __init__(
@@ -42,15 +42,16 @@ class PlacedBatches:
 
     def __next__(self) -> Batch:
         try:
-            # After an error, every later batch counts as unreadable too: the next step may be
-            # dispatched before the failure is known, and must not change anything either.
+            # After an error, every later batch counts as unreadable, too: the next step may be
+            # dispatched before the failure is known, and it must not change anything either.
             batch = next(self._read) if self._error is None else self._unreadable()
         except StopIteration:
             raise
         except Exception as error:
             if jax.process_count() == 1:
                 raise
-            # Log the error now: the other processes may end this one before it reports it.
+            # Log the error now, because other processes may end this process before it reports the
+            # error.
             if not isinstance(error, RunError):
                 logger.exception('this process could not read its part of a batch')
             self._error = self._error or error

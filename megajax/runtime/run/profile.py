@@ -26,7 +26,7 @@ class Profiler:
 
     With several processes, each has its own subfolder. Next to the trace, process 0 writes the text
     of `compiled`, the program of the steps, and the config. If a trace cannot be taken or written,
-    a warning is logged. Leaving this as a context writes an unfinished trace.
+    a warning is logged. If the context is left during a trace, the unfinished trace is written.
     """
 
     compiled: Compiled | None = None
@@ -34,7 +34,8 @@ class Profiler:
     def __init__(self, folder: Path, config: Config):
         self._config, self._program_folder = config, folder / FOLDER
         self.folder = self._program_folder
-        if jax.process_count() > 1:  # files are named after the host, which processes may share
+        # files are named after the host, which several processes may share
+        if jax.process_count() > 1:
             self.folder /= PROCESS.format(jax.process_index())
         profile = config.train.profile
         self._first, self._last = (

@@ -2,7 +2,7 @@
 
 With `train.replay_every`, such a step runs from the same state and batch on the mesh of the run and
 on that mesh with its devices rotated (`core/parallel/rotated_mesh.py`). Both programs are compiled
-from the same text, so on healthy hardware their results are bit-identical.
+from the same text, so their results are bit-identical on healthy hardware.
 """
 
 import time
@@ -30,12 +30,15 @@ from megajax.runtime.run.watchdog import Watchdog
 
 
 class Difference(NamedTuple):
-    """The first array that differs on the devices of a process; sent between processes as int32."""
+    """The first array that differs on a process's devices.
 
-    array: int  # its index among the results of a step, -1 if none differs
+    Processes send it to each other as int32.
+    """
+
+    array: int  # index of the array among the results of a step; -1 if no array differs
     device: int  # jax's id of the device that has the result of the step
     repeated_on: int  # jax's id of the device that has the result of its repetition
-    elements: int  # number of elements that differ there, read by the host; capped, as is `of`
+    elements: int  # number of elements that differ there, counted on the host; capped, like `of`
     of: int
     devices: int  # number of devices of the process on which any array differs
 
@@ -47,7 +50,7 @@ MOST_ELEMENTS = 2**31 - 1
 class Replay:
     """The compiled step of a run, repeated on the rotated mesh every `train.replay_every` steps.
 
-    All processes must make it, and take the same steps.
+    All processes must create a Replay, and take the same steps.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class Replay:
         results: tuple[TrainState, Metrics],
         repeated: tuple[TrainState, Metrics],
     ) -> None:
-        """Raise CorruptionError in all processes if a shard of one of them differs."""
+        """Raise CorruptionError in all processes if a shard differs in one of them."""
         names, arrays = zip(*named_results(*results), strict=True)
         others = [x for _, x in named_results(*repeated)]
         own = self._difference(arrays, others)
@@ -177,9 +180,9 @@ class Replay:
 
 
 def named_results(state: TrainState, metrics: Metrics) -> list[tuple[str, jax.Array]]:
-    """Return the arrays that a step returns, with their names, the loss first.
+    """Return the arrays that a step returns, with their names; the loss is the first.
 
-    An error in the forward pass changes the loss, and then all other arrays.
+    An error in the forward pass changes the loss and, as a result, all other arrays.
     """
     names = sorted(metrics, key=lambda name: (name != 'loss', name))
     return [(name, metrics[name]) for name in names] + [
@@ -195,6 +198,6 @@ def _by_place(digests: jax.Array) -> dict[int, np.ndarray]:
 
 
 def _bytes_on(device: jax.Device, x: jax.Array) -> np.ndarray:
-    """Return the bytes of each element that a device has of an array, [element, byte]."""
+    """Return the bytes of each element of an array's part on a device, [element, byte]."""
     shard = next(shard.data for shard in x.addressable_shards if shard.device == device)
     return np.ascontiguousarray(shard).reshape(-1).view(np.uint8).reshape(-1, x.dtype.itemsize)

@@ -16,7 +16,7 @@ from megajax.runtime.data import Batches, Data
 from megajax.runtime.data.synthetic_batches import PictureBatches
 from megajax.runtime.data.tokens.remote_pair import VERSION_OF
 
-# Keys that decide the order of samples, and those that also decide which samples there are.
+# Keys that decide the order of samples, and keys that also decide which samples there are.
 OF_ORDER = ('train.seed', 'data.order')
 OF_SAMPLES = ('data.corpus', 'data.blend', 'data.split', *OF_ROWS)
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def resumed_data(data: Data, config: Config, there: Record | None, *, batches: int) -> Data:
-    """Return data whose next training batch, of number `batches`, begins with an unread sample.
+    """Return data whose next training batch, number `batches`, begins with an unread sample.
 
     `there` is the record of the restored state, or None for a new run. If the order of samples has
     not changed, the next batch begins with the first unread sample, even if the batch size has
@@ -38,7 +38,8 @@ def resumed_data(data: Data, config: Config, there: Record | None, *, batches: i
         samples = batches * before['batch_size']
     if batches:
         samples = _in_new_order(data, config, there, samples)
-    elif data.train_of is None:  # samples that Megatron-LM consumed count only in its own order
+    # the samples that Megatron-LM consumed count only in Megatron-LM's order
+    elif data.train_of is None:
         samples = 0
     elif samples:
         logger.info(
@@ -61,19 +62,19 @@ def resumed_data(data: Data, config: Config, there: Record | None, *, batches: i
 
 
 def imported(start: Path) -> Record | None:
-    """Return the record of an import from Megatron-LM that has consumed samples, otherwise None.
+    """Return the record of an import from Megatron-LM that has consumed samples, or None.
 
-    A run that starts from any other checkpoint reads its data from the first sample on.
+    A run that starts from any other checkpoint begins with the first sample.
     """
     record = read_record(start)
     return record if record.step == 0 and record.samples else None
 
 
 def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> int:
-    """Return the sample with which a run continues that has read `samples` in its old order.
+    """Return the sample with which a run continues after it has read `samples` in its old order.
 
-    That is sample `samples`, unless the samples have changed. A change of the samples or of their
-    order is logged.
+    The result is sample `samples`, unless the samples have changed. A change of the samples or of
+    their order is logged.
     """
     different = config_differences(there, make_record(config, there.step))
     old, new = (
@@ -106,7 +107,7 @@ def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> in
 
 
 def _at_stake(train: Batches, config: Config, samples: int) -> int:
-    """Return how many samples at most the rest of an epoch repeats if its order changes."""
+    """Return how many samples the rest of an epoch repeats at most if its order changes."""
     if isinstance(train, PictureBatches) or config.data.blend or config.data.order == 'megatron':
         return samples
     read = samples % train.num_samples
@@ -116,8 +117,8 @@ def _at_stake(train: Batches, config: Config, samples: int) -> int:
 def _megatron(data: Data, config: Config, there: Record, samples: int) -> Batches:
     """Return batches in Megatron-LM's order, which depends on the number of samples of the run.
 
-    It is the run's old order if that has enough samples, and otherwise the order of as many samples
-    as the run needs; a difference is logged.
+    The order is the run's old order if it has enough samples; otherwise it is the order for as many
+    samples as the run needs. A difference is logged.
     """
     assert data.train_of is not None
     old, train = there.config, config.train

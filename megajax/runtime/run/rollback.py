@@ -1,4 +1,4 @@
-"""Roll a run back to its newest checkpoint after a step that is rejected."""
+"""Roll a run back to its newest checkpoint after a rejected step."""
 
 import jax
 import numpy as np
@@ -9,7 +9,8 @@ from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.data import Data
 from megajax.runtime.run.log.report import Report
 
-ROLLBACKS = 3  # rollbacks allowed without a new checkpoint in between; after that the run ends
+# maximum number of rollbacks without a new checkpoint in between; after that, the run ends
+ROLLBACKS = 3
 
 
 class Rollbacks:
@@ -27,7 +28,7 @@ class Rollbacks:
     def find_target(self, step: int) -> int:
         """Return the step of the newest checkpoint, to which `step` is to be rolled back.
 
-        Raises NumericError if there is none, or if the run has returned to it too often.
+        Raises NumericError if there is no checkpoint, or if the run has returned to it too often.
         """
         self._count += 1
         self.checkpoints.wait()
@@ -47,7 +48,7 @@ class Rollbacks:
     def restore(self, step: int, target: int, batches: int) -> TrainState:
         """Return the state of `target`, which continues after the first `batches` batches.
 
-        The newer checkpoints are deleted. Raises NumericError if the data has too few batches left.
+        Newer checkpoints are deleted. Raises NumericError if the data has too few batches left.
         """
         if batches + self.config.train.steps - target > len(self.data.train):
             raise NumericError(

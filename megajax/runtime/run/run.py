@@ -1,4 +1,4 @@
-"""Run a config from start to end: data, state, training, samples."""
+"""Run a config from start to end: data, state, training and samples."""
 
 import dataclasses
 import json
@@ -54,7 +54,8 @@ from megajax.runtime.run.trainer import Trainer
 from megajax.runtime.run.watchdog import Watchdog
 from megajax.runtime.run.watchdog_limits import phase_limits
 
-# Called with the run directory at the end of a run; returns the path of a file, None if it failed.
+# A function that is called with the run directory at the end of a run. It returns the path of a
+# file, or None if it failed.
 AtEnd = Callable[[Path], Path | None]
 
 
@@ -77,7 +78,7 @@ class Run:
         return [json.loads(line) for line in lines]
 
 
-# Returns a line on the mesh of a config, or nothing.
+# A function that returns a line about the mesh of a config, or ''.
 Advise = Callable[[Config, Mesh], str]
 
 
@@ -86,14 +87,15 @@ def train(
 ) -> Run:
     """Train `config` as `megajax train` does; call it in every process of the run.
 
-    Processes find each other through the environment (`megajax launch`, Slurm, Kubernetes).
-    Unless `run.dir` is set, the run directory is a new one, named after `name`. If `run.dir` holds
-    an interrupted run, that run is resumed. `optimizer` is as in `make_train_step`; give it again
-    to resume.
+    Processes find each other through the environment (`megajax launch`, Slurm, Kubernetes). Unless
+    `run.dir` is set, a new run directory is created and named after `name`. If `run.dir` holds an
+    interrupted run, that run is resumed. `optimizer` is as in `make_train_step`; give it again to
+    resume.
 
-    Raises RunError, which has the exit code of the command: ConfigError if the machine, the data
-    or the run directory does not fit the config, CheckpointError or NumericError if the run cannot
-    continue, and StopRequested after a signal or `run.max_minutes`, once every step is saved.
+    Raises RunError, which contains the exit code of the command: ConfigError if the machine, the
+    data or the run directory does not fit the config, CheckpointError or NumericError if the run
+    cannot continue, and StopRequested after a signal or `run.max_minutes`, once every step is
+    saved.
     """
     try:
         with processes():
@@ -114,8 +116,8 @@ def run(
 ) -> Run:
     """Train `config` on its mesh, in processes that are already connected; see `train`.
 
-    The line that `advise` returns is printed below the mesh. The first process calls `at_end` with
-    the run directory when a run that has begun ends, for whatever reason. When a signal
+    The line that `advise` returns is printed below the mesh. When a run that has begun ends for any
+    reason, the first process calls `at_end` with the run directory. When a signal
     (`runtime/processes/signals.py`) or `run.max_minutes` asks the run to stop, it saves and raises
     SystemExit(75).
     """
@@ -245,7 +247,7 @@ def _what_is_saved(summary: RunSummary) -> str:
 
 @contextmanager
 def _leaving() -> Iterator[None]:
-    """Report a requested stop, and exit with the code that asks to be started again."""
+    """Report a requested stop, and exit with the code that asks for a restart."""
     try:
         yield
     except StopRequested as request:
@@ -272,12 +274,12 @@ def _check_dtype(config: Config, mesh: Mesh) -> None:
 def _summed(
     folder: Path, clock: Clock, report: Report, at_end: AtEnd | None
 ) -> Iterator[RunSummary]:
-    """Write and print the run's time summary when it ends, for whatever reason; call `at_end`."""
+    """Write and print the run's time summary when it ends for any reason; call `at_end`."""
     summary = RunSummary(folder, clock)
     try:
         yield summary
     except RunError:
-        LEAVING.set()  # writing the page takes longer than the other processes wait for this one
+        LEAVING.set()  # writing the report takes longer than the other processes wait for this one
         raise
     finally:
         if summary.step is not None:
@@ -322,7 +324,7 @@ def _restore_start(
 
 
 def _carry_along(checkpoints: Checkpoints, companions: Companions) -> Companions:
-    """Store the companions of the model, and return them; samples end at their end tokens, too."""
+    """Store and return the companions of the model; generated samples end at their tokens, too."""
     checkpoints.companions = companions
     if checkpoints.tokenizer is not None:
         checkpoints.tokenizer.also_ends(companions.ends)

@@ -53,7 +53,7 @@ class Sampler:
     def sample(self, step: int, params: nnx.State, check: Callable[[], None]) -> None:
         """Continue the prompts with the parameters after `step`; all processes must call this.
 
-        `check` is called every few tokens.
+        `check` is called once every few tokens.
         """
         if not self.prompts:
             return

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class KeptStep(NamedTuple):
-    """The step that the newest start of a run compiled, and the devices that it runs on."""
+    """The step that the newest start of a run compiled, and the kind of devices that it runs on."""
 
     compiled: CompiledStep
     device_kind: str  # jax's name of the devices
-    target: str  # the device that it is inspected as: cpu, or the name of a GPU
+    target: str  # the device that the step is inspected as: cpu, or the name of a GPU
 
 
 def keep_step(folder: Path, compiled: Compiled, state: TrainState, *, seconds: float) -> None:
@@ -67,14 +67,14 @@ def read_step(folder: Path) -> KeptStep | None:
 
 
 def compressed(text: str) -> bytes:
-    """Return the text of a program as the content of a .gz file; equal texts give equal bytes."""
+    """Return the text of a program as the contents of a .gz file; equal texts give equal bytes."""
     return gzip.compress(text.encode(), mtime=0)
 
 
 def decompressed(content: bytes) -> str:
-    """Return the text that `compressed` has packed.
+    """Return the text that `compressed` has compressed.
 
-    Raises ValueError if the content is not such a file, or is truncated or damaged.
+    Raises ValueError if the content is not a .gz file, or is truncated or damaged.
     """
     try:
         return gzip.decompress(content).decode()

@@ -2,9 +2,9 @@
 
 It runs only this file, which imports nothing but the standard library, so it does not depend on the
 run. It reads a shared page of memory into which the run writes its phase. When half of a phase's
-limit has passed, each process's helper writes a line to the common `watchdog.log`, so that the
-first one can name the process that is behind and that the others wait for. At the limit the run's
-stacks arrive through a pipe and are logged.
+limit has passed, the helper of each process writes a line to the shared `watchdog.log`. From these
+lines, the first process's helper can name the process that is behind and that the others wait for.
+At the limit, the run's stacks arrive through a pipe and are logged.
 """
 
 import contextlib
@@ -19,12 +19,14 @@ import threading
 import time
 from dataclasses import dataclass
 
-PAGE = 512  # bytes of text: limit, beat, time of the beat, index and number of processes, phase
-QUIET = 1.0  # seconds without a further line, after which the stacks are complete
+# size of the page in bytes; its text is limit, beat, time of the beat, index and number of
+# processes, phase
+PAGE = 512
+QUIET = 1.0  # the stacks are complete after this many seconds without a further line
 MAX_SLEEP = 10.0  # maximum seconds between two reads of the page
-TAIL = 1 << 20  # bytes at the end of the log in which to look for lines of this stall
+TAIL = 1 << 20  # number of bytes at the end of the log in which to look for lines about this stall
 HINT = 'run.watchdog_seconds sets the limit of a step, null turns the watchdog off'
-# This process lives as long as the run.
+# This process must live as long as the run.
 IGNORED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 HALF = re.compile(
     r'^watchdog: \S+ process (\d+) of \d+ \((pid \d+ on host \S+)\) '
@@ -38,9 +40,9 @@ class Place:
     """The phase that a process of the run is in."""
 
     limit: float  # maximum seconds of the phase
-    beat: int  # number of phases begun so far; processes of one run begin the same ones
+    beat: int  # number of phases begun so far; all processes of a run begin the same phases
     since: float  # start of the phase in seconds of the host's monotonic clock
-    index: int  # number of this process
+    index: int  # index of this process
     count: int  # number of processes
     phase: str  # name of the phase
 
@@ -61,7 +63,7 @@ def decode(page: bytes) -> Place:
 
 
 def report(shared: int, stacks: int, pid: int, log: str) -> None:
-    """Warn when a phase has lasted half of its limit; log the stacks of `pid` when they come."""
+    """Warn when half of a phase's limit has passed; log the stacks of `pid` when they arrive."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     who, told = f'pid {pid} on host {platform.node()}', -1
@@ -83,7 +85,7 @@ def report(shared: int, stacks: int, pid: int, log: str) -> None:
     waited = _waited_for(place, log, start)
     head = [line + (f'; {waited}' if waited else '') + '; its stacks:', HINT]
     text = '\n'.join(head).encode() + b'\n' + text
-    # In parallel: the run may be waiting for the file system, or for the reader of stderr.
+    # In parallel, because the run may be waiting for the file system or for the reader of stderr.
     for write in (lambda: _say(text), lambda: _append(log, text)):
         threading.Thread(target=write).start()
 
@@ -95,7 +97,7 @@ def _until_half(place: Place, told: int) -> float:
 
 
 def _tell_half(shared: int, place: Place, who: str, log: str, start: int) -> None:
-    """Warn in the log; then, in the first process, after the other processes, on the terminal."""
+    """Warn in the log; the first process also warns on the terminal, after the others."""
     line = f'process {place.index} of {place.count} ({who}) has been in phase {place.phase!r}'
     line += f' for {place.limit / 2:g} s and ends at {place.limit:g} s'
     _append(log, f'watchdog: {_now()} {line} [beat {place.beat}]\n'.encode())
@@ -107,7 +109,7 @@ def _tell_half(shared: int, place: Place, who: str, log: str, start: int) -> Non
 
 
 def _waited_for(place: Place, log: str, start: int) -> str:
-    """Name the processes that are behind by the log from byte `start` on; '' if none is.
+    """Return the processes that are behind, by the log from byte `start` on; '' if none is.
 
     The times in the log are not compared, because a host's clock may be wrong.
     """
@@ -131,7 +133,7 @@ def _waited_for(place: Place, log: str, start: int) -> str:
 
 def _place(shared: int) -> Place:
     page = os.pread(shared, PAGE, 0)
-    while page != (page := os.pread(shared, PAGE, 0)):  # the run was writing it
+    while page != (page := os.pread(shared, PAGE, 0)):  # the run was writing the page
         pass
     return decode(page)
 
@@ -152,7 +154,7 @@ def _append(path: str, text: bytes) -> None:
 
 
 def _say(text: bytes) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be closed
+    with contextlib.suppress(OSError):  # the terminal may have been closed
         _write(2, text)
 
 

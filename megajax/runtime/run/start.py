@@ -35,7 +35,7 @@ from megajax.runtime.run.infer_config import NO_FILES, candidates_of_start, toke
 
 # Keys that do not change the meaning of the weights.
 HARMLESS = ('model.dropout', 'model.attention_dropout', 'model.init_std', 'vision.freeze', *OF_ROWS)
-# Keys that longer contexts change.
+# Keys that change when the context is lengthened.
 ROTARY = ('model.max_seq_len', 'model.rope_theta', 'model.rope_scaling')
 
 logger = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 def start_checkpoint(config: Config, run: Path) -> Iterator[Path | None]:
     """Yield the checkpoint whose weights the run begins with, verified by its digests.
 
-    Its run may have had any mesh and any number of processes, and does not delete the checkpoint
-    during the block. Yields None if this run already has checkpoints, or begins with random
-    weights. Permitted differences are logged. Raises ConfigError with every key of `model` that
-    must not differ, or CheckpointError if every checkpoint is damaged.
+    The run that wrote it may have had any mesh and any number of processes; it does not delete the
+    checkpoint during the block. Yields None if this run already has checkpoints, or if it begins
+    with random weights. Permitted differences are logged. Raises ConfigError with every key of
+    `model` that must not differ, or CheckpointError if every checkpoint is damaged.
     """
     wanted = config.run.start_from
     if wanted is None or from_first(len(find_steps(run / 'checkpoints')))[0]:
@@ -65,10 +65,11 @@ def load_params(path: str | Path, config: Config) -> nnx.State:
 
     They may have been trained on any mesh, and get the shardings of the parameters of
     `init_state(config)`. To train them, pass them to `init_state`. For a run, they come from its
-    newest checkpoint that verifies; `load('RUN/config.yaml', overrides)` returns its config.
+    newest checkpoint that verifies; `load('RUN/config.yaml', overrides)` returns the run's config.
 
-    Raises ConfigError if the config has a different model, and names every key that differs; also
-    if its mesh is not the current one. Raises CheckpointError if every checkpoint is damaged.
+    Raises ConfigError, with every key that differs, if the config has a different model. Also
+    raises ConfigError if the config's mesh is not the current mesh. Raises CheckpointError if every
+    checkpoint is damaged.
     """
     check_current_mesh(config)
     with sound_checkpoint(Path(path)) as start:
@@ -125,8 +126,8 @@ def _check_same_model(
     free = HARMLESS + (ROTARY if config.model.position in ('rope', 'mrope') else ())
     problems = []
     for key, (old, new) in different.items():
-        # Adapters of the checkpoint alone are merged into its weights; adapters of the run alone
-        # are new.
+        # Adapters that only the checkpoint has are merged into its weights; adapters that only the
+        # run has are new.
         is_free = key in free or (key.startswith('lora.') and None in (old, new))
         if is_free or (key == 'model.layers' and _without_rotary(old) == _without_rotary(new)):
             logger.info('start      %s: %s -> %s', key, _text(old), _text(new))
@@ -179,6 +180,6 @@ def run_folder(config: Config, name: str) -> Path:
     """Return the run directory of a config, the same in all processes."""
     if config.run.dir is not None:
         return Path(config.run.dir)
-    # The clock of process 0: all processes write their parts of a checkpoint into one folder.
+    # Use the clock of process 0: all processes write their parts of a checkpoint into one folder.
     now = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
     return Path('runs') / f'{name}-{datetime.datetime.fromtimestamp(now):%Y%m%d-%H%M%S}'

@@ -1,4 +1,4 @@
-"""Describe the status of a live run, in the line that SIGUSR2 asks for."""
+"""Describe the status of a live run, in the line that SIGUSR2 prints."""
 
 import time
 from datetime import timedelta
@@ -10,10 +10,11 @@ from megajax.runtime.run.watchdog import Watchdog
 
 
 def where_it_stands(folder: Path, steps: int, summary: RunSummary, watchdog: Watchdog) -> str:
-    """Return the step reached of `steps`, the phase, the time left and the newest checkpoint.
+    """Return a line with the current step, the phase, the time left and the newest checkpoint.
 
     The time left assumes that steps, with their evaluations and saves, stay as fast on average as
-    in this start. A signal may come at any moment, so nothing is changed.
+    they have been since this start. The signal may come at any moment, so this function changes
+    nothing.
     """
     phase = f'in phase {watchdog.phase!r} for {time.monotonic() - watchdog.since:.1f} s'
     if summary.step is None:

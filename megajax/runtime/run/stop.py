@@ -1,4 +1,4 @@
-"""Stop on request: all processes follow a signal or a time limit at the same safe point."""
+"""Stop on request: all processes react to a signal or a time limit at the same safe point."""
 
 import os
 import signal
@@ -34,8 +34,8 @@ class StopWatch:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        # With several processes jax handles SIGTERM, to make all of them stop at the same step; our
-        # own handler would replace jax's.
+        # With several processes, jax handles SIGTERM to make all of them stop at the same step; a
+        # handler here would replace jax's.
         self._before = take_stops(
             self._handle, [number for number in STOPS if self._alone or number != signal.SIGTERM]
         )
@@ -48,7 +48,7 @@ class StopWatch:
     def check(self) -> None:
         """Raise StopRequested if the run is to stop.
 
-        Each call is a safe point; all processes must call this equally often.
+        Each call is a safe point; all processes must call this the same number of times.
         """
         if (
             self._deadline is not None
@@ -62,7 +62,7 @@ class StopWatch:
             if self._alone
             else multihost_utils.reached_preemption_sync_point(self._checks)
         ):
-            drop_lost_outputs()  # again: the reader may have ended after the signal came
+            drop_lost_outputs()  # again, because the reader may have ended after the signal came
             raise StopRequested(self._reason or 'a signal')
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -78,10 +78,11 @@ class StopWatch:
         if self.progress is not None:
             insist = 'a further SIGINT (Ctrl-C) exits at once, with only the last checkpoint'
             line = f'{name}: {self.progress()}; {insist}\n'
-            with suppress(OSError):  # not `print`: the signal may have come in the middle of one
+            # not `print`, because the signal may have come in the middle of one
+            with suppress(OSError):
                 os.write(2, line.encode())
 
     def _ask(self, reason: str) -> None:
         if self._reason is None and not self._alone:
-            os.kill(os.getpid(), signal.SIGTERM)  # jax passes it on to the other processes
+            os.kill(os.getpid(), signal.SIGTERM)  # jax forwards it to the other processes
         self._reason = self._reason or reason

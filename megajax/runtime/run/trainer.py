@@ -30,22 +30,22 @@ from megajax.runtime.run.watchdog_limits import MEASURED
 
 logger = logging.getLogger(__name__)
 
-COMPANY = 5.0  # seconds to wait for the other processes to fail after the same step
+COMPANY = 5.0  # seconds to wait for other processes to fail after the same step
 
 
 class _Dispatched(NamedTuple):
-    """A step that was dispatched to the devices; its metrics are still on them."""
+    """A step that was dispatched to the devices; its metrics have not been read yet."""
 
     step: int
     metrics: Metrics
     start: float  # clock time in seconds, before the batch was read
-    after_batch: float  # the same, after the batch was read
+    after_batch: float  # clock time in seconds, after the batch was read
 
 
 class Trainer:
     """The state of a run, which `train` advances to the last step.
 
-    At a safe point it is the state after a complete step.
+    At a safe point, it is the state after a complete step.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Trainer:
         self._between_steps = BetweenSteps(self.clock)
         self._due = self._save_due = False
         self._ahead: _Dispatched | None = None  # the step after `step`, with its metrics unread
-        self._failure: Exception | None = None  # the error of dispatching that step
+        self._failure: Exception | None = None  # the error that dispatching this step raised
         self._last_end = 0.0  # clock time in seconds at the end of the last step
         folder = checkpoints.folder.parent
         self._evaluation = Evaluation(
@@ -149,8 +149,8 @@ class Trainer:
     def rescue(self) -> None:
         """Save the newest state before the run exits with an error, and report its path.
 
-        The state must be complete and not the cause of the error. A process that fails alone cannot
-        save: the other processes, in a step, will not write their parts.
+        The state must be complete, and must not be the cause of the error. A process that fails
+        alone cannot save, because the other processes are in a step and will not write their parts.
         """
         failed_after = self.step
         if not self._is_whole():
@@ -174,14 +174,14 @@ class Trainer:
                 self.step, self._ahead = self._ahead.step, None
                 self.metrics.write(self.step, **{name: float(x) for name, x in values.items()})
             return int(self.state.step) == self.step
-        except RuntimeError:  # a step that failed has consumed the donated state
+        except RuntimeError:  # the failed step has consumed the donated state
             return False
 
     def _take_step(self, *, go_ahead: bool) -> dict[str, float]:
         """Take one step, timed from its batch to its metrics, and return its metrics so far.
 
-        The next step is dispatched before this one's metrics are read, so that the devices do not
-        wait for the host, unless something may need the state between the two.
+        The next step is dispatched before the metrics of this step are read, so that the devices do
+        not wait for the host, unless something may need the state between the two steps.
         """
         if self._failure is not None:
             raise self._failure
@@ -190,7 +190,7 @@ class Trainer:
         if go_ahead and self._may_go_ahead(current.step):
             try:
                 self._ahead = self._dispatch(current.step + 1)
-            except Exception as error:  # raised after this step, which is complete anyway
+            except Exception as error:  # raised after this step, which is completed first
                 self._failure = error
         kind = 'first step' if current.step == self._first else 'step'
         self._begin('productive', f'step {current.step}', kind)
@@ -247,9 +247,9 @@ class Trainer:
         )
 
     def _run_step(self, step: int, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        """Run the compiled step; in fp16 the first finds the loss scale, unless it is set.
+        """Run the compiled step; in fp16, the first step finds the loss scale unless one is set.
 
-        Raises CorruptionError if the step is repeated and its results differ.
+        Raises CorruptionError if the step is repeated and the results differ.
         """
         train_step = self._replay.of_step(step)
         if (
@@ -270,22 +270,23 @@ class Trainer:
         return respond(self.config, self.step, values) == 'go on'
 
     def _check_read(self) -> None:
-        """Raise one process's error in reading this step's batch in all of them.
+        """Raise one process's error in reading this step's batch in all processes.
 
-        Before raising, the state becomes the one before this step.
+        Before raising, restore the state before this step.
         """
         try:
             self._batches.check()
         except Exception:
             self.state = before_skipped(self.state)
-            if self._ahead is not None:  # the step ahead could not read its batch either
+            # the step that was dispatched ahead could not read its batch either
+            if self._ahead is not None:
                 self.state, self._ahead = before_skipped(self.state), None
             raise
 
     def _evaluate_if_due(self) -> None:
         """Evaluate if it is due, after the state is saved, so that a failure here loses no step.
 
-        A run that is stopped during the evaluation repeats it when it resumes.
+        If a run is stopped during an evaluation, it repeats the evaluation when it resumes.
         """
         if self.step % self.config.train.eval_every and self.step != self.config.train.steps:
             return
@@ -295,7 +296,7 @@ class Trainer:
                 self.checkpoints.note_validation_loss(self.step, losses['validation_loss'])
 
     def _save_if_due(self, *, taken: bool) -> None:
-        """Save if it is due; after a skipped step, wait for the next applied one."""
+        """Save if it is due; after a skipped step, wait for the next step that is applied."""
         last = self.step == self.config.train.steps
         self._begin('checkpoint', 'checkpoint')
         self._save_due = self._due and not taken
@@ -312,7 +313,7 @@ class Trainer:
         self._rollbacks.reset()
 
     def _roll_back(self) -> None:
-        """Return to the newest checkpoint and continue with the batches after the rejected one."""
+        """Return to the newest checkpoint; continue with the batches after the rejected one."""
         self._begin('restore', 'rolling back', 'checkpoint')
         step = self._rollbacks.find_target(self.step)
         batches = int(self.state.batches) - (self._ahead is not None)
@@ -331,13 +332,13 @@ class Trainer:
         return PlacedBatches(self.data.train, first, first + self.config.train.steps - self.step)
 
     def _evaluate(self) -> dict[str, float]:
-        """Evaluate the state, then continue the prompts; return its losses, empty without data."""
+        """Evaluate the state, then continue the prompts; return the losses, {} without data."""
         losses = self._evaluation.evaluate(self.step, self.state.params)
         self._sample()
         return losses
 
     def _sample(self) -> None:
-        """Continue the prompts of the config, but not before the first step."""
+        """Continue the config's prompts, except before the first step."""
         if self.step and self.sampler.prompts:
             self._begin('evaluation', 'sampling', 'compile')
             self.sampler.sample(self.step, self.state.params, self.stop.check)

@@ -1,10 +1,10 @@
 """The watchdog: a run that makes no progress reports its phase and stacks, and ends.
 
 A Python thread cannot do this: while the main thread is in C code, holds the GIL and never returns,
-no other thread runs. So the kernel measures the time. At the limit, a kernel timer sends a signal,
-which faulthandler handles: in C, it writes the stacks of all threads into a pipe. A separate
-process at the other end of the pipe (`stall_report.py`) logs them with the phase. Then a second
-timer makes the C library start a thread that calls `_exit` with the exit code. Imports no jax.
+no other thread runs. The kernel therefore measures the time. At the limit, a kernel timer sends a
+signal to faulthandler, which writes the stacks of all threads into a pipe, in C. A separate process
+at the other end of the pipe (`stall_report.py`) logs them with the phase. Then a second timer makes
+the C library start a thread that calls `_exit` with the exit code. Imports no jax.
 """
 
 import ctypes
@@ -29,7 +29,8 @@ STALLED = 124  # the exit code, the same as `timeout`'s
 LOG = 'watchdog.log'
 MAX_TIMER_SECONDS = 1e9  # maximum seconds for a timer; longer than any run
 # Seconds between the stacks and the end. Processes that wait for each other stall at about the same
-# time, and end with the first: this gives each of them the time to report its phase and stacks.
+# time, and all end when the first one ends. This gives each of them the time to report its phase
+# and stacks.
 GRACE = 3.0
 CLOCK_MONOTONIC, SIGEV_SIGNAL, SIGEV_THREAD = 1, 0, 2  # values on Linux
 
@@ -93,10 +94,10 @@ class _Timer:
 class Watchdog:
     """A context in which a phase that exceeds its limit ends the process with exit code 124.
 
-    The phase and all stacks go to stderr and to `folder`/watchdog.log, and one line of warning when
-    half of the limit has passed. `limits` gives seconds by kind of phase (`watchdog_limits.py`);
-    None turns the watchdog off. `index` is the number of this process among `count` processes.
-    Entering raises ConfigError unless the kernel is Linux.
+    The phase and all stacks are written to stderr and to `folder`/watchdog.log, and so is a warning
+    when half of the limit has passed. `limits` gives seconds by kind of phase
+    (`watchdog_limits.py`); None turns the watchdog off. `index` is the number of this process among
+    `count` processes. Entering raises ConfigError unless the kernel is Linux.
     """
 
     def __init__(
@@ -130,7 +131,8 @@ class Watchdog:
             leave.delete()
             self._timers = ()
             faulthandler.unregister(signal.SIGRTMAX)
-            # Otherwise it would wait for processes forked from this one, which have the pipe open.
+            # Otherwise the reporter would wait for processes forked from this one, which have the
+            # pipe open.
             self._reporter.kill()
             self._reporter.wait()
             os.close(self._pipe)
@@ -159,7 +161,7 @@ class Watchdog:
         self._page[:] = place.encode()
 
     def _wait_for_the_end(self) -> NoReturn:
-        # The run has continued too late: the report of its stall is already being written.
+        # The run has continued too late; the report of its stall is already being written.
         time.sleep(2 * GRACE)
         os._exit(STALLED)
 
@@ -188,8 +190,8 @@ class Watchdog:
     def _make_timers(self, limit: float) -> None:
         libc = _libc()
         tell = _Event(None, signal.SIGRTMAX, SIGEV_SIGNAL)
-        # The function gets the value in the register of its first argument, whether that argument
-        # is declared as a union, a pointer or an int.
+        # The function receives the value in the register of its first argument, whether that
+        # argument is declared as a union, a pointer or an int.
         leave = _Event(STALLED, 0, SIGEV_THREAD, ctypes.cast(libc._exit, ctypes.c_void_p))
         self._timers = _Timer(libc, tell, limit, 0), _Timer(libc, leave, limit, GRACE)
 
@@ -206,5 +208,5 @@ def _above_stderr(file: int) -> int:
 
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
-    # Before glibc 2.34 the timers were in librt.
+    # Before glibc 2.34, the timers were in librt.
     return libc if hasattr(libc, 'timer_create') else ctypes.CDLL('librt.so.1', use_errno=True)

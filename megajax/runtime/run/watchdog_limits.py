@@ -7,9 +7,9 @@ from megajax.core.counts.parameters import num_parameters
 
 # Times were measured on two cores, idle unless stated otherwise. A limit is at least twenty times
 # the measured time, because machines are shared and file systems may be slow. It is at most half an
-# hour while a cluster is held, because a hang wastes as much time as the limit.
-# Compiling: XLA's GPU compiler needs 30 to 52 s for the 8.3B model's step. All layers share one
-# program, so larger models take no longer.
+# hour while a cluster is held, because a hang wastes as much time as the limit. Compiling: XLA's
+# GPU compiler takes 30 to 52 s for the 8.3B model's step. All layers share one program, so larger
+# models take no longer.
 COMPILE = 1800.0
 # A first step waits for the last process to compile, and connects the devices (0.1 to 3 s over
 # gloo).
@@ -17,10 +17,10 @@ FIRST_STEP = 1800.0
 # A step: no published Megatron-LM run has steps of more than about a minute. On a CPU a step may
 # take longer: see `MEASURED`.
 STEP = 600.0
-MEASURED = 10.0  # a step may take this many times the longest step so far, if that is more
-# Opening the devices and the run's folder: 1 to 3 s.
+MEASURED = 10.0  # a step may take up to this many times the longest step so far, if that is more
+# Opening the devices and the run's folder takes 1 to 3 s.
 START = 900.0
-# The corpus: its ids are read once, at up to 1 GB/s; a cluster's file system may be far slower.
+# The corpus: all ids are read once, at up to 1 GB/s; a cluster's file system may be far slower.
 CORPUS = 3600.0
 # A checkpoint is restored, verified and saved at 0.5 to 1.5 GB/s; the limit is a quarter of an hour
 # plus the time at 50 MB/s.
@@ -31,7 +31,8 @@ STATE_BYTES = 12  # bytes for each parameter: fp32 weights and two moments
 def phase_limits(config: Config, processes: int) -> Mapping[str, float] | None:
     """Return the limits in seconds, by kind of phase; None without a watchdog.
 
-    A number in `run.watchdog_seconds` is the limit of a step, and raises every lower limit to it.
+    A number in `run.watchdog_seconds` is the limit of a step; every lower limit is raised to this
+    number.
     """
     chosen = config.run.watchdog_seconds
     if chosen is None:

@@ -1,17 +1,18 @@
-"""A file that grows by complete pieces; a piece that cannot be written waits."""
+"""A file that grows by complete pieces; pieces that cannot be written wait."""
 
 import contextlib
 import os
 from collections import deque
 from pathlib import Path
 
-MAX_WAITING = 10_000  # maximum number of waiting pieces; beyond it the oldest are lost
+# maximum number of waiting pieces; if there are more, the oldest ones are lost
+MAX_WAITING = 10_000
 
 
 class AppendedFile:
     """The end of the file `path`, which is created if it does not exist.
 
-    If a piece does not fit on a full disk, none of it is left in the file.
+    If a piece does not fit on a full disk, no part of it is left in the file.
     """
 
     def __init__(self, path: Path):
@@ -22,13 +23,14 @@ class AppendedFile:
     def append(self, piece: bytes) -> None:
         """Append a piece.
 
-        Raises OSError if it cannot be written; it then waits, and is written before the next one.
+        Raises OSError if the piece cannot be written; it then waits, and is written before the next
+        piece.
         """
         self.waiting.append(piece)
         self.flush()
 
     def flush(self) -> None:
-        """Write the waiting pieces. Raises OSError if that fails."""
+        """Write the waiting pieces; raise OSError if that fails."""
         if not self.waiting:
             return
         file, rest = self._opened(), memoryview(b''.join(self.waiting))
@@ -43,11 +45,11 @@ class AppendedFile:
         self.waiting.clear()
 
     def truncate(self, size: int) -> None:
-        """Keep the first `size` bytes of the file. Raises OSError if that fails."""
+        """Truncate the file to its first `size` bytes; raise OSError if that fails."""
         os.ftruncate(self._opened(), size)
 
     def close(self) -> None:
-        """Write the waiting pieces and close. Raises OSError if that fails, but closes anyway."""
+        """Write the waiting pieces and close the file, even if writing raises OSError."""
         try:
             self.flush()
         finally:

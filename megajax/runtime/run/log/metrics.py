@@ -1,6 +1,7 @@
-"""The outputs for a run's metrics: a JSON line per step, TensorBoard and optionally W&B.
+"""The outputs for a run's metrics: a JSON line per step, TensorBoard and, optionally, W&B.
 
-None of them can end a run: a failure is logged once, and unwritten metrics wait for the next step.
+A failure of an output never ends a run: it is logged once, and unwritten metrics wait for the next
+step.
 """
 
 import json
@@ -24,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """A receiver of the metrics of each step; each method may raise."""
+    """A receiver of the metrics of each step; each of its methods may raise an error."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of the next step."""
 
     def rewind(self, step: int) -> None:
-        """Discard the metrics of steps after `step`; 0 discards all."""
+        """Discard the metrics of steps after `step`; with 0, discard all metrics."""
 
     def close(self) -> None:
         """Finish: no more metrics will come."""
@@ -39,7 +40,8 @@ class Sink(Protocol):
 class MetricsWriter:
     """The writer of `folder`/metrics.jsonl and of the trackers, in the first process only.
 
-    Lines for steps after `step`, which a run has lost, are deleted, so that each step appears once.
+    Lines of steps after `step` are deleted, because the run has lost these steps; each step thus
+    appears once.
     """
 
     def __init__(self, folder: Path, step: int, *, config: Config | None = None):
@@ -99,11 +101,12 @@ class MetricsWriter:
 class JsonLines:
     """A file with a JSON object per line, in the order of steps.
 
-    A line that cannot be written waits for the next.
+    A line that cannot be written waits for the next line.
     """
 
     def __init__(self, path: Path):
-        self.removed: list[dict[str, Any]] = []  # lines the last `rewind` deleted, newest first
+        # lines that the last `rewind` deleted, newest first
+        self.removed: list[dict[str, Any]] = []
         self._path, self._file = path, AppendedFile(path)
         self._last: int | None = None  # the last step to keep, until later lines are cut off
 
@@ -118,7 +121,7 @@ class JsonLines:
         self._append(step, texts)
 
     def rewind(self, step: int) -> None:
-        """Cut off the lines of later steps, and a last line that a kill has cut short."""
+        """Delete the lines of later steps, and a last line that is incomplete because of a kill."""
         self._last, self.removed = step, []
         waiting = [(piece, _parse(piece)) for piece in self._file.waiting]
         self._file.waiting.clear()

@@ -1,4 +1,4 @@
-"""The terminal output of a run: placements, progress, results."""
+"""The terminal output of a run: placements, progress and results."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -41,28 +41,30 @@ ROUTING = {
     'router_entropy': 'router entropy {:.2f}',
     'balance_loss': 'balance loss {:.3g}',
 }
-# Averaged over several steps, weighted by their time.
+# Rates that are averaged over several steps, weighted by the time of the steps.
 RATES = {
     'tokens_per_s': '{:,.0f} tokens/s',
     'tflops_per_device': '{:.3g} TFLOP/s',
     'mfu': 'MFU {:.1%}',
 }
-# A delay is reported if it exceeds this share of the step time since the last line, and these ms.
+# A delay is reported if it exceeds this share of the step time since the last line, and this many
+# ms.
 WORTH_SAYING, LEAST_MS = 0.1, 100.0
-# Consecutive steps in which experts receive nothing, after which a line says so.
+# Number of consecutive steps in which experts receive nothing, after which a line is printed.
 IDLE_STEPS = 100
-# Seconds of a first step whose own overhead, of some tenths of a second, does not count.
+# If the first step takes at least this many seconds, its own overhead of a few tenths of a second
+# does not matter.
 LONG = 2.0
 
 
 class Report:
-    """The terminal of a run; processes other than the first stay silent."""
+    """The terminal output of a run; only the first process prints."""
 
     def __init__(self) -> None:
         self.console = _Console(highlight=False, soft_wrap=True, quiet=jax.process_index() != 0)
 
     def say(self, text: str) -> None:
-        """Print a line; on a terminal that is too narrow it is broken at its spaces."""
+        """Print a line; on a terminal that is too narrow, break it at its spaces."""
         text = visible(text)
         if self.console.is_terminal:
             text = folded(text, self.console.width)
@@ -120,7 +122,7 @@ class Report:
             )
 
     def loss_scale(self, first: float, held: float) -> None:
-        """Print fp16's first loss scale, and the one at which the first gradients are finite."""
+        """Print fp16's first loss scale, and the scale at which the first gradients are finite."""
         before = f'overflow at {first:,.0f}, and ' if held < first else ''
         self.say(
             f'loss scale the gradients of the first batch {before}hold at {held:,.0f}: '
@@ -156,7 +158,7 @@ class Report:
 
     @contextmanager
     def progress(self, *, start: int, steps: int, log_every: int) -> Iterator['StepReport']:
-        """Print a line every `log_every` steps, on a terminal above a bar."""
+        """Print a line every `log_every` steps; on a terminal, above a progress bar."""
         columns = (
             TextColumn('step'),
             MofNCompleteColumn(),
@@ -175,9 +177,9 @@ class Report:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Continue when the output's reader is gone; rich would exit.
+        """Continue if the reader of the output is gone; rich would exit.
 
-        An example is `megajax train | tee log` in a terminal that was closed.
+        This happens, for example, with `megajax train | tee log` in a terminal that is then closed.
         """
         drop_lost_outputs()
 
@@ -191,14 +193,15 @@ def _cpus(mesh: Mesh) -> str:
 
 
 class StepReport:
-    """The progress of the training loop: lines, and on a terminal a bar below them."""
+    """The progress of the training loop: lines and, on a terminal, a bar below them."""
 
     def __init__(self, report: Report, bar: Progress, *, start: int, steps: int, log_every: int):
         self.report, self.bar, self.steps, self.log_every = report, bar, steps, log_every
         self.task = bar.add_task('train', total=steps, completed=start, values='')
-        self._sums: Counter[str] = Counter()  # since the last line
+        self._sums: Counter[str] = Counter()  # sums since the last line
         self._skipped: Counter[str] = Counter()
-        self._idle: list[float] = []  # idle experts in each of the last steps, while there are any
+        # number of idle experts in each of the last steps, as long as there are any
+        self._idle: list[float] = []
         self._count = 0
         self._is_timed = False  # whether the run's remaining time has been estimated
 
@@ -230,13 +233,13 @@ class StepReport:
         self._estimate(step, values['step_ms'] / 1e3)
 
     def _note_idle_experts(self, step: int, count: float) -> None:
-        """Print once that experts have received nothing for long, until all receive tokens."""
+        """Print, once, that experts have received nothing for long; reset when all get tokens."""
         self._idle = [*self._idle, count] if count else []
         if len(self._idle) == IDLE_STEPS:
             self.report.say(f'step {step}  {idle_experts(min(self._idle))}')
 
     def _estimate(self, step: int, seconds: float) -> None:
-        """Print the time of the remaining steps, after the first step if that was long."""
+        """Print the time of the remaining steps, after the first step if that step was long."""
         left = self.steps - step
         if self._is_timed or not left or (self._count == 1 and seconds < LONG):
             return
@@ -247,7 +250,7 @@ class StepReport:
         )
 
     def _say(self, *parts: str) -> None:
-        """Print a line, above the bar if there is one; several on a terminal that is too narrow."""
+        """Print a line, above the bar if there is one, or several lines on a narrow terminal."""
         console, line = self.report.console, '  '.join(parts)
         if console.is_terminal and len(line) > console.width:
             line = '\n    '.join(parts)
@@ -261,7 +264,7 @@ class StepReport:
 
 
 def idle_experts(count: float) -> str:
-    """Return what to say of this many experts that received nothing for IDLE_STEPS steps."""
+    """Return a remark that this many experts received nothing for IDLE_STEPS steps."""
     return (
         f'at least {count:.0f} experts received no token in each of {IDLE_STEPS} consecutive steps '
         '(all layers together); begin a run with a larger model.experts.balance_loss, or with '
@@ -270,7 +273,7 @@ def idle_experts(count: float) -> str:
 
 
 def _describe(forms: Mapping[str, str], values: Mapping[str, float]) -> str:
-    """Format the values that `forms` names, in its order; unknown ones are left out."""
+    """Format the values that `forms` names, in the order of `forms`; skip missing values."""
     return '  '.join(form.format(values[name]) for name, form in forms.items() if name in values)
 
 
@@ -304,7 +307,7 @@ def _memory(values: Mapping[str, float]) -> Iterator[str]:
 
 
 def _remarks(sums: Mapping[str, float], values: Mapping[str, float]) -> Iterator[str]:
-    """The delays since the last line that are long enough for a line of their own."""
+    """Yield the delays since the last line that are long enough for a line of their own."""
     limit = max(WORTH_SAYING * sums['step_ms'], LEAST_MS)
     if sums['data_wait_ms'] > limit:
         yield f'waited for data {sums["data_wait_ms"] / 1e3:.2f} s of {sums["step_ms"] / 1e3:.2f} s'

@@ -20,7 +20,7 @@ with without_torch():
     from tensorboardX.summary import text as tensorboard_text
 
 WANDB_ID = 'wandb_id'
-SECONDS = 30  # time limit for wandb to start, and again to send the rest at the end
+SECONDS = 30  # seconds within which wandb must start and, at the end, send the rest
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class TensorBoard:
     """An event file in `folder`.
 
-    tensorboardX's own writer has a thread that dies when the disk is full; the run would hang.
+    tensorboardX's own writer has a thread that dies if the disk is full; the run would then hang.
     """
 
     def __init__(self, folder: Path):
@@ -62,7 +62,7 @@ class TensorBoard:
         )
 
     def rewind(self, step: int) -> None:
-        """Start a session after `step`: TensorBoard then drops earlier points of later steps."""
+        """Start a session after `step`, so that TensorBoard drops earlier points of later steps."""
         self._file.append(
             _record(
                 Event(
@@ -79,7 +79,7 @@ class TensorBoard:
 
 
 def _record(event: Event) -> bytes:
-    """The TFRecord frame of an event: length, its checksum, content, its checksum."""
+    """Return the TFRecord frame of an event: length, its checksum, content, its checksum."""
     content = event.SerializeToString()
     length = struct.pack('<Q', len(content))
     return (
@@ -98,11 +98,11 @@ class WandB:
     """
 
     def __init__(self, folder: Path, project: str, config: dict[str, Any]):
-        import wandb  # here, because it is an extra
+        import wandb  # imported here, because it is an extra
 
         path = folder / WANDB_ID
         known = path.read_text().strip() if path.exists() else None
-        # Neither the console output nor the repository's URL, which may hold a token, is sent.
+        # Do not send the console output or the repository's URL, which may contain a token.
         settings = wandb.Settings(
             console='off',
             disable_git=True,
@@ -135,14 +135,15 @@ class WandB:
         self._next, self._failed = self._run.step, False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point to each curve; after a failure write nothing more.
+        """Add a point to each curve; after a failure, write nothing more.
 
-        wandb cannot go back, so a step that it has already keeps its old point.
+        wandb cannot go back, so a step that it already has keeps its old point.
         """
         if self._failed or step < self._next:
             return
         try:
-            # wandb sends it with the next step, so that a step may have two parts.
+            # wandb sends a step's values with the next step, so that a step can consist of two
+            # parts.
             self._run.log(dict(values), step=step)
         except Exception:
             self._failed = True  # each further call might block for as long

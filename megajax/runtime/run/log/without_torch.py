@@ -10,7 +10,7 @@ from typing import Any, cast
 def without_torch() -> Iterator[None]:
     """Let `import torch` raise ImportError in the block, unless torch is imported already.
 
-    The import takes seconds, and a torch that is broken raises any error.
+    The import takes seconds, and a broken torch may raise any error.
     """
     if 'torch' in sys.modules:
         yield
