@@ -194,7 +194,7 @@ def test_the_page_has_the_error_of_the_counted_memory() -> None:
 
 
 def test_the_readme_has_the_error_of_the_predicted_rates() -> None:
-    text = (RESULTS / '2026-11-27_plan_tables.md').read_text()
+    text = (RESULTS / '2026-11-28_plan_tables.md').read_text()
     held_out = re.findall(r'^(\d+) rows held out', text, flags=re.MULTILINE)
     mean, largest = re.search(
         r'^\| all \|\s*\| \d+ \| ([\d.]+)% \| ([\d.]+)%', text, flags=re.MULTILINE
@@ -214,10 +214,10 @@ def test_the_readme_has_the_measured_rates_of_training() -> None:
 
 
 def test_the_page_names_the_held_out_rates_that_are_far_off() -> None:
-    text = (RESULTS / '2026-11-27_plan_tables.md').read_text()
+    text = (RESULTS / '2026-11-28_plan_tables.md').read_text()
     errors = re.findall(r'\| ([+-][\d.]+)% \| held out \|', text)
-    assert sum(abs(float(error)) > 20 for error in errors) == 4
-    assert 'Four held-out rows are off by more than 20%' in PLAN
+    assert sum(abs(float(error)) > 20 for error in errors) == 5
+    assert 'Five held-out rows are off by more than 20%' in PLAN
 
 
 def test_the_page_has_the_ranks_of_the_published_meshes() -> None:
@@ -259,10 +259,10 @@ def test_the_readme_says_how_many_cases_of_faults_there_are() -> None:
 @pytest.mark.parametrize(
     'file',
     [
-        '2026-11-27_plan.md',
-        slow('2026-11-27_plan_pipelines.md'),
-        slow('2026-11-27_plan_images.md'),
-        slow('2026-11-27_claims.md'),
+        '2026-11-28_plan.md',
+        slow('2026-11-28_plan_pipelines.md'),
+        slow('2026-11-28_plan_images.md'),
+        slow('2026-11-28_claims.md'),
     ],
 )
 def test_plan_prints_what_is_stored(file: str) -> None:

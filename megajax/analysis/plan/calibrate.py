@@ -17,7 +17,8 @@ from ruamel.yaml import YAML
 
 from megajax.analysis.plan.real_step import busy, config_for, fitted_to_step, real_seconds
 from megajax.base.files.outputs import with_folder
-from megajax.core.hardware.records import Dtype, Efficiency, Hardware, Link, Reference, hardware_of
+from megajax.core.hardware.dies import Efficiency, Reference
+from megajax.core.hardware.records import Dtype, Hardware, Link, hardware_of
 from megajax.core.parallel.layout import batch_layout
 
 SIZES = 128, 256, 512, 1024, 2048, 4096, 8192

@@ -8,7 +8,7 @@ from megajax.analysis.plan.programs import Attention
 from megajax.analysis.plan.sizes import BYTES
 from megajax.core.config import Config
 from megajax.core.counts.product import Product
-from megajax.core.hardware.records import FP8_SHARE, check_dtype
+from megajax.core.hardware.records import check_dtype
 
 # The shares of the peak in the GPUs' records count seven matmuls in the backward pass of flash
 # attention. Two of them are a second forward kernel, which is not needed if the log-sum-exp is
@@ -49,7 +49,7 @@ def product_seconds(
     peak = hardware.peak_flops[config.train.dtype]
     if config.train.dtype == 'fp8':
         of_others = hardware.peak_flops[config.train.compute_dtype]
-        peak = peak * FP8_SHARE if product.has_fp8_operands else of_others
+        peak = peak * hardware.efficiency.fp8 if product.has_fp8_operands else of_others
     if product.flash:
         done = product.flops / 2 if product.is_causal else product.flops
         efficiency = hardware.efficiency

@@ -1,6 +1,7 @@
 """Predict the time of a collective on a cluster, as rings over links in and between hosts."""
 
 import dataclasses
+from functools import cached_property
 from math import prod
 from typing import Self
 
@@ -31,24 +32,39 @@ class Cluster:
             )
         return cls(hardware=hardware, num_devices=num_devices, devices_per_host=per_host)
 
+    @cached_property
+    def devices_per_domain(self) -> int:
+        """Return the GPUs that the fast links join: of a host, or of several.
+
+        Groups fill whole hosts and have equally many GPUs, as in clusters of NVL72 racks of which
+        64 GPUs are used.
+        """
+        most = self.hardware.devices_per_domain or 0
+        if self.devices_per_host != min(self.num_devices, self.hardware.devices_per_host):
+            return self.devices_per_host  # hosts of another size than the GPUs are sold in
+        sizes = range(self.devices_per_host, most + 1, self.devices_per_host)
+        return max((n for n in sizes if self.num_devices % n == 0), default=self.devices_per_host)
+
     @property
     def num_hosts(self) -> int:
         """Return the number of hosts, all of which are full."""
         return self.num_devices // self.devices_per_host
 
     def members_per_host(self, config: Config, axis: str) -> int:
-        """Return how many GPUs of a group over mesh axes share a host; `row+model` is over both."""
+        """Return how many GPUs of a group over mesh axes share a host, or a domain of fast links.
+
+        `row+model` is over both axes.
+        """
         return self._group(config, axis)[1]
 
     def _group(self, config: Config, axis: str) -> tuple[int, int]:
-        """Return the size of a group, and how many of its GPUs share a host."""
+        """Return the GPUs of a group, and those in a domain; `mesh.sizes` is outermost first."""
         sizes, axes = config.mesh.sizes, axis.split('+')
         names = [*sizes]
         inner = names[1 + max(names.index(name) for name in axes if name in sizes) :]
         size = prod(sizes.get(name, 1) for name in axes)
-        # distance between two neighbors; `mesh.sizes` is outermost first
-        apart = prod(sizes[name] for name in inner)
-        return size, min(size, max(1, self.devices_per_host // apart))
+        apart = prod(sizes[name] for name in inner)  # distance of two neighbors
+        return size, min(size, max(1, self.devices_per_domain // apart))
 
     def ring(self, config: Config, axis: str) -> 'Ring':
         """Return the ring of the GPUs of one group over mesh axes."""

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from megajax.analysis.plan.band import band
 from megajax.analysis.plan.describe import describe, mesh_name, needs, why_slower
 from megajax.analysis.plan.goodput import GPU_HOURS_TO_FAILURE, Faults, faults
 from megajax.analysis.plan.layouts import changed
@@ -73,6 +74,7 @@ def plan(
     lost = faults(
         planned, time, cluster, storage=storage, gpu_hours_to_failure=gpu_hours_to_failure
     )
+    found = band(planned, time, cluster, software)
     return _report(
         planned,
         software.evened(planned),
@@ -80,6 +82,8 @@ def plan(
         ranking,
         time,
         program=program,
+        band=found and found.error,
+        band_reasons=list(found.reasons) if found else [],
         is_from_search=not is_own,
         tokens=tokens,
         days=time.days(tokens) if tokens else None,
@@ -125,7 +129,6 @@ def _report(
         config=dump(config),
         hardware=cluster.hardware.name,
         efficiencies=_efficiencies(cluster.hardware),
-        band=cluster.hardware.fit.band if cluster.hardware.fit else None,
         gpus=cluster.num_devices,
         gpus_per_host=cluster.devices_per_host,
         layout=_layout(chosen, ranking, available).model_copy(

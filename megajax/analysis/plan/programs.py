@@ -44,12 +44,14 @@ from megajax.xla.hlo.program import Array
 ProgramName = Literal['megajax', 'megatron', 'torchtitan', 'maxtext']
 # cuDNN's flash attention, or FlashAttention-2; `core/hardware/records.py` has their rates.
 Attention = Literal['flash', 'flash_2']
+Rounding = Literal['current', 'delayed', 'blocks']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Software:
     """The software that runs a training step."""
 
+    name: str
     # Collectives of the passes: of tensor, context and pipeline parallelism; see `sent_in_passes`.
     in_passes: Callable[[Config], list[Expected]]
     over_data: Callable[[Config], list[Expected]]
@@ -74,8 +76,16 @@ class Software:
     imbalance: float = 1.0
     # Whether it is megajax, so that settings that only megajax rejects are rejected.
     is_own: bool = False
-    # The supported ZeRO stages (`optim.shard`); they matter only if there are data or context
-    # shards.
+    # The seconds of its matmuls over those of today's libraries, as fitted to its published rates.
+    slowdown: float = 1.0
+    # What its matmuls add to the die's `half_size`, where its kernels fit short dims less.
+    half_size: float = 0.0
+    # How it scales FP8 tensors, whether the same kernel transposes them, and whether
+    # tensor-parallel groups gather rounded tensors; see `fp8.py`.
+    rounding: Rounding = 'current'
+    fuses_transpose: bool = True
+    rounds_shards: bool = True
+    # The ZeRO stages that it has (`optim.shard`), if its weights are replicated at all.
     zero: tuple[str, ...] = ('none', 'optimizer', 'gradients', 'weights')
     # The share of each matmul of a forward pass that selective recomputation repeats, in addition
     # to attention's scores.
@@ -184,16 +194,10 @@ def _hidden_by_its_layer(collective: Expected, config: Config) -> HiddenBy:
     parts = {'attention': ('qkv', 'out'), 'mlp': ('up', 'down'), 'head': ('head',)}.get(
         site.name, ()
     )
-    return HiddenBy(1.0, in_pass(site.phase, parts))
-
-
-def _hidden_by_weight_gradients(collective: Expected, _: Config) -> HiddenBy:
-    """Return the overlap of Megatron-LM in 2022."""
-    site = collective.site
-    parts = {'attention': 'qkv', 'mlp': 'up', 'head': 'head'}
-    if site.phase != 'backward' or site.axis != 'model' or site.name not in parts:
-        return NOTHING
-    return HiddenBy(1.0, (f'{parts[site.name]} weight',))
+    # A matmul in t parts begins with its own shard, while the others arrive, and its last part is
+    # scattered after it.
+    share = 1 - 1 / config.mesh.model if collective.kind == SCATTER else 1.0
+    return HiddenBy(share, in_pass(site.phase, parts))
 
 
 def _hidden_by_everything(collective: Expected, config: Config) -> HiddenBy:
@@ -263,6 +267,7 @@ def _megatron_over_data(config: Config) -> list[Expected]:
 
 
 MEGAJAX = Software(
+    name='megajax',
     in_passes=communication.in_passes,
     over_data=communication.over_data_shards,
     hidden_by=hidden_by,
@@ -273,31 +278,23 @@ MEGAJAX = Software(
     shares_head=True,
     sends_buffers=True,
     is_own=True,
+    # With delayed scaling, XLA also reads each tensor twice.
+    fuses_transpose=False,
+    rounds_shards=False,
 )
 MEGATRON = Software(
+    name='megatron',
     in_passes=_megatron_in_passes,
     over_data=_megatron_over_data,
     hidden_by=_hidden_by_its_layer,
     uses_flash=partial(uses_flash, with_dropout=True),
     recomputes_last=True,
-)
-MEGATRON_WITHOUT_OVERLAP = dataclasses.replace(MEGATRON, hidden_by=lambda *_: NOTHING)
-# As in the papers of 2019 to 2022: unfused attention, fp16 gradients, no overlap.
-MEGATRON_2021 = Software(
-    in_passes=_megatron_in_passes,
-    over_data=_megatron_over_data,
-    hidden_by=lambda *_: NOTHING,
-    uses_flash=lambda *_: False,
-    gradient_bytes=2,
-    recomputes_last=True,
-)
-# As in Korthikanti et al. (2022): communication of an input's gradient overlaps the matmul of the
-# weight's gradient (section 6.2), which accumulates into the gradient buffer.
-MEGATRON_2022 = dataclasses.replace(
-    MEGATRON_2021, hidden_by=_hidden_by_weight_gradients, accumulated_bytes=8
+    accumulated_bytes=8,  # the matmul of the gradient adds to the buffer
 )
 FSDP = dataclasses.replace(
     MEGATRON,
+    name='fsdp',
+    accumulated_bytes=12,
     over_data=fully_sharded,
     hidden_by=_hidden_if_over_data,
     attention='flash_2',
@@ -305,14 +302,13 @@ FSDP = dataclasses.replace(
     recomputes_last=False,  # PyTorch stops recomputing when the backward pass has all that it needs
     zero=('weights',),
 )
-# MaxText and Pax: XLA does not overlap their tensor parallelism in a loop over layers.
-FSDP_IN_JAX = dataclasses.replace(FSDP, attention='flash')
-# With torch.compile, and without asynchronous tensor parallelism, which is off by default.
-# Selective recomputation repeats every second matmul of a layer: `wk`, `wo` and `w3`.
-TORCHTITAN = dataclasses.replace(FSDP, repeats=_every_second_matmul)
-TORCHTITAN_ASYNC = dataclasses.replace(TORCHTITAN, hidden_by=_hidden_by_its_layer)
-# Megatron-Core's FSDP instead of its distributed optimizer.
-MEGATRON_FSDP = dataclasses.replace(FSDP_IN_JAX, recomputes_last=True)
+# MaxText, whose tensor parallelism XLA does not overlap in a loop over layers.
+FSDP_IN_JAX = dataclasses.replace(FSDP, name='maxtext', attention='flash', slowdown=1.15)
+# With torch.compile, and without its asynchronous tensor parallelism, which is off by default. Its
+# selective recomputation repeats every second matmul of a layer: `wk`, `wo` and `w3`.
+TORCHTITAN = dataclasses.replace(
+    FSDP, name='torchtitan', repeats=_every_second_matmul, slowdown=1.32
+)
 BY_NAME: dict[ProgramName, Software] = {
     'megajax': MEGAJAX,
     'megatron': MEGATRON,

@@ -10,7 +10,8 @@ import numpy as np
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.time import step_time
 from megajax.core.config import Config, MeshConfig, ModelConfig, TrainConfig
-from megajax.core.hardware.records import Efficiency, Fit, Hardware
+from megajax.core.hardware.dies import Efficiency, Fit
+from megajax.core.hardware.records import Hardware
 from megajax.core.parallel.mesh import make_mesh
 from megajax.core.train.feed import place_batch
 from megajax.core.train.step import init_state, make_train_step

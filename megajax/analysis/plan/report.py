@@ -33,6 +33,11 @@ def tables(plan: Plan) -> RenderableType:
         Text(f'{plan.gpus} x {plan.hardware}, {count(hosts, "host")} of {plan.gpus_per_host}'),
         Text(f'{origin}{timed}: {plan.layout.name}'),
         Text(plan.efficiencies),
+        *(
+            [Text(f'times {_band(plan)}: {"; ".join(plan.band_reasons)}')]
+            if plan.band_reasons
+            else ()
+        ),
         *([Text(_load(plan.imbalance))] if plan.imbalance else ()),
         Text(),
         Folded(memory_table(plan)),
@@ -59,6 +64,12 @@ def tables(plan: Plan) -> RenderableType:
             if verdict
         ),
     )
+
+
+def _why(plan: Plan) -> list[Text]:
+    """Return a line that says what the error band is based on."""
+    reasons = '; '.join(plan.band_reasons)
+    return [Text(f'times {_band(plan)}: {reasons}')] if reasons else []
 
 
 def _load(imbalance: float) -> str:

@@ -130,8 +130,11 @@ class Plan(Result):
         description='shares of peak reached in training, and by the fastest standalone kernels'
     )
     band: float | None = Field(
-        description='relative error that covers 90% of the published throughputs of the GPU; '
-        'None without calibration'
+        description='relative error that 90% of predicted times should not exceed; None without '
+        'calibration'
+    )
+    band_reasons: list[str] = Field(
+        default_factory=list, description='what the band is based on, and what widens it'
     )
     gpus: int
     gpus_per_host: int

@@ -106,7 +106,7 @@ def search(
 
 def _meshes(config: Config, cluster: Cluster, program: Software) -> Iterator[Mesh]:
     yield from meshes(cluster.num_devices, has_grids=program.has_grids)
-    yield from deep_meshes(config, cluster.num_devices, cluster.devices_per_host)
+    yield from deep_meshes(config, cluster.num_devices, cluster.devices_per_domain)
 
 
 def _possible(
@@ -115,7 +115,7 @@ def _possible(
     """Return the possible layouts of a mesh, not timed yet; if there are none, the reason."""
     choices, reason = list[Choice](), ''
     capability = cluster.hardware.compute_capability
-    for candidate in layouts(config, mesh, cluster.devices_per_host, capability):
+    for candidate in layouts(config, mesh, cluster.devices_per_domain, capability):
         if not program.has_zero(candidate):
             continue
         if problems := program.problems(candidate):
@@ -225,7 +225,7 @@ def _that_fits(
     have, capability = usable_memory(cluster), cluster.hardware.compute_capability
     larger = dataclasses.replace(cluster, num_devices=num_devices)
     for mesh in _meshes(config, larger, program):
-        candidates = layouts(config, mesh, cluster.devices_per_host, capability)
+        candidates = layouts(config, mesh, cluster.devices_per_domain, capability)
         for candidate in filter(is_frugal, candidates):
             if not program.problems(candidate) and memory_on(candidate, cluster).total <= have:
                 return candidate

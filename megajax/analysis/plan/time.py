@@ -13,6 +13,7 @@ from functools import cached_property
 
 from megajax.analysis.plan.encoder import as_model
 from megajax.analysis.plan.experts import of_busiest
+from megajax.analysis.plan.fp8 import rounding_seconds
 from megajax.analysis.plan.kernel_time import (
     in_parts,
     peak_flops,
@@ -130,7 +131,7 @@ class Timer:
     """
 
     def __init__(self, cluster: Cluster, program: Software = MEGAJAX):
-        self.cluster, self.program = cluster, program
+        self.cluster, self.program = _with_half_size(cluster, program), program
         self._in_groups: dict[tuple[object, ...], _InGroup] = {}
         self._flops: dict[tuple[object, ...], Flops] = {}
         self._forward: tuple[float, float] | None = None
@@ -209,7 +210,8 @@ class Timer:
         if config.mesh.stages > 1 and not program.shares_head:
             at_head = changed(config, mesh__stages=1, mesh__virtual_stages=1)
         of_products = [
-            product_seconds(product, config, cluster, program.attention) for product in work
+            program.slowdown * product_seconds(product, config, cluster, program.attention)
+            for product in work
         ]
         if config is not asked:
             of_products = _with_shorter_end(work, of_products, config)
@@ -220,6 +222,9 @@ class Timer:
             moved += traffic_of_layers(encoder, flash=flash and uses_flash(encoder, capability))
         of_traffic = [traffic_seconds(operation, cluster) for operation in moved]
         times = [product.times for product in work] + [operation.times for operation in moved]
+        if config.train.dtype == 'fp8':
+            times += [product.times for product in work]
+            of_traffic += [rounding_seconds(product, config, cluster, program) for product in work]
         seconds = defaultdict[tuple[str, Phase], float](float)
         for product, product_time in zip(work, of_products, strict=True):
             seconds[product.name, product.phase] += product_time
@@ -238,6 +243,17 @@ class Timer:
             flash=flash,
             num_launches=program.num_launches(config),
         )
+
+
+def _with_half_size(cluster: Cluster, program: Software) -> Cluster:
+    """Return the cluster with the efficiency of a program's matmuls."""
+    if not program.half_size:
+        return cluster
+    gpu = cluster.hardware
+    half_size = gpu.efficiency.half_size + program.half_size
+    efficiency = gpu.efficiency.model_copy(update={'half_size': half_size})
+    hardware = gpu.model_copy(update={'efficiency': efficiency})
+    return dataclasses.replace(cluster, hardware=hardware)
 
 
 def _whatever_is_sharded(config: Config) -> tuple[object, ...]:

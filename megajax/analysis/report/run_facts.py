@@ -6,7 +6,9 @@ from functools import cached_property
 
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.result import Inspection
+from megajax.analysis.plan.band import Band, band
 from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.programs import MEGAJAX
 from megajax.analysis.plan.search import memory_on, usable_memory
 from megajax.analysis.plan.time import StepTime, step_time
 from megajax.analysis.report.chart import Line
@@ -27,12 +29,12 @@ class Prediction:
     time: StepTime
     bytes: int  # memory of one GPU
     available: int  # bytes of that memory that a program can use
+    error: Band | None
 
     @property
     def band(self) -> str:
         """Return the error band of predicted times."""
-        fit = self.hardware.fit
-        return f'± {fit.band:.0%}' if fit else 'unverified'
+        return f'± {self.error.error:.0%}' if self.error else 'unverified'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,9 +85,11 @@ class Facts:
 def _predict(config: Config, gpu: Hardware, devices_per_host: int) -> Prediction:
     cluster = Cluster.of(gpu, config.mesh.num_devices, devices_per_host)
     config = resolved(config, on_gpu=True)
+    time = step_time(config, cluster)
     return Prediction(
         hardware=gpu,
-        time=step_time(config, cluster),
+        time=time,
+        error=band(config, time, cluster, MEGAJAX),
         bytes=memory_on(config, cluster).total,
         available=usable_memory(cluster),
     )

@@ -1,8 +1,9 @@
 """Read records from YAML files: GPUs, and budgets of a compiled step."""
 
+from collections.abc import Callable
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from ruamel.yaml.error import YAMLError
@@ -14,13 +15,21 @@ from megajax.core.config.section import Section
 Record = TypeVar('Record', bound=Section)
 
 
-def read_record(file: Path | Traversable, kind: type[Record], *, hint: str = '') -> Record:
+def read_record(
+    file: Path | Traversable,
+    kind: type[Record],
+    *,
+    hint: str = '',
+    complete: Callable[[Any], Any] = lambda record: record,
+) -> Record:
     """Read a record from a YAML file; `hint` is added to the error if there is no such file.
+
+    `complete` adds what a file takes from another.
 
     Raises ConfigError with every mistake in the file.
     """
     try:
-        return kind.model_validate(parse(read_text(file)))
+        return kind.model_validate(complete(parse(read_text(file))))
     except FileNotFoundError:
         raise ConfigError(f'{file}: no such file{hint}') from None
     except OSError as error:

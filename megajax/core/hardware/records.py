@@ -16,14 +16,11 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from megajax.base.errors import ConfigError
 from megajax.core.config.records import read_record
 from megajax.core.config.section import Section
+from megajax.core.hardware.dies import FP8_SHARE, Efficiency, Fit, Reference, with_die
 
-Share = Annotated[float, Field(gt=0, le=1)]
-Capability = tuple[int, int]  # CUDA's compute capability, such as (9, 0)
+Capability = tuple[int, int]  # CUDA's, such as (9, 0)
 Dtype = Literal['float32', 'bfloat16', 'float16', 'fp8']
 LinkName = Literal['nvlink', 'pcie']
-# The efficiency of FP8 matmuls relative to 16-bit matmuls. It is an assumption, not a measurement,
-# and makes FP8 matmuls 1.54x as fast.
-FP8_SHARE = 0.77
 
 
 class Link(Section):
@@ -31,55 +28,6 @@ class Link(Section):
 
     bandwidth: PositiveFloat  # bytes/s that a GPU sends in a ring of large messages
     latency: NonNegativeFloat  # additional seconds for each step of the ring
-
-
-class Reference(Section):
-    """The shares of the peaks that the fastest kernels reach on their own.
-
-    These are the rates of a roofline, with which `inspect` compares transfers.
-    """
-
-    matmul: Share
-    flash: Share | None = None
-    memory: Share
-
-
-class Fit(Section):
-    """The errors of the efficiencies in predicting the published rates that they were fitted to."""
-
-    rows: PositiveInt
-    mean: Share  # mean error
-    band: Share  # error that 90% of the published rates do not exceed
-
-
-class Efficiency(Section):
-    """The shares of the peaks that training reaches.
-
-    A matmul [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d + half_size) for each d
-    of m, n and k. Attention in one kernel reaches `flash` of the peak rate if the kernel is cuDNN's
-    and `flash_2` if it is FlashAttention-2 (Dao, 2023), times S / (S + half_length) for S tokens;
-    only FLOPs that the causal mask leaves count. Memory-bound operations reach `memory` of the
-    memory bandwidth.
-    """
-
-    matmul: Share
-    half_size: NonNegativeFloat
-    flash: Share | None = None  # null if there is no such kernel
-    flash_2: Share | None = None
-    half_length: NonNegativeFloat = 0.0
-    memory: Share
-
-    def of_attention(self, kernel: Literal['flash', 'flash_2'], length: int) -> float | None:
-        """Return the share of the peak that attention in one kernel reaches, None without one."""
-        share = self.flash if kernel == 'flash' else self.flash_2 or self.flash
-        return share and share * length / (length + self.half_length)
-
-    def of_product(self, *sizes: int) -> float:
-        """Return the share of the peak that a matmul of these sizes reaches."""
-        share = self.matmul
-        for size in sizes:
-            share *= size / (size + self.half_size)
-        return share
 
 
 class Compiler(Section):
@@ -109,6 +57,7 @@ class Hardware(Section):
     memory_bandwidth: PositiveFloat  # bytes/s
     power: PositiveFloat  # power limit of the board in watts
     devices_per_host: PositiveInt
+    devices_per_domain: PositiveInt | None = None  # that NVLink joins; null: a host's
     inside_host: Link
     across_hosts: Link
     pcie: Link | None = None  # link inside a host whose GPUs have no NVLink; null: unknown
@@ -116,6 +65,8 @@ class Hardware(Section):
     # null if no training rate was published, so that predictions are unverified
     fit: Fit | None = None
     reference: Reference
+    # The die, whose efficiencies these are at the clock of this GPU's power limit; null: its own.
+    die: str | None = None
     compiler: Compiler | None = None  # null if the step cannot be compiled for this GPU
     # Only for a GPU without `compiler`, which has a capability as well; null: unknown
     capability: Annotated[Capability | None, Field(strict=False)] = None
@@ -249,4 +200,5 @@ def _folder() -> Traversable:
 
 
 def _read(file: Path | Traversable) -> Hardware:
-    return read_record(file, Hardware, hint=f'; known by name: {", ".join(hardware_names())}')
+    hint = f'; known by name: {", ".join(hardware_names())}'
+    return read_record(file, Hardware, hint=hint, complete=with_die)

@@ -12,7 +12,8 @@ from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.real_step import busy, config_for, fitted_to_step
 from megajax.analysis.plan.time import step_time
 from megajax.commands.main import app
-from megajax.core.hardware.records import Efficiency, hardware
+from megajax.core.hardware.dies import Efficiency
+from megajax.core.hardware.records import hardware
 
 
 def test_the_curve_of_products_is_recovered():

@@ -6,7 +6,8 @@ from typer.testing import CliRunner
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.planning import plan
-from megajax.analysis.plan.programs import FSDP_IN_JAX, MEGATRON, TORCHTITAN, TORCHTITAN_ASYNC
+from megajax.analysis.plan.programs import FSDP_IN_JAX, MEGATRON, TORCHTITAN
+from megajax.analysis.plan.published.programs import TORCHTITAN_ASYNC
 from megajax.analysis.plan.search import search
 from megajax.analysis.plan.time import step_time
 from megajax.commands.main import app

@@ -13,7 +13,8 @@ from megajax.analysis.plan.kernel_time import in_parts, product_seconds
 from megajax.analysis.plan.launches import LAUNCH, launch_seconds, num_launches
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.overlap import hidden_by
-from megajax.analysis.plan.programs import FSDP, MEGATRON, MEGATRON_2021
+from megajax.analysis.plan.programs import FSDP, MEGATRON
+from megajax.analysis.plan.published.programs import MEGATRON_2021
 from megajax.analysis.plan.time import Timer, step_time
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.counts.flops import step_flops

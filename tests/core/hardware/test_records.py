@@ -34,7 +34,10 @@ FIGURES = {
 @pytest.mark.parametrize('name', hardware_names())
 def test_every_figure_has_a_source(name):
     gpu = hardware(name)
-    assert set(gpu.sources) == FIGURES - ({'compiler'} if gpu.compiler is None else set())
+    of_die = {'watts_per_tflops'} if gpu.die else set()
+    assert set(gpu.sources) == (FIGURES | of_die) - (
+        {'compiler'} if gpu.compiler is None else set()
+    )
 
 
 @pytest.mark.parametrize('name', GPUS)
@@ -89,7 +92,10 @@ def test_a_mistake_names_the_file_and_the_key(tmp_path, text, message):
 
 @pytest.mark.parametrize(
     ('name', 'message'),
-    [('h10', 'choose among a100, a100_40gb, b200, h100'), ('missing.yaml', 'no such file')],
+    [
+        ('h10', 'choose among a100, a100_40gb, b200, b300, gb200, gb300, h100'),
+        ('missing.yaml', 'no such file'),
+    ],
 )
 def test_an_unknown_name_lists_the_known(name, message):
     with pytest.raises(ConfigError, match=message):
@@ -110,6 +116,8 @@ def test_a_name_is_read_in_any_case_and_with_any_hyphen(name):
         ('NVIDIA A100 SXM 80 GB', 'a100'),
         ('A100-SXM4-40GB', 'a100_40gb'),
         ('H100-PCIe-80GB', 'h100_pcie'),
+        ('H100 NVL', 'h100_nvl'),
+        ('GB200 NVL72', 'gb200'),
     ],
 )
 def test_a_name_may_have_all_words_of_the_gpu(written, name):
@@ -117,7 +125,7 @@ def test_a_name_may_have_all_words_of_the_gpu(written, name):
 
 
 @pytest.mark.parametrize(
-    'name', ['h100-nvl', 'A100-PCIE-80GB', 'V100-16GB', 'GH200', 'nvidia', '80gb']
+    'name', ['h100-cnx', 'A100-PCIE-80GB', 'V100-16GB', 'GH200', 'nvidia', '80gb']
 )
 def test_a_name_with_a_word_of_another_gpu_is_none_of_ours(name):
     assert record_name(name) == name
@@ -153,7 +161,8 @@ def test_a_link_that_a_gpu_does_not_have_is_refused(tmp_path):
 
 
 def test_a_file_has_what_the_schema_has():
-    others = {'name', 'device_kinds', 'devices_per_host', 'sources', 'fit', 'capability'}
+    others = {'name', 'device_kinds', 'devices_per_host', 'devices_per_domain', 'sources', 'fit'}
+    others |= {'capability', 'die'}
     assert set(Hardware.model_fields) - others == FIGURES
 
 

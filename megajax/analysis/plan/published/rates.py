@@ -8,7 +8,8 @@ from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.megatron_memory import megatron_memory
 from megajax.analysis.plan.memory import largest_microbatch
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.programs import MEGATRON_2021, Software
+from megajax.analysis.plan.programs import Software
+from megajax.analysis.plan.published.programs import MEGATRON_2021
 from megajax.analysis.plan.time import Timer
 from megajax.core.config import Config, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from megajax.core.config.divisors import divisors

@@ -7,12 +7,13 @@ from functools import partial
 from importlib import resources
 
 from megajax.analysis.plan.layouts import changed
-from megajax.analysis.plan.programs import (
-    FSDP,
-    FSDP_IN_JAX,
-    MEGAJAX,
-    MEGATRON,
+from megajax.analysis.plan.programs import FSDP, MEGAJAX
+from megajax.analysis.plan.published.field import field
+from megajax.analysis.plan.published.programs import (
+    FSDP_2023,
+    FSDP_IN_JAX_2024,
     MEGATRON_2022,
+    MEGATRON_2024,
     MEGATRON_WITHOUT_OVERLAP,
 )
 from megajax.analysis.plan.published.rates import (
@@ -39,7 +40,7 @@ ROWS_2019 = 8  # sequences per model-parallel group
 def rows(table: str) -> list[PublishedRate]:
     """Return the rows of a table whose layouts are supported.
 
-    Layouts with context parallelism and rows in FP8 are not supported.
+    Of the tables until 2025 these are without context parallelism, and not in fp8.
     """
     file, read = TABLES[table]
     return list(read(csv.DictReader(_lines(file)[1:])))
@@ -50,9 +51,9 @@ def source(table: str) -> str:
     return _lines(TABLES[table][0])[0].removeprefix('# ')
 
 
-def rows_to_fit(gpu: str) -> list[PublishedRate]:
-    """Return the rows with this GPU, from all tables, that are not held out."""
-    return [row for table in TABLES for row in rows(table) if row.gpu == gpu and not row.held_out]
+def rows_to_fit(*gpus: str) -> list[PublishedRate]:
+    """Return the rows with one of these GPUs, from all tables, that are not held out."""
+    return [row for table in TABLES for row in rows(table) if row.gpu in gpus and not row.held_out]
 
 
 def _lines(file: str) -> list[str]:
@@ -160,7 +161,8 @@ def _megatron_core(lines: Iterator[Values]) -> Iterator[PublishedRate]:
                 sequence_parallel=tensor > 1,
             )
         )
-        row = of_model_flops(values, f'{values["params_b"]}B', 'h100', config, MEGATRON, 1.0)
+        name = f'{values["params_b"]}B'
+        row = of_model_flops(values, name, 'h100', config, MEGATRON_2024, 1.0)
         row = dataclasses.replace(row, published=float(values['tflops']))
         stages = int(values['pipeline_parallel'])
         yield with_best_schedule(row, stages) if stages > 1 else row
@@ -180,9 +182,9 @@ def _llm_foundry(lines: Iterator[Values], *, gpu: str, peak: float) -> Iterator[
         config = sharded(
             config_of(model, int(values['gpus']), 1, batch=batch, rows=rows, recompute=recompute)
         )
-        row = of_model_flops(
-            values, f'{values["model"]} x {length}', gpu.removesuffix('_80gb'), config, FSDP, 1.0
-        )
+        program = FSDP_2023 if gpu == 'h100_80gb' else FSDP
+        name = f'{values["model"]} x {length}'
+        row = of_model_flops(values, name, gpu.removesuffix('_80gb'), config, program, 1.0)
         yield dataclasses.replace(row, published=rate)
 
 
@@ -201,7 +203,7 @@ def _nvidia(lines: Iterator[Values]) -> Iterator[PublishedRate]:
         config = sharded(
             config_of(model, data, tensor, batch=batch, rows=rows, sequence_parallel=tensor > 1)
         )
-        program = MEGATRON if values['program'] == 'megatron' else FSDP_IN_JAX
+        program = MEGATRON_2024 if values['program'] == 'megatron' else FSDP_IN_JAX_2024
         yield of_model_flops(
             values, values['model'], 'h100', config, program, float(values['seconds'])
         )
@@ -259,4 +261,5 @@ TABLES: dict[str, tuple[str, Callable[..., Iterator[PublishedRate]]]] = {
     'simumax': ('simumax_b200', _simumax),
     'core': ('megatron_core_h100', _megatron_core),
     'megajax': ('megajax_h200', _megajax),
+    'field': ('field_2026', field),
 }

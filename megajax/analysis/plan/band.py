@@ -1,0 +1,82 @@
+"""Say how far a predicted time may be off: the band that 90% of published throughputs fall into.
+
+The band of a program on a die comes from its fitted rows. It widens for what these rows do not
+show. The terms are independent and add in squares.
+"""
+
+import math
+from typing import NamedTuple
+
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.programs import Software
+from megajax.analysis.plan.time import StepTime
+from megajax.base.render.units import count
+from megajax.core.config import Config
+from megajax.core.hardware.dies import Fit, Seen
+
+ENOUGH = 10  # rows of a program that give its band
+# The spread of the programs' slowdowns: a program without a row may be any of them.
+OTHER_PROGRAM = 0.15
+OTHER_DTYPE = 0.1  # an efficiency that is assumed, such as FP8's before it was measured
+DOUBLING = 0.02  # for each doubling of the GPUs beyond the largest row
+OVERLAP = 0.5  # of the hidden time, if the rows are of one GPU and hide nothing
+
+
+class Band(NamedTuple):
+    """The relative error that 90% of predictions do not exceed, and why it is that wide."""
+
+    error: float
+    reasons: tuple[str, ...]
+
+
+def band(config: Config, time: StepTime, cluster: Cluster, program: Software) -> Band | None:
+    """Return the band of a predicted time; None if nothing was measured on the GPU."""
+    fit = cluster.hardware.fit
+    if fit is None:
+        return None
+    seen = fit.programs.get(program.name)
+    terms = [_of_rows(fit, seen, program)]
+    if fit.programs:
+        terms += _beyond(config, time, cluster, seen or _of_all(fit))
+    error = math.sqrt(sum(size**2 for size, _ in terms))
+    return Band(error, tuple(reason for size, reason in terms if size))
+
+
+def _of_rows(fit: Fit, seen: Seen | None, program: Software) -> tuple[float, str]:
+    if not fit.programs:
+        return fit.band, f'{fit.rows} measured steps'
+    if seen is None:
+        return math.hypot(
+            fit.band, OTHER_PROGRAM
+        ), f'no {program.name} step was measured on the die'
+    if seen.rows >= ENOUGH:
+        return seen.band, f'{seen.rows} published throughputs of {program.name}'
+    few = 'one throughput' if seen.rows == 1 else f'{seen.rows} throughputs'
+    return max(seen.band, fit.band), f'only {few} of {program.name} fitted'
+
+
+def _beyond(
+    config: Config, time: StepTime, cluster: Cluster, seen: Seen
+) -> list[tuple[float, str]]:
+    """Return the terms of what the rows do not show."""
+    terms, dtype = [], config.train.dtype
+    if dtype not in seen.dtypes and not {dtype, *seen.dtypes} <= {'bfloat16', 'float16'}:
+        terms.append((OTHER_DTYPE, f'no {dtype} step was measured'))
+    if cluster.num_devices > seen.gpus:
+        doublings = math.log2(cluster.num_devices / seen.gpus)
+        terms.append((DOUBLING * doublings, f'at most {count(seen.gpus, "GPU")} measured'))
+    hidden = sum(transfer.hidden for transfer in time.transfers) / time.total
+    if seen.gpus == 1 and hidden:
+        terms.append((OVERLAP * hidden, 'its overlap was not measured'))
+    return terms
+
+
+def _of_all(fit: Fit) -> Seen:
+    """Return what the rows of all programs show together."""
+    every = fit.programs.values()
+    return Seen(
+        rows=fit.rows,
+        band=fit.band,
+        gpus=max(one.gpus for one in every),
+        dtypes=tuple({dtype for one in every for dtype in one.dtypes}),
+    )

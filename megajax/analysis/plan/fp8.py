@@ -1,0 +1,52 @@
+"""Predict the time in which software rounds the operands of matmuls to FP8."""
+
+from typing import TYPE_CHECKING
+
+from megajax.analysis.plan.network import Cluster
+from megajax.core.config import Config
+from megajax.core.counts.product import Product
+
+if TYPE_CHECKING:
+    from megajax.analysis.plan.programs import Software
+
+BLACKWELL = 10, 0
+# Bytes that are moved for each element that is rounded, without a transposed copy. With current
+# scaling, the largest value of the tensor is found first, which reads it once more. With blocks
+# (MXFP8), a block has a scale along one dim, so that the operand is also rounded along the other.
+ROUNDED = {'current': 2 + 2 + 1, 'delayed': 2 + 1, 'blocks': 2 + 1 + 1}
+# The matmuls whose first operand is gathered over the tensor-parallel group with sequence
+# parallelism: the inputs of two layers, and the gradients of the outputs of two.
+GATHERED = 'qkv', 'up', 'out input', 'down input'
+
+
+def rounding_seconds(
+    product: Product, config: Config, cluster: Cluster, program: 'Software'
+) -> float:
+    """Return the seconds of rounding the operands of a matmul to FP8, in all runs of a step.
+
+    A matmul rounds its input, and the matmul for the gradient of its input rounds the gradient of
+    its output. The gradient of the weight has both. Weights are rounded once in a step, which is
+    not counted.
+    """
+    is_rounded = config.train.dtype == 'fp8' and product.has_fp8_operands
+    if not is_rounded or product.name.endswith(' weight'):
+        return 0.0
+    rows, _, inner = product.sizes
+    is_shard = program.rounds_shards and config.mesh.sequence_parallel and product.name in GATHERED
+    shards = config.mesh.model if is_shard else 1
+    moved = ROUNDED[program.rounding] / shards
+    if _needs_transpose(config, cluster, program):
+        moved += 1 if program.fuses_transpose and not is_shard else 2
+    hardware = cluster.hardware
+    rate = hardware.memory_bandwidth * hardware.efficiency.memory
+    return product.times * product.batch * rows * inner * moved / rate
+
+
+def _needs_transpose(config: Config, cluster: Cluster, program: 'Software') -> bool:
+    """Return whether the gradient of a weight multiplies a transposed copy.
+
+    Blackwell multiplies operands of any layout.
+    """
+    capability = cluster.hardware.compute_capability
+    is_old = capability is not None and capability < BLACKWELL
+    return is_old and program.rounding != 'blocks' and config.lora is None

@@ -1,0 +1,126 @@
+"""The efficiencies of a die, which several GPUs share.
+
+GPUs of one die differ in memory, power limit and links. At large matmuls the power limit sets the
+clock: power grows with the cube of the clock, because the voltage grows with it.
+"""
+
+import functools
+from importlib import resources
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from megajax.core.config.records import read_record
+from megajax.core.config.section import Section
+
+Share = Annotated[float, Field(gt=0, le=1)]
+# The efficiency of FP8 matmuls relative to the efficiency of 16-bit matmuls: an assumption, by
+# which they are 1.54x as fast. Not measured.
+FP8_SHARE = 0.77
+
+
+class Reference(Section):
+    """The shares of the peaks that the fastest kernels reach on their own.
+
+    These are the rates of a roofline, with which `inspect` compares transfers.
+    """
+
+    matmul: Share
+    flash: Share | None = None
+    memory: Share
+
+
+class Seen(Section):
+    """The fitted rows of one program."""
+
+    rows: PositiveInt
+    band: NonNegativeFloat  # as in `Fit`
+    gpus: PositiveInt  # of the largest row
+    dtypes: Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class Fit(Section):
+    """The errors of the efficiencies in predicting the published rates that they were fitted on."""
+
+    rows: PositiveInt
+    mean: Share  # mean error
+    band: Share  # error that nine of ten rows that were not fitted should not exceed
+    programs: dict[str, Seen] = Field(default_factory=dict)  # by the name of the program
+
+
+class Efficiency(Section):
+    """The shares of the peaks that training reaches.
+
+    A matmul [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d + half_size) for each d
+    of m, n and k. Attention in one kernel reaches `flash` of the peak rate, times S / (S +
+    half_length) for S tokens, if the kernel is cuDNN's, and `flash_2` if it is FlashAttention-2
+    (Dao, 2023). Only the FLOPs that the causal mask leaves count. Memory-bound operations reach
+    `memory` of the memory bandwidth. An FP8 matmul reaches `fp8` times the share of a 16-bit
+    matmul, relative to the peak in FP8.
+    """
+
+    matmul: Share
+    half_size: NonNegativeFloat
+    flash: Share | None = None  # null if there is no such kernel
+    flash_2: Share | None = None
+    half_length: NonNegativeFloat = 0.0
+    memory: Share
+    fp8: PositiveFloat = FP8_SHARE
+
+    def of_attention(self, kernel: Literal['flash', 'flash_2'], length: int) -> float | None:
+        """Return the share of the peak that attention in one kernel reaches, None without one."""
+        if kernel == 'flash_2' and self.flash_2:
+            return self.flash_2
+        return self.flash and self.flash * length / (length + self.half_length)
+
+    def of_product(self, *sizes: int) -> float:
+        """Return the share of the peak that a matmul of these sizes reaches."""
+        share = self.matmul
+        for size in sizes:
+            share *= size / (size + self.half_size)
+        return share
+
+    def at_clock(self, clock: float) -> Self:
+        """Return the efficiencies at a share of the clock that they were measured at."""
+        shares = {name: getattr(self, name) for name in ('matmul', 'flash', 'flash_2')}
+        return self.model_copy(
+            update={name: share and share * clock for name, share in shares.items()}
+        )
+
+
+class Die(Section):
+    """The efficiencies of a die, as measured on GPUs that run it at `watts_per_tflops`."""
+
+    efficiency: Efficiency
+    fit: Fit | None = None
+    reference: Reference
+    # The power limit of the measured GPUs over their peak bf16 TFLOP/s.
+    watts_per_tflops: PositiveFloat
+    sources: dict[str, str]
+
+    def clock(self, power: float, peak: float) -> float:
+        """Return the clock under a power limit, relative to the measured GPUs, at most 1.
+
+        `power` is in watts, `peak` in bf16 FLOP/s.
+        """
+        return min(1.0, (power / (peak / 1e12) / self.watts_per_tflops) ** (1 / 3))
+
+
+@functools.cache
+def die(name: str) -> Die:
+    """Read the record of a die that several GPUs share."""
+    return read_record(resources.files('megajax.core.hardware') / 'dies' / f'{name}.yaml', Die)
+
+
+def with_die(record: Any) -> Any:
+    """Return a GPU's record with the efficiencies of its die, if it names one."""
+    if not isinstance(record, dict) or not {'die', 'power', 'peak_flops', 'sources'} <= {*record}:
+        return record
+    shared = die(record['die'])
+    clock = shared.clock(float(record['power']), float(record['peak_flops']['bfloat16']))
+    return record | {
+        'efficiency': shared.efficiency.at_clock(clock).model_dump(),
+        'reference': shared.reference.model_dump(),
+        'fit': shared.fit and shared.fit.model_dump(),
+        'sources': shared.sources | record['sources'],
+    }
