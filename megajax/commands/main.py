@@ -119,7 +119,7 @@ def train(
 
 
 def _write_report(folder: Path) -> Path | None:
-    # not at the top, because only the end of a run needs it
+    # Not at the top, because only the end of a run needs it.
     from megajax.analysis.report import write_at_end
 
     return write_at_end(folder)
@@ -234,7 +234,7 @@ app.command()(compare)
 app.command()(profile)
 app.command()(report)
 config_app.command()(conflicts)
-config_app.command('combinations', hidden=True)(conflicts)  # its former name
+config_app.command('combinations', hidden=True)(conflicts)  # the former name
 config_app.command('diff')(config_diff)
 config_app.command('from-megatron', context_settings=SETTINGS)(from_megatron)
 config_app.command()(keys)

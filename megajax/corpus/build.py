@@ -201,7 +201,7 @@ class _Builder:
 
     def _count_spelling(self, encoded: Encoded) -> None:
         progress, spells = self._progress, encoded.spells.copy()
-        # the document was counted in an earlier unit
+        # The document was counted in an earlier unit.
         again = not encoded.first and progress.open_spells
         if again:
             spells[0] = True

@@ -45,7 +45,7 @@ def saved_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer, saved in the folder for the workers and for a resumed build.
 
-    If the folder has none yet, the tokenizer of the job is saved, or one is trained.
+    If the folder has no tokenizer yet, the job's tokenizer is saved, or a new one is trained.
     """
     saved = partial.folder / TOKENIZER
     if saved.exists():

@@ -27,8 +27,8 @@ class Description:
 
     sequences: Sequences
     manifest: Manifest | None
-    # numbers of documents: first the empty documents; then, for i = 0, 1, ..., the documents of
-    # more than 2**(i - 1) and up to 2**i tokens
+    # Numbers of documents: first the empty documents; then, for i = 0, 1, ..., the documents of
+    # more than 2**(i - 1) and up to 2**i tokens.
     histogram: list[int]
 
     @property

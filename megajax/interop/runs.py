@@ -21,7 +21,7 @@ from megajax.runtime.data.masked import SPECIAL
 from megajax.runtime.data.text.tokenizer import make_tokenizer
 from megajax.runtime.run.lock import run_lock
 
-ADAPTER = '.adapter.'  # in the names of an adapter's matrices, after the name of the linear layer
+ADAPTER = '.adapter.'  # follows the linear layer's name in the names of an adapter's matrices
 
 
 def start_run(
@@ -75,8 +75,8 @@ def start_run(
 def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, str, np.ndarray]]:
     """Yield for every piece the index of its rank, its name, and its array in fp32.
 
-    Each parameter is read once, with its adapter added to it, and each rank's arrays come in the
-    order of its pieces.
+    Each parameter is read once, with its adapter merged. Each rank's arrays come in the order of
+    the rank's pieces.
     """
     scale = adapter_scale(checkpoint)
     for path in ranks[0]:
@@ -99,7 +99,7 @@ def adapter_scale(checkpoint: Path) -> float | None:
 
 
 def _read(checkpoint: Path, path: str, scale: float | None) -> np.ndarray:
-    """Read a parameter in fp32, a weight with its adapter added to it."""
+    """Read a parameter in fp32; a weight's adapter is merged into the weight."""
     x = read_parameter(checkpoint, path).astype(np.float32, copy=False)
     module, _, kind = path.rpartition('.')
     if (

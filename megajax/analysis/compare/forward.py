@@ -83,7 +83,7 @@ def _sites(
     shard: Batch,
     key: jax.Array,
 ) -> Sites:
-    """Return the result at each site; `used` has the weights to compute with where they differ."""
+    """Return the result at each site; `used`, if given, has the weights to compute with."""
     rows = rows_of(shard, key)
     x_BTD = model.embed(shard['tokens'], computation.dtype, rows)
     sites = {'embedding': x_BTD}
@@ -124,7 +124,7 @@ def _tapped(block: Block) -> Sites:
 
 def _logits(model: LanguageModel, x_BTD: jax.Array) -> jax.Array:
     x_BSD = model.before_head(x_BTD)
-    if not is_grid(model.layout):  # in 2-D the matmul gathers it, over both axes
+    if not is_grid(model.layout):  # in 2-D, the matmul gathers x over both axes
         x_BSD = jax.reshard(x_BSD, model.layout('BSd'))
     size = model.config.vocab_size
     logits_BSV = Loss(vocab_size=size, layout=model.layout).logits(

@@ -27,7 +27,7 @@ Settings = dict[str, Any]
 
 
 def draw(seed: int, number: int, fixed: Sequence[str] = ()) -> Config:
-    """Return the config with this number; `fixed` lists settings KEY=VALUE that are not drawn.
+    """Return the config with this number; `fixed` lists the KEY=VALUE settings that are not drawn.
 
     Raises ConfigError if no config has the fixed settings.
     """

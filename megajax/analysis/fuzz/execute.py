@@ -69,7 +69,7 @@ def _main(
     seed: int, target: str, fixed: list[str], numbers: Iterable[int], reports: str | None
 ) -> None:
     jax.config.update('jax_num_cpu_devices', MOST_DEVICES)
-    # the default action also works inside a compiler, where Python runs no handler
+    # The default action also works inside a compiler, where Python runs no handler.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for number in numbers:
         print(f'{BEGUN}{number}', flush=True)

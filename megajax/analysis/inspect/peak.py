@@ -64,7 +64,7 @@ def at_peak(config: Config, program: Program, compiled: CompiledStep) -> list[He
 
 
 class _Step:
-    """The program of a step, which shows where an array is made, and the shapes of parameters."""
+    """The program of a step, which shows where each array is made, and all parameter shapes."""
 
     def __init__(self, config: Config, program: Program):
         self.program = program

@@ -33,7 +33,7 @@ def make_batch(config: Config) -> dict[str, np.ndarray]:
 def _with_images(
     config: Config, token: np.ndarray, counts: np.ndarray, random: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """Make rows of one document with images of several sizes; every fourth row has none."""
+    """Make rows of one document with images of several sizes; every fourth row has no image."""
     shape = row_shape(config)
     batch = shape.empty(len(token))
     for number in range(len(token)):
@@ -47,7 +47,7 @@ def _with_images(
 def _document(
     shape: RowShape, images: int, token: np.ndarray, random: np.random.Generator
 ) -> ImageDocument:
-    """Make a document of these tokens, some of which are replaced by images."""
+    """Make a document of these tokens; images replace some of them."""
     patches, merge = shape.patches, shape.patches.merge_size
     text = np.where(token == shape.image_token, (shape.image_token + 1) % 2, token)
     units = min(patches.max_units, max(1, len(text) // (2 * max(1, images))))

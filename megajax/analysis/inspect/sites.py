@@ -43,7 +43,8 @@ def site_of(collective: Collective, config: Config) -> Site:
         return Site('metrics', 'step', axis)
     scope = next((scope for scope in SCOPES if scope in words), None)
     if scope is None and 'vision_place' in words:
-        scope = 'embedding'  # of its gradient, gathered where the backward pass removes images
+        # The embedding's gradient, gathered where the backward pass removes images.
+        scope = 'embedding'
     if scope == 'optimizer' and _has_matrices(collective, config):
         return Site('optimizer', 'step', axis)
     if config.vision is not None and (site := _of_encoder(collective, config)) is not None:

@@ -102,8 +102,8 @@ def deep_layouts(
     """Yield the layouts of a mesh with pipeline or context parallelism.
 
     They use sequence parallelism with tensor parallelism, and the ZeRO stages that pipelines
-    support. GPipe is left out, because it takes at least as long as 1F1B and needs at least as much
-    memory. Rings in pipelines are left out too, because their hops compete with transfers between
+    support. GPipe is excluded, because it takes at least as long as 1F1B and needs at least as much
+    memory. Rings in pipelines are also excluded, because their hops compete with transfers between
     stages.
     """
     on_mesh = changed(

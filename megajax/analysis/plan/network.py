@@ -47,7 +47,7 @@ class Cluster:
 
     @property
     def num_hosts(self) -> int:
-        """Return the number of hosts, all of which are full."""
+        """Return the number of hosts; all hosts are full."""
         return self.num_devices // self.devices_per_host
 
     def members_per_host(self, config: Config, axis: str) -> int:
@@ -63,7 +63,8 @@ class Cluster:
         names = [*sizes]
         inner = names[1 + max(names.index(name) for name in axes if name in sizes) :]
         size = prod(sizes.get(name, 1) for name in axes)
-        apart = prod(sizes[name] for name in inner)  # distance of two neighbors
+        # Distance between two neighbors; `mesh.sizes` is outermost first.
+        apart = prod(sizes[name] for name in inner)
         return size, min(size, max(1, self.devices_per_domain // apart))
 
     def ring(self, config: Config, axis: str) -> 'Ring':

@@ -50,7 +50,7 @@ class Ranking:
     """All layouts on a number of GPUs."""
 
     fitting: tuple[Choice, ...]  # the layouts that fit and were timed, fastest first
-    # layouts that fit but are slower than a different layout of their mesh
+    # Layouts that fit but are slower than a different layout of their mesh.
     slower: tuple[Choice, ...]
     too_large: tuple[Choice, ...]  # the layouts that do not fit, smallest first
     impossible: dict[Mesh, str]  # for each mesh without a layout, the reason

@@ -100,7 +100,7 @@ class Sizes:
         heads = self.queries + 2 * self.keys + self.heads  # queries, keys, values, core's output
         heads += int(2 * self.keys * kept_of_halos(self.config) / self.length)
         heads += self.queries + self.keys if self.model.qk_norm else 0
-        # the attention output before it is gathered
+        # The attention output before it is gathered.
         heads += self.queries if self.layout.num_shards('D') > 1 else 0
         masks = 2 * MASK * self.residual // self.itemsize if self.model.dropout else 0
         kept = around_norms + heads + masks + self._kept_scores
@@ -195,7 +195,7 @@ class Sizes:
         recompute = self.config.train.recompute
         if recompute == 'full':
             return 0
-        # copied to contract over queries, where the forward pass contracts over keys
+        # Copied to contract over queries, where the forward pass contracts over keys.
         if not self.flash:
             return self.queries if recompute == 'selective' else FLOAT32 * self.scores
         if self.config.microbatch_rows == 1:
@@ -230,8 +230,8 @@ class Sizes:
 
         They are the output of the largest adapter before it is added and, if there are several
         microbatches, the transposed head: because it is frozen, XLA transposes it once for all
-        microbatches. With pipeline stages or sequence parallelism, the head is read as it is
-        stored.
+        microbatches. With pipeline stages or sequence parallelism, the head is read in its stored
+        layout.
         """
         if self.config.lora is None:
             return 0
@@ -276,11 +276,11 @@ class AtRest(NamedTuple):
     """Numbers of parameters of a GPU, stored between steps (with padding) and in a step."""
 
     all: int
-    layers: int  # in all layers
-    inputs: int  # in the matrices of all layers that ZeRO-3 copies: row-parallel ones and experts'
+    layers: int  # parameters of all layers
+    inputs: int  # parameters of the layers' matrices that ZeRO-3 copies: row-parallel, experts'
     table: int
-    early: int  # in a step, in the matrices that ZeRO-3 gathers at the start of the step
-    layer: int  # in a step, in the matrices of one layer
+    early: int  # parameters in a step, of the matrices that ZeRO-3 gathers at its start
+    layer: int  # parameters in a step, of the matrices of one layer
     learned: int  # parameters of `all` that are not frozen
     learned_layers: int  # parameters of `layers` that are not frozen
     frozen_matrices: int  # parameters in the frozen matrices of `all`

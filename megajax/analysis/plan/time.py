@@ -108,7 +108,7 @@ def step_time(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> 
 class _InGroup:
     """The part of a step of a tensor-parallel group that does not depend on ZeRO."""
 
-    # number of runs and seconds of each matmul and memory-bound operation
+    # Number of runs and seconds of each matmul and memory-bound operation.
     parts: list[tuple[float, float]]
     products: float
     idle: float
@@ -168,7 +168,7 @@ class Timer:
         mesh, train, rates = config.mesh, config.train, self.cluster.hardware.efficiency
         layers, head = self._flops_forward(config)
         if train.recompute == 'full':
-            # recomputation runs all matmuls of a layer but the last: at least half of the FLOPs
+            # Recomputation runs all matmuls of a layer but the last: at least half of the FLOPs.
             layers *= 3.5 / 3
         if mesh.stages > 1:
             layers *= ticks(config) / (mesh.virtual_stages * train.microbatches)

@@ -64,7 +64,7 @@ class Schedule:
         }
         self._places = dict[str, _Place]()  # by instruction name
         self._work = dict[str, str]()  # by kernel name
-        self._sharing = defaultdict[str, list[_Place]](list)  # by work
+        self._sharing = defaultdict[str, list[_Place]](list)  # by the computation of a fusion
         for name, instructions in self._launched.items():
             for place, instruction in zip(self._in_order[name], instructions, strict=True):
                 self._places[instruction.name] = place

@@ -13,7 +13,7 @@ from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import si
 
-# of the name of an instruction, or of a site that has a path instead of a name
+# For the name of an instruction, or of a site that has a path instead of a name.
 MAX_NAME_COLUMNS = 36
 LABELS = {'products': 'matmul', 'exposed': 'exposed transfers'}
 

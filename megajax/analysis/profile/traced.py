@@ -47,7 +47,7 @@ def read_traced(run: Path) -> Traced:
     config, module, program = _read_program(folder)
     traces = list[Trace]()
     for file in files:
-        # the other traces are of an older, larger mesh
+        # The other traces are of an older, larger mesh.
         if _num_devices(traces) < program.num_devices:
             traces.append(read_trace(file))
     steps = sorted(set.intersection(*(set(trace.steps) for trace in traces)))

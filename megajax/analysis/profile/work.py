@@ -35,7 +35,7 @@ class Work(NamedTuple):
     site: str = ''
     phase: str = ''
     what: str = ''
-    dtype: str = ''  # as HLO spells it
+    dtype: str = ''  # HLO's name of the dtype
     axis: str = ''  # the mesh axes of a collective
     is_transfer: bool = False
     times: int = 1  # runs in a step

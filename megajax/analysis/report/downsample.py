@@ -18,7 +18,7 @@ class Curve(NamedTuple):
 
 
 def thin(x: Floats, y: Floats, buckets: int) -> Curve:
-    """Return a curve of at most `buckets` points; values that are not finite are left out.
+    """Return a curve of at most `buckets` points; values that are not finite are skipped.
 
     All buckets have the same number of values, so a gap in `x` stays a gap.
     """

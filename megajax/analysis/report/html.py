@@ -28,7 +28,7 @@ def text(value: object) -> Html:
 def element(tag: str, /, *content: object, **attributes: object) -> Html:
     """Return an element; `_` in attribute names becomes a hyphen, or is removed at the ends.
 
-    Attributes whose value is None or empty are left out.
+    Attributes whose value is None or empty are omitted.
     """
     written = ''.join(
         f' {key.strip("_").replace("_", "-")}="{text(value)}"'

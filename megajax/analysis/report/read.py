@@ -25,13 +25,13 @@ from megajax.runtime.run.saved_step import KeptStep, read_step
 METRICS, SAMPLES = 'metrics.jsonl', 'samples.jsonl'
 MAX_STEPS = 2**53  # integers below it are exact in float64, the dtype of columns
 LARGEST_FLOAT = 2**1023
-MAX_PNG_BYTES = 400_000  # of an image in a report
+MAX_PNG_BYTES = 400_000  # most bytes of an image in a report
 _PNG = b'\x89PNG\r\n'
 
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The metrics of a run's steps as columns, with NaN where a step lacks a value."""
+    """The metrics of a run's steps as columns, with NaN for the values that a step lacks."""
 
     number: Floats
     columns: Mapping[str, Floats]
@@ -68,7 +68,7 @@ class RunData:
     folder: Path
     config: Config
     steps: Steps
-    # the lines of metrics.jsonl that do not belong to a step
+    # The lines of metrics.jsonl that do not belong to a step.
     evaluations: Sequence[Mapping[str, float]]
     summary: Mapping[str, Any]  # summary.json; empty if there is none
     samples: Sequence[Mapping[str, Any]]

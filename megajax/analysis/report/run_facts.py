@@ -43,7 +43,7 @@ class Facts:
 
     run: RunData
     color: int  # index of the run, which determines the color of its curves
-    # the record to predict with, instead of the record of the run's devices
+    # The record to predict with, instead of the record of the run's devices.
     gpu: Hardware | None = None
     max_program: int | None = None  # most characters of a compiled step that are read
 

@@ -40,7 +40,7 @@ class Family:
     architecture: str  # class in transformers
     read_config: Callable[[Reader], Keys]  # from config.json to the keys of `model`
     write_config: Callable[[ModelConfig], Keys]  # the reverse; the result is read back as a check
-    tensors: Mapping[str, list[There]]  # by the parameter's path
+    tensors: Mapping[str, list[There]]  # for each parameter's path
     # Tensors that contain several of `tensors`, one below the other, by name.
     joined: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     # With tied embeddings: copies that a directory may contain, and the end of the original's name.

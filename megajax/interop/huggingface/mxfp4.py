@@ -34,10 +34,10 @@ class Packed:
         self.shape = experts, count * BLOCK, outputs
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        """Return the values."""
+        """Return the unpacked values."""
         experts, inputs, outputs = self.shape
         values = np.empty((experts, outputs, inputs), BFLOAT16)
-        # overflow gives infinity, for which an import names the tensor and fails
+        # Overflow gives infinity; an import then fails and names the tensor.
         with np.errstate(over='ignore'):
             for value, block, scale in zip(values, self.blocks, self.scales, strict=True):
                 whole = _PAIRS[block].reshape(outputs, -1, BLOCK) * _FACTORS[scale][..., None]
@@ -54,7 +54,7 @@ def unpack(tensors: Mapping[str, np.ndarray], source: str) -> dict[str, Any]:
     for name in tensors:
         whole = name.removesuffix(BLOCKS)
         if whole == name or whole + SCALES not in tensors or whole in tensors:
-            continue  # its parts will be reported as unexpected
+            continue  # the parts of this tensor will be reported as unexpected
         blocks, scales = found.pop(name), found.pop(whole + SCALES)
         if blocks.ndim != 4 or blocks.shape != (*scales.shape, BLOCK // 2):
             raise ConfigError(

@@ -100,7 +100,7 @@ def read_parameters(
         return {}
     if per_layer and given.get('truncate', True) is not True:  # transformers ignores it
         read.refuse(f'{key}.truncate', given['truncate'], 'only true is supported for each layer')
-    # in transformers, null means the default, but for `truncate` it means false
+    # In transformers, null means the default, but for `truncate` it means false.
     for name in optional:
         if name in given and (name == 'truncate' or given[name] is not None):
             wanted = {**wanted, name: name}

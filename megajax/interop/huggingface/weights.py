@@ -149,7 +149,7 @@ def _named_as_saved(
 ) -> dict[str, np.ndarray]:
     """Return the tensors under the names that `save_pretrained` of the full model uses.
 
-    Unused buffers, layers for multi-token prediction, and copies of tied tensors are left out.
+    Unused buffers, layers for multi-token prediction, and copies of tied tensors are dropped.
     """
     prefix = family.prefix
     if any(name.startswith(prefix) for name in tensors):

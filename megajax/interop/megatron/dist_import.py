@@ -104,7 +104,7 @@ def _within_end(part: slice, end: int) -> slice:
 
 
 def _blocks(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[Block, slice]]:
-    """Split a range of flattened dims into blocks, each of which is one range in every dim.
+    """Split a range of flattened dims into blocks that are one range in every dim.
 
     Yields each block's ranges, and its rows counted from `start`.
     """

@@ -21,7 +21,7 @@ from megajax.interop.megatron.pickles import Call, Inert, Record, Unpickler
 FILE = '.metadata'
 MAX_FILE_BYTES = 2**28
 MAX_CHUNKS = 2**17  # of one tensor: 64 layers x 512 experts x 2 gates x 2 ranks
-# chunks of a tensor that do not form a grid; each is compared with all others
+# Chunks of a tensor that do not form a grid; each is compared with all others.
 MAX_IRREGULAR = 2**14
 MAX_DIMS = 8
 PACKAGES = ('torch.distributed.checkpoint.', 'torch.distributed._shard.', 'megatron.')
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor, and where its elements are stored."""
+    """A part of a tensor, and the location of its elements."""
 
     offsets: Shape
     sizes: Shape
@@ -68,7 +68,7 @@ class Tensor(NamedTuple):
 
 
 def read_metadata(folder: Path) -> tuple[dict[str, Tensor], dict[str, Entry | None]]:
-    """Return the tensors of a checkpoint by name, and where its other entries are stored.
+    """Return the tensors of a checkpoint by name, and the locations of its other entries.
 
     Raises ConfigError, with the entry, if the file is damaged or asks for more than records, or if
     a tensor's chunks do not cover it exactly.

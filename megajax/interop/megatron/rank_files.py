@@ -72,9 +72,9 @@ def find_ranks(
 ) -> list[list[Path]]:
     """Return the files of a checkpoint: for each tensor-parallel rank, its stages' files in order.
 
-    `folder` is a checkpoint's folder, or one that contains several, of which the newest is used.
-    Raises ConfigError if there are no ranks, if some are missing, or if there are not `ranks` x
-    `stages`.
+    `folder` is a checkpoint's folder, or a folder with several checkpoints; the newest is then
+    used. Raises ConfigError if there are no ranks, if some are missing, or if there are not `ranks`
+    x `stages`.
     """
     folder = newest(folder)
     names = sorted(path.name for path in folder.glob('mp_rank_*') if path.is_dir())

@@ -303,7 +303,7 @@ def _check_copies(merged: 'Pieces', holders: Mapping[str, _Holder]) -> None:
             holder = holders[place]
             where = tuple((part.start, part.stop) for part in piece.at)
             first, its_name = firsts.setdefault(where, (holder, name))
-            # it contains only padding of the vocabulary
+            # The rank contains only padding of the vocabulary.
             if any(start == stop for start, stop in where):
                 continue
             if first is not holder and not np.array_equal(

@@ -223,7 +223,7 @@ def _rebuild_parameter(x: Any, *_: Any) -> Any:
 CALLS = {
     ('torch._utils', '_rebuild_tensor_v2'): Call(_rebuild_tensor),
     ('torch._utils', '_rebuild_parameter'): Call(_rebuild_parameter),
-    ('collections', 'OrderedDict'): Call(lambda *_: {}),  # its items follow
+    ('collections', 'OrderedDict'): Call(lambda *_: {}),  # the items of the dict follow
     ('argparse', 'Namespace'): Call(Namespace),
     ('types', 'SimpleNamespace'): Call(Namespace),
 }

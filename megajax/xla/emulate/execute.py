@@ -63,7 +63,7 @@ def compile_for_gpu(
     computation: Any = traced.lower(lowering_platforms=('cuda',))._lowering
     computation._device_list = None
     computation.compile_args['backend'] = devices[0].client
-    # jax compares the devices and their memory kinds
+    # jax compares the devices and their memory kinds.
     for part in ('in_shardings', 'out_shardings'):
         computation.compile_args[part] = tuple(
             _on(devices, sharding) if isinstance(sharding, NamedSharding) else sharding

@@ -37,7 +37,7 @@ class _Mask(NamedTuple):
         return (operands[-2:], operands[:-2]) if self.is_padded else ((), operands)
 
     def __call__(self, score_BNSY: jax.Array, lengths: Arrays) -> jax.Array:
-        """Return the scores, LOWEST where they are masked."""
+        """Return the scores, with LOWEST for masked scores."""
         queries, keys = score_BNSY.shape[2:]
         if lengths:
             of_queries, of_keys = lengths

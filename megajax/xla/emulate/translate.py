@@ -34,7 +34,7 @@ _UNTRANSLATABLE = {
     'send', 'recv', 'infeed', 'outfeed', 'rng', 'rng-get-and-update-state', 'ragged-all-to-all',
     'collective-broadcast', 'async-update', 'custom-call',
 }  # fmt: skip
-# most characters of a line in an error, because a kernel's line contains its bytecode
+# Most characters of a line in an error, because a kernel's line contains its bytecode.
 LONGEST = 1000
 _NARROW_CONSTANT = re.compile(
     r' *(?P<root>ROOT )?%(?P<name>\S+) = (?P<dtype>b?f16|f8\w+)\[(?P<dims>[\d,]*)\]'

@@ -31,7 +31,7 @@ Name = tuple[str, str]  # an instruction, and the index in its tuple, such as `3
 class Buffer(NamedTuple):
     """An array in temporary memory."""
 
-    # the instruction that defines it, then other instructions that return it
+    # The instruction that defines the array, then other instructions that return it.
     names: tuple[Name, ...]
     array: str  # dtype and shape on a device; `tuple` for the addresses of several arrays
     bytes: int

@@ -39,5 +39,5 @@ def without_cache() -> Iterator[None]:
 
 def _enable_cache(enable: bool) -> None:
     jax.config.update('jax_enable_compilation_cache', enable)
-    # jax reads the cache's settings only once, when it first compiles
+    # jax reads the cache's settings only once, when it first compiles.
     compilation_cache.reset_cache()

@@ -201,7 +201,7 @@ class Loop:
 
 
 def run_of(program: Program, computation: Computation, device: int) -> Run:
-    """Make a run of a computation, with the values that its callers pass to it.
+    """Make a run of a computation with the values that its callers pass.
 
     If a loop calls the computation, only values that the loop never changes are known.
     """

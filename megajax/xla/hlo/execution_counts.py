@@ -178,7 +178,7 @@ def _multiplied(counts: Counter[str], times: int) -> Counter[str]:
 def _runs(caller: Instruction, name: str) -> int:
     """Return how often an instruction executes the computation `name` that it calls."""
     if caller.opcode in ('async-update', 'async-done'):
-        # older versions of XLA repeat here the name of the computation that async-start started
+        # Older versions of XLA repeat here the name of the computation that async-start started.
         return 0
     if caller.opcode != 'while':
         return 1

@@ -206,7 +206,7 @@ class Program:
     @cached_property
     def runs(self) -> 'Runs':
         """The number of runs of each computation, and the computations that might not run."""
-        # not at the top, because it imports this module
+        # Not at the top, because it imports this module.
         from megajax.xla.hlo.execution_counts import Runs
 
         return Runs(self, self._trip_count)

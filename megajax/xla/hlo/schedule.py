@@ -109,7 +109,7 @@ class _Walk:
                 queue = in_flight[self.sent[place].link]
                 if starts:
                     queue.append(place)
-                # it has ended, as have the transfers before it on the same link
+                # The transfer has ended, as have the transfers before it on the same link.
                 elif place in queue:
                     del queue[: queue.index(place) + 1]
             for link, seconds in self._spendable(computation, instruction).items():

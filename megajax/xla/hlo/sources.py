@@ -59,7 +59,7 @@ class Sources:
         match = re.search(r'\bstack_frame_id=(\d+)', attributes)
         frame = int(match[1]) if match else 0
         chain: dict[int, str] = {}
-        # the outermost frame may name itself as its parent
+        # The outermost frame may name itself as its parent.
         while frame in self.frames and frame not in chain:
             place, parent = self.frames[frame]
             file, line = self.places[place]

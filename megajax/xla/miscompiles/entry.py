@@ -44,7 +44,7 @@ class Miscompile:
     effect: Literal['wrong', 'slow'] = 'wrong'
     is_certain: bool = True
     detect: Callable[[Program], Iterator[Instruction]]
-    # details of a finding, such as its size
+    # Details of a finding, such as its size.
     detail: Callable[[Program, Instruction], str] = lambda program, instruction: ''
     repro: Repro
     workaround: Options | None = None

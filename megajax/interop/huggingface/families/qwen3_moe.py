@@ -77,7 +77,7 @@ def _own_olmoe(read: Reader) -> Keys:
     read.only('clip_qkv', None, default=None)
     read.only('sliding_window', None, default=None)
     hidden, heads = read.keys.get('hidden_size'), read.keys.get('num_attention_heads')
-    # the QK norm in transformers spans hidden_size columns
+    # The QK norm in transformers spans hidden_size columns.
     if type(hidden) is type(heads) is int and heads > 0:
         read.only('head_dim', hidden // heads, None, default=None)
     return {'qk_norm': 'all', 'experts': {'normalize': _read_normalize(read)}}

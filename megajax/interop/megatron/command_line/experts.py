@@ -62,7 +62,7 @@ def unsupported(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield 'moe_layer_freq', str(error)
     active, groups = get('router_topk', 2), get('router_group_topk')
     is_softmax = get('router_score_function', 'softmax') == 'softmax'
-    # whether the softmax comes after the choice of experts
+    # Whether the softmax comes after the choice of experts.
     is_after = is_softmax and not get('router_pre_softmax', False)
     if active == 1 and is_after:
         yield 'moe_router_topk', 'with one expert, give --moe-router-pre-softmax too'
@@ -115,7 +115,7 @@ def _balance(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def experts_of(arguments: Mapping[str, Any], ffn_size: int) -> Keys | None:
     """Return the keys of `model.experts`; None for a model without experts.
 
-    Values that are megajax's defaults are left out. `ffn_size` is the size of an MLP.
+    Values that equal megajax's defaults are omitted. `ffn_size` is the size of an MLP.
     """
 
     def get(name: str, default: Any = None) -> Any:

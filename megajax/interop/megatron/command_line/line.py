@@ -32,7 +32,7 @@ from megajax.interop.shell_variables import UNKNOWN, mark, plain
 TYPES = {name: kind for kind, block in READ.items() for name in names(block)}
 REASONS = {name: reason for reason, block in NO_MEANING.items() for name in names(block)}
 KNOWN = sorted({*known_names(), *ONLY})
-# arguments of torchrun, deepspeed and srun
+# Arguments of torchrun, deepspeed and srun.
 PROCESSES = ('nproc_per_node', 'num_gpus', 'ntasks_per_node')
 NODES = ('nnodes', 'num_nodes', 'nodes')
 MAX_TEXT_CHARACTERS = 2**20

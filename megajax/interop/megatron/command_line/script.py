@@ -121,7 +121,7 @@ class _Script(Variables):
         self.called: list[str] = []
         self._body: list[Command] | None = None  # body of the function that is being defined
         self._open: list[_Frame] = []
-        # values outside the function
+        # The values of a function's local variables outside the function.
         self._locals: list[dict[str, tuple[list[str] | None, str | None]]] = []
         self._count = 0
 

@@ -102,7 +102,7 @@ def _default(line: Line, name: str) -> Any:
 def _model(line: Line, data: int, problems: list[str]) -> Keys:
     given = dict(line.arguments)
     given.setdefault('max_position_embeddings', given['seq_length'])
-    # two thirds of 4 times the hidden size
+    # Two thirds of 4 times the hidden size.
     if given.get('swiglu') and 'ffn_hidden_size' not in given:
         given['ffn_hidden_size'] = int(4 * given['hidden_size'] * 2 / 3 / 64) * 64
     try:

@@ -12,7 +12,7 @@ from megajax.core.config import ConfigError
 
 
 class Expansion(NamedTuple):
-    """`$NAME`, `${...}`, `$(...)`, `$((...))` or a command in backticks, as it is written."""
+    """`$NAME`, `${...}`, `$(...)`, `$((...))` or a command in backticks, as written."""
 
     text: str
     is_quoted: bool
@@ -177,7 +177,7 @@ class _Scanner:
         self._here = []
 
     def _word(self) -> Word | None:
-        """Return the next word; None for a redirection, whose file is left out."""
+        """Return the next word; None for a redirection, whose file is skipped."""
         if not self.text.startswith('<<<', self.at) and (here := self._match(HERE)):
             self._here.append((here[3], bool(here[1])))
             return None

@@ -50,7 +50,7 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def from_megatron(line: Line) -> str:
-    """Return an equivalent YAML file; comments name the arguments that it leaves out.
+    """Return an equivalent YAML file, with comments that name the omitted arguments.
 
     The file has each key that an argument sets, and each of Megatron-LM's defaults that differs
     from megajax's.
