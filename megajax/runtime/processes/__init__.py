@@ -1,1 +1,1 @@
-"""The processes of a run: how they start, meet, agree and end together."""
+"""Start the processes of a run, and let them meet, agree and end together."""

@@ -1,17 +1,19 @@
-"""Certificates for jax's coordinator, which jax itself reads from the environment. No jax here."""
+"""Certificates for jax's coordinator, which jax reads from the environment. Imports no jax."""
 
 import os
 from collections.abc import Mapping
 
 from megajax.base.errors import ConfigError
 
-# By which jax's coordinator and its clients know each other, from jax 0.12 on; read by jax.
+# Variables for the certificates by which jax's coordinator and its clients authenticate each other,
+# from jax 0.12 on; jax reads them.
 CERTIFICATES = 'JAX_MTLS_CERT_FILE', 'JAX_MTLS_KEY_FILE', 'JAX_MTLS_CA_FILE'
-JAX_OPTION = 'jax_mtls_cert_file'  # the option of a jax whose coordinator takes mutual TLS
+# an option that exists only if jax's coordinator supports mutual TLS
+JAX_OPTION = 'jax_mtls_cert_file'
 
 
 def check_certificates(environ: Mapping[str, str], *, jax: str, has_mutual_tls: bool) -> None:
-    """Raise ConfigError for certificates that jax, of release `jax`, would ignore or not read."""
+    """Raise ConfigError for certificates that jax, release `jax`, would ignore or cannot read."""
     given = [name for name in CERTIFICATES if environ.get(name)]
     if given and not has_mutual_tls:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Collectives and barriers on the host, by which the processes of a run agree."""
+"""Collectives and barriers on the host, with which the processes of a run reach agreement."""
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ def from_all(*values: int) -> np.ndarray:
 
 
 def gather(value: float) -> list[float]:
-    """Return the value of each process: an all-gather between hosts; all must call it."""
+    """Return each process's value: an all-gather between hosts; all processes must call it."""
     return [
         float(element) for element in np.ravel(multihost_utils.process_allgather(np.float32(value)))
     ]
@@ -43,7 +43,7 @@ def all_are_here(where: str, seconds: float) -> bool:
 
 
 def from_first(*values: int) -> list[int]:
-    """Return the values of the first process: a broadcast between hosts; all must call it."""
+    """Return the first process's values: a broadcast between hosts; all processes must call it."""
     if jax.process_count() == 1:
         return [int(value) for value in values]
     return [
@@ -53,15 +53,15 @@ def from_first(*values: int) -> list[int]:
 
 
 class SaveBarrier:
-    """A barrier between Orbax's threads in all processes that opens when one of them has failed.
+    """A barrier between Orbax's threads in all processes that opens if one of them has failed.
 
     A thread that fails goes to the barrier at the end of a save and never reaches the earlier
-    barriers, at which the other threads would wait for hours. Here all threads wait in rounds, and
-    in each round every thread publishes the barrier that it is at. If they differ, each thread that
-    is not at the end raises, and so reaches the end too.
+    barriers, at which the other threads would wait for hours. Here, all threads wait in rounds, and
+    in each round every thread publishes the barrier that it is at. If these differ, each thread
+    that is not at the last barrier raises an error, which takes it to the last barrier as well.
     """
 
-    END = 'set_value'  # part of the keys of Orbax's last barriers of a save
+    END = 'set_value'  # part of the keys of the last barriers of an Orbax save
 
     def __init__(self) -> None:
         self.round = 0
@@ -78,7 +78,8 @@ class SaveBarrier:
             names = (self._name(self.round, process) for process in range(jax.process_count()))
             keys = {client.blocking_key_value_get(name, timeout_ms) for name in names}
             if self.round > 1:
-                # All have read the key of the last round, or they would not be in this one.
+                # All processes have read the key of the last round; otherwise they would not be in
+                # this round.
                 client.key_value_delete(self._name(self.round - 1, me))
             if keys == {key}:
                 return

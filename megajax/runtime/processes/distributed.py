@@ -1,4 +1,4 @@
-"""Join many processes into one jax: each sees all devices, and if one ends early, all end."""
+"""Join many processes into one jax: each process sees all devices. If one ends early, all end."""
 
 import atexit
 import os
@@ -16,12 +16,13 @@ from megajax.runtime.processes.environment import LOCAL_DEVICES, Start, check_ho
 from megajax.runtime.processes.peers import RETRY, Peers, end
 from megajax.runtime.processes.rendezvous import gather
 
-# Seconds until a process that is alive but frozen counts as lost: only jax's heartbeats detect it.
+# Seconds until a process that is alive but frozen counts as lost; only jax's heartbeats detect such
+# a process.
 HEARTBEAT_TIMEOUT = 30
 # Environment variables for proxies, as gRPC reads them.
 PROXIES = 'grpc_proxy', 'https_proxy', 'http_proxy'
 NO_PROXIES = 'no_grpc_proxy', 'no_proxy'
-# The errors with which jax, Gloo and NCCL report that processes did not reach each other in time.
+# The errors by which jax, Gloo and NCCL report that processes did not reach each other in time.
 # Errors that would recur after a restart (an invalid NCCL argument, a CUDA error, too little
 # memory) do not match.
 UNREACHED = re.compile(
@@ -30,18 +31,18 @@ UNREACHED = re.compile(
     r'(unhandled system error|remote process exited|NCCL operation in progress))',
     re.DOTALL,
 )
-LAST_WORDS = 3  # seconds for the exit handlers, which may be waiting for a process that is gone
+LAST_WORDS = 3  # seconds that the exit handlers get, because they may be waiting for a lost process
 
 
 @contextmanager
 def processes(start: Start | None = None) -> Iterator[None]:
     """Join the processes that the environment names into one jax while the block runs.
 
-    `start` describes this process if its environment has been read already. Without such an
-    environment the block runs in this process alone. If a process leaves the block with an
-    exception, the others exit with code 75; `SystemExit(75)` is an exception that all processes
-    raise. Processes that did not reach each other in time also exit with code 75. Raises
-    ConfigError as `initialize` does.
+    `start` describes this process if its environment has been read already. If the environment
+    names no processes, the block runs in this process alone. If a process leaves the block with an
+    exception, the others exit with code 75; `SystemExit(75)` must be raised by all processes.
+    Processes that did not reach each other in time also exit with code 75. Raises ConfigError as
+    `initialize` does.
     """
     peers = initialize(start)
     try:
@@ -50,7 +51,8 @@ def processes(start: Start | None = None) -> Iterator[None]:
         if peers:
             _end_if_unreached(peers, error)
         code = _exit_code(error)
-        if peers and code in (0, RETRY):  # all stop here, as after a checkpoint on SIGTERM
+        # all processes stop here, as they do after a checkpoint on SIGTERM
+        if peers and code in (0, RETRY):
             peers.done()
         elif peers:
             peers.failed(
@@ -85,7 +87,7 @@ def initialize(start: Start | None = None) -> Peers | None:
             start.count,
             start.index,
             local_device_ids=None if LOCAL_DEVICES in os.environ else start.gpus,
-            # Detection would give a Slurm task one GPU, however many belong to it.
+            # Detection would give a Slurm task only one GPU, however many belong to it.
             cluster_detection_method='deactivate',
             initialization_timeout=int(start.timeout),
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
@@ -98,7 +100,7 @@ def initialize(start: Start | None = None) -> Peers | None:
 
 
 def _avoid_proxies(start: Start) -> None:
-    # gRPC would use a web proxy even to reach this host. jax warns of every such variable,
+    # gRPC would use a web proxy even to reach this host. jax warns about every such variable,
     # including the one that prevents this.
     if any(os.environ.get(name) for name in PROXIES):
         without = next((os.environ[name] for name in NO_PROXIES if os.environ.get(name)), '')
@@ -129,7 +131,7 @@ def _end_if_unreached(peers: Peers, error: BaseException) -> None:
 def _exit_without_waiting(peers: Peers, code: int) -> None:
     """Exit as soon as the error is printed, without jax's own exit handler.
 
-    That handler waits for all processes, and those that hear of the error will not reach it.
+    That handler waits for all processes, but processes that learn of the error never reach it.
     """
 
     def leave() -> None:
@@ -139,8 +141,8 @@ def _exit_without_waiting(peers: Peers, code: int) -> None:
         os._exit(code)
 
     atexit.register(leave)
-    # Threads are joined before registered functions run, and a thread may be waiting for a process
-    # that is gone.
+    # Threads are joined before registered functions run, and a thread may be waiting for a lost
+    # process.
     timer = threading.Timer(2 * LAST_WORDS, os._exit, (code,))
     timer.daemon = True
     timer.start()

@@ -1,9 +1,9 @@
 """The index and the number of a run's processes, read from the environment. Imports no jax.
 
-`megajax launch`, a launcher (`launchers.py`) or a user sets the variables. A user, or a Kubernetes
-manifest, sets MEGAJAX_COORDINATOR to host:port of process 0, MEGAJAX_PROCESSES to the number of
-processes and MEGAJAX_PROCESS to the index of each. Under Slurm, torchrun and Open MPI 4 no variable
-must be set; other launchers do not set the address of process 0.
+`megajax launch`, a launcher (`launchers.py`) or a user sets the variables. A user or a Kubernetes
+manifest sets MEGAJAX_COORDINATOR to host:port of process 0, MEGAJAX_PROCESSES to the number of
+processes, and MEGAJAX_PROCESS to the index of each process. Under Slurm, torchrun and Open MPI 4,
+no variable needs to be set; other launchers do not set the address of process 0.
 """
 
 import os
@@ -20,9 +20,10 @@ from megajax.runtime.processes.launchers import OPEN_MPI, TORCH, Place, find_pla
 COORDINATOR, PROCESSES, PROCESS = 'MEGAJAX_COORDINATOR', 'MEGAJAX_PROCESSES', 'MEGAJAX_PROCESS'
 BIND, START_TIMEOUT = 'MEGAJAX_BIND', 'MEGAJAX_START_TIMEOUT'
 TOKEN = 'MEGAJAX_TOKEN'
-MIN_TOKEN_CHARACTERS = 16  # a shorter one could be guessed from an overheard proof
-LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'  # jax's own
-POD_INDEX = 'JOB_COMPLETION_INDEX'  # by which Kubernetes numbers the pods of an Indexed Job
+MIN_TOKEN_CHARACTERS = 16  # a shorter token could be guessed from an overheard proof
+LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'  # jax's own variable
+# variable by which Kubernetes numbers the pods of an Indexed Job
+POD_INDEX = 'JOB_COMPLETION_INDEX'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Start:
 
     index: int
     count: int
-    host: str  # of process 0
+    host: str  # host of process 0
     port: int
     bind: str | None  # the interface that process 0 listens on; None: all
     timeout: float  # seconds until all processes must have connected
@@ -48,7 +49,8 @@ class Start:
 def check_host_name() -> None:
     """Raise ConfigError if the name of this host does not resolve to an address.
 
-    Gloo, with which processes reduce on CPUs, resolves it, and jax starts Gloo on GPUs too.
+    Gloo, which reduces between processes on CPUs, resolves the name, and jax starts Gloo on GPUs,
+    too.
     """
     name = socket.gethostname()
     try:
@@ -66,7 +68,7 @@ def read_start(environ: Mapping[str, str] = os.environ) -> Start | None:
 
     Returns None if it is the only process, such as the only task of a Slurm or Open MPI job. Raises
     ConfigError for a variable that is missing or invalid, and if a launcher started several
-    processes but does not say enough to make one run of them.
+    processes but did not set enough variables to make one run of them.
     """
     if PROCESSES in environ:
         return _by_hand(environ)
@@ -182,8 +184,9 @@ def _bind(environ: Mapping[str, str], host: str, index: int) -> str | None:
 def _interface_of(name: str) -> str | None:
     """Return the address of this host that `name` resolves to, IPv4 rather than IPv6.
 
-    Returns None for a loopback address, to which a host may resolve its own name and which other
-    hosts cannot reach, and for an address that leads here through a proxy or a translation.
+    Returns None for a loopback address, which other hosts cannot reach although a host may resolve
+    its own name to it. Also returns None for an address that leads here through a proxy or address
+    translation.
     """
     with suppress(OSError):
         for family, *_, socket_address in sorted(socket.getaddrinfo(name, None)):
@@ -205,13 +208,13 @@ def _is_here(family: int, address: str) -> bool:
 def _share(
     environ: Mapping[str, str], local: int, num_local: int, on_node: int
 ) -> tuple[int, ...] | None:
-    """The visible GPUs that belong to task `local` of the `num_local` tasks on this node.
+    """Return the visible GPUs of task `local` of the `num_local` tasks on this node.
 
-    `on_node` is the number of the node's GPUs, 0 if it is unknown. Returns None if jax needs no
-    list: the task may use all GPUs that it sees, or the user has listed them.
+    `on_node` is the number of the node's GPUs, or 0 if unknown. Returns None if jax needs no list,
+    because the task may use all GPUs that it sees or the user has listed them.
     """
     visible = visible_gpus(environ)
-    bound_already = visible < on_node  # the scheduler shows each task its own
+    bound_already = visible < on_node  # the scheduler has shown each task only its own GPUs
     if LOCAL_DEVICES in environ or visible == 0 or bound_already or (visible == 1 and not on_node):
         return None
     each, left = divmod(visible, num_local)

@@ -1,6 +1,6 @@
 """Process 0's side of the handshake, before which every client is unauthenticated.
 
-A port scan, a health check or an attacker costs one line of the log and, for `GREETING_SECONDS`,
+A port scan, a health check or an attacker costs one line in the log and, for `GREETING_SECONDS`,
 one of `MAX_GREETINGS` connections. While all of these are in use, further clients wait in the
 kernel's queue: unauthenticated clients can delay the processes of the run, but cannot exhaust the
 file descriptors of process 0. Imports no jax.
@@ -19,8 +19,8 @@ from megajax.runtime.processes.peers import Connection, Message, end
 from megajax.runtime.processes.token import is_signed, make_nonce, sign
 
 MAX_GREETINGS = 64  # maximum number of concurrent unauthenticated connections
-GREETING_SECONDS = 10.0  # from the connection to the end of its handshake
-SILENT_SECONDS = 10.0  # of waiting before the missing processes are named
+GREETING_SECONDS = 10.0  # maximum seconds from a connection to the end of its handshake
+SILENT_SECONDS = 10.0  # seconds of waiting before the missing processes are named
 MAX_DROPS_LOGGED = 20
 MAX_HOST_CHARACTERS = 100
 MAX_PROCESSES = 10**6  # a handshake with a larger index or number is invalid
@@ -49,12 +49,12 @@ class Greetings:
     def __init__(self, start: Start, server: socket.socket):
         self.start, self.server = start, server
         self.joined: dict[int, Guest] = {}
-        self._strangers: list[Guest] = []  # the longest connected first
+        self._strangers: list[Guest] = []  # connections, the oldest first
         self._drops = 0
         self._selector = selectors.DefaultSelector()
 
     def wait(self) -> dict[int, Guest]:
-        """Wait for the handshake of all other processes; return their connections by index.
+        """Wait for the handshake of all other processes; return their connections by process index.
 
         The process exits with code 75 after `start.timeout` seconds, or if a process is lost before
         all have connected. Raises ConfigError if a process does not belong to this run.

@@ -1,6 +1,6 @@
 """`megajax launch`: start and watch the processes of one run on this machine. Imports no jax.
 
-If one process fails, the others are ended too.
+If one process fails, the others are ended, too.
 """
 
 import collections
@@ -24,13 +24,14 @@ from megajax.runtime.processes.peers import RETRY
 from megajax.runtime.processes.signals import STOPS, TELL, Patience, drop_lost_outputs, take_stops
 from megajax.runtime.processes.token import make_token
 
-GRACE = 3.0  # seconds between SIGTERM and SIGKILL, once a process has failed
-# Seconds after the first process has ended on a forwarded signal: the others may be saving.
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL if a process has failed
+# Seconds that the others get after the first process has ended on a forwarded signal: they may be
+# saving.
 GRACE_IF_ASKED = 30.0
-LAST_LINES = 20  # lines of the output of a failed process that are printed again
+LAST_LINES = 20  # number of last lines of a failed process's output that are printed again
 POLL = 0.05  # seconds
-# Signals from outside (a scheduler, the kernel out of memory) or from jax, which aborts when
-# a peer is lost: a restart can fix their cause. Other signals, such as SIGSEGV, are crashes that
+# Signals from outside (a scheduler, or the kernel if it is out of memory) or from jax, which aborts
+# when a peer is lost. A restart can fix the cause. Other signals, such as SIGSEGV, are crashes that
 # would recur.
 MENDABLE = (*STOPS, signal.SIGKILL, signal.SIGABRT)
 
@@ -39,8 +40,8 @@ def launch(plan: LaunchPlan, *, grace: float = GRACE) -> int:
     """Run the plan to its end; return 0, or the exit code of the process that failed first.
 
     If signal n ended that process, the exit code is 75 if a restart can help (MENDABLE) or if a
-    process was stopped (SIGSTOP), else 128 + n. When one process fails, the others get SIGTERM and,
-    after `grace` seconds, SIGKILL. The first signal that asks the run to stop is forwarded; a
+    process was stopped (SIGSTOP), otherwise 128 + n. When one process fails, the others get SIGTERM
+    and, after `grace` seconds, SIGKILL. The first signal that asks the run to stop is forwarded; a
     SIGINT more than a second later ends all processes with SIGKILL.
     """
     group = _Group(plan, grace)
@@ -59,12 +60,13 @@ class _Group:
             collections.deque(maxlen=LAST_LINES) for _ in plan.variables
         ]
         self.readers: list[threading.Thread] = []
-        # The first signal that asked the run to stop, and the SIGINT that insisted.
+        # The first signal that asked the run to stop, and a later SIGINT that insisted on it.
         self.signals: list[signal.Signals] = []
-        self.asked = 0  # number of processes that got the first signal
+        self.asked = 0  # number of processes to which the first signal was forwarded
         self.patience = Patience()
         self.total = plan.hosts * len(plan.variables)
-        self.stopped: list[int] = []  # processes that were stopped when a peer failed
+        # indices of processes that were in state stopped when a peer failed
+        self.stopped: list[int] = []
 
     @contextlib.contextmanager
     def passing_signals(self) -> Iterator[None]:
@@ -80,7 +82,7 @@ class _Group:
     def start(self) -> None:
         shared = {'PYTHONUNBUFFERED': '1'}
         if self.plan.hosts == 1:  # with several hosts, the environment sets the token
-            shared[TOKEN] = make_token()  # not part of the plan, which is printed
+            shared[TOKEN] = make_token()  # not part of the plan, because the plan is printed
         for variables in self.plan.variables:
             if self.signals:
                 break
@@ -98,7 +100,7 @@ class _Group:
                     preexec_fn=_in_the_child,
                 )
             )
-        # The threads start only now: a fork while other threads run could hang.
+        # The threads start only now, because a fork while other threads run could hang.
         for index, process in enumerate(self.processes):
             for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert source is not None
@@ -133,15 +135,16 @@ class _Group:
 
     def _result(self, failed: list[int]) -> int:
         if not failed:
-            # With fewer processes than planned, a signal came before all had started.
+            # If there are fewer processes than planned, a signal came before all had started.
             return RETRY if len(self.processes) < len(self.plan.variables) else 0
-        # Exit code 75 says that a peer ended first.
+        # Exit code 75 means that a peer ended first.
         first = min(failed, key=lambda index: self.processes[index].returncode == RETRY)
         code = self.processes[first].returncode
         drop_lost_outputs()
         if self.signals:
             print(f'launch: ended by {self.signals[0].name}', file=sys.stderr)
-        elif self.stopped and code in (RETRY, -signal.SIGABRT):  # jax aborts without a heartbeat
+        # jax aborts if there is no heartbeat
+        elif self.stopped and code in (RETRY, -signal.SIGABRT):
             which = ', '.join(str(self.plan.first + index) for index in self.stopped)
             print(
                 f'launch: process {which} of {self.total} was stopped, '
@@ -163,7 +166,7 @@ class _Group:
         return [index for index, process in enumerate(self.processes) if process.poll()]
 
     def _failed_first(self) -> list[int]:
-        # Exit code 75 says that a peer ended first, or will end within seconds: the exit codes
+        # Exit code 75 means that a peer ended first, or will end within seconds: the exit codes
         # distinguish the cause from its consequences.
         deadline = time.monotonic() + self.grace
         while True:
@@ -203,7 +206,8 @@ class _Group:
         for process in self.processes[first:]:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    # Each process leads a process group, with the workers that read its data.
+                    # Each process leads a process group, which includes the workers that read its
+                    # data.
                     if number == signal.SIGKILL:
                         os.killpg(process.pid, number)
                     else:
@@ -212,7 +216,7 @@ class _Group:
     def _pass_on(self, index: int, source: IO[str], target: IO[str]) -> None:
         for line in source:
             self.tails[index].append(line.rstrip('\n'))
-            # Our own output may be closed; the processes continue.
+            # This process's own output may be closed; the other processes continue.
             with contextlib.suppress(OSError, ValueError):
                 end = '' if line.endswith('\n') else '\n'
                 target.write(f'[{self.plan.first + index}] {line}{end}')
@@ -241,9 +245,9 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _in_the_child() -> None:
-    """Have Linux kill this process when its launcher is killed; elsewhere it would continue.
+    """Have Linux kill this process when its launcher is killed; otherwise it would continue.
 
-    Until the process can report its status, the signal that asks for it must not end the process.
+    Until the process can report its status, the signal that asks for the status must not end it.
     """
     signal.signal(TELL, signal.SIG_IGN)
     if sys.platform == 'linux':

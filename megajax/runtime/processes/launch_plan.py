@@ -30,7 +30,7 @@ class LaunchPlan:
     command: tuple[str, ...]
     variables: tuple[Mapping[str, str], ...]
     hosts: int = 1  # number of hosts, each of which starts this many processes of the run
-    first: int = 0  # index in the run of this host's first process
+    first: int = 0  # index of this host's first process in the run
 
     def __str__(self) -> str:
         settings = (
@@ -56,8 +56,8 @@ def make_plan(
     """Plan `python -m megajax ARGUMENTS` in `processes` processes, for a mesh of `needed` devices.
 
     Each process gets its own part of the visible GPUs or, without GPUs, simulated CPU devices:
-    `devices_per_process` of them, by default an equal share. With several hosts these are the
-    processes of host number `host`, or of the pod of an Indexed Job. Raises ConfigError if the
+    `devices_per_process` of them, by default an equal share. With several hosts, the plan has the
+    processes of host number `host`, or of this pod of an Indexed Job. Raises ConfigError if the
     numbers do not fit, so that no GPU is idle or shared.
     """
     if hosts == 1:
@@ -93,7 +93,7 @@ def make_plan(
 
 
 def _check_alone(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if several processes run `launch`, each of which would start a run."""
+    """Raise ConfigError if several processes run `launch`, because each would start its own run."""
     if PROCESSES in environ or (place := find_place(environ)) is None:
         return
     name, index, count, _ = place.launcher
@@ -149,8 +149,8 @@ def _gpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, 
 
 def _cpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, str]:
     variables = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
-    # Simulated devices meet at each collective. On a busy machine one may be late, and XLA would
-    # end the process after its default timeout.
+    # Simulated devices wait for each other at each collective. On a busy machine, one may be late,
+    # and XLA would end the process after its default timeout.
     flags = environ.get('XLA_FLAGS', '')
     return (
         variables

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-TORCHRUN = 'TORCHELASTIC_RUN_ID'  # set by torchrun alone
+TORCHRUN = 'TORCHELASTIC_RUN_ID'  # a variable that only torchrun sets
 SLURM_SIZE, SLURM_NODES = 'SLURM_STEP_NUM_TASKS', 'SLURM_STEP_NODELIST'
 
 
@@ -14,16 +14,17 @@ class Launcher(NamedTuple):
     name: str
     rank: str
     size: str | None  # None: the launcher does not set the number of processes
-    local: tuple[str, str] | None = None  # index and number of the processes on this host
+    # variables for the index and the number of the processes on this host
+    local: tuple[str, str] | None = None
 
 
 class Place(NamedTuple):
-    """A process among those that its launcher started."""
+    """The place of a process among the processes that its launcher started."""
 
     launcher: Launcher
     address: str | None = None  # host:port of process 0; None: the launcher does not set it
     local: tuple[int, int] | None = None  # index and number of the processes on this host
-    on_node: int = 0  # GPUs of this host, 0 if unknown
+    on_node: int = 0  # number of GPUs of this host, 0 if unknown
 
 
 TORCH = Launcher('torchrun', 'RANK', 'WORLD_SIZE', ('LOCAL_RANK', 'LOCAL_WORLD_SIZE'))
@@ -60,8 +61,9 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     """Return this process's place as its launcher sets it, or None if no launcher started it.
 
     Launchers start one another: the daemons of an mpirun are tasks of a Slurm step, and srun sets
-    PMI's variables for its own tasks. The innermost launcher counts. RANK and WORLD_SIZE count only
-    if both are set and Slurm does not number the process, because users export them by hand.
+    PMI's variables for its own tasks. The innermost launcher decides. RANK and WORLD_SIZE count
+    only if both are set and Slurm does not number the process, because users also export them by
+    hand.
     """
     if TORCHRUN in environ and _numbers(TORCH, environ):
         return _torch(environ)
@@ -108,7 +110,7 @@ def _torch(environ: Mapping[str, str]) -> Place:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Place:
-    # mpirun's own address, which Open MPI exports up to version 4; process 0 runs on its host.
+    # mpirun's own address, which Open MPI exports up to version 4; process 0 runs on mpirun's host.
     uri = re.match(r'(\d+)\..*tcp://([^,:]+)', environ.get('OMPI_MCA_orte_hnp_uri', ''))
     address = f'{uri[2]}:{_port(int(uri[1]) // 4096)}' if uri else None
     return Place(OPEN_MPI, address, _local(OPEN_MPI, environ))
@@ -131,7 +133,7 @@ def _slurm(environ: Mapping[str, str]) -> Place:
 def first_node(nodes: str) -> str:
     """Return the first name to which `scontrol show hostnames` expands a list of nodes.
 
-    `rack[0-1]_blade[08-09,12]-ib,other` begins with rack0_blade08-ib.
+    For example, the first name in `rack[0-1]_blade[08-09,12]-ib,other` is rack0_blade08-ib.
     """
     first = re.match(r'(?:[^,\[]|\[[^\]]*\])*', nodes)
     return re.sub(r'\[([^-,\]]*)[^\]]*\]', r'\1', first[0] if first else nodes)
@@ -144,5 +146,5 @@ def _tasks_per_node(text: str) -> list[int]:
 
 
 def _port(number: int) -> int:
-    """Return a port that no system hands out to clients."""
+    """Return a port above Linux's default range of client ports."""
     return 61440 + number % 4096

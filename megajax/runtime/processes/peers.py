@@ -1,11 +1,11 @@
 """Connections of a run's processes to process 0, which tell all of them when one ends early.
 
 jax notices a dead process when its heartbeats stop, and then aborts with a stack dump. The kernel
-closes the connections of a process that dies, however it dies, and its keepalive probes detect a
-lost host. Neither needs the process itself, so a long compilation is not mistaken for death. A
-frozen process keeps its connections: when its signs of life stop, the other processes name it, and
-jax ends them later, because a Python thread may be late although its process is not frozen.
-Messages are lines of JSON. Imports no jax.
+closes the connections of a process that dies for any reason, and its keepalive probes detect a lost
+host. Neither needs the process itself, so a process that compiles for a long time is not mistaken
+for dead. The connections of a frozen process stay open. When its signs of life stop, the other
+processes name it, but they do not end: a Python thread may be late although its process is not
+frozen. Only jax ends them, later. Messages are lines of JSON. Imports no jax.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from megajax.base.render.text import visible
 
 logger = logging.getLogger(__name__)
 
-RETRY = 75  # exit code of a run that may succeed if it is started again, EX_TEMPFAIL
+RETRY = 75  # exit code EX_TEMPFAIL, of a run that may succeed if it is started again
 MAX_MESSAGE_BYTES = 1 << 16  # maximum message length in bytes
-# In seconds, seconds and probes: a silent host counts as lost after 5 s.
+# Values in seconds, seconds and probes: a silent host counts as lost after 5 s.
 KEEPALIVE = {'TCP_KEEPIDLE': 2, 'TCP_KEEPINTVL': 1, 'TCP_KEEPCNT': 3}
-# Seconds in which a process may still fail with its own error after a peer has reported one.
+# Seconds for which a process waits for its own error after a peer has reported one.
 OWN_ERROR = 1.0
-BEAT = 2.0  # seconds between two signs of life of a process
-SILENCE = 8.0  # seconds without one until a process is named
-# Set once this process is ending with its own error, which it has not announced yet.
+BEAT = 2.0  # seconds between two signs of life that a process sends
+SILENCE = 8.0  # seconds without a sign of life, after which a process is named
+# Set once this process is ending with its own error and has not announced it yet.
 LEAVING = threading.Event()
 
 Message = dict[str, Any]
@@ -42,8 +42,8 @@ class Connection:
     """A connection to a peer process.
 
     `done` is true once the peer has announced that it may close the connection, and `closed` once
-    the connection is closed. `heard` is the time of its last message, and `silent` whether that
-    time is too long ago.
+    the connection is closed. `heard` is the time of the peer's last message, and `silent` is
+    whether that time is too long ago.
     """
 
     def __init__(self, connection: socket.socket, name: str):
@@ -61,7 +61,7 @@ class Connection:
             self.socket.sendall(json.dumps(message).encode() + b'\n')
 
     def receive(self) -> list[Message]:
-        """Wait for some bytes and return the messages that are complete; the last is 'closed'.
+        """Wait for some bytes and return the messages that are complete; the last one is 'closed'.
 
         Raises TimeoutError after the socket's timeout, and ValueError for an invalid message.
         """
@@ -88,7 +88,8 @@ class Connection:
 class Peers:
     """The other processes of a run.
 
-    Process 0 has a link to each of them, and each has one to process 0, which forwards messages.
+    Process 0 has a link to each of the others. Each of the others has a link to process 0, which
+    forwards messages.
     """
 
     def __init__(self, index: int, links: Sequence[Connection]):
@@ -114,8 +115,8 @@ class Peers:
     def failed(self, why: str, *, own: bool) -> None:
         """Announce why this process ends early.
 
-        If the error may not be this process's `own`, and a peer has reported an error, this process
-        exits here with code 75.
+        If `own` is false, the error may be the result of a peer's error; if a peer has then
+        reported an error, this process exits here with code 75.
         """
         if not own and self._told.wait(OWN_ERROR):
             self._watcher.join()
@@ -123,7 +124,7 @@ class Peers:
         self._tell(event='failed', why=why)
 
     def wait(self, seconds: float) -> None:
-        """Wait, in process 0, until its peers have ended: jax aborts peers that outlive it."""
+        """Wait, in process 0, until its peers have ended; jax aborts peers that outlive it."""
         if self.index == 0:
             self._watcher.join(seconds)
 
@@ -150,7 +151,8 @@ class Peers:
     def _check_silence(self, *, was_frozen: bool) -> None:
         """Warn about peers that are silent for too long, unless this process was itself frozen.
 
-        Only process 0 and process 1 log the warning: the rest would repeat process 1's.
+        Only process 0 and process 1 log the warning; the other processes would repeat process 1's
+        warning.
         """
         now = time.monotonic()
         for link in self.links:
@@ -202,7 +204,7 @@ class Peers:
 
 
 def _receive(link: Connection) -> list[Message]:
-    """Receive from an authenticated process; if it sends an invalid message, it counts as lost."""
+    """Receive from an authenticated process; if its message is invalid, it counts as lost."""
     try:
         return link.receive()
     except ValueError:
@@ -211,7 +213,7 @@ def _receive(link: Connection) -> list[Message]:
 
 
 def end(line: str) -> NoReturn:
-    """End this process at once, with exit code 75: jax's own exit waits for lost processes."""
+    """End this process at once with exit code 75; jax's own exit waits for lost processes."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         print(f'error: {visible(line)}', file=sys.stderr, flush=True)

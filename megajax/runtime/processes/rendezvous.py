@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 def gather(start: Start) -> tuple[Peers, int]:
     """Wait until all processes have connected to process 0.
 
-    Returns the peers, which are being watched, and the port for jax's coordinator on the host of
-    process 0. After `start.timeout` seconds the process exits with code 75 and one line that names
-    the address and the missing processes. Raises ConfigError if process 0 cannot listen, or if the
-    processes have different values for their number.
+    Returns the peers, which are watched from now on, and the port for jax's coordinator on the host
+    of process 0. After `start.timeout` seconds the process exits with code 75 and one line that
+    names the address and the missing processes. Raises ConfigError if process 0 cannot listen, or
+    if the processes have different values for their number.
     """
     return _gather_all(start) if start.index == 0 else _join(start)
 
@@ -58,7 +58,8 @@ def _gather_all(start: Start) -> tuple[Peers, int]:
 def _join(start: Start) -> tuple[Peers, int]:
     deadline = time.monotonic() + start.timeout
     link = Connection(_connect(start, deadline), f'process 0 on {start.host}')
-    # Longer than process 0 waits: it knows which processes are missing, so it reports them first.
+    # This is longer than process 0 waits: it knows which processes are missing, so it reports them
+    # first.
     link.socket.settimeout(max(deadline - time.monotonic(), 0) + 5)
     nonces = _greet(start, link)
     answer, *later = _receive(start, link)
@@ -82,7 +83,7 @@ def _join(start: Start) -> tuple[Peers, int]:
 
 
 def _greet(start: Start, link: Connection) -> tuple[str, str]:
-    """Answer process 0's challenge; return its nonce and this process's nonce."""
+    """Answer process 0's challenge; return its nonce and the nonce of this process."""
     match _receive(start, link)[0]:
         case {'event': 'challenge', 'nonce': str(challenge)}:
             nonce = make_nonce()

@@ -1,6 +1,6 @@
 """Handlers for the signals that ask a run to save and exit. Imports no jax.
 
-They are installed from the first moment of a process on.
+They are installed as soon as a process starts.
 """
 
 import os
@@ -17,11 +17,11 @@ from megajax.runtime.processes.peers import RETRY
 # SIGTERM: schedulers and `kill`. SIGINT: Ctrl-C. SIGHUP: the terminal was closed. SIGUSR1: many
 # batch templates send it before the time limit (`#SBATCH --signal=USR1@300`).
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# Within this many seconds of the first signal a SIGINT counts as the same one, because wrappers
+# A SIGINT within this many seconds of the first signal counts as the same signal, because wrappers
 # forward the signals that they receive.
 SAME_SECONDS = 1.0
 
-# SIGUSR2: a person asks for the run's status; the run continues.
+# SIGUSR2: a user asks for the run's status, and the run continues.
 TELL = signal.SIGUSR2
 
 Handler = Callable[[int, FrameType | None], Any]
@@ -45,17 +45,17 @@ def take_stops(
 
 
 def leave_when_asked() -> None:
-    """Exit with code 75 on any of these signals, as long as there is no run to save."""
+    """Exit with code 75 on any of these signals while there is no run to save."""
     take_stops(lambda *_: os._exit(RETRY))
     signal.signal(TELL, lambda *_: _tell('starting'))
 
 
 @contextmanager
 def telling(describe: Callable[[], str]) -> Iterator[None]:
-    """Print what `describe` returns, on standard error, whenever SIGUSR2 comes.
+    """Print the result of `describe` on standard error whenever SIGUSR2 comes.
 
-    Python handles the signal between two operations of the main thread, so the line is not printed
-    before the devices have answered.
+    Python handles the signal between two operations of the main thread, so if the main thread waits
+    for the devices, the line is printed only after that.
     """
     before = signal.signal(TELL, lambda *_: _tell(describe()))
     try:
@@ -65,18 +65,18 @@ def telling(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def _tell(text: str) -> None:
-    with suppress(OSError):  # not `print`: the signal may have come in the middle of one
+    with suppress(OSError):  # not `print`, because the signal may have come in the middle of one
         os.write(2, f'{TELL.name}: {text}\n'.encode())
 
 
 class Patience:
-    """Distinguish a signal that asks the run to stop from a signal that insists.
+    """Distinguishes a signal that asks the run to stop from a signal that insists.
 
-    Schedulers send SIGTERM twice within milliseconds and mean one signal.
+    Schedulers may send SIGTERM twice within milliseconds, which counts as one signal.
     """
 
     def __init__(self) -> None:
-        self._asked: float | None = None  # when the first signal came
+        self._asked: float | None = None  # time at which the first signal came
 
     def meaning(self, number: int) -> Literal['first', 'again', 'insists']:
         """Return what this signal means, given the earlier ones.

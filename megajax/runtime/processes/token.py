@@ -31,7 +31,7 @@ def sign(token: str | None, message: Message, *nonces: str) -> Message:
 
 
 def is_signed(token: str | None, message: Message, *nonces: str) -> bool:
-    """Whether the message's sender knows this token or, if it is None, has none either."""
+    """Whether the sender knows this token or, if the token is None, signed without a token."""
     unsigned = {name: value for name, value in message.items() if name != 'proof'}
     given = message.get('proof', '')
     try:
