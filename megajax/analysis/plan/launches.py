@@ -55,6 +55,7 @@ def num_launches(config: Config) -> int:
         of_layer += 22 if is_full else -2
     of_block = (18 if is_full else 13) + (4 if mesh.context_exchange == 'ring' else 0)
     of_layer += int(of_block * blocks_of_others(config))
+    of_layer += 25 if mesh.exchanges_heads else 0
     of_ticks = OF_TICK * ticks(config) if mesh.stages > 1 else 0
     of_encoder = OF_ENCODER if config.vision and is_learned(config) else OF_FROZEN
     of_images = runs.encoder * of_encoder + runs.cross * OF_CROSS
