@@ -1,7 +1,7 @@
-"""Say how far a predicted time may be off: the band that 90% of published throughputs fall into.
+"""Compute the error band of a predicted time, within which 90% of measured times should be.
 
-The band of a program on a die comes from its fitted rows. It widens for what these rows do not
-show. The terms are independent and add in squares.
+The band of a program on a die comes from its fitted rows. It widens for everything that these rows
+do not cover. The terms are treated as independent, so their squares are added.
 """
 
 import math
@@ -14,12 +14,12 @@ from megajax.base.render.units import count
 from megajax.core.config import Config
 from megajax.core.hardware.dies import Fit, Seen
 
-ENOUGH = 10  # rows of a program that give its band
-# The spread of the programs' slowdowns: a program without a row may be any of them.
+ENOUGH = 10  # fewest rows of a program from which its own band follows
+# The spread of the programs' slowdowns: a program without a row may have any of them.
 OTHER_PROGRAM = 0.15
-OTHER_DTYPE = 0.1  # an efficiency that is assumed, such as FP8's before it was measured
+OTHER_DTYPE = 0.1  # for an assumed efficiency, such as FP8's before it was measured
 DOUBLING = 0.02  # for each doubling of the GPUs beyond the largest row
-OVERLAP = 0.5  # of the hidden time, if the rows are of one GPU and hide nothing
+OVERLAP = 0.5  # share of the hidden time, if all rows are of one GPU and hide nothing
 
 
 class Band(NamedTuple):
@@ -58,7 +58,7 @@ def _of_rows(fit: Fit, seen: Seen | None, program: Software) -> tuple[float, str
 def _beyond(
     config: Config, time: StepTime, cluster: Cluster, seen: Seen
 ) -> list[tuple[float, str]]:
-    """Return the terms of what the rows do not show."""
+    """Return the terms for everything that the rows do not cover, with their reasons."""
     terms, dtype = [], config.train.dtype
     if dtype not in seen.dtypes and not {dtype, *seen.dtypes} <= {'bfloat16', 'float16'}:
         terms.append((OTHER_DTYPE, f'no {dtype} step was measured'))
@@ -72,7 +72,7 @@ def _beyond(
 
 
 def _of_all(fit: Fit) -> Seen:
-    """Return what the rows of all programs show together."""
+    """Return what the rows of all programs cover together."""
     every = fit.programs.values()
     return Seen(
         rows=fit.rows,

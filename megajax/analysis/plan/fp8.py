@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 BLACKWELL = 10, 0
 # Bytes that are moved for each element that is rounded, without a transposed copy. With current
-# scaling, the largest value of the tensor is found first, which reads it once more. With blocks
-# (MXFP8), a block has a scale along one dim, so that the operand is also rounded along the other.
+# scaling, the tensor is read once more to find its largest value. With blocks (MXFP8), the scales
+# are along one dim, so that the operand is also rounded along the other dim.
 ROUNDED = {'current': 2 + 2 + 1, 'delayed': 2 + 1, 'blocks': 2 + 1 + 1}
 # The matmuls whose first operand is gathered over the tensor-parallel group with sequence
 # parallelism: the inputs of two layers, and the gradients of the outputs of two.
@@ -22,11 +22,11 @@ GATHERED = 'qkv', 'up', 'out input', 'down input'
 def rounding_seconds(
     product: Product, config: Config, cluster: Cluster, program: 'Software'
 ) -> float:
-    """Return the seconds of rounding the operands of a matmul to FP8, in all runs of a step.
+    """Return the seconds in a step for rounding a matmul's operands to FP8, over all its runs.
 
     A matmul rounds its input, and the matmul for the gradient of its input rounds the gradient of
-    its output. The gradient of the weight has both. Weights are rounded once in a step, which is
-    not counted.
+    its output. The matmul for the weight's gradient uses both of these. Weights are rounded once
+    per step, which is not counted.
     """
     is_rounded = config.train.dtype == 'fp8' and product.has_fp8_operands
     if not is_rounded or product.name.endswith(' weight'):
@@ -45,7 +45,7 @@ def rounding_seconds(
 def _needs_transpose(config: Config, cluster: Cluster, program: 'Software') -> bool:
     """Return whether the gradient of a weight multiplies a transposed copy.
 
-    Blackwell multiplies operands of any layout.
+    Blackwell can multiply operands in any layout.
     """
     capability = cluster.hardware.compute_capability
     is_old = capability is not None and capability < BLACKWELL

@@ -34,14 +34,15 @@ class Cluster:
 
     @cached_property
     def devices_per_domain(self) -> int:
-        """Return the GPUs that the fast links join: of a host, or of several.
+        """Return the number of GPUs that the fast links join, in one host or in several.
 
-        Groups fill whole hosts and have equally many GPUs, as in clusters of NVL72 racks of which
-        64 GPUs are used.
+        Domains consist of whole hosts and have equally many GPUs, as in clusters of NVL72 racks
+        that use 64 GPUs of each.
         """
         most = self.hardware.devices_per_domain or 0
         if self.devices_per_host != min(self.num_devices, self.hardware.devices_per_host):
-            return self.devices_per_host  # hosts of another size than the GPUs are sold in
+            # the hosts differ from the hosts that the GPUs are sold in
+            return self.devices_per_host
         sizes = range(self.devices_per_host, most + 1, self.devices_per_host)
         return max((n for n in sizes if self.num_devices % n == 0), default=self.devices_per_host)
 
@@ -58,7 +59,7 @@ class Cluster:
         return self._group(config, axis)[1]
 
     def _group(self, config: Config, axis: str) -> tuple[int, int]:
-        """Return the GPUs of a group, and those in a domain; `mesh.sizes` is outermost first."""
+        """Return the size of a group, and how many of its GPUs share a domain."""
         sizes, axes = config.mesh.sizes, axis.split('+')
         names = [*sizes]
         inner = names[1 + max(names.index(name) for name in axes if name in sizes) :]

@@ -76,9 +76,10 @@ class Software:
     imbalance: float = 1.0
     # Whether it is megajax, so that settings that only megajax rejects are rejected.
     is_own: bool = False
-    # The seconds of its matmuls over those of today's libraries, as fitted to its published rates.
+    # The ratio of its matmuls' seconds to the seconds with today's libraries, fitted to published
+    # rates.
     slowdown: float = 1.0
-    # What its matmuls add to the die's `half_size`, where its kernels fit short dims less.
+    # Added to the die's `half_size`, because its kernels are less efficient for short dims.
     half_size: float = 0.0
     # How it scales FP8 tensors, whether the same kernel transposes them, and whether
     # tensor-parallel groups gather rounded tensors; see `fp8.py`.
@@ -194,8 +195,8 @@ def _hidden_by_its_layer(collective: Expected, config: Config) -> HiddenBy:
     parts = {'attention': ('qkv', 'out'), 'mlp': ('up', 'down'), 'head': ('head',)}.get(
         site.name, ()
     )
-    # A matmul in t parts begins with its own shard, while the others arrive, and its last part is
-    # scattered after it.
+    # A matmul in t parts begins with its own shard, while the others arrive. Its last part is
+    # scattered after the matmul.
     share = 1 - 1 / config.mesh.model if collective.kind == SCATTER else 1.0
     return HiddenBy(share, in_pass(site.phase, parts))
 

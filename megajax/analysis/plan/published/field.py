@@ -1,6 +1,6 @@
-"""The throughputs that were published in 2025 and 2026, and the configs and programs behind them.
+"""Throughputs that were published in 2025 and 2026, with their configs and programs.
 
-The sources give tokens/s per GPU, which is compared: their TFLOP/s count differently.
+The comparison uses the sources' tokens/s per GPU, because the sources count TFLOP/s differently.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ GPUS = {
 CURRENT, BLOCKS = ('FP8', 'FP8-CS', 'FP8-CS (FP8-MX)'), ('MXFP8', 'FP8-MX')
 DTYPES = {'BF16': 'bfloat16', **dict.fromkeys((*CURRENT, *BLOCKS), 'fp8')}
 NEEDED = 'gpus', 'tp', 'pp', 'cp', 'seq', 'gbs', 'mbs', 'tok_per_s_per_gpu'
-RANK = 16  # of adapters, which changes a step's time little
+RANK = 16  # rank of adapters, which has little effect on the step time
 
 
 def field(lines: Iterator[Values]) -> Iterator[PublishedRate]:
@@ -57,7 +57,7 @@ def field(lines: Iterator[Values]) -> Iterator[PublishedRate]:
 
 
 def is_complete(values: Values) -> bool:
-    """Return whether a row has all that a step depends on, and megajax has its model and dtype."""
+    """Return whether a row is complete, and megajax supports its model and dtype."""
     return (
         _architecture(values) is not None
         and values['gpu'] in GPUS
@@ -68,7 +68,7 @@ def is_complete(values: Values) -> bool:
 
 
 def program_of(values: Values) -> Software:
-    """Return the program of a row, by its source."""
+    """Return the program of a row, judged by its source."""
     source, is_fsdp = values['source'], values['dp_or_fsdp'].startswith('fsdp')
     if 'JAX-Toolbox' in source:
         return FSDP_IN_JAX

@@ -1,8 +1,8 @@
-"""The efficiencies of a GPU or die, and programs' slowdowns, fitted to published rates of training.
+"""The efficiencies of a GPU or die, and programs' slowdowns, fitted to published training rates.
 
-They have the least mean error on the rows that are not held out. The share of the memory's
-bandwidth that a step's kernels reach is not fitted, because a few rows cannot distinguish it from
-the cost of matmuls' sizes.
+The fitted numbers have the least mean error on the rows that are not held out. The share of the
+memory's bandwidth that a step's kernels reach is not fitted, because a few rows cannot distinguish
+it from the cost of matmuls' sizes.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Fitted(NamedTuple):
 def fit(
     start: Efficiency, rows: Sequence[PublishedRate], names: Sequence[str], slowdown: float = 1.0
 ) -> Fitted:
-    """Return efficiencies and the slowdown of the rows' program, the named ones fitted to the rows.
+    """Fit the named efficiencies, and the slowdown of the rows' program, to the rows.
 
     The efficiencies are changed one at a time, by smaller and smaller steps, while the mean error
     falls.
@@ -68,9 +68,9 @@ def with_efficiency(gpu: Hardware, efficiency: Efficiency) -> Hardware:
 
 
 def residuals(predictions: Sequence[Prediction], numbers: int) -> Fit:
-    """Return the absolute relative errors of fitted rows, of all and of each program.
+    """Return the absolute relative errors of fitted rows, for all programs and for each program.
 
-    `numbers` of them were fitted, at most two to the rows of a program.
+    `numbers` is how many numbers were fitted, at most two of them to the rows of a program.
     """
     programs = dict.fromkeys(one.row.program.name for one in predictions)
     by_program = {
@@ -94,10 +94,10 @@ def _seen(predictions: Sequence[Prediction], numbers: int) -> Seen:
 
 
 def _band(predictions: Sequence[Prediction], numbers: int) -> float:
-    """Return the error that nine of ten rows that are not fitted should not exceed.
+    """Return the error that 90% of the rows that were not fitted should not exceed.
 
     It is the error of rank 0.9 (n + 1) among the n fitted rows (Vovk et al., 2005, conformal
-    prediction), larger by what fitted rows are closer: sqrt((n + p) / (n - p)) for p numbers
+    prediction), enlarged because fitted rows are closer: by sqrt((n + p) / (n - p)) for p numbers
     (Akaike, 1970, final prediction error).
     """
     errors = sorted(abs(one.error) for one in predictions)

@@ -30,11 +30,11 @@ MEGATRON_2021 = dataclasses.replace(
     accumulated_bytes=12,
 )
 # As in Korthikanti et al. (2022): communication of an input's gradient overlaps the matmul of the
-# weight's gradient (section 6.2), which accumulates into the gradient buffer.
+# weight's gradient (section 6.2). This matmul accumulates into the gradient buffer.
 MEGATRON_2022 = dataclasses.replace(
     MEGATRON_2021, name='megatron 2022', hidden_by=_hidden_by_weight_gradients, accumulated_bytes=8
 )
-# As in NeMo of 2024, on Hopper GPUs.
+# As in NeMo in 2024, on Hopper GPUs.
 MEGATRON_2024 = dataclasses.replace(MEGATRON, name='megatron 2024', slowdown=1.14)
 # As SimuMax ran Megatron-Core in 2026, on B200s.
 MEGATRON_WITHOUT_OVERLAP = dataclasses.replace(
@@ -45,9 +45,9 @@ MEGATRON_WITHOUT_OVERLAP = dataclasses.replace(
 )
 # Megatron-Core's FSDP instead of its distributed optimizer.
 MEGATRON_FSDP = dataclasses.replace(FSDP, name='megatron', attention='flash', recomputes_last=True)
-# PyTorch of 2023 on Hopper GPUs.
+# PyTorch in 2023, on Hopper GPUs.
 FSDP_2023 = dataclasses.replace(FSDP, name='fsdp 2023', slowdown=1.18, half_size=142)
-# MaxText and Pax of 2024.
+# MaxText and Pax in 2024.
 FSDP_IN_JAX_2024 = dataclasses.replace(FSDP_IN_JAX, name='maxtext 2024', slowdown=1.27)
-# With asynchronous tensor parallelism, which overlaps as Megatron's.
+# With asynchronous tensor parallelism, which overlaps in the same way as Megatron's.
 TORCHTITAN_ASYNC = dataclasses.replace(TORCHTITAN, hidden_by=MEGATRON.hidden_by)
