@@ -1,7 +1,7 @@
 """The subcommands of `megajax plan`: parse, call, render."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from megajax.core.hardware.records import record_name
 
 if TYPE_CHECKING:
     from megajax.analysis.plan import Plan
+    from megajax.analysis.plan.programs import ProgramName
     from megajax.core.hardware.records import LinkName
 
 OLD_NAMES = {
@@ -115,6 +116,13 @@ Imbalance = Annotated[
         'expert_load of the run, if CONFIG is the config.yaml of a run, else 1.'
     ),
 ]
+CompareOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar='GPU[=PRICE],...',
+        help='Compare GPUs, with prices of a GPU-hour: h100=2.5,h200=3.2.',
+    ),
+]
 GenerateOption = Annotated[
     bool,
     typer.Option('--generate', help='Plan text generation: memory and latency.'),
@@ -149,6 +157,7 @@ def for_config(
     scaling: ScalingPlot = None,
     schedule: SchedulePlot = None,
     table: TableName = None,
+    compare: CompareOption = None,
     generate: GenerateOption = False,
     prompt: PromptTokens = None,
     batch: NumPrompts = None,
@@ -159,14 +168,14 @@ def for_config(
     """
     console = Console(highlight=False)
     if table:
-        _show_table(table, console)
-        return
-    config = _config(source, overrides, own=program == 'megajax')
-    check_outputs(json, write)
+        return _show_table(table, console)
+    config = _config(source, overrides, json, write, own=program == 'megajax')
     if generate or prompt or batch:
         _check_generation(generate, write or verify or roofline or scaling or schedule)
         size = {'prompt': prompt or 1024, 'tokens': int(tokens or 256), 'batch': batch or 1}
         return _show_generation(config, console, json, gpu=gpu, gpus=gpus, link=link, **size)
+    if compare:
+        return _show_comparison(config, compare, console, json, gpus, tokens, program)
     plots = _checked_plots(roofline=roofline, scaling=scaling, schedule=schedule)
     result = _planned(
         config,
@@ -186,7 +195,6 @@ def for_config(
     _write(result, json=json, layout=write)
     _draw(plots, result, gpu, link)
     _show(result, console)
-    raise typer.Exit(0 if result.layout.fits else 1)
 
 
 @plan_app.command()
@@ -213,12 +221,16 @@ def calibrate(
         print(line, flush=True)
 
 
-def _config(source: str | None, overrides: list[str] | None, *, own: bool) -> Config:
+def _config(
+    source: str | None, overrides: list[str] | None, *outputs: Path | None, own: bool
+) -> Config:
     if source is None:
         raise ConfigError(
             'plan needs a config: megajax plan CONFIG --gpu h100 --gpus 64, or --table scaling'
         )
-    return load(source, overrides or (), own=own)
+    config = load(source, overrides or (), own=own)
+    check_outputs(*outputs)
+    return config
 
 
 def _imbalance(config: Config, source: str | None) -> float:
@@ -275,6 +287,24 @@ def _show_generation(config: Config, console: Console, json: Path | None, **aske
     console.print(generation_table(result))
 
 
+def _show_comparison(
+    config: Config,
+    machines: str,
+    console: Console,
+    json: Path | None,
+    gpus: int | None,
+    tokens: float | None,
+    program: 'ProgramName',
+) -> None:
+    from megajax.analysis.plan.compare import compare, with_price
+
+    known = {record_name(name): price for name, price in map(with_price, machines.split(','))}
+    result = compare(config, known, gpus=gpus, tokens=tokens or 1e9, program=program)
+    if json:
+        with_folder(json).write_text(result.model_dump_json(indent=2))
+    console.print(str(result), soft_wrap=True, markup=False)
+
+
 def _write(result: 'Plan', *, json: Path | None, layout: Path | None) -> None:
     if json:
         with_folder(json).write_text(result.model_dump_json(indent=2))
@@ -282,7 +312,7 @@ def _write(result: 'Plan', *, json: Path | None, layout: Path | None) -> None:
         with_folder(layout).write_text(result.best_config)
 
 
-def _show(result: 'Plan', console: Console) -> None:
+def _show(result: 'Plan', console: Console) -> NoReturn:
     from megajax.analysis.plan.report import tables
 
     console.print(
@@ -290,6 +320,7 @@ def _show(result: 'Plan', console: Console) -> None:
         soft_wrap=not console.is_terminal,
         markup=False,
     )
+    raise typer.Exit(0 if result.layout.fits else 1)
 
 
 def _checked_plots(**paths: Path | None) -> dict[str, Path]:

@@ -202,12 +202,12 @@ def _why_none(
     )
     count = 2 * cluster.num_devices
     while count <= MOST_GPUS:
-        if enough := _that_fits(config, count, cluster, program):
+        if enough := that_fits(config, count, cluster, program):
             yield f'it fits on {count} GPUs with {describe(enough)}'
             break
         count *= 2
     rounded = changed(config, optim__moments_dtype='bfloat16')
-    if enough := _that_fits(rounded, cluster.num_devices, cluster, program):
+    if enough := that_fits(rounded, cluster.num_devices, cluster, program):
         yield (
             "with optim.moments_dtype=bfloat16, which rounds AdamW's moments between steps, "
             f'{describe(enough)} fits'
@@ -218,7 +218,7 @@ def _why_none(
     )
 
 
-def _that_fits(
+def that_fits(
     config: Config, num_devices: int, cluster: Cluster, program: Software
 ) -> Config | None:
     """Return a layout with the same batch that fits on a number of GPUs; None if none does."""

@@ -1,0 +1,194 @@
+"""Compare GPUs for a config: the fastest layout on each, its cost, and the limits of its memory."""
+
+from pydantic import Field
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megajax.analysis.plan.band import band
+from megajax.analysis.plan.describe import describe
+from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.programs import BY_NAME, ProgramName, Software
+from megajax.analysis.plan.search import search, that_fits
+from megajax.base.render.console import open_table
+from megajax.base.render.folded import Folded
+from megajax.base.result import Result
+from megajax.core.config import Config, ConfigError
+from megajax.core.hardware.records import hardware
+
+LONGEST = 2**22  # tokens of a sequence to look for
+
+
+class Machine(Result):
+    """The fastest layout of a config on GPUs of one type."""
+
+    gpu: str
+    layout: str | None = Field(description='the fastest layout; None if none fits')
+    tokens_per_second: float | None
+    band: float | None = Field(description='relative error that 90% of times should not exceed')
+    days: float | None
+    gpu_hours: float | None
+    price: float | None = Field(description='price of a GPU-hour, as given')
+    cost: float | None = Field(description='cost of all tokens in the currency of the price')
+    fewest_gpus: int | None = Field(
+        description='the smallest power of two of GPUs that a layout fits on, up to `gpus`'
+    )
+    longest_sequence: int | None = Field(
+        description='the most tokens of a sequence that fit on `gpus` GPUs: train.seq_len times a '
+        'power of two'
+    )
+
+
+class Comparison(Result):
+    """A config on GPUs of several types; the cheapest first if all have a price."""
+
+    gpus: int
+    tokens: float
+    machines: list[Machine]
+
+    def __str__(self) -> str:
+        from megajax.base.render.console import as_text
+
+        return as_text(comparison_table(self), width=150)
+
+
+def compare(
+    config: Config,
+    prices: dict[str, float | None],
+    *,
+    gpus: int | None = None,
+    tokens: float = 1e9,
+    program: ProgramName = 'megajax',
+) -> Comparison:
+    """Return the fastest layout of a config on each type of GPU, for a number of tokens.
+
+    `prices` has the price of a GPU-hour by the name of the GPU, or None. `gpus` defaults to the
+    size of the config's mesh. Machines are sorted by cost if each has a price, else by time.
+
+    Raises ConfigError for an unknown GPU.
+    """
+    count, software = gpus or config.mesh.num_devices, BY_NAME[program]
+    machines = [
+        _machine(config, Cluster.of(hardware(gpu), count), software, gpu, price, tokens)
+        for gpu, price in prices.items()
+    ]
+    has_prices = all(machine.price is not None for machine in machines)
+
+    def order(machine: Machine) -> float:
+        value = machine.cost if has_prices else machine.days
+        return float('inf') if value is None else value
+
+    return Comparison(gpus=count, tokens=tokens, machines=sorted(machines, key=order))
+
+
+def _machine(
+    config: Config,
+    cluster: Cluster,
+    program: Software,
+    gpu: str,
+    price: float | None,
+    tokens: float,
+) -> Machine:
+    limits = {
+        'fewest_gpus': _fewest(config, cluster, program),
+        'longest_sequence': _longest(config, cluster, program),
+    }
+    try:
+        best = search(config, cluster, program).best
+    except ConfigError:
+        names = 'layout', 'tokens_per_second', 'band', 'days', 'gpu_hours', 'cost'
+        return Machine(gpu=gpu, price=price, **dict.fromkeys(names), **limits)
+    time = best.timed
+    found, days = band(best.config, time, cluster, program), time.days(tokens)
+    hours = 24 * days * cluster.num_devices
+    return Machine(
+        gpu=gpu,
+        layout=describe(best.config),
+        tokens_per_second=time.tokens_per_second,
+        band=found and found.error,
+        days=days,
+        gpu_hours=hours,
+        price=price,
+        cost=None if price is None else price * hours,
+        **limits,
+    )
+
+
+def _fewest(config: Config, cluster: Cluster, program: Software) -> int | None:
+    """Return the smallest power of two of GPUs that a layout of the same batch fits on."""
+    count = 1
+    while count <= cluster.num_devices:
+        fewer = Cluster.of(cluster.hardware, count)
+        if that_fits(config, count, fewer, program):
+            return count
+        count *= 2
+    return None
+
+
+def _longest(config: Config, cluster: Cluster, program: Software) -> int | None:
+    """Return the most tokens of a sequence that a layout of the same number of sequences fits."""
+    length, longest = config.train.seq_len, None
+    while length <= LONGEST:
+        longer = changed(
+            config,
+            train__seq_len=length,
+            model__max_seq_len=max(length, config.model.max_seq_len),
+        )
+        if not that_fits(longer, cluster.num_devices, cluster, program):
+            break
+        length, longest = 2 * length, length
+    return longest
+
+
+def comparison_table(comparison: Comparison) -> RenderableType:
+    """Return a comparison for a rich console."""
+    has_prices = any(machine.price is not None for machine in comparison.machines)
+    columns = ['tokens/s', 'days', 'GPU-hours', *(['cost'] if has_prices else [])]
+    table = open_table(title=f'{comparison.tokens:,.0f} tokens on {comparison.gpus} GPUs')
+    table.add_column('GPU', no_wrap=True)
+    for name in (*columns, 'fewest GPUs', 'longest sequence'):
+        table.add_column(name, justify='right', no_wrap=True)
+    table.add_column('fastest layout')
+    for machine in comparison.machines:
+        _add(table, machine, has_prices=has_prices)
+    return Group(
+        Folded(table),
+        Text('fewest GPUs: the smallest power of two on which the batch fits'),
+        Text('longest sequence: train.seq_len times the largest power of two that fits'),
+    )
+
+
+def _add(table: Table, machine: Machine, *, has_prices: bool) -> None:
+    around = '' if machine.band is None else f' \u00b1 {machine.band:.0%}'
+    numbers = [
+        '-' if value is None else f'{value:{form}}{after}'
+        for value, form, after in (
+            (machine.tokens_per_second, ',.0f', around),
+            (machine.days, ',.1f', ''),
+            (machine.gpu_hours, ',.0f', ''),
+            *([(machine.cost, ',.0f', '')] if has_prices else []),
+            (machine.fewest_gpus, ',', ''),
+            (machine.longest_sequence, ',', ''),
+        )
+    ]
+    table.add_row(machine.gpu, *numbers, machine.layout or 'does not fit')
+
+
+def with_price(text: str) -> tuple[str, float | None]:
+    """Return the name of a GPU and its price from `h100=2.5`, without a price from `h100`.
+
+    Raises ConfigError if the price is not a positive number.
+    """
+    name, sign, price = text.partition('=')
+    if not sign:
+        return name, None
+    try:
+        value = float(price)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float('inf'):
+        raise ConfigError(
+            f'--compare {text}: {price!r} is not a price of a GPU-hour; use for example {name}=2.5'
+        )
+    return name, value
