@@ -24,7 +24,7 @@ def read_record(
 ) -> Record:
     """Read a record from a YAML file; `hint` is added to the error if there is no such file.
 
-    `complete` adds what a file takes from another.
+    `complete` adds the values that a record takes from a different file.
 
     Raises ConfigError with every mistake in the file.
     """

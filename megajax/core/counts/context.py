@@ -9,8 +9,8 @@ windows.
 With document masks, each step of megajax gathers the ids of all documents once. Megatron has the
 lengths of documents on every rank.
 
-An exchange of heads (Ulysses) sends queries, keys, values and output once each way in all layers.
-TransformerEngine also sends the output again in the backward pass.
+An exchange of heads (Ulysses) sends queries, keys, values and output, once forward and once
+backward in each layer. TransformerEngine sends the output a second time in the backward pass.
 """
 
 from collections.abc import Iterator
@@ -135,7 +135,7 @@ def _heads(
 ) -> Iterator[Expected]:
     """Yield the all-to-alls of queries and outputs, and of keys and values, of each pass.
 
-    The backward pass sends their gradients, and outputs `sent_again` times.
+    The backward pass sends their gradients, and the outputs `sent_again` times.
     """
     model, shards = config.model, config.mesh.model
     for phase in passes(config):

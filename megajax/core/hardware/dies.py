@@ -1,7 +1,8 @@
 """The efficiencies of a die, which several GPUs share.
 
-GPUs of one die differ in memory, power limit and links. At large matmuls the power limit sets the
-clock: power grows with the cube of the clock, because the voltage grows with it.
+GPUs with the same die differ in memory, power limit and links. In large matmuls, the power limit
+determines the clock: power grows with the cube of the clock, because the voltage grows with the
+clock.
 """
 
 import functools
@@ -14,8 +15,8 @@ from megajax.core.config.records import read_record
 from megajax.core.config.section import Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
-# The efficiency of FP8 matmuls relative to the efficiency of 16-bit matmuls: an assumption, by
-# which they are 1.54x as fast. Not measured.
+# The efficiency of FP8 matmuls relative to 16-bit matmuls. It is an assumption, not a measurement,
+# and makes FP8 matmuls 1.54x as fast.
 FP8_SHARE = 0.77
 
 
@@ -31,21 +32,22 @@ class Reference(Section):
 
 
 class Seen(Section):
-    """The fitted rows of one program."""
+    """The published rates of one program that the efficiencies were fitted to."""
 
     rows: PositiveInt
     band: NonNegativeFloat  # as in `Fit`
-    gpus: PositiveInt  # of the largest row
+    gpus: PositiveInt  # number of GPUs in the largest run
     dtypes: Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class Fit(Section):
-    """The errors of the efficiencies in predicting the published rates that they were fitted on."""
+    """The errors of the efficiencies in predicting the published rates that they were fitted to."""
 
     rows: PositiveInt
     mean: Share  # mean error
-    band: Share  # error that nine of ten rows that were not fitted should not exceed
-    programs: dict[str, Seen] = Field(default_factory=dict)  # by the name of the program
+    band: Share  # error that 90% of the rates that were not fitted should not exceed
+    # the fitted rates, by the name of the program
+    programs: dict[str, Seen] = Field(default_factory=dict)
 
 
 class Efficiency(Section):
@@ -68,7 +70,7 @@ class Efficiency(Section):
     fp8: PositiveFloat = FP8_SHARE
 
     def of_attention(self, kernel: Literal['flash', 'flash_2'], length: int) -> float | None:
-        """Return the share of the peak that attention in one kernel reaches, None without one."""
+        """Return the share of the peak that attention in one kernel reaches; None if not given."""
         if kernel == 'flash_2' and self.flash_2:
             return self.flash_2
         return self.flash and self.flash * length / (length + self.half_length)
@@ -81,7 +83,7 @@ class Efficiency(Section):
         return share
 
     def at_clock(self, clock: float) -> Self:
-        """Return the efficiencies at a share of the clock that they were measured at."""
+        """Return the efficiencies at a clock, relative to the clock at which they were measured."""
         shares = {name: getattr(self, name) for name in ('matmul', 'flash', 'flash_2')}
         return self.model_copy(
             update={name: share and share * clock for name, share in shares.items()}
@@ -94,7 +96,7 @@ class Die(Section):
     efficiency: Efficiency
     fit: Fit | None = None
     reference: Reference
-    # The power limit of the measured GPUs over their peak bf16 TFLOP/s.
+    # The power limit of the measured GPUs divided by their peak in bf16 TFLOP/s.
     watts_per_tflops: PositiveFloat
     sources: dict[str, str]
 
@@ -108,7 +110,7 @@ class Die(Section):
 
 @functools.cache
 def die(name: str) -> Die:
-    """Read the record of a die that several GPUs share."""
+    """Read the record of a die, which several GPUs can share."""
     return read_record(resources.files('megajax.core.hardware') / 'dies' / f'{name}.yaml', Die)
 
 

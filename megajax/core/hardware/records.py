@@ -18,7 +18,7 @@ from megajax.core.config.records import read_record
 from megajax.core.config.section import Section
 from megajax.core.hardware.dies import FP8_SHARE, Efficiency, Fit, Reference, with_die
 
-Capability = tuple[int, int]  # CUDA's, such as (9, 0)
+Capability = tuple[int, int]  # CUDA's compute capability, such as (9, 0)
 Dtype = Literal['float32', 'bfloat16', 'float16', 'fp8']
 LinkName = Literal['nvlink', 'pcie']
 
@@ -57,7 +57,8 @@ class Hardware(Section):
     memory_bandwidth: PositiveFloat  # bytes/s
     power: PositiveFloat  # power limit of the board in watts
     devices_per_host: PositiveInt
-    devices_per_domain: PositiveInt | None = None  # that NVLink joins; null: a host's
+    # number of GPUs that NVLink joins; null: the GPUs of a host
+    devices_per_domain: PositiveInt | None = None
     inside_host: Link
     across_hosts: Link
     pcie: Link | None = None  # link inside a host whose GPUs have no NVLink; null: unknown
@@ -65,7 +66,8 @@ class Hardware(Section):
     # null if no training rate was published, so that predictions are unverified
     fit: Fit | None = None
     reference: Reference
-    # The die, whose efficiencies these are at the clock of this GPU's power limit; null: its own.
+    # The die whose efficiencies the GPU has, at the clock that its power limit allows; null: the
+    # GPU has efficiencies of its own.
     die: str | None = None
     compiler: Compiler | None = None  # null if the step cannot be compiled for this GPU
     # Only for a GPU without `compiler`, which has a capability as well; null: unknown

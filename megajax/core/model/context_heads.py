@@ -1,8 +1,9 @@
-"""Attention by heads, of sequences that are sharded over `context`.
+"""Attention by heads, for sequences that are sharded over `context`.
 
-Ulysses (Jacobs et al., 2023): all-to-alls of queries, keys and values give each shard all tokens of
-a part of the heads, and an all-to-all of the output gives the tokens back. Between them, attention
-is as on one device, with any mask. The tokens of `zigzag.py` are put in order there.
+Ulysses (Jacobs et al., 2023): all-to-alls of queries, keys and values give each shard all tokens
+for a part of the heads, and an all-to-all of the output returns the tokens to their shards. In
+between, attention is computed as on one device, with any mask, after the tokens are put from the
+order of `zigzag.py` into their own order.
 """
 
 import functools
@@ -24,7 +25,7 @@ Exchange = Callable[[jax.Array], jax.Array]
 
 
 class Masks(NamedTuple):
-    """Which keys a query attends to, besides documents."""
+    """The keys that a query attends to, apart from documents."""
 
     causal: bool
     window: int | None
@@ -43,11 +44,11 @@ def attend_by_heads(
     key_R2: jax.Array | None = None,
     rate: float = 0.0,
 ) -> jax.Array:
-    """Attention o_RSNH of a shard's tokens on the tokens of their sequences.
+    """Return attention o_RSNH of a shard's tokens on the tokens of their sequences.
 
     `kernel` is a key of KERNELS. With `document_RY`, the documents of all tokens of the sequences
-    in order, attention stays within documents. With `key_R2`, the numbers of each sequence's key,
-    weights have dropout. To be mapped over context shards.
+    in order, attention stays within documents. With `key_R2`, the raw dropout key of each sequence,
+    weights have dropout. Map this function over context shards.
     """
     shards = jax.typeof(q_RSNH).sharding.mesh.shape[CONTEXT]
     to_heads, to_tokens = _exchanges(shards)
@@ -91,7 +92,7 @@ def _passes(masks: Masks, kernel: str, scale: float, rate: float) -> Passes:
 
 
 def _dropped(q_RYNH: jax.Array, key_R2: jax.Array | None, rate: float) -> Dropped | None:
-    """Return the dropout of all scores of a device's heads."""
+    """Return the dropout of all scores of a device's heads, or None without dropout."""
     if key_R2 is None:
         return None
     rows, length, heads, _ = q_RYNH.shape
@@ -103,9 +104,9 @@ def _dropped(q_RYNH: jax.Array, key_R2: jax.Array | None, rate: float) -> Droppe
 
 @functools.cache
 def _exchanges(shards: int) -> tuple[Exchange, Exchange]:
-    """Return the functions of arrays x_RSNH that exchange tokens for heads, and heads for tokens.
+    """Return two functions of x_RSNH that exchange tokens for heads, and heads for tokens.
 
-    The gradient of one is the other.
+    The gradient of each function is the other one.
     """
 
     def gather_tokens(x: jax.Array) -> tuple[jax.Array]:

@@ -1,4 +1,4 @@
-"""Infer the config of a `train` command that names none from the run that it continues.
+"""Infer the config of a `train` command that names none from the run it resumes or starts from.
 
 Imports no jax.
 """
