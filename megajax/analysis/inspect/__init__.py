@@ -1,6 +1,6 @@
 """Compare the collectives that XLA inserted with those that Megatron-LM issues.
 
-`megajax.inspect(config)` compiles the training step and lists what it sends.
+`megajax.inspect(config)` compiles the training step and lists its collectives.
 `megajax.inspect.assert_collectives` checks the collectives of any function in a test.
 `megajax.inspect.run` executes the GPU program of any function and checks its results.
 `megajax.inspect.known_miscompiles` and `gathered_experts` read any compiled program.

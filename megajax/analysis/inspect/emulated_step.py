@@ -104,8 +104,8 @@ class EmulatedStep:
     def differences(self, *, exact: bool = False, text: str | None = None) -> list[Difference]:
         """Compare loss, gradients and updated parameters with a step on one device.
 
-        With `exact`, both programs compute in fp32 wherever they use 16-bit types. `text` is
-        another module of the same program to run, such as a dump after an earlier compiler pass.
+        With `exact`, both programs compute in fp32 wherever they use 16-bit types. `text` is a
+        different module of the same program to run, such as a dump after an earlier compiler pass.
         """
         expected = reference(_on_one_device(self.config, exact=exact))
         actual = self._executed(exact=exact, text=text)

@@ -159,7 +159,7 @@ def _of_experts(config: Config, mesh: dict[str, int], seq_len: int) -> dict[str,
 
 
 def _capacity_group(config: Config, context: int, seq_len: int) -> int | None:
-    """Return the size of a capacity group: a part of a sequence that is on one device, or half."""
+    """Return the size of a capacity group: one device's part of a sequence, or half of it."""
     experts = config.model.experts
     assert experts is not None
     if experts.capacity_group is None:

@@ -144,7 +144,7 @@ def over_data_shards(config: Config) -> list[Expected]:
 
 
 def wire_bytes(config: Config) -> dict[str, float]:
-    """Return the bytes that a device sends in a step, by mesh axes: `row+model` is over both."""
+    """Return the bytes that a device sends in a step, by mesh axes; `row+model` is over both."""
     sent = dict.fromkeys(config.mesh.sizes, 0.0)
     for collective in communication(config):
         axis = collective.site.axis

@@ -119,7 +119,7 @@ def find_source(source: str, revision: str | None = None) -> tuple[Path, Reposit
     """Return the folder of a model, and its repository if it is on the Hub.
 
     A local folder of that name takes precedence. Raises ConfigError if `source` is neither a folder
-    nor the name of a repository, and as `Repository` does.
+    nor the name of a repository, and in the same cases as `Repository`.
     """
     is_name = NAME.fullmatch(source) and '..' not in source
     if os.path.exists(source):

@@ -57,7 +57,7 @@ def read_windows(
 
 
 def optional_window(read: Reader, default: int | None) -> int | None:
-    """Read `sliding_window` of a family that has windows only with use_sliding_window."""
+    """Read `sliding_window` for a family whose windows need use_sliding_window."""
     read.only('use_sliding_window', True, False, default=False)
     window = read.get('sliding_window', default)
     if window is None or read.keys.get('use_sliding_window') is not True:

@@ -129,7 +129,7 @@ def newest(folder: Path) -> Path:
 
 
 def read_rank(path: Path) -> RankFile:
-    """Read a rank's file. Raises ConfigError if it has no tensors, or more than tensors."""
+    """Read a rank's file. Raises ConfigError if it has no tensors or asks for more."""
     contents = load_torch(path)
     names = (
         [name for name in contents if re.fullmatch(r'model\d*', str(name))]

@@ -28,7 +28,7 @@ class Leaf(Result):
 
 
 class GpuRun(Result):
-    """The outputs of a GPU program, compared with the expected ones."""
+    """The outputs of a GPU program, compared with the expected outputs."""
 
     schema_version: Literal[1] = 1
     target: str

@@ -101,7 +101,7 @@ class Runs:
         return sum(times * self._own_bytes(computations[name]) for name, times in counts.items())
 
     def _own_bytes(self, computation: Computation) -> float:
-        """Return the bytes that a computation's own instructions send, not those it calls."""
+        """Return the bytes that a computation itself sends, without the computations it calls."""
         total = 0.0
         for instruction in computation.instructions:
             if kind := kind_of(instruction):

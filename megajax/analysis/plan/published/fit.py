@@ -70,7 +70,7 @@ def with_efficiency(gpu: Hardware, efficiency: Efficiency) -> Hardware:
 def residuals(predictions: Sequence[Prediction], numbers: int) -> Fit:
     """Return the absolute relative errors of fitted rows, for all programs and for each program.
 
-    `numbers` is how many numbers were fitted, at most two of them to the rows of a program.
+    `numbers` is the count of fitted numbers, of which at most two belong to one program.
     """
     programs = dict.fromkeys(one.row.program.name for one in predictions)
     by_program = {
