@@ -23,7 +23,7 @@ LAYERS = 'model.layers'
 
 # Few and small numbers: small steps are enough to show a fault, and a CPU can execute them.
 SIZES: Mapping[str, Values] = {
-    'model.num_layers': (1, 2, 2, 4),
+    'model.num_layers': (1, 1, 1, 2, 2, 4),  # a GPU program of two layers takes twice as long
     'model.hidden_size': (64, 128),
     'model.num_heads': (2, 4, 8),
     'model.num_kv_heads': (1, 2, 4),
@@ -53,14 +53,14 @@ SIZES: Mapping[str, Values] = {
     'model.experts.capacity_group': (4, 8),
     'lora.rank': (4, 8),
     'lora.alpha': (16.0,),
-    'mesh.stages': (2, 4),
+    'mesh.stages': (2, 2, 4),
     'mesh.virtual_stages': (2,),
-    'mesh.data': (2, 3, 4, 8),
+    'mesh.data': (2, 2, 2, 3, 4, 8),
     'mesh.replicas': (2,),
     'mesh.experts': (2, 4),
-    'mesh.context': (2, 4),
+    'mesh.context': (2, 2, 4),
     'mesh.model_rows': (2,),
-    'mesh.model': (2, 4, 8),
+    'mesh.model': (2, 2, 2, 4, 8),
     'train.microbatches': (2, 3, 4),
     'train.seq_len': (16, 32, 64),
     'loss.label_smoothing': (0.1,),
@@ -155,7 +155,7 @@ def _of_section(name: str, section: type[Section]) -> Iterator[tuple[str, Values
 
 
 def _values(path: str, field: FieldInfo) -> Values:
-    return tuple(dict.fromkeys((*_of_type(field.annotation), *SIZES.get(path, ()))))
+    return (*dict.fromkeys(_of_type(field.annotation)), *SIZES.get(path, ()))
 
 
 def _of_type(annotation: Any) -> Iterator[Any]:

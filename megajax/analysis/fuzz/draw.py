@@ -16,7 +16,14 @@ from megajax.core.config.schema import SECTIONS
 
 # How often a key is not at its default. A step with many features covers more combinations.
 SHARE = 0.35
-SHARES = {'train.dtype': 0.75, 'optim.shard': 0.6, 'model.position': 0.6, LAYERS: 0.4}
+SHARES = {
+    **{'train.dtype': 0.75, 'optim.shard': 0.6, 'model.position': 0.6, LAYERS: 0.4},
+    **{
+        'mesh.stages': 0.65,
+        'mesh.context': 0.45,
+        'mesh.model_rows': 0.5,
+    },  # which many other keys conflict with
+}
 OF_MESH, OF_GROUP = 0.4, 0.25
 MOST_DEVICES = 8
 REDRAWS, RESTARTS = 300, 5
