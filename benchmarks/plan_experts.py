@@ -84,6 +84,7 @@ def config_of(values: dict[str, str]) -> Config:
         train__seq_len=4096,
         train__microbatches=batch // data // rows,
         train__dtype=values['dtype'],
+        train__fp8_scaling='current' if values['dtype'] == 'fp8' else 'delayed',
         train__recompute='none',
         train__overlap='none',
         train__unroll=False,

@@ -38,6 +38,8 @@ def band(config: Config, time: StepTime, cluster: Cluster, program: Software) ->
     terms = [_of_rows(fit, seen, program)]
     if fit.programs:
         terms += _beyond(config, time, cluster, seen or _of_all(fit))
+        if config.train.has_delayed_scales and program.rounding is None:
+            terms.append((OTHER_DTYPE, f'no {program.name} step with delayed scaling was measured'))
     error = math.sqrt(sum(size**2 for size, _ in terms))
     return Band(error, tuple(reason for size, reason in terms if size))
 

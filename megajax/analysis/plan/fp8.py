@@ -34,7 +34,7 @@ def rounding_seconds(
     rows, _, inner = product.sizes
     is_shard = program.rounds_shards and config.mesh.sequence_parallel and product.name in GATHERED
     shards = config.mesh.model if is_shard else 1
-    moved = ROUNDED[program.rounding] / shards
+    moved = ROUNDED[program.rounding or config.train.fp8_scaling] / shards
     if _needs_transpose(config, cluster, program):
         moved += 1 if program.fuses_transpose and not is_shard else 2
     hardware = cluster.hardware

@@ -128,7 +128,7 @@ def _report(
     return Plan(
         config=dump(config),
         hardware=cluster.hardware.name,
-        efficiencies=_efficiencies(cluster.hardware),
+        efficiencies=_efficiencies(cluster.hardware, config.train.dtype),
         gpus=cluster.num_devices,
         gpus_per_host=cluster.devices_per_host,
         layout=_layout(chosen, ranking, available).model_copy(
@@ -203,11 +203,15 @@ def _faults(time: StepTime, lost: Faults) -> FaultsLine:
     )
 
 
-def _efficiencies(gpu: Hardware) -> str:
+def _efficiencies(gpu: Hardware, dtype: str) -> str:
     reached, alone, fit = gpu.efficiency, gpu.reference, gpu.fit
     parts = [f'matmul {reached.matmul:.0%} in training ({alone.matmul:.0%} standalone)']
     if reached.flash and alone.flash:
         parts.append(f'attention {reached.flash:.0%} ({alone.flash:.0%})')
+    if dtype == 'fp8':
+        dtypes = {name for seen in (fit.programs.values() if fit else ()) for name in seen.dtypes}
+        basis = 'fitted' if 'fp8' in dtypes else 'an assumption'
+        parts.append(f'FP8 matmul {reached.matmul * reached.fp8:.0%} ({basis})')
     source = (
         f'fitted to {fit.rows} published throughputs, mean error {fit.mean:.1%}'
         if fit

@@ -83,7 +83,8 @@ class Software:
     half_size: float = 0.0
     # How it scales FP8 tensors, whether the same kernel transposes them, and whether
     # tensor-parallel groups gather rounded tensors; see `fp8.py`.
-    rounding: Rounding = 'current'
+    # None: as `train.fp8_scaling` says.
+    rounding: Rounding | None = 'current'
     fuses_transpose: bool = True
     rounds_shards: bool = True
     # The ZeRO stages that it has (`optim.shard`), if its weights are replicated at all.
@@ -291,10 +292,12 @@ MEGATRON = Software(
     uses_flash=partial(uses_flash, with_dropout=True),
     recomputes_last=True,
     accumulated_bytes=8,  # the matmul of the gradient adds to the buffer
+    rounding=None,
 )
 FSDP = dataclasses.replace(
     MEGATRON,
     name='fsdp',
+    rounding='current',
     accumulated_bytes=12,
     over_data=fully_sharded,
     hidden_by=_hidden_if_over_data,

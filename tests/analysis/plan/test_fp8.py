@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.planning import plan
 from megajax.analysis.plan.programs import MEGATRON
 from megajax.analysis.plan.time import StepTime, step_time
 from megajax.core.config import load
@@ -48,3 +49,16 @@ def test_a_transpose_in_a_kernel_of_its_own_costs_more_and_none_is_needed_on_bla
 def test_a_step_in_bf16_rounds_nothing() -> None:
     config = changed(SHARDED, train__dtype='bfloat16')
     assert timed(config, rounding='current') == timed(config, rounding='delayed')
+
+
+def test_megatron_scales_as_the_config_says() -> None:
+    for scaling in ('current', 'delayed'):
+        config = changed(SHARDED, train__fp8_scaling=scaling)
+        assert timed(config) == timed(config, rounding=scaling)
+
+
+def test_a_plan_says_whether_the_efficiency_of_fp8_was_fitted() -> None:
+    asked = {'gpus': 8, 'program': 'megatron'}
+    on_hopper = plan(CONFIG, gpu='h100', **asked)
+    assert 'FP8 matmul 71% (fitted)' in on_hopper.efficiencies
+    assert 'no megatron step with delayed scaling was measured' in on_hopper.band_reasons

@@ -107,6 +107,7 @@ def _row(values: Values) -> PublishedRate:
         mesh__context=cp,
         mesh__context_exchange='ring' if cp > 1 else 'gather',
         train__dtype=DTYPES[values['dtype']],
+        train__fp8_scaling='current' if DTYPES[values['dtype']] == 'fp8' else 'delayed',
         train__recompute=_recompute(values),
         optim__shard='optimizer' if 'none' in program.zero else 'weights',
     )
