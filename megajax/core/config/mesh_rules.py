@@ -102,7 +102,11 @@ def of_microbatches(config: 'Config') -> Iterator[Problem]:
 
 
 def of_context(config: 'Config') -> Iterator[Problem]:
-    """Check context parallelism: its windows may reach back only one chunk, or its heads."""
+    """Check the sequence length, and the windows or heads, of context parallelism.
+
+    A window may reach back only one chunk, unless the shards exchange heads. Then the heads must be
+    divisible among them.
+    """
     mesh, model, length = config.mesh, config.model, config.train.seq_len
     if mesh.context == 1:
         return

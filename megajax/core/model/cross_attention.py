@@ -78,7 +78,7 @@ class CrossAttention(nnx.Module):
         dtype: str,
         detail: Detail | None = None,
     ) -> Seen:
-        """Do what `see` does for all data shards, outside a function that is mapped over them."""
+        """Compute what `see` computes, for all data shards, outside a function mapped over them."""
         of_shard = partial(self.key_values, encoder, dtype, 'none')
         kv_BYJNUH = of_shards(of_shard, self.layout, images, detail)
         images = jax.tree.map(lambda x: jax.reshard(x, self.layout('B')), images)

@@ -33,7 +33,7 @@ class Groups(NamedTuple):
     place_n: jax.Array  # row of each assignment, or R if its expert is on a different device
     source_R: jax.Array  # assignment of each row, or n in the padding
     sizes_X: jax.Array  # number of rows of each expert with its padding
-    expert_b: jax.Array  # expert of each block, or X in the unused blocks, which are the last
+    expert_b: jax.Array  # expert of each block, or X in the unused blocks, which come last
 
     @property
     def block(self) -> int:

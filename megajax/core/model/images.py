@@ -135,7 +135,7 @@ def merge_images_of_shards(
     layout: Layout,
     detail: Detail | None = None,
 ) -> Merged:
-    """Do what `merge_images` does for all data shards, outside a function mapped over them."""
+    """Compute what `merge_images` computes, for all data shards, outside a mapped function."""
 
     def of_shard(x_BTD: jax.Array, images: Images, detail: Detail | None) -> Merged:
         return merge_images(encoder, x_BTD, images, layout.per_shard, detail=detail)

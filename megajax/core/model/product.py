@@ -151,7 +151,7 @@ def parse(equation: str) -> Equation:
 
 
 class _How(NamedTuple):
-    """The equation, shardings and dtypes of a matmul, and what kind of weight it has."""
+    """The equation, shardings and dtypes of a matmul, and the kind of its weight."""
 
     equation: str
     layout: Layout

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token is sent to, and with what weights.
+"""The router of a mixture of experts: which experts a token is sent to, and with which weights.
 
 Everything is in fp32. The functions handle the tokens of one device, and none communicates. Here, T
 is all of these tokens, and Y is the experts that each token is sent to.

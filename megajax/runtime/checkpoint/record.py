@@ -48,7 +48,7 @@ class Record(BaseModel):
     order_of: int | None = None
     time: datetime.datetime  # time of the state, in UTC
     config: dict[str, dict[str, Any]]  # the resolved config, by section and key
-    tokenizer_sha256: str | None = None  # digest of tokenizer.json, None if there is none
+    tokenizer_sha256: str | None = None  # SHA-256 of tokenizer.json, or None if there is none
     # validation loss in nats per token, None if it was not measured
     validation_loss: float | None = None
     data: dict[str, str] = {}  # fingerprint of each corpus, by name

@@ -135,7 +135,7 @@ def _in_fp32(x: Any) -> jax.Array:
 
 
 def _slots(copies: jax.Array, layout: Layout) -> jax.Array:
-    """Return the slots of all devices, each with its own, from a copy [Ⓘ, slots, ...] on each.
+    """Return each device's own slots, given a copy of all slots [Ⓘ, slots, ...] on each device.
 
     Devices beyond the number of slots get slots of zeros.
     """

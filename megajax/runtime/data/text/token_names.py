@@ -63,7 +63,7 @@ class TokenNames:
 
     @property
     def content(self) -> bytes:
-        """The content of a tokenizer_config.json with these names, empty without any."""
+        """The content of a tokenizer_config.json with these names; b'' if there are none."""
         if not self.named and self.end is None:
             return b''
         keys = {'tokenizer_class': 'PreTrainedTokenizerFast', **self.named, END: self.end}

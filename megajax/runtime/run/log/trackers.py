@@ -91,10 +91,10 @@ def _record(event: Event) -> bytes:
 
 
 class WandB:
-    """A run of the wandb project `project`; its id in the run directory makes restarts continue it.
+    """A run of the wandb project `project`; an id in the run directory lets restarts continue it.
 
-    If the service cannot be reached, the data stay in `folder`/wandb, for `wandb sync`. Errors of
-    wandb are passed on.
+    If the service cannot be reached, the data are kept in `folder`/wandb, for `wandb sync`. Errors
+    of wandb are passed on.
     """
 
     def __init__(self, folder: Path, project: str, config: dict[str, Any]):
@@ -142,7 +142,7 @@ class WandB:
         if self._failed or step < self._next:
             return
         try:
-            # wandb sends a step's values with the next step, so that a step can consist of two
+            # wandb sends a step's values with the next step, so that they can be logged in two
             # parts.
             self._run.log(dict(values), step=step)
         except Exception:
