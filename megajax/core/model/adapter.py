@@ -104,6 +104,11 @@ class _Operand(NamedTuple):
         return y if self.scale is None else fp8.divided(y, self.scale)
 
 
+def _again(scales: jax.Array | None, counted: jax.Array | None) -> Scaled:
+    """Return the scales in the form of the forward pass, with what it counted as the slot."""
+    return None if scales is None else (scales, counted)
+
+
 def _counts(of_x: jax.Array | None, of_dy: jax.Array | None) -> tuple[None, jax.Array] | None:
     """Return the gradient of `Scaled`: none for the scales, and the counts for their slot."""
     if of_x is None or of_dy is None:
@@ -134,15 +139,15 @@ def _column_forward(
     narrow = _Operand.of(x_BSD, fp8.X, w, scaled, how.layout)
     y = unadapted(how.equation, narrow.value, how.weight(w, dtype), how.layout, dtype)
     y = narrow.unscaled(y) + how.outputs(h_BSZQ, b)
-    return y, (x_BSD, w, a, b, scaled, h_BSZQ, narrow.counts)
+    return y, (x_BSD, w, a, b, scaled and scaled[0], h_BSZQ, narrow.counts)
 
 
 def _column_backward(how: ColumnParallel, saved: Saved, dy: jax.Array) -> tuple[Any, ...]:
-    x_BSD, w, a, b, scaled, h_BSZQ, of_x = saved
+    x_BSD, w, a, b, scales, h_BSZQ, of_x = saved
     dtype = x_BSD.dtype
     dh_ZBSQ = how.hidden_gradient(dy, b)
     da_DZQ, db_z = how.of_a(x_BSD, dh_ZBSQ), how.of_b(h_BSZQ, dy)
-    narrow = _Operand.of(dy, fp8.DY, w, scaled, how.layout)
+    narrow = _Operand.of(dy, fp8.DY, w, _again(scales, of_x), how.layout)
     weight = how.weight(w, dtype)
     dx_ZBSD = partial_gradient(how.equation, narrow.value, weight, how.layout, dtype)
     dx_ZBSD = narrow.unscaled(dx_ZBSD) + how.inputs(dh_ZBSQ, a)
@@ -172,15 +177,15 @@ def _row_forward(
     y_ZBSD = narrow.unscaled(y_ZBSD) + how.outputs(h_ZBSQ, b)
     # g: all-reduce over model, once for both matmuls (SP: reduce-scatter)
     y_BTD = sum_over_shards(y_ZBSD, how.dims.out, how.layout, dtype)
-    return y_BTD, (x, w, a, b, scaled, h_ZBSQ, narrow.counts)
+    return y_BTD, (x, w, a, b, scaled and scaled[0], h_ZBSQ, narrow.counts)
 
 
 def _row_backward(how: RowParallel, saved: Saved, dy_BTD: jax.Array) -> tuple[Any, ...]:
-    x, w, a, b, scaled, h_ZBSQ, of_x = saved
+    x, w, a, b, scales, h_ZBSQ, of_x = saved
     dy_BSD = gather_gradient(dy_BTD, how.dims, how.layout)  # SP: all-gather
     dh_BSZQ = how.hidden_gradient(dy_BSD, b)
     da_z, db_QZD = how.of_a(x, dh_BSZQ), how.of_b(h_ZBSQ, dy_BSD)
-    narrow = _Operand.of(dy_BSD, fp8.DY, w, scaled, how.layout)
+    narrow = _Operand.of(dy_BSD, fp8.DY, w, _again(scales, of_x), how.layout)
     dx = input_gradient(how.equation, narrow.value, how.weight(w, x.dtype), how.layout, x.dtype)
     dx = narrow.unscaled(dx) + how.inputs(dh_BSZQ, a)
     return dx, None, *like((da_z, a), (db_QZD, b)), _counts(of_x, narrow.counts)

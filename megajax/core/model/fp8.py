@@ -208,34 +208,29 @@ def _forward(
     y = dot(narrow, weight, summed, layout(dims.out), x.dtype)
     if of_x.scale is not None:
         y = divided(y, of_x.scale * scales[W])
-    return y, (of_x._replace(value=narrow), w, scales)
+    kept = of_x.scale if seen is None else None  # delayed scales are arguments
+    return y, (narrow, of_x.counts, kept, w, scales)
 
 
 def _backward(
     equation: str, layout: Layout, placed: str, at_rest: bool, saved: Any, dy: jax.Array
 ) -> tuple[jax.Array, None, jax.Array, None, jax.Array | None]:
-    of_x, w, scales = saved
-    x = of_x.value
+    x, of_x, kept, w, scales = saved
     dims, dtype = parse(equation), dy.dtype
-    of_dy = Scaled.of(dy, DY, w, scales, layout, is_current=of_x.counts is None)
+    of_dy = Scaled.of(dy, DY, w, scales, layout, is_current=of_x is None)
     narrow = gather_gradient(of_dy.value, dims, layout)
     weight = gather(cast(w, dtype), dims.w, layout) if at_rest else w
     dx = dot(narrow, weight, output_dims(narrow, weight, dims), layout(placed), dtype)
     rows = tuple(range(x.ndim - dims.num_summed))
     dw = dot(x, narrow, (rows, rows), layout(dims.w), jnp.float32)
-    if of_x.scale is not None and of_dy.scale is not None:
-        dx, dw = divided(dx, of_dy.scale * scales[W]), divided(dw, of_x.scale * of_dy.scale)
-    return dx, None, dw, None, counts_of(of_x, of_dy)
+    if of_dy.scale is not None:
+        scale = scales[X] if kept is None else kept
+        dx, dw = divided(dx, of_dy.scale * scales[W]), divided(dw, scale * of_dy.scale)
+    of_both = None if of_x is None or of_dy.counts is None else counts(of_x, of_dy.counts)
+    return dx, None, dw, None, of_both
 
 
 _product.defvjp(_forward, _backward)
-
-
-def counts_of(of_x: Scaled, of_dy: Scaled) -> jax.Array | None:
-    """Return the counts of a matmul's operands, or None if nothing is counted."""
-    if of_x.counts is None or of_dy.counts is None:
-        return None
-    return counts(of_x.counts, of_dy.counts)
 
 
 def counts(of_x: jax.Array, of_dy: jax.Array) -> jax.Array:

@@ -87,7 +87,11 @@ def test_a_step_gathers_8_bit_numbers_and_sends_three_quarters() -> None:
 @pytest.mark.parametrize(
     ('overrides', 'times', 'of_megatron'),
     [
-        (['optim.shard=weights', 'mesh.data=2', 'train.microbatches=2'], 4, 2),
+        (
+            ['optim.shard=weights', 'mesh.data=2', 'train.microbatches=2', 'train.batch_size=4'],
+            4,
+            2,
+        ),
         (['mesh.sequence_parallel=false', 'train.microbatches=2'], 2, 0),
     ],
     ids=['sequence_parallel', 'plain'],
