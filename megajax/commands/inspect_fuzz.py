@@ -46,11 +46,11 @@ def fuzz(
     minimize: MinimizeOption = False,
     list_only: ListOption = False,
 ) -> None:
-    """Execute random training steps as compiled for a GPU, and compare each with one device.
+    """Verify random training steps as compiled for a GPU.
 
-    No GPU is needed. Models, meshes, dtypes and features are drawn from all valid configs. The same
-    command continues a stopped run. Exits with code 1 if a step is wrong, or fails to compile or
-    run.
+    Models, meshes, dtypes and features are drawn from all valid configs. Each step is executed
+    without a GPU and compared with one device. The same command continues a stopped run. Exits with
+    code 1 if a step is wrong, or fails to compile or run.
     """
     from megajax.analysis.fuzz.draw import described, draw
 
