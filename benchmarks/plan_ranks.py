@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.programs import FSDP_IN_JAX
 from megajax.analysis.plan.published.predictions import predicted
+from megajax.analysis.plan.published.programs import FSDP_IN_JAX_2024
 from megajax.analysis.plan.published.rates import PublishedRate
 from megajax.analysis.plan.published.tables import rows
 from megajax.analysis.plan.search import Choice, search
@@ -44,7 +44,7 @@ def main() -> None:
 
 def is_ranked(row: PublishedRate) -> bool:
     """Whether its program is one whose layouts are tried."""
-    return row.program is not FSDP_IN_JAX
+    return row.program is not FSDP_IN_JAX_2024
 
 
 def ranked(row: PublishedRate) -> tuple[str, float]:

@@ -221,7 +221,7 @@ def test_the_page_names_the_held_out_rates_that_are_far_off() -> None:
 
 
 def test_the_page_has_the_ranks_of_the_published_meshes() -> None:
-    text = (RESULTS / '2026-11-23_plan_ranks.md').read_text()
+    text = (RESULTS / '2026-11-28_plan_ranks.md').read_text()
     slower = [
         float(share)
         for share in re.findall(r'^\| .* \| ([\d.]+)% \| (?:yes)? *\|$', text, flags=re.MULTILINE)

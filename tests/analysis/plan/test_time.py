@@ -248,3 +248,16 @@ def test_a_kernel_takes_its_work_or_its_launch():
     assert launch_seconds([(10, 1.0)], 10) == 0
     assert launch_seconds([(10, 4 * LAUNCH)], 10) == pytest.approx(6 * LAUNCH)
     assert launch_seconds([(10, 4 * LAUNCH), (10, 1.0)], 60) == pytest.approx(26 * LAUNCH)
+
+
+@pytest.mark.parametrize('name', ['llama3_8b', 'llama3_70b', 'qwen3_30b_a3b'])
+def test_an_h200_is_faster_than_an_h100_by_its_memory_alone(name: str) -> None:
+    config = load(name)
+    h100, h200 = (
+        step_time(config, Cluster.of(hardware(gpu), config.mesh.num_devices))
+        for gpu in ('h100', 'h200')
+    )
+    # The matmul of a router waits for memory.
+    assert h200.products == pytest.approx(h100.products, rel=5e-3)
+    assert h200.waits() == pytest.approx(h100.waits(), rel=0.02, abs=1e-3)
+    assert h100.memory_bound / h200.memory_bound == pytest.approx(4.8 / 3.35)
