@@ -3,8 +3,10 @@ their promises.
 """
 
 import csv
+import json
 import re
 import shlex
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -182,6 +184,16 @@ def test_every_random_step_is_right() -> None:
     for jax in ('0.10.2', '0.12.0.1'):
         assert [row['verdict'] for row in rows if row['jax'] == jax] == 200 * ['right']
         assert jax in VERIFY
+
+
+def test_the_table_of_random_steps_is_that_of_the_stored_steps() -> None:
+    text = (RESULTS / '2026-11-28_fuzz.jsonl').read_text()
+    steps = [json.loads(line) for line in text.splitlines()]
+    seconds = sorted(step['cpu_seconds'] for step in steps)
+    cells = ['0.10.2', 'h100', '0', *(str(len(steps)),) * 2, '0', '0']
+    cells += [f'{statistics.median(seconds):.1f} ({seconds[0]} to {seconds[-1]})']
+    assert {step['verdict'] for step in steps} == {'right'}
+    assert f'| {" | ".join(cells)} |' in VERIFY
 
 
 def test_the_page_has_the_error_of_the_counted_memory() -> None:
