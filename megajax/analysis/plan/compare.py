@@ -98,7 +98,9 @@ def _machine(
         best = search(config, cluster, program).best
     except ConfigError:
         names = 'layout', 'tokens_per_second', 'band', 'days', 'gpu_hours', 'cost'
-        return Machine(gpu=gpu, price=price, **dict.fromkeys(names), **limits)
+        return Machine.model_validate(
+            {'gpu': gpu, 'price': price, **dict.fromkeys(names), **limits}
+        )
     time = best.timed
     found, days = band(best.config, time, cluster, program), time.days(tokens)
     hours = 24 * days * cluster.num_devices
