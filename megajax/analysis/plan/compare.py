@@ -15,7 +15,7 @@ from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 from megajax.base.result import Result
 from megajax.core.config import Config, ConfigError
-from megajax.core.hardware.records import hardware
+from megajax.core.hardware.records import check_dtype, hardware
 
 LONGEST = 2**22  # tokens of a sequence to look for
 
@@ -66,7 +66,7 @@ def compare(
     `prices` has the price of a GPU-hour by the name of the GPU, or None. `gpus` defaults to the
     size of the config's mesh. Machines are sorted by cost if each has a price, else by time.
 
-    Raises ConfigError for an unknown GPU.
+    Raises ConfigError for a GPU that is unknown or does not compute in the config's dtype.
     """
     count, software = gpus or config.mesh.num_devices, BY_NAME[program]
     machines = [
@@ -90,6 +90,7 @@ def _machine(
     price: float | None,
     tokens: float,
 ) -> Machine:
+    check_dtype(config.train.dtype, cluster.hardware)
     limits = {
         'fewest_gpus': _fewest(config, cluster, program),
         'longest_sequence': _longest(config, cluster, program),

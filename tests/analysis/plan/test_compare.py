@@ -42,6 +42,12 @@ def test_a_machine_on_which_nothing_fits_is_last() -> None:
     assert 'does not fit' in str(found)
 
 
+def test_a_machine_without_the_dtype_is_an_error() -> None:
+    config = load('gpt2_124m', (*SMALL, 'train.dtype=bfloat16'))
+    with pytest.raises(ConfigError, match=r'V100 .* computes in float16'):
+        compare(config, {'v100': None})
+
+
 @pytest.mark.parametrize('text', ['h100=', 'h100=cheap', 'h100=-1', 'h100=inf'])
 def test_a_price_is_a_positive_number(text: str) -> None:
     with pytest.raises(ConfigError, match=r'use for example h100=2\.5'):
