@@ -40,8 +40,8 @@ def _page(found: list[Pair]) -> str:
     counts = (
         f'Of {len(found)} pairs of {len(FEATURES)} features, {len(allowed)} are allowed and '
         f'{len(CONFLICTS)} are rejected for the reasons below.\n'
-        f'The other {follow} follow from these: a feature has the conflicts of a feature that it '
-        'needs.\nFor example, `vision.deepstack` needs `vision`.'
+        f'The other {follow} follow from these: a feature also has the conflicts of the features '
+        'that it needs.\nFor example, `vision.deepstack` needs `vision`.'
     )
     return '\n'.join([_HEAD, counts, '', *_rejected(), '', *_allowed(allowed), ''])
 

@@ -34,7 +34,7 @@ def look_at_ports(
 
 def _coordinator(environ: Mapping[str, str], jax: str, has_mutual_tls: bool) -> str:
     if not has_mutual_tls:
-        return f'any client, unencrypted: jax {jax} has no TLS for it; jax 0.12 does'
+        return f'any client, unencrypted: jax {jax} has no TLS for it; jax 0.12 has it'
     if all(environ.get(name) for name in CERTIFICATES):
         return f'clients with a certificate from {CERTIFICATES[2]} (mutual TLS)'
     return f'any client, unencrypted, because {CERTIFICATES[0]} is not set (mutual TLS)'

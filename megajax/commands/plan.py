@@ -213,7 +213,7 @@ def calibrate(
     It measures matmuls by size, memory bandwidth and, with several devices, collectives.
     """
     if out.suffix != '.yaml':
-        raise ConfigError(f'{out}: give a file that ends in .yaml')
+        raise ConfigError(f'{out}: give a file name that ends in .yaml')
     check_outputs(out)
     from megajax.analysis.plan.calibrate import calibrate as measure  # here, because it imports jax
 

@@ -223,7 +223,7 @@ class Partial:
                 os.replace(self.folder / name, final)
                 sync(final.parent)
             except FileNotFoundError:
-                pass  # the file was already renamed before a kill
+                pass  # an earlier call renamed the file before it was killed
             except OSError as error:
                 message = (
                     f'cannot be renamed from {self.folder / name}: {error.strerror}; '

@@ -70,7 +70,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         descriptor = os.open(partial, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(
-            f'{partial} cannot be created: {error.strerror}; allow it, or choose another path'
+            f'{partial} cannot be created: {error.strerror}; '
+            'make its parent folder writable, or choose another path'
         ) from error
     try:
         try:

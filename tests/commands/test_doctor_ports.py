@@ -19,7 +19,7 @@ def lines(environ: dict[str, str], *, has_mutual_tls: bool) -> tuple[Diagnosis, 
 @pytest.mark.parametrize(
     ('environ', 'has_mutual_tls', 'who'),
     [
-        ({}, False, 'any client, unencrypted: jax 0.1 has no TLS for it; jax 0.12 does'),
+        ({}, False, 'any client, unencrypted: jax 0.1 has no TLS for it; jax 0.12 has it'),
         ({}, True, 'any client, unencrypted, because JAX_MTLS_CERT_FILE is not set (mutual TLS)'),
         (READABLE, True, 'clients with a certificate from JAX_MTLS_CA_FILE (mutual TLS)'),
     ],

@@ -142,7 +142,7 @@ def test_several_hosts_number_their_processes_one_after_the_other(monkeypatch):
         (-1, 16, {}, '--host -1 is not among the 2 of --hosts'),
         (None, 16, {'JOB_COMPLETION_INDEX': '4'}, 'JOB_COMPLETION_INDEX=4 is not among the 2'),
         (0, 16, {}, '--hosts 2 without MEGAJAX_COORDINATOR: export it on each host'),
-        (0, 8, {}, '2 hosts x 8 processes x 1 devices are 16, and the mesh'),
+        (0, 8, {}, '2 hosts x 8 processes x 1 devices are 16, but the mesh'),
     ],
 )
 def test_a_host_without_its_place_is_refused(monkeypatch, host, needed, environ, message):
@@ -169,14 +169,14 @@ def test_the_launches_of_two_hosts_meet_as_one_run():
 @pytest.mark.parametrize(
     ('processes', 'devices', 'needed', 'message'),
     [
-        (2, 2, 4, '2 processes x 2 devices are 4, and 8 GPUs are visible'),
-        (3, None, 8, '3 processes x 2 devices are 6, and 8 GPUs are visible'),
-        (16, None, 16, '16 processes x 1 devices are 16, and 8 GPUs are visible'),
+        (2, 2, 4, '2 processes x 2 devices are 4, but 8 GPUs are visible'),
+        (3, None, 8, '3 processes x 2 devices are 6, but 8 GPUs are visible'),
+        (16, None, 16, '16 processes x 1 devices are 16, but 8 GPUs are visible'),
         (
             8,
             None,
             4,
-            '8 processes x 1 devices are 8, and the mesh of the config (mesh.stages x mesh.data x '
+            '8 processes x 1 devices are 8, but the mesh of the config (mesh.stages x mesh.data x '
             'mesh.context x mesh.model_rows x mesh.model) needs 4',
         ),
     ],
@@ -207,7 +207,7 @@ def test_gpus_that_jax_cannot_use_are_refused(monkeypatch):
         (
             ['--processes', '3', '--', 'train', 'tiny'],
             'error: 3 processes x 1 devices are 3, '
-            'and the mesh of the config (mesh.stages x mesh.data x mesh.context x '
+            'but the mesh of the config (mesh.stages x mesh.data x mesh.context x '
             'mesh.model_rows x mesh.model) needs 4',
         ),
         (['--processes', '2', '--', 'inspect', 'tiny'], 'error: launch starts train, not inspect'),

@@ -75,7 +75,7 @@ def read_recording(path: Path) -> Recording:
         raise ConfigError(f'{path} cannot be read: {error.strerror or error}') from error
     except Exception as error:  # numpy and zipfile raise almost anything for a broken file
         raise ConfigError(
-            f'{path} is not what this version of megajax compare --dump writes: write it again'
+            f'{path} was not written by this version of megajax compare --dump: write it again'
         ) from error
     return Recording(about=about.model_copy(update={'weights': weights}), **groups)
 

@@ -60,7 +60,7 @@ def versions() -> dict[str, str]:
 
 
 def _is_same(tried: Case, case: Case) -> bool:
-    """Return whether a simpler config has the same verdict and, unless wrong, the same error."""
+    """Return whether a simpler config has the same verdict and, if not `wrong`, error type."""
     if tried.verdict != case.verdict:
         return False
     return case.verdict == 'wrong' or _error(tried) == _error(case)

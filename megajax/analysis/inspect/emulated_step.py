@@ -204,7 +204,7 @@ def _on_one_device(config: Config, *, exact: bool) -> Config:
 
 @functools.lru_cache(maxsize=32)
 def first_state(config: Config) -> TrainState:
-    """Return the state before a step on one device, in numpy, with noise on every parameter."""
+    """Return a one-device state before a step as numpy arrays, with noise on every parameter."""
     random = np.random.default_rng(1)
     with jax.set_mesh(make_mesh()):
         make = jax.jit(functools.partial(init_state, config)).lower().compile(quick())

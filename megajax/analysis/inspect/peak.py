@@ -76,7 +76,7 @@ class _Step:
         self.shapes = {*_parameter_shapes(config)}
 
     def describe(self, buffer: Buffer) -> _Kind:
-        """Return the use of an array, the part of the step, dtype and shape, and its source."""
+        """Return an array's use, its part of the step, its dtype and shape, and its source line."""
         known = next((name for name in buffer.names if name[0] in self.places), None)
         if known is None and self._is_end(buffer.last):
             # XLA does not print the computation inside an asynchronous operation, which has

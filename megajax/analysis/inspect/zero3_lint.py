@@ -37,8 +37,8 @@ def kept_weights(
         at_once = stacked.get(tuple(sorted(weight.dims)), 0)
         if layers and kept is not None and prod(kept.shape) >= layers * prod(weight.shape):
             message = (
-                f'the loop over layers saves {kept}, every gathered {weight}, for the backward '
-                f'pass, at {collective.place}: gather again in the backward pass'
+                f'the loop over layers saves every gathered {weight} for the backward pass, as '
+                f'{kept}, at {collective.place}: gather again in the backward pass'
             )
             yield Finding(level='error', rule=RULE, message=message)
         elif collective.times < at_once * config.train.microbatches:

@@ -43,7 +43,7 @@ def rounding_seconds(
 
 
 def _needs_transpose(config: Config, cluster: Cluster, program: 'Software') -> bool:
-    """Return whether the gradient of a weight multiplies a transposed copy.
+    """Return whether the matmul of a weight gradient needs transposed copies of its operands.
 
     Blackwell can multiply operands in any layout.
     """

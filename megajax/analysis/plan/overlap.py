@@ -131,7 +131,7 @@ def _share_of_first_attention(model: ModelConfig) -> float:
 
 @functools.cache
 def in_pass(phase: Phase, names: tuple[str, ...] = _OF_LAYER) -> tuple[str, ...]:
-    """Return the names of the matmuls in a pass; the default is a layer's."""
+    """Return the names of the matmuls in a pass, by default of those in a layer."""
     gradients = (' input', ' weight') if phase == 'backward' else ('',)
     return tuple(
         f'{name}{of}' for name in names for of in (gradients if name != 'attention' else ('',))

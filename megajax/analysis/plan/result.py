@@ -191,7 +191,7 @@ class Plan(Result):
     )
     imbalance: float | None = Field(
         default=None,
-        description='tokens of the experts of the busiest device over the mean, as given; 1 is '
+        description='ratio of the expert tokens on the busiest device to the mean, as given; 1 is '
         'balanced; None without experts',
     )
     windows: str | None = Field(

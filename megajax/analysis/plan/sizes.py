@@ -279,8 +279,8 @@ class AtRest(NamedTuple):
     layers: int  # parameters of all layers
     inputs: int  # parameters of the layers' matrices that ZeRO-3 copies: row-parallel, experts'
     table: int
-    early: int  # parameters in a step, of the matrices that ZeRO-3 gathers at its start
-    layer: int  # parameters in a step, of the matrices of one layer
+    early: int  # parameters of the matrices that ZeRO-3 gathers at the start of a step
+    layer: int  # parameters of the matrices of one layer in a step
     learned: int  # parameters of `all` that are not frozen
     learned_layers: int  # parameters of `layers` that are not frozen
     frozen_matrices: int  # parameters in the frozen matrices of `all`

@@ -164,7 +164,7 @@ class Timer:
         )
 
     def floor(self, config: Config) -> float:
-        """Return a lower bound of the seconds of a step's matmuls, without listing them."""
+        """Return a lower bound on the seconds of a step's matmuls, without listing them."""
         mesh, train, rates = config.mesh, config.train, self.cluster.hardware.efficiency
         layers, head = self._flops_forward(config)
         if train.recompute == 'full':
@@ -184,7 +184,7 @@ class Timer:
         return self._forward
 
     def at_least(self, config: Config) -> float:
-        """Return a lower bound of the seconds of a step of `config` with any ZeRO stage."""
+        """Return a lower bound on the seconds of a step of `config` with any ZeRO stage."""
         return self._in_group(config).total
 
     def _flops_of(self, config: Config, *, flash: bool) -> Flops:

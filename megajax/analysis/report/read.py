@@ -25,7 +25,7 @@ from megajax.runtime.run.saved_step import KeptStep, read_step
 METRICS, SAMPLES = 'metrics.jsonl', 'samples.jsonl'
 MAX_STEPS = 2**53  # integers below it are exact in float64, the dtype of columns
 LARGEST_FLOAT = 2**1023
-MAX_PNG_BYTES = 400_000  # most bytes of an image in a report
+MAX_PNG_BYTES = 400_000  # maximum size of an image in a report
 _PNG = b'\x89PNG\r\n'
 
 

@@ -55,7 +55,7 @@ class Facts:
             return 'the run has no step.hlo.gz: it has not compiled a step, or an older megajax did'
         if self.max_program is not None and len(kept.compiled.text) > self.max_program:
             return (
-                f'the text of the compiled step has {len(kept.compiled.text) / 1e6:.0f} MB and is '
+                f'the text of the compiled step is {len(kept.compiled.text) / 1e6:.0f} MB and is '
                 f'slow to read; to include it, run megajax report {typed(self.run.folder)}'
             )
         try:

@@ -80,7 +80,7 @@ class VisionConfig(Section):
     positions: Patches = 48
     """Side of the learned position table, which is interpolated to the size of each image."""
     deepstack: Annotated[tuple[CountFromZero, ...], Field(strict=False)] = ()
-    """Encoder layers whose outputs are also added in the first layers of the model (DeepStack)."""
+    """Encoder layers whose outputs are also added after the model's first layers (DeepStack)."""
     fusion: Literal['tokens', 'cross_attention'] = 'tokens'
     """How image embeddings enter the model. tokens: they replace placeholder tokens.
     cross_attention: gated layers, one after every `cross_every`, attend to them (Flamingo, Llama

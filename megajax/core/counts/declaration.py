@@ -54,7 +54,7 @@ class Parameter:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the array stacks the parameters of all layers, or all cross-attention layers."""
+        """Whether the array stacks parameters of all layers, or of all cross-attention layers."""
         return self.dims[0] in OF_LAYERS
 
     @property

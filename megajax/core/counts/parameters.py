@@ -122,7 +122,7 @@ def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def elements(dims: str, sizes: Mapping[str, int], shards: Mapping[str, int] = UNSHARDED) -> int:
-    """Return the number of elements on a device of an array with these dims.
+    """Return how many elements of an array with these dims are on a device.
 
     `shards` has the number of shards of each letter.
     """

@@ -48,7 +48,7 @@ def between_stages(config: Config) -> Iterator[Expected]:
 
 
 def between_lockstep_stages(config: Config) -> Iterator[Expected]:
-    """Yield the collectives of a device along `stage`: the outputs of each tick, and the head's.
+    """Yield the collectives of a device along `stage`, in each tick and around the head.
 
     Before the head, each stage gets its part of the last stage's tokens. After the head, the
     gradients of all parts are gathered on every stage, although only the last one needs them.

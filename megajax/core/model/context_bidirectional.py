@@ -125,7 +125,7 @@ def _gradients(
 
 
 class _Blocks:
-    """The masks of a shard's queries with the keys of the shard some steps before."""
+    """The masks between a shard's queries and the keys of the shard some steps before it."""
 
     def __init__(
         self,

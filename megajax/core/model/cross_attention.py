@@ -34,7 +34,7 @@ from megajax.core.parallel.layout import Layout
 
 
 class Seen(NamedTuple):
-    """The images as the layers of cross-attention read them: keys and values by layer."""
+    """The images as the cross-attention layers read them: keys and values for each layer."""
 
     k_JBYNH: jax.Array
     v_JBYNH: jax.Array

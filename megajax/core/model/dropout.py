@@ -116,7 +116,7 @@ def kept(key_2: jax.Array, row: jax.Array, column: jax.Array, width: int, rate: 
 
     `row` is an element's index in all dims before the last, flattened; it broadcasts against
     `column`, the index in the last dim. The sequence of random bits is Threefry's, the default of
-    `jax.random`: element i has the hash of i in 64 bits.
+    `jax.random`: element i comes from the hash of the 64-bit number i.
     """
     row, column = jnp.broadcast_arrays(row.astype(jnp.uint32), column.astype(jnp.uint32))
     high, low = _times(row, width)

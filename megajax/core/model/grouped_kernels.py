@@ -33,7 +33,8 @@ def fewest_rows(x: jax.Array) -> int:
 def has_kernels(x: jax.Array, y: jax.Array, sizes: tuple[int, ...], block: int) -> bool:
     """Whether the kernels run on the GPU that these operands are compiled for.
 
-    `sizes` are the features before and after the matmul. The log says so once for each dtype.
+    `sizes` are the numbers of features before and after the matmul. For each dtype, the log says
+    once which code runs.
     """
     device = jax.typeof(x).sharding.mesh.abstract_device
     if device is None or x.dtype != y.dtype:  # without a mesh

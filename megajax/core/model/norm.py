@@ -53,7 +53,7 @@ class RMSNorm(nnx.Module):
 class RMSNormOverHeads(nnx.Module):
     """The RMSNorm of queries or keys over all heads, which are sharded over `model`.
 
-    `norm_queries_and_keys` applies it, for both at once.
+    `norm_queries_and_keys` applies both norms at once.
     """
 
     def __init__(self, parameters: Parameters, *, eps: float, zero_centered: bool = False):

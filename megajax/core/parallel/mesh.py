@@ -308,7 +308,7 @@ def _simulate_cpu_devices(count: int) -> None:
     # and XLA's default timeout would end the process.
     patience = '--xla_cpu_collective_call_terminate_timeout_seconds'
     flags = os.environ.get('XLA_FLAGS', '')
-    # jax's own key comes before this flag of XLA, which also asks for devices.
+    # jax's own setting takes precedence over this XLA flag, which also sets the device count.
     asked = re.search(r'--xla_force_host_platform_device_count=(\d+)', flags)
     count = max(count, int(asked[1]) if asked else 0)
     if patience not in flags:
@@ -331,7 +331,7 @@ def _too_few(sizes: Mapping[str, int], devices: list[jax.Device]) -> str:
 def _choices(sizes: Mapping[str, int], count: int) -> str:
     """Return the sizes of `data` and `model` that fit on `count` devices, in words."""
     groups = {axis: sizes[axis] for axis in ('replica', 'expert') if axis in sizes}
-    shards = math.prod(groups.values())  # these shards divide mesh.data
+    shards = math.prod(groups.values())  # mesh.data must be a multiple of this number
     others = math.prod(sizes.values()) // (_data(sizes) * sizes['model'])
     less = []
     if others > count:

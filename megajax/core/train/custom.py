@@ -97,7 +97,7 @@ def _check_params(params: object) -> None:
 def _check_batch(batch: Batch, config: Config) -> None:
     """Raise ConfigError for a batch from which the loss cannot be computed."""
     if missing := [name for name in ('tokens', 'labels', 'loss_mask') if name not in batch]:
-        message = f'there is no {" and no ".join(missing)}; give each as an array [rows, tokens]'
+        message = f'has no {" and no ".join(missing)}; give each as an array [rows, tokens]'
         raise ConfigError(Problem(path='batch', message=message))
     length, most = batch['tokens'].shape[1], config.model.max_seq_len
     if length > most:

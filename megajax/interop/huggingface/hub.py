@@ -104,7 +104,7 @@ class Repository:
             why = f'has no revision {self._revision} on {hub}: give a branch, a tag or a commit'
         elif constants.HF_HUB_OFFLINE:
             cache = constants.HF_HUB_CACHE
-            why = f'is not, or not completely, in {cache}, and HF_HUB_OFFLINE is set: unset it, or '
+            why = f'is missing or incomplete in {cache}, and HF_HUB_OFFLINE is set: unset it, or '
             why += elsewhere
         else:
             said = reason(error.__cause__ if isinstance(error.__cause__, Exception) else error)

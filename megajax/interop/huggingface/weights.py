@@ -37,7 +37,7 @@ def huggingface_pieces(
 ) -> Pieces:
     """Return each parameter's pieces in a family's tensors, which omit the vocabulary's padding.
 
-    `family` defaults to GPT-2, Llama, MegatronBert or Qwen3-VL, by the model.
+    `family` defaults to GPT-2, Llama, MegatronBert or Qwen3-VL, depending on the model.
     """
     chosen = _family(model, family)
     dims, vocab = dims_here(model), slice(0, model.vocab_size)
@@ -79,7 +79,7 @@ def from_huggingface(
     The parameters have their stored sharding on the current mesh. The vocabulary is padded with
     zeros. Memory-mapped `tensors` are read once, and each process reads only what its devices need.
     Raises a ConfigError that names `source` for tensors that do not fit the model. `family`
-    defaults to GPT-2, Llama, MegatronBert or Qwen3-VL, by the model.
+    defaults to GPT-2, Llama, MegatronBert or Qwen3-VL, depending on the model.
     """
     abstract = abstract_params(config)
     pieces = huggingface_pieces(config.model, shapes_of(config.model), family=family)

@@ -126,7 +126,9 @@ class Unpickler(machine._Unpickler):
         if type(target) is list:
             target.extend(items)
         elif not isinstance(target, Inert):
-            raise ValueError(f'items are to be appended to {type(target).__name__}')
+            raise ValueError(
+                f'the pickle appends items to an object of type {type(target).__name__}'
+            )
 
     def load_setitem(self) -> None:
         """Set one key and its value in a dict."""
@@ -134,7 +136,7 @@ class Unpickler(machine._Unpickler):
         self._update([key, value])
 
     def load_setitems(self) -> None:
-        """Set the keys and values since the mark in a dict."""
+        """Store in a dict the keys and values that follow the mark."""
         self._update(self.pop_mark())
 
     def _update(self, items: list[Any]) -> None:
@@ -142,7 +144,7 @@ class Unpickler(machine._Unpickler):
         if type(target) is dict:
             target.update(_dict(items))
         elif not isinstance(target, Inert):
-            raise ValueError(f'items of {type(target).__name__} are to be set')
+            raise ValueError(f'the pickle sets items of an object of type {type(target).__name__}')
 
     def load_dict(self) -> None:
         """Make a dict of the keys and values since the mark."""

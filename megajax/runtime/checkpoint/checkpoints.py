@@ -98,7 +98,7 @@ class Checkpoints:
         except OSError as error:
             raise ConfigError(
                 f'{self.folder} cannot be used: {reason(error)}; '
-                'allow it, or choose another run.dir'
+                'make it readable and writable, or choose another run.dir'
             ) from error
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise
@@ -106,7 +106,7 @@ class Checkpoints:
             raise CheckpointError(f'{self.folder} cannot be read: {reason(error)}') from error
 
     def newest_verified(self) -> int | None:
-        """Return the newest step that its digests verify; None if no step was ever finished.
+        """Return the newest step whose digests match; None if no step was ever finished.
 
         Each newer step is logged with its fault. Raises CheckpointError if all steps have a fault.
         """

@@ -41,7 +41,7 @@ class StepFolders:
         self._swept = False
 
     def find_newest(self) -> int | None:
-        """Return the newest step that its digests verify; None if no step was ever finished.
+        """Return the newest step whose digests match; None if no step was ever finished.
 
         Each newer step that is rejected is logged with the reason. Raises CheckpointError if all
         steps are rejected.

@@ -1,6 +1,6 @@
 """Store the arrays of a checkpoint without padding.
 
-The sharded storage pads a matrix if its number of shards does not divide it
+The sharded storage pads a matrix that cannot be divided evenly among its shards
 (`core/parallel/layout.py`). The padding depends on the mesh, so a checkpoint stores parameters and
 moments in their unpadded shapes, and can be restored on any mesh. Each process writes its padded
 shards. The recorded shapes are then reduced, which moves no data, because a reader does not see

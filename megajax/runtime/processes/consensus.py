@@ -67,7 +67,7 @@ class SaveBarrier:
         self.round = 0
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Wait until all processes are at `key`; raise RuntimeError if one has skipped it."""
+        """Wait until all processes have reached `key`; raise RuntimeError if one has skipped it."""
         if jax.process_count() == 1:
             return
         client = multihost.get_jax_distributed_client()

@@ -67,14 +67,14 @@ def make_plan(
     product = f'{processes} processes x {devices} devices'
     if gpus and processes * devices != gpus:
         raise ConfigError(
-            f'{product} are {processes * devices}, and {gpus} GPUs are visible: '
+            f'{product} are {processes * devices}, but {gpus} GPUs are visible: '
             f'choose --processes and --devices-per-process for {gpus}, '
             f'or list {processes * devices} in CUDA_VISIBLE_DEVICES'
         )
     if hosts * processes * devices != needed:
         raise ConfigError(
             f'{f"{hosts} hosts x " if hosts > 1 else ""}{product} are '
-            f'{hosts * processes * devices}, and the mesh of the config (mesh.stages x '
+            f'{hosts * processes * devices}, but the mesh of the config (mesh.stages x '
             f'mesh.data x mesh.context x mesh.model_rows x mesh.model) needs {needed}: '
             'change the mesh, or choose --processes and --devices-per-process to match it'
         )

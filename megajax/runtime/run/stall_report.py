@@ -39,7 +39,7 @@ HALF = re.compile(
 class Place:
     """The phase that a process of the run is in."""
 
-    limit: float  # maximum seconds of the phase
+    limit: float  # time limit of the phase in seconds
     beat: int  # number of phases begun so far; all processes of a run begin the same phases
     since: float  # start of the phase in seconds of the host's monotonic clock
     index: int  # index of this process

@@ -17,7 +17,7 @@ FIRST_STEP = 1800.0
 # A step: no published Megatron-LM run has steps of more than about a minute. On a CPU a step may
 # take longer: see `MEASURED`.
 STEP = 600.0
-MEASURED = 10.0  # a step may take up to this many times the longest step so far, if that is more
+MEASURED = 10.0  # a step may take this many times the longest step so far, if that exceeds STEP
 # Opening the devices and the run's folder takes 1 to 3 s.
 START = 900.0
 # The corpus: all ids are read once, at up to 1 GB/s; a cluster's file system may be far slower.

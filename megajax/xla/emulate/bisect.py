@@ -129,5 +129,5 @@ def _pass_of(path: Path) -> tuple[str, str]:
     """Return the pass after which a module was written, and its pipeline."""
     dump = _DUMP.fullmatch(path.name)
     return (
-        (dump['after'], dump['pipeline']) if dump else ('the end of the compiler', 'of all passes')
+        (dump['after'], dump['pipeline']) if dump else ('the end of compilation', 'of all passes')
     )

@@ -12,7 +12,7 @@ from megajax.xla.emulate.execute import Index
 # for 16-bit types that are computed in fp32.
 LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
 # Two 16-bit programs round differently. An error may be MARGIN times the rounding error on one
-# device, by the largest element and by the norm. The norm of fewer than FEW elements is not
+# device, in the largest element and in the norm. The norm of fewer than FEW elements is not
 # reliable.
 MARGIN, NORM_FLOOR, FEW = 2.0, 1e-2, 16
 WHOLE: Index = ()

@@ -64,7 +64,7 @@ def at_peak(live_ranges: str, assignment: str, values: str) -> tuple[Buffer, ...
     moments = {int(number): name for number, name in _MOMENT.findall(live_ranges)}
     assigned = [*_assigned(assignment)]
     if missing := [each.name[0] for each in assigned if each.name not in lives]:
-        raise HloError(f'the live ranges do not have {missing[0]}, which has memory')
+        raise HloError(f'the live ranges do not include {missing[0]}, which occupies memory')
     places = {
         (name, index): tuple(_PLACE.findall(lines))
         for name, index, lines in _VALUES.findall(values)

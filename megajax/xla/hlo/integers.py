@@ -92,7 +92,7 @@ def _shift(instruction: Instruction, value: np.ndarray, by: np.ndarray) -> Value
 
 
 def _bitcast(instruction: Instruction, value: np.ndarray) -> Value:
-    """Bitcast a vector; None for a reshaped matrix, whose result depends on the layout."""
+    """Bitcast a vector; return None for a reshaped matrix: its bits would depend on the layout."""
     dtype = np.dtype(dtype_of(instruction))
     if value.dtype.itemsize != dtype.itemsize or (value.dtype == np.bool_) != (dtype == np.bool_):
         return None

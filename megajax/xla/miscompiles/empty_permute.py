@@ -1,4 +1,4 @@
-"""A permute without pairs: XLA replaces a slice that is the device's own shard with zeros."""
+"""A permute without pairs: where a device slices out its own shard, XLA returns zeros."""
 
 import re
 from collections.abc import Iterator, Sequence

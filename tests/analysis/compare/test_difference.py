@@ -112,7 +112,9 @@ def test_a_file_holds_a_recording_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize('content', [b'', b'PK\3\4', b'no archive'])
 def test_a_damaged_file_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
     (tmp_path / 'a.npz').write_bytes(content)
-    with pytest.raises(ConfigError, match=r'a\.npz is not what this version of megajax compare'):
+    with pytest.raises(
+        ConfigError, match=r'a\.npz was not written by this version of megajax compare'
+    ):
         read_recording(tmp_path / 'a.npz')
 
 
@@ -120,5 +122,7 @@ def test_a_file_cut_short_is_refused_by_name(tmp_path: Path) -> None:
     write_recording(tmp_path / 'a.npz', recording(1))
     content = (tmp_path / 'a.npz').read_bytes()
     (tmp_path / 'a.npz').write_bytes(content[: len(content) // 2])
-    with pytest.raises(ConfigError, match=r'a\.npz is not what this version of megajax compare'):
+    with pytest.raises(
+        ConfigError, match=r'a\.npz was not written by this version of megajax compare'
+    ):
         read_recording(tmp_path / 'a.npz')

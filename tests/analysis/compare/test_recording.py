@@ -56,7 +56,9 @@ def test_an_array_that_is_none_is_refused_by_the_files_name(
     array = b'\x93NUMPY\x01\x00' + len(header).to_bytes(2, 'little') + header
     with zipfile.ZipFile(tmp_path / 'a.npz', 'a') as archive:
         archive.writestr('forward/x.npy', array)
-    with pytest.raises(ConfigError, match=r'a.npz is not what this version of megajax compare'):
+    with pytest.raises(
+        ConfigError, match=r'a.npz was not written by this version of megajax compare'
+    ):
         read_recording(tmp_path / 'a.npz')
 
 
@@ -69,5 +71,7 @@ def test_a_packing_that_zipfile_does_not_know_is_refused(
     entry = content.index(b'PK\x01\x02')
     content[entry + 10] = 99  # the method of compression
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r'a.npz is not what this version of megajax compare'):
+    with pytest.raises(
+        ConfigError, match=r'a.npz was not written by this version of megajax compare'
+    ):
         read_recording(file)

@@ -228,7 +228,7 @@ def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
             '--table megatron_2019: choose among scaling, heads, strong, megatron, narayanan',
         ),
         ('--gpu h100', 'plan needs a config'),
-        ('calibrate here.txt', 'here.txt: give a file that ends in .yaml'),
+        ('calibrate here.txt', 'here.txt: give a file name that ends in .yaml'),
     ],
 )
 def test_a_wrong_call_names_the_fix(arguments, message):

@@ -139,7 +139,7 @@ def test_what_needs_more_than_parameters_and_a_batch_is_refused_by_key(
 @pytest.mark.parametrize(
     ('names', 'length', 'message'),
     [
-        (['tokens'], 16, 'batch: there is no labels and no loss_mask; give each as an array'),
+        (['tokens'], 16, 'batch: has no labels and no loss_mask; give each as an array'),
         (['tokens', 'labels', 'loss_mask'], 64, 'batch: 64 tokens .* model.max_seq_len=32; give'),
     ],
 )

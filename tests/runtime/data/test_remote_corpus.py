@@ -165,7 +165,9 @@ def test_a_changed_file_ends_the_run_that_reads_it_and_has_another_fingerprint(
         remote = load_data(config(*keys))
         kept = set(blocks(tmp_path))
         stores.copy(here, url)  # written again
-        with pytest.raises(ConfigError, match=r'long\.bin: has changed while the run reads it'):
+        with pytest.raises(
+            ConfigError, match=r'long\.bin: has changed while the run was reading it'
+        ):
             list(map(remote.train.__getitem__, range(100)))
         assert set(blocks(tmp_path)) <= kept
         now = load_data(config(*keys))

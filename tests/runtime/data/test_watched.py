@@ -71,7 +71,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_byte(
     size = np.dtype(dtype).itemsize
     with pytest.raises(
         ConfigError,
-        match=rf'x\.bin: at byte {777 * size}: token 777 is {token}, and the model has {VOCAB} ids',
+        match=rf'x\.bin: at byte {777 * size}: token 777 is {token}, but the model has {VOCAB} ids',
     ):
         sequences.read(700, 800)
 

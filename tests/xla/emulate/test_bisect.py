@@ -59,7 +59,7 @@ def test_an_empty_folder_is_refused_with_the_fix(tmp_path):
         (5, 'reshape-mover'),
         (6, 'removing_unnecessary_copies'),
         (7, 'priority-fusion'),
-        (8, 'the end of the compiler'),
+        (8, 'the end of compilation'),
     ],
 )
 def test_the_pass_is_that_of_the_first_wrong_module(folder, first, pass_name):

@@ -145,7 +145,7 @@ def test_what_it_does_not_understand_is_an_error_with_the_line(tmp_path: Path) -
     assert at_peak(RANGES, ASSIGNMENT, VALUES) == (Buffer((('a', ''),), 'f32[16]', 64, 'b'),)
     with pytest.raises(HloError, match='not an array with an address: value: <1 a @0>'):
         at_peak(RANGES, ASSIGNMENT.replace('offset', 'place'), VALUES)
-    with pytest.raises(HloError, match='the live ranges do not have a, which has memory'):
+    with pytest.raises(HloError, match='the live ranges do not include a, which occupies memory'):
         at_peak(RANGES.replace('a{}', 'c{}'), ASSIGNMENT, VALUES)
     with pytest.raises(HloError, match='XLA wrote no file of the kind live-range'):
         buffers_at_peak(tmp_path)

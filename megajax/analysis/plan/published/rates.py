@@ -88,7 +88,7 @@ def of_model_flops(
 
 
 def sizes_of(values: Values) -> dict[str, int]:
-    """Return the layer sizes that a line lists, by the keys of `model`."""
+    """Return the layer sizes that a line lists, under their keys in `model`."""
     return {key: int(values[column]) for column, key in COLUMNS.items() if column in values}
 
 

@@ -68,7 +68,7 @@ class Balance(NamedTuple):
 
 
 class RelevanceParameters(NamedTuple):
-    """All parameters of relevance."""
+    """The parameters that compute the relevance of regions."""
 
     coupling: Coupling
     scorers: Scorers

@@ -58,7 +58,7 @@ class SublayerSteps:
     keeps_output: bool = False  # whether the gradient of `leave` needs the second matmul's result
 
     def enter(self, x_BTD: jax.Array) -> tuple[Operand, Any]:
-        """Return the normed residual stream, and the transpose, which saves the statistics."""
+        """Return the normed residual stream, and its VJP, which holds the saved statistics."""
 
         def normed(vectors: Sublayer, x_BTD: jax.Array) -> jax.Array:
             return self._complete(vectors).enter(row_major(x_BTD))

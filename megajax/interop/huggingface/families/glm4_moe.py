@@ -38,7 +38,7 @@ def _own(read: Reader) -> Keys:
         read.refuse(
             'n_shared_experts',
             shared,
-            'its experts have a shared one: only a number above 0 is supported',
+            'its layers have a shared expert: only a number above 0 is supported',
         )
         shared = 1
     experts: dict[str, Any] = {

@@ -57,7 +57,7 @@ def unsupported(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
     try:
         if arguments.get('num_layers') and all(dense_layers(arguments)):
-            yield 'moe_layer_freq', 'no layer would have experts: leave --num-experts out'
+            yield 'moe_layer_freq', 'no layer would have experts: omit --num-experts'
     except ValueError as error:
         yield 'moe_layer_freq', str(error)
     active, groups = get('router_topk', 2), get('router_group_topk')

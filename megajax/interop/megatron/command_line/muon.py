@@ -30,7 +30,9 @@ ONLY: Mapping[str, Only] = {
     ),
     'muon_scalar_optimizer': Only(('adam',), 'give adam'),
 }
-WHOLE = Only(('duplicated', 'distributed'), 'matrices are orthogonalized whole: give duplicated')
+WHOLE = Only(
+    ('duplicated', 'distributed'), 'each matrix is orthogonalized as a whole: give duplicated'
+)
 
 
 def unsupported(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:

@@ -115,7 +115,7 @@ def _variables(line: dict[str, Any], place: str) -> dict[str, Any]:
         refuse(place, f'"{KWARGS}" is {short(others)}, not an object')
     variables = {key: x for key, x in line.items() if key not in ('messages', 'images', KWARGS)}
     if twice := sorted({*variables, 'messages', 'add_generation_prompt'} & others.keys()):
-        refuse(place, f'"{KWARGS}" has {", ".join(twice)}, which the line gives')
+        refuse(place, f'"{KWARGS}" has {", ".join(twice)}, which it must not set')
     if 'add_generation_prompt' in variables:
         refuse(place, '"add_generation_prompt" is for what generates; remove it')
     return variables | others

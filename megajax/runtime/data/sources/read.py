@@ -118,7 +118,7 @@ def _text(
 
 
 def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, bytes, bool]]:
-    """Yield blocks of complete lines, each with the following bytes and whether it is the last.
+    """Yield blocks of complete lines, each with the bytes after it and whether it is the last.
 
     A block has at most `unit` bytes, unless a single line is longer.
     """

@@ -119,9 +119,9 @@ class RemoteFile:
         for number in self._unsure:
             self._cache.remove(self.key, number)
         message = (
-            f'has changed while the run reads it: {self.size} bytes {self.version} when it was '
-            f'opened, {size} bytes {version} now; restore it, and start the run again to resume '
-            'from its last checkpoint'
+            f'has changed while the run was reading it: {self.size} bytes {self.version} when it '
+            f'was opened, {size} bytes {version} now; restore it, and start the run again to '
+            'resume from its last checkpoint'
         )
         raise ConfigError(Problem(path=self.url, message=message))
 

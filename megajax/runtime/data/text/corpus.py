@@ -263,7 +263,7 @@ def _texts(file: CorpusFile, key: str = 'text') -> Iterator[str]:
 
 
 def _in_folder(path: Path, root: Path) -> CorpusFile:
-    """Return a file of a folder; a .json file without documents, such as settings, is text."""
+    """Return a file of a folder; a .json file without documents (settings) counts as text."""
     file = _file(path, root)
     if file.format == 'jsonl' and '.json' in map(str.lower, path.suffixes[-2:]):
         as_text = file._replace(format='text')

@@ -60,7 +60,7 @@ class _WatchedTokens:
             raise _problem(
                 self._path,
                 f'at byte {(start + bad) * ids.itemsize}: token {start + bad} is {ids[bad]}, '
-                f'and the model has {self._vocab_size} ids: '
+                f'but the model has {self._vocab_size} ids: '
                 'the file was written to after it was checked',
             )
         return ids
