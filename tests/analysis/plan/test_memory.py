@@ -93,7 +93,7 @@ def test_full_recomputation_in_order_also_keeps_the_outputs_that_norms_read() ->
 
 @pytest.mark.parametrize('name', presets())
 def test_state_is_four_bytes_a_parameter_and_eight_more_if_it_is_learned(name: str) -> None:
-    loaded = config(name, 'mesh.context=1', 'mesh.experts=1', model=1)
+    loaded = config(name, 'mesh.replicas=1', 'mesh.context=1', 'mesh.experts=1', model=1)
     learned = own_counts(loaded, learned=True).all
     assert memory(loaded).state == 4 * num_parameters(loaded.model, padded=True) + 8 * learned
 

@@ -95,8 +95,8 @@ def test_a_mesh_of_one_sends_nothing():
 
 @pytest.mark.parametrize('name', presets())
 def test_each_number_of_a_device_is_reduced_over_data_once_in_fp32(name):
-    unsharded = 'mesh.model=1', 'mesh.context=1', 'mesh.experts=1', 'optim.shard=none'
-    loaded = config(name, 'mesh.data=8', 'train.microbatches=1', *unsharded)
+    one = [f'mesh.{axis}=1' for axis in ('model', 'context', 'experts', 'replicas')]
+    loaded = config(name, *one, 'mesh.data=8', 'train.microbatches=1', 'optim.shard=none')
     routed = 4 * experts.count * loaded.model.num_layers if (experts := loaded.model.experts) else 0
     gradients = 4 * (own_counts(loaded, learned=True).all + routed)  # and the sums of routers
     assert wire_bytes(expected(loaded), 'gradients') == 2 * 7 / 8 * gradients

@@ -54,6 +54,7 @@ NAMES = ['gpt', 'llama', 'bert']
 def test_a_model_has_the_parameters_that_are_declared_and_no_others(preset: str) -> None:
     meshless = [
         'mesh.data=1',
+        'mesh.replicas=1',
         'mesh.experts=1',
         'mesh.context=1',
         'mesh.model=1',
