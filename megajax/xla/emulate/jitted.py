@@ -7,7 +7,7 @@ import re
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,17 @@ def _context(mesh: Mesh | None, *, is_needed: bool) -> contextlib.AbstractContex
     return contextlib.nullcontext() if mesh is None or not is_needed else jax.set_mesh(mesh)
 
 
+@contextlib.contextmanager
+def _pass_a_reference() -> Iterator[None]:
+    """Turn the error of an operation that CPUs do not have into a ValueError with the fix."""
+    try:
+        yield
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and 'UNIMPLEMENTED' not in str(error):
+            raise
+        raise ValueError(f'the function needs a GPU: pass reference= ({error})') from error
+
+
 class _Step:
     """One traced function, and the arrays on which it is run."""
 
@@ -177,10 +188,8 @@ class _Step:
         return [difference(name, [(place, x)], y).error for name, place, x, y in named]
 
     def _of_module(self, inputs: Arrays) -> tuple[list[np.ndarray], str]:
-        try:
+        with _pass_a_reference():
             module = CpuModule(self.traced)
-        except NotImplementedError as error:
-            raise ValueError(f'the function needs a GPU: pass reference= ({error})') from error
         source = 'one device'
         if module.is_manual and module.num_devices > 1:
             source = f"the CPU's own program on {module.num_devices} simulated devices"
@@ -188,7 +197,8 @@ class _Step:
             raise ValueError(_NO_BITS)
         # If rounded to 16 bits, the sums on one device are no closer to the exact values than the
         # GPU's.
-        return module.run(inputs, self.devices, exact=not module.reads_16_bits), source
+        with _pass_a_reference():
+            return module.run(inputs, self.devices, exact=not module.reads_16_bits), source
 
     def _of_reference(
         self, args: tuple[Any, ...], reference: Any, inputs: Arrays

@@ -8,12 +8,13 @@ compiler's last module, and for earlier modules back to the partitioner's.
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax._src.lib import hlo  # type: ignore[attr-defined]
 
 from megajax.xla.emulate.libraries import meaning
+from megajax.xla.emulate.ragged import received
 from megajax.xla.emulate.shapes import Shape, joined, shapes, split, without_layouts
 from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.groups import device_groups
@@ -31,7 +32,7 @@ _DROPPED = {
 }  # fmt: skip
 # Instructions whose meaning depends on the backend, or on a host or a peer that is absent.
 _UNTRANSLATABLE = {
-    'send', 'recv', 'infeed', 'outfeed', 'rng', 'rng-get-and-update-state', 'ragged-all-to-all',
+    'send', 'recv', 'infeed', 'outfeed', 'rng', 'rng-get-and-update-state',
     'collective-broadcast', 'async-update', 'custom-call',
 }  # fmt: skip
 # Most characters of a line in an error, because a kernel's line contains its bytecode.
@@ -117,6 +118,7 @@ class _Translation:
             'async': self._call, 'fusion': self._call, 'bitcast': self._bitcast,
             'custom-call': self._library_call, 'dot': self._dot, 'partition-id': self._device,
             'replica-id': self._first_replica, 'all-to-all': self._all_to_all,
+            'ragged-all-to-all': self._ragged_all_to_all,
         }  # fmt: skip
 
     def _add(self, type_: str, opcode: str, inputs: str, attributes: str = '') -> str:
@@ -215,6 +217,41 @@ class _Translation:
         ]
         return self._finish('tuple', ', '.join(received))
 
+    def _ragged_all_to_all(self) -> None:
+        """Gather all rows and offsets, and let each device take the rows that are sent to it."""
+        groups = self._listed_groups()
+        sent, output, *numbers = (
+            (shapes(each.type)[0], f'%{each.name}') for each in self.operands[:5]
+        )
+        gathered = [
+            self._gathered(*each, len(groups[0])) for each in [sent, *map(self._s32, numbers)]
+        ]
+        ranks = {device: rank for group in groups for rank, device in enumerate(group)}
+        every = joined(ranks[device] for device in range(self.num_devices))
+        table = self._add(f's32[{self.num_devices}]', 'constant', f'{{{every}}}')
+        device = self._add('u32[]', 'replica-id', '')
+        rank = Shape('s32', (1,), ())
+        own = self._add(
+            str(rank), 'dynamic-slice', f'{table}, {device}', ', dynamic_slice_sizes={1}'
+        )
+        given, inputs = zip(output, *gathered, (rank, own), strict=True)
+        name = f'{self.instruction.name}.rows'
+        self.computations.append(_renamed(_hlo(received, given), name))
+        value = self._add(f'({self.type})', 'call', ', '.join(inputs), f', to_apply=%{name}')
+        self._finish('get-tuple-element', value, ', index=0')
+
+    def _s32(self, number: tuple[Shape, str]) -> tuple[Shape, str]:
+        shape, name = number
+        narrow = shape._replace(dtype='s32')
+        return narrow, self._add(str(narrow), 'convert', name)
+
+    def _gathered(self, shape: Shape, name: str, count: int) -> tuple[Shape, str]:
+        """Gather the arrays of a group's devices in one, with a first dim of devices."""
+        one, every = (Shape(shape.dtype, (size, *shape.dims), ()) for size in (1, count))
+        row = self._add(str(one), 'reshape', name)
+        attributes = f'{self._groups()}, dimensions={{0}}'
+        return every, self._add(str(every), 'all-gather', row, attributes)
+
     def _row(self, array: str, row: Shape, index: int) -> str:
         full_dims = ', '.join(f'[0:{size}]' for size in row.dims[1:])
         bounds = ', '.join(filter(None, [f'[{index}:{index + 1}]', full_dims]))
@@ -226,9 +263,11 @@ class _Translation:
             raise HloError(f'a collective that is not between partitions: {self.source.line}')
         if self.opcode == 'collective-permute':
             return ''
-        groups = device_groups(self.source, self.num_devices)
-        listed = ','.join(f'{{{joined(group)}}}' for group in groups)
+        listed = ','.join(f'{{{joined(group)}}}' for group in self._listed_groups())
         return f', replica_groups={{{listed}}}'
+
+    def _listed_groups(self) -> Sequence[Sequence[int]]:
+        return device_groups(self.source, self.num_devices)
 
     def _library_call(self) -> None:
         operands = tuple(shapes(operand.type)[0] for operand in self.operands)
@@ -258,8 +297,13 @@ def _lowered(attributes: str, operands: tuple[Shape, ...], results: tuple[Shape,
             raise HloError(f'a library call has {counts}')
         return outputs
 
+    return _hlo(named, operands)
+
+
+def _hlo(function: Callable[..., tuple[jax.Array, ...]], operands: Sequence[Shape]) -> str:
+    """Return the computations of a jax function."""
     abstract = [shape.abstract() for shape in operands]
-    lowered = jax.jit(named, keep_unused=True).lower(*abstract).compiler_ir('hlo')
+    lowered = jax.jit(function, keep_unused=True).lower(*abstract).compiler_ir('hlo')
     assert lowered is not None
     printed = hlo.HloPrintOptions()
     printed.print_large_constants, printed.print_percent = True, True
