@@ -118,6 +118,8 @@ def with_die(record: Any) -> Any:
     """Return a GPU's record with the efficiencies of its die, if it names one."""
     if not isinstance(record, dict) or not {'die', 'power', 'peak_flops', 'sources'} <= {*record}:
         return record
+    if record['die'] is None:
+        return record
     shared = die(record['die'])
     clock = shared.clock(float(record['power']), float(record['peak_flops']['bfloat16']))
     return record | {

@@ -23,7 +23,8 @@ from megajax.core.hardware.memory import USABLE
 from megajax.core.hardware.records import hardware
 from megajax.core.hardware.targets import has_compiler
 
-MOST_CALLS = 3_300_000  # of Python functions; a slow core makes them in 2 to 3 s
+# Calls of Python functions, which a slow core makes in 2.8 s. Context shards have three exchanges.
+MOST_CALLS = 4_400_000
 
 
 @functools.cache
