@@ -13,7 +13,9 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.zigzag import position_at
 from megajax.core.train.feed import Batch
 
-OF_ROWS = {'rows', 'swapped', 'row_weights'}  # arrays of a batch with one element per sequence
+# Arrays of a batch with one element per sequence. Each process traces them in this order: the order
+# of a set differs between processes, and so would their programs.
+OF_ROWS = 'rows', 'swapped', 'row_weights'
 
 
 def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
@@ -57,7 +59,7 @@ def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
     if 'positions' not in batch:
         place_BS = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1, out_sharding=layout('BS'))
         added['positions'] = position_at(place_BS, length, shards)
-    for name in OF_ROWS & batch.keys():
+    for name in filter(batch.__contains__, OF_ROWS):
         x_B1 = batch[name].reshape(rows, 1, out_sharding=layout('B-'))
         added[name] = jax.reshard(jnp.broadcast_to(x_B1, (rows, shards)), layout('BS'))
     if 'row_weights' in added:
