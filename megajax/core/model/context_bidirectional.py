@@ -7,18 +7,17 @@ a mask. Each shard has the segments of all tokens of its sequences (`documents.p
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.core.model.context_exchange import Keys, Sums, merge
+from megajax.core.model.context_exchange import How, Keys, Sums, merge
 from megajax.core.model.dropout import WeightDropout, positions_of_shard
-from megajax.core.model.kernels import KERNELS, Dropped, Kernel
-from megajax.core.model.passes import Passes, attend_by
-from megajax.core.model.per_device import Specs, per_device
-from megajax.core.parallel.layout import CONTEXT, UNSHARDED
+from megajax.core.model.kernels import KERNELS, Dropped
+from megajax.core.model.passes import Passes, attend_by, on_each_device
+from megajax.core.parallel.layout import CONTEXT
 
 
 def attend_both_ways(
@@ -47,10 +46,7 @@ def attend_both_ways(
 @functools.cache
 def _passes(exchange: str, kernel: str, scale: float, rate: float) -> Passes:
     passes = KERNELS[kernel].scaled(scale)
-    how = _How(passes, is_ring=exchange == 'ring', rate=rate)
-
-    def placed_as_output(specs: Specs) -> Specs:
-        return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-')
+    how = How(passes, is_ring=exchange == 'ring', rate=rate)
 
     def alone(*arrays: Any) -> tuple[jax.Array, ...]:
         return passes.forward(*arrays[:3], False)
@@ -58,22 +54,12 @@ def _passes(exchange: str, kernel: str, scale: float, rate: float) -> Passes:
     def gradients_alone(*arrays: Any) -> tuple[jax.Array, ...]:
         return passes.backward(*arrays[:6], False)
 
-    return Passes(
-        per_device(functools.partial(_attend, how), placed_as_output, alone),
-        per_device(functools.partial(_gradients, how), lambda specs: specs[:3], gradients_alone),
-    )
-
-
-class _How(NamedTuple):
-    """How a device computes attention."""
-
-    kernel: Kernel
-    is_ring: bool
-    rate: float  # dropout rate
+    of_shards = Passes(functools.partial(_attend, how), functools.partial(_gradients, how))
+    return on_each_device(of_shards, Passes(alone, gradients_alone))
 
 
 def _attend(
-    how: _How,
+    how: How,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -94,7 +80,7 @@ def _attend(
 
 
 def _gradients(
-    how: _How,
+    how: How,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -129,7 +115,7 @@ class _Blocks:
 
     def __init__(
         self,
-        how: _How,
+        how: How,
         q_RSNH: jax.Array,
         segment_RY: jax.Array | None,
         key_R2: jax.Array | None,

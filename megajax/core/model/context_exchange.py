@@ -3,15 +3,24 @@
 The results of attention to the keys of several shards are merged by their log-sum-exp.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from megajax.core.model.kernels import Kernel
 from megajax.core.parallel.layout import CONTEXT
 
 Pair = tuple[jax.Array, jax.Array]
+
+
+class How(NamedTuple):
+    """How a device computes attention."""
+
+    kernel: Kernel
+    is_ring: bool
+    rate: float  # dropout rate
 
 
 class Keys:
@@ -20,6 +29,7 @@ class Keys:
     def __init__(self, k: jax.Array, v: jax.Array, ring: bool):
         self._kv, self._ring = (k, v), ring
         if not ring:
+            # all-gather over context
             self._gathered = tuple(lax.all_gather(x, CONTEXT) for x in self._kv)
 
     def of(self, step: int, done: list[jax.Array]) -> Pair:
@@ -72,7 +82,7 @@ class Sums:
         if self._ring:
             dk, dv = _pass_on(tuple(x.astype(self._dtype) for x in self._sums))
             return dk, dv
-        dk, dv = (
+        dk, dv = (  # reduce-scatter over context
             lax.psum_scatter(x, CONTEXT, scatter_dimension=0, tiled=True)[0].astype(self._dtype)
             for x in self._sums
         )
@@ -83,6 +93,7 @@ def _pass_on(kv: Any) -> Any:
     """Send this shard's arrays to the next shard, and receive the previous shard's."""
     shards = lax.axis_size(CONTEXT)
     pairs = [(i, (i + 1) % shards) for i in range(shards)]
+    # permute over context
     return jax.tree.map(lambda x: lax.ppermute(x, CONTEXT, pairs), kv)
 
 

@@ -23,9 +23,8 @@ from megajax.core.model.context_exchange import merge
 from megajax.core.model.documents import shared
 from megajax.core.model.dropout import WeightDropout
 from megajax.core.model.kernels import KERNELS, Dropped, Kernel, Lengths, same_document
-from megajax.core.model.passes import Passes, attend_by
-from megajax.core.model.per_device import Specs, per_device
-from megajax.core.parallel.layout import CONTEXT, UNSHARDED
+from megajax.core.model.passes import Passes, attend_by, on_each_device
+from megajax.core.parallel.layout import CONTEXT
 from megajax.core.parallel.zigzag import position_at
 
 HIDDEN = 1e30  # a log-sum-exp with which every weight of a query is 0
@@ -69,13 +68,8 @@ def _passes(window: int, kernel: str, scale: float, rate: float) -> Passes:
         mask = same_document(arrays[8])
         return passes.backward(*arrays[:5], arrays[7], True, mask, window=window)
 
-    def placed_as_output(specs: Specs) -> Specs:
-        return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-'), *specs[1:3]
-
-    return Passes(
-        per_device(functools.partial(_attend, how), placed_as_output, alone),
-        per_device(functools.partial(_gradients, how), lambda specs: specs[:3], gradients_alone),
-    )
+    of_shards = Passes(functools.partial(_attend, how), functools.partial(_gradients, how))
+    return on_each_device(of_shards, Passes(alone, gradients_alone), saved=2)
 
 
 class _How(NamedTuple):
@@ -278,6 +272,7 @@ def _give_back(dk: jax.Array) -> jax.Array:
 def _pass_on(x: jax.Array, step: int) -> jax.Array:
     """Send a shard's array to the shard `step` positions further around the ring."""
     shards = lax.axis_size(CONTEXT)
+    # permute over context
     return lax.ppermute(x, CONTEXT, [(i, (i + step) % shards) for i in range(shards)])
 
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from megajax.core.model.dropout import WeightDropout
 from megajax.core.model.kernels import KERNELS, Dropped, same_document
-from megajax.core.model.passes import Passes, attend_by
+from megajax.core.model.passes import Passes, attend_by, on_each_device
 from megajax.core.model.per_device import per_device
 from megajax.core.parallel.layout import CONTEXT, UNSHARDED, Layout
 from megajax.core.parallel.zigzag import in_order, in_shards
@@ -83,12 +83,7 @@ def _passes(masks: Masks, kernel: str, scale: float, rate: float) -> Passes:
     def backward_alone(*arrays: Any) -> tuple[jax.Array, ...]:
         return passes.backward(*arrays[:6], causal)
 
-    return Passes(
-        per_device(
-            forward, lambda specs: (specs[0], UNSHARDED.like(specs[0], '*RSNH->*RNS')), alone
-        ),
-        per_device(backward, lambda specs: specs[:3], backward_alone),
-    )
+    return on_each_device(Passes(forward, backward), Passes(alone, backward_alone))
 
 
 def _dropped(q_RYNH: jax.Array, key_R2: jax.Array | None, rate: float) -> Dropped | None:

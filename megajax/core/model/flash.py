@@ -9,9 +9,7 @@ import jax
 from megajax.core.counts.flash import missing_for_flash
 from megajax.core.hardware.targets import capability_of, is_nvidia
 from megajax.core.model.kernels import KERNELS, same_document
-from megajax.core.model.passes import Passes, attend_by
-from megajax.core.model.per_device import per_device
-from megajax.core.parallel.layout import UNSHARDED
+from megajax.core.model.passes import Passes, attend_by, on_each_device
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +71,4 @@ def _passes(causal: bool, window: int | None, scale: float) -> Passes:
         kernel = KERNELS['cudnn'].scaled(scale)
         return kernel.backward(*saved, causal, same_document(segment_RS), window=window)
 
-    return Passes(
-        per_device(forward, lambda specs: (specs[0], UNSHARDED.like(specs[0], '*RSNH->*RNS'))),
-        per_device(backward, lambda specs: specs[:3]),
-    )
+    return on_each_device(Passes(forward, backward))

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from megajax.core.model.per_device import Specs, per_device
+from megajax.core.parallel.layout import UNSHARDED
+
 Arrays = tuple[jax.Array, ...]
 
 
@@ -23,6 +26,24 @@ class Passes(NamedTuple):
     forward: Callable[..., Arrays]
     # (q, k, v, o, lse, others, do, segments or None, keys or None) -> dq, dk, dv
     backward: Callable[..., Arrays]
+
+
+def on_each_device(passes: Passes, unmapped: Passes | None = None, *, saved: int = 0) -> Passes:
+    """Return passes that apply `passes` to each device's part of the arrays.
+
+    `passes` may communicate along a mapped dim; if none is mapped, `unmapped` is applied instead.
+    After o and the log-sum-exp, the forward pass returns `saved` arrays that are sharded like k and
+    v.
+    """
+
+    def like_inputs(specs: Specs) -> Specs:
+        return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-'), *specs[1 : 1 + saved]
+
+    forward, backward = unmapped or (None, None)
+    return Passes(
+        per_device(passes.forward, like_inputs, forward),
+        per_device(passes.backward, lambda specs: specs[:3], backward),
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

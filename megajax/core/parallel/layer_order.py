@@ -91,7 +91,7 @@ def _mover(stages: int, chunks: int, to_model: bool, donate: bool) -> Any:
                     end[at] = place
             source, target = (jnp.array(end)[stage] for end in places)
             pairs = [(here, there) for (here, _), (there, _) in moves]
-            received = lax.ppermute(
+            received = lax.ppermute(  # permute over stage
                 lax.dynamic_index_in_dim(parts, source, keepdims=False), STAGE, pairs
             )
             result = lax.dynamic_update_index_in_dim(result, received, target, 0)

@@ -69,6 +69,7 @@ def select(condition_Z: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def send(x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """Send each stage's part of x [stage, ...] to a different stage; zeros if nothing arrives."""
+    # permute over stage
     return _on_devices(lambda x: lax.ppermute(x, STAGE, pairs), _spec(x), x)
 
 
@@ -141,7 +142,7 @@ def share_tokens(y: jax.Array, layout: Layout) -> jax.Array:
 
     def own(y: jax.Array) -> jax.Array:
         tokens = _padded(y.reshape(-1, size), stages)
-        received = lax.all_to_all(tokens, STAGE, 0, 0, tiled=True)
+        received = lax.all_to_all(tokens, STAGE, 0, 0, tiled=True)  # all-to-all over stage
         return received[-(len(tokens) // stages) :].reshape(_shape(layout, 1, -1, size))
 
     return _on_devices(own, _spec(y), y)
@@ -153,6 +154,7 @@ def collect_tokens(parts: jax.Array, shape: tuple[int, ...], layout: Layout) -> 
     length //= layout.num_shards('T')
 
     def own(parts: jax.Array) -> jax.Array:
+        # all-gather over stage
         tokens = lax.all_gather(parts.reshape(-1, size), STAGE, axis=0, tiled=True)
         return tokens[: rows * length].reshape(_shape(layout, rows, length, size))
 
