@@ -9,6 +9,7 @@ from megajax.core.config import Config
 from megajax.core.config.divisors import divisors
 from megajax.core.config.mesh_rules import replicas_within_hosts
 from megajax.core.config.overlap_rules import resolved
+from megajax.core.counts.context import own_over_context
 from megajax.core.counts.flash import HOPPER, uses_flash
 from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.hardware.records import Capability
@@ -125,29 +126,49 @@ def deep_layouts(
     most = max(1, MOST_TOKENS * mesh.context // config.train.seq_len)
     counts = [n for n in divisors(rows) if mesh.stages == 1 or rows // n <= most]
     chunks = _repetitions(layers_of_chunk(on_mesh), config) if mesh.stages > 1 else (1,)
-    exchanges = ['gather']
-    if mesh.context > 1:
-        exchanges += ['ring'] if mesh.stages == 1 else []
-        has_heads = config.model.num_kv_heads % (mesh.context * mesh.model) == 0
-        exchanges += ['all_to_all'] if has_heads else []
     flash = uses_flash(config, capability)
     recomputes = ('none', 'full') if flash else ('none', 'selective', 'full')
     shards: tuple[str, ...] = ('none',)
     if mesh.data * mesh.context > 1:
         zero = ('optimizer',) if mesh.stages > 1 else ('optimizer', 'gradients', 'weights')
         shards = ('none', *zero)
-    for count, virtual, exchange in product(counts, chunks, exchanges):
-        if count < mesh.stages or (virtual > 1 and count % mesh.stages):
-            continue
-        exchanged = changed(on_mesh, mesh__virtual_stages=virtual, mesh__context_exchange=exchange)
-        for recompute, shard in product(recomputes, shards):
-            layout = changed(
-                exchanged,
+    for recompute in recomputes:
+        trained = changed(on_mesh, train__recompute=recompute)
+        exchanges = _exchanges(trained)
+        for count, virtual, exchange in product(counts, chunks, exchanges):
+            if count < mesh.stages or (virtual > 1 and count % mesh.stages):
+                continue
+            exchanged = changed(
+                trained,
                 train__microbatches=count,
-                train__recompute=recompute,
-                optim__shard=shard,
+                mesh__virtual_stages=virtual,
+                mesh__context_exchange=exchange,
             )
-            yield from _expert_degrees(layout, per_host)
+            for shard in shards:
+                yield from _expert_degrees(changed(exchanged, optim__shard=shard), per_host)
+
+
+def _exchanges(config: Config) -> list[str]:
+    """Return the exchanges of context shards to compare.
+
+    Nothing overlaps with an all-gather or an exchange of heads, so the one that sends fewer bytes
+    is compared, unless a mask of documents or padding needs more memory with heads. A ring overlaps
+    with attention.
+    """
+    mesh, exposed = config.mesh, ['gather']
+    if mesh.context == 1:
+        return exposed
+    if config.model.num_kv_heads % (mesh.context * mesh.model) == 0:
+        exposed.append('all_to_all')
+    rings = ['ring'] if mesh.stages == 1 else []
+    if config.data.document_mask or config.model.is_bert:
+        return exposed + rings
+
+    def sent(exchange: str) -> float:
+        layer = own_over_context(changed(config, mesh__context_exchange=exchange), layers=1)
+        return sum(collective.wire_bytes * collective.times for collective in layer)
+
+    return [min(exposed, key=sent), *rings]
 
 
 def layouts(

@@ -23,8 +23,7 @@ from megajax.core.hardware.memory import USABLE
 from megajax.core.hardware.records import hardware
 from megajax.core.hardware.targets import has_compiler
 
-# Calls of Python functions, which a slow core makes in 2.8 s. Context shards have three exchanges.
-MOST_CALLS = 4_400_000
+MOST_CALLS = 3_700_000  # of Python functions; a slow core makes them in 2 to 3 s
 
 
 @functools.cache

@@ -128,6 +128,18 @@ def test_heads_are_exchanged_where_each_device_gets_whole_ones_and_masks_stay_wh
     assert Sizes(by_heads).mask == Sizes(config).mask
 
 
+def test_of_two_exchanges_that_nothing_hides_the_one_with_fewer_bytes_is_compared() -> None:
+    long = ['train.seq_len=131072', 'model.max_seq_len=131072', 'train.batch_size=8']
+    for keys, shards, least in (
+        ([], 2, 'gather'),  # four query heads per key/value head: 1.25x the bytes by heads
+        ([], 4, 'all_to_all'),
+        (['model.window=1024'], 4, 'gather'),  # its halos are smaller
+    ):
+        config = load('llama3_8b', [*long, *keys, 'mesh.data=1'])
+        found = [*deep_layouts(config, Mesh(1, 1, 1, 1, shards), 8)]
+        assert {layout.mesh.context_exchange for layout in found} == {least, 'ring'}
+
+
 def test_a_step_takes_the_time_of_its_ticks() -> None:
     """(m + (p - 1) / v) (t_f + t_b) + m t_head / p."""
     cluster = Cluster.of(H100, 64)
