@@ -49,4 +49,6 @@ def test_output_and_gradients_are_those_of_whole_sequences(shards: int, exchange
         actual = output_and_gradients(PADDED[:, order], *map(to_shards, (do, q, k, v)))
     for x, y in zip(actual, (o, *pullback(do)), strict=True):
         in_order = np.asarray(x).swapaxes(0, 1).reshape(y.shape)[:, np.argsort(order)]
-        np.testing.assert_allclose(in_order, y, atol=2e-6)
+        # A gradient of scores is the difference of two products, here of 4.57 and 4.39, both in
+        # fp32: in fp64, the largest error of shards is 2.6e-6 and that of whole sequences 7e-7.
+        np.testing.assert_allclose(in_order, y, atol=4e-6)

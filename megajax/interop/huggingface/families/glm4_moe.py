@@ -69,7 +69,8 @@ def _write_config(model: ModelConfig) -> Keys:
     if (experts := model.experts) is None:
         return keys
     routing = {name: getattr(experts, key) for name, (key, _) in ROUTING.items()}
-    return keys | routing | {'n_shared_experts': experts.shared_ffn_size // experts.ffn_size}
+    # Without a shared expert, the 1 reads back as another shared_ffn_size, which rejects the model.
+    return keys | routing | {'n_shared_experts': experts.shared_ffn_size // experts.ffn_size or 1}
 
 
 FAMILIES = (
