@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 
 class _Group(DefaultGroup):
+    """The commands of inspect; `inspect --diff A B` means `inspect diff A B`."""
+
     default = 'step'
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        return super().parse_args(ctx, ['diff', *args[1:]] if args[:1] == ['--diff'] else args)
 
 
 inspect_app = typer.Typer(
@@ -162,12 +167,13 @@ def diff(
     """Compare two compiled steps.
 
     The steps can be from two commits, configs or versions of jax. A config is compiled now, for the
-    target. Exits with code 1 if there is a new error.
+    target. Exits with code 1 if there is a new error. megajax inspect --diff does the same.
     """
     sources = _read_inspection(before), _read_inspection(after)
     from megajax.analysis.inspect import inspect
     from megajax.analysis.inspect.diff import difference
-    from megajax.analysis.inspect.diff_report import to_markdown, to_tables
+    from megajax.analysis.inspect.diff_markdown import to_markdown
+    from megajax.analysis.inspect.diff_report import to_tables
     from megajax.base.render.console import as_text
 
     old, new = (

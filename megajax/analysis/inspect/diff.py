@@ -1,6 +1,6 @@
 """Compare two inspections: of two commits, two configs or two versions of jax."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from ruamel.yaml import YAML
 
 from megajax.analysis.inspect.kernels import total, totals
 from megajax.analysis.inspect.peak_groups import by_file, grouped, total_bytes
-from megajax.analysis.inspect.result import Finding, Inspection
+from megajax.analysis.inspect.result import Finding, Inspection, Row, Transfer
 
 LEAST = 1e-3  # share of a step: parts that change by less are omitted
 LARGE = 10  # a ratio that is easier to read than a percentage
@@ -38,15 +38,30 @@ class Change(NamedTuple):
         return 'gone' if not ratio else f'{ratio - 1:+.1%}' if ratio < LARGE else f'x {ratio:,.0f}'
 
 
+class ChangedRow(NamedTuple):
+    """The collectives of one site in one phase over one axis, which differ in two inspections."""
+
+    site: str
+    phase: str
+    axis: str
+    before: list[Transfer]
+    after: list[Transfer]
+    bytes: Change  # sent per step and device
+    is_more: bool  # whether the later step sends more than Megatron's
+
+
 class Difference(NamedTuple):
     """The differences of two inspections.
 
-    `totals` has the numbers of the whole step, and `memory` has the memory at the peak, by use.
-    `parts` and `arrays` list only what differs by more than LEAST of the total. Arrays are matched
-    by use, site and file, not by line, because lines move.
+    `sent` has the bytes of all collectives, and `rows` has the collectives that differ, the largest
+    change of bytes first. `totals` has the numbers of the whole step, and `memory` has the memory
+    at the peak, by use. `parts` and `arrays` list only what differs by more than LEAST of the
+    total. Arrays are matched by use, site and file, not by line, because lines move.
     """
 
     keys: list[tuple[str, str, str]]  # keys of the config, with both values
+    sent: Change
+    rows: list[ChangedRow]
     totals: list[Change]
     parts: list[Change]
     memory: list[Change]
@@ -62,6 +77,11 @@ def difference(before: Inspection, after: Inspection) -> Difference:
             *_differing(_of_program(before), _of_program(after)),
             *_differing(*(_flat(YAML(typ='safe').load(each.config)) for each in (before, after))),
         ],
+        sent=Change('sent', 'B', *(_sent(each.rows) for each in (before, after))),
+        rows=sorted(
+            _changed_rows(before, after),
+            key=lambda row: -abs(row.bytes.after - row.bytes.before),
+        ),
         totals=[*_changes(before, after, _totals)],
         parts=_large([*_changes(before, after, _parts)]),
         memory=[*_changes(before, after, _memory)],
@@ -69,6 +89,21 @@ def difference(before: Inspection, after: Inspection) -> Difference:
         new=[each for each in after.findings if each not in before.findings],
         gone=[each for each in before.findings if each not in after.findings],
     )
+
+
+def _changed_rows(before: Inspection, after: Inspection) -> Iterator[ChangedRow]:
+    old, new = ({(x.site, x.phase, x.axis): x for x in each.rows} for each in (before, after))
+    for key in dict.fromkeys([*old, *new]):
+        rows = [[each[key]] if key in each else [] for each in (old, new)]
+        placed = [[transfer for row in each for transfer in row.placed] for each in rows]
+        if Counter(placed[0]) != Counter(placed[1]):
+            sent = Change('sent', 'B', *map(_sent, rows))
+            is_more = any(row.verdict == 'MORE' for row in rows[1])
+            yield ChangedRow(*key, *placed, bytes=sent, is_more=is_more)
+
+
+def _sent(rows: list[Row]) -> float:
+    return sum(row.wire_bytes for row in rows)
 
 
 def _large(changes: list[Change]) -> list[Change]:
@@ -130,6 +165,7 @@ def _totals(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
     yield 'matmul work', 'TFLOP', inspection.products.compiled / 1e12
     for axis in inspection.mesh:
         yield f'sent over {axis}', 'B', inspection.sent_over(axis)
+    yield 'memory', 'B', memory.needed
     yield 'state and batch', 'B', memory.arguments
     yield 'temporaries', 'B', memory.temporaries
 

@@ -1,4 +1,4 @@
-"""The difference of two inspections, as text for a terminal and as Markdown for a pull request."""
+"""The difference of two inspections, as text for a terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -26,18 +26,6 @@ def to_tables(found: Difference) -> RenderableType:
     return Group(*parts, *map(Text, _lines(found)), Text(NOT_MEASURED, style='dim'))
 
 
-def to_markdown(found: Difference) -> str:
-    """Return the tables as Markdown."""
-    blocks = []
-    for title, names, rows in _sections(found):
-        ruler = '|'.join('---' if index == 0 else '---:' for index in range(len(names)))
-        lines = [f'| {" | ".join(names)} |', f'|{ruler}|']
-        lines += [f'| {" | ".join(_escaped(cell) for cell in row)} |' for row in rows]
-        blocks.append('\n'.join([f'**{title}**', '', *lines]))
-    blocks += [f'- {_escaped(line)}' for line in _lines(found)]
-    return '\n\n'.join([*blocks, NOT_MEASURED]) + '\n'
-
-
 def _sections(found: Difference) -> Iterator[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
     """Yield the title, the columns and the rows of each table that is not empty."""
     if found.keys:
@@ -56,11 +44,12 @@ def _sections(found: Difference) -> Iterator[tuple[str, Sequence[str], list[tupl
 
 
 def _row(change: Change) -> tuple[str, ...]:
-    before, after = (_number(value, change.unit) for value in (change.before, change.after))
+    before, after = (number(value, change.unit) for value in (change.before, change.after))
     return change.name, before, after, change.text
 
 
-def _number(value: float, unit: str) -> str:
+def number(value: float, unit: str) -> str:
+    """Format a number of a step in its unit."""
     if unit == 'B':
         return si(value)
     return f'{value:,.3f} {unit}' if unit else f'{value:,.0f}'
@@ -72,7 +61,3 @@ def _lines(found: Difference) -> Iterator[str]:
             yield f'{words} {finding.level}: {finding.rule}: {finding.message}'
     if not (found.keys or found.parts or found.arrays or found.new or found.gone):
         yield 'no differences'
-
-
-def _escaped(text: str) -> str:
-    return text.replace('|', '\\|').replace('<', '&lt;').replace('\n', ' ')

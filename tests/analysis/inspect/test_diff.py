@@ -13,7 +13,7 @@ from megajax.analysis.inspect import Inspection
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_for
 from megajax.analysis.inspect.diff import Change, difference
-from megajax.analysis.inspect.diff_report import to_markdown
+from megajax.analysis.inspect.diff_markdown import MOST, to_markdown
 from megajax.analysis.inspect.result import Finding, Kernel
 from megajax.commands.main import app
 
@@ -66,7 +66,7 @@ def test_a_step_does_not_differ_from_itself(one) -> None:
     found = difference(one, one)
     assert not any([found.keys, found.parts, found.arrays, found.new, found.gone])
     assert {change.text for change in (*found.totals, *found.memory)} == {'same'}
-    assert '- no differences' in to_markdown(found)
+    assert re.fullmatch(r'\*\*Same bytes\*\*: .* nothing else differs\.\n', to_markdown(found))
 
 
 def test_keys_bytes_and_memory_are_beside_each_other(one, two) -> None:
@@ -80,6 +80,42 @@ def test_keys_bytes_and_memory_are_beside_each_other(one, two) -> None:
     assert state.after == two.memory.arguments
 
 
+def test_the_first_line_of_markdown_says_whether_more_is_sent(one, two) -> None:
+    few, more = sum(row.wire_bytes for row in one.rows), sum(row.wire_bytes for row in two.rows)
+    assert few < more
+    for before, after, verdict in ((one, two, 'More'), (two, one, 'Fewer')):
+        first, *rest = to_markdown(difference(before, after)).splitlines()
+        assert first.startswith(f'**{verdict} bytes**: ')
+        assert 'matmul work' in first
+        assert '`mesh.model` `' in rest[1]
+
+
+def test_markdown_lists_the_collectives_that_differ_the_largest_change_first(one, two) -> None:
+    rows = difference(one, two).rows
+    assert [row for row in rows if row.before] == []
+    changes = [abs(row.bytes.after - row.bytes.before) for row in rows]
+    assert changes == sorted(changes, reverse=True)
+    text = to_markdown(difference(one, two))
+    assert '| site | phase | axis | base | head | bytes | ratio |' in text
+    shown, _, folded = text.partition('more collectives</summary>')
+    for row in rows:
+        line = f'| {row.site} | {row.phase} | {row.axis} | - |'
+        assert (line in shown) == (row in rows[:MOST])
+        assert (line in folded) == (row in rows[MOST:])
+    gone = to_markdown(difference(two, one))
+    assert re.search(r'\| attention \| forward \| model \| .* \| - \| .* \| gone \|', gone)
+
+
+def test_markdown_marks_a_changed_row_that_sends_more_than_megatron(two) -> None:
+    row, *rest = two.rows
+    twice = [x.model_copy(update={'times': 2 * x.times}) for x in row.placed]
+    update = {'verdict': 'MORE', 'placed': twice, 'wire_bytes': 2 * row.wire_bytes}
+    worse = two.model_copy(update={'rows': [row.model_copy(update=update), *rest]})
+    text = to_markdown(difference(two, worse))
+    assert f'| {row.site} | {row.phase} | {row.axis} |' in text
+    assert '| 2.000, MORE than Megatron |' in text
+
+
 def test_memory_is_compared_by_use_and_the_arrays_that_differ_by_file(one, two) -> None:
     found = difference(one, two)
     assert sum(change.before for change in found.memory) == one.memory.needed
@@ -89,7 +125,8 @@ def test_memory_is_compared_by_use_and_the_arrays_that_differ_by_file(one, two) 
     assert half.after == half.before / 2
     assert any(name.startswith('activations mlp core/model/') for name in changes)
     assert not any(':' in name for name in changes)
-    assert f'| {half.name} |' in to_markdown(found)
+    text = to_markdown(found)
+    assert f'| {half.name} |' in text.partition('<summary>memory at its peak</summary>')[2]
 
 
 def test_kernels_are_compared_by_kind_and_place_and_small_changes_left_out(one) -> None:
@@ -129,6 +166,8 @@ def test_the_command_reads_files_and_exits_with_1_where_an_error_is_new(
     files = f'{tmp_path}/two.json', f'{tmp_path}/worse.json'
     worse_than_two = CliRunner().invoke(app, [*DIFF, *files, '--markdown'])
     assert worse_than_two.exit_code == 1
+    as_option = CliRunner().invoke(app, ['inspect', '--diff', *files, '--markdown'])
+    assert (as_option.exit_code, as_option.stdout) == (1, worse_than_two.stdout)
     assert '- new error: r: m' in worse_than_two.stdout
 
 
