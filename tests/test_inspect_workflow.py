@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from megajax.core.config import load
+
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / '.github/workflows/inspect-diff.yml'
 SMALL = 'tiny model.num_layers=1 model.vocab_size=300 train.batch_size=8 mesh.data=1'
@@ -39,6 +41,11 @@ def test_no_script_contains_text_of_the_pull_request(workflow) -> None:
     ]
     assert len(scripts) == 3
     assert all('${{' not in script for script in scripts)
+
+
+def test_each_step_is_a_config(workflow) -> None:
+    steps = workflow['jobs']['inspect']['env']['STEPS'].splitlines()
+    assert [load(name, keys).mesh.num_devices for name, *keys in map(str.split, steps)] == [8, 8, 8]
 
 
 @pytest.mark.slow
