@@ -66,20 +66,9 @@ def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unrol
     """
     model, count = each[0].attention.config, count_layers(each)
     first, period = model.first_dense, len(model.pattern)
-    if recompute == 'full' and period == 1 and not first:
-        layer_fn = jax.checkpoint(layer_fn, prevent_cse=False)
 
     def of_layer(x: Carry, each: Any, start: int, place: int) -> Carry:
         return layer_fn(*_layer_of(each, start, place)[:2], x, each[2][place])
-
-    if period == 1 and not first:
-
-        def of_each(x: Carry, each: Any) -> tuple[Carry, None]:
-            block, weights, index = each
-            of_weights = None if weights is None else at_place(weights, 0)
-            return layer_fn(at_place(block, 0), of_weights, x, index), None
-
-        return lax.scan(of_each, x, each, unroll=unroll)[0]
 
     if recompute == 'full':
         # A layer is taken from its period again in the backward pass, so no copy of it is saved. It
@@ -92,13 +81,36 @@ def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unrol
             x = of_layer(x, each, start, place)
         return x
 
+    if first:
+        x = run(x, _between(each, 0, first), 0)
+    if period == 1:
+        alike = _between(each, first, count) if first else each
+        return _in_turn(layer_fn, x, alike, first, recompute=recompute, unroll=unroll)
     periods = (count - first) // period
     stop = first + periods * period
-    x = run(x, _between(each, 0, first), 0)
     if periods:
         of_periods = _in_groups(_between(each, first, stop), periods)
         x, _ = lax.scan(lambda x, each: (run(x, each, first), None), x, of_periods, unroll=unroll)
     return run(x, _between(each, stop, count), first)
+
+
+def _in_turn(
+    layer_fn: LayerFn, x: Carry, each: Any, start: int, *, recompute: str, unroll: bool
+) -> Carry:
+    """Apply stacked layers of one kind; the first of them is layer `start`.
+
+    A loop over layers saves no copy of their weights, unlike a loop over periods.
+    """
+    if recompute == 'full':
+        layer_fn = jax.checkpoint(layer_fn, prevent_cse=False)
+    block, weights, index = each
+
+    def of_each(x: Carry, each: Any) -> tuple[Carry, None]:
+        block, weights, index = each
+        return layer_fn(block, weights, x, index), None
+
+    weights = None if weights is None else at_place(weights, start)
+    return lax.scan(of_each, x, (at_place(block, start), weights, index), unroll=unroll)[0]
 
 
 def layer_of(layers: Block, index: int) -> Block:
