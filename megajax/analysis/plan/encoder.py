@@ -79,13 +79,13 @@ def encoder_bytes(of_model: Sizes) -> EncoderBytes:
     own = [x for _, x in parameters(config.model) if x.owner == 'encoder']
     learned = [x for x in own if not x.is_frozen]
     alone = Sizes(as_model(config), of_model.capability)
-    again = alone.kept_by_layer if config.train.recompute == 'full' else 0
+    again = alone.kinds[0].kept if config.train.recompute == 'full' else 0
     return EncoderBytes(
         weights=BYTES[config.train.dtype]
         * sum(elements(x.dims, sizes) for x in own if x.is_matrix),
         gradients=FLOAT32 * sum(elements(x.dims, sizes) for x in learned),
         kept=alone.kept if learned else 0,
-        buffers=again + alone.buffers_of_layer if learned else 0,
+        buffers=again + alone.kinds[0].in_backward if learned else 0,
         vectors=vectors(config).bytes,
     )
 
@@ -113,7 +113,8 @@ def cross_bytes(sizes: Sizes) -> CrossBytes:
     softmax = (FLOAT32 + sizes.itemsize) * scores
     key_values = 3 * 2 * layers * sizes.keys * seen // sizes.length
     queries = (3 if model.qk_norm else 2) * sizes.queries  # and attention's output
-    of_layer = 2 * (sizes.residual + sizes.whole) + queries + sizes.up + sizes.hidden
+    mlp = sizes.kinds[0]
+    of_layer = 2 * (sizes.residual + sizes.whole) + queries + mlp.up + mlp.hidden
     of_layer += 0 if recompute == 'selective' else softmax
     return CrossBytes(
         kept=key_values + layers * (sizes.residual if recompute == 'full' else of_layer),

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from megajax.analysis.plan.network import Cluster
 from megajax.core.config import Config
-from megajax.core.counts.product import Product
+from megajax.core.counts.product import DENSE, Product
 
 if TYPE_CHECKING:
     from megajax.analysis.plan.programs import Software
@@ -32,7 +32,8 @@ def rounding_seconds(
     if not is_rounded or product.name.endswith(' weight'):
         return 0.0
     rows, _, inner = product.sizes
-    is_shard = program.rounds_shards and config.mesh.sequence_parallel and product.name in GATHERED
+    is_gathered = config.mesh.sequence_parallel and product.name.removeprefix(DENSE) in GATHERED
+    is_shard = program.rounds_shards and is_gathered
     shards = config.mesh.model if is_shard else 1
     moved = ROUNDED[program.rounding or config.train.fp8_scaling] / shards
     if _needs_transpose(config, cluster, program):

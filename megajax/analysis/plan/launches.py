@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megajax.analysis.plan.memory import num_logit_chunks
 from megajax.core.config import Config
 from megajax.core.counts.context import blocks_of_others
+from megajax.core.counts.layers import num_with_experts
 from megajax.core.counts.runs import Runs, ticks
 from megajax.core.counts.vision import is_learned
 
@@ -47,7 +48,6 @@ def num_launches(config: Config) -> int:
     of_layer += 10 if mesh.model > 1 and mesh.sequence_parallel else 0
     of_layer += 20 if model.num_kv_heads < mesh.model else 0
     of_layer += 35 if config.overlap.is_split else 0
-    of_layer += _of_experts(config)
     of_layer += _of_sharding(config)
     if mesh.is_grid:
         of_layer += 40 if is_full else 25
@@ -59,7 +59,8 @@ def num_launches(config: Config) -> int:
     of_ticks = OF_TICK * ticks(config) if mesh.stages > 1 else 0
     of_encoder = OF_ENCODER if config.vision and is_learned(config) else OF_FROZEN
     of_images = runs.encoder * of_encoder + runs.cross * OF_CROSS
-    return OF_STEP + of_ticks + runs.layers * of_layer + of_images + of_chunks
+    of_experts = num_with_experts(model, runs.layers) * _of_experts(config)
+    return OF_STEP + of_ticks + runs.layers * of_layer + of_experts + of_images + of_chunks
 
 
 def _of_experts(config: Config) -> int:

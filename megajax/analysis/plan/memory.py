@@ -186,30 +186,30 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     # The gathered tokens of a chunk, and their gradient before it is reduce-scattered.
     gathered = 2 * sizes.whole * sizes.layout.num_shards('D') // chunks if sizes.is_scattered else 0
     copies, in_passes = _transposed(sizes), _gathered_in_layers(sizes)
-    head = transposed + sizes.itemsize * sizes.table  # counted as workspace
-    is_ahead = sizes.is_ordered and sizes.overlap.gathers_ahead
+    cast = sizes.itemsize * sizes.table
+    weights, buffers = _in_backward(sizes)
     return {
         'loss': Held(
-            gathered_weights=in_passes if is_ahead else sizes.gathered,
+            gathered_weights=in_passes if sizes.is_ahead else sizes.gathered,
             gradients=summed + table,
             activations=sizes.kept,
             logits=max(logits, added) + dlogits,
-            workspace=head + sizes.residual + gathered + copies,
+            workspace=transposed + cast + sizes.residual + gathered + copies,
         ),
         'layout': Held(
             gathered_weights=in_passes,
             gradients=gradients if early and not sizes.is_ordered else gradients - in_layers,
             activations=sizes.kept,
-            workspace=(0 if sizes.is_ordered else sizes.layers * sizes.copied) + copies,
+            workspace=(0 if sizes.is_ordered else sizes.copied) + copies,
         ),
         'backward': Held(
-            gathered_weights=in_passes + _weights_of_layer(sizes),
+            gathered_weights=in_passes + weights,
             gradients=summed + table + _of_layers(sizes, in_layers),
             activations=sizes.kept,
-            workspace=_buffers_of_layer(sizes) + kept_free + copies + sizes.of_adapters,
+            workspace=buffers + sizes.of_period + kept_free + copies + sizes.of_adapters,
         ),
         'embedding': Held(
-            gathered_weights=0 if is_ahead else in_passes,
+            gathered_weights=0 if sizes.is_ahead else in_passes,
             gradients=gradients + table,
             workspace=_embedded(sizes) + _stacks(sizes, in_layers),
         ),
@@ -246,7 +246,7 @@ def _of_layers(sizes: Sizes, in_layers: int) -> int:
     adds_sums = sizes.sums_early and sizes.config.train.microbatches > 1
     if not sizes.is_ordered or adds_sums or sizes.config.lora is not None:
         return in_layers
-    return FLOAT32 * sizes.at_rest.layer * (1 if sizes.sums_early else 2)
+    return FLOAT32 * sizes.kinds[0].matrices * (1 if sizes.sums_early else 2)
 
 
 def _stacks(sizes: Sizes, in_layers: int) -> int:
@@ -278,14 +278,23 @@ def _embedded(sizes: Sizes) -> int:
     return in_fp32 + (rows * sizes.whole if rows > 1 else 0)
 
 
-def _weights_of_layer(sizes: Sizes) -> int:
-    """Return the bytes of the weights that ZeRO-3 has gathered in the backward pass of a layer."""
-    return sizes.layer_weights if sizes.config.optim.shard == 'weights' else 0
+def _in_backward(sizes: Sizes) -> tuple[int, int]:
+    """Return the bytes that the backward pass of a layer needs: of the kind that needs the most.
 
-
-def _buffers_of_layer(sizes: Sizes) -> int:
-    recomputed = sizes.kept_by_layer if sizes.config.train.recompute == 'full' else 0
-    return recomputed + sizes.buffers_of_layer + sizes.of_period
+    They are the weights that ZeRO-3 has gathered, and the temporary arrays.
+    """
+    gathers = sizes.config.optim.shard == 'weights'
+    is_full = sizes.config.train.recompute == 'full'
+    return max(
+        (
+            (
+                sizes.itemsize * kind.matrices if gathers else 0,
+                kind.in_backward + (kind.kept if is_full else 0),
+            )
+            for kind in sizes.kinds
+        ),
+        key=sum,
+    )
 
 
 def _transposed(sizes: Sizes) -> int:

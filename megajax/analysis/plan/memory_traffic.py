@@ -10,7 +10,7 @@ from math import prod
 from megajax.analysis.plan.expert_memory import ExpertArrays
 from megajax.analysis.plan.sizes import BYTES
 from megajax.core.config import Config
-from megajax.core.counts.layers import layer
+from megajax.core.counts.layers import num_in_stack, stacks
 from megajax.core.counts.muon import pools_of
 from megajax.core.counts.parameters import dim_sizes, elements, megatron_counts
 from megajax.core.counts.runs import Runs, ticks
@@ -35,13 +35,11 @@ def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -
     """
     # Between the two matmuls of a sublayer, 2-D tensor parallelism shards the batch.
     model, t, widths = config.model, config.mesh.tensor_parallel, dim_sizes(config.model)
-    attention, mlp = layer(model)
+    attention = stacks(model)[0].sublayer
     tokens = config.microbatch_rows * config.train.seq_len // config.mesh.context
     size = BYTES[config.train.dtype]
     residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
     heads = tokens * elements(attention.first.outputs, widths) * size / t
-    experts = ExpertArrays.of(config, Layout.of(config), tokens, size, in_buffers=in_buffers)
-    ffn = experts.hidden if experts else tokens * elements(mlp.second.inputs, widths) * size / t
     times = Runs.of_stages(config).layers
     forwards = 2 if config.train.recompute == 'full' else 1
     # Norms read and write one array; adding to the residual reads two and writes one. The backward
@@ -50,16 +48,7 @@ def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -
     yield Traffic(name='norms', bytes=of_norms, times=times)
     yield Traffic(name='residual', bytes=2 * (3 * forwards + 2) * residual, times=times)
     yield Traffic(name='heads', bytes=2 * (forwards + 1) * heads, times=times)
-    yield Traffic(
-        name='activation',
-        bytes=((3 if model.is_gated else 2) * forwards + (5 if model.is_gated else 3)) * ffn,
-        times=times,
-    )
-    if experts is not None:
-        # Each pass moves rows to the experts and back, and reads and writes them in each buffer.
-        moved = 4 * (experts.rows + experts.sent) + (2 * experts.results if in_buffers else 0)
-        routed = 4 * experts.routing
-        yield Traffic(name='dispatch', bytes=(forwards + 1) * (moved + routed), times=times)
+    yield from _of_networks(config, in_buffers=in_buffers)
     if not flash:
         keys, _ = scored_keys(model, config.train.seq_len)
         scores = tokens * model.num_heads / t * float(keys) * size
@@ -68,6 +57,28 @@ def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -
         yield Traffic(
             name='softmax', bytes=((2 + dropout) * again + 3 + dropout) * scores, times=times
         )
+
+
+def _of_networks(config: Config, *, in_buffers: bool) -> Iterator[Traffic]:
+    """Yield the operations of the layers' MLPs and experts."""
+    model, layout, widths = config.model, Layout.of(config), dim_sizes(config.model)
+    tokens = config.microbatch_rows * config.train.seq_len // config.mesh.context
+    size, runs = BYTES[config.train.dtype], Runs.of_stages(config).layers
+    forwards = 2 if config.train.recompute == 'full' else 1
+    moved = (3 if model.is_gated else 2) * forwards + (5 if model.is_gated else 3)
+    for (name, _, down, _), dim in stacks(model)[1:]:
+        times = num_in_stack(model, dim, runs)
+        if name == 'mlp':
+            hidden = tokens * elements(down.inputs, widths) * size / config.mesh.tensor_parallel
+            yield Traffic(name='activation', bytes=moved * hidden, times=times)
+            continue
+        experts = ExpertArrays.of(config, layout, tokens, size, in_buffers=in_buffers)
+        assert experts is not None
+        yield Traffic(name='activation', bytes=moved * experts.hidden, times=times)
+        # Each pass moves rows to the experts and back, and reads and writes them in each buffer.
+        sent = 4 * (experts.rows + experts.sent) + (2 * experts.results if in_buffers else 0)
+        routed = 4 * experts.routing
+        yield Traffic(name='dispatch', bytes=(forwards + 1) * (sent + routed), times=times)
 
 
 def traffic_of_loss(config: Config) -> Iterator[Traffic]:

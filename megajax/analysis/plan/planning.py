@@ -96,11 +96,6 @@ def plan(
 
 
 def _checked(imbalance: float, config: Config) -> float:
-    if config.model.has_dense_and_experts:
-        raise ConfigError(
-            'model.experts: plan does not predict models in which some layers have an MLP; use '
-            'megajax inspect, or give all layers experts (model.experts.first_dense=0)'
-        )
     if imbalance < 1:
         raise ConfigError(
             f'--imbalance {imbalance:g}: the busiest device gets at least the mean; use 1 or more'

@@ -13,6 +13,7 @@ from megajax.analysis.plan.sizes import BYTES
 from megajax.base.files.outputs import check_outputs
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.extras import install
+from megajax.core.counts.product import DENSE
 from megajax.core.counts.products import products
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ def _points(config: Config, cluster: Cluster) -> list[_Point]:
     sums = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
     for product in products(config, flash=True):
         if product.name != 'attention':
-            name = product.name.split()[0]
+            dense = DENSE * product.name.startswith(DENSE)
+            name = dense + product.name.removeprefix(DENSE).split()[0]
             parts = (
                 product.times * product.flops,
                 product.times * product.elements * BYTES[config.train.dtype],

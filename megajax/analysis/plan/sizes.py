@@ -5,15 +5,18 @@ the batch over `row`, and arrays before and after them shard D over it (`core/pa
 """
 
 import functools
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
 from megajax.analysis.plan.expert_memory import ExpertArrays
+from megajax.analysis.plan.layer_memory import LayerArrays
 from megajax.core.config import Config, ModelConfig
 from megajax.core.counts.chunks import chunk_sizes
 from megajax.core.counts.context import kept_of_halos
+from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.flash import HOPPER, uses_flash
-from megajax.core.counts.layers import layer
+from megajax.core.counts.layers import stacks
 from megajax.core.counts.parameters import (
     dim_sizes,
     elements,
@@ -53,6 +56,7 @@ class Sizes:
         self.overlap = config.overlap
         self.sums_early = self.overlap.shard in ('gradients', 'weights')
         self.is_ordered = self.overlap.in_order and self.overlap.unroll
+        self.is_ahead = self.is_ordered and self.overlap.gathers_ahead
 
         self.counts = own_counts(config)
         self.matrices, self.parameters = self.counts.matrices, self.counts.all
@@ -63,21 +67,16 @@ class Sizes:
         self.learned = own_counts(config, learned=True).all
         self.learned_tables = 0 if model.is_decoder_frozen else self.num_tables
 
-        widths, (attention, mlp) = dim_sizes(model), layer(model)
+        widths, ((attention, _), *networks) = dim_sizes(model), stacks(model)
         of_tokens = self.itemsize * self.tokens
-        between = self.tokens // shards('D') * self.itemsize  # tokens between two matmuls
+        self.between = self.tokens // shards('D') * self.itemsize  # tokens between two matmuls
         # The input of a column-parallel matmul.
         self.whole = of_tokens * model.hidden_size // shards('D')
         self.residual = self.whole // shards('T')
-        self.queries = between * elements(attention.second.inputs, widths, layout.shards)
-        self.keys = between * max(model.num_kv_heads, shards('N')) * widths['H'] // shards('N')
+        self.queries = self.between * elements(attention.second.inputs, widths, layout.shards)
+        self.keys = self.between * max(model.num_kv_heads, shards('N')) * widths['H'] // shards('N')
         # The inputs of the row-parallel matmuls; in 2-D they are gathered over `row`.
         self.heads = self.queries * shards('D')
-        self.hidden = of_tokens * elements(mlp.second.inputs, widths, layout.shards)
-        self.up = between * elements(mlp.first.outputs, widths, layout.shards)
-        self.experts = ExpertArrays.of(config, layout, self.tokens, self.itemsize)
-        if self.experts is not None:
-            self.hidden, self.up = self.experts.hidden, self.experts.up
         # The number of scores (not bytes) of a layer: on average, and in the layer that has the
         # most.
         self.scores = self.most_scores = 0
@@ -91,11 +90,28 @@ class Sizes:
             self.most_scores = queries * most // shards('N')
         # JAX passes the documents to cuDNN as a bias of the scores, shared by all heads, and cuDNN
         # returns the gradient of this bias.
-        self.mask = between * shards_of_heads * attended if self.is_masked else 0
+        self.mask = self.between * shards_of_heads * attended if self.is_masked else 0
+        # The layers with an MLP, and with experts, if the model has any.
+        self.kinds = tuple(LayerArrays(self, stack) for stack in networks)
 
-    @cached_property
+    @property
+    def experts(self) -> ExpertArrays | None:
+        """Return the arrays of a layer of experts; None for a model without experts."""
+        return self.kinds[-1].experts  # the last kind has experts, if any has
+
+    @property
     def kept_by_layer(self) -> int:
         """Return the bytes of `memory.kept_by_layer`."""
+        return max(kind.kept for kind in self.kinds)
+
+    @property
+    def kept_by_chunk(self) -> int:
+        """Return the bytes that the forward pass of a chunk of layers saves, all of them."""
+        return sum(kind.count * kind.kept for kind in self.kinds)
+
+    @cached_property
+    def kept_around(self) -> int:
+        """Return the bytes that a layer saves outside its MLP, or its experts."""
         around_norms = self.model.norms_of_layer * self.residual + 2 * self.whole
         heads = self.queries + 2 * self.keys + self.heads  # queries, keys, values, core's output
         heads += int(2 * self.keys * kept_of_halos(self.config) / self.length)
@@ -103,10 +119,7 @@ class Sizes:
         # The attention output before it is gathered.
         heads += self.queries if self.layout.num_shards('D') > 1 else 0
         masks = 2 * MASK * self.residual // self.itemsize if self.model.dropout else 0
-        kept = around_norms + heads + masks + self._kept_scores
-        if self.experts is None:
-            return kept + self.up + self.hidden
-        return kept - self.whole + self.residual + self.experts.kept
+        return around_norms + heads + masks + self._kept_scores
 
     @property
     def _kept_scores(self) -> int:
@@ -124,7 +137,7 @@ class Sizes:
         The overlap schedule also saves outputs that a norm reads.
         """
         if self.config.train.recompute != 'full':
-            return self.layers * self.kept_by_layer
+            return self.layout.chunks * self.kept_by_chunk
         keeps_outputs = self.model.norms_outputs and not self.overlap.repeats_outputs
         return self.layers * self.residual * (2 if keeps_outputs else 1)
 
@@ -158,11 +171,6 @@ class Sizes:
         return self.itemsize * matrices.get(self.config.optim.shard, self.matrices)
 
     @property
-    def layer_weights(self) -> int:
-        """Return the bytes of the matrices of one layer, in `train.dtype`."""
-        return self.itemsize * self.at_rest.layer
-
-    @property
     def moments(self) -> int:
         """Return the bytes of the optimizer's moments."""
         optim = self.config.optim
@@ -188,41 +196,20 @@ class Sizes:
 
     @property
     def copied(self) -> int:
-        """Return the bytes of a layer in the largest stack that XLA copies between the passes.
+        """Return the bytes of the largest stack of a chunk that XLA copies between the passes.
 
         It copies one stack at a time.
         """
-        recompute = self.config.train.recompute
+        recompute, layers = self.config.train.recompute, self.chunk_layers
         if recompute == 'full':
             return 0
         # Copied to contract over queries, where the forward pass contracts over keys.
         if not self.flash:
-            return self.queries if recompute == 'selective' else FLOAT32 * self.scores
+            return layers * (self.queries if recompute == 'selective' else FLOAT32 * self.scores)
         if self.config.microbatch_rows == 1:
-            return self.hidden
+            return max(kind.count * kind.hidden for kind in self.kinds)
         # The gathered array has the sequence dim before the batch dim.
-        return self.whole if self.is_scattered else 0
-
-    @property
-    def buffers_of_layer(self) -> int:
-        """Return the temporary bytes in the backward pass of a layer: of its MLP or its attention.
-
-        XLA computes the weights' gradients last, unless they are reduced over `data` in the layer.
-        The unsharded gradients of both sublayers' outputs, and of `up`, therefore live to the end.
-        """
-        mlp = 2 * self.up + self.hidden + 2 * self.whole
-        if self.experts is not None:
-            mlp = self.experts.in_backward + 2 * self.whole
-        # Attention's output, its gradient, and the input of the matmul after it.
-        outputs = 2 * self.queries + self.heads
-        # Queries, keys and values, their gradients, and these gradients in one array.
-        heads = 3 * (self.queries + 2 * self.keys)
-        if self.flash:
-            scores = 2 * self.mask
-        else:
-            recomputed = self.config.train.recompute == 'selective'
-            scores = (4 if recomputed else 2) * FLOAT32 * self.most_scores
-        return max(mlp, self.up + outputs + heads + scores + 3 * self.whole)
+        return layers * self.whole if self.is_scattered else 0
 
     @property
     def of_adapters(self) -> int:
@@ -237,7 +224,8 @@ class Sizes:
             return 0
         is_read_as_stored = self.config.mesh.stages > 1 or self.is_scattered
         is_made_once = self.config.train.microbatches > 1 and not is_read_as_stored
-        return self.up + (self.itemsize * self.table if is_made_once else 0)
+        up = max(kind.up for kind in self.kinds)
+        return up + (self.itemsize * self.table if is_made_once else 0)
 
     @property
     def of_period(self) -> int:
@@ -251,25 +239,23 @@ class Sizes:
         """
         if not self.model.layers or self.is_ordered:
             return 0
-        period = len(self.model.pattern)
-        if period == 1 or self.chunk_layers < 2 * period:
+        first, length = self.model.first_dense, len(self.model.pattern)
+        periods, left_over = divmod(self.chunk_layers - first, length)
+        if length == 1 or periods < 2:
             return 0
+        period = [self.kind_of(first + place) for place in range(length)]
         if self.config.train.recompute == 'full':
-            left_over, gradients = self.chunk_layers % period, FLOAT32 * self.at_rest.layer
-            copied = (period + left_over) * self.copied_weights
-            return copied + (2 + left_over) * gradients
-        outputs = self.up + self.queries + 2 * self.keys + 2 * FLOAT32 * self.whole // self.itemsize
-        whole = self.chunk_layers // period * period
-        return whole * self.copied_weights + (period - 1) * outputs
+            rest = period[:left_over]
+            copied = sum(kind.copied_weights for kind in period + rest)
+            stored = sum(kind.matrices for kind in rest) + 2 * max(x.matrices for x in period)
+            return copied + FLOAT32 * stored
+        of_all = self.queries + 2 * self.keys + 2 * FLOAT32 * self.whole // self.itemsize
+        outputs = sum(kind.up + of_all for kind in period[1:])
+        return periods * sum(kind.copied_weights for kind in period) + outputs
 
-    @property
-    def copied_weights(self) -> int:
-        """Return the bytes of a layer's weights as a loop over periods copies them."""
-        layer = self.at_rest.layer
-        return {
-            'none': FLOAT32 * layer,
-            'weights': FLOAT32 * self.at_rest.layers // self.model.num_layers,
-        }.get(self.config.optim.shard, self.itemsize * layer)
+    def kind_of(self, index: int) -> LayerArrays:
+        """Return the arrays of the layer with this index in the model."""
+        return self.kinds[-1 if self.model.layer_config(index).experts else 0]
 
 
 class AtRest(NamedTuple):
@@ -280,7 +266,10 @@ class AtRest(NamedTuple):
     inputs: int  # parameters of the layers' matrices that ZeRO-3 copies: row-parallel, experts'
     table: int
     early: int  # parameters of the matrices that ZeRO-3 gathers at the start of a step
-    layer: int  # parameters of the matrices of one layer in a step
+    # By the first dim of a stack of layers: parameters of the matrices of one layer in a step, and
+    # of all its parameters, as stored.
+    of_layer: Mapping[str, int]
+    of_stack: Mapping[str, int]
     learned: int  # parameters of `all` that are not frozen
     learned_layers: int  # parameters of `layers` that are not frozen
     frozen_matrices: int  # parameters in the frozen matrices of `all`
@@ -308,13 +297,22 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
         ),
         table=counts['embedding.table'][1],
         early=sum(elements(x.dims, sizes, layout.shards) for x, _ in matrices if x.summed),
-        layer=sum(
-            elements(x.dims_of_layer, sizes, layout.shards)
+        of_layer=_by_stack(
+            (x, elements(x.dims_of_layer, sizes, layout.shards))
             for x, _ in matrices
-            if x.dims.startswith('L')
+            if x.is_stacked and 'J' not in x.dims
         ),
+        of_stack=_by_stack(pair for pair in counts.values() if pair[0].is_stacked),
         learned=sum(size for x, size in counts.values() if not x.is_frozen),
         learned_layers=sum(size for x, size in counts.values() if x.is_stacked and not x.is_frozen),
         frozen_matrices=sum(size for x, size in matrices if x.is_frozen),
         momenta=sum(size for x, size in matrices if x.is_layer_matrix and not x.is_frozen),
     )
+
+
+def _by_stack(sizes: Iterable[tuple[Parameter, int]]) -> Mapping[str, int]:
+    """Return the sums of sizes by the first dim of their parameters; cross-attention's is L."""
+    sums = dict.fromkeys('LΔΛ', 0)
+    for parameter, size in sizes:
+        sums[parameter.dims[0].replace('J', 'L')] += size
+    return sums

@@ -27,7 +27,7 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     mesh, recompute = sizes.config.mesh, sizes.config.train.recompute
     tables = sizes.learned_tables * sizes.table
     of_chunk = FLOAT32 * (sizes.learned - tables) // mesh.virtual_stages
-    live = sizes.chunk_layers * sizes.kept_by_layer
+    live = sizes.kept_by_chunk
     again = 0
     is_ring = mesh.context > 1 and mesh.context_exchange == 'ring'
     if early and mesh.stages * mesh.virtual_stages == 2 and not is_ring:
@@ -50,9 +50,9 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             gathered_weights=held,
             gradients=sums + of_chunk,
             activations=slots + live,
-            workspace=sizes.buffers_of_layer
+            workspace=max(kind.in_backward for kind in sizes.kinds)
             + sizes.of_period
-            + sizes.chunk_layers * _copied(sizes)
+            + _copied(sizes)
             + again
             + sizes.of_adapters
             + (transposed + cast if chunks > 1 else 0),
@@ -66,9 +66,9 @@ def kept_in_slots(sizes: Sizes) -> int:
     If the model has a pattern of layers, a chunk also saves its weights, unless it is recomputed.
     """
     is_full = sizes.config.train.recompute == 'full'
-    each = sizes.residual if is_full else sizes.chunk_layers * sizes.kept_by_layer
+    each = sizes.residual if is_full else sizes.kept_by_chunk
     if len(sizes.model.pattern) > 1 and not is_full:
-        each += sizes.chunk_layers * sizes.copied_weights
+        each += sum(kind.count * kind.copied_weights for kind in sizes.kinds)
     turns = sizes.config.train.microbatches if sizes.config.train.schedule == 'gpipe' else 1
     return num_slots(sizes.config) * each + (turns + 2) * sizes.residual
 
@@ -81,12 +81,12 @@ def num_slots(config: Config) -> int:
 
 
 def _copied(sizes: Sizes) -> int:
-    """Return the bytes of a layer whose layout changes when saved activations are read."""
+    """Return the bytes of a chunk whose layout changes when saved activations are read."""
     if sizes.config.train.recompute == 'full':
         return 0
     if sizes.is_scattered and sizes.config.microbatch_rows == 1:
-        return max(sizes.copied, sizes.whole)
-    return max(sizes.copied, 2 * (sizes.whole + sizes.residual))
+        return max(sizes.copied, sizes.chunk_layers * sizes.whole)
+    return max(sizes.copied, sizes.chunk_layers * 2 * (sizes.whole + sizes.residual))
 
 
 def _weights_of_chunk(sizes: Sizes) -> int:

@@ -34,7 +34,7 @@ from megajax.core.config import Config
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.flops import Flops, step_flops
 from megajax.core.counts.muon import newton_schulz
-from megajax.core.counts.product import Phase, Product
+from megajax.core.counts.product import DENSE, Phase, Product
 from megajax.core.counts.products import products
 from megajax.core.counts.runs import Runs, ticks
 
@@ -292,7 +292,9 @@ def _repeated(work: Sequence[Product], shares: Mapping[str, float]) -> list[Prod
     """Return the matmuls of a forward pass that are repeated, by each matmul's repeated share."""
     repeated = []
     for product in work:
-        if product.phase == 'forward' and (share := shares.get(product.name, 0.0)):
+        if product.phase == 'forward' and (
+            share := shares.get(product.name.removeprefix(DENSE), 0.0)
+        ):
             m, n, k = product.sizes
             sizes = m, round(share * n), k
             repeated.append(dataclasses.replace(product, phase='recompute', sizes=sizes))

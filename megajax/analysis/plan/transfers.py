@@ -1,14 +1,15 @@
 """Predict the seconds of a step's collectives on a cluster, and how many of them matmuls hide."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Self
 
 from megajax.analysis.plan.network import Cluster, Ring
 from megajax.analysis.plan.programs import Software
 from megajax.core.config import Config
 from megajax.core.counts.collective import Expected
-from megajax.core.counts.product import Phase
+from megajax.core.counts.layers import stacks
+from megajax.core.counts.product import DENSE, Phase
 
 ProductKey = tuple[str, Phase]  # the name and the phase of matmuls
 
@@ -74,7 +75,7 @@ def transfers(
     Collectives that overlap the same matmuls share the matmuls' seconds, in the order given. The
     hidden part of a transfer is the smaller of its time and the time of the matmuls it overlaps.
     """
-    sent, rings = [], dict[str, Ring]()
+    sent, rings, has_both = [], dict[str, Ring](), len(stacks(config.model)) > 2
     for collective in collectives:
         site = collective.site
         wire = collective.wire_bytes * (
@@ -86,6 +87,7 @@ def transfers(
         needed = collective.times * ring.seconds(collective.kind, wire)
         share, names, phase, of_products = program.hidden_by(collective, config)
         of_products, hidden = share if of_products is None else of_products, 0.0
+        names = _in_each_stack(names, site.name) if has_both else names
         for name in names:
             key = name, phase or site.phase
             hidden += products.hide(key, of_products, share * needed - hidden)
@@ -103,3 +105,16 @@ def transfers(
             )
         )
     return sent
+
+
+def _in_each_stack(names: Iterable[str], site: str) -> Iterator[str]:
+    """Yield the names of the matmuls that hide a transfer, in a model with MLPs and experts.
+
+    The collectives of an MLP overlap its own matmuls, not those of experts.
+    """
+    for name in names:
+        is_of_network = name.split()[0] in ('up', 'down')
+        if not is_of_network or site != 'mlp':
+            yield name
+        if is_of_network and site != 'experts':
+            yield f'{DENSE}{name}'

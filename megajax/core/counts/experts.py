@@ -18,7 +18,7 @@ from megajax.core.counts.collective import (
     passes,
 )
 from megajax.core.counts.expert_rows import ROOM, rows_sent
-from megajax.core.counts.layers import layers_of, stacks
+from megajax.core.counts.layers import num_with_experts
 from megajax.xla.hlo.program import Array
 
 DISPATCHER = 'transformer/moe/token_dispatcher.py MoEAlltoAllTokenDispatcher'
@@ -60,7 +60,7 @@ def _of_routers(config: Config) -> Iterator[Expected]:
     """Yield the sums of the routers' statistics, once a step."""
     experts = config.model.experts
     assert experts is not None
-    layers = _num_layers(config)
+    layers = num_with_experts(config.model, config.model.num_layers)
     sums, stages = (NUM_STATISTICS, experts.count), config.mesh.stages
     if axis := axes_text(config, 'replica', 'data', 'expert', 'context'):
         reduced, site = Array('f32', (layers // stages, *sums)), Site('gradients', 'step', axis)
@@ -77,7 +77,7 @@ def _in_passes(config: Config, runs: int, slots: int, source: str) -> Iterator[E
     if devices == 1:
         return
     dtype, (_, _, size) = activation(config)
-    runs = runs * _num_layers(config) // config.model.num_layers
+    runs = num_with_experts(config.model, runs)
     for phase in passes(config):
         site = Site('experts', phase, 'expert')
         sent = Array(dtype, (slots, size))
@@ -85,8 +85,3 @@ def _in_passes(config: Config, runs: int, slots: int, source: str) -> Iterator[E
         if experts.capacity is None:
             counts = Array('s32', (devices, experts.count))
             yield Expected.over(config, site, GATHER, counts, runs, source)
-
-
-def _num_layers(config: Config) -> int:
-    """Return the number of layers with experts."""
-    return len(layers_of(config.model, stacks(config.model)[-1].dim))

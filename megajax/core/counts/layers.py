@@ -19,6 +19,7 @@ from megajax.core.counts.declaration import (
     linear,
     norm,
     out_std,
+    stack_sizes,
 )
 
 # the sublayers of a layer without experts, in the order in which they are applied
@@ -143,6 +144,19 @@ def stacks(model: ModelConfig) -> tuple[Stack, ...]:
         return Stack(attention, 'L'), Stack(feed_forward, 'L')
     dense = _feed_forward(model.model_copy(update={'experts': None}))
     return Stack(attention, 'L'), Stack(dense, 'Δ'), Stack(feed_forward, 'Λ')
+
+
+def num_in_stack(model: ModelConfig, dim: str, layers: int) -> int:
+    """Return how many of a device's `layers`, or of their runs, are in the stack with this dim.
+
+    Each pipeline stage has the same share of each kind of layers.
+    """
+    return layers if dim == 'L' else layers * stack_sizes(model)[dim] // model.num_layers
+
+
+def num_with_experts(model: ModelConfig, layers: int) -> int:
+    """Return how many of a device's `layers`, or of their runs, have experts."""
+    return num_in_stack(model, stacks(model)[-1].dim, layers) if model.experts else 0
 
 
 def layers_of(model: ModelConfig, dim: str) -> Sequence[int]:

@@ -27,7 +27,7 @@ from megajax.core.counts.cross_attention import cross_layers
 from megajax.core.counts.data_parallel import over_data
 from megajax.core.counts.experts import of_megatron, over_experts
 from megajax.core.counts.grid import over_grid
-from megajax.core.counts.layers import layer, layers_of, stacks
+from megajax.core.counts.layers import layer, num_in_stack, stacks
 from megajax.core.counts.muon import exchanges, over_tensor_parallel
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.counts.product import Phase
@@ -161,7 +161,7 @@ def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
     learns = config.lora is not None or not config.model.is_decoder_frozen
     model = config.model
     for sublayer, dim in stacks(model):
-        name, times = sublayer.name, runs.layers * len(layers_of(model, dim)) // model.num_layers
+        name, times = sublayer.name, num_in_stack(model, dim, runs.layers)
         of_x = _operand(config, sublayer.first.name, 'f8e4m3fn')
         of_dy = _operand(config, sublayer.second.name, 'f8e5m2')
         for phase in passes(config):

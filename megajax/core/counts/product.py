@@ -6,6 +6,7 @@ from typing import Literal
 
 Phase = Literal['forward', 'backward', 'recompute', 'step']
 Where = Literal['layers', 'attention', 'head', 'optimizer']
+DENSE = 'dense '  # before the names of an MLP's matmuls in a model that also has experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,9 @@ from megajax.core.config.vision import Part
 from megajax.core.counts.declaration import OF_LAYERS, Parameter
 from megajax.core.counts.expert_rows import rows_of_experts
 from megajax.core.counts.flash import uses_flash
+from megajax.core.counts.layers import num_in_stack
 from megajax.core.counts.parameters import declare, dim_sizes, elements, parameters
-from megajax.core.counts.product import Phase, Product, Where, product_and_gradients
+from megajax.core.counts.product import DENSE, Phase, Product, Where, product_and_gradients
 from megajax.core.counts.relevance import level_products, network_products
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.windows import block_in_chunk, keys_read, windows, windows_within
@@ -148,7 +149,7 @@ def _of_relevance(config: Config, rows: int, layout: Layout) -> Iterator[Product
 def _weights(model: ModelConfig, stacks: str) -> tuple[tuple[tuple[str, Parameter], ...], set[str]]:
     """Return the weights of layers by their matmuls' names, and the names of the last matmuls."""
     weights = tuple(
-        ('dense ' * (parameter.dims[0] == 'Δ') + _product_name(name), parameter)
+        (DENSE * (parameter.dims[0] == 'Δ') + _product_name(name), parameter)
         for name, parameter in parameters(model)
         if parameter.dims[0] in stacks and parameter.is_multiplied
     )
@@ -189,9 +190,8 @@ class _Counted:
         weights, last = _weights(model, stack)
         for name, parameter in weights:
             batch, rows = self._rows(parameter)
-            times = self.runs
-            if parameter.dims[0] in 'ΔΛ':
-                times = times * dim_sizes(model)[parameter.dims[0]] // model.num_layers
+            dim = parameter.dims[0]
+            times = num_in_stack(model, dim, self.runs) if dim in 'ΔΛ' else self.runs
             yield from self.with_weight(name, 'layers', parameter, rows, times, batch)
             is_last = name.removesuffix(' B') in last
             # The gradient of the weights with which a token's experts are added needs the last

@@ -15,13 +15,20 @@ from megajax.analysis.plan.launches import num_launches
 from megajax.analysis.plan.layouts import Mesh, changed, layouts
 from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.overlap import HiddenBy
 from megajax.analysis.plan.planning import plan
 from megajax.analysis.plan.programs import FSDP, MEGAJAX, MEGATRON
+from megajax.analysis.plan.sizes import Sizes
 from megajax.analysis.plan.time import StepTime, step_time
+from megajax.analysis.plan.transfers import Waiting, transfers
 from megajax.core.config import Config, ConfigError, load
+from megajax.core.config.layer import LayerConfig
+from megajax.core.counts.collective import GATHER, Expected, Site
 from megajax.core.counts.flash import uses_flash
+from megajax.core.counts.flops import step_flops
 from megajax.core.counts.products import products
 from megajax.core.hardware.records import hardware
+from megajax.xla.hlo.program import Array
 
 RESULTS = Path(__file__).parents[3] / 'benchmarks/results/2026-11-28_plan_experts.csv'
 LINES = [*csv.DictReader(RESULTS.open(newline=''))]
@@ -160,10 +167,90 @@ def test_a_load_that_cannot_be_is_rejected(preset: str, imbalance: float, messag
         plan(load(preset), gpu='h100', imbalance=imbalance)
 
 
-def test_a_model_with_dense_layers_too_is_rejected() -> None:
-    mixed = load('tiny_moe', ['model.experts.first_dense=1'])
-    with pytest.raises(ConfigError, match='some layers have an MLP; use megajax inspect'):
-        plan(mixed, gpu='h100')
+def with_mlps(**changes: object) -> dict[str, Config]:
+    """Four layers with an MLP as wide as an expert, with experts, and with one or the other."""
+    experts = config().model.experts
+    kinds = {
+        'dense': {'model__experts': None, 'mesh__experts': 1},
+        'first dense': {'model__experts': experts.model_copy(update={'first_dense': 1})},
+        'alternating': {'model__layers': (LayerConfig(experts=None), LayerConfig())},
+        'experts': {},
+    }
+    return {
+        kind: config(**({'model__num_layers': 4} | changes | each)) for kind, each in kinds.items()
+    }
+
+
+@pytest.mark.parametrize('recompute', ['none', 'full'])
+@pytest.mark.parametrize('shard', ['none', 'weights'])
+@pytest.mark.parametrize('mesh', [(8, 1), (2, 4)])
+def test_a_model_with_both_kinds_of_layers_lies_between_the_others(
+    mesh: tuple[int, int], shard: str, recompute: str
+) -> None:
+    data, model = mesh
+    dense, first, mixed, experts = with_mlps(
+        mesh__data=data, mesh__model=model, optim__shard=shard, train__recompute=recompute
+    ).values()
+    assert memory(dense).total < memory(first).total < memory(experts).total
+    assert timed(dense).products < timed(mixed).products < timed(first).products
+    assert timed(first).products < timed(experts).products
+    for count in (
+        lambda x: timed(x).memory_bound,
+        lambda x: memory(x).state,
+        lambda x: num_launches(x),
+        lambda x: step_flops(x).hardware,
+    ):
+        assert count(dense) < count(mixed) < count(first) < count(experts)
+
+
+def test_layers_of_both_kinds_save_the_mean_of_what_each_saves() -> None:
+    dense, first, mixed, experts = map(Sizes, with_mlps().values())
+    assert 4 * first.kept == dense.kept + 3 * experts.kept
+    assert 2 * mixed.kept == dense.kept + experts.kept
+    assert mixed.kept_by_layer == experts.kept_by_layer > dense.kept_by_layer
+
+
+def test_a_chunk_of_a_pipeline_stage_has_layers_of_both_kinds() -> None:
+    dense, _, mixed, experts = map(
+        Sizes,
+        with_mlps(mesh__data=4, mesh__stages=2, mesh__experts=1, train__microbatches=4).values(),
+    )
+    assert [kind.count for kind in mixed.kinds] == [1, 1]
+    assert 2 * mixed.kept_by_chunk == dense.kept_by_chunk + experts.kept_by_chunk
+    assert (
+        2 * memory(mixed.config).state == memory(dense.config).state + memory(experts.config).state
+    )
+
+
+@pytest.mark.parametrize(
+    ('site', 'used'),
+    [('mlp', {'dense up'}), ('attention', {'up', 'dense up'}), ('experts', {'up'})],
+)
+def test_an_mlp_that_is_next_to_experts_overlaps_its_own_matmuls(site: str, used: set[str]) -> None:
+    mixed = with_mlps()['alternating']
+    wire = Expected.over(mixed, Site(site, 'forward', 'data'), GATHER, Array('bf16', (2**40,)), 1)
+    matmuls = Waiting.of({(name, 'forward'): 1.0 for name in ('up', 'dense up')})
+    program = replace(MEGAJAX, hidden_by=lambda *_: HiddenBy(1.0, ('up',)))
+    (sent,) = transfers([wire], mixed, ON_8, program, matmuls)
+    assert {name for (name, _), left in matmuls.left.items() if left == 0} == used
+    assert sent.hidden == len(used)
+
+
+def test_a_load_slows_only_the_layers_with_experts() -> None:
+    slower = {
+        kind: timed(each, 1.5).products - timed(each).products for kind, each in with_mlps().items()
+    }
+    assert slower['dense'] == 0
+    assert slower['first dense'] == pytest.approx(0.75 * slower['experts'])
+    assert slower['alternating'] == pytest.approx(0.5 * slower['experts'])
+
+
+def test_all_layouts_of_a_model_with_both_kinds_of_layers_are_compared() -> None:
+    small = load('tiny_moe', ['model.experts.first_dense=1', 'train.dtype=bfloat16'])
+    found = plan(small, gpu='h100', gpus=2, imbalance=1.25)
+    assert {layout.experts for layout in found.layouts} == {1, 2}
+    assert found.largest_microbatch > small.microbatch_rows
+    assert found.imbalance == 1.25
 
 
 def test_a_run_gives_the_load_of_its_last_steps(tmp_path: Path) -> None:

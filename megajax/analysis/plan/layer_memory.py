@@ -1,0 +1,79 @@
+"""Count the bytes of the arrays of a layer: with an MLP, or with experts."""
+
+from typing import TYPE_CHECKING
+
+from megajax.analysis.plan.expert_memory import ExpertArrays
+from megajax.core.counts.layers import Stack, layers_of, num_in_stack
+from megajax.core.counts.parameters import dim_sizes, elements
+
+if TYPE_CHECKING:
+    from megajax.analysis.plan.sizes import Sizes
+
+FLOAT32 = 4
+
+
+class LayerArrays:
+    """The bytes of the arrays of a layer on each GPU, and the number of such layers.
+
+    A model whose layers are not all alike has these once for its layers with an MLP, and once for
+    its layers with experts.
+    """
+
+    def __init__(self, sizes: 'Sizes', stack: Stack):
+        self.dim = stack.dim
+        self.count = num_in_stack(sizes.model, stack.dim, sizes.chunk_layers)  # in a chunk
+        self.experts = None
+        if stack.sublayer.name == 'experts':
+            self.experts = ExpertArrays.of(sizes.config, sizes.layout, sizes.tokens, sizes.itemsize)
+        # `up` is the result of the first matmul, `hidden` the input of the second.
+        if self.experts is not None:
+            self.up, self.hidden = self.experts.up, self.experts.hidden
+        else:
+            (_, first, second, _), widths = stack.sublayer, dim_sizes(sizes.model)
+            shards = sizes.layout.shards
+            self.up = sizes.between * elements(first.outputs, widths, shards)
+            self.hidden = sizes.itemsize * sizes.tokens * elements(second.inputs, widths, shards)
+        self.kept = self._kept(sizes)  # saved by the forward pass without recomputation
+        self.in_backward = self._in_backward(sizes)
+        self._sizes = sizes
+
+    @property
+    def matrices(self) -> int:
+        """The parameters in the matrices of a layer, in a step."""
+        of_layer = self._sizes.at_rest.of_layer
+        return of_layer['L'] + (of_layer[self.dim] if self.dim != 'L' else 0)
+
+    @property
+    def copied_weights(self) -> int:
+        """The bytes of a layer's weights as a loop over periods copies them."""
+        sizes = self._sizes
+        shard, of_stack = sizes.config.optim.shard, sizes.at_rest.of_stack
+        if shard == 'weights':
+            dims = {'L', self.dim}
+            return sum(FLOAT32 * of_stack[x] // len(layers_of(sizes.model, x)) for x in dims)
+        return (FLOAT32 if shard == 'none' else sizes.itemsize) * self.matrices
+
+    def _kept(self, sizes: 'Sizes') -> int:
+        if self.experts is None:
+            return sizes.kept_around + self.up + self.hidden
+        return sizes.kept_around - sizes.whole + sizes.residual + self.experts.kept
+
+    def _in_backward(self, sizes: 'Sizes') -> int:
+        """Return the temporary bytes in the backward pass of a layer: of its MLP or its attention.
+
+        XLA computes the weights' gradients last, unless they are reduced over `data` in the layer.
+        The unsharded gradients of both sublayers' outputs, and of `up`, therefore live to the end.
+        """
+        mlp = 2 * self.up + self.hidden + 2 * sizes.whole
+        if self.experts is not None:
+            mlp = self.experts.in_backward + 2 * sizes.whole
+        # Attention's output, its gradient, and the input of the matmul after it.
+        outputs = 2 * sizes.queries + sizes.heads
+        # Queries, keys and values, their gradients, and these gradients in one array.
+        heads = 3 * (sizes.queries + 2 * sizes.keys)
+        if sizes.flash:
+            scores = 2 * sizes.mask
+        else:
+            recomputed = sizes.config.train.recompute == 'selective'
+            scores = (4 if recomputed else 2) * FLOAT32 * sizes.most_scores
+        return max(mlp, self.up + outputs + heads + scores + 3 * sizes.whole)
