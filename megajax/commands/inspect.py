@@ -13,6 +13,7 @@ from megajax.commands.inspect_fuzz import fuzz
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.config.records import read_record
 from megajax.core.hardware.records import record_name
+from megajax.core.hardware.tpus import TPUS
 
 if TYPE_CHECKING:
     from megajax.analysis.inspect.budget import Budget
@@ -40,12 +41,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar='KEY=VALUE', help='For example mesh.model=4.'),
 ]
+NEEDS_GPU = 'needs a program compiled for a GPU: add --target h100, or a100, h200, b200'
 ConfigSource = Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')]
 Target = Annotated[
     str,
     typer.Option(
         callback=record_name,
-        help='cpu, or a GPU (no GPU is needed): a100, b200, h100, h200.',
+        help='cpu, a GPU (a100, b200, h100, h200) or a TPU (v5p, v6e); no GPU or TPU is needed.',
     ),
 ]
 NumHosts = Annotated[
@@ -118,7 +120,7 @@ def step(
     config = load(source, overrides or ())
     minimize = minimize or reduce
     _check_run(target, run, explained=bisect or minimize)
-    _check_gpu(target, kernels=kernels, budget=budget)
+    _check_gpu(target, kernels=kernels, budget=budget, memory=memory)
     check_outputs(json, hlo)
     limits = _read_budget(budget) if budget else None
     from megajax.analysis.inspect import inspect_with_text
@@ -207,7 +209,7 @@ def _with_remedy(inspection: 'Inspection', config: Config) -> 'Inspection':
     """Add the key that makes the step fit, if it does not fit in the GPU's memory."""
     from megajax.analysis.plan.memory_fix import remedy
 
-    if inspection.target == 'cpu':
+    if inspection.rates is None:  # not a GPU
         return inspection
     memory, per_host = inspection.memory, inspection.devices_per_host
     text = remedy(config, memory.needed, gpu=inspection.target, gpus_per_host=per_host)
@@ -227,21 +229,22 @@ def _print(inspection: 'Inspection', *, kernels: bool, memory: bool) -> None:
     )
 
 
-def _check_gpu(target: str, *, kernels: bool, budget: Path | None) -> None:
+def _check_gpu(target: str, *, kernels: bool, budget: Path | None, memory: bool) -> None:
     wanted = '--kernels' if kernels else '--budget' if budget else None
-    if wanted and target == 'cpu':
+    if wanted and target in ('cpu', *TPUS):
+        raise ConfigError(f'{wanted} {NEEDS_GPU}')
+    if memory and target in TPUS:
         raise ConfigError(
-            f'{wanted} needs a program compiled for a GPU: add --target h100, or a100, h200, b200'
+            f'--memory: the compiler for {target} does not list the arrays in memory; use '
+            '--target cpu or h100, or leave --memory out'
         )
 
 
 def _check_run(target: str, run: bool, *, explained: bool) -> None:
     if explained and not run:
         raise ConfigError('--bisect and --minimize explain a wrong result of --run: add --run')
-    if run and target == 'cpu':
-        raise ConfigError(
-            '--run needs a program compiled for a GPU: add --target h100, or a100, h200, b200'
-        )
+    if run and target in ('cpu', *TPUS):
+        raise ConfigError(f'--run {NEEDS_GPU}')
 
 
 def _run_with_progress(

@@ -9,6 +9,7 @@ from rich.console import Console
 from megajax.base.files.outputs import check_outputs
 from megajax.core.config import ConfigError
 from megajax.core.hardware.records import record_name
+from megajax.core.hardware.tpus import TPUS
 
 Count = Annotated[int, typer.Argument(metavar='COUNT', min=1, help='Number of random steps.')]
 Fixed = Annotated[
@@ -54,8 +55,8 @@ def fuzz(
     """
     from megajax.analysis.fuzz.draw import described, draw
 
-    if target == 'cpu':
-        raise ConfigError('--target cpu: fuzz executes programs for GPUs; use --target h100')
+    if target in ('cpu', *TPUS):
+        raise ConfigError(f'--target {target}: fuzz executes programs for GPUs; use --target h100')
     draw(seed, 0, fixed or ())  # raises ConfigError if nothing has the fixed settings
     if list_only:
         for number in range(count):

@@ -16,7 +16,7 @@ from megajax.analysis.inspect.child import compile_in_child
 from megajax.analysis.inspect.result import Inspection
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.overlap_rules import in_a_loop, resolved
-from megajax.core.hardware.targets import check_target, num_hosts
+from megajax.core.hardware.targets import GPUS, hosts_of
 
 if TYPE_CHECKING:
     from megajax.xla.emulate.arguments import AnyMesh
@@ -45,10 +45,11 @@ def inspect(
     The mesh has `target` devices; nothing is allocated. `hosts` defaults to the fewest hosts that
     the mesh needs, with at most 8 devices each. With `run`, the GPU program is also executed on
     simulated CPU devices and compared with one device. With `scan`, the layers are in a loop even
-    if a run would compile each layer separately; a loop compiles faster. Raises ConfigError for an
-    impossible target or number of hosts.
+    if a run would compile each layer separately; a loop compiles faster. A target can be a TPU
+    (`docs/inspect.md`). Raises ConfigError for an impossible target or number of hosts, and for
+    settings that the target does not support.
     """
-    if run and target == 'cpu':
+    if run and target not in GPUS:
         raise ConfigError(
             "run=True executes the program for a GPU: give target='h100', or a100, h200, b200"
         )
@@ -65,9 +66,8 @@ def inspect_with_text(
     config: Config, *, target: str, hosts: int | None, scan: bool = False
 ) -> tuple[Inspection, str]:
     """Do the same as `inspect`, and also return the compiled HLO."""
-    check_target(target, config.train.dtype)
-    hosts = num_hosts(config.mesh.num_devices, hosts)
-    on_gpu = target != 'cpu'
+    hosts = hosts_of(config, target, hosts)
+    on_gpu = target in GPUS
     config = resolved(config, on_gpu=on_gpu)
     is_quick = scan and config.train.unroll is True
     if is_quick:

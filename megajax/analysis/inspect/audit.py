@@ -34,8 +34,10 @@ from megajax.core.counts.megatron import expected, stated
 from megajax.core.counts.runs import ticks
 from megajax.core.hardware.records import hardware
 from megajax.core.hardware.targets import GPUS
+from megajax.core.hardware.tpus import TPUS
 from megajax.core.train.compiled_step import CompiledStep
 from megajax.xla.hlo.collectives import Collective, collectives
+from megajax.xla.hlo.cycles import estimated_cycles
 from megajax.xla.hlo.groups import crosses_hosts, groups_text
 from megajax.xla.hlo.kernels import kernels
 from megajax.xla.hlo.program import Program
@@ -45,7 +47,8 @@ NUM_REPLICATED = 5
 
 def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     """Return the complete inspection of a compiled step."""
-    config = resolved(config, on_gpu=target != 'cpu')
+    on_gpu = target in GPUS
+    config = resolved(config, on_gpu=on_gpu)
     program = Program(compiled.text, skipped=LATER_ROUNDS)  # assumes a balanced load of experts
     every = collectives(program, compiled.mesh)
     placed = [collective for collective in every if collective.times]
@@ -53,11 +56,11 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     rows = _rows(config, placed, wanted)
     schedule = _schedule(config, program, placed, target, compiled.devices_per_host)
     times, launched = None, []
-    if target != 'cpu':
+    if on_gpu:
         launched = [*kernels(program)]
         times = timeline_of(program, placed, launched, target, compiled.devices_per_host)
     products = count_products(config, program, target)
-    twice = () if target == 'cpu' else products_run_twice(config, program, products)
+    twice = products_run_twice(config, program, products) if on_gpu else ()
     return Inspection(
         config=dump(config),
         target=target,
@@ -72,12 +75,13 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         collectives=_instructions(config, program, every),
         ratios=_ratios(rows, compiled.mesh),
         schedule=schedule,
-        overlapped_share={} if target == 'cpu' else _overlapped_share(placed, compiled.mesh),
-        rates=None if target == 'cpu' else rates_of(config, target),
+        overlapped_share=_overlapped_share(placed, compiled.mesh) if on_gpu else {},
+        rates=rates_of(config, target) if on_gpu else None,
         compute_seconds=times and times.compute,
         exposed_seconds=times and times.exposed,
         wire_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.seconds),
         hidden_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.hidden_seconds),
+        estimated_cycles=estimated_cycles(program) if target in TPUS else None,
         products=products,
         kernels=records(program, launched, target) if launched else [],
         memory=_memory(config, program, compiled, target),
@@ -253,7 +257,7 @@ def _schedule(
     target: str,
     devices_per_host: int,
 ) -> list[Overlap]:
-    if target == 'cpu':
+    if target not in GPUS:
         return []
     seconds = transfer_seconds(program, placed, target, devices_per_host)
     return [
@@ -313,10 +317,16 @@ def _memory(config: Config, program: Program, compiled: CompiledStep, target: st
         arguments=compiled.arguments,
         temporaries=compiled.temporaries,
         outputs=compiled.outputs,
-        device=hardware(target).memory if target in GPUS else None,
+        device=_device_memory(target),
         at_peak=at_peak(config, program, compiled) if compiled.buffers else [],
         largest_replicated=[
             (placement.name, placement.bytes_per_device)
             for placement in replicated[:NUM_REPLICATED]
         ],
     )
+
+
+def _device_memory(target: str) -> int | None:
+    if target in TPUS:
+        return TPUS[target].memory
+    return hardware(target).memory if target in GPUS else None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.extras import install
+from megajax.core.hardware.tpus import ENVIRONMENT, TPUS
 
 if TYPE_CHECKING:
     from megajax.core.train.compiled_step import CompiledStep
@@ -51,6 +52,7 @@ def call_in_child(
     RuntimeError with the child's errors if the child fails in any other way.
     """
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
+    environment |= ENVIRONMENT if target in TPUS else {}
     command = [sys.executable, '-m', module, *map(str, arguments)]
     with tempfile.TemporaryFile('w+') as errors:
         child = subprocess.Popen(

@@ -6,15 +6,18 @@
 import functools
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
 
 from megajax.analysis.inspect.child import telling_parent
 from megajax.core.config import Config
 from megajax.core.hardware.targets import compile_without_gpu, gpu_devices
+from megajax.core.hardware.tpus import TPUS, compile_without_tpu, tpu_devices
 from megajax.core.parallel.mesh import concrete, mesh_for, mesh_of
 from megajax.core.train.compiled_step import CompiledStep, record_step
 from megajax.core.train.feed import abstract_batch
@@ -37,12 +40,9 @@ def compile_step(
     start = time.perf_counter()
     with jax.set_mesh(mesh):
         state = concrete(jax.eval_shape(lambda: init_state(config)))
-        on_cpu = mesh.devices.flat[0].platform == 'cpu'
         options = dict(compiler_options or {})
         lowered = make_train_step(config).lower(state, abstract_batch(config))
-        compile_with = (
-            lowered.compile if on_cpu else functools.partial(compile_without_gpu, lowered.compile)
-        )
+        compile_with = _compiler(mesh.devices.flat[0].platform, lowered)
         compiled, at_peak = (
             compile_with_buffers(compile_with, options) if buffers else (compile_with(options), ())
         )
@@ -71,15 +71,25 @@ def compile_for(
     per_host = config.mesh.num_devices // hosts
     if target == 'cpu':
         mesh = mesh_for(config)
+    elif target in TPUS:
+        mesh = mesh_of(tpu_devices(target, config.mesh.num_devices), config.mesh.sizes)
     else:
         devices = gpu_devices(target, hosts=hosts, per_host=per_host)
         mesh = mesh_of(devices, config.mesh.sizes)
     return compile_step(config, mesh, per_host, compiler_options, buffers=buffers)
 
 
+def _compiler(platform: str, lowered: Lowered) -> Callable[[dict[str, Any]], Compiled]:
+    """Return the function that compiles a lowered step with options for an absent device."""
+    if platform == 'cpu':
+        return lowered.compile
+    without = compile_without_tpu if platform == 'tpu' else compile_without_gpu
+    return functools.partial(without, lowered.compile)
+
+
 def _main(task: str, result: str, target: str, hosts: str) -> None:
     config = Config.model_validate_json(Path(task).read_bytes())
-    compiled = compile_for(config, target, int(hosts), buffers=True)
+    compiled = compile_for(config, target, int(hosts), buffers=target not in TPUS)
     Path(result).write_text(compiled.to_json())
 
 

@@ -14,6 +14,7 @@ from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.muon import newton_schulz
 from megajax.core.counts.product import Product
 from megajax.core.hardware.records import hardware
+from megajax.core.hardware.targets import GPUS
 from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.products import is_rematerialized, products
 from megajax.xla.hlo.program import Program
@@ -31,7 +32,7 @@ def count_products(config: Config, program: Program, target: str) -> Products:
     XLA computes exactly the matmuls that `core/counts/products.py` and `muon.py` list, for every
     family, layout and kind of recomputation. A CPU has no flash attention.
     """
-    flash = target != 'cpu' and uses_flash(config, hardware(target).compute_capability)
+    flash = target in GPUS and uses_flash(config, hardware(target).compute_capability)
     required = [*counts.products(config, flash=flash), *newton_schulz(config)]
     expected = sum(product.times * product.flops for product in required)
     compiled = rematerialized = 0

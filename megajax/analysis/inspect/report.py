@@ -66,6 +66,7 @@ def tables(
         _totals(inspection),
         *_expected(inspection),
         _products(inspection),
+        *_on_tpu(inspection),
     ]
     if inspection.schedule:
         parts += [Text(), Folded(schedule_table(inspection)), _shares(inspection)]
@@ -249,6 +250,20 @@ def _products(inspection: Inspection) -> Text:
     products = inspection.products
     line = f'matmul work  {products.compiled / 1e12:,.3f} TFLOP per step and device'
     return Text(f'{line}, {products.ratio:.3f}x what the config requires')
+
+
+def _on_tpu(inspection: Inspection) -> Iterator[Text]:
+    """Yield XLA's estimate of a TPU's cycles, and what a program for TPUs lacks."""
+    if inspection.estimated_cycles is None:
+        return
+    yield Text(
+        f'cycles  {inspection.estimated_cycles:,} per step, estimated by XLA; without collectives'
+    )
+    yield Text(
+        'compiled only: megajax has never run a program on a TPU. Attention and experts use XLA, '
+        'not kernels; no times are estimated',
+        style='dim',
+    )
 
 
 def _memory(inspection: Inspection) -> Text:

@@ -282,6 +282,13 @@ class Inspection(Result):
     hidden_seconds: dict[str, float] = Field(
         description='per axis, the part of `wire_seconds` that overlaps matmuls',
     )
+    estimated_cycles: int | None = Field(
+        default=None,
+        description=(
+            "XLA's estimate of the cycles of a step on a TPU, without its collectives; None for "
+            'other devices'
+        ),
+    )
     products: Products
     kernels: list[Kernel] = Field(description='every kernel, longest first; empty for a CPU')
     memory: Memory

@@ -1,10 +1,10 @@
-"""Compile targets: abstract devices, and their hosts, for GPUs that you do not have."""
+"""Compile targets: abstract devices, and their hosts, for GPUs and TPUs that you do not have."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megajax.core.config import ConfigError
+from megajax.core.config import Config, ConfigError
 from megajax.core.config.extras import install
 from megajax.core.hardware.records import (
     Capability,
@@ -14,9 +14,10 @@ from megajax.core.hardware.records import (
     hardware,
     hardware_of,
 )
+from megajax.core.hardware.tpus import TPUS, check_config_for_tpu, check_tpu, num_tpu_hosts
 
 GPUS = compiled_for()
-TARGETS = 'cpu', *GPUS
+TARGETS = 'cpu', *GPUS, *TPUS
 DEVICES_PER_HOST = 8
 # Prefixes of the device kinds of other vendors' GPUs; jax calls their platform gpu, too.
 NOT_NVIDIA = ('AMD', 'gfx', 'Intel')
@@ -96,12 +97,28 @@ def check_target(target: str, dtype: str | None = None) -> None:
         )
     if target == 'cpu':
         return
+    if target in TPUS:
+        return check_tpu(target)
     if dtype is not None:
         check_dtype(dtype, hardware(target))
     if not has_compiler():
         raise ConfigError(
             f"target {target} needs XLA's GPU compiler, but no GPU: {install('gpu-compile')}"
         )
+
+
+def hosts_of(config: Config, target: str, wanted: int | None = None) -> int:
+    """Return the number of hosts to compile a config for.
+
+    Raises ConfigError for an impossible target, a config that the target does not support, and an
+    impossible number of hosts.
+    """
+    check_target(target, config.train.dtype)
+    devices = config.mesh.num_devices
+    if target not in TPUS:
+        return num_hosts(devices, wanted)
+    check_config_for_tpu(config, target)
+    return num_tpu_hosts(target, devices, wanted)
 
 
 def num_hosts(devices: int, wanted: int | None = None) -> int:

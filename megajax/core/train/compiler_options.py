@@ -4,7 +4,7 @@ import jax
 
 from megajax.core.config import Config, ConfigError, Problem
 from megajax.core.counts.flash import uses_flash
-from megajax.core.hardware.targets import capability_of
+from megajax.core.hardware.targets import GPUS, capability_of
 from megajax.core.train.overlap import overlap_options
 from megajax.xla.miscompiles import (
     mesh_target,
@@ -28,7 +28,7 @@ def step_options(config: Config) -> Options:
     target = mesh_target()
     reject_affected(config, target)
     reject_pipelined_sends(config, target)
-    if target == 'cpu':
+    if target not in GPUS:
         return workarounds(target)
     _refuse_unrolled_attention(config)
     deterministic = DETERMINISTIC if config.train.deterministic else {}

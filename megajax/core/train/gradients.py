@@ -11,6 +11,7 @@ from jax import lax
 
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import resolved
+from megajax.core.hardware.targets import GPUS
 from megajax.core.model.overlap.per_layer_arrays import added, holds_totals, with_totals
 from megajax.core.model.shard_copies import add_copies
 from megajax.core.parallel.layout import Layout
@@ -49,7 +50,7 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
     step's only reduction over `data`. From ZeRO-2 on (`zero.py`) the backward pass reduces the
     gradients of matrices.
     """
-    config = resolved(config, on_gpu=mesh_target() != 'cpu')
+    config = resolved(config, on_gpu=mesh_target() in GPUS)
     layout = Layout.of(config)
     objective = Objective.of(config, layout)
     of_microbatches = (

@@ -11,6 +11,7 @@ from jax.stages import Wrapped
 
 from megajax.core.config import Config
 from megajax.core.config.overlap_rules import resolved, without_order
+from megajax.core.hardware.targets import GPUS
 from megajax.core.model.parameters import trainable, with_frozen
 from megajax.core.model.transformer import make_model
 from megajax.core.parallel.layout import Layout
@@ -113,7 +114,7 @@ def make_train_step(
     An `optimizer` replaces `optim.kind`, clipping and weight decay. `lr` in the metrics is
     `learning_rate(config)`, which the optimizer should use.
     """
-    config = resolved(config, on_gpu=mesh_target() != 'cpu')
+    config = resolved(config, on_gpu=mesh_target() in GPUS)
     update = (optimizer or make_optimizer(config)).update
     schedule = make_schedule(config.optim, config.train.steps)
     gradients = make_gradients(config)

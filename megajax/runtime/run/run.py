@@ -258,7 +258,7 @@ def _leaving() -> Iterator[None]:
 def _describe(config: Config, mesh: Mesh, report: Report, advise: Advise | None) -> None:
     report.mesh(mesh)
     note_links(mesh, report)
-    report.parallelism(resolved(config, on_gpu=mesh.devices.flat[0].platform != 'cpu'))
+    report.parallelism(resolved(config, on_gpu=mesh.devices.flat[0].platform not in ('cpu', 'tpu')))
     if advise and (line := advise(config, mesh)):
         report.say(line)
 

@@ -74,8 +74,8 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
 
     Collectives that never run are included, with `times` 0. Collectives that XLA's CPU backend
     cannot express are interpreted: an all-reduce of which each device keeps only its part counts as
-    a reduce-scatter, and an fp32 all-reduce between conversions from and to a smaller dtype counts
-    in that dtype.
+    a reduce-scatter, as in a fusion for TPUs, and an fp32 all-reduce between conversions from and
+    to a smaller dtype counts in that dtype.
     """
     return [
         collective
@@ -99,6 +99,8 @@ def _pieces(
         )
     groups = device_groups(instruction, prod(mesh.values()))
     synchronous, flops = overlap(program, computation, instruction)
+    # XLA for TPUs fuses an all-reduce with the slice of which it makes a reduce-scatter.
+    _, named = program.fusion_of(computation) or (computation, instruction)
     for sent, name in _named(program, computation, instruction, kind):
         actual_kind, operand, result = as_meant(
             program, computation, instruction, kind, sent, groups
@@ -111,8 +113,8 @@ def _pieces(
             result=result,
             times=program.times[computation.name],
             at_most=computation.name in program.runs.at_most or kind == 'ragged-all-to-all',
-            op_name=name or instruction.op_name,
-            source=program.source(instruction),
+            op_name=name or named.op_name,
+            source=program.source(named),
             computation=computation.name,
             instruction=instruction.name,
             synchronous=synchronous,

@@ -28,12 +28,14 @@ def as_meant(
     """Return the kind, operand and result of a collective as a GPU would have them.
 
     They differ from the text only in programs for CPUs, which are recognized because XLA for CPUs
-    never makes a collective asynchronous and never configures one.
+    never makes a collective asynchronous and never configures one, and in fusions for TPUs, which
+    send what a reduce-scatter sends.
     """
     index, operand, result = sent
     if (
         instruction.opcode.endswith('-start')
         or '"collective_backend_config"' in instruction.attributes
+        or (program.is_for_tpu and program.fusion_of(computation) is None)
     ):
         return kind, operand, result
     readers = list(
@@ -46,7 +48,7 @@ def as_meant(
     )
     dtype = (
         _narrow_dtype(program, computation, instruction, index, readers)
-        if operand.dtype in _NARROW
+        if operand.dtype in _NARROW and not program.is_for_tpu
         else ''
     )
     if dtype:

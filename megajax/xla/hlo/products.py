@@ -1,4 +1,4 @@
-"""List the matmuls of a compiled program: dots, fused or not, and library and kernel calls."""
+"""List the matmuls of a compiled program: dots, convolutions, and library and kernel calls."""
 
 import re
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from math import prod
 from typing import NamedTuple, TypeVar
 
 from megajax.xla.hlo import mosaic
+from megajax.xla.hlo.convolutions import multiplications
 from megajax.xla.hlo.program import Array, Computation, Instruction, Program
 
 Number = TypeVar('Number', int, float)
@@ -32,9 +33,11 @@ class Product(NamedTuple):
 
 def product_of(computation: Computation, instruction: Instruction) -> Product | None:
     """Return the matmul that an instruction itself computes; None for any other instruction."""
-    if instruction.opcode not in ('dot', 'custom-call'):
+    if instruction.opcode not in ('dot', 'convolution', 'custom-call'):
         return None
     operands = [computation.by_name[name].results[0] for name in instruction.operands]
+    if instruction.opcode == 'convolution':
+        return _convolution(instruction, *operands)
     if 'fmha' in instruction.attributes:
         size = _score_elements(instruction) * operands[0].shape[-1]
         if window := window_of(instruction.attributes):
@@ -54,6 +57,14 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
     batch = _size_along(left, _BATCH.search(instruction.attributes))
     m = prod(left.shape) // (batch * k)
     return Product(2 * result * k, left.dtype, sizes=(batch, m, result // (batch * m), k))
+
+
+def _convolution(instruction: Instruction, left: Array, right: Array) -> Product:
+    count, result = multiplications(instruction, left, right), instruction.results[0]
+    n = result.shape[-1]
+    return Product(
+        2 * count, left.dtype, sizes=(1, prod(result.shape) // n, n, count // prod(result.shape))
+    )
 
 
 def _grouped(kernel: mosaic.Grouped, factors: list[Array], result: Array) -> Product:

@@ -80,6 +80,7 @@ class Instruction:
     is_root: bool
     line: str
     is_skipped: bool = False  # is a loop of unknown length that counts as never entered
+    steps: int | None = None  # of a loop whose length follows from its condition
 
     @cached_property
     def op_name(self) -> str:
@@ -105,7 +106,7 @@ class Instruction:
         match = _TRIP_COUNT.search(self.attributes)
         if match:
             return int(match[1])
-        return 0 if self.is_skipped else None
+        return 0 if self.is_skipped else self.steps
 
     def attribute(self, key: str) -> str | None:
         """Return the number or name after `key=`; None if there is none."""
@@ -186,9 +187,31 @@ class Program:
             computation.check()
         self.callers = self._callers()
         self._trip_count = trip_count
-        counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', text.split('\n', 1)[0])
+        header = text.split('\n', 1)[0]
+        counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', header)
         self.num_devices = prod(map(int, counts))
+        self.is_for_tpu = ':T(' in header  # only TPUs have tiled layouts
         self._sources = Sources(text)
+        if self.is_for_tpu:
+            self._count_steps()
+
+    def _count_steps(self) -> None:
+        """Count the steps of each loop, which XLA for TPUs leaves to the loop's condition."""
+        # Not at the top, because it imports this module.
+        from megajax.xla.hlo.evaluate import Run
+
+        counted = {}
+        for name, computation in self.computations.items():
+            instructions = [
+                dataclasses.replace(each, steps=Run(self, computation).loop(each).trip_count)
+                if each.opcode == 'while' and each.trip_count is None
+                else each
+                for each in computation.instructions
+            ]
+            counted[name] = Computation(name=name, instructions=tuple(instructions))
+        self.computations = counted
+        self.entry = counted[self.entry.name]
+        self.callers = self._callers()
 
     def _callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
         callers = defaultdict(list)
@@ -210,6 +233,11 @@ class Program:
         from megajax.xla.hlo.execution_counts import Runs
 
         return Runs(self, self._trip_count)
+
+    def fusion_of(self, computation: Computation) -> tuple[Computation, Instruction] | None:
+        """Return the only fusion that calls a computation, and its home; None without one."""
+        callers = self.callers.get(computation.name, ())
+        return callers[0] if len(callers) == 1 and callers[0][1].opcode == 'fusion' else None
 
     @property
     def times(self) -> dict[str, int]:

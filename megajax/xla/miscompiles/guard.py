@@ -20,9 +20,9 @@ _LISTS = ('xla_disable_hlo_passes',)  # options with comma-separated values
 
 
 def target_of(device: Any) -> str:
-    """Return the target for a device: `cpu`, or the GPU that the device's kind names."""
-    if device.platform == 'cpu':
-        return 'cpu'
+    """Return the target for a device: `cpu`, `tpu`, or the GPU that the device's kind names."""
+    if device.platform in ('cpu', 'tpu'):
+        return device.platform
     kind = device.device_kind.lower()
     return next((target for target in GPUS if target in kind), DEFAULT_TARGET)
 
@@ -34,8 +34,8 @@ def mesh_target() -> str:
 
 
 def workarounds(target: str) -> dict[str, Option]:
-    """Return the workarounds that the compiler for `target` needs; none for a CPU."""
-    if target == 'cpu':
+    """Return the workarounds that the compiler for `target` needs; only GPU compilers need any."""
+    if target not in GPUS:
         return {}
     entries = [entry for entry in REGISTER if entry.platform == 'gpu' and entry.workaround]
     answers = [ask(entry, target) for entry in entries]
@@ -63,7 +63,7 @@ def _flag(name: str) -> str:
 
 def reject_affected(config: Config, target: str, register: Sequence[Miscompile] = REGISTER) -> None:
     """Raise ConfigError for a config that is affected by a bug without a workaround."""
-    affecting = [] if target == 'cpu' else [entry for entry in register if entry.affects(config)]
+    affecting = [entry for entry in register if target in GPUS and entry.affects(config)]
     if problems := [
         _problem(config, entry, target) for entry in affecting if _has_no_workaround(entry, target)
     ]:
@@ -103,7 +103,7 @@ def reject_pipelined_sends(config: Config, target: str) -> None:
         rings['mesh.context'] = mesh.context
     several = [key for key, size in rings.items() if 1 < size < mesh.num_devices]
     flags = _pipelined_flags()
-    if target == 'cpu' or not several or not flags:
+    if target not in GPUS or not several or not flags:
         return
     size = rings[several[0]]
     message = (
