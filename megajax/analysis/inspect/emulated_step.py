@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from megajax.analysis.inspect.random_batch import make_batch
 from megajax.analysis.inspect.tolerances import has_16_bits, limits
@@ -28,6 +29,7 @@ from megajax.core.parallel.placements import parameter_name
 from megajax.core.train import feed
 from megajax.core.train.feed import abstract_batch, place_batch
 from megajax.core.train.first_step import with_scales
+from megajax.core.train.optimizer import make_optimizer
 from megajax.core.train.step import TrainState, init_state, make_train_step
 from megajax.xla.emulate.compare import (
     MARGIN,
@@ -107,7 +109,7 @@ class EmulatedStep:
         With `exact`, both programs compute in fp32 wherever they use 16-bit types. `text` is a
         different module of the same program to run, such as a dump after an earlier compiler pass.
         """
-        expected = reference(_on_one_device(self.config, exact=exact))
+        expected = self._expected(exact=exact)
         actual = self._executed(exact=exact, text=text)
         shapes = _compared(*self._results)
         scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
@@ -115,11 +117,7 @@ class EmulatedStep:
         floor = limits(self.config, exact=exact)[0]
         gradient_options = {'scale': scale, 'rounding': ROUNDING * floor}
         of_rounded = {'floor': floor, 'margin': MARGIN * (CHOICES if _chooses(self.config) else 1)}
-        precise = (
-            reference(_on_one_device(self.config, exact=True))
-            if has_16_bits(self.config) and not exact
-            else None
-        )
+        precise = self._expected(exact=True) if has_16_bits(self.config) and not exact else None
 
         def compare(name: str, x: Any) -> Difference:
             def own(values: Mapping[str, Any]) -> Any:
@@ -135,13 +133,22 @@ class EmulatedStep:
 
     def pair(self, name: str, *, exact: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return a result of the program, from one device per piece, and the expected result."""
-        expected = reference(_on_one_device(self.config, exact=exact))[name]
+        expected = self._expected(exact=exact)[name]
         shape = _compared(*self._results)[name].shape
         wanted = _padded(self._in_places(name, expected), shape)
         actual = np.zeros(shape, np.asarray(wanted).dtype)
         for place, piece in self._executed(exact=exact, text=None)[name]:
             actual[place] = piece
         return actual, wanted
+
+    def _expected(self, *, exact: bool) -> Values:
+        """Return the results on one device; with `exact`, computed in fp32.
+
+        A program in 16 bits has Muon's coefficients as constants in bf16, also where it is executed
+        in fp32.
+        """
+        rounded_to = None if self.config.train.dtype == 'float32' else jnp.bfloat16
+        return reference(_on_one_device(self.config, exact=exact), rounded_to)
 
     def _executed(self, *, exact: bool, text: str | None) -> Values:
         """Return the pieces of each result that is compared, by name."""
@@ -239,11 +246,15 @@ def _placed(state: TrainState, config: Config) -> TrainState:
 
 
 @functools.lru_cache(maxsize=32)
-def reference(config: Config) -> Values:
-    """Return the results of a step on one device that are to be compared, by name."""
+def reference(config: Config, rounded_to: DTypeLike | None) -> Values:
+    """Return the results of a step on one device that are to be compared, by name.
+
+    Muon's coefficients are rounded to `rounded_to`.
+    """
+    optimizer = make_optimizer(config, rounded_to=rounded_to)
     with jax.set_mesh(make_mesh()):
         state, batch = _placed(first_state(config), config), place_batch(make_batch(config))
-        step = make_train_step(config).lower(state, batch).compile(quick())
+        step = make_train_step(config, optimizer).lower(state, batch).compile(quick())
         return jax.tree.map(np.asarray, _compared(*step(state, batch)))
 
 

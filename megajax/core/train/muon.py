@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from megajax.core.config import Config, OptimConfig
@@ -47,10 +48,13 @@ LAST = 1.875, -1.25, 0.375
 SAFETY = 1.01  # rounding may raise singular values above 1 by this factor
 
 
-def with_muon(adam: optax.GradientTransformation, config: Config) -> optax.GradientTransformation:
+def with_muon(
+    adam: optax.GradientTransformation, config: Config, rounded_to: DTypeLike | None = None
+) -> optax.GradientTransformation:
     """Return Muon's updates of the matrices of layers, and `adam`'s updates of the others.
 
-    The state is `adam`'s, but has no second moments for Muon's matrices.
+    The state is `adam`'s, but has no second moments for Muon's matrices. optax rounds the
+    coefficients to the dtype of the iterations; `rounded_to` rounds them to another one before.
     """
     optim, whole = config.optim, WholeMatrices(config)
     dtype = jnp.float32 if config.train.dtype == 'float32' else jnp.bfloat16
@@ -65,7 +69,7 @@ def with_muon(adam: optax.GradientTransformation, config: Config) -> optax.Gradi
         momentum = optax.tree.update_moment(of_matrices, momentum, optim.momentum, 1)
         ahead = _direction(momentum, of_matrices, state.count, optim)
         pools = whole.gather(ahead, dtype)
-        moved = whole.scatter(orthogonalized(pools, optim), like=ahead)
+        moved = whole.scatter(orthogonalized(pools, optim, rounded_to), like=ahead)
         moved = jax.tree.map(lambda x: x.astype(jnp.float32), moved)
         state = state._replace(mu=nnx.merge_state(state.mu, momentum))
         return nnx.merge_state(updates, moved), state
@@ -73,20 +77,23 @@ def with_muon(adam: optax.GradientTransformation, config: Config) -> optax.Gradi
     return optax.GradientTransformation(init, update)
 
 
-def orthogonalized(pools: Pools, optim: OptimConfig) -> Pools:
+def orthogonalized(pools: Pools, optim: OptimConfig, rounded_to: DTypeLike | None = None) -> Pools:
     """Return the orthogonalized matrices of each pool, multiplied by 0.2 sqrt(max(m, n))."""
     # With beta=0, this only orthogonalizes.
     muon = scale_by_muon(
-        coefficients(optim),
+        jnp.asarray(coefficients(optim), rounded_to),
         optim.ns_steps,
         beta=0.0,
         nesterov=False,
         weight_dimension_numbers=MuonDimensionNumbers(1, 2),
     )
-    return {
-        form: RMS * max(form.shape) ** 0.5 * muon.update(pool, muon.init(pool))[0]
-        for form, pool in pools.items()
-    }
+
+    def update(pool: jax.Array, rms: float) -> jax.Array:
+        matrices, _ = muon.update(pool, muon.init(pool))
+        # bf16 would round the factor by up to 0.4%.
+        return (rms * matrices.astype(jnp.float32)).astype(pool.dtype)
+
+    return {form: update(pool, RMS * max(form.shape) ** 0.5) for form, pool in pools.items()}
 
 
 def coefficients(optim: OptimConfig) -> Any:

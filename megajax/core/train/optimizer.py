@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from megajax.core.config import Config, OptimConfig
 from megajax.core.model.parameters import map_parameters
@@ -19,12 +20,18 @@ from megajax.core.train.muon import with_muon
 WSD_DECAY = 0.2
 
 
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Return clipping followed by `optim.kind`; moments are sharded like their parameters."""
+def make_optimizer(
+    config: Config, *, rounded_to: DTypeLike | None = None
+) -> optax.GradientTransformation:
+    """Return clipping followed by `optim.kind`; moments are sharded like their parameters.
+
+    `rounded_to` is the dtype that Muon's coefficients are rounded to, by default the dtype of its
+    iterations.
+    """
     optim = config.optim
     adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
     if optim.kind == 'muon':
-        adam = with_muon(adam, config)
+        adam = with_muon(adam, config, rounded_to)
     if optim.moments_dtype == 'bfloat16':
         adam = with_moments_in_bf16(adam, Layout.of(config))
     decayed = optax.chain(

@@ -163,6 +163,17 @@ def test_a_program_of_16_bits_is_right_as_it_is_and_exact_where_they_are_fp32(na
     assert exact[0].error < as_it_is[0].error / 100
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize('coefficients', ['quintic', exhaustive('polar_express')])
+def test_muon_in_16_bits_is_exact_where_they_are_fp32(coefficients):
+    optim = {'kind': 'muon', 'shard': 'weights', 'ns_coefficients': coefficients}
+    config = step('llama', 2, 2, train={'dtype': 'bfloat16'}, optim=optim)
+    results = compared(config, exact=True)
+    assert not wrong(results)
+    assert max(one.error for one in results) > 0
+
+
 @pytest.fixture(name='without_barriers')
 def fixture_without_barriers(monkeypatch):
     """The step as it was: Shardy gives the gathered gradient to the residual stream too."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax.contrib import MuonDimensionNumbers
 from optax_muon import optimizer_of_optax, split
 from steps import Setting
 from support import assert_close, exhaustive, gather, in_layer_order, on_mesh, random_params, slow
@@ -88,6 +89,22 @@ def test_coefficients_are_those_of_optax(name: str) -> None:
     expected, _ = jax.vmap(lambda x: optimizer.update(x, optimizer.init(x), x))(matrices)
     actual = orthogonalized({form: matrices}, config.optim)[form]
     np.testing.assert_allclose(actual, -expected, atol=1e-5)
+
+
+def test_16_bits_round_the_updates_but_not_their_size() -> None:
+    config = config_of(ONE_DEVICE)
+    (form, *_) = pools(config)
+    matrices = jax.random.normal(jax.random.key(0), (2, *form.shape), jnp.bfloat16)
+    muon = optax.contrib.scale_by_muon(
+        beta=0.0, nesterov=False, weight_dimension_numbers=MuonDimensionNumbers(1, 2)
+    )
+    unscaled, _ = muon.update(matrices, muon.init(matrices))
+    updates = orthogonalized({form: matrices}, config.optim)[form]
+    assert updates.dtype == jnp.bfloat16
+    norms = [jnp.linalg.norm(x.astype(jnp.float32)) for x in (updates, unscaled)]
+    size = 0.2 * max(form.shape) ** 0.5
+    assert abs(float(jnp.bfloat16(size)) / size - 1) > 5e-4
+    assert norms[0] / norms[1] == pytest.approx(size, rel=1e-4)
 
 
 @pytest.mark.parametrize(
