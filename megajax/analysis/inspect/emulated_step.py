@@ -40,7 +40,7 @@ from megajax.xla.emulate.compare import (
 )
 from megajax.xla.emulate.execute import (
     GpuProgram,
-    compile_for_gpu,
+    optimized_for_gpu,
     quick,
     run_on_cpu,
     stored_program,
@@ -96,7 +96,7 @@ class EmulatedStep:
             )
             traced = make_train_step(self.config).trace(*arguments)
             self.program: GpuProgram = (
-                compile_for_gpu(traced, devices, options or {})
+                optimized_for_gpu(traced, arguments, devices, options or {})
                 if stored is None
                 else stored_program(traced, arguments, stored)
             )

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Traced
 
 from megajax.core.hardware.targets import compile_without_gpu
+from megajax.xla.emulate.last_module import full_text, last_module
 from megajax.xla.emulate.translate import for_cpu
 from megajax.xla.hlo.dump import without_cache
 
@@ -60,15 +61,7 @@ def compile_for_gpu(
     """Compile for `devices` (see `core/hardware/targets.py`), whichever devices it was traced
     for.
     """
-    computation: Any = traced.lower(lowering_platforms=('cuda',))._lowering
-    computation._device_list = None
-    computation.compile_args['backend'] = devices[0].client
-    # jax compares the devices and their memory kinds.
-    for part in ('in_shardings', 'out_shardings'):
-        computation.compile_args[part] = tuple(
-            _on(devices, sharding) if isinstance(sharding, NamedSharding) else sharding
-            for sharding in computation.compile_args[part]
-        )
+    computation = _lowered(traced, devices)
     with without_cache():  # jax cannot read back a program for absent GPUs, and would warn
         compiled = compile_without_gpu(
             lambda options: computation.compile(options, device_assignment=tuple(devices)), options
@@ -82,6 +75,26 @@ def compile_for_gpu(
     )
 
 
+def optimized_for_gpu(
+    traced: Traced, arguments: Any, devices: Sequence[Any], options: Mapping[str, Any]
+) -> GpuProgram:
+    """Compile for `devices` up to the last module, without machine code: in half the time.
+
+    `arguments` are those that the function was traced for. All of them need a `NamedSharding`, and
+    results without a sharding must be replicated.
+    """
+    computation = _lowered(traced, devices)
+    with without_cache():
+        text = compile_without_gpu(
+            lambda options: last_module(
+                lambda options: computation.compile(options, device_assignment=tuple(devices)),
+                options,
+            ),
+            options,
+        )
+    return _program(text, computation, traced, arguments)
+
+
 def num_devices(traced: Traced) -> int:
     """Return the number of devices that the function was traced for."""
     lowering: Any = traced.lower(lowering_platforms=('cuda',))._lowering
@@ -90,7 +103,24 @@ def num_devices(traced: Traced) -> int:
 
 def stored_program(traced: Traced, arguments: Any, text: str) -> GpuProgram:
     """Return a program that was compiled earlier from the same function, with its shardings."""
-    computation: Any = traced.lower()._lowering
+    return _program(text, traced.lower()._lowering, traced, arguments)
+
+
+def _lowered(traced: Traced, devices: Sequence[Any]) -> Any:
+    """Return a lowered function that compiles for `devices`."""
+    computation: Any = traced.lower(lowering_platforms=('cuda',))._lowering
+    computation._device_list = None
+    computation.compile_args['backend'] = devices[0].client
+    # jax compares the devices and their memory kinds.
+    for part in ('in_shardings', 'out_shardings'):
+        computation.compile_args[part] = tuple(
+            _on(devices, sharding) if isinstance(sharding, NamedSharding) else sharding
+            for sharding in computation.compile_args[part]
+        )
+    return computation
+
+
+def _program(text: str, computation: Any, traced: Traced, arguments: Any) -> GpuProgram:
     kept = tuple(sorted(computation.compile_args['kept_var_idx']))
     leaves, results = jax.tree.leaves(arguments), jax.tree.leaves(traced.out_info)
     return GpuProgram(
@@ -98,15 +128,8 @@ def stored_program(traced: Traced, arguments: Any, text: str) -> GpuProgram:
         kept=kept,
         inputs=tuple(leaves[place].sharding for place in kept),
         outputs=tuple(result.sharding for result in results),
-        output_shapes=tuple(result.shape for result in results),
+        output_shapes=tuple(_stored_shape(result) for result in results),
     )
-
-
-def full_text(module: hlo.HloModule) -> str:
-    """Return the text of a module with all constants."""
-    printed = hlo.HloPrintOptions()
-    printed.print_large_constants = True
-    return module.to_string(printed)
 
 
 def run_on_cpu(

@@ -1,0 +1,61 @@
+"""The GPU compiler's last module, without the machine code of its kernels.
+
+XLA has no option to stop after its passes. It writes the last module to a folder before it reads
+its cache of kernels, so a cache that it cannot read ends the compilation at this point.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# jax has no public way to parse HLO text.
+from jax._src.lib import hlo  # type: ignore[attr-defined]
+
+# jax 0.10's XLA reads the cache only with this option, which jax 0.12's XLA does not have.
+_READ_CACHE = 'xla_gpu_enable_llvm_module_compilation_parallelism'
+_LAST = '*_gpu_after_optimizations.txt'
+_NO_CACHE = b'\xff'  # no serialized protocol buffer begins like this
+
+
+def last_module(compile_with: Callable[[dict[str, Any]], Any], options: Mapping[str, Any]) -> str:
+    """Call `compile_with` with compiler options, and return the text of the last module.
+
+    Raises the compiler's error if it fails before the last module.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(options.get('xla_dump_to', name))
+        known = {*folder.glob(_LAST)}
+        cache = Path(name, 'cache')
+        cache.write_bytes(_NO_CACHE)
+        own: dict[str, Any] = {
+            'xla_dump_to': str(folder),
+            'xla_dump_hlo_as_text': True,
+            'xla_dump_large_constants': True,
+            'xla_gpu_kernel_cache_file': str(cache),
+        }
+        try:
+            compiled = _with_cache(compile_with, {**options, **own})
+        except jax.errors.JaxRuntimeError:
+            if not (found := {*folder.glob(_LAST)} - known):
+                raise
+            return full_text(hlo.hlo_module_from_text(found.pop().read_text()))
+        return full_text(compiled.xla_executable.hlo_modules()[0])
+
+
+def _with_cache(compile_with: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> Any:
+    try:
+        return compile_with({**options, _READ_CACHE: True})
+    except jax.errors.JaxRuntimeError as error:
+        if _READ_CACHE not in str(error):
+            raise
+        return compile_with(options)
+
+
+def full_text(module: hlo.HloModule) -> str:
+    """Return the text of a module with all constants."""
+    printed = hlo.HloPrintOptions()
+    printed.print_large_constants = True
+    return module.to_string(printed)
