@@ -211,7 +211,10 @@ def _on_one_device(config: Config, *, exact: bool) -> Config:
 
 @functools.lru_cache(maxsize=32)
 def first_state(config: Config) -> TrainState:
-    """Return a one-device state before a step as numpy arrays, with noise on every parameter."""
+    """Return a one-device state before a step as numpy arrays, with noise on every parameter.
+
+    The parameters have the same values in every dtype, except for the rounding to their own dtype.
+    """
     random = np.random.default_rng(1)
     with jax.set_mesh(make_mesh()):
         make = jax.jit(functools.partial(init_state, config)).lower().compile(quick())
@@ -223,14 +226,20 @@ def first_state(config: Config) -> TrainState:
         noise = NOISE * random.normal(size=x.shape)
         if lora is not None and declared.is_adapter:  # the adapter's output is scaled
             noise /= lora.scale
-        if lora is not None and declared.is_frozen:  # so that every dtype has the same values
+        if lora is not None and declared.is_frozen:  # their dtype can be bf16
             return np.asarray((x.astype(jnp.bfloat16) + noise).astype(jnp.bfloat16), x.dtype)
         return np.asarray(x + noise, x.dtype)
 
     # With the noise, gradients would overflow at a run's initial scale.
     if state.loss_scale is not None:
         state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))
-    state = state._replace(params=map_parameters(noisy, state.params))
+    if lora is not None and config.train.dtype != 'float32':
+        # Initialized in fp16 and rounded to bf16, frozen weights would be rounded twice.
+        precise = first_state(_on_one_device(config, exact=True)).params
+        params = jax.tree.map(lambda x, own: np.asarray(x, own.dtype), precise, state.params)
+    else:
+        params = map_parameters(noisy, state.params)
+    state = state._replace(params=params)
     if state.recent is not None:
         with jax.set_mesh(make_mesh()):
             scaled = with_scales(config, _placed(state, config), place_batch(make_batch(config)))

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from support import exhaustive, make_config, slow
 
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_for
+from megajax.analysis.inspect.emulated_step import first_state
 from megajax.analysis.inspect.report import to_text
 from megajax.analysis.inspect.result import Inspection
 from megajax.core.config import Config
@@ -87,3 +90,15 @@ def test_activations_send_what_they_send_without_and_the_gradients_are_summed_on
         return
     sent = {row.axis: row.wire_bytes for row in found.rows if row.site == 'gradients'}
     assert sent == {axis: pytest.approx(gradient_bytes(config, axis)) for axis in axes_of(config)}
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_frozen_weights_before_an_emulated_step_are_the_same_in_each_dtype(dtype):
+    """A weight that is rounded to fp16 and then to bf16 can differ by a unit in the last place."""
+    found, wanted = (
+        jax.tree.leaves(first_state(case('llama', 1, 1, train={'dtype': each})).params)
+        for each in (dtype, 'float32')
+    )
+    assert any(x.dtype == dtype for x in found)
+    for x, precise in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.float32(x), precise, rtol=0, atol=1e-7)
