@@ -1,6 +1,7 @@
 """Compare the collectives that XLA inserted with those that Megatron-LM issues.
 
 `megajax.inspect(config)` compiles the training step and lists its collectives.
+`megajax.inspect(function, *args)` lists the collectives of any function.
 `megajax.inspect.assert_collectives` checks the collectives of any function in a test.
 `megajax.inspect.run` executes the GPU program of any function and checks its results.
 `megajax.inspect.known_miscompiles` and `gathered_experts` read any compiled program.
@@ -10,7 +11,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from megajax.analysis.inspect.child import compile_in_child
 from megajax.analysis.inspect.result import Inspection
@@ -19,6 +20,7 @@ from megajax.core.config.overlap_rules import in_a_loop, resolved
 from megajax.core.hardware.targets import GPUS, hosts_of
 
 if TYPE_CHECKING:
+    from megajax.analysis.inspect.function import FunctionInspection
     from megajax.xla.emulate.arguments import AnyMesh
     from megajax.xla.emulate.result import GpuRun
 
@@ -205,7 +207,37 @@ class Inspect(types.ModuleType):
     gathered_experts = staticmethod(gathered_experts)
     known_miscompiles = staticmethod(known_miscompiles)
     run = staticmethod(run)
-    __call__ = staticmethod(inspect)
+
+    @overload
+    def __call__(
+        self,
+        subject: Config,
+        /,
+        *,
+        target: str = 'cpu',
+        hosts: int | None = None,
+        run: bool = False,
+        scan: bool = False,
+    ) -> Inspection: ...
+
+    @overload
+    def __call__(
+        self,
+        subject: Any,
+        /,
+        *args: Any,
+        mesh: 'AnyMesh | None' = None,
+        target: str = 'cpu',
+        trip_count: int | None = None,
+    ) -> 'FunctionInspection': ...
+
+    def __call__(self, subject: Any, /, *args: Any, **options: Any) -> Any:
+        """Inspect the training step of a config (`inspect`), or any function."""
+        if isinstance(subject, Config):
+            return inspect(subject, *args, **options)
+        from megajax.analysis.inspect.function import inspect_function
+
+        return inspect_function(subject, args, **options)
 
 
 sys.modules[__name__].__class__ = Inspect

@@ -27,20 +27,15 @@ def check_collectives(
     permutes: Mapping[str, Declared] | None = None,
 ) -> None:
     """Raise AssertionError as `megajax.inspect.assert_collectives` describes."""
-    _check_trip_count(trip_count)
+    check_trip_count(trip_count)
     declared = {name: _declarations(name, value) for name, value in (permutes or {}).items()}
     if unknown := {kind for counts in expected.values() for kind in counts} - {*KINDS}:
         names = ', '.join(sorted(unknown))
         raise ValueError(f'no kind of collective {names}: choose among {", ".join(KINDS)}')
-    if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
-        function = _compiled(function, args)
-        args = ()
-        sizes = _mesh(mesh, function.input_shardings) or _current_mesh()
-    else:
-        sizes = _mesh(mesh, args) or _current_mesh()
+    function, args, sizes = prepared(function, args, mesh)
     axes = {'+'.join(_axes(name, sizes)): Counter(counts) for name, counts in expected.items()}
     allowed = {_axes(name, sizes): _allowed(name, pairs, sizes) for name, pairs in declared.items()}
-    program = Program(program_text(_compiled(function, args)), trip_count=trip_count)
+    program = Program(program_text(compiled_program(function, args)), trip_count=trip_count)
     executed = [collective for collective in collectives(program, sizes) if collective.times]
     if faults := [*_faulty_permutes(executed, allowed, prod(sizes.values()))]:
         head = 'the compiled function has permutes that lose data or differ from their declaration'
@@ -49,7 +44,22 @@ def check_collectives(
     _check_counts(axes, [collective for collective in arrays if collective.axes])
 
 
-def _check_trip_count(count: Any) -> None:
+def prepared(
+    function: Any, args: tuple[Any, ...], mesh: Mesh | AbstractMesh | None
+) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
+    """Return what to compile, its arguments, and the axis sizes of its mesh.
+
+    A Lowered is compiled here, because only the compiled program has its shardings. Raises
+    ValueError if there is no mesh.
+    """
+    if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
+        function = compiled_program(function, args)
+        return function, (), _mesh(mesh, function.input_shardings) or _current_mesh()
+    return function, args, _mesh(mesh, args) or _current_mesh()
+
+
+def check_trip_count(count: Any) -> None:
+    """Raise ValueError unless a trip count is None or a number of steps."""
     if count is None or (isinstance(count, int) and not isinstance(count, bool) and count >= 0):
         return
     reason = 'give the number of steps of the loops whose length XLA does not know'
@@ -64,7 +74,7 @@ def _check_counts(expected: Mapping[str, Counter[str]], placed: Sequence[Collect
         raise AssertionError(_message(expected, actual, placed))
 
 
-def _compiled(function: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
+def compiled_program(function: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
     """Return the compiled program of anything that contains one or can be compiled to one."""
     if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
         if args:

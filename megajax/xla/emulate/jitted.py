@@ -95,6 +95,27 @@ def run(
     )
 
 
+def gpu_text(
+    fn: Any, args: tuple[Any, ...], *, target: str, mesh: AnyMesh | None = None
+) -> tuple[str, dict[str, int]]:
+    """Return the text of the function's GPU program, and the axis sizes of its mesh.
+
+    Raises ValueError if there is no mesh.
+    """
+    if target not in GPUS:
+        raise ValueError(f'target={target!r}: choose among cpu, {", ".join(GPUS)}')
+    check_target(target)
+    function, devices_mesh = _traceable(fn), simulated_mesh(args, mesh)
+    if devices_mesh is None:
+        raise ValueError('no mesh: place the arguments on one, call jax.set_mesh or give mesh=')
+    with _context(devices_mesh, is_needed=mesh is not None or not have_devices(args)):
+        traced = function.trace(*on_devices(args, devices_mesh))
+    count = num_devices(traced)
+    hosts = num_hosts(count)
+    gpus = gpu_devices(target, hosts=hosts, per_host=count // hosts)
+    return compile_for_gpu(traced, gpus, {}).text, dict(devices_mesh.shape)
+
+
 def _traceable(fn: Any) -> Any:
     """Return the function with `.trace`; a plain function is jitted."""
     if callable(fn) and hasattr(fn, 'trace'):

@@ -1,0 +1,145 @@
+"""List the collectives of any function: of a project without a config."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from pydantic import Field
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from megajax.analysis.inspect.check import check_trip_count, compiled_program, prepared
+from megajax.analysis.inspect.report import transfers_cell
+from megajax.analysis.inspect.result import Transfer
+from megajax.base.render.console import as_html, as_text, open_table
+from megajax.base.render.folded import Folded
+from megajax.base.render.units import si
+from megajax.base.result import Result
+from megajax.xla.emulate.arguments import AnyMesh
+from megajax.xla.hlo.collectives import collectives
+from megajax.xla.hlo.products import products
+from megajax.xla.hlo.program import Program
+from megajax.xla.hlo.text import program_text
+from megajax.xla.miscompiles import detect_in
+
+
+class FunctionTransfer(Result):
+    """Collectives of the same kind and array, over one mesh axis, from one line."""
+
+    axis: str = Field(description='mesh axes joined by +')
+    transfer: Transfer
+    op_name: str
+    source: str = Field(description='Python frames, innermost first')
+
+
+class FunctionInspection(Result):
+    """The collectives and matmuls of one compiled function, per run and device."""
+
+    target: str
+    mesh: dict[str, int]
+    jax_version: str
+    transfers: list[FunctionTransfer] = Field(description='the most bytes first')
+    matmul_flops: float = Field(description='FLOPs, multiplied by the trip counts of loops')
+    known_miscompiles: list[str]
+
+    def sent_over(self, axis: str) -> float:
+        """Return the bytes that a device sends over a mesh axis, alone or with other axes."""
+        return sum(
+            each.transfer.wire_bytes for each in self.transfers if axis in each.axis.split('+')
+        )
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return the number of arrays by axis and kind, as `assert_collectives` takes them."""
+        counts = defaultdict[str, Counter[str]](Counter)
+        for each in self.transfers:
+            counts[each.axis.replace('+', '_and_')][each.transfer.kind] += each.transfer.times
+        return {axis: dict(kinds) for axis, kinds in counts.items()}
+
+    def __str__(self) -> str:
+        return as_text(_tables(self), width=150)
+
+    def _repr_html_(self) -> str:
+        return as_html(_tables(self))
+
+
+def inspect_function(
+    function: Any,
+    args: tuple[Any, ...],
+    *,
+    mesh: AnyMesh | None = None,
+    target: str = 'cpu',
+    trip_count: int | None = None,
+) -> FunctionInspection:
+    """Compile a function and list its collectives.
+
+    `function` is any function, jitted or not, with `args` that are arrays or
+    `jax.ShapeDtypeStruct`s with shardings; or, without `args`, a `jax.stages.Lowered` or
+    `Compiled`. The mesh is `mesh`, or the mesh of the arguments, or the current mesh. `target` is
+    a GPU to compile for (none is needed); with cpu, the program is compiled for the devices of the
+    arguments. `trip_count` is the number of steps of loops whose length XLA does not know. Raises
+    ValueError for a function or a target that cannot be compiled, and without a mesh.
+    """
+    check_trip_count(trip_count)
+    if target == 'cpu':
+        function, args, sizes = prepared(function, args, mesh)
+        text = program_text(compiled_program(function, args))
+    else:
+        from megajax.xla.emulate.jitted import gpu_text  # only for a GPU
+
+        text, sizes = gpu_text(function, args, target=target, mesh=mesh)
+    program = Program(text, trip_count=trip_count)
+    return FunctionInspection(
+        target=target,
+        mesh=sizes,
+        jax_version=jax.__version__,
+        transfers=_transfers(program, sizes),
+        matmul_flops=sum(product.flops * times for product, _, _, times in products(program)),
+        known_miscompiles=[str(finding) for finding in detect_in(program)],
+    )
+
+
+def _transfers(program: Program, mesh: Mapping[str, int]) -> list[FunctionTransfer]:
+    """Return the collectives that run and send an array to another device; scalars do not count."""
+    groups = defaultdict[tuple[Any, ...], list[int]](list)
+    for each in collectives(program, mesh):
+        if each.times and each.axes and not each.is_scalar:
+            key = each.axis, each.kind, each.whole, each.wire_bytes, each.at_most
+            groups[(*key, each.op_name, each.source)].append(each.times)
+    found = [
+        FunctionTransfer(
+            axis=axis,
+            transfer=Transfer(
+                kind=kind,
+                array=str(array),
+                times=sum(times),
+                wire_bytes=sum(times) * size,
+                at_most=at_most,
+            ),
+            op_name=op_name,
+            source=source,
+        )
+        for (axis, kind, array, size, at_most, op_name, source), times in groups.items()
+    ]
+    return sorted(found, key=lambda each: -each.transfer.wire_bytes)
+
+
+def _tables(found: FunctionInspection) -> RenderableType:
+    table = open_table(title='collectives per run and device')
+    for name in ('axis', 'collective', 'bytes', 'source'):
+        table.add_column(name, justify='right' if name == 'bytes' else 'left')
+    for each in found.transfers:
+        source = each.source.split(' < ')[0] or each.op_name
+        table.add_row(
+            each.axis, transfers_cell([each.transfer]), si(each.transfer.wire_bytes), source
+        )
+    sent = ', '.join(f'{axis}: {si(found.sent_over(axis))}' for axis in found.mesh)
+    axes = ' x '.join(f'{name}={size}' for name, size in found.mesh.items())
+    return Group(
+        Text(f'{axes}, target {found.target}, jax {found.jax_version}'),
+        Text(),
+        Folded(table),
+        Text(f'bytes sent  {sent}'),
+        Text(f'matmul work  {found.matmul_flops / 1e9:,.3f} GFLOP'),
+        *(Text(f'known miscompile  {line}') for line in found.known_miscompiles),
+    )

@@ -1,0 +1,81 @@
+"""`megajax.inspect(function, *args)`: the collectives of a function without a config."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+import megajax
+from megajax.core.hardware.targets import has_compiler
+
+EXPLICIT = (AxisType.Explicit,) * 2
+STEPS = 3
+
+
+@pytest.fixture(name='mesh', scope='module')
+def of_eight():
+    return jax.make_mesh((2, 4), ('data', 'model'), axis_types=EXPLICIT)
+
+
+@jax.jit
+def step(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """Three layers, and a mean over all devices."""
+
+    def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        hidden = jnp.einsum('bd,df->bf', x, up, out_sharding=jax.P('data', 'model'))
+        return jnp.einsum('bf,fd->bd', hidden, down, out_sharding=jax.P('data', None)), None
+
+    return jax.lax.scan(layer, x, length=STEPS)[0].mean()
+
+
+def arguments(mesh: jax.sharding.Mesh) -> list[jax.ShapeDtypeStruct]:
+    placed = {
+        (8, 16): jax.P('data', None),
+        (16, 64): jax.P(None, 'model'),
+        (64, 16): jax.P('model', None),
+    }
+    return [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+        for shape, spec in placed.items()
+    ]
+
+
+def test_bytes_counts_and_flops_of_a_loop_are_multiplied_by_its_steps(mesh) -> None:
+    with jax.set_mesh(mesh):
+        found = megajax.inspect(step, *arguments(mesh))
+    assert found.counts() == {'model': {'all-reduce': STEPS}}
+    assert found.sent_over('model') == STEPS * 2 * (3 / 4) * (4 * 16 * 4)
+    assert found.sent_over('data') == 0  # a scalar
+    assert found.matmul_flops == STEPS * 2 * (2 * 4 * 16 * 16)
+    assert found.mesh == {'data': 2, 'model': 4}
+    assert '3 AR f32[4,16]' in str(found)
+    assert 'test_function.py' in found.transfers[0].source
+
+
+def test_a_compiled_program_is_inspected_too(mesh) -> None:
+    with jax.set_mesh(mesh):
+        compiled = step.lower(*arguments(mesh)).compile()
+        found = megajax.inspect(compiled)
+    assert found.counts() == {'model': {'all-reduce': STEPS}}
+    megajax.inspect.assert_collectives(compiled, mesh=mesh, **found.counts())
+
+
+def test_a_config_is_inspected_as_before() -> None:
+    with pytest.raises(megajax.ConfigError, match='target nowhere'):
+        megajax.inspect(megajax.load('tiny'), target='nowhere')
+
+
+def test_wrong_arguments_are_named(mesh) -> None:
+    with pytest.raises(ValueError, match="target='nowhere': choose among cpu, a100"):
+        megajax.inspect(step, *arguments(mesh), target='nowhere')
+    with pytest.raises(ValueError, match='not 3'):
+        megajax.inspect(3, mesh=mesh)
+    with pytest.raises(ValueError, match='no mesh'):
+        megajax.inspect(jnp.sin, jnp.ones(3))
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: the extra gpu-compile")
+def test_a_function_is_compiled_for_a_gpu(mesh) -> None:
+    found = megajax.inspect(step, *arguments(mesh), mesh=mesh, target='h100')
+    assert found.counts() == {'model': {'all-reduce': STEPS}}
+    assert found.target == 'h100'
