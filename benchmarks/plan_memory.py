@@ -242,6 +242,10 @@ mixtral_8x7b  1x8 sp none 1 1 model.num_layers=8 mesh.experts=1 optim.shard=none
     model.experts.first_dense=1
 mixtral_8x7b  1x8 sp none 1 1 model.num_layers=8 mesh.experts=1 optim.shard=none \
     model.layers=[{},{"experts":null}]
+mixtral_8x7b  8x1 tp full 1 2 model.num_layers=4 mesh.experts=4 optim.shard=gradients \
+    model.layers=[{},{"experts":null}]
+mixtral_8x7b  2x4 sp full 1 1 model.num_layers=8 mesh.experts=2 optim.shard=optimizer \
+    model.layers=[{},{"experts":null}]
 """
 IN_ORDER = 'IN_ORDER'  # layers as GPUs have them by default; else in a loop, in XLA's order
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']

@@ -35,13 +35,10 @@ class LayerArrays:
             self.hidden = sizes.itemsize * sizes.tokens * elements(second.inputs, widths, shards)
         self.kept = self._kept(sizes)  # saved by the forward pass without recomputation
         self.in_backward = self._in_backward(sizes)
+        # The parameters in the matrices of a layer, in a step.
+        of_layer = sizes.at_rest.of_layer
+        self.matrices = of_layer['L'] + (of_layer[stack.dim] if stack.dim != 'L' else 0)
         self._sizes = sizes
-
-    @property
-    def matrices(self) -> int:
-        """The parameters in the matrices of a layer, in a step."""
-        of_layer = self._sizes.at_rest.of_layer
-        return of_layer['L'] + (of_layer[self.dim] if self.dim != 'L' else 0)
 
     @property
     def copied_weights(self) -> int:

@@ -283,18 +283,10 @@ def _in_backward(sizes: Sizes) -> tuple[int, int]:
 
     They are the weights that ZeRO-3 has gathered, and the temporary arrays.
     """
-    gathers = sizes.config.optim.shard == 'weights'
+    size = sizes.itemsize if sizes.config.optim.shard == 'weights' else 0
     is_full = sizes.config.train.recompute == 'full'
-    return max(
-        (
-            (
-                sizes.itemsize * kind.matrices if gathers else 0,
-                kind.in_backward + (kind.kept if is_full else 0),
-            )
-            for kind in sizes.kinds
-        ),
-        key=sum,
-    )
+    each = [(size * kind.matrices, kind.in_backward + is_full * kind.kept) for kind in sizes.kinds]
+    return max(each, key=sum)
 
 
 def _transposed(sizes: Sizes) -> int:

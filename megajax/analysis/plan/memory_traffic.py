@@ -48,7 +48,7 @@ def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -
     yield Traffic(name='norms', bytes=of_norms, times=times)
     yield Traffic(name='residual', bytes=2 * (3 * forwards + 2) * residual, times=times)
     yield Traffic(name='heads', bytes=2 * (forwards + 1) * heads, times=times)
-    yield from _of_networks(config, in_buffers=in_buffers)
+    yield from _of_networks(config, tokens, times, in_buffers=in_buffers)
     if not flash:
         keys, _ = scored_keys(model, config.train.seq_len)
         scores = tokens * model.num_heads / t * float(keys) * size
@@ -59,11 +59,9 @@ def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -
         )
 
 
-def _of_networks(config: Config, *, in_buffers: bool) -> Iterator[Traffic]:
-    """Yield the operations of the layers' MLPs and experts."""
-    model, layout, widths = config.model, Layout.of(config), dim_sizes(config.model)
-    tokens = config.microbatch_rows * config.train.seq_len // config.mesh.context
-    size, runs = BYTES[config.train.dtype], Runs.of_stages(config).layers
+def _of_networks(config: Config, tokens: int, runs: int, *, in_buffers: bool) -> Iterator[Traffic]:
+    """Yield the operations of MLPs and experts in this many runs of layers."""
+    model, widths, size = config.model, dim_sizes(config.model), BYTES[config.train.dtype]
     forwards = 2 if config.train.recompute == 'full' else 1
     moved = (3 if model.is_gated else 2) * forwards + (5 if model.is_gated else 3)
     for (name, _, down, _), dim in stacks(model)[1:]:
@@ -72,6 +70,7 @@ def _of_networks(config: Config, *, in_buffers: bool) -> Iterator[Traffic]:
             hidden = tokens * elements(down.inputs, widths) * size / config.mesh.tensor_parallel
             yield Traffic(name='activation', bytes=moved * hidden, times=times)
             continue
+        layout = Layout.of(config)
         experts = ExpertArrays.of(config, layout, tokens, size, in_buffers=in_buffers)
         assert experts is not None
         yield Traffic(name='activation', bytes=moved * experts.hidden, times=times)

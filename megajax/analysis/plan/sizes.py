@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from megajax.analysis.plan.expert_memory import ExpertArrays
 from megajax.analysis.plan.layer_memory import LayerArrays
 from megajax.core.config import Config, ModelConfig
 from megajax.core.counts.chunks import chunk_sizes
@@ -92,22 +91,18 @@ class Sizes:
         # returns the gradient of this bias.
         self.mask = self.between * shards_of_heads * attended if self.is_masked else 0
         # The layers with an MLP, and with experts, if the model has any.
-        self.kinds = tuple(LayerArrays(self, stack) for stack in networks)
-
-    @property
-    def experts(self) -> ExpertArrays | None:
-        """Return the arrays of a layer of experts; None for a model without experts."""
-        return self.kinds[-1].experts  # the last kind has experts, if any has
+        self.kinds = [LayerArrays(self, stack) for stack in networks]
+        self.experts = self.kinds[-1].experts  # the last kind has experts, if any has
 
     @property
     def kept_by_layer(self) -> int:
         """Return the bytes of `memory.kept_by_layer`."""
-        return max(kind.kept for kind in self.kinds)
+        return max([kind.kept for kind in self.kinds])
 
     @property
     def kept_by_chunk(self) -> int:
         """Return the bytes that the forward pass of a chunk of layers saves, all of them."""
-        return sum(kind.count * kind.kept for kind in self.kinds)
+        return sum([kind.count * kind.kept for kind in self.kinds])
 
     @cached_property
     def kept_around(self) -> int:
@@ -207,7 +202,7 @@ class Sizes:
         if not self.flash:
             return layers * (self.queries if recompute == 'selective' else FLOAT32 * self.scores)
         if self.config.microbatch_rows == 1:
-            return max(kind.count * kind.hidden for kind in self.kinds)
+            return max([kind.count * kind.hidden for kind in self.kinds])
         # The gathered array has the sequence dim before the batch dim.
         return layers * self.whole if self.is_scattered else 0
 
@@ -232,30 +227,28 @@ class Sizes:
         """Return the bytes that a loop over periods of a pattern needs beyond a loop over layers.
 
         With full recomputation, the backward pass copies the weights of a period, and stores the
-        gradients of two more layers. It also copies the weights of the layers left over after the
-        last period, whose gradients wait for the loop. Otherwise the weights of all layers in the
-        loop are copied, and the gradients of all outputs of a period exist at once. XLA unrolls a
-        single period.
+        gradients of two more layers (twice the mean of a period). It also copies the weights of the
+        layers left over after the last period, whose gradients wait for the loop. Otherwise the
+        weights of all layers in the loop are copied, and the gradients of all outputs of a period
+        exist at once. XLA unrolls a single period.
         """
         if not self.model.layers or self.is_ordered:
             return 0
-        first, length = self.model.first_dense, len(self.model.pattern)
+        first, pattern = self.model.first_dense, self.model.pattern
+        length = len(pattern)
         periods, left_over = divmod(self.chunk_layers - first, length)
         if length == 1 or periods < 2:
             return 0
-        period = [self.kind_of(first + place) for place in range(length)]
+        kinds = [self.kinds[-1 if layer.experts else 0] for layer in pattern]
+        period = [*kinds[first % length :], *kinds[: first % length]]
         if self.config.train.recompute == 'full':
             rest = period[:left_over]
             copied = sum(kind.copied_weights for kind in period + rest)
-            stored = sum(kind.matrices for kind in rest) + 2 * max(x.matrices for x in period)
-            return copied + FLOAT32 * stored
+            stored = 2 * sum(kind.matrices for kind in period) // length
+            return copied + FLOAT32 * (stored + sum(kind.matrices for kind in rest))
         of_all = self.queries + 2 * self.keys + 2 * FLOAT32 * self.whole // self.itemsize
         outputs = sum(kind.up + of_all for kind in period[1:])
         return periods * sum(kind.copied_weights for kind in period) + outputs
-
-    def kind_of(self, index: int) -> LayerArrays:
-        """Return the arrays of the layer with this index in the model."""
-        return self.kinds[-1 if self.model.layer_config(index).experts else 0]
 
 
 class AtRest(NamedTuple):
