@@ -134,6 +134,6 @@ def compile_without_tpu(
             raise
         reason = str(error).strip().splitlines()[0].partition(f'{_NO_MEMORY}: ')[2]
         raise ConfigError(
-            f'the step does not fit: {reason} Use more devices, train.microbatches, '
-            'train.recompute=full, or optim.shard=weights'
+            f'the step does not fit: {reason} Use train.recompute=selective or full (XLA attention '
+            'stores its scores), more devices or train.microbatches, or optim.shard=weights'
         ) from error
