@@ -246,6 +246,11 @@ mixtral_8x7b  8x1 tp full 1 2 model.num_layers=4 mesh.experts=4 optim.shard=grad
     model.layers=[{},{"experts":null}]
 mixtral_8x7b  2x4 sp full 1 1 model.num_layers=8 mesh.experts=2 optim.shard=optimizer \
     model.layers=[{},{"experts":null}]
+qwen3_30b_a3b 8x1 tp full 1 1 model.num_layers=7 mesh.experts=8 optim.shard=weights \
+    model.hidden_size=4096 model.num_heads=96 model.num_kv_heads=8 model.ffn_size=10944 \
+    model.qk_norm=false model.qkv_bias=true model.experts.ffn_size=1408 \
+    model.experts.shared_ffn_size=1408 model.experts.scores=sigmoid \
+    model.experts.selection_bias=true model.experts.first_dense=1
 """
 IN_ORDER = 'IN_ORDER'  # layers as GPUs have them by default; else in a loop, in XLA's order
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']

@@ -135,11 +135,12 @@ def over_data_shards(config: Config) -> list[Expected]:
         every, learned = counts_over_data(config)
         of_parameters = over_data(config, every, learned=learned)
     else:
-        of_parameters = (
-            collective
-            for of_experts, axes in groups(config)
-            for collective in over_data(config, own_counts(config, of_experts=of_experts), axes)
-        )
+        of_parameters = list[Expected]()
+        for of_experts, axes in groups(config):
+            every, learned = (
+                own_counts(config, learned=only, of_experts=of_experts) for only in (False, True)
+            )
+            of_parameters += over_data(config, every, axes, learned=learned)
     return [*of_parameters, *exchanges(config), *_over_experts(config, is_of_step=True)]
 
 

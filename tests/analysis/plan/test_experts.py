@@ -9,7 +9,7 @@ import pytest
 from support import load_script, make_config
 
 from megajax.analysis.inspect.products import of_unused_blocks
-from megajax.analysis.plan.communication import wire_bytes
+from megajax.analysis.plan.communication import over_data_shards, wire_bytes
 from megajax.analysis.plan.experts import imbalance_of_run
 from megajax.analysis.plan.launches import num_launches
 from megajax.analysis.plan.layouts import Mesh, changed, layouts
@@ -26,6 +26,7 @@ from megajax.core.config.layer import LayerConfig
 from megajax.core.counts.collective import GATHER, Expected, Site
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.flops import step_flops
+from megajax.core.counts.parameters import num_parameters
 from megajax.core.counts.products import products
 from megajax.core.hardware.records import hardware
 from megajax.xla.hlo.program import Array
@@ -113,6 +114,15 @@ def test_buffers_have_room_for_more_and_later_rounds_send_halves() -> None:
     even = config().model.experts.model_copy(update={'capacity': 1.0})
     exact = config(model__experts=even)
     assert sent_to_experts(exact) == sent_to_experts(exact, MEGATRON)
+
+
+def test_gradients_of_frozen_parameters_are_not_summed() -> None:
+    experts = config().model.experts.model_copy(update={'selection_bias': True})
+    biased = config(model__experts=experts, mesh__experts=1)
+    assert over_data_shards(biased) == over_data_shards(config(mesh__experts=1))
+    adapters = load('llama3_8b', ['lora.rank=8', 'mesh.data=8', 'mesh.model=1', 'optim.shard=none'])
+    (sent,) = over_data_shards(adapters)
+    assert sent.array.dims == (num_parameters(adapters.model, padded=True, trained=True),)
 
 
 def test_a_group_of_experts_over_hosts_waits_for_the_network() -> None:
