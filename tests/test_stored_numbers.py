@@ -3,15 +3,13 @@ their promises.
 """
 
 import csv
-import json
 import re
 import shlex
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import slow
+from support import load_script, slow
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
@@ -187,13 +185,8 @@ def test_every_random_step_is_right() -> None:
 
 
 def test_the_table_of_random_steps_is_that_of_the_stored_steps() -> None:
-    text = (RESULTS / '2026-11-28_fuzz.jsonl').read_text()
-    steps = [json.loads(line) for line in text.splitlines()]
-    seconds = sorted(step['cpu_seconds'] for step in steps)
-    cells = ['0.10.2', 'h100', '0', *(str(len(steps)),) * 2, '0', '0']
-    cells += [f'{statistics.median(seconds):.1f} ({seconds[0]} to {seconds[-1]})']
-    assert {step['verdict'] for step in steps} == {'right'}
-    assert f'| {" | ".join(cells)} |' in VERIFY
+    script = load_script('fuzz_table', 'benchmarks')
+    assert script.table(script.read(RESULTS / '2026-11-28_fuzz.jsonl')) in VERIFY
 
 
 def test_the_page_has_the_error_of_the_counted_memory() -> None:

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.lib import hlo
 
 from megajax.core.hardware.targets import gpu_devices, has_compiler
+from megajax.xla.emulate.bisect import dump_options, modules
 from megajax.xla.emulate.execute import compile_for_gpu, optimized_for_gpu
+from megajax.xla.emulate.last_module import full_text
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler")
 
@@ -56,3 +59,12 @@ def test_an_error_before_the_last_module_is_raised():
     traced, arguments = traced_mlp(devices)
     with pytest.raises(jax.errors.JaxRuntimeError, match='xla_gpu_no_such_option'):
         optimized_for_gpu(traced, arguments, devices, {'xla_gpu_no_such_option': True})
+
+
+def test_the_pass_dumps_for_a_bisection_end_with_the_last_module(tmp_path):
+    devices = gpu_devices('h100', hosts=1, per_host=2)
+    traced, arguments = traced_mlp(devices)
+    text = optimized_for_gpu(traced, arguments, devices, dump_options(tmp_path)).text
+    dumps = modules(tmp_path)
+    assert len(dumps) > 10
+    assert lines(full_text(hlo.hlo_module_from_text(dumps[-1].read_text()))) == lines(text)
