@@ -95,11 +95,13 @@ def _changed_rows(before: Inspection, after: Inspection) -> Iterator[ChangedRow]
     old, new = ({(x.site, x.phase, x.axis): x for x in each.rows} for each in (before, after))
     for key in dict.fromkeys([*old, *new]):
         rows = [[each[key]] if key in each else [] for each in (old, new)]
-        placed = [[transfer for row in each for transfer in row.placed] for each in rows]
-        if Counter(placed[0]) != Counter(placed[1]):
+        placed_before, placed_after = (
+            [transfer for row in each for transfer in row.placed] for each in rows
+        )
+        if Counter(placed_before) != Counter(placed_after):
             sent = Change('sent', 'B', *map(_sent, rows))
             is_more = any(row.verdict == 'MORE' for row in rows[1])
-            yield ChangedRow(*key, *placed, bytes=sent, is_more=is_more)
+            yield ChangedRow(*key, placed_before, placed_after, sent, is_more)
 
 
 def _sent(rows: list[Row]) -> float:
