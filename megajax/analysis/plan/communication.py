@@ -130,12 +130,12 @@ def _over_context(config: Config) -> Iterator[Expected]:
 def over_data_shards(config: Config) -> list[Expected]:
     """Return the collectives of data parallelism and of the optimizer."""
     if config.mesh.stages > 1:
-        of_parameters = gradients_of_lockstep_stages(config)
+        of_parameters = [*gradients_of_lockstep_stages(config)]
     elif config.vision is not None:
         every, learned = counts_over_data(config)
-        of_parameters = over_data(config, every, learned=learned)
+        of_parameters = [*over_data(config, every, learned=learned)]
     else:
-        of_parameters = list[Expected]()
+        of_parameters = []
         for of_experts, axes in groups(config):
             every, learned = (
                 own_counts(config, learned=only, of_experts=of_experts) for only in (False, True)

@@ -87,8 +87,7 @@ def transfers(
         needed = collective.times * ring.seconds(collective.kind, wire)
         share, names, phase, of_products = program.hidden_by(collective, config)
         of_products, hidden = share if of_products is None else of_products, 0.0
-        names = _in_each_stack(names, site.name) if has_both else names
-        for name in names:
+        for name in _in_each_stack(names, site.name) if has_both else names:
             key = name, phase or site.phase
             hidden += products.hide(key, of_products, share * needed - hidden)
         sent.append(
