@@ -1,4 +1,7 @@
-"""Collectives over `model` made by hand."""
+"""Collectives over `model` made by hand, and the arguments of a tensor-parallel MLP."""
+
+import jax
+import jax.numpy as jnp
 
 from megajax.xla.hlo.collectives import Collective
 from megajax.xla.hlo.program import Array
@@ -21,3 +24,16 @@ def reduced(op_name: str, array: Array, *, times: int = 1) -> Collective:
         synchronous=False,
         overlapped_flops=0,
     )
+
+
+def arguments_of_mlp(mesh: jax.sharding.Mesh) -> list[jax.ShapeDtypeStruct]:
+    """An input that is sharded over `data`, a column-parallel and a row-parallel matrix."""
+    placed = {
+        (8, 16): jax.P('data', None),
+        (16, 64): jax.P(None, 'model'),
+        (64, 16): jax.P('model', None),
+    }
+    return [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+        for shape, spec in placed.items()
+    ]

@@ -15,6 +15,7 @@ from megajax.xla.hlo.program import Array, Instruction
 
 _LABELS = re.compile(r'\bdim_labels=(\w+)_(\w+)->(\w+)')
 _WINDOW = re.compile(r'\bwindow=\{([^}]*)\}')
+_DEFAULTS = {'stride': 1, 'pad': 0, 'lhs_dilate': 1, 'rhs_dilate': 1}
 
 
 def multiplications(instruction: Instruction, left: Array, right: Array) -> int:
@@ -38,9 +39,6 @@ def multiplications(instruction: Instruction, left: Array, right: Array) -> int:
         if dim.isdecimal()
     )
     return of_result['b'] * of_result['f'] * of_right['i'] * prod(positions)
-
-
-_DEFAULTS = {'stride': 1, 'pad': 0, 'lhs_dilate': 1, 'rhs_dilate': 1}
 
 
 def _window(instruction: Instruction) -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from inspect_collectives import arguments_of_mlp
 from jax.sharding import AxisType
 
 from megajax.analysis.inspect import assert_collectives
@@ -26,20 +27,8 @@ def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return jnp.einsum('bf,fd->bd', hidden, down, out_sharding=jax.P('data', None))
 
 
-def arguments(mesh: jax.sharding.Mesh) -> list[jax.ShapeDtypeStruct]:
-    placed = {
-        (8, 16): jax.P('data', None),
-        (16, 64): jax.P(None, 'model'),
-        (64, 16): jax.P('model', None),
-    }
-    return [
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
-        for shape, spec in placed.items()
-    ]
-
-
 def test_the_right_count_passes_for_shapes_and_for_arrays(mesh):
-    shapes = arguments(mesh)
+    shapes = arguments_of_mlp(mesh)
     assert_collectives(mlp, *shapes, model={'all-reduce': 1})
     arrays = [jax.device_put(jnp.ones(one.shape), one.sharding) for one in shapes]
     assert_collectives(mlp, *arrays, model={'all-reduce': 1}, data={})
@@ -57,7 +46,7 @@ def test_the_right_count_passes_for_shapes_and_for_arrays(mesh):
 )
 def test_a_wrong_count_fails_and_shows_what_was_expected_and_what_is_there(mesh, expected):
     with pytest.raises(AssertionError) as raised:
-        assert_collectives(mlp, *arguments(mesh), model=expected)
+        assert_collectives(mlp, *arguments_of_mlp(mesh), model=expected)
     message = str(raised.value)
     assert f"over model: expected {expected or 'none'}, found {{'all-reduce': 1}}" in message
     assert re.search(
@@ -73,24 +62,26 @@ def gradients(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, 
 
 def test_an_axis_that_is_not_named_has_none(mesh):
     step = jax.jit(gradients)
-    assert_collectives(step, *arguments(mesh), data={'all-reduce': 2})
+    assert_collectives(step, *arguments_of_mlp(mesh), data={'all-reduce': 2})
     with pytest.raises(AssertionError, match=r"over data: expected none, found {'all-reduce': 2}"):
-        assert_collectives(step, *arguments(mesh))
+        assert_collectives(step, *arguments_of_mlp(mesh))
     with pytest.raises(AssertionError, match=r"over model: expected {'all-reduce': 1}, found none"):
-        assert_collectives(step, *arguments(mesh), data={'all-reduce': 2}, model={'all-reduce': 1})
+        assert_collectives(
+            step, *arguments_of_mlp(mesh), data={'all-reduce': 2}, model={'all-reduce': 1}
+        )
 
 
 @pytest.mark.parametrize('axis', ['tensor', 'data_and_tensor', 'data+model', 'model_and'])
 def test_an_axis_that_the_mesh_does_not_have_is_an_error_before_anything_compiles(mesh, axis):
     with pytest.raises(ValueError, match=r'no mesh axis .*: the mesh has data, model'):
-        assert_collectives(None, *arguments(mesh), **{axis: {'all-reduce': 1}})
+        assert_collectives(None, *arguments_of_mlp(mesh), **{axis: {'all-reduce': 1}})
 
 
 def test_a_kind_that_there_is_not_is_an_error_before_anything_compiles(mesh):
     with pytest.raises(
         ValueError, match='no kind of collective all_reduce: choose among all-reduce, all-gather'
     ):
-        assert_collectives(None, *arguments(mesh), model={'all_reduce': 0})
+        assert_collectives(None, *arguments_of_mlp(mesh), model={'all_reduce': 0})
 
 
 def mapped(function, **options):
@@ -163,7 +154,7 @@ def test_a_loop_of_unknown_length_is_an_error_with_its_place_or_takes_a_trip_cou
 @pytest.mark.parametrize('trip_count', [-1, True, 2.5])
 def test_a_trip_count_that_cannot_be_is_an_error_before_anything_compiles(mesh, trip_count):
     with pytest.raises(ValueError, match=rf'trip_count={trip_count}: give the number of steps'):
-        assert_collectives(None, *arguments(mesh), trip_count=trip_count)
+        assert_collectives(None, *arguments_of_mlp(mesh), trip_count=trip_count)
 
 
 def test_a_branch_that_hangs_on_data_says_at_most(mesh):
@@ -189,19 +180,19 @@ class Filtered:
 
 def test_it_takes_a_plain_function_and_whatever_can_be_lowered(mesh):
     for function in (mlp.__wrapped__, mlp, Filtered(mlp.__wrapped__), functools.partial(mlp)):
-        assert_collectives(function, *arguments(mesh), model={'all-reduce': 1})
+        assert_collectives(function, *arguments_of_mlp(mesh), model={'all-reduce': 1})
 
 
 def test_it_takes_what_equinox_compiles(mesh):
     equinox = pytest.importorskip('equinox', reason='needs equinox: pip install equinox')
-    arrays = [jax.device_put(jnp.ones(one.shape), one.sharding) for one in arguments(mesh)]
+    arrays = [jax.device_put(jnp.ones(one.shape), one.sharding) for one in arguments_of_mlp(mesh)]
     assert_collectives(equinox.filter_jit(mlp.__wrapped__), *arrays, model={'all-reduce': 1})
 
 
 def test_it_takes_what_is_lowered_or_compiled_with_the_mesh_of_its_arguments():
     mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=EXPLICIT)
     with jax.set_mesh(mesh):
-        lowered = mlp.lower(*arguments(mesh))
+        lowered = mlp.lower(*arguments_of_mlp(mesh))
     for program in (lowered, lowered.compile()):
         assert_collectives(program, model={'all-reduce': 1})
         assert_collectives(program, mesh=mesh, model={'all-reduce': 1})
@@ -221,7 +212,7 @@ def test_what_it_does_not_take_is_told_in_one_sentence(mesh, function):
             rf'not {function!r}$'
         ),
     ):
-        assert_collectives(function, *arguments(mesh))
+        assert_collectives(function, *arguments_of_mlp(mesh))
 
 
 def permute(*pairs: tuple[int, int], axis: str = 'model'):
@@ -326,7 +317,7 @@ def test_a_permute_over_two_axes_is_declared_by_both(mesh):
 )
 def test_a_declaration_that_cannot_be_is_an_error_before_anything_compiles(mesh, declared, message):
     with pytest.raises(ValueError, match=message):
-        assert_collectives(None, *arguments(mesh), permutes=declared)
+        assert_collectives(None, *arguments_of_mlp(mesh), permutes=declared)
 
 
 def test_a_gather_and_an_exchange_are_one_each(mesh):

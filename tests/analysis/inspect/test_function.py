@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from inspect_collectives import arguments_of_mlp
 from jax.sharding import AxisType
 
 import megajax
@@ -28,21 +29,9 @@ def step(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     return jax.lax.scan(layer, x, length=STEPS)[0].mean()
 
 
-def arguments(mesh: jax.sharding.Mesh) -> list[jax.ShapeDtypeStruct]:
-    placed = {
-        (8, 16): jax.P('data', None),
-        (16, 64): jax.P(None, 'model'),
-        (64, 16): jax.P('model', None),
-    }
-    return [
-        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
-        for shape, spec in placed.items()
-    ]
-
-
 def test_bytes_counts_and_flops_of_a_loop_are_multiplied_by_its_steps(mesh) -> None:
     with jax.set_mesh(mesh):
-        found = megajax.inspect(step, *arguments(mesh))
+        found = megajax.inspect(step, *arguments_of_mlp(mesh))
     assert found.counts() == {'model': {'all-reduce': STEPS}}
     assert found.sent_over('model') == STEPS * 2 * (3 / 4) * (4 * 16 * 4)
     assert found.sent_over('data') == 0  # a scalar
@@ -54,7 +43,7 @@ def test_bytes_counts_and_flops_of_a_loop_are_multiplied_by_its_steps(mesh) -> N
 
 def test_a_compiled_program_is_inspected_too(mesh) -> None:
     with jax.set_mesh(mesh):
-        compiled = step.lower(*arguments(mesh)).compile()
+        compiled = step.lower(*arguments_of_mlp(mesh)).compile()
         found = megajax.inspect(compiled)
     assert found.counts() == {'model': {'all-reduce': STEPS}}
     megajax.inspect.assert_collectives(compiled, mesh=mesh, **found.counts())
@@ -67,7 +56,7 @@ def test_a_config_is_inspected_as_before() -> None:
 
 def test_wrong_arguments_are_named(mesh) -> None:
     with pytest.raises(ValueError, match="target='nowhere': choose among cpu, a100"):
-        megajax.inspect(step, *arguments(mesh), target='nowhere')
+        megajax.inspect(step, *arguments_of_mlp(mesh), target='nowhere')
     with pytest.raises(ValueError, match='not 3'):
         megajax.inspect(3, mesh=mesh)
     with pytest.raises(ValueError, match='no mesh'):
@@ -76,6 +65,6 @@ def test_wrong_arguments_are_named(mesh) -> None:
 
 @pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: the extra gpu-compile")
 def test_a_function_is_compiled_for_a_gpu(mesh) -> None:
-    found = megajax.inspect(step, *arguments(mesh), mesh=mesh, target='h100')
+    found = megajax.inspect(step, *arguments_of_mlp(mesh), mesh=mesh, target='h100')
     assert found.counts() == {'model': {'all-reduce': STEPS}}
     assert found.target == 'h100'
