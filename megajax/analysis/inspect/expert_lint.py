@@ -9,6 +9,7 @@ from megajax.core.counts.collective import axes_text
 from megajax.core.counts.data_parallel import SHARDS, SHARDS_OF_EXPERTS, with_padding
 from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.experts import NUM_STATISTICS
+from megajax.core.counts.layers import num_with_experts
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.parallel.layout import EXPERT, Layout
 from megajax.xla.hlo.collectives import Collective
@@ -103,7 +104,8 @@ def _summed(config: Config) -> Iterator[tuple[str, tuple[str, ...], set[int]]]:
         axes = SHARDS_OF_EXPERTS if declared.is_of_experts else SHARDS
         yield f'the gradient of {name}', axes, counts | {*_padded(config, declared, axes, counts)}
     assert model.experts is not None
-    count, layers = NUM_STATISTICS * model.experts.count, model.num_layers // config.mesh.stages
+    layers = num_with_experts(model, model.num_layers) // config.mesh.stages
+    count = NUM_STATISTICS * model.experts.count
     yield 'the load of the experts', SHARDS, {count, count * layers}
 
 

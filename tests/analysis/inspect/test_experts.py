@@ -59,3 +59,11 @@ def test_stages_send_no_more_than_in_every_tick() -> None:
     inspection = megajax.inspect(sharded, target='cpu')
     assert not inspection.findings
     assert all(row.verdict != 'MORE' for row in inspection.rows)
+
+
+@pytest.mark.slow
+def test_the_load_of_the_layers_with_experts_is_found_behind_a_layer_without() -> None:
+    experts = {'count': 8, 'active': 2, 'ffn_size': 64, 'first_dense': 1, 'balance_loss': 0.01}
+    model = {'experts': experts, 'vocab_size': 1024, 'num_layers': 3}
+    sharded = make_config('experts', model=model, mesh={'data': 2, 'experts': 2})
+    assert not megajax.inspect(sharded, target='cpu').findings
