@@ -97,11 +97,15 @@ def flops(program: Program, computation: Computation, instruction: Instruction) 
     """Return the per-device FLOPs of an instruction's matmuls, called computations included."""
     if product := product_of(computation, instruction):
         return product.flops
-    inside = [
-        sum(flops(program, called, each) for each in called.instructions)
-        for called in (program.computations[name] for name in instruction.called)
-    ]
-    return in_all(instruction, inside)
+    return in_all(instruction, [_flops_of(program, name) for name in instruction.called])
+
+
+def _flops_of(program: Program, name: str) -> int:
+    """Return the FLOPs of one run of a computation; each is counted once per program."""
+    if name not in program.flops:
+        called = program.computations[name]
+        program.flops[name] = sum(flops(program, called, each) for each in called.instructions)
+    return program.flops[name]
 
 
 def inside(

@@ -8,7 +8,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +30,7 @@ _INSTRUCTION = re.compile(r'^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>
 _ARRAY = re.compile(r'(\w+)\[([^\]]*)\](?:\{[^}]*\})?')
 _END = re.compile(r'\}(, execution_thread="[^"]*")?')
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_MARK = re.compile(r'["\\(){}\[\]]')  # what `_closing` counts
 _COMMENT = re.compile(r'/\*.*?\*/')
 _CALLED = re.compile(
     r'\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)'
@@ -186,6 +187,7 @@ class Program:
         for computation in self.computations.values():
             computation.check()
         self.callers = self._callers()
+        self.flops: dict[str, int] = {}  # of the computations that were asked for
         self._trip_count = trip_count
         header = text.split('\n', 1)[0]
         counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', header)
@@ -297,7 +299,7 @@ def _instruction(line: str) -> Instruction:
         name=match['name'],
         opcode=opcode.strip(),
         type=rest[:end],
-        results=_arrays(rest[:end], line),
+        results=_results(rest[:end], line),
         inputs=inputs,
         operands=operands,
         attributes=rest[stop + 1 :],
@@ -308,30 +310,38 @@ def _instruction(line: str) -> Instruction:
 
 def _closing(text: str, start: int, line: str) -> int:
     depth, quoted, place = 0, False, start
-    while place < len(text):
-        char = text[place]
+    while mark := _MARK.search(text, place):
+        char, place = mark[0], mark.end()
         if char == '"':
             quoted = not quoted
-        elif char == '\\' and quoted:
-            place += 1
+        elif char == '\\':
+            place += quoted
         elif not quoted:
-            depth += (char in '({[') - (char in ')}]')
+            depth += 1 if char in '({[' else -1
             if depth == 0:
-                return place
-        place += 1
+                return mark.start()
     raise HloError(f'no closing bracket: {line.strip()}')
 
 
-def _arrays(text: str, line: str) -> tuple[Array, ...]:
+def _results(text: str, line: str) -> tuple[Array, ...]:
+    try:
+        return _arrays(text)
+    except HloError as error:
+        raise HloError(f'{error}: {line.strip()}') from None
+
+
+# A program has thousands of instructions, and a few hundred types.
+@lru_cache(maxsize=1024)
+def _arrays(text: str) -> tuple[Array, ...]:
     arrays = []
     for dtype, dims in _ARRAY.findall(text):
         if dtype not in DTYPE_BITS:
-            raise HloError(f'unknown dtype {dtype}: {line.strip()}')
+            raise HloError(f'unknown dtype {dtype}')
         if not re.fullmatch(r'(<=)?\d+(,(<=)?\d+)*|', dims):
-            raise HloError(f'a shape that is not understood: {line.strip()}')
+            raise HloError('a shape that is not understood')
         arrays.append(
             Array(dtype, tuple(int(size.removeprefix('<=')) for size in dims.split(',') if size))
         )
     if _ARRAY.sub('', text).strip('(), '):
-        raise HloError(f'a result that is not understood: {line.strip()}')
+        raise HloError('a result that is not understood')
     return tuple(arrays)
