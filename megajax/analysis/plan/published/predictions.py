@@ -4,6 +4,7 @@ A GPU's efficiencies are fitted to the rates that are not held out.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from megajax.analysis.plan.network import Cluster
@@ -38,7 +39,14 @@ def predict(table: str, gpus: Mapping[str, Hardware] = {}) -> list[Prediction]:
 
     `gpus` maps names to GPU records that replace the stored records.
     """
+    if not gpus:
+        return [*_by_stored_records(table)]
     return [predicted(row, gpus.get(row.gpu) or hardware(row.gpu)) for row in rows(table)]
+
+
+@functools.cache
+def _by_stored_records(table: str) -> tuple[Prediction, ...]:
+    return tuple(predicted(row, hardware(row.gpu)) for row in rows(table))
 
 
 def predicted(row: PublishedRate, gpu: Hardware) -> Prediction:
