@@ -3,6 +3,7 @@ here for simulated devices.
 """
 
 import csv
+import functools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,11 @@ LARGE = 40e9  # bytes of a program that comes near the memory of an H100
 SMALL = 100e6  # bytes of a program of which some array that is not counted may be a tenth
 
 
+load_plan_memory = functools.cache(lambda: load_script('plan_memory'))
+
+
 def config_of(line: dict[str, str]) -> Config:
-    return load_script('plan_memory').load(line)
+    return load_plan_memory().load(line)
 
 
 def name(line: dict[str, str]) -> str:
@@ -117,8 +121,7 @@ def test_what_is_said_to_fit_does() -> None:
 
 
 def test_each_rung_replicas_and_grids_are_among_the_steps() -> None:
-    configs = [config_of(line) for line in LINES]
-    large = [x for x in configs if x.model.num_layers >= 24]
+    large = [x for line in LINES if (x := config_of(line)).model.num_layers >= 24]
     assert {x.optim.shard for x in large} == {'none', 'optimizer', 'gradients', 'weights'}
     assert {x.mesh.replicas for x in large} >= {1, 2, 4}
     grids = {(x.mesh.model_rows, x.mesh.model) for x in large if x.mesh.is_grid}

@@ -12,16 +12,19 @@ CLUSTER = Cluster.of(hardware('h100'), 8)
 
 
 @pytest.mark.parametrize(
-    ('draw', 'x', 'y'), [(roofline, 'FLOPs per byte', 'TFLOP/s'), (scaling, 'GPUs', 'MFU, %')]
+    ('draw', 'x', 'y', 'name'),
+    [
+        (roofline, 'FLOPs per byte', 'TFLOP/s', 'picture.png'),
+        (scaling, 'GPUs', 'MFU, %', 'picture.svg'),
+    ],
 )
-def test_a_picture_is_drawn_with_units(draw, x, y, tmp_path):
+def test_a_picture_is_drawn_with_units(draw, x, y, name, tmp_path):
     figure = draw(CONFIG, CLUSTER)
     (axes,) = figure.axes
     assert x in axes.get_xlabel()
     assert y in axes.get_ylabel()
-    for name in ('picture.png', 'picture.svg'):
-        figure.savefig(tmp_path / name)
-        assert (tmp_path / name).stat().st_size > 10_000
+    figure.savefig(tmp_path / name)
+    assert (tmp_path / name).stat().st_size > 10_000
 
 
 def test_no_product_is_above_the_roof():
@@ -43,6 +46,9 @@ def test_what_matmuls_reach_standalone_and_in_training_is_drawn_by_name():
 
 
 def test_a_larger_model_starts_where_it_fits():
-    found = fastest(megajax.load('llama3_8b'), CLUSTER, [1, 64])
+    config = megajax.load(
+        'llama3_8b', ['mesh.data=8', 'train.batch_size=8', 'train.microbatches=1']
+    )
+    found = fastest(config, CLUSTER, [1, 8])
     assert 1 not in found
-    assert 64 in found
+    assert 8 in found

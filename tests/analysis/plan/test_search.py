@@ -26,6 +26,11 @@ def ranking(config: Config, gpu: str, gpus: int) -> Ranking:
     return search(config, Cluster.of(hardware(gpu), gpus))
 
 
+def with_rows(name: str, rows: int) -> Config:
+    """A preset with a batch that has fewer divisors, and so fewer layouts, than its own."""
+    return changed(load(name), train__batch_size=rows)
+
+
 def small(*overrides: str) -> Config:
     return load('gpt2_124m', overrides)
 
@@ -37,8 +42,9 @@ def slow_network(gpu: str, bandwidth: float) -> Hardware:
 
 
 def test_no_tensor_parallelism_where_the_model_fits_and_the_batch_allows():
-    for name, gpus in (('gpt2_124m', 8), ('megatron_1.2b', 32)):
-        config = changed(load(name), model__dropout=0.0, train__dtype='bfloat16')
+    for name, gpus in (('gpt2_124m', 8), ('gpt2_345m', 8)):
+        keys = {'model__dropout': 0.0, 'train__dtype': 'bfloat16', 'train__batch_size': 8 * gpus}
+        config = changed(load(name), **keys)
         assert ranking(config, 'h100', gpus).best.mesh == Mesh(gpus, 1, 1)
 
 
@@ -47,7 +53,7 @@ def test_no_tensor_parallelism_where_the_model_fits_and_the_batch_allows():
     [('llama3_8b', 'h100', 64), exhaustive('llama3_8b', 'a100', 64), slow('gpt2_345m', 'h200', 16)],
 )
 def test_tensor_parallelism_stays_inside_a_host(name, gpu, gpus):
-    found = ranking(load(name), gpu, gpus)
+    found = ranking(with_rows(name, 2 * gpus), gpu, gpus)
     inside = [choice for choice in found.fitting if choice.config.mesh.tensor_parallel <= 8]
     across = [choice for choice in found.fitting if choice.config.mesh.tensor_parallel > 8]
     assert found.best is inside[0]
@@ -59,7 +65,7 @@ def test_tensor_parallelism_stays_inside_a_host(name, gpu, gpus):
 
 
 def test_sequence_parallelism_wherever_there_is_tensor_parallelism():
-    found = ranking(load('llama3_8b'), 'h100', 64)
+    found = ranking(with_rows('llama3_8b', 128), 'h100', 64)
     for model in {choice.config.mesh.model for choice in found.fitting} - {1}:
         assert next(
             choice for choice in found.fitting if choice.config.mesh.model == model
@@ -85,7 +91,7 @@ def test_every_layout_is_there_once_and_in_order():
 
 
 def test_a_layout_that_is_not_timed_is_slower_than_one_of_its_mesh():
-    found = ranking(changed(load('llama3_8b'), train__batch_size=256), 'h100', 16)
+    found = ranking(with_rows('llama3_8b', 64), 'h100', 16)
     assert len(found.slower) > 100
     for choice in found.slower:
         mesh = choice.mesh, choice.config.mesh.sequence_parallel
@@ -119,7 +125,7 @@ def random_case(seed: int) -> tuple[Config, Cluster]:
     return config, Cluster.of(record.model_copy(update={'memory': memory}), gpus, per_host)
 
 
-@pytest.mark.parametrize('seed', [*range(3), *map(exhaustive, range(3, 50))])
+@pytest.mark.parametrize('seed', [0, exhaustive(1), 2, *map(exhaustive, range(3, 50))])
 def test_the_best_of_a_pruned_search_is_the_best_of_all(seed):
     config, cluster = random_case(seed)
     pruned, full = (search(config, cluster, prune=prune) for prune in (True, False))
@@ -169,13 +175,13 @@ def test_a_mesh_that_cannot_be_says_why():
 
 def test_where_nothing_fits_the_fewest_gpus_that_would_are_named():
     with pytest.raises(ConfigError) as caught:
-        ranking(load('llama3_70b'), 'h100', 8)
+        ranking(with_rows('llama3_70b', 64), 'h100', 8)
     first, fix, *_ = str(caught.value).splitlines()
     assert first.startswith('no layout fits on 8 x NVIDIA H100 SXM 80 GB: the smallest needs ')
     gpus = int(fix.removeprefix('it fits on ').split()[0])
-    assert ranking(load('llama3_70b'), 'h100', gpus).fitting
+    assert ranking(with_rows('llama3_70b', 64), 'h100', gpus).fitting
     with pytest.raises(ConfigError):
-        ranking(load('llama3_70b'), 'h100', gpus // 2)
+        ranking(with_rows('llama3_70b', 64), 'h100', gpus // 2)
 
 
 def test_moments_in_16_bits_are_named_where_they_would_do_and_never_chosen():
@@ -186,9 +192,9 @@ def test_moments_in_16_bits_are_named_where_they_would_do_and_never_chosen():
     rounded = ranking(changed(some_rows, optim__moments_dtype='bfloat16'), 'h200', 1)
     assert rounded.best.config.optim.moments_dtype == 'bfloat16'
     with pytest.raises(ConfigError) as caught:
-        ranking(load('gpt3_175b'), 'h100', 8)
+        ranking(with_rows('gpt3_175b', 8), 'h100', 8)
     assert 'moments_dtype' not in str(caught.value)
-    found = ranking(load('llama3_8b'), 'h100', 8)
+    found = ranking(with_rows('llama3_8b', 8), 'h100', 8)
     assert {choice.config.optim.moments_dtype for choice in found.all} == {'float32'}
 
 
@@ -210,7 +216,8 @@ def test_of_many_meshes_that_cannot_be_a_few_have_their_reasons():
     assert str(caught.value).splitlines()[-1] == 'and 232 more meshes'
 
 
-@pytest.mark.parametrize(('name', 'gpus'), [('llama3_70b', 512), slow('llama3_8b', 720720)])
+@pytest.mark.slow
+@pytest.mark.parametrize(('name', 'gpus'), [('llama3_70b', 512), ('llama3_8b', 720720)])
 def test_many_gpus_are_searched_in_seconds(name, gpus):
     start = time.process_time()
     ranking(changed(load(name), train__batch_size=2 * gpus), 'h100', gpus)

@@ -176,7 +176,8 @@ def test_the_head_of_megatron_is_on_the_last_stage() -> None:
 
 
 def test_where_the_model_fits_without_a_pipeline_it_loses_and_the_plan_says_why() -> None:
-    plan = megajax.plan(load('llama3_8b', ['train.seq_len=4096']), gpu='h100', gpus=64)
+    keys = 'train.seq_len=4096', 'train.batch_size=128', 'train.microbatches=1'
+    plan = megajax.plan(load('llama3_8b', keys), gpu='h100', gpus=64)
     assert plan.best.stages == 1
     assert plan.pipelines.startswith('not worth it: the best pipeline (stages=')
     for said in ('; bubble ', ' to its neighbors (inter-host)', ' GB with 1f1b, '):
