@@ -2,9 +2,7 @@
 
 import ast
 import functools
-import io
 import re
-import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,13 +26,15 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 Rule = Callable[[str], Iterator[tuple[int, str]]]
 
 
-tree_of = functools.lru_cache(maxsize=1)(ast.parse)  # for one rule after another
+# For one rule after another.
+tree_of = functools.lru_cache(maxsize=1)(ast.parse)
+nodes_of = functools.lru_cache(maxsize=1)(lambda text: [*ast.walk(tree_of(text))])
 
 
-def documented(tree: ast.Module) -> Iterator[tuple[int, str, Documented]]:
+def documented(text: str) -> Iterator[tuple[int, str, Documented]]:
     """Everything that can have a docstring: its line, its name and its node."""
-    yield 1, 'module', tree
-    for node in ast.walk(tree):
+    yield 1, 'module', tree_of(text)
+    for node in nodes_of(text):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name, node
 
@@ -48,7 +48,7 @@ def first_sentence(docstring: str) -> str:
 
 def fragments(text: str) -> Iterator[tuple[int, str]]:
     """Docstrings whose first sentence cannot be understood alone."""
-    for line, name, node in documented(tree_of(text)):
+    for line, name, node in documented(text):
         sentence = first_sentence(ast.get_docstring(node) or '')
         if FRAGMENTS.match(sentence) and not sentence.endswith('?'):
             yield line, f'{name}: "{sentence}" is not a sentence or noun phrase'
@@ -59,14 +59,14 @@ def missing_docstrings(text: str) -> Iterator[tuple[int, str]]:
     tree = tree_of(text)
     at_top = [node for node in tree.body if isinstance(node, (ast.ClassDef, *FUNCTIONS))]
     public = [node for node in at_top if not node.name.startswith('_')]
-    for line, name, node in documented(tree):
+    for line, name, node in documented(text):
         if (node is tree or node in public) and not ast.get_docstring(node):
             yield line, f'{name} has no docstring'
 
 
 def long_functions(text: str) -> Iterator[tuple[int, str]]:
     """Functions of too many lines, from `def` or the first decorator to the end."""
-    for node in ast.walk(tree_of(text)):
+    for node in nodes_of(text):
         if isinstance(node, FUNCTIONS):
             first = min(part.lineno for part in (node, *node.decorator_list))
             count = (node.end_lineno or first) - first + 1
@@ -83,14 +83,15 @@ def long_file(text: str) -> Iterator[tuple[int, str]]:
 
 def untyped_words(text: str) -> Iterator[tuple[int, str]]:
     """Values in a command of a message that would need quotes in a shell, and may not have them."""
-    for node in ast.walk(tree_of(text)):
+    for node in nodes_of(text):
         before = ''
         for part in node.values if isinstance(node, ast.JoinedStr) else ():
-            shown = ast.unparse(part)
             if isinstance(part, ast.Constant):
                 before += str(part.value)
-            elif COMMAND.search(before) and not re.search(r'\btyped\(|\.join\(|^{[A-Z_]+}$', shown):
-                yield part.lineno, f'{shown} is in a command: write typed(...)'
+            elif COMMAND.search(before):
+                shown = ast.unparse(part)
+                if not re.search(r'\btyped\(|\.join\(|^{[A-Z_]+}$', shown):
+                    yield part.lineno, f'{shown} is in a command: write typed(...)'
 
 
 RULES = [fragments, missing_docstrings, long_functions, long_file, untyped_words]
@@ -171,6 +172,9 @@ ROOT = PACKAGE.parent
 TABLE = Path(__file__).with_name('words.txt')
 AREAS = 'pages', 'messages', 'code'
 Place = tuple[str, int]  # its file and line
+STRING_OR_COMMENT = re.compile(
+    r'''("""|\'\'\')(?:\\.|.)*?\1|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\#[^\n]*''', re.S
+)
 
 
 def words() -> Iterator[tuple[re.Pattern[str], str, tuple[int, ...]]]:
@@ -189,15 +193,10 @@ def prose(page: str) -> str:
 
 def texts_of_code(text: str) -> Iterator[tuple[str, int, str]]:
     """Each docstring, comment and string literal of a module: its area, line and text."""
-    tree = ast.parse(text)
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    inner = {
-        id(part)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.JoinedStr)
-        for part in node.values
-    }
-    for node in ast.walk(tree):
+    nodes = nodes_of(text)
+    alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    inner = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else '{}' for part in node.values)
             yield 'messages', node.lineno, ''.join(map(str, parts))
@@ -206,9 +205,11 @@ def texts_of_code(text: str) -> Iterator[tuple[str, int, str]]:
                 yield 'code', node.lineno, node.value
             elif id(node) not in inner and ' ' in node.value.strip():  # others are names
                 yield 'messages', node.lineno, node.value
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield 'code', token.start[0], token.string
+    line, place = 1, 0
+    for token in STRING_OR_COMMENT.finditer(text):
+        line, place = line + text.count('\n', place, token.start()), token.start()
+        if token[0].startswith('#'):
+            yield 'code', line, token[0]
 
 
 @functools.cache
@@ -229,6 +230,7 @@ def texts() -> list[tuple[str, Place, str]]:
     return [(area, place, ' '.join(text.split())) for area, place, text in found]
 
 
+@functools.cache
 def uses(word: re.Pattern[str]) -> list[tuple[str, Place]]:
     """Every place that has a word, with its area."""
     return [(area, place) for area, place, text in texts() for _ in word.finditer(text)]
