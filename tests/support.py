@@ -137,6 +137,9 @@ MODELS['half_dense'] = {
     **MODELS['llama'],
     'model': OF_EXPERTS | {'num_layers': 4, 'layers': [{'experts': None}, {'window': 4}]},
 }
+MODELS['bert_experts'] = {
+    'model': MODELS['bert']['model'] | {'experts': {'count': 4, 'active': 2, 'ffn_size': 32}},
+}
 MODELS['capacity'] = {
     **MODELS['llama'],
     'model': MODELS['llama']['model']

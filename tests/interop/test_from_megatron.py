@@ -244,12 +244,9 @@ def test_a_run_is_not_written_among_the_checkpoints_of_megatron() -> None:
     )
 
 
-def test_norms_that_begin_at_one_plus_zero_convert(tmp_path: Path) -> None:
-    assert config_of(SMALL + '--apply-layernorm-1p', tmp_path) == config_of(SMALL, tmp_path)
-    assert '--apply-layernorm-1p: a LayerNorm whose scale is 1 + w' in convert(
-        SMALL + '--apply-layernorm-1p'
-    )
-    text = convert(SMALL + '--normalization RMSNorm --apply-layernorm-1p')
+@pytest.mark.parametrize('norm', ['', '--normalization RMSNorm '])
+def test_norms_that_begin_at_one_plus_zero_convert(norm: str) -> None:
+    text = convert(f'{SMALL}{norm}--apply-layernorm-1p')
     assert 'zero_centered_norm: true' in text
     assert 'apply-layernorm-1p' not in text
 

@@ -257,9 +257,9 @@ def test_arguments_become_a_model() -> None:
     assert model.rope_scaling is not None
     assert (model.rope_scaling.type, model.rope_scaling.factor) == ('llama3', 8.0)
     centered = base | {'apply_layernorm_1p': True}
-    assert read_arguments(centered | {'normalization': 'RMSNorm'}, '')['zero_centered_norm']
-    with pytest.raises(ConfigError, match=r'apply_layernorm_1p=True is not supported: add 1'):
-        read_arguments(centered, 'x')
+    for normalization in ('RMSNorm', 'LayerNorm'):
+        read = read_arguments(centered | {'normalization': normalization}, '')
+        assert (read['norm'], read['zero_centered_norm']) == (normalization.lower(), True)
     wrong = {'multi_latent_attention': True, 'position_embedding_type': 'yarn'}
     with pytest.raises(
         ConfigError,

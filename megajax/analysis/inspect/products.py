@@ -79,6 +79,7 @@ def of_unused_blocks(config: Config, smallest: int = 0) -> int:
     if experts is None or experts.capacity is not None:
         return 0
     tokens = config.microbatch_rows * config.train.seq_len // config.mesh.context
+    tokens //= config.overlap.num_parts  # each part has its own blocks
     rows, used = rows_with_unused(config, tokens, layout.shards), tokens * experts.active
     rows += (experts.count // layout.num_shards('X') + 1) * smallest
     return sum(

@@ -101,16 +101,10 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'sequences that their gradient is summed over; use mesh.model_rows=1',
     },
     EXPERTS: {
-        MASKED: 'BERT has no experts',
-        'vision': 'vision models do not support experts: the encoder and the decoder would need '
-        'different MLPs',
         'mesh.model_rows': '2-D tensor parallelism does not support experts: it shards the model '
         'dimension, along which tokens are sent to experts; use mesh.model_rows=1',
-        BATCH: 'experts wait for their tokens, so there is no matmul to overlap with; '
-        'use train.overlap=none',
         TOKENS: 'experts wait for their tokens, so there is no matmul to overlap with; '
         'use train.overlap=none',
-        UNROLLED: f'{UNROLLED} is not supported with experts; use train.unroll=false',
         FP8: 'fp8 is not supported with experts: their matmuls have no FP8 scales',
     },
     NEXT: {BIDIRECTIONAL: 'a token that attends to the next one has nothing to predict'},
@@ -135,8 +129,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'mesh.model_rows': 'vision models do not support 2-D tensor parallelism: it shards the '
         "model dimension, and the encoder's output is unsharded; use mesh.model_rows=1",
         MASKED: "BERT's segment pairs cannot contain images",
-        OUTPUTS: 'vision models support pre-norm layers only',
-        ALL_HEADS: 'vision models support per-head QK-norm only',
     },
     CROSS: {
         DEEPSTACK: 'DeepStack adds embeddings to each token of an image, and with cross-attention '
@@ -152,27 +144,15 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'vision': 'sequence_split does not support vision models: it would split the tokens of an '
         'image',
     },
-    UNROLLED: {
-        key: f'{UNROLLED} is not supported with {feature}; use train.unroll=false'
-        for key, feature in (
-            ('mesh.stages', 'pipeline parallelism'),
-            ('mesh.context', 'context parallelism'),
-            ('mesh.model_rows', '2-D tensor parallelism'),
-            ('vision', 'a vision encoder'),
-        )
-    },
     CURRENT: {
         TOKENS: 'with current scaling a matmul waits for the largest value of all tokens',
-        UNROLLED: f'{UNROLLED} is not supported with current scaling; use train.unroll=false',
     },
     ALL_HEADS: {'model.norm=layernorm': 'QK-norm over all heads supports RMSNorm only'},
-    ZERO_CENTERED: {'model.norm=layernorm': 'a gain of 1 + w is supported with RMSNorm only'},
     'lora': {
+        CROSS: 'LoRA does not support cross-attention layers, which have no adapters; '
+        'use vision.fusion=tokens, or vision.freeze instead of lora',
         'mesh.model_rows': 'LoRA does not support 2-D tensor parallelism, which shards both dims '
-        'of a weight; an adapter has only one of them',
-        'vision': 'LoRA does not support vision models: the encoder has no adapters; '
-        'use vision.freeze instead, or no lora',
-        MASKED: "LoRA would freeze BERT's heads",
+        'of a weight, of which an adapter has only one',
     },
     'model.position=learned': {
         'model.rope_scaling': 'needs model.position=rope, not learned; remove it',

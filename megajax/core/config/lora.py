@@ -17,7 +17,8 @@ class LoraConfig(Section):
     """Low-rank adapters (LoRA, Hu et al., 2021), the only parameters that are trained.
 
     A target's matmul x W becomes x W + alpha / rank * (x A) B, where A and B are small. All other
-    parameters are frozen; matrices among them are stored in the compute dtype.
+    parameters are frozen, including a vision encoder; matrices among them are stored in the compute
+    dtype.
     """
 
     rank: Annotated[PositiveInt, Field(le=4096)]

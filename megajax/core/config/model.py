@@ -18,7 +18,7 @@ from megajax.core.config.section import (
     Tokens,
     follows,
 )
-from megajax.core.config.vision import VisionConfig
+from megajax.core.config.vision import Part, VisionConfig
 
 # 128 x 8, as in the Megatron paper; the same on every mesh, so that a checkpoint fits all of them.
 VOCAB_MULTIPLE = 1024
@@ -67,7 +67,7 @@ class ModelConfig(Section):
     addition (OLMo 2), or both (Gemma 2).
     """
     zero_centered_norm: bool = False
-    """Whether RMSNorms multiply by 1 + w instead of w, and w begins at 0, as in Gemma 3."""
+    """Whether norms multiply by 1 + w instead of w, and w begins at 0, as in Gemma 3."""
     activation: Literal['gelu', 'gelu_tanh', 'geglu', 'swiglu', 'clamped_swiglu'] = 'gelu_tanh'
     """Activation of the MLPs; geglu (with gelu_tanh) and swiglu have a gate in addition to the
     up-projection. clamped_swiglu limits both, as in gpt-oss.
@@ -221,6 +221,13 @@ class ModelConfig(Section):
         return self.lora is not None or (
             self.vision is not None and 'decoder' in self.vision.freeze
         )
+
+    @property
+    def frozen_image_parts(self) -> tuple[Part, ...]:
+        """The frozen parts of the vision encoder and its mergers; all of them with LoRA."""
+        if self.vision is None:
+            return ()
+        return ('encoder', 'merger') if self.lora is not None else self.vision.freeze
 
     @property
     def has_frozen(self) -> bool:

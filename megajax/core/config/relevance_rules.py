@@ -22,6 +22,9 @@ def of_relevance(config: 'Config') -> Iterator[Problem]:
         message = 'relevance needs a vision encoder; add the section vision'
         yield Problem(path='relevance.regions', message=message)
         return
+    if config.lora is not None:
+        message = 'relevance is not supported with lora, which would freeze it; remove one of them'
+        yield Problem(path='relevance.regions', message=message, others=('lora',))
     regions, total = relevance.num_regions, relevance.total_tokens
     fewest, most = FEWEST * regions, MOST * regions
     if not fewest <= total <= most:

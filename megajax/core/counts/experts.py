@@ -35,8 +35,9 @@ def over_experts(config: Config, runs: int) -> Iterator[Expected]:
     if config.model.experts is None:
         return
     _, (rows, length, _) = activation(config)
-    slots = rows_sent(config, rows * length, config.mesh.experts)
-    yield from _in_passes(config, runs, slots, ROUNDS)
+    parts = config.overlap.num_parts  # each part has its own all-to-alls
+    slots = rows_sent(config, rows * length // parts, config.mesh.experts)
+    yield from _in_passes(config, runs * parts, slots, ROUNDS)
     yield from _of_routers(config)
 
 

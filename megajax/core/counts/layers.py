@@ -195,7 +195,8 @@ def sublayers(model: ModelConfig) -> tuple[str, str]:
 def cross_layer(model: ModelConfig) -> tuple[Sublayer, Sublayer]:
     """Return the sublayers of a layer that attends to images.
 
-    As in Llama 3.2, no projection of attention has a bias.
+    As in Llama 3.2, no projection of attention has a bias. The second sublayer is an MLP, also if
+    the model has experts.
     """
     return (
         Sublayer(
@@ -204,7 +205,7 @@ def cross_layer(model: ModelConfig) -> tuple[Sublayer, Sublayer]:
             Matmul('out', 'Nh', 'D'),
             {'query_norm': norm(model, 'h', summed='N')},
         ),
-        layer(model)[1],
+        _feed_forward(model.model_copy(update={'experts': None}) if model.experts else model),
     )
 
 

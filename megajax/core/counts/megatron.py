@@ -86,6 +86,7 @@ def stated(config: Config) -> list[Expected]:
 
 def _stated_in_passes(config: Config) -> list[Expected]:
     mesh, runs = config.mesh, Runs.of_stages(config)
+    routed = [x for x in over_experts(config, runs.layers) if x.site.phase != 'step']
     if config.vision is not None:
         padding = padding_at_rest(config)
         beside = [x for x in over_data(config) if padding and x.site == padding.site]
@@ -95,9 +96,9 @@ def _stated_in_passes(config: Config) -> list[Expected]:
             *relevance_over_devices(config),
             *_vectors(config, Runs.of_megatron(config)),
             *over_products(config),
+            *routed,
         ]
     context = own_over_context(config, runs.layers) if mesh.context > 1 else ()
-    routed = [x for x in over_experts(config, runs.layers) if x.site.phase != 'step']
     if mesh.stages == 1:
         return [*context, *routed]
     repeated = (*over_model(config, runs), *context, *routed)

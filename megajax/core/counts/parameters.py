@@ -60,7 +60,7 @@ def declare(model: ModelConfig) -> Declared:
     if model.is_decoder_frozen:
         declared = dict(frozen(declared))
     if model.vision is not None:
-        declared['vision'] = of_encoder(declare_vision(model.vision))
+        declared['vision'] = of_encoder(declare_vision(model.vision, model.frozen_image_parts))
         if model.vision.relevance is not None:
             declared['relevance'] = declare_relevance(model, model.vision.relevance)
     if model.num_cross_layers:

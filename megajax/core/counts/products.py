@@ -53,9 +53,9 @@ def products(
         *_of_cross_attention(config, rows, layout),
         *_of_relevance(config, rows, layout),
     ]
-    if config.vision is None or not config.vision.freeze:
-        return every
-    return [product for product in every if _is_needed(product, config.vision.freeze)]
+    # With LoRA, `_Counted` leaves out the gradients of the decoder's frozen weights.
+    freeze = config.model.frozen_image_parts
+    return [product for product in every if _is_needed(product, freeze)] if freeze else every
 
 
 def _is_needed(product: Product, freeze: tuple[Part, ...]) -> bool:

@@ -89,9 +89,9 @@ def encoder_in_parallel(config: Config, runs: Runs) -> Iterator[Expected]:
 
 def is_learned(config: Config) -> bool:
     """Whether any part of the encoder, or anything that its input depends on, has gradients."""
-    vision = config.vision
-    assert vision is not None
-    return bool(config.relevance) or not {'encoder', 'merger'} <= set(vision.freeze)
+    return bool(config.relevance) or not {'encoder', 'merger'} <= set(
+        config.model.frozen_image_parts
+    )
 
 
 def images_over_devices(config: Config) -> Iterator[Expected]:

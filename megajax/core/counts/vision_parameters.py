@@ -8,7 +8,7 @@ import functools
 from collections.abc import Mapping
 
 from megajax.core.config.model import ModelConfig, encoder_layers
-from megajax.core.config.vision import TEXTURE_CHANNELS, RelevanceConfig, VisionConfig
+from megajax.core.config.vision import TEXTURE_CHANNELS, Part, RelevanceConfig, VisionConfig
 from megajax.core.counts import layers
 from megajax.core.counts.declaration import (
     IMAGES,
@@ -33,8 +33,11 @@ RELEVANCE_HIDDEN = 64  # hidden units of relevance's two networks other than the
 
 
 @functools.cache
-def declare_vision(vision: VisionConfig) -> Declared:
-    """Declare the parameters of the vision encoder, with letters of its own dims."""
+def declare_vision(vision: VisionConfig, freeze: tuple[Part, ...]) -> Declared:
+    """Declare the parameters of the vision encoder, with letters of its own dims.
+
+    The parts in `freeze` are frozen.
+    """
     blocks = encoder_layers(vision)
     # Outputs are as large as the inputs, so that images are neither louder nor fainter than text.
     patch_std = (vision.frames * vision.num_channels * vision.patch_size**2) ** -0.5
@@ -56,7 +59,7 @@ def declare_vision(vision: VisionConfig) -> Declared:
     if vision.deepstack:
         declared['deep_mergers'] = prefixed(merger('W'), 'A')
     parts = {name: 'merger' if name in MERGERS else 'encoder' for name in declared}
-    kept = {name: declared[name] for name, part in parts.items() if part in vision.freeze}
+    kept = {name: declared[name] for name, part in parts.items() if part in freeze}
     return declared | dict(frozen(kept))
 
 

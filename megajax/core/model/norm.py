@@ -19,16 +19,20 @@ SAVED = 'statistics of a norm'
 class LayerNorm(nnx.Module):
     """Subtract the mean, divide by the standard deviation, scale and shift.
 
-    `dims` are the letters of the input's last two dims, such as `TD`.
+    The scale is 1 + w if the norm is zero-centered (Megatron's layernorm-1p). `dims` are the
+    letters of the input's last two dims, such as `TD`.
     """
 
-    def __init__(self, parameters: Parameters, *, dims: str, eps: float):
+    def __init__(
+        self, parameters: Parameters, *, dims: str, eps: float, zero_centered: bool = False
+    ):
         self.layout, self.dims, self.eps = parameters.layout, dims, eps
+        self.zero_centered = zero_centered
         self.weight = parameters.make('weight')
         self.bias = parameters.make('bias')
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        vectors = self.weight[...], self.bias[...]
+        vectors = _gain(self.weight[...], self.zero_centered), self.bias[...]
         return _layer_norm(x, *vectors, self.eps, self.dims, self.layout)
 
 
@@ -80,11 +84,8 @@ Norm = LayerNorm | RMSNorm
 
 def make_norm(config: ModelConfig, parameters: Parameters, dims: str = 'TD') -> Norm:
     """Make the norm that `config.norm` names, for inputs whose last two dims are `dims`."""
-    if config.norm == 'layernorm':
-        return LayerNorm(parameters, dims=dims, eps=config.norm_eps)
-    return RMSNorm(
-        parameters, dims=dims, eps=config.norm_eps, zero_centered=config.zero_centered_norm
-    )
+    kind = LayerNorm if config.norm == 'layernorm' else RMSNorm
+    return kind(parameters, dims=dims, eps=config.norm_eps, zero_centered=config.zero_centered_norm)
 
 
 def make_head_norm(config: ModelConfig, parameters: Parameters) -> Norm | RMSNormOverHeads:

@@ -41,7 +41,7 @@ class Parameters:
         parameters, which have the same shardings.
         """
         assert model.vision is not None
-        declared = declared or declare_vision(model.vision)
+        declared = declared or declare_vision(model.vision, model.frozen_image_parts)
         return cls(declared, vision_sizes(model), Layout(), is_of_encoder=True)
 
     def __contains__(self, name: str) -> bool:

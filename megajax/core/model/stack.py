@@ -55,7 +55,8 @@ def run_layers(
     def group(x: Carry, group: tuple[Any, Any]) -> tuple[Carry, None]:
         return after(run(x, group[0]), group[1]), None
 
-    return lax.scan(group, x, (_in_groups(each, count_layers(arrays)), arrays))[0]
+    groups = _in_groups(each, count_layers(arrays)), arrays
+    return lax.scan(group, x, groups, unroll=unroll)[0]
 
 
 def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unroll: bool) -> Carry:
@@ -102,7 +103,8 @@ def _in_turn(
     A loop over layers saves no copy of their weights, unlike a loop over periods.
     """
     if recompute == 'full':
-        layer_fn = jax.checkpoint(layer_fn, prevent_cse=False)
+        # In a loop, no operation of the forward pass is in the same computation as its repetition.
+        layer_fn = jax.checkpoint(layer_fn, prevent_cse=unroll)
     block, weights, index = each
 
     def of_each(x: Carry, each: Any) -> tuple[Carry, None]:

@@ -179,6 +179,7 @@ class Transformer(nnx.Module):
                 of_layers,
                 first,
                 recompute=computation.recompute,
+                unroll=computation.overlap.unroll,
                 after_groups=after_groups,
             )
         return xs_BTD[0] if num_parts == 1 else jnp.concatenate(xs_BTD), self.head_Vd

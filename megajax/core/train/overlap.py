@@ -4,8 +4,8 @@ In a Megatron layer every matmul waits for the collective before it. Two halves 
 not depend on each other, or only in attention: while one communicates, the other computes (Domino,
 Wang et al., 2024). Communication over `data` overlaps the matmuls of other layers. The number of
 bytes does not change. `core/model/overlap/` implements the schedule. With pipeline stages, context
-parallelism, 2-D tensor parallelism, images, LoRA in FP8 or current scaling, which the schedule does
-not support, XLA's scheduler orders the work of the halves. With experts, nothing is split.
+parallelism, 2-D tensor parallelism, images, experts, LoRA in FP8 or current scaling, which the
+schedule does not support, XLA's scheduler orders the work of the halves.
 """
 
 from megajax.core.config import Config

@@ -94,10 +94,8 @@ def test_settings_that_are_fixed_are_in_every_config():
 
 
 def test_fixed_settings_that_conflict_are_rejected_with_the_rules_of_the_config():
-    with pytest.raises(ConfigError, match='BERT has no experts'):
-        draw(
-            0, 0, ('model.experts={count: 4, active: 2, ffn_size: 64}', 'model.objective=masked_lm')
-        )
+    with pytest.raises(ConfigError, match='2-D tensor parallelism does not support experts'):
+        draw(0, 0, ('model.experts={count: 4, active: 2, ffn_size: 64}', 'mesh.model_rows=2'))
     with pytest.raises(ConfigError, match=r'mesh\.stagse'):
         draw(0, 0, ('mesh.stagse=2',))
 

@@ -19,8 +19,8 @@ def refusal(*overrides: str) -> str:
     return str(error.value)
 
 
-def test_the_rows_name_every_feature_and_no_other_and_no_pair_twice() -> None:
-    assert {name for row in CONFLICTS for name in (row.one, row.other)} == FEATURES.keys()
+def test_the_rows_name_features_and_no_pair_twice() -> None:
+    assert {name for row in CONFLICTS for name in (row.one, row.other)} <= FEATURES.keys()
     pairs = [frozenset((row.one, row.other)) for row in CONFLICTS]
     assert all(len(pair) == 2 for pair in pairs)
     assert len(pairs) == len(set(pairs))

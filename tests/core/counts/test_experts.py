@@ -6,7 +6,7 @@ import pytest
 from support import make_config
 
 from megajax.core.config import Config
-from megajax.core.counts.collective import Expected
+from megajax.core.counts.collective import REDUCE, Expected
 from megajax.core.counts.experts import of_megatron, over_experts
 from megajax.core.counts.flops import step_flops
 from megajax.core.counts.megatron import expected
@@ -55,6 +55,18 @@ def test_each_pass_of_a_layer_has_two_all_to_alls(
         if row.kind == 'all-to-all'
     ]
     assert sent == [(phase, 2 * LAYERS, (slots, D)) for phase in ('forward', 'backward')]
+
+
+def test_each_half_of_a_batch_has_its_own_all_to_alls() -> None:
+    whole = config(data=4, experts=2)
+    train = whole.train.model_copy(update={'overlap': 'batch_split'})
+    in_halves = whole.model_copy(update={'train': train})
+    one, two = (
+        [(row.times, row.array.dims) for row in over_experts(each, LAYERS) if row.kind != REDUCE]
+        for each in (whole, in_halves)
+    )
+    assert [times for times, _ in two] == [2 * times for times, _ in one]
+    assert {dims for _, dims in two} == {(1.25 * 64 * ACTIVE / 2, D), (2, X)}
 
 
 def test_experts_are_reduced_over_the_shards_that_hold_the_same_ones() -> None:

@@ -155,6 +155,9 @@ def chain(arrays: Arrays, dense: Arrays, linear: str) -> tuple[np.ndarray, np.nd
         ),
         exhaustive('gpt', 1, 2, {'train': {**IN_ORDER, 'recompute': 'selective'}}),
         exhaustive('windows', 2, 2, {'mesh': {'context': 2}, 'optim': {'shard': 'gradients'}}),
+        slow('bert', 2, 2, {'optim': {'shard': 'weights'}, **SP}),
+        exhaustive('bert', 1, 2, {'mesh': {'stages': 2}, **SP, 'train': {'microbatches': 4}}),
+        exhaustive('bert', 2, 2, {'mesh': {'context': 2}, 'optim': {'shard': 'gradients'}}),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_merged_weights(

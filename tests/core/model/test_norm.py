@@ -61,13 +61,15 @@ def test_scales_of_all_heads_are_sharded_as_the_columns_that_they_scale() -> Non
         assert tuple(spec) == tuple('model' if dim else None for dim in dims)
 
 
-def test_a_zero_centered_norm_multiplies_by_one_plus_its_weight() -> None:
+@pytest.mark.parametrize('kind', ['rmsnorm', 'layernorm'])
+def test_a_zero_centered_norm_multiplies_by_one_plus_its_weight(kind: str) -> None:
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(size=(2, 4, 64)), jnp.bfloat16)
     w = jnp.asarray(random.normal(0, 0.05, 64), jnp.float32)
     results = []
     for zero_centered, weight in ((True, w), (False, 1 + w)):
-        config = make_config('olmo2', model={'zero_centered_norm': zero_centered})
+        sizes = {'norm': kind, 'qk_norm': False, 'zero_centered_norm': zero_centered}
+        config = make_config('olmo2', model=sizes)
         with on_mesh(config):
             norm = make_norm(config.model, Parameters.of(config.model, Layout.of(config))['norm'])
             norm.weight[...] = weight

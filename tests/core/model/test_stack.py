@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 import pytest
-from steps import Setting, batch_of
-from support import abstract_state, on_mesh
+from steps import Setting, batch_of, loss_and_gradients
+from support import abstract_state, assert_close, exhaustive, on_mesh, relative_error, slow
 
 from megajax.core.train.gradients import make_loss_and_gradients
 
@@ -43,3 +43,44 @@ def test_full_recomputation_saves_the_inputs_of_a_patterns_layers_and_no_weights
     forward = next(bytes_of_loops(program.jaxpr))
     tokens = config.train.batch_size * config.train.seq_len
     assert forward == 4 * 6 * tokens * config.model.hidden_size
+
+
+def text_of(setting: Setting) -> str:
+    """The step before XLA, as text."""
+    config = setting.config
+    with on_mesh(config):
+        given = abstract_state(config).params, batch_of(setting), jax.random.key(0)
+        return jax.jit(make_loss_and_gradients(config)).lower(*given).as_text()
+
+
+CONTEXT = Setting('llama', 1, 2, context=2, plain=True, recompute='full')
+EXPERTS = Setting('experts', 2, 1, experts=2, num_layers=3, recompute='full')
+
+
+@pytest.mark.parametrize('setting', [CONTEXT, exhaustive(EXPERTS)], ids=str)
+def test_separate_layers_are_no_loop_and_are_recomputed_after_a_barrier(setting: Setting) -> None:
+    separate = setting._replace(unroll=True)
+    assert not separate.config.overlap.in_order
+    in_loop, unrolled = map(text_of, (setting, separate))
+    loops = (text.count('stablehlo.while') for text in (in_loop, unrolled))
+    assert next(loops) - next(loops) == 2  # a loop in each direction
+    # Without a barrier, XLA would merge a layer with its recomputation.
+    barriers = (text.count('stablehlo.optimization_barrier') for text in (unrolled, in_loop))
+    assert next(barriers) > next(barriers)  # layers share a function
+
+
+SEPARATE = [
+    slow(CONTEXT),
+    slow(Setting('llama', 1, 2, stages=2, microbatches=2, num_layers=4, recompute='full')),
+    exhaustive(Setting('llama', 2, 2, 'optimizer', stages=2, microbatches=4, num_layers=8)),
+    slow(Setting('llama', 2, 2, model_rows=2, sequence_parallel=True, num_kv_heads=4)),
+    exhaustive(Setting('windows', 2, 2, 'weights', context=2, plain=True, num_layers=5)),
+]
+
+
+@pytest.mark.parametrize('setting', SEPARATE, ids=str)
+def test_separate_layers_have_the_numbers_of_one_device(setting: Setting) -> None:
+    expected_loss, expected = loss_and_gradients(setting.on_one_device._replace(microbatches=1))
+    loss, gradients = loss_and_gradients(setting._replace(unroll=True))
+    assert relative_error(loss, expected_loss) <= 1e-6
+    assert_close(gradients, expected, 1e-5)

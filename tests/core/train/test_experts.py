@@ -68,6 +68,22 @@ SETTINGS = [
     exhaustive(Setting('first_dense', 2, 2, experts=2, context=2, plain=True, num_layers=3)),
     Setting('capacity', 4, 2, 'optimizer', experts=4, sequence_parallel=True),
     slow(Setting('capacity', 4, 2, 'weights', experts=2, microbatches=2)),
+    slow(Setting('experts', 4, 2, 'weights', experts=2, overlap='batch_split', recompute='full')),
+    exhaustive(
+        Setting(
+            *('capacity', 4, 2, 'optimizer'),
+            **{'experts': 2, 'overlap': 'batch_split', 'microbatches': 2},
+        )
+    ),
+    exhaustive(
+        Setting(
+            *('experts', 2, 1),
+            **{'experts': 2, 'stages': 2, 'microbatches': 2, 'overlap': 'batch_split'},
+        )
+    ),
+    slow(Setting('half_dense', 4, 2, experts=2, recompute='full', num_layers=5, unroll=True)),
+    slow(Setting('bert_experts', 2, 2, 'weights', experts=2, sequence_parallel=True)),
+    exhaustive(Setting('bert_experts', 2, 2, experts=2, stages=2, microbatches=2)),
     exhaustive(Setting('capacity', 2, 2, experts=2, context=2, plain=True)),
     exhaustive(Setting('capacity', 2, 2, experts=2, stages=2, microbatches=2)),
 ]
@@ -75,7 +91,8 @@ SETTINGS = [
 
 @pytest.mark.parametrize('setting', SETTINGS, ids=str)
 def test_loss_and_gradients_are_those_of_one_device(setting: Setting) -> None:
-    expected_loss, expected = loss_and_gradients(setting.on_one_device._replace(microbatches=1))
+    alone = setting.on_one_device._replace(microbatches=1, overlap='none', unroll=False)
+    expected_loss, expected = loss_and_gradients(alone)
     loss, gradients = loss_and_gradients(setting)
     assert relative_error(loss, expected_loss) <= 1e-6
     assert_close(gradients, expected, LIMIT)

@@ -26,6 +26,7 @@ from vlm import SP, vlm
 
 from megajax.analysis.plan.memory import memory
 from megajax.core.config import Config, ConfigError, load
+from megajax.core.counts.parameters import parameters
 from megajax.core.train.feed import place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.core.train.step import init_state, make_train_step
@@ -176,6 +177,26 @@ def test_the_state_is_counted_with_moments_of_what_is_learned(
         for tree in (state.params, state.opt_state)
     ]
     assert [sizes.parameters, sizes.optimizer] == found
+
+
+def test_adapters_are_all_that_a_model_with_images_and_lora_learns() -> None:
+    config = vlm(2, 2, **SP, lora={'rank': 4}, train={'dtype': 'bfloat16'})
+    learned = [name for name, x in parameters(config.model) if not x.is_frozen]
+    assert learned
+    assert all('.adapter.' in name for name in learned)
+    with on_mesh(config):
+        state = jax.eval_shape(lambda: init_state(config))
+    assert {*by_name(optax.tree_utils.tree_get(state.opt_state, 'mu'))} == {*learned}
+    assert memory(config).parameters == sum(
+        x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
+        for x in jax.tree.leaves(state.params)
+    )
+
+
+@pytest.mark.slow
+def test_lora_has_no_backward_pass_of_the_encoder() -> None:
+    text = text_of(vlm(2, 2, **SP, lora={'rank': 4}))
+    assert not re.search(r'transpose\([^"]*jvp\(vision\)', text)
 
 
 @pytest.mark.slow

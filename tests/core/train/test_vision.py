@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from support import (
+    abstract_state,
     assert_close,
+    by_name,
     exhaustive,
     gather,
     make_batch,
@@ -25,6 +27,7 @@ from support import (
 from vlm import MODEL, SP, VISION, vlm
 
 from megajax.core.config import Config
+from megajax.core.counts.parameters import parameters
 from megajax.core.model.shard_copies import copy_to_shards
 from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import place_batch
@@ -110,6 +113,57 @@ def test_loss_and_gradients_are_those_of_one_device(config: Config) -> None:
         model={'dropout': config.model.dropout},
     )
     (expected_loss, expected), (loss, gradients) = map(loss_and_gradients, (alone, config))
+    assert relative_error(loss, expected_loss) <= LIMIT
+    assert_close(gradients, expected, LIMIT)
+
+
+EXPERTS = {'count': 4, 'active': 2, 'ffn_size': 48, 'shared_ffn_size': 32, 'balance_loss': 0.1}
+NORMS = {'norm_position': 'both', 'qk_norm': 'all'}
+
+
+@pytest.mark.parametrize(
+    'sections',
+    [
+        slow({'model': {'experts': EXPERTS}, 'crossed': True, 'train': {'overlap': 'batch_split'}}),
+        slow({'model': NORMS, 'crossed': True, 'train': {'unroll': True}}),
+        {'lora': {'rank': 4}, 'optim': {'shard': 'weights'}},
+    ],
+    ids=str,
+)
+def test_what_is_learned_of_other_decoders_has_a_gradient(sections: dict[str, Any]) -> None:
+    config = vlm(2, 2, **SP, **sections)
+    with on_mesh(config):
+        given = abstract_state(config).params, place_batch(make_batch(config)), jax.random.key(0)
+        _, gradients = jax.eval_shape(make_loss_and_gradients(config), *given)
+    learned = {name for name, x in parameters(config.model) if not x.is_frozen}
+    assert {*by_name(gradients)} == learned
+    has_mlp = {name.split('.mlp.')[0] for name in learned if '.mlp.up.weight' in name}
+    if 'experts' in sections.get('model', {}):
+        assert has_mlp == {'vision.layers'} | ({'cross.layers'} if 'crossed' in sections else set())
+
+
+@pytest.mark.parametrize(
+    ('sections', 'mesh'),
+    [
+        slow({'model': {'experts': EXPERTS}}, {'experts': 2}),
+        exhaustive({'model': {'experts': EXPERTS}, 'crossed': True}, {}),
+        slow({'model': NORMS}, {}),
+        exhaustive({'model': NORMS | {'norm_position': 'after'}, 'crossed': True}, {}),
+        slow({'lora': {'rank': 4}}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    'train', [{}, exhaustive({'unroll': True, 'recompute': 'full', 'microbatches': 2})]
+)
+def test_other_decoders_have_the_numbers_of_one_device_too(
+    sections: dict[str, Any], mesh: dict[str, int], train: dict[str, Any]
+) -> None:
+    shard = {'shard': 'gradients' if train else 'weights'}
+    config = vlm(2, 2, **SP, **sections, mesh=mesh, train=train, optim=shard)
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (vlm(**sections), config)
+    )
     assert relative_error(loss, expected_loss) <= LIMIT
     assert_close(gradients, expected, LIMIT)
 

@@ -16,7 +16,6 @@ Keys = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 
-LAYERNORM_1P = 'apply_layernorm_1p'  # a gain of 1 + w, which megajax supports for RMSNorm
 # Arguments that must be absent or have one of these values: otherwise Megatron's decoder differs.
 ONLY: dict[str, Only] = {
     'multi_latent_attention': Only((False,), 'use --group-query-attention'),
@@ -24,7 +23,6 @@ ONLY: dict[str, Only] = {
     'softmax_type': Only(('vanilla',), 'give vanilla'),
     'rotary_interleaved': Only((False,), 'a pair has an element from each half: leave it out'),
     'rotary_seq_len_interpolation_factor': Only((), 'use model.rope_scaling'),
-    LAYERNORM_1P: Only((False,), 'add 1 to the scales of the norms, and leave it out'),
     'apply_residual_connection_post_layernorm': Only(
         (False,), 'the residual is taken before the norm, without which deep models do not train'
     ),
@@ -41,8 +39,6 @@ def rejected(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield the name, the value and an alternative for each unsupported argument of a decoder."""
     has_experts = bool(arguments.get('num_experts'))
     for name, only in (ONLY | experts.ONLY if has_experts else ONLY).items():
-        if name == LAYERNORM_1P and arguments.get('normalization') == 'RMSNorm':
-            continue
         value = arguments.get(name)
         if not (value is None or any(value is x or value == x for x in only.allowed)):
             yield name, value, only.instead
@@ -123,7 +119,7 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
         'vocab_size': get('vocab_size', get('padded_vocab_size')),
         'max_seq_len': get('max_position_embeddings'),
         'norm': get('normalization', 'LayerNorm').lower(),
-        'zero_centered_norm': get(LAYERNORM_1P, False),
+        'zero_centered_norm': get('apply_layernorm_1p', False),
         'activation': 'swiglu' if gated else 'gelu_tanh' if fused else 'gelu',
         'position': 'rope' if rope else 'learned',
         'qk_norm': get('qk_layernorm', False),

@@ -21,6 +21,7 @@ KEYS = """
     model.rotary_fraction: rotary_percent
     model.rope_scaling: use_rope_scaling rope_scaling_factor
     model.qk_norm: qk_layernorm
+    model.zero_centered_norm: apply_layernorm_1p
     model.bias: add_bias_linear
     model.qkv_bias: add_qkv_bias
     model.experts: num_experts

@@ -46,7 +46,8 @@ READ: Mapping[type, str] = {
         muon_scalar_optimizer
     """,
     bool: """
-        group_query_attention swiglu openai_gelu add_qkv_bias qk_layernorm use_rope_scaling
+        group_query_attention swiglu openai_gelu add_qkv_bias qk_layernorm apply_layernorm_1p
+        use_rope_scaling
         untie_embeddings_and_output_weights sequence_parallel fp16 bf16
         use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2 grad_reduce_in_bf16
         use_precision_aware_optimizer profile deterministic_mode reset_position_ids

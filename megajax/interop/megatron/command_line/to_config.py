@@ -10,7 +10,7 @@ from megajax.core.config import Config, ConfigError, Problem, reload
 from megajax.core.config.load import dump_sections
 from megajax.core.config.schema import keys_of
 from megajax.interop.megatron.command_line import muon
-from megajax.interop.megatron.command_line.arguments import LAYERNORM_1P, rejected
+from megajax.interop.megatron.command_line.arguments import rejected
 from megajax.interop.megatron.command_line.keys import SOURCES
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.script import WAY_OUT
@@ -106,9 +106,6 @@ def _in_their_names(line: Line, problem: Problem | str) -> str:
 def _problems(line: Line) -> Iterator[str]:
     yield from line.problems
     for name, _, instead in rejected(line.arguments):
-        # a scale of 1 + w with w initialized to 0 equals a scale initialized to 1
-        if name == LAYERNORM_1P:
-            continue
         yield f'{line.spelled[name]}: is not supported: {instead}'
     for name, (allowed, instead) in VALUES.items():
         if name in line.arguments and line.arguments[name] not in allowed:
@@ -203,15 +200,10 @@ def _head(line: Line, config: Config) -> Iterator[str]:
 
 
 def _unused(line: Line) -> Iterator[str]:
-    unused = dict(line.unused)
-    if line.get(LAYERNORM_1P) and line.get('normalization') != 'RMSNorm':
-        unused[
-            'a LayerNorm whose scale is 1 + w, with w from 0, trains as one whose scale is from 1'
-        ] = [line.spelled[LAYERNORM_1P]]
-    if unused:
+    if line.unused:
         yield ''
         yield '# Without a meaning here:'
-    for reason, arguments in unused.items():
+    for reason, arguments in line.unused.items():
         yield from _comment(f'{", ".join(arguments)}: {reason}', indent='  ')
 
 
