@@ -10,8 +10,8 @@ import megajax
 from megajax.core.config import Config
 
 presets = load_script('presets', 'scripts')
-FAST = 'llama3_8b', 'qwen3_8b'
-SLOW = 'llama3_70b', 'qwen3_vl_2b'
+FAST = ('qwen3_8b',)
+SLOW = 'llama3_8b', 'llama3_70b', 'qwen3_vl_2b'
 
 
 @pytest.mark.parametrize(

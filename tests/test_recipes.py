@@ -8,9 +8,12 @@ import pytest
 from checkpoints import make_state
 from support import on_mesh, slow
 
-import megajax
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.search import memory_on, usable_memory
 from megajax.core.config import Config, load, recipes
 from megajax.core.config.lora import without_adapters
+from megajax.core.config.overlap_rules import resolved
+from megajax.core.hardware.records import hardware
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.compare import read_parameter
 from megajax.runtime.data.text.tokenizer import byte_tokenizer
@@ -48,9 +51,9 @@ LINES = {
 
 @pytest.mark.parametrize('name', recipes())
 def test_a_recipe_fits_its_gpus(name: str) -> None:
-    plan = megajax.plan(load(name), gpu='h100')
-    assert plan.layout.fits
-    assert plan.gpus == load(name).mesh.num_devices
+    config = resolved(load(name), on_gpu=True)
+    cluster = Cluster.of(hardware('h100'), config.mesh.num_devices)
+    assert memory_on(config, cluster).total <= usable_memory(cluster)
 
 
 def imported(folder: Path, config: Config) -> Path:

@@ -98,12 +98,12 @@ def _draw_again(
     settings: Settings, problem: Problem, pinned: Mapping[str, Any], random: Random
 ) -> None:
     """Draw a key of a problem again, or a key on which the default of such a key depends."""
-    named = [problem.path, *problem.others]
+    named = tuple(f'{name}.' for name in (problem.path, *problem.others))
+    fixed = tuple(f'{path}.' for path in pinned)
     keys = [
         path
         for path in settings
-        if any(f'{path}.'.startswith(f'{name}.') for name in named)
-        and not any(f'{path}.'.startswith(f'{pin}.') for pin in pinned)
+        if f'{path}.'.startswith(named) and not f'{path}.'.startswith(fixed)
     ]
     path = pick(keys, random) if keys else BATCH
     settings[path] = _value(path, choices()[path], random)

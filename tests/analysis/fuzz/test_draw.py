@@ -15,7 +15,7 @@ from megajax.core.config.conflicts import FEATURES
 from megajax.core.config.keys import keys_in
 from megajax.core.config.rules import incompatibilities
 
-COUNT = 300
+COUNT = 160
 # Features of configs that are not drawn: of vision models, and of runs rather than of steps.
 OTHERS = 'vision', 'vision.fusion', 'vision.deepstack', 'train.sample_prompts', 'data.order'
 

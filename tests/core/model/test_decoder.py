@@ -299,7 +299,7 @@ def test_recomputation_keeps_less_for_the_backward_pass(name, in_order):
     for recompute in ('none', 'selective', 'full'):
         config = make_config(
             name,
-            model={'dropout': 0.1, 'num_layers': 4},
+            model={'dropout': 0.1},
             train={'recompute': recompute, 'seq_len': 24, 'batch_size': 2},
         )
         with on_mesh(config):

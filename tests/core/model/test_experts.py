@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import assert_close, make_config, on_mesh
+from support import assert_close, make_config, on_mesh, slow
 
 from megajax.core.config.experts import ExpertsConfig
 from megajax.core.model import router
@@ -69,7 +69,7 @@ def on_every_token(
 @pytest.mark.parametrize(
     ('bias', 'keys'),
     [
-        (False, {}),
+        slow(False, {}),
         (False, {'normalize': False, 'shared_ffn_size': 10}),
         (True, {'scores': 'sigmoid', 'scale': 2.5, 'groups': 3, 'active_groups': 2}),
         (True, {'scores': 'sigmoid', 'normalize': False, 'active': X}),

@@ -131,6 +131,7 @@ def test_steps_on_every_mesh_are_those_of_optax_on_one_device(setting: Setting) 
         assert_close(actual[step], expected[step], LIMIT)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     assert_resumes(tmp_path, ZERO_3, ZERO_3, 0)
 

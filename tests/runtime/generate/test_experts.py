@@ -14,7 +14,7 @@ REQUEST = Request(max_tokens=6, sampling=Sampling(temperature=0))
 def generated(name: str, **mesh: Any) -> list[list[int]]:
     random = np.random.default_rng(7)
     prompts = [random.integers(1, 1000, length).tolist() for length in (3, 9, 14)]
-    config = make_config(name, mesh=mesh)
+    config = make_config(name, model={'num_layers': 2}, mesh=mesh)
     with on_mesh(config):
         *_, rows = Generator(config, random_params(config, std=0.3)).stream(prompts, REQUEST)
     return [row.ids for row in rows if row]
