@@ -1,17 +1,18 @@
 """A Hugging Face family: functions that read and write its config.json, and its tensors' names.
 
-Imports no jax.
+Imports neither jax nor numpy.
 """
 
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.reader import Keys, Reader
+
+if TYPE_CHECKING:
+    import numpy as np
 
 HEAD = 'lm_head.weight'
 QUERIES, KEY, VALUE = slice(None, -2), slice(-2, -1), slice(-1, None)
@@ -29,7 +30,7 @@ class There(NamedTuple):
 
 
 # Returns the tensors of a directory, which the second argument names, with packed tensors unpacked.
-Unpack = Callable[[Mapping[str, np.ndarray], str], dict[str, Any]]
+Unpack = Callable[[Mapping[str, 'np.ndarray'], str], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,9 @@
 Its experts may be packed in MXFP4. Imports no jax.
 """
 
+from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.families import llama, mixtral
@@ -15,9 +17,11 @@ from megajax.interop.huggingface.layers import (
     replaced_by,
     write_windows,
 )
-from megajax.interop.huggingface.mxfp4 import unpack
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_parameters, read_rope, write_parameters
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LAYER = 'model.layers.{}.'
 EXPERTS = f'{LAYER}mlp.experts'
@@ -70,6 +74,12 @@ def _write_config(model: ModelConfig) -> Keys:
     }
 
 
+def _unpacked(tensors: Mapping[str, 'np.ndarray'], source: str) -> dict[str, Any]:
+    from megajax.interop.huggingface.mxfp4 import unpack  # here, because it imports numpy
+
+    return unpack(tensors, source)
+
+
 FAMILIES = (
     llama.LIKE_LLAMA(
         name='gpt_oss',
@@ -85,6 +95,6 @@ FAMILIES = (
         ),
         write_config=_write_config,
         tensors=TENSORS,
-        packings={'mxfp4': unpack},
+        packings={'mxfp4': _unpacked},
     ),
 )

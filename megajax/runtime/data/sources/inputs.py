@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from megajax.base.errors import ConfigError, Problem
 from megajax.base.render.text import typed
-from megajax.core.config.extras import install
 from megajax.runtime.data.sources import remote
 
 STDIN = '-'
@@ -228,6 +227,9 @@ def optional(module: str, path: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
+        # Here, so that a worker of a build starts without the config.
+        from megajax.core.config.extras import install
+
         raise input_error(
             path, f'needs {error.name}, which is not installed; {install("data")}'
         ) from error

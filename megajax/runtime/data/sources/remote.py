@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 
 from megajax.base.errors import ConfigError, Problem, reason
-from megajax.core.config.extras import install
 
 BLOCK = 1 << 23  # number of bytes that are fetched at once, if the server supports ranges
 BUFFER = 1 << 20  # number of bytes that are read at once
@@ -156,12 +155,16 @@ def _filesystem(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
+        from megajax.core.config.extras import install
+
         raise _error(url, f'needs fsspec, which is not installed; {install("remote")}') from error
     for logger in ('gcsfs', 'google.auth'):  # they log a traceback of what gcsfs raises
         _quieten(logger)
     try:
         files, path = url_to_fs(url)
     except ImportError as error:
+        from megajax.core.config.extras import install
+
         if package := PACKAGES.get(_protocol(url)):
             fix = f'{package}, which is not installed; pip install {package}'
         else:
