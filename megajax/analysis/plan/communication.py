@@ -26,7 +26,7 @@ from megajax.core.counts.experts import over_experts
 from megajax.core.counts.grid import over_grid
 from megajax.core.counts.megatron import few_kv_heads, over_model
 from megajax.core.counts.muon import exchanges
-from megajax.core.counts.parameters import own_counts
+from megajax.core.counts.parameters import count
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.stages import between_lockstep_stages, gradients_of_lockstep_stages
 from megajax.core.counts.vision import (
@@ -35,6 +35,7 @@ from megajax.core.counts.vision import (
     images_over_devices,
     relevance_over_devices,
 )
+from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.program import Array
 
 
@@ -135,10 +136,11 @@ def over_data_shards(config: Config) -> list[Expected]:
         every, learned = counts_over_data(config)
         of_parameters = [*over_data(config, every, learned=learned)]
     else:
-        of_parameters = []
+        of_parameters, shards = [], tuple(Layout.of(config).shards.items())
         for of_experts, axes in groups(config):
             every, learned = (
-                own_counts(config, learned=only, of_experts=of_experts) for only in (False, True)
+                count(config.model, shards, learned=only, of_experts=of_experts)
+                for only in (False, True)
             )
             of_parameters += over_data(config, every, axes, learned=learned)
     return [*of_parameters, *exchanges(config), *_over_experts(config, is_of_step=True)]
@@ -189,13 +191,12 @@ def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:
     BERT's pooler reads the first token of each sequence. Megatron gathers the full sequence once
     more for the pooler; megajax sends only the first tokens.
     """
+    if not config.model.is_bert:
+        yield from kept
+        return
     for collective in kept:
         site = collective.site
-        if not config.model.is_bert or (site.name, site.phase, collective.kind) != (
-            'head',
-            'forward',
-            GATHER,
-        ):
+        if (site.name, site.phase, collective.kind) != ('head', 'forward', GATHER):
             yield collective
             continue
         runs = config.train.microbatches

@@ -294,7 +294,8 @@ class Config(Section):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with these sections, and update the sections that contain them."""
-        sections = {**dict(self), **(update or {})}
+        # `vars` has the sections alone, and a search copies tens of thousands of configs.
+        sections = {**vars(self), **(update or {})}
         for name in ('vision', 'model'):
             sections[name] = sections[name] and sections[name].with_parts(sections)
         return super().model_copy(update=sections, deep=deep)

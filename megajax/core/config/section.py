@@ -3,6 +3,7 @@
 `megajax config keys` and `docs/config.md` print the docstring below a key.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
@@ -88,10 +89,17 @@ class Section(BaseModel):
 
     def with_parts(self, sections: Mapping[str, Any]) -> Self:
         """Return the section with its excluded fields set to other sections of the config."""
-        fields = type(self).model_fields.items()
-        parts = {name: sections.get(name) for name, field in fields if field.exclude}
-        is_same = all(getattr(self, name) is part for name, part in parts.items())
-        return self if is_same else self.model_copy(update=parts)
+        parts = {name: sections.get(name) for name in _excluded(type(self))}
+        own = self.__dict__
+        for name, part in parts.items():
+            if own[name] is not part:
+                return self.model_copy(update=parts)
+        return self
+
+
+@functools.cache
+def _excluded(kind: type[Section]) -> tuple[str, ...]:
+    return tuple(name for name, field in kind.model_fields.items() if field.exclude)
 
 
 def follows(formula: str, compute: Callable[[dict[str, Any]], Any]) -> Any:

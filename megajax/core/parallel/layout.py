@@ -245,7 +245,7 @@ class Layout:
         return dict(self.uneven)
 
     def _size(self, axes: Axes) -> int:
-        return prod(self._sizes[axis] for axis in axes)
+        return prod(map(self._sizes.__getitem__, axes))
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
