@@ -5,7 +5,7 @@ For every step of plan_memory.txt or plan_memory_experts.txt, it compares the by
 FLOPs of matmuls, the number of kernels, and the bytes that each H100 sends by mesh axis. It also
 stores the share of these bytes that overlaps matmuls. No GPU is needed
 (`pip install 'megajax[gpu-compile]'`). Steps that OUT.csv already has are not compiled again; all
-of them take about 75 minutes on one core. Predictions are always computed again, in seconds.
+of them take about 90 minutes on one core. Predictions are always computed again, in seconds.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from megajax.analysis.plan.memory import memory
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.expert_rows import LATER_ROUNDS
 from megajax.core.counts.flash import uses_flash
+from megajax.core.counts.muon import newton_schulz
 from megajax.core.counts.products import products
 from megajax.core.hardware.records import hardware
 from megajax.core.hardware.targets import num_hosts
@@ -121,7 +122,7 @@ def load(line: Line) -> megajax.Config:
 
 
 def predict(config: megajax.Config) -> Line:
-    work = products(config, flash=uses_flash(config))
+    work = [*products(config, flash=uses_flash(config)), *newton_schulz(config)]
     flops = sum(product.times * product.flops for product in work)
     total = memory(config, capacity_bytes=hardware('h100').memory).total
     sent = by_axis(wire_bytes(config))

@@ -10,7 +10,7 @@ from megajax.analysis.plan.describe import describe
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import BY_NAME, ProgramName, Software
-from megajax.analysis.plan.search import search, that_fits
+from megajax.analysis.plan.search import fewest_gpus, search, that_fits
 from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 from megajax.base.result import Result
@@ -92,7 +92,7 @@ def _machine(
 ) -> Machine:
     check_dtype(config.train.dtype, cluster.hardware)
     limits = {
-        'fewest_gpus': _fewest(config, cluster, program),
+        'fewest_gpus': fewest_gpus(config, cluster, program),
         'longest_sequence': _longest(config, cluster, program),
     }
     try:
@@ -116,17 +116,6 @@ def _machine(
         cost=None if price is None else price * hours,
         **limits,
     )
-
-
-def _fewest(config: Config, cluster: Cluster, program: Software) -> int | None:
-    """Return the smallest power of two of GPUs that a layout of the same batch fits on."""
-    count = 1
-    while count <= cluster.num_devices:
-        fewer = Cluster.of(cluster.hardware, count)
-        if that_fits(config, count, fewer, program):
-            return count
-        count *= 2
-    return None
 
 
 def _longest(config: Config, cluster: Cluster, program: Software) -> int | None:

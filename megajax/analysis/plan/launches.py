@@ -10,6 +10,7 @@ from megajax.analysis.plan.memory import num_logit_chunks
 from megajax.core.config import Config
 from megajax.core.counts.context import blocks_of_others
 from megajax.core.counts.layers import num_with_experts
+from megajax.core.counts.muon import pools_of
 from megajax.core.counts.runs import Runs, ticks
 from megajax.core.counts.vision import is_learned
 
@@ -22,6 +23,7 @@ OF_STEP, OF_CHUNK, OF_TICK = 100, 27, 65
 OF_ENCODER, OF_FROZEN, OF_CROSS = 135, 65, 140
 # Additional kernels of a layer of experts compared with an MLP, if a grouped matmul is one kernel.
 OF_EXPERTS = 72
+OF_POOL = 35  # kernels of Muon's exchanges and iterations, in each pool
 OF_ROUNDS = 90  # further kernels, if tokens may be sent in several rounds
 
 
@@ -32,9 +34,10 @@ def num_launches(config: Config) -> int:
     """
     model, mesh, train = config.model, config.mesh, config.train
     runs, is_full = Runs.of_stages(config), train.recompute == 'full'
+    of_step = OF_STEP + OF_POOL * len(pools_of(config))
     of_chunks = OF_CHUNK * num_logit_chunks(config) * runs.head
     if config.overlap.in_order and config.overlap.unroll:
-        return OF_STEP + runs.layers * _of_layer_in_order(config) + of_chunks
+        return of_step + runs.layers * _of_layer_in_order(config) + of_chunks
     of_layer = 65 if is_full else 72  # the second also saves the statistics of norms
     is_one_row = mesh.sequence_parallel and config.microbatch_rows == 1
     if mesh.model > 1 and is_one_row and train.recompute == 'none':
@@ -48,7 +51,7 @@ def num_launches(config: Config) -> int:
     of_layer += 10 if mesh.model > 1 and mesh.sequence_parallel else 0
     of_layer += 20 if model.num_kv_heads < mesh.model else 0
     of_layer += 35 if config.overlap.is_split else 0
-    of_layer += _of_sharding(config)
+    of_layer += _of_sharding(config) + _of_adapters(config)
     if mesh.is_grid:
         of_layer += 40 if is_full else 25
     if mesh.stages > 1:
@@ -60,7 +63,7 @@ def num_launches(config: Config) -> int:
     of_encoder = OF_ENCODER if config.vision and is_learned(config) else OF_FROZEN
     of_images = runs.encoder * of_encoder + runs.cross * OF_CROSS
     of_experts = num_with_experts(model, runs.layers) * _of_experts(config)
-    return OF_STEP + of_ticks + runs.layers * of_layer + of_experts + of_images + of_chunks
+    return of_step + of_ticks + runs.layers * of_layer + of_experts + of_images + of_chunks
 
 
 def _of_experts(config: Config) -> int:
@@ -81,7 +84,7 @@ def _of_layer_in_order(config: Config) -> int:
     of_part += 15 if model.qk_norm else 0
     of_part += 25 if model.has_dropout else 0
     of_part += 10 if config.mesh.model > 1 else 0
-    of_part += 10 if is_full else 0
+    of_part += (10 if is_full else 0) + _of_adapters(config)
     of_part += 4 if is_full and config.optim.shard == 'weights' else 0
     is_summed = config.optim.shard in ('gradients', 'weights') and train.microbatches > 1
     added = 8 if model.bias and is_summed else 0  # kernels that add gradients of vectors
@@ -89,6 +92,13 @@ def _of_layer_in_order(config: Config) -> int:
     overlap = config.overlap
     shared = 15 if overlap.splits_tokens and overlap.num_parts > 1 else 0
     return overlap.num_parts * of_part - shared + added
+
+
+def _of_adapters(config: Config) -> int:
+    """Return the kernels of a layer's adapters (LoRA)."""
+    if config.lora is None:
+        return 0
+    return (15 if config.train.recompute == 'full' else 12) * len(config.lora.targets)
 
 
 def _of_sharding(config: Config) -> int:

@@ -12,10 +12,12 @@ t is the number of devices of the `model` axis.
 """
 
 import dataclasses
+from math import prod
 
+from megajax.analysis.plan.early_memory import copied_weights, embedding_gradient, of_last_layer
 from megajax.analysis.plan.encoder import with_encoder
 from megajax.analysis.plan.live_memory import Held
-from megajax.analysis.plan.sizes import FLOAT32, Sizes
+from megajax.analysis.plan.sizes import FLOAT32, NO_SAVINGS, Savings, Sizes
 from megajax.analysis.plan.stage_memory import moments_of_stage
 from megajax.core.config import Config
 from megajax.core.counts.flash import HOPPER
@@ -63,12 +65,13 @@ def memory(
     *,
     capacity_bytes: int | None = None,
     capability: Capability | None = HOPPER,
+    savings: Savings = NO_SAVINGS,
 ) -> StepMemory:
     """Return the bytes that a step of `config` needs on each of its GPUs of this capability.
 
     XLA allocates all gradient buffers up front if they fit in `capacity_bytes`, otherwise late.
     """
-    sizes = Sizes(config, capability)
+    sizes = Sizes(config, capability, savings)
     early = _memory(sizes, early=True)
     return (
         early
@@ -78,7 +81,10 @@ def memory(
 
 
 def largest_microbatch(
-    config: Config, capacity_bytes: int, capability: Capability | None = HOPPER
+    config: Config,
+    capacity_bytes: int,
+    capability: Capability | None = HOPPER,
+    savings: Savings = NO_SAVINGS,
 ) -> int:
     """Return the most sequences per data shard that fit in a microbatch; 0 if none does."""
     # Overlap splits the batch into halves, and 2-D tensor parallelism shards it.
@@ -89,7 +95,9 @@ def largest_microbatch(
         batch_size = rows * step * config.mesh.data * config.train.microbatches
         train = config.train.model_copy(update={'batch_size': batch_size})
         larger = config.model_copy(update={'train': train})
-        needed = memory(larger, capacity_bytes=capacity_bytes, capability=capability)
+        needed = memory(
+            larger, capacity_bytes=capacity_bytes, capability=capability, savings=savings
+        )
         return needed.total <= capacity_bytes
 
     too_many = 1
@@ -124,8 +132,9 @@ def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
     moments = moments_of_stage(sizes, early=early) if is_staged else _moments(sizes, early=early)
     if sizes.config.vision is not None:
         moments = with_encoder(sizes, moments, early=early)
-    if sizes.config.optim.kind == 'muon':
-        moments['optimizer'] = _in_muon(sizes)
+    moments['optimizer'] = (
+        _in_muon(sizes) if sizes.config.optim.kind == 'muon' else _in_adamw(sizes)
+    )
     moment = max(moments, key=lambda name: moments[name].total)
     copied = sizes.parameters_at_rest + sizes.moments + sizes.batch
     return StepMemory(
@@ -139,18 +148,32 @@ def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
     )
 
 
+def _in_adamw(sizes: Sizes) -> Held:
+    """Return the memory of a step during the update of AdamW: the gradients.
+
+    The head's gradient is copied to the layout of the stored head if the forward pass reads the
+    head in a different layout.
+    """
+    is_read_as_stored = sizes.is_scattered or sizes.model.tie_embeddings
+    is_copied = sizes.config.optim.shard == 'none' and not is_read_as_stored
+    return Held(
+        gradients=FLOAT32 * sizes.at_rest.learned,
+        workspace=FLOAT32 * sizes.table if is_copied and sizes.learned_tables else 0,
+    )
+
+
 def _in_muon(sizes: Sizes) -> Held:
     """Return the memory of a step during Muon's update, as in programs for H100s.
 
-    The orthogonalized pieces that a device receives back are cast to fp32, and one array of whole
-    matrices is not yet freed.
+    The iterations of the largest pool need its matrices twice, and their Gram matrices. XLA frees
+    the gradients of the other parameters before.
     """
     pools = pools_of(sizes.config)
-    pieces = sum(pool.count * pool.piece for pool in pools)
-    whole = sum(pool.whole * pool.piece * pool.form.num_pieces for pool in pools)
+    needed = [pool.whole * (2 * prod(pool.form.shape) + pool.form.shape[0] ** 2) for pool in pools]
+    received = [pool.count * pool.piece for pool in pools if pool.num_devices > 1]
     return Held(
-        gradients=FLOAT32 * sizes.at_rest.learned,
-        workspace=(FLOAT32 + sizes.itemsize) * pieces + sizes.itemsize * whole,
+        gradients=FLOAT32 * sizes.at_rest.learned_layers,
+        workspace=sizes.itemsize * (max(needed, default=0) + sum(received)),
     )
 
 
@@ -162,8 +185,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
       different layout, and may already have allocated the layers' gradients (`early`).
     - backward: in the backward pass of a layer.
     - experts: in the gradients of the weights of a layer's experts (`_of_experts`).
-    - embedding: at the end, in the gradient of the embedding. If the head is not tied, this
-    gradient reuses the buffer of the transposed head, which stays empty until then.
+    - embedding: at the end, in the gradient of the embedding.
 
     From ZeRO-2 on, only shards of gradients are stored, but the head's gradient is reduced over
     `data` only after the backward pass of the layers has begun.
@@ -176,25 +198,23 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     in_layers = FLOAT32 * of_layers
     gradients = summed + table + in_layers
     chunks, logits, dlogits = sizes.logits
-    # With several chunks, the head's gradient is accumulated, and XLA transposes the head once for
-    # all chunks. But ZeRO-2 and ZeRO-3 gather a tied table in the layout that the head reads.
-    added, transposed = (table, 0 if sizes.is_ordered else table) if chunks > 1 else (0, 0)
-    if sizes.sums_early and sizes.model.tie_embeddings:
-        transposed = 0
-    is_kept_free = not (sizes.model.tie_embeddings or (sizes.sums_early and sizes.is_scattered))
-    kept_free = transposed if is_kept_free else 0
+    copies, in_passes = copied_weights(sizes), _gathered_in_layers(sizes)
+    head, embedding = sizes.itemsize * sizes.table, embedding_gradient(sizes)
     # The gathered tokens of a chunk, and their gradient before it is reduce-scattered.
     gathered = 2 * sizes.whole * sizes.layout.num_shards('D') // chunks if sizes.is_scattered else 0
-    copies, in_passes = _transposed(sizes), _gathered_in_layers(sizes)
-    cast = sizes.itemsize * sizes.table
+    in_loss = 2 * sizes.residual + gathered + of_last_layer(sizes)
     weights, buffers = _in_backward(sizes)
+    # The backward pass of an image encoder, which comes last, reads its weights.
+    is_gathered = sizes.config.train.microbatches > 1 or sizes.config.vision is not None
     return {
         'loss': Held(
-            gathered_weights=in_passes if sizes.is_ahead else sizes.gathered,
-            gradients=summed + table,
+            gathered_weights=in_passes,
+            gradients=summed + (table if chunks > 1 else 0),
             activations=sizes.kept,
-            logits=max(logits, added) + dlogits,
-            workspace=transposed + cast + sizes.residual + gathered + copies,
+            # With several chunks, each adds to the head's gradient; otherwise, the logits are freed
+            # before this gradient is computed.
+            logits=(logits if chunks > 1 else max(logits, table)) + dlogits,
+            workspace=embedding + head + copies + in_loss,
         ),
         'layout': Held(
             gathered_weights=in_passes,
@@ -206,14 +226,14 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             gathered_weights=in_passes + weights,
             gradients=summed + table + _of_layers(sizes, in_layers),
             activations=sizes.kept,
-            workspace=buffers + sizes.of_period + kept_free + copies + sizes.of_adapters,
+            workspace=buffers + sizes.of_period + embedding + copies + sizes.of_adapters,
         ),
         'embedding': Held(
-            gathered_weights=0 if sizes.is_ahead else in_passes,
+            gathered_weights=in_passes if is_gathered else 0,
             gradients=gradients + table,
             workspace=_embedded(sizes) + _stacks(sizes, in_layers),
         ),
-    } | _of_experts(sizes, in_passes, summed + table + in_layers, kept_free + copies)
+    } | _of_experts(sizes, in_passes, summed + table + in_layers, embedding + copies)
 
 
 def _of_experts(sizes: Sizes, gathered: int, gradients: int, copies: int) -> dict[str, Held]:
@@ -261,11 +281,12 @@ def _stacks(sizes: Sizes, in_layers: int) -> int:
 def _gathered_in_layers(sizes: Sizes) -> int:
     """Return the bytes of gathered weights during the passes of the layers.
 
-    If there is only one microbatch, the tables are needed only before and after the layers' passes.
+    If there is only one microbatch, ZeRO-1 and ZeRO-2 need the tables only before and after the
+    layers' passes.
     """
-    if sizes.config.optim.shard == 'weights' or sizes.config.train.microbatches > 1:
-        return sizes.gathered
-    return max(0, sizes.gathered - sizes.itemsize * sizes.tables)
+    shard, microbatches = sizes.config.optim.shard, sizes.config.train.microbatches
+    is_apart = shard in ('optimizer', 'gradients') and microbatches == 1
+    return sizes.gathered - (sizes.itemsize * sizes.tables if is_apart else 0)
 
 
 def _embedded(sizes: Sizes) -> int:
@@ -287,17 +308,3 @@ def _in_backward(sizes: Sizes) -> tuple[int, int]:
     is_full = sizes.config.train.recompute == 'full'
     each = [(size * kind.matrices, kind.in_backward + is_full * kind.kept) for kind in sizes.kinds]
     return max(each, key=sum)
-
-
-def _transposed(sizes: Sizes) -> int:
-    """Return the bytes of the copies of stored parameters in the layout of ZeRO-3's gathers.
-
-    XLA copies the row-parallel matrices before the loop over layers and, if there are several
-    microbatches, the tables before the loop over microbatches.
-    """
-    is_in_one_pass = sizes.is_ordered and sizes.config.train.microbatches == 1
-    if sizes.config.optim.shard != 'weights' or is_in_one_pass:
-        return 0
-    tables = 0 if sizes.is_ordered else sizes.num_tables * sizes.at_rest.table
-    count = sizes.at_rest.inputs + (tables if sizes.config.train.microbatches > 1 else 0)
-    return count * (sizes.itemsize if sizes.config.lora else FLOAT32)

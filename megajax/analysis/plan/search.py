@@ -13,6 +13,7 @@ from megajax.analysis.plan.layouts import Mesh, changed, deep_meshes, is_frugal,
 from megajax.analysis.plan.memory import UNDERCOUNT, StepMemory, memory
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, Software
+from megajax.analysis.plan.sizes import NO_SAVINGS, Savings
 from megajax.analysis.plan.time import StepTime, Timer
 from megajax.core.config import Config, ConfigError
 from megajax.core.hardware.memory import USABLE
@@ -155,10 +156,10 @@ def usable_memory(cluster: Cluster) -> int:
     return int(USABLE * cluster.hardware.memory / (1 + UNDERCOUNT))
 
 
-def memory_on(config: Config, cluster: Cluster) -> StepMemory:
+def memory_on(config: Config, cluster: Cluster, savings: Savings = NO_SAVINGS) -> StepMemory:
     """Return the bytes that a step of `config` needs on each GPU of the cluster."""
-    capability = cluster.hardware.compute_capability
-    return memory(config, capacity_bytes=usable_memory(cluster), capability=capability)
+    capability, available = cluster.hardware.compute_capability, usable_memory(cluster)
+    return memory(config, capacity_bytes=available, capability=capability, savings=savings)
 
 
 def _order(choice: Choice) -> tuple[float | int, ...]:
@@ -219,7 +220,11 @@ def _why_none(
 
 
 def that_fits(
-    config: Config, num_devices: int, cluster: Cluster, program: Software
+    config: Config,
+    num_devices: int,
+    cluster: Cluster,
+    program: Software,
+    savings: Savings = NO_SAVINGS,
 ) -> Config | None:
     """Return a layout with the same batch that fits on a number of GPUs; None if none does."""
     have, capability = usable_memory(cluster), cluster.hardware.compute_capability
@@ -227,6 +232,24 @@ def that_fits(
     for mesh in _meshes(config, larger, program):
         candidates = layouts(config, mesh, cluster.devices_per_domain, capability)
         for candidate in filter(is_frugal, candidates):
-            if not program.problems(candidate) and memory_on(candidate, cluster).total <= have:
+            if program.problems(candidate):
+                continue
+            if memory_on(candidate, cluster, savings).total <= have:
                 return candidate
+    return None
+
+
+def fewest_gpus(
+    config: Config, cluster: Cluster, program: Software, savings: Savings = NO_SAVINGS
+) -> int | None:
+    """Return the smallest power of two of GPUs that a layout of the same batch fits on.
+
+    It is at most the size of the cluster; None if no layout fits.
+    """
+    count = 1
+    while count <= cluster.num_devices:
+        fewer = Cluster.of(cluster.hardware, count)
+        if that_fits(config, count, fewer, program, savings):
+            return count
+        count *= 2
     return None

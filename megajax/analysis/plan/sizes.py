@@ -17,10 +17,11 @@ from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.flash import HOPPER, uses_flash
 from megajax.core.counts.layers import stacks
 from megajax.core.counts.parameters import (
+    Counts,
+    count,
     dim_sizes,
     elements,
     num_at_rest,
-    own_counts,
     parameters,
 )
 from megajax.core.counts.runs import layers_of_chunk
@@ -37,45 +38,62 @@ BYTES = {
 }  # bytes of a number in `train.dtype`
 
 
+class Savings(NamedTuple):
+    """What other software can do to save memory, and megajax cannot."""
+
+    moments_in_8_bits: bool = False  # AdamW's moments of matrices (`optim.kind=adamw`)
+    activations_on_host: bool = False  # what the layers save for the backward pass
+
+
+NO_SAVINGS = Savings()
+# Bytes of a moment in blocks of 256 elements, which share an fp32 scale (Dettmers et al., 2021):
+# `AdamW8bit` of bitsandbytes and torchao.
+IN_8_BITS = 1 + 4 / 256
+
+
 class Sizes:
     """The bytes of a step's arrays and its numbers of parameters, on each GPU."""
 
-    def __init__(self, config: Config, capability: Capability | None = HOPPER):
+    def __init__(
+        self,
+        config: Config,
+        capability: Capability | None = HOPPER,
+        savings: Savings = NO_SAVINGS,
+    ):
         model, train, layout = config.model, config.train, Layout.of(config)
-        shards = layout.num_shards
-        self.config, self.model, self.layout = config, model, layout
+        # The numbers of shards of D, of the heads, and of the tokens between sublayers.
+        by_width, by_head, by_token = map(layout.num_shards, 'DNT')
+        self.config, self.model, self.layout, self.savings = config, model, layout, savings
         self.capability, self.flash = capability, uses_flash(config, capability)
         self.is_masked = model.is_bert or config.data.document_mask
         self.itemsize = BYTES[train.dtype]
-        self.chunk_layers = layers_of_chunk(config)
+        self.chunk_layers = layers_of_chunk(config, layout)
         self.layers = self.chunk_layers * layout.chunks  # layers of a stage
-        self.length = train.seq_len // shards('S')  # tokens of a sequence on one device
+        self.length = train.seq_len // layout.num_shards('S')  # tokens of a sequence on one device
         self.tokens = config.microbatch_rows * self.length
-        self.is_scattered = shards('T') > 1
+        self.is_scattered = by_token > 1
         self.overlap = config.overlap
         self.sums_early = self.overlap.shard in ('gradients', 'weights')
         self.is_ordered = self.overlap.in_order and self.overlap.unroll
-        self.is_ahead = self.is_ordered and self.overlap.gathers_ahead
 
-        self.counts = own_counts(config)
-        self.matrices, self.parameters = self.counts.matrices, self.counts.all
-        self.table = model.padded_vocab_size * model.hidden_size // shards('V')
+        self.at_rest = at_rest(model, layout)
+        self.matrices, self.parameters = self.at_rest.in_step.matrices, self.at_rest.in_step.all
+        self.learned = self.at_rest.learned_in_step
+        self.table = model.padded_vocab_size * model.hidden_size // layout.num_shards('V')
         self.num_tables = 1 if model.tie_embeddings else 2
         self.tables = self.num_tables * self.table
-        self.at_rest = at_rest(config.model, layout)
-        self.learned = own_counts(config, learned=True).all
         self.learned_tables = 0 if model.is_decoder_frozen else self.num_tables
 
         widths, ((attention, _), *networks) = dim_sizes(model), stacks(model)
         of_tokens = self.itemsize * self.tokens
-        self.between = self.tokens // shards('D') * self.itemsize  # tokens between two matmuls
+        self.between = self.tokens // by_width * self.itemsize  # tokens between two matmuls
         # The input of a column-parallel matmul.
-        self.whole = of_tokens * model.hidden_size // shards('D')
-        self.residual = self.whole // shards('T')
+        self.whole = of_tokens * model.hidden_size // by_width
+        self.residual = self.whole // by_token
         self.queries = self.between * elements(attention.second.inputs, widths, layout.shards)
-        self.keys = self.between * max(model.num_kv_heads, shards('N')) * widths['H'] // shards('N')
+        self.keys = self.between * max(model.num_kv_heads, by_head) * widths['H'] // by_head
         # The inputs of the row-parallel matmuls; in 2-D they are gathered over `row`.
-        self.heads = self.queries * shards('D')
+        self.heads = self.queries * by_width
         # The number of scores (not bytes) of a layer: on average, and in the layer that has the
         # most.
         self.scores = self.most_scores = 0
@@ -83,10 +101,10 @@ class Sizes:
         shards_of_heads = config.mesh.context if config.mesh.exchanges_heads else 1
         attended = self.length * shards_of_heads
         if not self.flash:
-            queries = self.tokens // shards('D') * model.num_heads
+            queries = self.tokens // by_width * model.num_heads
             mean, most = scored_keys(model, attended)
-            self.scores = int(queries * mean) // shards('N')
-            self.most_scores = queries * most // shards('N')
+            self.scores = int(queries * mean) // by_head
+            self.most_scores = queries * most // by_head
         # JAX passes the documents to cuDNN as a bias of the scores, shared by all heads, and cuDNN
         # returns the gradient of this bias.
         self.mask = self.between * shards_of_heads * attended if self.is_masked else 0
@@ -129,12 +147,14 @@ class Sizes:
     def kept(self) -> int:
         """Return the bytes that all layers save; with full recomputation, only their inputs.
 
-        The overlap schedule also saves outputs that a norm reads.
+        The overlap schedule also saves outputs that a norm reads. If activations are in host
+        memory, the GPU has two layers' activations: one layer computes, the other's are sent.
         """
+        share = min(1.0, 2 / self.layers) if self.savings.activations_on_host else 1
         if self.config.train.recompute != 'full':
-            return self.layout.chunks * self.kept_by_chunk
+            return int(share * self.layout.chunks * self.kept_by_chunk)
         keeps_outputs = self.model.norms_outputs and not self.overlap.repeats_outputs
-        return self.layers * self.residual * (2 if keeps_outputs else 1)
+        return int(share * self.layers * self.residual * (2 if keeps_outputs else 1))
 
     @property
     def batch(self) -> int:
@@ -170,6 +190,11 @@ class Sizes:
         """Return the bytes of the optimizer's moments."""
         optim = self.config.optim
         second = self.at_rest.learned - (self.at_rest.momenta if optim.kind == 'muon' else 0)
+        if self.savings.moments_in_8_bits:
+            return 2 * int(
+                IN_8_BITS * self.at_rest.learned_matrices
+                + FLOAT32 * (self.at_rest.learned - self.at_rest.learned_matrices)
+            )
         return BYTES[optim.moments_dtype] * (self.at_rest.learned + second)
 
     @cached_property
@@ -196,7 +221,7 @@ class Sizes:
         It copies one stack at a time.
         """
         recompute, layers = self.config.train.recompute, self.chunk_layers
-        if recompute == 'full':
+        if recompute == 'full' or self.savings.activations_on_host:
             return 0
         # Copied to contract over queries, where the forward pass contracts over keys.
         if not self.flash:
@@ -265,8 +290,11 @@ class AtRest(NamedTuple):
     of_stack: Mapping[str, int]
     learned: int  # parameters of `all` that are not frozen
     learned_layers: int  # parameters of `layers` that are not frozen
+    learned_matrices: int  # parameters in the matrices of `learned`
     frozen_matrices: int  # parameters in the frozen matrices of `all`
     momenta: int  # parameters of `learned` without a second moment, because Muon trains them
+    in_step: Counts  # parameters as sharded in the computation of a step
+    learned_in_step: int  # those that are not frozen
 
 
 @functools.cache
@@ -275,6 +303,7 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
     sizes = dim_sizes(model)
     counts = {name: (x, num_at_rest(x, model, layout)) for name, x in parameters(model)}
     matrices = [(x, size) for x, size in counts.values() if x.is_matrix]
+    shards = tuple(layout.shards.items())
     return AtRest(
         all=sum(size for _, size in counts.values()),
         layers=sum(size for x, size in counts.values() if x.is_stacked),
@@ -298,8 +327,11 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
         of_stack=_by_stack(pair for pair in counts.values() if pair[0].is_stacked),
         learned=sum(size for x, size in counts.values() if not x.is_frozen),
         learned_layers=sum(size for x, size in counts.values() if x.is_stacked and not x.is_frozen),
+        learned_matrices=sum(size for x, size in matrices if not x.is_frozen),
         frozen_matrices=sum(size for x, size in matrices if x.is_frozen),
         momenta=sum(size for x, size in matrices if x.is_layer_matrix and not x.is_frozen),
+        in_step=count(model, shards),
+        learned_in_step=count(model, shards, learned=True).all,
     )
 
 

@@ -33,7 +33,12 @@ class Pool:
     @property
     def whole(self) -> int:
         """The number of matrices that a device orthogonalizes."""
-        return self.count // (self.copies * self.form.num_pieces)
+        return self.count // self.num_devices
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that a group of matrices is spread over."""
+        return self.copies * self.form.num_pieces
 
     @property
     def piece(self) -> int:

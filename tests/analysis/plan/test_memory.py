@@ -234,6 +234,16 @@ def test_lines_add_up() -> None:
     assert found.total == sum(lines)
 
 
+def test_muon_needs_the_matrices_of_its_largest_pool_twice_and_their_gram_matrices() -> None:
+    alone = config('megatron_1.2b', 'optim.kind=muon', model=1, rows=2, recompute='full')
+    needed, matrices = memory(alone), 2 * 40  # up and the transposed down have one form
+    assert needed.moment == 'optimizer'
+    assert needed.workspace == 2 * matrices * (2 * 1536 * 6144 + 1536**2)
+    # In a mesh, a device iterates on a share, and receives its pieces of all matrices.
+    shared = memory(config('megatron_1.2b', 'optim.kind=muon', data=8, model=1, recompute='full'))
+    assert shared.workspace == needed.workspace // 8 + 2 * 40 * 12 * 1536**2
+
+
 def test_muon_stores_one_moment_of_the_matrices_of_layers_and_takes_longer() -> None:
     adamw, muon = (
         megajax.load(

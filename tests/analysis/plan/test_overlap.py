@@ -45,7 +45,7 @@ IN_ORDER = [
     if line['jax'].startswith('0.10.') and line['unrolled'] == 'True'
 ]
 MEMORY = [
-    line for line in read('2026-11-25_plan_memory.csv') if 'IN_ORDER' not in line['overrides']
+    line for line in read('2026-11-28_plan_memory.csv') if 'IN_ORDER' not in line['overrides']
 ]
 
 
@@ -220,7 +220,9 @@ def test_what_overlaps_over_data_is_that_of_llama_3_8b() -> None:
 
 
 def test_what_overlaps_over_data_is_near_in_all_stored_steps() -> None:
-    """These are loops in XLA's order: two of them hide less than others like them."""
+    """These are loops in XLA's order: two of them hide less than others like them, and one with
+    adapters hides more.
+    """
     errors, far = [], []
     for preset in sorted({line['preset'] for line in MEMORY}):
         for rung in ('gradients', 'weights'):
@@ -232,8 +234,9 @@ def test_what_overlaps_over_data_is_near_in_all_stored_steps() -> None:
     assert far == [
         ('bert_336m', '8x1 2 optim.shard=weights'),
         ('gpt2_345m', '8x1 2 optim.shard=weights train.dtype=float32'),
+        ('llama3_8b', '8x1 1 lora.rank=16 optim.shard=weights'),
     ]
-    assert len(errors) == 33
+    assert len(errors) == 39
     assert fmean(errors) < 0.15
 
 
