@@ -58,6 +58,10 @@ COMMANDS = [
         '--gpu a100 --gpus 3072'
     ),
     Command('plan arr_coc_32b --gpu a100 --gpus 8'),
+    Command(
+        'plan llama3_8b mesh.data=8 mesh.model=1 optim.shard=weights train.recompute=none '
+        'train.batch_size=8 train.microbatches=1 train.seq_len=4096 --gpu h100 --what-if'
+    ),
 ]
 PACKAGES = 'megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy'
 

@@ -1,7 +1,7 @@
 """The subcommands of `megajax plan`: parse, call, render."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -10,6 +10,33 @@ from megajax.base.files.outputs import check_outputs, with_folder
 from megajax.base.render.folded import Folded
 from megajax.commands.default_command import DefaultGroup
 from megajax.commands.options import with_old_names
+from megajax.commands.plan_options import (
+    BatchSize,
+    CompareOption,
+    ConfigSource,
+    GenerateOption,
+    Gpu,
+    GpuHoursToFailure,
+    GpusPerHost,
+    Imbalance,
+    JsonFile,
+    LayoutFile,
+    LinkOption,
+    NumGpus,
+    NumPrompts,
+    NumTokens,
+    Overrides,
+    Price,
+    Program,
+    PromptTokens,
+    RooflinePlot,
+    ScalingPlot,
+    SchedulePlot,
+    StorageRate,
+    TableName,
+    VerifyOption,
+    WhatIfOption,
+)
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.hardware.records import record_name
 
@@ -38,102 +65,6 @@ plan_app = typer.Typer(
     'megajax plan CONFIG [KEY=VALUE ...] --gpu h100 --gpus 64; options: megajax plan for --help.',
 )
 
-ConfigSource = Annotated[
-    str | None, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar='KEY=VALUE', help='For example train.seq_len=4096.'),
-]
-Gpu = Annotated[
-    str,
-    typer.Option(
-        callback=record_name,
-        help='a100, b200, h100, ..., or a YAML file from plan calibrate.',
-    ),
-]
-NumGpus = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of GPUs; default: the size of the config's mesh."),
-]
-GpusPerHost = Annotated[
-    int | None, typer.Option(min=1, help='GPUs per host; default: as the GPU is sold.')
-]
-LinkOption = Annotated[
-    Literal['nvlink', 'pcie'] | None,
-    typer.Option(help='Link between the GPUs of a host; default: as the GPU is sold.'),
-]
-NumTokens = Annotated[
-    float | None,
-    typer.Option(min=1, help='Tokens to train on, such as 300e9; with --generate, to generate.'),
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(min=1, help='Sequences per step; default: train.batch_size.'),
-]
-Program = Annotated[
-    Literal['megajax', 'megatron', 'torchtitan', 'maxtext'],
-    typer.Option(help='Software whose step is timed: megajax, Megatron-Core, torchtitan, MaxText.'),
-]
-Price = Annotated[
-    float | None, typer.Option(min=0.01, help='Price of one GPU-hour, in any currency.')
-]
-StorageRate = Annotated[
-    float | None,
-    typer.Option(min=1, help='Bytes/s that all hosts write in total; default: 1e9 per host.'),
-]
-GpuHoursToFailure = Annotated[
-    float | None,
-    typer.Option(min=1, help='Mean GPU-hours between failures; default: as reported for Llama 3.'),
-]
-VerifyOption = Annotated[
-    bool,
-    typer.Option(
-        '--verify', help='Compile the step for the GPU and compare its memory with the plan.'
-    ),
-]
-JsonFile = Annotated[Path | None, typer.Option(help='Write the complete result to this file.')]
-LayoutFile = Annotated[
-    Path | None, typer.Option(help='Write the fastest layout to this file as a config.')
-]
-RooflinePlot = Annotated[
-    Path | None,
-    typer.Option(help='Plot the matmuls under the roofline: .png, .svg or .pdf.'),
-]
-SchedulePlot = Annotated[
-    Path | None,
-    typer.Option(help='Plot the pipeline schedule: .png, .svg or .pdf.'),
-]
-ScalingPlot = Annotated[Path | None, typer.Option(help='Plot MFU against the number of GPUs.')]
-TableName = Annotated[
-    str | None,
-    typer.Option(help="Compare a published table with predictions; 'all' summarizes all tables."),
-]
-Imbalance = Annotated[
-    float | None,
-    typer.Option(
-        help='Tokens of the busiest device of an expert-parallel group over the mean; default: '
-        'expert_load of the run, if CONFIG is the config.yaml of a run, else 1.'
-    ),
-]
-CompareOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar='GPU[=PRICE],...',
-        help='Compare GPUs, with prices of a GPU-hour: h100=2.5,h200=3.2.',
-    ),
-]
-GenerateOption = Annotated[
-    bool,
-    typer.Option('--generate', help='Plan text generation: memory and latency.'),
-]
-PromptTokens = Annotated[
-    int | None, typer.Option(min=1, help='Prompt length in tokens, with --generate; default: 1024.')
-]
-NumPrompts = Annotated[
-    int | None, typer.Option(min=1, help='Prompts at once, with --generate; default: 1.')
-]
-
 
 @plan_app.command('for', cls=with_old_names(OLD_NAMES))
 def for_config(
@@ -158,6 +89,7 @@ def for_config(
     schedule: SchedulePlot = None,
     table: TableName = None,
     compare: CompareOption = None,
+    what_if: WhatIfOption = False,
     generate: GenerateOption = False,
     prompt: PromptTokens = None,
     batch: NumPrompts = None,
@@ -172,8 +104,7 @@ def for_config(
     config = _config(source, overrides, json, write, own=program == 'megajax')
     if generate or prompt or batch:
         _check_generation(generate, write or verify or roofline or scaling or schedule)
-        size = {'prompt': prompt or 1024, 'tokens': int(tokens or 256), 'batch': batch or 1}
-        return _show_generation(config, console, json, gpu=gpu, gpus=gpus, link=link, **size)
+        return _show_generation(config, console, json, gpu, gpus, link, prompt, tokens, batch)
     if compare:
         return _show_comparison(config, compare, console, json, gpus, tokens, program)
     plots = _checked_plots(roofline=roofline, scaling=scaling, schedule=schedule)
@@ -191,10 +122,10 @@ def for_config(
         price=gpu_hour_price,
         storage=storage_bandwidth,
         imbalance=_imbalance(config, source) if imbalance is None else imbalance,
+        savings=what_if,
     )
-    _write(result, json=json, layout=write)
     _draw(plots, result, gpu, link)
-    _show(result, console)
+    _show(result, console, json=json, layout=write)
 
 
 @plan_app.command()
@@ -277,11 +208,22 @@ def _check_generation(generate: bool, of_training: object) -> None:
         )
 
 
-def _show_generation(config: Config, console: Console, json: Path | None, **asked: Any) -> None:
+def _show_generation(
+    config: Config,
+    console: Console,
+    json: Path | None,
+    gpu: str,
+    gpus: int | None,
+    link: 'LinkName | None',
+    prompt: int | None,
+    tokens: float | None,
+    batch: int | None,
+) -> None:
     from megajax.analysis.plan.generation import plan_generation
     from megajax.analysis.plan.generation_report import generation_table
 
-    result = plan_generation(config, **asked)
+    size = {'prompt': prompt or 1024, 'tokens': int(tokens or 256), 'batch': batch or 1}
+    result = plan_generation(config, gpu=gpu, gpus=gpus, link=link, **size)
     if json:
         with_folder(json).write_text(result.model_dump_json(indent=2))
     console.print(generation_table(result))
@@ -305,16 +247,13 @@ def _show_comparison(
     console.print(str(result), soft_wrap=True, markup=False)
 
 
-def _write(result: 'Plan', *, json: Path | None, layout: Path | None) -> None:
+def _show(result: 'Plan', console: Console, *, json: Path | None, layout: Path | None) -> NoReturn:
+    from megajax.analysis.plan.report import tables
+
     if json:
         with_folder(json).write_text(result.model_dump_json(indent=2))
     if layout:
         with_folder(layout).write_text(result.best_config)
-
-
-def _show(result: 'Plan', console: Console) -> NoReturn:
-    from megajax.analysis.plan.report import tables
-
     console.print(
         tables(result) if console.is_terminal else str(result),
         soft_wrap=not console.is_terminal,

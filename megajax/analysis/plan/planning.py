@@ -11,7 +11,7 @@ from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory import largest_microbatch
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.pipeline_verdicts import bubble, on_contexts, on_pipelines
-from megajax.analysis.plan.programs import BY_NAME, ProgramName
+from megajax.analysis.plan.programs import BY_NAME, ProgramName, Software
 from megajax.analysis.plan.result import (
     Candidate,
     CostLine,
@@ -24,6 +24,7 @@ from megajax.analysis.plan.search import Choice, Ranking, memory_on, search, usa
 from megajax.analysis.plan.time import StepTime, step_time
 from megajax.analysis.plan.transfers import PlannedTransfer
 from megajax.analysis.plan.verdicts import on_experts, on_grids, on_sharding, on_tensor_parallelism
+from megajax.analysis.plan.what_if import what_if
 from megajax.analysis.plan.window_verdict import on_windows
 from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.overlap_rules import resolved
@@ -47,6 +48,7 @@ def plan(
     storage: float | None = None,
     gpu_hours_to_failure: float = GPU_HOURS_TO_FAILURE,
     imbalance: float = 1.0,
+    savings: bool = False,
 ) -> Plan:
     """Predict the memory and time of `config` on some GPUs, and compare every layout.
 
@@ -55,7 +57,7 @@ def plan(
     `target_batch` replaces `train.batch_size`. `tokens` is the number to train on. `program` is the
     software whose step is timed. `price` is the price of a GPU-hour. `storage` is the bytes per
     second that all hosts write in total. `imbalance` is the ratio of the tokens of the busiest
-    device in an expert-parallel group to the mean.
+    device in an expert-parallel group to the mean. `savings` adds what `--what-if` prints.
 
     Raises ConfigError if no layout fits or divides the model; the error says what would work.
     """
@@ -74,7 +76,6 @@ def plan(
     lost = faults(
         planned, time, cluster, storage=storage, gpu_hours_to_failure=gpu_hours_to_failure
     )
-    found = band(planned, time, cluster, software)
     return _report(
         planned,
         software.evened(planned),
@@ -82,8 +83,7 @@ def plan(
         ranking,
         time,
         program=program,
-        band=found and found.error,
-        band_reasons=list(found.reasons) if found else [],
+        **_band(planned, time, cluster, software),
         is_from_search=not is_own,
         tokens=tokens,
         days=time.days(tokens) if tokens else None,
@@ -92,7 +92,16 @@ def plan(
         windows=on_windows(planned, time, cluster, software),
         experts=on_experts(ranking),
         imbalance=None if config.model.experts is None else imbalance,
+        what_if=what_if(planned, cluster, software, time) if savings else [],
     )
+
+
+def _band(config: Config, time: StepTime, cluster: Cluster, program: Software) -> dict[str, Any]:
+    found = band(config, time, cluster, program)
+    return {
+        'band': found and found.error,
+        'band_reasons': list(found.reasons) if found else [],
+    }
 
 
 def _checked(imbalance: float, config: Config) -> float:

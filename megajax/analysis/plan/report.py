@@ -49,6 +49,7 @@ def tables(plan: Plan) -> RenderableType:
         Text(),
         Folded(layouts_table(plan)),
         *_impossible(plan),
+        *_what_if(plan),
         Text(),
         Text(f'{"tensor parallelism":<24}{plan.verdict}', style='bold'),
         *(
@@ -66,10 +67,29 @@ def tables(plan: Plan) -> RenderableType:
     )
 
 
-def _why(plan: Plan) -> list[Text]:
-    """Return a line that says what the error band is based on."""
-    reasons = '; '.join(plan.band_reasons)
-    return [Text(f'times {_band(plan)}: {reasons}')] if reasons else []
+def _what_if(plan: Plan) -> list[RenderableType]:
+    """Return a table of changes that save memory; nothing without --what-if."""
+    if not plan.what_if:
+        return []
+    table = open_table(title='what if')
+    table.add_column('')
+    for name in ('memory', 'saves', 'ms', 'largest microbatch', 'fewest GPUs'):
+        table.add_column(name, justify='right')
+    table.add_column('')
+    first = plan.what_if[0]
+    for line in plan.what_if:
+        notes = [] if line.is_supported else ['not supported by megajax']
+        notes += [f'{si(line.host_bytes)} in host memory'] if line.host_bytes else []
+        table.add_row(
+            line.name,
+            si(line.bytes),
+            '' if line is first else si(first.bytes - line.bytes),
+            f'{1e3 * line.seconds:,.1f}',
+            f'{line.largest_microbatch:,}',
+            '-' if line.fewest_gpus is None else f'{line.fewest_gpus:,}',
+            '; '.join(notes),
+        )
+    return [Text(), Folded(table)]
 
 
 def _load(imbalance: float) -> str:

@@ -76,6 +76,20 @@ class FaultsLine(Result):
     best_goodput: float
 
 
+class WhatIf(Result):
+    """A layout with a change that saves memory."""
+
+    name: str
+    is_supported: bool = Field(description='whether megajax can train with the change')
+    bytes: int
+    seconds: float
+    largest_microbatch: int = Field(description='sequences per data shard that fit; 0 if none')
+    fewest_gpus: int | None = Field(
+        description='the smallest power of two of GPUs that a layout fits on, up to `gpus`'
+    )
+    host_bytes: int = Field(default=0, description='bytes of activations in the memory of a host')
+
+
 class Candidate(Result):
     """A layout of the model on the GPUs: its memory, its time, and why it is not the fastest."""
 
@@ -196,6 +210,9 @@ class Plan(Result):
     )
     windows: str | None = Field(
         default=None, description='how much sliding windows save; None without windows'
+    )
+    what_if: list[WhatIf] = Field(
+        default_factory=list, description='the layout with changes that save memory, with --what-if'
     )
     layouts: list[Candidate] = Field(
         description='all layouts: those timed, fastest first; then those that fit but were not '

@@ -62,6 +62,8 @@ class Hardware(Section):
     inside_host: Link
     across_hosts: Link
     pcie: Link | None = None  # link inside a host whose GPUs have no NVLink; null: unknown
+    # bytes/s that a GPU sends to the memory of its host; null: over PCIe
+    host_bandwidth: PositiveFloat | None = None
     efficiency: Efficiency
     # null if no training rate was published, so that predictions are unverified
     fit: Fit | None = None
@@ -78,6 +80,11 @@ class Hardware(Section):
     def compute_capability(self) -> Capability | None:
         """CUDA's compute capability; None if it is unknown."""
         return self.compiler.capability if self.compiler else self.capability
+
+    @property
+    def to_host(self) -> float:
+        """Bytes/s that a GPU sends to the memory of its host."""
+        return self.host_bandwidth or (self.pcie or self.across_hosts).bandwidth
 
     def product_rate(self, dtype: str, *, is_attention: bool = False) -> float:
         """Return the FLOP/s of the fastest matmuls or of flash attention.
