@@ -30,6 +30,7 @@ from megajax.core.counts.runs import Runs
 from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.program import Array
 
+FP8_GATHERED = 'f8e4m3fn', 'f8e5m2'  # inputs of matmuls, and gradients of their results
 _SOURCE = 'Pope et al. (2022), section 3.2.2'
 
 
@@ -58,7 +59,8 @@ def _sublayer(config: Config, sublayer: Sublayer, phase: Phase, runs: int) -> It
     """Yield the collectives of a sublayer of all layers in one pass.
 
     If no norm reads a layer's output, recomputation skips it. The last matmul's input is then
-    gathered only for the weight gradient, in the backward pass.
+    gathered only for the weight gradient, in the backward pass. With fp8, matmuls' operands are
+    gathered in FP8, and their results are reduced in 16 bits.
     """
     name, residual = sublayer.name, _residual(config, over=('row',))
     first, second = _between(config, sublayer)
@@ -73,8 +75,11 @@ def _sublayer(config: Config, sublayer: Sublayer, phase: Phase, runs: int) -> It
             step: (axis, GATHER if kind == SCATTER else SCATTER, array)
             for step, (axis, kind, array) in reversed(steps.items())
         }
+    is_narrow, narrow = config.train.dtype == 'fp8', FP8_GATHERED[phase == 'backward']
     for step, (axis, kind, array) in steps.items():
         place = phase
+        if is_narrow and kind == GATHER:
+            array = array._replace(dtype=narrow)
         if phase == 'recompute' and name == 'mlp' and not config.overlap.repeats_outputs:
             if step == 'output':
                 continue

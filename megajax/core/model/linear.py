@@ -80,9 +80,13 @@ class RowParallelLinear(nnx.Module):
         self.adapter = adapter.maybe(parameters, key=key)
 
     def reduced(self, x: jax.Array) -> jax.Array:
-        """Gather the sequences of x, if 2-D tensor parallelism shards them; multiply and reduce."""
-        # grid: all-gather over row forward, reduce-scatter backward
-        x = jax.reshard(x, self.layout(f'BS{self.inputs}'))
+        """Gather the sequences of x, if 2-D tensor parallelism shards them, multiply and reduce.
+
+        With fp8, the matmul gathers them in 8 bits.
+        """
+        if self.scales is None or self.adapter is not None:
+            # grid: all-gather over row forward, reduce-scatter backward
+            x = jax.reshard(x, self.layout(f'BS{self.inputs}'))
         # g: all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
         return self.product(x)
 
@@ -93,7 +97,7 @@ class RowParallelLinear(nnx.Module):
             return adapter.product(self.equation, x, *given)
         if self.scales is None:
             return product(self.equation, x, self.weight, self.layout, x.dtype)
-        dims = f'BS{self.inputs}'
+        dims = f'RS{self.inputs}'
         return fp8.product(self.equation, x, self.weight, self.scales, self.layout, dims)
 
     def with_bias(self, y_BTD: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 
 import pytest
+from support import exhaustive
 
 import megajax
 from megajax.analysis.inspect import inspect, inspect_with_text
@@ -80,6 +81,22 @@ def test_a_step_gathers_8_bit_numbers_and_sends_three_quarters() -> None:
         gathered = {x.array.split('[')[0] for x in placed if x.kind == 'all-gather'}
         assert gathered == ({'f8e4m3fn', 'f8e5m2'} if dtype == 'fp8' else {'bf16'})
     assert sent['fp8'] == pytest.approx(0.75 * sent['bfloat16'])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize('scaling', ['delayed', exhaustive('current')])
+def test_a_grid_gathers_8_bit_numbers_over_both_axes_and_scatters_each_sum(scaling: str) -> None:
+    keys = 'mesh.model_rows=2', f'train.fp8_scaling={scaling}', 'train.overlap=none'
+    inspection, _ = inspect_with_text(config_of('fp8', *keys), target='h100', hosts=None)
+    assert inspection.ok
+    rows = [row for row in inspection.rows if row.site in ('attention', 'mlp')]
+    assert {row.axis for row in rows} == {'row', 'model'}
+    for row in rows:
+        assert row.verdict == 'equal'
+        dtypes = {x.kind: x.array.split('[')[0] for x in row.placed}
+        narrow = 'f8e5m2' if row.phase == 'backward' else 'f8e4m3fn'
+        assert dtypes == {'all-gather': narrow, 'reduce-scatter': 'bf16'}
 
 
 @needs_compiler

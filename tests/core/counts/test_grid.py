@@ -47,6 +47,22 @@ def test_a_layer_sends_what_the_paper_says_forward_and_as_much_backward(preset, 
     assert layer_bytes(loaded, 'backward') == pytest.approx(2 * tokens * elements)
 
 
+@pytest.mark.parametrize(('phase', 'form'), [('forward', 'f8e4m3fn'), ('backward', 'f8e5m2')])
+def test_with_fp8_a_layer_gathers_a_byte_for_each_two_that_it_reduces(phase, form):
+    wide, narrow = config(2, 2), config(2, 2, 'llama3_8b', 'train.dtype=fp8')
+    dtypes = {
+        one.kind: one.array.dtype
+        for one in over_grid(narrow)
+        if one.site.name in ('attention', 'mlp') and one.site.phase == phase
+    }
+    assert dtypes == {'all-gather': form, 'reduce-scatter': 'bf16'}
+    forward, backward = (layer_bytes(wide, phase) for phase in ('forward', 'backward'))
+    assert forward == backward
+    both = layer_bytes(narrow, 'forward', 'backward')
+    # What one pass gathers, the other one reduces.
+    assert both == pytest.approx(0.75 * (forward + backward))
+
+
 @pytest.mark.parametrize(
     ('preset', 'rows', 'model', 'ratio'),
     [

@@ -1,6 +1,7 @@
 """A step in fp8 has scales from earlier steps, the same on every mesh and after a resume."""
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from checkpoints import equal, make_state, tiny
 from steps import Setting, batch_of, evaluate
 from support import (
+    abstract_state,
     assert_close,
     exhaustive,
     gather,
@@ -107,6 +109,35 @@ def test_every_mesh_sees_the_same_exponents(setting: Setting) -> None:
     np.testing.assert_array_equal(own, places)
     # Programs differ by roundings of bf16, and 8-bit numbers by their last bit where these tip it.
     assert_close(gradients, expected, 0.15)
+
+
+def gathered(jaxpr: Any) -> Iterator[Any]:
+    """The activations that a step gathers over `row`."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == 'reshard':
+            before, after = (x.aval for x in (*equation.invars, *equation.outvars))
+            has_row = ['row' in str(x.sharding.spec) for x in (before, after)]
+            if before.ndim > 3 and has_row == [True, False]:
+                yield before
+        for value in jax.tree.leaves([*equation.params.values()], is_leaf=is_jaxpr):
+            if is_jaxpr(value):
+                yield from gathered(getattr(value, 'jaxpr', value))
+
+
+def is_jaxpr(value: Any) -> bool:
+    return hasattr(getattr(value, 'jaxpr', value), 'eqns')
+
+
+def test_a_grid_gathers_sequences_in_8_bits() -> None:
+    setting = Setting('llama', 1, 2, **SP, dtype='fp8', model_rows=2)
+    with on_mesh(setting.config):
+        params, batch = abstract_state(setting.config).params, batch_of(setting)
+        scales = scales_of(nothing_seen(setting.config))
+        given = params, batch, jax.random.key(0), None, scales
+        program = jax.make_jaxpr(make_gradients(setting.config))(*given)
+    width = setting.config.model.hidden_size  # that of the embedding and of the head's input
+    found = [str(x.dtype) for x in gathered(program.jaxpr) if x.shape[-1] != width]
+    assert found == 2 * ['float8_e4m3fn'] + 2 * ['float8_e5m2']
 
 
 @pytest.mark.slow
