@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from runs import gone
-from support import more
+from support import megajax, more
 
 from megajax.core.config import ConfigError
 from megajax.runtime.processes.launch_plan import make_plan
@@ -214,10 +214,9 @@ def test_gpus_that_jax_cannot_use_are_refused(monkeypatch):
     ],
 )
 def test_a_mistake_exits_2_before_anything_starts(arguments, message):
-    process = start('-m', 'megajax', 'launch', *arguments)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (2, '')
-    assert err.startswith(message)
+    done = megajax('launch', *arguments)
+    assert (done.returncode, done.stdout) == (2, '')
+    assert done.stderr.startswith(message)
 
 
 def test_a_dry_run_prints_each_process_and_imports_no_jax():
