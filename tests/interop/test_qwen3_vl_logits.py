@@ -95,7 +95,7 @@ def logits(config: Config, tensors: dict[str, np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize(
     ('tied', 'data', 'model', 'sequence_parallel'),
     [
-        (False, 1, 1, False),
+        slow(False, 1, 1, False),
         (True, 2, 2, False),
         exhaustive(False, 1, 4, True),
         slow(True, 1, 1, False),

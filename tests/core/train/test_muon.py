@@ -57,10 +57,15 @@ def updated_by_optax(setting: Setting, steps: int = STEPS, **changes: Any) -> di
     with on_mesh(config):
         params = start = split(gather(random_params(config, std=0.05)), config)
     optimizer = optimizer_of_optax(config)
-    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, number: jax.Array) -> Any:
+        updates, state = optimizer.update(gradients_at(start, number), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(optimizer.init)(params)
     for number in range(steps):
-        updates, state = jax.jit(optimizer.update)(gradients_at(start, number), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(params, state, jnp.int32(number))
     return params
 
 

@@ -78,7 +78,7 @@ def test_joined_datasets_are_numbered_through() -> None:
     ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(1, 60), st.integers(0, 2**63), st.integers(0, 3))
 def test_every_epoch_has_every_sample_once(count: int, seed: int, epoch: int) -> None:
     order = stateless_order.shuffled([0, count], [1.0], seed)
