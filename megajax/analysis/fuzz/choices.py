@@ -65,8 +65,7 @@ SIZES: Mapping[str, Values] = {
     'train.seq_len': (16, 32, 64),
     'loss.label_smoothing': (0.1,),
     'loss.z_loss': (1e-3,),
-    # Sequences per microbatch and data shard, from which the batch size follows.
-    'train.batch_size': (1, 2, 4),
+    'train.batch_size': (8, 16, 24),
 }
 # Keys that do not change the compiled step, that another drawn key determines, that the comparison
 # itself sets (`emulated_step.SMOOTH`), or that only scale a number.

@@ -1,14 +1,26 @@
 """Draw random valid configs: a seed and a number determine one config on every machine.
 
 Every key is drawn independently. If the config's own rules report a problem, one of the problem's
-keys is drawn again, until no rule reports a problem.
+keys is drawn again, until no rule reports a problem. LAYOUTS configs in a row are of one model, and
+differ in their layout only, because computing the expected results takes as long as a third of the
+rest.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from megajax.analysis.fuzz.choices import LAYERS, PRESENT, choices, of_pattern, pick, required
+from megajax.analysis.fuzz.choices import (
+    LAYERS,
+    PRESENT,
+    Values,
+    choices,
+    of_pattern,
+    pick,
+    required,
+)
+from megajax.analysis.inspect.one_device import LAYOUT
 from megajax.base.errors import ConfigError, Problem
 from megajax.core.config import Config, reload
 from megajax.core.config.overrides import KEYS, read_overrides
@@ -24,11 +36,12 @@ SHARES = {
         'mesh.model_rows': 0.5,
     },  # which many other keys conflict with
 }
-OF_MESH, OF_GROUP = 0.4, 0.25
+OF_MESH, OF_GROUP = 0.5, 0.25
 MOST_DEVICES = 8
+LAYOUTS = 8
 REDRAWS, RESTARTS = 300, 5
-BATCH, DEFAULT = 'train.batch_size', object()
-DRAWN_ALWAYS = BATCH, 'train.seq_len'
+DEFAULT = object()
+DRAWN_ALWAYS = 'train.batch_size', 'train.seq_len'
 PLACE = 'drawn'
 Settings = dict[str, Any]
 
@@ -42,16 +55,35 @@ def draw(seed: int, number: int, fixed: Sequence[str] = ()) -> Config:
     pinned = {path: setting.value for path, setting in read_overrides(fixed, problems).items()}
     if problems:
         raise ConfigError(*problems)
-    random = Random(f'{seed} {number}')
+    model, place = divmod(number, LAYOUTS)
+    settings = _valid(Random(f'{seed} {model}'), choices(), {}, pinned)
+    if place:
+        others = {path: values for path, values in choices().items() if _is_of_layout(path)}
+        with contextlib.suppress(ConfigError):  # some models have one layout
+            settings = _valid(Random(f'{seed} {model} {place}'), others, settings, pinned)
+    return _checked(settings, pinned)
+
+
+def _is_of_layout(path: str) -> bool:
+    section, key = path.split('.')[:2] if '.' in path else (path, '')
+    return key in LAYOUT.get(section, {})
+
+
+def _valid(
+    random: Random, free: Mapping[str, Values], settings: Settings, pinned: Mapping[str, Any]
+) -> Settings:
+    """Return `settings` with a drawn value for each free key, so that the config is valid."""
     found: Sequence[Problem] = ()
     for _ in range(RESTARTS):
-        settings = dict(_drawn(random))
+        drawn = settings | {path: _value(path, values, random) for path, values in free.items()}
         for _ in range(REDRAWS):
             try:
-                return _checked(settings, pinned)
+                _checked(drawn, pinned)
+                return drawn
             except ConfigError as error:
                 found = [each for each in error.problems if isinstance(each, Problem)]
-                _draw_again(settings, pick(found, random), pinned, random)
+                path = _to_change(pick(found, random), free, pinned, random)
+                drawn[path] = _value(path, free[path], random)
     raise ConfigError(
         f'no config of at most {MOST_DEVICES} devices has these settings; the last one drawn:',
         *found,
@@ -79,11 +111,6 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _drawn(random: Random) -> Iterator[tuple[str, Any]]:
-    for path, values in choices().items():
-        yield path, _value(path, values, random)
-
-
 def _value(path: str, values: Sequence[Any], random: Random) -> Any:
     share = OF_GROUP if PRESENT in values else OF_MESH if path.startswith('mesh.') else SHARE
     share = SHARES.get(path, share)
@@ -94,19 +121,14 @@ def _value(path: str, values: Sequence[Any], random: Random) -> Any:
     return value if departs or required(path) or path in DRAWN_ALWAYS else DEFAULT
 
 
-def _draw_again(
-    settings: Settings, problem: Problem, pinned: Mapping[str, Any], random: Random
-) -> None:
-    """Draw a key of a problem again, or a key on which the default of such a key depends."""
+def _to_change(
+    problem: Problem, free: Mapping[str, Values], pinned: Mapping[str, Any], random: Random
+) -> str:
+    """Return a free key of a problem, or one on which the default of such a key depends."""
     named = tuple(f'{name}.' for name in (problem.path, *problem.others))
     fixed = tuple(f'{path}.' for path in pinned)
-    keys = [
-        path
-        for path in settings
-        if f'{path}.'.startswith(named) and not f'{path}.'.startswith(fixed)
-    ]
-    path = pick(keys, random) if keys else BATCH
-    settings[path] = _value(path, choices()[path], random)
+    paths = [path for path in free if not f'{path}.'.startswith(fixed)]
+    return pick([path for path in paths if f'{path}.'.startswith(named)] or paths, random)
 
 
 def _checked(settings: Settings, pinned: Mapping[str, Any]) -> Config:
@@ -130,7 +152,7 @@ def _sections(settings: Settings, pinned: Mapping[str, Any]) -> dict[str, dict[s
         if path in KEYS:
             section, key = path.split('.')
             sections.setdefault(section, {})[key] = value
-    _complete(sections, pinned)
+    _complete(sections)
     return sections
 
 
@@ -146,15 +168,9 @@ def _group(sections: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
     return sections
 
 
-def _complete(sections: dict[str, dict[str, Any]], pinned: Mapping[str, Any]) -> None:
-    """Add keys that follow from others: the batch size, the positions, longrope's divisors.
-
-    The size of one microbatch per data shard is drawn, and multiplied here by their numbers.
-    """
-    model, mesh, train = (sections.setdefault(name, {}) for name in ('model', 'mesh', 'train'))
-    if BATCH not in pinned:
-        shares = mesh.get('data', 1) * train.get('microbatches', 1) * mesh.get('model_rows', 1)
-        train['batch_size'] *= shares
+def _complete(sections: dict[str, dict[str, Any]]) -> None:
+    """Add keys that follow from others: the number of positions, and longrope's divisors."""
+    model, train = (sections.setdefault(name, {}) for name in ('model', 'train'))
     model.setdefault('max_seq_len', train['seq_len'])
     scaling = model.get('rope_scaling') or {}
     if scaling.get('type') == 'longrope' and 'short_factor' not in scaling:

@@ -1,6 +1,7 @@
 """Execute random steps in several processes, and append a line for each to a file."""
 
 import collections
+import itertools
 import json
 import tempfile
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 import jax
 
 from megajax.analysis.fuzz.case import Case, Key
-from megajax.analysis.fuzz.draw import draw
+from megajax.analysis.fuzz.draw import LAYOUTS, draw
 from megajax.analysis.fuzz.execute import BEGUN, DONE
 from megajax.analysis.inspect.child import call_in_child
 from megajax.base.files.outputs import with_folder
@@ -61,7 +62,9 @@ def fuzz(
     }
     found = {case.key: case for case in read(file) if case.key in wanted}
     _end_line(with_folder(file))
-    left = collections.deque(number for key, number in wanted.items() if key not in found)
+    numbers = (number for key, number in wanted.items() if key not in found)
+    models = itertools.groupby(numbers, lambda number: number // LAYOUTS)
+    left = collections.deque([*layouts] for _, layouts in models)
     lock = threading.Lock()
 
     def keep(case: Case) -> None:
@@ -73,7 +76,8 @@ def fuzz(
     task: dict[str, object] = {'seed': seed, 'target': target, 'fixed': [*fixed]}
     task['reports'] = None if reports is None else str(reports)
     with ThreadPoolExecutor(jobs) as pool:
-        for done in [pool.submit(_worker, left, task, lock, keep) for _ in range(jobs)]:
+        at_once = max(1, min(MOST_STEPS // LAYOUTS, len(left) // jobs))
+        for done in [pool.submit(_worker, left, at_once, task, lock, keep) for _ in range(jobs)]:
             done.result()
     return [found[key] for key in wanted]
 
@@ -85,14 +89,16 @@ def _end_line(file: Path) -> None:
 
 
 def _worker(
-    left: collections.deque[int],
+    left: collections.deque[list[int]],
+    at_once: int,
     task: dict[str, object],
     lock: threading.Lock,
     keep: Callable[[Case], None],
 ) -> None:
     while True:
         with lock:
-            numbers = [left.popleft() for _ in range(min(MOST_STEPS, len(left)))]
+            models = [left.popleft() for _ in range(min(at_once, len(left)))]
+        numbers = [*itertools.chain(*models)]
         if not numbers:
             return
         while numbers:

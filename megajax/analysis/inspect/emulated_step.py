@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from megajax.analysis.inspect.one_device import on_one_device, updated
 from megajax.analysis.inspect.random_batch import make_batch
 from megajax.analysis.inspect.tolerances import has_16_bits, limits
-from megajax.core.config import Config, MeshConfig
+from megajax.core.config import Config
 from megajax.core.counts.declaration import Parameter
 from megajax.core.hardware.targets import gpu_devices
 from megajax.core.model.parameters import map_parameters
@@ -48,8 +49,6 @@ from megajax.xla.emulate.execute import (
 
 NOISE = 0.05
 LOSS_SCALE = 64.0  # for fp16
-# Of `train`, without the keys that have an effect in other dtypes only.
-IN_FP32 = {'dtype': 'float32', 'fp8_scaling': 'delayed', 'loss_scale': 'auto'}
 SMOOTH = {
     'grad_clip': 1e9,
     'lr': 1.0,
@@ -148,12 +147,12 @@ class EmulatedStep:
         in fp32.
         """
         rounded_to = None if self.config.train.dtype == 'float32' else jnp.bfloat16
-        return reference(_on_one_device(self.config, exact=exact), rounded_to)
+        return reference(on_one_device(self.config, exact=exact), rounded_to)
 
     def _executed(self, *, exact: bool, text: str | None) -> Values:
         """Return the pieces of each result that is compared, by name."""
         program = self.program if text is None else dataclasses.replace(self.program, text=text)
-        before = first_state(_on_one_device(self.config, exact=False))
+        before = first_state(on_one_device(self.config, exact=False))
         state = jax.tree_util.tree_map_with_path(
             lambda path, x: self._in_places(parameter_name(path), x), before
         )
@@ -191,24 +190,6 @@ def _padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.pad(x, [(0, size - own) for own, size in zip(x.shape, shape, strict=True)])
 
 
-def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """Return the config with new values for these keys, validated."""
-    written = config.model_dump(exclude_unset=True)
-    for name, values in sections.items():
-        written[name] = written.get(name, {}) | dict(values)
-    return Config.model_validate(written)
-
-
-def _on_one_device(config: Config, *, exact: bool) -> Config:
-    """Return the config of the reference, which all variants of a model share."""
-    train = {'microbatches': 1, 'recompute': 'none', 'schedule': '1f1b'}
-    train |= {'overlap': 'none', 'unroll': False}
-    if exact:
-        train |= IN_FP32
-    optim = {'shard': 'none', 'reduce_dtype': 'float32'}
-    return updated(config, mesh=MeshConfig().model_dump(), train=train, optim=optim)
-
-
 @functools.lru_cache(maxsize=32)
 def first_state(config: Config) -> TrainState:
     """Return a one-device state before a step as numpy arrays, with noise on every parameter.
@@ -235,7 +216,7 @@ def first_state(config: Config) -> TrainState:
         state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))
     if lora is not None and config.train.dtype != 'float32':
         # Initialized in fp16 and rounded to bf16, frozen weights would be rounded twice.
-        precise = first_state(_on_one_device(config, exact=True)).params
+        precise = first_state(on_one_device(config, exact=True)).params
         params = jax.tree.map(lambda x, own: np.asarray(x, own.dtype), precise, state.params)
     else:
         params = map_parameters(noisy, state.params)

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megajax.analysis.inspect.emulated_step import IN_FP32, updated
+from megajax.analysis.inspect.one_device import IN_FP32, updated
 from megajax.core.config import Config
 from megajax.core.config.schema import SECTIONS
 
