@@ -51,6 +51,19 @@ SIZES: Mapping[str, Values] = {
     'model.experts.z_loss': (1e-3,),
     'model.experts.capacity': (0.75, 1.25),
     'model.experts.capacity_group': (4, 8),
+    'vision.num_layers': (1, 2),
+    'vision.hidden_size': (32, 64),
+    'vision.num_heads': (2, 4),
+    'vision.ffn_size': (64, 128),
+    'vision.patch_size': (4,),
+    'vision.frames': (2,),
+    'vision.merge_size': (1,),
+    'vision.positions': (4,),
+    'vision.deepstack': ((0,),),
+    'vision.cross_every': (1, 2),
+    'vision.cross_gate': (1.0,),
+    'vision.images': (2,),
+    'vision.max_patches': (16, 32),
     'lora.rank': (4, 8),
     'lora.alpha': (16.0,),
     'mesh.stages': (2, 2, 4),
@@ -80,15 +93,16 @@ NOT_DRAWN = frozenset(
         *(f'optim.{key}' for key in (
             'lr', 'min_lr', 'warmup_steps', 'warmup_init', 'decay_steps', 'schedule', 'wsd_steps',
             'wsd_decay', 'weight_decay', 'beta1', 'beta2', 'eps', 'momentum', 'grad_clip',
-            'moments_dtype', 'ns_steps', 'ns_coefficients', 'nesterov', 'kind')),
+            'moments_dtype', 'ns_steps')),
         *(f'model.rope_scaling.{key}' for key in (
             'low_freq_factor', 'high_freq_factor', 'beta_fast', 'beta_slow', 'short_factor',
             'long_factor', 'attention_factor')),
         'model.max_seq_len', 'model.mrope_section', 'model.norm_eps', 'model.init_std',
-        'model.experts.bias_rate', 'mesh.allow_model_across_hosts',
+        'model.experts.bias_rate', 'mesh.allow_model_across_hosts', 'vision.min_patches',
+        'vision.image_token',
     }
 )  # fmt: skip
-SECTIONS_DRAWN = tuple(name for name in SECTIONS if name not in ('vision', 'relevance'))
+SECTIONS_DRAWN = tuple(name for name in SECTIONS if name != 'relevance')
 MOST_ENTRIES = 3  # most entries of a pattern of layers
 
 

@@ -30,6 +30,7 @@ from megajax.core.config.schema import SECTIONS
 SHARE = 0.35
 SHARES = {
     **{'train.dtype': 0.75, 'optim.shard': 0.6, 'model.position': 0.6, LAYERS: 0.4},
+    **{'optim.kind': 0.15, 'vision': 0.3, 'vision.patch_size': 1.0, 'vision.max_patches': 1.0},
     **{
         'mesh.stages': 0.65,
         'mesh.context': 0.45,

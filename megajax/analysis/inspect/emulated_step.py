@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from megajax.analysis.inspect.one_device import on_one_device, updated
 from megajax.analysis.inspect.random_batch import make_batch
-from megajax.analysis.inspect.tolerances import has_16_bits, limits
+from megajax.analysis.inspect.tolerances import LOSSES, has_16_bits, limits
 from megajax.core.config import Config
 from megajax.core.counts.declaration import Parameter
 from megajax.core.hardware.targets import gpu_devices
@@ -36,6 +36,7 @@ from megajax.xla.emulate.compare import (
     MARGIN,
     Difference,
     difference,
+    difference_in_fp32,
     difference_of_rounded,
     largest,
 )
@@ -49,6 +50,7 @@ from megajax.xla.emulate.execute import (
 
 NOISE = 0.05
 LOSS_SCALE = 64.0  # for fp16
+NUDGE = 2.0**-22  # relative change of fp32 parameters, which shows how much rounding matters
 SMOOTH = {
     'grad_clip': 1e9,
     'lr': 1.0,
@@ -108,22 +110,26 @@ class EmulatedStep:
         With `exact`, both programs compute in fp32 wherever they use 16-bit types. `text` is a
         different module of the same program to run, such as a dump after an earlier compiler pass.
         """
-        expected = self._expected(exact=exact)
+        expected, nudged = self._expected(exact=exact)
         actual = self._executed(exact=exact, text=text)
         shapes = _compared(*self._results)
         scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
+        floor, of_loss = limits(self.config, exact=exact)
         # The exact gradient of a bias of keys is zero: the computed one is only rounding error.
-        floor = limits(self.config, exact=exact)[0]
         gradient_options = {'scale': scale, 'rounding': ROUNDING * floor}
         of_rounded = {'floor': floor, 'margin': MARGIN * (CHOICES if _chooses(self.config) else 1)}
-        precise = self._expected(exact=True) if has_16_bits(self.config) and not exact else None
+        is_rounded = has_16_bits(self.config) and not exact
+        precise = self._expected(exact=True)[0] if is_rounded else None
 
         def compare(name: str, x: Any) -> Difference:
             def own(values: Mapping[str, Any]) -> Any:
                 return _padded(self._in_places(name, values[name]), shapes[name].shape)
 
-            options = gradient_options if name.startswith(GRADIENT) else {}
-            if name in METRICS or precise is None:
+            options = {**gradient_options} if name.startswith(GRADIENT) else {}
+            if precise is None:
+                options |= {'floor': of_loss if name in LOSSES else floor}
+                return difference_in_fp32(name, x, own(expected), own(nudged), **options)
+            if name in METRICS:
                 return difference(name, x, own(expected), **options)
             rounded, in_fp32 = own(expected), own(precise)
             return difference_of_rounded(name, x, rounded, in_fp32, **of_rounded, **options)
@@ -132,7 +138,7 @@ class EmulatedStep:
 
     def pair(self, name: str, *, exact: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return a result of the program, from one device per piece, and the expected result."""
-        expected = self._expected(exact=exact)[name]
+        expected = self._expected(exact=exact)[0][name]
         shape = _compared(*self._results)[name].shape
         wanted = _padded(self._in_places(name, expected), shape)
         actual = np.zeros(shape, np.asarray(wanted).dtype)
@@ -140,8 +146,8 @@ class EmulatedStep:
             actual[place] = piece
         return actual, wanted
 
-    def _expected(self, *, exact: bool) -> Values:
-        """Return the results on one device; with `exact`, computed in fp32.
+    def _expected(self, *, exact: bool) -> tuple[Values, Values]:
+        """Return the results on one device, see `reference`; with `exact`, computed in fp32.
 
         A program in 16 bits has Muon's coefficients as constants in bf16, also where it is executed
         in fp32.
@@ -173,6 +179,8 @@ class EmulatedStep:
 
     def _in_shard_order(self, x: np.ndarray) -> np.ndarray:
         """Return an array [B, S] with the tokens in the order of their context shards."""
+        if x.shape[1] == 1:  # a value per sequence
+            return x
         order = feed.shard_order(x.shape[1], self.config.mesh.context)
         return x if order is None else x[:, order]
 
@@ -236,16 +244,31 @@ def _placed(state: TrainState, config: Config) -> TrainState:
 
 
 @functools.lru_cache(maxsize=32)
-def reference(config: Config, rounded_to: DTypeLike | None) -> Values:
-    """Return the results of a step on one device that are to be compared, by name.
+def reference(config: Config, rounded_to: DTypeLike | None) -> tuple[Values, Values]:
+    """Return the results of a step on one device that are to be compared, by name, and once more.
 
-    Muon's coefficients are rounded to `rounded_to`.
+    The second time, the parameters differ in their last bits. The difference is what rounding to
+    fp32 does to each result. Muon's coefficients are rounded to `rounded_to`.
     """
     optimizer = make_optimizer(config, rounded_to=rounded_to)
+    first = first_state(config)
     with jax.set_mesh(make_mesh()):
-        state, batch = _placed(first_state(config), config), place_batch(make_batch(config))
-        step = make_train_step(config, optimizer).lower(state, batch).compile(quick())
-        return jax.tree.map(np.asarray, _compared(*step(state, batch)))
+        batch = place_batch(make_batch(config))
+        step = make_train_step(config, optimizer)
+        step = step.lower(_placed(first, config), batch).compile(quick())
+        results, others = (
+            jax.tree.map(np.asarray, _compared(*step(_placed(state, config), batch)))
+            for state in (first, first._replace(params=jax.tree.map(_nudged, first.params)))
+        )
+    return results, others
+
+
+def _nudged(x: np.ndarray) -> np.ndarray:
+    """Return fp32 parameters with other last bits; in other dtypes, a bit is too much."""
+    if x.dtype != np.float32:
+        return x
+    random = np.random.default_rng(x.size)
+    return x * random.uniform(1 - NUDGE, 1 + NUDGE, x.shape).astype(np.float32)
 
 
 def _compared(state: TrainState, metrics: Values) -> Values:

@@ -15,6 +15,8 @@ LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
 # device, in the largest element and in the norm. The norm of fewer than FEW elements is not
 # reliable.
 MARGIN, NORM_FLOOR, FEW = 2.0, 1e-2, 16
+# The fp32 programs of 16 correct steps have at most 2.9 times the error that nudged inputs cause.
+MARGIN_IN_FP32 = 6.0
 WHOLE: Index = ()
 
 
@@ -56,6 +58,27 @@ def difference(
     return Difference(name, np.inf if np.isnan(error) else error)
 
 
+def difference_in_fp32(
+    name: str,
+    pieces: Sequence[tuple[Index, np.ndarray]],
+    expected: Any,
+    nudged: Any,
+    *,
+    floor: float,
+    scale: float = 0.0,
+    rounding: float = 0.0,
+) -> Difference:
+    """Compare every device's piece with the expected array if both are computed in fp32.
+
+    `nudged` is the array if inputs differ in their last bits. The error may be `floor` or, if a
+    result depends that much on rounding, MARGIN_IN_FP32 times the distance of `nudged`.
+    """
+    size = {'scale': scale, 'rounding': rounding}
+    explained = difference(name, [(WHOLE, np.asarray(nudged))], expected, **size).error
+    found = difference(name, pieces, expected, **size)
+    return found._replace(limit=_limit(floor, MARGIN_IN_FP32 * explained))
+
+
 def difference_of_rounded(
     name: str,
     pieces: Sequence[tuple[Index, np.ndarray]],
@@ -78,12 +101,17 @@ def difference_of_rounded(
     size = {'scale': scale, 'rounding': rounding}
     elements = difference(name, pieces, expected, **size)
     explained = difference(name, [(WHOLE, np.asarray(expected))], precise, **size).error
-    elements = elements._replace(limit=max(floor, margin * explained))
+    elements = elements._replace(limit=_limit(floor, margin * explained))
     if largest(precise) <= rounding * scale or np.size(precise) < FEW:
         return elements
     explained = _norm([(WHOLE, np.asarray(expected))], precise)
-    norm = Difference(name, _norm(pieces, precise), max(NORM_FLOOR, margin * explained))
+    norm = Difference(name, _norm(pieces, precise), _limit(NORM_FLOOR, margin * explained))
     return max(elements, norm, key=lambda result: result.error / (result.limit or 1))
+
+
+def _limit(floor: float, explained: float) -> float:
+    """Return the larger one; results that are not numbers explain no error."""
+    return max(floor, explained) if np.isfinite(explained) else floor
 
 
 def _norm(pieces: Sequence[tuple[Index, np.ndarray]], expected: Any) -> float:

@@ -9,31 +9,43 @@ from typing import get_type_hints
 import pytest
 
 from megajax.analysis.fuzz.choices import NOT_DRAWN, choices, without_values
-from megajax.analysis.fuzz.draw import MOST_DEVICES, described, draw
+from megajax.analysis.fuzz.draw import LAYOUTS, MOST_DEVICES, described, draw
+from megajax.analysis.inspect.one_device import on_one_device
 from megajax.core.config import Config, ConfigError, MeshConfig
 from megajax.core.config.conflicts import FEATURES
 from megajax.core.config.keys import keys_in
 from megajax.core.config.rules import incompatibilities
 
 COUNT = 160
-# Features of configs that are not drawn: of vision models, and of runs rather than of steps.
-OTHERS = 'vision', 'vision.fusion', 'vision.deepstack', 'train.sample_prompts', 'data.order'
+# Features that are not drawn: of relevance, and of runs rather than of steps.
+OTHERS = 'relevance', 'train.sample_prompts', 'data.order'
 
 
 @pytest.fixture(scope='module', name='drawn')
 def fixture_drawn() -> list[Config]:
-    return [draw(0, number) for number in range(COUNT)]
+    return [draw(0, LAYOUTS * model) for model in range(COUNT)]
 
 
 def test_a_seed_and_a_number_give_one_config_and_other_seeds_give_others(drawn):
-    assert [draw(0, number) for number in range(20)] == drawn[:20]
-    assert len({*drawn, *(draw(1, number) for number in range(20))}) == COUNT + 20
+    assert [draw(0, LAYOUTS * model) for model in range(9)] == drawn[:9]
+    assert len({*drawn, *(draw(1, LAYOUTS * model) for model in range(9))}) == COUNT + 9
 
 
 def test_a_config_is_the_same_in_each_process(drawn):
-    code = 'from megajax.analysis.fuzz.draw import described, draw; print(described(draw(0, 7)))'
+    code = 'from megajax.analysis.fuzz.draw import described, draw; print(described(draw(0, 24)))'
     run = [sys.executable, '-c', code]
-    assert subprocess.check_output(run, text=True).strip() == described(drawn[7])
+    assert subprocess.check_output(run, text=True).strip() == described(drawn[3])
+
+
+def test_configs_in_a_row_are_layouts_of_one_model_with_the_same_expected_results():
+    numbers = range(2 * LAYOUTS)
+    models = [
+        [draw(0, number) for number in numbers if number // LAYOUTS == place] for place in (0, 1)
+    ]
+    for layouts in models:
+        assert len({on_one_device(config, exact=False) for config in layouts}) == 1
+        assert len({*layouts}) > LAYOUTS / 2
+    assert on_one_device(models[0][0], exact=False) != on_one_device(models[1][0], exact=False)
 
 
 def test_every_config_is_valid_and_of_several_but_few_devices(drawn):
@@ -51,7 +63,8 @@ def test_each_value_of_an_enumeration_is_drawn(drawn):
     found = Counter(
         (f'{section}.{key}', value)
         for config in drawn
-        for section in ('model', 'mesh', 'train', 'optim', 'data')
+        for section in ('model', 'mesh', 'train', 'optim', 'data', 'vision')
+        if getattr(config, section)
         for key, value in getattr(config, section).model_dump(exclude={'layers', 'experts'}).items()
         if isinstance(value, (bool, str))
     )

@@ -14,7 +14,7 @@ from megajax.analysis.inspect.emulated_step import EmulatedStep
 from megajax.analysis.inspect.minimize import smallest
 from megajax.analysis.inspect.result import Compared
 from megajax.analysis.inspect.shrink import shrink
-from megajax.analysis.inspect.tolerances import judged
+from megajax.analysis.inspect.tolerances import judged, limits
 from megajax.core.config import Config
 from megajax.core.counts import chunks
 from megajax.core.hardware.targets import has_compiler
@@ -501,7 +501,7 @@ def test_reducing_ends_at_the_lowest_rung_that_is_wrong(rung):
     ],
 )
 def test_limits_follow_from_the_dtype(dtype, exact, gradient, loss):
-    config = step('gpt', 1, 1, train={'dtype': dtype})
+    config = step('gpt', 1, 1, train={'dtype': dtype, 'batch_size': 64, 'seq_len': 32})
     judge = functools.partial(judged, config=config, exact=exact)
     for name, limit in (('gradient of x', gradient), ('loss', loss)):
         assert [one.ok for one in judge([Difference(name, limit)])] == [True]
@@ -510,3 +510,13 @@ def test_limits_follow_from_the_dtype(dtype, exact, gradient, loss):
     assert not judge([Difference('loss', float('inf'))])[0].ok
     near, far = Difference('a', 0.9, 1.0), Difference('b', 0.2, 0.3)
     assert [one.name for one in judge([far, near])] == ['a', 'b']
+
+
+def test_the_loss_of_fewer_tokens_may_differ_more_in_16_and_8_bits():
+    def of_loss(dtype: str, rows: int, exact: bool = False) -> float:
+        train = {'dtype': dtype, 'batch_size': rows, 'seq_len': 4}
+        return limits(step('gpt', 1, 1, train=train), exact=exact)[1]
+
+    assert of_loss('bfloat16', 16) == 2 * of_loss('bfloat16', 64) == pytest.approx(0.03 / 8)
+    assert of_loss('fp8', 16) > of_loss('bfloat16', 16)
+    assert of_loss('float32', 16) == of_loss('bfloat16', 16, exact=True) == 1e-5

@@ -49,7 +49,7 @@ def router_gradients_not_summed(patch: Any) -> None:
     usual = zero_sharding.sum_of_vector
 
     def all_but_the_router(gradient: jax.Array, dims: str, *rest: Any) -> jax.Array:
-        total = own_of if dims.endswith('Dx') else usual
+        total = own_of if dims.endswith(('Dx', 'DAx')) else usual
         return total(gradient, dims, *rest)
 
     patch(zero_sharding, 'sum_of_vector', all_but_the_router)

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from megajax.xla.emulate.compare import LIMIT_16_BITS, difference, difference_of_rounded, largest
+from megajax.xla.emulate.compare import (
+    LIMIT_16_BITS,
+    MARGIN_IN_FP32,
+    difference,
+    difference_in_fp32,
+    difference_of_rounded,
+    largest,
+)
 
 FIRST, SECOND = (slice(0, 2),), (slice(2, 4),)
 
@@ -43,6 +50,25 @@ def test_an_array_without_elements_is_right():
 def test_the_largest_element_has_no_sign_and_one_that_is_not_a_number_is_infinite():
     assert largest([1.0, -3.0, 2j]) == 3
     assert largest([1.0, np.nan]) == np.inf
+
+
+def test_in_fp32_a_result_may_differ_as_much_as_last_bits_of_the_inputs_change_it():
+    """A difference of almost equal numbers, or a direction that a matrix barely has."""
+    wanted, steady, shaky = np.ones(4), np.ones(4) + 1e-9, np.array([1.0, 1.0, 1.001, 1.0])
+    made = [((slice(None),), np.ones(4) + 4e-3)]
+    assert difference_in_fp32('x', made, wanted, steady, floor=1e-5).limit == 1e-5
+    limit = difference_in_fp32('x', made, wanted, shaky, floor=1e-5).limit
+    assert limit == pytest.approx(MARGIN_IN_FP32 * 1e-3)
+
+
+def test_results_that_are_not_numbers_explain_no_error():
+    wanted, made = np.ones(32), [((slice(None),), np.full(32, np.nan))]
+    for broken in (np.full(32, np.inf), np.full(32, np.nan)):
+        found = difference_in_fp32('x', made, wanted, broken, floor=1e-5)
+        assert (found.error, found.limit) == (np.inf, 1e-5)
+        in_16_bits = difference_of_rounded('x', made, broken, wanted, floor=1e-2)
+        assert in_16_bits.limit is not None
+        assert in_16_bits.limit <= 1e-2
 
 
 SHAPES = (64,), (2, 128), (64, 64)
