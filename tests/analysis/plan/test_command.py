@@ -204,8 +204,8 @@ def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
     ('arguments', 'message'),
     [
         (
-            'gpt3_175b --gpus 8 --global-batch-size 8',
-            'no layout fits on 8 x NVIDIA H100 SXM 80 GB: the smallest needs ',
+            'llama3_8b mesh.data=1 train.batch_size=8 train.microbatches=1 --gpus 1',
+            'no layout fits on 1 x NVIDIA H100 SXM 80 GB: the smallest needs ',
         ),
         ('gpt2_124m --gpus 5', '512 is not a multiple of mesh.data=5; use 510 or 515'),
         (
