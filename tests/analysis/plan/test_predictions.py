@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import load_script
+from support import exhaustive, load_script, slow
 
 from megajax.analysis.plan.published.comparison import COLUMNS, errors, markdown, summary_rows
 from megajax.analysis.plan.published.fit import fit
@@ -99,8 +99,7 @@ def test_the_results_are_those_of_today():
         assert '| ' + ' | '.join(cells) + ' |' in text
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('table', ['narayanan', 'core'])
+@pytest.mark.parametrize('table', [slow('narayanan'), exhaustive('core')])
 def test_the_published_mesh_is_the_fastest_or_within_three_percent_of_it(table: str) -> None:
     ranks = load_script('plan_ranks')
     for row in rows(table):

@@ -55,7 +55,7 @@ SETTINGS = [
         )
     ),
     slow(Setting('first_dense', 2, 2, 'weights', experts=2, sequence_parallel=True, num_layers=3)),
-    slow(Setting('first_dense', 4, 1, experts=2, recompute='full', num_layers=3)),
+    exhaustive(Setting('first_dense', 4, 1, experts=2, recompute='full', num_layers=3)),
     slow(Setting('half_dense', 2, 2, experts=2, stages=2, microbatches=2, num_layers=4)),
     exhaustive(Setting('half_dense', 4, 2, 'optimizer', experts=4, recompute='full', num_layers=5)),
     exhaustive(
