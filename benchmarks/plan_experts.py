@@ -15,7 +15,7 @@ from held_out import held_out
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.overlap import HiddenBy, hidden_by_ticks
-from megajax.analysis.plan.programs import FSDP, MEGATRON
+from megajax.analysis.plan.programs import FSDP, MEGATRON, Software
 from megajax.analysis.plan.time import StepTime, step_time
 from megajax.core.config import Config, load
 from megajax.core.counts.collective import EXCHANGE, PERMUTE, Expected
@@ -36,12 +36,28 @@ def hidden_by_other_pass(collective: Expected, config: Config) -> HiddenBy:
     return hidden_by_ticks(dataclasses.replace(collective, kind=PERMUTE), config)
 
 
+class Bridge(Software):
+    """Megatron with one GPU for each expert: each tensor-parallel rank sends its own tokens."""
+
+    def sent_in_passes(self, config: Config) -> list[Expected]:
+        """Return all collectives of the passes; megajax would gather the tokens over `model`."""
+        found = []
+        for sent in super().sent_in_passes(config):
+            if sent.site.name != 'experts':
+                found.append(sent)
+            elif sent.site.axis != 'model':
+                rows, size = sent.array.shape
+                own = sent.array._replace(shape=(rows // config.mesh.model, size))
+                found.append(dataclasses.replace(sent, array=own))
+        return found
+
+
 # Bridge's recipes for H100s overlap the all-to-alls of the larger model alone
 # (scripts/performance/configs/qwen, moe_a2a_overlap).
 PROGRAMS = {
     ('automodel', 'qwen3_30b_a3b'): FSDP,
     ('bridge', 'qwen3_30b_a3b'): MEGATRON,
-    ('bridge', 'qwen3_235b_a22b'): dataclasses.replace(MEGATRON, hidden_by=hidden_by_other_pass),
+    ('bridge', 'qwen3_235b_a22b'): Bridge(**vars(MEGATRON) | {'hidden_by': hidden_by_other_pass}),
 }
 
 
@@ -137,5 +153,21 @@ def table(found: list[Row]) -> str:
     return '\n'.join(lines)
 
 
+def degrees() -> str:
+    """Return the predicted times of a step by expert-parallel degree, on GPUs with small and large
+    NVLink domains, as Markdown.
+    """
+    lines = ['| 64 GPUs | mesh.experts | step ms | all-to-alls ms |', '|---|---|---|---|']
+    settings = 'mesh.data=64 mesh.model=1 train.batch_size=64 train.microbatches=1'
+    settings += ' train.recompute=full optim.shard=weights'
+    for gpu in ('h100', 'gb200'):
+        for count in (8, 16, 64):
+            config = load('qwen3_30b_a3b', [*settings.split(), f'mesh.experts={count}'])
+            time = step_time(config, Cluster.of(hardware(gpu), 64))
+            sent = sum(one.seconds for one in time.transfers if one.kind == EXCHANGE)
+            lines.append(f'| {gpu} | {count} | {1e3 * time.total:,.0f} | {1e3 * sent:,.1f} |')
+    return '\n'.join(lines)
+
+
 if __name__ == '__main__':
-    print(table(rows()))
+    print(table(rows()), degrees(), sep='\n\n')

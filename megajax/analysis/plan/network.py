@@ -78,6 +78,8 @@ class Cluster:
             size=size,
             hosts=hosts,
             bandwidth=bandwidth,
+            bandwidth_inside=inside.bandwidth,
+            bandwidth_across=across.bandwidth,
             latency_inside=inside.latency,
             latency_across=across.latency,
         )
@@ -90,6 +92,8 @@ class Ring:
     size: int  # number of GPUs
     hosts: int
     bandwidth: float  # bytes per second of the slowest link between them
+    bandwidth_inside: float  # bytes per second of a GPU's links within a host
+    bandwidth_across: float  # bytes per second of a GPU's own network card
     latency_inside: float  # seconds per step within a host
     latency_across: float  # seconds per step between hosts
 
@@ -99,7 +103,8 @@ class Ring:
         An all-reduce of P bytes takes 2(t-1)/t P/bandwidth + 2(t-1) latency. All-gathers and
         reduce-scatters take half of that in both terms (Thakur et al., 2005, section 4). The
         latency between hosts counts in as many steps as there are other hosts, as in NCCL's model.
-        A permute is one step.
+        A permute is one step. In an all-to-all, each GPU sends most bytes to other hosts, over its
+        own network card, while it sends the rest within its host.
         """
         if kind == 'collective-permute':
             latency = self.latency_across if self.hosts > 1 else self.latency_inside
@@ -108,4 +113,14 @@ class Ring:
         latency = (self.size - self.hosts) * self.latency_inside + (
             self.hosts - 1
         ) * self.latency_across
+        if kind == 'all-to-all':
+            return self._to_all(wire_bytes) + latency
         return wire_bytes / self.bandwidth + rounds * latency
+
+    def _to_all(self, wire_bytes: float) -> float:
+        """Return the seconds in which each GPU sends an equal part to each other GPU."""
+        if self.hosts == 1:
+            return wire_bytes / self.bandwidth
+        across = wire_bytes * (self.size - self.size / self.hosts) / (self.size - 1)
+        inside = wire_bytes - across
+        return max(across / self.bandwidth_across, inside / self.bandwidth_inside)

@@ -49,6 +49,20 @@ def test_a_gather_and_a_scatter_cost_an_all_reduce():
     )
 
 
+def test_an_all_to_all_over_hosts_has_one_network_card_per_gpu():
+    inside, over_hosts = (
+        Cluster.of(H100, 64).ring(on(*mesh), 'model') for mesh in ((8, 8), (1, 64))
+    )
+    wire = 1e9
+    assert inside.seconds('all-to-all', wire) == inside.seconds('all-gather', wire)
+    latency = over_hosts.seconds('all-to-all', 0)
+    # Of the 63 other GPUs, 56 are in other hosts; rings use the cards of all eight GPUs of a host.
+    assert over_hosts.seconds('all-to-all', wire) - latency == pytest.approx(
+        56 / 63 * wire / H100.across_hosts.bandwidth
+    )
+    assert over_hosts.seconds('all-to-all', wire) > 6 * over_hosts.seconds('all-gather', wire)
+
+
 @pytest.mark.parametrize(
     ('data', 'model', 'axis', 'hosts', 'cards'),
     [
