@@ -57,6 +57,13 @@ def test_in_a_loop_seconds_are_those_of_an_iteration():
     assert hidden(read, t=4) == {'t': 1}
 
 
+def test_the_flops_of_a_loop_are_those_of_all_its_matmuls_in_each_step():
+    read = program(*LOOP, before=body(product('one'), product('other')))
+    (loop,) = (each for each in read.entry.instructions if each.opcode == 'while')
+    assert loop.trip_count > 1
+    assert flops(read, read.entry, loop) == loop.trip_count * 2 * FLOPS
+
+
 def test_a_transfer_around_a_loop_has_what_those_in_the_loop_leave_of_its_products():
     inside = body(start('t'), product('one'), done('t'), product('other'))
     read = program(start('u'), *LOOP, done('u'), before=inside)
