@@ -31,7 +31,8 @@ from megajax.xla.hlo.kernels import moved_without_products
 from megajax.xla.hlo.program import Program
 
 # name | preset, data x model, parallelism, rows of a data shard, further overrides; PLAIN is a loop
-# over layers in XLA's order, and a word that begins with NO takes away some of XLA's options.
+# over layers in XLA's order, and a word that begins with NO takes away some of XLA's options. Rows
+# of pipeline stages are of eight microbatches.
 STEPS = """
 8 layers, one row, plain       | llama3_8b 1x8 sp 1 LAYERS PLAIN
 8 layers, one row              | llama3_8b 1x8 sp 1 LAYERS
@@ -75,12 +76,25 @@ options: two rows, combining   | llama3_8b 1x8 sp 2 LAYERS NO_THRESHOLDS
 options: two rows, merging     | llama3_8b 1x8 sp 2 LAYERS NO_DOT_MERGER
 options: 8x1, no slots         | llama3_8b 8x1 tp 1 optim.shard=weights NO_SLOTS
 options: 8x1, not early        | llama3_8b 8x1 tp 1 optim.shard=weights NOT_EARLY
+stages: one row, plain         | llama3_8b 1x4 sp 8 STAGES PLAIN
+stages: one row                | llama3_8b 1x4 sp 8 STAGES SEPARATE
+stages: one row, early         | llama3_8b 1x4 sp 8 STAGES SEPARATE EARLY
+stages: two rows, plain        | llama3_8b 1x4 sp 16 STAGES PLAIN
+stages: two rows               | llama3_8b 1x4 sp 16 STAGES SEPARATE
+stages: two rows, loop, halves | llama3_8b 1x4 sp 16 STAGES LOOP_IN_HALVES
+stages: two rows, halves       | llama3_8b 1x4 sp 16 STAGES IN_HALVES
+stages: two rows, halves early | llama3_8b 1x4 sp 16 STAGES IN_HALVES EARLY
 """
 WORDS = {
     'LAYERS': 'model.num_layers=8',
     'PLAIN': 'train.overlap=none train.unroll=false',
+    'SEPARATE': 'train.overlap=none train.unroll=true',
+    'LOOP_IN_HALVES': 'train.overlap=batch_split train.unroll=false',
+    'IN_HALVES': 'train.overlap=batch_split train.unroll=true',
+    'STAGES': 'model.num_layers=4 mesh.stages=2 train.microbatches=8',
 }
-DEFAULTS: dict[str, dict[str, str | bool]] = {  # XLA's, in the place of ours
+DEFAULTS: dict[str, dict[str, str | bool]] = {  # XLA's, in the place of ours, and one of ours
+    'EARLY': EARLY,
     'NO_SLOTS': dict.fromkeys(SLOTS, '1'),
     'NOT_EARLY': dict.fromkeys(EARLY, False),
     'NO_THRESHOLDS': {name: '31457280' for name in OPTIONS if 'threshold_bytes' in name},

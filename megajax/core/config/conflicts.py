@@ -137,7 +137,8 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
     TOKENS: {
         'model.dropout': 'sequence_split does not support dropout, whose masks are drawn for '
         'entire sequences',
-        'mesh.stages': 'with pipeline parallelism, microbatches already overlap',
+        'mesh.stages': 'the overlap schedule does not run in pipeline stages, and only XLA orders '
+        'the halves of a batch there; use train.overlap=batch_split, or mesh.stages=1',
         'mesh.context': 'context parallelism already splits the sequence',
         'mesh.model_rows': '2-D tensor parallelism shards whole sequences, which sequence_split '
         'would cut',
