@@ -1,5 +1,6 @@
 """The arguments of a user's function: the mesh that they are on, and their values."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,6 +66,26 @@ def on_devices(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(placed, args)
+
+
+def of_arrays(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return a jitted function of the arrays in `args`, as `arrays_in` returns them.
+
+    Their other leaves are constants, such as the activation functions of an Equinox module. It
+    returns the arrays in the results of `function`.
+    """
+
+    def of_arrays(*arrays: Any) -> Any:
+        either = lambda leaf, array: leaf if array is None else array  # noqa: E731
+        return arrays_in(function(*jax.tree.map(either, args, arrays)))
+
+    return jax.jit(of_arrays)
+
+
+def arrays_in(tree: Any) -> Any:
+    """Return the tree with None in place of leaves that are not arrays."""
+    is_array = lambda leaf: hasattr(leaf, 'shape') and hasattr(leaf, 'dtype')  # noqa: E731
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) else None, tree)
 
 
 def values(args: tuple[Any, ...], dtypes: list[Any], seed: int) -> list[np.ndarray]:

@@ -89,10 +89,12 @@ def difference_of_rounded(
     scale: float = 0.0,
     rounding: float = 0.0,
     margin: float = MARGIN,
+    noisy: Any = None,
 ) -> Difference:
     """Compare every device's piece with the expected array if both are rounded to 16 bits.
 
-    `precise` is the array in fp32, so its distance from `expected` is due to rounding. A single
+    `precise` is the array in fp32, so its distance from `expected`, or from `noisy` if that is
+    given, is due to rounding. A single
     element may differ from the expected element by `floor` or by a multiple of that distance. The
     norm of the error is also compared with the norm of that distance, because a small fault in many
     elements changes the norm more than rounding does. Returns the worse of the two comparisons,
@@ -100,11 +102,12 @@ def difference_of_rounded(
     """
     size = {'scale': scale, 'rounding': rounding}
     elements = difference(name, pieces, expected, **size)
-    explained = difference(name, [(WHOLE, np.asarray(expected))], precise, **size).error
+    rounded = [(WHOLE, np.asarray(expected if noisy is None else noisy))]
+    explained = difference(name, rounded, precise, **size).error
     elements = elements._replace(limit=_limit(floor, margin * explained))
     if largest(precise) <= rounding * scale or np.size(precise) < FEW:
         return elements
-    explained = _norm([(WHOLE, np.asarray(expected))], precise)
+    explained = _norm(rounded, precise)
     norm = Difference(name, _norm(pieces, precise), _limit(NORM_FLOOR, margin * explained))
     return max(elements, norm, key=lambda result: result.error / (result.limit or 1))
 

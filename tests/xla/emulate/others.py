@@ -191,6 +191,22 @@ def equinox_mlp(eqx: Any) -> Case:
     return Case(step, (arrays, *(array(mesh, (32, 64), 'data', seed=i) for i in range(2))))
 
 
+def equinox_step(eqx: Any) -> tuple[Any, Any, jax.Array]:
+    """What `eqx.filter_jit` returns, and its arguments: a module and rows."""
+    mesh = mesh_of(data=8)
+    model = eqx.nn.MLP(64, 64, 1, 0, use_final_bias=False, key=jax.random.key(0))
+    model = eqx.filter_shard(model, NamedSharding(mesh, P()))
+
+    @eqx.filter_jit
+    def step(model: Any, x_BD: jax.Array) -> Any:
+        value, gradients = eqx.filter_value_and_grad(
+            lambda model: jnp.square(jax.vmap(model)(x_BD)).mean()
+        )(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients)), value
+
+    return step, model, array(mesh, (32, 64), 'data', seed=0)
+
+
 def top_k_experts() -> Case:
     """Each token goes to two of eight experts, which lie over `expert`."""
     mesh = mesh_of(expert=8)

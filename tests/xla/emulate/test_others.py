@@ -37,8 +37,17 @@ def test_a_module_of_equinox_is_run_by_its_arrays():
     eqx = pytest.importorskip('equinox', reason='needs equinox')
     case = others.equinox_mlp(eqx)
     megajax.inspect.run(case.function, *case.args).raise_if_wrong()
-    with pytest.raises(TypeError, match=r'equinox: .*eqx\.partition'):
-        megajax.inspect.run(eqx.filter_jit(lambda x: x), *case.args)
+
+
+def test_what_equinox_jits_is_run_with_its_modules_as_arguments():
+    """Leaves of a module that are no arrays, such as its activation, are constants."""
+    eqx = pytest.importorskip('equinox', reason='needs equinox')
+    step, model, x_BD = others.equinox_step(eqx)
+    assert not all(map(eqx.is_array, jax.tree.leaves(model)))
+    run = megajax.inspect.run(step, model, x_BD)
+    assert run.ok, run
+    assert {leaf.name for leaf in run.leaves} == {'[0].layers[0].weight', '[1]'}
+    assert megajax.inspect(step, model, x_BD, target='h100').sent_over('data') > 0
 
 
 def test_an_abstract_mesh_is_as_good_as_devices():
