@@ -51,7 +51,9 @@ from megajax.xla.emulate.execute import (
 NOISE = 0.05
 LOSS_SCALE = 64.0  # for fp16
 SUM_IN_16_BITS = 2.0**-9  # relative rounding error of a gradient that is summed in bf16
-NUDGE = 2.0**-22  # relative change of fp32 parameters, which shows how much rounding matters
+# Relative changes of fp32 parameters: the first shows how much rounding to fp32 matters, the others
+# are other points with the same rounding to 16 bits.
+NUDGE, NUDGES = 2.0**-22, (2.0**-8, 2.0**-7)
 SMOOTH = {
     'grad_clip': 1e9,
     'lr': 1.0,
@@ -111,7 +113,7 @@ class EmulatedStep:
         With `exact`, both programs compute in fp32 wherever they use 16-bit types. `text` is a
         different module of the same program to run, such as a dump after an earlier compiler pass.
         """
-        expected, nudged = self._expected(exact=exact)
+        expected, nudged, *others = self._expected(exact=exact)
         actual = self._executed(exact=exact, text=text)
         shapes = _compared(*self._results)
         scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
@@ -120,33 +122,27 @@ class EmulatedStep:
         gradient_options = {'scale': scale, 'rounding': ROUNDING * floor}
         of_rounded = {'floor': floor, 'margin': MARGIN * (CHOICES if _chooses(self.config) else 1)}
         is_rounded = has_16_bits(self.config) and not exact
-        precise = self._expected(exact=True)[0] if is_rounded else None
+        precise, _, *precise_others = self._expected(exact=True) if is_rounded else [{}, {}]
 
         def compare(name: str, x: Any) -> Difference:
             def own(values: Mapping[str, Any]) -> Any:
                 return _padded(self._in_places(name, values[name]), shapes[name].shape)
 
             options = {**gradient_options} if name.startswith(GRADIENT) else {}
-            if precise is None:
+            if not is_rounded:
                 options |= {'floor': of_loss if name in LOSSES else floor}
                 return difference_in_fp32(name, x, own(expected), own(nudged), **options)
             if name in METRICS:
                 return difference(name, x, own(expected), **options)
             rounded, in_fp32 = own(expected), own(precise)
-            noisy = self._noisy(rounded, own(nudged))
-            own_options = {**of_rounded, **options, 'noisy': noisy}
-            return difference_of_rounded(name, x, rounded, in_fp32, **own_options)
+            pairs = [(own(x), own(y)) for x, y in zip(others, precise_others, strict=True)]
+            if self.config.train.dtype == 'float32':
+                pairs.append((_summed_in_16_bits(rounded, own(nudged)), in_fp32))
+            return difference_of_rounded(
+                name, x, rounded, in_fp32, also=pairs, **of_rounded, **options
+            )
 
         return [compare(name, x) for name, x in actual.items()]
-
-    def _noisy(self, rounded: Any, nudged: Any) -> Any:
-        """Return a result on one device with the rounding of sums over a mesh in 16 bits.
-
-        They are the only rounding to 16 bits in a step in fp32.
-        """
-        if self.config.train.dtype != 'float32':
-            return rounded
-        return rounded + (nudged - rounded) * (SUM_IN_16_BITS / NUDGE)
 
     def pair(self, name: str, *, exact: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return a result of the program, from one device per piece, and the expected result."""
@@ -158,7 +154,7 @@ class EmulatedStep:
             actual[place] = piece
         return actual, wanted
 
-    def _expected(self, *, exact: bool) -> tuple[Values, Values]:
+    def _expected(self, *, exact: bool) -> list[Values]:
         """Return the results on one device, see `reference`; with `exact`, computed in fp32.
 
         A program in 16 bits has Muon's coefficients as constants in bf16, also where it is executed
@@ -256,31 +252,38 @@ def _placed(state: TrainState, config: Config) -> TrainState:
 
 
 @functools.lru_cache(maxsize=32)
-def reference(config: Config, rounded_to: DTypeLike | None) -> tuple[Values, Values]:
-    """Return the results of a step on one device that are to be compared, by name, and once more.
+def reference(config: Config, rounded_to: DTypeLike | None) -> list[Values]:
+    """Return the results of a step on one device that are to be compared, by name, several times.
 
-    The second time, the parameters differ in their last bits. The difference is what rounding to
-    fp32 does to each result. Muon's coefficients are rounded to `rounded_to`.
+    The second time, the parameters differ in their last bits, and the difference of the results is
+    what rounding to fp32 does to them. Then they differ as much as NUDGES: results in 16 bits and
+    in fp32 differ by more samples of the rounding to 16 bits. Muon's coefficients are rounded to
+    `rounded_to`.
     """
     optimizer = make_optimizer(config, rounded_to=rounded_to)
-    first = first_state(config)
+    first, results = first_state(config), []
     with jax.set_mesh(make_mesh()):
         batch = place_batch(make_batch(config))
         lowered = make_train_step(config, optimizer).lower(_placed(first, config), batch)
         step = lowered.compile(quick())
-        results, others = (
-            jax.tree.map(np.asarray, _compared(*step(_placed(state, config), batch)))
-            for state in (first, first._replace(params=jax.tree.map(_nudged, first.params)))
-        )
-    return results, others
+        for nudge in (0, NUDGE, *NUDGES):
+            params = jax.tree.map(functools.partial(_nudged, nudge=nudge), first.params)
+            after = step(_placed(first._replace(params=params), config), batch)
+            results.append(jax.tree.map(np.asarray, _compared(*after)))
+    return results
 
 
-def _nudged(x: np.ndarray) -> np.ndarray:
-    """Return fp32 parameters with other last bits; in other dtypes, a bit is too much."""
-    if x.dtype != np.float32:
+def _nudged(x: np.ndarray, nudge: float) -> np.ndarray:
+    """Return fp32 parameters that differ by a share of up to `nudge`; others stay as they are."""
+    if x.dtype != np.float32 or not nudge:
         return x
     random = np.random.default_rng(x.size)
-    return x * random.uniform(1 - NUDGE, 1 + NUDGE, x.shape).astype(np.float32)
+    return x * random.uniform(1 - nudge, 1 + nudge, x.shape).astype(np.float32)
+
+
+def _summed_in_16_bits(x: np.ndarray, nudged: np.ndarray) -> np.ndarray:
+    """Return a result with the rounding of sums over a mesh, which one device does not have."""
+    return x + (nudged - x) * (SUM_IN_16_BITS / NUDGE)
 
 
 def _compared(state: TrainState, metrics: Values) -> Values:

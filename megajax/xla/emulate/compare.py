@@ -15,6 +15,8 @@ LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
 # device, in the largest element and in the norm. The norm of fewer than FEW elements is not
 # reliable.
 MARGIN, NORM_FLOOR, FEW = 2.0, 1e-2, 16
+# The logarithm of the ratio of two norms of n normal errors has the standard deviation 1 / sqrt(n).
+SIGMAS = 3.0
 # The fp32 programs of 16 correct steps have at most 2.9 times the error that nudged inputs cause.
 MARGIN_IN_FP32 = 6.0
 WHOLE: Index = ()
@@ -89,25 +91,26 @@ def difference_of_rounded(
     scale: float = 0.0,
     rounding: float = 0.0,
     margin: float = MARGIN,
-    noisy: Any = None,
+    also: Sequence[tuple[Any, Any]] = (),
 ) -> Difference:
     """Compare every device's piece with the expected array if both are rounded to 16 bits.
 
-    `precise` is the array in fp32, so its distance from `expected`, or from `noisy` if that is
-    given, is due to rounding. A single
-    element may differ from the expected element by `floor` or by a multiple of that distance. The
-    norm of the error is also compared with the norm of that distance, because a small fault in many
-    elements changes the norm more than rounding does. Returns the worse of the two comparisons,
-    with its limit.
+    `precise` is the array in fp32. Rounding explains its distance from `expected`, and the distance
+    of the arrays in each pair of `also`; the largest distance counts. A single element may
+    differ from the expected element by `floor` or by a multiple of that distance. The norm of the
+    error is also compared with the norm of that distance, because a small fault in many elements
+    changes the norm more than rounding does. Returns the worse of the two comparisons, with its
+    limit.
     """
     size = {'scale': scale, 'rounding': rounding}
     elements = difference(name, pieces, expected, **size)
-    rounded = [(WHOLE, np.asarray(expected if noisy is None else noisy))]
-    explained = difference(name, rounded, precise, **size).error
+    pairs = [([(WHOLE, np.asarray(x))], y) for x, y in ((expected, precise), *also)]
+    explained = max(difference(name, rounded, y, **size).error for rounded, y in pairs)
     elements = elements._replace(limit=_limit(floor, margin * explained))
     if largest(precise) <= rounding * scale or np.size(precise) < FEW:
         return elements
-    explained = _norm(rounded, precise)
+    explained = max(_norm(rounded, y) for rounded, y in pairs)
+    margin *= max(1.0, _spread(np.asarray(expected), np.asarray(precise)) / MARGIN)
     norm = Difference(name, _norm(pieces, precise), _limit(NORM_FLOOR, margin * explained))
     return max(elements, norm, key=lambda result: result.error / (result.limit or 1))
 
@@ -123,6 +126,19 @@ def _norm(pieces: Sequence[tuple[Index, np.ndarray]], expected: Any) -> float:
     error = sum(np.sum(np.square(piece.astype(np.float64) - wanted[at])) for at, piece in pieces)
     size = sum(np.sum(np.square(wanted[at])) for at, _ in pieces)
     return float(np.sqrt(error / size)) if size else float(np.sqrt(error))
+
+
+def _spread(expected: np.ndarray, precise: np.ndarray) -> float:
+    """Return how many times larger than another a norm of rounding errors can be by chance.
+
+    It is more than MARGIN if few elements have nearly all of the error.
+    """
+    squares = np.square(_apart(expected, precise.astype(np.float64)))
+    fourth = np.sum(np.square(squares))
+    if not fourth or not np.isfinite(fourth):
+        return 1.0
+    effective = 3 * np.sum(squares) ** 2 / fourth  # the number of elements, for normal errors
+    return float(np.exp(SIGMAS / np.sqrt(effective)))
 
 
 def _apart(piece: np.ndarray, wanted: np.ndarray) -> np.ndarray:

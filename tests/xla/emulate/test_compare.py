@@ -71,6 +71,21 @@ def test_results_that_are_not_numbers_explain_no_error():
         assert in_16_bits.limit <= 1e-2
 
 
+def test_if_few_elements_have_the_error_its_norm_can_be_larger_by_chance():
+    random = np.random.default_rng(0)
+    precise = random.normal(size=64)
+    alike, single = 2e-2 * random.normal(size=64), np.where(np.arange(64) < 2, 8e-2, 1e-4)
+    for noise, factor in ((alike, 2), (single, np.exp(3 / np.sqrt(6)))):
+        made = [((slice(None),), precise - factor * 1.05 * noise)]
+        found = difference_of_rounded('x', made, precise + noise, precise, floor=10.0)
+        assert found.limit is not None
+        assert 1 < found.error / found.limit < 1.1
+        more = [(precise + 2 * noise, precise)]
+        found = difference_of_rounded('x', made, precise + noise, precise, floor=10.0, also=more)
+        assert found.limit is not None
+        assert found.error < 0.6 * found.limit
+
+
 SHAPES = (64,), (2, 128), (64, 64)
 NOISE = 1e-3, 1e-2, 2e-2, 4e-2
 
