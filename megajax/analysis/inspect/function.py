@@ -124,17 +124,30 @@ def _transfers(program: Program, mesh: Mapping[str, int]) -> list[FunctionTransf
     return sorted(found, key=lambda each: -each.transfer.wire_bytes)
 
 
+def _rows(found: FunctionInspection) -> list[tuple[tuple[str, str], Transfer]]:
+    """Return the axis, line and transfer of each row: equal transfers of a line are one row."""
+    rows: dict[tuple[str, ...], tuple[tuple[str, str], Transfer]] = {}
+    for each in found.transfers:
+        place = each.axis, each.source.split(' < ')[0] or each.op_name
+        key = *place, each.transfer.kind, each.transfer.array
+        sums = {}
+        if key in rows:
+            before = rows[key][1]
+            for name in ('times', 'wire_bytes'):
+                sums[name] = getattr(before, name) + getattr(each.transfer, name)
+        rows[key] = place, each.transfer.model_copy(update=sums)
+    return sorted(rows.values(), key=lambda row: -row[1].wire_bytes)
+
+
 def _tables(found: FunctionInspection) -> RenderableType:
     table = open_table(title='collectives per run and device')
     for name in ('axis', 'collective', 'bytes', 'source'):
         table.add_column(name, justify='right' if name == 'bytes' else 'left')
-    for each in found.transfers:
-        source = each.source.split(' < ')[0] or each.op_name
-        table.add_row(
-            each.axis, transfers_cell([each.transfer]), si(each.transfer.wire_bytes), source
-        )
-    sent = ', '.join(f'{axis}: {si(found.sent_over(axis))}' for axis in found.mesh)
-    axes = ' x '.join(f'{name}={size}' for name, size in found.mesh.items())
+    for (axis, source), transfer in _rows(found):
+        table.add_row(axis, transfers_cell([transfer]), si(transfer.wire_bytes), source)
+    mesh = {axis: size for axis, size in found.mesh.items() if size > 1} or found.mesh
+    sent = ', '.join(f'{axis}: {si(found.sent_over(axis))}' for axis in mesh)
+    axes = ' x '.join(f'{name}={size}' for name, size in mesh.items())
     return Group(
         Text(f'{axes}, target {found.target}, jax {found.jax_version}'),
         Text(),

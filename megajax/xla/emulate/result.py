@@ -65,7 +65,8 @@ class GpuRun(Result):
 
 
 def _tables(run: GpuRun) -> RenderableType:
-    axes = ' x '.join(f'{name}={size}' for name, size in run.mesh.items()) or 'one device'
+    sizes = [f'{name}={size}' for name, size in run.mesh.items() if size > 1]
+    axes = ' x '.join(sizes) or 'one device'
     precision = ', 16-bit types computed in fp32' if run.exact else ''
     head = f'{axes}, target {run.target}, jax {run.jax_version}, {run.seconds:.0f} s{precision}'
     compared = f'compared with {run.compared_with}'

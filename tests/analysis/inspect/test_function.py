@@ -41,6 +41,24 @@ def test_bytes_counts_and_flops_of_a_loop_are_multiplied_by_its_steps(mesh) -> N
     assert 'test_function.py' in found.transfers[0].source
 
 
+def test_equal_transfers_of_a_line_are_one_row_and_axes_of_one_device_are_not_shown(mesh) -> None:
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum('bf,fd->bd', x, w, out_sharding=jax.P('data', None))
+
+    def twice(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        with jax.named_scope('first'):
+            y = layer(jnp.einsum('bd,df->bf', x, up, out_sharding=jax.P('data', 'model')), down)
+        with jax.named_scope('second'):
+            return layer(jnp.einsum('bd,df->bf', y, up, out_sharding=jax.P('data', 'model')), down)
+
+    mesh = jax.make_mesh((2, 4, 1), ('data', 'model', 'stage'), axis_types=(AxisType.Explicit,) * 3)
+    with jax.set_mesh(mesh):
+        found = megajax.inspect(twice, *arguments_of_mlp(mesh))
+    assert len(found.transfers) == 2
+    assert '2 AR f32[4,16]' in str(found)
+    assert 'stage' not in str(found)
+
+
 def test_a_compiled_program_is_inspected_too(mesh) -> None:
     with jax.set_mesh(mesh):
         compiled = step.lower(*arguments_of_mlp(mesh)).compile()
