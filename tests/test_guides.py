@@ -159,7 +159,7 @@ def test_the_gpu_of_the_guide_has_every_key_but_its_fit_and_a_source_for_each(
     file = tmp_path / 'l40s.yaml'
     file.write_text(text)
     gpu = hardware(file)
-    of_others = {'capability', 'die', 'devices_per_domain'}
+    of_others = {'capability', 'die', 'devices_per_domain', 'host_bandwidth'}
     assert gpu.model_fields_set == Hardware.model_fields.keys() - {'fit', *of_others}
     assert gpu.sources.keys() == hardware('a100').sources.keys()
 

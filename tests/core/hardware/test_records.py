@@ -35,7 +35,8 @@ FIGURES = {
 def test_every_figure_has_a_source(name):
     gpu = hardware(name)
     of_die = {'watts_per_tflops'} if gpu.die else set()
-    assert set(gpu.sources) == (FIGURES | of_die) - (
+    of_host = {'host_bandwidth'} if gpu.host_bandwidth else set()
+    assert set(gpu.sources) == (FIGURES | of_die | of_host) - (
         {'compiler'} if gpu.compiler is None else set()
     )
 
@@ -162,7 +163,7 @@ def test_a_link_that_a_gpu_does_not_have_is_refused(tmp_path):
 
 def test_a_file_has_what_the_schema_has():
     others = {'name', 'device_kinds', 'devices_per_host', 'devices_per_domain', 'sources', 'fit'}
-    others |= {'capability', 'die'}
+    others |= {'capability', 'die', 'host_bandwidth'}
     assert set(Hardware.model_fields) - others == FIGURES
 
 
