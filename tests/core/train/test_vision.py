@@ -43,10 +43,11 @@ LIMIT = 5e-6
 
 
 def params_of(config: Config) -> nnx.State:
-    # Larger with cross-attention: it would see all vectors alike, and the gradients of its queries
-    # would be rounding errors.
+    # Larger with cross-attention and with experts: they would see all vectors alike, and the
+    # gradients of queries and routers would be rounding errors.
     assert config.vision is not None
-    return random_params(config, std=0.1 if config.vision.is_crossed else 0.05)
+    is_large = config.vision.is_crossed or config.model.experts is not None
+    return random_params(config, std=0.1 if is_large else 0.05)
 
 
 @functools.cache
