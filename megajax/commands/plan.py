@@ -102,12 +102,12 @@ def for_config(
     if table:
         return _show_table(table, console)
     config = _config(source, overrides, json, write, own=program == 'megajax')
-    if generate or prompt or batch:
-        _check_generation(generate, write or verify or roofline or scaling or schedule)
+    plots = _checked_plots(roofline=roofline, scaling=scaling, schedule=schedule)
+    _check_options(write or verify or what_if or plots, generate, prompt or batch, compare)
+    if generate:
         return _show_generation(config, console, json, gpu, gpus, link, prompt, tokens, batch)
     if compare:
         return _show_comparison(config, compare, console, json, gpus, tokens, program)
-    plots = _checked_plots(roofline=roofline, scaling=scaling, schedule=schedule)
     result = _planned(
         config,
         gpu,
@@ -199,13 +199,18 @@ def _planned(
     return verified(result, gpu) if verify else result
 
 
-def _check_generation(generate: bool, of_training: object) -> None:
-    if not generate:
+def _check_options(
+    of_plan: object, generate: bool, of_generation: object, compare: str | None
+) -> None:
+    """Raise ConfigError for options of a step's plan, or of generation, that would be ignored."""
+    if of_generation and not generate:
         raise ConfigError('--prompt and --batch apply to generation only: add --generate')
-    if of_training:
-        raise ConfigError(
-            '--write, --verify and plots apply to training only: remove them, or remove --generate'
-        )
+    for option, is_given in (('--generate', generate), ('--compare', compare)):
+        if is_given and of_plan:
+            raise ConfigError(
+                '--write, --verify, --what-if and plots apply to the plan of a training step: '
+                f'remove them, or remove {option}'
+            )
 
 
 def _show_generation(

@@ -1,9 +1,8 @@
 """Draw random valid configs: a seed and a number determine one config on every machine.
 
 Every key is drawn independently. If the config's own rules report a problem, one of the problem's
-keys is drawn again, until no rule reports a problem. LAYOUTS configs in a row are of one model, and
-differ in their layout only, because computing the expected results takes as long as a third of the
-rest.
+keys is drawn again, until no rule reports a problem. LAYOUTS configs in a row differ in their
+layout only: computing their expected results would otherwise take a third of the time.
 """
 
 import contextlib
@@ -29,17 +28,22 @@ from megajax.core.config.schema import SECTIONS
 # How often a key is not at its default. A step with many features covers more combinations.
 SHARE = 0.35
 SHARES = {
-    **{'train.dtype': 0.75, 'optim.shard': 0.6, 'model.position': 0.6, LAYERS: 0.4},
-    **{'optim.kind': 0.15, 'vision': 0.3, 'vision.patch_size': 1.0, 'vision.max_patches': 1.0},
-    **{
-        'mesh.stages': 0.65,
-        'mesh.context': 0.45,
-        'mesh.model_rows': 0.5,
-    },  # which many other keys conflict with
+    'train.dtype': 0.75,
+    'optim.kind': 0.15,
+    'optim.shard': 0.6,
+    'model.position': 0.6,
+    LAYERS: 0.4,
+    'vision': 0.3,
+    'vision.patch_size': 1.0,
+    'vision.max_patches': 1.0,
+    # Many other keys conflict with these, and then they are often drawn again.
+    'mesh.stages': 0.65,
+    'mesh.context': 0.45,
+    'mesh.model_rows': 0.5,
 }
 OF_MESH, OF_GROUP = 0.5, 0.25
 MOST_DEVICES = 8
-LAYOUTS = 8
+LAYOUTS = 8  # per model
 REDRAWS, RESTARTS = 300, 5
 DEFAULT = object()
 DRAWN_ALWAYS = 'train.batch_size', 'train.seq_len'
@@ -66,7 +70,7 @@ def draw(seed: int, number: int, fixed: Sequence[str] = ()) -> Config:
 
 
 def _is_of_layout(path: str) -> bool:
-    section, key = path.split('.')[:2] if '.' in path else (path, '')
+    section, _, key = path.partition('.')
     return key in LAYOUT.get(section, {})
 
 

@@ -10,7 +10,7 @@ tokens in the order that a run gives them.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from megajax.xla.emulate.compare import (
     difference_in_fp32,
     difference_of_rounded,
     largest,
+    nudged,
 )
 from megajax.xla.emulate.execute import (
     GpuProgram,
@@ -69,6 +70,18 @@ CHOICES = 2
 GRADIENT = 'gradient of '
 METRICS = 'loss', 'nll', 'grad_norm'
 Values = dict[str, Any]
+
+
+class Reference(NamedTuple):
+    """The results of a step on one device, by name, from parameters that differ a little.
+
+    The difference of `results` and `nudged` is due to rounding to fp32. `elsewhere` has the results
+    at other points, where rounding to 16 bits has other errors.
+    """
+
+    results: Values
+    nudged: Values
+    elsewhere: tuple[Values, ...]
 
 
 class EmulatedStep:
@@ -113,40 +126,42 @@ class EmulatedStep:
         With `exact`, both programs compute in fp32 wherever they use 16-bit types. `text` is a
         different module of the same program to run, such as a dump after an earlier compiler pass.
         """
-        expected, nudged, *others = self._expected(exact=exact)
+        expected = self._expected(exact=exact)
         actual = self._executed(exact=exact, text=text)
         shapes = _compared(*self._results)
-        scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
+        scale = max(largest(x) for name, x in expected.results.items() if name.startswith(GRADIENT))
         floor, of_loss = limits(self.config, exact=exact)
         # The exact gradient of a bias of keys is zero: the computed one is only rounding error.
         gradient_options = {'scale': scale, 'rounding': ROUNDING * floor}
         of_rounded = {'floor': floor, 'margin': MARGIN * (CHOICES if _chooses(self.config) else 1)}
         is_rounded = has_16_bits(self.config) and not exact
-        precise, _, *precise_others = self._expected(exact=True) if is_rounded else [{}, {}]
+        precise = self._expected(exact=True) if is_rounded else expected
 
         def compare(name: str, x: Any) -> Difference:
             def own(values: Mapping[str, Any]) -> Any:
                 return _padded(self._in_places(name, values[name]), shapes[name].shape)
 
+            wanted = own(expected.results)
             options = {**gradient_options} if name.startswith(GRADIENT) else {}
             if not is_rounded:
                 options |= {'floor': of_loss if name in LOSSES else floor}
-                return difference_in_fp32(name, x, own(expected), own(nudged), **options)
+                return difference_in_fp32(name, x, wanted, own(expected.nudged), **options)
             if name in METRICS:
-                return difference(name, x, own(expected), **options)
-            rounded, in_fp32 = own(expected), own(precise)
-            pairs = [(own(x), own(y)) for x, y in zip(others, precise_others, strict=True)]
+                return difference(name, x, wanted, **options)
+            points = zip(expected.elsewhere, precise.elsewhere, strict=True)
+            also = [(own(rounded), own(in_fp32)) for rounded, in_fp32 in points]
             if self.config.train.dtype == 'float32':
-                pairs.append((_summed_in_16_bits(rounded, own(nudged)), in_fp32))
+                also.append((_summed_in_16_bits(wanted, own(expected.nudged)), wanted))
+            in_fp32 = own(precise.results)
             return difference_of_rounded(
-                name, x, rounded, in_fp32, also=pairs, **of_rounded, **options
+                name, x, wanted, in_fp32, also=also, **of_rounded, **options
             )
 
         return [compare(name, x) for name, x in actual.items()]
 
     def pair(self, name: str, *, exact: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return a result of the program, from one device per piece, and the expected result."""
-        expected = self._expected(exact=exact)[0][name]
+        expected = self._expected(exact=exact).results[name]
         shape = _compared(*self._results)[name].shape
         wanted = _padded(self._in_places(name, expected), shape)
         actual = np.zeros(shape, np.asarray(wanted).dtype)
@@ -154,7 +169,7 @@ class EmulatedStep:
             actual[place] = piece
         return actual, wanted
 
-    def _expected(self, *, exact: bool) -> list[Values]:
+    def _expected(self, *, exact: bool) -> Reference:
         """Return the results on one device, see `reference`; with `exact`, computed in fp32.
 
         A program in 16 bits has Muon's coefficients as constants in bf16, also where it is executed
@@ -252,33 +267,30 @@ def _placed(state: TrainState, config: Config) -> TrainState:
 
 
 @functools.lru_cache(maxsize=32)
-def reference(config: Config, rounded_to: DTypeLike | None) -> list[Values]:
-    """Return the results of a step on one device that are to be compared, by name, several times.
+def reference(config: Config, rounded_to: DTypeLike | None) -> Reference:
+    """Return the results of a step on one device that are to be compared.
 
-    The second time, the parameters differ in their last bits, and the difference of the results is
-    what rounding to fp32 does to them. Then they differ as much as NUDGES: results in 16 bits and
-    in fp32 differ by more samples of the rounding to 16 bits. Muon's coefficients are rounded to
-    `rounded_to`.
+    Muon's coefficients are rounded to `rounded_to`.
     """
     optimizer = make_optimizer(config, rounded_to=rounded_to)
-    first, results = first_state(config), []
+    first = first_state(config)
     with jax.set_mesh(make_mesh()):
         batch = place_batch(make_batch(config))
         lowered = make_train_step(config, optimizer).lower(_placed(first, config), batch)
         step = lowered.compile(quick())
-        for nudge in (0, NUDGE, *NUDGES):
+
+        def results(nudge: float) -> Values:
             params = jax.tree.map(functools.partial(_nudged, nudge=nudge), first.params)
             after = step(_placed(first._replace(params=params), config), batch)
-            results.append(jax.tree.map(np.asarray, _compared(*after)))
-    return results
+            values: Values = jax.tree.map(np.asarray, _compared(*after))
+            return values
+
+        return Reference(results(0), results(NUDGE), tuple(map(results, NUDGES)))
 
 
 def _nudged(x: np.ndarray, nudge: float) -> np.ndarray:
-    """Return fp32 parameters that differ by a share of up to `nudge`; others stay as they are."""
-    if x.dtype != np.float32 or not nudge:
-        return x
-    random = np.random.default_rng(x.size)
-    return x * random.uniform(1 - nudge, 1 + nudge, x.shape).astype(np.float32)
+    """Return other fp32 parameters; in a narrower dtype, the last bit of a number is too much."""
+    return nudged(x, nudge) if x.dtype == np.float32 else x
 
 
 def _summed_in_16_bits(x: np.ndarray, nudged: np.ndarray) -> np.ndarray:

@@ -39,7 +39,7 @@ BYTES = {
 
 
 class Savings(NamedTuple):
-    """What other software can do to save memory, and megajax cannot."""
+    """Ways to save memory that other software has and megajax does not."""
 
     moments_in_8_bits: bool = False  # AdamW's moments of matrices (`optim.kind=adamw`)
     activations_on_host: bool = False  # what the layers save for the backward pass

@@ -75,11 +75,11 @@ def of_arrays(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[.
     returns the arrays in the results of `function`.
     """
 
-    def of_arrays(*arrays: Any) -> Any:
+    def call(*arrays: Any) -> Any:
         either = lambda leaf, array: leaf if array is None else array  # noqa: E731
         return arrays_in(function(*jax.tree.map(either, args, arrays)))
 
-    return jax.jit(of_arrays)
+    return jax.jit(call)
 
 
 def arrays_in(tree: Any) -> Any:

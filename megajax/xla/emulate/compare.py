@@ -96,11 +96,10 @@ def difference_of_rounded(
     """Compare every device's piece with the expected array if both are rounded to 16 bits.
 
     `precise` is the array in fp32. Rounding explains its distance from `expected`, and the distance
-    of the arrays in each pair of `also`; the largest distance counts. A single element may
-    differ from the expected element by `floor` or by a multiple of that distance. The norm of the
-    error is also compared with the norm of that distance, because a small fault in many elements
-    changes the norm more than rounding does. Returns the worse of the two comparisons, with its
-    limit.
+    of the arrays in each pair of `also`; the largest distance counts. A single element may differ
+    from the expected element by `floor` or by a multiple of that distance. The norm of the error is
+    also compared with the norm of that distance, because a small fault in many elements changes the
+    norm more than rounding does. Returns the worse of the two comparisons, with its limit.
     """
     size = {'scale': scale, 'rounding': rounding}
     elements = difference(name, pieces, expected, **size)
@@ -113,6 +112,12 @@ def difference_of_rounded(
     margin *= max(1.0, _spread(np.asarray(expected), np.asarray(precise)) / MARGIN)
     norm = Difference(name, _norm(pieces, precise), _limit(NORM_FLOOR, margin * explained))
     return max(elements, norm, key=lambda result: result.error / (result.limit or 1))
+
+
+def nudged(x: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
+    """Return floating-point numbers that each differ by up to this share of themselves."""
+    factors = np.random.default_rng(seed).uniform(1 - share, 1 + share, x.shape)
+    return np.asarray(x * factors, x.dtype)
 
 
 def _limit(floor: float, explained: float) -> float:

@@ -31,7 +31,14 @@ from megajax.xla.emulate.arguments import (
     values,
 )
 from megajax.xla.emulate.bisect import dump_options, first_wrong, modules
-from megajax.xla.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, Difference, difference
+from megajax.xla.emulate.compare import (
+    LIMIT,
+    LIMIT_16_BITS,
+    LIMIT_EXACT,
+    Difference,
+    difference,
+    nudged,
+)
 from megajax.xla.emulate.execute import (
     GpuProgram,
     compile_for_gpu,
@@ -46,7 +53,7 @@ from megajax.xla.emulate.result import GpuRun, Leaf
 _NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
 _PASS_OTHERS = 'pass arguments for which it is (abstract ones are drawn at random)'
 _NO_BITS = 'exact=True: the function reads the bits of 16-bit values as integers'
-NUDGES = 4
+NUDGES = 4  # random changes of the inputs' last digits
 MARGIN = 4  # ratio of an output's limit to its change when the arguments are nudged
 Arrays = Sequence[np.ndarray]
 Reference = Callable[..., Any] | None
@@ -138,7 +145,7 @@ def _traceable(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _is_of_equinox(fn: Any) -> bool:
-    """Return whether it is from `eqx.filter_jit`, for example: its arguments can be any values."""
+    """Return whether Equinox made the function (`eqx.filter_jit`): it takes more than arrays."""
     return callable(fn) and type(fn).__module__.split('.')[0] == 'equinox'
 
 
@@ -205,7 +212,7 @@ class _Step:
     def rounding(
         self, args: tuple[Any, ...], reference: Reference, expected: Arrays
     ) -> list[float]:
-        """Return the error of each expected output when the last digit of every input changes.
+        """Return the error of each expected output when the last digits of the inputs change.
 
         An output that consists only of rounding errors, such as the gradient of a bias of keys,
         changes by as much as its own size. The largest change of several counts, because chance
@@ -217,14 +224,19 @@ class _Step:
         full = [(slice(None),) * x.ndim for x in expected]
         changes = []
         for seed in range(NUDGES):
-            nudged = [_nudged(x, unit, seed, exact=self.exact) for x in self.inputs]
+            inputs = [self._nudged(x, 2 * unit, seed) for x in self.inputs]
             if reference is not None:
-                moved = self._of_reference(args, reference, nudged)
+                moved = self._of_reference(args, reference, inputs)
             else:
-                moved, _ = self._of_module(nudged)
+                moved, _ = self._of_module(inputs)
             named = zip(self.names, full, moved, expected, strict=True)
             changes.append([difference(name, [(at, x)], y).error for name, at, x, y in named])
         return [max(of_output) for of_output in zip(*changes, strict=True)]
+
+    def _nudged(self, x: np.ndarray, share: float, seed: int) -> np.ndarray:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return nudged(widened(x) if self.exact else x, share, seed)
 
     def _of_module(self, inputs: Arrays) -> tuple[list[np.ndarray], str]:
         with _pass_a_reference():
@@ -299,11 +311,3 @@ def _stored(x: jax.Array) -> np.ndarray:
 
 def _leaf(name: str, error: float, limit: float) -> Leaf:
     return Leaf(name=name, error=error, limit=limit, ok=error <= limit)
-
-
-def _nudged(x: np.ndarray, unit: float, seed: int, *, exact: bool) -> np.ndarray:
-    """Return the array with every number increased or decreased by `unit` times itself."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    signs = np.random.default_rng(seed).choice((-1.0, 1.0), size=x.shape)
-    return np.asarray(x * (1 + unit * signs), widened(x).dtype if exact else x.dtype)
