@@ -250,6 +250,8 @@ class Checkpoints:
         self._settle()
         with contextlib.suppress(Exception):  # `_settle` has logged the error
             self._manager.close()
+        if jax.process_index() == 0:
+            self._folders.clear_failed()
         if final and self._failed:
             raise CheckpointError(f'the last checkpoint is not in {self.folder}: {self._failed}')
 
@@ -312,7 +314,7 @@ class Checkpoints:
                 'checkpoint %d is written, but older ones could not be deleted: %s', step, why
             )
         else:
-            self._folders.remove([step])
+            self._folders.remove_failed(step)
             self._failed, self._retry = why, not self._is_retry
             then = 'trying again' if self._retry else 'the next save is tried when it is due'
             logger.warning('checkpoint %d could not be written (%s); %s', step, why, then)

@@ -37,6 +37,7 @@ class StepFolders:
     def __init__(self, folder: Path):
         self.folder = folder
         self._refused: set[int] = set()
+        self._failed: set[int] = set()
         self._named: set[Path] = set()
         self._swept = False
 
@@ -103,12 +104,13 @@ class StepFolders:
         """Return whether a usable checkpoint of `step` exists, and whether a folder is in the way.
 
         A folder that is not the run's own is moved aside. The first call also deletes unfinished
-        saves.
+        saves, and each call what threads of failed saves have written since.
         """
         path, sound, in_the_way = self.folder / str(step), False, False
         if jax.process_index() == 0:
             if not self._swept:
                 sweep(self.folder)
+            self.clear_failed()
             in_the_way = move_aside(path) or is_finished(path) or path.is_symlink()
             sound = (
                 is_finished(path)
@@ -122,6 +124,22 @@ class StepFolders:
     def renew(self, step: int) -> None:
         """Forget that `step` was rejected, because it is being written again."""
         self._refused.discard(step)
+        self._failed.discard(step)
+
+    def remove_failed(self, step: int) -> None:
+        """Delete the folder of a failed save.
+
+        Orbax reports the first array that fails while others are still being written, and these
+        create their folder again: `clear_failed` deletes it then.
+        """
+        self._failed.add(step)
+        self.remove([step])
+
+    def clear_failed(self) -> None:
+        """Delete the folders of failed saves that exist again; called in the first process."""
+        for path in (self.folder / str(step) for step in self._failed):
+            if path.is_dir() and not path.is_symlink() and not is_finished(path):
+                delete_folder(path)
 
     def remove(self, steps: Sequence[int]) -> None:
         """Delete these steps in the first process, the newest first.
