@@ -4,6 +4,7 @@ XLA has no option to stop after its passes. It writes the last module to a folde
 its cache of kernels, so a cache that it cannot read ends the compilation at this point.
 """
 
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,7 +42,8 @@ def last_module(compile_with: Callable[[dict[str, Any]], Any], options: Mapping[
         except jax.errors.JaxRuntimeError:
             if not (found := {*folder.glob(_LAST)} - known):
                 raise
-            return full_text(hlo.hlo_module_from_text(found.pop().read_text()))
+            text = readable(found.pop().read_text())
+            return full_text(hlo.hlo_module_from_text(text))
         return full_text(compiled.xla_executable.hlo_modules()[0])
 
 
@@ -59,3 +61,19 @@ def full_text(module: hlo.HloModule) -> str:
     printed = hlo.HloPrintOptions()
     printed.print_large_constants = True
     return module.to_string(printed)
+
+
+def readable(text: str) -> str:
+    """Return a module's text without control predecessors that it does not define.
+
+    jax 0.12's XLA writes an element of a tuple as `%tuple#1` where it is used, without a line of
+    its own, but names it as a control predecessor, and cannot read that. A scheduled module runs in
+    the order of its lines with or without control predecessors.
+    """
+    defined = {*re.findall(r'^\s+(?:ROOT )?(%?[^\s=]+) = ', text, re.MULTILINE)}
+
+    def present(found: re.Match[str]) -> str:
+        names = [name for name in found['names'].split(', ') if name in defined]
+        return f', control-predecessors={{{", ".join(names)}}}' if names else ''
+
+    return re.sub(r', control-predecessors=\{(?P<names>[^}]*)\}', present, text)

@@ -11,7 +11,7 @@ from jax._src.lib import hlo
 from megajax.core.hardware.targets import gpu_devices, has_compiler
 from megajax.xla.emulate.bisect import dump_options, modules
 from megajax.xla.emulate.execute import compile_for_gpu, optimized_for_gpu
-from megajax.xla.emulate.last_module import full_text
+from megajax.xla.emulate.last_module import full_text, readable
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler")
 
@@ -68,3 +68,19 @@ def test_the_pass_dumps_for_a_bisection_end_with_the_last_module(tmp_path):
     dumps = modules(tmp_path)
     assert len(dumps) > 10
     assert lines(full_text(hlo.hlo_module_from_text(dumps[-1].read_text()))) == lines(text)
+
+
+SCHEDULED = """HloModule step, is_scheduled=true
+
+ENTRY %main (p: (f32[8], f32[8])) -> f32[8] {
+  %p = (f32[8]{0}, f32[8]{0}) parameter(0)
+  %first = f32[8]{0} negate(%p#0)
+  ROOT %last = f32[8]{0} add(%first, %p#1), control-predecessors={%first, %get-tuple-element.1.0}
+}
+"""
+
+
+def test_control_predecessors_without_a_line_of_their_own_are_left_out():
+    text = readable(SCHEDULED)
+    assert text == SCHEDULED.replace(', %get-tuple-element.1.0}', '}')
+    assert readable(SCHEDULED.replace('%first, %get', '%get')).count('predecessors') == 0
