@@ -5,6 +5,7 @@ The caller need not have imported jax.
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,8 @@ from megajax.core.hardware.tpus import ENVIRONMENT, TPUS
 if TYPE_CHECKING:
     from megajax.core.train.compiled_step import CompiledStep
 
+# Why a signal ends a compiler.
+CAUSES = {'SIGALRM': ' (it took too long)', 'SIGKILL': ' (the system does this if memory runs out)'}
 MARK = 'megajax config: '  # before each line of a ConfigError, since plugins write to stderr too
 
 
@@ -49,7 +52,8 @@ def call_in_child(
     `say` gets each line that it prints.
 
     Raises ConfigError if cuDNN's library is missing or the child raises a ConfigError, and
-    RuntimeError with the child's errors if the child fails in any other way.
+    RuntimeError with the child's errors, and the signal if one ended it, if the child fails in any
+    other way.
     """
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
     environment |= ENVIRONMENT if target in TPUS else {}
@@ -74,6 +78,11 @@ def call_in_child(
     if child.returncode == ConfigError.exit_code:
         raise ConfigError(
             *(line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK))
+        )
+    if child.returncode < 0:
+        name = signal.Signals(-child.returncode).name
+        raise RuntimeError(
+            f'{name} ended the compilation for {target}{CAUSES.get(name, "")}:\n{output}'
         )
     if child.returncode:
         raise RuntimeError(f'the step did not compile for {target}:\n{output}')

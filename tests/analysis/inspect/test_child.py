@@ -68,6 +68,11 @@ def test_what_it_fails_with_is_told(call: Callable[..., list[str]]) -> None:
         call("raise ValueError('what went wrong')")
 
 
+def test_the_signal_that_ends_it_is_told(call: Callable[..., list[str]]) -> None:
+    with pytest.raises(RuntimeError, match=r'^SIGKILL ended .* for h100 \(.*memory runs out\):\n'):
+        call('import os, signal; os.kill(os.getpid(), signal.SIGKILL)')
+
+
 def test_without_cudnn_the_fix_is_told(call: Callable[..., list[str]]) -> None:
     with pytest.raises(
         ConfigError,
