@@ -128,7 +128,8 @@ def _rows(found: FunctionInspection) -> list[tuple[tuple[str, str], Transfer]]:
     """Return the axis, line and transfer of each row: equal transfers of a line are one row."""
     rows: dict[tuple[str, ...], tuple[tuple[str, str], Transfer]] = {}
     for each in found.transfers:
-        place = each.axis, each.source.split(' < ')[0] or each.op_name
+        line = each.source.split(' < ')[0].rpartition('site-packages/')[2]
+        place = each.axis, line or each.op_name
         key = *place, each.transfer.kind, each.transfer.array
         sums = {}
         if key in rows:

@@ -1,5 +1,7 @@
 """`megajax.inspect(function, *args)`: the collectives of a function without a config."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -57,6 +59,17 @@ def test_equal_transfers_of_a_line_are_one_row_and_axes_of_one_device_are_not_sh
     assert len(found.transfers) == 2
     assert '2 AR f32[4,16]' in str(found)
     assert 'stage' not in str(found)
+
+
+def test_a_line_of_an_installed_package_is_named_from_its_package_on(mesh) -> None:
+    library: dict[str, Any] = {'jnp': jnp, 'P': jax.P}
+    code = (
+        "def f(x, w): return jnp.einsum('bd,df->bf', x, w, out_sharding=P('data', 'model')).sum(1)"
+    )
+    exec(compile(code, '/venv/lib/python3.11/site-packages/peer/layers.py', 'exec'), library)
+    with jax.set_mesh(mesh):
+        found = megajax.inspect(library['f'], *arguments_of_mlp(mesh)[:2])
+    assert ' peer/layers.py:1' in str(found)
 
 
 def test_a_compiled_program_is_inspected_too(mesh) -> None:
