@@ -14,8 +14,8 @@ from held_out import held_out
 
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.overlap import HiddenBy, hidden_by_ticks
-from megajax.analysis.plan.programs import FSDP, MEGATRON, Software
+from megajax.analysis.plan.overlap import NOTHING, HiddenBy, hidden_by_ticks
+from megajax.analysis.plan.programs import FSDP, MEGATRON
 from megajax.analysis.plan.time import StepTime, step_time
 from megajax.core.config import Config, load
 from megajax.core.counts.collective import EXCHANGE, PERMUTE, Expected
@@ -31,33 +31,20 @@ def hidden_by_other_pass(collective: Expected, config: Config) -> HiddenBy:
 
     The all-to-alls of a microbatch overlap the matmuls of another one's other pass.
     """
+    if collective.site.axis == 'model':
+        return NOTHING
     if collective.kind != EXCHANGE:
         return MEGATRON.hidden_by(collective, config)
     return hidden_by_ticks(dataclasses.replace(collective, kind=PERMUTE), config)
 
 
-class Bridge(Software):
-    """Megatron with one GPU for each expert: each tensor-parallel rank sends its own tokens."""
-
-    def sent_in_passes(self, config: Config) -> list[Expected]:
-        """Return all collectives of the passes; megajax would gather the tokens over `model`."""
-        found = []
-        for sent in super().sent_in_passes(config):
-            if sent.site.name != 'experts':
-                found.append(sent)
-            elif sent.site.axis != 'model':
-                rows, size = sent.array.shape
-                own = sent.array._replace(shape=(rows // config.mesh.model, size))
-                found.append(dataclasses.replace(sent, array=own))
-        return found
-
-
-# Bridge's recipes for H100s overlap the all-to-alls of the larger model alone
-# (scripts/performance/configs/qwen, moe_a2a_overlap).
+# Bridge's recipes for H100s overlap the all-to-alls of the larger model, but not its tensor
+# parallelism (scripts/performance/configs/qwen: moe_a2a_overlap, tp_comm_overlap).
+BRIDGE = dataclasses.replace(MEGATRON, has_whole_experts=True)
 PROGRAMS = {
     ('automodel', 'qwen3_30b_a3b'): FSDP,
-    ('bridge', 'qwen3_30b_a3b'): MEGATRON,
-    ('bridge', 'qwen3_235b_a22b'): Bridge(**vars(MEGATRON) | {'hidden_by': hidden_by_other_pass}),
+    ('bridge', 'qwen3_30b_a3b'): BRIDGE,
+    ('bridge', 'qwen3_235b_a22b'): dataclasses.replace(BRIDGE, hidden_by=hidden_by_other_pass),
 }
 
 
@@ -120,12 +107,17 @@ def rows() -> list[Row]:
     return found
 
 
+def seconds_of_all_to_alls(time: StepTime) -> float:
+    """Return the seconds in which a step sends tokens to experts and back, exposed or not."""
+    return sum(one.seconds for one in time.transfers if one.kind == EXCHANGE)
+
+
 def table(found: list[Row]) -> str:
     """Return the rows and their errors as Markdown."""
     lines = [
         '| model | software | dtype | GPUs | tp x pp x vp, ep | published tokens/s per GPU | '
-        'predicted | error | matmul | memory-bound | exposed |',
-        '|---|---|---|---|---|---|---|---|---|---|---|',
+        'predicted | error | matmul | memory-bound | exposed | all-to-alls in the published step |',
+        '|---|---|---|---|---|---|---|---|---|---|---|---|',
     ]
     for row in found:
         values, time = row.values, row.time
@@ -140,6 +132,7 @@ def table(found: list[Row]) -> str:
             f'{row.predicted:,.0f}',
             f'{row.error:+.1%}{" (held out)" if row.held_out else ""}',
             *(f'{share / time.total:.1%}' for share in shares),
+            f'{seconds_of_all_to_alls(time) * row.published / row.predicted / time.total:.1%}',
         ]
         lines.append(f'| {" | ".join(cells)} |')
     for name, errors in (
@@ -164,8 +157,8 @@ def degrees() -> str:
         for count in (8, 16, 64):
             config = load('qwen3_30b_a3b', [*settings.split(), f'mesh.experts={count}'])
             time = step_time(config, Cluster.of(hardware(gpu), 64))
-            sent = sum(one.seconds for one in time.transfers if one.kind == EXCHANGE)
-            lines.append(f'| {gpu} | {count} | {1e3 * time.total:,.0f} | {1e3 * sent:,.1f} |')
+            sent = 1e3 * seconds_of_all_to_alls(time)
+            lines.append(f'| {gpu} | {count} | {1e3 * time.total:,.0f} | {sent:,.1f} |')
     return '\n'.join(lines)
 
 

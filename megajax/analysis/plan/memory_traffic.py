@@ -27,16 +27,18 @@ class Traffic:
     times: float  # runs in a step
 
 
-def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -> Iterator[Traffic]:
+def traffic_of_layers(
+    config: Config, *, flash: bool, in_buffers: bool = True, at_experts: Config | None = None
+) -> Iterator[Traffic]:
     """Yield the operations of the layers; a fused one reads and writes each array once.
 
     `in_buffers` is whether tokens are sent to experts in buffers that have room for more than a
-    balanced load.
+    balanced load. `at_experts` has the layout of the experts, if it differs from the other layers'.
     """
     # Between the two matmuls of a sublayer, 2-D tensor parallelism shards the batch.
     model, t, widths = config.model, config.mesh.tensor_parallel, dim_sizes(config.model)
     attention = stacks(model)[0].sublayer
-    tokens = config.microbatch_rows * config.train.seq_len // config.mesh.context
+    tokens = _tokens(config)
     size = BYTES[config.train.dtype]
     residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
     heads = tokens * elements(attention.first.outputs, widths) * size / t
@@ -48,7 +50,7 @@ def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -
     yield Traffic(name='norms', bytes=of_norms, times=times)
     yield Traffic(name='residual', bytes=2 * (3 * forwards + 2) * residual, times=times)
     yield Traffic(name='heads', bytes=2 * (forwards + 1) * heads, times=times)
-    yield from _of_networks(config, tokens, times, in_buffers=in_buffers)
+    yield from _of_networks(config, at_experts or config, times, in_buffers=in_buffers)
     if not flash:
         keys, _ = scored_keys(model, config.train.seq_len)
         scores = tokens * model.num_heads / t * float(keys) * size
@@ -59,7 +61,14 @@ def traffic_of_layers(config: Config, *, flash: bool, in_buffers: bool = True) -
         )
 
 
-def _of_networks(config: Config, tokens: int, runs: int, *, in_buffers: bool) -> Iterator[Traffic]:
+def _tokens(config: Config) -> int:
+    """Return the tokens of a microbatch on a device, before sequence parallelism."""
+    return config.microbatch_rows * config.train.seq_len // config.mesh.context
+
+
+def _of_networks(
+    config: Config, at_experts: Config, runs: int, *, in_buffers: bool
+) -> Iterator[Traffic]:
     """Yield the operations of MLPs and experts in this many runs of layers."""
     model, widths, size = config.model, dim_sizes(config.model), BYTES[config.train.dtype]
     forwards = 2 if config.train.recompute == 'full' else 1
@@ -67,17 +76,36 @@ def _of_networks(config: Config, tokens: int, runs: int, *, in_buffers: bool) ->
     for (name, _, down, _), dim in stacks(model)[1:]:
         times = num_in_stack(model, dim, runs)
         if name == 'mlp':
-            hidden = tokens * elements(down.inputs, widths) * size / config.mesh.tensor_parallel
+            hidden = (
+                _tokens(config) * elements(down.inputs, widths) * size / config.mesh.tensor_parallel
+            )
             yield Traffic(name='activation', bytes=moved * hidden, times=times)
             continue
-        layout = Layout.of(config)
-        experts = ExpertArrays.of(config, layout, tokens, size, in_buffers=in_buffers)
+        layout, tokens = Layout.of(at_experts), _tokens(at_experts)
+        experts = ExpertArrays.of(at_experts, layout, tokens, size, in_buffers=in_buffers)
         assert experts is not None
         yield Traffic(name='activation', bytes=moved * experts.hidden, times=times)
-        # Each pass moves rows to the experts and back, and reads and writes them in each buffer.
-        sent = 4 * (experts.rows + experts.sent) + (2 * experts.results if in_buffers else 0)
+        moved = _moved_in_buffers(experts) if in_buffers else _moved_exactly(config, experts)
         routed = 4 * experts.routing
-        yield Traffic(name='dispatch', bytes=(forwards + 1) * (sent + routed), times=times)
+        yield Traffic(name='dispatch', bytes=(forwards + 1) * (moved + routed), times=times)
+
+
+def _moved_in_buffers(experts: ExpertArrays) -> float:
+    """Return the bytes in which a pass moves rows to the experts and back, over full buffers."""
+    return 4 * (experts.rows + experts.sent) + 2 * experts.results
+
+
+def _moved_exactly(config: Config, experts: ExpertArrays) -> float:
+    """Return the bytes in which Megatron-Core moves rows to the experts and back in a pass.
+
+    A permutation reads each token once and writes a row for each of its experts. With expert
+    parallelism, the received rows are sorted by expert. In FP8, another copy pads the rows of each
+    expert to the sizes of FP8 matmuls (`TEGroupedMLP`). All of this is undone after the matmuls.
+    """
+    assert config.model.experts is not None
+    of_tokens = experts.results / config.model.experts.active
+    copies = (experts.sent > 0) + (config.train.dtype == 'fp8')
+    return 2 * (experts.results + of_tokens) + 4 * copies * experts.rows
 
 
 def traffic_of_loss(config: Config) -> Iterator[Traffic]:

@@ -8,6 +8,7 @@ from typing import Literal
 from megajax.analysis.plan import communication
 from megajax.analysis.plan.experts import exchanges_of_tokens, later_exchanges
 from megajax.analysis.plan.launches import num_launches
+from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.overlap import (
     NOTHING,
     HiddenBy,
@@ -71,6 +72,9 @@ class Software:
     shares_head: bool = False
     # Whether it sends tokens to experts in buffers, with room for 1.25 times a balanced load.
     sends_buffers: bool = False
+    # Whether the GPUs of a tensor-parallel group have different experts, and each sends its own
+    # tokens (--expert-tensor-parallel-size 1).
+    has_whole_experts: bool = False
     # The ratio of the tokens of the busiest device's experts to the mean over the devices of a
     # layer.
     imbalance: float = 1.0
@@ -127,13 +131,30 @@ class Software:
             }
         )
 
+    def at_experts(self, config: Config) -> Config:
+        """Return the config with the layout that its experts have."""
+        mesh, train = config.mesh, config.train
+        if not self.has_whole_experts or mesh.model == 1:
+            return config
+        return changed(
+            config,
+            mesh__data=mesh.data * mesh.model,
+            mesh__model=1,
+            mesh__sequence_parallel=False,
+            mesh__experts=mesh.experts * mesh.model,
+            train__batch_size=train.batch_size * mesh.model,
+            train__seq_len=train.seq_len // mesh.model,
+        )
+
     def sent_in_passes(self, config: Config) -> list[Expected]:
         """Return all collectives of the passes, including the ones that send tokens to experts."""
         sent = self.in_passes(config)
         if config.model.experts is None:
             return sent
+        if self.has_whole_experts:
+            sent = [collective for collective in sent if collective.site.name != 'experts']
         to_experts = later_exchanges if self.sends_buffers else exchanges_of_tokens
-        return [*sent, *to_experts(config, self.imbalance)]
+        return [*sent, *to_experts(self.at_experts(config), self.imbalance)]
 
     def without_order(self, config: Config) -> Config:
         """Return the config, without megajax's overlap if the software does not support it."""

@@ -213,9 +213,12 @@ class Timer:
             program.slowdown * product_seconds(product, config, cluster, program.attention)
             for product in work
         ]
+        at_experts = program.at_experts(config)
         if config is not asked:
             of_products = _with_shorter_end(work, of_products, config)
-        of_layers = traffic_of_layers(config, flash=flash, in_buffers=program.sends_buffers)
+        of_layers = traffic_of_layers(
+            config, flash=flash, in_buffers=program.sends_buffers, at_experts=at_experts
+        )
         moved = [*of_layers, *traffic_of_loss(at_head)]
         if config.vision is not None:
             encoder = as_model(config)
@@ -224,7 +227,10 @@ class Timer:
         times = [product.times for product in work] + [operation.times for operation in moved]
         if config.train.dtype == 'fp8':
             times += [product.times for product in work]
-            of_traffic += [rounding_seconds(product, config, cluster, program) for product in work]
+            of_traffic += [
+                rounding_seconds(x, at_experts if x.of_experts else config, cluster, program)
+                for x in work
+            ]
         seconds = defaultdict[tuple[str, Phase], float](float)
         for product, product_time in zip(work, of_products, strict=True):
             seconds[product.name, product.phase] += product_time
@@ -276,7 +282,10 @@ def _matmuls(config: Config, program: Software, *, flash: bool) -> list[Product]
     """Return the matmuls of a step on the device that has the most."""
     work = products(config, flash=flash, recomputes_last=program.recomputes_last)
     if config.model.experts is not None:
-        work = [of_busiest(product, config, program.imbalance) for product in work]
+        at_experts = program.at_experts(config)
+        there = products(at_experts, flash=flash, recomputes_last=program.recomputes_last)
+        work = [product for product in work if not product.of_experts]
+        work += [of_busiest(x, at_experts, program.imbalance) for x in there if x.of_experts]
     if config.train.recompute == 'selective':
         work += _repeated(work, program.repeats(config.model))
     if config.mesh.stages > 1 and not program.shares_head:

@@ -82,7 +82,8 @@ def transfers(
             program.gradient_bytes / 4 if site.name == 'gradients' else 1
         )
         if site.axis not in rings:
-            rings[site.axis] = cluster.ring(config, site.axis)
+            in_layout = program.at_experts(config) if site.name == 'experts' else config
+            rings[site.axis] = cluster.ring(in_layout, site.axis)
         ring = rings[site.axis]
         needed = collective.times * ring.seconds(collective.kind, wire)
         share, names, phase, of_products = program.hidden_by(collective, config)

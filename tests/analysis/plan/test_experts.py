@@ -14,6 +14,7 @@ from megajax.analysis.plan.experts import imbalance_of_run
 from megajax.analysis.plan.launches import num_launches
 from megajax.analysis.plan.layouts import Mesh, changed, layouts
 from megajax.analysis.plan.memory import memory
+from megajax.analysis.plan.memory_traffic import traffic_of_layers
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.overlap import HiddenBy
 from megajax.analysis.plan.planning import plan
@@ -31,8 +32,8 @@ from megajax.core.counts.products import products
 from megajax.core.hardware.records import hardware
 from megajax.xla.hlo.program import Array
 
-RESULTS = Path(__file__).parents[3] / 'benchmarks/results/2026-11-28_plan_experts.csv'
-LINES = [*csv.DictReader(RESULTS.open(newline=''))]
+RESULTS = Path(__file__).parents[3] / 'benchmarks/results'
+LINES = [*csv.DictReader((RESULTS / '2026-11-28_plan_experts.csv').open(newline=''))]
 ON_8 = Cluster.of(hardware('h100'), 8)
 
 
@@ -141,6 +142,42 @@ def test_fully_sharded_experts_are_gathered_by_the_devices_that_have_the_same() 
     assert set(elements) == {'data', 'data+expert'}
     of_experts = 2 * 4 * 3 * 4096 * 14336  # layers, own experts, matrices
     assert elements['data'] == of_experts
+
+
+def moved_by_dispatch(config: Config, *, in_buffers: bool = False) -> float:
+    moves = traffic_of_layers(config, flash=True, in_buffers=in_buffers)
+    return sum(one.bytes for one in moves if one.name == 'dispatch')
+
+
+@pytest.mark.parametrize(('degree', 'copies'), [(1, 0), (2, 1)])
+def test_megatron_reads_a_token_once_and_sorts_the_rows_that_it_receives(
+    degree: int, copies: int
+) -> None:
+    in_16_bits = config(mesh__experts=degree, train__recompute='none')
+    tokens, size, active, count = 2 * 4096, 2 * 4096, 2, 8  # of a device; bytes; experts
+    routing = 4 * 4 * tokens * (count + active)
+    of_pass = 2 * tokens * size * (1 + active) + copies * 4 * tokens * size * active + routing
+    assert moved_by_dispatch(in_16_bits) == 2 * of_pass
+    in_8_bits, padding = changed(in_16_bits, train__dtype='fp8'), 4 * tokens * size * active
+    assert moved_by_dispatch(in_8_bits) == 2 * (of_pass + padding)
+    buffers = [moved_by_dispatch(one, in_buffers=True) for one in (in_16_bits, in_8_bits)]
+    assert buffers[0] == buffers[1]
+
+
+def test_experts_without_tensor_parallelism_have_the_same_flops_and_fewer_rows() -> None:
+    whole = replace(MEGATRON, has_whole_experts=True)
+    sharded = config(mesh__data=4, mesh__model=2, mesh__sequence_parallel=True, mesh__experts=4)
+    there = whole.at_experts(sharded)
+    assert there.mesh.num_devices == sharded.mesh.num_devices
+    flops = [
+        sum(x.times * x.flops for x in products(one, flash=True) if x.of_experts)
+        for one in (sharded, there)
+    ]
+    assert flops[0] == flops[1]
+    # Each of two GPUs sends 7/8 of its own rows, not 3/4 of the rows of both.
+    ratio = sent_to_experts(sharded, whole) / sent_to_experts(sharded, MEGATRON)
+    assert ratio == pytest.approx((7 / 8) / (2 * 3 / 4))
+    assert step_time(sharded, ON_8, whole).total < step_time(sharded, ON_8, MEGATRON).total
 
 
 def test_a_search_compares_the_largest_degrees_inside_a_host_and_of_all() -> None:
@@ -276,4 +313,4 @@ def test_a_run_gives_the_load_of_its_last_steps(tmp_path: Path) -> None:
 def test_the_published_rows_are_those_of_today() -> None:
     load_script('held_out')  # which the script imports
     script = load_script('plan_experts')
-    assert script.table(script.rows()) in RESULTS.with_suffix('.md').read_text()
+    assert script.table(script.rows()) in (RESULTS / '2026-11-29_plan_experts.md').read_text()
