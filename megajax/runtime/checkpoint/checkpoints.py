@@ -3,8 +3,7 @@
 A step's folder contains Orbax's arrays in `state`, `record.json`, `tokenizer.json` and the digests
 of all these files. Orbax writes its commit marker last and deletes old steps only afterwards. A
 committed step therefore always has digests, and once one step is committed, there is always at
-least one committed step. With several processes, all of them call the same methods and share the
-folder.
+least one committed step. With several processes, all call the same methods and share the folder.
 """
 
 import contextlib
