@@ -132,19 +132,17 @@ def _possible(
 def _timed(choices: Iterable[Choice], timer: Timer, *, prune: bool) -> Iterator[Choice]:
     """Time layouts of one mesh until no remaining layout can be the fastest."""
     best = float('inf')
-    # The layouts are sorted by a lower bound of their time, which is refined before a layout is
-    # timed.
-    waiting = [
-        (timer.floor(choice.config), order, False, choice) for order, choice in enumerate(choices)
-    ]
-    heapq.heapify(waiting)
+    # The layouts are sorted by a lower bound of their time. The bounds come in the order of their
+    # cost, and the next one is computed if the ones before are below the fastest time.
+    bounds = timer.floor, timer.computing, timer.at_least
+    waiting = [(0.0, order, 0, choice) for order, choice in enumerate(choices)]
     while waiting:
-        at_least, order, is_refined, choice = heapq.heappop(waiting)
+        at_least, order, known, choice = heapq.heappop(waiting)
         if prune and at_least > best:
             yield dataclasses.replace(choice, at_least=at_least)
-        elif prune and not is_refined:
-            at_least = max(at_least, timer.at_least(choice.config))
-            heapq.heappush(waiting, (at_least, order, True, choice))
+        elif prune and known < len(bounds):
+            at_least = max(at_least, bounds[known](choice.config))
+            heapq.heappush(waiting, (at_least, order, known + 1, choice))
         else:
             time = timer.step(choice.config)
             best = min(best, time.total)

@@ -29,12 +29,12 @@ from megajax.analysis.plan.memory_traffic import (
 )
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, Software
-from megajax.analysis.plan.transfers import PlannedTransfer, Waiting, transfers
+from megajax.analysis.plan.transfers import PlannedTransfer, ProductKey, Waiting, transfers
 from megajax.core.config import Config
 from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.flops import Flops, step_flops
 from megajax.core.counts.muon import newton_schulz
-from megajax.core.counts.product import DENSE, Phase, Product
+from megajax.core.counts.product import DENSE, Product
 from megajax.core.counts.products import products
 from megajax.core.counts.runs import Runs, ticks
 
@@ -108,20 +108,41 @@ def step_time(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> 
 class _InGroup:
     """The part of a step of a tensor-parallel group that does not depend on ZeRO."""
 
+    config: Config
+    cluster: Cluster
+    program: Software
     # Number of runs and seconds of each matmul and memory-bound operation.
     parts: list[tuple[float, float]]
-    products: float
+    seconds: Mapping[ProductKey, float]  # seconds of matmuls
     idle: float
     memory_bound: float
-    waiting: Waiting  # the matmuls' seconds, less those that hide the group's collectives
-    transfers: tuple[PlannedTransfer, ...]
     flash: bool
-    num_launches: int
 
     @cached_property
-    def total(self) -> float:
-        """Return the seconds without launch overhead."""
-        return self.products + self.memory_bound + sum(sent.exposed for sent in self.transfers)
+    def products(self) -> float:
+        """Return the seconds of all matmuls."""
+        return sum(self.seconds.values())
+
+    @property
+    def transfers(self) -> tuple[PlannedTransfer, ...]:
+        """Return the group's collectives."""
+        return self._sent[0]
+
+    @property
+    def waiting(self) -> Waiting:
+        """Return the matmuls' seconds, less those that hide the group's collectives."""
+        return self._sent[1].copy()
+
+    @cached_property
+    def _sent(self) -> tuple[tuple[PlannedTransfer, ...], Waiting]:
+        waiting, collectives = Waiting.of(self.seconds), self.program.sent_in_passes(self.config)
+        sent = transfers(collectives, self.config, self.cluster, self.program, waiting)
+        return tuple(sent), waiting
+
+    @cached_property
+    def num_launches(self) -> int:
+        """Return the number of kernels of a step."""
+        return self.program.num_launches(self.config)
 
 
 class Timer:
@@ -148,9 +169,7 @@ class Timer:
         of_weights = [(moves.times, traffic_seconds(moves, cluster)) for moves in moved]
         iterated = newton_schulz(config)
         of_muon = [(x.times, product_seconds(x, config, cluster)) for x in iterated]
-        over_data = transfers(
-            program.over_data(config), config, cluster, program, group.waiting.copy()
-        )
+        over_data = transfers(program.over_data(config), config, cluster, program, group.waiting)
         return StepTime(
             products=group.products + sum(seconds for _, seconds in of_muon),
             idle=group.idle,
@@ -183,9 +202,15 @@ class Timer:
             self._forward = flops.layers + attention, flops.head
         return self._forward
 
+    def computing(self, config: Config) -> float:
+        """Return a lower bound on the seconds of a step of `config`, without any collectives."""
+        group = self._in_group(config)
+        return group.products + group.memory_bound
+
     def at_least(self, config: Config) -> float:
         """Return a lower bound on the seconds of a step of `config` with any ZeRO stage."""
-        return self._in_group(config).total
+        exposed = sum(sent.exposed for sent in self._in_group(config).transfers)
+        return self.computing(config) + exposed
 
     def _flops_of(self, config: Config, *, flash: bool) -> Flops:
         if (key := _whatever_is_sharded(config)) not in self._flops:
@@ -231,23 +256,21 @@ class Timer:
                 rounding_seconds(x, at_experts if x.of_experts else config, cluster, program)
                 for x in work
             ]
-        seconds = defaultdict[tuple[str, Phase], float](float)
+        seconds = defaultdict[ProductKey, float](float)
         for product, product_time in zip(work, of_products, strict=True):
             seconds[product.name, product.phase] += product_time
         in_layers = sum(
             time for x, time in zip(work, of_products, strict=True) if x.where != 'head'
         )
-        waiting = Waiting.of(seconds)
-        sent = transfers(program.sent_in_passes(config), config, cluster, program, waiting)
         return _InGroup(
+            config=config,
+            cluster=cluster,
+            program=program,
             parts=[*zip(times, of_products + of_traffic, strict=True)],
-            products=sum(seconds.values()),
+            seconds=seconds,
             idle=_idle_share(config) * in_layers,
             memory_bound=sum(of_traffic),
-            waiting=waiting,
-            transfers=tuple(sent),
             flash=flash,
-            num_launches=program.num_launches(config),
         )
 
 
