@@ -83,15 +83,13 @@ class MeshConfig(Section):
 
         The mesh leaves out axes of one device, except `data` and `model`.
         """
-        sizes = {'replica': self.replicas} if self.replicas > 1 else {}
-        if self.stages > 1:
-            sizes['stage'] = self.stages
-        sizes['data'] = self.data // (self.replicas * self.experts)
-        if self.experts > 1:
-            sizes['expert'] = self.experts
-        if self.context > 1:
-            sizes['context'] = self.context
-        if self.model_rows > 1:
-            sizes['row'] = self.model_rows
-        sizes['model'] = self.model
-        return sizes
+        sizes = {
+            'replica': self.replicas,
+            'stage': self.stages,
+            'data': self.data_shards // self.experts,
+            'expert': self.experts,
+            'context': self.context,
+            'row': self.model_rows,
+            'model': self.model,
+        }
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis in ('data', 'model')}

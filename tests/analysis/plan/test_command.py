@@ -23,7 +23,7 @@ from megajax.core.hardware.memory import USABLE
 from megajax.core.hardware.records import hardware
 from megajax.core.hardware.targets import has_compiler
 
-MOST_CALLS = 3_300_000  # of Python functions; a slow core makes them in 2 to 3 s
+MOST_CALLS = 3_100_000  # of Python functions; a slow core makes them in 2 to 3 s
 
 
 @functools.cache
