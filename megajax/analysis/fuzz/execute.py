@@ -18,7 +18,7 @@ from megajax.analysis.fuzz.draw import MOST_DEVICES, draw
 from megajax.analysis.fuzz.explain import explained
 from megajax.analysis.inspect.emulated_step import EmulatedStep
 from megajax.analysis.inspect.result import Compared
-from megajax.analysis.inspect.tolerances import has_16_bits, judged
+from megajax.analysis.inspect.tolerances import has_16_bits
 from megajax.core.config import Config, ConfigError
 
 PATIENCE = 1800  # seconds after which a step counts as hanging, even on a busy machine
@@ -29,9 +29,9 @@ BEGUN, DONE = 'begun ', 'done '  # precede a number, and a Case as JSON
 def executed(config: Config, target: str) -> dict[str, Worst]:
     """Compile and execute a step; in 16 bits, execute it a second time with fp32 instead."""
     step = EmulatedStep(config, target)
-    found = {'as_compiled': _worst(judged(step.differences(), config, exact=False))}
+    found = {'as_compiled': _worst(step.results())}
     if has_16_bits(config):
-        found['exact'] = _worst(judged(step.differences(exact=True), config, exact=True))
+        found['exact'] = _worst(step.results(exact=True))
     return found
 
 

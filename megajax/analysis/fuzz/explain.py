@@ -20,7 +20,7 @@ from megajax.analysis.fuzz.case import Case
 from megajax.analysis.fuzz.draw import described
 from megajax.analysis.inspect.emulated_step import EmulatedStep
 from megajax.analysis.inspect.minimize import smallest
-from megajax.analysis.inspect.tolerances import has_16_bits, judged
+from megajax.analysis.inspect.tolerances import has_16_bits
 from megajax.core.config import Config, dump
 from megajax.xla.emulate.bisect import Culprit, dump_options, first_wrong, modules
 from megajax.xla.hlo.errors import HloError
@@ -81,7 +81,7 @@ def _files_of_wrong(config: Config, case: Case, folder: Path) -> str:
         for path in dumps.glob('*jit_train_step*before_optimizations.txt'):
             shutil.copy(path, folder / 'before_optimizations.txt')
         (folder / 'after_optimizations.txt').write_text(step.program.text)
-        results = judged(step.differences(exact=exact), config, exact=exact)
+        results = step.results(exact=exact)
         with (folder / 'results.csv').open('w', newline='') as file:
             writer = csv.writer(file)
             writer.writerow(['result', 'error', 'limit', 'ok'])
@@ -90,8 +90,7 @@ def _files_of_wrong(config: Config, case: Case, folder: Path) -> str:
         np.savez(folder / 'worst_result.npz', actual=actual, expected=expected)
 
         def is_right(text: str) -> bool:
-            differences = step.differences(exact=exact, text=text)
-            return all(result.ok for result in judged(differences, config, exact=exact))
+            return step.results(exact=exact, text=text)[0].ok
 
         try:
             culprit = first_wrong(modules(dumps), is_right)

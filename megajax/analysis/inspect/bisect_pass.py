@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from megajax.analysis.inspect.emulated_step import EmulatedStep
-from megajax.analysis.inspect.tolerances import Say, judged
+from megajax.analysis.inspect.tolerances import Say
 from megajax.core.config import Config
 from megajax.xla.emulate.bisect import dump_options, first_wrong, modules
 
@@ -16,7 +16,6 @@ def culprit(config: Config, target: str, *, exact: bool, say: Say) -> str:
         step = EmulatedStep(config, target, dump_options(Path(folder)))
 
         def is_right(text: str) -> bool:
-            differences = step.differences(exact=exact, text=text)
-            return all(result.ok for result in judged(differences, config, exact=exact))
+            return step.results(exact=exact, text=text)[0].ok
 
         return str(first_wrong(modules(Path(folder)), is_right, say))

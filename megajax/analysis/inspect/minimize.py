@@ -9,8 +9,7 @@ from megajax.analysis.inspect.one_device import IN_FP32, updated
 from megajax.core.config import Config
 from megajax.core.config.schema import SECTIONS
 
-# Changes in the order in which they are tried. Those that remove options come first, then those
-# that reduce sizes.
+# Values that use less of megajax, in the order in which they are tried.
 _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
     {'train': IN_FP32},
     {'train': {'microbatches': 1}},
@@ -35,13 +34,14 @@ ZERO_STAGES = 'none', 'optimizer', 'gradients', 'weights'
 
 
 def smallest(config: Config, is_wrong: Callable[[Config], bool]) -> Config:
-    """Return the smallest config that is still wrong: remove options and halve sizes.
+    """Return the smallest config that is still wrong: remove options, then halve sizes.
 
-    Each call of `is_wrong` compiles and executes a step.
+    Options come first: with a hidden size of 1, a result can be wrong only because of an option
+    that has nothing to do with the fault. Each call of `is_wrong` compiles and executes a step.
     """
     tried = {config}
     while True:
-        for simpler in itertools.chain(_simpler(config), _without(config)):
+        for simpler in itertools.chain(_plainer(config), _without(config), _smaller(config)):
             if simpler in tried:
                 continue
             tried.add(simpler)
@@ -52,32 +52,41 @@ def smallest(config: Config, is_wrong: Callable[[Config], bool]) -> Config:
             return config
 
 
-def _simpler(config: Config) -> Iterator[Config]:
-    model, mesh, train, shard = config.model, config.mesh, config.train, config.optim.shard
-    changes: list[dict[str, dict[str, Any]]] = [
+def _plainer(config: Config) -> Iterator[Config]:
+    mesh, train, shard = config.mesh, config.train, config.optim.shard
+    yield from _changed(
+        config,
         *_PLAINER,
         *({'optim': {'shard': stage}} for stage in ZERO_STAGES[: ZERO_STAGES.index(shard)]),
         {'mesh': {'data': mesh.data // 2}, 'train': {'batch_size': train.batch_size // 2}},
         {'mesh': {'model': mesh.model // 2}},
-        {
-            'model': {
-                'num_heads': model.num_heads // 2,
-                'num_kv_heads': max(model.num_kv_heads // 2, 1),
-            }
-        },
+    )
+
+
+def _smaller(config: Config) -> Iterator[Config]:
+    model, mesh, train = config.model, config.mesh, config.train
+    heads = {
+        'num_heads': model.num_heads // 2,
+        'num_kv_heads': max(model.num_kv_heads // 2, 1),
+    }
+    yield from _changed(
+        config,
+        {'model': heads},
         {'model': {'num_kv_heads': model.num_heads}},
         {'model': {'hidden_size': model.hidden_size // 2}},
         {'model': {'ffn_size': model.ffn_size // 2}},
         {'train': {'seq_len': train.seq_len // 2}},
         {'train': {'batch_size': mesh.data * mesh.model_rows * train.microbatches}},
-    ]
+    )
+
+
+def _changed(config: Config, *changes: dict[str, dict[str, Any]]) -> Iterator[Config]:
+    """Yield the config with each of these changes, if it is valid and different."""
     for change in changes:
-        try:
+        with contextlib.suppress(ValueError):
             simpler = updated(config, **change)
-        except ValueError:  # not a valid config
-            continue
-        if simpler != config:
-            yield simpler
+            if simpler != config:
+                yield simpler
 
 
 def _without(config: Config) -> Iterator[Config]:

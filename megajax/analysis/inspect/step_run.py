@@ -13,7 +13,7 @@ from pathlib import Path
 from megajax.analysis.inspect.child import call_in_child, telling_parent
 from megajax.analysis.inspect.result import StepRun
 from megajax.analysis.inspect.shrink import shrink
-from megajax.analysis.inspect.tolerances import Say, has_16_bits, judged
+from megajax.analysis.inspect.tolerances import Say, has_16_bits
 from megajax.core.config import Config, dump
 
 
@@ -55,7 +55,7 @@ def run(config: Config, target: str, *, bisect: bool, minimize: bool, say: Say) 
             'executing it on simulated CPU devices'
             + (', with fp32 instead of 16-bit types ...' if exact else ' ...')
         )
-        results = judged(step.differences(exact=exact), small, exact=exact)
+        results = step.results(exact=exact)
         seconds, start = time.perf_counter() - start, time.perf_counter()
         runs.append(
             StepRun(
@@ -77,10 +77,7 @@ def _explained(
 
     def is_wrong(simpler: Config) -> bool:
         exact = step_run.exact and has_16_bits(simpler)
-        results = judged(
-            EmulatedStep(simpler, target).differences(exact=exact), simpler, exact=exact
-        )
-        worst = results[0]
+        worst = EmulatedStep(simpler, target).results(exact=exact)[0]
         say(f'{"wrong" if not worst.ok else "right"}: {worst.name} differs by {worst.error:.1e}')
         return not worst.ok
 

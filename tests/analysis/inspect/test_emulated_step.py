@@ -41,9 +41,7 @@ def step(
 
 
 def compared(config: Config, *, exact: bool = False, **options: object) -> list[Compared]:
-    return judged(
-        EmulatedStep(config, 'h100', options).differences(exact=exact), config, exact=exact
-    )
+    return EmulatedStep(config, 'h100', options).results(exact=exact)
 
 
 def wrong(results: list[Compared]) -> dict[str, float]:
@@ -107,7 +105,7 @@ def test_every_gradient_is_that_of_one_device(config, options, monkeypatch):
 def test_without_rounding_a_step_in_fp8_has_the_gradients_of_fp32(config, options):
     step = EmulatedStep(config, 'h100', options)
     for exact in (False, True):
-        assert not wrong(judged(step.differences(exact=exact), config, exact=exact))
+        assert not wrong(step.results(exact=exact))
 
 
 RUNGS = {
@@ -155,9 +153,7 @@ def test_a_program_of_16_bits_is_right_as_it_is_and_exact_where_they_are_fp32(na
     )
     emulated = EmulatedStep(config, 'h100')
     assert '__cudnn$fmha' in emulated.program.text
-    as_it_is, exact = (
-        judged(emulated.differences(exact=exact), config, exact=exact) for exact in (False, True)
-    )
+    as_it_is, exact = (emulated.results(exact=exact) for exact in (False, True))
     assert not wrong(as_it_is)
     assert not wrong(exact)
     assert exact[0].error < as_it_is[0].error / 100
@@ -353,7 +349,7 @@ def test_in_16_bits_rounding_is_right_and_gradients_that_are_five_percent_too_la
         train={'batch_size': 16, 'microbatches': 4, 'recompute': 'selective', 'dtype': 'bfloat16'},
     )
     emulated = EmulatedStep(config, 'h100')
-    assert not wrong(judged(emulated.differences(), config, exact=False))
+    assert not wrong(emulated.results())
     by_name = emulated_step._compared
 
     def scaled(*results: Any) -> dict[str, Any]:
@@ -363,7 +359,7 @@ def test_in_16_bits_rounding_is_right_and_gradients_that_are_five_percent_too_la
         }
 
     monkeypatch.setattr(emulated_step, '_compared', scaled)
-    found = judged(emulated.differences(), config, exact=False)
+    found = emulated.results()
     gradients = {one.name for one in found if one.name.startswith('gradient')}
     assert {*wrong(found)} == gradients
 
@@ -520,3 +516,26 @@ def test_the_loss_of_fewer_tokens_may_differ_more_in_16_and_8_bits():
     assert of_loss('bfloat16', 16) == 2 * of_loss('bfloat16', 64) == pytest.approx(0.03 / 8)
     assert of_loss('fp8', 16) > of_loss('bfloat16', 16)
     assert of_loss('float32', 16) == of_loss('bfloat16', 16, exact=True) == 1e-5
+
+
+@pytest.mark.parametrize(
+    ('chooses', 'dtype', 'wrong_at', 'ok'),
+    [
+        (True, 'bfloat16', {0}, True),
+        (True, 'bfloat16', {0, 1}, False),
+        (True, 'float32', {0}, False),
+        (False, 'bfloat16', {0}, False),
+    ],
+)
+def test_where_tokens_choose_experts_a_wrong_step_is_wrong_with_other_parameters_too(
+    chooses, dtype, wrong_at, ok
+):
+    class Step(EmulatedStep):
+        def __init__(self):
+            experts = {'count': 4, 'active': 1 if chooses else 4, 'ffn_size': 64}
+            self.config = step('gpt', 2, 1, model={'experts': experts}, train={'dtype': dtype})
+
+        def differences(self, *, exact=False, text=None, point=0):
+            return [Difference('loss', float(point in wrong_at))]
+
+    assert Step().results()[0].ok == ok

@@ -84,18 +84,14 @@ def test_a_program_of_16_bits_runs_twice_and_what_is_wrong_is_looked_into(
         def __init__(self, config, target):
             self.layers = config.model.num_layers
 
-        def differences(self, *, exact):
-            return {'gradients': {'lost': 1.0 if self.layers > 1 else 0.0}}
-
-    def judged(found, config, *, exact):
-        return [Compared(name='lost', error=found['gradients']['lost'], limit=1e-5)]
+        def results(self, *, exact):
+            return [Compared(name='lost', error=1.0 if self.layers > 1 else 0.0, limit=1e-5)]
 
     monkeypatch.setattr('megajax.analysis.inspect.emulated_step.EmulatedStep', Step)
     monkeypatch.setattr(
         'megajax.analysis.inspect.bisect_pass.culprit',
         lambda config, target, *, exact, say: f'{config.train.dtype} on {target}, exact={exact}',
     )
-    monkeypatch.setattr(step_run, 'judged', judged)
     heard: list[str] = []
     config = make_config('gpt', 2, 4, train={'dtype': dtype})
     found = run(config, 'h100', bisect=True, minimize=False, say=heard.append)
