@@ -36,7 +36,7 @@ def read(name: str) -> list[dict[str, str]]:
 
 ROWS = read('2026-11-22_collectives.csv')
 OVERLAP = read('2026-11-25_overlap.csv')
-MEMORY = read('2026-11-28_plan_memory.csv')
+MEMORY = read('2026-11-29_plan_memory.csv')
 
 
 def quoted() -> Iterator[tuple[Path, str, str]]:

@@ -199,7 +199,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     gradients = summed + table + in_layers
     chunks, logits, dlogits = sizes.logits
     copies, in_passes = copied_weights(sizes), _gathered_in_layers(sizes)
-    head, embedding = sizes.itemsize * sizes.table, embedding_gradient(sizes)
+    head, embedding = _head_in_loss(sizes), embedding_gradient(sizes)
     # The gathered tokens of a chunk, and their gradient before it is reduce-scattered.
     gathered = 2 * sizes.whole * sizes.layout.num_shards('D') // chunks if sizes.is_scattered else 0
     in_loss = 2 * sizes.residual + gathered + of_last_layer(sizes)
@@ -234,6 +234,18 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             workspace=_embedded(sizes) + _stacks(sizes, in_layers),
         ),
     } | _of_experts(sizes, in_passes, summed + table + in_layers, embedding + copies)
+
+
+def _head_in_loss(sizes: Sizes) -> int:
+    """Return the bytes of the copy of the head that the loss reads.
+
+    The frozen head of LoRA is stored in `train.dtype`: a loss in one chunk reads it where it is
+    stored, unless ZeRO gathers it.
+    """
+    (chunks, _, _), config = sizes.logits, sizes.config
+    if chunks == 1 and config.lora is not None and config.optim.shard == 'none':
+        return 0
+    return sizes.itemsize * sizes.table
 
 
 def _of_experts(sizes: Sizes, gathered: int, gradients: int, copies: int) -> dict[str, Held]:

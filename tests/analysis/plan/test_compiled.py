@@ -33,7 +33,7 @@ from megajax.core.parallel.placements import Placement, placements
 from megajax.core.train.step import init_state
 from megajax.xla.hlo.program import Program
 
-RESULTS = Path(__file__).parents[3] / 'benchmarks/results/2026-11-28_plan_memory.csv'
+RESULTS = Path(__file__).parents[3] / 'benchmarks/results/2026-11-29_plan_memory.csv'
 LINES = [*csv.DictReader(RESULTS.open(newline=''))]
 LARGE = 40e9  # bytes of a program that comes near the memory of an H100
 SMALL = 100e6  # bytes of a program of which some array that is not counted may be a tenth
