@@ -57,9 +57,9 @@ def rewritten(text: str, plan: Plan) -> str:
     assert best.seconds is not None
     return text.replace(
         'mesh:\n',
-        f'# On {plan.gpus} {NAME}s a step takes {best.seconds:.2f} s and {best.bytes / 1e9:.1f} GB '
-        'a GPU with this layout,\n'
-        f'# the fastest by `megajax plan --gpu {GPU}`; `make presets` wrote it.\nmesh:\n',
+        f'# On {plan.gpus} {NAME}s, `megajax plan --gpu {GPU}` predicts '
+        f'{best.seconds:.2f} s a step and {best.bytes / 1e9:.1f} GB a GPU for this layout,\n'
+        '# the fastest that it finds; not measured. `make presets` wrote it.\nmesh:\n',
     )
 
 
