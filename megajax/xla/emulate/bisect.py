@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megajax.xla.emulate.last_module import dumped
 from megajax.xla.hlo.errors import HloError
 
 _MODULE = r'(?P<module>module_\d+\..*?)'
@@ -69,13 +70,14 @@ def first_wrong(
     dumps: Sequence[Path],
     is_right: Callable[[str], bool],
     progress: Progress = lambda line: None,
+    read: Callable[[Path], str] = dumped,
 ) -> Culprit:
     """Bisect the dumps until a single pass separates a correct one from a wrong one.
 
-    A module that cannot be translated is skipped, and its neighbors are run instead. `progress` is
-    called with a line for each module. Raises ValueError if the last module is correct.
+    `is_right` gets the text that `read` returns for a dump. A module that cannot be translated is
+    skipped, and its neighbors are run instead. `progress` is called with a line for each module. Raises ValueError if the last module is correct.
     """
-    verdicts = _Verdicts(dumps, is_right, progress)
+    verdicts = _Verdicts(dumps, lambda path: is_right(read(path)), progress)
     places = range(len(dumps))
     high = next((place for place in reversed(places) if verdicts(place) is not None), None)
     if high is None or verdicts(high):
@@ -93,7 +95,7 @@ def first_wrong(
 class _Verdicts:
     """Whether each module is correct, determined once; None if it cannot be translated."""
 
-    def __init__(self, dumps: Sequence[Path], is_right: Callable[[str], bool], progress: Progress):
+    def __init__(self, dumps: Sequence[Path], is_right: Callable[[Path], bool], progress: Progress):
         self.dumps, self.is_right, self.progress = dumps, is_right, progress
         self.found: dict[int, bool | None] = {}
 
@@ -110,7 +112,7 @@ class _Verdicts:
 
     def _ask(self, path: Path) -> bool | None:
         try:
-            is_right = self.is_right(path.read_text())
+            is_right = self.is_right(path)
         except HloError as error:
             self.progress(f'no translation  {path.name}: {error}')
             return None

@@ -15,6 +15,8 @@ import jax
 # jax has no public way to parse HLO text.
 from jax._src.lib import hlo  # type: ignore[attr-defined]
 
+from megajax.xla.hlo.errors import HloError
+
 # jax 0.10's XLA reads the cache only with this option, which jax 0.12's XLA does not have.
 _READ_CACHE = 'xla_gpu_enable_llvm_module_compilation_parallelism'
 _LAST = '*_gpu_after_optimizations.txt'
@@ -42,8 +44,7 @@ def last_module(compile_with: Callable[[dict[str, Any]], Any], options: Mapping[
         except jax.errors.JaxRuntimeError:
             if not (found := {*folder.glob(_LAST)} - known):
                 raise
-            text = readable(found.pop().read_text())
-            return full_text(hlo.hlo_module_from_text(text))
+            return dumped(found.pop())
         return full_text(compiled.xla_executable.hlo_modules()[0])
 
 
@@ -61,6 +62,17 @@ def full_text(module: hlo.HloModule) -> str:
     printed = hlo.HloPrintOptions()
     printed.print_large_constants = True
     return module.to_string(printed)
+
+
+def dumped(path: Path) -> str:
+    """Return the text of a module in one of XLA's dumps, with a line for each instruction.
+
+    Raises HloError if XLA cannot read it.
+    """
+    try:
+        return full_text(hlo.hlo_module_from_text(readable(path.read_text())))
+    except jax.errors.JaxRuntimeError as error:
+        raise HloError(f'XLA cannot read {path.name}: {str(error).splitlines()[0]}') from error
 
 
 def readable(text: str) -> str:

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.lib import hlo
 
 from megajax.core.hardware.targets import gpu_devices, has_compiler
 from megajax.xla.emulate.bisect import dump_options, modules
 from megajax.xla.emulate.execute import compile_for_gpu, optimized_for_gpu
-from megajax.xla.emulate.last_module import full_text, readable
+from megajax.xla.emulate.last_module import dumped, readable
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler")
 
@@ -67,7 +66,7 @@ def test_the_pass_dumps_for_a_bisection_end_with_the_last_module(tmp_path):
     text = optimized_for_gpu(traced, arguments, devices, dump_options(tmp_path)).text
     dumps = modules(tmp_path)
     assert len(dumps) > 10
-    assert lines(full_text(hlo.hlo_module_from_text(dumps[-1].read_text()))) == lines(text)
+    assert lines(dumped(dumps[-1])) == lines(text)
 
 
 SCHEDULED = """HloModule step, is_scheduled=true
