@@ -132,15 +132,19 @@ class EmulatedStep:
         With `exact`, both programs compute in fp32 wherever they use 16-bit types. `text` is a
         different module of the same program to run, such as a dump after an earlier compiler pass.
 
-        If the two best experts of a token nearly tie, rounding to 16 bits decides. A wrong step is
-        therefore executed with other parameters too if its tokens choose experts, and it is right
-        if it is right there.
+        If the two best experts of a token nearly tie, rounding to 16 bits decides. A step whose
+        tokens choose experts is therefore executed with other parameters too if it is wrong, and is
+        right if it is right with some of them.
         """
-        found = judged(self.differences(exact=exact, text=text), self.config, exact=exact)
-        if found[0].ok or exact or not (has_16_bits(self.config) and _chooses(self.config)):
-            return found
-        again = judged(self.differences(text=text, point=1), self.config, exact=False)
-        return again if again[0].ok else found
+        is_rounded = has_16_bits(self.config) and not exact
+        points = range(1 + len(NUDGES)) if is_rounded and _chooses(self.config) else (0,)
+        found = []
+        for point in points:
+            differences = self.differences(exact=exact, text=text, point=point)
+            found.append(judged(differences, self.config, exact=exact))
+            if found[-1][0].ok:
+                return found[-1]
+        return found[0]
 
     def differences(
         self, *, exact: bool = False, text: str | None = None, point: int = 0

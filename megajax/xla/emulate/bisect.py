@@ -75,7 +75,8 @@ def first_wrong(
     """Bisect the dumps until a single pass separates a correct one from a wrong one.
 
     `is_right` gets the text that `read` returns for a dump. A module that cannot be translated is
-    skipped, and its neighbors are run instead. `progress` is called with a line for each module. Raises ValueError if the last module is correct.
+    skipped, and its neighbors are run instead. `progress` is called with a line for each module.
+    Raises ValueError if the last module is correct.
     """
     verdicts = _Verdicts(dumps, lambda path: is_right(read(path)), progress)
     places = range(len(dumps))

@@ -521,8 +521,8 @@ def test_the_loss_of_fewer_tokens_may_differ_more_in_16_and_8_bits():
 @pytest.mark.parametrize(
     ('chooses', 'dtype', 'wrong_at', 'ok'),
     [
-        (True, 'bfloat16', {0}, True),
-        (True, 'bfloat16', {0, 1}, False),
+        (True, 'bfloat16', {0, 1}, True),
+        (True, 'bfloat16', {0, 1, 2}, False),
         (True, 'float32', {0}, False),
         (False, 'bfloat16', {0}, False),
     ],
