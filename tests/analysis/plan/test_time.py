@@ -17,6 +17,8 @@ from megajax.analysis.plan.programs import FSDP, MEGATRON
 from megajax.analysis.plan.published.programs import MEGATRON_2021
 from megajax.analysis.plan.time import Timer, step_time
 from megajax.core.config import Config, ConfigError, load
+from megajax.core.config.load import presets
+from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.flops import step_flops
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.counts.products import products
@@ -261,3 +263,20 @@ def test_an_h200_is_faster_than_an_h100_by_its_memory_alone(name: str) -> None:
     assert h200.products == pytest.approx(h100.products, rel=5e-3)
     assert h200.waits() == pytest.approx(h100.waits(), rel=0.02, abs=1e-3)
     assert h100.memory_bound / h200.memory_bound == pytest.approx(4.8 / 3.35)
+
+
+def test_no_preset_gains_more_on_an_h200_than_its_memory_explains() -> None:
+    """Matmuls of attention with dropout wait for memory, and all matmuls of a tiny model do."""
+    for name in presets():
+        config = resolved(load(name), on_gpu=True)
+        h100, h200 = (
+            step_time(config, Cluster.of(hardware(gpu), config.mesh.num_devices))
+            for gpu in ('h100', 'h200')
+        )
+        bandwidth = 4.8 / 3.35
+        assert h100.memory_bound / h200.memory_bound == pytest.approx(bandwidth), name
+        assert 1 <= h100.products / h200.products <= bandwidth, name
+        # Matmuls that take less time hide less of a transfer.
+        exposed = h200.waits() - h100.waits()
+        assert -1e-9 <= exposed <= h100.products - h200.products + 1e-9, name
+        assert 0.99 <= h100.total / h200.total <= bandwidth, name

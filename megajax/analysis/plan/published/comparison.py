@@ -6,7 +6,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from megajax.analysis.plan.published.predictions import Prediction, predict
-from megajax.analysis.plan.published.tables import TABLES, source
+from megajax.analysis.plan.published.tables import OF_2026, TABLES, source
 from megajax.base.render.console import open_table
 from megajax.base.render.units import count
 from megajax.core.config import Config
@@ -78,13 +78,18 @@ def summary() -> Table:
 
 
 def summary_rows() -> list[list[str]]:
-    """Return the cells of the summary, row by row; the last row covers all tables."""
+    """Return the cells of the summary, row by row.
+
+    The last rows cover the tables that were published before 2026, and all tables.
+    """
     tables = {name: predict(name) for name in TABLES}
     lines = [
         [name, _gpus(predictions), *_both(predictions)] for name, predictions in tables.items()
     ]
-    everything = [prediction for predictions in tables.values() for prediction in predictions]
-    return [*lines, ['all', '', *_both(everything)]]
+    for label, excluded in (('before 2026', OF_2026), ('all', ())):
+        chosen = [one for name in TABLES if name not in excluded for one in tables[name]]
+        lines.append([label, '', *_both(chosen)])
+    return lines
 
 
 def markdown(name: str) -> str:

@@ -263,3 +263,4 @@ TABLES: dict[str, tuple[str, Callable[..., Iterator[PublishedRate]]]] = {
     'megajax': ('megajax_h200', _megajax),
     'field': ('field_2026', field),
 }
+OF_2026 = 'simumax', 'megajax', 'field'  # the tables that were published, or measured, in 2026
