@@ -96,10 +96,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         f"all-gather the square layers of BERT's heads; use mesh.model_rows=1 with {MASKED}",
     },
     WINDOW: {BIDIRECTIONAL: 'windows (model.window, model.layers) are of earlier tokens only'},
-    SINKS: {
-        'mesh.model_rows': '2-D tensor parallelism does not support attention sinks: it shards the '
-        'sequences that their gradient is summed over; use mesh.model_rows=1',
-    },
     EXPERTS: {
         'mesh.model_rows': '2-D tensor parallelism does not support experts: it shards the model '
         'dimension, along which tokens are sent to experts; use mesh.model_rows=1',

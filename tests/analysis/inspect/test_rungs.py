@@ -65,6 +65,7 @@ GRID = {'data': 2, 'model_rows': 2, 'model': 2}
         exhaustive(case('gpt', {'data': 3, 'model': 2}, 'weights')),
         case('gpt', GRID, 'weights'),
         exhaustive(case('gpt', GRID, 'none', {'recompute': 'selective'})),
+        slow(case('sinks', GRID, 'none', {'batch_size': 4})),
         exhaustive(case('llama', GRID, 'gradients', {'microbatches': 2}, reduce_dtype='bfloat16')),
         exhaustive(
             case(

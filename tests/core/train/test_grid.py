@@ -33,6 +33,7 @@ def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Se
         exhaustive(grid('llama', 2, 2, data=2, microbatches=2)),
         exhaustive(grid('gpt', 2, 1, data=2)),
         slow(grid('llama', 8, 1)),
+        slow(grid('sinks', 2, 2, num_kv_heads=2, recompute='full')),
     ],
     ids=str,
 )
