@@ -100,6 +100,12 @@ MODELS['both_norms'] = {
     },
 }
 
+# LayerNorms, also of queries and keys over all heads.
+MODELS['layer_norms'] = {
+    **MODELS['olmo2'],
+    'model': MODELS['olmo2']['model'] | {'norm': 'layernorm', 'zero_centered_norm': True},
+}
+
 # Attention sinks, with and without a window, as in gpt-oss.
 MODELS['sinks'] = {
     **MODELS['llama'],

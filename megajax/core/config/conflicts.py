@@ -144,7 +144,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
     CURRENT: {
         TOKENS: 'with current scaling a matmul waits for the largest value of all tokens',
     },
-    ALL_HEADS: {'model.norm=layernorm': 'QK-norm over all heads supports RMSNorm only'},
     'lora': {
         CROSS: 'LoRA does not support cross-attention layers, which have no adapters; '
         'use vision.fusion=tokens, or vision.freeze instead of lora',

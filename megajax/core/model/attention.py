@@ -17,7 +17,7 @@ from megajax.core.model.context_heads import Masks, attend_by_heads
 from megajax.core.model.dropout import dropout, fold_in
 from megajax.core.model.flash import can_flash, flash_attention
 from megajax.core.model.kernels import causal_mask
-from megajax.core.model.norm import Norm, RMSNormOverHeads, make_head_norm, norm_queries_and_keys
+from megajax.core.model.norm import Norm, NormOverHeads, make_head_norm, norm_queries_and_keys
 from megajax.core.model.parameters import Parameters
 from megajax.core.model.rotary import rotate
 from megajax.core.model.rows import NO_ROWS, Rows
@@ -67,7 +67,7 @@ class Attention(Sublayer):
             qkv_RSKCH[:, :, :, -2],
             qkv_RSKCH[:, :, :, -1],
         )
-        if isinstance(queries, RMSNormOverHeads) and isinstance(keys, RMSNormOverHeads):
+        if isinstance(queries, NormOverHeads) and isinstance(keys, NormOverHeads):
             q_RSKGH, k_RSKH = norm_queries_and_keys(q_RSKGH, k_RSKH, queries, keys)
         q_RSNH, k_RSKH, v_RSKH = self._complete(q_RSKGH, k_RSKH, v_RSKH)
         if isinstance(queries, Norm) and isinstance(keys, Norm):

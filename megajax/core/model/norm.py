@@ -1,5 +1,6 @@
 """LayerNorm and RMSNorm with statistics in fp32, over the last dim or over all heads."""
 
+import math
 from functools import partial
 
 import jax
@@ -54,29 +55,35 @@ class RMSNorm(nnx.Module):
         return _rms_norm(x, weight, self.eps, self.dims, self.layout, self.zero_centered)
 
 
-class RMSNormOverHeads(nnx.Module):
-    """The RMSNorm of queries or keys over all heads, which are sharded over `model`.
+class NormOverHeads(nnx.Module):
+    """The norm of queries or keys over all heads, which are sharded over `model`.
 
-    `norm_queries_and_keys` applies both norms at once.
+    With a bias it is a LayerNorm, otherwise an RMSNorm. `norm_queries_and_keys` applies both norms
+    at once.
     """
 
     def __init__(self, parameters: Parameters, *, eps: float, zero_centered: bool = False):
         self.layout, self.eps, self.zero_centered = parameters.layout, eps, zero_centered
         self.weight = parameters.make('weight')
+        self.bias = parameters.maybe('bias')
+
+    def vectors(self) -> 'Vectors':
+        """Return the weight and, if there is one, the bias."""
+        return self.weight[...], None if self.bias is None else self.bias[...]
 
 
 def norm_queries_and_keys(
-    q_RSKGH: jax.Array, k_RSKH: jax.Array, queries: RMSNormOverHeads, keys: RMSNormOverHeads
+    q_RSKGH: jax.Array, k_RSKH: jax.Array, queries: NormOverHeads, keys: NormOverHeads
 ) -> tuple[jax.Array, jax.Array]:
-    """Divide each token's queries, and its keys, by their root mean square, and scale.
+    """Norm each token's queries, and its keys, over all heads; scale, and shift by the biases.
 
     The sums of both are one all-reduce over `model`, of two numbers for each token, and so are the
-    sums of the backward pass.
+    sums of the backward pass. LayerNorm has another one of each, for the means.
     """
-    weights = queries.weight[...], keys.weight[...]
+    vectors = queries.vectors(), keys.vectors()
     settings = queries.eps, queries.layout, queries.zero_centered
     with jax.named_scope('qk_norm'):
-        return _norm_over_heads(q_RSKGH, k_RSKH, *weights, *settings)
+        return _norm_over_heads(q_RSKGH, k_RSKH, vectors, *settings)
 
 
 Norm = LayerNorm | RMSNorm
@@ -88,10 +95,10 @@ def make_norm(config: ModelConfig, parameters: Parameters, dims: str = 'TD') -> 
     return kind(parameters, dims=dims, eps=config.norm_eps, zero_centered=config.zero_centered_norm)
 
 
-def make_head_norm(config: ModelConfig, parameters: Parameters) -> Norm | RMSNormOverHeads:
+def make_head_norm(config: ModelConfig, parameters: Parameters) -> Norm | NormOverHeads:
     """Make the norm of queries or keys that `config.qk_norm` names."""
     if config.norms_all_heads:
-        return RMSNormOverHeads(
+        return NormOverHeads(
             parameters, eps=config.norm_eps, zero_centered=config.zero_centered_norm
         )
     return make_norm(config, parameters, 'Nh')
@@ -124,40 +131,62 @@ def _gain(weight: jax.Array, zero_centered: bool) -> jax.Array:
     return 1 + weight if zero_centered else weight
 
 
-@partial(_saving, static_argnums=(4, 5, 6))
+Vectors = tuple[jax.Array, jax.Array | None]  # the weight of a norm, and the bias of a LayerNorm
+
+
+@partial(_saving, static_argnums=(3, 4, 5))
 def _norm_over_heads(
     q_RSKGH: jax.Array,
     k_RSKH: jax.Array,
-    weight_KGH: jax.Array,
-    weight_KH: jax.Array,
+    vectors: tuple[Vectors, Vectors],
     eps: float,
     layout: Layout,
     zero_centered: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    q, k = (x.astype(jnp.float32) for x in (q_RSKGH, k_RSKH))
+    both = q_RSKGH.astype(jnp.float32), k_RSKH.astype(jnp.float32)
+    if vectors[0][1] is not None:
+        means = _on_heads(_means(*both, layout), *both, layout)
+        both = both[0] - means[0], both[1] - means[1]
+    inverse_RS2 = lax.rsqrt(_means(*map(jnp.square, both), layout) + eps)
+    q, k = (
+        _shifted(x * inverse * jnp.expand_dims(_gain(weight, zero_centered), (0, 1)), bias)
+        for x, inverse, (weight, bias) in zip(
+            both, _on_heads(inverse_RS2, *both, layout), vectors, strict=True
+        )
+    )
+    return q.astype(q_RSKGH.dtype), k.astype(k_RSKH.dtype)
+
+
+def _means(q_RSKGH: jax.Array, k_RSKH: jax.Array, layout: Layout) -> jax.Array:
+    """Return the means [R, S, 2] of each token's queries and of its keys."""
     # `model` shards either the key/value heads or the dims within a head. The sharded dim is summed
     # last.
+    own = 2 if layout.is_sharded('H') else -1
+    of_queries = q_RSKGH.sum(3).sum(own) / math.prod(q_RSKGH.shape[2:])
+    of_keys = k_RSKH.sum(own) / math.prod(k_RSKH.shape[2:])
+    # all-reduce forward, nothing backward
+    return checkpoint_name(jnp.stack([of_queries, of_keys], -1).sum(2), SAVED)
+
+
+def _on_heads(
+    x_RS2: jax.Array, q_RSKGH: jax.Array, k_RSKH: jax.Array, layout: Layout
+) -> tuple[jax.Array, jax.Array]:
+    """Return a number of each token's queries, and one of its keys, that broadcast against them."""
     is_within_heads = layout.is_sharded('H')
     own, shared = (2, 'H') if is_within_heads else (-1, 'K')
-    of_queries = jnp.square(q).sum(3).sum(own) / weight_KGH.size
-    of_keys = jnp.square(k).sum(own) / weight_KH.size
-    # all-reduce forward, nothing backward
-    mean_RS2 = checkpoint_name(jnp.stack([of_queries, of_keys], -1).sum(2), SAVED)
-    inverse_RS2 = lax.rsqrt(mean_RS2 + eps)
     # nothing forward; all-reduce backward, once for the gradients of both numbers
-    inverse = lax.broadcast_in_dim(
-        inverse_RS2,
-        (*q.shape[:2], q.shape[-1 if is_within_heads else 2], 2),
+    spread = lax.broadcast_in_dim(
+        x_RS2,
+        (*q_RSKGH.shape[:2], q_RSKGH.shape[-1 if is_within_heads else 2], 2),
         (0, 1, 3),
         out_sharding=layout(f'RS{shared}-'),
     )
-    of_queries, of_keys = (
-        jnp.expand_dims(inverse[..., index], other)
-        for index, other in ((0, (2, 3) if is_within_heads else (3, 4)), (1, own))
-    )
-    q = q * of_queries * jnp.expand_dims(_gain(weight_KGH, zero_centered), (0, 1))
-    k = k * of_keys * jnp.expand_dims(_gain(weight_KH, zero_centered), (0, 1))
-    return q.astype(q_RSKGH.dtype), k.astype(k_RSKH.dtype)
+    of_queries = jnp.expand_dims(spread[..., 0], (2, 3) if is_within_heads else (3, 4))
+    return of_queries, jnp.expand_dims(spread[..., 1], own)
+
+
+def _shifted(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x if bias is None else x + jnp.expand_dims(bias, (0, 1))
 
 
 def _inverse_rms(y: jax.Array, eps: float) -> jax.Array:

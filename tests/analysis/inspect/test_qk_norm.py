@@ -9,7 +9,7 @@ from megajax.analysis.inspect.compile import compile_step
 from megajax.analysis.inspect.result import Row
 from megajax.core.config import Config
 from megajax.core.model import attention as attention_module
-from megajax.core.model.norm import RMSNormOverHeads, norm_queries_and_keys
+from megajax.core.model.norm import NormOverHeads, norm_queries_and_keys
 from megajax.core.parallel.mesh import mesh_for
 
 
@@ -20,14 +20,19 @@ def rows(config: Config) -> list[Row]:
     return found.rows
 
 
-def small(**sections: dict[str, object]) -> Config:
+def small(name: str = 'olmo2', **sections: dict[str, object]) -> Config:
     train = {'batch_size': 4, 'recompute': 'full'} | sections.pop('train', {})
-    return make_config('olmo2', 1, 2, train=train, **sections)
+    return make_config(name, 1, 2, train=train, **sections)
 
 
-@pytest.mark.parametrize('overlap', ['none', slow('batch_split')])
-def test_each_pass_has_a_row_of_one_all_reduce_a_layer(overlap: str) -> None:
-    found = rows(small(train={'overlap': overlap}))
+@pytest.mark.parametrize(
+    ('name', 'overlap', 'sums_of_pass'),
+    [('olmo2', 'none', 1), slow('olmo2', 'batch_split', 1), slow('layer_norms', 'none', 2)],
+)
+def test_each_pass_has_a_row_of_one_all_reduce_for_each_sum(
+    name: str, overlap: str, sums_of_pass: int
+) -> None:
+    found = rows(small(name, train={'overlap': overlap}))
     parts = 2 if overlap == 'batch_split' else 1
     sums = [row for row in found if row.site == 'qk_norm']
     assert [(row.phase, row.verdict) for row in sums] == [
@@ -36,7 +41,7 @@ def test_each_pass_has_a_row_of_one_all_reduce_a_layer(overlap: str) -> None:
     for row in sums:
         (sent,) = row.placed
         assert (sent.kind, sent.array, sent.times) == (
-            'all-reduce', f'f32[1,{4 // parts},32,2]', 2 * parts,
+            'all-reduce', f'f32[1,{4 // parts},32,2]', 2 * parts * sums_of_pass,
         )  # fmt: skip
     kept = [('mlp', 'recompute', 'less')] if parts == 2 else []  # outputs that the norms read
     assert [(x.site, x.phase, x.verdict) for x in found if x.verdict != 'equal'] == kept
@@ -47,7 +52,7 @@ def test_a_backward_pass_that_sums_the_squares_again_sends_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def forgotten(
-        q_RSKGH: jax.Array, k_RSKH: jax.Array, *norms: RMSNormOverHeads
+        q_RSKGH: jax.Array, k_RSKH: jax.Array, *norms: NormOverHeads
     ) -> tuple[jax.Array, jax.Array]:
         return jax.checkpoint(lambda q, k: norm_queries_and_keys(q, k, *norms))(q_RSKGH, k_RSKH)
 

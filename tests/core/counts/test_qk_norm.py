@@ -36,6 +36,11 @@ def test_each_layer_reduces_two_numbers_a_token_in_each_pass(
     ]
 
 
+def test_layer_norms_reduce_the_means_of_queries_and_keys_as_well() -> None:
+    one, both = sums('olmo2', model=2), sums('layer_norms', model=2)
+    assert both == [(*sent, 2 * times) for *sent, times in one]
+
+
 def test_one_device_and_norms_of_single_heads_reduce_nothing() -> None:
     assert not sums('olmo2', data=2)
     assert not sums('llama', model=2)

@@ -1,5 +1,7 @@
 """Norms of queries and keys over all heads compared with numpy, and gains of 1 + w."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,34 +23,46 @@ def attention(config: Config) -> Attention:
     return Attention(config.model, parameters, key=jax.random.key(0))
 
 
-def by_hand(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    """Over all that a token has."""
-    flat = x.reshape(*x.shape[:2], -1)
+def by_hand(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, eps: float) -> np.ndarray:
+    """Over all that a token has; with a bias, its mean is subtracted first."""
+    flat = x.reshape(*x.shape[:2], -1).astype(np.float64)
+    flat -= 0 if bias is None else flat.mean(-1, keepdims=True)
     mean_square = (flat**2).mean(-1, keepdims=True)
-    return (flat / np.sqrt(mean_square + eps) * weight.reshape(-1)).reshape(x.shape)
+    normed = flat / np.sqrt(mean_square + eps) * weight.reshape(-1)
+    return (normed + (0 if bias is None else bias.reshape(-1))).reshape(x.shape)
 
 
 @pytest.mark.parametrize(
-    ('shards', 'zero_centered'), [(1, False), (2, False), (4, False), (2, True)]
+    ('shards', 'sizes'),
+    [
+        (1, {}),
+        (2, {}),
+        (4, {}),
+        (2, {'zero_centered_norm': True}),
+        (2, {'norm': 'layernorm'}),
+        (4, {'norm': 'layernorm', 'zero_centered_norm': True}),
+    ],
 )
-def test_the_mean_square_is_that_of_all_heads_also_where_devices_share_a_head(
-    shards: int, zero_centered: bool
+def test_the_statistics_are_those_of_all_heads_also_where_devices_share_a_head(
+    shards: int, sizes: dict[str, Any]
 ) -> None:
-    config = make_config('olmo2', 1, shards, model={'zero_centered_norm': zero_centered})
+    config = make_config('olmo2', 1, shards, model=sizes)
     random, model = np.random.default_rng(0), config.model
     shape = model.num_kv_heads, model.queries_per_kv, model.head_dim
     with on_mesh(config):
         module = attention(config)
         for norm in (module.query_norm, module.key_norm):
-            value = random.random(norm.weight.shape, np.float32)
-            norm.weight.set_value(jax.device_put(value, norm.weight[...].sharding))
-        q = random.standard_normal((ROWS, LENGTH, *shape)).astype(np.float32)
-        k = 9 * random.standard_normal((ROWS, LENGTH, shape[0], shape[2])).astype(np.float32)
+            for vector in filter(None, (norm.weight, norm.bias)):
+                value = random.random(vector.shape, np.float32)
+                vector.set_value(jax.device_put(value, vector[...].sharding))
+        q = random.normal(0.5, 1, (ROWS, LENGTH, *shape)).astype(np.float32)
+        k = random.normal(-2, 9, (ROWS, LENGTH, shape[0], shape[2])).astype(np.float32)
         placed = (jax.device_put(x, module.layout(dims)) for x, dims in ((q, 'RSKGH'), (k, 'RSKH')))
         made = jax.jit(norm_queries_and_keys)(*placed, module.query_norm, module.key_norm)
         for x, norm, result in zip((q, k), (module.query_norm, module.key_norm), made, strict=True):
-            gain = np.asarray(norm.weight[...]) + zero_centered
-            expected = by_hand(x, gain, model.norm_eps)
+            gain = np.asarray(norm.weight[...]) + model.zero_centered_norm
+            bias = None if norm.bias is None else np.asarray(norm.bias[...])
+            expected = by_hand(x, gain, bias, model.norm_eps)
             assert relative_error(np.asarray(result), expected) < 1e-6
 
 

@@ -34,6 +34,7 @@ def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Se
         exhaustive(grid('gpt', 2, 1, data=2)),
         slow(grid('llama', 8, 1)),
         slow(grid('sinks', 2, 2, num_kv_heads=2, recompute='full')),
+        exhaustive(grid('layer_norms', 2, 2)),
     ],
     ids=str,
 )

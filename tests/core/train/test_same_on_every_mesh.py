@@ -80,6 +80,7 @@ every_model_and_mesh = pytest.mark.parametrize(
     + [at(place, 'gpt', quick=(), later=[(1, 8, False)]) for place in PLACES]
     + [at(place, 'bert', quick=()) for place in BERT_PLACES]
     + [at(place, 'olmo2', quick=()) for place in OLMO2_PLACES]
+    + [at(place, 'layer_norms', quick=()) for place in OLMO2_PLACES]
     + [at(place, 'windows', later=()) for place in WINDOW_PLACES]
     + [at(place, 'sinks', quick=()) for place in WINDOW_PLACES],
 )
