@@ -104,10 +104,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         FP8: 'fp8 is not supported with experts: their matmuls have no FP8 scales',
     },
     NEXT: {BIDIRECTIONAL: 'a token that attends to the next one has nothing to predict'},
-    'optim.shard=none': {
-        'mesh.replicas': 'mesh.replicas needs ZeRO: the data shards of a replica share one sharded '
-        'copy of the state, and optim.shard=none shards nothing',
-    },
     'mesh.model_rows': {
         'mesh.stages': 'pipeline parallelism and 2-D tensor parallelism cannot be combined: each '
         'splits a model that one tensor-parallel group cannot hold; '

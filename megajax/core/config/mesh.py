@@ -21,7 +21,8 @@ class MeshConfig(Section):
     """Data-parallel degree: number of shards of the batch (all replicas together)."""
     replicas: Devices = 1
     """Groups of data shards, each with a complete copy of the state (HSDP). ZeRO shards the state
-    over the data / replicas shards of a group; one all-reduce per step crosses the groups.
+    over the data / replicas shards of a group; one all-reduce per step crosses the groups. Without
+    ZeRO, each data shard has a complete copy, and groups change no number.
     """
     experts: Devices = 1
     """Expert-parallel degree: data shards of a replica that share the experts of each layer

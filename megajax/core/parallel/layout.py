@@ -168,11 +168,15 @@ class Layout:
     def mapped(self) -> tuple[Axes, ...]:
         """The mesh axes of each of the dims by which a step maps its data shards.
 
-        There is a dim of replicas, if there are several, and a dim of the data shards of a replica;
-        each context shard of a data shard counts as a data shard.
+        With ZeRO, there is a dim of replicas, if there are several, and a dim of the data shards of
+        a replica. Without it, replicas store the same as data shards, and all are one dim. Each
+        context shard of a data shard counts as a data shard.
         """
         *replicas, data = ((axis,) for axis in self.mesh_axes('B') if axis != EXPERT)
-        return *replicas, (*data, *self.mesh_axes('X'), *self.mesh_axes('S'))
+        shards = *data, *self.mesh_axes('X'), *self.mesh_axes('S')
+        if 'D' in dict(self.at_rest):
+            return *replicas, shards
+        return ((*chain.from_iterable(replicas), *shards),)
 
     def sizes_of(self, entries: Sequence[Axes]) -> tuple[int, ...]:
         """Return the number of devices along each of some groups of mesh axes."""

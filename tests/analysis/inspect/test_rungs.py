@@ -58,6 +58,7 @@ GRID = {'data': 2, 'model_rows': 2, 'model': 2}
             )
         ),
         exhaustive(case('gpt', {'data': 4, 'replicas': 2}, 'optimizer')),
+        slow(case('gpt', {'data': 4, 'model': 2, 'replicas': 2}, 'none', {'batch_size': 8})),
         exhaustive(case('bert', {'data': 4, 'model': 2, 'replicas': 2}, 'gradients')),
         exhaustive(case('bert', {'data': 2, 'model': 4}, 'weights', {'recompute': 'selective'})),
         slow(case('llama', {'data': 2, 'model': 4}, 'weights', {'dtype': 'float16'})),

@@ -11,7 +11,6 @@ from megajax.core.config.pairs import NEEDS, Pair, pairs
 ALSO = {
     'lora': 'lora.targets=[qkv,out]',
     'mesh.model_rows': 'mesh.sequence_parallel=true',
-    'mesh.replicas': 'optim.shard=optimizer',
     'mesh.stages': 'train.microbatches=2',
     'vision.fusion=cross_attention': 'vision.cross_every=2',
 }

@@ -193,18 +193,6 @@ def problems(*overrides: str) -> list[Problem]:
             'mesh.data=9',
         ),
         (
-            'mesh.replicas=2',
-            'mesh.replicas',
-            'optim.shard=none shards nothing; use mesh.replicas=1, or optim.shard=weights',
-            'optim.shard=weights',
-        ),
-        (
-            'mesh.replicas=2',
-            'mesh.replicas',
-            'use mesh.replicas=1',
-            'mesh.replicas=1',
-        ),
-        (
             'mesh.model_rows=2 mesh.model=2',
             'mesh.model_rows',
             '2 needs mesh.sequence_parallel=true, because 2-D tensor parallelism shards',

@@ -77,6 +77,12 @@ def test_replicas_send_a_shards_gradients_once_a_step(rung):
     }
 
 
+def test_without_zero_replicas_are_data_shards_like_others():
+    assert sent(config('optim.shard=none', 'mesh.replicas=2')) == {
+        ('replica+data', kind): size for (_, kind), size in sent(config('optim.shard=none')).items()
+    }
+
+
 def test_shards_of_one_device_a_replica_gather_nothing():
     assert {kind for _, kind in sent(config('optim.shard=weights', 'mesh.replicas=8'))} == {
         'all-reduce'
