@@ -85,9 +85,9 @@ def _of_networks(
         experts = ExpertArrays.of(at_experts, layout, tokens, size, in_buffers=in_buffers)
         assert experts is not None
         yield Traffic(name='activation', bytes=moved * experts.hidden, times=times)
-        moved = _moved_in_buffers(experts) if in_buffers else _moved_exactly(config, experts)
+        sent = _moved_in_buffers(experts) if in_buffers else _moved_exactly(config, experts)
         routed = 4 * experts.routing
-        yield Traffic(name='dispatch', bytes=(forwards + 1) * (moved + routed), times=times)
+        yield Traffic(name='dispatch', bytes=(forwards + 1) * (sent + routed), times=times)
 
 
 def _moved_in_buffers(experts: ExpertArrays) -> float:
