@@ -132,7 +132,7 @@ def _repeated(program: Program, limit: int = 3) -> list[str]:
     for product, computation, instruction, times in products(program):
         arrays = [computation.by_name[name].results[0] for name in instruction.operands]
         key = instruction.op_name, tuple(arrays), instruction.results[0]
-        if key in seen:
+        if key in seen and instruction.op_name:
             source = ' < '.join(program.source(instruction).split(' < ')[:2])
             again[f'{instruction.op_name} ({source})'] += times * product.flops
         seen.add(key)

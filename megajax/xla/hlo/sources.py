@@ -8,6 +8,8 @@ import re
 
 from megajax.xla.hlo.errors import HloError
 
+MOST = 4  # most frames; what calls the step is the same for all of its instructions
+
 
 class Sources:
     """The frames in the tables at the top of a program's text, as XLA numbers them.
@@ -34,8 +36,9 @@ class Sources:
             _section(head, 'StackFrames'),
             re.MULTILINE,
         )
+        # XLA writes the number of the parent plus one: frame 3, called by 2, has parent_frame_id=3.
         self.frames = {
-            int(number): (int(place), int(parent or 0)) for number, place, parent in frames
+            int(number): (int(place), int(parent or 1) - 1) for number, place, parent in frames
         }
         self._check()
 
@@ -52,15 +55,15 @@ class Sources:
     def of(self, attributes: str) -> str:
         """Return the frames of an instruction, `file:line < file:line < ...`, from its attributes.
 
-        Innermost first; empty if the text does not record them.
+        The innermost comes first, and the frames beyond MOST are left out. Empty if the text does
+        not record them.
         """
         if match := re.search(r'source_file="([^"]*)" source_line=(\d+)', attributes):
             return f'{match[1]}:{match[2]}'
         match = re.search(r'\bstack_frame_id=(\d+)', attributes)
         frame = int(match[1]) if match else 0
         chain: dict[int, str] = {}
-        # The outermost frame may name itself as its parent.
-        while frame in self.frames and frame not in chain:
+        while frame in self.frames and frame not in chain and len(chain) < MOST:
             place, parent = self.frames[frame]
             file, line = self.places[place]
             chain[frame] = f'{self.files[file]}:{line}'

@@ -1,7 +1,10 @@
 """An instruction has the Python frames that its program records; damaged tables are refused."""
 
 import re
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from megajax.xla.hlo.errors import HloError
@@ -21,7 +24,7 @@ FileLocations
 
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
 
 """
 PROGRAM = """%main_of_others (x: f32[]) -> f32[] {
@@ -46,6 +49,28 @@ def test_an_instruction_has_the_frames_that_the_tables_say() -> None:
     assert frames_of('one') == 'model.py:9 < model.py:7'
 
 
+def test_the_frames_of_a_compiled_function_are_its_calls() -> None:
+    code = """
+def sine(x): return jnp.sin(x)
+def cosine(x): return jnp.cos(x)
+def both(x):
+    return sine(x) + cosine(x)
+def outer(x): return both(x) @ x
+"""
+    names: dict[str, Any] = {'jnp': jnp}
+    exec(compile(code, 'calls.py', 'exec'), names)
+    text = jax.jit(names['outer']).lower(jnp.ones((4, 4))).compile().as_text()
+    program = Program(text)
+    frames = {
+        each.opcode: program.source(each).split(' < tests/')[0].split(' < /')[0]
+        for computation in program.computations.values()
+        for each in computation.by_name.values()
+    }
+    assert frames['sine'] == 'calls.py:2 < calls.py:5 < calls.py:6'
+    assert frames['cosine'] == 'calls.py:3 < calls.py:5 < calls.py:6'
+    assert frames['dot'] == 'calls.py:6'
+
+
 def test_an_older_text_says_it_in_the_instruction() -> None:
     assert frames_of('two') == 'old.py:3'
 
@@ -55,7 +80,7 @@ def test_what_xla_made_has_none() -> None:
 
 
 def test_frames_that_name_each_other_are_said_once() -> None:
-    tables = TABLES.replace('id=1 parent_frame_id=1', 'id=1 parent_frame_id=2')
+    tables = TABLES.replace('id=1 parent_frame_id=1', 'id=1 parent_frame_id=3')
     assert frames_of('one', tables) == 'model.py:9 < model.py:7'
 
 
