@@ -56,6 +56,9 @@ class FunctionInspection(Result):
             counts[each.axis.replace('+', '_and_')][each.transfer.kind] += each.transfer.times
         return {axis: dict(kinds) for axis, kinds in counts.items()}
 
+    def __repr__(self) -> str:
+        return f'<FunctionInspection: {_head(self)}>'
+
     def __str__(self) -> str:
         return as_text(_tables(self), width=150)
 
@@ -140,17 +143,25 @@ def _rows(found: FunctionInspection) -> list[tuple[tuple[str, str], Transfer]]:
     return sorted(rows.values(), key=lambda row: -row[1].wire_bytes)
 
 
+def _axes(found: FunctionInspection) -> dict[str, int]:
+    """Return the mesh axes of more than one device, or all if there are none."""
+    return {axis: size for axis, size in found.mesh.items() if size > 1} or found.mesh
+
+
+def _head(found: FunctionInspection) -> str:
+    axes = ' x '.join(f'{name}={size}' for name, size in _axes(found).items())
+    return f'{axes}, target {found.target}'
+
+
 def _tables(found: FunctionInspection) -> RenderableType:
     table = open_table(title='collectives per run and device')
     for name in ('axis', 'collective', 'bytes', 'source'):
         table.add_column(name, justify='right' if name == 'bytes' else 'left')
     for (axis, source), transfer in _rows(found):
         table.add_row(axis, transfers_cell([transfer]), si(transfer.wire_bytes), source)
-    mesh = {axis: size for axis, size in found.mesh.items() if size > 1} or found.mesh
-    sent = ', '.join(f'{axis}: {si(found.sent_over(axis))}' for axis in mesh)
-    axes = ' x '.join(f'{name}={size}' for name, size in mesh.items())
+    sent = ', '.join(f'{axis}: {si(found.sent_over(axis))}' for axis in _axes(found))
     return Group(
-        Text(f'{axes}, target {found.target}, jax {found.jax_version}'),
+        Text(f'{_head(found)}, jax {found.jax_version}'),
         Text(),
         Folded(table),
         Text(f'bytes sent  {sent}'),

@@ -40,6 +40,7 @@ def test_bytes_counts_and_flops_of_a_loop_are_multiplied_by_its_steps(mesh) -> N
     assert found.matmul_flops == STEPS * 2 * (2 * 4 * 16 * 16)
     assert found.mesh == {'data': 2, 'model': 4}
     assert '3 AR f32[4,16]' in str(found)
+    assert repr(found) == '<FunctionInspection: data=2 x model=4, target cpu>'
     assert 'test_function.py' in found.transfers[0].source
 
 
