@@ -136,6 +136,7 @@ def as_model(config: Config) -> Config:
             'model': encoder_layers(vision),
             'vision': None,
             'relevance': None,
+            'lora': None,
             'mesh': MeshConfig(),
             'optim': OptimConfig(),
             'train': train.model_copy(

@@ -141,8 +141,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         TOKENS: 'with current scaling a matmul waits for the largest value of all tokens',
     },
     'lora': {
-        CROSS: 'LoRA does not support cross-attention layers, which have no adapters; '
-        'use vision.fusion=tokens, or vision.freeze instead of lora',
         'mesh.model_rows': 'LoRA does not support 2-D tensor parallelism, which shards both dims '
         'of a weight, of which an adapter has only one',
     },

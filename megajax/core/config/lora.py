@@ -27,8 +27,8 @@ class LoraConfig(Section):
     """Numerator of the adapters' scale, alpha / rank."""
     targets: Annotated[tuple[Target, ...], Field(strict=False, min_length=1)] = TARGETS
     """Linear layers of each block that get an adapter: the fused query, key and value projection
-    (qkv), the output projection of attention (out), and the MLP's up- and down-projections. Experts
-    get none.
+    (qkv), the output projection of attention (out), and the MLP's up- and down-projections. Layers
+    that attend to images count as blocks. Experts get none.
     """
 
     @property

@@ -35,6 +35,7 @@ class Matmul(NamedTuple):
     bias: bool = False
     # the dims of a stack of weights: one weight for each index, such as each expert X
     each: str = ''
+    target: str = ''  # its name among the targets of LoRA, if it differs
 
     def declared(
         self, model: ModelConfig, std: float, of_adapter: tuple[str, str], summed: str = ''
@@ -48,7 +49,7 @@ class Matmul(NamedTuple):
         parameters = linear(
             self.inputs, self.outputs, std, bias=self.bias, summed=summed, each=self.each
         )
-        if model.lora is None or self.name not in model.lora.targets:
+        if model.lora is None or (self.target or self.name) not in model.lora.targets:
             return parameters
         sizes, (of_a, of_b) = base_sizes(model), of_adapter
         std = (3 * math.prod(sizes[letter.upper()] for letter in self.inputs)) ** -0.5
@@ -201,12 +202,18 @@ def cross_layer(model: ModelConfig) -> tuple[Sublayer, Sublayer]:
     return (
         Sublayer(
             'attention',
-            Matmul('query', 'D', 'Nh'),
+            Matmul('query', 'D', 'Nh', target='qkv'),
             Matmul('out', 'Nh', 'D'),
             {'query_norm': norm(model, 'h', summed='N')},
         ),
         _feed_forward(model.model_copy(update={'experts': None}) if model.experts else model),
     )
+
+
+def key_value(model: ModelConfig) -> Declared:
+    """Declare the matmul of image vectors that computes the keys and values of all these layers."""
+    matmul = Matmul('key_value', 'D', 'JKUH', target='qkv')
+    return matmul.declared(model, model.init_std, ('N', ''))
 
 
 def declared(model: ModelConfig, sublayers: Iterable[Sublayer]) -> dict[str, Declared]:

@@ -64,7 +64,8 @@ def declare(model: ModelConfig) -> Declared:
         if model.vision.relevance is not None:
             declared['relevance'] = declare_relevance(model, model.vision.relevance)
     if model.num_cross_layers:
-        declared['cross'] = _cross_attention(model)
+        cross = _cross_attention(model)
+        declared['cross'] = cross if model.lora is None else frozen(cross)
     return declared
 
 
@@ -77,7 +78,7 @@ def _cross_attention(model: ModelConfig) -> Declared:
     sublayers = layers.declared(model, layers.cross_layer(model))
     gates = Parameter('U', Role.VECTOR, value=model.vision.cross_gate, summed='T')
     return {
-        'key_value': linear('D', 'JKUH', model.init_std),
+        'key_value': layers.key_value(model),
         'key_norm': prefixed(norm(model, 'h', summed='N'), 'J'),
         'layers': prefixed({**sublayers, 'gates': gates}, 'J'),
     }

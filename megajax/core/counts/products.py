@@ -70,6 +70,8 @@ def _is_needed(product: Product, freeze: tuple[Part, ...]) -> bool:
         part = 'merger' if product.name.startswith('vision merger') else 'encoder'
     if product.name.endswith(' weight'):
         return part not in freeze
+    if product.name in ('cross key_value input', 'cross key_value A input'):  # of the vectors
+        part = 'merger'
     if part == 'decoder' or 'encoder' not in freeze:
         return True
     return part == 'merger' and 'merger' not in freeze  # the merger's norm is learned, too
@@ -84,7 +86,8 @@ def _of_encoder(
         return
     blocks, images = encoder_layers(vision), -(-rows * vision.images // layout.num_shards('I'))
     train = config.train.model_copy(update={'seq_len': vision.read_patches})
-    alike = config.model_copy(update={'model': blocks, 'vision': None, 'train': train})
+    others = {'vision': None, 'lora': None}
+    alike = config.model_copy(update={'model': blocks, 'train': train, **others})
     counted = _Counted(alike, {}, images, Runs.of_megatron(config).encoder)
     flash = flash and uses_flash(alike)
     layers = counted.layers(recomputes_last=recomputes_last), counted.attention(flash=flash)
@@ -119,8 +122,10 @@ def _of_cross_attention(config: Config, rows: int, layout: Layout) -> Iterator[P
         yield dataclasses.replace(product, name=f'cross {product.name}')
     shards = layout.num_shards('I')
     vectors = -(-rows * vision.images // shards) * shards * vision.vectors
-    weight = dict(parameters(config.model))['cross.key_value.weight']
-    yield from counted.with_weight('cross key_value', 'layers', weight, vectors, runs.embedding)
+    for name, weight in parameters(config.model):
+        if name.startswith('cross.key_value.'):
+            label = f'cross {_product_name(name)}'
+            yield from counted.with_weight(label, 'layers', weight, vectors, runs.embedding)
     keys = vision.images * vision.vectors
     for product in counted.attention(flash=False, keys=keys):
         yield dataclasses.replace(product, name=f'cross {product.name}')

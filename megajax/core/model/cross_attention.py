@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.core.config import ModelConfig, VisionConfig
+from megajax.core.model import adapter
 from megajax.core.model.arr_coc.budget import num_tokens
 from megajax.core.model.arr_coc.detail import Detail
 from megajax.core.model.attention import attend_where
@@ -146,10 +147,11 @@ class KeyValue(nnx.Module):
     def __init__(self, parameters: Parameters, *, key: jax.Array):
         self.layout = parameters.layout
         self.weight = parameters.make('weight', key)
+        self.adapter = adapter.maybe(parameters, key=key)
 
     def __call__(self, x_YD: jax.Array) -> jax.Array:
         layout = self.layout
-        kv_YJKUH = product('YD,DJKUH->YJKUH', x_YD, self.weight, layout, x_YD.dtype)
+        kv_YJKUH = self._product(x_YD)
         if not layout.is_sharded('H'):
             return kv_YJKUH
         # With fewer key/value heads than shards, copy to each shard the head that its queries
@@ -158,6 +160,13 @@ class KeyValue(nnx.Module):
         kv_YJKUH = jax.reshard(kv_YJKUH, layout('YJkUh'))  # all-gather
         kv_YJNUH = jnp.repeat(kv_YJKUH, copies, 2, out_sharding=layout('YJnUh'))
         return jax.reshard(kv_YJNUH, layout('YJNUh'))  # nothing forward, all-gather backward
+
+    def _product(self, x_YD: jax.Array) -> jax.Array:
+        if self.adapter is None:
+            return product('YD,DJKUH->YJKUH', x_YD, self.weight, self.layout, x_YD.dtype)
+        # The matmuls of an adapter also have a dim of sequences, here of size 1.
+        given = x_YD[None], self.weight, self.adapter, self.layout
+        return adapter.product('BYD,DJKUH->BYJKUH', *given)[0]
 
 
 class CrossBlock(nnx.Module):

@@ -7,12 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import make_batch, make_config, on_mesh, random_params
+from support import (
+    assert_close,
+    gather,
+    make_batch,
+    make_config,
+    on_mesh,
+    random_params,
+    relative_error,
+)
 from vlm import CROSS_MODEL, vlm
 
 from megajax.core.config import Config
+from megajax.core.counts.parameters import parameters
 from megajax.core.model.cross_attention import seen
 from megajax.core.model.images import Images
+from megajax.core.model.merged import merged
 from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import Batch, place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
@@ -45,6 +55,28 @@ def test_a_token_sees_the_images_of_its_document_that_are_not_after_it(has_docum
         if has_documents and sees:
             sees = segment[row, mark[0]] == segment[row, token]
         assert found[row, token, vector] == sees
+
+
+@pytest.mark.slow
+def test_adapters_change_it_as_the_weights_with_them_added_would() -> None:
+    config, plain = vlm(crossed=True, lora={'rank': 4, 'alpha': 6.0}), vlm(crossed=True)
+    dims = {name: x.dims.lower() for name, x in parameters(config.model)}
+    batch, key = make_batch(config), jax.random.key(0)
+    with on_mesh(config):
+        params = random_params(config, std=0.1)
+        given = place_batch(batch), key
+        (loss, _), found = jax.jit(make_loss_and_gradients(config))(params, *given)
+        of_merged = jax.jit(make_loss_and_gradients(plain))
+        (expected_loss, _), dense = of_merged(merged(params, config), *given)
+    arrays, dense, expected = gather(params), gather(dense), {}
+    for linear in (name.removesuffix('.A') for name in dims if name.endswith('.adapter.A')):
+        a, b, w = f'{linear}.A', f'{linear}.B', f'{linear.removesuffix("adapter")}weight'
+        for of, other in ((a, b), (b, a)):
+            letters = f'{dims[w]},{dims[other]}->{dims[of]}'
+            expected[of] = 1.5 * np.einsum(letters, dense[w], arrays[other])
+    assert {'cross.key_value.adapter.A', 'cross.layers.attention.query.adapter.B'} <= {*expected}
+    assert relative_error(loss, expected_loss) <= 1e-6
+    assert_close(gather(found), expected, 1e-5)
 
 
 def test_without_images_or_with_closed_gates_it_is_the_text_model_to_the_bit() -> None:

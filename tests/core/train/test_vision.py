@@ -128,6 +128,7 @@ NORMS = {'norm_position': 'both', 'qk_norm': 'all'}
         slow({'model': {'experts': EXPERTS}, 'crossed': True, 'train': {'overlap': 'batch_split'}}),
         slow({'model': NORMS, 'crossed': True, 'train': {'unroll': True}}),
         {'lora': {'rank': 4}, 'optim': {'shard': 'weights'}},
+        slow({'lora': {'rank': 4}, 'crossed': True, 'train': {'overlap': 'batch_split'}}),
     ],
     ids=str,
 )
@@ -151,6 +152,8 @@ def test_what_is_learned_of_other_decoders_has_a_gradient(sections: dict[str, An
         slow({'model': NORMS}, {}),
         exhaustive({'model': NORMS | {'norm_position': 'after'}, 'crossed': True}, {}),
         slow({'lora': {'rank': 4}}, {}),
+        slow({'lora': {'rank': 4}, 'crossed': True}, {}),
+        exhaustive({'lora': {'rank': 4}, 'crossed': True}, {'replicas': 2}),
     ],
     ids=str,
 )
