@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm with statistics in fp32, over the last dim or over all heads."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -145,9 +146,9 @@ def _norm_over_heads(
 ) -> tuple[jax.Array, jax.Array]:
     both = q_RSKGH.astype(jnp.float32), k_RSKH.astype(jnp.float32)
     if vectors[0][1] is not None:
-        means = _on_heads(_means(*both, layout), *both, layout)
+        means = _on_heads(_means(lambda x: x, *both, layout), *both, layout)
         both = both[0] - means[0], both[1] - means[1]
-    inverse_RS2 = lax.rsqrt(_means(*map(jnp.square, both), layout) + eps)
+    inverse_RS2 = lax.rsqrt(_means(jnp.square, *both, layout) + eps)
     q, k = (
         _shifted(x * inverse * jnp.expand_dims(_gain(weight, zero_centered), (0, 1)), bias)
         for x, inverse, (weight, bias) in zip(
@@ -157,13 +158,15 @@ def _norm_over_heads(
     return q.astype(q_RSKGH.dtype), k.astype(k_RSKH.dtype)
 
 
-def _means(q_RSKGH: jax.Array, k_RSKH: jax.Array, layout: Layout) -> jax.Array:
-    """Return the means [R, S, 2] of each token's queries and of its keys."""
+def _means(
+    of: Callable[[jax.Array], jax.Array], q_RSKGH: jax.Array, k_RSKH: jax.Array, layout: Layout
+) -> jax.Array:
+    """Return the means [R, S, 2] of a function of each token's queries, and of its keys."""
     # `model` shards either the key/value heads or the dims within a head. The sharded dim is summed
     # last.
     own = 2 if layout.is_sharded('H') else -1
-    of_queries = q_RSKGH.sum(3).sum(own) / math.prod(q_RSKGH.shape[2:])
-    of_keys = k_RSKH.sum(own) / math.prod(k_RSKH.shape[2:])
+    of_queries = of(q_RSKGH).sum(3).sum(own) / math.prod(q_RSKGH.shape[2:])
+    of_keys = of(k_RSKH).sum(own) / math.prod(k_RSKH.shape[2:])
     # all-reduce forward, nothing backward
     return checkpoint_name(jnp.stack([of_queries, of_keys], -1).sum(2), SAVED)
 
