@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megajax.commands.main import app
 from megajax.core.config import load
 from megajax.core.config.overrides import KEYS
 from megajax.core.counts.parameters import num_parameters
+from megajax.core.hardware.targets import has_compiler
 from megajax.old_names import GROUPS
 
 ROOT = Path(__file__).parents[1]
@@ -311,6 +313,7 @@ def test_the_import_is_light() -> None:
 
 
 IN_CI = '06_pictures'  # the cheapest
+OF_OTHERS = {'07_an_equinox_step': 'equinox', '08_a_maxtext_step': 'maxtext'}
 
 
 @pytest.mark.parametrize(
@@ -324,6 +327,9 @@ IN_CI = '06_pictures'  # the cheapest
 def test_the_notebook_runs_from_top_to_bottom(
     notebook: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    package = OF_OTHERS.get(notebook.stem)
+    if package and not (find_spec(package) and has_compiler()):
+        pytest.skip(f"needs {package} and XLA's GPU compiler")
     # as conftest.py does: the kernel is a process of its own
     monkeypatch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
     cells = nbformat.read(notebook, as_version=4)
