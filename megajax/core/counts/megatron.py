@@ -24,7 +24,7 @@ from megajax.core.counts.collective import (
 )
 from megajax.core.counts.context import of_documents, over_context, own_over_context
 from megajax.core.counts.cross_attention import cross_layers
-from megajax.core.counts.data_parallel import over_data
+from megajax.core.counts.data_parallel import SHARDS, over_data
 from megajax.core.counts.experts import of_megatron, over_experts
 from megajax.core.counts.grid import over_grid
 from megajax.core.counts.layers import layer, num_in_stack, stacks
@@ -188,8 +188,8 @@ def _operand(config: Config, linear: str, dtype: str) -> Array:
 def over_products(config: Config) -> Iterator[Expected]:
     """Yield the max-reductions of fp8 matmuls' operands over all devices, for delayed scaling.
 
-    The maxima of the weights are the same on all data shards. A pipeline stage only has the maxima
-    of its own layers.
+    The maxima of the weights are the same on all data shards without ZeRO; with it, each data shard
+    has those of its part. A pipeline stage only has the maxima of its own layers.
     """
     if not config.train.has_delayed_scales:
         return
@@ -197,7 +197,8 @@ def over_products(config: Config) -> Iterator[Expected]:
     layers = dim_sizes(config.model)['L'] // mesh.stages
     products = sum(layers for _, x in every if x.dims[0] == 'L' and x.is_matrix)
     same = [axis for axis in mesh.sizes if axis != 'stage']
-    for axes, count in ((same, 3 * products), (('row', 'model'), products)):
+    at_rest = () if config.optim.shard == 'none' else SHARDS
+    for axes, count in ((same, 3 * products), ((*at_rest, 'row', 'model'), products)):
         if axis := axes_text(config, *axes):
             site, array = Site('gradients', 'step', axis), Array('f32', (count,))
             yield Expected.over(config, site, REDUCE, array, 1, SOURCES['fp8'])

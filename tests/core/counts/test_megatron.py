@@ -89,6 +89,13 @@ def test_fp8_reduces_the_maxima_of_its_products_once_a_step():
     ]
 
 
+@pytest.mark.parametrize(('shard', 'of_weights'), [('none', 'model'), ('optimizer', 'data+model')])
+def test_with_zero_a_data_shard_has_the_maxima_of_its_part_of_a_weight(shard, of_weights):
+    keys = 'mesh.data=2', 'train.dtype=fp8', f'optim.shard={shard}'
+    found = [*over_products(config('megatron_8.3b', *keys))]
+    assert [one.site.axis for one in found] == ['data+model', of_weights]
+
+
 def test_a_mesh_of_one_sends_nothing():
     assert not expected(config('megatron_8.3b', 'mesh.model=1'))
 
