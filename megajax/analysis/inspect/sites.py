@@ -133,7 +133,9 @@ def _has_keys(collective: Collective, config: Config) -> bool:
         return False
     if collective.kind in ('collective-permute', 'all-to-all'):
         return True
-    return collective.kind != 'all-reduce' and collective.whole.dims == keys(config).dims
+    shards, rows, *others = keys(config).dims
+    of_parts = {(shards, count, *others) for count in (rows, rows // config.overlap.num_parts)}
+    return collective.kind != 'all-reduce' and collective.whole.dims in of_parts
 
 
 def _over_data(collective: Collective, words: list[str], config: Config) -> Site | None:

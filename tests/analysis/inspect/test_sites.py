@@ -8,6 +8,7 @@ from support import make_config
 
 from megajax.analysis.inspect.sites import site_of
 from megajax.core.counts.collective import Site
+from megajax.core.counts.context import keys
 from megajax.xla.hlo.program import Array
 
 IN_THE_LOSS = (
@@ -79,3 +80,19 @@ def test_over_rows_a_grid_sums_statistics_of_tokens_and_gradients_of_vectors(sha
     )
     sent = dataclasses.replace(reduced(STACK, Array('f32', shape)), axes=('row',))
     assert site_of(sent, config) == site
+
+
+@pytest.mark.parametrize('kind', ['all-gather', 'reduce-scatter'])
+@pytest.mark.parametrize(('overlap', 'halves'), [('none', [1]), ('batch_split', [1, 2])])
+def test_keys_of_half_a_batch_are_attentions_too(kind, overlap, halves):
+    """XLA combines the gathers of the two halves, or sends each by itself."""
+    config = make_config(
+        'llama', 1, 2, mesh={'context': 2}, train={'batch_size': 4, 'overlap': overlap}
+    )
+    path = 'jit(train_step)/vmap(jvp(layers))/while/body/attention/core/shard_map/attend'
+    shards, rows, *others = keys(config).dims
+    for part in (1, 2):
+        array = Array('bf16', (shards, rows // part, *others))
+        sent = dataclasses.replace(reduced(path, array), kind=kind, axes=('context',))
+        found = site_of(sent, config)
+        assert (found == Site('attention', 'forward', 'context')) == (part in halves)
