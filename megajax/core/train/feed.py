@@ -120,8 +120,8 @@ def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
             'image_grid': ((vision.images, 2), jnp.int32),
             'image_index': ((length,), jnp.int32),
         }
-    if config.model.position == 'mrope':
-        shapes['positions'] = (length, 3), jnp.int32
+        if config.model.position == 'mrope':  # text without images has one number per position
+            shapes['positions'] = (length, 3), jnp.int32
     return {
         name: jax.ShapeDtypeStruct(
             (rows, *shape), dtype, sharding=_sharding('B-' if shape == (1,) else 'BS')

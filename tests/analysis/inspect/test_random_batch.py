@@ -31,6 +31,15 @@ def test_a_batch_has_all_that_a_step_reads_and_no_padding_counts(name):
         assert not batch['loss_mask'][batch['segment_ids'] == 1].any()
 
 
+@pytest.mark.parametrize('document_mask', [False, True])
+def test_text_without_images_has_one_number_per_position(document_mask):
+    """Its data has no positions of images, which `mrope` rotates by three numbers."""
+    size = make_config('llama').model.head_dim // 2
+    mrope = {'position': 'mrope', 'mrope_section': (size - 2 * (size // 3), size // 3, size // 3)}
+    config = make_config('llama', 2, 4, model=mrope, data={'document_mask': document_mask})
+    assert_all_is_there(config, make_batch(config))
+
+
 @pytest.mark.parametrize('preset', ['tiny_vlm', 'tiny_arr_coc', 'qwen3_vl_8b', 'arr_coc_32b'])
 def test_a_batch_of_a_smaller_config_has_pictures_of_several_sizes_where_sizes_may_differ(preset):
     config, _ = shrink(load(preset, ['mesh.data=1']))
