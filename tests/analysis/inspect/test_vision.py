@@ -80,7 +80,9 @@ def test_no_row_sends_more_than_is_expected(config: Config) -> None:
         # Once, however many layers read the vectors, and a layer sends what any other does.
         summed = rows['vision', 'backward', 'model'].placed
         runs = config.train.microbatches
-        assert [(x.kind, x.times) for x in summed] == [('reduce-scatter', runs)]
+        # LoRA freezes the encoder, so nothing needs the vectors' gradient.
+        wanted = [] if config.lora else [('reduce-scatter', runs)]
+        assert [(x.kind, x.times) for x in summed] == wanted
         kind = 'reduce-scatter' if config.mesh.sequence_parallel else 'all-reduce'
         for phase in ('forward', 'backward'):
             of_layers = rows['cross_attention', phase, 'model'].placed
