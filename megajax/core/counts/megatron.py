@@ -188,8 +188,8 @@ def _operand(config: Config, linear: str, dtype: str) -> Array:
 def over_products(config: Config) -> Iterator[Expected]:
     """Yield the max-reductions of fp8 matmuls' operands over all devices, for delayed scaling.
 
-    The maxima of the weights are the same on all data shards without ZeRO; with it, each data shard
-    has those of its part. A pipeline stage only has the maxima of its own layers.
+    Without ZeRO, the maxima of the weights are the same on all data shards; with it, each data
+    shard has its own. A pipeline stage only has the maxima of its own layers.
     """
     if not config.train.has_delayed_scales:
         return
