@@ -114,37 +114,48 @@ def destination(
 ) -> str:
     """Return the path of the first matmul that reads an array, or else of its first reader.
 
-    `index` is the index of the array in the results of `producer`. Some instructions do not count
-    as readers: those that only store the array for later or add it to a sum, and those that jax
-    0.12 names after an unnamed call. A matmul to which XLA gave the path of the next operation
-    counts only if no other matmul reads the array.
+    `index` is the index of the array in the results of `producer`. A matmul that reads the array
+    in any layout or dtype precedes one that reads what a fusion computes from it. Some instructions
+    do not count as readers: those that only store the array for later or add it to a sum, and those
+    that jax 0.12 names after an unnamed call. A matmul to which XLA gave the path of the next
+    operation counts only if no other matmul reads the array.
     """
     first, product = '', ''
     ahead, known = [producer], {producer.name}
-    for source in ahead:
-        for user in computation.users.get(source.name, ()):
-            if (
-                user.opcode == 'get-tuple-element'
-                and len(producer.operands) > 1
-                and user.attribute('index') != str(index)
-            ):
-                continue
-            has_path = is_path(user.op_name) and not user.op_name.endswith('/jit')
-            if has_path and flops(program, computation, user):
-                if user.op_name.endswith('/dot_general'):
-                    return user.op_name
-                product = product or user.op_name
-            passes_on = user.opcode in SAME or user.opcode.endswith('-done')
-            if (passes_on or user.opcode == 'fusion') and user.name not in known:
-                ahead.append(user)
-                known.add(user.name)
-            if (
-                not passes_on
-                and has_path
-                and not user.op_name.endswith(('/dynamic_update_slice', '/add'))
-            ):
-                first = first or user.op_name
+    while ahead:
+        products, behind = dict[str, str](), list[Instruction]()
+        for source in ahead:
+            for user in computation.users.get(source.name, ()):
+                if len(producer.operands) > 1 and _is_other_part(user, index):
+                    continue
+                has_path = is_path(user.op_name) and not user.op_name.endswith('/jit')
+                if has_path and flops(program, computation, user):
+                    if user.op_name.endswith('/dot_general'):
+                        products[user.name] = user.op_name
+                    product = product or user.op_name
+                passes_on = user.opcode in SAME or user.opcode.endswith('-done')
+                if (passes_on or user.opcode == 'fusion') and user.name not in known:
+                    is_same = passes_on or _only_moves(program, user)
+                    (ahead if is_same else behind).append(user)
+                    known.add(user.name)
+                adds = user.op_name.endswith(('/dynamic_update_slice', '/add'))
+                if not passes_on and has_path and not adds:
+                    first = first or user.op_name
+        if products:  # the text is in the order of the schedule
+            return next(products[name] for name in computation.by_name if name in products)
+        ahead = behind
     return product or first
+
+
+def _is_other_part(user: Instruction, index: int) -> bool:
+    """Return whether an instruction takes another array than this from a tuple."""
+    return user.opcode == 'get-tuple-element' and user.attribute('index') != str(index)
+
+
+def _only_moves(program: Program, fusion: Instruction) -> bool:
+    """Return whether a fusion returns an array unchanged, or in a different layout or dtype."""
+    inside = program.computations[fusion.called[0]]
+    return all(each.opcode in SAME or each.opcode == 'parameter' for each in inside.instructions)
 
 
 def _slice_start(program: Program, producer: Instruction) -> int | None:

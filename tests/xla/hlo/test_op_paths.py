@@ -8,7 +8,10 @@ from megajax.xla.hlo.program import Program
 DOT = 'f32[8,32]{1,0} dot(%read, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}'
 
 
-def program(between: str) -> Program:
+LAST = f'ROOT %dot = {DOT}, metadata={{op_name="jit(f)/mlp/dot_general"}}'
+
+
+def program(between: str, last: str = LAST) -> Program:
     """A gather whose result a dot reads after `between` has handed it on."""
     return Program(f"""HloModule jit_f, is_scheduled=true
 
@@ -24,7 +27,7 @@ ENTRY %main (p: f32[4,8], w: f32[16,32]) -> f32[8,32] {{
   %kept = f32[1,16,8]{{2,1,0}} reshape(%gather), \
 metadata={{op_name="jit(f)/layers/while/body/dynamic_update_slice"}}
   %read = f32[8,16]{{1,0}} {between}
-  ROOT %dot = {DOT}, metadata={{op_name="jit(f)/mlp/dot_general"}}
+  {last}
 }}
 """)
 
@@ -46,6 +49,20 @@ def test_the_product_behind_what_hands_an_array_on_is_its_destination(between):
     assert (
         destination(text, text.entry, text.entry.by_name['gather'], 0) == 'jit(f)/mlp/dot_general'
     )
+
+
+def test_the_first_of_two_products_is_the_destination_also_behind_a_transpose():
+    """As with a recomputed array: the weight gradient reads it later, and without a transpose."""
+    path = 'jit(f)/rematted_computation/mlp/dot_general'
+    later = DOT.replace('%read', '%same').replace('={1}', '={0}', 1)
+    text = program(
+        'fusion(%gather), kind=kLoop, calls=%transposed',
+        f'%same = f32[16,8]{{1,0}} bitcast(%gather)\n'
+        f'  %flat = f32[8,16]{{1,0}} bitcast(%read)\n'
+        f'  %dot = {DOT.replace("%read", "%flat")}, metadata={{op_name="{path}"}}\n'
+        f'  ROOT %later = {later}, metadata={{op_name="jit(f)/mlp/dot_general"}}',
+    )
+    assert destination(text, text.entry, text.entry.by_name['gather'], 0) == path
 
 
 def test_without_a_product_the_first_reader_is_its_destination():
