@@ -194,14 +194,15 @@ def _missing_gpus(diagnosis: Diagnosis, kind: str, count: int, environ: Mapping[
 
 
 def _compilation_cache(diagnosis: Diagnosis, platform: str, environ: Mapping[str, str]) -> None:
-    """Add a line if jax's compilation cache helps only one process.
+    """Add a line if jax's compilation cache is set for CPUs, where it may do harm.
 
-    On CPUs, each process has its own cache keys, but jax writes only process 0's entries.
+    `megajax.runtime.run.compile_cache` says why.
     """
     if platform == 'cpu' and environ.get('JAX_COMPILATION_CACHE_DIR'):
         diagnosis.fact(
             'compilation cache',
-            'used by process 0 only: on CPUs the others always compile, and process 0 waits',
+            'used by process 0 only, and a cached program may hang on several CPU devices; '
+            'unset JAX_COMPILATION_CACHE_DIR',
         )
 
 

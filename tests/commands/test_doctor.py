@@ -281,7 +281,7 @@ def test_without_a_gpu_compiler_none_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures('jax_said')
-def test_a_compilation_cache_that_does_not_help_several_processes_is_told(tmp_path: Path) -> None:
+def test_a_compilation_cache_on_cpus_is_told(tmp_path: Path) -> None:
     with_cache = diagnose(tmp_path, environ=CPU | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path)})
     assert dict(with_cache.facts)['compilation cache'].startswith('used by process 0 only')
     assert with_cache.findings == []

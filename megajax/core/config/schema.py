@@ -231,7 +231,11 @@ class RunConfig(Section):
     max_minutes: Minutes | None = None
     """Time after which to save a checkpoint and exit, for example before a queue's time limit."""
     compile_cache: Name = 'auto'
-    """Cache of compiled programs for the next start: auto (the run's folder), a folder, or none."""
+    """Cache of compiled programs for the next start: auto, a folder, or none.
+
+    auto is the run's folder. With several CPU devices it is none, because XLA may hang there in a
+    program that it reads from a cache.
+    """
     data_cache: Name = 'auto'
     """Cache of corpora with URLs: auto (the user's cache directory), or a folder."""
     data_cache_gb: Annotated[PositiveFloat, Unit('GB')] = 64.0

@@ -1,8 +1,15 @@
 """Cache compiled programs on disk (`run.compile_cache`), so that a run restarts faster.
 
 Process 0 writes each program that took more than a second to compile, and jax reads it at a later
-start. On CPUs, the cache keys differ by process, so the other processes must compile again. On GPUs
-XLA also stores its autotuner's choices there, so that a resumed run uses the same kernels.
+start. On GPUs XLA also stores its autotuner's choices there, so that a resumed run uses the same
+kernels.
+
+On several CPU devices a cached program may hang. Collectives must be executed in the same order on
+all devices. XLA keeps their order by a resource that they share, but when it reads a program back,
+each loop, branch and call gets a resource of its own (`FromProto` in XLA's
+`backends/cpu/runtime/thunk_proto_serdes.cc`). A collective in a loop and one outside it can then
+wait for each other on different devices. In addition, the cache keys differ by process on CPUs, so
+only process 0 would read anything.
 """
 
 import contextlib
@@ -27,14 +34,21 @@ logger = logging.getLogger(__name__)
 def compile_cache(config: RunConfig, run_folder: Path) -> Iterator[None]:
     """Let jax cache compiled programs in the folder that the config names.
 
-    With `auto` this is the run's folder, unless jax's own settings already name a cache. Raises
-    ConfigError for a folder that cannot be written.
+    With `auto` this is the run's folder, unless jax's own settings already name a cache or the
+    devices are several CPU devices. Raises ConfigError for a folder that cannot be written.
     """
     before: str | None = jax.config.values['jax_compilation_cache_dir']
-    if config.compile_cache == 'none' or (config.compile_cache == 'auto' and before):
+    chosen = config.compile_cache
+    may_hang = jax.default_backend() == 'cpu' and jax.device_count() > 1
+    if chosen == 'none' or (chosen == 'auto' and (before or may_hang)):
         yield
         return
-    chosen = config.compile_cache
+    if may_hang:
+        logger.warning(
+            'run.compile_cache=%s: XLA may hang in a program that it reads from a cache on several '
+            'CPU devices; use run.compile_cache=auto or none',
+            chosen,
+        )
     folder = run_folder / FOLDER if chosen == 'auto' else Path(chosen)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """A run that starts again reads the programs that it compiled before, and never a part of one."""
 
-import re
 import signal
 from pathlib import Path
 
@@ -23,16 +22,19 @@ atexit.register(lambda: print('read', sum('cache_hits' in one for one in events)
 """
 
 
+ONE_DEVICE = 'mesh.data=1', 'mesh.model=1'
+
+
 @pytest.fixture(scope='module')
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG)
-    train(folder, 'run.compile_cache=none')
+    train(folder, *ONE_DEVICE, 'run.compile_cache=none')
     assert not (folder / 'run' / FOLDER).exists()
     return folder / 'run'
 
 
 def interrupted(folder: Path) -> None:
-    process = start(folder, **ALL)
+    process = start(folder, *ONE_DEVICE, **ALL)
     read_until(process, r'step +12\b')
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] == 75
@@ -49,7 +51,7 @@ def test_a_resumed_run_reads_its_programs_and_ends_in_the_same_bits(
     if damaged:  # as by a process that was killed while it wrote
         for entry in entries:
             entry.write_bytes(entry.read_bytes()[:-10])
-    said = train(folder, 'run.resume=must', fault=COUNT_HITS, **ALL)
+    said = train(folder, *ONE_DEVICE, 'run.resume=must', fault=COUNT_HITS, **ALL)
     assert ('is damaged: the program is compiled again' in said) == damaged
     assert ('read 0 programs' in said) == damaged
     assert losses(folder / 'run') == losses(straight)
@@ -57,14 +59,23 @@ def test_a_resumed_run_reads_its_programs_and_ends_in_the_same_bits(
     assert all(_is_whole(entry.read_bytes()) for entry in entries)
 
 
-def test_processes_share_a_folder_that_is_named(tmp_path: Path) -> None:
+def test_on_several_cpu_devices_only_a_folder_that_is_named_is_used_with_a_warning(
+    tmp_path: Path,
+) -> None:
     folder = write_run(tmp_path, CONFIG, split='1,0,0')
-    for name in ('first', 'second'):
-        chosen = 'run.compile_cache=programs', 'train.steps=3', 'optim.schedule=constant'
-        said = train(folder, *chosen, fault=COUNT_HITS, name=name, processes=2, **ALL)
-    assert re.search(r'\[0\] read [1-9]', said)
-    assert losses(folder / 'second') == losses(folder / 'first')
-    assert not (folder / 'second' / FOLDER).exists()
+    short = 'train.steps=3', 'optim.schedule=constant'
+    first, second = (
+        train(
+            *(folder, *short, f'run.compile_cache={chosen}'),
+            **{'fault': COUNT_HITS, 'name': chosen, 'processes': 2, **ALL},
+        )
+        for chosen in ('programs', 'auto')
+    )
+    assert 'XLA may hang' in first
+    assert any((folder / 'programs').glob(ENTRIES))
+    assert 'XLA may hang' not in second
+    assert not (folder / 'auto' / FOLDER).exists()
+    assert losses(folder / 'auto') == losses(folder / 'programs')
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
