@@ -61,7 +61,7 @@ def axes_of(config: Config) -> list[str]:
 @pytest.mark.parametrize(
     'config',
     [
-        slow(case('gpt', 2, 2, **SP, **TWICE)),
+        exhaustive(case('gpt', 2, 2, **SP, **TWICE)),
         exhaustive(case('llama', 1, 4)),
         slow(case('llama', 2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
         exhaustive(case('gpt', 2, 4, optim={'shard': 'gradients'}, **TWICE)),

@@ -334,7 +334,7 @@ def on_rung(rung: str, data: int = 4, model: int = 1, **train: object) -> Config
 @pytest.mark.parametrize(
     ('worsen', 'config', 'expected'),
     [
-        slow(column_parallel_down, small(), {'mlp forward model'}),
+        exhaustive(column_parallel_down, small(), {'mlp forward model'}),
         slow(unfused, small(), {'attention backward model', 'input gradient reduced again'}),
         exhaustive(
             unfused,
@@ -356,7 +356,7 @@ def on_rung(rung: str, data: int = 4, model: int = 1, **train: object) -> Config
             on_rung('weights', recompute='full'),
             {'gathered weights kept'},
         ),
-        slow(gathered_for_both_passes, on_rung('weights'), {'gathered weights kept'}),
+        exhaustive(gathered_for_both_passes, on_rung('weights'), {'gathered weights kept'}),
         exhaustive(
             gathered_in_fp32,
             on_rung('weights', dtype='bfloat16', recompute='full'),

@@ -37,7 +37,7 @@ CASES = [
         'bert', 2, 4, {'recompute': 'selective', 'microbatches': 2}, {'sequence_parallel': True}
     ),
     exhaustive('bert', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
-    slow('windows', 2, 2, {'recompute': 'full'}, {'model': {'num_layers': 7}}),
+    exhaustive('windows', 2, 2, {'recompute': 'full'}, {'model': {'num_layers': 7}}),
     exhaustive('windows', 2, 2, {'overlap': 'batch_split'}, {'sequence_parallel': True}),
 ]
 

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from support import make_config, slow
+from support import exhaustive, make_config, slow
 
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_step
@@ -27,7 +27,7 @@ def small(name: str = 'olmo2', **sections: dict[str, object]) -> Config:
 
 @pytest.mark.parametrize(
     ('name', 'overlap', 'sums_of_pass'),
-    [('olmo2', 'none', 1), slow('olmo2', 'batch_split', 1), slow('layer_norms', 'none', 2)],
+    [('olmo2', 'none', 1), exhaustive('olmo2', 'batch_split', 1), slow('layer_norms', 'none', 2)],
 )
 def test_each_pass_has_a_row_of_one_all_reduce_for_each_sum(
     name: str, overlap: str, sums_of_pass: int

@@ -58,15 +58,15 @@ GRID = {'data': 2, 'model_rows': 2, 'model': 2}
             )
         ),
         exhaustive(case('gpt', {'data': 4, 'replicas': 2}, 'optimizer')),
-        slow(case('gpt', {'data': 4, 'model': 2, 'replicas': 2}, 'none', {'batch_size': 8})),
+        exhaustive(case('gpt', {'data': 4, 'model': 2, 'replicas': 2}, 'none', {'batch_size': 8})),
         exhaustive(case('bert', {'data': 4, 'model': 2, 'replicas': 2}, 'gradients')),
         exhaustive(case('bert', {'data': 2, 'model': 4}, 'weights', {'recompute': 'selective'})),
-        slow(case('llama', {'data': 2, 'model': 4}, 'weights', {'dtype': 'float16'})),
+        exhaustive(case('llama', {'data': 2, 'model': 4}, 'weights', {'dtype': 'float16'})),
         slow(case('gpt', {'data': 3}, 'gradients', {'microbatches': 2})),
         exhaustive(case('gpt', {'data': 3, 'model': 2}, 'weights')),
         case('gpt', GRID, 'weights'),
         exhaustive(case('gpt', GRID, 'none', {'recompute': 'selective'})),
-        slow(case('sinks', GRID, 'none', {'batch_size': 4})),
+        exhaustive(case('sinks', GRID, 'none', {'batch_size': 4})),
         exhaustive(case('llama', GRID, 'gradients', {'microbatches': 2}, reduce_dtype='bfloat16')),
         exhaustive(
             case(

@@ -97,11 +97,21 @@ SMALL = config(stages=2, context=2, train={'microbatches': 2})
         exhaustive(config(context=2, data=2, model=2)),
         exhaustive(config(context=4, **SP, train=HALF, shard='optimizer')),
         exhaustive(config(context=4, model=2, context_exchange='ring', train=FULL)),
-        slow(config('gpt', context=2, data=2, context_exchange='ring', shard='weights')),
-        slow(config(context=2, context_exchange='ring', **SP, train=FULL, layers=WINDOWS)),
+        exhaustive(config('gpt', context=2, data=2, context_exchange='ring', shard='weights')),
+        exhaustive(config(context=2, context_exchange='ring', **SP, train=FULL, layers=WINDOWS)),
+        slow(
+            config(
+                context=2,
+                context_exchange='ring',
+                **SP,
+                documents=True,
+                layers=WINDOWS,
+                shard='weights',
+            )
+        ),
         exhaustive(config(context=4, data=2, layers=WINDOWS, shard='weights')),
         exhaustive(config(stages=2, context=2, data=2, context_exchange='ring', train=FULL)),
-        slow(config(context=2, data=2, documents=True, layers=WINDOWS, shard='weights')),
+        exhaustive(config(context=2, data=2, documents=True, layers=WINDOWS, shard='weights')),
         exhaustive(config(context=4, **SP, documents=True, context_exchange='ring', train=FULL)),
         exhaustive(config(stages=2, context=2, data=2, documents=True)),
     ],
@@ -193,7 +203,7 @@ UNDECLARED = 'permute with undeclared pairs'
             config(stages=2, model=2, train=HALF),
             {'stage forward stage', 'stage backward stage', 'fp32 communication'},
         ),
-        slow(context_shards_left_out, config(context=2, data=2), {'gradients step data'}),
+        exhaustive(context_shards_left_out, config(context=2, data=2), {'gradients step data'}),
     ],
 )
 def test_a_step_that_moves_something_else_is_caught(worsen, config, expected, monkeypatch):

@@ -42,7 +42,7 @@ def over_optimizer(sent: Any) -> dict[tuple[str, str], tuple[int, float]]:
     [
         case('gpt', 'weights', data=2, model=2),
         slow(case('llama', 'optimizer', data=2, model=4)),
-        slow(case('gpt', 'optimizer', data=4, replicas=2)),
+        exhaustive(case('gpt', 'optimizer', data=4, replicas=2)),
         exhaustive(case('gpt', 'none', data=4)),
         exhaustive(case('bert', 'gradients', data=4)),
         exhaustive(case('gpt', 'weights', data=2, context=2)),

@@ -31,7 +31,7 @@ def sharded(name: str, context: int, data: int = 1, model: int = 1, **fields: An
         exhaustive(sharded('llama', 4, model=2, **SP, **RING, recompute='full')),
         exhaustive(sharded('llama', 2, model=4, **SP)),  # more devices than key/value heads
         exhaustive(sharded('gpt', 4, model=2, **SP)),
-        slow(sharded('gpt', 2, data=2, microbatches=2, recompute='selective', **RING)),
+        exhaustive(sharded('gpt', 2, data=2, microbatches=2, recompute='selective', **RING)),
         exhaustive(sharded('gpt', 8)),
     ],
     ids=str,
@@ -53,7 +53,7 @@ def with_windows(context: int, seq_len: int, **fields: Any) -> Setting:
 @pytest.mark.parametrize(
     'setting',
     [
-        slow(with_windows(2, 32, model=2, data=2, **SP, **RING)),
+        exhaustive(with_windows(2, 32, model=2, data=2, **SP, **RING)),
         exhaustive(with_windows(2, 32, microbatches=2, data=2, recompute='full')),
         exhaustive(with_windows(2, 32, model=4, **SP)),  # more devices than key/value heads
         slow(with_windows(4, 48, model=2, recompute='full', shard='weights', **SP, **RING)),
@@ -173,7 +173,7 @@ def test_heads_for_tokens_give_the_loss_and_gradients_of_one_device(setting: Set
     'setting',
     [
         exhaustive(sharded('llama', 2, data=2, model=2, shard='optimizer', **SP)),
-        slow(sharded('sinks', 2, data=2, model=2, shard='weights', **SP, **RING)),
+        exhaustive(sharded('sinks', 2, data=2, model=2, shard='weights', **SP, **RING)),
         exhaustive(sharded('gpt', 2, data=2, shard='gradients', microbatches=2)),
         exhaustive(sharded('llama', 2, data=3, shard='weights')),  # padded shards
         exhaustive(sharded('gpt', 2, data=4, shard='weights', replicas=2, dtype='bfloat16')),

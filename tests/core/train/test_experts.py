@@ -29,9 +29,9 @@ LIMIT = 1e-5
 # replicas, microbatches, recomputation, stages and context shards.
 SETTINGS = [
     Setting('experts', 4, 2, 'weights', experts=2, sequence_parallel=True, microbatches=2),
-    slow(Setting('experts', 2, 1, 'none', experts=2)),
+    exhaustive(Setting('experts', 2, 1, 'none', experts=2)),
     slow(Setting('experts', 1, 2)),
-    slow(Setting('experts', 4, 2, 'optimizer', experts=4, recompute='full')),
+    exhaustive(Setting('experts', 4, 2, 'optimizer', experts=4, recompute='full')),
     slow(Setting('experts', 4, 2, 'gradients', experts=2, sequence_parallel=True)),
     exhaustive(Setting('experts', 8, 1, 'weights', 2, experts=2, recompute='full')),
     exhaustive(Setting('experts', 8, 1, 'optimizer', 2, experts=4, microbatches=2)),
@@ -39,7 +39,7 @@ SETTINGS = [
     exhaustive(Setting('experts', 8, 1, 'weights', experts=2, hidden_size=60)),
     slow(Setting('experts', 2, 2, 'optimizer', experts=2, context=2, plain=True)),
     exhaustive(Setting('experts', 4, 1, 'weights', experts=2, context=2, plain=True)),
-    slow(Setting('experts', 2, 2, 'optimizer', experts=2, stages=2, microbatches=2)),
+    exhaustive(Setting('experts', 2, 2, 'optimizer', experts=2, stages=2, microbatches=2)),
     exhaustive(
         Setting(
             'experts',
@@ -67,7 +67,7 @@ SETTINGS = [
     ),
     exhaustive(Setting('first_dense', 2, 2, experts=2, context=2, plain=True, num_layers=3)),
     Setting('capacity', 4, 2, 'optimizer', experts=4, sequence_parallel=True),
-    slow(Setting('capacity', 4, 2, 'weights', experts=2, microbatches=2)),
+    exhaustive(Setting('capacity', 4, 2, 'weights', experts=2, microbatches=2)),
     slow(Setting('experts', 4, 2, 'weights', experts=2, overlap='batch_split', recompute='full')),
     exhaustive(
         Setting(
@@ -102,7 +102,7 @@ def test_loss_and_gradients_are_those_of_one_device(setting: Setting) -> None:
     'setting',
     [
         slow(Setting('capacity', 4, 2, 'optimizer', experts=2)),
-        slow(Setting('experts', 4, 2, 'weights', experts=4)),
+        exhaustive(Setting('experts', 4, 2, 'weights', experts=4)),
     ],
     ids=str,
 )

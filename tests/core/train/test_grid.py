@@ -32,7 +32,7 @@ def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Se
         exhaustive(grid('gpt', 4, 2)),
         exhaustive(grid('llama', 2, 2, data=2, microbatches=2)),
         exhaustive(grid('gpt', 2, 1, data=2)),
-        slow(grid('llama', 8, 1)),
+        exhaustive(grid('llama', 8, 1)),
         slow(grid('sinks', 2, 2, num_kv_heads=2, recompute='full')),
         exhaustive(grid('layer_norms', 2, 2)),
     ],
@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_one_dimension(setting: Setting, twin: s
         exhaustive(grid('gpt', 2, 2, data=2, shard='weights', recompute='selective')),
         grid('llama', 2, 2, data=2, shard='gradients', microbatches=2, dtype='bfloat16'),
         exhaustive(grid('gpt', 2, 2, data=2, shard='optimizer', overlap='batch_split')),
-        grid('llama', 2, 1, data=4, shard='weights', replicas=2),
+        exhaustive(grid('llama', 2, 1, data=4, shard='weights', replicas=2)),
     ],
     ids=str,
 )

@@ -32,8 +32,8 @@ SP = {'sequence_parallel': True}
     [
         staged('llama', 2, model=2, **SP),
         exhaustive(staged('both_norms', 2, model=2, data=2, shard='optimizer', **SP)),
-        slow(staged('llama', 2, 2, model=2, data=2, **SP)),
-        slow(staged('windows', 2, model=2, **SP, num_layers=6)),
+        exhaustive(staged('llama', 2, 2, model=2, data=2, **SP)),
+        exhaustive(staged('windows', 2, model=2, **SP, num_layers=6)),
         exhaustive(staged('sinks', 2, model=2, **SP, num_layers=4)),
         exhaustive(staged('gpt', 2)),
         exhaustive(staged('gpt', 2, model=2, num_layers=4, recompute='full')),
@@ -77,7 +77,8 @@ def test_a_stage_keeps_the_residuals_of_windows_in_blocks() -> None:
     'setting',
     [
         exhaustive(staged('gpt', 2, 2, data=2, shard='optimizer')),
-        staged('llama', 2, data=3, shard='optimizer', **SP, microbatches=2),  # padded shards
+        # padded shards
+        exhaustive(staged('llama', 2, data=3, shard='optimizer', **SP, microbatches=2)),
         exhaustive(staged('llama', 2, data=4, shard='optimizer', replicas=2, microbatches=2)),
         exhaustive(staged('gpt', 4, data=2, shard='optimizer', dtype='bfloat16')),
     ],
@@ -92,7 +93,8 @@ def test_zero_changes_nothing_on_stages(setting: Setting) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('dtype', ['bfloat16', exhaustive('float16')])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_in_16_bits_losses_and_gradients_differ_by_rounding_alone(dtype: str) -> None:
     setting = staged('llama', 2, 2, model=2, dtype=dtype, **SP)
     (expected_loss, expected), (loss, gradients) = map(
@@ -120,7 +122,7 @@ def test_five_steps_and_an_evaluation_end_as_those_without_stages(setting: Setti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['gpt', 'bert'])
+@pytest.mark.parametrize('name', [exhaustive('gpt'), 'bert'])
 def test_an_evaluation_sums_what_it_sums_without_stages(name: str) -> None:
     setting = staged(name, 4, 2, num_layers=8)
     assert evaluate(setting) == pytest.approx(evaluate(setting.in_one_part), rel=1e-6)

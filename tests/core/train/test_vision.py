@@ -78,7 +78,7 @@ cross = functools.partial(vlm, crossed=True)
 @pytest.mark.parametrize(
     'config',
     [
-        slow(vlm(2, 2, **SP)),
+        exhaustive(vlm(2, 2, **SP)),
         exhaustive(vlm(2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
         exhaustive(vlm(2, 1, **TWICE)),
         exhaustive(vlm(1, 2)),
@@ -149,10 +149,10 @@ def test_what_is_learned_of_other_decoders_has_a_gradient(sections: dict[str, An
     [
         slow({'model': {'experts': EXPERTS}}, {'experts': 2}),
         exhaustive({'model': {'experts': EXPERTS}, 'crossed': True}, {}),
-        slow({'model': NORMS}, {}),
+        exhaustive({'model': NORMS}, {}),
         exhaustive({'model': NORMS | {'norm_position': 'after'}, 'crossed': True}, {}),
-        slow({'lora': {'rank': 4}}, {}),
-        slow({'lora': {'rank': 4}, 'crossed': True}, {}),
+        exhaustive({'lora': {'rank': 4}}, {}),
+        exhaustive({'lora': {'rank': 4}, 'crossed': True}, {}),
         exhaustive({'lora': {'rank': 4}, 'crossed': True}, {'replicas': 2}),
     ],
     ids=str,
