@@ -42,6 +42,7 @@ def greedy(folder: Path, run: str) -> str:
     return megajax(folder, 'generate', run, *options)
 
 
+@pytest.mark.exhaustive
 def test_a_downloaded_model_is_trained_on_two_processes_resumed_elsewhere_and_handed_on(
     tmp_path: Path,
 ) -> None:

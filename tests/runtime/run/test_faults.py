@@ -34,7 +34,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     'number',
     [
         signal.SIGTERM,
-        signal.SIGUSR1,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.exhaustive),
         pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
         pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive),
     ],

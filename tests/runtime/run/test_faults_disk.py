@@ -78,7 +78,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize(
     ('breaks', 'heals', 'why'),
-    [(full, empty, 'No space left'), (read_only, writable, 'Read-only file system')],
+    [
+        (full, empty, 'No space left'),
+        pytest.param(*(read_only, writable, 'Read-only file system'), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_disk_that_fails_costs_checkpoints_and_only_the_last_ends_the_run_with_4(
     folder: Path, breaks: Callable[[Path], None], heals: Callable[[Path], None], why: str
@@ -111,6 +114,7 @@ def test_a_disk_that_fails_costs_checkpoints_and_only_the_last_ends_the_run_with
     assert sound[-1] + 5 in find_steps(disk)
 
 
+@pytest.mark.exhaustive
 def test_two_processes_find_a_full_disk_and_neither_waits_for_the_other(folder: Path) -> None:
     run, disk = folder / 'run', folder / 'run/checkpoints'
     process = start(folder, *LONG, processes=2)

@@ -40,7 +40,7 @@ mesh: {data: 2, model: 2}
 train: {steps: 60, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 25, eval_batches: 2, \
 log_every: 1}
 checkpoint: {every: 25}
-optim: {lr: 1e-2}
+optim: {lr: 1e-2, shard: weights}
 """
 SECONDS = 10  # for what takes one; the machine may be busy
 WATCHDOG = 15  # seconds without a step
@@ -98,48 +98,45 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope='module')
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes of two devices each, undisturbed."""
+    """One process with all devices, undisturbed."""
     folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG, split='1,0,0')
-    train(folder, processes=2, fault=HASH_STATES)
+    train(folder, 'checkpoint.every=33', fault=HASH_STATES)
     return folder
 
 
-def assert_goes_on_as_if_nothing_had_been(
-    folder: Path, straight: Path, *, processes: int = 1
-) -> None:
-    """On one process with all devices, or on as many as before."""
-    train(folder, 'run.resume=must', processes=processes, fault=HASH_STATES)
+def assert_goes_on_as_if_nothing_had_been(folder: Path, straight: Path) -> None:
+    """On one process with all devices."""
+    train(folder, 'run.resume=must', fault=HASH_STATES)
     assert losses(folder / 'run') == losses(straight / 'run')
     assert hashes(folder)['saved 60'] == hashes(straight)['saved 60']
 
 
 @pytest.mark.parametrize('victim', [1, pytest.param(0, marks=pytest.mark.exhaustive)])
-def test_killed_while_saving_none_of_the_processes_has_saved(
+def test_killed_while_saving_none_has_saved_and_a_signal_to_one_process_stops_all(
     folder: Path, straight: Path, victim: int
 ) -> None:
-    code, said = finish(start(folder, processes=2, fault=ON_1.replace("'1'", f"'{victim}'") + SAVE))
+    fault = HASH_STATES + ON_1.replace("'1'", f"'{victim}'") + SAVE
+    code, said = finish(start(folder, processes=2, fault=fault))
     assert code == 75, said
     assert f'launch: process {victim} of 2 failed with signal SIGKILL (137)' in said
     assert find_steps(folder / 'run/checkpoints') == [25]
-    assert_goes_on_as_if_nothing_had_been(folder, straight)
-    assert hashes(folder)['restored 25'] == hashes(straight)['saved 25']
 
-
-def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path, straight: Path) -> None:
-    process = start(folder, processes=2, fault=SLOW)
+    process = start(folder, processes=2, fault=HASH_STATES + SLOW)
     read_until(process, r'step 30/60')
+    assert hashes(folder)['restored 25'] == hashes(folder)['saved 25']
     os.kill(children(process)[1], signal.SIGTERM)
     sent = time.monotonic()
     code, said = finish(process)
     assert (code, 'stopped by' in said) == (75, True), said
     assert time.monotonic() - sent < 2 * SECONDS
-    assert 30 < max(steps(folder / 'run')) < 60
-    assert_goes_on_as_if_nothing_had_been(folder, straight, processes=2)
+    stopped = max(find_steps(folder / 'run/checkpoints'))
+    assert 30 < stopped < 60
+    assert_goes_on_as_if_nothing_had_been(folder, straight)
+    assert hashes(folder)[f'restored {stopped}'] == hashes(folder)[f'saved {stopped}']
 
 
-@pytest.mark.parametrize(
-    'phase', ['step 25  validation', pytest.param('compiling', marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize('phase', ['step 25  validation', 'compiling'])
+@pytest.mark.exhaustive  # one process shows every phase, and any phase in which all agree
 def test_a_signal_is_honoured_in_every_phase_by_all_processes(tmp_path: Path, phase: str) -> None:
     folder = write_run(tmp_path, CONFIG)
     code, said, seconds = stop(start(folder, processes=2, fault=SLOW), signal.SIGTERM, phase)
@@ -153,7 +150,7 @@ def test_a_signal_is_honoured_in_every_phase_by_all_processes(tmp_path: Path, ph
     [
         ('checkpoint', ()),
         pytest.param('data', (), marks=pytest.mark.exhaustive),
-        ('data', A_STAGE_EACH),
+        pytest.param('data', A_STAGE_EACH, marks=pytest.mark.exhaustive),
     ],
 )
 def test_where_one_process_hangs_all_tell_where_they_are_and_end(
@@ -184,9 +181,32 @@ def test_where_one_process_hangs_all_tell_where_they_are_and_end(
     assert all(gone(pid) for pid in pids)
 
 
-def test_a_frozen_process_is_named_and_then_found_by_its_heartbeat(folder: Path) -> None:
-    process = start(folder, processes=2)
-    read_until(process, r'step 30/60')
+def test_a_number_that_is_not_finite_in_one_process_skips_the_step_in_all_and_frozen_it_is_found(
+    folder: Path,
+) -> None:
+    # The clock of that process is wrong too; what depends on the time is decided by the first.
+    skew = (
+        '    clocks = time.time, time.monotonic\n    time.time, '
+        'time.monotonic = [lambda clock=clock: clock() + 1e6 for clock in clocks]\n'
+    )
+    fault = ON_1 + skew + ROWS.format(fault="batch['loss_mask'][0, 0] = float('nan')")
+    process = start(
+        folder,
+        'run.dir=null',
+        'checkpoint.minutes=60',
+        'train.steps=1000',
+        processes=2,
+        fault=fault,
+    )
+    said = read_until(process, r'step 55/1000')
+    assert 'step 34 is skipped' in said
+    (run,) = (folder / 'runs').iterdir()
+    assert steps(run) == [25, 50]
+    lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
+    assert {line['step'] for line in lines if line.get('loss', 0) is None} == {34}
+    done = [line['step'] for line in lines if 'loss' in line]
+    assert done == list(range(1, len(done) + 1))
+
     pids = children(process)
     os.kill(pids[1], signal.SIGSTOP)
     stopped = time.monotonic()
@@ -235,22 +255,6 @@ def test_an_error_in_one_process_before_the_first_step_ends_all_and_is_shown(
     )
 
 
-def test_a_number_that_is_not_finite_in_one_process_skips_the_step_in_all(folder: Path) -> None:
-    # The clock of that process is wrong too; what depends on the time is decided by the first.
-    skew = (
-        '    clocks = time.time, time.monotonic\n    time.time, '
-        'time.monotonic = [lambda clock=clock: clock() + 1e6 for clock in clocks]\n'
-    )
-    fault = ON_1 + skew + ROWS.format(fault="batch['loss_mask'][0, 0] = float('nan')")
-    said = train(folder, 'run.dir=null', 'checkpoint.minutes=60', processes=2, fault=fault)
-    assert 'step 34 is skipped' in said
-    (run,) = (folder / 'runs').iterdir()
-    assert steps(run) == [50, 60]
-    lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
-    assert {line['step'] for line in lines if line.get('loss', 0) is None} == {34}
-    assert len([line for line in lines if 'loss' in line]) == 60
-
-
 @pytest.mark.parametrize(
     ('kind', 'told', 'codes'),
     [
@@ -267,7 +271,8 @@ def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(
     folder: Path, straight: Path, kind: str, told: str, codes: set[int]
 ) -> None:
     fault = (
-        ON_1
+        HASH_STATES
+        + ON_1
         + '    from megajax.core.config import ConfigError\n'
         + ROWS.format(fault=f"raise {kind}('corpus.bin: at byte 7')")
     )
@@ -276,9 +281,12 @@ def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(
     assert f'[1] {told}' in said
     assert '[0] error: process 1 could not read its part of a batch: see its output' in said
     assert max(find_steps(folder / 'run/checkpoints')) == 33
-    assert_goes_on_as_if_nothing_had_been(folder, straight)
+    assert hashes(folder)['saved 33'] == hashes(straight)['saved 33']
+    whole = losses(straight / 'run')
+    assert losses(folder / 'run') == {step: whole[step] for step in range(1, 34)}
 
 
+@pytest.mark.exhaustive  # `test_trainer.py` shows both outcomes in one process
 def test_a_process_that_fails_alone_while_the_others_train_does_not_wait_for_them(
     folder: Path, straight: Path
 ) -> None:
@@ -345,6 +353,8 @@ def tokens(folder: Path) -> dict[tuple[int, int], set[str]]:
     return found
 
 
+# `test_faults_resume.py` shows the tokens, `test_unpadded.py` the states of other layouts.
+@pytest.mark.exhaustive
 def test_four_processes_lose_one_and_two_or_one_go_on_with_the_same_state_and_tokens(
     folder: Path,
 ) -> None:

@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
     ('processes', 'pause'),
     [
         (1, 0.005),
-        (1, 2 * SAME_SECONDS),
+        pytest.param(1, 2 * SAME_SECONDS, marks=pytest.mark.exhaustive),
         pytest.param(2, 2 * SAME_SECONDS, marks=pytest.mark.exhaustive),
         pytest.param(2, 0.005, marks=pytest.mark.exhaustive),
     ],

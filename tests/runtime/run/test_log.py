@@ -127,6 +127,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.faults
+@pytest.mark.exhaustive
 def test_stopped_or_killed_a_run_sums_over_its_starts(folder: Path) -> None:
     def stop(number: signal.Signals, after: str) -> str:
         process = start(folder, 'train.steps=100000', 'checkpoint.every=50', 'train.log_every=1')

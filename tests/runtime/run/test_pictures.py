@@ -110,6 +110,7 @@ Batches.rows = rows
 
 
 @pytest.mark.faults
+@pytest.mark.exhaustive
 def test_several_processes_read_their_own_rows_and_refuse_a_broken_picture(
     tmp_path: Path, corpus: Path
 ) -> None:
