@@ -71,7 +71,7 @@ def model_of(family: str) -> ModelConfig:
 
 def settings_of(model: ModelConfig, names: set[str]) -> list[dict[str, Any]]:
     """Return what each layer computes with; a theta has no effect without positions."""
-    layers = [model.layer_config(index) for index in range(model.num_layers)]
+    layers = model.layer_configs
     of_rope = {'rope_theta', 'rope_scaling'}
     return [
         {name: getattr(layer, name) for name in names - (set() if layer.rotates else of_rope)}

@@ -51,7 +51,7 @@ def test_windows_are_those_of_transformers_and_are_written_back(
     name: str, keys: dict[str, Any], windows: list[int | None]
 ) -> None:
     model = model_of(name, **keys)
-    assert [model.layer_config(i).window for i in range(model.num_layers)] == windows
+    assert [layer.window for layer in model.layer_configs] == windows
     family, written = write_family(model, keys_of(name)['model_type'])
     assert ModelConfig(**read_family(written, '')[1]) == model
     assert family == written['model_type']

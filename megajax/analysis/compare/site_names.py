@@ -16,9 +16,9 @@ LAYERS = 'layers.'
 def site_names(model: ModelConfig) -> list[str]:
     """Return the names of a forward pass's sites, in order."""
     in_layers = list[str]()
-    for index in range(model.num_layers):
+    for index, config in enumerate(model.layer_configs):
         layer = f'{LAYERS}{index}'
-        in_layers += [*(f'{layer}.{site}' for site in sites(model.layer_config(index))), layer]
+        in_layers += [*(f'{layer}.{site}' for site in sites(config)), layer]
     return ['embedding', *in_layers, 'norm', 'logits']
 
 

@@ -139,7 +139,7 @@ def _dense(config: 'Config', experts: ExpertsConfig) -> Iterator[Problem]:
             'use mesh.stages=1, or model.experts.first_dense=0'
         )
         yield Problem(path=path, message=message, others=('mesh.stages',))
-    if all(model.layer_config(i).experts is None for i in range(model.num_layers)):
+    if all(layer.experts is None for layer in model.layer_configs):
         message = (
             f'no layer has experts, since model.num_layers={model.num_layers}, '
             f'model.experts.first_dense={first} and model.layers leave none; remove model.experts'

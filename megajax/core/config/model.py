@@ -149,9 +149,15 @@ class ModelConfig(Section):
 
     def layer_config(self, index: int) -> Self:
         """Return the config of the layer with this index, with the keys of the pattern."""
-        layer = self.pattern[index % len(self.pattern)]
+        pattern = self.pattern
+        layer = pattern[index % len(pattern)]
         is_dense = layer.experts is not None and index < layer.experts.first_dense
         return layer.model_copy(update={'experts': None}) if is_dense else layer
+
+    @property
+    def layer_configs(self) -> list[Self]:
+        """The config of each layer, in order."""
+        return [self.layer_config(index) for index in range(self.num_layers)]
 
     @property
     def first_dense(self) -> int:

@@ -191,6 +191,5 @@ def base_sizes(model: ModelConfig) -> Mapping[str, int]:
 @functools.cache
 def stack_sizes(model: ModelConfig) -> Mapping[str, int]:
     """Return the number of layers with an MLP, and with experts, of a model that has both."""
-    layers = (model.layer_config(index) for index in range(model.num_layers))
-    dense = sum(layer.experts is None for layer in layers)
+    dense = sum(layer.experts is None for layer in model.layer_configs)
     return {'Δ': dense, 'Λ': model.num_layers - dense}

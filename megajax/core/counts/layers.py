@@ -162,10 +162,10 @@ def num_with_experts(model: ModelConfig, layers: int) -> int:
 
 def layers_of(model: ModelConfig, dim: str) -> Sequence[int]:
     """Return the indices, in the model, of the layers in the stack with this first dim."""
-    every = range(model.num_layers)
     if dim == 'L':
-        return every
-    return [i for i in every if (model.layer_config(i).experts is None) == (dim == 'Δ')]
+        return range(model.num_layers)
+    layers = enumerate(model.layer_configs)
+    return [i for i, layer in layers if (layer.experts is None) == (dim == 'Δ')]
 
 
 def feed_forward_name(model: ModelConfig) -> str:
@@ -183,7 +183,7 @@ def num_before(model: ModelConfig, sublayer: str, index: int) -> int:
 @functools.cache
 def _places(model: ModelConfig, sublayer: str) -> Sequence[int]:
     """Return, for each layer and the end, the number of layers before it with a sublayer."""
-    names = (feed_forward_name(model.layer_config(i)) for i in range(model.num_layers))
+    names = map(feed_forward_name, model.layer_configs)
     return [*itertools.accumulate((name == sublayer for name in names), initial=0)]
 
 

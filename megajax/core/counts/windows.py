@@ -17,11 +17,10 @@ Share = Fraction | int
 @functools.cache
 def windows(model: ModelConfig) -> Mapping[int | None, Share]:
     """Return, for each window, the share of the layers that have it; None is no window."""
-    pattern = model.pattern
-    if len(pattern) == 1:
-        return {pattern[0].window: 1}
-    layers = Counter(pattern[i % len(pattern)].window for i in range(model.num_layers))
-    return {window: Fraction(count, model.num_layers) for window, count in layers.items()}
+    layers = Counter(layer.window for layer in model.layer_configs)
+    if len(layers) == 1:
+        return dict.fromkeys(layers, 1)
+    return {window: Fraction(count, layers.total()) for window, count in layers.items()}
 
 
 def windows_within(config: Config) -> Mapping[int | None, Share]:

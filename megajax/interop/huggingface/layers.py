@@ -105,11 +105,6 @@ def _read_rope_of(
     return {'rope_scaling': None} | read_parameters(read, key, keys, default, per_layer=True)
 
 
-def layers_of(model: ModelConfig) -> list[ModelConfig]:
-    """Return the config of each layer."""
-    return [model.layer_config(index) for index in range(model.num_layers)]
-
-
 def type_of(layer: ModelConfig) -> str:
     """Return the type of a layer."""
     return FULL if layer.window is None else SLIDING
@@ -117,7 +112,7 @@ def type_of(layer: ModelConfig) -> str:
 
 def first_layer(model: ModelConfig, kind: str) -> ModelConfig | None:
     """Return the config of the first layer of a type; None if there is none."""
-    return next((layer for layer in layers_of(model) if type_of(layer) == kind), None)
+    return next((layer for layer in model.layer_configs if type_of(layer) == kind), None)
 
 
 def write_windows(model: ModelConfig, unused: int | None = None) -> Keys:
@@ -128,7 +123,7 @@ def write_windows(model: ModelConfig, unused: int | None = None) -> Keys:
     sliding = first_layer(model, SLIDING)
     return {
         'sliding_window': sliding.window if sliding else unused,
-        'layer_types': [*map(type_of, layers_of(model))],
+        'layer_types': [*map(type_of, model.layer_configs)],
     }
 
 

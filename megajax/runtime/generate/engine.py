@@ -68,7 +68,7 @@ class Engine:
         self._layout = Layout.of(config)
         self._graphs = graphs(config)
         model = config.model
-        self._layers = [model.layer_config(i) for i in range(model.num_layers)]
+        self._layers = model.layer_configs
         options = workarounds(target)
         self.look = jax.jit(self._look, compiler_options=options)
         self.read = jax.jit(

@@ -17,7 +17,6 @@ from megajax.base.render.text import shorten
 from megajax.core.config import ConfigError, LayerConfig, ModelConfig, VisionConfig
 from megajax.core.config.experts import ExpertsConfig
 from megajax.interop.huggingface.family import Family
-from megajax.interop.huggingface.layers import layers_of
 from megajax.interop.huggingface.reader import Keys, Reader
 
 POST_NORM = 'norms come after the residual connections, but only models with norms before them are'
@@ -159,7 +158,7 @@ def _differences(model: ModelConfig, keys: Keys) -> list[str]:
 def _different_layers(model: ModelConfig, back: ModelConfig) -> list[str]:
     """Return the keys that layers may replace, with the first value that differs."""
     found: dict[str, str] = {}
-    for ours, theirs in zip(layers_of(model), layers_of(back), strict=False):
+    for ours, theirs in zip(model.layer_configs, back.layer_configs, strict=False):
         unused = set() if ours.rotates else {'rope_theta', 'rope_scaling'}
         for name in OF_A_LAYER - unused - found.keys():
             own, other = getattr(ours, name), getattr(theirs, name)

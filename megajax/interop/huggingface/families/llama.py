@@ -19,7 +19,6 @@ from megajax.interop.huggingface.family import (
 from megajax.interop.huggingface.layers import (
     FULL,
     SLIDING,
-    layers_of,
     num_layers,
     optional_window,
     read_types,
@@ -182,7 +181,7 @@ def _own_qwen3(read: Reader) -> Keys:
 
 def write_config(model: ModelConfig) -> Keys:
     """Return the keys of config.json that all families like Llama have."""
-    rotated = next((layer for layer in layers_of(model) if layer.rotates), model)
+    rotated = next((layer for layer in model.layer_configs if layer.rotates), model)
     return {
         'hidden_act': 'silu',
         **write_names(model, SIZES),

@@ -5,7 +5,6 @@ from functools import partial
 from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.families import llama, mixtral, olmo2
 from megajax.interop.huggingface.layers import (
-    layers_of,
     num_layers,
     optional_window,
     replaced_by,
@@ -61,7 +60,7 @@ def _write_qwen3(model: ModelConfig) -> Keys:
         'attention_bias': False,
         'decoder_sparse_step': 1,
         'mlp_only_layers': [
-            index for index, layer in enumerate(layers_of(model)) if layer.experts is None
+            index for index, layer in enumerate(model.layer_configs) if layer.experts is None
         ],
         'use_sliding_window': model.window is not None,
         'sliding_window': model.window,

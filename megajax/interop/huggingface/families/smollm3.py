@@ -7,7 +7,6 @@ from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.layers import (
     FULL,
     SLIDING,
-    layers_of,
     num_layers,
     optional_window,
     read_windows,
@@ -55,7 +54,7 @@ def _write_config(model: ModelConfig) -> Keys:
         **llama.write_config(model),
         **windows,
         'use_sliding_window': SLIDING in windows['layer_types'],
-        'no_rope_layers': [int(layer.rotates) for layer in layers_of(model)],
+        'no_rope_layers': [int(layer.rotates) for layer in model.layer_configs],
         'attention_bias': model.bias,
         'mlp_bias': model.bias,
     }
