@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from PIL import Image
-from support import megajax, slow
+from support import exhaustive, megajax, slow
 from typer.testing import CliRunner
 
 from megajax.commands.generate_images import check_images
@@ -159,7 +159,7 @@ def test_a_run_reads_odd_pictures_as_others(trained: Path) -> None:
     assert np.isfinite(losses).all()
 
 
-@pytest.mark.parametrize('mesh', ['mesh.data=2', slow('mesh.model=2')])
+@pytest.mark.parametrize('mesh', ['mesh.data=2', exhaustive('mesh.model=2')])
 def test_eval_counts_odd_pictures(trained: Path, mesh: str) -> None:
     out = trained / f'{mesh}.json'
     done = call('eval', trained / 'run', trained / 'odd', mesh, *PERPLEXITY, '--json', out)

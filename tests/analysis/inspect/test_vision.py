@@ -46,7 +46,7 @@ cross = functools.partial(vlm, crossed=True)
         exhaustive(cross(2, 2)),
         slow(cross(1, 4, **SP, **ROWS)),
         exhaustive(cross(2, 2, **SP, **TWICE)),
-        slow(cross(2, 2, **SP, lora={'rank': 4})),
+        exhaustive(cross(2, 2, **SP, lora={'rank': 4})),
         exhaustive(cross(1, 4, train=ROWS['train'] | HALF['train'])),
         exhaustive(cross(2, 4, optim={'shard': 'weights'}, **TWICE)),
         exhaustive(cross(4, 2, **SP, optim={'shard': 'gradients'}, **HALF)),

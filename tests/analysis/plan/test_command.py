@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from support import exhaustive
 from support import megajax as run_here
 from typer.testing import CliRunner
 
@@ -85,7 +86,7 @@ def test_a_config_on_its_own_mesh_is_planned_as_it_is():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('recompute', ['none', 'full'])
+@pytest.mark.parametrize('recompute', [exhaustive('none'), 'full'])
 def test_the_papers_rate_counts_recomputation_where_there_is_some(recompute):
     config = megajax.load(
         'gpt2_345m', ['mesh.data=2', 'mesh.model=4', f'train.recompute={recompute}']

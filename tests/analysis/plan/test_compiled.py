@@ -177,7 +177,7 @@ def test_a_compiled_step_sends_the_bytes_counted(step: tuple[Config, CompiledSte
 @pytest.mark.parametrize(
     'mesh',
     [
-        slow({'data': 1, 'model': 2, 'sequence_parallel': True}),
+        exhaustive({'data': 1, 'model': 2, 'sequence_parallel': True}),
         {'data': 1, 'model': 2, 'sequence_parallel': True, 'overlap': 'batch_split'},
         exhaustive({'data': 1, 'model': 4}),
         slow({'data': 1, 'model': 2, 'model_rows': 2, 'sequence_parallel': True}),

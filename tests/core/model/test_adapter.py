@@ -122,10 +122,10 @@ def chain(arrays: Arrays, dense: Arrays, linear: str) -> tuple[np.ndarray, np.nd
         exhaustive('llama', 1, 2, {'sequence_parallel': True, 'train': {'recompute': 'full'}}),
         exhaustive('llama', 1, 4, {'train': {'recompute': 'selective'}}),
         ('llama', 2, 2, {'optim': {'shard': 'weights'}, 'sequence_parallel': True}),
-        slow('llama', 2, 2, {'optim': {'shard': 'gradients'}, 'train': {'microbatches': 2}}),
+        exhaustive('llama', 2, 2, {'optim': {'shard': 'gradients'}, 'train': {'microbatches': 2}}),
         exhaustive('llama', 2, 2, {'optim': {'shard': 'optimizer'}}),
-        slow('windows', 2, 2, {'optim': {'shard': 'weights'}, 'sequence_parallel': True}),
-        slow('llama', 2, 2, {'mesh': {'stages': 2}, **SP, 'train': {'microbatches': 4}}),
+        exhaustive('windows', 2, 2, {'optim': {'shard': 'weights'}, 'sequence_parallel': True}),
+        exhaustive('llama', 2, 2, {'mesh': {'stages': 2}, **SP, 'train': {'microbatches': 4}}),
         exhaustive('gpt', 1, 2, INTERLEAVED),
         exhaustive(
             'llama',

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,28 @@ def scales_from(places: Any, config: Config) -> jax.Array:
     return scales_of(remember(nothing_seen(config), jnp.asarray(places)))
 
 
+def compiling(setting: Setting) -> AbstractContextManager[None]:
+    # A program of a 2-D grid that is read from the cache may hang: `runtime.run.compile_cache`.
+    return nullcontext() if setting.config.mesh.num_devices == 1 else without_cache()
+
+
+@functools.cache
+def scales_in(setting: Setting) -> np.ndarray:
+    """The scales after a step in bf16 with the batch of a setting."""
+    with compiling(setting), on_mesh(setting.config):
+        params = random_params(setting.config, std=0.05)
+        given = params, batch_of(setting), jax.random.key(0)
+        _, _, seen = jax.jit(make_gradients(setting.config))(*given)
+        return np.asarray(scales_from(seen.places, setting.config))
+
+
 @functools.cache
 def in_fp8(setting: Setting) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
-    """The loss, the gradients and the places of a step, with the scales of its own batch."""
-    config, plain = setting.config, setting._replace(overlap='none', unroll=False).config
-    # A program of a 2-D grid that is read from the cache may hang: `runtime.run.compile_cache`.
-    with without_cache(), on_mesh(config):
+    """The loss, the gradients and the places of a step, with one device's scales of its batch."""
+    config = setting.config
+    scales = scales_in(setting.on_one_device._replace(microbatches=1, overlap='none', unroll=False))
+    with compiling(setting), on_mesh(config):
         given = random_params(config, std=0.05), batch_of(setting), jax.random.key(0)
-        _, _, seen = jax.jit(make_gradients(plain))(*given)
-        scales = scales_from(seen.places, config)
         (loss, _), gradients, seen = jax.jit(make_gradients(config))(*given, None, scales)
         assert {gradient.dtype for gradient in jax.tree.leaves(gradients)} == {np.dtype('float32')}
         found = in_layer_order(gather(gradients), config)
@@ -86,7 +100,7 @@ def test_an_operand_that_was_only_zero_is_not_scaled() -> None:
     np.testing.assert_array_equal(scales_from(places, ONE.config), np.ones((2, 4, 3)))
 
 
-@pytest.mark.parametrize(
+EXPONENTS = pytest.mark.parametrize(
     'setting',
     [
         exhaustive(Setting('llama', 1, 4, dtype='fp8')),
@@ -103,6 +117,9 @@ def test_an_operand_that_was_only_zero_is_not_scaled() -> None:
     ],
     ids=str,
 )
+
+
+@EXPONENTS
 def test_every_mesh_sees_the_same_exponents(setting: Setting) -> None:
     (expected_loss, expected, places), (loss, gradients, own) = map(
         in_fp8, (setting.on_one_device, setting)
@@ -111,6 +128,13 @@ def test_every_mesh_sees_the_same_exponents(setting: Setting) -> None:
     np.testing.assert_array_equal(own, places)
     # Programs differ by roundings of bf16, and 8-bit numbers by their last bit where these tip it.
     assert_close(gradients, expected, 0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@EXPONENTS
+def test_every_mesh_gives_the_first_step_the_same_scales(setting: Setting) -> None:
+    np.testing.assert_array_equal(scales_in(setting), scales_in(setting.on_one_device))
 
 
 def gathered(jaxpr: Any) -> Iterator[Any]:

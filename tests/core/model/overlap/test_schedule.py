@@ -48,7 +48,7 @@ def assert_as_plain(setting: Setting) -> None:
     'setting',
     [
         exhaustive(Setting('llama', 2, 4, **SP, rows=8)),  # with document masks
-        slow(Setting('sinks', 2, 2, **SP, rows=8)),
+        exhaustive(Setting('sinks', 2, 2, **SP, rows=8)),
         exhaustive(Setting('llama', 1, 4, num_kv_heads=2)),
         # With dropout and biases; where it is unrolled, a tied table is cast before them all.
         exhaustive(Setting('gpt', 2, 2, dtype='bfloat16', microbatches=2)),
@@ -67,7 +67,7 @@ def test_halves_of_the_rows_change_nothing(setting: Setting, unroll: bool) -> No
     assert_as_plain(setting._replace(overlap='batch_split', unroll=unroll))
 
 
-@pytest.mark.parametrize('unroll', [slow(False), True], ids=['loop', 'unrolled'])
+@pytest.mark.parametrize('unroll', [exhaustive(False), True], ids=['loop', 'unrolled'])
 @pytest.mark.parametrize(
     'setting',
     [
@@ -84,7 +84,7 @@ def test_halves_of_the_tokens_change_nothing(setting: Setting, unroll: bool) -> 
     assert_as_plain(setting._replace(overlap='sequence_split', unroll=unroll))
 
 
-@pytest.mark.parametrize('shard', [exhaustive('optimizer'), slow('gradients'), 'weights'])
+@pytest.mark.parametrize('shard', [exhaustive('optimizer'), exhaustive('gradients'), 'weights'])
 @pytest.mark.parametrize(
     'setting',
     [
