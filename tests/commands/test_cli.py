@@ -88,6 +88,7 @@ def test_wrong_usage_exits_2(arguments: str) -> None:
     assert 'Usage: ' in done.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_config_is_refused_before_jax_alone_would_be_imported() -> None:
     def seconds(run: Callable[[], object]) -> float:
         before = os.times()

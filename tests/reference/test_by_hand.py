@@ -116,6 +116,7 @@ def test_the_loss(model_size: int, sp: bool) -> None:
     assert_same(config, ours, theirs, P())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('sp', [exhaustive(False), True], ids=['4', '4+sp'])
 def test_the_whole_model(sp: bool) -> None:
     config = gpt(4, sp)
@@ -195,7 +196,7 @@ def test_zero_has_the_gradients_of_megatron_by_hand(rung: int, sp: bool, microba
     assert relative_error(ours[0][0], theirs[0]) < LIMIT
 
 
-@pytest.mark.parametrize(('rung', 'microbatches'), [exhaustive(2, 2), (3, 1)])
+@pytest.mark.parametrize(('rung', 'microbatches'), [exhaustive(2, 2), slow(3, 1)])
 def test_zero_sends_the_bytes_of_megatron_by_hand(rung: int, microbatches: int) -> None:
     with on_mesh(gpt(2, sp=False)):
         # A vocabulary that megajax does not pad.

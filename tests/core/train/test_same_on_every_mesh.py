@@ -199,6 +199,7 @@ def bf16(place: Place) -> tuple[float, dict[str, np.ndarray]]:
 bf16_on_one_device = functools.cache(functools.partial(bf16, ONE_DEVICE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('place', [at(place, later=()) for place in PLACES])
 def test_loss_and_gradients_in_bf16_are_those_of_one_device(place):
     (expected, expected_gradients), (actual, gradients) = bf16_on_one_device(), bf16(place)

@@ -53,7 +53,7 @@ def assert_same_as_plain(config: Config) -> None:
     assert_close(gradients, expected_gradients, LIMIT)
 
 
-@pytest.mark.parametrize('mesh', [slow((1, 1)), (2, 2)])
+@pytest.mark.parametrize('mesh', [exhaustive((1, 1)), slow((2, 2))])
 def test_four_microbatches_have_the_loss_and_gradients_of_one_with_dropout_on(mesh):
     assert_same_as_plain(make_config('gpt', *mesh, train={'microbatches': 4}))
 

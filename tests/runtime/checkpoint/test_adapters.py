@@ -91,6 +91,7 @@ def test_they_are_the_same_bits_on_any_mesh(tuned: Path, data: int, model: int, 
     assert actual['layers.mlp.up.adapter.A'].dtype == 'float32'
 
 
+@pytest.mark.slow
 def test_stages_and_context_shards_store_them_in_the_order_of_the_model(tmp_path: Path) -> None:
     model = {'num_layers': 4}
     mesh = {'stages': 2, 'virtual_stages': 2, 'context': 2}

@@ -130,7 +130,7 @@ def row(relevance):
 def test_budgets_are_the_same_on_every_mesh_and_communicate_nothing():
     relevance = np.random.default_rng(0).random((8, 6), 'f4')
     results = []
-    for shape in ((1, 1), (2, 4), (8, 1)):
+    for shape in ((1, 1), (2, 4)):
         with jax.set_mesh(make_mesh(*shape)):
             placed = jax.device_put(relevance, P('data', None))
             mapped = jax.jit(jax.vmap(row, spmd_axis_name='data')).lower(placed).compile()
