@@ -53,7 +53,7 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     every = collectives(program, compiled.mesh)
     placed = [collective for collective in every if collective.times]
     wanted = expected(config)
-    rows = _rows(config, placed, wanted)
+    rows = rows_of(config, placed, wanted)
     schedule = _schedule(config, program, placed, target, compiled.devices_per_host)
     times, launched = None, []
     if on_gpu:
@@ -105,7 +105,8 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     )
 
 
-def _rows(config: Config, placed: Sequence[Collective], wanted: Sequence[Expected]) -> list[Row]:
+def rows_of(config: Config, placed: Sequence[Collective], wanted: Sequence[Expected]) -> list[Row]:
+    """Return a row for each site, phase and axis: what was placed there, and what is expected."""
     at = defaultdict[Site, list[Collective]](list)
     for collective in placed:
         at[site_of(collective, config)].append(collective)
