@@ -1,5 +1,6 @@
 """The site of `make docs`: what it holds, and each page in a browser, wide and on a phone."""
 
+import fcntl
 import json
 import os
 import re
@@ -95,10 +96,16 @@ def build(folder: Path, config: Path = ROOT / 'mkdocs.yml') -> subprocess.Comple
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site of the repository."""
-    folder = tmp_path_factory.mktemp('site')
-    done = build(folder)
-    assert done.returncode == 0, done.stderr
+    """The site of the repository, which one of the tests' processes builds."""
+    shared = tmp_path_factory.getbasetemp()
+    if 'PYTEST_XDIST_WORKER' in os.environ:
+        shared = shared.parent
+    folder = shared / 'site'
+    with (shared / 'site.lock').open('w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            done = build(folder)
+            assert done.returncode == 0, done.stderr
     return folder
 
 

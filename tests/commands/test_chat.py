@@ -159,8 +159,8 @@ def test_a_system_message_without_a_conversation_is_refused(folder: Path) -> Non
 
 @pytest.mark.slow
 def test_a_template_may_be_given_with_the_command(folder: Path) -> None:
-    done = chat(folder, 'silent', 'data.chat_template=chat.jinja', '--prompt', 'a')
-    assert (done.returncode, done.stdout) == (0, SAID + b'\n'), done.stderr
+    done = in_process('silent', 'data.chat_template=chat.jinja', '--prompt', 'a')
+    assert (done.exit_code, done.stdout_bytes) == (0, SAID + b'\n'), done.stderr
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from flax import nnx
 from support import (
     assert_close,
     by_name,
+    exhaustive,
     gather,
     graph_of,
     make_batch,
@@ -49,7 +50,7 @@ TOKENS = (
 SEGMENTS = np.repeat(np.arange(3), [5, 8, 3]).astype(np.int32)[None]
 POSITIONS = np.concatenate([np.arange(5), np.arange(8), np.arange(3)]).astype(np.int32)[None]
 
-both_models = pytest.mark.parametrize('name', [slow('gpt'), 'llama'])
+both_models = pytest.mark.parametrize('name', [exhaustive('gpt'), 'llama'])
 
 
 def small(name: str, *mesh: int, sequence_parallel: bool = False, **model: object) -> Config:

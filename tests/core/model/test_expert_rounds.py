@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import assert_close, make_config, on_mesh, slow
+from support import assert_close, exhaustive, make_config, on_mesh, slow
 
 from megajax.core.counts.expert_rows import rows_to_each
 from megajax.core.model.expert_passes import Settings
@@ -78,7 +78,7 @@ def run(mesh: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
     [
         {'data': 4, 'experts': 2, 'model': 2, 'sequence_parallel': True},
         slow({'data': 4, 'experts': 4}),
-        slow({'data': 8, 'experts': 8}),
+        exhaustive({'data': 8, 'experts': 8}),
     ],
 )
 def test_results_and_gradients_are_those_of_one_device(mesh: dict[str, Any]) -> None:

@@ -54,7 +54,8 @@ def compositions(draw: Any, name: str) -> Setting:
 @pytest.mark.parametrize(
     ('name', 'start', 'examples'),
     [
-        slow('gpt', SEED, 4),
+        # ZeRO-3 with replicas, context shards, and halves that are recomputed, of cut documents.
+        slow('gpt', SEED + 32, 1),
         exhaustive('gpt', SEED, 8),
         exhaustive('llama', SEED, 8),
         exhaustive('gpt', SEED + 1, 40),

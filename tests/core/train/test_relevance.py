@@ -34,6 +34,7 @@ from megajax.core.train.microbatches import images_of, split, with_weights
 from megajax.core.train.objective import Objective
 
 LIMIT = 5e-6
+FOUR_ROWS = relevant(2, 2, **SP, train={'batch_size': 4})
 
 
 def pictures(config: Config) -> dict[str, np.ndarray]:
@@ -77,7 +78,8 @@ def results(config: Config) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
 @pytest.mark.parametrize(
     'config',
     [
-        slow(relevant(2, 2, **SP)),
+        slow(FOUR_ROWS),
+        exhaustive(relevant(2, 2, **SP)),
         exhaustive(relevant(1, 4)),
         exhaustive(relevant(2, 2, optim={'shard': 'weights'}, train={'microbatches': 2})),
         exhaustive(relevant(2, 4, **SP, relevance={'scorer_shards': 2})),
@@ -92,7 +94,7 @@ def test_levels_loss_and_gradients_are_those_of_one_device(config: Config) -> No
         relevance={'scorer_shards': config.relevance.scorer_shards},
         vision={'channels': config.vision.channels},
         crossed=config.vision.is_crossed,
-        train={'seq_len': config.train.seq_len},
+        train={'seq_len': config.train.seq_len, 'batch_size': config.train.batch_size},
     )
     (expected_loss, expected, level), (loss, gradients, levels) = map(results, (alone, config))
     np.testing.assert_array_equal(levels, level)
@@ -103,7 +105,7 @@ def test_levels_loss_and_gradients_are_those_of_one_device(config: Config) -> No
 
 @pytest.mark.slow
 def test_every_parameter_of_relevance_learns_and_the_budget_is_spent() -> None:
-    _, gradients, level = results(relevant(2, 2, **SP))
+    _, gradients, level = results(FOUR_ROWS)
     learned = {name: x for name, x in gradients.items() if name.startswith('relevance.')}
     assert len(learned) == 9
     assert all(np.abs(x).max() > 0 for x in learned.values())

@@ -176,7 +176,7 @@ def replayed(data: int = 1, model: int = 1, /, **sections: dict[str, Any]) -> Co
     'config',
     [
         exhaustive(replayed()),
-        slow(replayed(2, 2, optim={'shard': 'weights'}, train={'microbatches': 2})),
+        exhaustive(replayed(2, 2, optim={'shard': 'weights'}, train={'microbatches': 2})),
         exhaustive(replayed(2, 2, optim={'shard': 'gradients', 'moments_dtype': 'bfloat16'})),
         exhaustive(
             replayed(
