@@ -52,14 +52,19 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $@
 
+# One command runs in it: Python compiles what that imports.
 $(VENV)-gpu-compile/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-gpu-compile
-	$(VENV)-gpu-compile/bin/pip install --quiet --editable '.[gpu-compile]'
+	$(VENV)-gpu-compile/bin/pip install --quiet --no-compile --editable '.[gpu-compile]'
 	@touch $@
 
+# The site is built from the sources, without importing them: megajax's own requirements are left out.
 $(VENV)-docs/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-docs
-	$(VENV)-docs/bin/pip install --quiet --editable '.[docs]'
+	$(VENV)-docs/bin/python -c 'import tomllib; \
+	  project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*project["optional-dependencies"]["docs"], sep="\n")' >$(VENV)-docs/requirements.txt
+	$(VENV)-docs/bin/pip install --quiet --no-compile --requirement $(VENV)-docs/requirements.txt
 	@touch $@
 
 clean:
