@@ -53,10 +53,7 @@ def changed(config: Config, **keys: object) -> Config:
         section, key = path.split('__')
         sections.setdefault(section, {})[key] = value
     return config.model_copy(
-        update={
-            name: getattr(config, name).model_copy(update=values)
-            for name, values in sections.items()
-        }
+        update={name: getattr(config, name).changed(**values) for name, values in sections.items()}
     )
 
 

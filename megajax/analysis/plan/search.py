@@ -15,7 +15,9 @@ from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, Software
 from megajax.analysis.plan.sizes import NO_SAVINGS, Savings
 from megajax.analysis.plan.time import StepTime, Timer
+from megajax.base.errors import Problem
 from megajax.core.config import Config, ConfigError
+from megajax.core.config.section import Section
 from megajax.core.hardware.memory import USABLE
 
 MOST_GPUS = 65536  # upper limit of the search for a number of GPUs on which a model fits
@@ -115,11 +117,17 @@ def _possible(
 ) -> tuple[list[Choice], str]:
     """Return the possible layouts of a mesh, not timed yet; if there are none, the reason."""
     choices, reason = list[Choice](), ''
+    checked = dict[tuple[Section, ...], list[Problem]]()
     capability = cluster.hardware.compute_capability
     for candidate in layouts(config, mesh, cluster.devices_per_domain, capability):
         if not program.has_zero(candidate):
             continue
-        if problems := program.problems(candidate):
+        # Any layout can recompute its activations.
+        train = candidate.train.changed(recompute='none')
+        alike = candidate.mesh, train, candidate.optim
+        if alike not in checked:
+            checked[alike] = program.problems(candidate)
+        if problems := checked[alike]:
             reason = reason or str(problems[0])
             if not choices:  # the reason of the first layout, which has the fewest requirements
                 break

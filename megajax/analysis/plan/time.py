@@ -32,7 +32,7 @@ from megajax.analysis.plan.programs import MEGAJAX, Software
 from megajax.analysis.plan.transfers import PlannedTransfer, ProductKey, Waiting, transfers
 from megajax.core.config import Config
 from megajax.core.counts.flash import uses_flash
-from megajax.core.counts.flops import Flops, step_flops
+from megajax.core.counts.flops import Flops, flops_once, step_flops
 from megajax.core.counts.muon import newton_schulz
 from megajax.core.counts.product import DENSE, Product
 from megajax.core.counts.products import products
@@ -155,6 +155,7 @@ class Timer:
         self.cluster, self.program = _with_half_size(cluster, program), program
         self._in_groups: dict[tuple[object, ...], _InGroup] = {}
         self._flops: dict[tuple[object, ...], Flops] = {}
+        self._once: dict[bool, Flops] = {}
         self._forward: tuple[float, float] | None = None
 
     def step(self, config: Config) -> StepTime:
@@ -214,7 +215,9 @@ class Timer:
 
     def _flops_of(self, config: Config, *, flash: bool) -> Flops:
         if (key := _whatever_is_sharded(config)) not in self._flops:
-            self._flops[key] = step_flops(config, flash=flash)
+            if flash not in self._once:
+                self._once[flash] = flops_once(config, flash=flash)
+            self._flops[key] = step_flops(config, flash=flash, once=self._once[flash])
         return self._flops[key]
 
     def _in_group(self, config: Config) -> _InGroup:

@@ -173,9 +173,19 @@ def _conflict(one: str, other: str, text: str) -> Conflict:
 CONFLICTS = tuple(
     _conflict(one, other, text) for one, pairs in PAIRS.items() for other, text in pairs.items()
 )
+# A search of layouts checks thousands of configs, and few of them have a feature that comes first.
+_BY_ONE = tuple(
+    (one, tuple(pair for pair in CONFLICTS if pair.one == one))
+    for one in dict.fromkeys(pair.one for pair in CONFLICTS)
+)
 
 
 def excluded(config: 'Config') -> list[Problem]:
     """Return a problem for each pair of features that a config combines."""
-    has = {name for name, (is_in, _) in FEATURES.items() if is_in(config)}
-    return [pair.problem() for pair in CONFLICTS if {pair.one, pair.other} <= has]
+    return [
+        pair.problem()
+        for one, pairs in _BY_ONE
+        if FEATURES[one][0](config)
+        for pair in pairs
+        if FEATURES[pair.other][0](config)
+    ]

@@ -1,5 +1,8 @@
 """The section `mesh` of a config."""
 
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from megajax.core.config.section import Devices, Layers, Section
@@ -78,8 +81,8 @@ class MeshConfig(Section):
         """Number of devices in the mesh."""
         return self.stages * self.data * self.context * self.tensor_parallel
 
-    @property
-    def sizes(self) -> dict[str, int]:
+    @functools.cached_property
+    def sizes(self) -> Mapping[str, int]:
         """The axes of the mesh and their sizes, outermost first.
 
         The mesh leaves out axes of one device, except `data` and `model`.
@@ -93,4 +96,6 @@ class MeshConfig(Section):
             'row': self.model_rows,
             'model': self.model,
         }
-        return {axis: size for axis, size in sizes.items() if size > 1 or axis in ('data', 'model')}
+        return MappingProxyType(
+            {axis: size for axis, size in sizes.items() if size > 1 or axis in ('data', 'model')}
+        )

@@ -148,7 +148,8 @@ def _shards_of_tokens(config: 'Config') -> int:
 
 
 def _with(config: 'Config', **keys: object) -> 'Config':
-    return config.model_copy(update={'train': config.train.model_copy(update=keys)})
+    train = config.train.changed(**keys)
+    return config if train is config.train else config.model_copy(update={'train': train})
 
 
 # The keys and sections, in addition to train.overlap, that `Overlap.num_parts` depends on.

@@ -3,6 +3,7 @@
 Sizes count elements, `seq_len` counts tokens, `batch_size` counts the sequences of a global batch.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
@@ -281,7 +282,7 @@ class Config(Section):
         """Number of sequences per microbatch and data shard."""
         return self.train.batch_size // (self.mesh.data * self.train.microbatches)
 
-    @property
+    @functools.cached_property
     def overlap(self) -> Overlap:
         """How the layers of a step run."""
         return Overlap.of(self)
@@ -298,8 +299,7 @@ class Config(Section):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with these sections, and update the sections that contain them."""
-        # `vars` has the sections alone, and a search copies tens of thousands of configs.
-        sections = {**vars(self), **(update or {})}
+        sections = self._values | (update or {})
         for name in ('vision', 'model'):
             sections[name] = sections[name] and sections[name].with_parts(sections)
         return super().model_copy(update=sections, deep=deep)

@@ -3,6 +3,7 @@
 `megajax config keys` and `docs/config.md` print the docstring below a key.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -86,6 +87,50 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # A search of layouts looks up counts by their sections tens of thousands of times.
+        return hash((type(self), *self._values.values()))
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        """The keys' values, without cached properties."""
+        return {name: self.__dict__[name] for name in type(self).__pydantic_fields__}
+
+    def __getstate__(self) -> dict[Any, Any]:
+        # Another process has other hashes of strings.
+        return super().__getstate__() | {'__dict__': self._values}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with these values, which are not checked, and no cached properties."""
+        own = copy.deepcopy(self._values) if deep else self._values
+        copied = type(self).__new__(type(self))
+        copied.__setstate__(
+            {
+                '__dict__': own | (update or {}),
+                '__pydantic_fields_set__': self.model_fields_set | (update or {}).keys(),
+                '__pydantic_extra__': None,
+                '__pydantic_private__': None,
+            }
+        )
+        return copied
+
+    def changed(self, **values: object) -> Self:
+        """Return `model_copy` with these values: one copy for all calls with the same values."""
+        own, copies = self.__dict__, self._copies
+        if all(own[name] == value for name, value in values.items()):
+            return self
+        if (key := tuple(values.items())) not in copies:
+            copies[key] = self.model_copy(update=values)
+        return copies[key]
+
+    @functools.cached_property
+    def _copies(self) -> dict[tuple[tuple[str, object], ...], Self]:
+        return {}
 
     def with_parts(self, sections: Mapping[str, Any]) -> Self:
         """Return the section with its excluded fields set to other sections of the config."""

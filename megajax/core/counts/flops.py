@@ -46,13 +46,24 @@ class Flops:
         return self.model + self.recomputed
 
 
-def step_flops(config: Config, *, flash: bool | None = None) -> Flops:
+def step_flops(config: Config, *, flash: bool | None = None, once: Flops | None = None) -> Flops:
     """Count the FLOPs of a training step of `config`, with or without cuDNN's flash attention.
 
-    By default, `flash` is true if the step uses flash attention on a GPU.
+    By default, `flash` is true if the step uses flash attention on a GPU. `once` has the result of
+    `flops_once`, if it is known.
     """
     flash = uses_flash(config) if flash is None else flash
-    layout = _of_each_product(Layout.of(config))
+    layout, once = _of_each_product(Layout.of(config)), once or flops_once(config, flash=flash)
+    on_a_device = products(config, flash=flash, layout=layout)
+    executed = layout.num_devices * sum(x.times * x.flops for x in on_a_device)
+    return dataclasses.replace(once, recomputed=executed - once.model)
+
+
+def flops_once(config: Config, *, flash: bool) -> Flops:
+    """Count the FLOPs of a step without those that are repeated.
+
+    They are the same in all layouts of a model with the same batch.
+    """
     forward = {'layers': 0, 'attention': 0, 'head': 0}
     undivided = products(config, flash=flash, layout=Layout())
     for product in undivided:
@@ -65,10 +76,7 @@ def step_flops(config: Config, *, flash: bool | None = None) -> Flops:
         for of_which in ('input', 'weight')
         if x.where != 'attention' and x.phase == 'forward' and f'{x.name} {of_which}' not in names
     )
-    once = Flops(**forward, left_out=left_out, recomputed=0)
-    on_a_device = products(config, flash=flash, layout=layout)
-    executed = layout.num_devices * sum(x.times * x.flops for x in on_a_device)
-    return dataclasses.replace(once, recomputed=executed - once.model)
+    return Flops(**forward, left_out=left_out, recomputed=0)
 
 
 def _of_each_product(layout: Layout) -> Layout:

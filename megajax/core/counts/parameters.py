@@ -232,7 +232,7 @@ def megatron_counts(
     With pipeline parallelism, a rank has the layers of its stage; with expert parallelism, it has 1
     / `experts` of the experts. `of_experts` is as in `count`.
     """
-    full_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
+    full_heads = model.changed(num_kv_heads=max(model.num_kv_heads, ranks))
     shards = dict.fromkeys(SHARDED_BY_MEGATRON, ranks) | dict.fromkeys('LΔΛ', stages)
     shards['X'] = experts
     return count(full_heads, tuple(shards.items()), modules, learned, of_experts)

@@ -46,6 +46,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megajax.core.config import Config, MeshConfig
+from megajax.core.config.vision import RelevanceConfig, VisionConfig
 
 if TYPE_CHECKING:
     from jax import P
@@ -83,13 +84,10 @@ class Layout:
         `context`, whose devices have the same weights, and shards parameters outside the layers
         over `stage`.
         """
-        widths = dict.fromkeys('Dd', config.model.hidden_size)
-        if config.vision is not None:
-            widths |= {'Ⓓ': config.vision.hidden_size, 'Ⓦ': config.vision.merged_size}
-        if config.relevance is not None:
-            widths['Ⓡ'] = config.relevance.scorer_size // config.relevance.scorer_shards
-        of_each = tuple(widths.items())
-        return _layout(config.mesh, config.optim.shard, config.model.num_kv_heads, of_each)
+        model, others = config.model, (config.vision, config.relevance)
+        return _layout(
+            config.mesh, config.optim.shard, model.num_kv_heads, model.hidden_size, *others
+        )
 
     def __call__(self, dims: str, *, at_rest: bool = False) -> 'P':
         """Return the PartitionSpec of an array with these dims.
@@ -267,12 +265,29 @@ def batch_layout(mesh_axes: Sequence[str]) -> Layout:
     return Layout(axes=(('B', batch), ('S', sequence)))
 
 
+def _widths(
+    hidden_size: int, vision: VisionConfig | None, relevance: RelevanceConfig | None
+) -> dict[str, int]:
+    """Return the size of each letter that ZeRO shards."""
+    widths = dict.fromkeys('Dd', hidden_size)
+    if vision is not None:
+        widths |= {'Ⓓ': vision.hidden_size, 'Ⓦ': vision.merged_size}
+    if relevance is not None:
+        widths['Ⓡ'] = relevance.scorer_size // relevance.scorer_shards
+    return widths
+
+
 @cache  # a search asks many thousands of times for the same few layouts
 def _layout(
-    mesh: MeshConfig, shard: str, num_kv_heads: int, widths: tuple[tuple[str, int], ...]
+    mesh: MeshConfig,
+    shard: str,
+    num_kv_heads: int,
+    hidden_size: int,
+    vision: VisionConfig | None,
+    relevance: RelevanceConfig | None,
 ) -> Layout:
-    """Return the layout of a mesh; `widths` has the size of each letter that ZeRO shards."""
-    sizes, model, letters = mesh.sizes, ('model',), dict(widths)
+    """Return the layout of a mesh."""
+    sizes, model, letters = mesh.sizes, ('model',), _widths(hidden_size, vision, relevance)
     batch = tuple(axis for axis in BATCH_AXES if axis in sizes)
     axes: dict[str, Axes] = dict.fromkeys('BR', batch) | dict.fromkeys('FAMNV', model)
     if mesh.experts > 1:

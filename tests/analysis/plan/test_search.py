@@ -155,6 +155,18 @@ def test_a_mesh_of_which_some_layout_can_be_is_not_impossible():
     assert possible | impossible == {mesh[:3] for mesh in meshes(40, has_grids=True)}
 
 
+@pytest.mark.parametrize('name', ['bert_336m', 'qwen3_30b_a3b'])
+def test_a_layout_is_possible_with_any_recomputation_or_none(name):
+    config = with_rows(name, 16)
+    for mesh in (Mesh(2, 1, 4), Mesh(4, 1, 1, 2, 1), Mesh(2, 2, 2)):
+        for layout in layouts(config, mesh, 8):
+            found = [
+                MEGAJAX.problems(changed(layout, train__recompute=recompute))
+                for recompute in ('none', 'selective', 'full')
+            ]
+            assert found[0] == found[1] == found[2]
+
+
 def test_the_reason_says_by_how_much():
     found = ranking(small(), 'h100', 8)
     loser = next(choice for choice in found.fitting if choice.mesh == Mesh(2, 1, 4))
