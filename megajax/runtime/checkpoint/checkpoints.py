@@ -126,8 +126,8 @@ class Checkpoints:
         here, there = self._record(step), read_record(path)
         self.restored, self.origin = there, there.origin
         is_import = holds_parameters_only(path)
+        check_same_data(path, there, here)  # first: the tokenizer may be trained on the data
         check_same_model(path, there, here, is_import=is_import)
-        check_same_data(path, there, here)
         log_differences(there, here, is_import=is_import)
         if is_import:
             params = restore_params(path, self.config)

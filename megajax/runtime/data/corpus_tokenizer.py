@@ -13,9 +13,15 @@ CORPUS = ('data.corpus', 'data.blend')
 IMAGE_TOKENS = IMAGE, '<|image_pad|>'  # names of image placeholders in tokenizers
 
 
-def tokenizer_of_text(config: Config, texts: Callable[[], Sequence[str]]) -> Tokenizer:
-    """Return the tokenizer of a text corpus; it may be trained on the corpus's `texts`."""
-    spec = 'bpe' if config.data.tokenizer == 'auto' else config.data.tokenizer
+def tokenizer_of_text(
+    config: Config, texts: Callable[[], Sequence[str]], *, trained: str = ''
+) -> Tokenizer:
+    """Return the tokenizer of a text corpus.
+
+    It may be trained on the corpus's `texts`, unless `trained` is the tokenizer.json of an earlier
+    training on the same texts.
+    """
+    spec = 'bpe' if is_trained(config) else config.data.tokenizer
     if spec == 'none':
         raise _problem(
             'data.tokenizer',
@@ -24,8 +30,15 @@ def tokenizer_of_text(config: Config, texts: Callable[[], Sequence[str]]) -> Tok
         )
     own = spec in ('bytes', 'bpe')
     special = (IMAGE,) if config.vision is not None and own else _special(config)
+    if spec == 'bpe' and trained:
+        return make_tokenizer(trained, config.model.vocab_size, special=special)
     known = texts() if spec == 'bpe' else ()
     return make_tokenizer(spec, config.model.vocab_size, known, special=special)
+
+
+def is_trained(config: Config) -> bool:
+    """Whether the tokenizer of a text corpus is trained on its texts."""
+    return config.data.tokenizer in ('auto', 'bpe')
 
 
 def _special(config: Config) -> tuple[str, ...]:

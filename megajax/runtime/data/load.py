@@ -40,18 +40,10 @@ from megajax.runtime.data.synthetic_corpus import (
     draw_pictures,
     row_shape,
 )
-from megajax.runtime.data.text.corpus import (
-    Document,
-    naming_lines,
-    read_documents,
-    split_documents,
-    warn_of_copies,
-)
 from megajax.runtime.data.text.parts import Part, split_sequences
-from megajax.runtime.data.text.spelled_tokens import warn_of_letters
-from megajax.runtime.data.text.tokenizer import Tokenizer, encode_documents
+from megajax.runtime.data.text.tokenizer import Tokenizer
+from megajax.runtime.data.text_tokens import KeptTokens, tokenize
 from megajax.runtime.data.token_pairs import check_pairs, open_pair, prefixes_of
-from megajax.runtime.data.tokens.indexed import from_lengths
 
 # Number of threads that read remote files; most of the time, a thread waits for the server.
 FETCHES = 16
@@ -89,8 +81,8 @@ def load_data(config: Config, template: Template | None = None) -> Data:
             summary=drawn.summary,
             fingerprints={config.data.corpus: drawn.fingerprint},
         )
-    with local_text(config) as (local, versions):
-        data = _load_files(local, template)
+    with local_text(config) as (local, versions, kept):
+        data = _load_files(local, template, kept)
         check_counted(local, data.tokenizer, data.train, data.validation)
     if not versions:
         return data
@@ -98,14 +90,16 @@ def load_data(config: Config, template: Template | None = None) -> Data:
     return replace(data, fingerprints={**contents, **versions})
 
 
-def _load_files(config: Config, template: Template | None) -> Data:
+def _load_files(config: Config, template: Template | None, kept: KeptTokens | None) -> Data:
+    if kept and kept.found:
+        return _load_text(config, kept)
     prefixes = prefixes_of(config)
     if not prefixes and keeps_documents(config, config.data.corpus):
         return _load_image_text(config, template)
     if config.data.chat_template is not None:
         message = 'is for JSON lines with messages, and the corpus has none; remove it'
         raise _problem('data.chat_template', message, *CORPUS)
-    data = _load_pairs(config, prefixes) if prefixes else _load_text(config)
+    data = _load_pairs(config, prefixes) if prefixes else _load_text(config, kept)
     if config.vision is None:
         return data
     check_image_token(config, data.tokenizer)
@@ -163,31 +157,12 @@ def _load_image_text(config: Config, template: Template | None) -> Data:
     )
 
 
-def _load_text(config: Config) -> Data:
-    documents = read_documents(config.data.corpus)
-    train, validation, _ = split_documents(documents, config.data.split)
-    tokenizer = tokenizer_of_text(config, lambda: [document.text for document in train])
-    texts = (document.text for document in (*train, *validation))
-    warn_of_letters('data.corpus', texts, tokenizer.special_tokens())
-    warn_of_copies(*([document.text for document in part] for part in (train, validation)))
-    with naming_lines(documents):
-        parts = [_encode(config.data.corpus, part, tokenizer) for part in (train, validation)]
-    _check_tokens(parts[0])
-    train_bytes, validation_bytes = (
-        sum(len(document.text.encode()) for document in documents)
-        for documents in (train, validation)
-    )
-    summary = (
-        f'{len(train)} documents ({train_bytes / 1e6:.1f} MB) to train on, '
-        f'{len(validation)} ({validation_bytes / 1e6:.1f} MB) to validate; '
-        f'{tokenizer.vocab_size} tokens, {train_bytes / parts[0].num_tokens:.2f} bytes each'
-    )
-    return _make(config, tokenizer, [parts[0]], [parts[1]], summary)
-
-
-def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Part:
-    tokens, lengths = encode_documents([document.text for document in documents], tokenizer)
-    return Part(sequences=from_lengths(name, tokens, lengths), first=0, last=len(lengths))
+def _load_text(config: Config, kept: KeptTokens | None) -> Data:
+    tokenizer, (train, validation), summary, warnings = kept.get() if kept else tokenize(config)
+    for warning in warnings:
+        logger.warning(warning)
+    _check_tokens(train)
+    return _make(config, tokenizer, [train], [validation], summary)
 
 
 def _check_tokens(part: Part) -> None:

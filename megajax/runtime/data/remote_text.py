@@ -1,5 +1,7 @@
-"""Text, JSON lines and Parquet files with URLs: copied to the cache, and read there."""
+"""Text, JSON lines and Parquet files with URLs: copied to the cache, and tokenized there."""
 
+import json
+import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,12 +13,17 @@ from typing import NamedTuple
 from megajax.base.errors import replacing
 from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError, Problem
+from megajax.runtime.data.sources.block_cache import locked
 from megajax.runtime.data.sources.remote import is_remote, names_below
 from megajax.runtime.data.sources.remote_file import RemoteFile
+from megajax.runtime.data.text_tokens import KeptTokens
 from megajax.runtime.data.token_pairs import GB, cache_of, naming_key, prefixes_of
 from megajax.runtime.data.tokens.remote_pair import VERSION_OF
 
 DOWNLOADS = 8  # files that are downloaded at the same time
+COPYING = '.copying'  # the folder whose lock a process holds while it downloads
+
+logger = logging.getLogger(__name__)
 
 
 class LocalText(NamedTuple):
@@ -24,6 +31,7 @@ class LocalText(NamedTuple):
 
     config: Config
     versions: Mapping[str, str]
+    kept: KeptTokens | None = None  # place for the tokens of a corpus with a URL
 
 
 @contextmanager
@@ -31,8 +39,9 @@ def local_text(config: Config) -> Iterator[LocalText]:
     """Yield the config with a text corpus that has a URL replaced by a copy in the cache.
 
     The copies have the names that the files have below the URL, so they are split into training and
-    validation like any other copy. Errors in the block name the URL. Raises ConfigError if there
-    are no such files, or if they exceed the cache.
+    validation like any other copy. If the cache has the tokens of these files, there need be no
+    copies. The cache keeps them during the block, and errors in the block name the URL. Raises
+    ConfigError if there are no such files, or if they exceed the cache.
     """
     url = config.data.corpus
     if config.data.blend or not is_remote(url) or prefixes_of(config):
@@ -42,34 +51,47 @@ def local_text(config: Config) -> Iterator[LocalText]:
         if config.vision is not None:
             message = 'is not supported with a vision section, unless it has token files'
             raise _problem(url, f'{message}; copy the files, and set data.corpus to their folder')
-        here, files = _copy(config, url)
+        files = _open(config, url)
+    keys = json.dumps({name: file.key for name, file in files.items()})
+    here = cache_of(config).folder / sha256(keys.encode()).hexdigest()[:32]
+    here.mkdir(exist_ok=True)
     corpus = here / next(iter(files)) if len(files) == 1 else here
     root = url[: url.rindex('/')] if len(files) == 1 else url
     data = config.data.model_copy(update={'corpus': str(corpus)})
+    local = config.model_copy(update={'data': data})
     versions = {f'{VERSION_OF}{file.url}': file.fingerprint for file in files.values()}
-    with replacing(str(here), root):
-        yield LocalText(config.model_copy(update={'data': data}), versions)
+    with replacing(str(here), root), locked(here, wait=True, shared=True):
+        kept = None if config.data.chat_template is not None else KeptTokens(local, here)
+        if kept is None or kept.found is None:
+            with naming_key(config):
+                _download(config, here, files)
+        yield LocalText(local, versions, kept)
 
 
-def _copy(config: Config, url: str) -> tuple[Path, dict[str, RemoteFile]]:
-    """Return the folder of the copies, and the files by their names in it."""
-    cache = cache_of(config)
+def _open(config: Config, url: str) -> dict[str, RemoteFile]:
+    """Return the files of a corpus by their names below its URL."""
     names = names_below(url)
     if unsafe := [name for name in names if '..' in PurePosixPath(name).parts]:
         raise _problem(url, f'{unsafe[0]} leads out of its folder; rename it')
     with ThreadPoolExecutor(DOWNLOADS) as threads:
-        opened = threads.map(partial(RemoteFile, cache=cache), names.values())
-        files = dict(zip(names, opened, strict=True))
-        size = sum(file.size for file in files.values())
-        if size > config.run.data_cache_gb * GB:
-            fix = f'megajax data build OUT --input {typed(url)}, and set data.corpus=OUT'
-            limit = f'run.data_cache_gb={config.run.data_cache_gb:g}'
-            raise _problem(url, f'has {size / GB:.1f} GB, and {limit} is less; raise it, or {fix}')
-        keys = ' '.join(f'{name} {file.key}' for name, file in files.items())
-        here = cache.folder / sha256(keys.encode()).hexdigest()[:32]
-        with cache.locked(wait=True):  # only one process of a host downloads
-            list(threads.map(lambda name: files[name].download(here / name), files))
-    return here, files
+        opened = threads.map(partial(RemoteFile, cache=cache_of(config)), names.values())
+        return dict(zip(names, opened, strict=True))
+
+
+def _download(config: Config, here: Path, files: Mapping[str, RemoteFile]) -> None:
+    """Copy the files to a folder of the cache."""
+    size, url = sum(file.size for file in files.values()), config.data.corpus
+    if size > config.run.data_cache_gb * GB:
+        fix = f'megajax data build OUT --input {typed(url)}, and set data.corpus=OUT'
+        limit = f'run.data_cache_gb={config.run.data_cache_gb:g}'
+        raise _problem(url, f'has {size / GB:.1f} GB, and {limit} is less; raise it, or {fix}')
+    copies = here / COPYING
+    copies.mkdir(exist_ok=True)
+    with locked(copies, wait=True), ThreadPoolExecutor(DOWNLOADS) as threads:
+        missing = [name for name, file in files.items() if not file.is_at(here / name)]
+        if missing:
+            logger.info('data       copying %s (%.1f MB) to %s', url, size / 1e6, here)
+        list(threads.map(lambda name: files[name].download(here / name), missing))
 
 
 def _problem(url: str, message: str) -> ConfigError:

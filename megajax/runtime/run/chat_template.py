@@ -52,6 +52,8 @@ def companions_of_run(config: Config, run: Path, start: Path | None) -> Companio
 
 def _has_messages(config: Config) -> bool:
     with local_text(config) as local:
+        if local.kept and local.kept.found:
+            return False
         return keeps_documents(local.config, local.config.data.corpus)
 
 

@@ -1,5 +1,6 @@
 """Places for files that fsspec opens: its own memory, and a server of the S3 protocol."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,7 +59,7 @@ class Ranges(SimpleHTTPRequestHandler):
             self.send_error(404)
             return
         self.server.asked.append(self.path)
-        if self.server.failures > 0:
+        if self.server.failures > 0 or len(self.server.asked) > self.server.most:
             self.server.failures -= 1
             self.send_error(503)
             return
@@ -75,13 +76,17 @@ class Ranges(SimpleHTTPRequestHandler):
 
 
 class Web(ThreadingHTTPServer):
-    """A web server of a folder; it answers the next `failures` requests for content with 503."""
+    """A web server of a folder.
+
+    It answers the next `failures` requests for content with 503, and all after the first `most`.
+    """
 
     daemon_threads = True
 
     def __init__(self, folder: Path):
         super().__init__(('127.0.0.1', 0), partial(Ranges, directory=str(folder)))
         self.failures, self.asked = 0, list[str]()
+        self.most = math.inf
 
     @property
     def url(self) -> str:
@@ -95,9 +100,11 @@ def web(folder: Path) -> Iterator[Web]:
     with Web(folder) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def copy(folder: Path, url: str) -> None:

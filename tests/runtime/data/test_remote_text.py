@@ -1,16 +1,25 @@
 """Text, JSON lines and Parquet with a URL give the batches that they give on the disk."""
 
+import errno
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from runtime.data import stores
 from runtime.data.test_inputs import write_parquet
-from runtime.data.test_load import assert_equal, config
+from runtime.data.test_load import SMALL, assert_equal, config
 
+from megajax.base.errors import UnreachableError
 from megajax.core.config import ConfigError
-from megajax.runtime.data import load_data
+from megajax.runtime.data import Data, load_data
+from megajax.runtime.data.sources import remote_file
+from megajax.runtime.data.sources.block_cache import BlockCache, locked
 
 
 @pytest.fixture(name='here')
@@ -33,18 +42,22 @@ def make_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-@pytest.fixture
-def there(here: Path) -> Iterator[str]:
-    with stores.memory(here.parent.name) as url:
+@pytest.fixture(params=['memory', 's3'])
+def there(
+    request: pytest.FixtureRequest, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    store = stores.memory(here.parent.name) if request.param == 'memory' else None
+    with store or stores.s3(monkeypatch.setenv) as url:
         stores.copy(here, url)
         yield url
 
 
-def check_the_same(local: str, remote: str) -> None:
-    one, other = (
-        load_data(config(f'data.corpus={corpus}', 'train.eval_batches=1'))
-        for corpus in (local, remote)
-    )
+def load(corpus: object, *keys: str) -> Data:
+    return load_data(config(f'data.corpus={corpus}', 'train.eval_batches=1', *keys))
+
+
+def check_the_same(local: str, remote: str, *keys: str) -> None:
+    one, other = load(local, *keys), load(remote, *keys)
     for step in (0, 1, 7):
         assert_equal(one.train[step], other.train[step])
     assert_equal(one.validation[0], other.validation[0])
@@ -62,13 +75,179 @@ def test_a_glob_has_the_batches_of_the_folder(here: Path, there: str) -> None:
     check_the_same(str(here), f'{there}/[abc].*')
 
 
+@pytest.mark.parametrize('name', ['a.jsonl', 'chat.jsonl'])
+def test_the_second_start_reads_no_file_again(here: Path, name: str) -> None:
+    with stores.web(here) as server:
+        for _ in range(2):
+            check_the_same(f'{here}/{name}', f'{server.url}/{name}')
+    assert server.asked == [f'/{name}']
+
+
+def test_tokens_are_kept_by_all_that_decides_them(here: Path) -> None:
+    with stores.web(here) as server:
+        for keys in (
+            ['data.tokenizer=bytes'],
+            ['data.tokenizer=bytes', 'data.split=50,50,0'],
+            [],
+            ['model.vocab_size=290'],
+            ['data.tokenizer=bytes'],
+        ):
+            check_the_same(f'{here}/a.jsonl', f'{server.url}/a.jsonl', *keys)
+    assert server.asked == ['/a.jsonl']
+
+
+@pytest.mark.parametrize('keys', [[], ['data.tokenizer=bytes']])
+def test_damaged_tokens_are_made_again(here: Path, tmp_path: Path, keys: list[str]) -> None:
+    with stores.web(here) as server:
+        url = f'{server.url}/a.jsonl'
+        seen = load(url, *keys).train[0]
+        cache = tmp_path / 'cache'
+        kept = [path for path in cache.rglob('.tokens/*/*') if path.is_file()]
+        for i, path in enumerate(kept):
+            content = path.read_bytes()
+            path.write_bytes((content[:-3], b'x' * len(content))[i % 2])
+            assert_equal(load(url, *keys).train[0], seen)
+        kept[0].unlink()
+        assert_equal(load(url, *keys).train[0], seen)
+        assert server.asked == ['/a.jsonl']
+        for path in cache.rglob('*'):
+            if path.is_file():
+                path.write_bytes(b'')
+        assert_equal(load(url, *keys).train[0], seen)
+        assert server.asked == ['/a.jsonl', '/a.jsonl']
+
+
+def test_a_copy_that_broke_off_is_continued_and_is_never_a_document(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_file, 'PIECE', 1000)
+    monkeypatch.setattr(remote_file, 'IN_RUN', 0.0)
+    size = (here / 'd.txt').stat().st_size
+    assert size == 9990
+    with stores.web(here) as server:
+        server.most = 4
+        with pytest.raises(UnreachableError):
+            load(f'{server.url}/d.txt')
+        assert server.asked == ['/d.txt'] * 5
+        (part,) = (tmp_path / 'cache').rglob('.d.txt.part')
+        with part.open('ab') as file:
+            file.write(bytes(500))  # a piece that is not whole
+        server.most = 100
+        check_the_same(f'{here}/d.txt', f'{server.url}/d.txt')
+        assert server.asked == ['/d.txt'] * (5 + 6)
+        assert not part.exists()
+
+
+def test_a_file_that_changes_while_it_is_copied_is_not_trained_on(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_file, 'PIECE', 1000)
+    with stores.web(here) as server:
+        url = f'{server.url}/d.txt'
+        fetch = remote_file.fetch
+
+        def change(url: str, start: int, stop: int) -> bytes:
+            if start == 5000:
+                (here / 'd.txt').write_text('two texts, '[:10] * 999)
+                os.utime(here / 'd.txt', (0, 0))
+            return fetch(url, start, stop)
+
+        monkeypatch.setattr(remote_file, 'fetch', change)
+        with pytest.raises(ConfigError, match=r'd\.txt: has changed while the run was reading'):
+            load(url)
+        monkeypatch.setattr(remote_file, 'fetch', fetch)
+        check_the_same(f'{here}/d.txt', url)
+
+
+def test_a_server_without_versions_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores.Ranges, 'date_time_string', lambda *_: '')
+    with (
+        stores.web(here) as server,
+        pytest.raises(ConfigError, match='neither an ETag nor a time of the last change'),
+    ):
+        load(f'{server.url}/d.txt')
+
+
+def test_the_files_of_a_corpus_in_use_stay_in_a_full_cache(tmp_path: Path) -> None:
+    for name in ('used', 'old'):
+        (tmp_path / name).mkdir()
+        for i in range(10):
+            (tmp_path / name / str(i)).write_bytes(bytes(100))
+            os.utime(tmp_path / name / str(i), (i, i))
+    with locked(tmp_path / 'used', shared=True):
+        BlockCache(tmp_path, 1000)
+        assert len(list((tmp_path / 'used').iterdir())) == 10
+        assert not list((tmp_path / 'old').iterdir())
+    BlockCache(tmp_path, 500)
+    assert sorted(path.name for path in (tmp_path / 'used').iterdir()) == list('6789')
+
+
+def test_a_disk_that_is_full_names_the_cache_and_the_way_out(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, 'pwrite', full)
+    with (
+        stores.web(here) as server,
+        pytest.raises(ConfigError, match=r'run\.data_cache: ') as error,
+    ):
+        load(f'{server.url}/d.txt')
+    cache = tmp_path / 'cache/megajax/corpora'
+    assert f'{cache} cannot be written: No space left on device; free disk space' in str(
+        error.value
+    )
+
+
+PROGRAM = """
+import sys
+from megajax.core.config import load
+from megajax.runtime.data import load_data, text_tokens
+from megajax.runtime.data.sources import remote_file
+remote_file.PIECE = 1000
+tokenize = text_tokens.tokenize
+text_tokens.tokenize = lambda *x: print('tokenizes') or tokenize(*x)
+data = load_data(load('tiny', sys.argv[1:]))
+print(data.train[0]['tokens'].sum())
+"""
+
+
+@pytest.mark.faults
+def test_two_processes_continue_the_copy_of_one_that_was_killed(here: Path) -> None:
+    with stores.web(here) as server:
+        server.most = 4
+        keys = [*SMALL, f'data.corpus={server.url}/d.txt', 'train.eval_batches=1']
+
+        def start() -> subprocess.Popen[str]:
+            command = [sys.executable, '-c', PROGRAM, *keys]
+            return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+        killed = start()
+        while len(server.asked) < 5:
+            assert killed.poll() is None
+            time.sleep(0.01)
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.communicate()
+        server.asked.clear()
+        server.most = 100
+        two = [start() for _ in range(2)]
+        said = [process.communicate(timeout=300)[0].split() for process in two]
+    assert [process.returncode for process in two] == [0, 0]
+    assert server.asked == ['/d.txt'] * 6
+    assert sorted(map(len, said)) == [1, 2]  # only one of them tokenizes
+    assert said[0][-1] == said[1][-1]
+
+
 def test_a_changed_file_has_another_version(here: Path, there: str) -> None:
     key = f'data.corpus={there}/c.parquet'
     before, again = load_data(config(key)), load_data(config(key))
     assert before.fingerprints == again.fingerprints
-    stores.copy(here, there)  # written again
+    write_parquet(here / 'c.parquet', [f'other row {i} ' * 30 for i in range(60)])
+    stores.copy(here, there)
     changed = before.fingerprints.items() ^ load_data(config(key)).fingerprints.items()
-    assert {name for name, _ in changed} == {f'ETag and size of {there}/c.parquet'}
+    url = f'{there}/c.parquet'
+    assert {name for name, _ in changed} == {url, f'ETag and size of {url}'}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from megajax.runtime.data.image_text.lines import spelled
 from megajax.runtime.data.image_text.turns import Vocabulary, end_of_turn
 from megajax.runtime.data.sources.objects import read_objects
 from megajax.runtime.data.synthetic_corpus import NO_TOKEN, PICTURES
-from megajax.runtime.data.text.corpus import Document, find_corpus, split_documents, warn_of_copies
+from megajax.runtime.data.text.corpus import Document, copies_warning, find_corpus, split_documents
 from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.token_pairs import has_tokens
 
@@ -106,7 +106,7 @@ def load_image_text(
     check_fit(list(documents.values()), shape)
     find_corpus(corpus).log_unread(corpus)
     parts = [[documents[name] for name in names] for names in _split(list(documents), split)]
-    warn_of_copies(*([(x.tokens.tobytes(), *x.paths) for x in part] for part in parts))
+    _warn_of_copies(parts)
     train, validation = (pack(part, shape) for part in parts)
     if len(train) < batch_size:
         raise _problem(
@@ -212,6 +212,11 @@ def keeps_documents(config: Config, corpus: str) -> bool:
         return bool(files)
     lines = (line for path, _ in files for _, line in read_objects(path))
     return 'messages' in next(lines, {})
+
+
+def _warn_of_copies(parts: Sequence[Sequence[FileDocument]]) -> None:
+    if said := copies_warning(*([(x.tokens.tobytes(), *x.paths) for x in part] for part in parts)):
+        logger.warning(said)
 
 
 def _warn_of_endless_answers(

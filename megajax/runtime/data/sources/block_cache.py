@@ -9,7 +9,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from zlib import crc32
@@ -67,7 +67,7 @@ class BlockCache:
         """Add a block; if the disk is full, log a warning and continue without it."""
         path = self._path(key, number)
         try:
-            with self.new_file(path) as new:
+            with _new_file(path) as new:
                 new.write_bytes(block + _crc(block))
         except OSError as error:
             logger.warning('run.data_cache: %s cannot be written: %s', path, error.strerror)
@@ -77,19 +77,6 @@ class BlockCache:
         """Delete a block."""
         self._path(key, number).unlink(missing_ok=True)
 
-    @contextmanager
-    def new_file(self, path: Path) -> Iterator[Path]:
-        """Yield a new file for the block to write, which is then renamed to `path`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile(dir=path.parent, prefix='new-', delete=False) as file:
-            new = Path(file.name)
-        try:
-            yield new
-            os.replace(new, path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
-
     def added(self, size: int) -> None:
         """Count bytes that were added to the cache's folder; trim the cache if there are many."""
         self._added += size
@@ -98,39 +85,66 @@ class BlockCache:
             self.trim()
 
     def trim(self) -> None:
-        """Delete the least recently used files if they exceed the limit."""
-        with self.locked() as is_free:
-            if not is_free:  # another process trims it
+        """Delete the least recently used files if they exceed the limit.
+
+        Files in folders that are locked are in use, and are kept.
+        """
+        with ExitStack() as locks:
+            if not locks.enter_context(locked(self.folder)):  # another process trims it
                 return
-            files = list(_files(self.folder))
-            total = sum(size for _, size, _ in files)
+            folders = [path for path in self.folder.iterdir() if path.is_dir()]
+            free = {str(path) for path in folders if locks.enter_context(locked(path))}
+            files = {str(folder): list(_files(folder)) for folder in folders}
+            total = sum(size for found in files.values() for _, size, _ in found)
             if total <= self._limit:
                 return
-            for _, size, path in sorted(files):
+            for _, size, path in sorted(file for folder in free for file in files[folder]):
                 if total <= KEPT * self._limit:
                     break
                 with suppress(OSError):
                     os.unlink(path)
                 total -= size
 
-    @contextmanager
-    def locked(self, *, wait: bool = False) -> Iterator[bool]:
-        """Hold the lock of the cache during the block; yield False if another process has it."""
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            is_free = True
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except OSError as error:
-                # File systems without locks give no protection, but the cache is correct without
-                # it.
-                is_free = not isinstance(error, BlockingIOError)
-            yield is_free
-        finally:
-            os.close(descriptor)
-
     def _path(self, key: str, number: int) -> Path:
         return self.folder / key / str(number // IN_FOLDER) / str(number)
+
+
+@contextmanager
+def locked(folder: Path, *, wait: bool = False, shared: bool = False) -> Iterator[bool]:
+    """Hold the lock of a folder during the block; yield False if another process has it.
+
+    With `wait`, wait until it is free. File systems without locks give no protection, but the
+    cache is correct without it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        is_free = True
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            is_free = not isinstance(error, BlockingIOError)
+            if wait and not is_free:
+                logger.info('data       waiting for another process that prepares %s', folder)
+                fcntl.flock(descriptor, kind)
+                is_free = True
+        yield is_free
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """Yield a new file for the block to write, which is then renamed to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, prefix='new-', delete=False) as file:
+        new = Path(file.name)
+    try:
+        yield new
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _crc(block: bytes) -> bytes:

@@ -22,12 +22,15 @@ VERSIONS = (
     *('mtime', 'LastModified', 'last_modified', 'Last-Modified', 'created'),
 )
 PACKAGES = {'s3': 's3fs', 'gs': 'gcsfs', 'gcs': 'gcsfs', 'hf': 'huggingface_hub'}
+HEADERS = """'{"client_kwargs": {"headers": {"Authorization": "Bearer TOKEN"}}}'"""
 # How a user provides credentials, by protocol.
 CREDENTIALS = {
     's3': 'AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY',
     'gs': 'gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS',
     'gcs': 'gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS',
     'hf': 'HF_TOKEN, and the terms of a gated repository accepted on the Hub',
+    'http': f'FSSPEC_HTTP={HEADERS}',
+    'https': f'FSSPEC_HTTPS={HEADERS}',
 }
 
 Found = TypeVar('Found')

@@ -56,7 +56,8 @@ def patiently(url: str, question: Callable[[], Found], *, in_run: bool = False) 
 class RemoteFile:
     """A file by its URL, at the version that it has when it is opened.
 
-    Raises MissingError if there is no such file, and ConfigError if the server gives no size.
+    Raises MissingError if there is no such file, and ConfigError if the server gives no size or no
+    version.
     """
 
     def __init__(self, url: str, cache: BlockCache) -> None:
@@ -64,6 +65,12 @@ class RemoteFile:
         size, self.version = patiently(url, lambda: look(url))
         if size is None:
             message = 'is on a server that gives no size; copy it to another one'
+            raise ConfigError(Problem(path=url, message=message))
+        if not self.version:
+            message = (
+                'is on a server that gives neither an ETag nor a time of the last change, so a '
+                'change would not be noticed; copy it to another one'
+            )
             raise ConfigError(Problem(path=url, message=message))
         self.size = size
         # The hash of a value that changes with the content: the ETag, or the time of the last
@@ -125,15 +132,51 @@ class RemoteFile:
         )
         raise ConfigError(Problem(path=self.url, message=message))
 
-    def download(self, path: Path) -> None:
-        """Write the whole file to `path` in the cache, unless it is already there."""
+    def is_at(self, path: Path) -> bool:
+        """Whether `path` is a complete copy of the file; if so, its time of last use is now."""
         with suppress(FileNotFoundError):
-            os.utime(path)  # the time of its last use
+            os.utime(path)
+            return path.stat().st_size == self.size
+        return False
+
+    def download(self, path: Path) -> None:
+        """Write the whole file to `path` in the cache, unless it is already there.
+
+        If a process was killed, the next one continues with its part of the copy. Raises
+        ConfigError if the disk is full, or if the file changes meanwhile.
+        """
+        if self.is_at(path):
             return
-        with self._cache.new_file(path) as new, new.open('wb') as file:
-            for start in range(0, self.size, PIECE):
-                file.write(self._bytes(start, min(start + PIECE, self.size)))
+        new = path.with_name(f'.{path.name}.part')  # hidden, so that no corpus contains it
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._copy(new)
+            patiently(self.url, self._check_version, in_run=True)
+            os.replace(new, path)
+        except OSError as error:
+            message = (
+                f'{self._cache.folder} cannot be written: {error.strerror}; free disk space for '
+                f'{self.size / 1e9:.1f} GB of {self.url}, or choose a folder on another disk'
+            )
+            raise ConfigError(Problem(path='run.data_cache', message=message)) from error
         self._cache.added(self.size)
+
+    def _copy(self, path: Path) -> None:
+        """Write the file to `path` from its last whole piece on, each piece at its place.
+
+        Where locks do not work, two processes therefore write the same bytes.
+        """
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            done = min(os.fstat(descriptor).st_size, self.size) // PIECE * PIECE
+            for start in range(done, self.size, PIECE):
+                rest = self._bytes(start, min(start + PIECE, self.size))
+                while rest:
+                    count = os.pwrite(descriptor, rest, start)
+                    rest, start = rest[count:], start + count
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _runs(numbers: list[int]) -> Iterator[range]:

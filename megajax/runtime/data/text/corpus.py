@@ -201,16 +201,16 @@ def split_documents(documents: Sequence[Document], split: str) -> Parts:
     return parts
 
 
-def warn_of_copies(train: Iterable[Hashable], validation: Sequence[Hashable]) -> None:
-    """Log how many validation documents are copies of training documents."""
+def copies_warning(train: Iterable[Hashable], validation: Sequence[Hashable]) -> str:
+    """Return a warning with the number of validation documents that are copies; '' for none."""
     known = set(train)
-    if copies := sum(document in known for document in validation):
-        logger.warning(
-            'data.corpus: %s of %s documents to validate on are copies of documents to train on, '
-            'which makes the validation loss too low; remove copies from the corpus',
-            f'{copies:,}',
-            f'{len(validation):,}',
-        )
+    copies = sum(document in known for document in validation)
+    message = (
+        f'data.corpus: {copies:,} of {len(validation):,} documents to validate on are copies of '
+        'documents to train on, which makes the validation loss too low; remove copies from the '
+        'corpus'
+    )
+    return message if copies else ''
 
 
 def _cut(document: Document, ends: Sequence[float]) -> Parts:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.base.errors import ConfigError, Problem, replacing
-from megajax.runtime.data.sources.block_cache import BlockCache
+from megajax.runtime.data.sources.block_cache import BlockCache, locked
 from megajax.runtime.data.sources.inputs import SUFFIXES
 from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.sources.remote import MissingError, look
@@ -44,11 +44,12 @@ def read_remote_pair(prefix: str, cache: BlockCache, vocab_size: int) -> RemoteP
     name = prefix.rpartition('/')[2]
     here = cache.folder / sha256(' '.join(file.key for file in files).encode()).hexdigest()[:32]
     with replacing(f'{here}/{name}', prefix):
-        with cache.locked(wait=True):  # only one process of a host downloads
+        here.mkdir(exist_ok=True)
+        with locked(here, wait=True):  # only one process of a host downloads
             for file in files[1:]:
                 file.download(here / file.url.rpartition('/')[2])
-        dtype, (lengths, pointers, documents) = read_index(here / f'{name}.idx', bin_file.size)
-        manifest = Manifest.read(here / name)
+            dtype, (lengths, pointers, documents) = read_index(here / f'{name}.idx', bin_file.size)
+            manifest = Manifest.read(here / name)
     tokens = RemoteTokens(bin_file, dtype)
     sequences = Sequences(
         name=prefix,

@@ -1,0 +1,191 @@
+"""Tokens of a text corpus: read and tokenized when a run starts, or read from the cache."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import NamedTuple
+from zlib import crc32
+
+from megajax.base.errors import ConfigError
+from megajax.base.files.outputs import sync
+from megajax.core.config import Config
+from megajax.runtime.data.corpus_tokenizer import is_trained, tokenizer_of_text
+from megajax.runtime.data.sources.block_cache import locked
+from megajax.runtime.data.text.corpus import (
+    Document,
+    copies_warning,
+    naming_lines,
+    read_documents,
+    split_documents,
+)
+from megajax.runtime.data.text.parts import Part
+from megajax.runtime.data.text.spelled_tokens import SpelledTokens, letters_warning
+from megajax.runtime.data.text.tokenizer import Tokenizer, encode_documents
+from megajax.runtime.data.tokens.indexed import (
+    CHUNK,
+    Sequences,
+    from_lengths,
+    paths,
+    read_pair,
+    write_index,
+)
+
+# Version of the conversion from files to tokens; tokens of other versions are not used.
+VERSION = 1
+TOKENIZER, ABOUT, PARTS = 'tokenizer.json', 'about.json', ('train', 'validation')
+
+logger = logging.getLogger(__name__)
+
+
+class TextTokens(NamedTuple):
+    """The tokens of a text corpus, in a training and a validation part."""
+
+    tokenizer: Tokenizer
+    parts: tuple[Part, Part]
+    summary: str  # sizes of the parts, for the first lines of a run
+    warnings: tuple[str, ...]  # about the texts
+
+
+def tokenize(config: Config, tokenizer: Tokenizer | None = None) -> TextTokens:
+    """Read the files of a text corpus on the disk, split their documents and tokenize them.
+
+    The default tokenizer is the one of the config, which may be trained on the documents. Raises
+    ConfigError as `read_documents` and `tokenizer_of_text` do.
+    """
+    corpus = config.data.corpus
+    documents = read_documents(corpus)
+    train, validation, _ = split_documents(documents, config.data.split)
+    if tokenizer is None:
+        tokenizer = tokenizer_of_text(config, lambda: [document.text for document in train])
+    special = SpelledTokens(tokenizer.special_tokens())
+    spelled = [x for document in (*train, *validation) if (x := special.find(document.text))]
+    warnings = [f'data.corpus: {letters_warning(len(spelled), set().union(*spelled))}']
+    copies = copies_warning(*([document.text for document in part] for part in (train, validation)))
+    with naming_lines(documents):
+        parts = (_encode(corpus, train, tokenizer), _encode(corpus, validation, tokenizer))
+    num_bytes = [sum(len(x.text.encode()) for x in part) for part in (train, validation)]
+    summary = (
+        f'{len(train)} documents ({num_bytes[0] / 1e6:.1f} MB) to train on, '
+        f'{len(validation)} ({num_bytes[1] / 1e6:.1f} MB) to validate; '
+        f'{tokenizer.vocab_size} tokens, {num_bytes[0] / max(parts[0].num_tokens, 1):.2f} bytes '
+        'each'
+    )
+    said = (*warnings[: bool(spelled)], *filter(None, [copies]))
+    return TextTokens(tokenizer, parts, summary, said)
+
+
+def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Part:
+    tokens, lengths = encode_documents([document.text for document in documents], tokenizer)
+    return _part(from_lengths(name, tokens, lengths))
+
+
+def _part(sequences: Sequences) -> Part:
+    return Part(sequences=sequences, first=0, last=len(sequences))
+
+
+class KeptTokens:
+    """A folder of the cache for the tokens of a remote text corpus.
+
+    `here` is the folder of the corpus, whose name depends on the version of each file. Raises
+    ConfigError if the tokenizer of the config cannot be used.
+    """
+
+    def __init__(self, config: Config, here: Path) -> None:
+        import tokenizers
+
+        self._config = config
+        self._tokenizer: Tokenizer | None = None
+        made_by = f'bpe {config.model.objective}'
+        if not is_trained(config):
+            tokenizer = self._tokenizer = tokenizer_of_text(config, lambda: ())
+            made_by = f'{tokenizer.fingerprint} {tokenizer.eod} {tokenizer.start}'
+        size, split = config.model.vocab_size, config.data.split
+        keys = [VERSION, tokenizers.__version__, made_by, size, split]
+        # Hidden, so that it is no part of the corpus.
+        self._folder = here / '.tokens' / sha256(json.dumps(keys).encode()).hexdigest()[:32]
+        # The tokens that an earlier run or another process has kept, or None.
+        self.found = self._read()
+
+    def get(self) -> TextTokens:
+        """Return the kept tokens, or tokenize the corpus and keep its tokens.
+
+        If several processes of a host ask, the first one tokenizes and the others wait.
+        """
+        if self.found is None:
+            self._folder.parent.mkdir(exist_ok=True)
+            with locked(self._folder.parent, wait=True):
+                self.found = self._read()
+                if self.found is None:
+                    self.found = tokenize(self._config, self._tokenizer)
+                    self._keep(self.found)
+        return self.found
+
+    def _read(self) -> TextTokens | None:
+        """Return the kept tokens, mapped from their files; None if a file is missing or damaged."""
+        try:
+            about = json.loads((self._folder / ABOUT).read_bytes())
+            for path in self._folder.iterdir():
+                os.utime(path)  # the time of its last use
+            if _sums(self._folder) != about['sums']:
+                return None
+            pairs = [read_pair(self._folder / name) for name in PARTS]
+        except (OSError, ValueError, KeyError, ConfigError):
+            return None
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            trained = str(self._folder / TOKENIZER)
+            tokenizer = tokenizer_of_text(self._config, lambda: (), trained=trained)
+        corpus = self._config.data.corpus
+        train, validation = (_part(replace(pair, name=corpus)) for pair in pairs)
+        return TextTokens(tokenizer, (train, validation), about['summary'], (*about['warnings'],))
+
+    def _keep(self, found: TextTokens) -> None:
+        """Write the tokens to the cache; if the disk is full, log a warning and do without."""
+        parent, new = self._folder.parent, None
+        try:
+            new = Path(mkdtemp(dir=parent))
+            for name, part in zip(PARTS, found.parts, strict=True):
+                _write_pair(new / name, part.sequences)
+            found.tokenizer.save(new / TOKENIZER)
+            about = {'summary': found.summary, 'warnings': found.warnings, 'sums': _sums(new)}
+            (new / ABOUT).write_text(json.dumps(about))
+            for path in new.iterdir():
+                sync(path)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            new.rename(self._folder)
+        except Exception as error:  # tokenizers raises no narrower exception
+            logger.warning(
+                'run.data_cache: the tokens cannot be kept in %s, so the next start tokenizes '
+                'again: %s',
+                parent,
+                error,
+            )
+            if new is not None:
+                shutil.rmtree(new, ignore_errors=True)
+
+
+def _write_pair(prefix: Path, sequences: Sequences) -> None:
+    tokens, index = paths(prefix)
+    with tokens.open('wb') as file:
+        for start in range(0, len(sequences.tokens), CHUNK):
+            file.write(sequences.tokens[start : start + CHUNK].data)
+    with index.open('wb') as file:
+        write_index(file, sequences.tokens.dtype, sequences.lengths, sequences.documents)
+
+
+def _sums(folder: Path) -> dict[str, int]:
+    """Return the CRC-32 of each file of a folder of tokens, by name."""
+    sums = {}
+    for path in (path for path in folder.iterdir() if path.name != ABOUT):
+        total = 0
+        with path.open('rb') as file:
+            while piece := file.read(CHUNK):
+                total = crc32(piece, total)
+        sums[path.name] = total
+    return sums
