@@ -15,7 +15,6 @@ if a composition is wrong. No GPU is needed.
 import argparse
 import contextlib
 import functools
-import importlib.metadata
 import io
 import itertools
 import json
@@ -29,16 +28,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-os.environ['JAX_PLATFORMS'] = 'cpu'
-# Compiling decides the time of a few steps. A simulated device may be late on a busy machine.
-os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = 'true'
-os.environ['XLA_FLAGS'] = (
-    '--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1 '
-    '--xla_cpu_collective_call_terminate_timeout_seconds=600'
-)
-if importlib.metadata.version('jax').startswith('0.10.'):  # later versions have no such flag
-    os.environ['XLA_FLAGS'] += ' --xla_cpu_use_fusion_emitters=false'
 
 import jax
 import numpy as np
@@ -63,8 +52,6 @@ from megajax.xla.emulate.execute import quick
 from megajax.xla.hlo.collectives import collectives
 from megajax.xla.hlo.program import Program
 
-sys.path.append(str(Path(__file__).parents[1] / 'tests'))
-
 LIMIT = 1e-5
 # As a share of the largest gradient. The exact gradient of some arrays is zero, such as of a bias
 # that is added to all keys: only rounding is computed.
@@ -80,6 +67,22 @@ OTHER = {'less': 'less', 'expected': 'as documented', 'MORE': 'MORE'}
 Row = dict[str, Any]
 
 
+def prepare() -> None:
+    """Simulate eight devices, compile quickly, and let this script import from the tests."""
+    sys.path.append(str(Path(__file__).parents[1] / 'tests'))
+    flags = {
+        'xla_force_host_platform_device_count': '8',
+        'xla_cpu_parallel_codegen_split_count': '1',
+        # A simulated device may be late on a busy machine.
+        'xla_cpu_collective_call_terminate_timeout_seconds': '600',
+    }
+    if jax.__version__.startswith('0.10.'):  # later versions have no such flag
+        flags['xla_cpu_use_fusion_emitters'] = 'false'
+    os.environ['XLA_FLAGS'] = ' '.join(f'--{name}={value}' for name, value in flags.items())
+    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_disable_most_optimizations', True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -89,6 +92,7 @@ def main() -> None:
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--target', default='cpu', help='cpu, or a GPU such as h100')
     arguments = parser.parse_args()
+    prepare()
     file, seed, target = arguments.file, arguments.seed, arguments.target
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     done = {(row['seed'], row['number'], row['target'], row['jax']) for row in rows}
@@ -191,7 +195,7 @@ def resumed(config: Config) -> Row:
         if config.vision is None:
             corpus = {'corpus': str(text(Path(folder, 'text.txt'))), 'tokenizer': 'bytes'}
         whole, half = Path(folder, 'whole'), Path(folder, 'half')
-        of_run = {'compile_cache': str(Path(folder, 'compiled'))}
+        of_run = {'compile_cache': 'none'}
         run = lambda **keys: updated(config, **OF_RUN, data=corpus, run=of_run | keys)  # noqa: E731
         wanted = trained(run(dir=str(whole)))
         saved = Path('checkpoints', str(SAVED))

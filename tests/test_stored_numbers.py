@@ -3,6 +3,7 @@ their promises.
 """
 
 import csv
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -188,6 +189,13 @@ def test_every_random_step_is_right() -> None:
 def test_the_table_of_random_steps_is_that_of_the_stored_steps() -> None:
     script = load_script('fuzz_table', 'benchmarks')
     assert script.table(script.read(RESULTS / '2026-11-29_fuzz.jsonl')) in VERIFY
+
+
+def test_the_tables_of_random_compositions_are_those_of_the_stored_rows() -> None:
+    lines = (RESULTS / '2026-11-29_combinations.jsonl').read_text().splitlines()
+    page = (RESULTS / '2026-11-29_combinations.md').read_text()
+    table = load_script('random_compositions', 'benchmarks').table
+    assert table([json.loads(line) for line in lines]) in page
 
 
 def test_the_page_has_the_error_of_the_counted_memory() -> None:
