@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 from support import write_run
 
-from megajax.analysis.report import write_at_end
-from megajax.core.config import load
+from megajax.analysis.inspect.audit import audit
+from megajax.analysis.inspect.result import Inspection
+from megajax.analysis.report import run_facts, write_at_end
+from megajax.core.config import Config, load
+from megajax.core.train.compiled_step import CompiledStep
 from megajax.runtime.run.run import run
 
 CONFIG = """
@@ -17,6 +20,22 @@ train: {steps: 3, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 3, eva
 sample_prompts: ['<b>bold</b>']}
 checkpoint: {every: 3}
 """
+
+
+AUDITED: dict[tuple[object, ...], Inspection] = {}
+
+
+@pytest.fixture(autouse=True)
+def _each_program_is_audited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page audits the step of its run, and most pages here have the same step."""
+
+    def once(config: Config, compiled: CompiledStep, target: str) -> Inspection:
+        key = config, repr(compiled), target
+        if key not in AUDITED:
+            AUDITED[key] = audit(config, compiled, target)
+        return AUDITED[key]
+
+    monkeypatch.setattr(run_facts, 'audit', once)
 
 
 @pytest.fixture(scope='session')

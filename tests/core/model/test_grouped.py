@@ -16,13 +16,14 @@ from megajax.core.model.grouped import (
 
 EXPERTS, D, F, BLOCK = 5, 12, 20, 8
 
+# Most are of one length: each length compiles every operation anew.
 DISTRIBUTIONS = {
     'random': [3, 0, 4, 4, 1, 2, 0, 3, 3, 3, 4, 1, 0, 2, 2, 3, 3, 3, 3, 1, 3, 3, 3],
-    'some of other devices': [5, 3, 5, 0, 0, 5, 5, 4, 3, 3, 5, 1, 2],
-    'experts without rows': [1, 1, 1, 3, 1, 3, 1, 1, 1, 1, 1],
-    'all of one expert': [2] * 27,
+    'some of other devices': [5, 3, 5, 0, 0, 5, 5, 4, 3, 3, 5, 1, 2, 5, 2, 2, 5, 0, 4, 5, 1, 3, 5],
+    'experts without rows': [1, 1, 1, 3, 1, 3, 1, 1, 1, 1, 1, 1, 3, 1, 1, 1, 3, 1, 1, 1, 1, 3, 1],
+    'all of one expert': [2] * 23,
     'whole blocks': [0] * 8 + [4] * 16,
-    'all of other devices': [5] * 9,
+    'all of other devices': [5] * 23,
     'one': [4],
 }
 
