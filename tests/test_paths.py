@@ -6,12 +6,11 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import support
 from runs import finish, losses, read_until, start, steps
 from support import ROOT, write_run
 
@@ -30,9 +29,7 @@ optim: {lr: 1e-2}
 
 def megajax(folder: Path, *arguments: str) -> str:
     """What a command says, without the progress on its other stream."""
-    done = subprocess.run(
-        [sys.executable, '-m', 'megajax', *arguments], cwd=folder, capture_output=True, text=True
-    )
+    done = support.megajax(*arguments, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

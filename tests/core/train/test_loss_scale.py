@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import CONFIG, losses, train
+from runs import CONFIG, losses, train_here
 from support import (
     assert_close,
     gather,
@@ -217,14 +217,16 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale():
 def test_a_run_in_fp16_finds_its_scale_and_skips_no_batch_for_it(tmp_path: Path) -> None:
     write_run(tmp_path, CONFIG, split='1,0,0')
     fp16 = ['train.dtype=float16', 'optim.schedule=constant']
-    said = train(tmp_path, *fp16, 'train.steps=6')
+    said = train_here(tmp_path, *fp16, 'train.steps=6')
     assert 'loss scale the gradients of the first batch' in said
     assert 'skipped' not in said
     assert sorted(losses(tmp_path / 'run')) == [1, 2, 3, 4, 5, 6]
-    resumed = train(tmp_path, *fp16, 'train.steps=7', 'train.loss_scale=1024')
+    resumed = train_here(tmp_path, *fp16, 'train.steps=7', 'train.loss_scale=1024')
     assert 'train.loss_scale: auto -> 1024.0, without effect: this run has begun' in resumed
     assert 'loss scale the gradients' not in resumed
-    given = train(tmp_path, *fp16, 'train.steps=6', 'train.loss_scale=4294967296', name='given')
+    given = train_here(
+        tmp_path, *fp16, 'train.steps=6', 'train.loss_scale=4294967296', name='given'
+    )
     assert (
         'step 1 is skipped: in fp16 its gradients overflow at a loss scale of 4,294,967,296; '
         '1 so far'

@@ -7,7 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import CONFIG, finish, flip_a_bit, largest_file, losses, read_until, start, steps, train
+from runs import (
+    CONFIG,
+    end_here,
+    finish,
+    flip_a_bit,
+    largest_file,
+    losses,
+    read_until,
+    start,
+    steps,
+    stop,
+    train_here,
+)
 from support import write_run
 
 from megajax.core.config import NumericError, load
@@ -25,20 +37,12 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(scope='module')
 def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG)
-    code, said = finish(start(folder))
-    assert code == 0, said
+    train_here(folder)
     return losses(folder / 'run')
 
 
-@pytest.mark.parametrize(
-    'number',
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive  # `test_stop.py` shows that all are honoured alike
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_asked_to_stop_a_run_saves_and_goes_on_as_if_it_had_not(
     folder: Path, straight: dict[int, float], number: signal.Signals
 ) -> None:
@@ -54,34 +58,31 @@ def test_asked_to_stop_a_run_saves_and_goes_on_as_if_it_had_not(
     assert losses(folder / 'run') == straight
 
 
-def test_a_signal_is_honoured_in_every_phase(folder: Path, straight: dict[int, float]) -> None:
-    for phase in ('^mesh', '^data', '^compiling', '^step 10  validation', '^sampling'):
-        process = start(folder, "train.sample_prompts=['def ']")
-        read_until(process, phase)
-        process.terminate()
-        code, said = finish(process)
-        assert code == 75, said
-    assert finish(start(folder))[0] == 0
+def test_a_signal_is_honoured_in_every_phase_and_killed_a_run_goes_on(
+    folder: Path, straight: dict[int, float]
+) -> None:
+    for phase in ('^mesh', '^data', '^compiling', '^step 10  validation', 'step 23/40'):
+        code, said, _ = stop(start(folder), signal.SIGTERM, phase)
+        assert code == 75, (phase, said)
+    stopped = max(steps(folder / 'run'))
+    assert (stopped >= 23, 'stopped by SIGTERM' in said) == (True, True), said
+    process = start(folder)
+    said = read_until(process, 'step 37/40')
+    assert f'step {stopped}\n' in said
+    process.kill()
+    finish(process)
+    code, said, _ = stop(
+        start(folder, "train.sample_prompts=['def ']"), signal.SIGTERM, '^sampling'
+    )
+    assert (code, '(process died); taking over' in said) == (75, True), said
+    train_here(folder)
     assert losses(folder / 'run') == straight
 
 
 def test_a_time_limit_is_a_signal(folder: Path) -> None:
-    code, said = finish(
-        start(folder, 'train.steps=100000', 'optim.schedule=constant', 'run.max_minutes=0.1')
-    )
+    limit = 'run.max_minutes=0.05'
+    code, said = end_here(folder, 'train.steps=100000', 'optim.schedule=constant', limit)
     assert (code, 'stopped by run.max_minutes' in said) == (75, True), said
-
-
-def test_killed_a_run_goes_on_from_its_last_checkpoint(
-    folder: Path, straight: dict[int, float]
-) -> None:
-    process = start(folder)
-    read_until(process, 'step 37/40')
-    process.kill()
-    finish(process)
-    code, said = finish(start(folder))
-    assert (code, '(process died); taking over' in said) == (0, True), said
-    assert losses(folder / 'run') == straight
 
 
 FAILS = """
@@ -111,35 +112,38 @@ def test_an_evaluation_that_fails_costs_no_step(
         True,
     ), said
     assert max(steps(folder / 'run')) == step
-    assert f'step {step}  validation' in train(folder, *overrides)  # it is made up for
+    assert f'step {step}  validation' in train_here(folder, *overrides)  # it is made up for
     assert losses(folder / 'run') == straight
 
 
 def test_output_that_cannot_be_encoded_ends_nothing(folder: Path) -> None:
-    said = train(
-        folder,
-        "train.sample_prompts=['é ☃']",
-        'train.steps=2',
-        'optim.schedule=constant',
-        PYTHONIOENCODING='ascii',
+    code, said = finish(
+        start(
+            folder,
+            "train.sample_prompts=['é ☃']",
+            'train.steps=2',
+            'optim.schedule=constant',
+            PYTHONIOENCODING='ascii',
+        )
     )
+    assert code == 0, said
     assert r"sample after '\xe9 \u2603'" in said
 
 
 def test_of_two_runs_in_one_directory_the_second_is_refused(folder: Path) -> None:
     first = start(folder, 'train.steps=100000', 'optim.schedule=constant')
     read_until(first, 'step 1/')
-    code, said = finish(start(folder))
+    code, said = end_here(folder)
     assert (code, f'is locked by pid {first.pid} on host' in said) == (2, True), said
     first.terminate()
     assert finish(first)[0] == 75
 
 
 def test_without_a_sound_checkpoint_a_run_does_not_start_afresh(folder: Path) -> None:
-    assert finish(start(folder, 'train.steps=2', 'optim.schedule=constant'))[0] == 0
+    train_here(folder, 'train.steps=2', 'optim.schedule=constant')
     largest = largest_file(folder / 'run', 2)
     flip_a_bit(largest)
-    code, said = finish(start(folder))
+    code, said = end_here(folder)
     assert (code, largest.name in said) == (4, True), said
 
 
@@ -148,12 +152,11 @@ def test_without_a_sound_checkpoint_a_run_does_not_start_afresh(folder: Path) ->
     [('stop', 'train.nonfinite=stop'), ('skip', 'as in the 2 steps before it')],
 )
 def test_numbers_that_stay_bad_end_the_run(folder: Path, policy: str, message: str) -> None:
-    code, said = finish(
-        start(folder, 'optim.lr=1e38', 'checkpoint.every=1', f'train.nonfinite={policy}')
+    code, said = end_here(
+        folder, 'optim.lr=1e38', 'checkpoint.every=1', f'train.nonfinite={policy}'
     )
     assert (code, message in said) == (3, True), said
-    restored = finish(start(folder, 'train.steps=1', 'optim.schedule=constant'))
-    assert restored[0] == 0, restored
+    train_here(folder, 'train.steps=1', 'optim.schedule=constant')
     assert (
         None not in losses(folder / 'run').values()
     )  # what was saved is finite, and what came after it is gone

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import train
+from runs import train_here
 from support import load_script, write_run
 
 monkey = load_script('monkey', 'tests/runtime/run')
@@ -61,10 +61,10 @@ def test_killed_at_random_moments_a_run_ends_in_the_state_of_an_undisturbed_one(
 
 def test_another_loss_a_missing_step_and_another_state_are_noticed(tmp_path: Path) -> None:
     folder = write_run(tmp_path, CONFIG)
-    train(folder, name='straight')
+    train_here(folder, name='straight')
     shutil.copytree(folder / 'straight', folder / 'same')
     assert monkey.differences(folder / 'straight', folder / 'same') == {'loss': 0.0, 'weight': 0.0}
-    train(folder, 'optim.lr=1e-3', name='other')
+    train_here(folder, 'optim.lr=1e-3', name='other')
     lines = (folder / 'straight/metrics.jsonl').read_text()
     (folder / 'other/metrics.jsonl').write_text(lines)
     found = monkey.differences(folder / 'straight', folder / 'other')

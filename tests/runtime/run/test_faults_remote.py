@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import CONFIG, children, finish, losses, read_until, start
+from runs import CONFIG, children, end_here, finish, losses, read_until, start, train_here
 from runtime.data import stores
 from support import write_run
 
@@ -39,7 +39,7 @@ def test_killed_and_resumed_by_two_processes_a_remote_run_learns_what_a_local_on
     folder: Path,
 ) -> None:
     short = *IDS, 'train.steps=14', 'train.eval_every=100', 'checkpoint.every=4'
-    finish_well(start(folder, *short, 'data.corpus=web', name='local', processes=2))
+    train_here(folder, *short, 'data.corpus=web', name='local')
     with stores.web(folder) as server:
         keys = *short, f'data.corpus={server.url}/web'
         killed = start(folder, *keys, processes=2)
@@ -53,7 +53,7 @@ def test_killed_and_resumed_by_two_processes_a_remote_run_learns_what_a_local_on
 
         # A changed file is not trained on.
         os.utime(folder / 'web.bin', (0, 0))
-        code, said = finish(start(folder, *keys, 'train.steps=20'), SECONDS)
+        code, said = end_here(folder, *keys, 'train.steps=20')
     assert code == 2, said
     assert 'ETag and size of ' in said
     assert 'run.allow_changed_data=true' in said

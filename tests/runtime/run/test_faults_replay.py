@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import finish, losses, start, steps, train
+from runs import finish, losses, start, steps, train_here
 from support import write_run
 
 pytestmark = pytest.mark.faults
@@ -55,7 +55,7 @@ def test_a_wrong_bit_in_one_process_ends_both_and_the_run_goes_on_as_if_it_had_n
     tmp_path: Path,
 ) -> None:
     folder = write_run(tmp_path, CONFIG, split='1,0,0')
-    train(folder, 'train.replay_every=0', name='straight')
+    train_here(folder, 'train.replay_every=0', name='straight')
     code, said = finish(start(folder, processes=2, fault=WRONG))
     assert code == 5, said
     told = (
@@ -68,5 +68,5 @@ def test_a_wrong_bit_in_one_process_ends_both_and_the_run_goes_on_as_if_it_had_n
     assert re.search(rf'^\[1\] error: {told}', said, re.MULTILINE), said
     assert '[0] step 4  replayed bit for bit' in said
     assert max(steps(folder / 'run')) == 6
-    train(folder, 'run.resume=must')
+    train_here(folder, 'run.resume=must')
     assert losses(folder / 'run') == losses(folder / 'straight')

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runs import CONFIG, HASH_STATES, finish, hashes, losses, start, train
+from runs import CONFIG, HASH_STATES, end_here, hashes, losses, train, train_here
 from support import by_name, write_run
 
 from megajax.core.config import load
@@ -120,14 +120,14 @@ def test_on_another_mesh_the_same_tokens_follow_and_the_numbers_stay_close(
 
 
 def test_a_corpus_that_was_replaced_is_not_trained_on_without_a_word(folder: Path) -> None:
-    train(folder, CONSTANT, 'train.steps=2')
+    train_here(folder, CONSTANT, 'train.steps=2')
     file = folder / 'corpus/3.txt'
     file.write_text(file.read_text().replace('x + 3', 'x - 3'))  # as long as before
-    code, said = finish(start(folder, CONSTANT, 'train.steps=3'))
+    code, said = end_here(folder, CONSTANT, 'train.steps=3')
     assert (code, 'compiling' in said) == (2, False), said
     assert 'checkpoints/2 was trained on different data of the same name' in said
     assert 'restore it, choose another run.dir, or set run.allow_changed_data=true' in said
-    assert '-> ' in train(folder, CONSTANT, 'train.steps=3', 'run.allow_changed_data=true')
+    assert '-> ' in train_here(folder, CONSTANT, 'train.steps=3', 'run.allow_changed_data=true')
     assert sorted(losses(folder / 'run')) == [1, 2, 3]
 
 

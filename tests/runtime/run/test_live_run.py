@@ -1,14 +1,14 @@
 """Other commands read a run that is training and deletes its checkpoints."""
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from runs import finish, read_until, start, steps
-from support import write_run
+from support import megajax, write_run
+
+from megajax.runtime.checkpoint.digests import find_steps
 
 pytestmark = pytest.mark.faults
 
@@ -25,9 +25,9 @@ def test_what_is_read_is_whole_however_fast_the_run_deletes(tmp_path: Path) -> N
     folder = write_run(tmp_path, CONFIG)
     process = start(folder)
     read_until(process, 'compiling the training step')
-    while process.poll() is None and not steps(folder / 'run'):
+    while process.poll() is None and not find_steps(folder / 'run/checkpoints'):
         time.sleep(0.1)
-    first = steps(folder / 'run')
+    first = find_steps(folder / 'run/checkpoints')
     for command in (
         'checkpoint verify run',
         'export hf run exported',
@@ -35,13 +35,7 @@ def test_what_is_read_is_whole_however_fast_the_run_deletes(tmp_path: Path) -> N
         'compare run run',
         'train small.yaml run.start_from=run run.dir=other train.steps=1',
     ):
-        done = subprocess.run(
-            [sys.executable, '-m', 'megajax', *command.split()],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = megajax(*command.split(), folder=folder)
         assert done.returncode == 0, done.stdout + done.stderr
     process.send_signal(signal.SIGTERM)
     code, said = finish(process)

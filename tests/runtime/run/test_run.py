@@ -104,14 +104,17 @@ def test_a_run_resumes_on_another_mesh(folder: Path) -> None:
 
 @pytest.mark.faults
 def test_resume_is_a_policy(folder: Path) -> None:
-    missing = train(folder, 'run.dir=run', 'run.resume=must')
+    def train(*overrides: str) -> subprocess.CompletedProcess[str]:
+        return megajax('train', 'small.yaml', 'run.dir=run', *overrides, folder=folder)
+
+    missing = train('run.resume=must')
     assert missing.returncode == 2
     assert 'holds no checkpoint' in missing.stderr
-    assert train(folder, 'run.dir=run', 'train.steps=1').returncode == 0
-    never = train(folder, 'run.dir=run', 'run.resume=never')
+    assert train('train.steps=1').returncode == 0
+    never = train('run.resume=never')
     assert never.returncode == 2
     assert 'run.resume=never' in never.stderr
-    other = train(folder, 'run.dir=run', 'model.hidden_size=64')
+    other = train('model.hidden_size=64')
     assert other.returncode == 2
     assert 'model.hidden_size 32 there, 64 here' in other.stderr
 

@@ -63,7 +63,7 @@ def test_a_tenth_that_returns_memory_hides_no_leak() -> None:
 LEAKS = """
 from megajax.runtime.run import trainer
 def take_step(loop, take=trainer.Trainer._take_step, held=[], **options):
-    held += open('/dev/null'), open('/dev/null')
+    held += [open('/dev/null') for _ in range(10)]
     return take(loop, **options)
 trainer.Trainer._take_step = take_step
 """
@@ -73,7 +73,7 @@ trainer.Trainer._take_step = take_step
 def test_a_run_is_measured_to_its_end_and_is_not_flat_if_each_step_keeps_files_open(
     tmp_path: Path,
 ) -> None:
-    tenths = soak.soak(tmp_path, 50, fault=LEAKS)
+    tenths = soak.soak(tmp_path, 20, fault=LEAKS)
     assert len(tenths) == 10
     assert all(use.mib > 50 and use.descriptors > 3 and use.threads > 1 for use in tenths)
     grown = soak.growth(tenths)
