@@ -107,10 +107,16 @@ class Software:
         found = incompatibilities(config, own=self.is_own)
         if not self.has_zero(config):
             message = (
-                f'{config.optim.shard} is not supported by this --program; '
+                f'{config.optim.shard} is not supported by --program {self.name}; '
                 f'use {" or ".join(self.zero)}'
             )
             found.append(Problem(path='optim.shard', message=message))
+        if config.mesh.is_grid and not self.has_grids:
+            message = (
+                f'{config.mesh.model_rows} is 2-D tensor parallelism, which --program {self.name} '
+                'does not have; use 1'
+            )
+            found.append(Problem(path='mesh.model_rows', message=message))
         return found
 
     def evened(self, config: Config) -> Config:

@@ -70,6 +70,14 @@ def test_fsdp_has_no_other_zero_stage() -> None:
         assert 'use weights' in str(problem)
 
 
+@pytest.mark.parametrize('name', ['megatron', 'torchtitan', 'maxtext'])
+def test_no_other_program_has_grids(name) -> None:
+    on_grid = ('mesh.model_rows=2', 'mesh.model=2', 'mesh.data=2', 'mesh.sequence_parallel=true')
+    run = CliRunner().invoke(app, ['plan', 'llama3_8b', *on_grid, '--program', name])
+    assert isinstance(run.exception, ConfigError)
+    assert f'which --program {name} does not have; use 1' in str(run.exception)
+
+
 def test_selective_recomputation_of_torchtitan_repeats_a_third_of_the_forward_pass() -> None:
     config = load(
         'llama3_8b', ('mesh.data=1', 'mesh.model=1', 'train.batch_size=1', 'train.microbatches=1')
