@@ -65,8 +65,10 @@ def tokenize(config: Config, tokenizer: Tokenizer | None = None) -> TextTokens:
         tokenizer = tokenizer_of_text(config, lambda: [document.text for document in train])
     special = SpelledTokens(tokenizer.special_tokens())
     spelled = [x for document in (*train, *validation) if (x := special.find(document.text))]
-    warnings = [f'data.corpus: {letters_warning(len(spelled), set().union(*spelled))}']
-    copies = copies_warning(*([document.text for document in part] for part in (train, validation)))
+    warnings = [
+        f'data.corpus: {letters_warning(len(spelled), set().union(*spelled))}' if spelled else '',
+        copies_warning(*([document.text for document in part] for part in (train, validation))),
+    ]
     with naming_lines(documents):
         parts = (_encode(corpus, train, tokenizer), _encode(corpus, validation, tokenizer))
     num_bytes = [sum(len(x.text.encode()) for x in part) for part in (train, validation)]
@@ -76,8 +78,7 @@ def tokenize(config: Config, tokenizer: Tokenizer | None = None) -> TextTokens:
         f'{tokenizer.vocab_size} tokens, {num_bytes[0] / max(parts[0].num_tokens, 1):.2f} bytes '
         'each'
     )
-    said = (*warnings[: bool(spelled)], *filter(None, [copies]))
-    return TextTokens(tokenizer, parts, summary, said)
+    return TextTokens(tokenizer, parts, summary, tuple(filter(None, warnings)))
 
 
 def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Part:
