@@ -53,7 +53,7 @@ def _profile(run: Path, traced: Traced, record: Hardware | None) -> Profile:
     return Profile(
         run=str(run),
         steps=traced.steps,
-        mesh=config.mesh.sizes,
+        mesh=dict(config.mesh.sizes),
         device=traces[0].gpu or 'cpu',
         hardware=record.name if record else None,
         parts=parts(devices, work),

@@ -299,7 +299,7 @@ class Config(Section):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with these sections, and update the sections that contain them."""
-        sections = self._values | (update or {})
+        sections = {**self._values, **(update or {})}
         for name in ('vision', 'model'):
             sections[name] = sections[name] and sections[name].with_parts(sections)
         return super().model_copy(update=sections, deep=deep)

@@ -111,7 +111,7 @@ class Section(BaseModel):
         copied = type(self).__new__(type(self))
         copied.__setstate__(
             {
-                '__dict__': own | (update or {}),
+                '__dict__': {**own, **(update or {})},
                 '__pydantic_fields_set__': self.model_fields_set | (update or {}).keys(),
                 '__pydantic_extra__': None,
                 '__pydantic_private__': None,
