@@ -146,7 +146,6 @@ def test_a_gate_is_counted_whatever_its_function():
     assert found.products.compiled == found.products.expected
 
 
-@pytest.mark.slow
 def test_a_loop_over_periods_with_windows_in_blocks_computes_and_sends_what_the_config_says():
     config = make_config(
         'windows',

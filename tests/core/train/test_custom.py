@@ -54,8 +54,8 @@ def batch_of(config: Config) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ('mesh', 'train', 'shard'),
     [
-        ({}, {}, 'none'),
-        slow({'data': 2, 'model': 2}, {'microbatches': 2}, 'weights'),
+        exhaustive({}, {}, 'none'),
+        ({'data': 2, 'model': 2}, {'microbatches': 2}, 'weights'),
         slow({'data': 2, 'stages': 2}, {'microbatches': 2}, 'optimizer'),
         slow({'context': 2, 'model': 2}, {}, 'none'),
     ],

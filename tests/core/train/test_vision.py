@@ -158,7 +158,7 @@ def test_what_is_learned_of_other_decoders_has_a_gradient(sections: dict[str, An
         exhaustive({'model': NORMS}, {}),
         exhaustive({'model': NORMS | {'norm_position': 'after'}, 'crossed': True}, {}),
         exhaustive({'lora': {'rank': 4}}, {}),
-        exhaustive({'lora': {'rank': 4}, 'crossed': True}, {}),
+        slow({'lora': {'rank': 4}, 'crossed': True}, {}),
         exhaustive({'lora': {'rank': 4}, 'crossed': True}, {'replicas': 2}),
     ],
     ids=str,
