@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
@@ -18,14 +19,13 @@ from megajax.core.config import Config
 from megajax.runtime.data.corpus_tokenizer import is_trained, tokenizer_of_text
 from megajax.runtime.data.sources.block_cache import locked
 from megajax.runtime.data.text.corpus import (
-    Document,
     copies_warning,
     naming_lines,
     read_documents,
     split_documents,
 )
 from megajax.runtime.data.text.parts import Part
-from megajax.runtime.data.text.spelled_tokens import SpelledTokens, letters_warning
+from megajax.runtime.data.text.spelled_tokens import warning_of_texts
 from megajax.runtime.data.text.tokenizer import Tokenizer, encode_documents
 from megajax.runtime.data.tokens.indexed import (
     CHUNK,
@@ -61,17 +61,14 @@ def tokenize(config: Config, tokenizer: Tokenizer | None = None) -> TextTokens:
     corpus = config.data.corpus
     documents = read_documents(corpus)
     train, validation, _ = split_documents(documents, config.data.split)
+    texts = [[document.text for document in part] for part in (train, validation)]
     if tokenizer is None:
-        tokenizer = tokenizer_of_text(config, lambda: [document.text for document in train])
-    special = SpelledTokens(tokenizer.special_tokens())
-    spelled = [x for document in (*train, *validation) if (x := special.find(document.text))]
-    warnings = [
-        f'data.corpus: {letters_warning(len(spelled), set().union(*spelled))}' if spelled else '',
-        copies_warning(*([document.text for document in part] for part in (train, validation))),
-    ]
+        tokenizer = tokenizer_of_text(config, lambda: texts[0])
+    special = tokenizer.special_tokens()
+    warnings = warning_of_texts('data.corpus', chain(*texts), special), copies_warning(*texts)
     with naming_lines(documents):
-        parts = (_encode(corpus, train, tokenizer), _encode(corpus, validation, tokenizer))
-    num_bytes = [sum(len(x.text.encode()) for x in part) for part in (train, validation)]
+        parts = (_encode(corpus, texts[0], tokenizer), _encode(corpus, texts[1], tokenizer))
+    num_bytes = [sum(len(text.encode()) for text in part) for part in texts]
     summary = (
         f'{len(train)} documents ({num_bytes[0] / 1e6:.1f} MB) to train on, '
         f'{len(validation)} ({num_bytes[1] / 1e6:.1f} MB) to validate; '
@@ -81,8 +78,8 @@ def tokenize(config: Config, tokenizer: Tokenizer | None = None) -> TextTokens:
     return TextTokens(tokenizer, parts, summary, tuple(filter(None, warnings)))
 
 
-def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Part:
-    tokens, lengths = encode_documents([document.text for document in documents], tokenizer)
+def _encode(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> Part:
+    tokens, lengths = encode_documents(texts, tokenizer)
     return _part(from_lengths(name, tokens, lengths))
 
 

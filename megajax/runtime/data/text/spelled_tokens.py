@@ -46,8 +46,17 @@ def _spelling(documents: int, names: Collection[str]) -> str:
     return f'{subject} special tokens ({some})'
 
 
-def warn_of_letters(place: str, texts: Iterable[str], names: Collection[str]) -> None:
-    """Log a warning with the number of texts that spell the special tokens `names`, if any do."""
+def warning_of_texts(place: str, texts: Iterable[str], names: Collection[str]) -> str:
+    """Return a warning with the number of texts that spell the special tokens `names`; '' for none.
+
+    `place` names the texts.
+    """
     special = SpelledTokens(names)
-    if spelled := [found for text in texts if (found := special.find(text))]:
-        logger.warning('%s: %s', place, letters_warning(len(spelled), set().union(*spelled)))
+    spelled = [found for text in texts if (found := special.find(text))]
+    return f'{place}: {letters_warning(len(spelled), set().union(*spelled))}' if spelled else ''
+
+
+def warn_of_letters(place: str, texts: Iterable[str], names: Collection[str]) -> None:
+    """Log `warning_of_texts`, if there is one."""
+    if said := warning_of_texts(place, texts, names):
+        logger.warning(said)
