@@ -88,7 +88,7 @@ HANGS = {
     'checkpoint': HOLD_THE_GIL,
     'data': ROWS.format(fault='time.sleep(1000)'),
 }  # by the phase that hangs
-A_STAGE_EACH = 'mesh.stages=2', 'mesh.data=1', 'train.microbatches=2'
+A_STAGE_EACH = 'mesh.stages=2', 'mesh.data=1', 'train.microbatches=2', 'optim.shard=optimizer'
 
 
 @pytest.fixture
