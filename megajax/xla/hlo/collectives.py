@@ -131,10 +131,12 @@ def _named(
         operand = computation.by_name[instruction.operands[sent.place]]
         parts = joined(program, computation, operand)
         if len(parts) > 1 and instruction.opcode.startswith('all-reduce'):
-            for part in parts:
+            # XLA may have merged the matmuls that made two parts, and given both one path.
+            names = paths(instruction.op_name if len(arrays) == 1 else '', len(parts))
+            for part, name in zip(parts, names, strict=True):
                 yield (
                     Sent(sent.place, part.results[0], part.results[0]),
-                    origin(program, computation, part),
+                    name or origin(program, computation, part),
                 )
         else:
             # An all-gather belongs to its reader, because XLA may have moved a cast, with its path,

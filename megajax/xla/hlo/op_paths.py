@@ -4,6 +4,7 @@ A path names the transformations and scopes of an instruction.
 """
 
 import re
+from collections.abc import Iterator
 from math import prod
 
 from megajax.xla.hlo.products import flops
@@ -94,11 +95,33 @@ def paths(op_name: str, count: int) -> list[str]:
     """
     if count == 1:
         return [op_name if is_path(op_name) else '']
-    match = re.search(r'\(([^():]+(?::[^():]+)+)\)', op_name)
-    parts = match[1].split(':') if match else []
-    if match is None or len(parts) != count:
-        return [''] * count
-    return [op_name[: match.start()] + part + op_name[match.end() :] for part in parts]
+    for before, inside, after in _groups(op_name):
+        if len(parts := _apart(inside)) == count:
+            return [before + part + after for part in parts]
+    return [''] * count
+
+
+def _groups(op_name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield what is before, inside and after each pair of parentheses."""
+    starts = list[int]()
+    for at, letter in enumerate(op_name):
+        if letter == '(':
+            starts.append(at)
+        elif letter == ')' and starts:
+            start = starts.pop()
+            yield op_name[:start], op_name[start + 1 : at], op_name[at + 1 :]
+
+
+def _apart(names: str) -> list[str]:
+    """Split names at the colons that are outside parentheses."""
+    parts, depth = [''], 0
+    for letter in names:
+        depth += {'(': 1, ')': -1}.get(letter, 0)
+        if letter == ':' and not depth:
+            parts.append('')
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def is_path(op_name: str) -> bool:

@@ -217,6 +217,14 @@ def test_a_flat_buffer_that_xla_joined_is_told_apart_by_its_parts():
     assert first.wire_bytes + second.wire_bytes == 1.5 * 136 * 4
 
 
+def test_parts_of_a_flat_buffer_have_the_paths_that_xla_wrote_for_them():
+    """Of a pass and its recomputation, XLA can merge the matmuls: both parts then have one path."""
+    paths = 'vmap(jvp(layers))/dot_general', 'vmap(transpose(jvp(layers)))/remat/dot_general'
+    name = f'to_apply=%add, metadata={{op_name="jit(f)/({":".join(paths)})"}}'
+    found = read(BUFFER.replace('to_apply=%add', name), before=CONCATENATE)
+    assert [each.op_name for each in found] == [f'jit(f)/{path}' for path in paths]
+
+
 def test_a_flat_buffer_that_the_author_joined_and_sent_is_one_array():
     by_author = CONCATENATE.replace(
         'dimensions={0}', 'dimensions={0}, metadata={op_name="jit(f)/both/concatenate"}'

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.xla.hlo.op_paths import destination, origin
+from megajax.xla.hlo.op_paths import destination, origin, paths
 from megajax.xla.hlo.program import Program
 
 DOT = 'f32[8,32]{1,0} dot(%read, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}'
@@ -131,3 +131,17 @@ metadata={{op_name="jit(f)/layers/while"}}
 """)
     found = origin(text, text.entry, text.entry.by_name['negated'])
     assert found == 'jit(f)/layers/while/body/attention/add'
+
+
+@pytest.mark.parametrize(
+    ('op_name', 'found'),
+    [
+        ('jit(f)/(a/dot:b/dot)', ['jit(f)/a/dot', 'jit(f)/b/dot']),
+        ('jit(f)/(jvp(a):vmap(jvp(a)))/dot', ['jit(f)/jvp(a)/dot', 'jit(f)/vmap(jvp(a))/dot']),
+        ('jit(f)/vmap(a/(b:c))/dot', ['jit(f)/vmap(a/b)/dot', 'jit(f)/vmap(a/c)/dot']),
+        ('jit(f)/(a:b:c)/dot', ['', '']),
+        ('jit(f)/dot', ['', '']),
+    ],
+)
+def test_joined_operands_have_each_its_own_path(op_name: str, found: list[str]) -> None:
+    assert paths(op_name, 2) == found
