@@ -1,38 +1,45 @@
 """Execution of a GPU-compiled training step, compared with the step on one device.
 
-Every parameter gets noise first: biases are initialized to zero, which would hide a fault. The
-learning rate, Adam's epsilon and gradient clipping are set so that Adam's first moment is a
+The learning rate, Adam's epsilon and gradient clipping are set so that Adam's first moment is a
 multiple of the gradient, in fp32, and the update is a smooth function of it. If a step pads a
 matrix, the padding must be zero before and after the step. Stages and context shards get layers and
 tokens in the order that a run gives them.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
+from megajax.analysis.inspect.muon_noise import Noise, noise_of, orthogonalized
 from megajax.analysis.inspect.one_device import on_one_device, updated
 from megajax.analysis.inspect.random_batch import make_batch
+from megajax.analysis.inspect.reference import (
+    AFTER,
+    GRADIENT,
+    METRICS,
+    NUDGE,
+    NUDGES,
+    Reference,
+    Values,
+    compared_of,
+    first_state,
+    moved,
+    reference,
+)
 from megajax.analysis.inspect.result import Compared
 from megajax.analysis.inspect.tolerances import LOSSES, has_16_bits, judged, limits
 from megajax.core.config import Config
-from megajax.core.counts.declaration import Parameter
 from megajax.core.hardware.targets import gpu_devices
-from megajax.core.model.parameters import map_parameters
 from megajax.core.parallel.layout import Layout
-from megajax.core.parallel.mesh import concrete, make_mesh, mesh_of
+from megajax.core.parallel.mesh import concrete, mesh_of
 from megajax.core.parallel.placements import parameter_name
 from megajax.core.train import feed
-from megajax.core.train.feed import abstract_batch, place_batch
-from megajax.core.train.first_step import with_scales
-from megajax.core.train.optimizer import make_optimizer
-from megajax.core.train.step import TrainState, init_state, make_train_step
+from megajax.core.train.feed import abstract_batch
+from megajax.core.train.step import init_state, make_train_step
 from megajax.xla.emulate.compare import (
     MARGIN,
     Difference,
@@ -40,22 +47,15 @@ from megajax.xla.emulate.compare import (
     difference_in_fp32,
     difference_of_rounded,
     largest,
-    nudged,
 )
 from megajax.xla.emulate.execute import (
     GpuProgram,
     optimized_for_gpu,
-    quick,
     run_on_cpu,
     stored_program,
 )
 
-NOISE = 0.05
-LOSS_SCALE = 64.0  # for fp16
 SUM_IN_16_BITS = 2.0**-9  # relative rounding error of a gradient that is summed in bf16
-# Relative changes of fp32 parameters: the first shows how much rounding to fp32 matters, the others
-# are other points with the same rounding to 16 bits.
-NUDGE, NUDGES = 2.0**-22, (2.0**-8, 2.0**-7)
 SMOOTH = {
     'grad_clip': 1e9,
     'lr': 1.0,
@@ -68,26 +68,6 @@ ROUNDING = 0.1  # tolerated rounding, as a share of the limit times the largest 
 # The factor by which the limit grows if tokens choose experts: rounding to 16 bits changes the
 # experts of some tokens, and of different tokens in each program.
 CHOICES = 2
-GRADIENT = 'gradient of '
-METRICS = 'loss', 'nll', 'grad_norm'
-Values = dict[str, Any]
-
-
-class Reference(NamedTuple):
-    """The results of a step on one device, by name, from parameters that differ a little.
-
-    The difference of `results` and `nudged` is due to rounding to fp32. `elsewhere` has the results
-    at other points, where rounding to 16 bits has other errors.
-    """
-
-    results: Values
-    nudged: Values
-    elsewhere: tuple[Values, ...]
-
-    @property
-    def points(self) -> tuple[Values, ...]:
-        """The results at all points between which rounding to 16 bits differs."""
-        return self.results, *self.elsewhere
 
 
 class EmulatedStep:
@@ -125,6 +105,7 @@ class EmulatedStep:
             )
         self._argument_shapes = [x.shape for x in jax.tree.leaves(arguments)]
         self._results = traced.out_info
+        self._shapes = compared_of(*self._results)
 
     def results(self, *, exact: bool = False, text: str | None = None) -> list[Compared]:
         """Compare loss, gradients and updated parameters with a step on one device, worst first.
@@ -152,19 +133,22 @@ class EmulatedStep:
         """Return the difference of each result, see `results`, at one of the reference's points."""
         expected = self._expected(exact=exact)
         actual = self._executed(exact=exact, text=text, nudge=(0, *NUDGES)[point])
-        shapes = _compared(*self._results)
-        scale = max(largest(x) for name, x in expected.results.items() if name.startswith(GRADIENT))
+        scale = _largest_gradient(expected.results)
         floor, of_loss = limits(self.config, exact=exact)
         # The exact gradient of a bias of keys is zero: the computed one is only rounding error.
         gradient_options = {'scale': scale, 'rounding': ROUNDING * floor}
         of_rounded = {'floor': floor, 'margin': MARGIN * (CHOICES if _chooses(self.config) else 1)}
         is_rounded = has_16_bits(self.config) and not exact
         precise = self._expected(exact=True) if is_rounded else expected
+        both = expected.points[point], precise.points[point]
+        noise = {name: Noise() for name in actual}
+        noise |= self._noise(actual, *both, limit=ROUNDING * floor * scale)
 
         def compare(name: str, x: Any) -> Difference:
             def own(values: Mapping[str, Any]) -> Any:
-                return _padded(self._in_places(name, values[name]), shapes[name].shape)
+                return noise[name].without(self._own(name, values))
 
+            x = [(place, noise[name].without(piece, place)) for place, piece in x]
             wanted = own(expected.points[point])
             options = {**gradient_options} if name.startswith(GRADIENT) else {}
             if not is_rounded:
@@ -182,17 +166,34 @@ class EmulatedStep:
                 name, x, wanted, in_fp32, also=also, **of_rounded, **options
             )
 
-        return [compare(name, x) for name, x in actual.items()]
+        return [compare(name, x)._replace(note=noise[name].note) for name, x in actual.items()]
+
+    def _noise(
+        self, actual: Values, expected: Values, precise: Values, *, limit: float
+    ) -> dict[str, Noise]:
+        """Return what rounding decides of the updated parameters, by the name of the result."""
+        of_fp32, _ = limits(self.config, exact=True)
+        bounds = ROUNDING * of_fp32 * _largest_gradient(precise), limit
+        found = dict[str, Noise]()
+        for name, declared in orthogonalized(self.config).items():
+            gradient = f'{GRADIENT}{name}'
+            wanted, exact = (self._own(gradient, values) for values in (expected, precise))
+            noise = noise_of(self.config, declared, actual[gradient], wanted, exact, bounds)
+            if noise.note:
+                found[f'{name}{AFTER}'] = noise
+        return found
 
     def pair(self, name: str, *, exact: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return a result of the program, from one device per piece, and the expected result."""
-        expected = self._expected(exact=exact).results[name]
-        shape = _compared(*self._results)[name].shape
-        wanted = _padded(self._in_places(name, expected), shape)
-        actual = np.zeros(shape, np.asarray(wanted).dtype)
+        wanted = self._own(name, self._expected(exact=exact).results)
+        actual = np.zeros(wanted.shape, np.asarray(wanted).dtype)
         for place, piece in self._executed(exact=exact)[name]:
             actual[place] = piece
         return actual, wanted
+
+    def _own(self, name: str, values: Mapping[str, Any]) -> np.ndarray:
+        """Return a one-device result as the program has it."""
+        return _padded(self._in_places(name, values[name]), self._shapes[name].shape)
 
     def _expected(self, *, exact: bool) -> Reference:
         """Return the results on one device, see `reference`; with `exact`, computed in fp32.
@@ -206,7 +207,7 @@ class EmulatedStep:
     def _executed(self, *, exact: bool, text: str | None = None, nudge: float = 0) -> Values:
         """Return the pieces of each result that is compared, by name."""
         program = self.program if text is None else dataclasses.replace(self.program, text=text)
-        before = _moved(first_state(on_one_device(self.config, exact=False)), nudge)
+        before = moved(first_state(on_one_device(self.config, exact=False)), nudge)
         state = jax.tree_util.tree_map_with_path(
             lambda path, x: self._in_places(parameter_name(path), x), before
         )
@@ -217,7 +218,7 @@ class EmulatedStep:
         ]
         devices = jax.devices('cpu')[: self.config.mesh.num_devices]
         pieces = run_on_cpu(program, values, devices, exact=exact)
-        return _compared(*jax.tree.unflatten(jax.tree.structure(self._results), pieces))
+        return compared_of(*jax.tree.unflatten(jax.tree.structure(self._results), pieces))
 
     def _in_places(self, name: str, x: np.ndarray) -> np.ndarray:
         """Return a parameter's array with the layers in the order of their stages."""
@@ -239,6 +240,10 @@ def _chooses(config: Config) -> bool:
     return experts is not None and experts.active < experts.count
 
 
+def _largest_gradient(results: Values) -> float:
+    return max(largest(x) for name, x in results.items() if name.startswith(GRADIENT))
+
+
 def _padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Pad an array with zeros at the end of its dims."""
     if np.shape(x) == shape:
@@ -246,99 +251,6 @@ def _padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return np.pad(x, [(0, size - own) for own, size in zip(x.shape, shape, strict=True)])
 
 
-@functools.lru_cache(maxsize=32)
-def first_state(config: Config) -> TrainState:
-    """Return a one-device state before a step as numpy arrays, with noise on every parameter.
-
-    The parameters have the same values in every dtype, except for the rounding to their own dtype.
-    """
-    random = np.random.default_rng(1)
-    with jax.set_mesh(make_mesh()):
-        make = jax.jit(functools.partial(init_state, config)).lower().compile(quick())
-        state = jax.tree.map(np.array, make())
-
-    lora = config.lora
-
-    def noisy(declared: Parameter, x: np.ndarray) -> np.ndarray:
-        noise = NOISE * random.normal(size=x.shape)
-        if lora is not None and declared.is_adapter:  # the adapter's output is scaled
-            noise /= lora.scale
-        if lora is not None and declared.is_frozen:  # their dtype can be bf16
-            return np.asarray((x.astype(jnp.bfloat16) + noise).astype(jnp.bfloat16), x.dtype)
-        return np.asarray(x + noise, x.dtype)
-
-    # With the noise, gradients would overflow at a run's initial scale.
-    if state.loss_scale is not None:
-        state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))
-    if lora is not None and config.train.dtype != 'float32':
-        # Initialized in fp16 and rounded to bf16, frozen weights would be rounded twice.
-        precise = first_state(on_one_device(config, exact=True)).params
-        params = jax.tree.map(lambda x, own: np.asarray(x, own.dtype), precise, state.params)
-    else:
-        params = map_parameters(noisy, state.params)
-    state = state._replace(params=params)
-    if state.recent is not None:
-        with jax.set_mesh(make_mesh()):
-            scaled = with_scales(config, _placed(state, config), place_batch(make_batch(config)))
-            state = state._replace(recent=np.array(scaled.recent))
-    return state
-
-
-def _placed(state: TrainState, config: Config) -> TrainState:
-    """Place a state on the current mesh, as a step expects it."""
-    abstract = concrete(jax.eval_shape(lambda: init_state(config)))
-    placed: TrainState = jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract))
-    return placed
-
-
-@functools.lru_cache(maxsize=32)
-def reference(config: Config, rounded_to: DTypeLike | None) -> Reference:
-    """Return the results of a step on one device that are to be compared.
-
-    Muon's coefficients are rounded to `rounded_to`.
-    """
-    optimizer = make_optimizer(config, rounded_to=rounded_to)
-    first = first_state(config)
-    with jax.set_mesh(make_mesh()):
-        batch = place_batch(make_batch(config))
-        lowered = make_train_step(config, optimizer).lower(_placed(first, config), batch)
-        step = lowered.compile(quick())
-
-        def results(nudge: float) -> Values:
-            after = step(_placed(_moved(first, nudge), config), batch)
-            values: Values = jax.tree.map(np.asarray, _compared(*after))
-            return values
-
-        return Reference(results(0), results(NUDGE), tuple(map(results, NUDGES)))
-
-
-def _moved(state: TrainState, nudge: float) -> TrainState:
-    """Change fp32 parameters; in a narrower dtype, the last bit of a number is too much."""
-    if not nudge:
-        return state
-    change = lambda x: nudged(x, nudge) if x.dtype == np.float32 else x  # noqa: E731
-    return state._replace(params=jax.tree.map(change, state.params))
-
-
 def _summed_in_16_bits(x: np.ndarray, nudged: np.ndarray) -> np.ndarray:
     """Return a result with the rounding of sums over a mesh, which one device does not have."""
     return x + (nudged - x) * (SUM_IN_16_BITS / NUDGE)
-
-
-def _compared(state: TrainState, metrics: Values) -> Values:
-    """Return loss, gradients (as Adam's first moments) and updated parameters, by name."""
-    is_adam = lambda part: hasattr(part, 'mu')  # noqa: E731
-    adam = next(filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam)))
-    return (
-        {name: metrics[name] for name in METRICS}
-        | {f'{GRADIENT}{name}': x for name, x in _by_name(adam.mu).items()}
-        | {f'{name} after the step': x for name, x in _by_name(state.params).items()}
-    )
-
-
-def _by_name(tree: Any) -> Values:
-    is_leaf = lambda x: isinstance(x, list)  # noqa: E731  (the pieces of an array)
-    return {
-        parameter_name(path): x
-        for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    }

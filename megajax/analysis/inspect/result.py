@@ -202,6 +202,7 @@ class Compared(Result):
         )
     )
     limit: float
+    note: str = Field(default='', description='which of its numbers were not compared, and why')
 
     @property
     def ok(self) -> bool:

@@ -39,6 +39,7 @@ def _run(run: StepRun) -> Iterator[Text]:
     head = f'executed on simulated CPU devices, {kind}, and compared with one device: {verdict}'
     yield Text(f'{head} ({run.seconds:.0f} s)', style='bold red' if wrong else 'green')
     yield from map(_line, run.results[:SHOWN])
+    yield from (Text(f'  {each.name}: {each.note}') for each in run.results if each.note)
     if run.culprit:
         yield Text(f'first wrong after compiler pass {run.culprit}', style='bold red')
     if run.smallest:

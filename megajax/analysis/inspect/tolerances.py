@@ -45,7 +45,12 @@ def judged(differences: Iterable[Difference], config: Config, *, exact: bool) ->
     """Pair each difference with its own limit, or with the dtype's; the worst comes first."""
     gradient, loss = limits(config, exact=exact)
     results = [
-        Compared(name=name, error=error, limit=own or (loss if name in LOSSES else gradient))
-        for name, error, own in differences
+        Compared(
+            name=name,
+            error=error,
+            limit=own or (loss if name in LOSSES else gradient),
+            note=note,
+        )
+        for name, error, own, note in differences
     ]
     return sorted(results, key=lambda result: -result.error / result.limit)

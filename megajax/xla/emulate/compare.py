@@ -31,6 +31,7 @@ class Difference(NamedTuple):
     name: str
     error: float
     limit: float | None = None  # limit of this result, if it depends on rounding
+    note: str = ''  # what was not compared, and why
 
 
 def difference(

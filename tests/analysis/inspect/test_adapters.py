@@ -9,7 +9,7 @@ from support import exhaustive, make_config, slow
 
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_for
-from megajax.analysis.inspect.emulated_step import first_state
+from megajax.analysis.inspect.reference import first_state
 from megajax.analysis.inspect.report import to_text
 from megajax.analysis.inspect.result import Inspection
 from megajax.core.config import Config

@@ -350,7 +350,7 @@ def test_in_16_bits_rounding_is_right_and_gradients_that_are_five_percent_too_la
     )
     emulated = EmulatedStep(config, 'h100')
     assert not wrong(emulated.results())
-    by_name = emulated_step._compared
+    by_name = emulated_step.compared_of
 
     def scaled(*results: Any) -> dict[str, Any]:
         return {
@@ -358,7 +358,7 @@ def test_in_16_bits_rounding_is_right_and_gradients_that_are_five_percent_too_la
             for name, x in by_name(*results).items()
         }
 
-    monkeypatch.setattr(emulated_step, '_compared', scaled)
+    monkeypatch.setattr(emulated_step, 'compared_of', scaled)
     found = emulated.results()
     gradients = {one.name for one in found if one.name.startswith('gradient')}
     assert {*wrong(found)} == gradients

@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import get_abstract_mesh
 from support import exhaustive, make_config, slow
 
-from megajax.analysis.inspect import emulated_step
 from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_step
+from megajax.analysis.inspect.reference import reference
 from megajax.analysis.inspect.step_run import run
 from megajax.core.config import Config
 from megajax.core.hardware.targets import has_compiler
@@ -143,12 +143,12 @@ def nothing(patch: Any) -> None:
 def test_a_fault_of_the_numbers_is_caught_by_running_the_step(
     break_it: Any, capacity: float | None, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    emulated_step.reference.cache_clear()
+    reference.cache_clear()
     break_it(monkeypatch.setattr)
     experts = {'count': 8, 'active': 2, 'ffn_size': 32, 'capacity': capacity, 'balance_loss': 0.1}
     model = {'num_layers': 1, 'experts': experts}
     step = make_config('llama', model=model, mesh={'data': 4, 'experts': 2})
     [result] = run(step, 'h100', bisect=False, minimize=False, say=lambda line: None)
-    emulated_step.reference.cache_clear()
+    reference.cache_clear()
     assert result.ok == (not wrong)
     assert not wrong or wrong in [each.name for each in result.results if not each.ok]
