@@ -206,3 +206,16 @@ def test_the_scripts_of_the_optimizer_page_train(monkeypatch: pytest.MonkeyPatch
             exec(f'{start}{optimizer}state = megajax.init_state{steps}', names)
         assert float(names['metrics']['loss']) < 9
         assert int(names['state'].guard.taken) == 3
+
+
+@pytest.mark.slow
+def test_the_reading_path_is_within_a_twentieth_of_a_step() -> None:
+    command = [sys.executable, 'benchmarks/reading_path.py']
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    totals = re.compile(r'^\| (a [^|]+) \| \d+ \| \d+ \| ([\d,]+) \|$', re.MULTILINE)
+    now, quoted = (
+        {step: int(lines.replace(',', '')) for step, lines in totals.findall(text)}
+        for text in (printed, PAGE)
+    )
+    assert now.keys() == quoted.keys()
+    assert quoted == pytest.approx(now, rel=0.05)
