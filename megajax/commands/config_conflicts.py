@@ -1,5 +1,6 @@
 """`megajax config conflicts`: the settings that cannot be combined, for a terminal or the docs."""
 
+import re
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -16,6 +17,7 @@ A combination is rejected before anything compiles, and the message names what t
 Constraints between sizes, such as `model.ffn_size` and `mesh.model`, are not listed here, and
 neither are combinations of three features.
 """
+_KEY = re.compile(r'\b[a-z]+\.[a-z0-9_]+(=[\w.\[\]]+)?')  # a key, or a key and its value
 
 
 def conflicts(
@@ -48,9 +50,15 @@ def _page(found: list[Pair]) -> str:
 
 def _rejected() -> list[str]:
     rows = [
-        f'| `{pair.one}` | `{pair.other}` | {pair.reason} | {pair.instead} |' for pair in CONFLICTS
+        f'| `{pair.one}` | `{pair.other}` | {_coded(pair.reason)} | {_coded(pair.instead)} |'
+        for pair in CONFLICTS
     ]
     return ['## Rejected', '', '| feature | with | reason | instead |', '|---|---|---|---|', *rows]
+
+
+def _coded(text: str) -> str:
+    """Return the text with its keys as code."""
+    return _KEY.sub(r'`\g<0>`', text)
 
 
 def _allowed(found: list[Pair]) -> list[str]:
