@@ -75,7 +75,7 @@ def test_the_loss_and_every_gradient(name: str, mesh: dict[str, Any], tmp_path: 
         assert_close(to_megatron(opened.config, gradients), under('g', oracle), LIMIT)
 
 
-@pytest.mark.parametrize('name', [slow('gpt2'), 'llama', slow('experts')])
+@pytest.mark.parametrize('name', [slow('gpt2'), 'llama', exhaustive('experts')])
 @on_each_mesh
 def test_steps_of_adamw(name: str, mesh: dict[str, Any], tmp_path: Path) -> None:
     oracle = read_steps(STORED, name)

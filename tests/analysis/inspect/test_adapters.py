@@ -66,7 +66,7 @@ def axes_of(config: Config) -> list[str]:
         slow(case('llama', 2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
         exhaustive(case('gpt', 2, 4, optim={'shard': 'gradients'}, **TWICE)),
         exhaustive(case('gpt', 4, 2, mesh={'replicas': 2}, optim={'shard': 'optimizer'})),
-        slow(case('llama', 2, 2, **SP, mesh={'stages': 2}, train={'microbatches': 4})),
+        exhaustive(case('llama', 2, 2, **SP, mesh={'stages': 2}, train={'microbatches': 4})),
         exhaustive(case('llama', 2, 2, **SP, mesh={'context': 2})),
     ],
 )

@@ -92,7 +92,7 @@ def experts_gathered(patch: Any) -> None:
         slow(router_gradients_not_summed, config(), {'sum left out'}),
         exhaustive(load_of_own_tokens, config(model=2), {'sum left out'}),
         slow(experts_summed_over_expert, config('none'), {'experts summed over expert'}),
-        slow(experts_gathered, config('weights'), {'gathered experts'}),
+        exhaustive(experts_gathered, config('weights'), {'gathered experts'}),
     ],
 )
 def test_a_step_with_a_fault_of_its_experts_is_caught(

@@ -20,7 +20,7 @@ def config(capacity: float | None, **sections: Any) -> Config:
     ('capacity', 'mesh', 'shard'),
     [
         slow(1.0, {'data': 4, 'experts': 2, 'model': 2, 'sequence_parallel': True}, 'optimizer'),
-        slow(None, {'data': 4, 'experts': 4}, 'none'),
+        exhaustive(None, {'data': 4, 'experts': 4}, 'none'),
         exhaustive(1.0, {'data': 4, 'experts': 2}, 'weights'),
         exhaustive(None, {'data': 4, 'experts': 2, 'model': 2}, 'weights'),
         exhaustive(1.0, {'data': 8, 'experts': 2, 'replicas': 2}, 'weights'),

@@ -136,7 +136,7 @@ def chain(arrays: Arrays, dense: Arrays, linear: str) -> tuple[np.ndarray, np.nd
                 **{'train': {'microbatches': 4, 'recompute': 'full'}},
             },
         ),
-        slow(
+        exhaustive(
             'llama', 1, 2, {'mesh': {'context': 2, 'stages': 2}, **SP, 'train': {'microbatches': 2}}
         ),
         exhaustive('llama', 2, 1, {'mesh': {'context': 4}, 'optim': {'shard': 'weights'}}),
@@ -155,7 +155,7 @@ def chain(arrays: Arrays, dense: Arrays, linear: str) -> tuple[np.ndarray, np.nd
         ),
         exhaustive('gpt', 1, 2, {'train': {**IN_ORDER, 'recompute': 'selective'}}),
         exhaustive('windows', 2, 2, {'mesh': {'context': 2}, 'optim': {'shard': 'gradients'}}),
-        slow('bert', 2, 2, {'optim': {'shard': 'weights'}, **SP}),
+        exhaustive('bert', 2, 2, {'optim': {'shard': 'weights'}, **SP}),
         exhaustive('bert', 1, 2, {'mesh': {'stages': 2}, **SP, 'train': {'microbatches': 4}}),
         exhaustive('bert', 2, 2, {'mesh': {'context': 2}, 'optim': {'shard': 'gradients'}}),
     ],
@@ -192,7 +192,7 @@ def in_fp8(config: Config) -> tuple[float, Arrays, np.ndarray]:
 @pytest.mark.parametrize(
     ('data', 'model', 'sections'),
     [
-        (2, 2, {'optim': {'shard': 'weights'}, **SP}),
+        exhaustive(2, 2, {'optim': {'shard': 'weights'}, **SP}),
         exhaustive(1, 4, {'train': {'microbatches': 2, 'recompute': 'full'}}),
         exhaustive(1, 2, {'mesh': {'stages': 2}, **SP, 'train': {'microbatches': 4}}),
         exhaustive(1, 2, {'mesh': {'context': 2}, **SP}),

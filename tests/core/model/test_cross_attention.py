@@ -58,6 +58,7 @@ def test_a_token_sees_the_images_of_its_document_that_are_not_after_it(has_docum
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_change_it_as_the_weights_with_them_added_would() -> None:
     config, plain = vlm(crossed=True, lora={'rank': 4, 'alpha': 6.0}), vlm(crossed=True)
     dims = {name: x.dims.lower() for name, x in parameters(config.model)}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, note, reject, seed, settings
 from hypothesis import strategies as st
 from steps import Setting, loss_and_gradients
-from support import assert_close, exhaustive, relative_error, slow
+from support import assert_close, exhaustive, relative_error
 
 DEVICES = 8
 ROWS = 96  # of a batch: a multiple of all data shards x microbatches
@@ -55,7 +55,7 @@ def compositions(draw: Any, name: str) -> Setting:
     ('name', 'start', 'examples'),
     [
         # ZeRO-3 with replicas, context shards, and halves that are recomputed, of cut documents.
-        slow('gpt', SEED + 32, 1),
+        exhaustive('gpt', SEED + 32, 1),
         exhaustive('gpt', SEED, 8),
         exhaustive('llama', SEED, 8),
         exhaustive('gpt', SEED + 1, 40),

@@ -111,7 +111,7 @@ EXPONENTS = pytest.mark.parametrize(
         exhaustive(Setting('llama', 2, 2, dtype='fp8', context=2, plain=True)),
         exhaustive(Setting('gpt', 2, 2, dtype='fp8')),
         exhaustive(Setting('bert', 2, 2, **SP, dtype='fp8')),
-        slow(Setting('llama', 1, 2, **SP, **INTERLEAVED)),
+        exhaustive(Setting('llama', 1, 2, **SP, **INTERLEAVED)),
         exhaustive(Setting('llama', 2, 1, **INTERLEAVED, shard='optimizer', recompute='full')),
         exhaustive(Setting('gpt', 2, 1, dtype='fp8', stages=4, num_layers=4, microbatches=6)),
     ],
@@ -173,7 +173,7 @@ def test_a_grid_gathers_sequences_in_8_bits() -> None:
         exhaustive(Setting('llama', 2, 4, **SP, rows=8, overlap='batch_split', unroll=True)),
         exhaustive(Setting('llama', 2, 4, **SP, rows=2, overlap='sequence_split')),
         exhaustive(Setting('gpt', 2, 2, overlap='batch_split', unroll=True, recompute='full')),
-        Setting('llama', 4, 1, unroll=True, shard='weights'),
+        exhaustive(Setting('llama', 4, 1, unroll=True, shard='weights')),
         exhaustive(
             Setting('llama', 2, 2, **SP, shard='gradients', overlap='batch_split', unroll=True)
         ),
@@ -354,7 +354,7 @@ def test_a_resume_on_another_mesh_has_the_same_scales(saved: tuple[Path, list[fl
     [
         exhaustive(('fp8', 'delayed'), ('bfloat16', 'delayed')),
         (('bfloat16', 'delayed'), ('fp8', 'delayed')),
-        (('fp8', 'delayed'), ('fp8', 'current')),
+        exhaustive(('fp8', 'delayed'), ('fp8', 'current')),
         exhaustive(('fp8', 'current'), ('fp8', 'delayed')),
     ],
 )

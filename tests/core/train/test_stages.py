@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 from steps import Setting, batch_of, evaluate, loss_and_gradients, train
-from support import abstract_state, assert_close, exhaustive, on_mesh, relative_error, slow
+from support import abstract_state, assert_close, exhaustive, on_mesh, relative_error
 
 from megajax.core.train.gradients import make_loss_and_gradients
 
@@ -44,7 +44,7 @@ SP = {'sequence_parallel': True}
         exhaustive(staged('gpt', 2, 2, model=2, data=2, recompute='full', **SP)),
         exhaustive(staged('gpt', 2, 2, model=2, data=2, recompute='selective', **SP)),
         exhaustive(staged('gpt', 4, data=2, schedule='gpipe')),
-        slow(staged('gpt', 2, 2, model=2, schedule='gpipe', recompute='full', **SP)),
+        exhaustive(staged('gpt', 2, 2, model=2, schedule='gpipe', recompute='full', **SP)),
         exhaustive(staged('gpt', 2, model=2, data=2, schedule='gpipe', recompute='selective')),
         exhaustive(staged('gpt', 2, 3, microbatches=6, overlap='batch_split')),
         exhaustive(staged('llama', 4, data=2, microbatches=6, recompute='full')),

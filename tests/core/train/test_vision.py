@@ -153,12 +153,12 @@ def test_what_is_learned_of_other_decoders_has_a_gradient(sections: dict[str, An
 @pytest.mark.parametrize(
     ('sections', 'mesh'),
     [
-        slow({'model': {'experts': EXPERTS}}, {'experts': 2}),
+        exhaustive({'model': {'experts': EXPERTS}}, {'experts': 2}),
         exhaustive({'model': {'experts': EXPERTS}, 'crossed': True}, {}),
         exhaustive({'model': NORMS}, {}),
         exhaustive({'model': NORMS | {'norm_position': 'after'}, 'crossed': True}, {}),
         exhaustive({'lora': {'rank': 4}}, {}),
-        slow({'lora': {'rank': 4}, 'crossed': True}, {}),
+        exhaustive({'lora': {'rank': 4}, 'crossed': True}, {}),
         exhaustive({'lora': {'rank': 4}, 'crossed': True}, {'replicas': 2}),
     ],
     ids=str,
@@ -256,7 +256,7 @@ def test_the_encoder_communicates_nothing_and_its_vectors_are_gathered_once() ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ('crossed', 'sections'),
-    [(False, {'optim': {'shard': 'weights'}, **TWICE}), exhaustive(True, {})],
+    [exhaustive(False, {'optim': {'shard': 'weights'}, **TWICE}), exhaustive(True, {})],
 )
 def test_in_fp8_every_mesh_sees_the_same_exponents(crossed: bool, sections: dict[str, Any]) -> None:
     train = {**sections.get('train', {}), 'dtype': 'fp8'}
