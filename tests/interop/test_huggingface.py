@@ -37,7 +37,7 @@ for_each_family = pytest.mark.parametrize('name', NAMES)
 
 @for_each_family
 @pytest.mark.parametrize(
-    ('data', 'model'), [exhaustive(1, 1), exhaustive(1, 2), (2, 2), slow(1, 4)]
+    ('data', 'model'), [exhaustive(1, 1), exhaustive(1, 2), (2, 2), exhaustive(1, 4)]
 )
 def test_logits_are_those_of_transformers(name: str, data: int, model: int) -> None:
     config, expected = config_of(name, data, model), np.load(DATA / f'{name}.npz')
@@ -49,7 +49,9 @@ def test_logits_are_those_of_transformers(name: str, data: int, model: int) -> N
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
 
 
-@pytest.mark.parametrize('name', ['mixtral', slow('qwen3_moe'), slow('olmoe'), slow('gpt_oss')])
+@pytest.mark.parametrize(
+    'name', ['mixtral', exhaustive('qwen3_moe'), exhaustive('olmoe'), slow('gpt_oss')]
+)
 def test_logits_of_experts_on_several_devices_are_those_of_transformers(name: str) -> None:
     config, expected = config_of(name, 4, 2, experts=2), np.load(DATA / f'{name}.npz')
     tokens = np.tile(expected['tokens'], (2, 1))

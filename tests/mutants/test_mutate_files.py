@@ -10,7 +10,7 @@ from random import Random
 import pytest
 from mutants import formats, mutate_files
 from mutants import mutations as by
-from support import slow
+from support import exhaustive, slow
 
 from megajax.core.config import ConfigError
 
@@ -85,8 +85,8 @@ mutate_files.main()
     [
         ('bytearray(1 << 33)', 'MemoryError in '),
         slow('raise KeyError(1)', 'KeyError in '),
-        slow('os.abort()', 'ends the process with signal 6'),
-        slow('time.sleep(1000)', 'takes more than 3 s'),
+        exhaustive('os.abort()', 'ends the process with signal 6'),
+        exhaustive('time.sleep(1000)', 'takes more than 3 s'),
     ],
 )
 def test_a_planted_hole_is_told_with_its_mutant_and_its_file_is_kept(

@@ -238,8 +238,8 @@ def router_gradient_of_own_tokens(patch: Any) -> None:
     ('break_it', 'names'),
     [
         (sent_to_the_next_slot, {'output', 'dx', 'router'}),
-        (weighted_twice, {'output', 'dx', 'router', 'up', 'down'}),
-        (not_normalized, {'output', 'dx', 'router', 'up', 'down'}),
+        exhaustive(weighted_twice, {'output', 'dx', 'router', 'up', 'down'}),
+        exhaustive(not_normalized, {'output', 'dx', 'router', 'up', 'down'}),
         (expert_gradients_doubled, {'up', 'down'}),
         (router_gradient_of_own_tokens, {'router'}),
     ],
@@ -274,7 +274,7 @@ def test_a_capacity_that_is_counted_per_shard_drops_other_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('is_broken', [False, True])
+@pytest.mark.parametrize('is_broken', [False, exhaustive(True)])
 def test_tokens_with_equal_scores_are_sent_to_the_same_experts_on_every_mesh(
     is_broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,6 @@ from support import (
     ROOT,
     assert_close,
     by_name,
-    exhaustive,
     gather,
     make_batch,
     make_config,
@@ -196,7 +195,8 @@ def everything_of_renamed(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['gpt', exhaustive('llama'), exhaustive('bert')])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
 def test_nothing_but_the_name_changes_with_the_name_of_a_parameter(
     name: str, tmp_path: Path
 ) -> None:

@@ -26,7 +26,7 @@ def sharded(name: str, context: int, data: int = 1, model: int = 1, **fields: An
         exhaustive(sharded('llama', 2, model=2, data=2, **SP, **RING)),
         exhaustive(sharded('llama', 2)),
         exhaustive(sharded('llama', 2, **RING)),
-        slow(sharded('sinks', 2, model=4, **SP, **RING)),
+        exhaustive(sharded('sinks', 2, model=4, **SP, **RING)),
         exhaustive(sharded('llama', 4, model=2)),
         exhaustive(sharded('llama', 4, model=2, **SP, **RING, recompute='full')),
         exhaustive(sharded('llama', 2, model=4, **SP)),  # more devices than key/value heads
@@ -56,7 +56,7 @@ def with_windows(context: int, seq_len: int, **fields: Any) -> Setting:
         exhaustive(with_windows(2, 32, model=2, data=2, **SP, **RING)),
         exhaustive(with_windows(2, 32, microbatches=2, data=2, recompute='full')),
         exhaustive(with_windows(2, 32, model=4, **SP)),  # more devices than key/value heads
-        slow(with_windows(4, 48, model=2, recompute='full', shard='weights', **SP, **RING)),
+        exhaustive(with_windows(4, 48, model=2, recompute='full', shard='weights', **SP, **RING)),
         exhaustive(with_windows(4, 48, data=2, shard='optimizer', unroll=False)),
         exhaustive(with_windows(8, 96, **RING)),
         exhaustive(with_windows(8, 96, recompute='selective')),
