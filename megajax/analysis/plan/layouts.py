@@ -15,6 +15,7 @@ from megajax.core.counts.runs import layers_of_chunk
 from megajax.core.hardware.records import Capability
 
 SHORTEST = 4096  # fewest tokens of a sequence on a context shard
+ZERO = 'none', 'optimizer', 'gradients', 'weights'  # values of optim.shard
 # Most tokens in a pipeline's microbatch; more tokens lengthen the bubble without speeding up
 # matmuls.
 MOST_TOKENS = 32768
@@ -95,14 +96,18 @@ def _repetitions(layers: int, config: Config) -> tuple[int, ...]:
 
 
 def deep_layouts(
-    config: Config, mesh: Mesh, per_host: int, capability: Capability | None = HOPPER
+    config: Config,
+    mesh: Mesh,
+    per_host: int,
+    capability: Capability | None = HOPPER,
+    zero: tuple[str, ...] = ZERO,
 ) -> Iterator[Config]:
     """Yield the layouts of a mesh with pipeline or context parallelism.
 
-    They use sequence parallelism with tensor parallelism, and the ZeRO stages that pipelines
-    support. GPipe is excluded, because it takes at least as long as 1F1B and needs at least as much
-    memory. Rings in pipelines are also excluded, because their hops compete with transfers between
-    stages.
+    They use sequence parallelism with tensor parallelism. Pipelines use ZeRO-1 or no ZeRO, unless
+    the software has neither (`zero`). GPipe is excluded, because it takes at least as long as 1F1B
+    and needs at least as much memory. Rings in pipelines are also excluded, because their hops
+    compete with transfers between stages.
     """
     on_mesh = changed(
         config,
@@ -127,8 +132,8 @@ def deep_layouts(
     recomputes = ('none', 'full') if flash else ('none', 'selective', 'full')
     shards: tuple[str, ...] = ('none',)
     if mesh.data * mesh.context > 1:
-        zero = ('optimizer',) if mesh.stages > 1 else ('optimizer', 'gradients', 'weights')
-        shards = ('none', *zero)
+        in_pipelines = tuple(shard for shard in zero if shard in ('none', 'optimizer')) or zero
+        shards = in_pipelines if mesh.stages > 1 else zero
     for recompute in recomputes:
         trained = changed(on_mesh, train__recompute=recompute)
         exchanges = _exchanges(trained)
@@ -169,13 +174,20 @@ def _exchanges(config: Config) -> list[str]:
 
 
 def layouts(
-    config: Config, mesh: Mesh, per_host: int, capability: Capability | None = HOPPER
+    config: Config,
+    mesh: Mesh,
+    per_host: int,
+    capability: Capability | None = HOPPER,
+    zero: tuple[str, ...] = ZERO,
 ) -> Iterator[Config]:
-    """Yield the layouts of one mesh; if the first is not possible, no layout of the mesh is."""
+    """Yield the layouts of one mesh; if the first is not possible, no layout of the mesh is.
+
+    `zero` are the ZeRO stages that the software has.
+    """
     if config.train.batch_size % mesh.data:
         return
     if not mesh.is_flat:
-        yield from deep_layouts(config, mesh, per_host, capability)
+        yield from deep_layouts(config, mesh, per_host, capability, zero)
         return
     group = mesh.rows * mesh.model
     on_mesh = changed(
@@ -202,7 +214,7 @@ def layouts(
             train__microbatches=microbatches,
             train__recompute=recompute,
         )
-        for shard, replicas in _shards(mesh.data, group, per_host):
+        for shard, replicas in _shards(mesh.data, group, per_host, zero):
             sharded = changed(trained, mesh__replicas=replicas, optim__shard=shard)
             for layout in _expert_degrees(sharded, per_host):
                 yield from _overlaps(layout)
@@ -237,21 +249,26 @@ def _overlaps(config: Config) -> Iterator[Config]:
 
 def is_frugal(config: Config) -> bool:
     """Return whether a layout is among those of its mesh that need the least memory."""
-    shards = 'weights' if config.mesh.stages == 1 else 'optimizer'
+    shards = ('weights',) if config.mesh.stages == 1 else ('optimizer', 'weights')
+    is_sharded = config.mesh.data * config.mesh.context > 1
     return (
         config.train.recompute == 'full'
-        and config.optim.shard == (shards if config.mesh.data * config.mesh.context > 1 else 'none')
+        and config.optim.shard in (shards if is_sharded else ('none',))
         and config.mesh.replicas == 1
         and (config.train.microbatches == 1 or config.microbatch_rows <= 2 * config.mesh.model_rows)
         and config.mesh.context_exchange == 'gather'
     )
 
 
-def _shards(data: int, group: int, per_host: int) -> Iterator[tuple[str, int]]:
+def _shards(
+    data: int, group: int, per_host: int, zero: tuple[str, ...]
+) -> Iterator[tuple[str, int]]:
     """Yield each ZeRO stage with each number of replicas."""
-    yield 'none', 1
+    if data == 1 or 'none' in zero:
+        yield 'none', 1
     if data > 1:
-        yield from product(('optimizer', 'gradients', 'weights'), _replicas(data, group, per_host))
+        sharded = [shard for shard in zero if shard != 'none']
+        yield from product(sharded, _replicas(data, group, per_host))
 
 
 def _replicas(data: int, group: int, per_host: int) -> tuple[int, ...]:

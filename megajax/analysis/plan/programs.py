@@ -8,7 +8,7 @@ from typing import Literal
 from megajax.analysis.plan import communication
 from megajax.analysis.plan.experts import exchanges_of_tokens, later_exchanges
 from megajax.analysis.plan.launches import num_launches
-from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.layouts import ZERO, changed
 from megajax.analysis.plan.overlap import (
     NOTHING,
     HiddenBy,
@@ -92,7 +92,7 @@ class Software:
     fuses_transpose: bool = True
     rounds_shards: bool = True
     # The ZeRO stages that it has (`optim.shard`), if its weights are replicated at all.
-    zero: tuple[str, ...] = ('none', 'optimizer', 'gradients', 'weights')
+    zero: tuple[str, ...] = ZERO
     # The share of each matmul of a forward pass that selective recomputation repeats, in addition
     # to attention's scores.
     repeats: Callable[[ModelConfig], Mapping[str, float]] = lambda _: {}

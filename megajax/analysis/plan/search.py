@@ -119,9 +119,8 @@ def _possible(
     choices, reason = list[Choice](), ''
     checked = dict[tuple[Section, ...], list[Problem]]()
     capability = cluster.hardware.compute_capability
-    for candidate in layouts(config, mesh, cluster.devices_per_domain, capability):
-        if not program.has_zero(candidate):
-            continue
+    per_host, zero = cluster.devices_per_domain, program.zero
+    for candidate in layouts(config, mesh, per_host, capability, zero):
         # Any layout can recompute its activations.
         train = candidate.train.changed(recompute='none')
         alike = candidate.mesh, train, candidate.optim
@@ -236,7 +235,7 @@ def that_fits(
     have, capability = usable_memory(cluster), cluster.hardware.compute_capability
     larger = dataclasses.replace(cluster, num_devices=num_devices)
     for mesh in _meshes(config, larger, program):
-        candidates = layouts(config, mesh, cluster.devices_per_domain, capability)
+        candidates = layouts(config, mesh, cluster.devices_per_domain, capability, program.zero)
         for candidate in filter(is_frugal, candidates):
             if program.problems(candidate):
                 continue

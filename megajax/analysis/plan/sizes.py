@@ -179,10 +179,14 @@ class Sizes:
 
     @property
     def gathered(self) -> int:
-        """Return the bytes of the matrices that a step first gathers over `data`, or casts once."""
+        """Return the bytes of the matrices that a step first gathers over `data`, or casts once.
+
+        FSDP keeps the weights of a pipeline stage gathered for all microbatches.
+        """
         is_cast_once = self.is_ordered and self.itemsize < 4 and self.config.lora is None
-        cast_once = self.matrices - self.tables if is_cast_once else 0
-        matrices = {'none': cast_once, 'weights': self.at_rest.early}
+        matrices = {'none': self.matrices - self.tables if is_cast_once else 0}
+        if self.config.mesh.stages == 1:
+            matrices['weights'] = self.at_rest.early
         return self.itemsize * matrices.get(self.config.optim.shard, self.matrices)
 
     @property

@@ -49,7 +49,7 @@ def on_sharding(ranking: Ranking) -> str:
         for choice in others.values()
         if choice is not best
     ]
-    return f'{_sharding(best.config)}; {", ".join(words)}'
+    return '; '.join(filter(None, (_sharding(best.config), ', '.join(words))))
 
 
 def on_experts(ranking: Ranking) -> str | None:

@@ -8,8 +8,9 @@ from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.planning import plan
 from megajax.analysis.plan.programs import FSDP_IN_JAX, MEGATRON, TORCHTITAN
 from megajax.analysis.plan.published.programs import TORCHTITAN_ASYNC
-from megajax.analysis.plan.search import search
+from megajax.analysis.plan.search import memory_on, search
 from megajax.analysis.plan.time import step_time
+from megajax.analysis.plan.verdicts import on_sharding
 from megajax.commands.main import app
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.hardware.records import hardware
@@ -68,6 +69,25 @@ def test_fsdp_has_no_other_zero_stage() -> None:
         assert {x.config.optim.shard for x in found.all if x.config.mesh.data > 1} == {'weights'}
         (problem,) = program.problems(changed(config, optim__shard='optimizer'))
         assert 'use weights' in str(problem)
+
+
+def test_pipelines_of_fsdp_shard_weights_over_data() -> None:
+    found = search(load('llama3_8b'), Cluster.of(hardware('h100'), 8), TORCHTITAN)
+    layouts = [x.config for x in found.all if x.config.mesh.stages > 1 and x.config.mesh.data > 1]
+    assert layouts
+    assert {layout.optim.shard for layout in layouts} == {'weights'}
+    assert not any('512 is not a multiple' in reason for reason in found.impossible.values())
+    assert on_sharding(found) == 'ZeRO-3'
+
+
+def test_weights_of_a_stage_stay_gathered() -> None:
+    layout = changed(in_chunks(8), mesh__data=2, train__batch_size=32)
+    cluster = Cluster.of(hardware('h100'), 8)
+    needed = [
+        memory_on(changed(layout, optim__shard=shard), cluster).gathered_weights
+        for shard in ('optimizer', 'weights')
+    ]
+    assert needed[0] == needed[1]
 
 
 @pytest.mark.parametrize('name', ['megatron', 'torchtitan', 'maxtext'])
