@@ -1,4 +1,4 @@
-"""Handle misnamed options: config keys written as options, and options that were renamed."""
+"""Handle misnamed options, such as config keys and former names, and options' wrong values."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from megajax.base.render.text import shorten
 from megajax.core.config import ConfigError
 from megajax.core.config.overrides import KEYS
 from megajax.core.config.synonyms import key_of_option
@@ -32,7 +33,7 @@ def with_old_names(new_of: Mapping[str, str]) -> type[TyperCommand]:
 
 
 class KeysGroup(TyperGroup):
-    """A group of commands that reports the config key meant by an unknown option."""
+    """A group of commands that explains wrong values, and unknown options that are config keys."""
 
     _WORDS: ClassVar[str] = f'{__name__}.words'  # key in click's storage for a command line
 
@@ -41,10 +42,15 @@ class KeysGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        """Run the command. Raises ConfigError for an option that means a config key."""
+        """Run the command.
+
+        Raises ConfigError for a wrong value, and for an option that means a config key.
+        """
         try:
             return super().invoke(ctx)
         except Exception as error:
+            if wrong := _wrong_value(error):
+                raise ConfigError(wrong) from error
             option, where = getattr(error, 'option_name', None), getattr(error, 'ctx', None)
             if not option or where is None or not _takes_overrides(where):
                 raise
@@ -53,6 +59,32 @@ class KeysGroup(TyperGroup):
             if not fix:
                 raise
             raise ConfigError(f'{option}: no such option; {fix}') from error
+
+
+def _wrong_value(error: Exception) -> str | None:
+    """Return the option, its value, what it must be and a value that works.
+
+    Return None for other errors, and for a version of typer whose messages have the value.
+    """
+    param, details = getattr(error, 'param', None), getattr(error.__cause__, 'errors', None)
+    if param is None or details is None:
+        return None
+    detail = details()[0]
+    name = param.opts[0] if param.opts[0].startswith('-') else param.metavar or param.name
+    text = detail['msg'].removeprefix('Value error, ').removesuffix('.')
+    if not text.startswith('Input should be '):
+        return f'{name}: {text}'
+    allowed = text.removeprefix('Input should be ').partition(', unable')[0]
+    return f'{name}: must be {allowed}, not {shorten(str(detail["input"]))}; use {_range(param)}'
+
+
+def _range(param: Any) -> str:
+    """Return the values that an option can have, or an example of a number."""
+    if param.min is None and param.max is None:
+        return 'for example 1'
+    if param.max is None:
+        return f'{param.min:,} or more'
+    return f'{param.min or 0:,} to {param.max:,}'
 
 
 def _takes_overrides(where: Any) -> bool:

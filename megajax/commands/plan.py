@@ -38,13 +38,19 @@ from megajax.commands.plan_options import (
     WhatIfOption,
 )
 from megajax.core.config import Config, ConfigError, load
-from megajax.core.hardware.records import record_name
+from megajax.core.config.overrides import read_overrides
 
 if TYPE_CHECKING:
     from megajax.analysis.plan import Plan
     from megajax.analysis.plan.programs import ProgramName
     from megajax.core.hardware.records import LinkName
 
+# The options that apply in each mode, in addition to the option that selects it.
+OPTIONS_OF = {
+    'table': (),
+    'generate': ('gpu', 'gpus', 'link', 'prompt', 'tokens', 'batch', 'json'),
+    'compare': ('gpus', 'tokens', 'global_batch_size', 'program', 'json'),
+}
 OLD_NAMES = {
     '--failures': '--mtbf-gpu-hours',
     '--price': '--gpu-hour-price',
@@ -68,6 +74,7 @@ plan_app = typer.Typer(
 
 @plan_app.command('for', cls=with_old_names(OLD_NAMES))
 def for_config(
+    context: typer.Context,
     source: ConfigSource = None,
     overrides: Overrides = None,
     gpu: Gpu = 'h100',
@@ -98,16 +105,15 @@ def for_config(
 
     This does not need the GPUs. Exits with code 1 if the layout of the config does not fit.
     """
-    console = Console(highlight=False)
+    _check_options(context, json, write)
     if table:
-        return _show_table(table, console)
-    config = _config(source, overrides, json, write, own=program == 'megajax')
+        return _show_table(table)
+    config = _config(source, overrides, gpus, program, compares=bool(compare))
     plots = _checked_plots(roofline=roofline, scaling=scaling, schedule=schedule)
-    _check_options(write or verify or what_if or plots, generate, prompt or batch, compare)
     if generate:
-        return _show_generation(config, console, json, gpu, gpus, link, prompt, tokens, batch)
+        return _show_generation(config, json, gpu, gpus, link, prompt, tokens, batch)
     if compare:
-        return _show_comparison(config, compare, console, json, gpus, tokens, program)
+        return _show_comparison(config, compare, json, gpus, tokens, global_batch_size, program)
     result = _planned(
         config,
         gpu,
@@ -125,7 +131,7 @@ def for_config(
         savings=what_if,
     )
     _draw(plots, result, gpu, link)
-    _show(result, console, json=json, layout=write)
+    _show(result, json=json, layout=write)
 
 
 @plan_app.command()
@@ -153,15 +159,33 @@ def calibrate(
 
 
 def _config(
-    source: str | None, overrides: list[str] | None, *outputs: Path | None, own: bool
+    source: str | None,
+    overrides: list[str] | None,
+    gpus: int | None,
+    program: 'ProgramName',
+    *,
+    compares: bool,
 ) -> Config:
+    """Return the config. Its layout may have conflicts if a search will replace it.
+
+    A search replaces the layout of the file, and not a layout of as many GPUs in `overrides`.
+    """
     if source is None:
         raise ConfigError(
             'plan needs a config: megajax plan CONFIG --gpu h100 --gpus 64, or --table scaling'
         )
-    config = load(source, overrides or (), own=own)
-    check_outputs(*outputs)
-    return config
+    is_own = program == 'megajax'
+    try:
+        return load(source, overrides or (), own=is_own)
+    except ConfigError as error:
+        from megajax.analysis.plan.advice import CHOSEN
+
+        config = load(source, overrides or (), own=is_own, chosen=CHOSEN)
+        own, set_here = config.mesh.num_devices, read_overrides(overrides or (), [])
+        if compares or (gpus and (gpus != own or set_here.keys().isdisjoint(CHOSEN))):
+            return config
+        search = () if gpus else (f'or add --gpus {own} to search for a layout',)
+        raise ConfigError(*error.problems, *search) from None
 
 
 def _imbalance(config: Config, source: str | None) -> float:
@@ -172,14 +196,18 @@ def _imbalance(config: Config, source: str | None) -> float:
     return imbalance_of_run(Path(source))
 
 
-def _show_table(name: str, console: Console) -> None:
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+def _show_table(name: str) -> None:
     from megajax.analysis.plan.published.comparison import summary, table_of
     from megajax.analysis.plan.published.tables import TABLES
 
     if name not in (*TABLES, 'all'):
         raise ConfigError(f'--table {name}: choose among {", ".join(TABLES)}, all')
     shown = summary() if name == 'all' else table_of(name)
-    if console.is_terminal:
+    if (console := _console()).is_terminal:
         console.print(Folded(shown))
     else:
         Console(width=150, highlight=False).print(shown)
@@ -199,23 +227,30 @@ def _planned(
     return verified(result, gpu) if verify else result
 
 
-def _check_options(
-    of_plan: object, generate: bool, of_generation: object, compare: str | None
-) -> None:
-    """Raise ConfigError for options of a step's plan, or of generation, that would be ignored."""
-    if of_generation and not generate:
-        raise ConfigError('--prompt and --batch apply to generation only: add --generate')
-    for option, is_given in (('--generate', generate), ('--compare', compare)):
-        if is_given and of_plan:
-            raise ConfigError(
-                '--write, --verify, --what-if and plots apply to the plan of a training step: '
-                f'remove them, or remove {option}'
-            )
+def _check_options(context: typer.Context, *outputs: Path | None) -> None:
+    """Raise ConfigError for options that would be ignored, and for outputs that are no files."""
+    check_outputs(*outputs)
+    given = {
+        str(option.name): option.opts[0]
+        for option in context.command.params
+        if getattr(context.get_parameter_source(str(option.name)), 'name', '') == 'COMMANDLINE'
+        and option.opts[0].startswith('--')
+    }
+    mode = next((name for name in OPTIONS_OF if name in given), None)
+    if mode is None:
+        if {'prompt', 'batch'} & {*given}:
+            raise ConfigError('--prompt and --batch apply to generation only: add --generate')
+        return
+    ignored = [option for name, option in given.items() if name not in (mode, *OPTIONS_OF[mode])]
+    if ignored:
+        raise ConfigError(
+            f'{", ".join(ignored)}: not supported with --{mode}; '
+            f'remove {"it" if len(ignored) == 1 else "them"}, or remove --{mode}'
+        )
 
 
 def _show_generation(
     config: Config,
-    console: Console,
     json: Path | None,
     gpu: str,
     gpus: int | None,
@@ -231,30 +266,37 @@ def _show_generation(
     result = plan_generation(config, gpu=gpu, gpus=gpus, link=link, **size)
     if json:
         with_folder(json).write_text(result.model_dump_json(indent=2))
-    console.print(generation_table(result))
+    _console().print(generation_table(result))
 
 
 def _show_comparison(
     config: Config,
     machines: str,
-    console: Console,
     json: Path | None,
     gpus: int | None,
     tokens: float | None,
+    target_batch: int | None,
     program: 'ProgramName',
 ) -> None:
-    from megajax.analysis.plan.compare import compare, with_price
+    from megajax.analysis.plan.compare import compare, read_prices
 
-    known = {record_name(name): price for name, price in map(with_price, machines.split(','))}
-    result = compare(config, known, gpus=gpus, tokens=tokens or 1e9, program=program)
+    result = compare(
+        config,
+        read_prices(machines),
+        gpus=gpus,
+        tokens=tokens or 1e9,
+        target_batch=target_batch,
+        program=program,
+    )
     if json:
         with_folder(json).write_text(result.model_dump_json(indent=2))
-    console.print(str(result), soft_wrap=True, markup=False)
+    _console().print(str(result), soft_wrap=True, markup=False)
 
 
-def _show(result: 'Plan', console: Console, *, json: Path | None, layout: Path | None) -> NoReturn:
+def _show(result: 'Plan', *, json: Path | None, layout: Path | None) -> NoReturn:
     from megajax.analysis.plan.report import tables
 
+    console = _console()
     if json:
         with_folder(json).write_text(result.model_dump_json(indent=2))
     if layout:

@@ -7,6 +7,14 @@ import typer
 
 from megajax.core.hardware.records import record_name
 
+# No value may be infinite.
+MOST_BYTES = 10**18  # per second
+MOST_COST = 10**6
+MOST_GPUS = 2**20
+MOST_HOURS = 10**12
+MOST_SEQUENCES = 10**6
+MOST_TOKENS = 10**18
+
 ConfigSource = Annotated[
     str | None, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')
 ]
@@ -23,10 +31,13 @@ Gpu = Annotated[
 ]
 NumGpus = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of GPUs; default: the size of the config's mesh."),
+    typer.Option(
+        min=1, max=MOST_GPUS, help="Number of GPUs; default: the size of the config's mesh."
+    ),
 ]
 GpusPerHost = Annotated[
-    int | None, typer.Option(min=1, help='GPUs per host; default: as the GPU is sold.')
+    int | None,
+    typer.Option(min=1, max=MOST_GPUS, help='GPUs per host; default: as the GPU is sold.'),
 ]
 LinkOption = Annotated[
     Literal['nvlink', 'pcie'] | None,
@@ -34,26 +45,39 @@ LinkOption = Annotated[
 ]
 NumTokens = Annotated[
     float | None,
-    typer.Option(min=1, help='Tokens to train on, such as 300e9; with --generate, to generate.'),
+    typer.Option(
+        min=1,
+        max=MOST_TOKENS,
+        help='Tokens to train on, such as 300e9; with --generate, to generate.',
+    ),
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option(min=1, help='Sequences per step; default: train.batch_size.'),
+    typer.Option(min=1, max=MOST_SEQUENCES, help='Sequences per step; default: train.batch_size.'),
 ]
 Program = Annotated[
     Literal['megajax', 'megatron', 'torchtitan', 'maxtext'],
     typer.Option(help='Software whose step is timed: megajax, Megatron-Core, torchtitan, MaxText.'),
 ]
 Price = Annotated[
-    float | None, typer.Option(min=0.01, help='Price of one GPU-hour, in any currency.')
+    float | None,
+    typer.Option(min=0.01, max=MOST_COST, help='Price of one GPU-hour, in any currency.'),
 ]
 StorageRate = Annotated[
     float | None,
-    typer.Option(min=1, help='Bytes/s that all hosts write in total; default: 1e9 per host.'),
+    typer.Option(
+        min=1,
+        max=MOST_BYTES,
+        help='Bytes/s that all hosts write in total; default: 1e9 per host.',
+    ),
 ]
 GpuHoursToFailure = Annotated[
     float | None,
-    typer.Option(min=1, help='Mean GPU-hours between failures; default: as reported for Llama 3.'),
+    typer.Option(
+        min=1,
+        max=MOST_HOURS,
+        help='Mean GPU-hours between failures; default: as reported for Llama 3.',
+    ),
 ]
 VerifyOption = Annotated[
     bool,
@@ -81,8 +105,10 @@ TableName = Annotated[
 Imbalance = Annotated[
     float | None,
     typer.Option(
+        min=1,
+        max=MOST_GPUS,
         help='Tokens of the busiest device of an expert-parallel group over the mean; default: '
-        'expert_load of the run, if CONFIG is the config.yaml of a run, else 1.'
+        'expert_load of the run, if CONFIG is the config.yaml of a run, else 1.',
     ),
 ]
 CompareOption = Annotated[

@@ -32,6 +32,7 @@ KEYS = {
     'train': ('microbatches', 'schedule', 'recompute', 'overlap', 'unroll'),
     'optim': ('shard',),
 }
+CHOSEN = [f'{section}.{key}' for section, keys in KEYS.items() for key in keys]
 
 
 def advice(config: Config, gpu: Hardware, gpus_per_host: int | None = None) -> Iterator[str]:

@@ -15,7 +15,7 @@ from megajax.base.render.console import open_table
 from megajax.base.render.folded import Folded
 from megajax.base.result import Result
 from megajax.core.config import Config, ConfigError
-from megajax.core.hardware.records import check_dtype, hardware
+from megajax.core.hardware.records import check_dtype, hardware, record_name
 
 LONGEST = 2**22  # tokens of a sequence to look for
 
@@ -59,16 +59,20 @@ def compare(
     *,
     gpus: int | None = None,
     tokens: float = 1e9,
+    target_batch: int | None = None,
     program: ProgramName = 'megajax',
 ) -> Comparison:
     """Return the fastest layout of a config on each type of GPU, for a number of tokens.
 
     `prices` has the price of a GPU-hour by the name of the GPU, or None. `gpus` defaults to the
-    size of the config's mesh. Machines are sorted by cost if each has a price, else by time.
+    size of the config's mesh. `target_batch` replaces `train.batch_size`. Machines are sorted by
+    cost if each has a price, else by time.
 
     Raises ConfigError for a GPU that is unknown or does not compute in the config's dtype.
     """
     count, software = gpus or config.mesh.num_devices, BY_NAME[program]
+    if target_batch:
+        config = changed(config, train__batch_size=target_batch)
     machines = [
         _machine(config, Cluster.of(hardware(gpu), count), software, gpu, price, tokens)
         for gpu, price in prices.items()
@@ -127,9 +131,12 @@ def _longest(config: Config, cluster: Cluster, program: Software) -> int | None:
             train__seq_len=length,
             model__max_seq_len=max(length, config.model.max_seq_len),
         )
-        if not that_fits(longer, cluster.num_devices, cluster, program):
+        if that_fits(longer, cluster.num_devices, cluster, program):
+            longest = length
+        elif longest:
             break
-        length, longest = 2 * length, length
+        # With few sequences, only longer ones may be divisible among the GPUs.
+        length *= 2
     return longest
 
 
@@ -147,7 +154,10 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     return Group(
         Folded(table),
         Text('fewest GPUs: the smallest power of two on which the batch fits'),
-        Text('longest sequence: train.seq_len times the largest power of two that fits'),
+        Text(
+            'longest sequence: train.seq_len times the largest power of two that fits, up to '
+            f'{LONGEST:,} tokens'
+        ),
     )
 
 
@@ -164,15 +174,29 @@ def _add(table: Table, machine: Machine, *, has_prices: bool) -> None:
             (machine.longest_sequence, ',', ''),
         )
     ]
-    table.add_row(machine.gpu, *numbers, machine.layout or 'does not fit')
+    table.add_row(machine.gpu, *numbers, machine.layout or 'none fits or divides the batch')
 
 
-def with_price(text: str) -> tuple[str, float | None]:
-    """Return the name of a GPU and its price from `h100=2.5`, without a price from `h100`.
+def read_prices(text: str) -> dict[str, float | None]:
+    """Return the names of GPUs and their prices from `h100=2.5,h200`, None without a price.
 
-    Raises ConfigError if the price is not a positive number.
+    Raises ConfigError for a GPU that is listed twice, and for a price that is not positive.
     """
+    found = dict[str, float | None]()
+    for part in text.split(','):
+        given, price = _with_price(part)
+        if (name := record_name(given)) in found:
+            raise ConfigError(f'--compare {text}: {name} is listed twice; list each GPU once')
+        found[name] = price
+    return found
+
+
+def _with_price(text: str) -> tuple[str, float | None]:
     name, sign, price = text.partition('=')
+    if not name:
+        raise ConfigError(
+            f'--compare: {text!r} has no name of a GPU; use for example h100=2.5,h200=3.2'
+        )
     if not sign:
         return name, None
     try:

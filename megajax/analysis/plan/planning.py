@@ -52,12 +52,13 @@ def plan(
 ) -> Plan:
     """Predict the memory and time of `config` on some GPUs, and compare every layout.
 
-    The plan is for the layout of `config` if its mesh has `gpus` GPUs, else for the fastest layout.
-    `gpus` defaults to the size of the mesh, `link` to the link that the GPUs are sold with.
-    `target_batch` replaces `train.batch_size`. `tokens` is the number to train on. `program` is the
-    software whose step is timed. `price` is the price of a GPU-hour. `storage` is the bytes per
-    second that all hosts write in total. `imbalance` is the ratio of the tokens of the busiest
-    device in an expert-parallel group to the mean. `savings` adds what `--what-if` prints.
+    Without `gpus`, the plan is for the layout of `config`. With `gpus`, it is for the fastest
+    layout, unless the mesh of `config` has as many GPUs and does not conflict with other settings.
+    `link` defaults to the link that the GPUs are sold with. `target_batch` replaces
+    `train.batch_size`. `tokens` is the number to train on. `program` is the software whose step is
+    timed. `price` is the price of a GPU-hour. `storage` is the bytes per second that all hosts
+    write in total. `imbalance` is the ratio of the tokens of the busiest device in a group of
+    expert parallelism to the mean. `savings` adds what `--what-if` prints.
 
     Raises ConfigError if no layout fits or divides the model; the error says what would work.
     """
@@ -66,9 +67,7 @@ def plan(
         config = changed(config, train__batch_size=target_batch)
     own = config.mesh.num_devices
     cluster = Cluster.of(hardware(gpu, link), gpus or own, gpus_per_host)
-    is_own = cluster.num_devices == own
-    if is_own and (problems := software.problems(config)):  # the new batch might not be divisible
-        raise ConfigError(*problems)
+    is_own = cluster.num_devices == own and _is_possible(config, software, searches=bool(gpus))
     config = software.without_order(config)
     ranking = search(config, cluster, software)
     planned = resolved(config, on_gpu=True) if is_own else ranking.best.config
@@ -94,6 +93,17 @@ def plan(
         imbalance=None if config.model.experts is None else imbalance,
         what_if=what_if(planned, cluster, software, time) if savings else [],
     )
+
+
+def _is_possible(config: Config, program: Software, *, searches: bool) -> bool:
+    """Return whether the layout of a config is possible, for example with a new batch size.
+
+    Raises ConfigError if it is not and nothing `searches` for a different one.
+    """
+    problems = program.problems(config)
+    if problems and not searches:
+        raise ConfigError(*problems)
+    return not problems
 
 
 def _band(config: Config, time: StepTime, cluster: Cluster, program: Software) -> dict[str, Any]:

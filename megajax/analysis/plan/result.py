@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from megajax.base.result import Result
 from megajax.core.config import Config
-from megajax.core.config.schema import OF_ANY_PROGRAM
+from megajax.core.config.schema import Checked
 
 # New names of fields and lines of schema version 2.
 _NEW = {
@@ -249,7 +249,7 @@ class Plan(Result):
     def _parsed(self, text: str) -> Config:
         return Config.model_validate(
             YAML(typ='safe', pure=True).load(text),
-            context=None if self.program == 'megajax' else OF_ANY_PROGRAM,
+            context=Checked(own=self.program == 'megajax'),
         )
 
     def __repr__(self) -> str:

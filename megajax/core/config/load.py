@@ -5,7 +5,7 @@ the size of a file.
 """
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,7 +24,7 @@ from megajax.core.config.keys import sources
 from megajax.core.config.overrides import KEYS, Setting, members, read_overrides, unknown
 from megajax.core.config.renamed import RENAMED, current
 from megajax.core.config.rules import incompatibilities
-from megajax.core.config.schema import OF_ANY_PROGRAM, SECTIONS, Config, keys_of
+from megajax.core.config.schema import SECTIONS, Checked, Config, keys_of
 
 CONFIG = 'config.yaml'  # file name in the folder of a run
 RECIPES = 'recipes'  # name of the recipes' folder, inside the presets' folder
@@ -41,19 +41,26 @@ def recipes() -> list[str]:
     return sorted(f'{RECIPES}/{path.stem}' for path in (_folder() / RECIPES).glob('*.yaml'))
 
 
-def load(source: str | Path, overrides: Sequence[str] = (), *, own: bool = True) -> Config:
+def load(
+    source: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    own: bool = True,
+    chosen: Iterable[str] = (),
+) -> Config:
     """Read a preset, recipe or YAML file, apply `section.key=value` overrides and check the result.
 
     If two overrides set the same key, the last one wins. Without `own`, the config may be one that
-    only other software runs. Raises ConfigError with every mistake in the file and the overrides
-    and every conflict between keys, each with its line or override.
+    only other software runs. Keys that are still to be `chosen` may conflict. Raises ConfigError
+    with every mistake in the file and the overrides and every conflict between keys, each with its
+    line or override.
     """
     file = _find(source)
     problems: list[Problem] = []
     written = _read_file(file, problems)
-    return _resolve(
-        written, read_overrides(overrides, problems, written or {}), str(file), problems, own=own
-    )
+    overridden = read_overrides(overrides, problems, written or {})
+    checked = Checked(own=own, chosen=tuple(chosen))
+    return _resolve(written, overridden, str(file), problems, checked)
 
 
 def reload(
@@ -75,7 +82,8 @@ def reload(
             written[path] = Setting(value, place)
         else:
             problems.append(Problem(path=path, message=unknown(path, problems), place=place))
-    return _resolve(written, read_overrides(overrides, problems, written), place, problems)
+    overridden = read_overrides(overrides, problems, written)
+    return _resolve(written, overridden, place, problems, Checked())
 
 
 def runs_in(folder: Path) -> list[str]:
@@ -95,8 +103,7 @@ def _resolve(
     overridden: dict[str, Setting],
     file: str,
     problems: list[Problem],
-    *,
-    own: bool = True,
+    checked: Checked,
 ) -> Config:
     """Return the config of these settings.
 
@@ -106,7 +113,7 @@ def _resolve(
         raise ConfigError(*problems)
     settings = written | overridden
     sections, unsettled = _validate(settings, file, problems)
-    for problem in incompatibilities(Config.model_construct(**sections), own=own):
+    for problem in incompatibilities(Config.model_construct(**sections), **checked._asdict()):
         keys = [problem.path, *problem.others]
         keys += [source for key in keys if key not in settings for source in sources(key)]
         if unsettled.isdisjoint(keys):
@@ -114,7 +121,7 @@ def _resolve(
             problems.append(replace(problem, place=place))
     if problems:
         raise ConfigError(*problems)
-    return Config.model_validate(sections, context=None if own else OF_ANY_PROGRAM)
+    return Config.model_validate(sections, context=checked)
 
 
 def _place(keys: Sequence[str], settings: Mapping[str, Setting]) -> str | None:

@@ -1,7 +1,7 @@
 """Check keys of a config against each other, before jax is imported or anything compiles."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from megajax.base.errors import Problem
@@ -28,10 +28,13 @@ OF_MUON = 'momentum', 'nesterov', 'ns_steps', 'ns_coefficients'  # keys of optim
 LARGEST_LOSS_SCALE = 2**32  # Megatron's initial loss scale
 
 
-def incompatibilities(config: 'Config', *, own: bool = True) -> list[Problem]:
+def incompatibilities(
+    config: 'Config', *, own: bool = True, chosen: Collection[str] = ()
+) -> list[Problem]:
     """Return a problem for every pair of keys that conflict.
 
-    Without `own`, leave out the conflicts that only megajax has.
+    Without `own`, leave out the conflicts that only megajax has. Leave out conflicts with keys that
+    are still to be `chosen`.
     """
     rules = (
         layer_rules.of_pattern,
@@ -61,9 +64,10 @@ def incompatibilities(config: 'Config', *, own: bool = True) -> list[Problem]:
         _data,
         _masked,
     )
-    if not own:
-        return [problem for rule in rules if rule not in _OWN for problem in rule(config)]
-    return [*(problem for rule in rules for problem in rule(config)), *excluded(config)]
+    applied = [rule for rule in rules if own or rule not in _OWN]
+    problems = [problem for rule in applied for problem in rule(config)]
+    problems += excluded(config) if own else ()
+    return [one for one in problems if {*chosen}.isdisjoint((one.path, *one.others))]
 
 
 # The rules that only megajax has, in addition to the table of `conflicts.py`.

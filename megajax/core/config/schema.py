@@ -6,7 +6,7 @@ Sizes count elements, `seq_len` counts tokens, `batch_size` counts the sequences
 import functools
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -251,8 +251,11 @@ class RunConfig(Section):
     """
 
 
-# The context of `Config.model_validate` in which megajax's own exclusions do not apply.
-OF_ANY_PROGRAM = 'any program'
+class Checked(NamedTuple):
+    """The context of `Config.model_validate`: which conflicts to check (`incompatibilities`)."""
+
+    own: bool = True
+    chosen: tuple[str, ...] = ()
 
 
 class Config(Section):
@@ -306,7 +309,8 @@ class Config(Section):
 
     @model_validator(mode='after')
     def _check_conflicts(self, info: ValidationInfo) -> Self:
-        if problems := incompatibilities(self, own=info.context != OF_ANY_PROGRAM):
+        checked: Checked = info.context or Checked()
+        if problems := incompatibilities(self, **checked._asdict()):
             raise ValueError('\n'.join(str(problem) for problem in problems))
         return self
 

@@ -240,6 +240,23 @@ def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
             '--table megatron_2019: choose among scaling, heads, strong, megatron, narayanan',
         ),
         ('--gpu h100', 'plan needs a config'),
+        (
+            'gpt2_124m train.batch_size=3',
+            'train.batch_size: 3 is not a multiple of mesh.data=8 x train.microbatches=4',
+        ),
+        ('gpt2_124m train.batch_size=3', 'or add --gpus 8 to search for a layout'),
+        ('gpt2_124m train.batch_size=3 mesh.data=8 --gpus 8', '3 is not a multiple of mesh.data=8'),
+        ('--gpus 0', '--gpus: must be greater than or equal to 1, not 0; use 1 to 1,048,576'),
+        ('--gpus many', 'must be a valid integer, not many; use 1 to 1,048,576'),
+        (
+            '--gpu-hour-price 0',
+            'must be greater than or equal to 0.01, not 0; use 0.01 to 1,000,00',
+        ),
+        ('--tokens 0', '--tokens: must be greater than or equal to 1, not 0; use 1 to 1,000,000,0'),
+        *((f'--tokens {value}', f'not {value}; use 1 to') for value in ('-1', 'inf', 'nan')),
+        ('--imbalance nan', 'not nan; use 1 to'),
+        ('--program deepspeed', "--program: 'deepspeed' is not one of 'megajax', 'megatron'"),
+        ('calibrate mine.yaml --seconds 0', 'must be greater than or equal to 1, not 0; use 1 or '),
         ('calibrate here.txt', 'here.txt: give a file name that ends in .yaml'),
     ],
 )
@@ -247,6 +264,14 @@ def test_a_wrong_call_names_the_fix(arguments, message):
     with pytest.raises(ConfigError) as caught:
         CliRunner().invoke(app, ['plan', *arguments.split()], catch_exceptions=False)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize('batch', ['train.batch_size=1', '--global-batch-size=1'])
+def test_a_batch_that_the_presets_mesh_does_not_divide_is_searched(batch):
+    long = 'train.seq_len=1048576', 'model.max_seq_len=1048576'
+    called = CliRunner().invoke(app, ['plan', 'llama3_8b', *long, batch, '--gpus', '64'])
+    assert called.exit_code == 0
+    assert 'fastest layout: data=1 x context=8 x model=8, ring' in called.stdout
 
 
 def test_a_wrong_call_exits_2():

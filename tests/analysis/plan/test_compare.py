@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from megajax.analysis.plan.compare import compare, with_price
+from megajax.analysis.plan.compare import compare, read_prices
 from megajax.commands.main import app
 from megajax.core.config import ConfigError, load
 
@@ -39,7 +39,7 @@ def test_a_machine_on_which_nothing_fits_is_last() -> None:
     found = compare(config, {'h100': 1.0, 'b300': 2.0})
     assert [x.layout is None for x in found.machines] == [False, True]
     assert found.machines[1].fewest_gpus is None
-    assert 'does not fit' in str(found)
+    assert 'none fits or divides the batch' in str(found)
 
 
 def test_a_machine_without_the_dtype_is_an_error() -> None:
@@ -48,7 +48,32 @@ def test_a_machine_without_the_dtype_is_an_error() -> None:
         compare(config, {'v100': None})
 
 
-@pytest.mark.parametrize('text', ['h100=', 'h100=cheap', 'h100=-1', 'h100=inf'])
-def test_a_price_is_a_positive_number(text: str) -> None:
-    with pytest.raises(ConfigError, match=r'use for example h100=2\.5'):
-        with_price(text)
+def test_the_longest_sequence_may_need_a_longer_one_than_the_config_has() -> None:
+    """One short sequence is not divisible among 64 GPUs, and a long one is."""
+    config = load('llama3_8b')
+    (found,) = compare(config, {'h100': None}, target_batch=1).machines
+    assert found.layout is None
+    assert found.longest_sequence == 2**22
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        *((f'h100={price}', 'use for example h100=2.5') for price in ('', 'cheap', '-1', '0')),
+        ('h100=inf', "'inf' is not a price"),
+        ('h100=2,H100=3', 'h100 is listed twice'),
+        ('h100,,h200', "'' has no name of a GPU; use for example h100=2.5,h200=3.2"),
+    ],
+)
+def test_a_wrong_price_names_the_fix(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace('.', r'\.')):
+        read_prices(text)
+
+
+@pytest.mark.parametrize(
+    'options', ['--gpu-hour-price 2', '--link pcie', '--what-if', '--gpu h100']
+)
+def test_an_option_that_a_comparison_would_ignore_is_an_error(options: str) -> None:
+    asked = 'plan', 'gpt2_124m', '--compare', 'h100', *options.split()
+    with pytest.raises(ConfigError, match='not supported with --compare; remove it'):
+        CliRunner().invoke(app, asked, catch_exceptions=False)

@@ -112,8 +112,8 @@ def test_the_command_shows_the_table() -> None:
     ('options', 'message'),
     [
         (['--batch', '8'], '--prompt and --batch apply to generation only: add --generate'),
-        (['--compare', 'h100,h200', '--what-if'], 'remove them, or remove --compare'),
-        (['--generate', '--verify'], 'of a training step: remove them, or remove --generate'),
+        (['--compare', 'h100,h200', '--what-if'], '--what-if: not supported with --compare'),
+        (['--generate', '--verify'], '--verify: not supported with --generate; remove it'),
         (['--generate', '--tokens', '300e9'], 'model.max_seq_len=1024: ask for fewer'),
     ],
 )
