@@ -23,7 +23,10 @@ OVERLAP = 0.5  # share of the hidden time, if all rows are of one GPU and hide n
 
 
 class Band(NamedTuple):
-    """The relative error that 90% of predictions do not exceed, and why it is that wide."""
+    """The relative error that 90% of predictions do not exceed, and why it is that wide.
+
+    Each reason ends with its own relative error. `error` is the root of the sum of their squares.
+    """
 
     error: float
     reasons: tuple[str, ...]
@@ -41,7 +44,7 @@ def band(config: Config, time: StepTime, cluster: Cluster, program: Software) ->
         if config.train.has_delayed_scales and program.rounding is None:
             terms.append((OTHER_DTYPE, f'no {program.name} step with delayed scaling was measured'))
     error = math.sqrt(sum(size**2 for size, _ in terms))
-    return Band(error, tuple(reason for size, reason in terms if size))
+    return Band(error, tuple(f'{reason} (\u00b1 {size:.0%})' for size, reason in terms if size))
 
 
 def _of_rows(fit: Fit, seen: Seen | None, program: Software) -> tuple[float, str]:
@@ -69,7 +72,8 @@ def _beyond(
         terms.append((DOUBLING * doublings, f'at most {count(seen.gpus, "GPU")} measured'))
     hidden = sum(transfer.hidden for transfer in time.transfers) / time.total
     if seen.gpus == 1 and hidden:
-        terms.append((OVERLAP * hidden, 'its overlap was not measured'))
+        reason = f'its overlap, of transfers for {hidden:.0%} of the step, was not measured'
+        terms.append((OVERLAP * hidden, reason))
     return terms
 
 

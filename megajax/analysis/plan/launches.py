@@ -11,7 +11,7 @@ from megajax.core.config import Config
 from megajax.core.counts.context import blocks_of_others
 from megajax.core.counts.layers import num_with_experts
 from megajax.core.counts.muon import pools_of
-from megajax.core.counts.runs import Runs, ticks
+from megajax.core.counts.runs import Runs, layers_of_chunk, ticks
 from megajax.core.counts.vision import is_learned
 
 # Seconds from one kernel to the next, launched back to back: Gray (2019), Getting Started with CUDA
@@ -19,6 +19,8 @@ from megajax.core.counts.vision import is_learned
 LAUNCH = 3.8e-6
 # Numbers of kernels: outside the layers, in each chunk of the loss, in each tick of a pipeline.
 OF_STEP, OF_CHUNK, OF_TICK = 100, 27, 65
+# Kernels of a tick that a chunk of one layer does not have, because it has no loop over layers.
+OF_LOOP, OF_FULL_LOOP = 55, 79  # the second with full recomputation
 # Kernels in a layer of a vision encoder, in a frozen encoder layer, in a cross-attention layer.
 OF_ENCODER, OF_FROZEN, OF_CROSS = 135, 65, 140
 # Additional kernels of a layer of experts compared with an MLP, if a grouped matmul is one kernel.
@@ -30,7 +32,8 @@ OF_ROUNDS = 90  # further kernels, if tokens may be sent in several rounds
 def num_launches(config: Config) -> int:
     """Return the number of kernels of a step on each GPU.
 
-    It is off by 5% on average and 15% at worst from compiled programs (pipelines: 21% at worst).
+    It is off by 5% on average and 15% at worst from compiled programs that fit in GPU memory
+    (pipelines: 18% at worst).
     """
     model, mesh, train = config.model, config.mesh, config.train
     runs, is_full = Runs.of_stages(config), train.recompute == 'full'
@@ -59,11 +62,18 @@ def num_launches(config: Config) -> int:
     of_block = (18 if is_full else 13) + (4 if mesh.context_exchange == 'ring' else 0)
     of_layer += int(of_block * blocks_of_others(config))
     of_layer += 25 if mesh.exchanges_heads else 0
-    of_ticks = OF_TICK * ticks(config) if mesh.stages > 1 else 0
+    of_ticks = _of_tick(config) * ticks(config) if mesh.stages > 1 else 0
     of_encoder = OF_ENCODER if config.vision and is_learned(config) else OF_FROZEN
     of_images = runs.encoder * of_encoder + runs.cross * OF_CROSS
     of_experts = num_with_experts(model, runs.layers) * _of_experts(config)
     return of_step + of_ticks + runs.layers * of_layer + of_experts + of_images + of_chunks
+
+
+def _of_tick(config: Config) -> int:
+    """Return the kernels of a tick of a pipeline in addition to its layers' kernels."""
+    if layers_of_chunk(config) > 1:
+        return OF_TICK
+    return OF_TICK - (OF_FULL_LOOP if config.train.recompute == 'full' else OF_LOOP)
 
 
 def _of_experts(config: Config) -> int:

@@ -1,5 +1,7 @@
 """The band of a predicted time: how often it holds, and what widens it."""
 
+import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -43,13 +45,24 @@ def test_a_band_widens_with_gpus_that_were_not_measured() -> None:
         for n in (1, 8, 64)
     ]
     assert sizes[0].error < sizes[1].error < sizes[2].error
-    assert 'at most 1 GPU measured' in sizes[2].reasons
+    assert 'at most 1 GPU measured (\u00b1 12%)' in sizes[2].reasons
+
+
+def test_reasons_say_why_two_links_have_different_bands() -> None:
+    """The same words would be printed for 17% and 34% if only the hidden share differs."""
+    on_eight = changed(ONE, mesh__data=8, train__batch_size=8, optim__shard='weights')
+    slow, fast = (band_of(on_eight, gpu) for gpu in ('h200_nvl', 'h200'))
+    assert slow.error > fast.error
+    assert slow.reasons != fast.reasons
+    for found in slow, fast:
+        sizes = [float(re.findall(r'\(\u00b1 (\d+)%\)', reason)[0]) for reason in found.reasons]
+        assert math.hypot(*sizes) == pytest.approx(100 * found.error, abs=1)
 
 
 def test_a_band_widens_in_a_dtype_that_was_not_measured() -> None:
     found = band_of(changed(ONE, train__dtype='fp8'), 'h200')
     assert found.error > band_of(ONE, 'h200').error
-    assert 'no fp8 step was measured' in found.reasons
+    assert 'no fp8 step was measured (\u00b1 10%)' in found.reasons
     # 16 bits were measured in one of both dtypes.
     assert band_of(changed(ONE, train__dtype='float16'), 'h200') == band_of(ONE, 'h200')
 

@@ -101,6 +101,9 @@ def test_the_results_are_those_of_today():
         assert markdown(table) in text
     for cells in summary_rows():
         assert '| ' + ' | '.join(cells) + ' |' in text
+    tables = load_script('plan_tables')
+    for line in (*tables.groups(), *tables.of_memory(), *tables.far()):
+        assert line in text
 
 
 @pytest.mark.parametrize('table', [slow('narayanan'), exhaustive('core')])
