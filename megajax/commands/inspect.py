@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 
 class _Group(DefaultGroup):
-    """The commands of inspect; `inspect --diff A B` means `inspect diff A B`."""
+    """The commands of inspect; `--diff` and `--fuzz` mean the commands `diff` and `fuzz`."""
 
     default = 'step'
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        return super().parse_args(ctx, ['diff', *args[1:]] if args[:1] == ['--diff'] else args)
+        first, *rest = args or ['']
+        is_command = first in ('--diff', '--fuzz')
+        return super().parse_args(ctx, [first.removeprefix('--'), *rest] if is_command else args)
 
 
 inspect_app = typer.Typer(

@@ -51,7 +51,7 @@ def fuzz(
 
     Models, meshes, dtypes and features are drawn from all valid configs. Each step is executed
     without a GPU and compared with one device. The same command continues a stopped run. Exits with
-    code 1 if a step is wrong, or fails to compile or run.
+    code 1 if a step is wrong, or fails to compile or run. megajax inspect --fuzz does the same.
     """
     from megajax.analysis.fuzz.draw import described, draw
 

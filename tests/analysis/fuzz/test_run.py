@@ -58,7 +58,7 @@ def test_an_unfinished_last_line_is_not_a_step_and_another_fault_is_rejected(tmp
 
 
 def test_the_list_has_a_config_per_line_and_compiles_nothing(tmp_path):
-    done = run_here('inspect', 'fuzz', 3, '--list', 'mesh.context=2', folder=tmp_path)
+    done = run_here('inspect', '--fuzz', 3, '--list', 'mesh.context=2', folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, '')
     lines = done.stdout.splitlines()
     assert len(lines) == 3
