@@ -17,6 +17,8 @@ from megajax.core.hardware.dies import Fit, Seen
 ENOUGH = 10  # fewest rows of a program from which its own band follows
 # The spread of the programs' slowdowns: a program without a row may have any of them.
 OTHER_PROGRAM = 0.15
+# An assumption, for layers that no fitted row has: as much as for a different program.
+OTHER_LAYERS = 0.15
 OTHER_DTYPE = 0.1  # for an assumed efficiency, such as FP8's before it was measured
 DOUBLING = 0.02  # for each doubling of the GPUs beyond the largest row
 OVERLAP = 0.5  # share of the hidden time, if all rows are of one GPU and hide nothing
@@ -65,6 +67,9 @@ def _beyond(
 ) -> list[tuple[float, str]]:
     """Return the terms for everything that the rows do not cover, with their reasons."""
     terms, dtype = [], config.train.dtype
+    for layers, section in (('experts', config.model.experts), ('images', config.vision)):
+        if section is not None:
+            terms.append((OTHER_LAYERS, f'no step with {layers} was fitted'))
     if dtype not in seen.dtypes and not {dtype, *seen.dtypes} <= {'bfloat16', 'float16'}:
         terms.append((OTHER_DTYPE, f'no {dtype} step was measured'))
     if cluster.num_devices > seen.gpus:

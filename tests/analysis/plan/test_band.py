@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from support import load_script
 
 from megajax.analysis.plan.band import Band, band
 from megajax.analysis.plan.layouts import changed
@@ -65,6 +66,25 @@ def test_a_band_widens_in_a_dtype_that_was_not_measured() -> None:
     assert 'no fp8 step was measured (\u00b1 10%)' in found.reasons
     # 16 bits were measured in one of both dtypes.
     assert band_of(changed(ONE, train__dtype='float16'), 'h200') == band_of(ONE, 'h200')
+
+
+@pytest.mark.parametrize(
+    ('name', 'layers'), [('qwen3_30b_a3b', 'experts'), ('qwen3_vl_2b', 'images')]
+)
+def test_a_band_widens_with_layers_that_no_fitted_row_has(name: str, layers: str) -> None:
+    assert f'no step with {layers} was fitted (\u00b1 15%)' in band_of(load(name), 'h100').reasons
+    assert not any(layers in reason for reason in band_of(ONE, 'h100').reasons)
+
+
+def test_held_out_rates_of_experts_are_within_their_bands() -> None:
+    load_script('held_out')  # which the script imports
+    script = load_script('plan_experts')
+    for row in script.rows():
+        values, cluster = row.values, Cluster.of(hardware('h100'), row.time.devices)
+        program = script.PROGRAMS[values['software'], values['preset']]
+        found = band(script.config_of(values), row.time, cluster, program)
+        assert found is not None
+        assert abs(row.error) <= found.error or not row.held_out, (values, found)
 
 
 def test_a_band_is_widest_for_a_program_that_was_not_measured() -> None:
