@@ -3,6 +3,8 @@
 `megajax.analysis.fuzz.run` starts it. A compiler that crashes or hangs ends only this process.
 """
 
+import gc
+import itertools
 import json
 import signal
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 import jax
 
 from megajax.analysis.fuzz.case import Case, Worst
-from megajax.analysis.fuzz.draw import MOST_DEVICES, draw
+from megajax.analysis.fuzz.draw import LAYOUTS, MOST_DEVICES, draw
 from megajax.analysis.fuzz.explain import explained
 from megajax.analysis.inspect.emulated_step import EmulatedStep
 from megajax.analysis.inspect.result import Compared
@@ -23,12 +25,15 @@ from megajax.core.config import Config, ConfigError
 
 PATIENCE = 1800  # seconds after which a step counts as hanging, even on a busy machine
 MOST_LINES = 12  # most lines of a traceback
+OBJECTS = 100_000  # new objects after which Python collects; tracing a step makes many
+# Other steps use the other cores: waiting for the compiler's threads costs CPU time.
+ONE_THREAD = {'xla_gpu_force_compilation_parallelism': 1}
 BEGUN, DONE = 'begun ', 'done '  # precede a number, and a Case as JSON
 
 
 def executed(config: Config, target: str) -> dict[str, Worst]:
     """Compile and execute a step; in 16 bits, execute it a second time with fp32 instead."""
-    step = EmulatedStep(config, target)
+    step = EmulatedStep(config, target, ONE_THREAD)
     found = {'as_compiled': _worst(step.results())}
     if has_16_bits(config):
         found['exact'] = _worst(step.results(exact=True))
@@ -71,19 +76,29 @@ def _main(
     jax.config.update('jax_num_cpu_devices', MOST_DEVICES)
     # The default action also works inside a compiler, where Python runs no handler.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    for number in numbers:
-        print(f'{BEGUN}{number}', flush=True)
-        told = {'seed': seed, 'number': number, 'fixed': fixed}
-
-        def execute(config: Config, told: Mapping[str, object] = told) -> Case:
-            signal.alarm(PATIENCE)
-            return case(config, told, target)
-
-        found = execute(draw(seed, number, fixed))
-        if reports is not None and found.is_finding:
-            found = explained(found, execute, Path(reports, f'{seed}-{number}'))
-        print(f'{DONE}{found.model_dump_json()}', flush=True)
+    gc.freeze()  # the collector need not visit modules
+    gc.set_threshold(OBJECTS)
+    for _, layouts in itertools.groupby(numbers, lambda number: number // LAYOUTS):
+        for number in layouts:
+            print(f'{BEGUN}{number}', flush=True)
+            found = _executed_or_explained(seed, number, fixed, target, reports)
+            print(f'{DONE}{found.model_dump_json()}', flush=True)
         jax.clear_caches()
+
+
+def _executed_or_explained(
+    seed: int, number: int, fixed: list[str], target: str, reports: str | None
+) -> Case:
+    told = {'seed': seed, 'number': number, 'fixed': fixed}
+
+    def execute(config: Config) -> Case:
+        signal.alarm(PATIENCE)
+        return case(config, told, target)
+
+    found = execute(draw(seed, number, fixed))
+    if reports is not None and found.is_finding:
+        found = explained(found, execute, Path(reports, f'{seed}-{number}'))
+    return found
 
 
 if __name__ == '__main__':
