@@ -99,7 +99,7 @@ SMALL = config(stages=2, context=2, train={'microbatches': 2})
         exhaustive(config(context=4, model=2, context_exchange='ring', train=FULL)),
         exhaustive(config('gpt', context=2, data=2, context_exchange='ring', shard='weights')),
         exhaustive(config(context=2, context_exchange='ring', **SP, train=FULL, layers=WINDOWS)),
-        slow(
+        exhaustive(
             config(
                 context=2,
                 context_exchange='ring',

@@ -30,9 +30,9 @@ LIMIT = 1e-5
 SETTINGS = [
     Setting('experts', 4, 2, 'weights', experts=2, sequence_parallel=True, microbatches=2),
     exhaustive(Setting('experts', 2, 1, 'none', experts=2)),
-    slow(Setting('experts', 1, 2)),
+    exhaustive(Setting('experts', 1, 2)),
     exhaustive(Setting('experts', 4, 2, 'optimizer', experts=4, recompute='full')),
-    slow(Setting('experts', 4, 2, 'gradients', experts=2, sequence_parallel=True)),
+    exhaustive(Setting('experts', 4, 2, 'gradients', experts=2, sequence_parallel=True)),
     exhaustive(Setting('experts', 8, 1, 'weights', 2, experts=2, recompute='full')),
     exhaustive(Setting('experts', 8, 1, 'optimizer', 2, experts=4, microbatches=2)),
     exhaustive(Setting('experts', 8, 1, 'weights', experts=8)),
@@ -54,7 +54,9 @@ SETTINGS = [
             num_layers=4,
         )
     ),
-    slow(Setting('first_dense', 2, 2, 'weights', experts=2, sequence_parallel=True, num_layers=3)),
+    exhaustive(
+        Setting('first_dense', 2, 2, 'weights', experts=2, sequence_parallel=True, num_layers=3)
+    ),
     exhaustive(Setting('first_dense', 4, 1, experts=2, recompute='full', num_layers=3)),
     slow(Setting('half_dense', 2, 2, experts=2, stages=2, microbatches=2, num_layers=4)),
     exhaustive(Setting('half_dense', 4, 2, 'optimizer', experts=4, recompute='full', num_layers=5)),
@@ -81,8 +83,8 @@ SETTINGS = [
             **{'experts': 2, 'stages': 2, 'microbatches': 2, 'overlap': 'batch_split'},
         )
     ),
-    slow(Setting('half_dense', 4, 2, experts=2, recompute='full', num_layers=5, unroll=True)),
-    slow(Setting('bert_experts', 2, 2, 'weights', experts=2, sequence_parallel=True)),
+    exhaustive(Setting('half_dense', 4, 2, experts=2, recompute='full', num_layers=5, unroll=True)),
+    exhaustive(Setting('bert_experts', 2, 2, 'weights', experts=2, sequence_parallel=True)),
     exhaustive(Setting('bert_experts', 2, 2, experts=2, stages=2, microbatches=2)),
     exhaustive(Setting('capacity', 2, 2, experts=2, context=2, plain=True)),
     exhaustive(Setting('capacity', 2, 2, experts=2, stages=2, microbatches=2)),

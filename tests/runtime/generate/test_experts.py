@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import make_config, on_mesh, random_params, slow
+from support import exhaustive, make_config, on_mesh, random_params, slow
 
 from megajax.runtime.generate import Generator, Request, Sampling
 
@@ -21,7 +21,7 @@ def generated(name: str, **mesh: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    'name', [slow('capacity'), 'half_dense', slow('experts'), slow('first_dense')]
+    'name', ['half_dense', slow('capacity'), *map(exhaustive, ('experts', 'first_dense'))]
 )
 def test_experts_on_several_devices_generate_the_tokens_of_one(name: str) -> None:
     mesh = {'data': 4, 'experts': 2, 'model': 2, 'sequence_parallel': True}

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from runs import losses, steps
-from support import exhaustive, make_batch, make_config, on_mesh, random_state, slow, write_run
+from support import exhaustive, make_batch, make_config, on_mesh, random_state, write_run
 
 from megajax.core.config import Config, CorruptionError, load
 from megajax.core.parallel.mesh import concrete
@@ -199,7 +199,7 @@ def replayed(data: int = 1, model: int = 1, /, **sections: dict[str, Any]) -> Co
         exhaustive(replayed(2, 2, train={'dtype': 'float16'})),
         exhaustive(replayed(2, 2, lora={'rank': 2})),
         exhaustive(replayed(4, 2, mesh={'replicas': 2}, optim={'shard': 'weights'})),
-        slow(
+        exhaustive(
             replayed(
                 *(4, 1),
                 mesh={'experts': 2, 'replicas': 2},
