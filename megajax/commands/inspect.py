@@ -26,9 +26,9 @@ class _Group(DefaultGroup):
     default = 'step'
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        first, *rest = args or ['']
-        is_command = first in ('--diff', '--fuzz')
-        return super().parse_args(ctx, [first.removeprefix('--'), *rest] if is_command else args)
+        if args[:1] in (['--diff'], ['--fuzz']):
+            args = [args[0].removeprefix('--'), *args[1:]]
+        return super().parse_args(ctx, args)
 
 
 inspect_app = typer.Typer(

@@ -243,9 +243,11 @@ def _check_options(context: typer.Context, *outputs: Path | None) -> None:
         return
     ignored = [option for name, option in given.items() if name not in (mode, *OPTIONS_OF[mode])]
     if ignored:
+        priced = mode == 'compare' and '--gpu-hour-price' in ignored
         raise ConfigError(
             f'{", ".join(ignored)}: not supported with --{mode}; '
-            f'remove {"it" if len(ignored) == 1 else "them"}, or remove --{mode}'
+            f'remove {"it" if len(ignored) == 1 else "them"}, or remove --{mode}',
+            *(['write the prices as --compare h100=2.5,h200=3.2'] if priced else []),
         )
 
 

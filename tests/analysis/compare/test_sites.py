@@ -44,13 +44,10 @@ def title(comparison: Comparison) -> tuple[str, str]:
     return comparison.first.name, comparison.first.phase
 
 
-SLOW = ('a grid',)
-
-
 @pytest.mark.parametrize(
     'mesh',
     [
-        name if 'seq' in name else slow(name) if name in SLOW else exhaustive(name)
+        name if 'seq' in name else slow(name) if name == 'a grid' else exhaustive(name)
         for name in MESHES
     ],
 )

@@ -113,6 +113,7 @@ def test_the_command_shows_the_table() -> None:
     [
         (['--batch', '8'], '--prompt and --batch apply to generation only: add --generate'),
         (['--compare', 'h100,h200', '--what-if'], '--what-if: not supported with --compare'),
+        (['--compare', 'h100', '--price', '2'], 'write the prices as --compare h100=2.5,h200=3.2'),
         (['--generate', '--verify'], '--verify: not supported with --generate; remove it'),
         (['--generate', '--tokens', '300e9'], 'model.max_seq_len=1024: ask for fewer'),
     ],
