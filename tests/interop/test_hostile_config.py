@@ -68,7 +68,7 @@ def import_settings(keys: dict[str, Any], file: Path) -> None:
 @pytest.mark.parametrize('value', VALUES)
 @pytest.mark.parametrize('file', FILES, ids=lambda file: file.parent.name)
 def test_every_key_may_have_any_value_or_is_named(file: Path, value: str) -> None:
-    keys, accepted, begin = json.loads(file.read_bytes()), 0, time.monotonic()
+    keys, accepted, begin = json.loads(file.read_bytes()), 0, time.process_time()
     for key, mutant in changed(keys, VALUES[value]):
         try:
             import_settings(mutant, file)
@@ -80,7 +80,7 @@ def test_every_key_may_have_any_value_or_is_named(file: Path, value: str) -> Non
         assert key in message or BETWEEN_KEYS.get(key, key) in message, f'{key}: {message}'
         assert len(message) < 3_000, key
     assert accepted  # keys without effect, such as bos_token_id
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 def write(folder: Path, **keys: Any) -> Path:

@@ -67,7 +67,7 @@ def test_a_hostile_pickle_is_refused_at_once(hostile: bytes, tmp_path: Path) -> 
     (tmp_path / FILE).write_bytes(hostile)
     write_zip(tmp_path / 'x.pt', hostile)
     tracemalloc.start()
-    begin = time.monotonic()
+    begin = time.process_time()
     try:
         for reader in (lambda: read_metadata(tmp_path), lambda: read_rank(tmp_path / 'x.pt')):
             with pytest.raises(ConfigError) as refused:
@@ -77,7 +77,7 @@ def test_a_hostile_pickle_is_refused_at_once(hostile: bytes, tmp_path: Path) -> 
         assert tracemalloc.get_traced_memory()[1] < 20e6
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def test_a_dict_in_itself_and_one_in_many_places_are_refused(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_an_index_of_other_things_is_refused(broken: Any, tmp_path: Path) -> Non
 def test_an_index_that_would_take_forever_is_refused_at_once(tmp_path: Path) -> None:
     tree = nest(b')', 60, b'(', b't')  # 2^60 tuples, which a hash would visit
     tensor = Object(METADATA, 'TensorStorageMetadata', {'size': (1,), 'chunks': []})
-    begin = time.monotonic()
+    begin = time.process_time()
     for fqn, offset in ((tree, (0,)), ('w', (tree,))):
         place = Object(METADATA, 'MetadataIndex', {'fqn': fqn, 'offset': offset})
         info = {'relative_path': '__0_0.distcp', 'offset': 0, 'length': 7}
@@ -148,7 +148,7 @@ def test_an_index_that_would_take_forever_is_refused_at_once(tmp_path: Path) -> 
         (tmp_path / FILE).write_bytes(program(Object(METADATA, 'Metadata', index)))
         with pytest.raises(ConfigError, match=r'without a name|is not a number'):
             read_metadata(tmp_path)
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def test_mutants_of_an_index_are_read_or_refused(tmp_path: Path) -> None:

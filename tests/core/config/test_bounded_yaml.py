@@ -42,11 +42,11 @@ HOSTILE = {
 
 
 def refused(file: Path, *overrides: str) -> list[str]:
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(ConfigError) as error:
         load(file, overrides)
     message = str(error.value)
-    assert time.monotonic() - begin < 5  # minutes, without the limits
+    assert time.process_time() - begin < 5  # minutes, without the limits
     assert len(message) < 20_000
     return message.splitlines()
 

@@ -10,12 +10,14 @@ from megajax.runtime.run.clock import ACTIVITIES, Clock, RunSummary, describe
 
 
 def test_the_activities_add_up_to_the_time_that_passed() -> None:
-    start, clock = time.perf_counter(), Clock()
+    before, clock, after = time.perf_counter(), Clock(), time.perf_counter()
     for activity in ('compile', 'data_wait', 'productive', 'other'):
         clock.begin(activity)
         time.sleep(0.02)
-    total, passed = clock.seconds(), time.perf_counter() - start
-    assert total == pytest.approx(passed, abs=1e-3)
+    least = time.perf_counter() - after
+    total = clock.seconds()
+    most = time.perf_counter() - before
+    assert least <= total <= most
     assert (
         min(clock.seconds(activity) for activity in ('compile', 'data_wait', 'productive', 'other'))
         >= 0.02

@@ -87,7 +87,7 @@ def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(
 
     seconds = summary(folder / 'run')['seconds']
     # The last lines are printed and the lock is given back after the clock's last look.
-    assert sum(seconds.values()) - seconds['total'] == pytest.approx(passed, rel=0.01, abs=0.2)
+    assert passed - 2 < sum(seconds.values()) - seconds['total'] <= passed + 0.01  # rounded to 1 ms
     productive = sum(line['step_ms'] - line['data_wait_ms'] for line in steps) / 1e3
     # While the host writes the line of a step, which is `other` by the clock, the devices are
     # already at the next step, whose time this is.
