@@ -4,6 +4,7 @@ VISION = ' '.join(
     f'vision.{size}' for size in ('num_layers=1', 'hidden_size=64', 'num_heads=4', 'max_patches=16')
 )
 VALUES = {
+    'data.order': 'data.order=megatron',
     'lora': 'lora.rank=8',
     'train.fp8_scaling=current': 'train.dtype=fp8 train.fp8_scaling=current',
     'vision': VISION,

@@ -75,7 +75,7 @@ FEATURES: Mapping[str, tuple[Callable[['Config'], bool], str]] = {
         'train.sample_prompts=[]',
     ),
     'optim.shard=none': (lambda config: config.optim.shard == 'none', 'optim.shard=weights'),
-    'data.order=megatron': (lambda config: config.data.order == 'megatron', 'data.order=stateless'),
+    'data.order': (lambda config: config.data.order != 'stateless', 'data.order=stateless'),
     'data.document_mask=true': (
         lambda config: config.data.document_mask,
         'data.document_mask=false',
@@ -89,8 +89,8 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         CAUSAL: 'masked-token prediction needs the tokens on both sides',
         'train.sample_prompts': f'a model with {MASKED} cannot continue a prompt; '
         'remove the prompts',
-        'data.order=megatron': "megatron is the sample order of Megatron's GPTDataset; "
-        f'use stateless with {MASKED}',
+        'data.order': f'{MASKED} reads pairs of whole documents, which only data.order=stateless '
+        'makes; use stateless',
         'data.document_mask=true': f'with {MASKED} each sequence has one document; remove it',
         'mesh.model_rows': '2-D tensor parallelism does not support BERT: it would have to '
         f"all-gather the square layers of BERT's heads; use mesh.model_rows=1 with {MASKED}",

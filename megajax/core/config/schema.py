@@ -181,8 +181,10 @@ class DataConfig(Section):
     """
     split: str = '95,5,0'
     """Relative sizes of the training, validation and test splits."""
-    order: Literal['stateless', 'megatron'] = 'stateless'
-    """Sample order: computed on the fly (stateless), or Megatron-LM's own (megatron)."""
+    order: Literal['stateless', 'megatron', 'streamed'] = 'stateless'
+    """Sample order: shuffled over the whole corpus (stateless), Megatron-LM's own (megatron), or
+    streamed: text is read and tokenized during training, and its pieces are shuffled.
+    """
     chat_template: Name | None = None
     """File of a Hugging Face chat template, for JSON lines with messages. null: the template of the
     model in `run.start_from`; if it has none, ChatML or `role: text`.

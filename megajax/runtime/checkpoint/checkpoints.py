@@ -172,7 +172,7 @@ class Checkpoints:
         step: int,
         *,
         validation_loss: float | None = None,
-        **place: int | None,
+        **place: Any,
     ) -> None:
         """Start saving `state` as step `step`, unless a valid checkpoint of `step` exists.
 

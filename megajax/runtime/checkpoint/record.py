@@ -5,7 +5,7 @@ The record contains config, tokenizer, versions and data. Imports no jax.
 
 import datetime
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class Record(BaseModel):
     # The number of samples for which Megatron-LM's order was made, because the order depends on it;
     # None in megajax's own order.
     order_of: int | None = None
+    # With data.order=streamed: the share, document and token at which each stream continues.
+    streams: list[tuple[int, int, int]] | None = None
     time: datetime.datetime  # time of the state, in UTC
     config: dict[str, dict[str, Any]]  # the resolved config, by section and key
     tokenizer_sha256: str | None = None  # SHA-256 of tokenizer.json, or None if there is none
@@ -87,6 +89,7 @@ def make_record(
     *,
     samples: int | None = None,
     order_of: int | None = None,
+    streams: Sequence[tuple[int, int, int]] | None = None,
     tokenizer_sha256: str | None = None,
     validation_loss: float | None = None,
     data: Mapping[str, str] | None = None,
@@ -97,6 +100,7 @@ def make_record(
         step=step,
         samples=samples,
         order_of=order_of,
+        streams=None if streams is None else [*streams],
         time=datetime.datetime.now(datetime.UTC),
         config=config.model_dump(mode='json'),
         tokenizer_sha256=tokenizer_sha256,

@@ -6,7 +6,7 @@ dim B.
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import Self, SupportsInt
+from typing import Any, Self, SupportsInt
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class Batches:
         batches.shift = samples - step * self.batch_size
         return batches
 
-    def place(self, step: SupportsInt) -> dict[str, int | None]:
+    def place(self, step: SupportsInt) -> dict[str, Any]:
         """Return the position before the batch of `step`, as a checkpoint records it."""
         return {'samples': self.samples_before(int(step)), 'order_of': self.order_of}
 
@@ -106,7 +106,7 @@ class Batches:
         begins = []
         for row, index in enumerate(places):
             num_tokens, row_begins = self._samples.read(self.order[index], window_RS[row])
-            loss_mask_RS[row, : num_tokens - 1] = 1
+            loss_mask_RS[row, : max(num_tokens - 1, 0)] = 1
             begins += [(row, begin) for begin in row_begins]
         batch = {'tokens': window_RS[:, :-1], 'labels': window_RS[:, 1:], 'loss_mask': loss_mask_RS}
         return _separate(batch, begins) if self._document_mask else batch

@@ -108,6 +108,15 @@ class RowShape:
         if 'positions' in row:
             row['positions'][:] = position_S3[:-1] if self.mrope else position_S3[:-1, 0]
 
+    def with_empty_slots(self, text: Batch) -> Batch:
+        """Return a batch of text alone in the form that a vision-language model reads."""
+        batch = text | self.no_pictures(len(text['tokens']))
+        if self.mrope:  # all three numbers of a text token are equal
+            ones_RS = np.ones_like(batch['tokens'])
+            position_RS = batch.get('positions', np.cumsum(ones_RS, axis=1, dtype=np.int32) - 1)
+            batch['positions'] = np.repeat(position_RS[..., None], 3, axis=2)
+        return batch
+
 
 class EmptySlots(Batches):
     """Text-only batches in the form that a vision-language model reads."""
@@ -128,9 +137,4 @@ class EmptySlots(Batches):
         return self._text.counted(sample)
 
     def _rows(self, places: range, count: int) -> Batch:
-        batch = self._text._rows(places, count) | self.shape.no_pictures(count)
-        if self.shape.mrope:  # all three numbers of a text token are equal
-            ones_RS = np.ones_like(batch['tokens'])
-            position_RS = batch.get('positions', np.cumsum(ones_RS, axis=1, dtype=np.int32) - 1)
-            batch['positions'] = np.repeat(position_RS[..., None], 3, axis=2)
-        return batch
+        return self.shape.with_empty_slots(self._text._rows(places, count))

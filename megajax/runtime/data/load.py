@@ -22,6 +22,7 @@ from megajax.runtime.data.image_text.load import (
     load_image_text,
     read_training_texts,
 )
+from megajax.runtime.data.load_streamed import load_streamed
 from megajax.runtime.data.loss_check import check_counted
 from megajax.runtime.data.masked import (
     NUM_SPECIAL,
@@ -81,6 +82,13 @@ def load_data(config: Config, template: Template | None = None) -> Data:
             summary=drawn.summary,
             fingerprints={config.data.corpus: drawn.fingerprint},
         )
+    if config.data.order == 'streamed':
+        if prefixes := prefixes_of(config):
+            message = f'streamed is for text, and {prefixes[0]} has token files; use stateless'
+            raise _problem('data.order', message, *CORPUS)
+        streamed = load_streamed(config)
+        check_counted(config, streamed.tokenizer, streamed.train, streamed.validation)
+        return Data(**streamed._asdict())
     with local_text(config) as (local, versions, kept):
         data = _load_files(local, template, kept)
         check_counted(local, data.tokenizer, data.train, data.validation)

@@ -51,7 +51,7 @@ def local_text(config: Config) -> Iterator[LocalText]:
         if config.vision is not None:
             message = 'is not supported with a vision section, unless it has token files'
             raise _problem(url, f'{message}; copy the files, and set data.corpus to their folder')
-        files = _open(config, url)
+        files = open_files(config, url)
     keys = json.dumps({name: file.key for name, file in files.items()})
     here = cache_of(config).folder / sha256(keys.encode()).hexdigest()[:32]
     here.mkdir(exist_ok=True)
@@ -68,8 +68,11 @@ def local_text(config: Config) -> Iterator[LocalText]:
         yield LocalText(local, versions, kept)
 
 
-def _open(config: Config, url: str) -> dict[str, RemoteFile]:
-    """Return the files of a corpus by their names below its URL."""
+def open_files(config: Config, url: str) -> dict[str, RemoteFile]:
+    """Return the files of a corpus by their names below its URL.
+
+    Raises ConfigError if there are none, or if one cannot be read.
+    """
     names = names_below(url)
     if unsafe := [name for name in names if '..' in PurePosixPath(name).parts]:
         raise _problem(url, f'{unsafe[0]} leads out of its folder; rename it')
@@ -82,9 +85,10 @@ def _download(config: Config, here: Path, files: Mapping[str, RemoteFile]) -> No
     """Copy the files to a folder of the cache."""
     size, url = sum(file.size for file in files.values()), config.data.corpus
     if size > config.run.data_cache_gb * GB:
-        fix = f'megajax data build OUT --input {typed(url)}, and set data.corpus=OUT'
+        build = f'megajax data build OUT --input {typed(url)}, and set data.corpus=OUT'
         limit = f'run.data_cache_gb={config.run.data_cache_gb:g}'
-        raise _problem(url, f'has {size / GB:.1f} GB, and {limit} is less; raise it, or {fix}')
+        fix = f'set data.order=streamed, raise the limit, or {build}'
+        raise _problem(url, f'has {size / GB:.1f} GB, and {limit} is less; {fix}')
     copies = here / COPYING
     copies.mkdir(exist_ok=True)
     with locked(copies, wait=True), ThreadPoolExecutor(DOWNLOADS) as threads:

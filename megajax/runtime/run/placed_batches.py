@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Callable
-from typing import Self
+from itertools import chain
+from typing import Any, Self, SupportsInt
 
 import jax
 
@@ -11,6 +12,7 @@ from megajax.core.config import ConfigError, RunError
 from megajax.core.train.feed import Batch, local_rows, place_batch
 from megajax.runtime.data import Batch as HostBatch
 from megajax.runtime.data import Batches
+from megajax.runtime.data.streams import Place
 from megajax.runtime.processes.consensus import from_all
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,22 @@ class PlacedBatches:
 
     def _unreadable(self) -> HostBatch:
         return self._batches.unreadable(self._rows.stop - self._rows.start)
+
+    def place(self, step: SupportsInt) -> dict[str, Any]:
+        """Return the position before the batch of `step`, as a checkpoint records it.
+
+        It contains the streams of all processes, which must all call this.
+        """
+        place = self._batches.place(step)
+        if (streams := place.get('streams')) is None:
+            return place
+        unknown = Place(-1, -1, -1)
+        # an all-gather between hosts
+        found = from_all(*chain(*(mine or unknown for mine in streams)))
+        of_stream = found.reshape(-1, len(streams), len(unknown)).swapaxes(0, 1)
+        places = [max(Place(*map(int, each)) for each in known) for known in of_stream]
+        assert unknown not in places  # each stream is read by the processes with its sequences
+        return {**place, 'streams': places}
 
     def check(self) -> None:
         """Raise in all processes if one could not read its sequences; all must call this."""

@@ -1,6 +1,7 @@
 """The batches of a resumed run, which begin with the first sample that it has not read."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megajax.runtime.checkpoint.record import (
     read_record,
 )
 from megajax.runtime.data import Batches, Data
+from megajax.runtime.data.streams import Place, StreamedBatches
 from megajax.runtime.data.synthetic_batches import PictureBatches
 from megajax.runtime.data.tokens.remote_pair import VERSION_OF
 
@@ -36,6 +38,8 @@ def resumed_data(data: Data, config: Config, there: Record | None, *, batches: i
     samples = there.samples
     if samples is None:
         samples = batches * before['batch_size']
+    if batches and isinstance(data.train, StreamedBatches):
+        return replace(data, train=_streamed(data.train, data, config, there, batches, samples))
     if batches:
         samples = _in_new_order(data, config, there, samples)
     # the samples that Megatron-LM consumed count only in Megatron-LM's order
@@ -70,20 +74,46 @@ def imported(start: Path) -> Record | None:
     return record if record.step == 0 and record.samples else None
 
 
+def _streamed(
+    train: StreamedBatches, data: Data, config: Config, there: Record, batches: int, samples: int
+) -> Batches:
+    """Return streams that continue at their next tokens.
+
+    If there are other streams, they begin with their first tokens, which is logged.
+    """
+    changed = [key for key in _changes(data, config, there) if key not in OF_ROWS]
+    if changed or there.streams is None:
+        logger.warning(
+            'resume     %s: the streams have changed: the corpus is read from its beginning',
+            ', '.join(changed) or 'data.order=streamed',
+        )
+        return train.going_on(batches, 0)
+    samples = -(-samples * there.config['train']['seq_len'] // config.train.seq_len)
+    return train.continued(batches, samples, [Place(*each) for each in there.streams])
+
+
+def _changes(data: Data, config: Config, there: Record) -> list[str]:
+    """Return the keys that have changed the samples or their order, or 'the corpus'."""
+    different = config_differences(there, make_record(config, there.step))
+    old, new = _contents(there.data), _contents(data.fingerprints)
+    weights = [list(x.values()) for x in different.get('data.blend', ())]
+    same = {'data.corpus', 'data.blend'} if old == new and weights[:1] == weights[1:] else set()
+    changed = [key for key in (*OF_SAMPLES, *OF_ORDER) if key in different and key not in same]
+    return ['the corpus'] if old and old != new and not changed else changed
+
+
+def _contents(fingerprints: Mapping[str, str]) -> set[str]:
+    return {value for name, value in fingerprints.items() if not name.startswith(VERSION_OF)}
+
+
 def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> int:
     """Return the sample with which a run continues after it has read `samples` in its old order.
 
     The result is sample `samples`, unless the samples have changed. A change of the samples or of
     their order is logged.
     """
-    different = config_differences(there, make_record(config, there.step))
-    old, new = (
-        {value for name, value in contents.items() if not name.startswith(VERSION_OF)}
-        for contents in (there.data, data.fingerprints)
-    )
-    weights = [list(x.values()) for x in different.get('data.blend', ())]
-    same = {'data.corpus', 'data.blend'} if old == new and weights[:1] == weights[1:] else set()
-    changed = [key for key in (*OF_SAMPLES, *OF_ORDER) if key in different and key not in same]
+    changed = _changes(data, config, there)
+    old, new = _contents(there.data), _contents(data.fingerprints)
     if old and old.isdisjoint(new) and {'data.corpus', 'data.blend'} & set(changed):
         logger.warning('resume     the corpus has changed: it is read from its first sample')
         return 0
@@ -92,8 +122,6 @@ def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> in
     if old_length != length and not isinstance(data.train, PictureBatches):
         samples = -(-read // length)
         changed.append('train.seq_len')
-    if old and old != new and not changed:
-        changed = ['the corpus']
     if changed:
         logger.warning(
             'resume     %s: the order of samples has changed; of the %s tokens that the run has '

@@ -308,7 +308,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._begin('checkpoint', 'saving', 'checkpoint')
-        self.checkpoints.save(self.state, self.step, **self.data.train.place(self.state.batches))
+        self.checkpoints.save(self.state, self.step, **self._batches.place(self.state.batches))
         self._saved = self.step
         self._rollbacks.reset()
 

@@ -2,6 +2,7 @@
 files learns.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -57,6 +58,23 @@ def test_killed_and_resumed_by_two_processes_a_remote_run_learns_what_a_local_on
     assert code == 2, said
     assert 'ETag and size of ' in said
     assert 'run.allow_changed_data=true' in said
+
+
+def test_killed_streams_go_on_to_the_token_on_another_mesh(folder: Path) -> None:
+    lines = (json.dumps({'text': f'{i} ' * 50}) for i in range(20_000))
+    (folder / 'web.jsonl').write_text('\n'.join(lines))
+    streamed = 'data.order=streamed', 'data.tokenizer=bytes', 'train.sample_prompts=[]'
+    short = *streamed, 'train.steps=14', 'train.eval_every=100', 'checkpoint.every=4'
+    train_here(folder, *short, 'data.corpus=web.jsonl', name='local')
+    with stores.web(folder) as server:
+        keys = *short, f'data.corpus={server.url}/web.jsonl'
+        killed = start(folder, *keys, processes=2)
+        read_until(killed, 'step 9/')
+        for pid in children(killed):
+            os.kill(pid, signal.SIGKILL)
+        assert finish(killed)[0] != 0
+        assert 'resume' in finish_well(start(folder, *keys))
+        assert losses(folder / 'run') == losses(folder / 'local')
 
 
 def finish_well(process: subprocess.Popen[str]) -> str:

@@ -24,7 +24,9 @@ FIRST, LAST = 7, 10
 
 
 def make_config(order: str) -> Config:
-    corpus = f'data.blend={{{ORACLES}/a: 0.7, {ORACLES}/b: 0.3}}'
+    corpus = [f'data.blend={{{ORACLES}/a: 0.7, {ORACLES}/b: 0.3}}', 'data.tokenizer=none']
+    if order == 'streamed':
+        corpus = ['data.corpus=stdlib', 'data.tokenizer=bytes']
     small = [
         'train.batch_size=8',
         'train.seq_len=32',
@@ -32,13 +34,10 @@ def make_config(order: str) -> Config:
         'train.sample_prompts=[]',
         'model.vocab_size=1000',
     ]
-    return load(
-        'tiny',
-        [*small, corpus, 'data.tokenizer=none', 'data.document_mask=true', f'data.order={order}'],
-    )
+    return load('tiny', [*small, *corpus, 'data.document_mask=true', f'data.order={order}'])
 
 
-@pytest.mark.parametrize('order', ['stateless', 'megatron'])
+@pytest.mark.parametrize('order', ['stateless', 'megatron', 'streamed'])
 @pytest.mark.parametrize('mesh', [(1, 1), (2, 2), (4, 2)])
 def test_the_same_batches_on_every_mesh(mesh: tuple[int, int], order: str) -> None:
     train = load_data(make_config(order)).train
@@ -65,20 +64,29 @@ print(json.dumps(rows_of_this_process(sys.argv[4])))
 
 
 def rows_of_this_process(order: str) -> dict[str, object]:
-    """The labels that each row of each step has here, and the rows that were read."""
+    """The labels that each row of each step has here, the rows that were read, and the place after
+    them that all processes agree on.
+    """
     train = load_data(make_config(order)).train
     found: dict[str, object] = {}
     with jax.set_mesh(make_mesh(4, 2)):
         rows = local_rows(train.batch_size)
-        for step, batch in enumerate(PlacedBatches(train, FIRST, LAST), FIRST):
+        batches = PlacedBatches(train, FIRST, LAST)
+        for step, batch in enumerate(batches, FIRST):
             for shard in batch['labels'].addressable_shards:
                 for row, labels in enumerate(np.asarray(shard.data), shard.index[0].start):
                     found[f'{step} {row}'] = labels.tolist()
-    return {'read': [rows.start, rows.stop], 'found': found}
+    place = batches.place(LAST)
+    return {'read': [rows.start, rows.stop], 'found': found, 'place': place}
 
 
 @pytest.mark.parametrize(
-    ('count', 'order'), [(2, 'megatron'), pytest.param(4, 'stateless', marks=pytest.mark.faults)]
+    ('count', 'order'),
+    [
+        (2, 'megatron'),
+        pytest.param(4, 'stateless', marks=pytest.mark.faults),
+        pytest.param(4, 'streamed', marks=pytest.mark.faults),
+    ],
 )
 def test_processes_read_their_own_rows_of_the_same_batches(count: int, order: str) -> None:
     with socket.create_server(('127.0.0.1', 0)) as server:
@@ -112,6 +120,8 @@ def test_processes_read_their_own_rows_of_the_same_batches(count: int, order: st
     assert {
         key: labels for result in results for key, labels in result['found'].items()
     } == expected
+    place = json.loads(json.dumps(train.place(LAST)))
+    assert [result['place'] for result in results] == [place] * count
 
 
 def test_a_resumed_run_reads_on_where_the_straight_one_was() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megajax.core.config import Config, load
 from megajax.runtime.checkpoint.record import Record, make_record
 from megajax.runtime.data import Batches, load_data
+from megajax.runtime.data.sources import shares
 from megajax.runtime.run.resumed_data import resumed_data
 
 PAIRS = Path(__file__).parents[2] / 'runtime/data/oracles/gpt_dataset'
@@ -88,6 +89,62 @@ def test_each_sample_is_read_once_in_an_epoch_whatever_the_batch_sizes(
         run.start(steps, batch_size, rolled_back=rolled_back)
     expected = straight(corpus, f'data.order={order}')
     assert run.read == [next(expected) for _ in run.read]
+
+
+def stream(folder: Path) -> list[str]:
+    """The settings of a run that streams a text of about 4,000 lines."""
+    (folder / 'text.txt').write_text('\n'.join(map(str, range(100_000, 200_000, 25))))
+    keys = 'data.order=streamed', 'data.tokenizer=bytes', 'data.split=1,0,0'
+    return [f'data.corpus={folder}/text.txt', *keys]
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    starts=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, FIRST), st.integers(0, 1)), max_size=4
+    )
+)
+def test_streams_go_on_to_the_token_whatever_the_batch_sizes(
+    tmp_path_factory: pytest.TempPathFactory, starts: list[tuple[int, int, int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, 'SMALLEST', 400)
+        run = Run(*(keys := stream(tmp_path_factory.mktemp('corpus'))))
+        run.start(3, FIRST)
+        for steps, batch_size, rolled_back in starts:
+            run.start(steps, batch_size, rolled_back=rolled_back)
+        expected = straight(*keys)
+        assert run.read == [next(expected) for _ in run.read]
+
+
+@pytest.mark.parametrize(
+    ('override', 'changed'),
+    [
+        ('train.seed=5', 'train.seed'),
+        ('data.split=1,1,0', 'data.split'),
+        ('data.corpus=other.txt', 'data.corpus'),
+        ('data.order=stateless', 'data.order'),
+    ],
+)
+def test_other_streams_begin_with_their_first_tokens(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    override: str,
+    changed: str,
+) -> None:
+    monkeypatch.setattr(shares, 'SMALLEST', 400)
+    monkeypatch.chdir(tmp_path)
+    keys = stream(tmp_path)
+    (tmp_path / 'other.txt').write_text('another text\n' * 2000)
+    run = Run(*keys)
+    first, second = ([], [override]) if changed != 'data.order' else ([override], [])
+    run.start(4, FIRST, *first)
+    run.start(1, FIRST, *second)
+    said = f'resume     {changed}: the streams have changed: the corpus is read from its beginning'
+    assert said in caplog.text
+    fresh = straight(*keys, *second)
+    assert run.read[4 * FIRST :] == [next(fresh) for _ in range(FIRST)]
 
 
 def test_growing_batches_of_megatron_s_order_stay_in_it_while_an_epoch_lasts() -> None:

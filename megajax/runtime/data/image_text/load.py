@@ -25,7 +25,8 @@ from megajax.runtime.data.image_text.lines import spelled
 from megajax.runtime.data.image_text.turns import Vocabulary, end_of_turn
 from megajax.runtime.data.sources.objects import read_objects
 from megajax.runtime.data.synthetic_corpus import NO_TOKEN, PICTURES
-from megajax.runtime.data.text.corpus import Document, copies_warning, find_corpus, split_documents
+from megajax.runtime.data.text.corpus import Document, copies_warning, split_documents
+from megajax.runtime.data.text.files import find_corpus
 from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.token_pairs import has_tokens
 

@@ -24,12 +24,18 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def open_input(input: Input) -> Iterator[BinaryIO]:
-    """Open the file, or standard input, which is not closed at the end."""
+def open_input(input: Input, *, at_any_place: bool = False) -> Iterator[BinaryIO]:
+    """Open the file, or standard input, which is not closed at the end.
+
+    To seek in a file with a URL, set `at_any_place`, or give it a cache.
+    """
     if input.path == STDIN:
         yield sys.stdin.buffer
+    elif input.cached is not None:
+        with input.cached() as file:
+            yield file
     elif input.is_remote:
-        with open_remote(input.path, input.size) as file:
+        with open_remote(input.path, input.size, at_any_place=at_any_place) as file:
             yield file
     else:
         if Path(input.path).is_fifo():

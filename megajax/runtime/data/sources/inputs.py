@@ -4,11 +4,11 @@ import glob
 import logging
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from megajax.base.errors import ConfigError, Problem
 from megajax.base.render.text import typed
@@ -43,6 +43,8 @@ class Input:
     given: bool = False
     # whether the user named this CSV or TSV file, rather than a folder or glob that contains it
     table: bool = False
+    # Opens the file through a cache, for reading at any place; None: it is opened by its path.
+    cached: Callable[[], BinaryIO] | None = None
 
     @property
     def compression(self) -> str:
@@ -178,15 +180,23 @@ def _look(path: str, format: Format | None) -> Input:
             stream=stream,
             given=format is not None,
         )
+    return readable(input)
+
+
+def readable(input: Input) -> Input:
+    """Return the input.
+
+    Raises ConfigError if its format cannot be read, or needs a package that is not installed.
+    """
     if input.format == 'parquet' and (input.stream or input.compression):
         raise input_error(
-            path,
+            input.path,
             'Parquet is read only from uncompressed files, not streams; write it to such a file',
         )
     if input.compression == '.zst':
-        optional('zstandard', path)
+        optional('zstandard', input.path)
     elif input.format == 'parquet':
-        optional('pyarrow', path)
+        optional('pyarrow', input.path)
     return input
 
 

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from megajax.runtime.data.sources.contents import check_parquet
+from megajax.runtime.data.sources.decompress import open_input
 from megajax.runtime.data.sources.inputs import Input, input_error, optional, unreadable
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position
-from megajax.runtime.data.sources.remote import open_remote
 
 SIGNS = 1 << 10  # number of bytes that are read to tell what else a file may be
 
@@ -32,6 +32,13 @@ def read_rows(
                 piece = InputPiece(input=input, offset=row, line=row + 1, data=rows)
                 row, rows, weight = row + len(rows), [], 0
                 yield piece, row == total, input.size * row // total
+
+
+def group_sizes(input: Input, key: str) -> list[int]:
+    """Return the number of rows of each row group of a Parquet file."""
+    with _open(input) as file:
+        _check_column(input, key, file.schema_arrow)
+        return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
 
 
 def read_records(input: Input) -> Iterator[dict[str, Any]]:
@@ -65,7 +72,7 @@ def _open(input: Input) -> Iterator[Any]:
 @contextmanager
 def _source(input: Input) -> Iterator[Any]:
     if input.is_remote:
-        with open_remote(input.path, input.size, at_any_place=True) as source:
+        with open_input(input, at_any_place=True) as source:
             check_parquet(input, source.read(SIGNS))
             source.seek(0)
             yield source

@@ -45,12 +45,17 @@ def parse(piece: InputPiece, key: str, fixes: Fixes = FIXES) -> Iterator[str | P
 
 
 def lines(piece: InputPiece) -> Iterator[tuple[bytes, str]]:
-    """Yield the lines of a piece of JSON lines, except blank ones, with file and number."""
+    """Yield the lines of a piece of JSON lines, except blank ones, with file and number.
+
+    If the piece does not know its first line, the byte at which a line begins replaces the number.
+    """
     assert isinstance(piece.data, bytes)
     data = piece.data if piece.offset else piece.data.removeprefix(codecs.BOM_UTF8)
+    begin = piece.offset
     for number, line in enumerate(data.split(b'\n'), piece.line):
         if line and not line.isspace():
-            yield line, f'{piece.input.path}:{number}'
+            yield line, f'{piece.input.path}:{number if piece.line else f" byte {begin}"}'
+        begin += len(line) + 1
 
 
 def parse_object(line: bytes, place: str, fix: str) -> dict[str, Any] | Problem:

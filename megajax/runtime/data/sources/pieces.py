@@ -25,7 +25,7 @@ class InputPiece:
 
     input: Input
     offset: int  # first byte of the decompressed input, or first row
-    line: int  # first line, counted from 1
+    line: int  # first line, counted from 1; 0 if unknown
     data: bytes | list[bytes | None]
     first: bool = True  # whether a text document begins here
     last: bool = True  # whether a text document ends here

@@ -219,8 +219,7 @@ def _is_refusal(error: Exception) -> bool:
     s3fs, gcsfs, huggingface_hub and aiohttp report this in different ways.
     """
     codes = (
-        getattr(error, 'code', None),
-        getattr(error, 'status', None),
+        getattr(error, 'status', None) or getattr(error, 'code', None),  # aiohttp deprecates `code`
         getattr(getattr(error, 'response', None), 'status_code', None),
     )
     return (

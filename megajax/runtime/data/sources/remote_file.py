@@ -3,6 +3,7 @@
 Transient errors are retried, and a file that changes while a run reads it ends the run.
 """
 
+import io
 import logging
 import os
 import time
@@ -12,7 +13,7 @@ from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
-from typing import TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 from megajax.base.errors import ConfigError, Problem, UnreachableError
 from megajax.runtime.data.sources.block_cache import BLOCK, BlockCache
@@ -90,6 +91,10 @@ class RemoteFile:
             parts |= {n: block[slice(*bounds[n])] for n, block in self._fetch(run).items()}
         self._look_again()
         return b''.join(part for part in parts.values() if part is not None)
+
+    def open(self, ahead: int = BLOCK) -> BinaryIO:
+        """Open the file for reading at any place; at least `ahead` bytes are read at once."""
+        return cast(BinaryIO, io.BufferedReader(_Reader(self), ahead))
 
     def _fetch(self, numbers: range) -> dict[int, bytes]:
         start, stop = numbers.start * BLOCK, min(numbers.stop * BLOCK, self.size)
@@ -177,6 +182,33 @@ class RemoteFile:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+class _Reader(io.RawIOBase):
+    """A position in a remote file."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._file.size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        stop = min(self._at + len(buffer), self._file.size)
+        data = self._file.read(self._at, stop) if self._at < stop else b''
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def _runs(numbers: list[int]) -> Iterator[range]:
