@@ -18,13 +18,15 @@ from megajax.core.config import Config, ConfigError
 from megajax.core.hardware.records import check_dtype, hardware, record_name
 
 LONGEST = 2**22  # tokens of a sequence to look for
+LIMITS = 'fewest_gpus', 'longest_sequence'
 
 
 class Machine(Result):
     """The fastest layout of a config on GPUs of one type."""
 
     gpu: str
-    layout: str | None = Field(description='the fastest layout; None if none fits')
+    layout: str | None = Field(description='the fastest layout; None if there is none')
+    reason: str = Field(description='why there is no layout; empty if there is one')
     tokens_per_second: float | None
     band: float | None = Field(description='relative error that 90% of times should not exceed')
     days: float | None
@@ -68,13 +70,18 @@ def compare(
     size of the config's mesh. `target_batch` replaces `train.batch_size`. Machines are sorted by
     cost if each has a price, else by time.
 
-    Raises ConfigError for a GPU that is unknown or does not compute in the config's dtype.
+    A GPU that does not compute in the config's dtype has no layout. Raises ConfigError if none
+    does, and for an unknown GPU.
     """
     count, software = gpus or config.mesh.num_devices, BY_NAME[program]
     if target_batch:
         config = changed(config, train__batch_size=target_batch)
+    found = {gpu: hardware(gpu) for gpu in prices}
+    dtype = config.train.dtype
+    if not any(dtype in each.peak_flops for each in found.values()):
+        check_dtype(dtype, next(iter(found.values())))
     machines = [
-        _machine(config, Cluster.of(hardware(gpu), count), software, gpu, price, tokens)
+        _machine(config, Cluster.of(found[gpu], count), software, gpu, price, tokens)
         for gpu, price in prices.items()
     ]
     has_prices = all(machine.price is not None for machine in machines)
@@ -94,7 +101,11 @@ def _machine(
     price: float | None,
     tokens: float,
 ) -> Machine:
-    check_dtype(config.train.dtype, cluster.hardware)
+    names = 'layout', 'tokens_per_second', 'band', 'days', 'gpu_hours', 'cost', *LIMITS
+    empty = {'gpu': gpu, 'price': price, **dict.fromkeys(names)}
+    if config.train.dtype not in cluster.hardware.peak_flops:
+        reason = f'does not compute in {config.train.dtype}'
+        return Machine.model_validate({**empty, 'reason': reason})
     limits = {
         'fewest_gpus': fewest_gpus(config, cluster, program),
         'longest_sequence': _longest(config, cluster, program),
@@ -102,16 +113,15 @@ def _machine(
     try:
         best = search(config, cluster, program).best
     except ConfigError:
-        names = 'layout', 'tokens_per_second', 'band', 'days', 'gpu_hours', 'cost'
-        return Machine.model_validate(
-            {'gpu': gpu, 'price': price, **dict.fromkeys(names), **limits}
-        )
+        reason = 'none fits or divides the batch'
+        return Machine.model_validate({**empty, **limits, 'reason': reason})
     time = best.timed
     found, days = band(best.config, time, cluster, program), time.days(tokens)
     hours = 24 * days * cluster.num_devices
     return Machine(
         gpu=gpu,
         layout=describe(best.config),
+        reason='',
         tokens_per_second=time.tokens_per_second,
         band=found and found.error,
         days=days,
@@ -174,7 +184,7 @@ def _add(table: Table, machine: Machine, *, has_prices: bool) -> None:
             (machine.longest_sequence, ',', ''),
         )
     ]
-    table.add_row(machine.gpu, *numbers, machine.layout or 'none fits or divides the batch')
+    table.add_row(machine.gpu, *numbers, machine.layout or machine.reason)
 
 
 def read_prices(text: str) -> dict[str, float | None]:

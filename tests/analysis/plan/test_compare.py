@@ -42,8 +42,11 @@ def test_a_machine_on_which_nothing_fits_is_last() -> None:
     assert 'none fits or divides the batch' in str(found)
 
 
-def test_a_machine_without_the_dtype_is_an_error() -> None:
+def test_a_machine_without_the_dtype_is_last_and_is_an_error_alone() -> None:
     config = load('gpt2_124m', (*SMALL, 'train.dtype=bfloat16'))
+    first, last = compare(config, {'v100': None, 'h100': None}).machines
+    assert (first.gpu, first.reason) == ('h100', '')
+    assert (last.layout, last.reason) == (None, 'does not compute in bfloat16')
     with pytest.raises(ConfigError, match=r'V100 .* computes in float16'):
         compare(config, {'v100': None})
 
