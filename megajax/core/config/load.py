@@ -92,9 +92,10 @@ def runs_in(folder: Path) -> list[str]:
 
 
 def run_like(folder: Path) -> str | None:
-    """Return the run next to a folder with the most similar name, or None if there is none."""
+    """Return another run next to a folder, the one with the most similar name, or None."""
     runs = {Path(run).name: run for run in runs_in(folder.parent)}
-    near = get_close_matches(folder.absolute().name, runs, n=1)
+    own = folder.absolute().name
+    near = get_close_matches(own, runs.keys() - {own}, n=1)
     return runs[near[0]] if near else None
 
 

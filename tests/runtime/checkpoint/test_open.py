@@ -107,6 +107,13 @@ def test_what_is_not_there_or_does_not_fit_is_told(run: Path) -> None:
         open_model(run, ['model.ffn_size=64'])
 
 
+def test_a_run_that_has_saved_nothing_yet_is_not_another_one(tmp_path: Path) -> None:
+    (tmp_path / 'mine/checkpoints/6.orbax-checkpoint-tmp').mkdir(parents=True)
+    (tmp_path / 'mine/config.yaml').touch()
+    with pytest.raises(ConfigError, match=r'its run has finished no save yet; resume it: megajax'):
+        open_model(tmp_path / 'mine')
+
+
 @pytest.mark.parametrize('elements', [1, 2**20, 50304 * 12288, 2**35])
 def test_a_read_may_hold_the_largest_array_with_its_padding(elements: int) -> None:
     assert 1e9 * gb_to_read(elements) > 1.1 * 4 * elements
