@@ -28,7 +28,9 @@ LIMIT = 1e-5
 # Experts on all or some of the data shards; with tensor and sequence parallelism, all ZeRO stages,
 # replicas, microbatches, recomputation, stages and context shards.
 SETTINGS = [
-    Setting('experts', 4, 2, 'weights', experts=2, sequence_parallel=True, microbatches=2),
+    exhaustive(
+        Setting('experts', 4, 2, 'weights', experts=2, sequence_parallel=True, microbatches=2)
+    ),
     exhaustive(Setting('experts', 2, 1, 'none', experts=2)),
     exhaustive(Setting('experts', 1, 2)),
     exhaustive(Setting('experts', 4, 2, 'optimizer', experts=4, recompute='full')),
@@ -68,8 +70,8 @@ SETTINGS = [
         )
     ),
     exhaustive(Setting('first_dense', 2, 2, experts=2, context=2, plain=True, num_layers=3)),
-    Setting('capacity', 4, 2, 'optimizer', experts=4, sequence_parallel=True),
-    exhaustive(Setting('capacity', 4, 2, 'weights', experts=2, microbatches=2)),
+    Setting('capacity', 4, 2, 'weights', experts=2, sequence_parallel=True, microbatches=2),
+    exhaustive(Setting('capacity', 4, 2, 'optimizer', experts=4, sequence_parallel=True)),
     slow(Setting('experts', 4, 2, 'weights', experts=2, overlap='batch_split', recompute='full')),
     exhaustive(
         Setting(

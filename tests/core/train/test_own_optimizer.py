@@ -113,7 +113,7 @@ def test_a_step_takes_any_optimizer() -> None:
     config = make_config('gpt', 2, 2, optim={'shard': 'weights', 'warmup_steps': 3})
     lion = optax.lion(learning_rate(config), weight_decay=0.0)
     with on_mesh(config):
-        state = init_state(config, optimizer=lion)
+        state = init_state(config, random_params(config, std=0.05), optimizer=lion)
         before = gather(state.params)
         state, metrics = make_train_step(config, lion)(state, place_batch(make_batch(config)))
         moved = {name: x - before[name] for name, x in gather(state.params).items()}

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.stages import Wrapped
 from support import (
     assert_close,
     by_name,
@@ -34,12 +35,16 @@ from megajax.core.train.step import init_state, make_train_step
 LIMIT = 1e-5  # relative, see support.relative_error
 
 
+@functools.cache
+def function(config: Config) -> Wrapped:
+    """The loss and the gradients of a config, compiled once for all tests."""
+    return jax.jit(make_loss_and_gradients(config))
+
+
 def loss_and_gradients(config: Config) -> tuple[float, dict[str, np.ndarray]]:
     with on_mesh(config):
         params, batch = random_params(config, std=0.05), place_batch(make_batch(config))
-        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(
-            params, batch, jax.random.key(0)
-        )
+        (loss, _), gradients = function(config)(params, batch, jax.random.key(0))
         return float(loss), gather(gradients)
 
 
@@ -79,15 +84,12 @@ def test_every_step_and_every_row_has_its_own_dropout():
     config = make_config()
     tokens = np.tile(np.arange(32, dtype=np.int32), (8, 1))
     with on_mesh(config):
-        params, loss_and_gradients = (
-            random_params(config, std=0.3),
-            jax.jit(make_loss_and_gradients(config)),
-        )
+        params = random_params(config, std=0.3)
 
         def loss_of_row(row: int, seed: int) -> float:
             only = np.repeat(np.arange(8) == row, 32).reshape(8, 32).astype(np.float32)
             batch = place_batch({'tokens': tokens, 'labels': tokens, 'loss_mask': only})
-            return float(loss_and_gradients(params, batch, jax.random.key(seed))[0][0])
+            return float(function(config)(params, batch, jax.random.key(seed))[0][0])
 
         losses = sorted(loss_of_row(row, seed) for seed in (0, 1) for row in range(8))
     assert min(np.diff(losses)) > 1e-5
@@ -113,9 +115,7 @@ def test_a_step_reports_the_loss_norm_and_rate_that_it_used_clips_and_deletes_th
     with on_mesh(config):
         old, batch = random_state(config), place_batch(make_batch(config))
         nll_sum = float(make_eval_step(config)(old.params, batch)['nll'])
-        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(
-            old.params, batch, jax.random.key(0)
-        )
+        (loss, _), gradients = function(config)(old.params, batch, jax.random.key(0))
         gradients = gather(gradients)
         new, metrics = make_train_step(config)(old, batch)
         assert all(x.is_deleted() for x in jax.tree.leaves(old))
