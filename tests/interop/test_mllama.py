@@ -4,6 +4,7 @@
 """
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -74,19 +75,24 @@ def test_the_layers_are_those_of_transformers(mesh: tuple[int, int]) -> None:
         stored = dict(arrays)
     layout = Layout.of(config).per_shard
     with on_mesh(config):
-        module = CrossAttention(
-            config.model, Parameters.of(config.model, layout)['cross'], key=jax.random.key(0)
-        )
+        parameters = Parameters.of(config.model, layout)['cross']
+        make = jax.jit(lambda key: CrossAttention(config.model, parameters, key=key))
+        module = make(jax.random.key(0))
         load(module, weights_of(stored))
         rows, count, _ = stored['vectors'].shape
-        kv_YJNUH = module.key_value(jax.device_put(stored['vectors'].reshape(rows * count, -1)))
-        kv_BYJNUH = kv_YJNUH.reshape(
-            rows, count, *kv_YJNUH.shape[1:], out_sharding=layout('BYJNUh')
-        )
-        seen = module.split(kv_BYJNUH, jax.device_put(stored['seen']))
-        run, arrays = module.after_groups(seen, None, IN_FP32, None)
-        x_BTD = jax.device_put(stored['x'], layout('BTD'))
-        ((y_BTD,), _) = jax.lax.scan(lambda x, layer: (run(x, layer), None), (x_BTD,), arrays)
+
+        @jax.jit
+        def layers(module: CrossAttention, vectors: Any, seen: Any, x_BTD: Any) -> jax.Array:
+            kv_YJNUH = module.key_value(vectors.reshape(rows * count, -1))
+            kv_BYJNUH = kv_YJNUH.reshape(
+                rows, count, *kv_YJNUH.shape[1:], out_sharding=layout('BYJNUh')
+            )
+            run, arrays = module.after_groups(module.split(kv_BYJNUH, seen), None, IN_FP32, None)
+            ((y_BTD,), _) = jax.lax.scan(lambda x, layer: (run(x, layer), None), (x_BTD,), arrays)
+            return y_BTD
+
+        placed = jax.device_put(stored['x'], layout('BTD'))
+        y_BTD = layers(module, stored['vectors'], stored['seen'], placed)
     y_BTD, sees = np.asarray(y_BTD), stored['seen'].any(-1)
     assert relative_error(y_BTD[sees], stored['y'][sees]) <= LIMIT
     # Where transformers attends to all vectors alike, a token without an image stays what it is.

@@ -35,6 +35,17 @@ def attention_in_fp64(q, k, v, window):
     return jnp.einsum('rnsy,rynh->rsnh', weight, v)
 
 
+def both_passes(attend: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
+    """The result of attention and its gradients, compiled."""
+
+    @jax.jit
+    def passes(q, k, v, do):
+        o, pullback = jax.vjp(attend, q, k, v)
+        return o, *pullback(do)
+
+    return passes
+
+
 @pytest.mark.parametrize('window', [1, 5, LENGTH, 2 * LENGTH])
 def test_a_query_attends_to_a_window_of_keys_that_ends_with_its_own(window: int) -> None:
     random = np.random.default_rng(0)
@@ -43,13 +54,16 @@ def test_a_query_attends_to_a_window_of_keys_that_ends_with_its_own(window: int)
         for heads in (HEADS, GROUPS, GROUPS, HEADS)
     )
     with jax.enable_x64(True):
-        expected, pullback = jax.vjp(lambda *x: attention_in_fp64(*x, window), q, k, v)
-        expected_gradients = pullback(do)
-    q, k, v, do = (x.astype(np.float32) for x in (q, k, v, do))
+        expected = both_passes(partial(attention_in_fp64, window=window))(q, k, v, do)
     kernel = KERNELS['xla'].scaled(SCALE)
-    o, lse = kernel.forward(q, k, v, True, window=window)
-    gradients = kernel.backward(q, k, v, o, lse, do, True, window=window)
-    for x, y in zip((o, *gradients), (expected, *expected_gradients), strict=True):
+
+    @jax.jit
+    def found(q, k, v, do):
+        o, lse = kernel.forward(q, k, v, True, window=window)
+        return o, *kernel.backward(q, k, v, o, lse, do, True, window=window)
+
+    inputs = (x.astype(np.float32) for x in (q, k, v, do))
+    for x, y in zip(found(*inputs), expected, strict=True):
         np.testing.assert_allclose(x, y, atol=3e-6)
 
 
@@ -62,11 +76,16 @@ def test_queries_and_keys_after_the_lengths_have_no_part_in_the_result(causal: b
     )
     lengths = queries, keys = np.array([5, 12, 0]), np.array([7, 1, 0])
     kernel = KERNELS['xla'].scaled(SCALE)
-    o, lse = kernel.forward(q, k, v, causal, lengths=lengths)
-    merged = jnp.where(jnp.isinf(lse), 0, lse)  # as with a block that these queries attend to
-    gradients = kernel.backward(q, k, v, o, merged, do, causal, lengths=lengths)
+
+    @jax.jit
+    def found(q, k, v, do, lengths):
+        o, lse = kernel.forward(q, k, v, causal, lengths=lengths)
+        merged = jnp.where(jnp.isinf(lse), 0, lse)  # as with a block that these queries attend to
+        return lse, o, *kernel.backward(q, k, v, o, merged, do, causal, lengths=lengths)
+
+    lse, *results = found(q, k, v, do, lengths)
     for row, (some, of_these) in enumerate(zip(queries, keys, strict=True)):
-        for x, count in zip((o, *gradients), (some, some, of_these, of_these), strict=True):
+        for x, count in zip(results, (some, some, of_these, of_these), strict=True):
             assert not np.any(x[row, count:])
         assert np.all(np.isneginf(lse[row, :, some:]))
         if not some:
@@ -74,9 +93,8 @@ def test_queries_and_keys_after_the_lengths_have_no_part_in_the_result(causal: b
         arrays = q[row : row + 1, :some], *(x[row : row + 1, :of_these] for x in (k, v))
         reach = np.tri(some, of_these, dtype=bool)[None, None] if causal else None
         attend = partial(jax.nn.dot_product_attention, mask=reach, scale=SCALE)
-        expected, pullback = jax.vjp(attend, *arrays)
-        wanted = expected, *pullback(do[row : row + 1, :some])
-        for x, y in zip((o, *gradients), wanted, strict=True):
+        wanted = both_passes(attend)(*arrays, do[row : row + 1, :some])
+        for x, y in zip(results, wanted, strict=True):
             np.testing.assert_allclose(x[row, : y.shape[1]], y[0], atol=3e-6)
 
 

@@ -117,11 +117,11 @@ def test_16_bits_round_the_updates_but_not_their_size() -> None:
     'setting',
     [
         # 8 divides neither 60 nor the number of matrices of any pool.
-        ONE_DEVICE._replace(data=8, shard='optimizer'),
+        slow(ONE_DEVICE._replace(data=8, shard='optimizer')),
         # Fewer key/value heads than devices along `model`; two replicas.
         ONE_DEVICE._replace(data=2, model=4, replicas=2, shard='weights'),
         slow(ONE_DEVICE._replace(name='experts', data=4, experts=2, model=2, shard='weights')),
-        slow(ONE_DEVICE._replace(data=8)),
+        exhaustive(ONE_DEVICE._replace(data=8)),
         slow(ONE_DEVICE._replace(model=8)),
         exhaustive(ONE_DEVICE._replace(data=4, model=2, shard='weights')),
         exhaustive(ONE_DEVICE._replace(data=4, model=2, sequence_parallel=True)),

@@ -14,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import graph_of, make_config, on_mesh, random_params, random_state, slow, start_token
+from support import (
+    abstract_state,
+    graph_of,
+    make_config,
+    on_mesh,
+    random_params,
+    random_state,
+    slow,
+    start_token,
+)
 from twelve_tokenizers import TWELVE
 
 from megajax.analysis.inspect import assert_collectives
@@ -23,6 +32,7 @@ from megajax.commands.generate_output import is_cut, note_cut
 from megajax.core.config import Config, ConfigError
 from megajax.core.model.computation import Computation
 from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.mesh import concrete
 from megajax.interop.huggingface.families import read_config_json
 from megajax.interop.huggingface.tensors import read_tensors
 from megajax.interop.huggingface.weights import from_huggingface
@@ -147,19 +157,23 @@ def test_other_lengths_and_parameters_compile_nothing_again() -> None:
 
 def abstract_rows(config: Config, count: int) -> tuple[LayerWeights, Rows]:
     """The arguments of a decode step in shapes and places."""
-    weights = make_weights(config, make_params(config))
     zeros = np.zeros(count, np.int32)
-    rows, *_ = engine(config).read(
-        weights,
-        PromptBatch(np.zeros((count, 16), np.int32), zeros + 16),
-        zeros + 9,
-        zeros,
-        np.uint32(0),
-        np.array([-1], np.int32),
-        num_slots=64,
-        sampling=GREEDY,
-    )
-    return weights, rows
+
+    def make(params: nnx.State) -> tuple[LayerWeights, Rows]:
+        weights = make_weights(config, params)
+        rows, *_ = engine(config).read(
+            weights,
+            PromptBatch(np.zeros((count, 16), np.int32), zeros + 16),
+            zeros + 9,
+            zeros,
+            np.uint32(0),
+            np.array([-1], np.int32),
+            num_slots=64,
+            sampling=GREEDY,
+        )
+        return weights, rows
+
+    return concrete(jax.eval_shape(make, abstract_state(config).params))
 
 
 @pytest.mark.parametrize(

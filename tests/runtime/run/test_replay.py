@@ -94,6 +94,7 @@ def start(folder: Path, name: str, *overrides: str) -> None:
     run(load(folder / 'small.yaml', [f'run.dir={folder / name}', *overrides]), name='small')
 
 
+@pytest.mark.slow
 def test_a_run_says_which_steps_it_has_repeated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,7 +176,7 @@ def replayed(data: int = 1, model: int = 1, /, **sections: dict[str, Any]) -> Co
 @pytest.mark.parametrize(
     'config',
     [
-        exhaustive(replayed()),
+        replayed(),
         exhaustive(replayed(2, 2, optim={'shard': 'weights'}, train={'microbatches': 2})),
         exhaustive(replayed(2, 2, optim={'shard': 'gradients', 'moments_dtype': 'bfloat16'})),
         exhaustive(
