@@ -28,6 +28,7 @@ from megajax.runtime.data.sources.read import HEAD, read_pieces
 KEY = 'text'  # the key of a line's text
 # The number of shares of a corpus: about `USUAL`, unless they would be too small or too large.
 USUAL, SMALLEST, LARGEST = 1 << 12, 1 << 14, UNIT
+EXPANDED = 8  # bytes of text that a compressed byte may stand for
 # Maximum number of shares of a file, or of a row group, that is read from its beginning for each.
 MOST = 32
 THREADS = 16  # number of files that are opened at the same time
@@ -122,7 +123,7 @@ def _bounds(inputs: Mapping[str, Input]) -> dict[str, Sequence[int]]:
         elif name in tables:
             of_name[name] = _row_bounds(sizes[name], _parts(groups))
         else:
-            parts = min(_parts(len(packed)), -(-input.size // SMALLEST))
+            parts = min(_parts(len(packed)), -(-EXPANDED * input.size // SMALLEST))
             of_name[name] = range(parts + 1)
     return of_name
 
