@@ -100,8 +100,8 @@ def load_streamed(config: Config) -> Streamed:
         each.read_threads = REMOTE_THREADS if is_remote(corpus) else LOCAL_THREADS
     sizes = [[name, input.size] for name, input in sorted(inputs.items())]
     summary = (
-        f'{sum(input.size for input in inputs.values()) / 1e6:,.1f} MB in {{FILES}}, '
-        f'streamed: {len(to_train):,} shares to train on, {len(to_validate):,} to validate; '
+        f'{sum(input.size for input in inputs.values()) / 1e6:,.1f} MB, streamed: '
+        f'{len(to_train):,} shares to train on, {len(to_validate):,} to validate; '
         f'{tokenizer.vocab_size} tokens'
     )
     contents = {corpus: sha256(json.dumps(sizes).encode()).hexdigest()}

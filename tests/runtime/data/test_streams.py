@@ -1,6 +1,7 @@
 """Batches of streams: the same on every mesh, at every place of the corpus, and after a resume."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -192,6 +193,10 @@ def test_a_url_has_the_batches_of_the_file(here: Path, there: str, name: str) ->
         assert_equal(one.train[step], other.train[step])
     assert_equal(one.validation[0], other.validation[0])
     assert one.fingerprints[str(here / name)] == other.fingerprints[f'{there}/{name}']
+    assert one.summary == other.summary
+    assert re.fullmatch(
+        r'0\.0 MB, streamed: \d+ shares to train on, \d+ to validate; 257 tokens', one.summary
+    )
 
 
 def test_the_first_batches_need_only_the_first_shares(
