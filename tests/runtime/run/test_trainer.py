@@ -60,7 +60,7 @@ def make_counting_step(config: Config, optimizer: Any = None) -> Any:
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run in which some batches are bad, by number; it returns the numbers of those it read."""
-    folder, read = write_run(tmp_path, CONFIG), list[int]()
+    folder, read = write_run(tmp_path, CONFIG, split='1,0,0'), list[int]()
     whole = Batches.rows
 
     def start(*bad: int) -> list[int]:
