@@ -25,6 +25,9 @@ from megajax.runtime.data.text.tokenizer import Tokenizer, encode_documents
 
 BLOCK = 1 << 17  # number of characters that are tokenized at once
 BEHIND = 32  # number of windows that a stream keeps for threads that are behind others
+# Maximum number of times that a stream reads as many shares as there are without finding text. If
+# one share has text, a stream misses it in 1 of exp(16) corpora, as its shares are shuffled.
+MOST_EPOCHS = 16
 ENDLESS = range(1 << 62)
 
 
@@ -75,7 +78,7 @@ class Documents:
                 yield Block(place, document, tokens, begins)
                 document += len(some)
             document = 0
-            if empty > len(self.numbers):
+            if empty > MOST_EPOCHS * len(self.numbers):
                 raise corpus_error(f'{self.shares.place(number)} and all before it have no text')
 
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,47 @@ def test_however_long_lines_and_shares_are_each_line_is_read_once(
         assert texts_of(shares_of(path)) == texts
 
 
+@given(
+    words=st.lists(st.integers(0, 300), min_size=1, max_size=30),
+    gap=st.sampled_from(['', ' ', '\n', '\r\n']),
+    unit=st.integers(1, 400),
+)
+@settings(max_examples=60, deadline=None)
+def test_however_long_words_are_a_text_is_cut_between_characters(
+    tmp_path_factory: pytest.TempPathFactory, words: list[int], gap: str, unit: int
+) -> None:
+    path = tmp_path_factory.mktemp('words') / 'a.txt'
+    content = gap.join('aé漢😀' * length for length in words) or 'a'
+    path.write_bytes(content.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, 'SMALLEST', unit)
+        patch.setattr(module, 'HEAD', 64)
+        shares = shares_of(path)
+        texts = texts_of(shares)
+        assert ''.join(texts) == content
+        assert max(map(len, texts)) <= unit + 64
+
+
+def test_a_line_that_is_too_long_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, 'MAX_LINE_BYTES', 1000)
+    with pytest.raises(ConfigError, match='has a line of more than'):
+        texts_of(shares_of(write_lines(tmp_path / 'a.jsonl', ['x' * 2000])))
+
+
+@pytest.mark.parametrize('change', [lambda data: data[:-9], lambda data: data + b' '])
+def test_a_file_whose_size_changes_is_not_read_on(
+    tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    path = write_lines(tmp_path / 'a.jsonl', TEXTS)
+    shares = shares_of(path)
+    assert list(shares.texts(0))
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ConfigError, match='has changed since the run began'):
+        list(shares.texts(1))
+
+
 def test_files_are_in_the_order_of_their_names(tmp_path: Path) -> None:
     paths = [write_lines(tmp_path / f'{name}.jsonl', [name]) for name in 'cab']
     assert texts_of(shares_of(*paths)) == ['a', 'b', 'c']
@@ -100,16 +142,19 @@ def test_an_empty_file_has_no_share(tmp_path: Path) -> None:
     assert len(shares_of(tmp_path / 'empty.jsonl')) == 0
 
 
+@pytest.mark.parametrize(
+    ('name', 'content'), [('a.bin', bytes(1000)), ('a.gz', gzip.compress(bytes(1000)))]
+)
 def test_among_texts_a_file_that_is_not_text_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: bytes
 ) -> None:
-    (tmp_path / 'a.bin').write_bytes(bytes(1000))
+    (tmp_path / name).write_bytes(content)
     (tmp_path / 'a.txt').write_text('text')
-    assert texts_of(shares_of(tmp_path / 'a.bin', tmp_path / 'a.txt')) == ['text']
+    assert texts_of(shares_of(tmp_path / name, tmp_path / 'a.txt')) == ['text']
     (message,) = caplog.messages
-    assert message == f'data.corpus: not reading {tmp_path}/a.bin, which is not text'
+    assert message == f'data.corpus: not reading {tmp_path}/{name}, which is not text'
     with pytest.raises(ConfigError, match='is binary'):
-        texts_of(shares_of(tmp_path / 'a.bin'))
+        texts_of(shares_of(tmp_path / name))
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,15 @@ def test_a_corpus_without_text_is_an_error_and_not_a_hang(tmp_path: Path) -> Non
         load(tmp_path / 'blank.jsonl')
 
 
+@pytest.mark.parametrize('name', ['one.jsonl', 'one.txt'])
+def test_a_corpus_of_one_long_line_is_read_by_all_streams(tmp_path: Path, name: str) -> None:
+    text = 'word ' * 10_000
+    content = json.dumps({'text': text}) if name == 'one.jsonl' else text
+    (tmp_path / name).write_text(content)
+    batches = batches_of(tmp_path / name, 'data.split=1,0,0')
+    assert all(bytes(row[1:5].astype(np.uint8)) == b'ord ' for row in batches[0]['tokens'])
+
+
 def test_an_error_is_raised_again_and_is_not_the_end(here: Path) -> None:
     batches = batches_of(here)
     path = here / 'a.jsonl'

@@ -133,17 +133,22 @@ def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, 
                 seen = len(block)
                 block += stream.read(unit)
                 if len(block) > MAX_LINE_BYTES:
-                    raise input_error(
-                        input.path,
-                        f'has a line of more than {MAX_LINE_BYTES >> 20} MiB; '
-                        f'split the line (is the file {input.format}?)',
-                    )
+                    raise line_error(input)
         if not end:
             yield bytes(block), b'', True
             return
         block += stream.read(max(end + AROUND - len(block), 0))
         yield bytes(block[:end]), bytes(block[end : end + AROUND]), False
         del block[:end]
+
+
+def line_error(input: Input) -> ConfigError:
+    """Return the ConfigError for a line of more than `MAX_LINE_BYTES`."""
+    return input_error(
+        input.path,
+        f'has a line of more than {MAX_LINE_BYTES >> 20} MiB; '
+        f'split the line (is the file {input.format}?)',
+    )
 
 
 def _cut(block: bytearray, unit: int, format: Format) -> int:

@@ -6,6 +6,7 @@ decide the shares.
 """
 
 import logging
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +19,12 @@ import numpy as np
 
 from megajax.base.errors import ConfigError
 from megajax.runtime.data.sources.contents import NoTextError, check_contents
-from megajax.runtime.data.sources.decompress import open_input, read_errors
-from megajax.runtime.data.sources.inputs import Input
+from megajax.runtime.data.sources.decompress import decompress, open_input, read_errors
+from megajax.runtime.data.sources.inputs import Input, input_error
 from megajax.runtime.data.sources.parquet import group_sizes
 from megajax.runtime.data.sources.parse import Fixes, parse
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position
-from megajax.runtime.data.sources.read import HEAD, read_pieces
+from megajax.runtime.data.sources.read import HEAD, MAX_LINE_BYTES, line_error, read_pieces
 
 KEY = 'text'  # the key of a line's text
 # The number of shares of a corpus: about `USUAL`, unless they would be too small or too large.
@@ -81,10 +82,12 @@ class Shares:
     def texts(self, number: int) -> Iterator[str]:
         """Yield the texts of a share in the order of the file.
 
-        A text file is cut at line ends, and its shares are separate texts. In a folder, files that
-        are not text are left out. Raises ConfigError with file and line, or byte.
+        A text file is cut at line ends, or between words of long lines, and its shares are separate
+        texts. In a folder, files that are not text are left out. Raises ConfigError with file and
+        line, or byte, and if the size of a file has changed.
         """
         file, share = self._find(number)
+        _check_size(file.input)
         for piece in self._pieces(file, share):
             for text in parse(piece, KEY, self._fixes):
                 if not isinstance(text, str):
@@ -93,11 +96,13 @@ class Shares:
 
     def _pieces(self, file: _File, share: int) -> Iterator[InputPiece]:
         first, stop = file.bounds[share], file.bounds[share + 1]
-        if file.input.compression:
-            return _every(file.input, first, len(file.bounds) - 1)
         if file.input.format == 'parquet':
             return _rows(file.input, first, stop)
-        return _lines(file.input, first, stop) if self._is_text(file) else iter(())
+        if not self._is_text(file):
+            return iter(())
+        if file.input.compression:
+            return _every(file.input, first, len(file.bounds) - 1)
+        return _lines(file.input, first, stop)
 
     def _find(self, number: int) -> tuple[_File, int]:
         index = bisect_right(self._starts, number) - 1
@@ -147,33 +152,48 @@ def _row_bounds(group_sizes: Sequence[int], parts: int) -> list[int]:
 
 def _is_text(file: _File, *, alone: bool) -> bool:
     """Whether a file is text; raise ConfigError if its content contradicts its name otherwise."""
-    with read_errors(file.input), open_input(file.input) as source:
+    input = file.input
+    with read_errors(input), open_input(input) as raw, decompress(input, raw) as source:
         head = source.read(HEAD)
     whole = len(head) < HEAD
     lines = head if whole else head[: head.rfind(b'\n') + 1] or head
     try:
-        check_contents(file.input, lines, whole=whole)
+        check_contents(input, lines, whole=whole)
     except NoTextError:
         if alone:
             raise
-        logger.warning('data.corpus: not reading %s, which is not text', file.input.path)
+        logger.warning('data.corpus: not reading %s, which is not text', input.path)
         return False
     return True
 
 
+def _check_size(input: Input) -> None:
+    """Raise ConfigError if a file on the disk no longer has the size that decided its shares."""
+    if input.is_remote:
+        return
+    with read_errors(input):
+        size = os.stat(input.path).st_size
+    if size != input.size:
+        raise input_error(
+            input.path,
+            f'has changed since the run began, from {input.size} bytes to {size}; restore it, and '
+            'start the run again to resume from its last checkpoint',
+        )
+
+
 def _lines(input: Input, start: int, stop: int) -> Iterator[InputPiece]:
     """Yield the lines that begin at byte `start` or later, but before `stop`."""
+    begin = _line_after if input.format == 'jsonl' else _text_after
     with read_errors(input), open_input(input) as file:
-        first = _line_after(file, start)
-        if first >= stop:
+        first, last = begin(input, file, start), begin(input, file, stop)
+        if first == last:
             return
-        last = _line_after(file, stop)
         file.seek(first)
         data = file.read(last - first)
     yield InputPiece(input=input, offset=first, line=0 if first else 1, data=data)
 
 
-def _line_after(file: BinaryIO, start: int) -> int:
+def _line_after(input: Input, file: BinaryIO, start: int) -> int:
     """Return the first byte at or after `start` with which a line begins."""
     if start == 0:
         return 0
@@ -181,7 +201,28 @@ def _line_after(file: BinaryIO, start: int) -> int:
     while part := file.readline(UNIT):
         if part.endswith(b'\n'):
             break
+        if file.tell() - start > MAX_LINE_BYTES:
+            raise line_error(input)
     return file.tell()
+
+
+def _text_after(_: Input, file: BinaryIO, start: int) -> int:
+    """Return the byte at or after `start` at which a text is cut.
+
+    A line or the next word begins there; without one in the next 64 KiB, a character does.
+    """
+    if start == 0:
+        return 0
+    file.seek(start - 1)
+    data = file.read(HEAD)
+    if cut := data.find(b'\n') + 1:
+        return start - 1 + cut
+    if len(data) < HEAD:
+        return start - 1 + len(data)
+    if cut := data.find(b' ') + 1:
+        return start - 1 + cut
+    # all bytes of a UTF-8 character after its first one are 0b10......
+    return start + next((i for i in range(4) if data[1 + i] & 0xC0 != 0x80), 0)
 
 
 def _rows(input: Input, start: int, stop: int) -> Iterator[InputPiece]:
