@@ -2,7 +2,9 @@
 
 import json
 import logging
+import resource
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -25,6 +27,8 @@ from megajax.runtime.data.streams import Documents, StreamedBatches
 from megajax.runtime.data.synthetic_corpus import row_shape
 from megajax.runtime.data.text.corpus import FIXES, split_names
 from megajax.runtime.data.text.files import (
+    KINDS,
+    corpus_error,
     documents_among,
     find_corpus,
     format_in_folder,
@@ -39,6 +43,7 @@ BPE_SAMPLE = 1 << 24  # number of characters on which the default tokenizer is t
 LOOKED_AT = 100  # number of texts in which special tokens are looked for
 # Number of threads that make batches: remote ones mostly wait for the server.
 REMOTE_THREADS, LOCAL_THREADS = 16, 4
+OTHER_FILES = 1024  # number of files that a run may open in addition to its corpus
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +72,8 @@ def load_streamed(config: Config) -> Streamed:
         inputs, versions = _remote(config) if is_remote(corpus) else (_local(corpus), {})
         fixes = FIXES._replace(messages='use data.order=stateless to train on chats')
         shares = Shares(inputs, fixes)
+        if not len(shares):
+            raise corpus_error(f'{corpus!r} contains no text; give {KINDS}')
         names = [shares.name(number) for number in range(len(shares))]
         to_train, to_validate, _ = map(np.array, split_names(names, config.data.split, of='shares'))
         if len(to_train) < train.batch_size:
@@ -98,6 +105,8 @@ def load_streamed(config: Config) -> Streamed:
     )
     for each in (batches, validation):
         each.read_threads = REMOTE_THREADS if is_remote(corpus) else LOCAL_THREADS
+    if not is_remote(corpus):
+        _allow_open_files(2 * train.batch_size)  # a file for each stream
     sizes = [[name, input.size] for name, input in sorted(inputs.items())]
     summary = (
         f'{sum(input.size for input in inputs.values()) / 1e6:,.1f} MB, streamed: '
@@ -120,7 +129,9 @@ def _remote(config: Config) -> tuple[dict[str, Input], dict[str, str]]:
     files = open_files(config, url)
     inputs = {name: _input(name, file) for name, file in files.items()}
     if len(files) > 1:
-        formats = {name: format_in_folder(input, name) for name, input in inputs.items()}
+        with ThreadPoolExecutor(REMOTE_THREADS) as threads:
+            found = threads.map(format_in_folder, inputs.values(), inputs)
+            formats = dict(zip(inputs, found, strict=True))
         names, alone = documents_among(formats)
         for name in inputs.keys() - names:
             logger.warning('data.corpus: not reading %s', files[name].url)
@@ -130,6 +141,16 @@ def _remote(config: Config) -> tuple[dict[str, Input], dict[str, str]]:
         }
     versions = {f'{VERSION_OF}{files[name].url}': files[name].fingerprint for name in inputs}
     return {name: readable(input) for name, input in inputs.items()}, versions
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the limit of open files for `count` more, as far as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _input(name: str, file: RemoteFile) -> Input:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -239,6 +240,40 @@ def test_chats_and_token_files_are_for_another_order(here: Path, tmp_path: Path)
         shutil.copy(oracles / f'a{suffix}', tmp_path)
     with pytest.raises(ConfigError, match='streamed is for text, and'):
         load(tmp_path / 'a', 'data.tokenizer=none', 'train.sample_prompts=[]')
+
+
+@pytest.mark.parametrize(
+    ('content', 'said'),
+    [
+        ('', "small.jsonl' contains no text; give a text file"),
+        ('{"text": "a"}', "asks for more parts than there are shares (1); use '1,0,0'"),
+    ],
+)
+def test_a_corpus_that_is_too_small_is_an_error(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / 'small.jsonl').write_text(content)
+    with pytest.raises(ConfigError) as found:
+        load(tmp_path / 'small.jsonl')
+    assert said in str(found.value)
+
+
+def test_a_table_without_texts_names_its_columns(tmp_path: Path) -> None:
+    for name, said in (('messages', 'use data.order=stateless'), ('body', 'name the text "text"')):
+        path = tmp_path / f'{name}.parquet'
+        pytest.importorskip('pyarrow.parquet').write_table(
+            pytest.importorskip('pyarrow').table({name: ['text'] * 9}), path
+        )
+        with pytest.raises(ConfigError, match=f'its columns: {name}; {said}'):
+            load(path)
+
+
+def test_each_stream_can_keep_a_file_open(here: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        load(here)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_corpus_without_text_is_an_error_and_not_a_hang(tmp_path: Path) -> None:

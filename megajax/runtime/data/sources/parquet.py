@@ -7,6 +7,7 @@ from typing import Any
 from megajax.runtime.data.sources.contents import check_parquet
 from megajax.runtime.data.sources.decompress import open_input
 from megajax.runtime.data.sources.inputs import Input, input_error, optional, unreadable
+from megajax.runtime.data.sources.parse import Fixes
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position
 
 SIGNS = 1 << 10  # number of bytes that are read to tell what else a file may be
@@ -34,10 +35,15 @@ def read_rows(
                 yield piece, row == total, input.size * row // total
 
 
-def group_sizes(input: Input, key: str) -> list[int]:
-    """Return the number of rows of each row group of a Parquet file."""
+def group_sizes(input: Input, key: str, fixes: Fixes) -> list[int]:
+    """Return the number of rows of each row group of a Parquet file.
+
+    Raises ConfigError with the advice of `fixes` if it has no column of texts.
+    """
     with _open(input) as file:
-        _check_column(input, key, file.schema_arrow)
+        names = file.schema_arrow.names
+        fix = fixes.messages if 'messages' in names else fixes.no_key
+        _check_column(input, key, file.schema_arrow, f'its columns: {", ".join(names)}; {fix}')
         return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
 
 
@@ -98,13 +104,11 @@ def _column(file: Any, key: str, start: int) -> Iterator[bytes | None]:
             first += rows
 
 
-def _check_column(input: Input, key: str, schema: Any) -> None:
+def _check_column(input: Input, key: str, schema: Any, fix: str | None = None) -> None:
     if key not in schema.names:
-        raise input_error(
-            input.path, f'has no column {key!r}; set --json-key to one of {", ".join(schema.names)}'
-        )
+        fix = fix or f'set --json-key to one of {", ".join(schema.names)}'
+        raise input_error(input.path, f'has no column {key!r}; {fix}')
     kind = schema.field(key).type
     if str(getattr(kind, 'value_type', kind)) not in ('string', 'large_string', 'string_view'):
-        raise input_error(
-            input.path, f'column {key!r} is {kind}, not text; set --json-key to a column of strings'
-        )
+        fix = fix or 'set --json-key to a column of strings'
+        raise input_error(input.path, f'column {key!r} is {kind}, not text; {fix}')

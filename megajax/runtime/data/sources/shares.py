@@ -56,7 +56,7 @@ class Shares:
         self._fixes = fixes
         self._files = [
             _File(name=name, input=inputs[name], bounds=bounds)
-            for name, bounds in sorted(_bounds(inputs).items())
+            for name, bounds in sorted(_bounds(inputs, fixes).items())
         ]
         counts = (len(file.bounds) - 1 for file in self._files)
         self._starts = list(accumulate(counts, initial=0))
@@ -109,7 +109,7 @@ class Shares:
         return self._files[index], number - self._starts[index]
 
 
-def _bounds(inputs: Mapping[str, Input]) -> dict[str, Sequence[int]]:
+def _bounds(inputs: Mapping[str, Input], fixes: Fixes) -> dict[str, Sequence[int]]:
     """Return the bounds of the shares of each file that is not empty."""
     full = {name: input for name, input in inputs.items() if input.size}
     packed = [name for name, input in full.items() if input.compression]
@@ -117,9 +117,8 @@ def _bounds(inputs: Mapping[str, Input]) -> dict[str, Sequence[int]]:
     plain = full.keys() - packed - tables.keys()
     unit = _bounded(sum(full[name].size for name in plain) // USUAL)
     with ThreadPoolExecutor(THREADS) as threads:
-        sizes = dict(
-            zip(tables, threads.map(lambda x: group_sizes(x, KEY), tables.values()), strict=True)
-        )
+        found = threads.map(lambda table: group_sizes(table, KEY, fixes), tables.values())
+        sizes = dict(zip(tables, found, strict=True))
     groups = sum(map(len, sizes.values()))
     of_name: dict[str, Sequence[int]] = {}
     for name, input in full.items():

@@ -123,7 +123,7 @@ def split_names(names: Sequence[str], split: str, *, of: str = 'documents') -> l
     if len(names) < sum(weights > 0):
         message = (
             f'{split!r} asks for more parts than there are {of} ({len(names)}); '
-            "use '95,5,0', or a larger data.corpus"
+            f"use '{'95,5,0' if len(names) > 1 else '1,0,0'}', or a larger data.corpus"
         )
         raise ConfigError(Problem(path='data.split', message=message, others=('data.corpus',)))
     hashes = [_hash(name) for name in names]
