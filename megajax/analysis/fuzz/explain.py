@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 
 from megajax.analysis.fuzz.case import Case
 from megajax.analysis.fuzz.draw import described
+from megajax.analysis.inspect.child import call_in_child
 from megajax.analysis.inspect.emulated_step import EmulatedStep
 from megajax.analysis.inspect.minimize import smallest
 from megajax.analysis.inspect.tolerances import has_16_bits
@@ -26,7 +27,7 @@ from megajax.xla.emulate.bisect import Culprit, dump_options, first_wrong, modul
 from megajax.xla.hlo.errors import HloError
 
 PACKAGES = 'jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda13-plugin', 'megajax', 'flax', 'numpy'
-CONFIG, SMALLEST = 'config.yaml', 'smallest.yaml'
+CONFIG, SMALLEST, HLO = 'config.yaml', 'smallest.yaml', 'hlo'
 Try = Callable[[Config], Case]
 
 
@@ -44,7 +45,7 @@ def explained(case: Case, execute: Try, folder: Path) -> Case:
     (folder / 'versions.json').write_text(json.dumps(versions(), indent=2) + '\n')
     if case.verdict == 'wrong':
         case = case.model_copy(update={'culprit': _files_of_wrong(small, case, folder)})
-    (folder / 'README.md').write_text(_readme(case))
+    (folder / 'README.md').write_text(_readme(case, folder))
     return case
 
 
@@ -97,7 +98,20 @@ def _files_of_wrong(config: Config, case: Case, folder: Path) -> str:
         except (ValueError, HloError) as error:
             return f'not found: {error}'
         _copy_modules(culprit, folder)
+        if culprit.before is not None:
+            _reduce(dumps, folder / HLO, case.target, step.options)
         return str(culprit)
+
+
+def _reduce(dumps: Path, folder: Path, target: str, options: Mapping[str, object]) -> None:
+    """Reduce the program in a process of its own, because XLA may crash on a part of it."""
+    kept = {name: value for name, value in options.items() if not name.startswith('xla_dump')}
+    given = dumps, folder, '--target', target, '--options', json.dumps(kept)
+    try:
+        call_in_child('megajax.xla.reduce', *given, target=target)
+    except RuntimeError as error:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / 'error.txt').write_text(f'{error}\n')
 
 
 def _copy_modules(culprit: Culprit, folder: Path) -> None:
@@ -106,7 +120,7 @@ def _copy_modules(culprit: Culprit, folder: Path) -> None:
     shutil.copy(culprit.after, folder / 'first_wrong_module.txt')
 
 
-def _readme(case: Case) -> str:
+def _readme(case: Case, folder: Path) -> str:
     files = {
         CONFIG: 'the config that was drawn',
         SMALLEST: 'the smallest config that shows the same fault',
@@ -114,6 +128,7 @@ def _readme(case: Case) -> str:
         'after_optimizations.txt': 'the program that was executed',
         'last_right_module.txt': 'the module before the pass, which is correct',
         'first_wrong_module.txt': 'the module after the pass, which is wrong',
+        f'{HLO}/reduced.hlo': 'a few instructions that show the fault; `compile.py` compiles them',
         'results.csv': 'the error and the limit of each result',
         'worst_result.npz': 'the worst result and the expected one',
         'versions.json': 'versions and XLA flags',
@@ -132,6 +147,6 @@ def _readme(case: Case) -> str:
         f'megajax inspect {SMALLEST} --target {case.target} --run --bisect',
         '```',
         '',
-        *(f'- `{name}`: {what}' for name, what in files.items()),
+        *(f'- `{name}`: {what}' for name, what in files.items() if (folder / name).exists()),
     ]
     return '\n'.join(lines) + '\n'

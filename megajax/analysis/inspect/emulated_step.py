@@ -38,6 +38,7 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import concrete, mesh_of
 from megajax.core.parallel.placements import parameter_name
 from megajax.core.train import feed
+from megajax.core.train.compiler_options import step_options
 from megajax.core.train.feed import abstract_batch
 from megajax.core.train.step import init_state, make_train_step
 from megajax.xla.emulate.compare import (
@@ -97,6 +98,7 @@ class EmulatedStep:
                 concrete(jax.eval_shape(lambda: init_state(self.config))),
                 abstract_batch(self.config),
             )
+            self.options = {**step_options(self.config), **(options or {})}
             traced = make_train_step(self.config).trace(*arguments)
             self.program: GpuProgram = (
                 optimized_for_gpu(traced, arguments, devices, options or {})

@@ -35,7 +35,7 @@ def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:
     topology = topologies.get_topology_desc(
         platform='cuda',
         topology=f'1x{hosts}x{per_host}',
-        target_config=_description(hardware(target)),
+        target_config=target_description(hardware(target)),
     )
     return list(topology.devices)
 
@@ -138,7 +138,8 @@ def num_hosts(devices: int, wanted: int | None = None) -> int:
     return wanted
 
 
-def _description(hardware: Hardware) -> str:
+def target_description(hardware: Hardware) -> str:
+    """Return the text that describes a GPU to XLA's compiler."""
     gpu = hardware.compiler
     assert gpu is not None
     major, minor = gpu.capability

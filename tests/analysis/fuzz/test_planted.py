@@ -10,9 +10,14 @@ from megajax.analysis.fuzz.case import Case
 from megajax.analysis.fuzz.draw import draw
 from megajax.analysis.fuzz.execute import case
 from megajax.analysis.fuzz.explain import explained
+from megajax.analysis.inspect import emulated_step
 from megajax.analysis.inspect.minimize import smallest
 from megajax.core.config import Config, load
 from megajax.core.hardware.targets import has_compiler
+from megajax.core.model import linear
+from megajax.core.train import step
+from megajax.xla.miscompiles import ask
+from megajax.xla.miscompiles.scaled_bias import SCALED_BIAS
 
 emulated = load_script('test_emulated_step', 'tests/analysis/inspect')
 of_experts = load_script('test_expert_faults', 'tests/analysis/inspect')
@@ -70,6 +75,29 @@ def test_a_finding_gets_a_folder_with_its_smallest_config_and_programs(tmp_path,
     assert 'ENTRY' in (tmp_path / 'first_wrong_module.txt').read_text()
     assert 'jax' in json.loads((tmp_path / 'versions.json').read_text())
     assert (tmp_path / 'results.csv').read_text().count('False') >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_step_that_the_compiler_breaks_is_reduced_to_few_instructions(tmp_path, monkeypatch):
+    if not has_compiler():
+        pytest.skip("needs XLA's GPU compiler")
+    if not ask(SCALED_BIAS, 'h100').is_faulty:
+        pytest.skip('this XLA does not have the bug')
+    monkeypatch.setattr(linear, 'add_bias', lambda y, bias: 1.5 * (y + bias))
+    options = {'xla_gpu_enable_triton_gemm': False}
+    for module in (emulated_step, step):
+        monkeypatch.setattr(module, 'step_options', lambda config: options)
+    config = emulated.step('gpt', 2, 1, model={'dropout': 0.1}, train={'recompute': 'full'})
+    found = tried(config)
+    assert found.verdict == 'wrong'
+    kept = found.model_copy(update={'verdict': 'right'})  # of every simpler config
+    explained(found, lambda simpler: kept, tmp_path)
+    summary = json.loads((tmp_path / 'hlo/reduced.json').read_text())
+    assert summary['original_instructions'] > 5000
+    assert summary['instructions'] <= 20
+    assert summary['pass'].startswith('cublas-gemm-rewriter')
+    assert 'hlo/reduced.hlo' in (tmp_path / 'README.md').read_text()
 
 
 def test_a_minimized_config_keeps_no_key_that_the_finding_does_not_need():

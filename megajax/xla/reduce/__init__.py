@@ -1,0 +1,1 @@
+"""Reduce a module that XLA miscompiles to a few instructions of HLO."""
