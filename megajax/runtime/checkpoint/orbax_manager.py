@@ -1,5 +1,6 @@
 """Orbax's manager of a run's checkpoints, with the options that megajax relies on."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint import type_handlers
 
 from megajax.base.files.locks import folder_lock
 from megajax.core.config import ModelConfig
@@ -15,6 +17,9 @@ from megajax.runtime.processes.consensus import SaveBarrier
 
 # Seconds within which all processes must write their parts, and the first process must hash them.
 TIMEOUT = 3600
+# Bytes below which a replica writes an array alone. By default the replicas write a slice each, and
+# each slice is a program of its own, whose compilation delays the first save.
+SMALLEST_SLICE = 2**20
 
 
 class Manager(ocp.CheckpointManager):
@@ -34,6 +39,9 @@ class Manager(ocp.CheckpointManager):
 
     def __init__(self, folder: Path, *, restore_gb: int, policy: Any, seal: Callable[[], None]):
         handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=restore_gb)
+        handler._impl = ocp.PyTreeCheckpointHandler(
+            restore_concurrent_gb=restore_gb, type_handler_registry=_types()
+        )
         super().__init__(folder, options=_options(policy, seal), item_handlers={'state': handler})
         # Orbax chooses the steps to delete when a save begins, and deletes them when it has ended.
         self._checkpoint_deleter = _Deleter(folder, self._checkpoint_deleter)
@@ -46,6 +54,19 @@ class Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Return False: the run itself watches for preemption."""
         return False
+
+
+def _types() -> Any:
+    """Return Orbax's handlers of the types of leaves, with SMALLEST_SLICE for arrays."""
+
+    def handler_of(kind: Any) -> Any:
+        handler = copy.copy(type_handlers.get_type_handler(kind))
+        if kind is jax.Array:
+            handler._min_slice_bytes_for_replica_parallel = SMALLEST_SLICE
+        return handler
+
+    kinds = type_handlers.supported_types()
+    return type_handlers.create_type_handler_registry(*((kind, handler_of(kind)) for kind in kinds))
 
 
 class _Deleter:
