@@ -18,6 +18,7 @@ LEAVES = {'constant', 'iota', 'partition-id', 'replica-id', 'after-all'}
 REPLICATED = '{replicated}'
 _DROPPED = 'origin=', 'original_value=', 'statistics=', 'device_ids='
 
+_OF_SHARDY = 'frontend_attributes={xla.sdy'
 _OF_TUPLES = (*_DROPPED, 'sharding=')
 
 
@@ -217,7 +218,8 @@ def _line(program: Program, instruction: Instruction, *, is_root: bool) -> str:
         for piece in pieces
         if '=' in piece and not piece.startswith('metadata=')
     ]
-    pieces = [piece for piece in pieces if 'xla.sdy' not in piece]  # names a mesh of the whole
+    # Shardy's attributes name a mesh, which a part does not have.
+    pieces = [piece for piece in pieces if not piece.startswith(_OF_SHARDY)]
     if each.op_name:
         pieces.append(f'metadata={{op_name="{each.op_name}"}}')
     inputs = ', '.join(f'%{name}' for name in each.operands) or each.inputs

@@ -147,6 +147,16 @@ def test_a_sharded_copy_is_a_constraint_and_parameters_keep_their_shardings():
     assert not is_sharded(without_shardings(SHARDED))
 
 
+def test_attributes_of_shardy_are_dropped_and_functions_with_its_name_are_called():
+    text = SHARDED.replace('copy(%x)', 'call(%x), to_apply=%xla.sdy.body').replace(
+        'parameter(0)', 'parameter(0), frontend_attributes={xla.sdy.sharding="#sdy.sharding<@m>"}'
+    )
+    body = '%xla.sdy.body (y: f32[4,8]) -> f32[4,8] {\n  ROOT %y = f32[4,8]{1,0} parameter(0)\n}\n'
+    found = cut(text.replace('ENTRY', f'{body}\nENTRY'), 'copy').text()
+    assert 'to_apply=%xla.sdy.body' in found
+    assert 'xla.sdy.sharding' not in found
+
+
 def test_a_later_form_that_computes_the_same_has_no_error_and_another_one_has():
     given = cut(CHAIN, 'sum', 'gathered').text()
     execution = Execution(given, 2)
