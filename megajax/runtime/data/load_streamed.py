@@ -3,7 +3,7 @@
 import json
 import logging
 import resource
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -70,19 +70,7 @@ def load_streamed(config: Config) -> Streamed:
         raise _problem('data.chat_template', f'{message}; use data.order=stateless')
     with naming_key(config):
         inputs, versions = _remote(config) if is_remote(corpus) else (_local(corpus), {})
-        fixes = FIXES._replace(messages='use data.order=stateless to train on chats')
-        shares = Shares(inputs, fixes)
-        if not len(shares):
-            raise corpus_error(f'{corpus!r} contains no text; give {KINDS}')
-        names = [shares.name(number) for number in range(len(shares))]
-        to_train, to_validate, _ = map(np.array, split_names(names, config.data.split, of='shares'))
-        if len(to_train) < train.batch_size:
-            message = (
-                f'streamed reads {train.batch_size} sequences at once (train.batch_size), each '
-                f'from shares of its own, but {corpus} has {len(to_train)} shares to train on; '
-                'use data.order=stateless, or a larger corpus'
-            )
-            raise _problem('data.order', message, 'train.batch_size', 'data.corpus')
+        shares, to_train, to_validate = _split(config, inputs)
         order = stateless_order.shuffled([0, len(to_train)], [1.0], train.seed)
         in_order = (int(to_train[order[index]]) for index in range(len(to_train)))
         tokenizer = tokenizer_of_text(config, lambda: list(_texts(shares, in_order)))
@@ -115,6 +103,24 @@ def load_streamed(config: Config) -> Streamed:
     )
     contents = {corpus: sha256(json.dumps(sizes).encode()).hexdigest()}
     return Streamed(tokenizer, batches, validation, summary, contents | versions)
+
+
+def _split(config: Config, inputs: Mapping[str, Input]) -> tuple[Shares, np.ndarray, np.ndarray]:
+    """Return the shares of a corpus, and the numbers of those to train and to validate on."""
+    corpus, batch_size = config.data.corpus, config.train.batch_size
+    shares = Shares(inputs, FIXES._replace(messages='use data.order=stateless to train on chats'))
+    if not len(shares):
+        raise corpus_error(f'{corpus!r} contains no text; give {KINDS}')
+    names = [shares.name(number) for number in range(len(shares))]
+    to_train, to_validate, _ = map(np.array, split_names(names, config.data.split, of='shares'))
+    if len(to_train) < batch_size:
+        message = (
+            f'streamed reads {batch_size} sequences at once (train.batch_size), each from shares '
+            f'of its own, but {corpus} has {len(to_train)} shares to train on; '
+            'use data.order=stateless, or a larger corpus'
+        )
+        raise _problem('data.order', message, 'train.batch_size', 'data.corpus')
+    return shares, to_train, to_validate
 
 
 def _local(corpus: str) -> dict[str, Input]:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,15 @@ def test_parquet_is_shared_by_rows_of_its_groups(tmp_path: Path) -> None:
     shares = shares_of(tmp_path / 'a.parquet')
     assert len(shares) > 4
     assert texts_of(shares) == TEXTS
+
+
+def test_a_share_of_parquet_keeps_no_file_open(tmp_path: Path) -> None:
+    write_parquet(tmp_path / 'a.parquet', TEXTS)
+    shares = shares_of(tmp_path / 'a.parquet')
+    begun = [shares.texts(number) for number in range(4)]
+    before = len(os.listdir('/proc/self/fd'))
+    assert [next(texts) for texts in begun]
+    assert len(os.listdir('/proc/self/fd')) == before
 
 
 def test_a_text_file_is_cut_at_line_ends(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ def group_sizes(input: Input, key: str, fixes: Fixes) -> list[int]:
     with _open(input) as file:
         names = file.schema_arrow.names
         fix = fixes.messages if 'messages' in names else fixes.no_key
+        if key in names:
+            fix = f'name a column of strings {key!r}'
         _check_column(input, key, file.schema_arrow, f'its columns: {", ".join(names)}; {fix}')
         return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
 
@@ -64,14 +66,15 @@ def _without_nulls(value: Any) -> Any:
 def _open(input: Input) -> Iterator[Any]:
     """Open the file; raise a ConfigError that names it if it cannot be read."""
     parquet, arrow = optional('pyarrow.parquet', input.path), optional('pyarrow', input.path)
+    # The name of a column may not be valid UTF-8.
+    errors = arrow.ArrowException, OSError, EOFError, UnicodeDecodeError
     try:
         with (
             _source(input) as source,
             parquet.ParquetFile(source, pre_buffer=False, buffer_size=UNIT) as file,
         ):
             yield file
-    # The name of a column may not be valid UTF-8.
-    except (arrow.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
+    except errors as error:
         raise unreadable(input, error) from error
 
 

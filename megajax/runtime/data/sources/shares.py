@@ -8,7 +8,7 @@ decide the shares.
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -94,12 +94,13 @@ class Shares:
                     raise ConfigError(text)
                 yield text
 
-    def _pieces(self, file: _File, share: int) -> Iterator[InputPiece]:
+    def _pieces(self, file: _File, share: int) -> Iterable[InputPiece]:
         first, stop = file.bounds[share], file.bounds[share + 1]
         if file.input.format == 'parquet':
-            return _rows(file.input, first, stop)
+            # All at once: an open reader holds its whole row group, twice.
+            return [*_rows(file.input, first, stop)]
         if not self._is_text(file):
-            return iter(())
+            return ()
         if file.input.compression:
             return _every(file.input, first, len(file.bounds) - 1)
         return _lines(file.input, first, stop)
