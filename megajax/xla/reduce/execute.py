@@ -14,7 +14,6 @@ from jax._src.interpreters import mlir
 from jax._src.lib import _jax, hlo, xla_client  # type: ignore[attr-defined]
 from jax._src.lib.mlir import ir  # type: ignore[attr-defined]
 from jax._src.sharding_impls import GSPMDSharding
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from megajax.core.hardware.targets import compile_without_gpu, gpu_devices
 from megajax.xla.emulate.arguments import cpu_devices
@@ -101,13 +100,12 @@ def executed(text: str, inputs: Values, num_devices: int) -> Values:
 
 
 def _placed(values: Sequence[np.ndarray], devices: Sequence[jax.Device]) -> jax.Array:
-    mesh = Mesh(np.array(devices), ('device',))
-    is_scalar = not values[0].shape
-    spec = PartitionSpec() if is_scalar else PartitionSpec('device')
-    shape = values[0].shape
-    full = shape if is_scalar else (shape[0] * len(devices), *shape[1:])
+    full, on = values[0].shape, GSPMDSharding.get_replicated(tuple(devices))
+    if full:
+        tiles = xla_client.HloSharding.iota_tile((len(devices), *(1 for _ in full[1:])))
+        full, on = (full[0] * len(devices), *full[1:]), GSPMDSharding(tuple(devices), tiles)
     pieces = [jax.device_put(x, device) for x, device in zip(values, devices, strict=True)]
-    return jax.make_array_from_single_device_arrays(full, NamedSharding(mesh, spec), pieces)
+    return jax.make_array_from_single_device_arrays(full, on, pieces)
 
 
 class Execution:
