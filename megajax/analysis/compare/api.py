@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,12 @@ def compare(
     Raises ConfigError for sources that cannot be compared, before anything compiles.
     """
     both = _of_both(overrides, bool(transformers))
-    with Source.opened(a, both, of_a) as first, Source.opened(b, both, of_b) as second:
+    with ExitStack() as opened:
+        first = opened.enter_context(Source.opened(a, both, of_a))
+        if a == b and first.kind == 'run':  # which may be training, and save in between
+            second = dataclasses.replace(first, overrides=(*both, *of_b))
+        else:
+            second = opened.enter_context(Source.opened(b, both, of_b))
         if overrides and first.kind == second.kind == 'dump':
             raise ConfigError(f'{a} and {b} are dumps of computed numbers: remove {overrides[0]}')
         sides = _with_like_adapters(_sides([first, second], transformers))

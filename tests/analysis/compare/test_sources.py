@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from interop.stored import DATA
 from support import make_config, slow, write_run
 from typer.testing import CliRunner
 
+from megajax.analysis.compare import sources
 from megajax.analysis.compare.api import _batch, _Side
 from megajax.analysis.compare.in_transformers import check_installed
 from megajax.analysis.compare.recording import read_recording
@@ -57,6 +60,23 @@ def test_a_run_at_its_start_is_its_config_to_the_bit(written: Path) -> None:
     result = command(run, written)
     assert result.exit_code == 0, result.exception
     assert verdict(result).startswith('all 19 bit-identical bit-identical: all 33')
+
+
+def test_a_run_that_saves_meanwhile_is_compared_with_itself(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, find = written.parent / 'run', sources.sound_checkpoint
+    save_run(run, small(), from_seed)
+
+    @contextmanager
+    def find_and_save(path: Path) -> Iterator[Path]:
+        with find(path) as checkpoint:
+            fault = ('layers', 'mlp', 'up', 'weight')
+            save_run(run, small(), lambda config: with_fault(config, fault, 0.1), 1)
+            yield checkpoint
+
+    monkeypatch.setattr(sources, 'sound_checkpoint', find_and_save)
+    assert verdict(command(run, run)).startswith('all 19 bit-identical')
 
 
 @pytest.mark.slow
