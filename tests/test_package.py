@@ -22,6 +22,11 @@ def test_it_is_typed_and_has_the_version_of_its_distribution() -> None:
     assert megajax.__version__ == version('megajax')
 
 
+def test_a_name_that_it_does_not_have_is_an_error() -> None:
+    with pytest.raises(AttributeError, match='module megajax has no attribute'):
+        _ = megajax.nothing
+
+
 def test_a_clone_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise PackageNotFoundError(name)

@@ -55,6 +55,12 @@ def test_letters_that_spell_a_special_token_are_told_from_the_token() -> None:
     assert found == [(0, 'plain<|endoftext|>', False), (1, 'say <|endoftext|>!<|endoftext|>', True)]
 
 
+def test_a_document_without_tokens_is_shown() -> None:
+    sequences = from_lengths('x', np.zeros(2, np.uint16), np.array([0, 2], np.int32))
+    shown = [text for _, text, _ in decode_samples(sequences, byte_tokenizer(), 2)]
+    assert shown == ['', '\0\0']
+
+
 def test_files_of_megatron(tmp_path: Path) -> None:
     shown, verified = (
         megajax('data', 'info', str(ORACLES / 'c')),

@@ -17,7 +17,7 @@ from vlm import vlm
 from megajax.analysis.plan.layouts import changed
 from megajax.core.config import Config
 from megajax.core.counts.whole_matrices import pools
-from megajax.core.train.muon import orthogonalized
+from megajax.core.train.muon import coefficients, orthogonalized
 from megajax.core.train.optimizer import make_optimizer
 
 STEPS = 5
@@ -95,6 +95,14 @@ def test_coefficients_are_those_of_optax(name: str) -> None:
     expected = jax.jit(each)(matrices)
     actual = jax.jit(lambda x: orthogonalized({form: x}, config.optim)[form])(matrices)
     np.testing.assert_allclose(actual, -expected, atol=1e-5)
+
+
+def test_polar_express_brings_singular_values_from_a_thousandth_to_one_near_one() -> None:
+    optim = config_of(ONE_DEVICE, optim__ns_coefficients='polar_express').optim
+    values = np.geomspace(1e-3, 1, 1000)
+    for a, b, c in coefficients(optim):
+        values = a * values + b * values**3 + c * values**5
+    assert 0.84 < values.min() <= values.max() < 1.13
 
 
 def test_16_bits_round_the_updates_but_not_their_size() -> None:
