@@ -183,7 +183,7 @@ class DataConfig(Section):
     """Relative sizes of the training, validation and test splits."""
     order: Literal['stateless', 'megatron', 'streamed'] = 'stateless'
     """Sample order: shuffled over the whole corpus (stateless), Megatron-LM's own (megatron), or
-    streamed: text is read and tokenized during training, and its pieces are shuffled.
+    streamed: text is read and tokenized during training, and its shares are shuffled.
     """
     chat_template: Name | None = None
     """File of a Hugging Face chat template, for JSON lines with messages. null: the template of the

@@ -35,6 +35,7 @@ from megajax.runtime.data.megatron_order import MegatronSamples, blend_index, bl
 from megajax.runtime.data.remote_text import local_text
 from megajax.runtime.data.samples import Joined, Samples, Windows
 from megajax.runtime.data.sources.remote import is_remote
+from megajax.runtime.data.sources.remote_file import FETCHES
 from megajax.runtime.data.synthetic_corpus import (
     PICTURES,
     document_row_shape,
@@ -45,9 +46,6 @@ from megajax.runtime.data.text.parts import Part, split_sequences
 from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.text_tokens import KeptTokens, tokenize
 from megajax.runtime.data.token_pairs import check_pairs, open_pair, prefixes_of
-
-# Number of threads that read remote files; most of the time, a thread waits for the server.
-FETCHES = 16
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from megajax.runtime.data.sources.block_cache import BLOCK
 from megajax.runtime.data.sources.inputs import Input, format_of, is_table, readable
 from megajax.runtime.data.sources.pieces import UNIT
 from megajax.runtime.data.sources.remote import is_remote
-from megajax.runtime.data.sources.remote_file import RemoteFile
+from megajax.runtime.data.sources.remote_file import FETCHES, RemoteFile
 from megajax.runtime.data.sources.shares import Shares
 from megajax.runtime.data.streams import Documents, StreamedBatches
 from megajax.runtime.data.synthetic_corpus import row_shape
@@ -41,8 +41,7 @@ from megajax.runtime.data.tokens.remote_pair import VERSION_OF
 
 BPE_SAMPLE = 1 << 24  # number of characters on which the default tokenizer is trained
 LOOKED_AT = 100  # number of texts in which special tokens are looked for
-# Number of threads that make batches: remote ones mostly wait for the server.
-REMOTE_THREADS, LOCAL_THREADS = 16, 4
+LOCAL_THREADS = 4  # number of threads that make batches of files on the disk
 OTHER_FILES = 1024  # number of files that a run may open in addition to its corpus
 
 logger = logging.getLogger(__name__)
@@ -92,9 +91,9 @@ def load_streamed(config: Config) -> Streamed:
         steps=train.eval_batches if len(to_validate) else 0,
     )
     for each in (batches, validation):
-        each.read_threads = REMOTE_THREADS if is_remote(corpus) else LOCAL_THREADS
+        each.read_threads = FETCHES if is_remote(corpus) else LOCAL_THREADS
     if not is_remote(corpus):
-        _allow_open_files(2 * train.batch_size)  # a file for each stream
+        _allow_open_files(2 * train.batch_size)  # a compressed file for each stream
     sizes = [[name, input.size] for name, input in sorted(inputs.items())]
     summary = (
         f'{sum(input.size for input in inputs.values()) / 1e6:,.1f} MB, streamed: '
@@ -135,7 +134,7 @@ def _remote(config: Config) -> tuple[dict[str, Input], dict[str, str]]:
     files = open_files(config, url)
     inputs = {name: _input(name, file) for name, file in files.items()}
     if len(files) > 1:
-        with ThreadPoolExecutor(REMOTE_THREADS) as threads:
+        with ThreadPoolExecutor(FETCHES) as threads:
             found = threads.map(format_in_folder, inputs.values(), inputs)
             formats = dict(zip(inputs, found, strict=True))
         names, alone = documents_among(formats)

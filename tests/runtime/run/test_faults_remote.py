@@ -43,11 +43,7 @@ def test_killed_and_resumed_by_two_processes_a_remote_run_learns_what_a_local_on
     train_here(folder, *short, 'data.corpus=web', name='local')
     with stores.web(folder) as server:
         keys = *short, f'data.corpus={server.url}/web'
-        killed = start(folder, *keys, processes=2)
-        read_until(killed, 'step 9/')
-        for pid in children(killed):
-            os.kill(pid, signal.SIGKILL)
-        assert finish(killed)[0] != 0
+        kill_two_processes(folder, *keys)
         assert 'resume' in finish_well(start(folder, *keys, processes=2))
         assert losses(folder / 'run') == losses(folder / 'local')
         assert server.asked.count('/web.idx') == 1
@@ -68,13 +64,18 @@ def test_killed_streams_go_on_to_the_token_on_another_mesh(folder: Path) -> None
     train_here(folder, *short, 'data.corpus=web.jsonl', name='local')
     with stores.web(folder) as server:
         keys = *short, f'data.corpus={server.url}/web.jsonl'
-        killed = start(folder, *keys, processes=2)
-        read_until(killed, 'step 9/')
-        for pid in children(killed):
-            os.kill(pid, signal.SIGKILL)
-        assert finish(killed)[0] != 0
+        kill_two_processes(folder, *keys)
         assert 'resume' in finish_well(start(folder, *keys))
         assert losses(folder / 'run') == losses(folder / 'local')
+
+
+def kill_two_processes(folder: Path, *keys: str) -> None:
+    """Start a run with two processes, and kill them at step 9."""
+    killed = start(folder, *keys, processes=2)
+    read_until(killed, 'step 9/')
+    for pid in children(killed):
+        os.kill(pid, signal.SIGKILL)
+    assert finish(killed)[0] != 0
 
 
 def finish_well(process: subprocess.Popen[str]) -> str:

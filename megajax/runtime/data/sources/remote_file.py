@@ -20,6 +20,8 @@ from megajax.runtime.data.sources.block_cache import BLOCK, BlockCache
 from megajax.runtime.data.sources.remote import UnansweredError, fetch, look
 
 LOOK_EVERY = 10.0  # seconds between checks of a file's version while parts of it are fetched
+# Number of threads that read remote files; most of the time, a thread waits for the server.
+FETCHES = 16
 BLOCKS_AT_ONCE = 32  # number of blocks that one request fetches
 PIECE = BLOCK * BLOCKS_AT_ONCE  # bytes
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds between attempts, doubled each time

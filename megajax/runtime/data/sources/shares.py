@@ -25,6 +25,7 @@ from megajax.runtime.data.sources.parquet import group_sizes
 from megajax.runtime.data.sources.parse import Fixes, parse
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position
 from megajax.runtime.data.sources.read import HEAD, MAX_LINE_BYTES, line_error, read_pieces
+from megajax.runtime.data.sources.remote_file import FETCHES
 
 KEY = 'text'  # the key of a line's text
 # The number of shares of a corpus: about `USUAL`, unless they would be too small or too large.
@@ -32,7 +33,6 @@ USUAL, SMALLEST, LARGEST = 1 << 12, 1 << 14, UNIT
 EXPANDED = 8  # bytes of text that a compressed byte may stand for
 # Maximum number of shares of a file, or of a row group, that is read from its beginning for each.
 MOST = 32
-THREADS = 16  # number of files that are opened at the same time
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def _bounds(inputs: Mapping[str, Input], fixes: Fixes) -> dict[str, Sequence[int
     tables = {name: input for name, input in full.items() if input.format == 'parquet'}
     plain = full.keys() - packed - tables.keys()
     unit = _bounded(sum(full[name].size for name in plain) // USUAL)
-    with ThreadPoolExecutor(THREADS) as threads:
+    with ThreadPoolExecutor(FETCHES) as threads:
         found = threads.map(lambda table: group_sizes(table, KEY, fixes), tables.values())
         sizes = dict(zip(tables, found, strict=True))
     groups = sum(map(len, sizes.values()))
