@@ -74,6 +74,8 @@ def _main(
     seed: int, target: str, fixed: list[str], numbers: Iterable[int], reports: str | None
 ) -> None:
     jax.config.update('jax_num_cpu_devices', MOST_DEVICES)
+    # By default, ten Python frames of each operation go through all passes over a program.
+    jax.config.update('jax_traceback_in_locations_limit', 1)
     # The default action also works inside a compiler, where Python runs no handler.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     gc.freeze()  # the collector need not visit modules
