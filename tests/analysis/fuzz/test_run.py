@@ -1,13 +1,17 @@
 """A file of random steps is continued, and its findings decide the exit code."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import pytest
 from support import megajax as run_here
 
+from megajax.analysis.fuzz import run
 from megajax.analysis.fuzz.case import Case, Worst
-from megajax.analysis.fuzz.draw import draw
+from megajax.analysis.fuzz.draw import LAYOUTS, draw
+from megajax.analysis.fuzz.execute import BEGUN, DONE
 from megajax.analysis.fuzz.run import fuzz, read
 from megajax.core.config import ConfigError
 from megajax.core.hardware.targets import has_compiler
@@ -45,6 +49,62 @@ def test_the_exit_code_and_the_table_tell_findings(tmp_path, verdict, code):
     assert ('mesh.' in done.stdout) == bool(code)  # the config of a finding
     assert f'{verdict:8}  ' in done.stdout
     assert done.stdout.count('loss 5.0e-01 (limit 1.0e-05)') == code
+
+
+def children(monkeypatch: pytest.MonkeyPatch, ends: Callable[[int], str]) -> list[list[int]]:
+    """Replace the child processes; the numbers of each one. One ends where `ends` says why."""
+    started: list[list[int]] = []
+    done = case(0)
+
+    def child(module, file, *, target, say):
+        task = json.loads(Path(file).read_text())
+        assert (module, target, task['seed']) == ('megajax.analysis.fuzz.execute', 'h100', 3)
+        started.append(task['numbers'])
+        for number in task['numbers']:
+            say(f'{BEGUN}{number}')
+            if why := ends(number):
+                raise RuntimeError(why)
+            say('a line of the compiler')
+            say(f'{DONE}{done.model_copy(update={"number": number}).model_dump_json()}')
+
+    monkeypatch.setattr(run, 'call_in_child', child)
+    return started
+
+
+def test_a_step_that_ends_its_process_fails_and_another_process_does_the_rest(
+    tmp_path, monkeypatch
+):
+    why = 'x' * run.MOST_CHARACTERS + 'SIGSEGV'
+    started = children(monkeypatch, lambda number: why if number == 1 else '')
+    file, said = tmp_path / 'new' / 'it.jsonl', []
+    found = fuzz(file, seed=3, count=3, target='h100', say=said.append)
+    assert started == [[0, 1, 2], [2]]
+    assert [each.verdict for each in found] == ['right', 'failed', 'right']
+    assert found[1].config == draw(3, 1).model_dump(mode='json', exclude_unset=True)
+    assert [each.key for each in found] == [done.key for done in map(case, range(3))]
+    assert found[1].message.startswith('the process ended: x')
+    assert found[1].message.endswith('SIGSEGV')
+    assert found == read(file) == said
+
+
+def test_a_process_that_ends_before_a_step_is_an_error(tmp_path, monkeypatch):
+    def child(*_, **__):
+        raise RuntimeError('no memory')
+
+    monkeypatch.setattr(run, 'call_in_child', child)
+    with pytest.raises(RuntimeError, match='no memory'):
+        fuzz(tmp_path / 'it.jsonl', seed=3, count=1, target='h100')
+
+
+@pytest.mark.parametrize(('jobs', 'models'), [(1, [[0, 1, 2], [3, 4]]), (2, [[0, 1], [2, 3], [4]])])
+def test_a_process_executes_all_layouts_of_a_few_models(tmp_path, monkeypatch, jobs, models):
+    started = children(monkeypatch, lambda number: '')
+    monkeypatch.setattr(run, 'MOST_STEPS', 3 * LAYOUTS + 1)
+    found = fuzz(tmp_path / 'it.jsonl', seed=3, count=5 * LAYOUTS, target='h100', jobs=jobs)
+    assert [each.number for each in found] == [*range(5 * LAYOUTS)]
+    assert (
+        sorted([*dict.fromkeys(number // LAYOUTS for number in each)] for each in started) == models
+    )
 
 
 def test_an_unfinished_last_line_is_not_a_step_and_another_fault_is_rejected(tmp_path):

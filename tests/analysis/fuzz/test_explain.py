@@ -1,0 +1,211 @@
+"""A finding is told from other faults, minimized, and described by a folder of files."""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.analysis.fuzz import execute, explain
+from megajax.analysis.fuzz.case import Case, Worst
+from megajax.analysis.fuzz.draw import LAYOUTS, MOST_DEVICES, draw
+from megajax.analysis.fuzz.execute import BEGUN, DONE
+from megajax.analysis.fuzz.explain import explained
+from megajax.analysis.inspect.one_device import updated
+from megajax.analysis.inspect.result import Compared
+from megajax.core.config import Config, ConfigError, load
+from megajax.xla.hlo.errors import HloError
+
+LAYERS = 2
+CONFIG = draw(0, 0, (f'model.num_layers={LAYERS}', 'train.dtype=bfloat16', 'mesh.data=2'))
+TOLD: dict[str, object] = {'seed': 4, 'number': 17, 'fixed': ['mesh.data=2']}
+RIGHT = Compared(name='loss', error=1e-6, limit=1e-5)
+WRONG = Compared(name='gradients.head', error=0.25, limit=1e-5)
+
+
+def found(verdict: str, message: str = '', config: Config = CONFIG, **worst: Worst) -> Case:
+    written = config.model_dump(mode='json', exclude_unset=True)
+    told = {'target': 'h100', 'jax_version': jax.__version__, 'config': written}
+    return Case.model_validate({**TOLD, **told, 'verdict': verdict, 'message': message, **worst})
+
+
+def hlo(name: str) -> str:
+    return f'HloModule after_{name}\n\nENTRY main {{\n  ROOT x = f32[] constant(0)\n}}\n'
+
+
+class Step:
+    """A step whose program is wrong after the pass `second`, with 16-bit types and without."""
+
+    made: ClassVar[list['Step']] = []
+    dumps = 'first', 'second', 'third'
+
+    def __init__(self, config: Config, target: str, options: dict[str, Any]):
+        self.options = {'xla_gpu_autotune_level': 0, **options}
+        self.program = type('Program', (), {'text': 'ENTRY optimized'})
+        self.exact = list[bool]()
+        self.made.append(self)
+        if folder := options.get('xla_dump_to'):
+            module = 'module_0001.jit_train_step'
+            Path(folder, f'{module}.before_optimizations.txt').write_text('ENTRY before')
+            for place, name in enumerate(self.dumps):
+                path = Path(folder, f'{module}.{place:04}.hlo_passes.after_{name}.txt')
+                path.write_text(hlo(name))
+
+    def results(self, *, exact: bool = False, text: str | None = None) -> list[Compared]:
+        self.exact.append(exact)
+        is_right = text is not None and 'after_first' in text
+        return [RIGHT, RIGHT] if is_right else [WRONG, RIGHT]
+
+    def pair(self, name: str, *, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+        assert name == WRONG.name
+        return np.ones(2), np.zeros(2)
+
+
+@pytest.fixture(name='step')
+def fixture_step(monkeypatch: pytest.MonkeyPatch) -> type[Step]:
+    for module in (explain, execute):
+        monkeypatch.setattr(module, 'EmulatedStep', Step)
+    monkeypatch.setattr(Step, 'made', [])
+    return Step
+
+
+@pytest.mark.parametrize(
+    ('message', 'is_same'),
+    [
+        ('Traceback\n  ...\nHloError: %dot.9: no layout\n', True),
+        ('Traceback\n  ...\nTypeError: %dot.7: no layout', False),
+        ('', False),
+    ],
+)
+def test_a_simpler_step_fails_alike_if_its_error_has_the_same_type(tmp_path, message, is_same):
+    case = found('failed', 'File "x.py"\nHloError: %dot.7: no layout')
+    tried = list[Config]()
+
+    def execute(config: Config) -> Case:
+        tried.append(config)
+        return found('failed', message, config)
+
+    folder = tmp_path / 'new' / '4-17'
+    explained(case, execute, folder)
+    small = load(folder / 'smallest.yaml')
+    assert (small != CONFIG) == is_same
+    assert small in tried or not is_same
+
+
+def test_the_folder_of_a_failure_has_its_configs_versions_and_message(tmp_path):
+    case = explained(found('failed', 'HloError: no layout'), lambda _: found('right'), tmp_path)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {'config.yaml', 'smallest.yaml', 'versions.json', 'README.md'}
+    assert load(tmp_path / 'config.yaml') == CONFIG
+    assert json.loads((tmp_path / 'versions.json').read_text())['jax'] == jax.__version__
+    lines = (tmp_path / 'README.md').read_text().splitlines()
+    assert lines[0] == '# failed: seed 4, step 17, h100'
+    assert case.smallest in lines[2]
+    assert lines[lines.index('HloError: no layout') - 1] == '```'
+    named = {line.split('`')[1] for line in lines if line.startswith('- `')}
+    assert named == files - {'README.md'}
+    assert case.culprit == ''
+
+
+@pytest.mark.parametrize('is_wrong_in_fp32', [True, False])
+def test_the_folder_of_a_wrong_step_has_the_modules_around_the_pass(
+    tmp_path, step, monkeypatch, is_wrong_in_fp32
+):
+    calls = []
+    monkeypatch.setattr(explain, 'call_in_child', lambda *call, **target: calls.append(call))
+    worst = Worst(name=WRONG.name, error=0.25, limit=1e-5, wrong=1, results=2)
+    right = worst.model_copy(update={'wrong': 0, 'name': 'loss'})
+    both = (right, worst) if is_wrong_in_fp32 else (worst, right)
+    case = found('wrong', **dict(zip(('as_compiled', 'exact'), both, strict=True)))
+    case = explained(case, lambda _: found('right'), tmp_path)
+    assert case.culprit == 'second (pipeline hlo_passes)'
+    texts = {path.name: path.read_text() for path in tmp_path.glob('*.txt')}
+    assert texts == {
+        'before_optimizations.txt': 'ENTRY before',
+        'after_optimizations.txt': 'ENTRY optimized',
+        'last_right_module.txt': hlo('first'),
+        'first_wrong_module.txt': hlo('second'),
+    }
+    assert (tmp_path / 'results.csv').read_text().splitlines() == [
+        'result,error,limit,ok', 'gradients.head,0.25,1e-05,False', 'loss,1e-06,1e-05,True'
+    ]  # fmt: skip
+    saved = np.load(tmp_path / 'worst_result.npz')
+    assert (saved['actual'].sum(), saved['expected'].sum()) == (2, 0)
+    assert {*step.made[0].exact} == {is_wrong_in_fp32}
+    readme = (tmp_path / 'README.md').read_text()
+    assert 'gradients.head differs by 0.25 (limit 1.0e-05).' in readme
+    assert 'loss differs' not in readme
+    # The program is reduced with the options of the step, except for the dumps.
+    ((module, _, out, *rest),) = calls
+    assert (module, out) == ('megajax.xla.reduce', tmp_path / 'hlo')
+    assert rest == ['--target', 'h100', '--options', '{"xla_gpu_autotune_level": 0}']
+
+
+def test_a_pass_that_is_not_found_or_not_reduced_is_said(tmp_path, step, monkeypatch):
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError('SIGSEGV')
+
+    monkeypatch.setattr(explain, 'call_in_child', failing)
+    assert explained(found('wrong'), lambda _: found('right'), tmp_path).culprit
+    assert (tmp_path / 'hlo' / 'error.txt').read_text() == 'SIGSEGV\n'
+    monkeypatch.setattr(Step, 'dumps', ())
+    case = explained(found('wrong'), lambda _: found('right'), tmp_path)
+    assert case.culprit.startswith('not found: no pass dumps')
+
+
+def test_a_step_in_16_bits_is_also_executed_in_fp32_and_its_verdict_is_of_both(step, monkeypatch):
+    tried = execute.case(CONFIG, TOLD, 'h100')
+    assert step.made[0].exact == [False, True]
+    assert tried.verdict == 'wrong'
+    assert tried.exact == Worst(name=WRONG.name, error=0.25, limit=1e-5, wrong=1, results=2)
+    assert (tried.seed, tried.number, tried.fixed) == (4, 17, ['mesh.data=2'])
+    assert tried.config == CONFIG.model_dump(mode='json', exclude_unset=True)
+    not_a_number = WRONG.model_copy(update={'error': float('nan')})
+    monkeypatch.setattr(Step, 'results', lambda *_, exact=False: [not_a_number if exact else RIGHT])
+    tried = execute.case(CONFIG, TOLD, 'h100')
+    assert (tried.verdict, tried.as_compiled.wrong, tried.exact.error) == ('wrong', 0, None)
+    monkeypatch.setattr(Step, 'results', lambda *_, exact=False: [RIGHT, RIGHT])
+    assert execute.case(CONFIG, TOLD, 'h100').verdict == 'right'
+    assert execute.case(updated(CONFIG, train={'dtype': 'float32'}), TOLD, 'h100').exact is None
+
+
+@pytest.mark.parametrize(
+    ('error', 'verdict'), [(ConfigError('use x'), 'rejected'), (HloError('y' * 900), 'failed')]
+)
+def test_a_step_that_raises_has_a_verdict_and_its_error(step, monkeypatch, error, verdict):
+    def results(*_: object, **__: object) -> list[Compared]:
+        raise error
+
+    monkeypatch.setattr(Step, 'results', results)
+    tried = execute.case(CONFIG, TOLD, 'h100')
+    assert (tried.verdict, tried.is_finding) == (verdict, verdict == 'failed')
+    assert str(error)[:400] in tried.message
+    lines = tried.message.splitlines()
+    assert len(lines) <= execute.MOST_LINES
+    assert max(map(len, lines)) <= 500
+
+
+def test_a_child_prints_a_line_before_and_after_each_step(step, monkeypatch, capsys, tmp_path):
+    """It forgets what it has compiled after each model, and a step that hangs ends it."""
+    events, settings = list[object](), list[object]()
+    monkeypatch.setattr(jax.config, 'update', lambda *setting: settings.append(setting))
+    monkeypatch.setattr(jax, 'clear_caches', lambda: events.append('cleared'))
+    monkeypatch.setattr('signal.alarm', events.append)
+    for name in ('signal.signal', 'gc.freeze', 'gc.set_threshold'):
+        monkeypatch.setattr(name, lambda *_: None)
+    monkeypatch.setattr(
+        execute, 'explained', lambda case, _, folder: reports.append(folder) or case
+    )
+    reports = list[Path]()
+    numbers = [LAYOUTS - 1, LAYOUTS]
+    execute._main(0, 'h100', ['mesh.data=2'], numbers, str(tmp_path))
+    step_events = [execute.PATIENCE, 'cleared']
+    assert events == 2 * step_events
+    assert ('jax_num_cpu_devices', MOST_DEVICES) in settings
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[::2] == [f'{BEGUN}{number}' for number in numbers]
+    cases = [Case.model_validate_json(line.removeprefix(DONE)) for line in lines[1::2]]
+    assert [case.number for case in cases] == numbers
+    assert reports == [tmp_path / f'0-{number}' for number in numbers]
