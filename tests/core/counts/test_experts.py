@@ -17,7 +17,8 @@ TOKENS, D, LAYERS, X, ACTIVE, HIDDEN = 8 * 32, 64, 2, 8, 2, 32
 
 def config(capacity: float | None = None, **mesh: int) -> Config:
     experts = {'count': X, 'active': ACTIVE, 'ffn_size': HIDDEN, 'capacity': capacity}
-    return make_config('experts', model={'experts': experts}, mesh=mesh)
+    train = {'microbatches': mesh.get('stages', 1)}
+    return make_config('experts', model={'experts': experts}, mesh=mesh, train=train)
 
 
 def test_flops_are_of_the_experts_that_a_token_uses() -> None:
@@ -79,3 +80,13 @@ def test_experts_are_reduced_over_the_shards_that_hold_the_same_ones() -> None:
     of_experts = count(sharded.model, (('X', 2),), of_experts=True).all
     others = num_parameters(sharded.model, padded=True) - 2 * of_experts
     assert reduced == {'data': of_experts, 'data+expert': others}
+
+
+def test_a_stage_reduces_the_experts_of_its_layers() -> None:
+    staged = config(data=4, experts=2, stages=2)
+    (of_experts,) = (
+        row.array.dims[0]
+        for row in expected(staged)
+        if row.site.name == 'gradients' and row.site.axis == 'data'
+    )
+    assert of_experts == LAYERS // 2 * X // 2 * 3 * D * HIDDEN

@@ -1,5 +1,6 @@
 """Kernels of experts: chosen by the GPU that is compiled for, and equal to loops over blocks."""
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -58,6 +59,23 @@ def test_a_block_has_the_rows_that_kernels_need(kind: str, rows: int) -> None:
         expert_n = jax.ShapeDtypeStruct((20,), jnp.int32, sharding=sharding)
         groups = jax.eval_shape(lambda expert_n: group(expert_n, 3, block=8), expert_n)
     assert groups.block == rows
+
+
+def test_kernels_have_the_shapes_of_their_operands() -> None:
+    """A tile that wgmma cannot multiply, or of another place, fails as a kernel is traced."""
+    experts, rows, d, f = 3, 256, 64, 128
+
+    def of(*shape: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    ids, w_XDF = of(2, dtype=jnp.int32), of(experts, d, f)
+    for transposed, given, made in ((False, d, f), (True, f, d)):
+        multiply = functools.partial(grouped_kernels.rows_by_expert, transposed=transposed)
+        y = jax.eval_shape(multiply, of(rows, given), w_XDF, ids, ids)
+        assert (y.shape, y.dtype) == ((rows, made), jnp.bfloat16)
+    ids = of(experts, dtype=jnp.int32)
+    dw = jax.eval_shape(grouped_kernels.outer_of_experts, of(rows, d), of(rows, f), ids, ids)
+    assert (dw.shape, dw.dtype) == ((experts, d, f), jnp.float32)
 
 
 @pytest.fixture
