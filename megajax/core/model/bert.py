@@ -50,8 +50,7 @@ class UnshardedLinear(nnx.Module):
         def multiply(x_BSD: jax.Array, weight_DE: jax.Array) -> jax.Array:
             return product('BSD,DE->BSE', x_BSD, weight_DE, self.layout, x_BSD.dtype)
 
-        (axis,) = self.layout.mesh_axes('T')
-        mapped = jax.vmap(multiply, in_axes=1, out_axes=1, spmd_axis_name=axis)
+        mapped = jax.vmap(multiply, in_axes=1, out_axes=1)
         y = mapped(shards, weight_DTE)
         return y.reshape(batch, length, num_out, out_sharding=self.layout('BTE'))
 

@@ -63,9 +63,8 @@ class Block(nnx.Module):
             own = {*layers_of(config, stack.dim)}
             places = np.array([place for place, layer in enumerate(layers) if layer in own])
             keys = key_L if len(places) == len(layers) else key_L[places]
-            stages = layout.mesh_axes(stack.dim) or None
             keys = jax.reshard(keys, layout(stack.dim))
-            return jax.vmap(of_layer, spmd_axis_name=stages)(keys)
+            return jax.vmap(of_layer)(keys)
 
         attention, *feed_forwards = stacks(config)
         if len(feed_forwards) == 1:

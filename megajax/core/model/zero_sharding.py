@@ -81,9 +81,8 @@ def sum_of_own_experts(
         tuple(range(lead, lead + len(apart) - 1)),
         out_sharding=layout.stacked(split, replicas, at_rest=at_rest),
     )
-    at, spec = lead + dims.index('X'), layout.stacked(dims, replicas, at_rest=at_rest)
-    total = total.reshape(*total.shape[:at], -1, *total.shape[at + 2 :], out_sharding=spec)
-    return total.astype(jnp.float32)
+    at = lead + dims.index('X')
+    return total.reshape(*total.shape[:at], -1, *total.shape[at + 2 :]).astype(jnp.float32)
 
 
 def sum_of_vector(

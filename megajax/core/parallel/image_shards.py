@@ -15,7 +15,7 @@ def over_images(function: Any, layout: Layout) -> Any:
     gets the module of one shard, and its arrays [images, ...]. Empty slots at the end make all
     shards equal.
     """
-    shards, (axis,) = layout.num_shards('I'), layout.mesh_axes('I')
+    shards = layout.num_shards('I')
 
     def sharded(x: jax.Array) -> jax.Array:
         rest = x.shape[2:]
@@ -25,6 +25,6 @@ def over_images(function: Any, layout: Layout) -> Any:
         return x.reshape(shards, -1, *rest, out_sharding=spec)
 
     def mapped(copies: Any, *arrays: Any) -> Any:
-        return jax.vmap(function, spmd_axis_name=axis)(copies, *jax.tree.map(sharded, arrays))
+        return jax.vmap(function)(copies, *jax.tree.map(sharded, arrays))
 
     return mapped

@@ -23,10 +23,9 @@ def over_shards(
 
     `in_axes` and `out_axes` are as in `jax.vmap`, for the data shards of a replica.
     """
-    *replicas, data = layout.mapped
-    function = jax.vmap(function, in_axes=in_axes, out_axes=out_axes, spmd_axis_name=data)
-    for axes in replicas:
-        function = jax.vmap(function, in_axes=in_axes, spmd_axis_name=axes)
+    function = jax.vmap(function, in_axes=in_axes, out_axes=out_axes)
+    for _ in layout.mapped[:-1]:  # replicas
+        function = jax.vmap(function, in_axes=in_axes)
     return function
 
 
@@ -40,7 +39,7 @@ def over_stages(function: Callable[..., Any], layout: Layout, *kinds: Any) -> An
     shards = jax.tree.map(lambda kind: 0 if kind in (BOTH, OF_SHARD) else None, kinds)
     stages = jax.tree.map(lambda kind: 0 if kind in (BOTH, OF_STAGE) else None, kinds)
     mapped = over_shards(function, layout, shards)
-    return jax.vmap(mapped, in_axes=stages, spmd_axis_name=STAGE)
+    return jax.vmap(mapped, in_axes=stages)
 
 
 def to_stages(x: jax.Array, stages: int) -> jax.Array:

@@ -246,8 +246,8 @@ def _sum_within_replicas(
 ) -> jax.Array:
     """Sum gradients [..., data shard, *dims] over the data shards of each replica."""
     reduce = partial(zero_sharding.reduce, dims=dims, layout=layout, dtype=dtype)
-    for axes in layout.mapped[:-1]:
-        reduce = jax.vmap(reduce, spmd_axis_name=axes)
+    for _ in layout.mapped[:-1]:
+        reduce = jax.vmap(reduce)
     return reduce(gradient)
 
 

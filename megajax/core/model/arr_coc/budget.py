@@ -5,9 +5,8 @@ An image is cut into regions. Each region has a level, at which it is resized to
 64, and all regions together at most a given total number. All shapes are static, nothing
 communicates, and no token is sorted.
 
-The functions handle one image; map them with `jax.vmap(..., spmd_axis_name='data')`. A level is
-discrete and has no gradient: relevance learns through the gate that multiplies the detail
-(`levels.py`).
+The functions handle one image; map them with `jax.vmap`. A level is discrete and has no gradient:
+relevance learns through the gate that multiplies the detail (`levels.py`).
 """
 
 from collections.abc import Sequence

@@ -139,7 +139,6 @@ def _slots(copies: jax.Array, layout: Layout) -> jax.Array:
 
     Devices beyond the number of slots get slots of zeros.
     """
-    (axis,) = layout.mesh_axes('Ⓘ')
     shards, used, rest = len(copies), copies.shape[1], copies.shape[2:]
     own = jnp.arange(-(-used // shards) * shards).reshape(shards, -1)
 
@@ -147,7 +146,7 @@ def _slots(copies: jax.Array, layout: Layout) -> jax.Array:
         none = UNSHARDED('-' * copy.ndim)
         return copy.at[own].get(mode='fill', fill_value=0, out_sharding=none)
 
-    slots = jax.vmap(of_device, spmd_axis_name=axis)(copies, jax.reshard(own, layout('Ⓘ-')))
+    slots = jax.vmap(of_device)(copies, jax.reshard(own, layout('Ⓘ-')))
     return slots.reshape(-1, *rest, out_sharding=layout('Ⓘ' + '-' * len(rest)))
 
 
