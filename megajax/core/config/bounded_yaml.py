@@ -4,6 +4,7 @@ This is YAML 1.2: `3e-4` is a number, `off` and `2026-01-01` are text. Each alia
 its nodes, so that a few lines cannot expand to gigabytes.
 """
 
+from functools import lru_cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,12 @@ def read_text(file: Path | Traversable) -> str:
         raise YAMLError(str(error)) from error
 
 
+@lru_cache(maxsize=64)
 def compose(text: str) -> Node | None:
-    """Return the root of a document, or None if it is empty; raise YAMLError if it is not YAML."""
+    """Return the root of a document, or None if it is empty; raise YAMLError if it is not YAML.
+
+    Texts that were read lately are not parsed again: a process may load many configs of a preset.
+    """
     try:
         return _yaml().compose(text)
     # ruamel raises these for some directives and escapes.
@@ -123,6 +128,7 @@ def explain(error: YAMLError) -> str:
 
 
 def _yaml() -> Any:
-    yaml: Any = YAML(typ='safe', pure=True)
+    # Without `plug_ins`, each one looks through its folder for files of plug-ins.
+    yaml: Any = YAML(typ='safe', pure=True, plug_ins=[])
     yaml.Composer, yaml.Constructor = _Composer, _Constructor
     return yaml

@@ -94,7 +94,16 @@ def test_anchors_and_merged_groups_are_read(tmp_path: Path) -> None:
     assert config.data.blend == {'x': 1, 'y': 2}
     assert config.train.profile is not None
     assert (config.train.profile.start, config.train.profile.steps) == (1, 2)
+    assert load(file) == config
     assert parse('- &a {b: 1}\n- *a\n- *a') == [{'b': 1}] * 3
+
+
+def test_a_value_that_a_caller_changes_is_read_again_as_it_was() -> None:
+    text = '{a: {<<: {b: 1}, c: [2]}}'
+    first = parse(text)
+    first['a']['c'].append(3)
+    first['a']['b'] = 4
+    assert parse(text) == {'a': {'b': 1, 'c': [2]}}
 
 
 def test_an_alias_counts_as_what_it_stands_for() -> None:
