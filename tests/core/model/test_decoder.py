@@ -242,10 +242,14 @@ def test_the_gradient_of_the_table_adds_up_in_fp32_what_each_place_of_a_token_ge
         declared = {'table': Parameter('VD', Role.MATRIX, std=1.0)}
         parameters = Parameters(declared, {'V': 1024, 'D': 16}, Layout.of(config))
         embedding = VocabParallelEmbedding(parameters, key=jax.random.key(0))
-        x_BSD, pullback = jax.vjp(
-            lambda model: model(jax.device_put(token_BS, jax.P('data', None)), dtype), embedding
-        )
-        (gradient,) = pullback(jax.device_put(dx_BSD, jax.typeof(x_BSD).sharding.spec))
+
+        @jax.jit
+        def both(embedding, token_BS, dx_BSD):
+            x_BSD, pullback = jax.vjp(lambda model: model(token_BS, dtype), embedding)
+            return x_BSD, *pullback(jax.reshard(dx_BSD, jax.typeof(x_BSD).sharding.spec))
+
+        tokens = jax.device_put(token_BS, jax.P('data', None))
+        x_BSD, gradient = both(embedding, tokens, dx_BSD)
         np.testing.assert_array_equal(
             np.asarray(x_BSD), np.asarray(embedding.table[...]).astype(dtype)[token_BS]
         )

@@ -15,6 +15,7 @@ from megajax.core.model.grouped import (
 )
 
 EXPERTS, D, F, BLOCK = 5, 12, 20, 8
+grouped = jax.jit(group, static_argnames=('num_experts', 'block'))
 
 # Most are of one length: each length compiles every operation anew.
 DISTRIBUTIONS = {
@@ -38,7 +39,7 @@ def expert_n(request: pytest.FixtureRequest) -> np.ndarray:
 
 
 def test_rows_are_in_the_order_of_experts_and_of_assignments(expert_n: np.ndarray) -> None:
-    groups = group(jnp.asarray(expert_n), EXPERTS, block=BLOCK)
+    groups = grouped(expert_n, EXPERTS, block=BLOCK)
     assert groups.source_R.size == -(-expert_n.size // BLOCK) * BLOCK + EXPERTS * BLOCK
     assert groups.block == BLOCK
     source_R, place_n = np.asarray(groups.source_R), np.asarray(groups.place_n)
@@ -52,7 +53,7 @@ def test_rows_are_in_the_order_of_experts_and_of_assignments(expert_n: np.ndarra
 
 
 def test_each_block_has_rows_of_one_expert_and_unused_blocks_are_last(expert_n: np.ndarray) -> None:
-    groups = group(jnp.asarray(expert_n), EXPERTS, block=BLOCK)
+    groups = grouped(expert_n, EXPERTS, block=BLOCK)
     counts = np.bincount(expert_n, minlength=EXPERTS + 1)[:EXPERTS]
     np.testing.assert_array_equal(groups.sizes_X, -(-counts // BLOCK) * BLOCK)
     expert_b = np.asarray(groups.expert_b)
@@ -90,9 +91,9 @@ def test_products_are_those_of_every_row_with_its_expert(expert_n: np.ndarray) -
 
 
 def test_the_padding_gives_zeros_whatever_it_contains(expert_n: np.ndarray) -> None:
-    groups = group(jnp.asarray(expert_n), EXPERTS, block=BLOCK)
+    groups = grouped(expert_n, EXPERTS, block=BLOCK)
     x_RD, w_XDF = jnp.full((groups.source_R.size, D), jnp.nan), jnp.ones((EXPERTS, D, F))
-    y_RF = np.asarray(rows_by_weights(x_RD, w_XDF, groups))
+    y_RF = np.asarray(jax.jit(rows_by_weights)(x_RD, w_XDF, groups))
     is_padding = np.asarray(groups.source_R) == expert_n.size
     assert np.all(y_RF[is_padding] == 0)
     assert np.all(np.isnan(y_RF[~is_padding]))
@@ -101,20 +102,20 @@ def test_the_padding_gives_zeros_whatever_it_contains(expert_n: np.ndarray) -> N
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_rows_keep_their_dtype_and_sums_over_rows_are_in_fp32(dtype: str) -> None:
     random = np.random.default_rng(0)
-    groups = group(jnp.zeros(512, jnp.int32), 2, block=BLOCK)
+    groups = grouped(np.zeros(512, np.int32), 2, block=BLOCK)
     x_RD, dy_RF, w_XDF = (
         jnp.asarray(random.standard_normal(shape), dtype)
         for shape in ((groups.source_R.size, D), (groups.source_R.size, F), (2, D, F))
     )
     x_RD = jnp.where((groups.source_R < 512)[:, None], x_RD, 0)
-    y_RF = rows_by_weights(x_RD, w_XDF, groups)
+    y_RF = jax.jit(rows_by_weights)(x_RD, w_XDF, groups)
     exact = np.asarray(x_RD, np.float64)
     assert y_RF.dtype == dtype
     expected = jnp.asarray(exact @ np.asarray(w_XDF[0], np.float64), dtype)
     np.testing.assert_allclose(
         np.asarray(y_RF, np.float32), np.asarray(expected, np.float32), rtol=1e-2, atol=1e-6
     )
-    dw_XDF = outer(x_RD, dy_RF, groups)
+    dw_XDF = jax.jit(outer)(x_RD, dy_RF, groups)
     assert dw_XDF.dtype == jnp.float32
     np.testing.assert_allclose(dw_XDF[0], exact.T @ np.asarray(dy_RF, np.float64), atol=1e-4)
 

@@ -74,9 +74,8 @@ def in_float64(smoothing, z_loss):
         return (per_token * WEIGHT).sum(), (nll * WEIGHT).sum()
 
     with jax.enable_x64(True):
-        (value, nll), gradients = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(
-            jnp.float64(X), jnp.float64(HEAD)
-        )
+        both = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))
+        (value, nll), gradients = both(np.float64(X), np.float64(HEAD))
         return (float(value), float(nll)), jax.tree.map(np.asarray, gradients)
 
 

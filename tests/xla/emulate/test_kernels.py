@@ -51,31 +51,33 @@ def run(name: str, result: tuple[int, ...], *arrays: Any) -> tuple[np.ndarray, i
 
 
 def test_kernels_of_experts_compute_what_loops_over_blocks_do() -> None:
-    expert_n = jnp.asarray(np.random.default_rng(0).integers(0, EXPERTS + 1, 150), jnp.int32)
-    groups = group(expert_n, EXPERTS, block=BLOCK)
+    expert_n = np.random.default_rng(0).integers(0, EXPERTS + 1, 150).astype(np.int32)
+    groups = jax.jit(lambda expert_n: group(expert_n, EXPERTS, block=BLOCK))(expert_n)
+    source_R, sizes_X = np.asarray(groups.source_R), np.asarray(groups.sizes_X)
+    is_row_R1 = (source_R < 150)[:, None]
     x_RD, dy_RF = (
-        jnp.asarray(random(150, size)).at[groups.source_R].get(mode='fill', fill_value=0)
-        for size in (D, F)
+        np.where(is_row_R1, random(150, size)[np.minimum(source_R, 149)], 0) for size in (D, F)
     )
-    w_XDF, rows = jnp.asarray(random(EXPERTS, D, F)), len(x_RD)
-    of_blocks = jnp.minimum(groups.expert_b, EXPERTS - 1), groups.rows_b
-    first_X = (jnp.cumsum(groups.sizes_X) - groups.sizes_X) // BLOCK
-    with_noise_RD = jnp.where((groups.source_R < 150)[:, None], x_RD, 7.0)
+    w_XDF, rows = random(EXPERTS, D, F), len(x_RD)
+    rows_b = is_row_R1.reshape(-1, BLOCK).sum(1, dtype=np.int32)
+    of_blocks = np.minimum(groups.expert_b, EXPERTS - 1), rows_b
+    first_X = (np.cumsum(sizes_X, dtype=np.int32) - sizes_X) // BLOCK
+    with_noise_RD = np.where(is_row_R1, x_RD, np.float32(7))
     for name, made, expected in (
         (
             mosaic.ROWS,
             run(mosaic.ROWS, (rows, F), *of_blocks, with_noise_RD, w_XDF),
-            rows_by_weights(x_RD, w_XDF, groups),
+            jax.jit(rows_by_weights)(x_RD, w_XDF, groups),
         ),
         (
             mosaic.ROWS_TRANSPOSED,
             run(mosaic.ROWS_TRANSPOSED, (rows, D), *of_blocks, dy_RF, w_XDF),
-            rows_by_transposed(dy_RF, w_XDF, groups),
+            jax.jit(rows_by_transposed)(dy_RF, w_XDF, groups),
         ),
         (
             mosaic.OUTER,
-            run(mosaic.OUTER, (EXPERTS, D, F), first_X, groups.sizes_X // BLOCK, x_RD, dy_RF),
-            outer(x_RD, dy_RF, groups),
+            run(mosaic.OUTER, (EXPERTS, D, F), first_X, sizes_X // BLOCK, x_RD, dy_RF),
+            jax.jit(outer)(x_RD, dy_RF, groups),
         ),
     ):
         result, flops = made
