@@ -3,9 +3,10 @@
 
 Changes are drawn from each package in turn, and applied one at a time to a copy of the repository.
 For each change, the fast tests that call the changed function run, the folder that mirrors its
-package first, up to the first failure. Which tests call which functions is measured once, with
-Python 3.12 or later, and stored next to OUT.csv, for each file of tests until it changes. Changes
-that are in OUT.csv already are skipped, so that a stopped run resumes. Fill in the column
+package first, and then the other tests of their files, up to the first failure. Which tests call
+which functions is measured once, with Python 3.12 or later, and stored next to OUT.csv, for each
+file of tests until it changes. Changes that are in OUT.csv already are skipped, so that a stopped
+run resumes. Fill in the column
 `equivalent` by hand: why a change that no test noticed makes no difference. `--count 0` prints the
 shares again.
 
@@ -148,9 +149,7 @@ def try_change(
     change: Change, tests: Sequence[Test], tree: Path, scratch: Path, *, seconds: float
 ) -> dict[str, object]:
     """Run the tests that can notice a change with it applied; a row of the file."""
-    able = in_order(
-        [test for test in tests if f'{change.file}:{change.function}' in test.calls], change
-    )
+    able = able_to_notice(tests, change)
     path, start = tree / change.file, time.monotonic()
     source = path.read_text()
     path.write_text(change.apply(source))
@@ -169,6 +168,19 @@ def try_change(
         'seconds': round(time.monotonic() - start, 1),
         'equivalent': '',
     }
+
+
+def able_to_notice(tests: Sequence[Test], change: Change) -> list[Test]:
+    """The tests that call the changed function, then the others of their files.
+
+    A fixture or a cached function is called by the first test of a file that needs it, and the
+    others read its result.
+    """
+    called = f'{change.file}:{change.function}'
+    callers = [test for test in tests if called in test.calls]
+    files = {test.file for test in callers}
+    others = [test for test in tests if test.file in files and called not in test.calls]
+    return [*in_order(callers, change), *in_order(others, change)]
 
 
 def in_order(tests: Sequence[Test], change: Change) -> list[Test]:

@@ -92,3 +92,25 @@ def test_packages_take_turns_and_leaving_one_out_changes_nothing_in_the_others(f
         change for change in drawn if code.room_of(change.file) == 'core/train'
     ][:5]
     assert [*itertools.islice(code.sample(ROOT, files, seed=2), 40)] != drawn
+
+
+def test_a_test_that_reads_what_another_of_its_file_made_can_notice_too():
+    """As from a fixture of the module or a cached function, after the tests that call it."""
+    load_script('mutant_runner')  # which it imports from its own folder
+    mutants = load_script('mutants')
+    change = code.changes_of('megajax/base/errors.py', SOURCE)[0]
+
+    def test(name: str, *calls: str) -> object:
+        called = frozenset(f'megajax/base/errors.py:{call}' for call in calls)
+        return mutants.Test(name=name, seconds=1.0, calls=called)
+
+    tests = [
+        test('tests/a.py::other', 'g'),
+        test('tests/b.py::reader'),
+        test('tests/b.py::maker', 'f', 'g'),
+        test('tests/base/c.py::maker', 'f'),
+    ]
+    able = mutants.able_to_notice(tests, change)
+    assert [one.name for one in able] == [
+        'tests/base/c.py::maker', 'tests/b.py::maker', 'tests/b.py::reader'
+    ]  # fmt: skip
