@@ -37,6 +37,7 @@ def test_a_warning_tells_the_name_of_today_but_for_public_names() -> None:
         [sys.executable, '-W', 'default', '-c', program], capture_output=True, text=True, check=True
     )
     told = [line for line in done.stderr.splitlines() if 'DeprecationWarning: megajax' in line]
+    assert all(line.startswith('<string>:') for line in told)  # the line that imports it
     assert [line.partition('Warning: ')[2] for line in told] == [
         'megajax.config has moved to megajax.core.config',
         'megajax.config.model has moved to megajax.core.config.model',

@@ -149,6 +149,16 @@ def test_an_object_of_some_depth_is_read(tmp_path: Path) -> None:
     assert read_json(tmp_path / 'config.json') == {'a': DEEP}
 
 
+@pytest.mark.parametrize('inner', ['', '1'])
+def test_the_deepest_object_that_is_read_has_the_limit(inner: str, tmp_path: Path) -> None:
+    file, lists = tmp_path / 'x.json', MAX_DEPTH - 1
+    file.write_text(f'{{"a": {"[" * lists}{inner}{"]" * lists}}}')
+    read_json(file)
+    file.write_text(f'{{"a": [{"[" * lists}{inner}{"]" * lists}]}}')
+    with pytest.raises(ConfigError, match=f'more than {MAX_DEPTH} nested'):
+        read_json(file)
+
+
 def test_an_index_of_tensors_is_bounded_as_config_json_is(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text('{"weight_map":' * 100_000)
     with pytest.raises(ConfigError, match=f'more than {MAX_DEPTH} nested objects and lists'):

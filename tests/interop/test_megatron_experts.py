@@ -32,6 +32,8 @@ READ = {
         {'scores': 'sigmoid', 'selection_bias': True, 'bias_rate': 1e-2},
     '--moe-router-pre-softmax ' + GROUPS:
         {'normalize': False, 'groups': 4, 'active_groups': 2, 'active': 4},
+    '--moe-router-pre-softmax --moe-router-num-groups 4 --moe-router-group-topk 1':
+        {'normalize': False, 'groups': 4, 'active_groups': 1},
     '--moe-router-num-groups 4': {},  # without a number of groups to choose from
     '--moe-router-load-balancing-type none --moe-aux-loss-coeff 0': {},
     '--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --micro-batch-size 2':

@@ -128,6 +128,7 @@ def test_what_only_a_shell_knows_is_named_with_the_way_out(
         'f() { M=$L; }\nL=4\nf\nL=5', 'f() { M=$L; }\nL=4 f',
         'f() { L=4; }\nf | cat', 'f() { L=4; }\n(f)',
         'f()\n{\n L=4\n}\nf', 'function f() { L=4; }\nf',
+        '{ function f\n{ L=4; }\nM=2; }',
         'f() {\n if true; then\n  N=1; fi\n L=4\n}\nN=2',
         'f() { declare L=4; g; }\ng() { M=$L; }\nf',
         'A=(1)\n(A+=(2))\nL=${#A}${A[*]}\nL=${A[*]}', 'f() { L=4; if false; then f; fi; }\nf',

@@ -39,10 +39,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _is_deep(value: Any) -> bool:
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         groups = [x.values() if isinstance(x, dict) else x for x in level if _is_group(x)]
         level = [x for group in groups for x in group]
-    return bool(level)
+    return any(map(_is_group, level))
 
 
 def _is_group(value: Any) -> bool:

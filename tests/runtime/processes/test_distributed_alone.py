@@ -80,7 +80,8 @@ def test_jax_listens_on_the_interface_that_the_environment_names(monkeypatch, bi
     start = Start(index=0, count=2, host='a', port=1, bind=bind, timeout=60)
     monkeypatch.setattr(distributed, 'read_start', lambda: start)
     monkeypatch.setattr(distributed, 'gather', lambda _: (Peers(1, []), 1234))
-    monkeypatch.setattr(distributed, '_avoid_proxies', lambda _: None)
+    kept_from_proxies = []
+    monkeypatch.setattr(distributed, '_avoid_proxies', kept_from_proxies.append)
     monkeypatch.setattr(jax.config, 'update', lambda *_: None)
     monkeypatch.setattr(
         jax.distributed, 'initialize', lambda *one, **named: asked.update(named, address=one[0])
@@ -88,6 +89,22 @@ def test_jax_listens_on_the_interface_that_the_environment_names(monkeypatch, bi
     distributed.initialize()
     assert asked['coordinator_bind_address'] == interface
     assert (asked['address'], asked['initialization_timeout']) == ('a:1234', 60)
+    assert kept_from_proxies == [start]
+
+
+@pytest.mark.parametrize(('chosen', 'devices'), [(None, (2, 3)), ('0', None)])
+def test_jax_gets_the_gpus_of_the_process_unless_the_user_has_chosen(monkeypatch, chosen, devices):
+    asked = {}
+    start = Start(index=0, count=2, host='a', port=1, bind=None, timeout=60, gpus=(2, 3))
+    monkeypatch.setattr(distributed, 'gather', lambda _: (Peers(1, []), 1234))
+    monkeypatch.setattr(distributed, '_avoid_proxies', lambda _: None)
+    monkeypatch.setattr(jax.config, 'update', lambda *_: None)
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda *_, **named: asked.update(named))
+    monkeypatch.delenv(distributed.LOCAL_DEVICES, raising=False)
+    if chosen:
+        monkeypatch.setenv(distributed.LOCAL_DEVICES, chosen)
+    distributed.initialize(start)
+    assert asked['local_device_ids'] == devices
 
 
 def test_hosts_whose_processes_are_numbered_in_turn_still_hold_whole_groups(monkeypatch):

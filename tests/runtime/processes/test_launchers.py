@@ -41,6 +41,7 @@ OPEN_MPI_5 = {
     'PMIX_RANK': '0',
 }
 PMIX = {'PMIX_NAMESPACE': 'prterun-vm-7@1', 'PMIX_RANK': '0'}
+FIRST_OF_HOST = 1, '10.0.0.1:62269', (0, 1, 2, 3)
 GPUS = {'CUDA_VISIBLE_DEVICES': '0,1,2,3'}
 HERE = {'MEGAJAX_COORDINATOR': '127.0.0.1:81'}
 
@@ -75,6 +76,7 @@ def test_process_0_is_on_the_first_node_that_scontrol_show_hostnames_names(nodes
         (TORCHRUN, 1, '10.0.0.1:62269', None),
         (TORCHRUN | GPUS, 1, '10.0.0.1:62269', (2, 3)),
         (TORCHRUN | {'MASTER_ADDR': 'fd00::2'}, 1, 'fd00::2:62269', None),
+        (TORCHRUN | {'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'} | GPUS, *FIRST_OF_HOST),
         (BY_HAND | GPUS, 1, '10.0.0.1:29500', None),
         (SLURM, 1, 'gpu1:62344', None),
         # srun --mpi=pmi2 and --mpi=pmix set variables for their own tasks.

@@ -40,6 +40,12 @@ def test_a_limit_of_address_space_is_named_before_xla_ends_the_process(monkeypat
     config = make_config('gpt', 1, 1)
     check_host_memory(config, mesh_for(config))
     before = resource.getrlimit(resource.RLIMIT_AS)
+    enough = host_memory.ADDRESSES + mesh_for(config).size * state_bytes(config)
+    resource.setrlimit(resource.RLIMIT_AS, (enough, before[1]))
+    try:
+        check_host_memory(config, mesh_for(config))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
     resource.setrlimit(resource.RLIMIT_AS, (999_000 * GB, before[1]))
     try:
         with pytest.raises(

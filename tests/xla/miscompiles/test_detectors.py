@@ -25,6 +25,7 @@ DOUBLE = texts.small_dot(16_385, 3)  # of fp64 it is too much, of fp32 not
 PRODUCTS = texts.products('layers/dot')
 REPEATED = 'f32[2,8,4]{2,1,0} broadcast(%x), dimensions={1,2}'
 IN_RANGE = 'compare(%number, %end), direction=LT'
+CONVERTED = '%id = u32[] partition-id()', '%n = s32[] partition-id()\n  %id = u32[] convert(%n)'
 WRONG = [
     (DENSE_RAGGED_DOT, texts.masked(REPEATED, IN_RANGE)),
     (EMPTY_PERMUTE, texts.permute('')),
@@ -32,6 +33,7 @@ WRONG = [
     (SCALED_BIAS, texts.product(1.5, 'BIAS_GELU_AUX')),
     (MISPLACED_BIAS, texts.product(1, 'BIAS', rows=8)),
     (SPLIT_CYCLES, texts.ring('{1,0},{3,2}', '{0,1},{2,3}', 2)),
+    (SPLIT_CYCLES, texts.ring('{1,0},{3,2}', '{0,1},{2,3}', 2).replace(*CONVERTED)),
     (DOUBLE_MATMUL, texts.products('layers/dot')),
     (SLICED_SCATTER, texts.scatter('{{0,2},{1,3}}')),
     (SMALL_DOT, texts.small_dot(32_769, 3)),

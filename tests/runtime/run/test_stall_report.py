@@ -1,0 +1,75 @@
+"""A stall is told once, with the processes for which the others wait."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megajax.runtime.run import stall_report
+from megajax.runtime.run.stall_report import (
+    MAX_SLEEP,
+    Place,
+    _tell_half,
+    _until_half,
+    _waited_for,
+    decode,
+)
+
+
+def place(**changes: object) -> Place:
+    given = {'limit': 8.0, 'beat': 5, 'since': 100.0, 'index': 0, 'count': 3, 'phase': 'step 7'}
+    return Place(**(given | changes))
+
+
+def test_a_page_has_a_fixed_size_and_comes_back():
+    assert decode(place(phase='a\tb').encode()) == place(phase='a\tb')
+    assert len(place().encode()) == len(place(phase='x' * 999).encode()) == stall_report.PAGE
+
+
+@pytest.mark.parametrize(
+    ('now', 'told', 'seconds'),
+    [(100.0, 4, 0.8), (103.5, 4, 0.5), (109.0, 4, 0.01), (109.0, 5, 0.8)],
+)
+def test_the_page_is_read_again_at_half_of_the_limit_at_the_latest(monkeypatch, now, told, seconds):
+    monkeypatch.setattr('time.monotonic', lambda: now)
+    assert _until_half(place(), told) == pytest.approx(seconds)
+    assert _until_half(place(limit=1e6), told) == MAX_SLEEP
+
+
+@pytest.mark.parametrize(('index', 'count', 'slept'), [(0, 3, [0.8]), (0, 1, [0]), (1, 3, [])])
+def test_process_0_tells_the_terminal_after_the_others_have_written(
+    tmp_path, monkeypatch, index, count, slept
+):
+    said, waits, log, page = [], [], tmp_path / 'log.txt', tmp_path / 'page'
+    here = place(index=index, count=count)
+    page.write_bytes(here.encode())
+    monkeypatch.setattr('time.sleep', waits.append)
+    monkeypatch.setattr(stall_report, '_say', said.append)
+    shared = os.open(page, os.O_RDONLY)
+    _tell_half(shared, here, 'pid 9 on host h', str(log), 0)
+    (line,) = log.read_text().splitlines()
+    assert line.endswith(' for 4 s and ends at 8 s [beat 5]')
+    assert waits == slept
+    assert len(said) == (index == 0)
+    page.write_bytes(place(index=index, count=count, beat=6).encode())
+    _tell_half(shared, here, 'pid 9 on host h', str(log), 0)  # the run has got on meanwhile
+    assert len(said) == (index == 0)
+    os.close(shared)
+
+
+def test_the_processes_behind_are_named_from_the_lines_of_this_run(tmp_path: Path):
+    log = tmp_path / 'log.txt'
+
+    def half(index: int, beat: int) -> str:
+        who = f'process {index} of 3 (pid {index} on host h) has been in phase'
+        return f"watchdog: now {who} 'step {beat}' for 4 s and ends at 8 s [beat {beat}]\n"
+
+    before = half(1, 2)
+    log.write_text(before + half(1, 4) + half(2, 5))
+    start, behind = len(before), 'the others wait for process 1 (pid 1 on host h), which is in'
+    assert _waited_for(place(), str(log), start).startswith(behind)
+    assert _waited_for(place(beat=4), str(log), start).startswith(behind)
+    assert _waited_for(place(beat=3), str(log), start) == ''  # the others wait for this process
+    log.write_text(half(1, 5) + half(2, 5))
+    assert _waited_for(place(), str(log), 0) == ''
+    assert _waited_for(place(), str(tmp_path / 'none'), 0) == ''
