@@ -70,8 +70,13 @@ def test_output_and_gradients_are_those_of_whole_sequences(
     q, k, v, do = arrays(HEADS, GROUPS, GROUPS, HEADS)
     sinks = (np.linspace(-2, 2, HEADS, dtype=np.float32),) if more == 'sinks' else ()
     first = first_tokens() if more == 'documents' else None
-    o, pullback = jax.vjp(partial(whole, document=first), q, k, v, *sinks)
-    expected = [o, *pullback(do)]
+
+    @jax.jit
+    def of_whole_sequences(do, *arrays):
+        o, pullback = jax.vjp(partial(whole, document=first), *arrays)
+        return [o, *pullback(do)]
+
+    expected = of_whole_sequences(do, q, k, v, *sinks)
     order = position_at(np.arange(LENGTH), LENGTH, shards)
     axes = 'data', 'context'
 
@@ -107,26 +112,29 @@ def test_output_and_gradients_are_those_of_whole_sequences(
 def test_blocks_of_keys_are_merged_by_their_log_sum_exp() -> None:
     q, k, v, do = arrays(HEADS, GROUPS, GROUPS, HEADS)
     kernel = KERNELS['xla'].scaled(SCALE)
-    half = LENGTH // 2
-    o_a, lse_a = kernel.forward(q, k[:, :half], v[:, :half], False)
-    o_b, lse_b = kernel.forward(q, k[:, half:], v[:, half:], False)
-    lse = jnp.logaddexp(lse_a, lse_b)
-    o = sum(
-        jnp.moveaxis(jnp.exp(part - lse), 1, 2)[..., None] * x
-        for x, part in ((o_a, lse_a), (o_b, lse_b))
-    )
-    expected, pullback = jax.vjp(partial(jax.nn.dot_product_attention, scale=SCALE), q, k, v)
-    np.testing.assert_allclose(o, expected, atol=1e-6)
-    dq, dk, dv = pullback(do)
-    of_parts = [
-        kernel.backward(q, k[:, part], v[:, part], o, lse, do, False)
-        for part in (slice(None, half), slice(half, None))
-    ]
-    np.testing.assert_allclose(of_parts[0][0] + of_parts[1][0], dq, atol=2e-6)
-    for place, gradient in ((1, dk), (2, dv)):
-        np.testing.assert_allclose(
-            jnp.concatenate([part[place] for part in of_parts], 1), gradient, atol=2e-6
+    halves = slice(None, LENGTH // 2), slice(LENGTH // 2, None)
+
+    @jax.jit
+    def by_halves(q, k, v, do):
+        of_halves = [kernel.forward(q, k[:, half], v[:, half], False) for half in halves]
+        lse = jnp.logaddexp(*(part for _, part in of_halves))
+        o = sum(jnp.moveaxis(jnp.exp(part - lse), 1, 2)[..., None] * x for x, part in of_halves)
+        dq, dk, dv = zip(
+            *(kernel.backward(q, k[:, half], v[:, half], o, lse, do, False) for half in halves),
+            strict=True,
         )
+        return o, sum(dq), *(jnp.concatenate(parts, 1) for parts in (dk, dv))
+
+    @jax.jit
+    def at_once(q, k, v, do):
+        attend = partial(jax.nn.dot_product_attention, scale=SCALE)
+        o, pullback = jax.vjp(attend, q, k, v)
+        return o, *pullback(do)
+
+    (o, *gradients), (expected, *of_whole) = (f(q, k, v, do) for f in (by_halves, at_once))
+    np.testing.assert_allclose(o, expected, atol=1e-6)
+    for found, expected in zip(gradients, of_whole, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_the_private_functions_of_cudnn_still_take_what_the_kernel_gives_them() -> None:
