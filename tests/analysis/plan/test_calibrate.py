@@ -1,6 +1,9 @@
 """Calibration: it recovers what it measures, and the planner reads what it writes."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from support import make_config
 from typer.testing import CliRunner
@@ -13,7 +16,7 @@ from megajax.analysis.plan.real_step import busy, config_for, fitted_to_step
 from megajax.analysis.plan.time import step_time
 from megajax.commands.main import app
 from megajax.core.hardware.dies import Efficiency
-from megajax.core.hardware.records import hardware
+from megajax.core.hardware.records import Link, hardware
 
 
 def test_the_curve_of_products_is_recovered():
@@ -77,6 +80,92 @@ def test_the_devices_at_hand_are_measured_and_planned_for(tmp_path, monkeypatch)
     plan = megajax.plan(megajax.load('tiny'), gpu=file, gpus=8)
     assert plan.hardware == 'cpu'
     assert plan.seconds > 0
+
+
+DEVICE = SimpleNamespace(
+    device_kind='NVIDIA H100 80GB HBM3', memory_stats=lambda: {'bytes_limit': 7 * 2**30}
+)
+MEASURED = {
+    'float32': [Rate(1024, 2e13), Rate(2048, 1e13)],
+    'bfloat16': [Rate(1024, 2e14), Rate(2048, 4e14)],
+}
+LINK = Link(bandwidth=123456789.0, latency=1e-6)
+
+
+def test_an_unknown_device_has_the_peaks_and_the_memory_that_were_measured(tmp_path):
+    """The plan reads its file, with numbers of four digits."""
+    found = calibrate._hardware(DEVICE, None, MEASURED, 1.5e12, LINK)
+    assert found.peak_flops == {'float32': 2e13, 'bfloat16': 4e14}
+    assert (found.memory, found.memory_bandwidth) == (7 * 2**30, 1.5e12)
+    assert found.inside_host == found.across_hosts == LINK
+    # A matmul of the fastest rate is the reference, and sizes decide what a matmul reaches.
+    assert (found.reference.matmul, found.reference.memory, found.efficiency.memory) == (1, 1, 1)
+    assert found.efficiency.matmul * (1024 / (1024 + found.efficiency.half_size)) ** 3 < 1
+    file = tmp_path / 'here.yaml'
+    file.write_text(calibrate._yaml(found))
+    rounded = LINK.model_copy(update={'bandwidth': 123500000.0})
+    assert hardware(file) == found.model_copy(
+        update={'inside_host': rounded, 'across_hosts': rounded}
+    )
+    assert file.read_text().startswith('name: NVIDIA H100')  # in the order of a record
+
+
+def test_a_known_gpu_keeps_what_its_vendor_says():
+    h100 = hardware('h100')
+    found = calibrate._hardware(DEVICE, h100, MEASURED, h100.memory_bandwidth / 2, None)
+    kept = 'peak_flops', 'memory', 'memory_bandwidth', 'power', 'inside_host', 'across_hosts'
+    assert [getattr(found, key) for key in kept] == [getattr(h100, key) for key in kept]
+    assert (found.efficiency.memory, found.reference.memory) == (0.5, 0.5)
+    assert found.reference.matmul == pytest.approx(4e14 / h100.peak_flops['bfloat16'])
+    assert found.efficiency.flash == h100.efficiency.flash
+    assert calibrate._hardware(DEVICE, h100, MEASURED, 1e99, LINK).efficiency.memory == 1.0
+
+
+def test_a_device_without_a_limit_has_a_share_of_the_hosts_memory(monkeypatch):
+    sizes = {'SC_PAGE_SIZE': 4096, 'SC_PHYS_PAGES': 8000}
+    monkeypatch.setattr('os.sysconf', sizes.__getitem__)
+    for stats in (None, {}):
+        device = SimpleNamespace(memory_stats=lambda stats=stats: stats)
+        assert calibrate._memory(device) == 4096 * 1000  # of eight devices
+
+
+def test_runs_are_repeated_until_there_are_some_or_the_time_is_over(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr('time.perf_counter', lambda: clock[0])
+    for each, most, times in ((1.0, 2.0, 3), (0.125, 2.0, 8), (0.01, 2.0, 20)):
+        runs = []
+
+        def run(each=each, runs=runs):
+            runs.append(0)
+            clock[0] += each if len(runs) > 1 else 99  # the first compiles
+
+        assert calibrate._seconds(run, most=most) == pytest.approx(each)
+        assert len(runs) == times + 1
+
+
+def test_larger_products_are_left_out_if_they_take_too_long(monkeypatch):
+    monkeypatch.setattr(calibrate, '_on_every_device', lambda shape, dtype: np.ones(1))
+    asked = []
+    monkeypatch.setattr(calibrate, '_product_seconds', lambda x, *, most: asked.append(most) or 0.1)
+    rates = [*calibrate._product_rates('float32', 7.0)]
+    assert rates == [
+        Rate(size, 2 * size**3 / 0.1) for size in (128, 256, 512, 1024, 2048, 4096, 8192)
+    ]
+    assert {*asked} == {1.0}
+    assert [rate.size for rate in calibrate._product_rates('float32', 6.0)] == [128, 256, 512]
+
+
+def test_a_link_is_measured_by_what_a_ring_sends(monkeypatch):
+    devices, seconds = 8, iter(range(1, 99))
+    monkeypatch.setattr(calibrate, '_on_every_device', lambda shape, dtype: None)
+    monkeypatch.setattr(calibrate, '_seconds', lambda run, *, most: next(seconds))
+    monkeypatch.setattr(calibrate, 'fit_link', lambda measured, count: (measured, count))
+    measured, count = calibrate._link(1.0)
+    assert count == devices
+    assert measured == [
+        (4 * elements * 2 * (devices - 1) / devices, number)
+        for number, elements in enumerate(calibrate.ELEMENTS, 1)
+    ]
 
 
 @pytest.mark.parametrize('matmul', [0.05, 0.31, 0.9])

@@ -114,5 +114,6 @@ def test_a_broken_line_has_its_words_and_the_indentation_of_its_value() -> None:
         assert others
         assert all(part.startswith(' ' * indent) for part in others)
         assert ' '.join([first, *map(str.strip, others)]).split() == line.split()
+    assert folded('x' * 200, 50) == 'x' * 200
     table = '| a    b |'
     assert folded(f'\n{table}\n', 50).split('\n') == ['', table]

@@ -71,6 +71,11 @@ def test_what_is_not_of_a_save_is_told_as_before(
         leave_failed_saves_to_us()
     for name in ('absl', 'asyncio'):
         logging.getLogger(name).error('of another library')
+    for path, message in (('/x/orbax/y.py', 'a'), ('/x.py', 'its exception was never retrieved')):
+        record = logging.LogRecord('absl', logging.ERROR, path, 1, message, None, None)
+        logging.getLogger('absl').handle(record)
+        record.levelno = logging.WARNING
+        assert logging.getLogger('absl').filter(record)
     for error in ('Event loop is closed', 'of another object'):
         raise_in_a_destructor(RuntimeError(error))
     assert [record.getMessage() for record in caplog.records] == ['of another library'] * 2

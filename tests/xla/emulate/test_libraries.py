@@ -116,10 +116,11 @@ def test_a_bias_lies_along_the_dim_that_is_contiguous_in_memory():
 
 
 def test_top_k_is_the_largest_and_their_places():
-    x = random(1, 3, 2000)
+    x = random(1, 2, 3, 2000)
     lines = [
-        '%x = f32[3,2000]{1,0} parameter(0)',
-        '%k = (f32[3,5]{1,0}, s32[3,5]{1,0}) custom-call(%x), custom_call_target="__gpu$TopK"',
+        '%x = f32[2,3,2000]{2,1,0} parameter(0)',
+        '%k = (f32[2,3,5]{2,1,0}, s32[2,3,5]{2,1,0}) custom-call(%x), '
+        'custom_call_target="__gpu$TopK"',
     ]
     largest, places = executed(module(lines), x)
     close(largest, -np.sort(-x)[..., :5])
