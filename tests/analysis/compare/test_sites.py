@@ -153,3 +153,12 @@ def test_a_wrong_backward_pass_is_found_by_its_gradient(monkeypatch: pytest.Monk
     monkeypatch.setattr(embedding._embed, 'bwd', doubled)
     comparison = compare_recordings(sound, recorded(small()))
     assert title(comparison) == ('embedding.table', 'gradient')
+
+
+def test_a_forward_pass_layer_by_layer_is_the_same_of_any_order_of_layers() -> None:
+    plain = forward.layer_by_layer(small(model={'num_layers': 4}, mesh={'data': 2}))
+    order = {'microbatches': 2, 'recompute': 'full'}
+    staged = small(
+        model={'num_layers': 4}, mesh={'data': 2, 'stages': 2, 'virtual_stages': 2}, train=order
+    )
+    assert forward.layer_by_layer(staged) == plain == forward.layer_by_layer(plain)
