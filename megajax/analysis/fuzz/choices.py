@@ -9,7 +9,7 @@ import functools
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -182,8 +182,6 @@ def _of_type(annotation: Any) -> Iterator[Any]:
     elif origin in (Union, types.UnionType):
         for part in parts:
             yield from _of_type(part)
-    elif origin is Annotated:
-        yield from _of_type(parts[0])
     elif origin is tuple and get_origin(parts[0]) is Literal:
         names = get_args(parts[0])
         yield from (names, *((name,) for name in names))
