@@ -11,7 +11,7 @@ import pytest
 from support import ROOT, megajax
 from typer.testing import CliRunner
 
-from megajax.commands.main import app
+from megajax.commands.main import _short, app
 
 
 def started(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -141,6 +141,11 @@ def test_show_counts_the_parameters_that_a_token_uses() -> None:
         '# parameters: 30,532,122,624 (30.53B), of which a token uses 3,353,032,704 (3.35B); with '
         'the vocabulary padded to 152576: 30,534,744,064 (30.53B)\n'
     )
+
+
+def test_a_size_is_in_billions_from_one_billion_on() -> None:
+    sizes = [_short(count) for count in (123_456_789, 999_940_000, 1_000_000_000, 1_994_000_000)]
+    assert sizes == ['123.5M', '999.9M', '1.00B', '1.99B']
 
 
 def test_list_names_each_preset_with_its_size() -> None:

@@ -112,6 +112,19 @@ def test_every_tick_of_a_picture_has_a_number(markup: str) -> None:
     assert all(re.search(r'\d', number) for number in below)
 
 
+def test_numbers_of_a_table_are_on_the_right_and_texts_on_the_left(markup: str) -> None:
+    found = Counter[str]()
+    for row in re.findall(r'<tr>(.*?)</tr>', markup):
+        for where, cell in re.findall(r'<td(.*?)>(.*?)</td>', row)[1:]:
+            text = words(cell)
+            if re.fullmatch(r'[\d.,]+( k?B)?', text):
+                assert where == ' class="number"', text
+            elif re.fullmatch(r'[\d-]+ [\d:]+|[a-z]+( [a-z]+)*', text) and text != 'equal':
+                assert where == '', text
+            found[where] += 1
+    assert len(found) == 2
+
+
 def test_of_many_checkpoints_the_newest_are_shown(finished_run: Path) -> None:
     (run,) = read_runs([finished_run])
     for count, more in ((SHOWN, ''), (SHOWN + 1, f', the newest {SHOWN} of {SHOWN + 1}')):

@@ -96,6 +96,15 @@ def test_a_saved_tokenizer_names_the_same_tokens_without_the_other_files(
         )
 
 
+def test_of_a_prefix_only_the_names_of_its_tokens_are_read(tmp_path: Path) -> None:
+    first = load_tokenizer(write(tmp_path, {}))
+    first.save(tmp_path / 'web.tokenizer.json')
+    for name in ('config.json', 'generation_config.json', 'special_tokens_map.json'):
+        (tmp_path / f'web.{name}').write_text('{"eos_token_id": 259, "eos_token": "<turn>"}')
+    again = load_tokenizer(str(tmp_path / 'web.tokenizer.json'))
+    assert (again.named_tokens, again.eod) == (first.named_tokens, first.eod)
+
+
 def end_of(tokenizer: Tokenizer) -> str:
     return tokenizer.decode([tokenizer.eod])
 
