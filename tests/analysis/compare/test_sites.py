@@ -10,7 +10,7 @@ from support import exhaustive, on_mesh, slow
 
 from megajax.analysis.compare import forward
 from megajax.analysis.compare.difference import Comparison, compare_recordings
-from megajax.analysis.compare.site_names import site_names
+from megajax.analysis.compare.site_names import backward_order, site_names
 from megajax.analysis.inspect.random_batch import make_batch
 from megajax.core.train.feed import place_batch
 
@@ -162,3 +162,14 @@ def test_a_forward_pass_layer_by_layer_is_the_same_of_any_order_of_layers() -> N
         model={'num_layers': 4}, mesh={'data': 2, 'stages': 2, 'virtual_stages': 2}, train=order
     )
     assert forward.layer_by_layer(staged) == plain == forward.layer_by_layer(plain)
+
+
+def test_parameters_are_in_the_order_in_which_a_backward_pass_reaches_them() -> None:
+    order = [
+        *('head.weight', 'norm.bias', 'norm.weight'),
+        *('layers.10.mlp.down.weight', 'layers.10.mlp.norm.weight', 'layers.10.attention.out.bias'),
+        *('layers.10.attention.qkv.weight', 'layers.10.attention.norm.weight'),
+        *('layers.10.unknown', 'layers.9.mlp.up.weight', 'layers.9.experts.router.weight'),
+        *('position.weight', 'token_type.weight', 'embedding.weight'),
+    ]
+    assert sorted(order[::-1], key=backward_order) == order

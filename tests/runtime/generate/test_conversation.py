@@ -99,9 +99,9 @@ def test_the_oldest_turns_are_forgotten_once_they_leave_no_room(tmp_path: Path) 
 
 def test_a_turn_that_alone_leaves_no_room_is_refused_and_forgotten(run: Path) -> None:
     with conversing(run) as (conversation, prompts):
-        length = len([*turn('user', 'x' * 120), *BEGINS])
-        with pytest.raises(ConfigError, match=f'this turn has {length} tokens'):
-            answer(conversation, 'x' * 120)
+        text = 'x' * (128 - len([*turn('user', ''), *BEGINS]))  # it fills every position
+        with pytest.raises(ConfigError, match='this turn has 128 tokens'):
+            answer(conversation, text)
         answer(conversation, 'a')
     assert prompts == [[*turn('user', 'a'), *BEGINS]]
 
