@@ -46,13 +46,18 @@ def test_positions_are_bilinear_between_those_of_the_table(grid: tuple[int, int]
     vision = config.vision
     assert vision is not None
     with on_mesh(make_config('llama')):
-        parameters = Parameters.of_encoder(config)['position']
-        position = PatchPosition(parameters, vision, key=jax.random.key(0))
-        place, _ = places(jnp.array([grid]), vision)
-        found = jax.jit(position.__call__)(place, jnp.array([grid]))[0, : grid[0] * grid[1]]
-    table = np.asarray(position.table[...]).reshape(5, 5, -1)
+
+        @jax.jit
+        def vectors(grid: jax.Array) -> tuple[jax.Array, ...]:
+            parameters = Parameters.of_encoder(config)['position']
+            position = PatchPosition(parameters, vision, key=jax.random.key(0))
+            place, _ = places(grid, vision)
+            return position(place, grid), place, position.table[...]
+
+        found, place, table = map(np.asarray, vectors(np.array([grid], np.int32)))
+    found, table = found[0, : grid[0] * grid[1]], table.reshape(5, 5, -1)
     at = [np.linspace(0, 4, size) for size in grid]
-    for x, (row, column) in zip(found, np.asarray(place[0]), strict=False):
+    for x, (row, column) in zip(found, place[0], strict=False):
         y, z = at[0][row], at[1][column]
         low, left = int(y), int(z)
         high, right = min(low + 1, 4), min(left + 1, 4)
