@@ -6,6 +6,7 @@ import functools
 import random
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from support import exhaustive, make_config, slow
@@ -14,7 +15,7 @@ from megajax.analysis.plan.describe import why_slower
 from megajax.analysis.plan.layouts import Mesh, changed, layouts, meshes
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, MEGATRON
-from megajax.analysis.plan.search import Ranking, search, usable_memory
+from megajax.analysis.plan.search import Ranking, _order, search, usable_memory
 from megajax.analysis.plan.verdicts import grid_ratio
 from megajax.core.config import Config, ConfigError, load
 from megajax.core.config.mesh_rules import replicas_within_hosts
@@ -360,3 +361,34 @@ def test_a_small_grid_sends_more_than_one_dimension_and_a_large_one_less(name, g
         model__dropout=0.0,
     )
     assert grid_ratio(config) == pytest.approx(ratio, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    'more',
+    [
+        'mesh.context_exchange=all_to_all',
+        'mesh.stages=2',
+        'optim.shard=weights',
+        'train.recompute=full',
+        'train.microbatches=8',
+        'train.overlap=batch_split',
+    ],
+)
+def test_of_layouts_that_are_equally_fast_the_simplest_is_first(more: str) -> None:
+    plain = (
+        'mesh.data=2',
+        'mesh.context=2',
+        'train.microbatches=4',
+        'train.overlap=none',
+        'optim.shard=optimizer',
+    )
+    simple, other = (
+        SimpleNamespace(
+            config=load('llama3_8b', [*plain, 'train.batch_size=16', *overrides]),
+            timed=SimpleNamespace(total=1.0),
+        )
+        for overrides in ((), (more,))
+    )
+    assert _order(simple) < _order(other)
+    other.timed.total = 0.9
+    assert _order(other) < _order(simple)
