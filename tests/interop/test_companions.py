@@ -17,7 +17,12 @@ from megajax.core.config import Config, ConfigError
 from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.digests import problems, sound_checkpoint
-from megajax.runtime.checkpoint.hf_files import Companions, companions_of_model, read_companions
+from megajax.runtime.checkpoint.hf_files import (
+    FOLDER,
+    Companions,
+    companions_of_model,
+    read_companions,
+)
 from megajax.runtime.checkpoint.open import open_model
 from megajax.runtime.data.image_text.chat import Template
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, load_tokenizer
@@ -263,3 +268,13 @@ def test_an_export_whose_tokenizer_transformers_reads_otherwise_says_so(
     with caplog.at_level(logging.WARNING):
         assert export_huggingface(tmp_path / 'run', tmp_path / 'out')[0] == family
     assert ('use PreTrainedTokenizerFast.from_pretrained' in caplog.text) == warns
+
+
+def test_only_files_that_are_new_or_different_are_written(tmp_path: Path) -> None:
+    first = Companions({'a.json': b'{}', 'b.json': b'[1]'})
+    first.write(tmp_path)
+    a, b = (tmp_path / FOLDER / name for name in first.files)
+    before = a.stat()
+    Companions({'a.json': b'{}', 'b.json': b'[2]'}).write(tmp_path)
+    assert (a.stat().st_ino, a.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert (a.read_bytes(), b.read_bytes()) == (b'{}', b'[2]')
