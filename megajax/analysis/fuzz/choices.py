@@ -64,6 +64,9 @@ SIZES: Mapping[str, Values] = {
     'vision.cross_gate': (1.0,),
     'vision.images': (2,),
     'vision.max_patches': (16, 32),
+    'relevance.regions': ((2, 1), (1, 1)),
+    'relevance.total_tokens': (128, 64),
+    'relevance.scorer_size': (16, 32),
     'lora.rank': (4, 8),
     'lora.alpha': (16.0,),
     'mesh.stages': (2, 2, 4),
@@ -102,7 +105,6 @@ NOT_DRAWN = frozenset(
         'vision.image_token',
     }
 )  # fmt: skip
-SECTIONS_DRAWN = tuple(name for name in SECTIONS if name != 'relevance')
 MOST_ENTRIES = 3  # most entries of a pattern of layers
 
 
@@ -113,7 +115,7 @@ def choices() -> Mapping[str, Values]:
     A group, such as `model.experts` or `lora`, has the value PRESENT.
     """
     found: dict[str, Values] = {}
-    for name in SECTIONS_DRAWN:
+    for name in SECTIONS:
         if Config.model_fields[name].default is None:
             found[name] = (PRESENT,)
         found |= dict(_of_section(name, SECTIONS[name]))
@@ -128,7 +130,7 @@ def required(path: str) -> bool:
 def without_values() -> list[str]:
     """Return the keys that are neither drawn nor in NOT_DRAWN, such as a new number."""
     drawn = choices()
-    keys = (path for name in SECTIONS_DRAWN for path in _paths(name, SECTIONS[name]))
+    keys = (path for name in SECTIONS for path in _paths(name, SECTIONS[name]))
     return [path for path in keys if path not in drawn and path not in NOT_DRAWN]
 
 
@@ -207,7 +209,7 @@ def _paths(name: str, section: type[Section]) -> Iterator[str]:
 
 
 def _all_required() -> Iterator[str]:
-    for name in SECTIONS_DRAWN:
+    for name in SECTIONS:
         yield from _required_of(name, SECTIONS[name])
 
 

@@ -6,6 +6,7 @@ layout only: computing their expected results would otherwise take a third of th
 """
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
@@ -24,6 +25,7 @@ from megajax.base.errors import ConfigError, Problem
 from megajax.core.config import Config, reload
 from megajax.core.config.overrides import KEYS, read_overrides
 from megajax.core.config.schema import SECTIONS
+from megajax.core.config.vision import FINEST
 
 # How often a key is not at its default. A step with many features covers more combinations.
 SHARE = 0.35
@@ -36,6 +38,7 @@ SHARES = {
     'vision': 0.3,
     'vision.patch_size': 1.0,
     'vision.max_patches': 1.0,
+    'relevance': 0.1,
     # Many other keys conflict with these, and then they are often drawn again.
     'mesh.stages': 0.65,
     'mesh.context': 0.45,
@@ -174,9 +177,13 @@ def _group(sections: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
 
 
 def _complete(sections: dict[str, dict[str, Any]]) -> None:
-    """Add keys that follow from others: the number of positions, and longrope's divisors."""
+    """Add keys that follow from others, such as the number of positions, and longrope's divisors."""
     model, train = (sections.setdefault(name, {}) for name in ('model', 'train'))
     model.setdefault('max_seq_len', train['seq_len'])
+    if 'relevance' in sections and 'vision' in sections:
+        patches = math.prod(sections['relevance']['regions']) * FINEST**2
+        # With patches merged by fours, attention would take 16 times as much memory.
+        sections['vision'] |= {'merge_size': 1, 'max_patches': patches}
     scaling = model.get('rope_scaling') or {}
     if scaling.get('type') == 'longrope' and 'short_factor' not in scaling:
         head_dim = model.get('head_dim', model['hidden_size'] // model['num_heads'])

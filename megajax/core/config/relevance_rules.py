@@ -20,7 +20,7 @@ def of_relevance(config: 'Config') -> Iterator[Problem]:
         return
     if vision is None:
         message = 'relevance needs a vision encoder; add the section vision'
-        yield Problem(path='relevance.regions', message=message)
+        yield Problem(path='relevance.regions', message=message, others=('vision',))
         return
     if config.lora is not None:
         message = 'relevance is not supported with lora, which would freeze it; remove one of them'

@@ -17,8 +17,8 @@ from megajax.core.config.keys import keys_in
 from megajax.core.config.rules import incompatibilities
 
 COUNT = 160
-# Features that are not drawn: of relevance, and of runs rather than of steps.
-OTHERS = 'relevance', 'train.sample_prompts', 'data.order'
+# Features that are not drawn, since they are of runs rather than of steps.
+OTHERS = 'train.sample_prompts', 'data.order'
 
 
 @pytest.fixture(scope='module', name='drawn')
