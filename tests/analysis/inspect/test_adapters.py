@@ -89,7 +89,8 @@ def test_activations_send_what_they_send_without_and_the_gradients_are_summed_on
     if config.optim.shard != 'none':  # sums in each microbatch, or to shards, are rows of their own
         return
     sent = {row.axis: row.wire_bytes for row in found.rows if row.site == 'gradients'}
-    assert sent == {axis: pytest.approx(gradient_bytes(config, axis)) for axis in axes_of(config)}
+    summed = {axis: gradient_bytes(config, axis) for axis in axes_of(config)}
+    assert sent == {axis: pytest.approx(size) for axis, size in summed.items() if size}
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])

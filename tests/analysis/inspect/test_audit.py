@@ -236,18 +236,18 @@ def reduced_for_each_microbatch(patch):
                 count, -1, *x.shape[3:], out_sharding=jax.P(None, 'data', None)
             )
 
-        def loss_and_gradients(params, batch, key, loss_scale, scales):
+        def loss_and_gradients(params, batch, *others):
             def accumulate(total, microbatch):
-                *sums, _ = one(params, microbatch, key, loss_scale, scales)
-                return jax.tree.map(jnp.add, total, tuple(sums)), None
+                *sums, seen = one(params, microbatch, *others)
+                return jax.tree.map(jnp.add, total, tuple(sums)), seen
 
             zero = jnp.zeros((), out_sharding=jax.P())
-            total, _ = jax.lax.scan(
+            total, seen = jax.lax.scan(
                 accumulate,
                 ((zero, zero), jax.tree.map(jnp.zeros_like, params)),
                 jax.tree.map(split, batch),
             )
-            return *total, None
+            return *total, seen
 
         return loss_and_gradients
 

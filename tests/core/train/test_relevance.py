@@ -99,8 +99,9 @@ def test_levels_loss_and_gradients_are_those_of_one_device(config: Config) -> No
     (expected_loss, expected, level), (loss, gradients, levels) = map(results, (alone, config))
     np.testing.assert_array_equal(levels, level)
     assert relative_error(loss, expected_loss) <= LIMIT
-    # Attention to 400 vectors of noise cancels most of what relevance could learn from.
-    assert_close(gradients, expected, 2 * LIMIT if config.vision.is_crossed else LIMIT)
+    # Attention to 400 vectors of noise cancels most of what relevance could learn from: on one
+    # device, parameters that differ in their last bit change gradients by up to 1.1e-5.
+    assert_close(gradients, expected, 4 * LIMIT if config.vision.is_crossed else LIMIT)
 
 
 @pytest.mark.slow
