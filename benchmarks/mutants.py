@@ -6,9 +6,8 @@ For each change, the fast tests that call the changed function run, the folder t
 package first, and then the other tests of their files, up to the first failure. Which tests call
 which functions is measured once, with Python 3.12 or later, and stored next to OUT.csv, for each
 file of tests until it changes. Changes that are in OUT.csv already are skipped, so that a stopped
-run resumes. Fill in the column
-`equivalent` by hand: why a change that no test noticed makes no difference. `--count 0` prints the
-shares again.
+run resumes. Fill in the column `equivalent` by hand: why a change that no test noticed makes no
+difference. `--count 0` prints the shares again.
 
 mutmut leaves out decorated functions (here every `custom_vjp`, cached function and property) and
 draws no sample, and cosmic-ray starts a process, which imports jax anew, for each change: so this

@@ -177,7 +177,7 @@ def _group(sections: dict[str, Any], groups: Sequence[str]) -> dict[str, Any]:
 
 
 def _complete(sections: dict[str, dict[str, Any]]) -> None:
-    """Add keys that follow from others, such as the number of positions, and longrope's divisors."""
+    """Add keys that follow from others, such as the number of positions or longrope's divisors."""
     model, train = (sections.setdefault(name, {}) for name in ('model', 'train'))
     model.setdefault('max_seq_len', train['seq_len'])
     if 'relevance' in sections and 'vision' in sections:
