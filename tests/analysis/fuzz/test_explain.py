@@ -10,8 +10,7 @@ import pytest
 
 from megajax.analysis.fuzz import execute, explain
 from megajax.analysis.fuzz.case import Case, Worst
-from megajax.analysis.fuzz.draw import LAYOUTS, MOST_DEVICES, draw
-from megajax.analysis.fuzz.execute import BEGUN, DONE
+from megajax.analysis.fuzz.draw import draw
 from megajax.analysis.fuzz.explain import explained
 from megajax.analysis.inspect.one_device import updated
 from megajax.analysis.inspect.result import Compared
@@ -185,27 +184,3 @@ def test_a_step_that_raises_has_a_verdict_and_its_error(step, monkeypatch, error
     lines = tried.message.splitlines()
     assert len(lines) <= execute.MOST_LINES
     assert max(map(len, lines)) <= 500
-
-
-def test_a_child_prints_a_line_before_and_after_each_step(step, monkeypatch, capsys, tmp_path):
-    """It forgets what it has compiled after each model, and a step that hangs ends it."""
-    events, settings = list[object](), list[object]()
-    monkeypatch.setattr(jax.config, 'update', lambda *setting: settings.append(setting))
-    monkeypatch.setattr(jax, 'clear_caches', lambda: events.append('cleared'))
-    monkeypatch.setattr('signal.alarm', events.append)
-    for name in ('signal.signal', 'gc.freeze', 'gc.set_threshold'):
-        monkeypatch.setattr(name, lambda *_: None)
-    monkeypatch.setattr(
-        execute, 'explained', lambda case, _, folder: reports.append(folder) or case
-    )
-    reports = list[Path]()
-    numbers = [LAYOUTS - 1, LAYOUTS]
-    execute._main(0, 'h100', ['mesh.data=2'], numbers, str(tmp_path))
-    step_events = [execute.PATIENCE, 'cleared']
-    assert events == 2 * step_events
-    assert ('jax_num_cpu_devices', MOST_DEVICES) in settings
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[::2] == [f'{BEGUN}{number}' for number in numbers]
-    cases = [Case.model_validate_json(line.removeprefix(DONE)) for line in lines[1::2]]
-    assert [case.number for case in cases] == numbers
-    assert reports == [tmp_path / f'0-{number}' for number in numbers]
