@@ -74,7 +74,9 @@ SEPARATE = [
     exhaustive(Setting('llama', 1, 2, stages=2, microbatches=2, num_layers=4, recompute='full')),
     exhaustive(Setting('llama', 2, 2, 'optimizer', stages=2, microbatches=4, num_layers=8)),
     slow(Setting('llama', 2, 2, model_rows=2, sequence_parallel=True, num_kv_heads=4)),
-    exhaustive(Setting('windows', 2, 2, 'weights', context=2, plain=True, num_layers=5)),
+    exhaustive(
+        Setting('windows', 2, 2, 'weights', context=2, seq_len=32, num_layers=5, plain=True)
+    ),
 ]
 
 
