@@ -25,7 +25,6 @@ from megajax.core.config import load
 from megajax.core.config.overrides import KEYS
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.hardware.targets import has_compiler
-from megajax.old_names import GROUPS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / 'README.md'
@@ -218,11 +217,8 @@ def test_the_picture_of_the_architecture_has_the_floors_that_lint_checks() -> No
     }
     floors = tomllib.loads((ROOT / 'pyproject.toml').read_text())['tool']['importlinter']
     (layers,) = (one['layers'] for one in floors['contracts'] if one['type'] == 'layers')
-    package = ROOT / 'megajax'
-    folders = {name for rooms in GROUPS.values() for name in rooms} - set(GROUPS['base'])
-    rooms = {path.parent.name for path in package.glob('*/__init__.py')} - GROUPS.keys()
-    assert at.keys() == folders | rooms | {'base'}
-    lines = [[at[name] for name in floor_of(floor) if name in at] for floor in layers]
+    assert at.keys() == {name for floor in layers for name in floor_of(floor)}
+    lines = [[at[name] for name in floor_of(floor)] for floor in layers]
     flat = [sorted(set(line)) for line in lines if line]
     assert all(len(line) == 1 for line in flat)
     assert flat == sorted(flat)
