@@ -67,19 +67,27 @@ def difference_in_fp32(
     expected: Any,
     nudged: Any,
     *,
+    recompiled: Any = None,
     floor: float,
     scale: float = 0.0,
     rounding: float = 0.0,
 ) -> Difference:
     """Compare every device's piece with the expected array if both are computed in fp32.
 
-    `nudged` is the array if inputs differ in their last bits. The error may be `floor` or, if a
-    result depends that much on rounding, MARGIN_IN_FP32 times the distance of `nudged`.
+    `nudged` is the array if inputs differ in their last bits, and `recompiled` the array of another
+    compilation of the same program, if there is one. The error may be `floor` or, if a result
+    depends that much on rounding, MARGIN_IN_FP32 times the distance of `nudged` or MARGIN times the
+    distance of `recompiled`.
     """
     size = {'scale': scale, 'rounding': rounding}
-    explained = difference(name, [(WHOLE, np.asarray(nudged))], expected, **size).error
-    found = difference(name, pieces, expected, **size)
-    return found._replace(limit=_limit(floor, MARGIN_IN_FP32 * explained))
+
+    def explained(other: Any) -> float:
+        return difference(name, [(WHOLE, np.asarray(other))], expected, **size).error
+
+    limit = _limit(floor, MARGIN_IN_FP32 * explained(nudged))
+    if recompiled is not None:
+        limit = _limit(limit, MARGIN * explained(recompiled))
+    return difference(name, pieces, expected, **size)._replace(limit=limit)
 
 
 def difference_of_rounded(

@@ -1,10 +1,13 @@
 """The error of a result is the worst over its devices, measured against what it should be."""
 
+import functools
+
 import numpy as np
 import pytest
 
 from megajax.xla.emulate.compare import (
     LIMIT_16_BITS,
+    MARGIN,
     MARGIN_IN_FP32,
     difference,
     difference_in_fp32,
@@ -59,6 +62,9 @@ def test_in_fp32_a_result_may_differ_as_much_as_last_bits_of_the_inputs_change_i
     assert difference_in_fp32('x', made, wanted, steady, floor=1e-5).limit == 1e-5
     limit = difference_in_fp32('x', made, wanted, shaky, floor=1e-5).limit
     assert limit == pytest.approx(MARGIN_IN_FP32 * 1e-3)
+    compare = functools.partial(difference_in_fp32, 'x', made, wanted, steady, floor=1e-5)
+    assert compare(recompiled=shaky).limit == pytest.approx(MARGIN * 1e-3)
+    assert compare(recompiled=np.full(4, np.nan)).limit == 1e-5
 
 
 def test_results_that_are_not_numbers_explain_no_error():
