@@ -1,6 +1,7 @@
 """Predict memory and latency of text generation for each degree of tensor parallelism.
 
-Each token reads all weights and the KV cache once from GPU memory, and waits for two all-reduces
+Each token reads all weights, except those of experts that no sequence uses, and the KV cache once
+from GPU memory, and waits for two all-reduces
 per layer and one for the embedding. These send one vector per sequence, so they are latency-bound
 (Pope et al., 2022). The prompt is compute-bound. All numbers are computed; nothing is timed.
 """
@@ -15,7 +16,7 @@ from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import usable_memory
 from megajax.analysis.plan.sizes import BYTES
-from megajax.core.config import Config, ConfigError, MeshConfig
+from megajax.core.config import Config, ConfigError, MeshConfig, ModelConfig
 from megajax.core.config.divisors import divisors
 from megajax.core.config.lora import without_adapters
 from megajax.core.config.rules import incompatibilities
@@ -118,13 +119,14 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
     of_token = size * rows * own_heads * elements('LUH', dim_sizes(model))
     sending = _sending(step, cluster, rows)
     cached, cached_at_end = _tokens_cached(step, tokens)
-    read = weights + of_token * cached
     # An embedding that is not tied to the head is looked up, not read as a whole.
-    table = size * model.padded_vocab_size * model.hidden_size // shards
-    read -= 0 if model.tie_embeddings else table
+    table = 0 if model.tie_embeddings else model.padded_vocab_size * model.hidden_size // shards
+    of_experts, (active, used) = own_counts(step, of_experts=True).matrices, _experts(model, rows)
+    read = weights - size * (table + of_experts * (1 - used)) + of_token * cached
+    multiplied = rows * (counts.matrices - table - of_experts * (1 - active))
     gpu = cluster.hardware
     reading = read / (gpu.memory_bandwidth * gpu.efficiency.memory)
-    computing = 2 * rows * counts.matrices / (peak_flops(step, cluster) * gpu.efficiency.matmul)
+    computing = 2 * multiplied / (peak_flops(step, cluster) * gpu.efficiency.matmul)
     token = max(reading, computing) + sending
     cache = int(of_token * cached_at_end)
     return GenerationLine(
@@ -137,6 +139,17 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
         sending=sending,
         tokens_per_second=rows / token,
     )
+
+
+def _experts(model: ModelConfig, rows: int) -> tuple[float, float]:
+    """Return the share of a layer's experts that one token uses, and that `rows` tokens use.
+
+    The choices of the tokens are taken to be independent, with equal loads.
+    """
+    if model.experts is None:
+        return 1.0, 1.0
+    active = model.experts.active / model.experts.count
+    return active, 1 - (1 - active) ** rows
 
 
 def _tokens_cached(step: Config, tokens: int) -> tuple[Fraction, Fraction]:

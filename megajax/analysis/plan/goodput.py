@@ -4,7 +4,7 @@ import dataclasses
 from math import sqrt
 
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.sizes import BYTES
+from megajax.analysis.plan.sizes import BYTES, Sizes
 from megajax.analysis.plan.time import StepTime
 from megajax.core.config import Config
 from megajax.core.counts.parameters import (
@@ -72,19 +72,17 @@ def faults(
 
     `storage` is the bytes per second that all hosts write in total.
     """
-    sizes = dim_sizes(config.model)
+    widths = dim_sizes(config.model)
     moment = BYTES[config.optim.moments_dtype]
     size = sum(
-        elements(one.dims, sizes)
+        elements(one.dims, widths)
         * (BYTES[dtype_at_rest(one, config)] + moment * num_moments(one, config))
         for _, one in parameters(config.model)
     )
-    mesh = config.mesh
-    kept_apart = mesh.data_shards if config.optim.shard != 'none' else 1
-    own = size / (mesh.tensor_parallel * kept_apart)
+    of_gpu = Sizes(config)
     return Faults(
         checkpoint_bytes=size,
-        hold_up=own / HOST_LINK,
+        hold_up=(of_gpu.parameters_at_rest + of_gpu.moments) / HOST_LINK,
         write=size / (storage or STORAGE * cluster.num_hosts),
         between_failures=3600 * gpu_hours_to_failure / cluster.num_devices,
         restart=restart,

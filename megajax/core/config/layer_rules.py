@@ -51,10 +51,10 @@ def of_positions(config: 'Config') -> Iterator[Problem]:
     model = config.model
     if not model.layers and model.position != 'none':
         return
-    keys = {key for layer in model.layers for key in layer.replaced}
-    if model.position not in ('rope', 'none') and keys - {'window', 'experts'}:
+    keys = {key for layer in model.layers for key in layer.replaced} - {'window', 'experts'}
+    if model.position not in ('rope', 'none') and keys:
         message = (
-            f'sets {", ".join(sorted(keys - {"window"}))}, which needs model.position=rope, '
+            f'sets {", ".join(sorted(keys))}, which needs model.position=rope, '
             f'not {model.position}; set it, or remove the key'
         )
         yield Problem(path=KEY, message=message, others=('model.position',))

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 # The keys of a scaling that apply only to some types.
 OF_TYPES = {
+    **dict.fromkeys(('low_freq_factor', 'high_freq_factor'), ('llama3',)),
     **dict.fromkeys(('beta_fast', 'beta_slow', 'truncate'), ('yarn',)),
     **dict.fromkeys(('short_factor', 'long_factor'), ('longrope',)),
     'attention_factor': ('yarn', 'longrope'),
+    'original_max_seq_len': ('llama3', 'yarn', 'longrope'),
 }
 
 

@@ -62,8 +62,10 @@ def step_flops(config: Config, *, flash: bool | None = None, once: Flops | None 
 def flops_once(config: Config, *, flash: bool) -> Flops:
     """Count the FLOPs of a step without those that are repeated.
 
-    They are the same in all layouts of a model with the same batch.
+    They are the same in all layouts of a model with the same batch. Empty slots of experts with a
+    capacity are not work of the model.
     """
+    config = _without_empty_slots(config)
     forward = {'layers': 0, 'attention': 0, 'head': 0}
     undivided = products(config, flash=flash, layout=Layout())
     for product in undivided:
@@ -79,6 +81,16 @@ def flops_once(config: Config, *, flash: bool) -> Flops:
     return Flops(**forward, left_out=left_out, recomputed=0)
 
 
+def _without_empty_slots(config: Config) -> Config:
+    """Return the config with a capacity of at most an equal share of the tokens."""
+    experts = config.model.experts
+    if experts is None or experts.capacity is None or experts.capacity <= 1:
+        return config
+    experts = experts.model_copy(update={'capacity': None, 'capacity_group': None})
+    model = config.model.model_copy(update={'experts': experts})
+    return config.model_copy(update={'model': model})
+
+
 def _of_each_product(layout: Layout) -> Layout:
     """Return the layout without pipeline stages and context shards: each matmul counts once.
 
@@ -92,6 +104,8 @@ def _of_each_product(layout: Layout) -> Layout:
 
 def is_gpt(model: ModelConfig) -> bool:
     """Whether the formula of Narayanan et al. (2021) holds for a model."""
+    if (model.experts, model.lora, model.vision) != (None, None, None) or model.has_windows:
+        return False
     D, F, *heads = (elements(dims, dim_sizes(model)) for dims in ('D', 'F', 'NH', 'KH'))
     return F == 4 * D and heads == [D, D] and not model.is_bert and not model.is_gated
 

@@ -74,6 +74,19 @@ def test_no_token_is_faster_than_its_weights_are_read() -> None:
         assert line.fits == (line.model > 1)
 
 
+def test_a_token_reads_and_multiplies_only_its_own_experts() -> None:
+    config = load('qwen3_30b_a3b')
+    model = config.model
+    table = model.padded_vocab_size * model.hidden_size
+    of_experts = 48 * 128 * 3 * model.hidden_size * 768
+    for batch, used in ((1, 8 / 128), (32, 1 - (1 - 8 / 128) ** 32)):
+        line, *_ = planned(config, gpus=1, batch=batch).lines
+        read = line.weights - 2 * (table + of_experts * (1 - used))
+        cached = line.cache * (2048 + 128) / (2048 + 256)
+        rate = H100.memory_bandwidth * H100.efficiency.memory
+        assert line.token == pytest.approx((read + cached) / rate, rel=1e-3)
+
+
 def test_shards_without_a_head_of_keys_and_values_copy_one() -> None:
     by_shards = {line.model: line.cache for line in planned(load('qwen3_8b'), gpus=32).lines}
     assert by_shards[16] == by_shards[8] == by_shards[32]

@@ -380,6 +380,24 @@ def problems(*overrides: str) -> list[Problem]:
         ),
         (
             (
+                'model.position=rope '
+                'model.rope_scaling={"type":"linear","factor":8,"low_freq_factor":3}'
+            ),
+            'model.rope_scaling',
+            'low_freq_factor has no effect with type=linear; remove it',
+            'model.rope_scaling={"type":"linear","factor":8}',
+        ),
+        (
+            (
+                'model.experts={"count":8,"active":2,"ffn_size":64} model.position=learned '
+                'model.layers=[{"experts":null,"rope_theta":5},{}]'
+            ),
+            'model.layers',
+            'sets rope_theta, which needs model.position=rope',
+            'model.layers=[]',
+        ),
+        (
+            (
                 'model.position=rope model.rope_theta=1 '
                 'model.rope_scaling={"type":"yarn","factor":8,"original_max_seq_len":64}'
             ),

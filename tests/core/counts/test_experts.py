@@ -28,6 +28,10 @@ def test_flops_are_of_the_experts_that_a_token_uses() -> None:
     half = config(capacity=0.5)
     mlp = 2 * TOKENS * LAYERS * 3 * D * ACTIVE * HIDDEN
     assert step_flops(half).layers == step_flops(config()).layers - mlp // 2
+    # Slots beyond an equal share are executed, but they are not work of the model.
+    twice = step_flops(config(capacity=2.0))
+    assert twice.model == step_flops(config()).model
+    assert twice.recomputed == step_flops(config()).recomputed + 3 * mlp
 
 
 @pytest.mark.parametrize('mesh', [{'data': 4, 'experts': 2}, {'data': 4, 'experts': 4, 'model': 2}])

@@ -11,7 +11,7 @@ from support import make_config
 
 from megajax.core.config import Config, ModelConfig, load, presets
 from megajax.core.counts.flash import missing_for_flash, uses_flash
-from megajax.core.counts.flops import narayanan_flops, step_flops
+from megajax.core.counts.flops import is_gpt, narayanan_flops, step_flops
 
 PAPER = [
     'gpt2_124m',
@@ -34,6 +34,7 @@ def formula(config: Config, factor: int, vocab: int) -> Fraction:
 @pytest.mark.parametrize('preset', PAPER)
 def test_a_gpt_has_exactly_the_flops_of_the_papers_formula(preset: str) -> None:
     config = load(preset)
+    assert is_gpt(config.model)
     found, shape = (
         step_flops(config),
         {'batch_size': config.train.batch_size, 'seq_len': config.train.seq_len},
@@ -49,6 +50,21 @@ def test_a_gpt_has_exactly_the_flops_of_the_papers_formula(preset: str) -> None:
         == formula(config, 96, 16)
         == narayanan_flops(config.model, **shape, recompute=True)
     )
+
+
+@pytest.mark.parametrize(
+    'other',
+    [
+        'model.experts={count: 8, active: 2, ffn_size: 1024}',
+        'model.layers=[{window: 128},{}]',
+        'lora.rank=8',
+    ],
+)
+def test_the_papers_formula_is_not_of_a_model_with_other_layers(other: str) -> None:
+    position = 'model.position=rope'  # which patterns of layers need
+    config = load('gpt2_345m', [position, other])
+    assert is_gpt(load('gpt2_345m', [position]).model)
+    assert not is_gpt(config.model)
 
 
 def test_megatrons_largest_model_has_the_flops_that_its_table_implies() -> None:
