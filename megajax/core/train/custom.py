@@ -1,5 +1,7 @@
 """The loss and the gradients of a training step, as functions for a custom training loop."""
 
+from collections.abc import Iterator
+
 import jax
 from flax import nnx
 
@@ -27,9 +29,10 @@ def loss(
             return optax.apply_updates(params, updates), opt_state, loss
 
     Raises ConfigError for train.dtype=fp8 and float16, whose scales only `make_train_step` keeps,
-    for a model with frozen parameters, which have no gradients, for a batch without the arrays of
-    the loss or with sequences longer than `model.max_seq_len`, and if the current mesh is not the
-    config's. Token ids are not checked: they must be below `model.vocab_size`.
+    for a model with frozen parameters, which have no gradients, for a balance loss over the batch,
+    which needs the experts' load in the step before, for a batch without the arrays of the loss or
+    with sequences longer than `model.max_seq_len`, and if the current mesh is not the config's.
+    Token ids are not checked: they must be below `model.vocab_size`.
     """
 
     @jax.custom_vjp
@@ -74,15 +77,35 @@ def _check(config: Config) -> None:
             'scales; use train.dtype=bfloat16'
         )
         problems.append(Problem(path='train.dtype', message=message))
-    if config.model.has_frozen:
+    problems += _of_frozen(config)
+    experts = config.model.experts
+    if experts is not None and experts.balance_loss and experts.balance_over == 'batch':
         message = (
-            'frozen parameters are not supported in a custom loop, because they have no '
-            'gradients; use make_train_step'
+            f'{experts.balance_loss} over the batch is not supported in a custom loop, because it '
+            "needs the experts' load in the step before, which only make_train_step keeps; use "
+            'model.experts.balance_over=sequence, or model.experts.balance_loss=0'
         )
-        path = 'lora' if config.lora is not None else 'vision.freeze'
-        problems.append(Problem(path=path, message=message))
+        problems.append(Problem(path='model.experts.balance_loss', message=message))
     if problems:
         raise ConfigError(*problems)
+
+
+def _of_frozen(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if not model.has_frozen:
+        return
+    path = 'lora' if model.lora is not None else 'vision.freeze'
+    message = (
+        'frozen parameters are not supported in a custom loop, because they have no gradients; use '
+        'make_train_step'
+    )
+    if model.lora is None and not (model.vision and model.vision.freeze):
+        path = 'model.experts.selection_bias'
+        message = (
+            'true is not supported in a custom loop, because the bias has no gradient and only '
+            'make_train_step moves it; use false, or make_train_step'
+        )
+    yield Problem(path=path, message=message)
 
 
 def _check_params(params: object) -> None:

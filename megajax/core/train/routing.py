@@ -85,12 +85,12 @@ def after_step(
 ) -> tuple[Any, Any]:
     """Return the parameters and the shares for the next step, unchanged if the update is skipped.
 
-    Selection biases are moved in favor of experts with too few tokens, unless only adapters are
-    trained.
+    Selection biases are moved in favor of experts with too few tokens, unless the decoder is
+    frozen.
     """
     experts, layout = config.model.experts, Layout.of(config)
     load_Lx = jnp.where(taken, shares(sums_L4x), load_Lx)
-    if experts is None or not experts.selection_bias or config.lora is not None:
+    if experts is None or not experts.selection_bias or config.model.is_decoder_frozen:
         return params, load_Lx
     chosen_Lx = sums_L4x[:, router.CHOSEN]
     change = experts.bias_rate * jnp.sign(chosen_Lx.mean(-1, keepdims=True) - chosen_Lx) * taken
@@ -105,8 +105,8 @@ def metrics(sums_L4x: jax.Array, config: Config) -> dict[str, jax.Array]:
 
     `expert_load` is the largest load of an expert divided by the mean load, `router_entropy` the
     mean entropy of a token's scores in nats, and `idle_experts` the number of experts that received
-    no token. With `balance_loss`, the result also has that loss; with `capacity`, it has the share
-    of dropped assignments.
+    no token. With `balance_loss` over the batch, the result also has that loss; with `capacity`, it
+    has the share of dropped assignments.
     """
     experts, train = config.model.experts, config.train
     assert experts is not None
@@ -117,7 +117,7 @@ def metrics(sums_L4x: jax.Array, config: Config) -> dict[str, jax.Array]:
         'router_entropy': (entropy_Lx.sum(-1) / tokens).mean(),
         'idle_experts': (chosen_Lx == 0).sum(),
     }
-    if experts.balance_loss:
+    if experts.balance_loss and experts.balance_over == 'batch':
         balance_L = experts.count * (shares(sums_L4x) * scores_Lx).sum(-1) / tokens
         found['balance_loss'] = experts.balance_loss * balance_L.sum()
     if experts.capacity is not None:

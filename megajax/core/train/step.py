@@ -112,7 +112,8 @@ def make_train_step(
     spike, unless `train.spike` is off.
 
     An `optimizer` replaces `optim.kind`, clipping and weight decay. `lr` in the metrics is
-    `learning_rate(config)`, which the optimizer should use.
+    `learning_rate(config)`, which the optimizer should use. Like the optimizer's count, it does not
+    advance in a step whose update is skipped.
     """
     config = resolved(config, on_gpu=mesh_target() in GPUS)
     update = (optimizer or make_optimizer(config)).update
@@ -143,7 +144,7 @@ def make_train_step(
             'loss': loss,
             'nll': nll,
             'grad_norm': grad_norm,
-            'lr': schedule(state.step),
+            'lr': schedule(state.guard.taken),
             **verdict._asdict(),
         }
         if state.loss_scale is not None:

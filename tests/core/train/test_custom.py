@@ -28,6 +28,9 @@ from megajax.core.model.transformer import LanguageModel
 from megajax.core.parallel.mesh import check_current_mesh
 from megajax.core.train.optimizer import make_optimizer
 
+EXPERTS = 'model.experts={count: 4, active: 2, ffn_size: 64, balance_loss: 0.01}'
+BIAS = 'model.experts.selection_bias=true'
+
 
 def config_of(
     mesh: dict[str, Any], train: dict[str, Any], shard: str, *, dropout: float = 0.1
@@ -125,15 +128,19 @@ def test_an_optimizer_of_optax_trains_sharded_parameters(
         (['train.dtype=fp8'], 'train.dtype'),
         (['train.dtype=float16'], 'train.dtype'),
         (['lora.rank=4'], 'lora'),
+        ([EXPERTS], 'model.experts.balance_loss'),
+        ([EXPERTS, 'model.experts.balance_over=sequence'], None),
+        ([EXPERTS, 'model.experts.balance_loss=0', BIAS], 'model.experts.selection_bias'),
     ],
 )
 def test_what_needs_more_than_parameters_and_a_batch_is_refused_by_key(
-    keys: list[str], key: str
+    keys: list[str], key: str | None
 ) -> None:
     config = megajax.load('tiny', ['mesh.data=1', 'mesh.model=1', *keys])
     with pytest.raises(ConfigError) as caught:
         megajax.loss(None, {}, config)
-    assert [problem.path for problem in caught.value.problems] == [key]
+    # The parameters and the batch are checked only after the config.
+    assert [problem.path for problem in caught.value.problems] == [key or 'batch']
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,12 @@ from support import (
     relative_error,
     slow,
 )
+from vlm import vlm
 
+from megajax.core.config import Config
 from megajax.core.model.router import STATISTICS
 from megajax.core.train.feed import place_batch
-from megajax.core.train.routing import after_step, init_load
+from megajax.core.train.routing import after_step, init_load, metrics
 from megajax.core.train.step import make_train_step
 
 LIMIT = 1e-5
@@ -143,11 +145,29 @@ def test_a_step_that_is_skipped_leaves_the_load_and_the_selection_bias() -> None
             np.testing.assert_array_equal(old, new)
 
 
-def test_adapters_leave_the_selection_bias_of_their_frozen_model() -> None:
-    config = make_config('capacity', lora={'rank': 4, 'targets': ['qkv', 'out']})
+FROZEN = {
+    'adapters': make_config('capacity', lora={'rank': 4, 'targets': ['qkv', 'out']}),
+    'decoder': vlm(
+        vision={'freeze': ('decoder',)},
+        model={'experts': {'count': 8, 'active': 2, 'ffn_size': 32, 'selection_bias': True}},
+    ),
+}
+
+
+@pytest.mark.parametrize('config', FROZEN.values(), ids=FROZEN)
+def test_the_selection_bias_of_a_frozen_decoder_stays(config: Config) -> None:
     with on_mesh(config):
         params, load = nnx.State({}), init_load(config)
-        sums = jnp.ones((2, len(STATISTICS), 8)).at[:, :, 0].set(2)
+        sums = jnp.ones((config.model.num_layers, len(STATISTICS), 8)).at[:, :, 0].set(2)
         after, shares = after_step(params, load, sums, jnp.array(True), config)
     assert after is params
     np.testing.assert_allclose(shares[:, 0], 2 / 9)
+
+
+def test_only_a_balance_loss_over_the_batch_is_reported() -> None:
+    experts = {'count': 8, 'active': 2, 'ffn_size': 32, 'balance_loss': 0.5}
+    # equal loads, and scores that add up to 1 for each of the 256 tokens
+    sums = jnp.zeros((2, len(STATISTICS), 8)).at[:, 0].set(64).at[:, 1].set(32)
+    for over, reported in (('batch', 0.5 * 2), ('sequence', None)):
+        config = make_config('llama', model={'experts': experts | {'balance_over': over}})
+        assert metrics(sums, config).get('balance_loss') == reported

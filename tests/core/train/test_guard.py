@@ -14,11 +14,13 @@ from support import exhaustive, make_batch, make_config, on_mesh, random_state
 from megajax.core.config import Config, NumericError
 from megajax.core.train.feed import place_batch
 from megajax.core.train.guard import SKIPS_IN_A_ROW, USUAL_STEPS, init_guard, judge, respond
+from megajax.core.train.optimizer import learning_rate
 from megajax.core.train.step import make_train_step
 
 
 def config(data: int = 1, model: int = 1, **train: Any) -> Config:
-    return make_config('gpt', data, model, model={'dropout': 0.0}, train=train)
+    optim = {'warmup_steps': 4}
+    return make_config('gpt', data, model, model={'dropout': 0.0}, train=train, optim=optim)
 
 
 def leaves(state: Any) -> list[np.ndarray]:
@@ -51,6 +53,9 @@ def test_one_bad_number_on_one_shard_leaves_every_parameter_as_it_is(
             np.testing.assert_array_equal(old, new)
         after, metrics = step(after, place_batch(good))
         assert metrics['taken']
+        # the rate of the update: the schedule does not advance in a skipped step
+        assert metrics['lr'] == pytest.approx(learning_rate(config(*mesh))(0))
+        assert metrics['lr'] != pytest.approx(learning_rate(config(*mesh))(1))
         assert int(after.guard.skipped_in_a_row) == 0
         assert any(
             (old != new).any() for old, new in zip(leaves(state), leaves(after), strict=True)
