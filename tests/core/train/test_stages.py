@@ -13,7 +13,8 @@ from support import abstract_state, assert_close, exhaustive, on_mesh, relative_
 
 from megajax.core.train.gradients import make_loss_and_gradients
 
-LIMIT = 1e-6
+# Parameters that differ in their last bit change these gradients by up to 1.0e-6 on one device.
+LIMIT = 2e-6
 
 
 def staged(
