@@ -51,6 +51,7 @@ LAYOUTS = {  # and the patterns that are compiled with each
 }
 KEYS = ['target', 'overrides']
 COMPILED = ['temporaries', 'compiled_bytes', 'compiled_gflops', 'jax']
+DEEPER = {f'{STAGES} train.recompute=full': {16: 0, 12: 1}, STAGES: {16: 0}}  # layers: pattern
 Line = dict[str, str]
 
 
@@ -81,6 +82,10 @@ def steps() -> Iterator[tuple[str, str]]:
     for layout, patterns in LAYOUTS.items():
         for index in patterns:
             yield 'h100', f'{PATTERN} {PATTERNS[index]} {layout}'.strip()
+    for layout, patterns in DEEPER.items():
+        for layers, index in patterns.items():
+            sizes = PATTERN.replace('num_layers=8', f'num_layers={layers}')
+            yield 'h100', f'{sizes} {PATTERNS[index]} {layout}'
 
 
 def load(overrides: str) -> megajax.Config:

@@ -270,7 +270,8 @@ class Sizes:
             return 0
         kinds = [self.kinds[-1 if layer.experts else 0] for layer in pattern]
         period = [*kinds[first % length :], *kinds[: first % length]]
-        if self.config.train.recompute == 'full':
+        # A pipeline stage recomputes a whole chunk, not one layer after the other.
+        if self.config.train.recompute == 'full' and self.config.mesh.stages == 1:
             rest = period[:left_over]
             copied = sum(kind.copied_weights for kind in period + rest)
             stored = 2 * sum(kind.matrices for kind in period) // length

@@ -28,6 +28,8 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     tables = sizes.learned_tables * sizes.table
     of_chunk = FLOAT32 * (sizes.learned - tables) // mesh.virtual_stages
     live = sizes.kept_by_chunk
+    # The gradients of a recomputed loop over periods are also stacked in the order of the layers.
+    twice = of_chunk if recompute == 'full' and sizes.of_period else 0
     again = 0
     is_ring = mesh.context > 1 and mesh.context_exchange == 'ring'
     if early and mesh.stages * mesh.virtual_stages == 2 and not is_ring:
@@ -48,7 +50,7 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
         ),
         'backward': Held(
             gathered_weights=held,
-            gradients=sums + of_chunk,
+            gradients=sums + of_chunk + twice,
             activations=slots + live,
             workspace=max(kind.in_backward for kind in sizes.kinds)
             + sizes.of_period
