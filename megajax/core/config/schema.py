@@ -230,7 +230,8 @@ class RunConfig(Section):
     resume: Literal['auto', 'must', 'never'] = 'auto'
     """Resume from the newest checkpoint in `dir`: if there is one (auto), always (must), never."""
     allow_changed_data: bool = False
-    """Resume even if the corpus has changed since the checkpoint."""
+    """Resume once even if the corpus has changed since the checkpoint. The config.yaml that the run
+    writes to its folder does not keep this key."""
     max_minutes: Minutes | None = None
     """Time after which to save a checkpoint and exit, for example before a queue's time limit."""
     compile_cache: Name = 'auto'

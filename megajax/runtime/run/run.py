@@ -22,7 +22,6 @@ from megajax.core.config import (
     NumericError,
     RunError,
     StopRequested,
-    dump,
 )
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.records import check_dtype, hardware_of
@@ -40,6 +39,7 @@ from megajax.runtime.run.chat_template import read_corpus
 from megajax.runtime.run.clock import Clock, RunSummary
 from megajax.runtime.run.compile_cache import compile_cache
 from megajax.runtime.run.host_memory import check_host_memory
+from megajax.runtime.run.inputs import write_inputs
 from megajax.runtime.run.lock import run_lock
 from megajax.runtime.run.log.metrics import MetricsWriter, check_wandb
 from megajax.runtime.run.log.report import Report
@@ -183,7 +183,7 @@ def _train(
         state = _first_state(config, checkpoints, start, report, summary.clock)
         before = checkpoints.restored or (imported(start) if start else None)
         data = resumed_data(data, config, before, batches=int(state.batches))
-        _write_inputs(folder, config, data, _carry_along(checkpoints, companions))
+        write_inputs(folder, config, data.tokenizer, _carry_along(checkpoints, companions))
         report.placements(placements(state.params), config.model)
         report.say(f'run        {folder}')
         with (
@@ -329,11 +329,3 @@ def _carry_along(checkpoints: Checkpoints, companions: Companions) -> Companions
     if checkpoints.tokenizer is not None:
         checkpoints.tokenizer.also_ends(companions.ends)
     return companions
-
-
-def _write_inputs(folder: Path, config: Config, data: Data, companions: Companions) -> None:
-    if jax.process_index() == 0:
-        (folder / 'config.yaml').write_text(dump(config))
-        if data.tokenizer is not None:
-            data.tokenizer.save(folder / 'tokenizer.json')
-        companions.write(folder)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from runs import CONFIG, HASH_STATES, end_here, hashes, losses, train, train_here
-from support import by_name, write_run
+from support import by_name, megajax, write_run
 
 from megajax.core.config import load
 from megajax.core.parallel.mesh import make_mesh
@@ -129,6 +129,17 @@ def test_a_corpus_that_was_replaced_is_not_trained_on_without_a_word(folder: Pat
     assert 'restore it, choose another run.dir, or set run.allow_changed_data=true' in said
     assert '-> ' in train_here(folder, CONSTANT, 'train.steps=3', 'run.allow_changed_data=true')
     assert sorted(losses(folder / 'run')) == [1, 2, 3]
+
+
+def test_changed_data_are_allowed_for_one_start(folder: Path) -> None:
+    train_here(folder, CONSTANT, 'train.steps=2')
+    file = folder / 'corpus/3.txt'
+    file.write_text(file.read_text().replace('x + 3', 'x - 3'))
+    train_here(folder, CONSTANT, 'train.steps=3', 'run.allow_changed_data=true')
+    file.write_text(file.read_text().replace('x - 3', 'x * 3'))
+    resumed = megajax('train', 'run.dir=run', folder=folder)  # with the run's own config
+    assert resumed.returncode == 2, resumed.stdout
+    assert 'checkpoints/3 was trained on different data of the same name' in resumed.stderr
 
 
 GOLDEN = Path(__file__).parent / 'data/first_release'  # made by make_golden.py
