@@ -142,6 +142,14 @@ def test_changed_data_are_allowed_for_one_start(folder: Path) -> None:
     assert 'checkpoints/3 was trained on different data of the same name' in resumed.stderr
 
 
+def test_a_start_that_is_rejected_leaves_the_config_of_the_run(folder: Path) -> None:
+    train_here(folder, CONSTANT, 'train.steps=2')
+    kept = (folder / 'run/config.yaml').read_bytes()
+    code, said = end_here(folder, 'train.steps=3', f'train.sample_prompts=["{"word " * 60}"]')
+    assert (code, 'train.sample_prompts' in said) == (2, True), said
+    assert (folder / 'run/config.yaml').read_bytes() == kept
+
+
 GOLDEN = Path(__file__).parent / 'data/first_release'  # made by make_golden.py
 
 
