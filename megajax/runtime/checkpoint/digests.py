@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -225,13 +225,21 @@ def is_step_name(name: str) -> bool:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: it gets its name only when it is on the disk."""
+    """Write a file atomically: it gets its name only when it is on the disk.
+
+    Raises OSError if it cannot be written; a file of this name is then as it was before.
+    """
     new = path.with_name(f'{path.name}.new')
-    with new.open('wb') as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        with new.open('wb') as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
     sync(path.parent)
 
 

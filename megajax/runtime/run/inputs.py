@@ -1,26 +1,59 @@
 """The files of a run that a resume reads: its config, its tokenizer and the model's companions."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 
-from megajax.core.config import Config, dump
+from megajax.base.errors import reason
+from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.load import CONFIG
+from megajax.runtime.checkpoint.digests import write_file
 from megajax.runtime.checkpoint.hf_files import Companions
 from megajax.runtime.checkpoint.record import TOKENIZER
 from megajax.runtime.data import Tokenizer
+from megajax.runtime.data.text.token_names import CONFIG as NAMES
 
 
 def write_inputs(
     folder: Path, config: Config, tokenizer: Tokenizer | None, companions: Companions
 ) -> None:
-    """Write a run's inputs to its folder; only the first process does so."""
+    """Write a run's inputs to its folder; only the first process does so.
+
+    A file that has not changed is not written again; each file is complete, or as it was before.
+    Raises ConfigError if a file cannot be written.
+    """
     if jax.process_index():
         return
-    (folder / CONFIG).write_text(dump(_to_keep(config)))
-    if tokenizer is not None:
-        tokenizer.save(folder / TOKENIZER)
-    companions.write(folder)
+    files = _files_of(tokenizer) if tokenizer is not None else {}
+    # The config is written last: it makes the folder a run, which has its other files by then.
+    files |= {CONFIG: dump(_to_keep(config)).encode()}
+    try:
+        companions.write(folder)
+        if tokenizer is not None and NAMES not in files:
+            (folder / NAMES).unlink(missing_ok=True)
+        for name, content in files.items():
+            path = folder / name
+            if not path.is_file() or path.read_bytes() != content:
+                write_file(path, content)
+    except OSError as error:
+        raise ConfigError(
+            f'{folder} cannot be written: {error.strerror}; make room and allow it, or choose '
+            'another run.dir'
+        ) from error
+
+
+def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the contents of a tokenizer's files by name."""
+    with TemporaryDirectory() as folder:
+        try:
+            tokenizer.save(Path(folder) / TOKENIZER)
+        except Exception as error:  # `tokenizers` raises no OSError
+            raise ConfigError(
+                f'{TOKENIZER} cannot be written to {folder}: {reason(error)}; make room there, or '
+                'set TMPDIR to another folder'
+            ) from error
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 def _to_keep(config: Config) -> Config:

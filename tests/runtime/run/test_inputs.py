@@ -1,0 +1,45 @@
+"""The files of a run that a resume reads are there as a whole, or as they were."""
+
+import re
+from pathlib import Path
+
+import pytest
+from checkpoints import tiny
+from support import disk_full_at
+
+from megajax.core.config import ConfigError, dump
+from megajax.runtime.checkpoint.hf_files import Companions
+from megajax.runtime.data.text.tokenizer import byte_tokenizer, load_tokenizer
+from megajax.runtime.run.inputs import write_inputs
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in run.iterdir()}
+
+
+def test_on_a_full_disk_the_files_stay_and_the_start_says_why_it_ends(tmp_path: Path) -> None:
+    write_inputs(tmp_path, tiny(), byte_tokenizer(), Companions())
+    before = contents(tmp_path)
+    assert before.keys() == {'config.yaml', 'tokenizer.json'}
+    assert before['config.yaml'].decode() == dump(tiny())
+    longer = tiny(train={'steps': 100_000})
+    refused = rf'^{re.escape(str(tmp_path))} cannot be written: File too large; make room and '
+    with disk_full_at(1000), pytest.raises(ConfigError, match=refused):
+        write_inputs(tmp_path, longer, None, Companions())
+    with disk_full_at(1000), pytest.raises(ConfigError, match=r'too large.*; make room there, or '):
+        write_inputs(tmp_path, longer, byte_tokenizer(), Companions())
+    assert contents(tmp_path) == before
+
+
+def test_what_has_not_changed_needs_no_room(tmp_path: Path) -> None:
+    write_inputs(tmp_path, tiny(), None, Companions())
+    with disk_full_at(1000):
+        write_inputs(tmp_path, tiny(), None, Companions())
+
+
+def test_a_tokenizer_is_there_with_its_names_and_without_those_of_another(tmp_path: Path) -> None:
+    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "<other>"}')
+    write_inputs(tmp_path, tiny(), byte_tokenizer(), Companions())
+    assert contents(tmp_path).keys() == {'config.yaml', 'tokenizer.json'}
+    own = load_tokenizer(str(tmp_path / 'tokenizer.json'))
+    assert own.fingerprint == byte_tokenizer().fingerprint
