@@ -103,7 +103,6 @@ def _holder(file: IO[str]) -> str | None:
 def _write(file: IO[str], holder: dict[str, Any] | None) -> None:
     # On a full disk, the lock works but does not name its holder.
     with contextlib.suppress(OSError):
-        file.seek(0)
-        file.truncate()
-        file.write(f'{json.dumps(holder)}\n' if holder else '')
-        file.flush()
+        os.ftruncate(file.fileno(), 0)
+        # A buffer would keep the text that it failed to write, and fail again when the file closes.
+        os.pwrite(file.fileno(), f'{json.dumps(holder)}\n'.encode() if holder else b'', 0)

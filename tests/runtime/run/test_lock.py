@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import disk_full_at
 
-from megajax.core.config import ConfigError
+from megajax.core.config import CheckpointError, ConfigError
 from megajax.runtime.run.lock import LOCK, run_lock, running_in
 
 HOLD = """
@@ -63,6 +64,16 @@ def test_an_error_lets_go(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match='of the run'), run_lock(tmp_path / 'run'):
             raise RuntimeError('of the run')
+
+
+@pytest.mark.parametrize('left', ['', 'not json'])
+def test_a_full_disk_does_not_replace_the_error_of_the_run(tmp_path: Path, left: str) -> None:
+    (tmp_path / LOCK).write_text(left)
+    with disk_full_at(0):
+        with pytest.raises(CheckpointError, match='of the run'), run_lock(tmp_path):
+            raise CheckpointError('of the run')
+        with run_lock(tmp_path):
+            pass
 
 
 def test_the_other_processes_of_a_run_do_not_lock(
