@@ -28,6 +28,9 @@ FIXED = ('model.', 'vision.', 'lora.', 'train.dtype', 'optim.kind')
 # Keys of `vision` that only change the batches.
 OF_ROWS = ('vision.images', 'vision.max_patches', 'vision.min_patches')
 OWN = ('run.', 'checkpoint.')  # keys that configure the process, not the training
+# Keys that change the fingerprint of a corpus whose files are the same. Other keys do not: a corpus
+# or a share of a blend is compared only with the corpus of its own name.
+OF_FINGERPRINT = ('data.split', 'data.chat_template', 'vision.max_patches', 'vision.min_patches')
 FAMILY = 'imported as'  # key of `data` and `origin`: the Hugging Face family of an import
 START_FROM = 'run.start_from'
 # Keys that matter only when a run begins, and change nothing afterwards.
@@ -180,8 +183,11 @@ def version_differences(there: Record, here: Record) -> dict[str, tuple[str, str
 
 
 def changed_corpora(there: Record, here: Record) -> dict[str, tuple[str, str]]:
-    """Return the corpora whose contents have changed although the config's `data` has not."""
-    asked = any(key.startswith('data.') for key in config_differences(there, here))
+    """Return the corpora whose contents have changed, unless the config asks for other contents."""
+    different = config_differences(there, here)
+    # The fingerprint of streamed text is that of its files, and otherwise that of its tokens.
+    asked = 'streamed' in different.get('data.order', ())
+    asked = asked or any(key in OF_FINGERPRINT for key in different)
     return {} if asked else _changed(there.data, here.data)
 
 

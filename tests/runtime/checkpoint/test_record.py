@@ -1,4 +1,4 @@
-"""A record that no run wrote is refused, or has no step and no loss; it ends nothing."""
+"""A record that no run wrote is refused, or has no step and no loss; two show changed data."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ from support import make_config
 from megajax.runtime.checkpoint.record import (
     RECORD,
     VALIDATION,
+    changed_corpora,
     make_record,
     read_record,
     recorded_step,
@@ -42,3 +43,25 @@ def test_the_mesh_of_another_program_is_shown_as_it_is(tmp_path: Path, size: Any
     write(tmp_path, config={'mesh': {'data': 2, 'stages': size}, 'optim': {'shard': [size]}})
     assert f'stages={size}' in read_record(tmp_path).mesh
     assert f'[{size!r}]' in read_record(tmp_path).mesh
+
+
+@pytest.mark.parametrize(
+    ('key', 'value', 'is_asked'),
+    [
+        ('split', '9,1,0', True),
+        ('chat_template', 'other.jinja', True),
+        ('order', 'streamed', True),
+        ('order', 'megatron', False),
+        ('document_mask', True, False),
+        ('ignored_keys', ('id',), False),
+        ('tokenizer', 'run/tokenizer.json', False),
+        ('blend', {'corpus': 1.0, 'another': 2.0}, False),
+    ],
+)
+def test_only_keys_that_change_the_contents_of_a_corpus_ask_for_other_contents(
+    key: str, value: Any, is_asked: bool
+) -> None:
+    there = make_record(make_config(), 2, data={'corpus': 'a'})
+    asking = make_config(data={key: value})
+    changed = changed_corpora(there, make_record(asking, 2, data={'corpus': 'b', 'another': 'c'}))
+    assert changed == ({} if is_asked else {'corpus': ('a', 'b')})
