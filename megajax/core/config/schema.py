@@ -177,7 +177,8 @@ class DataConfig(Section):
     """Prefixes of .bin and .idx files and their sampling weights, instead of `corpus`."""
     tokenizer: Name = 'auto'
     """Tokenizer: a tokenizer.json, bytes, bpe (trained on the text), or none (for token ids). auto:
-    the one next to .bin and .idx, otherwise the tokenizer of `run.start_from`, otherwise bpe.
+    the one next to .bin and .idx, otherwise the tokenizer of `run.start_from`, otherwise bpe. A
+    resumed run keeps its trained tokenizer.
     """
     split: str = '95,5,0'
     """Relative sizes of the training, validation and test splits."""

@@ -20,6 +20,7 @@ from megajax.runtime.checkpoint.orbax_manager import gb_to_read
 from megajax.runtime.checkpoint.record import (
     AT_THE_START,
     START_FROM,
+    TOKENIZER,
     Record,
     changed_corpora,
     config_differences,
@@ -64,6 +65,8 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
         if all(line.startswith(OF_LEARNED) for line in different):
             fix = 'change it back, or begin a new run with '
             fix += typed(f'run.start_from={path.parent.parent}')
+        elif all(line.startswith('tokenizer ') for line in different):
+            fix = f'set {typed(f"data.tokenizer={path / TOKENIZER}")}, or choose another run.dir'
         of = 'optimizer' if all(line.startswith('optim.') for line in different) else 'model'
         raise ConfigError(f'{path} contains a different {of} ({"; ".join(different)}): {fix}')
 

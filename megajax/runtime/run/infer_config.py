@@ -20,9 +20,11 @@ from megajax.core.config import (
 from megajax.core.config.load import CONFIG, run_like, runs_in
 from megajax.runtime.checkpoint.digests import find_candidates, find_steps
 from megajax.runtime.checkpoint.record import RECORD, START_FROM, TOKENIZER, read_record
+from megajax.runtime.data.sources.remote import is_remote
 
 DEFAULT = 'tiny'
-NO_FILES = 'auto', 'bytes', 'bpe', 'none'  # values of `data.tokenizer` that name no file
+TRAINED = 'auto', 'bpe'  # values of `data.tokenizer` that train a tokenizer on a text
+NO_FILES = *TRAINED, 'bytes', 'none'  # values of `data.tokenizer` that name no file
 
 
 def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
@@ -83,23 +85,37 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 
 def with_own_tokenizer(config: Config, run: Path, start: Path | None = None) -> Config:
-    """Return the config of a run with its own tokenizer.json in place of the file it began with.
+    """Return the config of a run with its own tokenizer.json in place of what it began with.
 
     A run can therefore resume after it was moved, and after that file was changed or deleted. A
-    file that the config names for the first time is not replaced. With `data.tokenizer=auto`, the
-    run's own tokenizer is its initial weights' tokenizer; a new run finds it in the checkpoint
+    file that the config names for the first time is not replaced. A tokenizer that the run trained
+    on its texts (`auto`, `bpe`) is not trained again, because the texts may have changed; the cache
+    knows the tokens of a remote text by its training. With `data.tokenizer=auto`, the run's own
+    tokenizer may also be its initial weights' tokenizer; a new run finds it in the checkpoint
     `start`.
     """
     checkpoint, begun = newest_data(run) if start is None else (start, {})
     tokenizer = config.data.tokenizer
-    if tokenizer == 'auto':
-        is_own = config.run.start_from is not None
+    if tokenizer in TRAINED:
+        is_own = begun.get('tokenizer') in TRAINED and not _is_same_remote(config, begun)
+        is_own = is_own or (tokenizer == 'auto' and config.run.start_from is not None)
     else:
         is_own = tokenizer not in NO_FILES and tokenizer == begun.get('tokenizer')
     if checkpoint is None or not is_own or not (own := tokenizer_of(checkpoint)).is_file():
         return config
     data = config.data.model_copy(update={'tokenizer': str(own)})
     return config.model_copy(update={'data': data})
+
+
+def _is_same_remote(config: Config, begun: Mapping[str, Any]) -> bool:
+    """Whether a run reads the same remote text as before, whose tokens are in the cache."""
+    data = config.data
+    same = (data.corpus, data.split, dict(data.blend)) == (
+        begun.get('corpus'),
+        begun.get('split'),
+        begun.get('blend', {}),
+    )
+    return same and is_remote(data.corpus) and data.order != 'streamed'
 
 
 def newest_data(run: Path) -> tuple[Path | None, Mapping[str, Any]]:

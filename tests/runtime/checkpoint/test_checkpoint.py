@@ -317,6 +317,7 @@ def test_another_tokenizer_is_a_mistake(folder: Path) -> None:
         checkpoints.restore(2)
     assert other.fingerprint in str(error.value)
     assert byte_tokenizer().fingerprint in str(error.value)
+    assert f'): set data.tokenizer={folder}/2/tokenizer.json, or choose' in str(error.value)
 
 
 def test_what_may_change_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -330,6 +330,41 @@ def test_a_text_is_read_with_the_tokenizer_of_the_weights_that_a_run_begins_with
     check_tokenizer(source / 'checkpoints/3', data.tokenizer)
 
 
+@pytest.mark.parametrize('spec', ['auto', 'bpe'])
+def test_a_tokenizer_that_was_trained_on_a_text_is_kept_when_the_text_grows(
+    tmp_path: Path, spec: str
+) -> None:
+    (tmp_path / 'text').mkdir()
+    (tmp_path / 'text/0.txt').write_text('one two three four ' * 200)
+    config = tiny(data={'corpus': str(tmp_path / 'text'), 'tokenizer': spec, 'split': '1,0,0'})
+    data, _ = read_corpus(config, tmp_path / 'run', None)
+    own = data.tokenizer
+    assert own is not None
+    with Checkpoints(tmp_path / 'run/checkpoints', config, tokenizer=own) as checkpoints:
+        checkpoints.save(make_state(config, 3), 3)
+    (tmp_path / 'text/1.txt').write_text('seventy eighty ninety ' * 200)
+    data, _ = read_corpus(config, tmp_path / 'run', None)
+    assert data.tokenizer is not None
+    assert data.tokenizer.fingerprint == own.fingerprint
+    fresh, _ = read_corpus(config, tmp_path / 'new', None)
+    assert fresh.tokenizer is not None
+    assert fresh.tokenizer.fingerprint != own.fingerprint
+
+
+def test_a_remote_text_keeps_the_training_by_which_the_cache_knows_its_tokens(
+    tmp_path: Path,
+) -> None:
+    text = {'corpus': 'https://example.com/text.jsonl', 'tokenizer': 'auto'}
+    own, config = byte_tokenizer(), tiny(data=text)
+    with Checkpoints(tmp_path / 'run/checkpoints', config, tokenizer=own) as checkpoints:
+        checkpoints.save(make_state(config, 3), 3)
+    assert with_own_tokenizer(config, tmp_path / 'run') == config
+    changed = {'split': '9,1,0'}, {'corpus': 'https://example.com/other'}, {'order': 'streamed'}
+    for keys in changed:
+        there = with_own_tokenizer(tiny(data=text | keys), tmp_path / 'run').data.tokenizer
+        assert there == str(tmp_path / 'run/checkpoints/3/tokenizer.json')
+
+
 def build_corpus(folder: Path, name: str, **options: Any) -> str:
     """Build tokens of a text in a folder, as `megajax data build` does."""
     text = folder / 'text.txt'
