@@ -442,7 +442,7 @@ def test_overrides_of_nemo_are_read(tmp_path: Path) -> None:
             'pretrain.py model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4',
             '++model.seq_length=32 train.train_iters=10 optimizer.lr=1e-3 model.vocab_size=100',
             'model.sequence_parallel=True model.tensor_model_parallel_size=2 model.bf16=false',
-            'model.num_moe_experts=null',
+            'model.layernorm_zero_centered_gamma=true model.num_moe_experts=null',
         )
     )
     with pytest.raises(ConfigError, match='num_moe_experts=null: expected a whole number'):
@@ -450,6 +450,7 @@ def test_overrides_of_nemo_are_read(tmp_path: Path) -> None:
     config = config_of(line.replace('model.num_moe_experts=null', ''), tmp_path)
     assert (config.model.num_layers, config.mesh.model, config.train.dtype) == (2, 2, 'float32')
     assert config.mesh.sequence_parallel
+    assert config.model.zero_centered_norm
 
 
 def test_a_script_is_read_without_running_it(tmp_path: Path) -> None:

@@ -256,10 +256,17 @@ def test_arguments_become_a_model() -> None:
     )
     assert model.rope_scaling is not None
     assert (model.rope_scaling.type, model.rope_scaling.factor) == ('llama3', 8.0)
-    centered = base | {'apply_layernorm_1p': True}
-    for normalization in ('RMSNorm', 'LayerNorm'):
-        read = read_arguments(centered | {'normalization': normalization}, '')
-        assert (read['norm'], read['zero_centered_norm']) == (normalization.lower(), True)
+    # The second name is that of megatron-core 0.19, where the first may be left from a checkpoint.
+    for centered in (
+        {'apply_layernorm_1p': True},
+        {'layernorm_zero_centered_gamma': True},
+        {'layernorm_zero_centered_gamma': True, 'apply_layernorm_1p': False},
+    ):
+        for normalization in ('RMSNorm', 'LayerNorm'):
+            read = read_arguments(base | centered | {'normalization': normalization}, '')
+            assert (read['norm'], read['zero_centered_norm']) == (normalization.lower(), True)
+    left = {'layernorm_zero_centered_gamma': False, 'apply_layernorm_1p': True}
+    assert not read_arguments(base | left, '')['zero_centered_norm']
     wrong = {'multi_latent_attention': True, 'position_embedding_type': 'yarn'}
     with pytest.raises(
         ConfigError,

@@ -119,7 +119,11 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
         'vocab_size': get('vocab_size', get('padded_vocab_size')),
         'max_seq_len': get('max_position_embeddings'),
         'norm': get('normalization', 'LayerNorm').lower(),
-        'zero_centered_norm': get('apply_layernorm_1p', False),
+        # The newer name comes first: megatron-core 0.19 copies the older one from the checkpoint
+        # that a run starts from, and does not read it.
+        'zero_centered_norm': get(
+            'layernorm_zero_centered_gamma', get('apply_layernorm_1p', False)
+        ),
         'activation': 'swiglu' if gated else 'gelu_tanh' if fused else 'gelu',
         'position': 'rope' if rope else 'learned',
         'qk_norm': get('qk_layernorm', False),

@@ -74,6 +74,7 @@ RENAMED: Mapping[str, str] = {
     'intermediate_size': 'ffn_hidden_size',
     'num_moe_experts': 'num_experts',
     'layernorm_epsilon': 'norm_epsilon',
+    'layernorm_zero_centered_gamma': 'apply_layernorm_1p',
     'encoder_num_layers': 'num_layers',
     'encoder_seq_length': 'seq_length',
     'activations_checkpoint_method': 'recompute_method',
