@@ -289,6 +289,9 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
             '--position-embedding-type rope --rotary-percent 0.2',
             r'--rotary-percent: 0.2 of --kv-channels \d+ is \d+ dims, but .* in pairs; use 0',
         ),
+        ('--qk-l2-norm', '--qk-l2-norm: is not supported: .* use --qk-layernorm'),
+        ('--use-mup', '--use-mup: is not supported: .* leave it out'),
+        ('--swiglu --glu-linear-offset 1.0', '--glu-linear-offset 1.0: .* leave it out'),
         ('--position-embedding-type yarn', '--position-embedding-type yarn: .* rope'),
         ('--no-position-embedding', '--no-position-embedding: .* give --position-embedding-type'),
         (

@@ -277,6 +277,38 @@ def test_arguments_become_a_model() -> None:
         read_arguments({'num_layers': 2}, 'x')
 
 
+@pytest.mark.parametrize(
+    ('name', 'neutral', 'value'),
+    [
+        ('softmax_type', 'vanilla', 'learnable'),
+        ('qk_l2_norm', False, True),
+        ('softmax_scale', None, 0.125),
+        ('use_mup', False, True),
+        ('quick_geglu', False, True),
+        ('glu_linear_offset', 0.0, 1.0),
+        ('activation_func_clamp_value', None, 7.0),
+        ('experimental_attention_variant', None, 'gated_delta_net'),
+        ('moe_mlp_glu_interleave_size', None, 32),
+        ('moe_shared_expert_glu_interleave_size', None, 32),
+    ],
+)
+def test_arguments_that_change_the_forward_pass_are_refused_by_name(
+    name: str, neutral: object, value: object
+) -> None:
+    base = {
+        'num_layers': 2,
+        'hidden_size': 64,
+        'num_attention_heads': 4,
+        'max_position_embeddings': 128,
+        'padded_vocab_size': 50304,
+        'swiglu': True,
+        'num_experts': 4,
+    }
+    assert read_arguments(base | {name: neutral}, 'x') == read_arguments(base, 'x')
+    with pytest.raises(ConfigError, match=f'x: {name}={value!r} is not supported: '):
+        read_arguments(base | {name: value}, 'x')
+
+
 def test_a_file_of_torch_is_read_without_torch() -> None:
     found = load_torch(STORED)
     whole = np.arange(12, dtype=np.float32).reshape(3, 4)

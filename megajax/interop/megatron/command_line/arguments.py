@@ -30,6 +30,13 @@ ONLY: dict[str, Only] = {
     'attention_output_gate': Only((False,), 'leave it out'),
     'num_tokentypes': Only((0,), 'only BERT has token types'),
     'parallel_output_gate': Only((False,), 'leave it out'),
+    'qk_l2_norm': Only((False,), 'the norm of query and key has a weight: use --qk-layernorm'),
+    'softmax_scale': Only((), 'set model.query_scale in the YAML'),
+    'use_mup': Only((False,), 'weights, scores and logits have no multipliers: leave it out'),
+    'quick_geglu': Only((False,), 'use --swiglu'),
+    'glu_linear_offset': Only((0.0,), 'the gate multiplies the projection alone: leave it out'),
+    'activation_func_clamp_value': Only((), 'activations are not limited: leave it out'),
+    'experimental_attention_variant': Only((), 'every layer has softmax attention: leave it out'),
 }
 # Constants in Megatron, which has no arguments for them.
 SCALING = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_seq_len': 8192}

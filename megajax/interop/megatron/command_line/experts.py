@@ -32,6 +32,9 @@ ONLY: dict[str, Only] = {
     ),
     'moe_latent_size': Only((), 'experts have the hidden size of the model: leave it out'),
     'moe_mlp_glu_interleave_size': Only((), 'the gate is a half of linear_fc1: leave it out'),
+    'moe_shared_expert_glu_interleave_size': Only(
+        (), 'the gate is a half of linear_fc1: leave it out'
+    ),
     'moe_expert_rank_capacity_factor': Only((), 'set model.experts.capacity in the YAML'),
     'moe_use_upcycling': Only((False,), 'experts start with random weights: leave it out'),
 }

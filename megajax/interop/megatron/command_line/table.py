@@ -21,7 +21,7 @@ READ: Mapping[type, str] = {
         expert_model_parallel_size expert_tensor_parallel_size
         num_experts moe_ffn_hidden_size moe_router_topk moe_router_num_groups moe_router_group_topk
         moe_router_topk_limited_devices moe_shared_expert_intermediate_size moe_latent_size
-        moe_mlp_glu_interleave_size muon_num_ns_steps
+        moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size muon_num_ns_steps
         lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
         lr_wsd_decay_iters lr_wsd_decay_samples profile_step_start profile_step_end
     """,
