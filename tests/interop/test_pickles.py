@@ -82,11 +82,12 @@ def test_a_hostile_pickle_is_refused_at_once(hostile: bytes, tmp_path: Path) -> 
 
 def test_a_dict_in_itself_and_one_in_many_places_are_refused(tmp_path: Path) -> None:
     key = b'X\x01\x00\x00\x00a'
-    itself = b'\x80\x02}q\x00X\x05\x00\x00\x00model' + b'}q\x01' + key + b'h\x01ss.'
+    start = b'\x80\x02}q\x00X\x12\x00\x00\x00checkpoint_versionK\x03s'
+    itself = start + b'X\x05\x00\x00\x00model' + b'}q\x01' + key + b'h\x01ss.'
     levels = b'}' + b''.join(
         b'q' + bytes([n]) + b'0}(' + key + b'h%cX\x01\x00\x00\x00bh%cu' % (n, n) for n in range(60)
     )
-    many = b'\x80\x02}X\x05\x00\x00\x00model' + levels + b's.'
+    many = start + b'X\x05\x00\x00\x00model' + levels + b's.'
     for content in (itself, many):
         write_zip(tmp_path / 'x.pt', content)
         with pytest.raises(ConfigError, match='is a dict that occurs twice'):
@@ -97,6 +98,12 @@ def test_a_dict_in_itself_and_one_in_many_places_are_refused(tmp_path: Path) -> 
 def test_a_version_that_is_none_is_refused(version: Any, tmp_path: Path) -> None:
     write_zip(tmp_path / 'x.pt', pickle.dumps({'model': {}, 'checkpoint_version': version}, 2))
     with pytest.raises(ConfigError, match='checkpoint_version'):
+        read_rank(tmp_path / 'x.pt')
+
+
+def test_a_file_without_a_version_is_of_version_0_as_in_megatron(tmp_path: Path) -> None:
+    write_zip(tmp_path / 'x.pt', pickle.dumps({'model': {}}, 2))
+    with pytest.raises(ConfigError, match=r'x.pt: checkpoint_version 0 orders QKV differently'):
         read_rank(tmp_path / 'x.pt')
 
 

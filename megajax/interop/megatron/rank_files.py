@@ -140,7 +140,8 @@ def read_rank(path: Path) -> RankFile:
         isinstance(contents[name], Mapping) for name in names
     ):
         raise ConfigError(f"{path}: holds no 'model', nor 'model0', 'model1' and so on")
-    check_version(contents, path)
+    # As in Megatron-LM: its first releases wrote no version.
+    check_version({'checkpoint_version': 0, **contents}, path)
     return RankFile(
         path,
         arguments_of(contents),
@@ -150,12 +151,15 @@ def read_rank(path: Path) -> RankFile:
 
 
 def check_version(contents: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError if a checkpoint's layout is older than the oldest supported one."""
+    """Raise ConfigError if a checkpoint's layout is older than the oldest supported one.
+
+    A layout without a version is the newest.
+    """
     version = contents.get('checkpoint_version', VERSION)
     if not (isinstance(version, (int, float)) and version >= 2):  # NaN is not
         raise ConfigError(
             f'{path}: checkpoint_version {version!r:.80} orders QKV differently; '
-            'only 2.0 and later are supported'
+            'only 2.0 and later are supported: load it in Megatron-LM and save it again'
         )
 
 
