@@ -94,6 +94,20 @@ def test_truncate_of_one_type_of_layers_is_refused_because_transformers_ignores_
     assert keys['rope_theta'] == 5e5
 
 
+LLAMA3 = {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
+LENGTH = 'original_max_position_embeddings'
+
+
+@pytest.mark.parametrize('given', [YARN, THETA | LLAMA3 | {LENGTH: 8}])
+def test_a_length_outside_the_settings_is_refused_where_it_differs(given: dict[str, Any]) -> None:
+    # A rope of transformers 5 has the length outside, one of earlier versions the length inside.
+    _, (problem,) = read({'rope_parameters': given, LENGTH: 16})
+    assert f'{LENGTH}: 16: differs from rope_parameters.{LENGTH}=8: put the right one' in problem
+    assert read({'rope_parameters': given, LENGTH: 8}) == read({'rope_parameters': given})
+    linear = {'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}  # has no length
+    assert read(linear | {LENGTH: 16}) == read(linear)
+
+
 FACTORS = {'short_factor': [1.0, 1.5], 'long_factor': [2.0, 4.0]}
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megajax.base.render.text import shorten
 from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.reader import Keys, Reader
 
@@ -98,6 +99,9 @@ def read_parameters(
             f'{read.file}: {key}.{missing[0]}: required by rope_type {kind}, and missing'
         )
         return {}
+    # If each type of layer has an object, transformers ignores the length outside.
+    if 'original_max_seq_len' in wanted and not per_layer:
+        _check_length(read, key, given)
     if per_layer and given.get('truncate', True) is not True:  # transformers ignores it
         read.refuse(f'{key}.truncate', given['truncate'], 'only true is supported for each layer')
     # In transformers, null means the default, but for `truncate` it means false.
@@ -109,6 +113,18 @@ def read_parameters(
         for ours, name in wanted.items()
     }
     return keys | {'rope_scaling': {'type': kind} | scaling}
+
+
+def _check_length(read: Reader, key: str, given: Mapping[str, Any]) -> None:
+    """Reject a length outside the object of rotary settings that differs from the one in it.
+
+    In this case, transformers 5 uses the length outside, and earlier versions the one inside.
+    """
+    name = LENGTH['original_max_seq_len']
+    inside = given[name]
+    if (outside := read.get(name, inside)) != inside:
+        where = f'{key}.{name}={shorten(json.dumps(inside))}'
+        read.refuse(name, outside, f'differs from {where}: put the right one there, and omit this')
 
 
 def _growth(read: Reader, given: Mapping[str, Any]) -> float | None:
