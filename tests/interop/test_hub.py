@@ -113,10 +113,13 @@ def test_a_repository_becomes_a_run_that_names_its_commit(
 def test_only_the_files_that_are_needed_are_downloaded(
     model: Path, fetch: Callable[[str], Path]
 ) -> None:
+    of_images = {'preprocessor_config.json', 'processor_config.json'}
+    for name in of_images:
+        (model / name).write_text(name)
     with serving(model) as hub:
         fetch(hub.url)
         needed = {'config.json', 'tokenizer.json', 'generation_config.json', 'model.safetensors'}
-        assert hub.fetched - {''} == needed
+        assert hub.fetched - {''} == needed | of_images
 
 
 def test_the_files_of_an_index_are_downloaded_and_no_other_name(

@@ -246,6 +246,25 @@ def test_the_least_area_of_a_picture_is_read_in_patches(keys, patches, tmp_path:
     assert read_preprocessor(tmp_path, vision) == {'min_patches': patches}
 
 
+def test_the_settings_of_transformers_5_are_preferred(tmp_path: Path) -> None:
+    vision = load('qwen3_vl_2b').vision
+    keys, processor = write_preprocessor(vision), tmp_path / 'processor_config.json'
+    (tmp_path / 'preprocessor_config.json').write_text(json.dumps(keys))
+    for whole, patches in (
+        ({'image_processor': keys | {'size': {'shortest_edge': 1024, 'longest_edge': 4096}}}, 4),
+        ({'image_processor': None}, 256),
+        ({'processor_class': 'Qwen3VLProcessor'}, 256),
+    ):
+        processor.write_text(json.dumps(whole))
+        assert read_preprocessor(tmp_path, vision.model_dump()) == {'min_patches': patches}
+    processor.write_text(json.dumps({'image_processor': keys | {'do_resize': False}}))
+    with pytest.raises(ConfigError, match=r'processor_config.json: image_processor: do_resize: fa'):
+        read_preprocessor(tmp_path, vision.model_dump())
+    processor.write_text('{"image_processor": [1]}')
+    with pytest.raises(ConfigError, match=r'image_processor: \[1\]: only an object is supported'):
+        read_preprocessor(tmp_path, vision.model_dump())
+
+
 def test_the_encoders_heads_have_their_own_queries_keys_and_values() -> None:
     there, config = tensors(), config_of(config_json())
     with on_mesh(config):

@@ -1,4 +1,8 @@
-"""Read and write preprocessor_config.json: how images become patches. Imports no jax."""
+"""Read and write the settings by which images become patches. Imports no jax.
+
+They are the object `image_processor` of processor_config.json, which transformers 5 writes and
+prefers, or the whole of preprocessor_config.json, which megajax writes.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +12,8 @@ from megajax.base.files.json_file import read_json
 from megajax.core.config import ConfigError, VisionConfig
 from megajax.interop.huggingface.reader import Keys, Reader
 
-FILE = 'preprocessor_config.json'
+FILE, PROCESSOR, NESTED = 'preprocessor_config.json', 'processor_config.json', 'image_processor'
+FILES = PROCESSOR, FILE
 CLASS = 'Qwen2VLImageProcessorFast'
 CLASSES = (CLASS, 'Qwen2VLImageProcessor', 'Qwen2VLImageProcessorPil')
 MIDDLE = [0.5, 0.5, 0.5]  # the mean and the standard deviation that map bytes to the range -1 to 1
@@ -19,13 +24,11 @@ MIN_PATCHES = 256  # per image, if the file does not set it
 def read_preprocessor(folder: Path, vision: Mapping[str, Any]) -> Keys:
     """Read how a directory's images are prepared: keys of the config's section `vision`.
 
-    `vision` has the section's other keys. Returns no keys for a directory without the file. Raises
-    ConfigError with every key and value that megajax handles differently.
+    `vision` has the section's other keys. Returns no keys for a directory without the settings.
+    Raises ConfigError with every key and value that megajax handles differently.
     """
-    file = folder / FILE
-    if not file.is_file():
+    if (read := _reader(folder)) is None:
         return {}
-    read = Reader(read_json(file), str(file))
     read.only('image_processor_type', *CLASSES, default=CLASS)
     for key in ('image_mean', 'image_std'):
         read.only(key, MIDDLE, default=MIDDLE)
@@ -39,6 +42,17 @@ def read_preprocessor(folder: Path, vision: Mapping[str, Any]) -> Keys:
     if read.problems:
         raise ConfigError(*read.problems)
     return {'min_patches': min_patches}
+
+
+def _reader(folder: Path) -> Reader | None:
+    """Return a reader of a directory's settings; None if there are none."""
+    processor = folder / PROCESSOR
+    if processor.is_file():
+        whole = Reader(read_json(processor), str(processor))
+        if whole.get(NESTED, None) is not None:
+            return whole.section(NESTED)
+    file = folder / FILE
+    return Reader(read_json(file), str(file)) if file.is_file() else None
 
 
 def _min_patches(read: Reader, area: int) -> int:
