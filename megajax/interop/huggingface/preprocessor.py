@@ -4,6 +4,7 @@ They are the object `image_processor` of processor_config.json, which transforme
 prefers, or the whole of preprocessor_config.json, which megajax writes.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,22 @@ CLASS = 'Qwen2VLImageProcessorFast'
 CLASSES = (CLASS, 'Qwen2VLImageProcessor', 'Qwen2VLImageProcessorPil')
 MIDDLE = [0.5, 0.5, 0.5]  # the mean and the standard deviation that map bytes to the range -1 to 1
 BICUBIC = 3
-MIN_PATCHES = 256  # per image, if the file does not set it
+# What these classes use for a missing key: the values of Qwen2-VL, and of CLIP.
+DEFAULTS: Mapping[str, Any] = {
+    'image_mean': [0.48145466, 0.4578275, 0.40821073],
+    'image_std': [0.26862954, 0.26130258, 0.27577711],
+    'patch_size': 14,
+    'temporal_patch_size': 2,
+    'merge_size': 2,
+    'size': {'shortest_edge': 56 * 56, 'longest_edge': 28 * 28 * 1280},
+}
+# The limit above, which is the run's vision.max_patches, and keys that these classes do not use.
+UNUSED = """
+    max_pixels processor_class data_format input_data_format device return_tensors disable_grouping
+    default_to_square do_center_crop crop_size do_pad pad_size
+"""
+
+logger = logging.getLogger(__name__)
 
 
 def read_preprocessor(folder: Path, vision: Mapping[str, Any]) -> Keys:
@@ -30,17 +46,25 @@ def read_preprocessor(folder: Path, vision: Mapping[str, Any]) -> Keys:
     if (read := _reader(folder)) is None:
         return {}
     read.only('image_processor_type', *CLASSES, default=CLASS)
-    for key in ('image_mean', 'image_std'):
-        read.only(key, MIDDLE, default=MIDDLE)
+    supported = {
+        **dict.fromkeys(('image_mean', 'image_std'), MIDDLE),
+        'patch_size': vision['patch_size'],
+        'temporal_patch_size': vision['frames'],
+        'merge_size': vision['merge_size'],
+    }
+    for key, value in supported.items():
+        read.only(key, value, default=DEFAULTS[key])
     for key in ('do_resize', 'do_rescale', 'do_normalize', 'do_convert_rgb'):
         read.only(key, True, None, default=True)
     read.only('resample', BICUBIC, None, default=BICUBIC)
-    own = {'patch_size': 'patch_size', 'temporal_patch_size': 'frames', 'merge_size': 'merge_size'}
-    for key, name in own.items():
-        read.only(key, vision[name], default=vision[name])
+    read.only('rescale_factor', 1 / 255, None, default=1 / 255)
     min_patches = _min_patches(read, vision['patch_size'] ** 2)
     if read.problems:
         raise ConfigError(*read.problems)
+    for key in UNUSED.split():
+        read.get(key, None)
+    if read.left:
+        logger.warning('%s: unused keys: %s', read.file, ', '.join(read.left))
     return {'min_patches': min_patches}
 
 
@@ -58,15 +82,17 @@ def _reader(folder: Path) -> Reader | None:
 def _min_patches(read: Reader, area: int) -> int:
     """Return the minimum number of patches of an image, whose `area` is in pixels."""
     size = read.get('size', None)
-    least = read.get('min_pixels', None)  # the older name, which takes precedence in transformers
-    key = 'min_pixels' if least is not None else 'size.shortest_edge'
+    size = DEFAULTS['size'] if size is None else size
+    # The older name takes precedence in transformers.
+    key, least = 'min_pixels', read.get('min_pixels', None)
     if least is None:
-        least = size.get('shortest_edge', MIN_PATCHES * area) if isinstance(size, dict) else None
-    if least is None:
-        return MIN_PATCHES
+        if not isinstance(size, Mapping) or size.get('shortest_edge') is None:
+            read.refuse('size', size, 'only an object with shortest_edge, an area, is supported')
+            return 0
+        key, least = 'size.shortest_edge', size['shortest_edge']
     if not isinstance(least, int) or least < 0 or least % area:
         read.refuse(key, least, f'only multiples of a patch, {area} pixels, are supported')
-        return MIN_PATCHES
+        return 0
     return read.checked(key, least // area, 'vision.min_patches') or 0
 
 
