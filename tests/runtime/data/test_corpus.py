@@ -15,6 +15,7 @@ from pathlib import Path
 from shutil import which
 
 import pytest
+from ordinary_user import as_ordinary_user
 
 from megajax.core.config import ConfigError
 from megajax.runtime.data import Document, read_documents, split_documents
@@ -273,6 +274,31 @@ def test_what_comes_with_a_dataset_is_not_read_and_is_named(
     assert texts(tmp_path) == TEXTS
     assert 'reading data/train-00000-of-00001.parquet, but not README.md, data' in caplog.text
     assert 'png' not in caplog.text
+
+
+def test_linked_folders_are_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = 'here/own/a.jsonl', 'there/b.jsonl', 'there/more/c.jsonl'
+    write(tmp_path, {name: b'{"text": "%s"}\n' % name.encode() for name in names})
+    links = {'linked': '../there', 'again': '../there/more', 'an_own': 'own', 'up': '..'}
+    for name, target in {**links, 'gone.jsonl': 'nowhere'}.items():
+        (tmp_path / 'here' / name).symlink_to(target)
+    found = read_documents(str(tmp_path / 'here'))
+    assert {document.name: document.text for document in found} == {
+        'again/c.jsonl:000000000000': names[2],
+        'linked/b.jsonl:000000000000': names[1],
+        'own/a.jsonl:000000000000': names[0],
+    }
+    assert 'but not gone.jsonl' in caplog.text
+
+
+@pytest.mark.parametrize('closed', ['.', 'more'])
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, closed: str) -> None:
+    write(tmp_path, {'a.jsonl': b'{"text": "a"}\n', 'more/b.jsonl': b'{"text": "b"}\n'})
+    (tmp_path / closed).chmod(0)
+    folder = re.escape(str(tmp_path / closed))
+    with pytest.raises(ConfigError, match=f'^data.corpus: {folder} cannot be read: Permission de'):
+        as_ordinary_user(lambda: read_documents(str(tmp_path)))
+    (tmp_path / closed).chmod(0o755)
 
 
 def test_settings_in_json_are_a_text_among_texts(tmp_path: Path) -> None:

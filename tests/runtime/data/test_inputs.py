@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 import zstandard
+from ordinary_user import as_ordinary_user
 from pyarrow import parquet
 
 from megajax.core.config import ConfigError
@@ -216,6 +217,18 @@ def test_a_file_that_links_lead_to_again_is_read_once(
     assert 'matches are links to others' in caplog.text
     named = [f'{tmp_path}/b.jsonl', f'{tmp_path}/deep/a.jsonl']
     assert [input.path for input in find_inputs(named, None)] == named
+
+
+@pytest.mark.parametrize('pattern', ['**/*.jsonl', '*/*.jsonl', '*/a.jsonl'])
+def test_a_folder_that_a_glob_cannot_search_is_named(tmp_path: Path, pattern: str) -> None:
+    for name in ('open/a.jsonl', 'closed/a.jsonl'):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    (tmp_path / 'closed').chmod(0)
+    message = f'^{tmp_path}/closed: cannot be read: Permission denied; make it readable, or give a'
+    with pytest.raises(ConfigError, match=message):
+        as_ordinary_user(lambda: find_inputs([f'{tmp_path}/{pattern}'], None))
+    (tmp_path / 'closed').chmod(0o755)
 
 
 def test_a_bomb_is_decompressed_in_pieces_of_bounded_size(tmp_path: Path) -> None:

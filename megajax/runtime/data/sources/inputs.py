@@ -98,10 +98,28 @@ def _expand(pattern: str) -> list[str]:
         return [path]
     if not glob.has_magic(path):
         raise input_error(path, 'there is no such file; check the name, or give a glob in quotes')
-    names = sorted(name for name in glob.glob(path, recursive=True) if not Path(name).is_dir())
+    _check_folders(path)
+    names = sorted(name for name in glob.glob(path, recursive=True) if not os.path.isdir(name))
     if not names:
         raise input_error(path, "matches no file; check the pattern ('**' descends into folders)")
     return _once(pattern, names)
+
+
+def _check_folders(pattern: str) -> None:
+    """Raise ConfigError if a glob searches a folder that cannot be read, which `glob` skips."""
+    parts = Path(pattern).parts
+    for number, part in enumerate(parts):
+        if not glob.has_magic(os.path.join(*parts[: number + 1])):
+            continue
+        searched = os.path.join('', *parts[:number], '**' if part == '**' else '', '')
+        found = glob.glob(searched, recursive=True) if searched else [os.curdir]
+        for folder in sorted(set(map(os.path.realpath, found))):
+            try:
+                # Opens only if the names in the folder can be opened, too.
+                os.scandir(os.path.join(folder, os.curdir)).close()
+            except OSError as error:
+                fix = 'make it readable, or give a glob without it'
+                raise input_error(folder, f'cannot be read: {error.strerror}; {fix}') from error
 
 
 def cards_among(names: Sequence[str]) -> set[str]:

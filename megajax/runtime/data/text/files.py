@@ -70,7 +70,7 @@ def find_corpus(corpus: str) -> Corpus:
 
     The documents of a folder are its JSON lines and Parquet files. If there are none, they are its
     text files, except hidden files and a README.md about the data. Raises ConfigError if there is
-    no such file.
+    no such file, or if a folder cannot be read.
     """
     if is_remote(corpus):
         raise corpus_error(
@@ -79,17 +79,19 @@ def find_corpus(corpus: str) -> Corpus:
         )
     if corpus == 'stdlib':
         root = Path(sysconfig.get_path('stdlib'))
-        files = [_file(path, root) for path in _walk(root, NOT_STDLIB) if path.suffix == '.py']
-        return Corpus(files, [])
+        paths = (path for path in _walk(root, NOT_STDLIB, links=False) if path.suffix == '.py')
+        return Corpus([_file(path, root) for path in paths if path.is_file()], [])
     root = Path(corpus).expanduser()
     if not root.exists():
         raise corpus_error(f'no such file or folder: {root}{_near(root)}; give {KINDS}')
     if root.is_file():
         return Corpus([_file(root, root.parent)._replace(alone=True)], [])
-    files = sorted(_in_folder(path, root) for path in _walk(root))
+    paths = sorted(_walk(root))
+    files = [_in_folder(path, root) for path in paths if path.is_file()]
     names, alone = documents_among({file.name: file.format for file in files})
     documents = [file._replace(alone=alone) for file in files if file.name in names]
-    return Corpus(documents, [file.name for file in files if file.name not in names])
+    others = {path.relative_to(root).as_posix() for path in paths} - names
+    return Corpus(documents, sorted(others))
 
 
 def documents_among(formats: Mapping[str, Format]) -> tuple[set[str], bool]:
@@ -142,11 +144,30 @@ def _file(path: Path, root: Path) -> CorpusFile:
     return CorpusFile(path, path.relative_to(root).as_posix(), format_of(path.name))
 
 
-def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in skip and not name.startswith('.')]
-        paths = (Path(folder, name) for name in names if not name.startswith('.'))
-        yield from (path for path in paths if path.is_file())  # skips broken links and pipes
+def _walk(root: Path, skip: frozenset[str] = frozenset(), *, links: bool = True) -> Iterator[Path]:
+    """Yield what is in a folder and its subfolders, except hidden names.
+
+    Linked folders are read too, unless not `links`, but no folder is read twice. Raises ConfigError
+    if a folder cannot be read.
+    """
+    waiting, seen = [str(root)], set[str]()
+    while waiting:
+        linked = list[str]()  # read after all others, so that a folder has its own name if possible
+        for folder, folders, names in os.walk(waiting.pop(0), onerror=_unreadable):
+            if (real := os.path.realpath(folder)) in seen:
+                folders[:] = []
+                continue
+            seen.add(real)
+            folders[:] = [name for name in folders if name not in skip and not name.startswith('.')]
+            paths = (os.path.join(folder, name) for name in folders)
+            linked += filter(os.path.islink, paths) if links else ()
+            yield from (Path(folder, name) for name in names if not name.startswith('.'))
+        waiting += sorted(linked)
+
+
+def _unreadable(error: OSError) -> None:
+    fix = 'make it readable, or move it out of the corpus'
+    raise corpus_error(f'{error.filename} cannot be read: {error.strerror}; {fix}') from error
 
 
 def _few(names: Sequence[str]) -> str:
