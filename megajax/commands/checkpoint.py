@@ -18,6 +18,7 @@ from megajax.runtime.checkpoint.digests import (
     find_steps,
     problems,
     read_sums,
+    readable,
 )
 from megajax.runtime.checkpoint.record import config_differences, read_record
 
@@ -118,7 +119,8 @@ def diff(
 
 def _steps(run: Path) -> list[Path]:
     """Return the finished checkpoints of RUN, or the single checkpoint RUN/STEP."""
-    folder = run / 'checkpoints' if (run / 'checkpoints').is_dir() else run
+    with readable(run):
+        folder = run / 'checkpoints' if (run / 'checkpoints').is_dir() else run
     foreign = find_foreign(folder)
     if steps := [folder / str(step) for step in find_steps(folder)] + foreign:
         return sorted(steps, key=lambda path: int(path.name))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from megajax.base.files.exists import exists
 from megajax.base.files.outputs import output_problems, with_folder
 from megajax.base.render.logs import log_to_terminal
 from megajax.commands.generate_chat import check_chat, check_unicode, converse
@@ -304,7 +305,7 @@ def _check(
     if task == 'lambada' and stride:
         problems.append('--task lambada does not support --stride: remove it')
     problems += [
-        f'{file}: no such file or folder' for file in files if not Path(file).expanduser().exists()
+        f'{file}: no such file or folder' for file in files if not exists(Path(file).expanduser())
     ]
     paths = [Path(file).expanduser().resolve() for file in files]
     problems += [

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megajax.base.files.exists import exists, is_folder
 from megajax.base.files.outputs import output_problems, with_folder
 from megajax.commands.generate_output import is_cut, note_cut, print_json
 from megajax.core.config import ConfigError
@@ -51,12 +52,12 @@ def check_images(
         raise ConfigError('--images answers a single --prompt: remove --image and --prompts')
     if len(texts) > 1 or any(text.count('<image>') != 1 for text in texts):
         raise ConfigError('--images needs a single --prompt that contains <image> once')
-    if not images.is_dir():
+    if not is_folder(images, '--images'):
         raise ConfigError(f'--images {images}: no such folder')
 
 
 def _check_image_files(image: Sequence[Path], texts: Sequence[str]) -> None:
-    problems = [f'{path}: no such file' for path in image if not path.exists()]
+    problems = [f'{path}: no such file' for path in image if not exists(path, '--image')]
     if image and texts and (places := texts[0].count('<image>')) != len(image):
         problems.append(
             f'the prompt contains <image> {places} times, but --image is given {len(image)} times: '

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax.base.errors import ConfigError, Problem
+from megajax.base.files.exists import exists
 from megajax.base.files.outputs import sync
 from megajax.corpus.choose_tokenizer import given_tokenizer, saved_tokenizer
 from megajax.corpus.encode import Encoded, Options, Workers
@@ -291,7 +292,7 @@ def _progress(out: Path, fingerprint: str) -> Progress | None:
         )
         progress = None
     if not (progress and progress.complete) and (
-        existing := [path for path in finals(out) if path.exists()]
+        existing := [path for path in finals(out) if exists(path)]
     ):
         raise ConfigError(
             *(

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 from megajax.base.errors import ConfigError, Problem
+from megajax.base.files.exists import exists
 from megajax.runtime.data.sources.inputs import Format, Input
 from megajax.runtime.data.text.tokenizer import Tokenizer
 
@@ -50,7 +51,7 @@ def check_job(job: Job, out: Path) -> None:
                 f'for example {out.parent}/corpus',
             )
         )
-    elif not (there := next(path for path in out.absolute().parents if path.exists())).is_dir():
+    elif not (there := next(path for path in out.absolute().parents if exists(path))).is_dir():
         problems.append(Problem(path=job.out, message=f'{there} is a file; choose another OUT'))
     if (job.tokenizer is None) == (job.train_bpe is None):
         given = (

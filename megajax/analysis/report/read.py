@@ -13,6 +13,7 @@ import numpy as np
 from megajax.analysis.report.downsample import Floats
 from megajax.base.errors import reason
 from megajax.base.files.bounded_json import parse_json
+from megajax.base.files.exists import is_file
 from megajax.core.config import Config, ConfigError, RunError, load
 from megajax.core.config.load import CONFIG, run_like, runs_in
 from megajax.runtime.checkpoint.digests import find_steps, problems, read_sums
@@ -119,7 +120,7 @@ def _faults(folders: Sequence[Path]) -> Iterator[str]:
     for place, folder in enumerate(folders):
         if folder.resolve() in [other.resolve() for other in folders[:place]]:
             yield f'{folder} is given twice: remove one'
-        if (folder / CONFIG).is_file():
+        if is_file(folder / CONFIG):
             continue
         guess = f'did you mean {near}? ' if (near := run_like(folder)) else ''
         fix = (

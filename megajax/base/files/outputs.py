@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megajax.base.errors import ConfigError
+from megajax.base.files.exists import exists
 
 
 def check_outputs(*paths: Path | None) -> None:
@@ -16,7 +17,7 @@ def check_outputs(*paths: Path | None) -> None:
 def output_problems(*paths: Path | None) -> Iterator[str]:
     """Yield a message for each file that cannot be written; None is skipped."""
     for path in filter(None, paths):
-        there = next(each for each in (path, *path.parents) if each.exists())
+        there = next(each for each in (path, *path.parents) if exists(each))
         if path.is_dir():
             yield f'{path} is a folder: give the name of a file in it'
         elif there != path and not there.is_dir():

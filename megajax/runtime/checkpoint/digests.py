@@ -186,7 +186,8 @@ def find_candidates(path: Path) -> list[Path]:
 
     Raises ConfigError if there is none.
     """
-    folder = path / 'checkpoints' if (path / 'checkpoints').is_dir() else path
+    with readable(path):
+        folder = path / 'checkpoints' if (path / 'checkpoints').is_dir() else path
     return [folder / str(step) for step in reversed(find_steps(folder))] or [find_step(path)]
 
 

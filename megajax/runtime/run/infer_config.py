@@ -18,7 +18,7 @@ from megajax.core.config import (
     reload,
 )
 from megajax.core.config.load import CONFIG, run_like, runs_in
-from megajax.runtime.checkpoint.digests import find_candidates, find_steps
+from megajax.runtime.checkpoint.digests import find_candidates, find_steps, readable
 from megajax.runtime.checkpoint.record import RECORD, START_FROM, TOKENIZER, read_record
 from megajax.runtime.data.sources.remote import is_remote
 
@@ -36,8 +36,10 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
     """
     folder, start = (overridden(overrides, key) for key in ('run.dir', START_FROM))
     began = Path(folder) / CONFIG if isinstance(folder, str) and folder else None
-    if began and began.is_file():
-        return load(began, overrides), began.stem
+    if began:
+        with readable(began.parent):
+            if began.is_file():
+                return load(began, overrides), began.stem
     if isinstance(start, str) and start:
         return _config_of_start(Path(start), overrides)
     if began:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from megajax.base.errors import ConfigError, Problem
+from megajax.base.files.exists import exists
 from megajax.base.render.text import typed
 from megajax.runtime.data.sources import remote
 
@@ -94,7 +95,7 @@ def _expand(pattern: str) -> list[str]:
             return urls
         raise input_error(pattern, 'matches no file; check the pattern')
     path = str(Path(pattern).expanduser())
-    if pattern == STDIN or Path(path).exists():
+    if pattern == STDIN or exists(path):
         return [path]
     if not glob.has_magic(path):
         raise input_error(path, 'there is no such file; check the name, or give a glob in quotes')

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from megajax.base.errors import ConfigError, Problem
+from megajax.base.files.exists import exists, is_file
 
 
 class Manifest(BaseModel):
@@ -45,7 +46,7 @@ class Manifest(BaseModel):
         not in the same folder.
         """
         path = manifest_path(prefix)
-        if not path.exists():
+        if not exists(path):
             return None
         try:
             manifest = cls.model_validate_json(path.read_bytes())
@@ -78,7 +79,7 @@ class Manifest(BaseModel):
                 f'tokenizer {self.tokenizer!r} is not a plain file in the same folder; '
                 'put the file there, and its name here',
             )
-        if not file.is_file():
+        if not is_file(file):
             raise _problem(file, f'is missing, and {path.name} names it; copy it there')
         if sha256(file.read_bytes()).hexdigest() != self.tokenizer_sha256:
             raise _problem(

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax.base.errors import ConfigError, Problem, problems_at
+from megajax.base.files.exists import is_folder
 from megajax.runtime.data.sources.contents import NoTextError
 from megajax.runtime.data.sources.objects import read_objects
 from megajax.runtime.data.sources.parse import Fixes, parse
@@ -53,13 +54,13 @@ def read_documents(corpus: str) -> list[Document]:
     ConfigError if no text remains, or if a text cannot be read.
     """
     files, unread = find_corpus(corpus)
-    is_folder = corpus == 'stdlib' or Path(corpus).expanduser().is_dir()
+    in_folder = corpus == 'stdlib' or is_folder(Path(corpus).expanduser())
     documents: list[Document] = []
     for file in files:
         try:
             documents += _text(file) if file.format == 'text' else _lines(file)
         except NoTextError:
-            if not is_folder:
+            if not in_folder:
                 raise
             unread.append(file.name)
     if not any(document.text for document in documents):

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from megajax.base.errors import ConfigError, Problem
+from megajax.base.files.exists import exists, is_file
 from megajax.base.render.text import typed
 from megajax.runtime.data.sources.contents import json_text
 from megajax.runtime.data.sources.inputs import (
@@ -80,14 +81,14 @@ def find_corpus(corpus: str) -> Corpus:
     if corpus == 'stdlib':
         root = Path(sysconfig.get_path('stdlib'))
         paths = (path for path in _walk(root, NOT_STDLIB, links=False) if path.suffix == '.py')
-        return Corpus([_file(path, root) for path in paths if path.is_file()], [])
+        return Corpus([_file(path, root) for path in paths if is_file(path)], [])
     root = Path(corpus).expanduser()
-    if not root.exists():
+    if not exists(root, 'data.corpus'):
         raise corpus_error(f'no such file or folder: {root}{_near(root)}; give {KINDS}')
-    if root.is_file():
+    if is_file(root, 'data.corpus'):
         return Corpus([_file(root, root.parent)._replace(alone=True)], [])
     paths = sorted(_walk(root))
-    files = [_in_folder(path, root) for path in paths if path.is_file()]
+    files = [_in_folder(path, root) for path in paths if is_file(path, 'data.corpus')]
     names, alone = documents_among({file.name: file.format for file in files})
     documents = [file._replace(alone=alone) for file in files if file.name in names]
     others = {path.relative_to(root).as_posix() for path in paths} - names

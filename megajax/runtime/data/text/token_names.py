@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megajax.base.errors import ConfigError
+from megajax.base.files.exists import is_file
 from megajax.base.files.json_file import read_json
 from megajax.base.render.text import shorten
 from megajax.runtime.data.text.tokenizer_class import build_as_class, fix_mistral_regex
@@ -217,7 +218,7 @@ def _read(path: Path, name: str) -> Keys:
     """Return the object of a file next to a tokenizer.json, {} if there is no such file."""
     named = path.name == TOKENIZER or (path.name.endswith(f'.{TOKENIZER}') and name == CONFIG)
     file = _next_to(path, name)
-    return read_json(file) if named and file.is_file() else {}
+    return read_json(file) if named and is_file(file) else {}
 
 
 def _refuse(file: Path, key: str, value: Any) -> NoReturn:

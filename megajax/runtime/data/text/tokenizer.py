@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from megajax.base.errors import ConfigError, reason
+from megajax.base.files.exists import is_file
 from megajax.base.files.pointers import repair
 from megajax.runtime.data.text.byte_level import END_OF_DOCUMENT, bpe_backend, bytes_backend
 from megajax.runtime.data.text.byte_tokens import (
@@ -305,7 +306,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     import tokenizers
 
     file = Path(path).expanduser()
-    if not file.is_file():
+    if not is_file(file, 'data.tokenizer'):
         raise tokenizer_error(f"there is no file {path}; give a tokenizer.json, 'bpe' or 'bytes'")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))

@@ -23,6 +23,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from megajax.base.errors import ConfigError, Problem
+from megajax.base.files.exists import exists, is_file
 
 MAGIC = b'MMIDIDX\x00\x00'
 VERSION = 1
@@ -133,7 +134,9 @@ def is_pair(prefix: str | Path) -> bool:
 
     One of the two files suffices, so that the other one is reported as missing.
     """
-    return any(path.exists() for path in paths(Path(prefix).expanduser()))
+    prefix = Path(prefix).expanduser()
+    exists(prefix)  # an error names the path that the user gave
+    return any(map(exists, paths(prefix)))
 
 
 def paths(prefix: str | Path) -> tuple[Path, Path]:
@@ -148,7 +151,7 @@ def read_pair(prefix: str | Path) -> Sequences:
     """
     prefix = Path(prefix).expanduser()
     bin_path, idx_path = paths(prefix)
-    if missing := [path.name for path in (bin_path, idx_path) if not path.is_file()]:
+    if missing := [path.name for path in (bin_path, idx_path) if not is_file(path)]:
         fix = 'give the prefix of two files, either copied or built with megajax data build'
         if missing == [idx_path.name]:
             fix += f'; if {bin_path.name} is an array of ids alone, as nanoGPT writes it, '
