@@ -264,6 +264,16 @@ def test_each_row_of_parquet_is_a_document(tmp_path: Path) -> None:
     assert texts(tmp_path) == texts(tmp_path / 'a.parquet') == TEXTS
 
 
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.parquet'])
+def test_a_first_text_that_is_null_is_named(tmp_path: Path, name: str) -> None:
+    if name == 'a.parquet':
+        write_parquet(tmp_path / name, text=[None, 'a'])
+    else:
+        (tmp_path / name).write_text('{"text": null}\n{"text": "a"}\n')
+    with pytest.raises(ConfigError, match="'text' is null, not text; fix it"):
+        read_documents(str(tmp_path))
+
+
 def test_what_comes_with_a_dataset_is_not_read_and_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

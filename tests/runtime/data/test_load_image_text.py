@@ -141,6 +141,16 @@ def test_messages_are_learned_from_every_kind_of_file(folder: Path, name: str) -
         assert shown(load_data(text_config(corpus))) == 'Red.<|endoftext|>'
 
 
+def test_a_table_of_messages_whose_first_row_has_none_is_read_as_messages(folder: Path) -> None:
+    pyarrow = pytest.importorskip('pyarrow')
+    from pyarrow import parquet
+
+    chat = [{**TURNS[0], 'content': 'What?'}, TURNS[1]]
+    rows = [{'messages': None, 'text': 'Red.'}, {'messages': chat, 'text': None}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / 'data.parquet')
+    assert shown(load_data(text_config(folder))) == 'Red.<|endoftext|>'
+
+
 def test_a_corpus_that_is_not_there_is_named_beside_a_chat_template(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r'data.corpus: no such file or folder: .*gone.jsonl'):
         load_data(text_config(folder / 'gone.jsonl', chat_template=str(folder / 't.jinja')))

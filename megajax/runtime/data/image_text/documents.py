@@ -64,7 +64,7 @@ def read_documents(
             shape.patches.fit(*read_size(file, place=place), name=str(file), place=place)
             for file in paths
         ]
-        is_begun = chat.begins_texts and 'messages' in line
+        is_begun = chat.begins_texts and line.get('messages') is not None
         with problems_at(place):
             tokens, answered = _encode(pieces, grids, shape, tokenizer, is_begun=is_begun)
         yield FileDocument(place=place, tokens=tokens, answered=answered, paths=paths, grids=grids)

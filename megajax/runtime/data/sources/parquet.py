@@ -50,10 +50,14 @@ def group_sizes(input: Input, key: str, fixes: Fixes) -> list[int]:
 
 
 def read_records(input: Input) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a Parquet file with all columns; nulls are left out at any depth."""
+    """Yield the rows of a Parquet file, each with all columns.
+
+    Nulls are left out inside the values: every struct has all fields of its column.
+    """
     with _open(input) as file:
         for batch in file.iter_batches(batch_size=256, use_threads=False):
-            yield from map(_without_nulls, batch.to_pylist())
+            for row in batch.to_pylist():
+                yield {name: _without_nulls(value) for name, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:
