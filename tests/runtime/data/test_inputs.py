@@ -203,6 +203,14 @@ def test_a_column_that_is_not_text_is_named(tmp_path: Path) -> None:
         units(write_parquet(tmp_path / 'a.parquet', ['a'], key='body'), unit=100)
     with pytest.raises(ConfigError, match=r"column 'text' is int64, not text"):
         units(write_parquet(tmp_path / 'b.parquet', [1]), unit=100)
+    with pytest.raises(ConfigError, match=r"column 'text' is list<.*string>, not text; set --json"):
+        units(write_parquet(tmp_path / 'c.parquet', [['a']]), unit=100)
+
+
+def test_a_column_of_few_different_texts_is_read(tmp_path: Path) -> None:
+    column = pyarrow.array(['a', 'b', 'a']).dictionary_encode()
+    parquet.write_table(pyarrow.table({'text': column}), tmp_path / 'a.parquet')
+    assert content(units(str(tmp_path / 'a.parquet'), unit=100)) == [b'', b'a', b'b', b'a']
 
 
 def test_a_file_that_links_lead_to_again_is_read_once(

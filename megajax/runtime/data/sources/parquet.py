@@ -116,6 +116,8 @@ def _check_column(input: Input, key: str, schema: Any, fix: str | None = None) -
         fix = fix or f'set --json-key to one of {", ".join(schema.names)}'
         raise input_error(input.path, f'has no column {key!r}; {fix}')
     kind = schema.field(key).type
-    if str(getattr(kind, 'value_type', kind)) not in ('string', 'large_string', 'string_view'):
+    types = optional('pyarrow', input.path).types
+    texts = kind.value_type if types.is_dictionary(kind) else kind
+    if str(texts) not in ('string', 'large_string', 'string_view'):
         fix = fix or 'set --json-key to a column of strings'
         raise input_error(input.path, f'column {key!r} is {kind}, not text; {fix}')
