@@ -222,11 +222,9 @@ def _stateless(
     else:
         assert tokenizer is not None
         vocabulary, length = Vocabulary.of(tokenizer), seq_len - NUM_SPECIAL
-        samples = Joined([DocumentPieces(part, length=length, eod=tokenizer.eod) for part in parts])
-        if not len(samples) and any(part.num_tokens for part in parts):
-            use = 'validate' if validation else 'train'
-            message = f'no document to {use} on has {SHORTEST} tokens, so none can be masked'
-            raise _problem('data.corpus', f'{message}; give longer documents', *CORPUS)
+        datasets = [DocumentPieces(part, length=length, eod=tokenizer.eod) for part in parts]
+        samples = Joined(datasets)
+        _check_documents(parts, datasets, validation=validation)
         batches = partial(
             MaskedBatches,
             seq_len=seq_len,
@@ -245,6 +243,18 @@ def _stateless(
         )
         raise _problem('train.batch_size', message, 'train.seq_len', *CORPUS)
     return batches(samples, stateless_order.shuffled(samples.starts, weights, config.train.seed))
+
+
+def _check_documents(
+    parts: Sequence[Part], datasets: Sequence[DocumentPieces], *, validation: bool
+) -> None:
+    """Raise ConfigError for a part to train on, or parts to validate on, with no long document."""
+    short = [part for part, pieces in zip(parts, datasets, strict=True) if not len(pieces)]
+    if not any(part.num_tokens for part in short) or (validation and len(short) < len(parts)):
+        return
+    use, names = 'validate' if validation else 'train', ', '.join(x.sequences.name for x in short)
+    message = f'no document to {use} on in {names} has {SHORTEST} tokens, so none can be masked'
+    raise _problem('data.corpus', f'{message}; give longer documents', *CORPUS)
 
 
 def _megatron(

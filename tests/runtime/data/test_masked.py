@@ -14,6 +14,8 @@ from support import make_config
 from tokenizers import models, pre_tokenizers, processors
 
 from megajax.core.config import Config, ConfigError
+from megajax.corpus.build import build
+from megajax.corpus.job import Job
 from megajax.runtime.data import Data, load_data, make_tokenizer
 from megajax.runtime.data.masked import MASKED, SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
 from megajax.runtime.data.text.parts import Part
@@ -246,6 +248,18 @@ def test_a_word_piece_is_for_masked_lm_alone(tmp_path: Path) -> None:
                 update={'model': config.model.model_copy(update={'objective': 'next_token'})}
             )
         )
+
+
+def test_a_corpus_of_a_blend_without_a_document_to_mask_is_named(tmp_path: Path) -> None:
+    tokenizer = str(tmp_path / 'tokenizer.json')
+    make_tokenizer('bytes', 300, special=SPECIAL).save(tokenizer)
+    for name, text in {'long': TEXT, 'short': 'a'}.items():
+        inputs = str(tmp_path / f'{name}.jsonl')
+        Path(inputs).write_text(f'{json.dumps({"text": text})}\n' * 40)
+        build(Job(out=str(tmp_path / name), inputs=(inputs,), tokenizer=tokenizer, workers=1))
+    data = {'blend': {str(tmp_path / name): 1 for name in ('long', 'short')}}
+    with pytest.raises(ConfigError, match=r'no document to train on in \S*/short has 4 tokens'):
+        load(make_config('bert', model={'vocab_size': 300}, data=data))
 
 
 def test_a_tokenizer_without_them_is_refused_by_name(tmp_path: Path) -> None:
