@@ -28,6 +28,7 @@ from megajax.core.config.schema import SECTIONS, Checked, Config, keys_of
 
 CONFIG = 'config.yaml'  # file name in the folder of a run
 RECIPES = 'recipes'  # name of the recipes' folder, inside the presets' folder
+NULL = 'tag:yaml.org,2002:null'
 FEW_FILES = 5  # number of YAML files up to which an error lists them
 
 
@@ -220,6 +221,7 @@ def _is_a_folder(folder: Path) -> str:
 
 
 def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, Setting]:
+    """Return the settings by path; a section without keys is a setting by itself."""
     settings: dict[str, Setting] = {}
     for section, group, section_place in _items(compose(text), '', file, problems):
         if section not in SECTIONS:
@@ -227,6 +229,8 @@ def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, S
                 Problem(path=section, message=unknown(section, problems), place=section_place)
             )
             continue
+        if _is_empty(group):
+            settings[section] = Setting({}, section_place)
         for path, value, place in _items(group, section, file, problems):
             if path not in KEYS and path not in RENAMED:
                 problems.append(Problem(path=path, message=unknown(path, problems), place=place))
@@ -236,6 +240,13 @@ def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, S
     return settings
 
 
+def _is_empty(node: Node) -> bool:
+    """Whether a section is written without keys, as `lora: {}` or `lora:` but not `lora: null`."""
+    if isinstance(node, MappingNode):
+        return not node.value
+    return bool(node.tag == NULL and not node.value)
+
+
 def _items(
     node: Node | None, prefix: str, file: str, problems: list[Problem]
 ) -> Iterator[tuple[str, Node, str]]:
@@ -243,7 +254,7 @@ def _items(
 
     An empty document or section yields nothing.
     """
-    if node is None or node.tag == 'tag:yaml.org,2002:null':
+    if node is None or node.tag == NULL:
         return
     if not isinstance(node, MappingNode):
         message = f'must be a group of keys; it has {members(prefix)}'
@@ -277,7 +288,7 @@ def _validate(
             for key in keys_of(name)
             if f'{name}.{key}' in settings
         }
-        if not given and Config.model_fields[name].default is None:
+        if not given and name not in settings and Config.model_fields[name].default is None:
             continue
         try:
             sections[name] = section.model_validate(given)
@@ -289,7 +300,7 @@ def _validate(
                 # Raised for a default that depends on an invalid key.
                 if detail['type'] != 'default_factory_not_called':
                     inside = [f'{path}.{part}' for part in detail['loc'][1:2]]
-                    places = [settings[at].place for at in (*inside, path) if at in settings]
+                    places = [settings[at].place for at in (*inside, path, name) if at in settings]
                     place = next(iter(places), file)
                     # the rest of the path, if the value is inside a group or a list
                     inner = ''.join(

@@ -36,6 +36,22 @@ def test_a_dumped_config_loads_back_equal(preset: str, tmp_path: Path) -> None:
     assert load(write(tmp_path, dump(config))) == config
 
 
+@pytest.mark.parametrize('empty', ['lora: {}', 'lora:', 'lora:\n  # rank: 8', 'lora: {alpha: 16}'])
+def test_a_section_that_lacks_its_required_keys_is_not_left_out(tmp_path: Path, empty: str) -> None:
+    file = write(tmp_path, f'{MODEL}{empty}\n')
+    (said,) = mistakes(file)
+    assert said.startswith(str(file))
+    assert said.endswith(': lora.rank: required, and has no default; add it')
+    lora = load(file, ['lora.rank=4']).lora
+    assert lora is not None
+    assert lora.rank == 4
+
+
+@pytest.mark.parametrize('absent', ['lora: null', 'lora: ~', 'mesh: {}', 'train:', 'vision: null'])
+def test_a_section_may_be_null_or_have_its_defaults(tmp_path: Path, absent: str) -> None:
+    assert load(write(tmp_path, f'{MODEL}{absent}\n')) == load(write(tmp_path, MODEL))
+
+
 @pytest.mark.parametrize(
     'text',
     [
