@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
@@ -293,12 +294,16 @@ def _validate(
         try:
             sections[name] = section.model_validate(given)
         except ValidationError as error:
-            details = {str(detail['loc'][0]): detail for detail in error.errors(include_url=False)}
+            # Errors of defaults that depend on an invalid key come first, so that the error of the
+            # key itself, which may be in the same group, takes their place.
+            errors = sorted(
+                error.errors(include_url=False), key=lambda detail: not _follows(detail)
+            )
+            details = {str(detail['loc'][0]): detail for detail in errors}
             for key, detail in details.items():
                 path = f'{name}.{key}'
                 unsettled.add(path)
-                # Raised for a default that depends on an invalid key.
-                if detail['type'] != 'default_factory_not_called':
+                if not _follows(detail):
                     inside = [f'{path}.{part}' for part in detail['loc'][1:2]]
                     places = [settings[at].place for at in (*inside, path, name) if at in settings]
                     place = next(iter(places), file)
@@ -314,3 +319,8 @@ def _validate(
             placeholders = {key: 1 for key in details if section.model_fields[key].is_required()}
             sections[name] = section.model_validate(valid | placeholders)
     return sections, unsettled
+
+
+def _follows(detail: ErrorDetails) -> bool:
+    """Whether an error is only that a default could not be computed from another, invalid key."""
+    return detail['type'] == 'default_factory_not_called'

@@ -53,6 +53,25 @@ def test_a_section_may_be_null_or_have_its_defaults(tmp_path: Path, absent: str)
 
 
 @pytest.mark.parametrize(
+    ('scaling', 'said'),
+    [
+        ('{type: linear, factor: -8}', 'factor must be greater than 0, not -8'),
+        ('{type: linear}', 'factor required, and has no default; add it'),
+        ('{type: linar, factor: 8}', "type must be 'linear', 'llama3', 'yarn' or 'longrope', not"),
+    ],
+)
+def test_a_mistake_in_a_group_is_not_hidden_by_a_default_that_needs_the_key(
+    scaling: str, said: str
+) -> None:
+    (rope,) = mistakes('tiny', 'model.position=rope', f'model.rope_scaling={scaling}')
+    assert f': model.rope_scaling: {said}' in rope
+    (layer,) = mistakes(
+        'tiny', 'model.position=rope', f'model.layers=[{{rope_scaling: {scaling}}}]'
+    )
+    assert f': model.layers: [0].rope_scaling.{said}' in layer
+
+
+@pytest.mark.parametrize(
     'text',
     [
         'off',
