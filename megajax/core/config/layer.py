@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, SerializerFunctionWrapHandler, model_serializer
 
-from megajax.core.config.section import Layers, Section, Tokens, follows
+from megajax.core.config.section import AngleDivisor, Layers, Section, Tokens, follows
 
-Divisors = Annotated[tuple[PositiveFloat, ...], Field(strict=False)]
+Divisors = Annotated[tuple[AngleDivisor, ...], Field(strict=False)]
 
 
 def _of_model(key: str, default: Any) -> Any:
@@ -37,7 +37,7 @@ class RopeScaling(Section):
 
     type: Literal['linear', 'llama3', 'yarn', 'longrope']
     """Which frequencies are scaled: all (linear, longrope), or the low ones (llama3, yarn)."""
-    factor: PositiveFloat
+    factor: AngleDivisor
     """Divisor of the scaled frequencies; growth of the longest sequence (longrope)."""
     low_freq_factor: PositiveFloat = 1.0
     """Wavelengths above original_max_seq_len / low_freq_factor are stretched (llama3)."""
@@ -72,7 +72,7 @@ class LayerConfig(Section):
     """The layers' model.window; null: a token attends to all earlier ones."""
     position: Literal['rope', 'none'] = _of_model('model.position', 'rope')
     """The layers' model.position; none: no position encoding (NoPE)."""
-    rope_theta: PositiveFloat = _of_model('model.rope_theta', 10000.0)
+    rope_theta: AngleDivisor = _of_model('model.rope_theta', 10000.0)
     """The layers' model.rope_theta."""
     rope_scaling: RopeScaling | None = _of_model('model.rope_scaling', None)
     """The layers' model.rope_scaling."""

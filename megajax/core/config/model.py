@@ -9,7 +9,9 @@ from megajax.core.config.experts import ExpertsConfig
 from megajax.core.config.layer import LayerConfig, RopeScaling
 from megajax.core.config.lora import LoraConfig
 from megajax.core.config.section import (
+    AngleDivisor,
     Count,
+    Denominator,
     Elements,
     Fraction,
     Heads,
@@ -87,7 +89,7 @@ class ModelConfig(Section):
         20,
     )
     """Rotary pairs of the head dim for time, row and column (mrope)."""
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: AngleDivisor = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies, for example {type: llama3, factor: 8}."""
@@ -118,7 +120,7 @@ class ModelConfig(Section):
     """Dropout rate after the embedding and each sublayer."""
     attention_dropout: Fraction = follows('dropout', lambda data: data['dropout'])
     """Dropout rate on the attention probabilities; flash attention needs 0."""
-    norm_eps: PositiveFloat = 1e-5
+    norm_eps: Denominator = 1e-5
     """Epsilon that norms add to the variance or the mean square."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights. Projections into the residual stream are also

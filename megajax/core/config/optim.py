@@ -4,7 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megajax.core.config.section import Fraction, Point, PointFromZero, Section
+from megajax.core.config.section import (
+    DecayRate,
+    Denominator,
+    Fraction,
+    Point,
+    PointFromZero,
+    Section,
+)
 
 ZERO_STAGES = {'zero1': 'optimizer', 'zero2': 'gradients', 'zero3': 'weights', 'fsdp': 'weights'}
 
@@ -40,11 +47,11 @@ class OptimConfig(Section):
     """Shape of the decay with `schedule: wsd`."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of all parameters except biases and norms."""
-    beta1: Fraction = 0.9
+    beta1: DecayRate = 0.9
     """Decay rate of AdamW's first moment."""
-    beta2: Fraction = 0.999
+    beta2: DecayRate = 0.999
     """Decay rate of AdamW's second moment."""
-    eps: PositiveFloat = 1e-8
+    eps: Denominator = 1e-8
     """Epsilon in AdamW's denominator."""
     momentum: Fraction = 0.95
     """Decay rate of Muon's momentum."""
@@ -57,7 +64,7 @@ class OptimConfig(Section):
     one for each iteration: Dion's, which Megatron calls quintic (dion), or Polar Express (Amsel et
     al., 2025).
     """
-    grad_clip: PositiveFloat = 1.0
+    grad_clip: Denominator = 1.0
     """Global gradient norm above which gradients are clipped."""
     shard: Annotated[
         Literal['none', 'optimizer', 'gradients', 'weights'], BeforeValidator(_zero_stage)

@@ -57,6 +57,11 @@ def plain_number(number: float) -> float:
 
 Name = Annotated[str, AfterValidator(check_path)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+# Numbers that fp32 would round to 0, or x whose 1 - x it would, and by which a step divides. Angles
+# are products of several quotients and a position, none of which may overflow.
+Denominator = Annotated[float, Field(ge=1.2e-38)]
+DecayRate = Annotated[float, Field(ge=0, le=0.9999999)]
+AngleDivisor = Annotated[float, Field(ge=1e-14)]
 Count = Annotated[PositiveInt, Field(le=INT32)]
 CountFromZero = Annotated[NonNegativeInt, Field(le=INT32)]
 Devices = Annotated[PositiveInt, Field(le=2**20), Unit('devices')]

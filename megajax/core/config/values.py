@@ -36,6 +36,9 @@ def explain(detail: ErrorDetails) -> str:
             return f'is not a key of a layer; known keys: {", ".join(LayerConfig.model_fields)}'
         return 'is not a key; remove it'
     allowed = PLAIN_WORDS.get(detail['type']) or detail['msg'].removeprefix('Input should be ')
+    least = detail.get('ctx', {}).get('ge')
+    if isinstance(least, float) and 0 < least < 1e-4:  # pydantic writes all zeros of 1.2e-38
+        allowed = f'greater than or equal to {least}'
     value = 'null' if detail['input'] is None else shorten(repr(detail['input']))
     meant = None
     if detail['type'] == 'literal_error':

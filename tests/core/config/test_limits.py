@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megajax.base.errors import MAX_REASON_CHARACTERS, reason
@@ -71,6 +72,34 @@ def test_no_path_of_a_blend_has_nul() -> None:
 @pytest.mark.parametrize('key', ['run.max_minutes', 'checkpoint.minutes', 'run.watchdog_seconds'])
 def test_a_time_is_one_that_a_thread_can_wait(key: str) -> None:
     assert f'{key}: must be ' in message(f'{key}=1e300')
+
+
+@pytest.mark.parametrize(
+    ('key', 'value', 'limit', 'least'),
+    [
+        ('optim.eps', '1e-50', 'greater than or equal to 1.2e-38', '1.2e-38'),
+        ('optim.grad_clip', '1e-50', 'greater than or equal to 1.2e-38', '1.2e-38'),
+        ('model.norm_eps', '1e-50', 'greater than or equal to 1.2e-38', '1.2e-38'),
+        ('model.rope_theta', '1e-50', 'greater than or equal to 1e-14', '1e-14'),
+        ('optim.beta1', '0.99999999', 'less than or equal to 0.9999999', '0.9999999'),
+        ('optim.beta2', '0.99999999', 'less than or equal to 0.9999999', '0.9999999'),
+    ],
+)
+def test_no_divisor_is_0_in_fp32(key: str, value: str, limit: str, least: str) -> None:
+    assert f'{key}: must be {limit}, not {float(value)}' in message(f'{key}={value}')
+    section, _, name = key.partition('.')
+    config = load('tiny', ['model.position=rope', f'{key}={least}'])
+    divisor = np.float32(getattr(getattr(config, section), name))
+    assert divisor >= np.finfo(np.float32).tiny
+    assert 'beta' not in name or np.float32(1) - divisor > 0
+
+
+def test_the_factors_of_rotary_frequencies_are_not_0_in_fp32() -> None:
+    limit = 'must be greater than or equal to 1e-14, not 1e-50'
+    scaling = '{type: linear, factor: 1e-50}'
+    assert f'model.rope_scaling: factor {limit}' in message(f'model.rope_scaling={scaling}')
+    layers = '[{rope_theta: 1e-50}]'
+    assert f'model.layers: [0].rope_theta {limit}' in message(f'model.layers={layers}')
 
 
 def test_a_path_may_be_long(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_section_may_be_null_or_have_its_defaults(tmp_path: Path, absent: str)
 @pytest.mark.parametrize(
     ('scaling', 'said'),
     [
-        ('{type: linear, factor: -8}', 'factor must be greater than 0, not -8'),
+        ('{type: linear, factor: -8}', 'factor must be greater than or equal to 1e-14, not -8'),
         ('{type: linear}', 'factor required, and has no default; add it'),
         ('{type: linar, factor: 8}', "type must be 'linear', 'llama3', 'yarn' or 'longrope', not"),
     ],
@@ -230,7 +230,7 @@ data: stdlib
         f'{file}: model.max_seq_len: required, and has no default; add it',
         f"{file}:8: model.norm: must be 'layernorm' or 'rmsnorm', not 'batchnorm'",
         f"{file}:9: model.bias: must be true or false, not 'off'",
-        'override optim.beta1=1: optim.beta1: must be less than 1, not 1',
+        'override optim.beta1=1: optim.beta1: must be less than or equal to 0.9999999, not 1',
         (
             'override mesh.model=3: model.vocab_size: 1000 is padded to 1024, '
             'which mesh.model=3 does not divide; use mesh.model 2 or 4'
