@@ -1,7 +1,6 @@
 """`megajax generate` and `megajax eval`: parse, call, render."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from megajax.base.files.exists import exists
-from megajax.base.files.outputs import output_problems, with_folder
+from megajax.base.files.outputs import output_problems
 from megajax.base.render.logs import log_to_terminal
 from megajax.commands.generate_chat import check_chat, check_unicode, converse
 from megajax.commands.generate_images import (
@@ -20,7 +19,7 @@ from megajax.commands.generate_images import (
     check_images,
     draw_budget,
 )
-from megajax.commands.generate_output import as_json, as_text, is_cut, note_cut
+from megajax.commands.generate_output import as_json, as_text, is_cut, note_cut, write_results
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
 
@@ -195,7 +194,10 @@ Stride = Annotated[
         help='Tokens between windows; default: 32 for wikitext, the window size for perplexity.'
     ),
 ]
-ResultsFile = Annotated[Path | None, typer.Option('--json', help='Write the results to this file.')]
+ResultsFile = Annotated[
+    Path | None,
+    typer.Option('--json', help='Write the results to this file; what is not finite is null.'),
+]
 
 
 def evaluate(
@@ -232,12 +234,7 @@ def evaluate(
     for name, values in results.items():
         print(_result_line(name, values))
     if out:
-        with_folder(out).write_text(
-            json.dumps(
-                {'run': str(run), 'step': opened.step, 'files': files, 'results': results}, indent=2
-            )
-            + '\n'
-        )
+        write_results(out, results, run=str(run), step=opened.step, files=files)
 
 
 def _result_line(name: str, values: Mapping[str, float | None]) -> str:

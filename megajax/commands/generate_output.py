@@ -1,10 +1,13 @@
 """Print continuations as they are generated, as JSON lines or as text."""
 
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megajax.base.files.outputs import with_folder
 from megajax.base.render.text import visible
 
 if TYPE_CHECKING:
@@ -16,6 +19,20 @@ def print_json(row: 'Continuation', **asked: str) -> None:
     """Print the fields of `asked`, and the generated text, as a line of JSON."""
     line = {**asked, 'text': row.text, 'tokens': len(row.ids), 'end': row.end}
     print(json.dumps(line, ensure_ascii=False), flush=True)
+
+
+def write_results(
+    path: Path, results: Mapping[str, Mapping[str, float | None]], **about: Any
+) -> None:
+    """Write the results of an evaluation by task; values that are not finite are null."""
+    finite = {
+        task: {
+            name: value if value is None or math.isfinite(value) else None
+            for name, value in values.items()
+        }
+        for task, values in results.items()
+    }
+    with_folder(path).write_text(json.dumps({**about, 'results': finite}, indent=2) + '\n')
 
 
 def as_json(prompts: Sequence[str]) -> Any:

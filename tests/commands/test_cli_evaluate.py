@@ -4,6 +4,7 @@ on.
 
 import dataclasses
 import json
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megajax.commands import generate as cli_generate
+from megajax.commands.generate_output import write_results
 from megajax.commands.main import app
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
@@ -155,3 +157,15 @@ def test_what_was_found_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
         'files': [text],
         'results': results,
     }
+
+
+def test_results_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    lambada = {'passages': 3, 'accuracy': 0.5, 'perplexity': math.inf, 'loss': math.nan}
+    write_results(tmp_path / 'new/results.json', {'lambada': lambada}, run='runs/a', step=7)
+
+    def reject(constant: str) -> None:
+        raise AssertionError(f'{constant} is not JSON')
+
+    written = json.loads((tmp_path / 'new/results.json').read_text(), parse_constant=reject)
+    finite = {'passages': 3, 'accuracy': 0.5, 'perplexity': None, 'loss': None}
+    assert written == {'run': 'runs/a', 'step': 7, 'results': {'lambada': finite}}

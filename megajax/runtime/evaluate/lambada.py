@@ -5,7 +5,6 @@ E.2).
 """
 
 import dataclasses
-import math
 from typing import TypeGuard
 
 from megajax.core.config import ConfigError, Problem
@@ -14,6 +13,7 @@ from megajax.runtime.data.sources.inputs import format_of, is_table
 from megajax.runtime.data.sources.objects import read_objects
 from megajax.runtime.data.text.pieces import Piece
 from megajax.runtime.data.text.spelled_tokens import warn_of_letters
+from megajax.runtime.evaluate.perplexity import exp
 from megajax.runtime.evaluate.score import Scorer, Window
 
 
@@ -50,7 +50,7 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, file: str) -> Lambada:
         cut=sum(len(window.tokens) > limit for window in passages),
         right=right,
         accuracy=right / len(windows),
-        perplexity=math.exp(sum(scores.nll.sum() for scores in scored) / len(windows)),
+        perplexity=exp(sum(scores.nll.sum() for scores in scored) / len(windows)),
     )
 
 

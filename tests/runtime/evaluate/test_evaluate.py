@@ -275,6 +275,8 @@ def test_a_loss_beyond_all_numbers_is_an_infinite_perplexity(tmp_path: Path) -> 
     found = perplexity(oracle, TOKENIZER, [str(tmp_path)])
     assert math.isfinite(found.loss)
     assert found.perplexity == math.inf
+    (tmp_path / 'a.jsonl').write_text(json.dumps({'text': f'a {"x" * 100}'}))
+    assert lambada(oracle, TOKENIZER, str(tmp_path / 'a.jsonl')).perplexity == math.inf
 
 
 def test_two_words_of_two_tokens_are_a_text_for_wikitext(tmp_path: Path) -> None:
