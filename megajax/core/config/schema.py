@@ -36,6 +36,7 @@ from megajax.core.config.section import (
     Fraction,
     Minutes,
     Name,
+    Prompt,
     Section,
     Sequences,
     Steps,
@@ -123,7 +124,7 @@ class TrainConfig(Section):
     """Interval between log lines."""
     profile: ProfileConfig | None = None
     """Steps to trace for XProf, into the run directory, for example {start: 10, steps: 3}."""
-    sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    sample_prompts: Annotated[tuple[Prompt, ...], Field(strict=False)] = ()
     """Prompts that the model continues at every evaluation except the first."""
     nonfinite: Literal['skip', 'rollback', 'stop'] = 'skip'
     """Response to a NaN or infinite loss or gradient: skip the update, roll back to the last

@@ -46,6 +46,14 @@ def check_path(text: str) -> str:
     return text
 
 
+def check_prompt(text: str) -> str:
+    """Return a prompt whose sample can be in a line of samples.jsonl; else raise an error."""
+    if text == 'step':
+        message = "text other than 'step', the key of the number of the step in samples.jsonl"
+        raise PydanticCustomError('prompt', '{message}', {'message': message})
+    return text
+
+
 def _encoded(text: str) -> bytes:
     return text.encode(errors='surrogateescape')  # as Linux encodes names, in any locale
 
@@ -55,6 +63,7 @@ def plain_number(number: float) -> float:
     return int(number) if number == int(number) else number
 
 
+Prompt = Annotated[str, AfterValidator(check_prompt)]
 Name = Annotated[str, AfterValidator(check_path)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 # Numbers that fp32 would round to 0, or x whose 1 - x it would, and by which a step divides. Angles

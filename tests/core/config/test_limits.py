@@ -102,6 +102,13 @@ def test_the_factors_of_rotary_frequencies_are_not_0_in_fp32() -> None:
     assert f'model.layers: [0].rope_theta {limit}' in message(f'model.layers={layers}')
 
 
+def test_a_prompt_is_not_the_key_of_the_step_in_a_line_of_samples() -> None:
+    said = message("train.sample_prompts=['a', 'step']")
+    assert "train.sample_prompts: [1] must be text other than 'step', the key of " in said
+    prompts = load('tiny', ["train.sample_prompts=['step ', 'Step', '']"]).train.sample_prompts
+    assert prompts == ('step ', 'Step', '')
+
+
 def test_a_path_may_be_long(tmp_path: Path) -> None:
     folder = '/'.join([str(tmp_path), *['é' * 127] * 10])
     assert load('tiny', [f'run.dir={folder}']).run.dir == folder
