@@ -1,7 +1,6 @@
 """Qwen3-VL is read and written by name: its config in both forms, and its tensors bit for bit."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,6 @@ from megajax.core.config import Config, ConfigError, ModelConfig, load
 from megajax.interop.folder import settings
 from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
 from megajax.interop.huggingface.families import read_family, write_family
-from megajax.interop.huggingface.preprocessor import (
-    DEFAULTS,
-    read_preprocessor,
-    write_preprocessor,
-)
 from megajax.interop.huggingface.tensors import read_tensors
 from megajax.interop.huggingface.weights import from_huggingface
 
@@ -210,100 +204,6 @@ def test_import_then_export_gives_the_same_tensors_bit_for_bit(tied: bool, tmp_p
     assert size == {'shortest_edge': 8 * 16, 'longest_edge': 16 * 16}
     config = import_huggingface(tmp_path / 'out', tmp_path / 'again', ['vision.max_patches=16'])
     assert config.vision.min_patches == 8
-
-
-@pytest.mark.parametrize(
-    ('key', 'value'),
-    [
-        ('image_mean', [0.48, 0.46, 0.41]),
-        ('do_normalize', False),
-        ('resample', 2),
-        ('patch_size', 14),
-        ('image_processor_type', 'CLIPImageProcessor'),
-        ('min_pixels', 100),
-        ('rescale_factor', 1.0),
-        ('size', {'height': 224, 'width': 224}),
-        ('size', {'longest_edge': 4096}),
-        ('size', 224),
-    ],
-)
-def test_pictures_that_are_prepared_otherwise_are_refused(key, value, tmp_path: Path) -> None:
-    model = load('qwen3_vl_2b').model
-    keys = write_preprocessor(model.vision)
-    file = tmp_path / 'preprocessor_config.json'
-    file.write_text(json.dumps(keys))
-    assert read_preprocessor(tmp_path, model.vision.model_dump()) == {'min_patches': 256}
-    file.write_text(json.dumps(keys | {key: value}))
-    with pytest.raises(ConfigError, match=re.escape(f'{key}: {json.dumps(value)}: only ')):
-        read_preprocessor(tmp_path, model.vision.model_dump())
-
-
-@pytest.mark.parametrize(
-    ('keys', 'patches'),
-    [
-        ({'size': {'shortest_edge': 1024, 'longest_edge': 4096}}, 4),
-        ({'size': {'shortest_edge': 0, 'longest_edge': 4096}}, 0),
-        ({'min_pixels': 512, 'size': {'shortest_edge': 1024}}, 2),
-        ({'min_pixels': 512, 'size': None, 'rescale_factor': 1 / 255}, 2),
-    ],
-)
-def test_the_least_area_of_a_picture_is_read_in_patches(keys, patches, tmp_path: Path) -> None:
-    vision = load('qwen3_vl_2b').vision
-    whole = write_preprocessor(vision) | keys
-    (tmp_path / 'preprocessor_config.json').write_text(json.dumps(whole))
-    assert read_preprocessor(tmp_path, vision.model_dump()) == {'min_patches': patches}
-
-
-def test_missing_keys_have_the_defaults_of_the_class(tmp_path: Path) -> None:
-    vision, file = load('qwen3_vl_2b').vision, tmp_path / 'preprocessor_config.json'
-    file.write_text('{}')
-    with pytest.raises(ConfigError) as refused:
-        read_preprocessor(tmp_path, vision.model_dump())
-    assert [line.partition('config.json: ')[2] for line in str(refused.value).splitlines()] == [
-        'image_mean: [0.48145466, 0.4578275, 0.40821073]: only [0.5, 0.5, 0.5] is supported',
-        'image_std: [0.26862954, 0.26130258, 0.27577711]: only [0.5, 0.5, 0.5] is supported',
-        'patch_size: 14: only 16 is supported',
-        'size.shortest_edge: 3136: only multiples of a patch, 256 pixels, are supported',
-    ]
-    file.write_text(json.dumps({'image_mean': [0.5] * 3, 'image_std': [0.5] * 3}))
-    small = vision.model_dump() | {'patch_size': 14}
-    assert read_preprocessor(tmp_path, small) == {'min_patches': 16}
-
-
-def test_unused_settings_of_pictures_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    vision = load('qwen3_vl_2b').vision
-    keys = write_preprocessor(vision) | {'do_center_crop': None, 'max_pixels': None, 'do_flip': 1}
-    (tmp_path / 'preprocessor_config.json').write_text(json.dumps(keys))
-    read_preprocessor(tmp_path, vision.model_dump())
-    assert caplog.text.rstrip().endswith('preprocessor_config.json: unused keys: do_flip')
-
-
-def test_the_defaults_of_the_class_are_those_of_transformers() -> None:
-    name = 'transformers.models.qwen2_vl.image_processing_pil_qwen2_vl'
-    module = pytest.importorskip(name, reason="transformers is in the extra 'test-hf'")
-    for key, value in DEFAULTS.items():
-        assert getattr(module.Qwen2VLImageProcessorPil, key) == value
-
-
-def test_the_settings_of_transformers_5_are_preferred(tmp_path: Path) -> None:
-    vision = load('qwen3_vl_2b').vision
-    keys, processor = write_preprocessor(vision), tmp_path / 'processor_config.json'
-    (tmp_path / 'preprocessor_config.json').write_text(json.dumps(keys))
-    for whole, patches in (
-        ({'image_processor': keys | {'size': {'shortest_edge': 1024, 'longest_edge': 4096}}}, 4),
-        ({'image_processor': None}, 256),
-        ({'processor_class': 'Qwen3VLProcessor'}, 256),
-    ):
-        processor.write_text(json.dumps(whole))
-        assert read_preprocessor(tmp_path, vision.model_dump()) == {'min_patches': patches}
-    processor.write_text(json.dumps({'image_processor': keys | {'do_resize': False}}))
-    with pytest.raises(ConfigError, match=r'processor_config.json: image_processor: do_resize: fa'):
-        read_preprocessor(tmp_path, vision.model_dump())
-    processor.write_text('{"image_processor": [1]}')
-    with pytest.raises(ConfigError, match=r'image_processor: \[1\]: only an object is supported'):
-        read_preprocessor(tmp_path, vision.model_dump())
 
 
 def test_the_encoders_heads_have_their_own_queries_keys_and_values() -> None:

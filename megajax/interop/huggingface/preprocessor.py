@@ -97,7 +97,10 @@ def _min_patches(read: Reader, area: int) -> int:
 
 
 def write_preprocessor(vision: VisionConfig) -> Keys:
-    """Return the keys of preprocessor_config.json; sizes are areas in pixels."""
+    """Return the keys of preprocessor_config.json; sizes are areas in pixels.
+
+    Without a minimum, the smallest area is one vector's: transformers rejects an area of 0.
+    """
     area = vision.patch_size**2
     return {
         'image_processor_type': CLASS,
@@ -108,7 +111,7 @@ def write_preprocessor(vision: VisionConfig) -> Keys:
         'temporal_patch_size': vision.frames,
         'merge_size': vision.merge_size,
         'size': {
-            'shortest_edge': vision.min_patches * area,
+            'shortest_edge': (vision.min_patches or vision.unit) * area,
             'longest_edge': vision.max_patches * area,
         },
     }
