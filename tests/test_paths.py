@@ -98,7 +98,7 @@ LINE = """
     --no-bias-gelu-fusion
     --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2 --min-lr 1e-3
     --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0
-    --tokenizer-type NullTokenizer --vocab-size 59 --data-path ids --split 9,1,0
+    --tokenizer-type NullTokenizer --vocab-size 60 --data-path ids --split 9,1,0
     --save-interval 3 --eval-interval 3 --eval-iters 1 --log-interval 1
 """
 

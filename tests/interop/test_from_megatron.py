@@ -402,6 +402,15 @@ def test_what_is_missing_is_named(removed: str, message: str) -> None:
         convert(SMALL.replace(removed, ''))
 
 
+def test_the_null_tokenizer_has_the_tokens_of_the_newest_release(tmp_path: Path) -> None:
+    line = SMALL + '--tokenizer-type NullTokenizer'
+    assert config_of(line, tmp_path).model.vocab_size == 100
+    text = ' '.join(convert(line).replace('#', '').split())
+    assert 'Earlier releases add this token: then set 101. vocab_size: 100 ' in text
+    assert '--null-tokenizer-eod-id 9: the corpus' in convert(line + ' --null-tokenizer-eod-id 9')
+    assert 'Earlier releases' not in convert(SMALL)
+
+
 def test_a_tokenizer_of_unknown_size_is_named() -> None:
     line = SMALL.replace('--vocab-size 100', '--tokenizer-type SentencePieceTokenizer')
     with pytest.raises(ConfigError, match=r'SentencePieceTokenizer: .*add --vocab-size N'):

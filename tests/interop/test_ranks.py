@@ -278,6 +278,32 @@ def test_arguments_become_a_model() -> None:
 
 
 @pytest.mark.parametrize(
+    ('arguments', 'size'),
+    [
+        ({}, 64),
+        ({'vocab_size': 59}, 59),
+        ({'vocab_size': 59, 'tokenizer_type': 'NullTokenizer'}, 60),
+        # The tokenizer of megatron-core 0.19 does not add a token, and may have this argument.
+        (
+            {'vocab_size': 59, 'tokenizer_type': 'NullTokenizer', 'null_tokenizer_eod_id': None},
+            59,
+        ),
+    ],
+)
+def test_the_tokens_of_a_checkpoint_are_those_of_its_release(
+    arguments: dict[str, Any], size: int
+) -> None:
+    base = {
+        'num_layers': 2,
+        'hidden_size': 16,
+        'num_attention_heads': 4,
+        'max_position_embeddings': 8,
+        'padded_vocab_size': 64,
+    }
+    assert read_arguments(base | arguments, 'x')['vocab_size'] == size
+
+
+@pytest.mark.parametrize(
     ('name', 'neutral', 'value'),
     [
         ('softmax_type', 'vanilla', 'learnable'),

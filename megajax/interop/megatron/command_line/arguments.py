@@ -38,6 +38,7 @@ ONLY: dict[str, Only] = {
     'activation_func_clamp_value': Only((), 'activations are not limited: leave it out'),
     'experimental_attention_variant': Only((), 'every layer has softmax attention: leave it out'),
 }
+NULL, EOD = 'NullTokenizer', 'null_tokenizer_eod_id'
 # Constants in Megatron, which has no arguments for them.
 SCALING = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_seq_len': 8192}
 
@@ -123,7 +124,7 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
         else heads,
         'head_dim': get('kv_channels', hidden // heads),
         'ffn_size': get('ffn_hidden_size', 4 * hidden),
-        'vocab_size': get('vocab_size', get('padded_vocab_size')),
+        'vocab_size': _vocab_size(arguments),
         'max_seq_len': get('max_position_embeddings'),
         'norm': get('normalization', 'LayerNorm').lower(),
         # The newer name comes first: megatron-core 0.19 copies the older one from the checkpoint
@@ -154,6 +155,14 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
         }
     model |= _of_layers(arguments, get('num_layers'), rope)
     return {key: value for key, value in model.items() if value is not None}
+
+
+def _vocab_size(arguments: Mapping[str, Any]) -> Any:
+    """Return the number of tokens; with the padding if the arguments have no other number."""
+    if (size := arguments.get('vocab_size')) is None:
+        return arguments.get('padded_vocab_size')
+    # NullTokenizer added an end-of-document token before megatron-core 0.19, which has EOD.
+    return size + (arguments.get('tokenizer_type') == NULL and EOD not in arguments)
 
 
 def _of_layers(arguments: Mapping[str, Any], num_layers: int, rope: bool) -> Keys:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megajax.core.config import ConfigError
 from megajax.core.config.section import plain_number
-from megajax.interop.megatron.command_line.arguments import read_arguments
+from megajax.interop.megatron.command_line.arguments import EOD, read_arguments
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.muon import muon_of
 
@@ -111,6 +111,7 @@ def _model(line: Line, data: int, problems: list[str]) -> Keys:
         problems.append(str(error))
         given['vocab_size'] = VOCABULARIES['GPT2BPETokenizer']
     given['data_parallel_size'] = data
+    given[EOD] = None  # the arguments are megatron-core 0.19's
     model = read_arguments(given, 'the arguments')
     return model | ({'objective': 'masked_lm'} if line.is_bert else {})
 
@@ -120,8 +121,7 @@ def _vocab_size(line: Line) -> int:
     usual = 'BertWordPieceLowerCase' if line.is_bert else 'GPT2BPETokenizer'
     kind, size = line.get('tokenizer_type') or usual, line.get('vocab_size')
     if size is not None:
-        # NullTokenizer adds its own end-of-document token
-        return int(size) + (kind == 'NullTokenizer')
+        return int(size)
     if kind in VOCABULARIES:
         return VOCABULARIES[kind]
     tokenizer = _tokenizer(line)

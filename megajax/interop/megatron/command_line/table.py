@@ -215,7 +215,7 @@ NO_MEANING: Mapping[str, str] = {
     'the corpus already consists of token ids; data.tokenizer names a tokenizer.json': """
         merge_file vocab_extra_ids tiktoken_pattern tiktoken_num_special_tokens
         tiktoken_special_tokens tokenizer_prompt_format legacy_tokenizer trust_remote_code
-        tokenizer_hf_use_fast tokenizer_hf_include_special_tokens
+        tokenizer_hf_use_fast tokenizer_hf_include_special_tokens null_tokenizer_eod_id
     """,
     'without --data-path, data.corpus names the corpus': 'mock_data',
     'jax decides how steps are split between processes': 'data_sharding no_data_sharding',

@@ -10,7 +10,7 @@ from megajax.core.config import Config, ConfigError, Problem, reload
 from megajax.core.config.load import dump_sections
 from megajax.core.config.schema import keys_of
 from megajax.interop.megatron.command_line import muon
-from megajax.interop.megatron.command_line.arguments import rejected
+from megajax.interop.megatron.command_line.arguments import NULL, rejected
 from megajax.interop.megatron.command_line.keys import SOURCES
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.script import WAY_OUT
@@ -166,6 +166,11 @@ def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str
         notes[f'  {DROPOUT}:'] = (
             "Dropout in attention needs XLA's attention, which keeps all scores in memory. With 0, "
             "16-bit dtypes and a head dim up to 128, a GPU runs cuDNN's flash attention."
+        )
+    if line.get('tokenizer_type') == NULL:
+        notes['  vocab_size:'] = (
+            "As in megatron-core 0.19, --vocab-size counts NullTokenizer's end-of-document token. "
+            f'Earlier releases add this token: then set {line.get("vocab_size") + 1}.'
         )
     if line.get('save'):
         notes['  dir:'] = (
