@@ -305,6 +305,11 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--loss-scale 4096', '--loss-scale 4096: .* dynamic'),
         ('--fp8-format e4m3', '--fp8-format e4m3: .* hybrid'),
         ('--fp8-format hybrid --fp8-recipe mxfp8', 'mxfp8: .* give delayed or tensorwise'),
+        (
+            '--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 2',
+            '--first-last-layers-bf16: is not supported: all layers have FP8 matmuls',
+        ),
+        ('--fp8-format hybrid --no-fp8-wgrad', '--no-fp8-wgrad: is not supported: gradients'),
         ('--cp-comm-type a2a+p2p', r'--cp-comm-type a2a\+p2p'),
         ('--recompute-modules mlp', '--recompute-modules mlp: .* full'),
         ('--eod-mask-loss', '--eod-mask-loss: is not supported'),

@@ -52,6 +52,7 @@ READ: Mapping[type, str] = {
         use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2 grad_reduce_in_bf16
         use_precision_aware_optimizer profile deterministic_mode reset_position_ids
         reset_attention_mask use_checkpoint_args no_position_embedding
+        no_fp8_wgrad first_last_layers_bf16
         moe_router_pre_softmax moe_router_enable_expert_bias moe_router_force_load_balancing
         moe_apply_probs_on_input moe_use_upcycling moe_shared_expert_gate muon_nesterov
     """,
@@ -161,8 +162,7 @@ NO_MEANING: Mapping[str, str] = {
         suggested_communication_unit_size no_gradient_reduce_div_fusion
     """,
     'delayed scaling has these constants': """
-        fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo no_fp8_wgrad
-        first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+        fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
     """,
     'the vocabulary is padded to a multiple of 1024 on every mesh': """
         make_vocab_size_divisible_by padded_vocab_size
@@ -223,7 +223,7 @@ NO_MEANING: Mapping[str, str] = {
         moe_upcycling_granularity moe_router_quantile_balancing_ema
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
         sgd_momentum short_seq_prob use_tokenizer_from_checkpoint_args
-        lion_beta1 lion_beta2
+        lion_beta1 lion_beta2 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     """,
 }
 # Arguments for which no value is supported, with what to do instead.

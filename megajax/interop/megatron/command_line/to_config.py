@@ -30,6 +30,8 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'loss_scale': ((0.0,), 'the scale of fp16 is dynamic: leave it out'),
     'fp8_format': (('hybrid',), 'matmuls are e4m3 forward and e5m2 backward: give hybrid'),
     'fp8_recipe': (('delayed', 'tensorwise'), 'give delayed or tensorwise'),
+    'first_last_layers_bf16': ((False,), 'all layers have FP8 matmuls: leave it out'),
+    'no_fp8_wgrad': ((False,), 'gradients of weights are FP8 matmuls too: leave it out'),
     'cp_comm_type': (
         ('p2p', 'all_gather', 'a2a'),
         'give p2p, which is a ring, all_gather, or a2a (Ulysses)',
