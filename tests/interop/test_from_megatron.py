@@ -120,6 +120,13 @@ def test_llama_on_context_shards(tmp_path: Path) -> None:
     assert config.mesh.context_exchange == 'gather'
 
 
+def test_megatrons_fsdp_shards_weights_unless_a_strategy_is_given(tmp_path: Path) -> None:
+    line = SMALL + '--use-megatron-fsdp '
+    assert config_of(line, tmp_path, gpus=4).optim.shard == 'weights'
+    given = line + '--data-parallel-sharding-strategy optim'
+    assert config_of(given, tmp_path, gpus=4).optim.shard == 'optimizer'
+
+
 def test_a_percentage_of_the_head_dim_is_rotated(tmp_path: Path) -> None:
     line = SMALL + '--position-embedding-type rope --rotary-percent '
     assert config_of(line + '0.5', tmp_path).model.rotary_fraction == 0.5

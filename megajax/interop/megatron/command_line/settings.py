@@ -16,7 +16,8 @@ from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.muon import muon_of
 
 Keys = dict[str, Any]
-# Megatron-LM's defaults, except a model's, which are in `arguments.py`.
+# Megatron-LM's defaults, except a model's, which are in `arguments.py`. Where releases differ, they
+# are megatron-core 0.19's, except for `eval_interval`: without it, 0.19 does not evaluate.
 DEFAULTS: Mapping[str, Any] = {
     'tensor_model_parallel_size': 1,
     'pipeline_model_parallel_size': 1,
@@ -36,7 +37,7 @@ DEFAULTS: Mapping[str, Any] = {
     'clip_grad': 1.0,
     'split': '969, 30, 1',
     'cp_comm_type': 'p2p',
-    'data_parallel_sharding_strategy': 'no_shard',
+    'data_parallel_sharding_strategy': 'optim_grads_params',
     'profile_step_start': 10,
     'profile_step_end': 12,
 }
