@@ -125,6 +125,13 @@ def test_both_forms_of_a_config_are_read_alike_and_leave_no_key() -> None:
     assert new[1]['vision']['positions'] == 6
 
 
+@pytest.mark.parametrize('rope', [{}, {'rope_scaling': SECTIONS}, {'rope_parameters': SECTIONS}])
+def test_theta_is_required(rope: dict[str, Any]) -> None:
+    keys = config_json() | {'text_config': TEXT | rope}
+    with pytest.raises(ConfigError, match=r'text_config: (rope_parameters\.)?rope_theta: required'):
+        read_family(keys, '')
+
+
 @pytest.mark.parametrize('preset', ['qwen3_vl_2b', 'qwen3_vl_4b', 'qwen3_vl_8b', 'qwen3_vl_32b'])
 def test_a_preset_is_written_and_read_back(preset: str) -> None:
     model = load(preset).model

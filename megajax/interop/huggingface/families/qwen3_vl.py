@@ -2,13 +2,12 @@
 
 import json
 import math
-from collections.abc import Mapping
 
 from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.family import HEAD, Family, There
 from megajax.interop.huggingface.reader import Keys, Reader
-from megajax.interop.huggingface.rope import read_rope, write_scaling
+from megajax.interop.huggingface.rope import find_rope, read_parameters, write_scaling
 from megajax.interop.huggingface.settings import Names, read_names, write_names
 
 MROPE = 'mrope_section', 'mrope_interleaved'
@@ -101,12 +100,12 @@ def _own(text: Reader) -> Keys:
 
 def _read_mrope(text: Reader) -> Keys:
     """Read theta, scaling and the sections of the rotary embedding."""
-    keys = read_rope(text, own=MROPE)
-    new = text.keys.get('rope_parameters')
-    key = 'rope_scaling' if new is None else 'rope_parameters'
-    given = text.keys.get(key)
-    if not isinstance(given, Mapping):  # absent, or rejected above
-        return keys
+    key, given, theta = find_rope(text)
+    # The default of transformers 5 is 500,000, but the released models have 5,000,000.
+    if key == 'rope_scaling' and 'rope_theta' not in {*given, *text.keys}:
+        where = 'here or in rope_parameters'
+        text.problems.append(f'{text.file}: rope_theta: required, {where}, and missing')
+    keys = read_parameters(text, key, given, theta, own=MROPE)
     if 'mrope_section' in given:
         section = f'{key}.mrope_section'
         keys['mrope_section'] = text.checked(section, given['mrope_section'], 'model.mrope_section')
