@@ -18,6 +18,7 @@ import numpy as np
 from megajax.base.errors import ConfigError, Problem
 from megajax.base.files.exists import exists
 from megajax.base.files.outputs import sync
+from megajax.base.render.text import visible
 from megajax.corpus.choose_tokenizer import given_tokenizer, saved_tokenizer
 from megajax.corpus.encode import Encoded, Options, Workers
 from megajax.corpus.job import Job, check_job, fingerprint
@@ -182,7 +183,8 @@ class _Builder:
             raise ConfigError(encoded.error)
         progress.skipped += len(encoded.skipped)
         progress.skipped_places += [
-            problem.path for problem in encoded.skipped[: PLACES - len(progress.skipped_places)]
+            visible(problem.path)
+            for problem in encoded.skipped[: PLACES - len(progress.skipped_places)]
         ]
         progress.text_bytes += encoded.text_bytes
         progress.max_token = max(progress.max_token, encoded.max_token)

@@ -376,6 +376,13 @@ def test_bad_lines_are_skipped_and_counted(corpus: Path, tmp_path: Path) -> None
     assert tokens_and_index(tmp_path / 'out') == tokens_and_index(tmp_path / 'clean')
 
 
+def test_a_bad_line_of_a_file_whose_name_is_not_utf_8_is_skipped(tmp_path: Path) -> None:
+    file = tmp_path / os.fsdecode(b'caf\xe9.jsonl')
+    file.write_text('{"text": "a"}\n{"text": null}\n')
+    summary = build(job(tmp_path / 'out', file, skip_bad=True))
+    assert f'1 bad lines skipped ({tmp_path}/caf\\udce9.jsonl:2)' in str(summary)
+
+
 @pytest.mark.parametrize(
     ('options', 'message'),
     [

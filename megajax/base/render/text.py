@@ -18,9 +18,10 @@ def shorten(text: str, limit: int = 80) -> str:
 
 
 def visible(text: str) -> str:
-    r"""Return a text with control characters and changes of direction escaped.
+    r"""Return a text with control characters, changes of direction and surrogates escaped.
 
-    For example, an escape becomes \x1b. Newlines and tabs are unchanged.
+    For example, an escape becomes \x1b. Newlines and tabs are unchanged. A surrogate stands for a
+    byte of a file name that is not UTF-8.
     """
     return text.translate(_VISIBLE)
 
@@ -65,5 +66,5 @@ _CONTROL = {*range(0x20), *range(0x7F, 0xA0)} - {ord('\n'), ord('\t')}
 # a text in a different order, and line separators.
 _DIRECTION = {0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)}
 _VISIBLE = {code: f'\\x{code:02x}' for code in _CONTROL} | {
-    code: f'\\u{code:04x}' for code in _DIRECTION
+    code: f'\\u{code:04x}' for code in (*_DIRECTION, *range(0xD800, 0xE000))
 }

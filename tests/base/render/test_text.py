@@ -35,6 +35,7 @@ def test_text_of_any_language_stays_as_it_is() -> None:
     assert visible(text) == text
     assert visible(CLEAR) == r'\x1b[2J\x1b]0;title\x07'
     assert visible('a\u202eb') == r'a\u202eb'
+    assert visible(os.fsdecode(b'caf\xe9')) == r'caf\udce9'
 
 
 @given(st.text(), st.integers(40, 200))

@@ -1,6 +1,7 @@
 """From a config with an encoder to batches: JSON lines, plain text and Megatron's files."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -148,6 +149,12 @@ def test_a_table_of_messages_whose_first_row_has_none_is_read_as_messages(folder
     chat = [{**TURNS[0], 'content': 'What?'}, TURNS[1]]
     rows = [{'messages': None, 'text': 'Red.'}, {'messages': chat, 'text': None}]
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / 'data.parquet')
+    assert shown(load_data(text_config(folder))) == 'Red.<|endoftext|>'
+
+
+def test_messages_are_read_from_a_file_whose_name_is_not_utf_8(folder: Path) -> None:
+    chat = [{**TURNS[0], 'content': 'What?'}, TURNS[1]]
+    write(folder, *[{'messages': chat}] * 2, name=os.fsdecode(b'caf\xe9.jsonl'))
     assert shown(load_data(text_config(folder))) == 'Red.<|endoftext|>'
 
 

@@ -256,7 +256,8 @@ def _fingerprint(documents: dict[str, FileDocument]) -> str:
     for name in sorted(documents):
         document = documents[name]
         files = [(path.name, path.stat().st_size) for path in document.paths]
-        digest.update(f'{name} {len(document.tokens)} {files} {document.grids}'.encode())
+        content = f'{name} {len(document.tokens)} {files} {document.grids}'
+        digest.update(content.encode(errors='surrogateescape'))  # a name may not be UTF-8
         digest.update(document.tokens.tobytes())
     return digest.hexdigest()
 

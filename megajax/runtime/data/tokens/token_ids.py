@@ -90,9 +90,8 @@ def _notes() -> Path:
 
 def _fingerprint(path: Path) -> str:
     status = path.resolve().stat()
-    return sha256(
-        f'{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}'.encode()
-    ).hexdigest()
+    file = f'{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}'
+    return sha256(file.encode(errors='surrogateescape')).hexdigest()
 
 
 def _remember(note: Path, low_high: tuple[int, int]) -> None:
