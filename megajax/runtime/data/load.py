@@ -130,11 +130,24 @@ def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
     train, validation = [part[0] for part in parts], [part[1] for part in parts]
     for part in train:
         _check_tokens(part)
+    _note_unvalidated(config, validation)
     names = ', '.join(map(str, pairs))
     summary = f'{_size(train)} to train on, {_size(validation)} to validate, of {names}'
     data = _make(config, tokenizer, train, validation, summary)
     versions = {name: version for pair in pairs for name, version in pair.versions.items()}
     return replace(data, fingerprints=data.fingerprints | versions)
+
+
+def _note_unvalidated(config: Config, validation: Sequence[Part]) -> None:
+    """Log which corpora of a blend no evaluation reads, because they have no validation part."""
+    empty = [part.sequences.name for part in validation if not part.num_tokens]
+    if 0 < len(empty) < len(validation):
+        logger.warning(
+            'data.blend: evaluations do not read %s: data.split=%s leaves no sequence to validate '
+            'on; the weights of the other corpora keep their proportions',
+            ', '.join(empty),
+            config.data.split,
+        )
 
 
 def _load_image_text(config: Config, template: Template | None) -> Data:
@@ -271,15 +284,17 @@ def _megatron(
     )
     num_samples = num_samples or steps * train.batch_size
     blend = config.data.blend
-    shares, sizes = (
-        blend_sizes(list(blend.values()), num_samples) if blend else ([num_samples], [num_samples])
-    )
-    # only validation parts can be empty: `_check_tokens` raises for training parts
-    if not all(part.num_tokens for part in parts):
+    weights = [*blend.values()] or [1.0]
+    # Only validation parts can be empty: `_check_tokens` raises for training parts. Megatron-LM
+    # hangs on an empty part.
+    filled = [pair for pair in zip(parts, weights, strict=True) if pair[0].num_tokens]
+    if not filled:
         return _batches(config, Joined([]), [])
+    weights = [weight for _, weight in filled]
+    shares, sizes = blend_sizes(weights, num_samples) if blend else ([num_samples], [num_samples])
     datasets = [
         MegatronSamples(part, seq_len=train.seq_len, num_samples=size, seed=train.seed)
-        for part, size in zip(parts, sizes, strict=True)
+        for (part, _), size in zip(filled, sizes, strict=True)
     ]
     samples = Joined(datasets)
     passes = tuple(dataset.passes for dataset in datasets)
@@ -287,7 +302,7 @@ def _megatron(
         batches = _batches(config, samples, range(len(samples)))
         batches.order_of, batches.passes = num_samples, passes
         return batches
-    index, numbers = blend_index(list(blend.values()), sum(shares))
+    index, numbers = blend_index(weights, sum(shares))
     # Megatron raises here, too: a dataset's surplus samples do not suffice
     if (numbers >= np.diff(samples.starts)[index]).any():
         raise _problem(

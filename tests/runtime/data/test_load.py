@@ -176,6 +176,23 @@ def test_without_a_validation_part_there_are_no_validation_batches(pair: Path, o
     )
 
 
+@pytest.mark.parametrize('order', ['stateless', 'megatron'])
+def test_a_corpus_of_a_blend_without_a_validation_part_is_left_out_of_evaluations(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, order: str
+) -> None:
+    long, single = str(build(tmp_path / 'long')), tmp_path / 'single'
+    tokens = read_pair(long).tokens[:200]
+    single.with_suffix('.bin').write_bytes(tokens.tobytes())
+    with single.with_suffix('.idx').open('wb') as file:
+        write_index(file, tokens.dtype, np.array([200]), np.arange(2))
+    keys = [f'data.order={order}', f'data.tokenizer={long}.tokenizer.json']
+    both = load_data(config(f'data.blend={{{long}: 1, {single}: 1}}', *keys))
+    assert f'evaluations do not read {single}: data.split=95,5,0 leaves no sequence' in caplog.text
+    alone = load_data(config(f'data.blend={{{long}: 1}}', *keys))
+    assert len(both.validation) == len(alone.validation) > 0
+    assert_equal(both.validation[0], alone.validation[0])
+
+
 def test_files_of_megatron_in_the_stateless_order() -> None:
     data = load_data(config(*IDS, f'data.corpus={ORACLES}/a', 'data.split=900,50,50'))
     training = read_pair(ORACLES / 'a')
