@@ -49,6 +49,8 @@ class Record(BaseModel):
     # The number of samples for which Megatron-LM's order was made, because the order depends on it;
     # None in megajax's own order.
     order_of: int | None = None
+    # Whether a blend in megajax's own order has its exact weights; earlier versions rounded them.
+    exact_weights: bool = False
     # With data.order=streamed: the share, document and token at which each stream continues.
     streams: list[tuple[int, int, int]] | None = None
     time: datetime.datetime  # time of the state, in UTC
@@ -103,6 +105,7 @@ def make_record(
         step=step,
         samples=samples,
         order_of=order_of,
+        exact_weights=True,
         streams=None if streams is None else [*streams],
         time=datetime.datetime.now(datetime.UTC),
         config=config.model_dump(mode='json'),

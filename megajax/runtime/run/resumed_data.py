@@ -131,7 +131,24 @@ def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> in
             f'{read:,}',
             f'{_at_stake(data.train, config, samples) * length:,}',
         )
+    elif again := _repeated_by_exact_weights(config, there, samples):
+        logger.warning(
+            'resume     data.blend: an earlier version rounded the weights, which are now exact: '
+            'of the %s tokens that the run has read, %s are read again before the next epoch, and '
+            'as many unread tokens are not read before it',
+            f'{read:,}',
+            f'{again * length:,}',
+        )
     return samples
+
+
+def _repeated_by_exact_weights(config: Config, there: Record, samples: int) -> int:
+    """Return how many samples are read again because a blend now has its exact weights."""
+    if there.exact_weights or not config.data.blend or config.data.order != 'stateless':
+        return 0
+    from megajax.runtime.data import stateless_order
+
+    return stateless_order.repeated([*config.data.blend.values()], samples)
 
 
 def _at_stake(train: Batches, config: Config, samples: int) -> int:

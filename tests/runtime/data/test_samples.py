@@ -4,6 +4,7 @@ once.
 
 from itertools import pairwise
 
+import grain
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -105,6 +106,36 @@ def test_a_blend_has_its_weights_from_the_start_on(weights: list[float]) -> None
     for length in (100, 300):
         share = sum(order[i] < 10 for i in range(length)) / length
         assert abs(share - weights[0] / sum(weights)) <= 2 / length
+
+
+@pytest.mark.parametrize('weights', [[0.19, 0.81], [0.38, 0.62], [1, 2e-3]])
+def test_a_blend_has_its_exact_weights(weights: list[float]) -> None:
+    order = stateless_order.shuffled([0, 1000, 2000], weights, seed=1)
+    share = sum(order[i] < 1000 for i in range(5000)) / 5000
+    assert abs(share - weights[0] / sum(weights)) <= 1 / 5000
+
+
+@pytest.mark.parametrize('weights', [[1, 2], [0.25, 0.5, 0.25], [1e-3, 1]])
+def test_weights_that_grain_does_not_round_are_mixed_as_grain_mixes_them(
+    weights: list[float],
+) -> None:
+    starts = [1000 * dataset for dataset in range(len(weights) + 1)]
+    order = stateless_order.in_order(starts, weights)
+    ranges = [grain.MapDataset.range(*bounds) for bounds in pairwise(starts)]
+    mixed = grain.MapDataset.mix(ranges, weights)
+    assert [order[i] for i in range(len(order))] == [mixed[i] for i in range(len(mixed))]
+    assert stateless_order.repeated(weights, 10_000) == 0
+
+
+@pytest.mark.parametrize('weights', [[0.19, 0.81], [1.495, 1], [3, 7, 8]])
+def test_what_is_read_again_where_grain_rounded_the_weights_is_counted(
+    weights: list[float],
+) -> None:
+    starts = [3000 * dataset for dataset in range(len(weights) + 1)]
+    ranges = [grain.MapDataset.range(*bounds) for bounds in pairwise(starts)]
+    mixed, order = grain.MapDataset.mix(ranges, weights), stateless_order.in_order(starts, weights)
+    read, there = {int(mixed[i]) for i in range(3000)}, {int(order[i]) for i in range(3000)}
+    assert stateless_order.repeated(weights, 3000) == len(read - there) > 0
 
 
 def test_in_order_each_sample_comes_once_at_most() -> None:

@@ -91,6 +91,22 @@ def test_each_sample_is_read_once_in_an_epoch_whatever_the_batch_sizes(
     assert run.read == [next(expected) for _ in run.read]
 
 
+@pytest.mark.parametrize(('weight', 'again'), [(2, 0), (1.0099, 64)])
+def test_a_run_whose_weights_an_earlier_version_rounded_names_what_it_reads_again(
+    caplog: pytest.LogCaptureFixture, weight: float, again: int
+) -> None:
+    run = Run(f'data.blend={{{PAIRS}/a: {weight}, {PAIRS}/b: 1}}')
+    run.start(60, FIRST)
+    run.start(1, FIRST)
+    assert 'rounded' not in caplog.text
+    assert run.record is not None
+    run.record = run.record.model_copy(update={'exact_weights': False})
+    run.start(1, FIRST)
+    assert ('rounded' in caplog.text) == bool(again)
+    if again:
+        assert f'{again} are read again before the next epoch' in caplog.text
+
+
 def stream(folder: Path) -> list[str]:
     """The settings of a run that streams a text of about 4,000 lines."""
     (folder / 'text.txt').write_text('\n'.join(map(str, range(100_000, 200_000, 25))))
