@@ -65,6 +65,16 @@ class Weights(dict[str, float]):
         return hash(frozenset(self.items()))
 
 
+LARGEST_RATIO = 10**12  # of two weights of a blend; no run reads as many sequences
+
+
+def _check_weights(weights: dict[str, float]) -> Weights:
+    if weights and max(weights.values()) > LARGEST_RATIO * min(weights.values()):
+        fault = f'weights of which the largest is at most {LARGEST_RATIO:,} times the smallest'
+        raise PydanticCustomError('weights', '{fault}', {'fault': fault})
+    return Weights(weights)
+
+
 class ProfileConfig(Section):
     """The steps to trace."""
 
@@ -174,7 +184,7 @@ class DataConfig(Section):
     (.jsonl, .json, .ndjson) or Parquet; a folder of these; or the prefix of .bin and .idx files. A
     file, a glob or a prefix can be a URL (s3://, gs://, hf://, https://).
     """
-    blend: Annotated[dict[Name, PositiveFloat], AfterValidator(Weights)] = Weights()
+    blend: Annotated[dict[Name, PositiveFloat], AfterValidator(_check_weights)] = Weights()
     """Prefixes of .bin and .idx files and their sampling weights, instead of `corpus`."""
     tokenizer: Name = 'auto'
     """Tokenizer: a tokenizer.json, bytes, bpe (trained on the text), or none (for token ids). auto:

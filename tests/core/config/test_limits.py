@@ -69,6 +69,13 @@ def test_no_path_of_a_blend_has_nul() -> None:
     assert 'must be text without the character NUL' in message('data.blend={"a\\0b": 1}')
 
 
+def test_no_weight_of_a_blend_is_vanishingly_small() -> None:
+    limit = 'data.blend: must be weights of which the largest is at most 1,000,000,000,000 times th'
+    assert limit in message('data.blend={a: 1.0e-320, b: 1.0e+300}')
+    assert limit in message('data.blend={a: 0.9, b: 1.0e+12}')
+    assert load('tiny', ['data.blend={a: 1, b: 1.0e+12}']).data.blend == {'a': 1, 'b': 1e12}
+
+
 @pytest.mark.parametrize('key', ['run.max_minutes', 'checkpoint.minutes', 'run.watchdog_seconds'])
 def test_a_time_is_one_that_a_thread_can_wait(key: str) -> None:
     assert f'{key}: must be ' in message(f'{key}=1e300')
