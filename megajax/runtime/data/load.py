@@ -125,7 +125,7 @@ def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
     pairs = [open_pair(config, prefix) for prefix in prefixes]
     manifests = {pair.sequences.name: pair.manifest for pair in pairs}
     tokenizer = tokenizer_of_pairs(config, manifests)
-    check_pairs(config, pairs, tokenizer)
+    pairs = check_pairs(config, pairs, tokenizer)
     parts = [split_sequences(pair.sequences, config.data.split) for pair in pairs]
     train, validation = [part[0] for part in parts], [part[1] for part in parts]
     for part in train:

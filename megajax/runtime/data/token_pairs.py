@@ -4,9 +4,11 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from megajax.core.config import Config, ConfigError, Problem
 from megajax.runtime.data.corpus_tokenizer import CORPUS
@@ -16,7 +18,7 @@ from megajax.runtime.data.sources.remote import is_remote
 from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.tokens.indexed import Sequences, is_pair, read_pair
 from megajax.runtime.data.tokens.remote_pair import is_remote_pair, read_remote_pair
-from megajax.runtime.data.tokens.token_ids import check_token_ids, token_range
+from megajax.runtime.data.tokens.token_ids import check_token_ids, first_bad, token_range
 from megajax.runtime.data.tokens.watched import watched
 
 GB = 10**9
@@ -53,31 +55,50 @@ def manifest_of(config: Config, prefix: str) -> Manifest | None:
     return open_pair(config, prefix).manifest if is_remote(prefix) else Manifest.read(prefix)
 
 
-def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | None) -> None:
-    """Raise ConfigError unless the model has a row for every id, and the tokenizer knows every id.
+def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | None) -> list[Pair]:
+    """Return the pairs if the model has a row for every id, and the tokenizer knows every id.
 
-    Ids of remote files without a manifest are checked when they are read.
+    Otherwise, raises ConfigError. Ids of remote files without a manifest are checked when they are
+    read from the pairs that are returned.
     """
     vocab_size = config.model.vocab_size
-    for sequences, manifest, versions in pairs:
+    checked = list(pairs)
+    for number, (sequences, manifest, versions) in enumerate(pairs):
         high = manifest.max_token if manifest else None
+        unchecked = tokenizer if manifest is None else None
         if not versions:
             check_token_ids(sequences, vocab_size, high)
-            if tokenizer is not None and manifest is None and len(sequences.tokens):
-                _check_tokenizer(config, tokenizer, sequences)
+            if unchecked is not None and len(sequences.tokens):
+                _, largest = token_range(sequences)
+                if largest >= unchecked.vocab_size:
+                    raise _unknown_token(config, unchecked, sequences, largest)
         elif high is not None and high >= vocab_size:
             message = f'{vocab_size} ids end below {high}, the largest in {sequences.name}'
             raise _problem('model.vocab_size', f'{message}; use {high + 1} or more', *CORPUS)
+        elif unchecked is not None:
+            read = partial(_read_known, config, unchecked, sequences)
+            checked[number] = checked[number]._replace(sequences=replace(sequences, reader=read))
+    return checked
 
 
-def _check_tokenizer(config: Config, tokenizer: Tokenizer, pair: Sequences) -> None:
-    _, high = token_range(pair)
-    if high >= tokenizer.vocab_size:
-        message = (
-            f'{config.data.tokenizer} has {tokenizer.vocab_size} tokens, but the corpus has token '
-            f'{high} in {pair.name}; give the tokenizer.json that made it, or none'
-        )
-        raise _problem('data.tokenizer', message, *CORPUS)
+def _read_known(
+    config: Config, tokenizer: Tokenizer, sequences: Sequences, start: int, stop: int
+) -> np.ndarray:
+    """Return token ids `start` to `stop`; raise ConfigError if the tokenizer lacks one."""
+    ids = sequences.read(start, stop)
+    if (bad := first_bad(ids, tokenizer.vocab_size)) is not None:
+        raise _unknown_token(config, tokenizer, sequences, int(ids[bad]))
+    return ids
+
+
+def _unknown_token(
+    config: Config, tokenizer: Tokenizer, sequences: Sequences, token: int
+) -> ConfigError:
+    message = (
+        f'{config.data.tokenizer} has {tokenizer.vocab_size} tokens, but the corpus has token '
+        f'{token} in {sequences.name}; give the tokenizer.json that made it, or none'
+    )
+    return _problem('data.tokenizer', message, *CORPUS)
 
 
 def prefixes_of(config: Config) -> list[str]:

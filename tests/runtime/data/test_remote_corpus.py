@@ -205,6 +205,14 @@ def test_ids_outside_the_vocabulary_are_found_by_the_manifest_or_when_they_are_r
         load_data(config(f'data.corpus=file://{here}/web', *IDS, 'model.vocab_size=100')).train[0]
 
 
+def test_ids_that_the_tokenizer_lacks_are_found_when_they_are_read(here: Path) -> None:
+    (here / 'web.json').unlink()
+    keys = f'data.corpus=file://{here}/web', 'data.tokenizer=bytes', 'model.vocab_size=300'
+    message = r'data\.tokenizer: bytes has 257 tokens, but the corpus has token 2[56]\d in file:'
+    with pytest.raises(ConfigError, match=message):
+        load_data(config(*keys)).validation[0]
+
+
 def test_a_folder_that_cannot_be_written_is_no_cache(here: Path, tmp_path: Path) -> None:
     (tmp_path / 'file').write_text('')
     keys = f'data.corpus=file://{here}/web', f'run.data_cache={tmp_path}/file/cache'
