@@ -37,7 +37,9 @@ LONGEST_WAIT = 600_000_000  # seconds
 def check_path(text: str) -> str:
     """Return a path or file name; raise PydanticCustomError if the file system cannot have it."""
     fault = ''
-    if '\0' in text:
+    if not text:  # `Path('')` is the working directory
+        fault = 'a name of at least one character'
+    elif '\0' in text:
         fault = 'text without the character NUL'
     elif len(text) > 4095 or max(map(len, _encoded(text).split(b'/'))) > 255:
         fault = 'at most 4,095 characters, and at most 255 bytes between two slashes'

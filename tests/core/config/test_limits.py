@@ -61,12 +61,14 @@ def test_a_path_is_one_that_a_file_can_have(key: str) -> None:
     assert f"{key}: must be text without the character NUL, not 'a\\x00b'" in message(
         f'{key}="a\\0b"'
     )
+    assert f"{key}: must be a name of at least one character, not ''" in message(f"{key}=''")
     assert f'{key}: must be at most 4,095 characters' in message(f'{key}={"x" * 256}')
     assert f'{key}: must be at most 4,095 characters' in message(f'{key}={"x/" * 2048}')
 
 
 def test_no_path_of_a_blend_has_nul() -> None:
     assert 'must be text without the character NUL' in message('data.blend={"a\\0b": 1}')
+    assert 'must be a name of at least one character' in message('data.blend={"": 1}')
 
 
 def test_no_weight_of_a_blend_is_vanishingly_small() -> None:

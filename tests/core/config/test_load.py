@@ -80,7 +80,7 @@ def test_a_mistake_in_a_group_is_not_hidden_by_a_default_that_needs_the_key(
         '2026-01-01',
         'a: b',
         '# x',
-        '',
+        ' ',
         ' y ',
         'two\nlines',
         '"',
