@@ -9,6 +9,7 @@ import numpy as np
 
 from megajax.core.config import Config, ConfigError, Problem
 from megajax.runtime.data.batches import Batches, Order
+from megajax.runtime.data.blend_notes import note_early_end, note_unvalidated
 from megajax.runtime.data.corpus_tokenizer import (
     CORPUS,
     check_image_token,
@@ -130,24 +131,12 @@ def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
     train, validation = [part[0] for part in parts], [part[1] for part in parts]
     for part in train:
         _check_tokens(part)
-    _note_unvalidated(config, validation)
+    note_unvalidated(config, validation)
     names = ', '.join(map(str, pairs))
     summary = f'{_size(train)} to train on, {_size(validation)} to validate, of {names}'
     data = _make(config, tokenizer, train, validation, summary)
     versions = {name: version for pair in pairs for name, version in pair.versions.items()}
     return replace(data, fingerprints=data.fingerprints | versions)
-
-
-def _note_unvalidated(config: Config, validation: Sequence[Part]) -> None:
-    """Log which corpora of a blend no evaluation reads, because they have no validation part."""
-    empty = [part.sequences.name for part in validation if not part.num_tokens]
-    if 0 < len(empty) < len(validation):
-        logger.warning(
-            'data.blend: evaluations do not read %s: data.split=%s leaves no sequence to validate '
-            'on; the weights of the other corpora keep their proportions',
-            ', '.join(empty),
-            config.data.split,
-        )
 
 
 def _load_image_text(config: Config, template: Template | None) -> Data:
@@ -247,7 +236,9 @@ def _stateless(
         )
     weights = list(config.data.blend.values()) or [1.0]
     if validation:
-        return batches(samples, stateless_order.in_order(samples.starts, weights))
+        order = stateless_order.in_order(samples.starts, weights)
+        note_early_end(config, parts, samples, order)
+        return batches(samples, order)
     if len(samples) < batch_size:
         message = (
             f'{batch_size} is more than the {len(samples)} sequences of train.seq_len={seq_len} in '

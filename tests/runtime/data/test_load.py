@@ -193,6 +193,17 @@ def test_a_corpus_of_a_blend_without_a_validation_part_is_left_out_of_evaluation
     assert_equal(both.validation[0], alone.validation[0])
 
 
+@pytest.mark.parametrize(('eval_batches', 'is_early'), [(1, False), (2, True)])
+def test_the_corpus_with_which_the_evaluations_of_a_blend_end_is_named(
+    pair: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, eval_batches: int, is_early: bool
+) -> None:
+    small = build(tmp_path / 'small')
+    blend = f'data.blend={{{pair}: 1, {small}: 1}}'
+    data = load_data(config(blend, *IDS, f'train.eval_batches={eval_batches}'))
+    assert len(data.validation) == 2
+    assert (f'reads 6 of 15 sequences to validate on, because {pair}' in caplog.text) == is_early
+
+
 def test_files_of_megatron_in_the_stateless_order() -> None:
     data = load_data(config(*IDS, f'data.corpus={ORACLES}/a', 'data.split=900,50,50'))
     training = read_pair(ORACLES / 'a')
