@@ -10,6 +10,7 @@ from rich.console import Console
 from megajax.base.files.outputs import check_outputs, with_folder
 from megajax.base.render.logs import log_to_terminal
 from megajax.core.config import ConfigError
+from megajax.core.config.overrides import is_override
 
 if TYPE_CHECKING:
     from megajax.analysis.compare.difference import Comparison
@@ -70,8 +71,8 @@ def compare(
     Runs one forward and one backward pass on each side, on the same batch. Exits with code 1 if a
     difference exceeds its limit.
     """
-    sources = [argument for argument in arguments if '=' not in argument]
-    overrides = [argument for argument in arguments if '=' in argument]
+    sources = [argument for argument in arguments if not is_override(argument)]
+    overrides = [argument for argument in arguments if is_override(argument)]
     if dump is None:
         _check_two(sources)
     else:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megajax.runtime.checkpoint.open import Opened
     from megajax.runtime.generate import Continuation, Request
 
-_OVERRIDE = re.compile(r'[a-z]+\.\w+=')
+_OVERRIDE = re.compile(r'[a-z]+(\.\w+)+=')
 
 Run = Annotated[
     Path,
@@ -292,14 +292,14 @@ def _check(
         problems.append('give either --task perplexity, wikitext or lambada, or --harness TASKS')
     if harness and not find_spec('lm_eval'):
         problems.append(f'--harness needs lm-evaluation-harness: {install("harness")}')
-    if harness and (files or stride):
+    if harness and (files or stride is not None):
         problems.append('--harness uses its own data: remove files and --stride')
     if task and (not files or (len(files) > 1 and task != 'perplexity')):
         problems.append(
             f'--task {task} needs {"files" if task == "perplexity" else "one file"}, '
             f'not {len(files)}'
         )
-    if task == 'lambada' and stride:
+    if task == 'lambada' and stride is not None:
         problems.append('--task lambada does not support --stride: remove it')
     problems += [
         f'{file}: no such file or folder' for file in files if not exists(Path(file).expanduser())

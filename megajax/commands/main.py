@@ -37,6 +37,7 @@ from megajax.core.config import (
     presets,
     recipes,
 )
+from megajax.core.config.overrides import is_override
 from megajax.core.counts.parameters import num_parameters
 from megajax.runtime.processes.environment import read_start
 from megajax.runtime.processes.signals import leave_when_asked
@@ -253,7 +254,7 @@ for group, name in (
 def _read(arguments: list[str] | None) -> tuple[Config, str]:
     """Return the config that the arguments of `train` describe, and its name."""
     source, *overrides = arguments or ['tiny']
-    if '=' in source:
+    if is_override(source):
         return config_of_overrides([source, *overrides])
     return load(source, overrides), Path(source).name.removesuffix('.yaml')
 

@@ -34,6 +34,8 @@ TWICE = 'would be read twice: name it, or the folder that contains it, once'
         ('--task wikitext', '--task wikitext needs one file, not 0'),
         ('--task wikitext a.txt b.txt', '--task wikitext needs one file, not 2'),
         ('--task lambada a.txt --stride 4', '--task lambada does not support --stride: remove it'),
+        ('--task lambada a.txt --stride 0', '--task lambada does not support --stride: remove it'),
+        ('model.experts.capacity=2', EITHER),
         ('--task perplexity gone.txt', 'gone.txt: no such file or folder'),
         ('--task perplexity a.txt b.txt ./a.txt', f'./a.txt: {TWICE}'),
         ('--task perplexity . a.txt', f'a.txt: {TWICE}'),

@@ -18,7 +18,7 @@ LOSS = 'loss'
 
 
 class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra='forbid', ser_json_inf_nan='constants')
+    model_config = ConfigDict(frozen=True, extra='forbid')
 
 
 class Site(_Result):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from megajax.xla.emulate.arguments import one_shape
 from megajax.xla.hlo.collectives import Collective, collectives
 from megajax.xla.hlo.permutes import SHOWN, DevicePairs, Pairs, along, fault
 from megajax.xla.hlo.program import Program
@@ -105,14 +106,15 @@ def _axes(name: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None, shardings: Any) -> dict[str, int] | None:
-    """Return the axis sizes of `mesh`, or of the first mesh in a tree of shardings or arrays."""
+    """Return the axis sizes of `mesh`, or else of the meshes in a tree of shardings or arrays.
+
+    Raises ValueError if two meshes of the tree differ.
+    """
     if mesh is not None:
         return dict(mesh.shape)
-    for leaf in jax.tree.leaves(shardings):
-        sharding = getattr(leaf, 'sharding', leaf)
-        if isinstance(sharding, NamedSharding):
-            return dict(sharding.mesh.shape)
-    return None
+    leaves = [getattr(leaf, 'sharding', leaf) for leaf in jax.tree.leaves(shardings)]
+    meshes = [leaf.mesh for leaf in leaves if isinstance(leaf, NamedSharding)]
+    return one_shape(meshes)
 
 
 def _current_mesh() -> dict[str, int]:

@@ -15,8 +15,11 @@ def check_outputs(*paths: Path | None) -> None:
 
 
 def output_problems(*paths: Path | None) -> Iterator[str]:
-    """Yield a message for each file that cannot be written; None is skipped."""
-    for path in filter(None, paths):
+    """Yield a message for each file that cannot be written, or is given twice; None is skipped."""
+    given = [*filter(None, paths)]
+    for place, path in enumerate(given):
+        if path.absolute() in [other.absolute() for other in given[:place]]:
+            yield f'{path} would be written twice: give each output its own file'
         there = next(each for each in (path, *path.parents) if exists(each))
         if path.is_dir():
             yield f'{path} is a folder: give the name of a file in it'

@@ -25,6 +25,12 @@ class Setting(NamedTuple):
     place: str
 
 
+def is_override(argument: str) -> bool:
+    """Whether an argument sets a key, and is not the path of a file or folder with `=` in it."""
+    key, equals, _ = argument.partition('=')
+    return bool(equals) and '/' not in key
+
+
 def read_overrides(
     overrides: Sequence[str], problems: list[Problem], written: Mapping[str, Setting] | None = None
 ) -> dict[str, Setting]:

@@ -60,7 +60,8 @@ def perplexity(
         ids, _ = encode_documents(texts, tokenizer)
     if not tokenizer.start:
         ids = np.concatenate([[tokenizer.eod], ids])
-    tokens, nll = len(ids) - 1, _sum(scorer, ids, stride or scorer.config.model.max_seq_len)
+    stride = scorer.config.model.max_seq_len if stride is None else stride
+    tokens, nll = len(ids) - 1, _sum(scorer, ids, stride)
     num_bytes = sum(len(text.encode()) for text in texts)
     return Perplexity(
         documents=len(texts),

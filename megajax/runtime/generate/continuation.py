@@ -14,7 +14,8 @@ End = Literal['eod', 'stop', 'length']
 class Continuation:
     """Up to `limit` tokens after one prompt, added as they are generated.
 
-    `ids` exclude the token of `ends` that ended the continuation. `end` is the reason for the end,
+    `ids` exclude the token of `ends` that ended the continuation, and end with the token that
+    completes a stop. `end` is the reason for the end,
     None until then. `text` is the text of `ids` up to the first of `stops`. Until the end, it omits
     the part that later tokens may still change: an incomplete character, or the beginning of a
     stop.
@@ -42,6 +43,7 @@ class Continuation:
         """Add the next tokens."""
         if self.end:
             return
+        start = len(self.ids)
         end = next((i for i, token in enumerate(ids) if token in self._ends), None)
         self.ids += ids[:end]
         if end is not None:
@@ -49,11 +51,24 @@ class Continuation:
         elif len(self.ids) == self.limit:
             self.end = 'length'
         if self._tokenizer:
-            # Decode with the prompt: some tokenizers drop a space at the start of decoded text.
-            text, before = self._tokenizer.decode([*self._prompt, *self.ids]), self._before
-            if not text.startswith(before):  # the prompt's last character is complete now
-                before = before.rstrip(UNFINISHED)
-            self._look_for_stops(text[len(before) :])
+            self._look_for_stops(self._decoded(self._tokenizer, self.ids))
+            if self.end == 'stop':  # the other tokens were generated in the same dispatch
+                self.ids = self._up_to_stop(self._tokenizer, start)
+
+    def _decoded(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+        # Decode with the prompt: some tokenizers drop a space at the start of decoded text.
+        text, before = tokenizer.decode([*self._prompt, *ids]), self._before
+        if not text.startswith(before):  # the prompt's last character is complete now
+            before = before.rstrip(UNFINISHED)
+        return text[len(before) :]
+
+    def _up_to_stop(self, tokenizer: Tokenizer, start: int) -> list[int]:
+        """Return the ids up to the token that completes a stop, which is not before `start`."""
+        for count in range(start + 1, len(self.ids)):
+            text = self._decoded(tokenizer, self.ids[:count])
+            if any(stop in text for stop in self._stops):
+                return self.ids[:count]
+        return self.ids
 
     def _look_for_stops(self, text: str) -> None:
         if not self.end:

@@ -10,6 +10,9 @@ from megajax.core.config import ConfigError
 from megajax.core.model.platform import with_fast_rows
 from megajax.core.parallel.layout import Layout
 
+# A lower temperature is 0: logits divided by it overflow, and only the most probable token is left.
+_COLDEST = 1e-30
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -70,7 +73,7 @@ def choose(
 
     The token is the same on every mesh and in every batch, because each sequence has its own key.
     """
-    if sampling.temperature == 0:
+    if sampling.temperature < _COLDEST:
         return most_probable(logits_BV, vocab_size, layout)
     # all-gather over model, of one position
     logits_BV = jax.reshard(logits_BV, layout('Bv'))[:, :vocab_size] / sampling.temperature

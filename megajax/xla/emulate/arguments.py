@@ -1,6 +1,6 @@
 """The arguments of a user's function: the mesh that they are on, and their values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,7 @@ def simulated_mesh(args: tuple[Any, ...], mesh: AnyMesh | None) -> Mesh | None:
     meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(args) if _is_on_a_mesh(leaf)]
     if mesh is not None:
         meshes.append(mesh)
-    shapes = list({tuple(each.shape.items()): None for each in meshes})
-    if len(shapes) > 1:
-        raise ValueError(
-            f'several meshes, {" and ".join(str(dict(shape)) for shape in shapes)}: place all '
-            'arguments on the same mesh, and leave out mesh= or pass that mesh'
-        )
+    one_shape(meshes)
     if not meshes:
         context = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
         meshes = [each for each in context if not each.empty]
@@ -36,6 +31,17 @@ def simulated_mesh(args: tuple[Any, ...], mesh: AnyMesh | None) -> Mesh | None:
     devices = cpu_devices(meshes[0].size)
     shape, types = meshes[0].shape, meshes[0].axis_types
     return Mesh(np.array(devices).reshape([*shape.values()]), tuple(shape), axis_types=types)
+
+
+def one_shape(meshes: Sequence[AnyMesh]) -> dict[str, int] | None:
+    """Return the axis sizes of the meshes, None for no mesh. Raises ValueError if two differ."""
+    shapes = list({tuple(each.shape.items()): None for each in meshes})
+    if len(shapes) > 1:
+        raise ValueError(
+            f'several meshes, {" and ".join(str(dict(shape)) for shape in shapes)}: place all '
+            'arguments on the same mesh, and leave out mesh= or pass that mesh'
+        )
+    return dict(shapes[0]) if shapes else None
 
 
 def cpu_devices(count: int) -> list[jax.Device]:

@@ -26,7 +26,13 @@ def main() -> None:
         '--options', type=json.loads, default={}, help='compiler options that were used, as JSON'
     )
     given = parser.parse_args()
-    num_devices = Program(dumped(modules(given.dumps)[0])).num_devices
+    try:
+        given.folder.mkdir(parents=True, exist_ok=True)
+        num_devices = Program(dumped(modules(given.dumps)[0])).num_devices
+    except OSError as error:
+        parser.error(f'{error.filename}: {error.strerror}')
+    except ValueError as error:
+        parser.error(str(error))
     jax.config.update('jax_num_cpu_devices', num_devices)
     compiler = Compiler(given.target, num_devices, given.options)
     summary = reduce_dumps(

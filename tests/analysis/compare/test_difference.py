@@ -1,6 +1,7 @@
 """Two recordings of a few numbers, compared without a model."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -48,9 +49,10 @@ def test_what_is_not_a_number_is_equal_only_to_itself() -> None:
     broken = recording(1, np.nan, np.inf)
     assert compare_recordings(broken, broken).same_bits
     for other in (recording(1, 2, np.inf), recording(1, np.nan, -np.inf)):
-        first = compare_recordings(broken, other).first
-        assert first is not None
-        assert first.error == np.inf
+        comparison = compare_recordings(broken, other)
+        assert comparison.first is not None
+        assert comparison.first.error == np.inf
+        json.loads(comparison.model_dump_json(), parse_constant=pytest.fail)
 
 
 def test_a_gradient_that_is_all_rounding_is_relative_to_the_others() -> None:

@@ -228,6 +228,7 @@ def test_the_first_batch_of_the_data_is_taken_where_it_is_asked_for(tmp_path: Pa
     ('arguments', 'message'),
     [
         (['tiny'], 'compare needs two sources, got tiny: give A and B, or A and --dump FILE'),
+        (['lr=1/a', 'runs/lr=1'], 'compare needs two sources, got runs/lr=1: give A and B'),
         (['tiny', 'tiny', '--dump', 'a.npz'], 'give only A, without --b'),
         (['tiny', '--dump', 'a.npz', '--all'], 'no effect with --dump, which compares nothing'),
         (['tiny', '--dump', 'a.txt'], 'a dump is a .npz file; name it a.npz'),

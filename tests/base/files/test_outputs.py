@@ -21,8 +21,9 @@ def test_the_folders_of_a_file_are_created_when_it_is_written_and_not_before(
 def test_every_file_that_cannot_be_written_is_named_at_once(tmp_path: Path) -> None:
     (tmp_path / 'file').touch()
     with pytest.raises(ConfigError) as error:
-        check_outputs(tmp_path, tmp_path / 'file/a/b.json')
+        check_outputs(tmp_path, tmp_path / 'file/a/b.json', tmp_path / 'x', tmp_path / 'x')
     assert str(error.value) == (
         f'{tmp_path} is a folder: give the name of a file in it\n'
-        f'{tmp_path}/file/a/b.json: {tmp_path}/file is a file, not a folder: choose another file'
+        f'{tmp_path}/file/a/b.json: {tmp_path}/file is a file, not a folder: choose another file\n'
+        f'{tmp_path}/x would be written twice: give each output its own file'
     )

@@ -287,6 +287,7 @@ def frequencies(sampling: Sampling, probability: Sequence[float], draws: int = 4
     [
         (Sampling(temperature=1), [0.1, 0.4, 0.2, 0.3]),
         (Sampling(temperature=0.5), np.square([0.1, 0.4, 0.2, 0.3]) / 0.3),
+        (Sampling(temperature=1e-38), [0, 1, 0, 0]),
         (Sampling(temperature=1, top_k=2), [0, 4 / 7, 0, 3 / 7]),
         (Sampling(temperature=1, top_p=0.7), [0, 4 / 7, 0, 3 / 7]),
         (Sampling(temperature=1, top_p=0.71), [0, 4 / 9, 2 / 9, 3 / 9]),
@@ -401,6 +402,12 @@ def test_of_several_stops_the_first_in_the_text_counts_and_may_be_all_there_is()
     assert (known, row.end) == (['one'], 'stop')
     known, row = texts_of([b'. one'], stops=['.'])
     assert (known, row.end) == ([''], 'stop')
+
+
+def test_tokens_after_the_one_that_completes_a_stop_do_not_count() -> None:
+    _, row = texts_of([b'one', b' tENDwo three'], stops=['END'])
+    assert (row.text, row.end) == ('one t', 'stop')
+    assert bytes(row.ids) == b'one tEND'
 
 
 def test_the_longest_beginning_of_any_stop_is_held_back() -> None:

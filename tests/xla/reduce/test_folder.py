@@ -18,10 +18,32 @@ from megajax.xla.miscompiles.misplaced_bias import MISPLACED_BIAS
 from megajax.xla.miscompiles.probe import ask
 from megajax.xla.miscompiles.scaled_bias import SCALED_BIAS
 from megajax.xla.miscompiles.split_cycles import SPLIT_CYCLES
+from megajax.xla.reduce.__main__ import main
 from megajax.xla.reduce.execute import LIMIT, Compiler
 from megajax.xla.reduce.folder import reduce_dumps
 
 MOST = 20  # instructions
+
+
+@pytest.mark.parametrize(
+    ('dumps', 'folder', 'message'),
+    [
+        ('gone', 'out', 'gone: No such file or directory'),
+        ('file', 'out', 'file: Not a directory'),
+        ('empty', 'out', 'no pass dumps in empty: compile with dump_options, without a cache'),
+        ('empty', 'file', 'file: File exists'),
+    ],
+)
+def test_a_mistake_ends_with_one_line_before_the_search(
+    dumps, folder, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'file').touch()
+    monkeypatch.setattr(sys, 'argv', ['reduce', dumps, folder])
+    with pytest.raises(SystemExit, match='2'):
+        main()
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f'error: {message}')
 
 
 @pytest.mark.slow
