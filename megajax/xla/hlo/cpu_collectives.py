@@ -13,6 +13,8 @@ from megajax.xla.hlo.op_paths import SAME
 from megajax.xla.hlo.program import DTYPE_BITS, Array, Computation, Instruction, Program
 from megajax.xla.hlo.transfers import Sent
 
+# Steps of a computation, or levels of fusions, in which the operands of a sum are converted.
+STEPS_BACK = 12
 # The dtypes that XLA for CPUs widens to each dtype on the wire.
 _NARROW = {'f32': {'bf16', 'f16'}, 'f16': {dtype for dtype in DTYPE_BITS if dtype.startswith('f8')}}
 
@@ -91,12 +93,36 @@ def _narrow_dtype(
     if reduction is None:  # moved without a reduction
         return before if before in narrow and after == {before} else ''
     # Partial sums of a matmul are in fp32 on CPUs, and in the matmul's dtype elsewhere. A sum that
-    # the author wrote has the dtype that the author chose.
+    # the author wrote has the dtype that the author chose, and so has a sum of fp32 numbers.
     is_authors = (
         re.search(r'/(psum|reduce_scatter)\w*$', instruction.op_name)
         and '_promoted' not in reduction
     )
-    return next(iter(after)) if len(after) == 1 and after <= narrow and not is_authors else ''
+    if len(after) != 1 or not after <= narrow or is_authors:
+        return ''
+    (dtype,) = after
+    return dtype if _comes_from(program, computation, operand, dtype) else ''
+
+
+def _comes_from(
+    program: Program, computation: Computation, producer: Instruction, dtype: str
+) -> bool:
+    """Return whether an array is computed from arrays of a dtype within STEPS_BACK steps."""
+    values = {(computation.name, producer.name): (computation, producer)}
+    for _ in range(STEPS_BACK):
+        before = []
+        for home, value in values.values():
+            if any(result.dtype == dtype for result in value.results):
+                return True
+            if value.opcode in ('fusion', 'call'):
+                inside = program.computations[value.called[0]]
+                before.append((inside, inside.root))
+            elif given := _given(program, home, value):
+                before.append(given)
+            else:
+                before += [(home, home.by_name[x]) for x in value.operands if x in home.by_name]
+        values = {(home.name, value.name): (home, value) for home, value in before}
+    return False
 
 
 class _Reader(NamedTuple):

@@ -48,6 +48,23 @@ def product(
 ROWS = jax.P('data', None, 'model'), jax.P('model', None)
 
 
+def test_a_sum_of_fp32_numbers_stays_in_fp32_if_only_its_result_is_rounded():
+    mesh = jax.make_mesh((8,), ('model',), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def rounded(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jnp.einsum('bf,fd->bd', x, w, out_sharding=jax.P())
+        return y.astype(jnp.bfloat16), x.sum(1).astype(jnp.bfloat16)
+
+    with jax.set_mesh(mesh):
+        x, w = (
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+            for shape, spec in (((16, 32), jax.P(None, 'model')), ((32, 64), jax.P('model')))
+        )
+        program = Program(jax.jit(rounded).lower(x, w).compile().as_text())
+    found = collectives(program, dict(mesh.shape))
+    assert {str(one.operand) for one in found} == {'f32[16,64]', 'f32[16]'}
+
+
 @pytest.mark.parametrize('wide', [False, True])
 @pytest.mark.parametrize('dtype', DTYPES)
 def test_partial_sums_are_reduced_in_the_dtype_of_the_product(dtype, wide):

@@ -300,7 +300,9 @@ def test_a_start_without_an_end_raises_with_the_line():
 def test_a_sum_that_is_narrowed_after_it_was_sent_on_a_gpu_is_sent_wide():
     config = ', backend_config={"collective_backend_config":{"is_sync":true}}'
     lines = f"""
-        %sum = f32[8,16]{{1,0}} all-reduce(%p), {GROUPS}, to_apply=%add, \
+        %half = bf16[8,16]{{1,0}} convert(%p)
+        %wide = f32[8,16]{{1,0}} convert(%half)
+        %sum = f32[8,16]{{1,0}} all-reduce(%wide), {GROUPS}, to_apply=%add, \
 metadata={{op_name="jit(f)/dot_general"}}CONFIG
         %narrow = bf16[8,16]{{1,0}} convert(%sum)
     """
