@@ -80,8 +80,8 @@ def find_corpus(corpus: str) -> Corpus:
         )
     if corpus == 'stdlib':
         root = Path(sysconfig.get_path('stdlib'))
-        paths = (path for path in _walk(root, NOT_STDLIB, links=False) if path.suffix == '.py')
-        return Corpus([_file(path, root) for path in paths if is_file(path)], [])
+        modules = (path for path in _walk(root, NOT_STDLIB, links=False) if path.suffix == '.py')
+        return Corpus([_file(path, root) for path in modules if is_file(path)], [])
     root = Path(corpus).expanduser()
     if not exists(root, 'data.corpus'):
         raise corpus_error(f'no such file or folder: {root}{_near(root)}; give {KINDS}')
