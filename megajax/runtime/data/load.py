@@ -257,7 +257,7 @@ def _check_documents(
     if not any(part.num_tokens for part in short) or (validation and len(short) < len(parts)):
         return
     use, names = 'validate' if validation else 'train', ', '.join(x.sequences.name for x in short)
-    message = f'no document to {use} on in {names} has {SHORTEST} tokens, so none can be masked'
+    message = f'no document to {use} on has {SHORTEST} tokens, so none can be masked, in {names}'
     raise _problem('data.corpus', f'{message}; give longer documents', *CORPUS)
 
 
