@@ -32,3 +32,23 @@ def test_a_number_that_the_dtype_does_not_have_is_refused_by_name(tmp_path: Path
     export_huggingface(tmp_path / 'run', tmp_path / 'out', dtype='bfloat16')
     exported = dict(read_tensors(tmp_path / 'out'))[NAME]
     np.testing.assert_array_equal(exported, tensors[NAME].astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize('prefix', ['transformer.', ''])
+def test_each_tensor_has_the_dtype_of_its_import(prefix: str, tmp_path: Path) -> None:
+    single = {'transformer.ln_f.weight', 'transformer.wpe.weight'}
+    expected = {
+        name: x if name in single else x.astype(ml_dtypes.bfloat16)
+        for name, x in read_tensors(DATA / 'gpt2').items()
+        if not name.startswith('lm_head')
+    }
+    shutil.copytree(DATA / 'gpt2', tmp_path / 'in')
+    named = {prefix + name.removeprefix('transformer.'): x for name, x in expected.items()}
+    save_file(named, tmp_path / 'in' / SINGLE)
+    import_huggingface(tmp_path / 'in', tmp_path / 'run')
+    assert export_huggingface(tmp_path / 'run', tmp_path / 'out') == ('gpt2', 'bfloat16')
+    found = read_tensors(tmp_path / 'out')
+    for name, x in expected.items():
+        np.testing.assert_array_equal(found[name], x, name, strict=True)
+    export_huggingface(tmp_path / 'run', tmp_path / 'halves', dtype='bfloat16')
+    assert {x.dtype for x in read_tensors(tmp_path / 'halves').values()} == {np.dtype('bfloat16')}

@@ -3,7 +3,8 @@
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,7 @@ from megajax.runtime.checkpoint.hf_files import (
     companions_of_model,
     read_companions,
 )
-from megajax.runtime.checkpoint.record import FAMILY, RECORD, TOKENIZER, read_record
+from megajax.runtime.checkpoint.record import FAMILY, RECORD, TOKENIZER, Record, read_record
 
 Dtype = Literal['float32', 'bfloat16', 'float16']
 EXPORT_DTYPES = {
@@ -51,6 +52,7 @@ BESIDE_PICTURES = {
 }
 # Keys in the record of an imported checkpoint.
 DTYPE, REPOSITORY = 'imported in', 'imported from'
+OTHERS = 'tensors in other dtypes'  # their names and dtypes, as JSON
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +93,7 @@ def import_huggingface(
     from megajax.interop.huggingface.weights import from_huggingface
     from megajax.interop.runs import start_run
 
-    dtypes = {str(x.dtype) for x in tensors.values() if x.dtype in EXPORT_DTYPES.values()}
-    origin = {FAMILY: family} | ({DTYPE: dtypes.pop()} if len(dtypes) == 1 else {})
+    origin = {FAMILY: family} | _dtypes_in(tensors, family)
     if repository is not None:
         origin |= {REPOSITORY: str(repository)}
     start_run(
@@ -104,6 +105,30 @@ def import_huggingface(
         companions=companions,
     )
     return config
+
+
+def _dtypes_in(tensors: Mapping[str, np.ndarray], family: str) -> dict[str, str]:
+    """Return what a record says about the dtypes of a directory's tensors."""
+    from megajax.interop.huggingface.weights import full_names
+
+    found = {name: str(x.dtype) for name, x in tensors.items()}
+    sizes = Counter[str]()
+    for name, dtype in found.items():
+        if dtype in EXPORT_DTYPES:
+            sizes[dtype] += tensors[name].size
+    if not sizes:
+        return {}
+    usual, full = max(sizes, key=lambda dtype: sizes[dtype]), full_names(family, tensors)
+    others = {full[name]: dtype for name, dtype in found.items() if dtype in {*sizes} - {usual}}
+    return {DTYPE: usual} | ({OTHERS: json.dumps(others)} if others else {})
+
+
+def _dtypes_of(record: Record, family: str) -> tuple[Dtype, dict[str, Dtype]]:
+    """Return the usual dtype of an import's tensors, and others by name; fp32 if unknown."""
+    others = json.loads(record.data.get(OTHERS, '{}'))
+    if others and family != record.data[FAMILY]:  # in which tensors have other names
+        return 'float32', {}
+    return record.data.get(DTYPE, 'float32'), others  # type: ignore[return-value]
 
 
 def export_huggingface(
@@ -126,8 +151,7 @@ def export_huggingface(
         record = read_record(checkpoint)
         model = without_adapters(reload(record.config, place=str(checkpoint / RECORD))).model
         family, keys = write_family(model, family or record.data.get(FAMILY))
-        dtype = dtype or record.data.get(DTYPE, 'float32')  # type: ignore[assignment]
-        assert dtype is not None
+        usual, others = (dtype, {}) if dtype else _dtypes_of(record, family)
         from megajax.interop.huggingface.weights import huggingface_pieces, joined_tensors
         from megajax.interop.runs import parts, weight_shapes
 
@@ -137,22 +161,25 @@ def export_huggingface(
             Tensor(
                 name,
                 (sum(part.shape[0] for part in group), *group[0].shape[1:]),
-                EXPORT_DTYPES[dtype],
+                EXPORT_DTYPES[others.get(name, usual)],
             )
             for name, group in joined.items()
         ]
         with new_folder(out) as partial:
             tokens = _write_companions(checkpoint, partial, model)
-            keys |= {'torch_dtype': dtype, 'use_cache': True, **tokens}
+            keys |= {'torch_dtype': usual, 'use_cache': True, **tokens}
             (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
             if model.vision is not None:
                 preprocessor = json.dumps(write_preprocessor(model.vision), indent=2)
                 (partial / FILE).write_text(preprocessor + '\n')
-            cast = (_cast(name, x, dtype) for _, name, x in parts(checkpoint, [pieces]))
-            arrays = (_together([next(cast) for _ in group]) for group in joined.values())
+            stored = ((name, x) for _, name, x in parts(checkpoint, [pieces]))
+            arrays = (
+                _together([_cast(*next(stored), others.get(name, usual)) for _ in group])
+                for name, group in joined.items()
+            )
             write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
         _warn_of_other_texts(out, record.tokenizer_sha256)
-        return family, dtype
+        return family, usual
 
 
 def _warn_of_other_texts(folder: Path, fingerprint: str | None) -> None:

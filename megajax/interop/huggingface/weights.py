@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from flax import nnx
@@ -123,6 +123,13 @@ def joined_tensors(pieces: Pieces, family: Family | str) -> dict[str, list[Piece
     return dict(tensors)
 
 
+def full_names(family: Family | str, names: Collection[str]) -> dict[str, str]:
+    """Return each name of a directory's tensors with the prefix that some directories omit."""
+    family = FAMILIES[family] if isinstance(family, str) else family
+    prefix = '' if any(name.startswith(family.prefix) for name in names) else family.prefix
+    return {name: name if name in family.copies else prefix + name for name in names}
+
+
 def _split(
     name: str, parts: list[Piece], tensors: dict[str, np.ndarray], source: str
 ) -> dict[str, np.ndarray]:
@@ -151,13 +158,11 @@ def _named_as_saved(
 
     Unused buffers, layers for multi-token prediction, and copies of tied tensors are dropped.
     """
-    prefix = family.prefix
-    if any(name.startswith(prefix) for name in tensors):
-        prefix = ''
     for unpack in family.packings.values():
         tensors = unpack(tensors, source)
+    full = full_names(family, tensors)
     named = {
-        name if name in family.copies else prefix + name: x
+        full[name]: x
         for name, x in tensors.items()
         if not (family.buffers and family.buffers.fullmatch(name))
         and not (family.has_more_layers and _layer_number(name) >= model.num_layers)
