@@ -12,6 +12,7 @@ from megajax.core.config import (
     overlap_rules,
     relevance_rules,
     rope_rules,
+    unused_rules,
     vision_rules,
 )
 from megajax.core.config.conflicts import excluded
@@ -42,6 +43,8 @@ def incompatibilities(
         _heads,
         rope_rules.of_scaling,
         rope_rules.of_fraction,
+        unused_rules.of_model,
+        unused_rules.of_learning_rate,
         _kv_heads,
         _widths,
         _batches,
@@ -57,7 +60,7 @@ def incompatibilities(
         vision_rules.of_encoder,
         relevance_rules.of_relevance,
         _loss_scale,
-        _scaling,
+        unused_rules.of_scaling,
         _optimizer,
         _profile,
         _replay,
@@ -224,16 +227,6 @@ def _loss_scale(config: 'Config') -> Iterator[Problem]:
             f'which scaling without rounding needs; use {near}'
         )
         yield Problem(path=path, message=message)
-
-
-def _scaling(config: 'Config') -> Iterator[Problem]:
-    train = config.train
-    if train.fp8_scaling != 'delayed' and train.dtype != 'fp8':
-        message = (
-            f'{train.fp8_scaling} has no effect with train.dtype={train.dtype}; '
-            'remove it, or set train.dtype=fp8'
-        )
-        yield Problem(path='train.fp8_scaling', message=message, others=('train.dtype',))
 
 
 def _optimizer(config: 'Config') -> Iterator[Problem]:

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.stages import Compiled
 
-from megajax.core.config import Config
+from megajax.core.config import Config, ConfigError, Problem
 from megajax.core.train.evaluation import make_eval_step
 from megajax.runtime.data import Batch as HostBatch
 from megajax.runtime.data import Data
@@ -95,6 +95,17 @@ class Evaluation:
         # A label that does not count may be an image token, which may not be in the tokenizer.
         labels = np.where(batch['loss_mask'] > 0, batch['labels'], tokenizer.eod)
         return {**batch, 'label_bytes': tokenizer.token_bytes[labels]}
+
+
+def check_best(config: Config, data: Data) -> None:
+    """Raise ConfigError if the best checkpoints are to be kept, and there are no losses of them."""
+    if config.checkpoint.keep_best and not len(data.validation):
+        message = (
+            f'{config.checkpoint.keep_best} has no effect, because there is nothing to validate on '
+            f'with data.split={config.data.split} and train.batch_size={config.train.batch_size}; '
+            'raise the second number of data.split, or use checkpoint.keep_best=null'
+        )
+        raise ConfigError(Problem(path='checkpoint.keep_best', message=message))
 
 
 def losses_of(sums: Counter[str]) -> tuple[dict[str, float], str]:

@@ -38,6 +38,7 @@ from megajax.runtime.processes.signals import telling
 from megajax.runtime.run.chat_template import read_corpus
 from megajax.runtime.run.clock import Clock, RunSummary
 from megajax.runtime.run.compile_cache import compile_cache
+from megajax.runtime.run.evaluation import check_best
 from megajax.runtime.run.host_memory import check_host_memory
 from megajax.runtime.run.inputs import write_inputs
 from megajax.runtime.run.lock import run_lock
@@ -148,6 +149,7 @@ def run(
                 watchdog.beat('reading the corpus', 'corpus')
                 with report.waiting('reading the corpus'):
                     data, carried = read_corpus(config, folder, start)
+                check_best(config, data)
                 report.say(f'data       {data.summary}')
                 stop.check()
                 step = _train(

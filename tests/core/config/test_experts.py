@@ -25,6 +25,11 @@ EXPERTS = 'model.experts={count: 8, active: 2, ffn_size: 64%s}'
         ([EXPERTS % ', groups: 4, active_groups: 5'], 'use at most 4'),
         ([EXPERTS % ', groups: 8, active_groups: 1'], 'use at most 1, or'),
         (['model.experts={count: 8, active: 2, ffn_size: 66}', 'mesh.model=4'], 'use 64 or 68'),
+        (
+            [EXPERTS % ', bias_rate: 0.01'],
+            'model.experts.bias_rate: 0.01 has no effect with model.experts.selection_bias=false; '
+            'remove it, or set model.experts.selection_bias=true',
+        ),
         ([EXPERTS % '', 'lora.rank=4'], 'lora.targets: adapters of experts'),
         ([EXPERTS % '', 'lora.rank=4', 'lora.targets=[out,up]'], '(up); use lora.targets=[out]'),
         ([EXPERTS % '', 'lora.rank=4', 'lora.targets=[down]'], 'use lora.targets=[qkv,out]'),

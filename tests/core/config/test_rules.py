@@ -167,7 +167,42 @@ def problems(*overrides: str) -> list[Problem]:
             'muon has no matrices to update: lora freezes the layers; use adamw',
             'optim.kind=adamw',
         ),
-        ('optim.warmup_init=1e-2', 'optim.warmup_init', 'use at most', 'optim.warmup_init=0.0'),
+        (
+            'optim.warmup_init=1e-2 optim.warmup_steps=9',
+            'optim.warmup_init',
+            'use at most',
+            'optim.warmup_init=0.0',
+        ),
+        (
+            'optim.warmup_init=0.0 optim.warmup_steps=0',
+            'optim.warmup_init',
+            '0.0 has no effect with optim.warmup_steps=0; remove it, or set optim.warmup_steps=100',
+            'optim.warmup_steps=100',
+        ),
+        (
+            'optim.wsd_steps=10',
+            'optim.wsd_steps',
+            '10 has no effect with optim.schedule=cosine; remove it, or set optim.schedule=wsd',
+            'optim.schedule=wsd',
+        ),
+        (
+            'optim.schedule=constant optim.wsd_decay=cosine',
+            'optim.wsd_decay',
+            'cosine has no effect with optim.schedule=constant; remove it, or set optim.sch',
+            'optim.schedule=wsd',
+        ),
+        (
+            'model.rope_theta=1e6',
+            'model.rope_theta',
+            '1000000.0 has no effect with model.position=learned; remove it, or set model.p',
+            'model.position=rope',
+        ),
+        (
+            'model.mrope_section=[8,12,12]',
+            'model.mrope_section',
+            '[8, 12, 12] has no effect with model.position=learned; remove it, or set model.p',
+            'model.mrope_section=[24,20,20]',
+        ),
         (
             'optim.schedule=inverse_sqrt optim.warmup_steps=0',
             'optim.warmup_steps',
