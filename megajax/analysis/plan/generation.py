@@ -1,9 +1,9 @@
 """Predict memory and latency of text generation for each degree of tensor parallelism.
 
-Each token reads all weights, except those of experts that no sequence uses, and the KV cache once
-from GPU memory, and waits for two all-reduces
-per layer and one for the embedding. These send one vector per sequence, so they are latency-bound
-(Pope et al., 2022). The prompt is compute-bound. All numbers are computed; nothing is timed.
+Each token reads all weights, except for experts that no sequence uses, and the KV cache once from
+GPU memory, and waits for two all-reduces per layer and one for the embedding. These send one vector
+per sequence, so they are latency-bound (Pope et al., 2022). The prompt is compute-bound. All
+numbers are computed; nothing is timed.
 """
 
 from collections.abc import Iterator

@@ -68,8 +68,8 @@ def plain_number(number: float) -> float:
 Prompt = Annotated[str, AfterValidator(check_prompt)]
 Name = Annotated[str, AfterValidator(check_path)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-# Numbers that fp32 would round to 0, or x whose 1 - x it would, and by which a step divides. Angles
-# are products of several quotients and a position, none of which may overflow.
+# A step divides by these numbers, or by 1 - x, and fp32 would round smaller ones to 0. A position
+# is divided by several numbers to get an angle, which must not overflow.
 Denominator = Annotated[float, Field(ge=1.2e-38)]
 DecayRate = Annotated[float, Field(ge=0, le=0.9999999)]
 AngleDivisor = Annotated[float, Field(ge=1e-14)]

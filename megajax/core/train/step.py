@@ -112,8 +112,7 @@ def make_train_step(
     spike, unless `train.spike` is off.
 
     An `optimizer` replaces `optim.kind`, clipping and weight decay. `lr` in the metrics is
-    `learning_rate(config)`, which the optimizer should use. Like the optimizer's count, it does not
-    advance in a step whose update is skipped.
+    `learning_rate(config)` of the updates applied so far, which the optimizer should use.
     """
     config = resolved(config, on_gpu=mesh_target() in GPUS)
     update = (optimizer or make_optimizer(config)).update

@@ -188,7 +188,7 @@ def version_differences(there: Record, here: Record) -> dict[str, tuple[str, str
 def changed_corpora(there: Record, here: Record) -> dict[str, tuple[str, str]]:
     """Return the corpora whose contents have changed, unless the config asks for other contents."""
     different = config_differences(there, here)
-    # The fingerprint of streamed text is that of its files, and otherwise that of its tokens.
+    # Streamed text has its files' fingerprint, and other text its tokens'.
     asked = 'streamed' in different.get('data.order', ())
     asked = asked or any(key in OF_FINGERPRINT for key in different)
     return {} if asked else _changed(there.data, here.data)

@@ -50,10 +50,9 @@ class Continuation:
             self.end = 'eod'
         elif len(self.ids) == self.limit:
             self.end = 'length'
-        if self._tokenizer:
-            self._look_for_stops(self._decoded(self._tokenizer, self.ids))
-            if self.end == 'stop':  # the other tokens were generated in the same dispatch
-                self.ids = self._up_to_stop(self._tokenizer, start)
+        if self._tokenizer and self._has_stop(self._decoded(self._tokenizer, self.ids)):
+            # The other tokens were generated in the same dispatch.
+            self.ids = self._up_to_stop(self._tokenizer, start)
 
     def _decoded(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
         # Decode with the prompt: some tokenizers drop a space at the start of decoded text.
@@ -70,7 +69,8 @@ class Continuation:
                 return self.ids[:count]
         return self.ids
 
-    def _look_for_stops(self, text: str) -> None:
+    def _has_stop(self, text: str) -> bool:
+        """Keep the text up to a stop, and return whether there is one."""
         if not self.end:
             text = text.rstrip(UNFINISHED)
         starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
@@ -79,6 +79,7 @@ class Continuation:
         elif not self.end:
             text = text[: len(text) - max((_begun(text, stop) for stop in self._stops), default=0)]
         self.text = text
+        return bool(starts)
 
 
 def _begun(text: str, stop: str) -> int:

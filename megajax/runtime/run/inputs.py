@@ -20,6 +20,7 @@ def write_inputs(
 ) -> None:
     """Write a run's inputs to its folder; only the first process does so.
 
+    This is for a start that has passed every check: a rejected one leaves the files as they were.
     A file that has not changed is not written again; each file is complete, or as it was before.
     Raises ConfigError if a file cannot be written.
     """
@@ -38,8 +39,8 @@ def write_inputs(
                 write_file(path, content)
     except OSError as error:
         raise ConfigError(
-            f'{folder} cannot be written: {error.strerror}; make room and allow it, or choose '
-            'another run.dir'
+            f'{folder} cannot be written: {error.strerror}; free some space and allow it, or '
+            'choose another run.dir'
         ) from error
 
 
@@ -50,7 +51,7 @@ def _files_of(tokenizer: Tokenizer) -> dict[str, bytes]:
             tokenizer.save(Path(folder) / TOKENIZER)
         except Exception as error:  # `tokenizers` raises no OSError
             raise ConfigError(
-                f'{TOKENIZER} cannot be written to {folder}: {reason(error)}; make room there, or '
+                f'{TOKENIZER} cannot be written to {folder}: {reason(error)}; free some space, or '
                 'set TMPDIR to another folder'
             ) from error
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

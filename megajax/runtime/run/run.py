@@ -185,7 +185,6 @@ def _train(
         state = _first_state(config, checkpoints, start, report, summary.clock)
         before = checkpoints.restored or (imported(start) if start else None)
         data = resumed_data(data, config, before, batches=int(state.batches))
-        _carry_along(checkpoints, companions)
         report.placements(placements(state.params), config.model)
         report.say(f'run        {folder}')
         with (
@@ -210,8 +209,7 @@ def _train(
                 stop=stop,
                 watchdog=watchdog,
             )
-            # Only now has every check passed: a rejected start leaves the run's config as it was.
-            write_inputs(folder, config, data.tokenizer, companions)
+            write_inputs(folder, config, data.tokenizer, _carry_along(checkpoints, companions))
             try:
                 trainer.train()
             except StopRequested:
@@ -327,8 +325,9 @@ def _restore_start(
     return restore_params(start, config)
 
 
-def _carry_along(checkpoints: Checkpoints, companions: Companions) -> None:
-    """Store the companions of the model; generated samples end at their tokens, too."""
+def _carry_along(checkpoints: Checkpoints, companions: Companions) -> Companions:
+    """Store and return the companions of the model; generated samples end at their tokens, too."""
     checkpoints.companions = companions
     if checkpoints.tokenizer is not None:
         checkpoints.tokenizer.also_ends(companions.ends)
+    return companions

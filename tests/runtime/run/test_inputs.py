@@ -23,10 +23,10 @@ def test_on_a_full_disk_the_files_stay_and_the_start_says_why_it_ends(tmp_path: 
     assert before.keys() == {'config.yaml', 'tokenizer.json'}
     assert before['config.yaml'].decode() == dump(tiny())
     longer = tiny(train={'steps': 100_000})
-    refused = rf'^{re.escape(str(tmp_path))} cannot be written: File too large; make room and '
+    refused = rf'^{re.escape(str(tmp_path))} cannot be written: File too large; free some '
     with disk_full_at(1000), pytest.raises(ConfigError, match=refused):
         write_inputs(tmp_path, longer, None, Companions())
-    with disk_full_at(1000), pytest.raises(ConfigError, match=r'too large.*; make room there, or '):
+    with disk_full_at(1000), pytest.raises(ConfigError, match=r'too large.*; free some space, '):
         write_inputs(tmp_path, longer, byte_tokenizer(), Companions())
     assert contents(tmp_path) == before
 
