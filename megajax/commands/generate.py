@@ -1,7 +1,6 @@
 """`megajax generate` and `megajax eval`: parse, call, render."""
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,12 +21,11 @@ from megajax.commands.generate_images import (
 from megajax.commands.generate_output import as_json, as_text, is_cut, note_cut, write_results
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
+from megajax.core.config.overrides import is_override
 
 if TYPE_CHECKING:
     from megajax.runtime.checkpoint.open import Opened
     from megajax.runtime.generate import Continuation, Request
-
-_OVERRIDE = re.compile(r'[a-z]+(\.\w+)+=')
 
 Run = Annotated[
     Path,
@@ -209,8 +207,8 @@ def evaluate(
     out: ResultsFile = None,
 ) -> None:
     """Evaluate a trained model on held-out text."""
-    overrides = [argument for argument in arguments or [] if _OVERRIDE.match(argument)]
-    files = [argument for argument in arguments or [] if not _OVERRIDE.match(argument)]
+    overrides = [argument for argument in arguments or [] if is_override(argument)]
+    files = [argument for argument in arguments or [] if not is_override(argument)]
     _check(files, task, harness, stride, out)
     opened, jax = _open(run, overrides)
     tokenizer = opened.tokenizer

@@ -121,7 +121,8 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
     cached, cached_at_end = _tokens_cached(step, tokens)
     # An embedding that is not tied to the head is looked up, not read as a whole.
     table = 0 if model.tie_embeddings else model.padded_vocab_size * model.hidden_size // shards
-    of_experts, (active, used) = own_counts(step, of_experts=True).matrices, _experts(model, rows)
+    of_experts = own_counts(step, of_experts=True).matrices
+    active, used = _shares_of_experts(model, rows)
     read = weights - size * (table + of_experts * (1 - used)) + of_token * cached
     multiplied = rows * (counts.matrices - table - of_experts * (1 - active))
     gpu = cluster.hardware
@@ -141,7 +142,7 @@ def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:
     )
 
 
-def _experts(model: ModelConfig, rows: int) -> tuple[float, float]:
+def _shares_of_experts(model: ModelConfig, rows: int) -> tuple[float, float]:
     """Return the share of a layer's experts that one token uses, and that `rows` tokens use.
 
     The choices of the tokens are taken to be independent, with equal loads.

@@ -82,12 +82,11 @@ def flops_once(config: Config, *, flash: bool) -> Flops:
 
 
 def _without_empty_slots(config: Config) -> Config:
-    """Return the config with a capacity of at most an equal share of the tokens."""
+    """Return the config without a capacity that exceeds an equal share of the tokens."""
     experts = config.model.experts
     if experts is None or experts.capacity is None or experts.capacity <= 1:
         return config
-    experts = experts.model_copy(update={'capacity': None, 'capacity_group': None})
-    model = config.model.model_copy(update={'experts': experts})
+    model = config.model.changed(experts=experts.changed(capacity=None, capacity_group=None))
     return config.model_copy(update={'model': model})
 
 

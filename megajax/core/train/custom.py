@@ -92,20 +92,19 @@ def _check(config: Config) -> None:
 
 def _of_frozen(config: Config) -> Iterator[Problem]:
     model = config.model
-    if not model.has_frozen:
-        return
-    path = 'lora' if model.lora is not None else 'vision.freeze'
-    message = (
-        'frozen parameters are not supported in a custom loop, because they have no gradients; use '
-        'make_train_step'
-    )
-    if model.lora is None and not (model.vision and model.vision.freeze):
-        path = 'model.experts.selection_bias'
+    if model.lora is not None or (model.vision is not None and model.vision.freeze):
+        message = (
+            'frozen parameters are not supported in a custom loop, because they have no '
+            'gradients; use make_train_step'
+        )
+        path = 'lora' if model.lora is not None else 'vision.freeze'
+        yield Problem(path=path, message=message)
+    elif model.has_frozen:
         message = (
             'true is not supported in a custom loop, because the bias has no gradient and only '
             'make_train_step moves it; use false, or make_train_step'
         )
-    yield Problem(path=path, message=message)
+        yield Problem(path='model.experts.selection_bias', message=message)
 
 
 def _check_params(params: object) -> None:
