@@ -66,7 +66,7 @@ def compare(
     every: AllOption = False,
     json: JsonFile = None,
 ) -> None:
-    """Name the first site at which two models or meshes differ.
+    """Find where two models or meshes first differ.
 
     Runs one forward and one backward pass on each side, on the same batch. Exits with code 1 if a
     difference exceeds its limit.

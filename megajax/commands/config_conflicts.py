@@ -15,7 +15,8 @@ _HEAD = """\
 Which features run together. `megajax config conflicts` prints the rejected pairs on a terminal.
 A combination is rejected before anything compiles, and the message names what to use instead.
 Constraints between sizes, such as `model.ffn_size` and `mesh.model`, are not listed here, and
-neither are combinations of three features.
+neither are combinations of three features. A key without a value means any value but its default:
+`data.order`, for example, means `megatron` or `streamed`.
 """
 _KEY = re.compile(r'\b[a-z]+\.[a-z0-9_]+(=[\w.\[\]]+)?')  # a key, or a key and its value
 

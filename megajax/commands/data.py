@@ -159,7 +159,7 @@ def info(
         int, typer.Option(min=0, help='Number of documents whose beginning to show.')
     ] = 3,
 ) -> None:
-    """Show the numbers of documents and tokens, and some text."""
+    """Show the number of documents and tokens, and sample text."""
     from megajax.corpus.describe import decode_samples, describe
     from megajax.runtime.data.text.tokenizer import load_tokenizer
 

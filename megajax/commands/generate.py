@@ -194,7 +194,9 @@ Stride = Annotated[
 ]
 ResultsFile = Annotated[
     Path | None,
-    typer.Option('--json', help='Write the results to this file; what is not finite is null.'),
+    typer.Option(
+        '--json', help='Write the results to this file; values that are not finite are null.'
+    ),
 ]
 
 

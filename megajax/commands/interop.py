@@ -122,16 +122,17 @@ def import_megatron_lm(
     overrides: Overrides = None,
     tensor_parallel: Annotated[
         int | None,
-        typer.Option(min=1, help='Expected number of ranks; default: not checked.'),
+        typer.Option(min=1, help='Expected tensor-parallel size; default: not checked.'),
     ] = None,
     pipeline_parallel: Annotated[
         int | None,
-        typer.Option(min=1, help='Expected number of stages; default: not checked.'),
+        typer.Option(min=1, help='Expected number of pipeline stages; default: not checked.'),
     ] = None,
 ) -> None:
     """Create a run at step 0 from a Megatron-LM checkpoint.
 
-    The files mp_rank_TT/model_optim_rng.pt of all ranks are merged, including pipeline stages
+    The checkpoint is a torch_dist checkpoint, or one with a file per rank. The files
+    mp_rank_TT/model_optim_rng.pt of all ranks are merged, including pipeline stages
     (mp_rank_TT_PPP) and virtual stages.
     """
     log_to_terminal()
@@ -149,10 +150,8 @@ def import_megatron_lm(
 def export_megatron_lm(
     source: Source,
     out: NewFolder,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help='Number of ranks to write.')],
-    pipeline_parallel: Annotated[
-        int, typer.Option(min=1, help='Number of pipeline stages per rank.')
-    ] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help='Tensor-parallel size.')],
+    pipeline_parallel: Annotated[int, typer.Option(min=1, help='Number of pipeline stages.')] = 1,
     virtual_stages: Annotated[
         int, typer.Option(min=1, help='Number of chunks of layers per stage.')
     ] = 1,

@@ -147,7 +147,9 @@ def launch(
     ] = 1,
     host: Annotated[
         int | None,
-        typer.Option(help='Index of this host, from 0; in a pod of an Indexed Job: its index.'),
+        typer.Option(
+            help='Index of this host, from 0; default: the index of the pod, in an Indexed Job.'
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option('--dry-run', help='Print the variables and the command of each process.')

@@ -37,11 +37,13 @@ NumGpus = Annotated[
 ]
 GpusPerHost = Annotated[
     int | None,
-    typer.Option(min=1, max=MOST_GPUS, help='GPUs per host; default: as the GPU is sold.'),
+    typer.Option(
+        min=1, max=MOST_GPUS, help='GPUs per host; default: the usual number for the GPU.'
+    ),
 ]
 LinkOption = Annotated[
     Literal['nvlink', 'pcie'] | None,
-    typer.Option(help='Link between the GPUs of a host; default: as the GPU is sold.'),
+    typer.Option(help='Link between the GPUs of a host; default: the usual one for the GPU.'),
 ]
 NumTokens = Annotated[
     float | None,
@@ -132,5 +134,5 @@ PromptTokens = Annotated[
     int | None, typer.Option(min=1, help='Prompt length in tokens, with --generate; default: 1024.')
 ]
 NumPrompts = Annotated[
-    int | None, typer.Option(min=1, help='Prompts at once, with --generate; default: 1.')
+    int | None, typer.Option(min=1, help='Prompts per batch, with --generate; default: 1.')
 ]

@@ -29,8 +29,8 @@ class ExpertsConfig(Section):
     ffn_size: Elements
     """Width of the hidden layer of an expert."""
     shared_ffn_size: Annotated[NonNegativeInt, Field(le=2**24), Unit('elements')] = 0
-    """Width of the hidden layer of a shared expert, which every token uses, without a weight
-    (DeepSeekMoE, Dai et al., 2024); 0: none.
+    """Width of the hidden layer of a shared expert, which every token uses and whose output the
+    router does not scale (DeepSeekMoE, Dai et al., 2024); 0: none.
     """
     first_dense: Annotated[NonNegativeInt, Field(le=10_000)] = 0
     """Number of layers at the beginning that have an MLP of model.ffn_size instead, as in
@@ -43,7 +43,7 @@ class ExpertsConfig(Section):
     softmax over the chosen experts, as in Mixtral, Qwen3 and gpt-oss.
     """
     scale: PositiveFloat = 1.0
-    """Factor of the weights."""
+    """Factor by which the weights of a token's experts are multiplied."""
     router_bias: bool = False
     """Whether the router has a bias, as in gpt-oss."""
     selection_bias: bool = False
@@ -52,7 +52,7 @@ class ExpertsConfig(Section):
     DeepSeek-V3).
     """
     bias_rate: PositiveFloat = 1e-3
-    """Change of selection_bias in a step."""
+    """Amount by which selection_bias changes in a step."""
     groups: NumExperts = 1
     """Groups of consecutive experts; a token's experts are all in the best active_groups groups. A
     group's score is the sum of its two best scores (DeepSeek-V3).

@@ -25,7 +25,7 @@ class MeshConfig(Section):
     replicas: Devices = 1
     """Groups of data shards, each with a complete copy of the state (HSDP). ZeRO shards the state
     over the data / replicas shards of a group; one all-reduce per step crosses the groups. Without
-    ZeRO, each data shard has a complete copy, and groups change no number.
+    ZeRO, each data shard has a complete copy, and groups have no effect.
     """
     experts: Devices = 1
     """Expert-parallel degree: data shards of a replica that share the experts of each layer

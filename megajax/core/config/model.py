@@ -65,8 +65,8 @@ class ModelConfig(Section):
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
     """Normalization in each sublayer (see norm_position) and before the LM head."""
     norm_position: Literal['before', 'after', 'both'] = 'before'
-    """Place of each sublayer's norm: on its input (pre-norm), on its output before the residual
-    addition (OLMo 2), or both (Gemma 2).
+    """Where each sublayer has its norm: on its input (pre-norm), on its output before the residual
+    addition (OLMo 2), or both (Gemma 3).
     """
     zero_centered_norm: bool = False
     """Whether norms multiply by 1 + w instead of w, and w begins at 0, as in Gemma 3."""

@@ -195,7 +195,7 @@ class DataConfig(Section):
     """Relative sizes of the training, validation and test splits."""
     order: Literal['stateless', 'megatron', 'streamed'] = 'stateless'
     """Sample order: shuffled over the whole corpus (stateless), Megatron-LM's own (megatron), or
-    streamed: text is read and tokenized during training, and its shares are shuffled.
+    streamed: text is read and tokenized during training, in shuffled chunks of files.
     """
     chat_template: Name | None = None
     """File of a Hugging Face chat template, for JSON lines with messages. null: the template of the
@@ -253,9 +253,9 @@ class RunConfig(Section):
     program that it reads from a cache.
     """
     data_cache: Name = 'auto'
-    """Cache of corpora with URLs: auto (the user's cache directory), or a folder."""
+    """Cache of corpora at URLs: auto (the user's cache directory), or a folder."""
     data_cache_gb: Annotated[PositiveFloat, Unit('GB')] = 64.0
-    """Size to which the processes of a host limit that cache, together."""
+    """Maximum size of that cache, which all processes of a host share."""
     wandb: Name | None = None
     """Weights & Biases project to log metrics to, for example megajax."""
     watchdog_seconds: Annotated[

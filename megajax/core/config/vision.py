@@ -78,7 +78,7 @@ class VisionConfig(Section):
     merge_size: Patches = 2
     """Patches along each side of a unit; the patches of a unit are merged into one embedding."""
     positions: Patches = 48
-    """Side of the learned position table, which is interpolated to the size of each image."""
+    """Side length of the learned position table, which is interpolated to each image's size."""
     deepstack: Annotated[tuple[CountFromZero, ...], Field(strict=False)] = ()
     """Encoder layers whose outputs are also added after the model's first layers (DeepStack)."""
     fusion: Literal['tokens', 'cross_attention'] = 'tokens'

@@ -213,7 +213,7 @@ def _value(name: str, values: list[str], shown: str) -> Any:
         near = get_close_matches(name, KNOWN, n=1)
         hint = f'; did you mean --{near[0].replace("_", "-")}?' if near else ''
         raise ConfigError(
-            f'{shown}: is no argument of pretrain_gpt.py and pretrain_bert.py that is known{hint}'
+            f'{shown}: is not a known argument of pretrain_gpt.py or pretrain_bert.py{hint}'
         )
     if any(PLACEHOLDER.search(value) for value in values):
         raise ConfigError(f'{shown}: is a placeholder: put a value there')
