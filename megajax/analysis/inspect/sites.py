@@ -16,8 +16,8 @@ from megajax.core.counts.muon import exchanges
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.counts.product import Phase
 from megajax.core.counts.vision import relevance_arrays, shapes, vectors
+from megajax.core.model.residuals import RECOMPUTE
 from megajax.core.parallel.layout import Layout
-from megajax.core.train.passes import RECOMPUTE
 from megajax.core.train.pipeline import TO_NEXT, TO_PREVIOUS
 from megajax.xla.hlo.collectives import Collective
 

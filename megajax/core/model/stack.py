@@ -1,6 +1,8 @@
 """Run the layers of a model, in training and in evaluation."""
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ from megajax.core.counts.layers import num_before
 from megajax.core.model.attention import attention_core
 from megajax.core.model.block import Block
 from megajax.core.model.computation import Computation
+from megajax.core.model.residuals import on_views
 from megajax.core.model.rows import Rows
 from megajax.core.parallel.layout import UNSHARDED
 
@@ -60,39 +63,54 @@ def run_layers(
 
 
 def _in_periods(layer_fn: LayerFn, x: Carry, each: Any, *, recompute: str, unroll: bool) -> Carry:
-    """Apply stacked layers (blocks, weights and indices), starting with the layer `first`.
+    """Apply stacked layers (blocks, weights and indices) in a loop over periods.
 
     Layers of a different kind before the first whole period are compiled separately, like those
     after the last one.
     """
     model, count = each[0].attention.config, count_layers(each)
     first, period = model.first_dense, len(model.pattern)
+    if period == 1 and not first:
+        return _in_turn(layer_fn, x, each, 0, recompute=recompute, unroll=unroll)
 
-    def of_layer(x: Carry, each: Any, start: int, place: int) -> Carry:
-        return layer_fn(*_layer_of(each, start, place)[:2], x, each[2][place])
+    def of_layer(block: Block, given: Any, x: Carry) -> Carry:
+        return layer_fn(block, given[0], x, given[1])
 
     if recompute == 'full':
-        # A layer is taken from its period again in the backward pass, so no copy of it is saved. It
-        # is recomputed only when its backward pass begins (`prevent_cse`), so only one layer of a
-        # period has its activations in memory.
-        of_layer = jax.checkpoint(of_layer, prevent_cse=True, static_argnums=(2, 3))
+        # A layer is recomputed only when its backward pass begins (`prevent_cse`), so only one
+        # layer of a period has its activations in memory.
+        of_layer = jax.checkpoint(of_layer, prevent_cse=True)
 
-    def run(x: Carry, each: Any, start: int) -> Carry:
-        for place in range(count_layers(each)):
-            x = of_layer(x, each, start, place)
+    def run(block: Block, given: Any, x: Carry, start: int) -> Carry:
+        for place in range(count_layers(block)):
+            view = partial(_layer_of, model, start=start, place=place)
+            x = on_views(of_layer, view)(block, given, x)
         return x
 
-    if first:
-        x = run(x, _between(each, 0, first), 0)
-    if period == 1:
-        alike = _between(each, first, count) if first else each
-        return _in_turn(layer_fn, x, alike, first, recompute=recompute, unroll=unroll)
+    def of_all(block: Any, given: Any, x: Carry) -> Carry:
+        before, inside, after = zip(block, given, strict=True)
+        x = run(*before, x, 0)
+        if period == 1:
+            alike = inside[0], *inside[1]
+            return _in_turn(layer_fn, x, alike, first, recompute=recompute, unroll=unroll)
+        if count - first >= period:
+            x, _ = lax.scan(lambda x, each: (run(*each, x, first), None), x, inside, unroll=unroll)
+        return run(*after, x, first)
+
+    block, *given = each
+    return on_views(of_all, partial(_divide, model, count))(block, tuple(given), x)
+
+
+def _divide(model: ModelConfig, count: int, layers: Any) -> tuple[Any, Any, Any]:
+    """Return layers before the loop over periods, [periods, period, ...] in it, and after it.
+
+    If all layers in the loop are of one kind, they are not divided.
+    """
+    first, period = model.first_dense, len(model.pattern)
     periods = (count - first) // period
-    stop = first + periods * period
-    if periods:
-        of_periods = _in_groups(_between(each, first, stop), periods)
-        x, _ = lax.scan(lambda x, each: (run(x, each, first), None), x, of_periods, unroll=unroll)
-    return run(x, _between(each, stop, count), first)
+    ends = itertools.pairwise((0, first, first + periods * period, count))
+    before, inside, after = (_between(model, layers, *each) for each in ends)
+    return before, _in_groups(inside, periods) if period > 1 and periods else inside, after
 
 
 def _in_turn(
@@ -117,7 +135,7 @@ def _in_turn(
 
 def layer_of(layers: Block, index: int) -> Block:
     """Return the block of the layer with this index, given all layers of a model."""
-    return _layer_of((layers, None, None), 0, index)[0]
+    return _layer_of(layers.attention.config, layers, start=0, place=index)
 
 
 def at_place(block: Block, index: int) -> Block:
@@ -125,27 +143,34 @@ def at_place(block: Block, index: int) -> Block:
     return block.at_layer(index, lambda _, x: x)
 
 
-def _layer_of(each: Any, start: int, place: int) -> tuple[Block, Block | None]:
-    """Return one of stacked layers (blocks and weights); the first of them is layer `start`."""
-    model: ModelConfig = each[0].attention.config
+def _layer_of(model: ModelConfig, layers: Any, *, start: int, place: int) -> Any:
+    """Return one of stacked layers (blocks or indices); the first of them is layer `start`."""
+    at = start + place
 
     def take(name: str, x: jax.Array) -> jax.Array:
-        return x[num_before(model, name, start + place) - num_before(model, name, start)]
+        return x[num_before(model, name, at) - num_before(model, name, start)]
 
-    block, weights, _ = each
-    at = start + place
-    return block.at_layer(at, take), None if weights is None else weights.at_layer(at, take)
+    return _of_stacks(lambda block: block.at_layer(at, take), take, layers)
 
 
-def _between(each: Any, start: int, stop: int) -> Any:
-    """Return the layers from `start` up to `stop` of all layers (blocks, weights and indices)."""
-    model: ModelConfig = each[0].attention.config
+def _between(model: ModelConfig, layers: Any, start: int, stop: int) -> Any:
+    """Return the layers from `start` up to `stop` of all layers (blocks or indices)."""
 
     def cut(name: str, x: jax.Array) -> jax.Array:
         return x[num_before(model, name, start) : num_before(model, name, stop)]
 
-    block, weights, index = each
-    return block.each(cut), None if weights is None else weights.each(cut), index[start:stop]
+    return _of_stacks(lambda block: block.each(cut), cut, layers)
+
+
+def _of_stacks(
+    of_block: Callable[[Block], Block], of_array: Callable[[str, jax.Array], jax.Array], layers: Any
+) -> Any:
+    """Map blocks, and arrays with an entry for each layer, as attention's arrays have."""
+    return jax.tree.map(
+        lambda x: of_block(x) if isinstance(x, Block) else of_array('attention', x),
+        layers,
+        is_leaf=lambda x: isinstance(x, Block),
+    )
 
 
 def count_layers(layers: Any) -> int:

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.counts.schedule import IDLE, Phase, Schedule, make_schedule, schedule_of
+from megajax.core.model.residuals import Passes, keeping_inputs, keeping_residuals
 from megajax.core.parallel.layout import STAGES, Layout
 from megajax.core.parallel.pipeline_ops import BOTH, add, load, select, send, store
 from megajax.core.train.feed import Batch
 from megajax.core.train.objective import Objective, Sums
-from megajax.core.train.passes import Passes, keeping_inputs, keeping_residuals
 from megajax.core.train.stage_arrays import joined, slots, zeros_of_layers, zeros_outside
 from megajax.core.train.stage_model import StageModel
 

@@ -11,23 +11,32 @@ from support import abstract_state, assert_close, exhaustive, on_mesh, relative_
 from megajax.core.train.gradients import make_loss_and_gradients
 
 
-def bytes_of_loops(jaxpr: Any) -> Iterator[int]:
-    """What each loop of a program writes for every iteration."""
+def written_by_loops(jaxpr: Any) -> Iterator[list[Any]]:
+    """The arrays that each loop of a program writes, with an entry for every iteration."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == 'scan':
             body, length = equation.params['jaxpr'].jaxpr, equation.params['length']
-            yield sum(
-                x.aval.size * x.aval.dtype.itemsize
+            yield [
+                x.aval
                 for x, of_one in zip(equation.outvars, body.outvars, strict=True)
                 if x.aval.shape == (length, *of_one.aval.shape)  # not carried
-            )
+            ]
         for value in jax.tree.leaves([*equation.params.values()], is_leaf=is_jaxpr):
             if is_jaxpr(value):
-                yield from bytes_of_loops(getattr(value, 'jaxpr', value))
+                yield from written_by_loops(getattr(value, 'jaxpr', value))
 
 
 def is_jaxpr(value: Any) -> bool:
     return hasattr(getattr(value, 'jaxpr', value), 'eqns')
+
+
+def written_forward(setting: Setting) -> list[Any]:
+    """The arrays that the forward pass's loop over layers saves for the backward pass."""
+    with on_mesh(setting.config):
+        params, batch = abstract_state(setting.config).params, batch_of(setting)
+        loss_and_gradients = make_loss_and_gradients(setting.config)
+        program = jax.make_jaxpr(loss_and_gradients)(params, batch, jax.random.key(0))
+    return next(written_by_loops(program.jaxpr))
 
 
 @pytest.mark.parametrize('num_layers', [6, 7])
@@ -36,13 +45,20 @@ def test_full_recomputation_saves_the_inputs_of_a_patterns_layers_and_no_weights
 ) -> None:
     setting = Setting('windows', 1, 1, recompute='full', num_layers=num_layers)
     config = setting.config
-    with on_mesh(config):
-        params, batch = abstract_state(config).params, batch_of(setting)
-        loss_and_gradients = make_loss_and_gradients(config)
-        program = jax.make_jaxpr(loss_and_gradients)(params, batch, jax.random.key(0))
-    forward = next(bytes_of_loops(program.jaxpr))
     tokens = config.train.batch_size * config.train.seq_len
-    assert forward == 4 * 6 * tokens * config.model.hidden_size
+    written = sum(x.size * x.dtype.itemsize for x in written_forward(setting))
+    assert written == 4 * 6 * tokens * config.model.hidden_size
+
+
+@pytest.mark.parametrize('recompute', ['none', 'selective'])
+@pytest.mark.parametrize('num_layers', [6, 7])
+def test_a_loop_over_a_pattern_saves_no_weights(num_layers: int, recompute: str) -> None:
+    setting = Setting('windows', 1, 1, recompute=recompute, num_layers=num_layers)
+    with on_mesh(setting.config):
+        layers = abstract_state(setting.config).params['layers']
+    matrices = {x.shape[1:] for x in jax.tree.leaves(layers) if x.ndim > 2}
+    assert matrices
+    assert not matrices & {x.shape[1:] for x in written_forward(setting)}
 
 
 def text_of(setting: Setting) -> str:

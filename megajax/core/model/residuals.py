@@ -1,9 +1,9 @@
-"""The forward and backward pass of a stage's layers, and the values saved between the two.
+"""The forward and backward pass of some layers, and the values saved between the two.
 
-With `train.recompute=full` only the input is saved, and the backward pass runs the layers again.
-Otherwise the residuals are saved: `jax.vjp` returns a pytree whose leaves are the arrays that the
-backward pass reads. Leaves that are arguments, such as weights, are passed again instead of being
-saved.
+With `train.recompute=full` a pipeline stage saves only its input, and its backward pass runs the
+layers again. Otherwise the residuals are saved: `jax.vjp` returns a pytree whose leaves are the
+arrays that the backward pass reads. Leaves that are arguments, such as weights, are passed again
+instead of being saved.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Run = Callable[[Tree, Tree, jax.Array], jax.Array]
 
 
 class Passes(NamedTuple):
-    """Two functions to be mapped over stages and shards; `forward` runs before `backward`."""
+    """Two functions, which a pipeline maps over stages and shards; `forward` runs first."""
 
     forward: Callable[[Tree, Tree, jax.Array], tuple[jax.Array, Tree]]  # -> (y, kept)
     # (params, given, kept, dy) -> (dparams, dx)
@@ -28,7 +28,7 @@ class Passes(NamedTuple):
 
 
 def keeping_inputs(run: Run) -> Passes:
-    """Return passes that save only the input of a stage; the backward pass runs the stage again."""
+    """Return passes that save only x; the backward pass runs the layers again."""
 
     def forward(params: Tree, given: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
         return run(params, given, x), x
@@ -64,6 +64,42 @@ def keeping_residuals(run: Run) -> Passes:
         return jax.tree.unflatten(structure, leaves)(dy)
 
     return Passes(forward, backward)
+
+
+def on_views(run: Run, view: Callable[[Tree], Tree]) -> Run:
+    """Return the function `run(view(params), view(given), x)`, which saves no views of parameters.
+
+    A view is a slice or another shape of stacked layers. jax saves the views that the backward pass
+    reads, and XLA stores them as copies. This function's backward pass views the parameters again.
+    """
+
+    def apply(params: Tree, given: Tree, x: jax.Array) -> jax.Array:
+        # `custom_vjp` differentiates with respect to arguments only.
+        closed_run, closed_over = jax.closure_convert(run, view(params), view(given), x)
+        passes = keeping_residuals(
+            lambda params, given, x: closed_run(params[0], given, x, *params[1])
+        )
+
+        @jax.custom_vjp
+        def function(params: Tree, closed_over: Tree, given: Tree, x: jax.Array) -> jax.Array:
+            return closed_run(view(params), view(given), x, *closed_over)
+
+        def forward(
+            params: Tree, closed_over: Tree, given: Tree, x: jax.Array
+        ) -> tuple[jax.Array, Tree]:
+            y, kept = passes.forward((view(params), closed_over), view(given), x)
+            return y, (params, closed_over, given, kept)
+
+        def backward(saved: Tree, dy: jax.Array) -> tuple[Tree, Tree, None, jax.Array]:
+            params, closed_over, given, kept = saved
+            views, pullback = jax.vjp(view, params)
+            (dviews, dclosed), dx = passes.backward((views, closed_over), view(given), kept, dy)
+            return *pullback(dviews), dclosed, None, dx
+
+        function.defvjp(forward, backward)
+        return function(params, closed_over, given, x)
+
+    return apply
 
 
 def _pack(leaf: jax.Array) -> jax.Array:
