@@ -41,17 +41,24 @@ PATTERNS = (
     'layers=[{"repeat":3,"window":256},{}]',
 )
 STAGES = 'mesh.stages=2 train.microbatches=4 train.batch_size=16'
+SHARDED = 'mesh.data=2 train.batch_size=8 optim.shard'
 LAYOUTS = {  # and the patterns that are compiled with each
     '': (2, 1),
     'train.recompute=full': (2, 1),
-    'mesh.data=2 train.batch_size=8 optim.shard=optimizer': (2,),
-    'mesh.data=2 train.batch_size=8 optim.shard=weights train.recompute=full': (2,),
+    f'{SHARDED}=optimizer': (2,),
+    f'{SHARDED}=weights train.recompute=full': (2, 1),
     STAGES: (0,),
     f'{STAGES} train.recompute=full': (0,),
 }
 KEYS = ['target', 'overrides']
 COMPILED = ['temporaries', 'compiled_bytes', 'compiled_gflops', 'jax']
-DEEPER = {f'{STAGES} train.recompute=full': {16: 0, 12: 1}, STAGES: {16: 0}}  # layers: pattern
+DEEPER = {  # numbers of layers, and the pattern of each
+    '': {11: 1},
+    'train.recompute=full': {11: 1},
+    f'{SHARDED}=weights train.recompute=full': {12: 0},
+    STAGES: {16: 0},
+    f'{STAGES} train.recompute=full': {16: 0, 12: 1},
+}
 Line = dict[str, str]
 
 
@@ -85,7 +92,7 @@ def steps() -> Iterator[tuple[str, str]]:
     for layout, patterns in DEEPER.items():
         for layers, index in patterns.items():
             sizes = PATTERN.replace('num_layers=8', f'num_layers={layers}')
-            yield 'h100', f'{sizes} {PATTERNS[index]} {layout}'
+            yield 'h100', f'{sizes} {PATTERNS[index]} {layout}'.strip()
 
 
 def load(overrides: str) -> megajax.Config:

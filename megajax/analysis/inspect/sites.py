@@ -182,10 +182,11 @@ def _over_row(collective: Collective, scope: str | None, config: Config) -> Site
 def phase_of(op_name: str) -> Phase:
     """Return the phase of a path, from jax's transformations in it.
 
-    The overlap schedule recomputes and differentiates inside the backward pass. The path then has a
-    second transposition.
+    The overlap schedule recomputes and differentiates inside the scope of recomputation. The path
+    of its derivatives then has a transposition in or after that scope.
     """
-    if 'rematted_computation' in op_name and op_name.count('transpose(') < 2:
+    before, scope, after = op_name.partition('rematted_computation')
+    if scope and 'transpose(' not in before.rpartition('/')[2] + after:
         return 'recompute'
     if 'transpose(' in op_name:
         return 'backward'

@@ -255,30 +255,36 @@ class Sizes:
     def of_period(self) -> int:
         """Return the bytes that a loop over periods of a pattern needs beyond a loop over layers.
 
-        With full recomputation, the backward pass copies the weights of a period, and stores the
-        gradients of two more layers (twice the mean of a period). It also copies the weights of the
-        layers left over after the last period, whose gradients wait for the loop. Otherwise the
-        weights of all layers in the loop are copied, and the gradients of all outputs of a period
-        exist at once. XLA unrolls a single period.
+        Without full recomputation, the gradients of all outputs of a period exist at once. With it,
+        the gradients of two more layers do (twice the mean of a period); ZeRO-3 has the gradients
+        and the gathered weights of a period, and the gradients of the layers left over. A loop
+        reads a copy of its weights if there are layers outside it. `stage_memory.py` counts what a
+        pipeline needs to recompute a loop.
         """
-        if not self.model.layers or self.is_ordered:
+        if not self.loops_over_periods:
             return 0
-        first, pattern = self.model.first_dense, self.model.pattern
-        length = len(pattern)
+        first, length = self.model.first_dense, len(self.model.pattern)
         periods, left_over = divmod(self.chunk_layers - first, length)
-        if length == 1 or periods < 2:
-            return 0
-        kinds = [self.kinds[-1 if layer.experts else 0] for layer in pattern]
+        kinds = [self.kinds[-1 if layer.experts else 0] for layer in self.model.pattern]
         period = [*kinds[first % length :], *kinds[: first % length]]
-        # A pipeline stage recomputes a whole chunk, not one layer after the other.
-        if self.config.train.recompute == 'full' and self.config.mesh.stages == 1:
-            rest = period[:left_over]
-            copied = sum(kind.copied_weights for kind in period + rest)
-            stored = 2 * sum(kind.matrices for kind in period) // length
-            return copied + FLOAT32 * (stored + sum(kind.matrices for kind in rest))
-        of_all = self.queries + 2 * self.keys + 2 * FLOAT32 * self.whole // self.itemsize
-        outputs = sum(kind.up + of_all for kind in period[1:])
-        return periods * sum(kind.copied_weights for kind in period) + outputs
+        is_copied = first or left_over
+        copied = periods * sum(kind.copied_weights for kind in period) if is_copied else 0
+        if self.config.train.recompute != 'full':
+            of_all = self.queries + 2 * self.keys + 2 * FLOAT32 * self.whole // self.itemsize
+            return copied + sum(kind.up + of_all for kind in period[1:])
+        if self.config.mesh.stages > 1:
+            return 0
+        if self.config.optim.shard == 'weights':
+            gathered = sum((FLOAT32 + self.itemsize) * kind.matrices for kind in period[1:])
+            return copied + gathered + FLOAT32 * sum(kind.matrices for kind in period[:left_over])
+        return copied + 2 * FLOAT32 * sum(kind.matrices for kind in period) // length
+
+    @property
+    def loops_over_periods(self) -> bool:
+        """Whether the layers of a chunk are a loop over periods; XLA unrolls a single period."""
+        length = len(self.model.pattern)
+        periods = (self.chunk_layers - self.model.first_dense) // length
+        return not self.is_ordered and length > 1 and periods > 1
 
 
 class AtRest(NamedTuple):

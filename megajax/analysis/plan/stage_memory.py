@@ -29,7 +29,7 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     of_chunk = FLOAT32 * (sizes.learned - tables) // mesh.virtual_stages
     live = sizes.kept_by_chunk
     # The gradients of a recomputed loop over periods are also stacked in the order of the layers.
-    twice = of_chunk if recompute == 'full' and sizes.of_period else 0
+    twice = of_chunk if recompute == 'full' and sizes.loops_over_periods else 0
     again = 0
     is_ring = mesh.context > 1 and mesh.context_exchange == 'ring'
     if early and mesh.stages * mesh.virtual_stages == 2 and not is_ring:
@@ -63,14 +63,9 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
 
 
 def kept_in_slots(sizes: Sizes) -> int:
-    """Return the bytes of the chunks in flight, of waiting gradients, and of a tick's inputs.
-
-    If the model has a pattern of layers, a chunk also saves its weights, unless it is recomputed.
-    """
+    """Return the bytes of the chunks in flight, of waiting gradients, and of a tick's inputs."""
     is_full = sizes.config.train.recompute == 'full'
     each = sizes.residual if is_full else sizes.kept_by_chunk
-    if len(sizes.model.pattern) > 1 and not is_full:
-        each += sum(kind.count * kind.copied_weights for kind in sizes.kinds)
     turns = sizes.config.train.microbatches if sizes.config.train.schedule == 'gpipe' else 1
     return num_slots(sizes.config) * each + (turns + 2) * sizes.residual
 
