@@ -6,7 +6,7 @@ import pytest
 from inspect_collectives import reduced
 from support import make_config
 
-from megajax.analysis.inspect.sites import site_of
+from megajax.analysis.inspect.sites import phase_of, site_of
 from megajax.core.counts.collective import Site
 from megajax.core.counts.context import keys
 from megajax.xla.hlo.program import Array
@@ -96,3 +96,22 @@ def test_keys_of_half_a_batch_are_attentions_too(kind, overlap, halves):
         sent = dataclasses.replace(reduced(path, array), kind=kind, axes=('context',))
         found = site_of(sent, config)
         assert (found == Site('attention', 'forward', 'context')) == (part in halves)
+
+
+@pytest.mark.parametrize(
+    ('op_name', 'phase'),
+    [
+        ('vmap(jvp(layers))/while/body/attention/dot', 'forward'),
+        ('vmap(transpose(jvp(layers)))/while/body/checkpoint/attention/dot', 'backward'),
+        ('transpose(jvp(layers))/while/checkpoint/rematted_computation/mlp/dot', 'recompute'),
+        # A loop over a pattern of layers, which takes its weights again.
+        ('transpose(jvp(layers))/transpose(jvp())/rematted_computation/mlp/dot', 'recompute'),
+        # The overlap schedule differentiates inside the scope.
+        ('transpose(jvp(layers))/transpose(jvp(rematted_computation/mlp))/dot', 'backward'),
+        ('transpose(jvp(layers))/rematted_computation/transpose(jvp(mlp))/dot', 'backward'),
+        # A pipeline stage recomputes in no transposition.
+        ('while/body/recompute/vmap(jvp(layers))/mlp/dot', 'recompute'),
+    ],
+)
+def test_the_phase_is_read_from_the_transformations_of_a_path(op_name: str, phase: str) -> None:
+    assert phase_of(f'jit(train_step)/{op_name}_general') == phase
