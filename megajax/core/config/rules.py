@@ -140,7 +140,9 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
 
 def _widths(config: 'Config') -> Iterator[Problem]:
     model, shards, seq_len = config.model, config.mesh.model, config.train.seq_len
-    if model.experts is None or model.has_dense_and_experts:
+    # each layer of cross-attention has an MLP, also in a model with experts
+    has_crossed = config.vision is not None and config.vision.is_crossed
+    if model.experts is None or model.has_dense_and_experts or has_crossed:
         yield from divides('model.ffn_size', model.ffn_size, 'mesh.model', shards)
     yield from _vocabulary(config)
     if seq_len > model.max_seq_len:

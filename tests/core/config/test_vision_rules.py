@@ -37,6 +37,13 @@ def problems(*overrides: str) -> list[str]:
             'vision.cross_every=3',
         ),
         (
+            'vision.fusion=cross_attention vision.cross_every=3 vision.deepstack=[] '
+            'model.experts={"count":4,"active":2,"ffn_size":64} model.ffn_size=250 '
+            'mesh.data=1 mesh.model=4',
+            'model.ffn_size: 250 is not a multiple of mesh.model=4; use 248 or 252',
+            'model.ffn_size=252',
+        ),
+        (
             'vision.fusion=cross_attention vision.cross_every=1 vision.deepstack=[1]',
             'one token marks the image',
             'vision.deepstack=[]',
