@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 from megajax.core.config import Config
@@ -90,8 +91,14 @@ class Part:
         return prod(dim.split[1] for dim in self.batch)
 
 
-def parts_of(declared: Parameter, sizes: Mapping[str, int], layout: Layout) -> Iterator[Part]:
-    """Yield the parts of a matrix parameter of the layers, in their order in the parameter."""
+def parts_of(
+    declared: Parameter, sizes: Mapping[str, int], layout: Layout, *, may_turn: bool = True
+) -> Iterator[Part]:
+    """Yield the parts of a matrix parameter of the layers, in their order in the parameter.
+
+    A matrix with more inputs than outputs is transposed. With `may_turn`, a square matrix may be,
+    too, depending on the mesh, so that fewer forms are needed.
+    """
     dims, axes = declared.dims, layout.axes_at_rest(declared.dims)
     places = range(len(dims))
     batch = [place for place in places if dims[place] in BATCH]
@@ -108,9 +115,12 @@ def parts_of(declared: Parameter, sizes: Mapping[str, int], layout: Layout) -> I
             _dim(size + more, axes.get(letter, ()), layout)
             for size, more, letter in zip(own, layout.padding(dims), dims, strict=True)
         ]
-        (rows, of_rows, first), (columns, of_columns, second) = sorted(
+        sides = [
             (prod(own[place] for place in side), _merged([stored[place] for place in side]), side)
             for side in (inputs, outputs)
+        ]
+        (rows, of_rows, first), (columns, of_columns, second) = sorted(
+            sides, key=None if may_turn else itemgetter(0)
         )
         order = *batch, *first, *second
         groups = [stored[place] for place in batch]

@@ -28,11 +28,15 @@ Pools = dict[Form, jax.Array]
 
 
 class WholeMatrices:
-    """The matrices of a model's layers, whole on the devices of a mesh."""
+    """The matrices of a model's layers, whole on the devices of a mesh.
 
-    def __init__(self, config: Config) -> None:
+    With `may_turn`, square matrices may be transposed or not, depending on the mesh.
+    """
+
+    def __init__(self, config: Config, *, may_turn: bool = True) -> None:
         self._layout = Layout.of(config)
         self._sizes = dim_sizes(config.model)
+        self._may_turn = may_turn
 
     def gather(self, matrices: Any, dtype: DTypeLike) -> Pools:
         """Return the matrices of a tree of parameters in pools [count, rows, columns].
@@ -81,7 +85,7 @@ class WholeMatrices:
         return jax.tree.map(lambda x: self._reshard(x, every, *[()] * (x.ndim - 1)), state)
 
     def _parts(self, declared: Parameter) -> list[Part]:
-        return list(parts_of(declared, self._sizes, self._layout))
+        return list(parts_of(declared, self._sizes, self._layout, may_turn=self._may_turn))
 
     def _pieces(self, x: jax.Array, part: Part) -> jax.Array:
         """Return the matrices of a part as [group, matrix, piece, element of the piece]."""
@@ -163,14 +167,15 @@ def on_whole_matrices(
 
     `matrices` transforms the gradient [m, n] of one matrix, with m <= n, and `others` transforms
     the gradients of all other parameters. `matrices` gets no parameters: chain weight decay and the
-    learning rate after this transformation. A matrix with more rows than columns is transposed.
-    Queries, keys and values are separate matrices, and so are gate, up, and the matrices of each
-    expert.
+    learning rate after this transformation. The rows are the inputs of the layer's matmul; a matrix
+    with more inputs than outputs is transposed. Queries, keys and values are separate matrices, and
+    so are gate, up, and the matrices of each expert.
 
     The state of `matrices` is spread over the devices. A run can resume with this state only on the
     same mesh and with the same ZeRO stage.
     """
-    whole = WholeMatrices(config)
+    # `matrices` may treat rows and columns differently
+    whole = WholeMatrices(config, may_turn=False)
 
     def init(params: Any) -> dict[str, Any]:
         pools = whole.gather(matrices_of(params), jnp.float32)

@@ -85,6 +85,31 @@ def test_an_optimizer_of_whole_matrices_computes_the_same_on_every_mesh(config: 
     assert_close(updated(config), updated(case()), 1e-5)
 
 
+@pytest.mark.parametrize(('data', 'model', 'shard'), [(1, 1, 'none'), (2, 2, 'weights')])
+def test_square_matrices_have_their_inputs_as_rows_on_every_mesh(
+    data: int, model: int, shard: str
+) -> None:
+    """The optimizer divides each row of a matrix by its norm."""
+
+    def divide(gradient: jax.Array, state: Any, params: Any = None) -> Any:
+        return gradient / jnp.linalg.norm(gradient, axis=1, keepdims=True), state
+
+    config = make_config('gpt', data, model, optim={'shard': shard})
+    of_rows = optax.GradientTransformation(lambda _: optax.EmptyState(), divide)
+    optimizer = on_whole_matrices(config, of_rows, others=optax.identity())
+    with on_mesh(config):
+        gradients = random_params(config, std=0.05)
+        expected = gather(gradients)
+        updates, _ = jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(gradients))
+        found = gather(updates)
+    # LDKCH: queries, keys and values are square; LNhD is square; LDF and LFD are not
+    outputs = {'attention.qkv': (2, 4), 'attention.out': 3, 'mlp.up': 2, 'mlp.down': 1}
+    for name, axes in outputs.items():
+        x = expected[f'layers.{name}.weight']
+        expected[f'layers.{name}.weight'] = x / np.sqrt(np.square(x).sum(axes, keepdims=True))
+    assert_close(found, expected, 1e-5)
+
+
 def test_each_matrix_has_its_own_state() -> None:
     def init(matrix: jax.Array) -> Any:
         return jnp.zeros(matrix.shape)
