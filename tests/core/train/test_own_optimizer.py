@@ -149,6 +149,43 @@ def test_a_step_takes_any_optimizer() -> None:
     assert ((sizes > 0.9 * rate) | (sizes == 0)).all()
 
 
+@pytest.mark.parametrize(
+    'optimizer',
+    [
+        optax.contrib.prodigy(1e-2),  # dot products of all parameters
+        optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(1.0)),  # norms of rows
+    ],
+    ids=['prodigy', 'adaptive_grad_clip'],
+)
+def test_an_optimizer_that_leaves_shardings_to_xla_computes_the_same_on_a_mesh(
+    optimizer: optax.GradientTransformation,
+) -> None:
+    def after_two_steps(config: Config) -> dict[str, np.ndarray]:
+        with on_mesh(config):
+            state = init_state(config, random_params(config, std=0.05), optimizer=optimizer)
+            train_step, batch = make_train_step(config, optimizer), place_batch(make_batch(config))
+            for _ in range(2):
+                state, _ = train_step(state, batch)
+            assert train_step._cache_size() == 1
+            return gather(state.params)
+
+    on_four = after_two_steps(make_config('gpt', 2, 2, optim={'shard': 'weights'}))
+    assert_close(on_four, after_two_steps(make_config('gpt')), 1e-4)
+
+
+def test_a_mistake_of_an_optimizer_is_shown_as_it_is() -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        raise ZeroDivisionError('of the optimizer')
+
+    config = make_config('gpt', 2, 1)
+    wrong = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    with on_mesh(config):
+        state = jax.eval_shape(lambda: init_state(config, optimizer=wrong))
+        batch, train_step = place_batch(make_batch(config)), make_train_step(config, wrong)
+        with pytest.raises(ZeroDivisionError, match='of the optimizer'):
+            train_step.lower(state, batch)
+
+
 @pytest.mark.slow
 def test_the_optimizer_of_the_config_given_by_hand_changes_nothing() -> None:
     config = make_config('gpt', 2, 1, optim={'shard': 'optimizer'})
