@@ -118,8 +118,14 @@ def _check_params(params: object) -> None:
 
 def _check_batch(batch: Batch, config: Config) -> None:
     """Raise ConfigError for a batch from which the loss cannot be computed."""
-    if missing := [name for name in ('tokens', 'labels', 'loss_mask') if name not in batch]:
-        message = f'has no {" and no ".join(missing)}; give each as an array [rows, tokens]'
+    needed = dict.fromkeys(('tokens', 'labels', 'loss_mask'), '[rows, tokens]')
+    if config.model.is_bert:
+        needed |= {'token_types': '[rows, tokens]', 'swapped': '[rows, 1]'}
+    if missing := [name for name in needed if name not in batch]:
+        given = ', '.join(f'{name} {needed[name]}' for name in missing)
+        message = (
+            f'has no {" and no ".join(missing)}; give the array{"s" * (len(missing) > 1)} {given}'
+        )
         raise ConfigError(Problem(path='batch', message=message))
     length, most = batch['tokens'].shape[1], config.model.max_seq_len
     if length > most:

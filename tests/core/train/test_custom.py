@@ -144,18 +144,34 @@ def test_what_needs_more_than_parameters_and_a_batch_is_refused_by_key(
 
 
 @pytest.mark.parametrize(
-    ('names', 'length', 'message'),
+    ('name', 'names', 'length', 'message'),
     [
-        (['tokens'], 16, 'batch: has no labels and no loss_mask; give each as an array'),
-        (['tokens', 'labels', 'loss_mask'], 64, 'batch: 64 tokens .* model.max_seq_len=32; give'),
+        (
+            'gpt',
+            ['tokens'],
+            16,
+            r'batch: has no labels and no loss_mask; give the arrays labels \[rows, tokens\], ',
+        ),
+        (
+            'gpt',
+            ['tokens', 'labels', 'loss_mask'],
+            64,
+            'batch: 64 tokens .* model.max_seq_len=32; give',
+        ),
+        (
+            'bert',
+            ['tokens', 'labels', 'loss_mask', 'token_types'],
+            16,
+            r'batch: has no swapped; give the array swapped \[rows, 1\]',
+        ),
     ],
 )
 def test_a_batch_without_what_the_loss_needs_is_rejected_before_anything_compiles(
-    names: list[str], length: int, message: str
+    name: str, names: list[str], length: int, message: str
 ) -> None:
     batch = {name: np.zeros((8, length), np.int32) for name in names}
     with pytest.raises(ConfigError, match=message):
-        megajax.loss(None, batch, config_of({}, {}, 'none'))
+        megajax.loss(None, batch, make_config(name))
 
 
 def test_what_a_script_gives_in_place_of_an_argument_is_named_with_what_is_expected() -> None:
