@@ -99,6 +99,12 @@ def test_the_line_of_the_paper(tmp_path: Path) -> None:
     assert (config.run.dir, config.checkpoint.every) == ('runs/8b-megajax', 5000)
 
 
+def test_a_constant_rate_has_no_end(tmp_path: Path) -> None:
+    line = SMALL + '--lr-decay-style constant --lr-decay-iters 5 --micro-batch-size 1'
+    optim = config_of(line, tmp_path).optim
+    assert (optim.schedule, optim.decay_steps) == ('constant', None)
+
+
 def test_gpt3_in_stages(tmp_path: Path) -> None:
     config = config_of(GPT3, tmp_path)
     assert config.model.model_dump() == model_of('gpt3_175b') | {'init_std': 0.006}

@@ -63,7 +63,11 @@ SMOOTH = {
     'lr': 1.0,
     'eps': 1.0,
     'warmup_steps': 0,
+    'warmup_init': None,
     'schedule': 'constant',
+    'decay_steps': None,
+    'wsd_steps': None,
+    'wsd_decay': 'linear',
     'moments_dtype': 'float32',
 }
 ROUNDING = 0.1  # tolerated rounding, as a share of the limit times the largest of all gradients

@@ -100,6 +100,7 @@ def _meshes(config: Config, gpus: int, prompt: int, batch: int) -> Iterator[Conf
             train__microbatches=1,
             train__seq_len=prompt,
             train__recompute='none',
+            train__schedule='1f1b',
             train__dtype=config.train.compute_dtype,
             train__overlap='none',
             train__unroll=False,

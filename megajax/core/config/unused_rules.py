@@ -14,40 +14,69 @@ if TYPE_CHECKING:
 def of_learning_rate(config: 'Config') -> Iterator[Problem]:
     """Check that keys of the learning rate have an effect on its schedule."""
     optim = config.optim
+    schedule = f'optim.schedule={optim.schedule}'
     if optim.schedule != 'wsd':
         for name in ('wsd_steps', 'wsd_decay'):
-            yield from _unused(optim, 'optim', name, f'schedule={optim.schedule}', 'schedule=wsd')
+            yield from _unused(optim, f'optim.{name}', schedule, 'optim.schedule=wsd')
+    # a constant rate does not use min_lr either, but most presets give it, for any schedule
+    if optim.schedule == 'constant':
+        yield from _unused(optim, 'optim.decay_steps', schedule, 'optim.schedule=cosine')
     if not optim.warmup_steps:
-        yield from _unused(optim, 'optim', 'warmup_init', 'warmup_steps=0', 'warmup_steps=100')
+        no_warmup = 'optim.warmup_steps=0'
+        yield from _unused(optim, 'optim.warmup_init', no_warmup, 'optim.warmup_steps=100')
 
 
-def of_scaling(config: 'Config') -> Iterator[Problem]:
-    """Check that the scaling of fp8 has an effect."""
+def of_training(config: 'Config') -> Iterator[Problem]:
+    """Check that the scaling of fp8 and a schedule of stages have an effect."""
     train = config.train
     if train.dtype != 'fp8':
-        yield from _unused(train, 'train', 'fp8_scaling', f'dtype={train.dtype}', 'dtype=fp8')
+        dtype = f'train.dtype={train.dtype}'
+        yield from _unused(train, 'train.fp8_scaling', dtype, 'train.dtype=fp8')
+    if config.mesh.stages == 1:
+        yield from _unused(train, 'train.schedule', 'mesh.stages=1', 'mesh.stages=2')
+    # mesh.context_exchange may be given without context shards: a preset gives it for its own mesh,
+    # which other meshes often replace
 
 
 def of_model(config: 'Config') -> Iterator[Problem]:
     """Check that keys of positions and experts have an effect."""
-    model, position = config.model, f'position={config.model.position}'
-    if model.position == 'learned':
-        yield from _unused(model, 'model', 'rope_theta', position, 'position=rope')
+    model, position = config.model, f'model.position={config.model.position}'
+    if not any(layer.rotates for layer in model.pattern):
+        yield from _unused(model, 'model.rope_theta', position, 'model.position=rope')
     if model.position not in ('mrope', 'rope_2d'):  # a text model with rope_2d is rejected
-        yield from _unused(model, 'model', 'mrope_section', position, 'position=mrope')
-    if (experts := model.experts) and not experts.selection_bias:
-        needed = 'selection_bias=true'
-        yield from _unused(experts, 'model.experts', 'bias_rate', 'selection_bias=false', needed)
+        yield from _unused(model, 'model.mrope_section', position, 'model.position=mrope')
+    if (experts := model.experts) is None:
+        return
+    path = 'model.experts'
+    if not experts.selection_bias:
+        without, needed = f'{path}.selection_bias=false', f'{path}.selection_bias=true'
+        yield from _unused(experts, f'{path}.bias_rate', without, needed)
+    if not experts.balance_loss:
+        without, needed = f'{path}.balance_loss=0', f'{path}.balance_loss=0.01'
+        yield from _unused(experts, f'{path}.balance_over', without, needed)
 
 
-def _unused(section: Section, path: str, name: str, setting: str, needed: str) -> Iterator[Problem]:
+def of_vision(config: 'Config') -> Iterator[Problem]:
+    """Check that keys of cross-attention and of frozen parts have an effect."""
+    if (vision := config.vision) is None:
+        return
+    if not vision.is_crossed:
+        crossed = 'vision.fusion=cross_attention'
+        for name in ('cross_every', 'cross_gate'):
+            yield from _unused(vision, f'vision.{name}', f'vision.fusion={vision.fusion}', crossed)
+    if vision.freeze and config.lora is not None:
+        message = (
+            f'{list(vision.freeze)} has no effect with lora, which freezes everything except its '
+            'adapters; remove it, or remove lora'
+        )
+        yield Problem(path='vision.freeze', message=message, others=('lora',))
+
+
+def _unused(section: Section, path: str, setting: str, needed: str) -> Iterator[Problem]:
     """Yield a problem if a key differs from its default; `needed` would give it an effect."""
+    name = path.rpartition('.')[2]
     value = getattr(section, name)
     if value != type(section).model_fields[name].default:
         shown = list(value) if isinstance(value, tuple) else value
-        message = (
-            f'{shorten(str(shown))} has no effect with {path}.{setting}; '
-            f'remove it, or set {path}.{needed}'
-        )
-        other = f'{path}.{setting.partition("=")[0]}'
-        yield Problem(path=f'{path}.{name}', message=message, others=(other,))
+        message = f'{shorten(str(shown))} has no effect with {setting}; remove it, or set {needed}'
+        yield Problem(path=path, message=message, others=(setting.partition('=')[0],))

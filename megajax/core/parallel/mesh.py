@@ -130,7 +130,9 @@ def one_dimensional(config: Config) -> Config:
         rows = rows if train.batch_size % rows else train.batch_size
         sections = {
             'mesh': mesh.model_copy(update=plain | {'data': data, 'model': model}),
-            'train': train.model_copy(update={'batch_size': rows, 'overlap': 'auto'}),
+            'train': train.model_copy(
+                update={'batch_size': rows, 'schedule': '1f1b', 'overlap': 'auto'}
+            ),
         }
         return config.model_copy(update={'optim': optim, **sections})
 

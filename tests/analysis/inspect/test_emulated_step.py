@@ -11,6 +11,7 @@ from support import exhaustive, make_config
 from megajax.analysis.inspect import emulated_step
 from megajax.analysis.inspect.emulated_step import EmulatedStep
 from megajax.analysis.inspect.minimize import smallest
+from megajax.analysis.inspect.one_device import updated
 from megajax.analysis.inspect.result import Compared
 from megajax.analysis.inspect.shrink import shrink
 from megajax.analysis.inspect.tolerances import judged, limits
@@ -21,6 +22,7 @@ from megajax.core.model import linear
 from megajax.core.parallel.layout import Layout
 from megajax.core.train import feed, pipeline
 from megajax.core.train import step as train_step
+from megajax.core.train.optimizer import make_schedule
 from megajax.xla.emulate.compare import Difference
 from megajax.xla.miscompiles import ask
 from megajax.xla.miscompiles.scaled_bias import SCALED_BIAS
@@ -174,6 +176,18 @@ def test_muon_in_16_bits_is_exact_where_they_are_fp32(coefficients):
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    'optim',
+    [
+        {'warmup_steps': 2, 'warmup_init': 0.0, 'decay_steps': 5},
+        {'schedule': 'wsd', 'wsd_steps': 3, 'wsd_decay': 'cosine'},
+    ],
+)
+def test_every_learning_rate_has_a_smooth_step(optim):
+    smooth = updated(make_config('gpt', optim=optim), optim=emulated_step.SMOOTH)
+    assert {make_schedule(smooth.optim, 10)(step).item() for step in range(10)} == {1.0}
+
+
 def test_a_result_that_the_compiler_changes_is_found(monkeypatch):
     """The step without the barrier before a bias, and with a factor after it (`scaled_bias.py`)."""
     if not ask(SCALED_BIAS, 'h100').is_faulty:

@@ -96,6 +96,8 @@ def test_the_mesh_of_training_does_not_matter(lines: dict[int, GenerationLine]) 
     mesh = 'mesh.data=2', 'mesh.model=4', 'mesh.model_rows=2', 'train.microbatches=1'
     config = load('llama3_8b', [*mesh, 'mesh.sequence_parallel=true'])
     assert {line.model: line for line in planned(config).lines} == lines
+    stages = 'mesh.stages=2', 'train.microbatches=4', 'train.schedule=gpipe', 'optim.shard=none'
+    assert {line.model: line for line in planned(load('llama3_8b', stages)).lines} == lines
 
 
 def test_what_cannot_be_generated_is_refused_by_name() -> None:

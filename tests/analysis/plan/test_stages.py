@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import megajax
-from megajax.analysis.plan.layouts import Mesh, changed, deep_layouts, deep_meshes
+from megajax.analysis.plan.layouts import Mesh, changed, deep_layouts, deep_meshes, layouts
 from megajax.analysis.plan.megatron_memory import in_flight as megatron_in_flight
 from megajax.analysis.plan.memory import kept_by_layer, memory
 from megajax.analysis.plan.network import Cluster
@@ -138,6 +138,12 @@ def test_of_two_exchanges_that_nothing_hides_the_one_with_fewer_bytes_is_compare
         config = load('llama3_8b', [*long, *keys, 'mesh.data=1'])
         found = [*deep_layouts(config, Mesh(1, 1, 1, 1, shards), 8)]
         assert {layout.mesh.context_exchange for layout in found} == {least, 'ring'}
+
+
+def test_a_layout_without_stages_has_no_schedule_of_stages() -> None:
+    keys = 'mesh.stages=2', 'train.microbatches=4', 'train.schedule=gpipe', 'optim.shard=none'
+    config = load('llama3_8b', keys)
+    assert not [*filter(incompatibilities, layouts(config, Mesh(8, 1, 1), 8))]
 
 
 def test_a_step_takes_the_time_of_its_ticks() -> None:

@@ -30,6 +30,11 @@ EXPERTS = 'model.experts={count: 8, active: 2, ffn_size: 64%s}'
             'model.experts.bias_rate: 0.01 has no effect with model.experts.selection_bias=false; '
             'remove it, or set model.experts.selection_bias=true',
         ),
+        (
+            [EXPERTS % ', balance_over: sequence'],
+            'model.experts.balance_over: sequence has no effect with model.experts.balance_loss=0; '
+            'remove it, or set model.experts.balance_loss=0.01',
+        ),
         ([EXPERTS % '', 'lora.rank=4'], 'lora.targets: adapters of experts'),
         ([EXPERTS % '', 'lora.rank=4', 'lora.targets=[out,up]'], '(up); use lora.targets=[out]'),
         ([EXPERTS % '', 'lora.rank=4', 'lora.targets=[down]'], 'use lora.targets=[qkv,out]'),

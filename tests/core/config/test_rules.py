@@ -198,6 +198,24 @@ def problems(*overrides: str) -> list[Problem]:
             'model.position=rope',
         ),
         (
+            'model.position=none model.rope_theta=1e6',
+            'model.rope_theta',
+            '1000000.0 has no effect with model.position=none; remove it, or set model.p',
+            'model.layers=[{"position":"rope"},{}]',
+        ),
+        (
+            'optim.schedule=constant optim.decay_steps=5000 optim.warmup_steps=0',
+            'optim.decay_steps',
+            '5000 has no effect with optim.schedule=constant; remove it, or set optim.schedule=co',
+            'optim.schedule=cosine',
+        ),
+        (
+            'train.schedule=gpipe train.microbatches=4',
+            'train.schedule',
+            'gpipe has no effect with mesh.stages=1; remove it, or set mesh.stages=2',
+            'mesh.stages=2',
+        ),
+        (
             'model.mrope_section=[8,12,12]',
             'model.mrope_section',
             '[8, 12, 12] has no effect with model.position=learned; remove it, or set model.p',

@@ -23,9 +23,24 @@ def problems(*overrides: str) -> list[str]:
         ('vision.max_patches=26', 'use 24 or 28', 'vision.max_patches=28'),
         ('vision.max_patches=100', 'at most 96', 'vision.max_patches=96'),
         (
-            'vision.max_patches=100 vision.cross_every=1 vision.deepstack=[]',
+            'vision.max_patches=100 model.num_layers=4 vision.deepstack=[]',
             'or vision.fusion=cross_attention',
             'vision.fusion=cross_attention',
+        ),
+        (
+            'vision.cross_every=1 vision.deepstack=[]',
+            '1 has no effect with vision.fusion=tokens; remove it, or set vision.fusion=cross_a',
+            'vision.fusion=cross_attention',
+        ),
+        (
+            'vision.cross_gate=1.0',
+            '1.0 has no effect with vision.fusion=tokens',
+            'vision.cross_gate=0.0',
+        ),
+        (
+            'vision.freeze=[encoder] lora.rank=4',
+            "['encoder'] has no effect with lora, which freezes everything except its adapters",
+            'vision.freeze=[]',
         ),
         ('vision.image_token=258', 'at most 257', 'vision.image_token=257'),
         ('vision.deepstack=[1,0]', 'must be ascending layers', 'vision.deepstack=[0,1]'),

@@ -163,11 +163,19 @@ def test_groups_inside_hosts_and_those_that_cannot_be_are_allowed(places, sizes,
     check_hosts(places, sizes, cross_hosts=cross_hosts)
 
 
-def on(mesh, shard='none', **model):
-    small = {'num_layers': 1, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300}
+def on(mesh, shard='none', schedule='1f1b', **model):
+    small = {
+        'num_layers': mesh.get('stages', 1),
+        'hidden_size': 32,
+        'num_heads': 4,
+        'vocab_size': 300,
+    }
     return megajax.Config(
         model=small | {'max_seq_len': 16} | model,
-        train={'seq_len': 16, 'batch_size': 8},
+        train={
+            **{'seq_len': 16, 'batch_size': 8, 'schedule': schedule},
+            'microbatches': mesh.get('stages', 1),
+        },
         mesh=mesh,
         optim={'shard': shard},
     )
@@ -186,6 +194,7 @@ def grid(rows, model):
         (on(grid(2, 2), num_kv_heads=2, head_dim=7), 4, 2),
         (on({'data': 4, 'replicas': 2, 'model': 2}, 'weights'), 4, 2),
         (on({'context': 2, 'model': 2}, 'optimizer'), 2, 2),
+        (on({'stages': 2, 'model': 2}, schedule='gpipe'), 2, 2),
     ],
 )
 def test_a_config_in_one_dimension_has_as_many_devices_and_is_right(config, data, model):

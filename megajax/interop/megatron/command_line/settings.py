@@ -270,7 +270,7 @@ def _schedule(line: Line, steps: int, batch: int, problems: list[str]) -> Keys:
     schedule: Keys = {
         'warmup_steps': plain_number(warmup),
         'warmup_init': init if warmup else None,
-        'decay_steps': None if decay == steps else plain_number(decay),
+        'decay_steps': None if decay == steps or style == 'constant' else plain_number(decay),
         'schedule': SCHEDULES[style],
     }
     if style != 'WSD':
