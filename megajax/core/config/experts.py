@@ -1,6 +1,8 @@
 """The section `model.experts` of a config: a mixture of experts in place of each MLP."""
 
+import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -80,6 +82,13 @@ class ExpertsConfig(Section):
     """Consecutive tokens of a sequence within which capacity is counted; null: the sequence. The
     same tokens are dropped on every mesh.
     """
+
+    def slots(self, group: int) -> int:
+        """Return the number of assignments that an expert accepts from a group of tokens."""
+        assert self.capacity is not None
+        # in floats, 1.1 * 100 / 10 would be rounded up to 12
+        share = Fraction(str(self.capacity)) * group * self.active / self.count
+        return math.ceil(share)
 
 
 def of_experts(config: 'Config') -> Iterator[Problem]:

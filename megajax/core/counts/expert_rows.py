@@ -26,8 +26,7 @@ def rows_of_experts(config: Config, tokens: int, shards: Mapping[str, int]) -> t
     own, rows = experts.count // devices, devices * tokens * experts.active
     if experts.capacity is not None:
         group = experts.capacity_group or config.train.seq_len
-        slots = math.ceil(experts.capacity * group * experts.active / experts.count)
-        return own, devices * tokens // group * slots
+        return own, devices * tokens // group * experts.slots(group)
     return (own, rows // experts.count) if rows % experts.count == 0 else (1, rows // devices)
 
 

@@ -11,7 +11,6 @@ and assignments that do not fit are sent in later rounds (`Rounds`).
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import NamedTuple, Self, TypeVar
 
@@ -249,8 +248,7 @@ class WithCapacity(Dispatch):
     def of(cls, expert_TY: jax.Array, experts: ExpertsConfig, group: int, peers: Peers) -> Self:
         """Send to each expert its first assignments in each group of `group` consecutive tokens."""
         expert_n, active, count = expert_TY.reshape(-1), experts.active, experts.count
-        assert experts.capacity is not None
-        slots = math.ceil(experts.capacity * group * active / count)
+        slots = experts.slots(group)
         num_groups = len(expert_TY) // group
         group_n = jnp.arange(len(expert_n)) // (group * active)
         rank_n = rank_in(expert_n * num_groups + group_n, count * num_groups)

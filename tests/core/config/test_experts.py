@@ -3,6 +3,7 @@
 import pytest
 
 from megajax.core.config import ConfigError, load
+from megajax.core.config.experts import ExpertsConfig
 
 EXPERTS = 'model.experts={count: 8, active: 2, ffn_size: 64%s}'
 
@@ -55,3 +56,12 @@ def test_experts_divide_the_data_shards_of_a_replica() -> None:
     config = load('tiny', [EXPERTS % '', *mesh])
     assert config.mesh.sizes == {'replica': 2, 'data': 2, 'expert': 2, 'model': 2}
     assert config.mesh.data_shards == 4
+
+
+@pytest.mark.parametrize(
+    ('capacity', 'group', 'slots'), [(1.1, 100, 11), (1.25, 100, 13), (2.0, 64, 13), (1e-3, 8, 1)]
+)
+def test_a_capacity_is_an_exact_decimal_rounded_up(capacity: float, group: int, slots: int) -> None:
+    """In floats, 1.1 * 100 / 10 is more than 11."""
+    experts = ExpertsConfig(count=10, active=1, ffn_size=64, capacity=capacity)
+    assert experts.slots(group) == slots
