@@ -46,7 +46,9 @@ class OptimConfig(Section):
     wsd_decay: Literal['linear', 'cosine', 'exponential', 'minus_sqrt'] = 'linear'
     """Shape of the decay with `schedule: wsd`."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay of all parameters except biases and norms."""
+    """Decoupled weight decay of all parameters except biases, norms, attention sinks, and the gates
+    of cross-attention.
+    """
     beta1: DecayRate = 0.9
     """Decay rate of AdamW's first moment."""
     beta2: DecayRate = 0.999

@@ -23,7 +23,8 @@ class Role(enum.Enum):
     MATRIX = 'matrix'  # a matmul weight: used in train.dtype, decayed, sharded by ZeRO
     TABLE = 'table'  # looked up in fp32; decayed, not sharded by ZeRO
     ADAPTER = 'adapter'  # cast when it is multiplied; decayed, not sharded by ZeRO
-    VECTOR = 'vector'  # norms and biases: in fp32, not decayed, not sharded by ZeRO
+    # norms, biases, attention sinks, gates: in fp32, not decayed, not sharded by ZeRO
+    VECTOR = 'vector'
     # scales of an fp8 matmul, which exist only within a step: not a parameter of the model
     SCALES = 'scales'
 

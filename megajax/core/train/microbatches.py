@@ -21,12 +21,14 @@ OF_ROWS = 'rows', 'swapped', 'row_weights'
 def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     """Return a batch with the weight of each token in the loss, and the row indices for dropout.
 
+    Without a counted token, all weights are zero.
     On context shards the tokens are not in order, so the batch also gets their places.
     """
     # Weights that add up to one over the global batch make the mean exact, however the mask is
     # distributed over the shards.
     mask_BS = batch['loss_mask']
-    added = {'weights': mask_BS / jnp.maximum(mask_BS.sum(), 1)}
+    total = mask_BS.sum()
+    added = {'weights': mask_BS / jnp.where(total > 0, total, 1)}
     if config.model.has_dropout or config.relevance is not None:
         added['rows'] = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
     if 'swapped' in batch:
@@ -70,7 +72,7 @@ def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
 
 def real_rows(batch: Batch) -> jax.Array:
     """Return [B, 1]: 1 for sequences with a counted token, 0 for sequences that pad the batch."""
-    return batch['loss_mask'].max(-1, keepdims=True)
+    return (batch['loss_mask'].max(-1, keepdims=True) > 0).astype(jnp.float32)
 
 
 def rows_of(shard: Batch, key: jax.Array | None = None) -> Rows:

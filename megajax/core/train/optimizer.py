@@ -1,4 +1,4 @@
-"""AdamW or Muon as in Megatron: global-norm clipping, warm-up, no decay of biases and norms."""
+"""AdamW or Muon as in Megatron: global-norm clipping, warm-up, no decay of vectors."""
 
 import math
 from collections.abc import Callable
@@ -93,5 +93,5 @@ def _since(point: float, step: Any) -> Any:
 
 
 def decays(params: Any) -> Any:
-    """Return a tree of booleans: whether a parameter decays, which all but biases and norms do."""
+    """Return a tree of booleans: whether a parameter decays, as all do but `Role.VECTOR`."""
     return map_parameters(lambda declared, _: declared.decays, params)

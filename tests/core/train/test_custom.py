@@ -174,6 +174,20 @@ def test_a_batch_without_what_the_loss_needs_is_rejected_before_anything_compile
         megajax.loss(None, batch, make_config(name))
 
 
+def test_the_mask_has_weights_of_a_mean() -> None:
+    """Also if they are fractions that add up to less than one."""
+    config = config_of({}, {}, 'none', dropout=0.0)
+    batch = batch_of(config)
+    weights = batch['loss_mask'] * np.linspace(0.25, 1, 16, dtype=np.float32)
+    with on_mesh(config):
+        params = random_params(config, std=0.05)
+        small, large, none = (
+            megajax.loss(params, megajax.place_batch(batch | {'loss_mask': mask}), config)
+            for mask in (2**-10 * weights, weights, 0 * weights)
+        )
+    assert (small, none) == (large, 0)
+
+
 def test_what_a_script_gives_in_place_of_an_argument_is_named_with_what_is_expected() -> None:
     config = config_of({}, {}, 'none')
     rows = [[1, 2], [3, 4]]
