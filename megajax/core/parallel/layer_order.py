@@ -57,16 +57,44 @@ def tree_on_host(tree: Any, layout: Layout) -> Any:
 
 
 def map_stacked(function: Any, tree: Any, layout: Layout) -> Any:
-    """Apply a function to the arrays of a state that are not in the model's order of layers."""
+    """Apply a function to the arrays of a state that are not in the model's order of layers.
+
+    The state of an optimizer that is not shaped like its parameter is left alone, because nothing
+    says which of its dims holds the layers (`without_known_order`).
+    """
     if layout.chunks == 1:
         return tree
 
     def apply(x: Any) -> Any:
-        if not (isinstance(x, nnx.Variable) and x.declared.is_stacked):
+        if not (_is_stacked(x) and _is_shaped_like_parameter(x)):
             return x
         return x.replace(function(x.get_value()))
 
     return jax.tree.map(apply, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def without_known_order(tree: Any) -> list[Any]:
+    """Return the arrays of several layers of which nothing says which dim holds the layers.
+
+    Only the state of an optimizer that is not shaped like its parameters contains such arrays.
+    """
+    variables = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return [
+        value
+        for x in variables
+        if _is_stacked(x) and not _is_shaped_like_parameter(x)
+        for value in jax.tree.leaves(x.get_value())
+        if value.size > 1
+    ]
+
+
+def _is_stacked(x: Any) -> bool:
+    return isinstance(x, nnx.Variable) and x.declared.is_stacked
+
+
+def _is_shaped_like_parameter(x: nnx.Variable) -> bool:
+    shape = getattr(x.get_value(), 'shape', ())
+    return len(shape) == len(x.declared.dims) and shape[0] > 1
 
 
 def _moved(x: jax.Array, layout: Layout, *, to_model: bool, donate: bool) -> jax.Array:

@@ -31,6 +31,7 @@ from megajax.runtime.checkpoint.compare import (
     check_same_arrays,
     check_same_data,
     check_same_model,
+    check_same_order,
     holds_array,
     holds_parameters_only,
     log_differences,
@@ -132,12 +133,13 @@ class Checkpoints:
         if is_import:
             params = restore_params(path, self.config)
             return init_state(self.config, params, optimizer=self.optimizer)
-        first = jax.eval_shape(lambda: init_state(self.config, optimizer=self.optimizer))
-        abstract = concrete(first)
+        abstract = concrete(
+            jax.eval_shape(lambda: init_state(self.config, optimizer=self.optimizer))
+        )
         check_same_arrays(path, unpadded(abstract, Layout.of(self.config)))
-        recent = jax.eval_shape(lambda: nothing_seen(self.config))
-        is_in_fp8 = holds_array(path, RECENT)
-        abstract = abstract._replace(recent=concrete(recent) if is_in_fp8 else None)
+        check_same_order(path, there, here, abstract)
+        recent = concrete(jax.eval_shape(lambda: nothing_seen(self.config)))
+        abstract = abstract._replace(recent=recent if holds_array(path, RECENT) else None)
         to_saved, to_current = renames(path)
         args = ocp.args.StandardRestore(_parts(to_saved(abstract)), strict=False)  # pads and casts
         try:
@@ -186,9 +188,9 @@ class Checkpoints:
         self._retry, self._is_retry, self._begun = False, self._retry, time.monotonic()
         if not self._make_room(step):
             return
-        self._saving = self._record(step, validation_loss=validation_loss, **place)
         parts = _parts(state)
         self._padded = changed_shapes(parts, unpadded(parts, Layout.of(self.config)))
+        self._saving = self._record(step, validation_loss=validation_loss, **place)
         self._losses.begin(step, validation_loss)
         self._folders.renew(step)
         error: Exception | None = self._folders.write_error()
@@ -201,11 +203,8 @@ class Checkpoints:
     def _begin_to_save(self, step: int, parts: dict[str, Any]) -> Exception | None:
         try:
             ordered = tree_on_host(parts, Layout.of(self.config))
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(state=ocp.args.StandardSave(ordered)),
-                force=True,
-            )
+            args = ocp.args.Composite(state=ocp.args.StandardSave(ordered))
+            self._manager.save(step, args=args, force=True)
         except Exception as error:
             return error
         return None

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, ConfigError, OptimConfig
+from megajax.core.parallel.layer_order import without_known_order
 from megajax.core.train.optimizer import make_schedule
 from megajax.runtime.checkpoint import old_names
 from megajax.runtime.checkpoint.orbax_manager import gb_to_read
@@ -164,6 +165,30 @@ def check_same_arrays(
             'or choose another run.dir'
         )
         raise ConfigError(f'{path} contains different arrays ({"; ".join(lines)}{more}): {fix}')
+
+
+def check_same_order(path: Path, there: Record, here: Record, state: Any) -> None:
+    """Raise ConfigError if the layers of an optimizer's state would be restored in another order.
+
+    A checkpoint has the layers in the order of the model, except in the state of an optimizer that
+    is not shaped like its parameters: it has them in the order of the stages that wrote it.
+    """
+    if (a := _stages(there)) == (b := _stages(here)) or not (arrays := without_known_order(state)):
+        return
+    raise ConfigError(
+        f'{path} contains the state of an optimizer that is not shaped like its parameters (shape '
+        f'{arrays[0].shape}, for example): its layers are in the order of mesh.stages={a[0]} '
+        f'mesh.virtual_stages={a[1]}, not of mesh.stages={b[0]} mesh.virtual_stages={b[1]}; '
+        'restore it with these stages, or begin a new run with '
+        f'{typed(f"run.start_from={path.parent.parent}")}'
+    )
+
+
+def _stages(record: Record) -> tuple[int, int]:
+    """Return the stages and the chunks of each, (1, 1) if the layers are in the model's order."""
+    mesh = record.config.get('mesh', {})
+    chunks = mesh.get('virtual_stages', 1)
+    return (mesh.get('stages', 1), chunks) if chunks > 1 else (1, 1)
 
 
 def changed_shapes(a: Any, b: Any) -> dict[str, tuple[int, ...]]:

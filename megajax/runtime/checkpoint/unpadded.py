@@ -22,18 +22,34 @@ Shape = tuple[int, ...]
 
 
 def unpadded(tree: Any, layout: Layout) -> Any:
-    """Return the shapes and dtypes of a state, or a part of one, as a checkpoint stores them."""
+    """Return the shapes and dtypes of a state, or a part of one, as a checkpoint stores them.
+
+    The state of an optimizer that is not shaped like its parameter (factored moments, for example)
+    keeps its shape.
+    """
 
     def own(x: Any) -> Any:
-        value = x.get_value() if isinstance(x, nnx.Variable) else x
-        shape = value.shape
-        if isinstance(x, nnx.Variable) and x.declared.is_matrix:
-            sizes = layout.unpadded(x.declared.dims)
-            shape = tuple(size or padded for size, padded in zip(sizes, shape, strict=True))
-        abstract = jax.ShapeDtypeStruct(shape, value.dtype)
-        return x.replace(abstract) if isinstance(x, nnx.Variable) else abstract
+        if not isinstance(x, nnx.Variable):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        is_matrix, dims = x.declared.is_matrix, x.declared.dims
+
+        def of_array(value: Any) -> jax.ShapeDtypeStruct:
+            shape = _without_padding(value.shape, dims, layout) if is_matrix else value.shape
+            return jax.ShapeDtypeStruct(shape, value.dtype)
+
+        return x.replace(jax.tree.map(of_array, x.get_value()))
 
     return jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _without_padding(shape: Shape, dims: str, layout: Layout) -> Shape:
+    sizes, padding = layout.unpadded(dims), layout.padding(dims)
+    if len(shape) != len(dims) or any(
+        size is not None and own != size + more
+        for own, size, more in zip(shape, sizes, padding, strict=True)
+    ):
+        return shape
+    return tuple(size or own for size, own in zip(sizes, shape, strict=True))
 
 
 def strip_padding(folder: Path, shapes: Mapping[str, Shape]) -> None:

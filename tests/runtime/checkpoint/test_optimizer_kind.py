@@ -11,9 +11,11 @@ from checkpoints import LAYOUTS, equal, laid_out, make_state, staged, tiny
 from support import on_mesh, slow
 
 from megajax.core.config import Config, ConfigError
-from megajax.core.train.step import init_state
+from megajax.core.parallel.layout import Layout
+from megajax.core.train.step import TrainState, init_state
 from megajax.core.train.whole_matrices import on_whole_matrices
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.unpadded import unpadded
 
 MUON: dict[str, Any] = {'optim': {'kind': 'muon'}}
 
@@ -99,5 +101,81 @@ def test_the_state_of_whole_matrices_restores_on_its_mesh_only(tmp_path: Path) -
         on_mesh(other),
         Checkpoints(tmp_path, other, optimizer=optimizer(other)) as checkpoints,
         pytest.raises(ConfigError, match=r'different arrays .*the optimizer'),
+    ):
+        checkpoints.restore(1)
+
+
+def numbered(config: Config, optimizer: optax.GradientTransformation) -> TrainState:
+    """The first state, with other numbers in each array of the optimizer; zeros are its padding."""
+    state, layout, random = (
+        init_state(config, optimizer=optimizer),
+        Layout.of(config),
+        np.random.default_rng(0),
+    )
+
+    def draw(x: jax.Array, own: jax.ShapeDtypeStruct) -> jax.Array:
+        value = np.zeros(x.shape, x.dtype)
+        value[tuple(map(slice, own.shape))] = random.integers(1, 99, own.shape)
+        return jax.device_put(value, x.sharding)
+
+    moments = jax.tree.map(draw, state.opt_state, unpadded(state.opt_state, layout))
+    return state._replace(opt_state=moments)
+
+
+FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+PER_PARAMETER = optax.novograd(1e-3)
+
+
+def assert_state_is_restored(
+    folder: Path, optimizer: optax.GradientTransformation, saved: Config, restored: Config
+) -> None:
+    with on_mesh(saved), Checkpoints(folder, saved, optimizer=optimizer) as checkpoints:
+        checkpoints.save(numbered(saved, optimizer), 1)
+        assert checkpoints.wait()
+    with on_mesh(restored), Checkpoints(folder, restored, optimizer=optimizer) as checkpoints:
+        found, expected = checkpoints.restore(1), numbered(restored, optimizer)
+        for a, b in zip(
+            jax.tree.leaves(found.opt_state), jax.tree.leaves(expected.opt_state), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ('optimizer', 'there', 'here'),
+    [
+        (FACTORED, tiny(2, 2, optim={'shard': 'weights'}), tiny(1, 1)),
+        slow(optax.sm3(1e-3), tiny(2, 2, optim={'shard': 'weights'}), tiny(1, 1)),
+        (PER_PARAMETER, laid_out('data=3 x model=2, weights'), tiny(1, 1)),
+    ],
+)
+def test_a_state_that_is_not_shaped_like_its_parameter_restores_on_another_mesh(
+    tmp_path: Path, optimizer: optax.GradientTransformation, there: Config, here: Config
+) -> None:
+    assert_state_is_restored(tmp_path, optimizer, there, here)
+
+
+def test_a_factored_state_with_padding_restores_where_it_has_the_same(tmp_path: Path) -> None:
+    config = laid_out('data=3 x model=2, weights')
+    assert_state_is_restored(tmp_path, FACTORED, config, config)
+    with (
+        on_mesh(tiny(1, 1)),
+        Checkpoints(tmp_path, tiny(1, 1), optimizer=FACTORED) as checkpoints,
+        pytest.raises(ConfigError, match=r'different arrays .*\[33\] there, float32\[32\] here'),
+    ):
+        checkpoints.restore(1)
+
+
+def test_layers_of_a_factored_state_are_not_restored_in_another_order(tmp_path: Path) -> None:
+    there = staged('stages=4 virtual_stages=2 x data=1 x model=2')
+    one = staged('data=1 x model=1')
+    assert_state_is_restored(tmp_path, FACTORED, there, there)
+    with (
+        on_mesh(one),
+        Checkpoints(tmp_path, one, optimizer=FACTORED) as checkpoints,
+        pytest.raises(
+            ConfigError,
+            match=r'not shaped like its parameters .* of mesh.stages=4 mesh.virtual_stages=2, '
+            r'not of mesh.stages=1 mesh.virtual_stages=1; restore it with these stages',
+        ),
     ):
         checkpoints.restore(1)
