@@ -132,8 +132,9 @@ class Trainer:
     def _one_step(self, progress: StepReport, *, go_ahead: bool = True) -> None:
         """Take one step, then save and evaluate if due, or roll back."""
         values = self._take_step(go_ahead=go_ahead)
+        self.metrics.write(self.step, **values)  # first, because printing may fail
         progress.step(self.step, values)
-        if self._goes_on(values):
+        if respond(self.config, self.step, values) == 'go on':
             self._save_if_due(taken=bool(values['taken']))
             self._evaluate_if_due()
         else:
@@ -170,9 +171,11 @@ class Trainer:
         """Whether the state is the result of the last step, including a step in flight."""
         try:
             if self._ahead is not None:
-                values = jax.device_get(self._ahead.metrics)
-                self.step, self._ahead = self._ahead.step, None
-                self.metrics.write(self.step, **{name: float(x) for name, x in values.items()})
+                values = _floats(self._ahead.metrics)
+                ahead, self._ahead = self._ahead, None
+                end = self.clock.begin('other')
+                values |= self._complete(ahead, end, taken=values['taken'])
+                self.metrics.write(self.step, **values)
             return int(self.state.step) == self.step
         except RuntimeError:  # the failed step has consumed the donated state
             return False
@@ -194,29 +197,31 @@ class Trainer:
                 self._failure = error
         kind = 'first step' if current.step == self._first else 'step'
         self._begin('productive', f'step {current.step}', kind)
-        metrics = jax.device_get(current.metrics)
-        values = {name: float(value) for name, value in metrics.items()}
+        values = _floats(current.metrics)
         end = self.clock.begin('other')
         if not values['finite']:
             self._check_read()
-        start = max(current.start, self._last_end)
-        self._last_end = end
-        if self.config.run.watchdog_seconds == 'auto':
-            self.watchdog.allow('step', MEASURED * (end - start))
-        self.step = self.summary.step = current.step
-        if not values['taken']:
-            self._skipped += 1
-            self.clock.lose(end - max(current.after_batch, start))
-        times = {
-            'step_ms': 1e3 * (end - start),
-            'data_wait_ms': 1e3 * (current.after_batch - current.start),
-            'checkpoint_ms': self._between_steps.checkpoint_ms(),
-        }
-        values |= self._meter.measure(end - start) | times | {'skipped_steps': self._skipped}
+        values |= self._complete(current, end, taken=values['taken'])
         if self.step % self.config.train.log_every == 0:
             values |= self._between_steps.find_slowest(self.config.train.log_every)
             self.summary.write_sometimes()
         return values
+
+    def _complete(self, done: _Dispatched, end: float, *, taken: float) -> dict[str, float]:
+        """Count a step whose metrics were read at `end`; return its rates and times."""
+        start, self._last_end = max(done.start, self._last_end), end
+        if self.config.run.watchdog_seconds == 'auto':
+            self.watchdog.allow('step', MEASURED * (end - start))
+        self.step = self.summary.step = done.step
+        if not taken:
+            self._skipped += 1
+            self.clock.lose(end - max(done.after_batch, start))
+        return self._meter.measure(end - start) | {
+            'step_ms': 1e3 * (end - start),
+            'data_wait_ms': 1e3 * (done.after_batch - done.start),
+            'checkpoint_ms': self._between_steps.checkpoint_ms(),
+            'skipped_steps': self._skipped,
+        }
 
     def _dispatch(self, step: int) -> _Dispatched:
         """Read the batch of a step and dispatch the step to the devices."""
@@ -263,11 +268,6 @@ class Trainer:
         if metrics['taken']:
             self.report.loss_scale(first, float(metrics['loss_scale']))
         return state, metrics
-
-    def _goes_on(self, values: dict[str, float]) -> bool:
-        """Write the step's metrics; return False if the step is to be rolled back."""
-        self.metrics.write(self.step, **values)
-        return respond(self.config, self.step, values) == 'go on'
 
     def _check_read(self) -> None:
         """Raise one process's error in reading this step's batch in all processes.
@@ -334,17 +334,17 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         """Evaluate the state, then continue the prompts; return the losses, {} without data."""
         losses = self._evaluation.evaluate(self.step, self.state.params)
-        self._sample()
-        return losses
-
-    def _sample(self) -> None:
-        """Continue the config's prompts, except before the first step."""
-        if self.step and self.sampler.prompts:
+        if self.step and self.sampler.prompts:  # not before the first step
             self._begin('evaluation', 'sampling', 'compile')
             self.sampler.sample(self.step, self.state.params, self.stop.check)
             self.clock.begin('other')
+        return losses
 
     def _begin(self, activity: Activity, phase: str, kind: str = 'step') -> float:
         """Begin an activity, and a phase with the limit of `kind`; return the time in seconds."""
         self.watchdog.beat(phase, kind)
         return self.clock.begin(activity)
+
+
+def _floats(metrics: Metrics) -> dict[str, float]:
+    return {name: float(value) for name, value in jax.device_get(metrics).items()}

@@ -107,6 +107,14 @@ def test_a_run_that_is_rolled_back_writes_its_steps_again(tmp_path: Path) -> Non
     assert None not in [line['loss'] for line in lines(tmp_path)]
 
 
+def test_a_line_without_times_is_not_counted_as_lost(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, 0) as writer:
+        take(writer, 1, 2)
+        writer.write(3, loss=0.5, taken=1.0)
+        writer.rewind(1)
+        assert writer.lost_seconds() == pytest.approx(0.08)
+
+
 def test_on_a_full_disk_a_run_goes_on_with_one_warning_and_writes_all_when_there_is_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

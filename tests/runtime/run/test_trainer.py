@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data import Batches
 from megajax.runtime.run import compile_step, trainer
 from megajax.runtime.run.log.metrics import MetricsWriter
+from megajax.runtime.run.log.report import StepReport
 from megajax.runtime.run.rollback import ROLLBACKS
 from megajax.runtime.run.run import run
 from megajax.runtime.run.trainer import Trainer
@@ -96,6 +98,25 @@ def test_an_error_leaves_the_newest_state_on_disk_and_says_where(
     assert f'step 5 is saved: {tmp_path}/run/checkpoints/5' in ''.join(
         capsys.readouterr().out.split('\n')
     )
+
+
+def test_an_output_that_fails_costs_no_line_of_the_metrics(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'small.yaml').write_text(CONFIG.replace('every: 1,', 'every: 8,'))
+
+    def step(report: StepReport, number: int, values: Mapping[str, float]) -> None:
+        if number == 4:
+            raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(StepReport, 'step', step)
+    with pytest.raises(OSError, match='No space'):
+        start()
+    lines = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
+    assert [line['step'] for line in lines] == [1, 2, 3, 4, 5]  # step 5 was in flight
+    assert all(line['step_ms'] > 0 for line in lines)
+    assert json.loads((tmp_path / 'run/summary.json').read_text())['step'] == 5
+    assert steps(tmp_path / 'run') == [5]
 
 
 @pytest.mark.parametrize('others', [True, False])

@@ -21,6 +21,8 @@ from megajax.core.config.extras import install
 from megajax.runtime.run.log.append import AppendedFile
 from megajax.runtime.run.log.trackers import TensorBoard, WandB
 
+TIMES = {'step_ms', 'data_wait_ms'}
+
 logger = logging.getLogger(__name__)
 
 
@@ -74,11 +76,17 @@ class MetricsWriter:
         self._each(lambda sink: sink.rewind(step))
 
     def lost_seconds(self, *, until: float = math.inf) -> float:
-        """Return the seconds of the applied steps that the last `rewind` deleted, up to `until`."""
-        taken = (
-            line for line in self._lines.removed if line.get('taken') and line['step'] <= until
+        """Return the seconds of the applied steps that the last `rewind` deleted, up to `until`.
+
+        A line without times, which an earlier version wrote before it exited with an error, does
+        not count.
+        """
+        timed = (
+            line
+            for line in self._lines.removed
+            if line.get('taken') and line['step'] <= until and line.keys() >= TIMES
         )
-        return sum(line['step_ms'] - line['data_wait_ms'] for line in taken) / 1e3
+        return sum(line['step_ms'] - line['data_wait_ms'] for line in timed) / 1e3
 
     def _each(self, action: Callable[[Sink], None]) -> None:
         for name, sink in self._sinks.items():
