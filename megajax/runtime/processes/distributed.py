@@ -40,9 +40,9 @@ def processes(start: Start | None = None) -> Iterator[None]:
 
     `start` describes this process if its environment has been read already. If the environment
     names no processes, the block runs in this process alone. If a process leaves the block with an
-    exception, the others exit with code 75; `SystemExit(75)` must be raised by all processes.
-    Processes that did not reach each other in time also exit with code 75. Raises ConfigError as
-    `initialize` does.
+    exception, the others exit too: with its code if that is from 2 to 5 and `launch` did not start
+    them, otherwise with 75. `SystemExit(75)` must be raised by all processes. Processes that did
+    not reach each other in time also exit with code 75. Raises ConfigError as `initialize` does.
     """
     peers = initialize(start)
     try:
@@ -55,9 +55,8 @@ def processes(start: Start | None = None) -> Iterator[None]:
         if peers and code in (0, RETRY):
             peers.done()
         elif peers:
-            peers.failed(
-                _one_line(error), own=isinstance(error, RunError | KeyboardInterrupt | SystemExit)
-            )
+            own = isinstance(error, RunError | KeyboardInterrupt | SystemExit)
+            peers.failed(_one_line(error), own=own, code=code)
             _exit_without_waiting(peers, code)
         raise
     if peers:

@@ -20,7 +20,7 @@ from typing import IO
 from megajax.base.render.text import visible
 from megajax.runtime.processes.environment import TOKEN
 from megajax.runtime.processes.launch_plan import LaunchPlan
-from megajax.runtime.processes.peers import RETRY
+from megajax.runtime.processes.peers import LAUNCHED, RETRY
 from megajax.runtime.processes.signals import STOPS, TELL, Patience, drop_lost_outputs, take_stops
 from megajax.runtime.processes.token import make_token
 
@@ -80,7 +80,7 @@ class _Group:
                 signal.signal(number, handler)
 
     def start(self) -> None:
-        shared = {'PYTHONUNBUFFERED': '1'}
+        shared = {'PYTHONUNBUFFERED': '1', LAUNCHED: '1'}
         if self.plan.hosts == 1:  # with several hosts, the environment sets the token
             shared[TOKEN] = make_token()  # not part of the plan, because the plan is printed
         for variables in self.plan.variables:

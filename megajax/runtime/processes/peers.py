@@ -25,6 +25,11 @@ from megajax.base.render.text import visible
 logger = logging.getLogger(__name__)
 
 RETRY = 75  # exit code EX_TEMPFAIL, of a run that may succeed if it is started again
+# Exit codes of errors that would repeat, whichever process they occur in. The other processes exit
+# with them too, because a scheduler may see only the highest code of all processes.
+FINAL = range(2, 6)
+# Set by `launch`, which tells the process that failed first from the others by their code 75.
+LAUNCHED = 'MEGAJAX_LAUNCHED'
 MAX_MESSAGE_BYTES = 1 << 16  # maximum message length in bytes
 # Values in seconds, seconds and probes: a silent host counts as lost after 5 s.
 KEEPALIVE = {'TCP_KEEPIDLE': 2, 'TCP_KEEPINTVL': 1, 'TCP_KEEPCNT': 3}
@@ -112,16 +117,16 @@ class Peers:
         """Announce that this process has done its part and may end."""
         self._tell(event='done')
 
-    def failed(self, why: str, *, own: bool) -> None:
-        """Announce why this process ends early.
+    def failed(self, why: str, *, own: bool, code: int = RETRY) -> None:
+        """Announce why this process ends early, and its exit code.
 
         If `own` is false, the error may be the result of a peer's error; if a peer has then
-        reported an error, this process exits here with code 75.
+        reported an error, this process exits here.
         """
         if not own and self._told.wait(OWN_ERROR):
             self._watcher.join()
         self._failing = True
-        self._tell(event='failed', why=why)
+        self._tell(event='failed', why=why, code=code)
 
     def wait(self, seconds: float) -> None:
         """Wait, in process 0, until its peers have ended; jax aborts peers that outlive it."""
@@ -180,6 +185,7 @@ class Peers:
                     f'{link.name} was lost, so this process ends too: '
                     'start the run again to continue from its last checkpoint',
                     0,
+                    RETRY,
                 )
             case 'failed':
                 link.done = True
@@ -187,20 +193,29 @@ class Peers:
                     f'{link.name} failed ({message.get("why")}), so this process ends too: '
                     'see the output of the failed process',
                     OWN_ERROR,
+                    message.get('code'),
                 )
             case 'other':
-                self._leave(str(message.get('what')), OWN_ERROR if message.get('patience') else 0)
+                patience = OWN_ERROR if message.get('patience') else 0
+                self._leave(str(message.get('what')), patience, message.get('code'))
 
-    def _leave(self, what: str, patience: float) -> None:
+    def _leave(self, what: str, patience: float, code: object) -> None:
         """End this process because a peer ended, unless it fails itself within `patience` s."""
         if self._failing:
             return
         if self.index == 0:
-            self._tell(event='other', what=what, patience=patience)
+            self._tell(event='other', what=what, patience=patience, code=code)
         self._told.set()
         time.sleep(patience)
         if not (self._failing or LEAVING.is_set()):
-            end(what)
+            end(what, _own_code(code))
+
+
+def _own_code(code: object) -> int:
+    """Return the exit code of a process that ends because another one ends with `code`."""
+    if isinstance(code, int) and code in FINAL and LAUNCHED not in os.environ:
+        return code
+    return RETRY
 
 
 def _receive(link: Connection) -> list[Message]:
@@ -212,9 +227,9 @@ def _receive(link: Connection) -> list[Message]:
         return [{'event': 'closed'}]
 
 
-def end(line: str) -> NoReturn:
-    """End this process at once with exit code 75; jax's own exit waits for lost processes."""
+def end(line: str, code: int = RETRY) -> NoReturn:
+    """End this process at once; jax's own exit waits for lost processes."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         print(f'error: {visible(line)}', file=sys.stderr, flush=True)
-    os._exit(RETRY)
+    os._exit(code)

@@ -19,7 +19,7 @@ import pytest
 from megajax.core.config import ConfigError
 from megajax.runtime.processes import handshake, peers, rendezvous
 from megajax.runtime.processes.environment import Start
-from megajax.runtime.processes.peers import MAX_MESSAGE_BYTES, Connection, Peers
+from megajax.runtime.processes.peers import LAUNCHED, MAX_MESSAGE_BYTES, Connection, Peers
 from megajax.runtime.processes.rendezvous import gather
 
 # A process that ends is a thread that does.
@@ -31,9 +31,9 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What processes said that ended early: here only their thread ends."""
     lines: list[str] = []
 
-    def end(line: str) -> None:
-        lines.append(line)
-        raise SystemExit(75)
+    def end(line: str, code: int = 75) -> None:
+        lines.append(line if code == 75 else f'{line} ({code})')
+        raise SystemExit(code)
 
     monkeypatch.setattr(peers, 'end', end)
     monkeypatch.setattr(rendezvous, 'end', end)
@@ -315,13 +315,45 @@ def test_a_process_ends_when_another_does_early_unless_it_fails_itself(
     assert ended == ([] if fails_itself or expected is None else [expected])
     heard = far.socket.recv(MAX_MESSAGE_BYTES) if fails_itself or expected else b''
     if fails_itself:
-        assert json.loads(heard) == {'event': 'failed', 'why': 'an error of its own'}
+        assert json.loads(heard) == {'event': 'failed', 'why': 'an error of its own', 'code': 75}
     elif expected:
         assert json.loads(heard) == {
             'event': 'other',
             'what': expected,
             'patience': 0.3 if said else 0,
+            'code': None if said else 75,
         }
+
+
+@pytest.mark.parametrize(
+    ('code', 'launched', 'expected'),
+    [
+        (2, False, 2),
+        (5, False, 5),
+        (1, False, 75),
+        (124, False, 75),
+        ('x', False, 75),
+        (2, True, 75),
+    ],
+)
+def test_a_process_has_the_exit_code_of_the_error_that_would_repeat(
+    code: object,
+    launched: bool,
+    expected: int,
+    pair: tuple[Connection, Connection],
+    ended: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if launched:
+        monkeypatch.setenv(LAUNCHED, '1')
+    near, far = pair
+    own, later = Peers(0, [near]), Peers(1, [far])
+    far.send(event='failed', why='why', code=code)
+    own.watch()
+    own.wait(10)
+    later.watch()  # process 0 passes it on
+    later._watcher.join(10)
+    assert ended == 2 * [FAILED if expected == 75 else f'{FAILED} ({expected})']
 
 
 def test_a_silent_process_is_named_once_and_so_is_its_return(
