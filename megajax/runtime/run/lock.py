@@ -16,6 +16,7 @@ import jax
 from megajax.base.files.bounded_json import parse_json
 from megajax.base.files.locks import TAKEN, lock
 from megajax.core.config import ConfigError
+from megajax.runtime.run.shared_folder import check_shared
 
 LOCK = 'lock'
 
@@ -26,11 +27,12 @@ logger = logging.getLogger(__name__)
 def run_lock(folder: Path) -> Iterator[None]:
     """Lock the run directory during the block; the first process does so for all processes.
 
-    The directory is created if it does not exist. Raises ConfigError if another run has the lock.
-    The kernel releases a lock whenever its process ends, so the lock of a killed process is taken
-    over, with a warning.
+    The directory is created if it does not exist. Raises ConfigError if another run has the lock,
+    and in all processes if one of them does not see the directory of the first. The kernel releases
+    a lock whenever its process ends, so the lock of a killed process is taken over, with a warning.
     """
     if jax.process_index():
+        check_shared(folder)
         yield
         return
     path = folder / LOCK
@@ -41,6 +43,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         start = f'{datetime.datetime.now(datetime.UTC):%FT%TZ}'
         _write(file, {'host': socket.gethostname(), 'pid': os.getpid(), 'start': start})
         try:
+            check_shared(folder)
             yield
         finally:
             # The file is not unlinked: a process that has already opened it would lock a file

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -328,6 +329,27 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_anything_compi
             assert 'compiling' not in said
     finally:
         subprocess.run(['umount', folder / 'run'], check=True)
+
+
+def test_a_folder_that_the_processes_do_not_share_is_refused_by_all(folder: Path) -> None:
+    shutil.copytree(folder, other := folder / 'other')
+    fault = f"""
+{ON_1}    os.chdir({str(other)!r})
+from megajax.runtime.run import shared_folder
+shared_folder.SECONDS = 1.0
+"""
+    code, said = finish(start(folder, processes=2, fault=fault))
+    assert code == 2, said
+    host = re.escape(socket.gethostname())
+    refusals = re.findall(
+        r'error: run.dir: (\S+/run) is not the same directory in all processes: '
+        rf'process 1 on {host} did not find the file that process 0 on {host} wrote there; '
+        r'use a directory on a file system',
+        said,
+    )
+    assert set(refusals) == {f'{folder}/run', f'{other}/run'}
+    assert 'compiling' not in said
+    assert not [*folder.rglob('.shared-*')]
 
 
 TOKENS = """
