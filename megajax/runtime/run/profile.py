@@ -26,12 +26,14 @@ class Profiler:
 
     With several processes, each has its own subfolder. Next to the trace, process 0 writes the text
     of `compiled`, the program of the steps, and the config. If a trace cannot be taken or written,
-    a warning is logged. If the context is left during a trace, the unfinished trace is written.
+    a warning is logged. If the context is left during a trace, the unfinished trace is written. A
+    run that resumes after `done` steps traces those of the named steps that are left, and logs
+    which are done.
     """
 
     compiled: Compiled | None = None
 
-    def __init__(self, folder: Path, config: Config):
+    def __init__(self, folder: Path, config: Config, *, done: int = 0):
         self._config, self._program_folder = config, folder / FOLDER
         self.folder = self._program_folder
         # files are named after the host, which several processes may share
@@ -42,6 +44,20 @@ class Profiler:
             (0, 0) if profile is None else (profile.start + 1, profile.start + profile.steps)
         )
         self._tracing = False
+        if 0 < self._first <= done:
+            self._leave_out(done)
+
+    def _leave_out(self, done: int) -> None:
+        """Trace no step up to `done`, and say so; a warning unless there is a trace already."""
+        first, last = self._first, min(done, self._last)
+        steps = f'steps {first} to {last} are' if first < last else f'step {first} is'
+        fix = f'use start={done} or more'
+        self._first = 0
+        if done < self._last:
+            self._first, fix = done + 1, f'the trace begins with step {done + 1}'
+        if jax.process_index() == 0:
+            level = logging.INFO if self._program_folder.exists() else logging.WARNING
+            logger.log(level, 'train.profile: %s already done; %s', steps, fix)
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:

@@ -204,7 +204,7 @@ def _train(
                 metrics=metrics,
                 sampler=sampler,
                 summary=summary,
-                profiler=Profiler(folder, config),
+                profiler=Profiler(folder, config, done=int(state.step)),
                 checkpoints=checkpoints,
                 stop=stop,
                 watchdog=watchdog,
