@@ -73,9 +73,11 @@ def _use(folder: str | None) -> None:
 def _drop_damaged(folder: Path) -> None:
     """Delete incomplete programs, left by a killed process; jax would never replace them."""
     for entry in folder.glob(ENTRIES):
-        if not _is_whole(entry.read_bytes()):
-            logger.warning('%s is damaged: the program is compiled again', entry)
-            entry.unlink(missing_ok=True)
+        # another run that starts now may delete it first
+        with contextlib.suppress(FileNotFoundError):
+            if not _is_whole(entry.read_bytes()):
+                logger.warning('%s is damaged: the program is compiled again', entry)
+                entry.unlink()
 
 
 def _is_whole(compressed: bytes) -> bool:

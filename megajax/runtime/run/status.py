@@ -4,6 +4,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from megajax.base.errors import RunError, reason
 from megajax.runtime.checkpoint.digests import find_steps
 from megajax.runtime.run.clock import RunSummary
 from megajax.runtime.run.watchdog import Watchdog
@@ -19,15 +20,22 @@ def where_it_stands(folder: Path, steps: int, summary: RunSummary, watchdog: Wat
     phase = f'in phase {watchdog.phase!r} for {time.monotonic() - watchdog.since:.1f} s'
     if summary.step is None:
         return f'{phase}; no step is done yet'
-    saved = find_steps(folder / 'checkpoints')
     return '; '.join(
         [
             f'step {summary.step} of {steps} is done',
             phase,
             *_time_left(steps, summary),
-            f'newest checkpoint: {saved[-1] if saved else "none"}',
+            f'newest checkpoint: {_newest(folder / "checkpoints")}',
         ]
     )
+
+
+def _newest(folder: Path) -> str:
+    try:
+        saved = find_steps(folder)
+    except (RunError, OSError) as error:  # raised in a signal handler, it would end the run
+        return f'unknown ({reason(error)})'
+    return str(saved[-1]) if saved else 'none'
 
 
 def _time_left(steps: int, summary: RunSummary) -> list[str]:

@@ -203,7 +203,7 @@ class Trainer:
             self._check_read()
         values |= self._complete(current, end, taken=values['taken'])
         if self.step % self.config.train.log_every == 0:
-            values |= self._between_steps.find_slowest(self.config.train.log_every)
+            values |= self._between_steps.find_slowest()
             self.summary.write_sometimes()
         return values
 

@@ -7,7 +7,7 @@ import pytest
 from runs import CONFIG, finish, losses, read_until, start, train
 from support import write_run
 
-from megajax.runtime.run.compile_cache import ENTRIES, FOLDER, _is_whole
+from megajax.runtime.run.compile_cache import ENTRIES, FOLDER, _drop_damaged, _is_whole
 
 pytestmark = pytest.mark.faults
 
@@ -84,3 +84,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     code, said = finish(start(folder, 'run.compile_cache=file'))
     assert code == 2
     assert 'run.compile_cache=file' in said
+
+
+def test_a_program_that_another_run_deletes_meanwhile_is_no_error(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / 'a-cache').symlink_to(tmp_path / 'gone')  # listed, and not there when it is read
+    (tmp_path / 'b-cache').write_bytes(b'part')
+    _drop_damaged(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ['a-cache']

@@ -32,6 +32,20 @@ def test_the_time_left_is_that_of_steps_of_this_start(tmp_path: Path) -> None:
     assert said.endswith('about 0:04:00 left; newest checkpoint: none')
 
 
+def test_a_folder_that_cannot_be_read_is_named_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def iterdir(folder: Path) -> None:
+        raise PermissionError(13, 'Permission denied', str(folder))
+
+    (tmp_path / 'checkpoints').mkdir()
+    summary, watchdog = RunSummary(tmp_path, Clock()), Watchdog(tmp_path, None)
+    summary.begin(30, lost_seconds=0)
+    monkeypatch.setattr(Path, 'iterdir', iterdir)
+    said = where_it_stands(tmp_path, 40, summary, watchdog)
+    assert f'newest checkpoint: unknown ({tmp_path}/checkpoints cannot be read: Permission' in said
+
+
 def test_it_is_told_on_standard_error_until_the_run_ends(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
