@@ -84,7 +84,8 @@ class Generator:
 
         A continuation does not depend on the mesh or on the other prompts.
         """
-        *_, rows = self.stream(encode_prompts(self.config, self.tokenizer, prompts), request)
+        encoded = encode_prompts(self.config, self.tokenizer, prompts)
+        *_, rows = [], *self.stream(encoded, request)
         return [row.text for row in rows if row]
 
     def stream(
@@ -95,9 +96,10 @@ class Generator:
     ) -> Iterator[list[Continuation | None]]:
         """Yield all continuations each time they grow, with None for those that have not begun.
 
-        A prompt has at least one token; `images` has the images of each prompt. The random numbers
-        of a prompt follow from its number.
+        `images` has the images of each prompt. The random numbers of a prompt follow from its
+        number. Raises ConfigError for a prompt that is empty or longer than `model.max_seq_len`.
         """
+        _check_lengths(prompts, self.config.model.max_seq_len)
         all_rows: list[Continuation | None] = [None] * len(prompts)
         parts = [slice(at, at + BATCH_SIZE) for at in range(0, len(prompts), BATCH_SIZE)]
         batches = ((prompts[part], images and images[part]) for part in parts)
@@ -195,6 +197,18 @@ class Generator:
                 num_tokens=TOKENS_AT_ONCE,
                 sampling=request.sampling,
             )
+
+
+def _check_lengths(prompts: Sequence[Prompt], limit: int) -> None:
+    numbered = [(number, len(prompt)) for number, prompt in enumerate(prompts, 1)]
+    if problems := [
+        f'prompt {number} has no token: begin it with the token that ends a document'
+        if not n
+        else f'prompt {number} has {n} tokens, more than model.max_seq_len={limit}: shorten it'
+        for number, n in numbered
+        if not 0 < n <= limit
+    ]:
+        raise ConfigError(*problems)
 
 
 def with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:

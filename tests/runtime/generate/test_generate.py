@@ -576,6 +576,26 @@ def test_generating_passes_on_all_that_is_asked(fake: FakeEngine) -> None:
     assert (int(asked.seed), asked.sampling) == (7, Sampling(temperature=0.5, top_k=3, top_p=0.25))
 
 
+def test_no_prompts_have_no_continuations(fake: FakeEngine) -> None:
+    config = small('gpt', vocab_size=257)
+    assert generate(config, None, byte_tokenizer(), [], max_tokens=4) == []
+    assert fake.reads == []
+
+
+@pytest.mark.parametrize(
+    ('length', 'message'),
+    [
+        (0, 'prompt 2 has no token: begin it with the token that ends a document'),
+        (33, 'prompt 2 has 33 tokens, more than model.max_seq_len=32: shorten it'),
+    ],
+)
+def test_ids_that_are_no_prompt_are_refused(length: int, message: str, fake: FakeEngine) -> None:
+    generator = Generator(small('gpt'), None)
+    with pytest.raises(ConfigError, match=message):
+        next(generator.stream([[5], [7] * length], Request(max_tokens=4)))
+    assert fake.reads == []
+
+
 def test_a_document_ends_at_its_last_token_unless_more_is_asked_for() -> None:
     config, tokenizer = small('llama', vocab_size=257), byte_tokenizer()
     with on_mesh(config):
