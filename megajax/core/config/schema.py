@@ -221,7 +221,10 @@ class CheckpointConfig(Section):
     keep_every: Steps | None = None
     """Also keep checkpoints whose step is a multiple of this."""
     keep_best: Count | None = None
-    """Also keep this many checkpoints with the lowest validation loss."""
+    """Also keep this many checkpoints with the lowest validation loss. Needs a checkpoint.every
+    that is a multiple of train.eval_every. Checkpoints at other steps, by minutes or before a
+    requested exit, have no validation loss and do not count.
+    """
 
 
 def _check_patience(value: Any) -> Any:

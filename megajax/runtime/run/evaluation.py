@@ -97,6 +97,19 @@ class Evaluation:
         return {**batch, 'label_bytes': tokenizer.token_bytes[labels]}
 
 
+def check_best_interval(config: Config) -> None:
+    """Raise ConfigError if the best checkpoints are to be kept, and some are never evaluated."""
+    every, eval_every = config.checkpoint.every, config.train.eval_every
+    if config.checkpoint.keep_best and every < config.train.steps and every % eval_every:
+        multiple = -(-every // eval_every) * eval_every
+        message = (
+            f'{config.checkpoint.keep_best} needs the validation loss of each checkpoint, and '
+            f'checkpoint.every={every} is not a multiple of train.eval_every={eval_every}; use '
+            f'checkpoint.every={multiple}, or train.eval_every={every}'
+        )
+        raise ConfigError(Problem(path='checkpoint.keep_best', message=message))
+
+
 def check_best(config: Config, data: Data) -> None:
     """Raise ConfigError if the best checkpoints are to be kept, and there are no losses of them."""
     if config.checkpoint.keep_best and not len(data.validation):

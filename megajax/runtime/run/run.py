@@ -38,7 +38,7 @@ from megajax.runtime.processes.signals import telling
 from megajax.runtime.run.chat_template import read_corpus
 from megajax.runtime.run.clock import Clock, RunSummary
 from megajax.runtime.run.compile_cache import compile_cache
-from megajax.runtime.run.evaluation import check_best
+from megajax.runtime.run.evaluation import check_best, check_best_interval
 from megajax.runtime.run.host_memory import check_host_memory
 from megajax.runtime.run.inputs import write_inputs
 from megajax.runtime.run.lock import run_lock
@@ -123,6 +123,7 @@ def run(
     SystemExit(75).
     """
     check_wandb(config)
+    check_best_interval(config)
     clock = Clock()
     with StopWatch(config.run.max_minutes) as stop, _leaving():
         mesh = mesh_for(config)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from checkpoints import tiny
 
-from megajax.core.config import ConfigError
+from megajax.core.config import Config, ConfigError
 from megajax.runtime.data import load_data
-from megajax.runtime.run.evaluation import check_best
+from megajax.runtime.run.evaluation import check_best, check_best_interval
 
 
 def test_the_best_checkpoints_need_a_validation_loss(tmp_path: Path) -> None:
@@ -24,3 +24,27 @@ def test_the_best_checkpoints_need_a_validation_loss(tmp_path: Path) -> None:
         tiny(data=text | {'split': '1,0,0'}),
     ):
         check_best(right, load_data(right))
+
+
+@pytest.mark.parametrize(
+    ('every', 'eval_every', 'steps', 'fix'),
+    [
+        (3, 2, 12, 'use checkpoint.every=4, or train.eval_every=3'),
+        (2, 4, 12, 'use checkpoint.every=4, or train.eval_every=2'),
+        (4, 2, 12, None),
+        (3, 2, 3, None),  # the last step is always evaluated
+    ],
+)
+def test_the_best_checkpoints_are_chosen_among_all_that_are_due(
+    every: int, eval_every: int, steps: int, fix: str | None
+) -> None:
+    def config(**keep: int) -> Config:
+        train = {'eval_every': eval_every, 'steps': steps}
+        return tiny(train=train, checkpoint={'every': every, **keep})
+
+    check_best_interval(config())
+    if fix is None:
+        check_best_interval(config(keep_best=2))
+        return
+    with pytest.raises(ConfigError, match=f'^checkpoint.keep_best: 2 needs .*; {fix}$'):
+        check_best_interval(config(keep_best=2))
