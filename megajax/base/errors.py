@@ -3,8 +3,8 @@
 The watchdog (`runtime/run/watchdog.py`) exits with code 124. Imports no jax.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ class RunError(Exception):
         return visible(super().__str__())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """A mistake in a config: its key, a message and the place where it was written.
 
@@ -63,41 +63,37 @@ class ConfigError(RunError, ValueError):
         return visible('\n'.join([*shown, *([f'and {more:,} more'] if more else [])]))
 
 
+def mistake(path: object, message: str, *others: str, place: str = '') -> ConfigError:
+    """Return the error of a single mistake."""
+    return ConfigError(Problem(str(path), message, others, place))
+
+
 @contextmanager
-def problems_at(place: str) -> Iterator[None]:
+def changing_problems(change: Callable[[Problem], Problem]) -> Iterator[None]:
+    """Change the problems that the block raises."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(
+            *(change(each) if isinstance(each, Problem) else each for each in error.problems)
+        ) from error
+
+
+def problems_at(place: str) -> AbstractContextManager[None]:
     """Add a place, such as file and line, to the problems in the block that have none."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(
-            *(
-                replace(problem, place=problem.place or place)
-                if isinstance(problem, Problem)
-                else problem
-                for problem in error.problems
-            )
-        ) from error
+    return changing_problems(lambda problem: replace(problem, place=problem.place or place))
 
 
-@contextmanager
-def replacing(text: str, by: str) -> Iterator[None]:
+def replacing(text: str, by: str) -> AbstractContextManager[None]:
     """Replace a text, such as the path of a copy, in the problems that the block raises."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(
-            *(
-                replace(
-                    problem,
-                    path=problem.path.replace(text, by),
-                    message=problem.message.replace(text, by),
-                    place=problem.place.replace(text, by),
-                )
-                if isinstance(problem, Problem)
-                else problem
-                for problem in error.problems
-            )
-        ) from error
+    return changing_problems(
+        lambda problem: replace(
+            problem,
+            path=problem.path.replace(text, by),
+            message=problem.message.replace(text, by),
+            place=problem.place.replace(text, by),
+        )
+    )
 
 
 class NumericError(RunError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megajax.base.render.text import visible
 from megajax.commands.generate_output import note
-from megajax.core.config import ConfigError, Problem
+from megajax.core.config import ConfigError, mistake
 
 if TYPE_CHECKING:
     from megajax.runtime.checkpoint.open import Opened
@@ -71,7 +71,7 @@ def converse(
     template = opened.chat_template(run, overrides)
     if template is None:
         message = f'{run} has no chat template: add {KEY}=FILE, a Hugging Face chat template'
-        raise ConfigError(Problem(path=KEY, message=message))
+        raise mistake(KEY, message)
     with (
         open_chat(tokenizer, NO_IMAGE, template) as chat,
         jax.set_mesh(opened.mesh),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import ConfigError, Problem, mistake
 from megajax.base.files.exists import exists
 from megajax.base.files.outputs import sync
 from megajax.base.render.text import visible
@@ -236,7 +236,7 @@ class _Builder:
                 f'a document has {lengths.max()} tokens, but the index allows at most {limit}; '
                 'split the document'
             )
-            raise ConfigError(Problem(path=', '.join(self._job.inputs), message=message))
+            raise mistake(', '.join(self._job.inputs), message)
         return lengths
 
     def complete(self, out: Path) -> None:
@@ -252,7 +252,7 @@ class _Builder:
                 f'contains no text: {progress.documents} documents without a text token, '
                 f'{progress.skipped} bad lines; give other files'
             )
-            raise ConfigError(Problem(path='--input', message=message))
+            raise mistake('--input', message)
         if progress.spelling:
             if job.parse_special:
                 logger.info(tokens_note(progress.spelling, progress.spelled))
@@ -298,7 +298,7 @@ def _progress(out: Path, fingerprint: str) -> Progress | None:
     ):
         raise ConfigError(
             *(
-                Problem(path=str(path), message='already exists; move it, or choose another OUT')
+                Problem(str(path), 'already exists; move it, or choose another OUT')
                 for path in existing
             )
         )

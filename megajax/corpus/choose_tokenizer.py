@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import ConfigError, changing_problems, mistake
 from megajax.corpus.job import Job
 from megajax.corpus.partial import NEW, TOKEN_NAMES, TOKENIZER, Partial
 from megajax.runtime.data.sources.inputs import Input
@@ -27,17 +27,10 @@ def given_tokenizer(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
                 'cannot be read twice, to train a tokenizer and to encode; '
                 'write it to a file, or give --tokenizer'
             )
-            raise ConfigError(Problem(path=streams[0], message=message))
+            raise mistake(streams[0], message)
         return None
-    try:
+    with changing_problems(lambda problem: replace(problem, path='--tokenizer')):
         return load_tokenizer(job.tokenizer)
-    except ConfigError as error:
-        raise ConfigError(
-            *(
-                replace(p, path='--tokenizer') if isinstance(p, Problem) else p
-                for p in error.problems
-            )
-        ) from error
 
 
 def saved_tokenizer(
@@ -65,11 +58,8 @@ def saved_tokenizer(
     try:
         tokenizer.save(partial.folder / NEW)
     except Exception as error:  # tokenizers raises no narrower exception
-        raise ConfigError(
-            Problem(
-                path=str(saved),
-                message=f'cannot be written: {error}; free disk space, or choose another OUT',
-            )
+        raise mistake(
+            saved, f'cannot be written: {error}; free disk space, or choose another OUT'
         ) from error
     saved_json = (partial.folder / NEW).read_bytes()
     if content := tokenizer.names.content:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import mistake
 from megajax.runtime.data.sources.manifest import Manifest, manifest_path
 from megajax.runtime.data.text.spelled_tokens import SpelledTokens
 from megajax.runtime.data.text.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def decode_samples(
                 f'has {tokenizer.vocab_size} entries, but document {number} contains '
                 f'id {ids.max()}; give the tokenizer that made the tokens'
             )
-            raise ConfigError(Problem(path='--tokenizer', message=message))
+            raise mistake('--tokenizer', message)
         text = tokenizer.decode(ids)
         real = np.isin(ids, list(special.values())).sum()
         yield number, text, spelled.count(text) > real
@@ -133,7 +133,7 @@ def _check_manifest(manifest: Manifest, path: Path, sequences: Sequences) -> Non
                 f'{key} is {getattr(manifest, key)}, but the files have {value}; '
                 'the manifest belongs to other files: copy all files of one build'
             )
-            raise ConfigError(Problem(path=str(path), message=message))
+            raise mistake(path, message)
 
 
 def _check_digest(path: Path, expected: str, progress: Progress) -> None:
@@ -143,10 +143,6 @@ def _check_digest(path: Path, expected: str, progress: Progress) -> None:
             digest.update(chunk)
             progress(file.tell(), size)
     if digest.hexdigest() != expected:
-        raise ConfigError(
-            Problem(
-                path=str(path),
-                message='does not match the SHA-256 in its manifest; '
-                'copy it again, or build it again',
-            )
+        raise mistake(
+            path, 'does not match the SHA-256 in its manifest; copy it again, or build it again'
         )

@@ -103,8 +103,8 @@ def encode(
 def _uncuttable(unit: Unit) -> Problem:
     piece = max(unit.pieces, key=lambda piece: piece.weight)
     return Problem(
-        path=f'{piece.input.path}:{piece.line}',
-        message='has a text that the tokenizer does not read in parts as it reads the whole, or of '
+        f'{piece.input.path}:{piece.line}',
+        'has a text that the tokenizer does not read in parts as it reads the whole, or of '
         f'more than {WHOLE >> 20} million characters in a line; split it into several documents',
     )
 
@@ -217,9 +217,8 @@ class Workers:
         )
         return UnfinishedError(
             Problem(
-                path='--workers',
-                message=f'{self._count}: {reason}; '
-                'run the same command with fewer workers to resume',
+                '--workers',
+                f'{self._count}: {reason}; run the same command with fewer workers to resume',
             )
         )
 

@@ -46,13 +46,13 @@ def check_job(job: Job, out: Path) -> None:
         kind = 'a folder' if job.out.endswith('/') else 'one of the files'
         problems.append(
             Problem(
-                path=job.out,
-                message=f'is the name of {kind}; give the prefix of the files, '
+                job.out,
+                f'is the name of {kind}; give the prefix of the files, '
                 f'for example {out.parent}/corpus',
             )
         )
     elif not (there := next(path for path in out.absolute().parents if exists(path))).is_dir():
-        problems.append(Problem(path=job.out, message=f'{there} is a file; choose another OUT'))
+        problems.append(Problem(job.out, f'{there} is a file; choose another OUT'))
     if (job.tokenizer is None) == (job.train_bpe is None):
         given = (
             'both --tokenizer and --train-bpe are given'
@@ -63,21 +63,20 @@ def check_job(job: Job, out: Path) -> None:
             "give one: --tokenizer with a tokenizer.json or 'bytes', "
             'or --train-bpe with a number of entries'
         )
-        problems.append(Problem(path='--tokenizer', message=f'{given}; {fix}'))
+        problems.append(Problem('--tokenizer', f'{given}; {fix}'))
     if job.train_bpe is not None and job.train_bpe < 257:
         problems.append(
             Problem(
-                path='--train-bpe',
-                message=f'{job.train_bpe} is below 257 (256 bytes and an end-of-document token); '
+                '--train-bpe',
+                f'{job.train_bpe} is below 257 (256 bytes and an end-of-document token); '
                 'use 257 or more',
             )
         )
     if job.workers is not None and job.workers < 1:
         problems.append(
             Problem(
-                path='--workers',
-                message=f'{job.workers} is below 1; use 1 or more, '
-                'or omit it for one worker per core',
+                '--workers',
+                f'{job.workers} is below 1; use 1 or more, or omit it for one worker per core',
             )
         )
     if problems:

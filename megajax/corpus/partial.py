@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import ConfigError, Problem, mistake
 from megajax.base.files.locks import lock
 from megajax.base.files.outputs import sync
 from megajax.runtime.data.sources.pieces import UNIT, Position
@@ -111,7 +111,7 @@ class Partial:
         with _errors(partial.folder):
             partial.folder.mkdir(parents=True, exist_ok=True)
             if strange := sorted({path.name for path in partial.folder.iterdir()} - NAMES):
-                raise _problem(
+                raise mistake(
                     partial.folder,
                     f'contains {strange[0]}, which no build wrote; '
                     'move the folder, or choose another OUT',
@@ -123,7 +123,7 @@ class Partial:
                 if not os.path.samestat(os.fstat(file.fileno()), os.stat(partial.folder / LOCK)):
                     raise FileNotFoundError  # another build has just ended
             except OSError as error:
-                raise _problem(
+                raise mistake(
                     partial.folder,
                     'another build is writing here; wait for it, or choose another OUT',
                 ) from error
@@ -151,7 +151,7 @@ class Partial:
                 if name == DOCUMENTS and not file.tell():
                     self.append(DOCUMENTS, np.zeros(1, '<i8'))
                 if file.seek(0, os.SEEK_END) < size:
-                    raise _problem(
+                    raise mistake(
                         path,
                         f'has {file.tell()} bytes instead of {size}; '
                         'run the same command again to start over',
@@ -229,7 +229,7 @@ class Partial:
                     f'cannot be renamed from {self.folder / name}: {error.strerror}; '
                     'make the folder writable, and run the same command again to continue'
                 )
-                raise UnfinishedError(Problem(path=str(final), message=message)) from error
+                raise UnfinishedError(Problem(str(final), message)) from error
         self.discard()
 
     def discard(self) -> None:
@@ -256,11 +256,7 @@ def _errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         held = f' after {path.stat().st_size} bytes' if path.is_file() else ''
-        raise _problem(
+        raise mistake(
             path,
             f'cannot be written{held}: {error.strerror}; free disk space, or choose another OUT',
         ) from error
-
-
-def _problem(path: Path, message: str) -> ConfigError:
-    return ConfigError(Problem(path=str(path), message=message))

@@ -21,7 +21,7 @@ from megajax.analysis.fuzz.choices import (
     required,
 )
 from megajax.analysis.inspect.one_device import LAYOUT
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import ConfigError, Problem, mistake
 from megajax.core.config import Config, reload
 from megajax.core.config.overrides import KEYS, read_overrides
 from megajax.core.config.schema import SECTIONS
@@ -145,7 +145,7 @@ def _checked(settings: Settings, pinned: Mapping[str, Any]) -> Config:
     if not 1 < config.mesh.num_devices <= MOST_DEVICES:
         axes = [f'mesh.{axis}' for axis in ('stages', 'data', 'context', 'model_rows', 'model')]
         message = f'{config.mesh.num_devices} devices'
-        raise ConfigError(Problem(path=axes[0], message=message, others=tuple(axes[1:])))
+        raise mistake(axes[0], message, *axes[1:])
     return config
 
 

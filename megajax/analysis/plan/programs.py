@@ -110,13 +110,13 @@ class Software:
                 f'{config.optim.shard} is not supported by --program {self.name}; '
                 f'use {" or ".join(self.zero)}'
             )
-            found.append(Problem(path='optim.shard', message=message))
+            found.append(Problem('optim.shard', message))
         if config.mesh.is_grid and not self.has_grids:
             message = (
                 f'{config.mesh.model_rows} is 2-D tensor parallelism, which --program {self.name} '
                 'does not have; use 1'
             )
-            found.append(Problem(path='mesh.model_rows', message=message))
+            found.append(Problem('mesh.model_rows', message))
         return found
 
     def evened(self, config: Config) -> Config:

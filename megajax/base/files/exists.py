@@ -38,7 +38,5 @@ def _mode(path: str | Path, key: str) -> int:
             return 0
         message = f'cannot be read: {error.strerror}; make it readable, or give another path'
         raise ConfigError(
-            Problem(path=key, message=f'{path} {message}')
-            if key
-            else Problem(path=str(path), message=message)
+            Problem(key, f'{path} {message}') if key else Problem(str(path), message)
         ) from error

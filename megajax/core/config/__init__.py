@@ -12,6 +12,7 @@ from megajax.base.errors import (
     Problem,
     RunError,
     StopRequested,
+    mistake,
 )
 from megajax.core.config.layer import LayerConfig, RopeScaling
 from megajax.core.config.load import dump, load, overridden, presets, recipes, reload
@@ -55,6 +56,7 @@ __all__ = [
     'VisionConfig',
     'dump',
     'load',
+    'mistake',
     'overridden',
     'presets',
     'recipes',

@@ -161,7 +161,7 @@ class Conflict(NamedTuple):
     def problem(self) -> Problem:
         """Return the problem to report at the second setting's key."""
         path, key = self.other.split('=')[0], self.one.split('=')[0]
-        return Problem(path=path, message=f'{self.reason}; {self.instead}', others=(key,))
+        return Problem(path, f'{self.reason}; {self.instead}', others=(key,))
 
 
 def _conflict(one: str, other: str, text: str) -> Conflict:

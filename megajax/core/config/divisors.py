@@ -16,8 +16,8 @@ def divides(
         fixes = f'{multiples(value, divisor)}, or {by} {nearest(divisors(value), divisor)}'
         limit = f'{by}={divisor}' + (f' under {under}' if under else '')
         yield Problem(
-            path=path,
-            message=f'{value} is not a multiple of {limit}; use {fixes}',
+            path,
+            f'{value} is not a multiple of {limit}; use {fixes}',
             others=(by, under) if under else (by,),
         )
 

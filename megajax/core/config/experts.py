@@ -97,14 +97,14 @@ def of_experts(config: 'Config') -> Iterator[Problem]:
     if experts is None:
         if mesh.experts > 1:
             message = f'{mesh.experts} needs model.experts, which is null; use 1'
-            yield Problem(path='mesh.experts', message=message, others=('model.experts',))
+            yield Problem('mesh.experts', message, others=('model.experts',))
         return
     if experts.active > experts.count:
         message = (
             f'{experts.active} is more than model.experts.count={experts.count}; '
             f'use at most {experts.count}'
         )
-        yield Problem(path='model.experts.active', message=message, others=('model.experts.count',))
+        yield Problem('model.experts.active', message, others=('model.experts.count',))
     yield from divides('model.experts.ffn_size', experts.ffn_size, 'mesh.model', mesh.model)
     yield from divides('model.experts.count', experts.count, 'mesh.experts', mesh.experts)
     if mesh.data % mesh.replicas == 0:
@@ -115,9 +115,7 @@ def of_experts(config: 'Config') -> Iterator[Problem]:
                 f'(mesh.data={mesh.data}, mesh.replicas={mesh.replicas}); '
                 f'use {nearest(divisors(shards), mesh.experts)}'
             )
-            yield Problem(
-                path='mesh.experts', message=message, others=('mesh.data', 'mesh.replicas')
-            )
+            yield Problem('mesh.experts', message, others=('mesh.data', 'mesh.replicas'))
     shared = experts.shared_ffn_size
     yield from divides('model.experts.shared_ffn_size', shared, 'mesh.model', mesh.model)
     if shared and config.model.bias:
@@ -125,7 +123,7 @@ def of_experts(config: 'Config') -> Iterator[Problem]:
             f'{shared}: a shared expert has no biases; use model.bias=false, or '
             'model.experts.shared_ffn_size=0'
         )
-        yield Problem(path='model.experts.shared_ffn_size', message=message, others=('model.bias',))
+        yield Problem('model.experts.shared_ffn_size', message, others=('model.bias',))
     yield from _dense(config, experts)
     yield from _groups(experts)
     yield from _capacity(config, experts)
@@ -136,7 +134,7 @@ def of_experts(config: 'Config') -> Iterator[Problem]:
             f'adapters of experts are not supported ({", ".join(unsupported)}); '
             f'use lora.targets=[{others}]'
         )
-        yield Problem(path='lora.targets', message=message, others=('model.experts',))
+        yield Problem('lora.targets', message, others=('model.experts',))
 
 
 def _dense(config: 'Config', experts: ExpertsConfig) -> Iterator[Problem]:
@@ -147,13 +145,13 @@ def _dense(config: 'Config', experts: ExpertsConfig) -> Iterator[Problem]:
             f'{first}: all pipeline stages run one program, so the first one has no other layers; '
             'use mesh.stages=1, or model.experts.first_dense=0'
         )
-        yield Problem(path=path, message=message, others=('mesh.stages',))
+        yield Problem(path, message, others=('mesh.stages',))
     if all(layer.experts is None for layer in model.layer_configs):
         message = (
             f'no layer has experts, since model.num_layers={model.num_layers}, '
             f'model.experts.first_dense={first} and model.layers leave none; remove model.experts'
         )
-        yield Problem(path='model.experts', message=message, others=(path, 'model.layers'))
+        yield Problem('model.experts', message, others=(path, 'model.layers'))
 
 
 def _groups(experts: ExpertsConfig) -> Iterator[Problem]:
@@ -161,9 +159,7 @@ def _groups(experts: ExpertsConfig) -> Iterator[Problem]:
     yield from divides('model.experts.count', count, 'model.experts.groups', groups)
     if active > groups:
         message = f'{active} is more than model.experts.groups={groups}; use at most {groups}'
-        yield Problem(
-            path='model.experts.active_groups', message=message, others=('model.experts.groups',)
-        )
+        yield Problem('model.experts.active_groups', message, others=('model.experts.groups',))
     elif count % groups == 0 and count >= experts.active > count // groups * active:
         size = count // groups
         message = (
@@ -171,9 +167,7 @@ def _groups(experts: ExpertsConfig) -> Iterator[Problem]:
             f'use at most {active * size}, or model.experts.active_groups at least '
             f'{-(-experts.active // size)}'
         )
-        yield Problem(
-            path='model.experts.active', message=message, others=('model.experts.active_groups',)
-        )
+        yield Problem('model.experts.active', message, others=('model.experts.active_groups',))
 
 
 def _capacity(config: 'Config', experts: ExpertsConfig) -> Iterator[Problem]:
@@ -185,9 +179,7 @@ def _capacity(config: 'Config', experts: ExpertsConfig) -> Iterator[Problem]:
                 'is dropped); set it, or remove model.experts.capacity_group'
             )
             yield Problem(
-                path='model.experts.capacity_group',
-                message=message,
-                others=('model.experts.capacity',),
+                'model.experts.capacity_group', message, others=('model.experts.capacity',)
             )
         return
     group = experts.capacity_group or config.train.seq_len
@@ -198,7 +190,5 @@ def _capacity(config: 'Config', experts: ExpertsConfig) -> Iterator[Problem]:
             f'use {nearest(divisors(length), group)}'
         )
         yield Problem(
-            path='model.experts.capacity_group',
-            message=message,
-            others=('train.seq_len', 'mesh.context'),
+            'model.experts.capacity_group', message, others=('train.seq_len', 'mesh.context')
         )

@@ -19,13 +19,13 @@ def of_pattern(config: 'Config') -> Iterator[Problem]:
     model, period = config.model, len(config.model.pattern)
     if model.experts is None and any('experts' in layer.replaced for layer in model.layers):
         message = 'sets experts=null, but model.experts is null for all layers; remove the key'
-        yield Problem(path=KEY, message=message, others=('model.experts',))
+        yield Problem(KEY, message, others=('model.experts',))
     if period > model.num_layers:
         message = (
             f'has {period} layers, more than model.num_layers={model.num_layers}; '
             f'use at most {model.num_layers}, or model.num_layers at least {period}'
         )
-        yield Problem(path=KEY, message=message, others=('model.num_layers',))
+        yield Problem(KEY, message, others=('model.num_layers',))
         return
     chunks = config.mesh.stages * config.mesh.virtual_stages
     if config.mesh.stages > 1 and model.num_layers % chunks == 0:
@@ -36,14 +36,14 @@ def of_pattern(config: 'Config') -> Iterator[Problem]:
                 f'stage (all stages run one program); use mesh.stages=1, or model.num_layers '
                 f'{multiples(model.num_layers, chunks * period)}'
             )
-            yield Problem(path=KEY, message=message, others=('mesh.stages', 'mesh.virtual_stages'))
+            yield Problem(KEY, message, others=('mesh.stages', 'mesh.virtual_stages'))
     vision = config.vision
     if vision is not None and vision.is_crossed and vision.cross_every % period:
         message = (
             f'has {period} layers, which do not divide vision.cross_every={vision.cross_every}; '
             f'use vision.cross_every {multiples(vision.cross_every, period)}'
         )
-        yield Problem(path=KEY, message=message, others=('vision.cross_every',))
+        yield Problem(KEY, message, others=('vision.cross_every',))
 
 
 def of_positions(config: 'Config') -> Iterator[Problem]:
@@ -57,12 +57,12 @@ def of_positions(config: 'Config') -> Iterator[Problem]:
             f'sets {", ".join(sorted(keys))}, which needs model.position=rope, '
             f'not {model.position}; set it, or remove the key'
         )
-        yield Problem(path=KEY, message=message, others=('model.position',))
+        yield Problem(KEY, message, others=('model.position',))
     for index, layer in enumerate(model.layers):
         unused = [key for key in ('rope_theta', 'rope_scaling') if layer.replaced.get(key)]
         if unused and layer.replaced.get('position', model.position) == 'none':
             message = f'[{index}] has no positions, so {unused[0]} has no effect; remove it'
-            yield Problem(path=KEY, message=message, others=('model.position',))
+            yield Problem(KEY, message, others=('model.position',))
     if model.rope_scaling and all(layer.position == 'none' for layer in model.pattern):
         message = 'has no effect, because no layer has rotary embeddings; remove it'
-        yield Problem(path='model.rope_scaling', message=message, others=('model.position', KEY))
+        yield Problem('model.rope_scaling', message, others=('model.position', KEY))

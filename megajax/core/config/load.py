@@ -83,7 +83,7 @@ def reload(
         if path in KEYS:
             written[path] = Setting(value, place)
         else:
-            problems.append(Problem(path=path, message=unknown(path, problems), place=place))
+            problems.append(Problem(path, unknown(path, problems), place=place))
     overridden = read_overrides(overrides, problems, written)
     return _resolve(written, overridden, place, problems, Checked())
 
@@ -178,19 +178,14 @@ def _read_file(file: Path, problems: list[Problem]) -> dict[str, Setting] | None
     try:
         return _read_settings(read_text(file), str(file), problems)
     except FileNotFoundError:
-        problems.append(Problem(path=str(file), message=_no_such_file(file)))
+        problems.append(Problem(str(file), _no_such_file(file)))
     except IsADirectoryError:
-        problems.append(Problem(path=str(file), message=_is_a_folder(file)))
+        problems.append(Problem(str(file), _is_a_folder(file)))
     except OSError as error:
-        problems.append(Problem(path=str(file), message=f'cannot be read: {error.strerror}'))
+        problems.append(Problem(str(file), f'cannot be read: {error.strerror}'))
     except YAMLError as error:
         mark = getattr(error, 'problem_mark', None)
-        problems.append(
-            Problem(
-                path=f'{file}:{mark.line + 1}' if mark else str(file),
-                message=explain(error),
-            )
-        )
+        problems.append(Problem(f'{file}:{mark.line + 1}' if mark else str(file), explain(error)))
     return None
 
 
@@ -226,15 +221,13 @@ def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, S
     settings: dict[str, Setting] = {}
     for section, group, section_place in _items(compose(text), '', file, problems):
         if section not in SECTIONS:
-            problems.append(
-                Problem(path=section, message=unknown(section, problems), place=section_place)
-            )
+            problems.append(Problem(section, unknown(section, problems), place=section_place))
             continue
         if _is_empty(group):
             settings[section] = Setting({}, section_place)
         for path, value, place in _items(group, section, file, problems):
             if path not in KEYS and path not in RENAMED:
-                problems.append(Problem(path=path, message=unknown(path, problems), place=place))
+                problems.append(Problem(path, unknown(path, problems), place=place))
             else:
                 path, plain = current(path, construct(value), place)
                 settings[path] = Setting(plain, place)
@@ -259,16 +252,14 @@ def _items(
         return
     if not isinstance(node, MappingNode):
         message = f'must be a group of keys; it has {members(prefix)}'
-        problems.append(
-            Problem(path=prefix, message=message, place=f'{file}:{node.start_mark.line + 1}')
-        )
+        problems.append(Problem(prefix, message, place=f'{file}:{node.start_mark.line + 1}'))
         return
     lines: dict[str, int] = {}
     for key, value in node.value:
         path, line = f'{prefix}.{key.value}' if prefix else key.value, key.start_mark.line + 1
         if path in lines:
             message = f'written twice, first on line {lines[path]}; delete one of the two'
-            problems.append(Problem(path=path, message=message, place=f'{file}:{line}'))
+            problems.append(Problem(path, message, place=f'{file}:{line}'))
         else:
             lines[path] = line
             yield path, value, f'{file}:{line}'
@@ -313,7 +304,7 @@ def _validate(
                         for part in detail['loc'][1:]
                     )
                     message = f'{inner.removeprefix(".")} {values.explain(detail)}'.lstrip()
-                    problems.append(Problem(path=path, message=message, place=place))
+                    problems.append(Problem(path, message, place=place))
             valid = {key: value for key, value in given.items() if key not in details}
             # Every key without a default is a size, so 1 is valid.
             placeholders = {key: 1 for key in details if section.model_fields[key].is_required()}

@@ -27,7 +27,7 @@ def of_grid(config: 'Config') -> Iterator[Problem]:
             f'{rows} needs mesh.sequence_parallel=true, because 2-D tensor parallelism shards the '
             'residual stream over rows and columns; set it, or mesh.model_rows=1'
         )
-        yield Problem(path='mesh.model_rows', message=message, others=('mesh.sequence_parallel',))
+        yield Problem('mesh.model_rows', message, others=('mesh.sequence_parallel',))
     yield from divides('model.hidden_size', model.hidden_size, 'mesh.model_rows', rows)
     if config.optim.shard == 'none' or model.hidden_size % rows or mesh.data % mesh.replicas:
         return
@@ -40,9 +40,7 @@ def of_grid(config: 'Config') -> Iterator[Problem]:
             f'use mesh.data {near}'
         )
         yield Problem(
-            path='model.hidden_size',
-            message=message,
-            others=('mesh.model_rows', 'mesh.data', 'optim.shard'),
+            'model.hidden_size', message, others=('mesh.model_rows', 'mesh.data', 'optim.shard')
         )
 
 
@@ -53,7 +51,7 @@ def of_stages(config: 'Config') -> Iterator[Problem]:
     if stages == 1:
         if chunks > 1:
             message = f'{chunks} needs pipeline parallelism, and mesh.stages=1; use 1'
-            yield Problem(path='mesh.virtual_stages', message=message, others=('mesh.stages',))
+            yield Problem('mesh.virtual_stages', message, others=('mesh.stages',))
         return
     if layers % (stages * chunks):
         fits = [n for n in divisors(layers) if layers % (n * chunks) == 0]
@@ -64,8 +62,8 @@ def of_stages(config: 'Config') -> Iterator[Problem]:
         by = f'mesh.stages={stages}' + (f' x mesh.virtual_stages={chunks}' if chunks > 1 else '')
         total = f' = {stages * chunks}' if chunks > 1 else ''
         yield Problem(
-            path='model.num_layers',
-            message=f'{layers} is not a multiple of {by}{total}; use {", or ".join(ways)}',
+            'model.num_layers',
+            f'{layers} is not a multiple of {by}{total}; use {", or ".join(ways)}',
             others=('mesh.stages', 'mesh.virtual_stages'),
         )
     if config.optim.shard in ('gradients', 'weights'):
@@ -75,7 +73,7 @@ def of_stages(config: 'Config') -> Iterator[Problem]:
             f'train.microbatches={count} it would send about {sent} bytes per parameter and step '
             'over data, and optimizer sends 6; use optimizer or none'
         )
-        yield Problem(path='optim.shard', message=message, others=('mesh.stages',))
+        yield Problem('optim.shard', message, others=('mesh.stages',))
 
 
 def of_microbatches(config: 'Config') -> Iterator[Problem]:
@@ -87,18 +85,14 @@ def of_microbatches(config: 'Config') -> Iterator[Problem]:
             f'{count} is fewer than mesh.stages={stages}, so some stages would always idle; '
             f'use at least {stages}, or mesh.stages at most {count}'
         )
-        yield Problem(path='train.microbatches', message=message, others=('mesh.stages',))
+        yield Problem('train.microbatches', message, others=('mesh.stages',))
     elif chunks > 1 and count % stages:
         message = (
             f'{count} is not a multiple of mesh.stages={stages}, which mesh.virtual_stages='
             f'{chunks} needs; '
             f'use {multiples(count, stages)}, or mesh.virtual_stages=1'
         )
-        yield Problem(
-            path='train.microbatches',
-            message=message,
-            others=('mesh.stages', 'mesh.virtual_stages'),
-        )
+        yield Problem('train.microbatches', message, others=('mesh.stages', 'mesh.virtual_stages'))
 
 
 def of_context(config: 'Config') -> Iterator[Problem]:
@@ -117,9 +111,8 @@ def of_context(config: 'Config') -> Iterator[Problem]:
         if tensor > 1:
             why += f', and mesh.sequence_parallel splits each over mesh.model={tensor}'
         yield Problem(
-            path='train.seq_len',
-            message=f'{length} is not a multiple of {divisor}: {why}; '
-            f'use {multiples(length, divisor)}',
+            'train.seq_len',
+            f'{length} is not a multiple of {divisor}: {why}; use {multiples(length, divisor)}',
             others=('mesh.context', 'mesh.model', 'mesh.sequence_parallel'),
         )
         return
@@ -133,8 +126,8 @@ def of_context(config: 'Config') -> Iterator[Problem]:
         shorter = [n for n in divisors(length // math.lcm(2, tensor)) if 2 * n * longest <= length]
         longer = math.ceil(2 * mesh.context * longest / divisor) * divisor
         yield Problem(
-            path='model.window' if longest == model.window else 'model.layers',
-            message=f'a window of {longest} tokens is longer than half of a context shard, '
+            'model.window' if longest == model.window else 'model.layers',
+            f'a window of {longest} tokens is longer than half of a context shard, '
             f'{chunk} tokens with mesh.context={mesh.context} and train.seq_len={length}; '
             f'use at most {chunk}, mesh.context {max(shorter, default=1)}, or '
             f'train.seq_len at least {longer}',
@@ -152,8 +145,8 @@ def _heads_of_shards(config: 'Config') -> Iterator[Problem]:
     ways = [f'mesh.context {nearest(fits, mesh.context)}'] if fits else []
     ways.append('mesh.context_exchange gather or ring')
     yield Problem(
-        path='mesh.context_exchange',
-        message=f'all_to_all needs whole key/value heads on each device, but model.num_kv_heads='
+        'mesh.context_exchange',
+        f'all_to_all needs whole key/value heads on each device, but model.num_kv_heads='
         f'{heads} is not a multiple of mesh.context={mesh.context}{of_model}; '
         f'use {", or ".join(ways)}',
         others=('mesh.context', 'mesh.model', 'model.num_kv_heads'),

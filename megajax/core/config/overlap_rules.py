@@ -181,7 +181,7 @@ def of_adapters(config: 'Config') -> Iterator[Problem]:
             'sequence_split is not supported with LoRA in fp8; use train.overlap=batch_split, or '
             'train.dtype=bfloat16'
         )
-        yield Problem(path='train.overlap', message=message, others=('lora', 'train.dtype'))
+        yield Problem('train.overlap', message, others=('lora', 'train.dtype'))
 
 
 def of_halves(config: 'Config') -> Iterator[Problem]:
@@ -194,4 +194,4 @@ def of_halves(config: 'Config') -> Iterator[Problem]:
             f'use {multiples(length, count)}, or train.overlap=batch_split'
         )
         others = 'train.overlap', 'mesh.sequence_parallel', *PARTS_FOLLOW_FROM
-        yield Problem(path='train.seq_len', message=message, others=others)
+        yield Problem('train.seq_len', message, others=others)

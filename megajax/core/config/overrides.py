@@ -48,22 +48,22 @@ def read_overrides(
             key = key_of_option(path, KEYS) if path.startswith('-') else None
             example = f'{key}=VALUE' if key else 'for example train.steps=100'
             message = f'not of the form section.key=value, {example}'
-            problems.append(Problem(path=place, message=message))
+            problems.append(Problem(place, message))
         elif path not in KEYS and path not in RENAMED and not (siblings := _siblings(path)):
-            problems.append(Problem(path=path, message=unknown(path, problems), place=place))
+            problems.append(Problem(path, unknown(path, problems), place=place))
         else:
             try:
                 path, value = current(path, parse(text), place)
             except YAMLError as error:
                 message = f'{explain(error)}; put the value in quotes'
-                problems.append(Problem(path=place, message=message))
+                problems.append(Problem(place, message))
                 continue
             if path not in KEYS:
                 group, _, key = path.rpartition('.')
                 outer = settings.get(group, (written or {}).get(group))
                 if outer is None or not isinstance(outer.value, Mapping):
                     message = _whole(group, key, text, siblings)
-                    problems.append(Problem(path=path, message=message, place=place))
+                    problems.append(Problem(path, message, place=place))
                     continue
                 settings[group] = Setting({**outer.value, key: value}, outer.place)
             settings[path] = Setting(value, place)

@@ -20,11 +20,11 @@ def of_relevance(config: 'Config') -> Iterator[Problem]:
         return
     if vision is None:
         message = 'relevance needs a vision encoder; add the section vision'
-        yield Problem(path='relevance.regions', message=message, others=('vision',))
+        yield Problem('relevance.regions', message, others=('vision',))
         return
     if config.lora is not None:
         message = 'relevance is not supported with lora, which would freeze it; remove one of them'
-        yield Problem(path='relevance.regions', message=message, others=('lora',))
+        yield Problem('relevance.regions', message, others=('lora',))
     regions, total = relevance.num_regions, relevance.total_tokens
     fewest, most = FEWEST * regions, MOST * regions
     if not fewest <= total <= most:
@@ -32,15 +32,15 @@ def of_relevance(config: 'Config') -> Iterator[Problem]:
             f'{total} is not between {fewest} and {most}, {FEWEST} to {MOST} tokens for each of '
             f'{regions} regions; use {min(max(total, fewest), most)}'
         )
-        yield Problem(path='relevance.total_tokens', message=message, others=('relevance.regions',))
+        yield Problem('relevance.total_tokens', message, others=('relevance.regions',))
     if not vision.is_crossed and vision.images * total > config.train.seq_len:
         message = (
             f'{total} tokens for each of {vision.images} images exceed '
             f'train.seq_len={config.train.seq_len}; use longer sequences'
         )
         yield Problem(
-            path='relevance.total_tokens',
-            message=message,
+            'relevance.total_tokens',
+            message,
             others=('train.seq_len', 'vision.images', 'vision.fusion'),
         )
     patches = most * vision.unit
@@ -50,9 +50,7 @@ def of_relevance(config: 'Config') -> Iterator[Problem]:
             f'{vision.unit} patches, the size to which every image is scaled; use {patches}'
         )
         yield Problem(
-            path='vision.max_patches',
-            message=message,
-            others=('relevance.regions', 'vision.merge_size'),
+            'vision.max_patches', message, others=('relevance.regions', 'vision.merge_size')
         )
     shards = ('relevance.scorer_shards', relevance.scorer_shards)
     yield from divides('relevance.scorer_size', relevance.scorer_size, *shards)

@@ -33,19 +33,19 @@ def of_scaling(config: 'Config') -> Iterator[Problem]:
         if scaling is None:
             continue
         for message in (*_faults(scaling), *_faults_of_pairs(scaling, model)):
-            yield Problem(path=path, message=place + message)
+            yield Problem(path, place + message)
         if scaling.type == 'longrope' and model.max_seq_len > scaling.original_max_seq_len:
             message = (
                 f'{model.max_seq_len} exceeds original_max_seq_len={scaling.original_max_seq_len}: '
                 'longer sequences are not supported with longrope; '
                 f'use at most {scaling.original_max_seq_len}'
             )
-            yield Problem(path='model.max_seq_len', message=message, others=(path,))
+            yield Problem('model.max_seq_len', message, others=(path,))
     for layer in (model, *model.pattern):
         if layer.rope_scaling and layer.rope_scaling.type == 'yarn' and layer.rope_theta <= 1:
             path = 'model.rope_theta' if layer.rope_theta == model.rope_theta else 'model.layers'
             message = f'rope_theta {layer.rope_theta} must be above 1 with yarn; use 10000.0'
-            yield Problem(path=path, message=message, others=(own,))
+            yield Problem(path, message, others=(own,))
             return
 
 
@@ -90,13 +90,13 @@ def of_fraction(config: 'Config') -> Iterator[Problem]:
         message = (
             f'{model.rotary_fraction} needs model.position=rope, not {model.position}; remove it'
         )
-        yield Problem(path=path, message=message, others=('model.position',))
+        yield Problem(path, message, others=('model.position',))
     elif model.rotary_dim % 2 or not model.rotary_dim:
         message = (
             f'{model.rotary_fraction} of model.head_dim={model.head_dim} is {model.rotary_dim} '
             f'dims, but they are rotated in pairs; use {_near_fractions(model)}'
         )
-        yield Problem(path=path, message=message, others=('model.head_dim',))
+        yield Problem(path, message, others=('model.head_dim',))
 
 
 def _near_fractions(model: ModelConfig) -> str:

@@ -86,9 +86,7 @@ def _heads(config: 'Config') -> Iterator[Problem]:
             f'{model.hidden_size} is not a multiple of model.num_heads={model.num_heads}; '
             f'use {near}, or set model.head_dim'
         )
-        yield Problem(
-            path='model.hidden_size', message=message, others=('model.num_heads', 'model.head_dim')
-        )
+        yield Problem('model.hidden_size', message, others=('model.num_heads', 'model.head_dim'))
     yield from divides('model.num_heads', model.num_heads, 'model.num_kv_heads', model.num_kv_heads)
     yield from divides('model.num_heads', model.num_heads, 'mesh.model', shards)
     if any(layer.rotates for layer in model.pattern) and model.head_dim % 2:
@@ -96,7 +94,7 @@ def _heads(config: 'Config') -> Iterator[Problem]:
             f'{model.head_dim} is odd, but model.position={model.position} rotates pairs; '
             f'use {multiples(model.head_dim, 2)}'
         )
-        yield Problem(path='model.head_dim', message=message, others=('model.position',))
+        yield Problem('model.head_dim', message, others=('model.position',))
 
 
 def _kv_heads(config: 'Config') -> Iterator[Problem]:
@@ -111,9 +109,7 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
                 f'heads; use mesh.model {nearest(divisors(model.num_kv_heads), shards)}, '
                 'or mesh.model_rows=1'
             )
-            yield Problem(
-                path='model.num_kv_heads', message=message, others=('mesh.model', 'mesh.model_rows')
-            )
+            yield Problem('model.num_kv_heads', message, others=('mesh.model', 'mesh.model_rows'))
         return
 
     def fits(n: int) -> bool:
@@ -125,7 +121,7 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
             f'{model.num_kv_heads} is neither a multiple nor a divisor of mesh.model={shards}; '
             f'use mesh.model {near}'
         )
-        yield Problem(path='model.num_kv_heads', message=message, others=('mesh.model',))
+        yield Problem('model.num_kv_heads', message, others=('mesh.model',))
     # With fewer key/value heads than shards the fused QKV is sharded over head_dim.
     elif shards > model.num_kv_heads and model.head_dim % shards:
         near = multiples(model.head_dim, shards)
@@ -134,9 +130,7 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
             f'model.num_kv_heads={model.num_kv_heads}; '
             f'use {near}, or mesh.model at most {model.num_kv_heads}'
         )
-        yield Problem(
-            path='model.head_dim', message=message, others=('mesh.model', 'model.num_kv_heads')
-        )
+        yield Problem('model.head_dim', message, others=('mesh.model', 'model.num_kv_heads'))
 
 
 def _widths(config: 'Config') -> Iterator[Problem]:
@@ -151,7 +145,7 @@ def _widths(config: 'Config') -> Iterator[Problem]:
             f'{seq_len} exceeds model.max_seq_len={model.max_seq_len}; '
             f'use at most {model.max_seq_len}, or raise model.max_seq_len'
         )
-        yield Problem(path='train.seq_len', message=message, others=('model.max_seq_len',))
+        yield Problem('train.seq_len', message, others=('model.max_seq_len',))
     if config.mesh.sequence_parallel and config.mesh.context == 1:
         yield from divides(
             'train.seq_len', seq_len, 'mesh.model', shards, under='mesh.sequence_parallel'
@@ -175,7 +169,7 @@ def _vocabulary(config: 'Config') -> Iterator[Problem]:
     message = (
         f'{model.vocab_size} is padded to {padded}, which {by} does not divide; use {key} {near}'
     )
-    yield Problem(path='model.vocab_size', message=message, others=(key,))
+    yield Problem('model.vocab_size', message, others=(key,))
 
 
 def _batches(config: 'Config') -> Iterator[Problem]:
@@ -187,9 +181,7 @@ def _batches(config: 'Config') -> Iterator[Problem]:
             f'train.microbatches={train.microbatches} = {shares}; '
             f'use {multiples(batch_size, shares)}'
         )
-        yield Problem(
-            path='train.batch_size', message=message, others=('mesh.data', 'train.microbatches')
-        )
+        yield Problem('train.batch_size', message, others=('mesh.data', 'train.microbatches'))
         return
     reasons, others = {}, ['mesh.data', 'train.microbatches']
     if train.overlap == 'batch_split' and config.overlap.num_parts > 1:
@@ -205,11 +197,7 @@ def _batches(config: 'Config') -> Iterator[Problem]:
         )
         if parts == 2 and 'train.overlap' in reasons:
             message += ', or train.overlap=none'
-        yield Problem(
-            path='train.batch_size',
-            message=message,
-            others=(*reasons, *others),
-        )
+        yield Problem('train.batch_size', message, others=(*reasons, *others))
 
 
 def _loss_scale(config: 'Config') -> Iterator[Problem]:
@@ -221,7 +209,7 @@ def _loss_scale(config: 'Config') -> Iterator[Problem]:
             f'{train.loss_scale:g} has no effect with train.dtype={train.dtype} '
             '(loss scaling is for float16); remove it'
         )
-        yield Problem(path=path, message=message, others=('train.dtype',))
+        yield Problem(path, message, others=('train.dtype',))
     below = min(2 ** max(math.floor(math.log2(train.loss_scale)), 0), LARGEST_LOSS_SCALE)
     if train.loss_scale != below:
         near = f'{below} or {2 * below}' if below < train.loss_scale < LARGEST_LOSS_SCALE else below
@@ -229,7 +217,7 @@ def _loss_scale(config: 'Config') -> Iterator[Problem]:
             f'{train.loss_scale:g} is not a power of two between 1 and {LARGEST_LOSS_SCALE}, '
             f'which scaling without rounding needs; use {near}'
         )
-        yield Problem(path=path, message=message)
+        yield Problem(path, message)
 
 
 def _optimizer(config: 'Config') -> Iterator[Problem]:
@@ -239,10 +227,10 @@ def _optimizer(config: 'Config') -> Iterator[Problem]:
             f'{optim.min_lr} exceeds optim.lr={optim.lr}; '
             f'use at most {optim.lr}, for example {optim.lr / 10:g}'
         )
-        yield Problem(path='optim.min_lr', message=message, others=('optim.lr',))
+        yield Problem('optim.min_lr', message, others=('optim.lr',))
     if optim.warmup_init is not None and optim.warmup_init > optim.lr:
         message = f'{optim.warmup_init} exceeds optim.lr={optim.lr}; use at most {optim.lr}, or 0'
-        yield Problem(path='optim.warmup_init', message=message, others=('optim.lr',))
+        yield Problem('optim.warmup_init', message, others=('optim.lr',))
     yield from _schedule(optim, steps)
     yield from _muon(config)
 
@@ -254,7 +242,7 @@ def _muon(config: 'Config') -> Iterator[Problem]:
         if is_frozen or config.lora is not None:
             frozen = 'vision.freeze' if is_frozen else 'lora'
             message = f'muon has no matrices to update: {frozen} freezes the layers; use adamw'
-            yield Problem(path='optim.kind', message=message, others=(frozen,))
+            yield Problem('optim.kind', message, others=(frozen,))
         return
     for key in OF_MUON:
         value = getattr(optim, key)
@@ -263,7 +251,7 @@ def _muon(config: 'Config') -> Iterator[Problem]:
                 f'{shorten(str(value))} has no effect with optim.kind={optim.kind}; '
                 'remove it, or set optim.kind=muon'
             )
-            yield Problem(path=f'optim.{key}', message=message, others=('optim.kind',))
+            yield Problem(f'optim.{key}', message, others=('optim.kind',))
 
 
 def _schedule(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:
@@ -272,23 +260,23 @@ def _schedule(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:
             f'{optim.warmup_steps} must be less than train.steps={steps}; '
             f'use at most {steps - 1}, or raise train.steps'
         )
-        yield Problem(path='optim.warmup_steps', message=message, others=('train.steps',))
+        yield Problem('optim.warmup_steps', message, others=('train.steps',))
     if optim.decay_steps is not None and optim.decay_steps <= optim.warmup_steps:
         message = (
             f'{optim.decay_steps} must be more than optim.warmup_steps={optim.warmup_steps}; '
             f'use at least {math.floor(optim.warmup_steps) + 1}, or remove it'
         )
-        yield Problem(path='optim.decay_steps', message=message, others=('optim.warmup_steps',))
+        yield Problem('optim.decay_steps', message, others=('optim.warmup_steps',))
     if optim.schedule == 'inverse_sqrt' and not optim.warmup_steps:
         message = '0 is not supported with optim.schedule=inverse_sqrt; use for example 100'
-        yield Problem(path='optim.warmup_steps', message=message, others=('optim.schedule',))
+        yield Problem('optim.warmup_steps', message, others=('optim.schedule',))
     after = (optim.decay_steps or steps) - optim.warmup_steps
     others = ('optim.decay_steps', 'optim.warmup_steps', 'train.steps')
     if optim.wsd_steps is not None and 0 < after < optim.wsd_steps:
         message = (
             f'{optim.wsd_steps} is more than the {after} steps after warm-up; use at most {after}'
         )
-        yield Problem(path='optim.wsd_steps', message=message, others=others)
+        yield Problem('optim.wsd_steps', message, others=others)
 
 
 def _profile(config: 'Config') -> Iterator[Problem]:
@@ -300,7 +288,7 @@ def _profile(config: 'Config') -> Iterator[Problem]:
             f'use at most start {max(steps - profile.steps, 0)} '
             f'and {min(profile.steps, steps)} steps'
         )
-        yield Problem(path='train.profile', message=message, others=('train.steps',))
+        yield Problem('train.profile', message, others=('train.steps',))
 
 
 def _replay(config: 'Config') -> Iterator[Problem]:
@@ -310,7 +298,7 @@ def _replay(config: 'Config') -> Iterator[Problem]:
             f'{train.replay_every} compares repeated steps bit for bit, which needs reproducible '
             'results; set train.deterministic=true, or train.replay_every=0'
         )
-        yield Problem(path='train.replay_every', message=message, others=('train.deterministic',))
+        yield Problem('train.replay_every', message, others=('train.deterministic',))
 
 
 def _data(config: 'Config') -> Iterator[Problem]:
@@ -319,7 +307,7 @@ def _data(config: 'Config') -> Iterator[Problem]:
             f'{config.data.corpus} cannot be combined with data.blend='
             f'{", ".join(config.data.blend)}; set only one of them'
         )
-        yield Problem(path='data.corpus', message=message, others=('data.blend',))
+        yield Problem('data.corpus', message, others=('data.blend',))
     try:
         parts = [float(part) for part in config.data.split.split(',')]
     except ValueError:
@@ -334,7 +322,7 @@ def _data(config: 'Config') -> Iterator[Problem]:
             f'{shorten(repr(config.data.split))} is not three finite numbers, the first positive '
             "and the others at least 0; use for example '95,5,0'"
         )
-        yield Problem(path='data.split', message=message)
+        yield Problem('data.split', message)
 
 
 def _masked(config: 'Config') -> Iterator[Problem]:
@@ -343,4 +331,4 @@ def _masked(config: 'Config') -> Iterator[Problem]:
             f'{config.train.seq_len} is too short for two segments and three special tokens; '
             f'use at least {SHORTEST_PAIR}'
         )
-        yield Problem(path='train.seq_len', message=message, others=('model.objective',))
+        yield Problem('train.seq_len', message, others=('model.objective',))

@@ -69,7 +69,7 @@ def of_vision(config: 'Config') -> Iterator[Problem]:
             f'{list(vision.freeze)} has no effect with lora, which freezes everything except its '
             'adapters; remove it, or remove lora'
         )
-        yield Problem(path='vision.freeze', message=message, others=('lora',))
+        yield Problem('vision.freeze', message, others=('lora',))
 
 
 def _unused(section: Section, path: str, setting: str, needed: str) -> Iterator[Problem]:
@@ -79,4 +79,4 @@ def _unused(section: Section, path: str, setting: str, needed: str) -> Iterator[
     if value != type(section).model_fields[name].default:
         shown = list(value) if isinstance(value, tuple) else value
         message = f'{shorten(str(shown))} has no effect with {setting}; remove it, or set {needed}'
-        yield Problem(path=path, message=message, others=(setting.partition('=')[0],))
+        yield Problem(path, message, others=(setting.partition('=')[0],))

@@ -60,13 +60,13 @@ def check_config_for_tpu(config: Config, target: str) -> None:
     problems = []
     if train.dtype not in DTYPES:
         message = f'{target} computes in {", ".join(DTYPES)}; use one of them'
-        problems.append(Problem(path='train.dtype', message=f'{train.dtype}: {message}'))
+        problems.append(Problem('train.dtype', f'{train.dtype}: {message}'))
     if train.overlap not in ('auto', 'none'):
         message = (
             f'{train.overlap}: the overlap schedule needs options of the GPU compiler, and {target}'
             " has XLA's schedule; use auto or none"
         )
-        problems.append(Problem(path='train.overlap', message=message))
+        problems.append(Problem('train.overlap', message))
     if problems:
         raise ConfigError(*problems)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, ConfigError, mistake
 from megajax.core.config.extras import install
 from megajax.core.config.rules import incompatibilities
 from megajax.core.hardware.memory import claim_gpu_memory
@@ -84,7 +84,7 @@ def check_is_config(config: object) -> None:
     """Raise ConfigError if a script passes anything other than a config, such as its name."""
     if not isinstance(config, Config):
         message = f'{reprlib.repr(config)} is not a megajax.Config; give what megajax.load returns'
-        raise ConfigError(Problem(path='config', message=message))
+        raise mistake('config', message)
 
 
 def check_current_mesh(config: Config) -> None:
@@ -100,7 +100,7 @@ def check_current_mesh(config: Config) -> None:
         f'{_words(wanted)}, and {f"the current mesh is {there}" if there else "no mesh is set"}; '
         f'call jax.set_mesh(megajax.make_mesh({arguments}))'
     )
-    raise ConfigError(Problem(path='mesh', message=message))
+    raise mistake('mesh', message)
 
 
 def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:

@@ -2,7 +2,7 @@
 
 import jax
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, mistake
 from megajax.core.counts.flash import uses_flash
 from megajax.core.hardware.targets import GPUS, capability_of
 from megajax.core.train.overlap import overlap_options
@@ -50,4 +50,4 @@ def _refuse_unrolled_attention(config: Config) -> None:
             'own: on an H100, jax 0.11.2 ended in the first step with an IndexError; '
             'use train.unroll=false, or leave it at auto'
         )
-        raise ConfigError(Problem(path='train.unroll', message=message))
+        raise mistake('train.unroll', message)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import jax
 from flax import nnx
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, ConfigError, Problem, mistake
 from megajax.core.parallel.mesh import check_current_mesh, check_is_config
 from megajax.core.train.feed import Batch
 from megajax.core.train.gradients import make_loss_and_gradients
@@ -76,7 +76,7 @@ def _check(config: Config) -> None:
             f'{dtype} is not supported in a custom loop, because only make_train_step keeps its '
             'scales; use train.dtype=bfloat16'
         )
-        problems.append(Problem(path='train.dtype', message=message))
+        problems.append(Problem('train.dtype', message))
     problems += _of_frozen(config)
     experts = config.model.experts
     if experts is not None and experts.balance_loss and experts.balance_over == 'batch':
@@ -85,7 +85,7 @@ def _check(config: Config) -> None:
             "needs the experts' load in the step before, which only make_train_step keeps; use "
             'model.experts.balance_over=sequence, or model.experts.balance_loss=0'
         )
-        problems.append(Problem(path='model.experts.balance_loss', message=message))
+        problems.append(Problem('model.experts.balance_loss', message))
     if problems:
         raise ConfigError(*problems)
 
@@ -98,13 +98,13 @@ def _of_frozen(config: Config) -> Iterator[Problem]:
             'gradients; use make_train_step'
         )
         path = 'lora' if model.lora is not None else 'vision.freeze'
-        yield Problem(path=path, message=message)
+        yield Problem(path, message)
     elif model.has_frozen:
         message = (
             'true is not supported in a custom loop, because the bias has no gradient and only '
             'make_train_step moves it; use false, or make_train_step'
         )
-        yield Problem(path='model.experts.selection_bias', message=message)
+        yield Problem('model.experts.selection_bias', message)
 
 
 def _check_params(params: object) -> None:
@@ -113,7 +113,7 @@ def _check_params(params: object) -> None:
         whole = isinstance(params, TrainState)
         fix = 'give its params' if whole else 'give init_state(config).params'
         message = f'a {type(params).__name__} is not the nnx.State of a model; {fix}'
-        raise ConfigError(Problem(path='params', message=message))
+        raise mistake('params', message)
 
 
 def _check_batch(batch: Batch, config: Config) -> None:
@@ -126,10 +126,10 @@ def _check_batch(batch: Batch, config: Config) -> None:
         message = (
             f'has no {" and no ".join(missing)}; give the array{"s" * (len(missing) > 1)} {given}'
         )
-        raise ConfigError(Problem(path='batch', message=message))
+        raise mistake('batch', message)
     length, most = batch['tokens'].shape[1], config.model.max_seq_len
     if length > most:
         message = (
             f'{length} tokens in a row are more than model.max_seq_len={most}; give at most {most}'
         )
-        raise ConfigError(Problem(path='batch', message=message))
+        raise mistake('batch', message)

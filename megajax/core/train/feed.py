@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, ConfigError, Problem, mistake
 from megajax.core.parallel.layout import CONTEXT, batch_layout
 from megajax.core.parallel.zigzag import position_at
 
@@ -49,7 +49,7 @@ def _check_arrays(batch: Mapping[str, np.ndarray]) -> None:
     """Raise ConfigError unless these are arrays with rows; other libraries' arrays have `ndim`."""
     if not isinstance(batch, Mapping):
         message = f'a {type(batch).__name__} is not a dict of arrays by name; see docs/api.md'
-        raise ConfigError(Problem(path='batch', message=message))
+        raise mistake('batch', message)
     problems = []
     for name, x in batch.items():
         if getattr(x, 'ndim', 0) < 2:
@@ -58,7 +58,7 @@ def _check_arrays(batch: Mapping[str, np.ndarray]) -> None:
                 f'a {type(x).__name__}{shape} is not an array [rows, tokens]; give np.asarray of '
                 'rows of equal length'
             )
-            problems.append(Problem(path=f'batch[{name!r}]', message=message))
+            problems.append(Problem(f'batch[{name!r}]', message))
     if problems:
         raise ConfigError(*problems)
 
@@ -72,7 +72,7 @@ def _check_documents(document_BS: np.ndarray) -> None:
                 f'row {row} has a document in several parts, which context parallelism does not '
                 'support; give each part its own id, or use mesh.context=1'
             )
-            raise ConfigError(Problem(path="batch['segment_ids']", message=message))
+            raise mistake("batch['segment_ids']", message)
 
 
 def shard_order(length: int, shards: int) -> np.ndarray | None:

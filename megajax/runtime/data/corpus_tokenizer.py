@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from megajax.base.render.text import typed
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, mistake
 from megajax.runtime.data.masked import SPECIAL
 from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.synthetic_images import IMAGE
@@ -23,7 +23,7 @@ def tokenizer_of_text(
     """
     spec = 'bpe' if is_trained(config) else config.data.tokenizer
     if spec == 'none':
-        raise _problem(
+        raise mistake(
             'data.tokenizer',
             f'none is not supported for text (data.corpus={config.data.corpus}); '
             'use bpe, bytes or a tokenizer.json',
@@ -54,14 +54,14 @@ def tokenizer_of_pairs(
     """
     spec = config.data.tokenizer
     if spec == 'bpe':
-        raise _problem(
+        raise mistake(
             'data.tokenizer',
             f'bpe is trained on text, but {next(iter(manifests))} contains tokens; '
             'use auto, or the tokenizer that made them',
         )
     if spec == 'none':
         if config.train.sample_prompts:
-            raise _problem(
+            raise mistake(
                 'train.sample_prompts',
                 'is not supported with data.tokenizer=none; remove it',
                 'data.tokenizer',
@@ -71,7 +71,7 @@ def tokenizer_of_pairs(
                 'none is not supported with model.objective=masked_lm, which needs special tokens; '
                 'give the tokenizer.json that made the tokens'
             )
-            raise _problem('data.tokenizer', message, 'model.objective')
+            raise mistake('data.tokenizer', message, 'model.objective')
         return None
     tokenizer_paths = [manifest.tokenizer_path for manifest in manifests.values() if manifest]
     if spec == 'auto':
@@ -80,7 +80,7 @@ def tokenizer_of_pairs(
                 f'no tokenizer is known: there is no {missing[0]}.json; '
                 'give the tokenizer.json that made the tokens, or none'
             )
-            raise _problem('data.tokenizer', message, *CORPUS)
+            raise mistake('data.tokenizer', message, *CORPUS)
         spec = str(tokenizer_paths[0])
     tokenizer = make_tokenizer(spec, config.model.vocab_size, special=_special(config))
     for path in tokenizer_paths:
@@ -90,14 +90,14 @@ def tokenizer_of_pairs(
                 f'{spec} did not make these tokens: their tokenizer is {path}, '
                 f'which has another hash; {_fix(config, made_by, spec)}'
             )
-            raise _problem('data.tokenizer', message, *CORPUS)
+            raise mistake('data.tokenizer', message, *CORPUS)
     for prefix, manifest in manifests.items():
         if manifest and manifest.append_eod and manifest.eod != tokenizer.eod:
             message = (
                 f'{spec} ends documents with token {tokenizer.eod}, but {prefix} ends them with '
                 f'{manifest.eod}; build it again with --tokenizer {typed(spec)}'
             )
-            raise _problem('data.tokenizer', message, *CORPUS)
+            raise mistake('data.tokenizer', message, *CORPUS)
     return tokenizer
 
 
@@ -129,8 +129,4 @@ def check_image_token(config: Config, tokenizer: Tokenizer | None) -> None:
         message = f'{given} is a token of texts; use a special token of data.tokenizer'
     else:
         return
-    raise ConfigError(Problem(path='vision.image_token', message=message))
-
-
-def _problem(path: str, message: str, *others: str) -> ConfigError:
-    return ConfigError(Problem(path=path, message=message, others=others))
+    raise mistake('vision.image_token', message)

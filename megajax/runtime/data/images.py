@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from megajax.base.errors import ConfigError, Problem, reason
+from megajax.base.errors import ConfigError, mistake, reason
 
 # pixels per image; an image is read into memory as a whole, with at most 4 bytes per pixel
 MAX_PIXELS = 1 << 26
@@ -140,4 +140,4 @@ def _from_16_bits(image: Image.Image) -> Image.Image:
 def _problem(name: str, message: str, place: str) -> ConfigError:
     if len(name) > MAX_NAME_CHARACTERS:
         name = f'{name[:MAX_NAME_CHARACTERS]}...'
-    return ConfigError(Problem(path=name, message=message, place=place))
+    return mistake(name, message, place=place)

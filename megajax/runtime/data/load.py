@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, mistake
 from megajax.runtime.data.batches import Batches, Order
 from megajax.runtime.data.blend_notes import note_early_end, note_unvalidated
 from megajax.runtime.data.corpus_tokenizer import (
@@ -84,7 +84,7 @@ def load_data(config: Config, template: Template | None = None) -> Data:
     if config.data.order == 'streamed':
         if prefixes := prefixes_of(config):
             message = f'streamed is for text, and {prefixes[0]} has token files; use stateless'
-            raise _problem('data.order', message, *CORPUS)
+            raise mistake('data.order', message, *CORPUS)
         streamed = load_streamed(config)
         check_counted(config, streamed.tokenizer, streamed.train, streamed.validation)
         return Data(**streamed._asdict())
@@ -105,7 +105,7 @@ def _load_files(config: Config, template: Template | None, kept: KeptTokens | No
         return _load_image_text(config, template)
     if config.data.chat_template is not None:
         message = 'is for JSON lines with messages, and the corpus has none; remove it'
-        raise _problem('data.chat_template', message, *CORPUS)
+        raise mistake('data.chat_template', message, *CORPUS)
     data = _load_pairs(config, prefixes) if prefixes else _load_text(config, kept)
     if config.vision is None:
         return data
@@ -143,7 +143,7 @@ def _load_image_text(config: Config, template: Template | None) -> Data:
     data, train = config.data, config.train
     if data.order == 'megatron':
         message = 'megatron cuts sequences from a token stream, but these documents are not split'
-        raise _problem('data.order', f'{message}; use stateless', 'data.corpus')
+        raise mistake('data.order', f'{message}; use stateless', 'data.corpus')
     tokenizer = tokenizer_of_text(config, partial(read_training_texts, data.corpus, data.split))
     check_image_token(config, tokenizer)
     loaded = load_image_text(
@@ -180,7 +180,7 @@ def _check_tokens(part: Part) -> None:
             f'in {len(part)} of {len(part.sequences)} sequences'
         )
         fix = 'give more text, or another data.split'
-        raise _problem('data.corpus', f'{message}; {fix}', 'data.split', *CORPUS)
+        raise mistake('data.corpus', f'{message}; {fix}', 'data.split', *CORPUS)
 
 
 def _make(
@@ -245,7 +245,7 @@ def _stateless(
             f'{sum(part.num_tokens for part in parts)} tokens; '
             f'use at most {len(samples)}, a shorter train.seq_len or a larger corpus'
         )
-        raise _problem('train.batch_size', message, 'train.seq_len', *CORPUS)
+        raise mistake('train.batch_size', message, 'train.seq_len', *CORPUS)
     return batches(samples, stateless_order.shuffled(samples.starts, weights, config.train.seed))
 
 
@@ -258,7 +258,7 @@ def _check_documents(
         return
     use, names = 'validate' if validation else 'train', ', '.join(x.sequences.name for x in short)
     message = f'no document to {use} on has {SHORTEST} tokens, so none can be masked, in {names}'
-    raise _problem('data.corpus', f'{message}; give longer documents', *CORPUS)
+    raise mistake('data.corpus', f'{message}; give longer documents', *CORPUS)
 
 
 def _megatron(
@@ -296,7 +296,7 @@ def _megatron(
     index, numbers = blend_index(weights, sum(shares))
     # Megatron raises here, too: a dataset's surplus samples do not suffice
     if (numbers >= np.diff(samples.starts)[index]).any():
-        raise _problem(
+        raise mistake(
             'data.blend',
             f'{sum(shares)} samples are too few for these weights; increase train.steps',
             'train.steps',
@@ -323,7 +323,3 @@ def _batches(config: Config, samples: Samples, order: Order) -> Batches:
 def _size(parts: Sequence[Part]) -> str:
     sequences, tokens = sum(len(part) for part in parts), sum(part.num_tokens for part in parts)
     return f'{sequences:,} sequences ({tokens:,} tokens)'
-
-
-def _problem(path: str, message: str, *others: str) -> ConfigError:
-    return ConfigError(Problem(path=path, message=message, others=others))

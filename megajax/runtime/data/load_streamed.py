@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, mistake
 from megajax.runtime.data import stateless_order
 from megajax.runtime.data.corpus_tokenizer import check_image_token, tokenizer_of_text
 from megajax.runtime.data.remote_text import open_files
@@ -28,7 +28,6 @@ from megajax.runtime.data.synthetic_corpus import row_shape
 from megajax.runtime.data.text.corpus import FIXES, split_names
 from megajax.runtime.data.text.files import (
     KINDS,
-    corpus_error,
     documents_among,
     find_corpus,
     format_in_folder,
@@ -66,7 +65,7 @@ def load_streamed(config: Config) -> Streamed:
     corpus, train = config.data.corpus, config.train
     if config.data.chat_template is not None:
         message = 'is for JSON lines with messages, which data.order=streamed does not read'
-        raise _problem('data.chat_template', f'{message}; use data.order=stateless')
+        raise mistake('data.chat_template', f'{message}; use data.order=stateless')
     with naming_key(config):
         inputs, versions = _remote(config) if is_remote(corpus) else (_local(corpus), {})
         shares, to_train, to_validate = _split(config, inputs)
@@ -109,7 +108,7 @@ def _split(config: Config, inputs: Mapping[str, Input]) -> tuple[Shares, np.ndar
     corpus, batch_size = config.data.corpus, config.train.batch_size
     shares = Shares(inputs, FIXES._replace(messages='use data.order=stateless to train on chats'))
     if not len(shares):
-        raise corpus_error(f'{corpus!r} contains no text; give {KINDS}')
+        raise mistake('data.corpus', f'{corpus!r} contains no text; give {KINDS}')
     names = [shares.name(number) for number in range(len(shares))]
     to_train, to_validate, _ = map(np.array, split_names(names, config.data.split, of='shares'))
     if len(to_train) < batch_size:
@@ -118,7 +117,7 @@ def _split(config: Config, inputs: Mapping[str, Input]) -> tuple[Shares, np.ndar
             f'of its own, but {corpus} has {len(to_train)} shares to train on; '
             'use data.order=stateless, or a larger corpus'
         )
-        raise _problem('data.order', message, 'train.batch_size', 'data.corpus')
+        raise mistake('data.order', message, 'train.batch_size', 'data.corpus')
     return shares, to_train, to_validate
 
 
@@ -180,7 +179,3 @@ def _texts(shares: Shares, numbers: Iterable[int]) -> Iterator[str]:
         size += len(text)
         if size >= BPE_SAMPLE:
             return
-
-
-def _problem(path: str, message: str, *others: str) -> ConfigError:
-    return ConfigError(Problem(path=path, message=message, others=others))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, mistake
 from megajax.runtime.data.batches import Batches
 from megajax.runtime.data.image_text.load import ImageTextBatches
 from megajax.runtime.data.text.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ def check_counted(
         elif count:
             message = f'no token counts in the loss of the {count:,} rows {use}; {fixes}'
             keys = 'data.chat_template', 'data.document_mask', 'train.eval_batches'
-            raise ConfigError(Problem(path='data.corpus', message=message, others=keys))
+            raise mistake('data.corpus', message, *keys)
 
 
 def _without_text(rows: Iterable[np.ndarray], token_bytes: np.ndarray | None) -> tuple[int, int]:

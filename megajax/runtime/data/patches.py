@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import mistake
 
 MAX_ASPECT = 200  # ratio of an image's sides, as in transformers' Qwen2VLImageProcessor
 
@@ -76,7 +76,7 @@ class PatchSize:
                 f'has {width} x {height} pixels, and one side may be at most {MAX_ASPECT} times '
                 'the other; crop it'
             )
-            raise ConfigError(Problem(path=name, message=message, place=place))
+            raise mistake(name, message, place=place)
         unit, most, least = self.unit, self.max_patches * self.patch_size**2, self._least_area
         rows, columns = round(height / unit), round(width / unit)
         if rows * columns > self.max_units:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megajax.base.errors import replacing
 from megajax.base.render.text import typed
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, mistake
 from megajax.runtime.data.sources.block_cache import locked
 from megajax.runtime.data.sources.remote import is_remote, names_below
 from megajax.runtime.data.sources.remote_file import RemoteFile
@@ -50,7 +50,7 @@ def local_text(config: Config) -> Iterator[LocalText]:
     with naming_key(config):
         if config.vision is not None:
             message = 'is not supported with a vision section, unless it has token files'
-            raise _problem(url, f'{message}; copy the files, and set data.corpus to their folder')
+            raise mistake(url, f'{message}; copy the files, and set data.corpus to their folder')
         files = open_files(config, url)
     keys = json.dumps({name: file.key for name, file in files.items()})
     here = cache_of(config).folder / sha256(keys.encode()).hexdigest()[:32]
@@ -75,7 +75,7 @@ def open_files(config: Config, url: str) -> dict[str, RemoteFile]:
     """
     names = names_below(url)
     if unsafe := [name for name in names if '..' in PurePosixPath(name).parts]:
-        raise _problem(url, f'{unsafe[0]} leads out of its folder; rename it')
+        raise mistake(url, f'{unsafe[0]} leads out of its folder; rename it')
     with ThreadPoolExecutor(DOWNLOADS) as threads:
         opened = threads.map(partial(RemoteFile, cache=cache_of(config)), names.values())
         return dict(zip(names, opened, strict=True))
@@ -88,7 +88,7 @@ def _download(config: Config, here: Path, files: Mapping[str, RemoteFile]) -> No
         build = f'megajax data build OUT --input {typed(url)}, and set data.corpus=OUT'
         limit = f'run.data_cache_gb={config.run.data_cache_gb:g}'
         fix = f'set data.order=streamed, raise the limit, or {build}'
-        raise _problem(url, f'has {size / GB:.1f} GB, and {limit} is less; {fix}')
+        raise mistake(url, f'has {size / GB:.1f} GB, and {limit} is less; {fix}')
     copies = here / COPYING
     copies.mkdir(exist_ok=True)
     with locked(copies, wait=True), ThreadPoolExecutor(DOWNLOADS) as threads:
@@ -96,7 +96,3 @@ def _download(config: Config, here: Path, files: Mapping[str, RemoteFile]) -> No
         if missing:
             logger.info('data       copying %s (%.1f MB) to %s', url, size / 1e6, here)
         list(threads.map(lambda name: files[name].download(here / name), missing))
-
-
-def _problem(url: str, message: str) -> ConfigError:
-    return ConfigError(Problem(path=url, message=message))

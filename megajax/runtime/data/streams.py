@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, Self, SupportsInt
 
 import numpy as np
 
-from megajax.base.errors import problems_at
+from megajax.base.errors import mistake, problems_at
 from megajax.runtime.data.batches import Batch, Batches
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.sources.shares import Shares
-from megajax.runtime.data.text.files import corpus_error
 from megajax.runtime.data.text.tokenizer import Tokenizer, encode_documents
 
 BLOCK = 1 << 17  # number of characters that are tokenized at once
@@ -79,7 +78,9 @@ class Documents:
                 document += len(some)
             document = 0
             if empty > MOST_EPOCHS * len(self.numbers):
-                raise corpus_error(f'{self.shares.place(number)} and all before it have no text')
+                raise mistake(
+                    'data.corpus', f'{self.shares.place(number)} and all before it have no text'
+                )
 
 
 def _some(texts: Iterator[str]) -> list[str]:

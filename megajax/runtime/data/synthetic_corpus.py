@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, mistake
 from megajax.core.config.overlap_rules import length_multiple
 from megajax.core.config.vision import FINEST
 from megajax.runtime.data.corpus_tokenizer import check_image_token
@@ -73,7 +73,7 @@ def _drawing(config: Config) -> Callable[..., Picture]:
         message = (
             f'{list(relevance.regions)} divides lines; use [{LINES}, 1], a region for each line'
         )
-        raise ConfigError(Problem(path='relevance.regions', message=message))
+        raise mistake('relevance.regions', message)
     side = FINEST * vision.patch_size * vision.merge_size
     return partial(draw, line_size=(side, side))
 
@@ -96,7 +96,7 @@ def _check(config: Config, tokenizer: Tokenizer, batches: PictureBatches) -> Non
             f'{config.train.seq_len} is too short for images of {config.data.corpus}, '
             f'which have up to {longest} tokens with question and answer; use {longest} or more'
         )
-        raise ConfigError(Problem(path='train.seq_len', message=message, others=('data.corpus',)))
+        raise mistake('train.seq_len', message, 'data.corpus')
 
 
 def row_shape(config: Config) -> RowShape:
@@ -107,7 +107,7 @@ def row_shape(config: Config) -> RowShape:
     vision = config.vision
     if vision is None:
         message = f'{config.data.corpus} are images; add the section vision, or name a text corpus'
-        raise ConfigError(Problem(path='data.corpus', message=message))
+        raise mistake('data.corpus', message)
     patches = PatchSize(
         patch_size=vision.patch_size,
         merge_size=vision.merge_size,

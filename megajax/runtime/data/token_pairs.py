@@ -1,8 +1,8 @@
 """Open the token files of a config, on the disk or by their URLs, and check their ids."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.base.errors import changing_problems
+from megajax.core.config import Config, ConfigError, mistake
 from megajax.runtime.data.corpus_tokenizer import CORPUS
 from megajax.runtime.data.sources.block_cache import BlockCache
 from megajax.runtime.data.sources.manifest import Manifest
@@ -74,7 +75,7 @@ def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | No
                     raise _unknown_token(config, unchecked, sequences, largest)
         elif high is not None and high >= vocab_size:
             message = f'{vocab_size} ids end below {high}, the largest in {sequences.name}'
-            raise _problem('model.vocab_size', f'{message}; use {high + 1} or more', *CORPUS)
+            raise mistake('model.vocab_size', f'{message}; use {high + 1} or more', *CORPUS)
         elif unchecked is not None:
             read = partial(_read_known, config, unchecked, sequences)
             checked[number] = checked[number]._replace(sequences=replace(sequences, reader=read))
@@ -98,7 +99,7 @@ def _unknown_token(
         f'{config.data.tokenizer} has {tokenizer.vocab_size} tokens, but the corpus has token '
         f'{token} in {sequences.name}; give the tokenizer.json that made it, or none'
     )
-    return _problem('data.tokenizer', message, *CORPUS)
+    return mistake('data.tokenizer', message, *CORPUS)
 
 
 def prefixes_of(config: Config) -> list[str]:
@@ -110,7 +111,7 @@ def prefixes_of(config: Config) -> list[str]:
         if corpus.endswith(('.bin', '.idx')) and has_tokens(corpus[:-4]):
             open_pair(config, corpus[:-4])  # raises if one of the files is missing
             message = f'{corpus}: give the prefix of the two files, {corpus[:-4]}'
-            raise _problem('data.corpus', message)
+            raise mistake('data.corpus', message)
         return [corpus] if has_tokens(corpus) else []
 
 
@@ -132,22 +133,13 @@ def _open_cache(folder: Path, limit: int) -> BlockCache:
     return BlockCache(folder, limit)
 
 
-@contextmanager
-def naming_key(config: Config) -> Iterator[None]:
+def naming_key(config: Config) -> AbstractContextManager[None]:
     """Name the key of the corpus before the URL in errors that the block raises."""
     key = 'data.blend' if config.data.blend else 'data.corpus'
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(
-            *(
-                replace(problem, path=key, message=f'{problem.path}: {problem.message}')
-                if isinstance(problem, Problem) and is_remote(problem.path)
-                else problem
-                for problem in error.problems
-            )
-        ) from error
-
-
-def _problem(path: str, message: str, *others: str) -> ConfigError:
-    return ConfigError(Problem(path=path, message=message, others=others))
+    return changing_problems(
+        lambda problem: (
+            replace(problem, path=key, message=f'{problem.path}: {problem.message}')
+            if is_remote(problem.path)
+            else problem
+        )
+    )

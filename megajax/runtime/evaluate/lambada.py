@@ -7,7 +7,7 @@ E.2).
 import dataclasses
 from typing import TypeGuard
 
-from megajax.core.config import ConfigError, Problem
+from megajax.core.config import mistake
 from megajax.runtime.data import Tokenizer
 from megajax.runtime.data.sources.inputs import format_of, is_table
 from megajax.runtime.data.sources.objects import read_objects
@@ -74,10 +74,10 @@ def _read(file: str) -> list[str]:
         text = line.get('text')
         if not _is_passage(text):
             message = "has no passage under 'text'; correct the line"
-            raise ConfigError(Problem(path=place, message=message))
+            raise mistake(place, message)
         passages.append(text)
     if not passages:
-        raise ConfigError(Problem(path=file, message='holds no passages; give JSON lines that do'))
+        raise mistake(file, 'holds no passages; give JSON lines that do')
     return passages
 
 

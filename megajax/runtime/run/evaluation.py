@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jax.stages import Compiled
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, mistake
 from megajax.core.train.evaluation import make_eval_step
 from megajax.runtime.data import Batch as HostBatch
 from megajax.runtime.data import Data
@@ -107,7 +107,7 @@ def check_best_interval(config: Config) -> None:
             f'checkpoint.every={every} is not a multiple of train.eval_every={eval_every}; use '
             f'checkpoint.every={multiple}, or train.eval_every={every}'
         )
-        raise ConfigError(Problem(path='checkpoint.keep_best', message=message))
+        raise mistake('checkpoint.keep_best', message)
 
 
 def check_best(config: Config, data: Data) -> None:
@@ -118,7 +118,7 @@ def check_best(config: Config, data: Data) -> None:
             f'with data.split={config.data.split} and train.batch_size={config.train.batch_size}; '
             'raise the second number of data.split, or use checkpoint.keep_best=null'
         )
-        raise ConfigError(Problem(path='checkpoint.keep_best', message=message))
+        raise mistake('checkpoint.keep_best', message)
 
 
 def losses_of(sums: Counter[str]) -> tuple[dict[str, float], str]:

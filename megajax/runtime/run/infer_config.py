@@ -12,8 +12,8 @@ from megajax.core.config import (
     CheckpointError,
     Config,
     ConfigError,
-    Problem,
     load,
+    mistake,
     overridden,
     reload,
 )
@@ -74,7 +74,7 @@ def candidates_of_start(start: Path) -> list[Path]:
     try:
         return find_candidates(start)
     except ConfigError as error:
-        raise ConfigError(Problem(path=START_FROM, message=str(error))) from None
+        raise mistake(START_FROM, str(error)) from None
 
 
 def tokenizer_of(checkpoint: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from megajax.core.config import ConfigError, Problem
+from megajax.core.config import ConfigError, mistake
 from megajax.runtime.processes.consensus import from_all, from_first
 
 # Seconds within which a file of the first process must appear in all processes: a client of NFS may
@@ -47,7 +47,7 @@ def check_shared(folder: Path) -> None:
         f'{" and ".join(without[:3])}{" and others" if len(without) > 3 else ""} did not find the '
         f'file that {first} wrote there; use a directory on a file system that all hosts share'
     )
-    raise ConfigError(Problem(path='run.dir', message=message))
+    raise mistake('run.dir', message)
 
 
 def _path(folder: Path, token: list[int]) -> Path:

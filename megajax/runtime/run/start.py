@@ -16,7 +16,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from megajax.base.render.text import typed
-from megajax.core.config import CheckpointError, Config, ConfigError, Problem, RunError
+from megajax.core.config import CheckpointError, Config, ConfigError, Problem, RunError, mistake
 from megajax.core.parallel.mesh import check_current_mesh
 from megajax.runtime.checkpoint.digests import SUMS, find_steps, sound_checkpoint
 from megajax.runtime.checkpoint.open import restore_params
@@ -85,7 +85,7 @@ def check_tokenizer(start: Path, tokenizer: Tokenizer | None) -> None:
             f'differs from the tokenizer of {start} ({there} there, {here} here), on whose ids '
             f'the weights were trained; set data.tokenizer={tokenizer_of(start)}'
         )
-        raise ConfigError(Problem(path='data.tokenizer', message=message))
+        raise mistake('data.tokenizer', message)
 
 
 def origin_of(start: Path) -> dict[str, str]:
@@ -134,7 +134,7 @@ def _check_same_model(
         elif key.startswith(('model.', 'vision.', 'lora.')):
             fix = typed(f'{key}={_text(old)}')
             message = f'{_text(new)}, but {_text(old)} in {start}, {source}; set {fix}'
-            problems.append(Problem(path=key, message=message))
+            problems.append(Problem(key, message))
     if problems:
         raise ConfigError(*problems)
 
@@ -167,7 +167,7 @@ def _check_corpus(start: Path, config: Config) -> None:
                     f'{typed(f"data.corpus={new}")}; '
                     'or train on the text itself, data.corpus=FILE.jsonl'
                 )
-                raise ConfigError(Problem(path='data.corpus', message=message))
+                raise mistake('data.corpus', message)
     if config.data.tokenizer not in NO_FILES:
         check_tokenizer(start, load_tokenizer(config.data.tokenizer))
 

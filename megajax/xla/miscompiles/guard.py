@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from megajax.base.errors import Problem
+from megajax.base.errors import Problem, mistake
 from megajax.core.config import Config, ConfigError, MiscompileError
 from megajax.core.hardware.targets import GPUS
 from megajax.xla.miscompiles.entry import Miscompile, Option, Options, Sighting
@@ -82,7 +82,7 @@ def _problem(config: Config, entry: Miscompile, target: str) -> Problem:
         f'XLA compiles {values} wrongly for {target} ({entry.source}: {entry.what}), '
         f'and {ask(entry, target).why}; use a different jaxlib, or change one of these keys'
     )
-    return Problem(path=path, message=message, others=tuple(others))
+    return Problem(path, message, others=tuple(others))
 
 
 def _value(config: Config, key: str) -> str:
@@ -110,7 +110,7 @@ def reject_pipelined_sends(config: Config, target: str) -> None:
         f'XLA_FLAGS has {" ".join(flags)}, which loses data if a permute has several cycles '
         f'(openxla/xla#45222), here {mesh.num_devices // size} of {size} devices; remove it'
     )
-    raise ConfigError(Problem(path=several[0], message=message, others=tuple(several[1:])))
+    raise mistake(several[0], message, *several[1:])
 
 
 def _pipelined_flags() -> list[str]:

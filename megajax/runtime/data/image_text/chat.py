@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeGuard
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import ConfigError, mistake
 from megajax.core.config.extras import install
 
 MAX_SECONDS = 2.0  # maximum CPU time for rendering one document
@@ -68,7 +68,7 @@ def read_template(path: str | Path, now: datetime | None = None) -> Template:
         text = Path(path).expanduser().read_text('utf-8')
     except (OSError, UnicodeDecodeError) as error:
         message = f'cannot be read ({error}); give a template in UTF-8'
-        raise ConfigError(Problem(path=str(path), message=message)) from error
+        raise mistake(path, message) from error
     return Template(name=str(path), texts={DEFAULT: text}, now=now)
 
 
@@ -127,7 +127,7 @@ class PlainChat:
                 f'a message with the role "{message["role"]}" has no text in "content", which is '
                 'needed without a chat template; set data.chat_template, or correct the line'
             )
-            raise ConfigError(Problem(path=place, message=problem, others=('data.chat_template',)))
+            raise mistake(place, problem, 'data.chat_template')
         if not isinstance(content, str):
             content = ''.join(
                 part['text'] if part['type'] == 'text' else self._image for part in content
@@ -273,7 +273,7 @@ class TemplateChat:
 
     def _problem(self, message: str, place: str) -> ConfigError:
         self.close()
-        return ConfigError(Problem(path=self._template.name, message=message, place=place))
+        return mistake(self._template.name, message, place=place)
 
 
 def _as_transformers_gives(message: Message) -> dict[str, Any]:

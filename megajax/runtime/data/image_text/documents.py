@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax.base.errors import ConfigError, Problem, problems_at
+from megajax.base.errors import mistake, problems_at
 from megajax.runtime.data.image_rows import ImageDocument, RowShape
 from megajax.runtime.data.image_text.chat import Chat
 from megajax.runtime.data.image_text.lines import pieces_of, pieces_of_text
@@ -36,7 +36,7 @@ class FileDocument:
             height, width = image_HWC.shape[:2]
             if shape.patches.fit(height, width, name=str(path), place=self.place) != grid:
                 message = 'has changed its size since the run began; start it again'
-                raise ConfigError(Problem(path=str(path), message=message, place=self.place))
+                raise mistake(path, message, place=self.place)
             patches.append(shape.patches.cut(image_HWC, grid))
         return ImageDocument(
             tokens=self.tokens, answered=self.answered, grids=self.grids, patches=patches

@@ -32,7 +32,7 @@ def _of_pictures(documents: Sequence[FileDocument], shape: RowShape) -> list[Pro
         f'has {len(wrong[0].grids)} images, and a sequence can have {shape.images}'
         f'{_share(wrong, documents, "too many")}; use vision.images={most}, or fewer images'
     )
-    return [Problem(path=wrong[0].place, message=message, others=('vision.images',))]
+    return [Problem(wrong[0].place, message, others=('vision.images',))]
 
 
 def _of_tokens(documents: Sequence[FileDocument], shape: RowShape) -> list[Problem]:
@@ -52,7 +52,7 @@ def _of_tokens(documents: Sequence[FileDocument], shape: RowShape) -> list[Probl
         f'use {shape.longer(longest - 1)}{smaller}, or shorter documents'
     )
     others = shape.limited_by, 'model.max_seq_len', 'vision.max_patches'
-    return [Problem(path=first.place, message=message, others=others)]
+    return [Problem(first.place, message, others=others)]
 
 
 def _share(wrong: Sequence[FileDocument], documents: Sequence[FileDocument], how: str) -> str:

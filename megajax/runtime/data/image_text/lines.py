@@ -53,8 +53,8 @@ def pieces_of(line: dict[str, Any], vocabulary: Vocabulary, chat: Chat, place: s
     given |= {key: _parsed(given[key]) for key in LISTS if key in given}
     if ('text' in given) == ('messages' in given):
         keys = ', '.join(map(str, line)) or 'none'
-        mistake = f'needs either "text" or "messages" (its keys: {short(keys)})'
-        refuse(place, mistake, as_messages(line) or 'correct the line')
+        fault = f'needs either "text" or "messages" (its keys: {short(keys)})'
+        refuse(place, fault, as_messages(line) or 'correct the line')
     if 'text' in given:
         return pieces_of_text(given, vocabulary, place)
     _check(given, place)
@@ -193,8 +193,8 @@ def _has_places(text: str, vocabulary: Vocabulary) -> bool:
 
 def _check_blind(pictures: int, place: str) -> None:
     if pictures:
-        mistake = f'has {pictures} images, but this is a text-only model'
-        refuse(place, mistake, 'remove them')
+        fault = f'has {pictures} images, but this is a text-only model'
+        refuse(place, fault, 'remove them')
 
 
 def _unequal(places: int, images: Sequence[str], place: str) -> NoReturn:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config import Config, ConfigError, mistake
 from megajax.runtime.data.batches import Batch, Batches, Order
 from megajax.runtime.data.image_rows import RowShape
 from megajax.runtime.data.image_text.chat import (
@@ -103,14 +103,16 @@ def load_image_text(
                 documents[_name(name, document.place)] = document
         _warn_of_endless_answers(list(documents.values()), tokenizer, chat)
     if not documents:
-        raise _problem(f'{corpus!r} contains no documents; give JSON lines or Parquet that do')
+        fix = 'give JSON lines or Parquet that do'
+        raise mistake('data.corpus', f'{corpus!r} contains no documents; {fix}')
     check_fit(list(documents.values()), shape)
     find_corpus(corpus).log_unread(corpus)
     parts = [[documents[name] for name in names] for names in _split(list(documents), split)]
     _warn_of_copies(parts)
     train, validation = (pack(part, shape) for part in parts)
     if len(train) < batch_size:
-        raise _problem(
+        raise mistake(
+            'data.corpus',
             f'{corpus!r} fills {len(train)} training sequences of train.seq_len={shape.seq_len}; '
             f'use train.batch_size={max(len(train), 1)}, or more documents',
             'train.batch_size',
@@ -119,19 +121,11 @@ def load_image_text(
         )
     pictures = sum(len(document.paths) for document in documents.values())
     with_images = f' with {pictures:,} images' if shape.images else ''
+    shuffled = stateless_order.shuffled([0, len(train)], [1.0], seed)
+    in_order = stateless_order.in_order([0, len(validation)], [1.0])
     return ImageTextData(
-        train=ImageTextBatches(
-            train,
-            shape,
-            stateless_order.shuffled([0, len(train)], [1.0], seed),
-            batch_size=batch_size,
-        ),
-        validation=ImageTextBatches(
-            validation,
-            shape,
-            stateless_order.in_order([0, len(validation)], [1.0]),
-            batch_size=batch_size,
-        ),
+        train=ImageTextBatches(train, shape, shuffled, batch_size=batch_size),
+        validation=ImageTextBatches(validation, shape, in_order, batch_size=batch_size),
         summary=f'{len(documents):,} documents{with_images}; {len(train):,} sequences to train on, '
         f'{len(validation):,} to validate',
         fingerprint=_fingerprint(documents),
@@ -260,7 +254,3 @@ def _fingerprint(documents: dict[str, FileDocument]) -> str:
         digest.update(content.encode(errors='surrogateescape'))  # a name may not be UTF-8
         digest.update(document.tokens.tobytes())
     return digest.hexdigest()
-
-
-def _problem(message: str, *others: str) -> ConfigError:
-    return ConfigError(Problem(path='data.corpus', message=message, others=others))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import mistake
 from megajax.runtime.data.image_text.chat import Chat, Message, Rendering, Request, are_parts
 from megajax.runtime.data.text.pieces import GUARDS, Piece
 
@@ -252,8 +252,8 @@ def _check_no_list_is_printed(messages: Sequence[Message], text: str, place: str
     for number, message in enumerate(messages, 1):
         content = message.get('content')
         if content and are_parts(content) and str(content) in text:
-            mistake = f'the chat template writes the parts of message {number} as {short(content)}'
-            refuse(place, mistake, JOIN)
+            fault = f'the chat template writes the parts of message {number} as {short(content)}'
+            refuse(place, fault, JOIN)
 
 
 def _up_to(request: Request, i: int, guard: Guard) -> Request:
@@ -312,9 +312,9 @@ def _unmatched(text: str, names: Sequence[str], place: str) -> NoReturn:
     )
 
 
-def refuse(place: str, mistake: str, fix: str = 'correct the line', *others: str) -> NoReturn:
-    """Raise ConfigError for a mistake in a line."""
-    raise ConfigError(Problem(path=place, message=f'{mistake}; {fix}', others=others))
+def refuse(place: str, fault: str, fix: str = 'correct the line', *others: str) -> NoReturn:
+    """Raise ConfigError for a fault of a line."""
+    raise mistake(place, f'{fault}; {fix}', *others)
 
 
 def short(value: object, most: int = 60) -> str:

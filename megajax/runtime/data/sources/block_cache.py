@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from zlib import crc32
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import mistake
 
 BLOCK = 1 << 18  # bytes
 IN_FOLDER = 1 << 10  # number of blocks in a folder
@@ -41,7 +41,7 @@ class BlockCache:
                 pass
         except OSError as error:
             message = f'{folder} cannot be written: {error.strerror}; choose another folder'
-            raise ConfigError(Problem(path='run.data_cache', message=message)) from error
+            raise mistake('run.data_cache', message) from error
         self.trim()
 
     def read(self, key: str, number: int, start: int, stop: int) -> bytes | None:

@@ -176,4 +176,4 @@ def _mistake(
 ) -> ConfigError:
     first = head.lstrip(b'\r\n').split(b'\n', 1)[0][:80].decode(errors='backslashreplace').rstrip()
     message = f'is {kind} (its first line: {first}); {fix.replace("{}", typed(input.path))}'
-    return error(Problem(path=input.path, message=message))
+    return error(Problem(input.path, message))

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import ConfigError, Problem, mistake
 from megajax.base.files.exists import exists
 from megajax.base.render.text import typed
 from megajax.runtime.data.sources import remote
@@ -79,10 +79,7 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
             problems += [problem for problem in error.problems if isinstance(problem, Problem)]
     if not patterns:
         problems = [
-            Problem(
-                path='--input',
-                message="names no file; give paths, globs, or '-' for standard input",
-            )
+            Problem('--input', "names no file; give paths, globs, or '-' for standard input")
         ]
     if problems:
         raise ConfigError(*problems)
@@ -93,16 +90,16 @@ def _expand(pattern: str) -> list[str]:
     if remote.is_remote(pattern):
         if urls := remote.expand(pattern):
             return urls
-        raise input_error(pattern, 'matches no file; check the pattern')
+        raise mistake(pattern, 'matches no file; check the pattern')
     path = str(Path(pattern).expanduser())
     if pattern == STDIN or exists(path):
         return [path]
     if not glob.has_magic(path):
-        raise input_error(path, 'there is no such file; check the name, or give a glob in quotes')
+        raise mistake(path, 'there is no such file; check the name, or give a glob in quotes')
     _check_folders(path)
     names = sorted(name for name in glob.glob(path, recursive=True) if not os.path.isdir(name))
     if not names:
-        raise input_error(path, "matches no file; check the pattern ('**' descends into folders)")
+        raise mistake(path, "matches no file; check the pattern ('**' descends into folders)")
     return _once(pattern, names)
 
 
@@ -120,7 +117,7 @@ def _check_folders(pattern: str) -> None:
                 os.scandir(os.path.join(folder, os.curdir)).close()
             except OSError as error:
                 fix = 'make it readable, or give a glob without it'
-                raise input_error(folder, f'cannot be read: {error.strerror}; {fix}') from error
+                raise mistake(folder, f'cannot be read: {error.strerror}; {fix}') from error
 
 
 def cards_among(names: Sequence[str]) -> set[str]:
@@ -146,7 +143,7 @@ def _named_before(pattern: str, paths: Sequence[str], named: dict[str, str]) -> 
             f'would be read twice{more}: --input {named[os.path.normpath(twice[0])]} and --input '
             f'{pattern} both name it; name it once, or build it apart and weight it by data.blend'
         )
-        problems = [Problem(path=twice[0], message=message)]
+        problems = [Problem(twice[0], message)]
     named.update({os.path.normpath(path): pattern for path in paths})
     return problems
 
@@ -181,11 +178,11 @@ def _look(path: str, format: Format | None) -> Input:
             if stat.S_ISREG(status.st_mode):
                 Path(path).open('rb').close()
         except OSError as error:
-            raise input_error(
+            raise mistake(
                 path, f'cannot be read: {error.strerror}; make it readable, or leave it out'
             ) from error
         if stat.S_ISDIR(status.st_mode):
-            raise input_error(
+            raise mistake(
                 path,
                 f'is a folder; give its files, for example {typed(path.rstrip("/") + "/*.jsonl")}',
             )
@@ -208,7 +205,7 @@ def readable(input: Input) -> Input:
     Raises ConfigError if its format cannot be read, or needs a package that is not installed.
     """
     if input.format == 'parquet' and (input.stream or input.compression):
-        raise input_error(
+        raise mistake(
             input.path,
             'Parquet is read only from uncompressed files, not streams; write it to such a file',
         )
@@ -243,7 +240,7 @@ def _suffix(path: str) -> str:
 def unreadable(input: Input, error: Exception) -> ConfigError:
     """Return the ConfigError for a file that ends early or cannot be read to its end."""
     reason = getattr(error, 'strerror', None) or str(error).splitlines()[0].rstrip('. ')
-    return input_error(
+    return mistake(
         input.path, f'cannot be read to its end: {reason}; copy it again, or leave it out'
     )
 
@@ -259,11 +256,6 @@ def optional(module: str, path: str) -> Any:
         # Here, so that a worker of a build starts without the config.
         from megajax.core.config.extras import install
 
-        raise input_error(
+        raise mistake(
             path, f'needs {error.name}, which is not installed; {install("data")}'
         ) from error
-
-
-def input_error(path: str, message: str) -> ConfigError:
-    """Return the ConfigError that names the file."""
-    return ConfigError(Problem(path=path, message=message))

@@ -16,7 +16,7 @@ from pydantic import (
     ValidationError,
 )
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import mistake
 from megajax.base.files.exists import exists, is_file
 
 
@@ -53,13 +53,13 @@ class Manifest(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = '.'.join(map(str, first['loc']))
-            raise _problem(
+            raise mistake(
                 path,
                 f'is not what megajax data build wrote ({key}: {first["msg"]}); '
                 'delete it, or build again',
             ) from error
         except OSError as error:
-            raise _problem(path, f'cannot be read: {error.strerror}; make it readable') from error
+            raise mistake(path, f'cannot be read: {error.strerror}; make it readable') from error
         manifest._path = path
         manifest._check_tokenizer(path)
         return manifest
@@ -74,15 +74,15 @@ class Manifest(BaseModel):
             path.with_name(self.tokenizer) if Path(self.tokenizer).name == self.tokenizer else None
         )
         if file is None or file.is_symlink():  # a copied corpus must not reach into other folders
-            raise _problem(
+            raise mistake(
                 path,
                 f'tokenizer {self.tokenizer!r} is not a plain file in the same folder; '
                 'put the file there, and its name here',
             )
         if not is_file(file):
-            raise _problem(file, f'is missing, and {path.name} names it; copy it there')
+            raise mistake(file, f'is missing, and {path.name} names it; copy it there')
         if sha256(file.read_bytes()).hexdigest() != self.tokenizer_sha256:
-            raise _problem(
+            raise mistake(
                 file,
                 f'is not the tokenizer that made these tokens: {path.name} has another hash; '
                 'copy the right one',
@@ -92,7 +92,3 @@ class Manifest(BaseModel):
 def manifest_path(prefix: str | Path) -> Path:
     """Return the path PREFIX.json."""
     return Path(f'{Path(prefix).expanduser()}.json')
-
-
-def _problem(path: Path, message: str) -> ConfigError:
-    return ConfigError(Problem(path=str(path), message=message))

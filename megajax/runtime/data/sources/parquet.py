@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megajax.base.errors import mistake
 from megajax.runtime.data.sources.contents import check_parquet
 from megajax.runtime.data.sources.decompress import open_input
-from megajax.runtime.data.sources.inputs import Input, input_error, optional, unreadable
+from megajax.runtime.data.sources.inputs import Input, optional, unreadable
 from megajax.runtime.data.sources.parse import Fixes
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position
 
@@ -114,10 +115,10 @@ def _column(file: Any, key: str, start: int) -> Iterator[bytes | None]:
 def _check_column(input: Input, key: str, schema: Any, fix: str | None = None) -> None:
     if key not in schema.names:
         fix = fix or f'set --json-key to one of {", ".join(schema.names)}'
-        raise input_error(input.path, f'has no column {key!r}; {fix}')
+        raise mistake(input.path, f'has no column {key!r}; {fix}')
     kind = schema.field(key).type
     types = optional('pyarrow', input.path).types
     texts = kind.value_type if types.is_dictionary(kind) else kind
     if str(texts) not in ('string', 'large_string', 'string_view'):
         fix = fix or 'set --json-key to a column of strings'
-        raise input_error(input.path, f'column {key!r} is {kind}, not text; {fix}')
+        raise mistake(input.path, f'column {key!r} is {kind}, not text; {fix}')

@@ -33,7 +33,7 @@ def parse(piece: InputPiece, key: str, fixes: Fixes = FIXES) -> Iterator[str | P
             yield (
                 _decode(text, place, fixes.bad)
                 if text is not None
-                else Problem(path=place, message=f'{key!r} is null, not text; {fixes.bad}')
+                else Problem(place, f'{key!r} is null, not text; {fixes.bad}')
             )
     elif piece.input.format == 'text':
         data = piece.data if piece.offset else piece.data.removeprefix(codecs.BOM_UTF8)
@@ -66,13 +66,10 @@ def parse_object(line: bytes, place: str, fix: str) -> dict[str, Any] | Problem:
     try:
         value = json.loads(decoded)
     except (ValueError, RecursionError) as error:
-        return Problem(path=place, message=f'is not JSON ({error}): {_short(decoded)}; {fix}')
+        return Problem(place, f'is not JSON ({error}): {_short(decoded)}; {fix}')
     if isinstance(value, dict):
         return value
-    return Problem(
-        path=place,
-        message=f'is {type(value).__name__}, not a JSON object: {_short(decoded)}; {fix}',
-    )
+    return Problem(place, f'is {type(value).__name__}, not a JSON object: {_short(decoded)}; {fix}')
 
 
 def _decode(data: bytes, path: str, fix: str, offset: int = 0) -> str | Problem:
@@ -80,9 +77,7 @@ def _decode(data: bytes, path: str, fix: str, offset: int = 0) -> str | Problem:
         return data.decode()
     except UnicodeDecodeError as error:
         return Problem(
-            path=path,
-            message=f'is not UTF-8 at byte {offset + error.start} '
-            f'(0x{data[error.start]:02x}); {fix}',
+            path, f'is not UTF-8 at byte {offset + error.start} (0x{data[error.start]:02x}); {fix}'
         )
 
 
@@ -93,20 +88,16 @@ def _parse_line(line: bytes, key: str, place: str, fixes: Fixes) -> str | Proble
     if key not in document:
         keys = _short(', '.join(document) or 'none')
         fix = fixes.messages if 'messages' in document else as_messages(document) or fixes.no_key
-        return Problem(path=place, message=f'has no key {key!r} (its keys: {keys}); {fix}')
+        return Problem(place, f'has no key {key!r} (its keys: {keys}); {fix}')
     text = document[key]
     if not isinstance(text, str):
-        return Problem(
-            path=place, message=f'{key!r} is {_short(json.dumps(text))}, not text; {fixes.bad}'
-        )
+        return Problem(place, f'{key!r} is {_short(json.dumps(text))}, not text; {fixes.bad}')
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
             return Problem(
-                path=place,
-                message=f'{key!r} has an unpaired surrogate at character {error.start}; '
-                f'{fixes.bad}',
+                place, f'{key!r} has an unpaired surrogate at character {error.start}; {fixes.bad}'
             )
     return text
 

@@ -5,10 +5,10 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import ConfigError, Problem, mistake
 from megajax.runtime.data.sources.contents import check_contents
 from megajax.runtime.data.sources.decompress import decompress, open_input, read_errors, skip
-from megajax.runtime.data.sources.inputs import Format, Input, input_error
+from megajax.runtime.data.sources.inputs import Format, Input
 from megajax.runtime.data.sources.parquet import read_rows
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position, Unit
 from megajax.runtime.data.text.long_texts import AROUND
@@ -144,7 +144,7 @@ def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, 
 
 def line_error(input: Input) -> ConfigError:
     """Return the ConfigError for a line of more than `MAX_LINE_BYTES`."""
-    return input_error(
+    return mistake(
         input.path,
         f'has a line of more than {MAX_LINE_BYTES >> 20} MiB; '
         f'split the line (is the file {input.format}?)',

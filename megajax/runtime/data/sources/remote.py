@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 
-from megajax.base.errors import ConfigError, Problem, reason
+from megajax.base.errors import ConfigError, Problem, mistake, reason
 
 BLOCK = 1 << 23  # number of bytes that are fetched at once, if the server supports ranges
 BUFFER = 1 << 20  # number of bytes that are read at once
@@ -61,7 +61,7 @@ def names_below(url: str) -> dict[str, str]:
     """Return the URLs of the files that a URL names by their names below its fixed part, sorted."""
     found = expand(url)
     if not found:
-        raise _error(url, 'matches no file; check the pattern')
+        raise mistake(url, 'matches no file; check the pattern')
     files, path = _filesystem(url)
     root = re.split(r'[*?\[]', path)[0].rpartition('/')[0]
     return {files._strip_protocol(each).removeprefix(root).lstrip('/'): each for each in found}
@@ -76,7 +76,7 @@ def look(url: str) -> tuple[int | None, str]:
     files.invalidate_cache(path)
     info = _ask(url, lambda: files.info(path))
     if info.get('type') == 'directory':
-        raise _error(url, f"is a folder; give its files, for example '{url.rstrip('/')}/*.jsonl'")
+        raise mistake(url, f"is a folder; give its files, for example '{url.rstrip('/')}/*.jsonl'")
     version = next((str(info[name]) for name in VERSIONS if info.get(name)), '')
     return info.get('size'), version
 
@@ -95,7 +95,7 @@ def fetch(url: str, start: int, stop: int) -> bytes:
             raise _unreadable(url, error) from error
         raise OSError(reason(error)) from error
     if len(data) > stop - start:
-        raise _error(url, 'is on a server that ignores range requests; copy it to another one')
+        raise mistake(url, 'is on a server that ignores range requests; copy it to another one')
     if len(data) < stop - start:
         raise OSError(f'the response ends after {len(data)} of {stop - start} bytes')
     return data
@@ -160,7 +160,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
     except ImportError as error:
         from megajax.core.config.extras import install
 
-        raise _error(url, f'needs fsspec, which is not installed; {install("remote")}') from error
+        raise mistake(url, f'needs fsspec, which is not installed; {install("remote")}') from error
     for logger in ('gcsfs', 'google.auth'):  # they log a traceback of what gcsfs raises
         _quieten(logger)
     try:
@@ -172,9 +172,9 @@ def _filesystem(url: str) -> tuple[Any, str]:
             fix = f'{package}, which is not installed; pip install {package}'
         else:
             fix = f'a package that is not installed; {reason(error).rstrip(".")}'
-        raise _error(url, f'needs {fix} (in addition to {install("remote")})') from error
+        raise mistake(url, f'needs {fix} (in addition to {install("remote")})') from error
     except ValueError as error:
-        raise _error(url, f'{reason(error)}; use s3://, gs://, hf:// or https://') from error
+        raise mistake(url, f'{reason(error)}; use s3://, gs://, hf:// or https://') from error
     return files, path
 
 
@@ -205,7 +205,7 @@ def _ask(url: str, question: Callable[[], Found]) -> Found:
             raise _unreadable(url, cause) from error
         elif is_web(url) and _may_pass(cause):
             raise UnansweredError(*_unreadable(url, cause).problems) from error
-        problem = Problem(path=url, message=f'there is no such file; {fix}')
+        problem = Problem(url, f'there is no such file; {fix}')
         raise MissingError(problem) from error
     except Exception as error:  # each filesystem has errors of its own
         refusal = _unreadable(url, error)
@@ -243,12 +243,8 @@ def _may_pass(error: BaseException | None) -> TypeGuard[Exception]:
 def _unreadable(url: str, error: Exception) -> ConfigError:
     credentials = CREDENTIALS.get(_protocol(url))
     fix = f'the credentials ({credentials})' if credentials else 'the credentials'
-    return _error(url, f'cannot be read: {reason(error)}; check the name and {fix}')
+    return mistake(url, f'cannot be read: {reason(error)}; check the name and {fix}')
 
 
 def _protocol(url: str) -> str:
     return url.partition('://')[0]
-
-
-def _error(url: str, message: str) -> ConfigError:
-    return ConfigError(Problem(path=url, message=message))

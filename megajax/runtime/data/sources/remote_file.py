@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, TypeVar, cast
 
-from megajax.base.errors import ConfigError, Problem, UnreachableError
+from megajax.base.errors import UnreachableError, mistake
 from megajax.runtime.data.sources.block_cache import BLOCK, BlockCache
 from megajax.runtime.data.sources.remote import UnansweredError, fetch, look
 
@@ -68,13 +68,13 @@ class RemoteFile:
         size, self.version = patiently(url, lambda: look(url))
         if size is None:
             message = 'is on a server that gives no size; copy it to another one'
-            raise ConfigError(Problem(path=url, message=message))
+            raise mistake(url, message)
         if not self.version:
             message = (
                 'is on a server that gives neither an ETag nor a time of the last change, so a '
                 'change would not be noticed; copy it to another one'
             )
-            raise ConfigError(Problem(path=url, message=message))
+            raise mistake(url, message)
         self.size = size
         # The hash of a value that changes with the content: the ETag, or the time of the last
         # change.
@@ -137,7 +137,7 @@ class RemoteFile:
             f'was opened, {size} bytes {version} now; restore it, and start the run again to '
             'resume from its last checkpoint'
         )
-        raise ConfigError(Problem(path=self.url, message=message))
+        raise mistake(self.url, message)
 
     def is_at(self, path: Path) -> bool:
         """Whether `path` is a complete copy of the file; if so, its time of last use is now."""
@@ -165,7 +165,7 @@ class RemoteFile:
                 f'{self._cache.folder} cannot be written: {error.strerror}; free disk space for '
                 f'{self.size / 1e9:.1f} GB of {self.url}, or choose a folder on another disk'
             )
-            raise ConfigError(Problem(path='run.data_cache', message=message)) from error
+            raise mistake('run.data_cache', message) from error
         self._cache.added(self.size)
 
     def _copy(self, path: Path) -> None:

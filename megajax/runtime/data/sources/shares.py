@@ -17,10 +17,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megajax.base.errors import ConfigError
+from megajax.base.errors import ConfigError, mistake
 from megajax.runtime.data.sources.contents import NoTextError, check_contents
 from megajax.runtime.data.sources.decompress import decompress, open_input, read_errors
-from megajax.runtime.data.sources.inputs import Input, input_error
+from megajax.runtime.data.sources.inputs import Input
 from megajax.runtime.data.sources.parquet import group_sizes
 from megajax.runtime.data.sources.parse import Fixes, parse
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position
@@ -174,7 +174,7 @@ def _check_size(input: Input) -> None:
     with read_errors(input):
         size = os.stat(input.path).st_size
     if size != input.size:
-        raise input_error(
+        raise mistake(
             input.path,
             f'has changed since the run began, from {input.size} bytes to {size}; restore it, and '
             'start the run again to resume from its last checkpoint',

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import mistake
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,16 +28,18 @@ def count_token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
     byte_level = isinstance(backend.decoder, ByteLevel)
     word_piece = type(backend.model).__name__ == 'WordPiece'
     if not (byte_level or word_piece or _has_byte_fallback(backend)):
-        raise tokenizer_error(
+        raise mistake(
+            'data.tokenizer',
             f'{spec} has tokens that do not stand for bytes; '
-            'use a byte-level BPE or one with byte fallback'
+            'use a byte-level BPE or one with byte fallback',
         )
     vocab = backend.get_vocab()
     last = max(vocab, key=vocab.__getitem__)
     if vocab[last] >= MOST_IDS:
-        raise tokenizer_error(
+        raise mistake(
+            'data.tokenizer',
             f'{spec} gives {last!r} the id {vocab[last]}, but ids end at {MOST_IDS - 1}; '
-            'number its tokens from 0'
+            'number its tokens from 0',
         )
     token_bytes = np.zeros(1 + vocab[last], np.int32)
     for name, i in backend.get_vocab(with_added_tokens=False).items():
@@ -78,8 +80,3 @@ def _sentencepiece_bytes(name: str) -> int:
     U+2581 also stands for the space that is put before a text.
     """
     return 1 if BYTE.fullmatch(name) else len(name.replace('\u2581', ' ').encode())
-
-
-def tokenizer_error(message: str) -> ConfigError:
-    """Return the error of a tokenizer that cannot be used."""
-    return ConfigError(Problem(path='data.tokenizer', message=message))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax.base.errors import ConfigError, Problem, problems_at
+from megajax.base.errors import ConfigError, Problem, mistake, problems_at
 from megajax.base.files.exists import is_folder
 from megajax.runtime.data.sources.contents import NoTextError
 from megajax.runtime.data.sources.objects import read_objects
@@ -23,7 +23,6 @@ from megajax.runtime.data.text.files import (
     KINDS,
     Corpus,
     CorpusFile,
-    corpus_error,
     find_corpus,
     input_of,
 )
@@ -64,7 +63,7 @@ def read_documents(corpus: str) -> list[Document]:
                 raise
             unread.append(file.name)
     if not any(document.text for document in documents):
-        raise corpus_error(f'{corpus!r} contains no text; give {KINDS}')
+        raise mistake('data.corpus', f'{corpus!r} contains no text; give {KINDS}')
     Corpus([file for file in files if file.name not in unread], unread).log_unread(corpus)
     return sorted(documents, key=lambda document: document.name)
 
@@ -126,7 +125,7 @@ def split_names(names: Sequence[str], split: str, *, of: str = 'documents') -> l
             f'{split!r} asks for more parts than there are {of} ({len(names)}); '
             f"use '{'95,5,0' if len(names) > 1 else '1,0,0'}', or a larger data.corpus"
         )
-        raise ConfigError(Problem(path='data.split', message=message, others=('data.corpus',)))
+        raise mistake('data.split', message, 'data.corpus')
     hashes = [_hash(name) for name in names]
     parts: list[list[int]] = [[], [], []]
     for number in sorted(range(len(names)), key=hashes.__getitem__):
@@ -186,12 +185,7 @@ def _lines(file: CorpusFile) -> Iterator[Document]:
     if not {'text', 'messages'} & first.keys():
         keys = ', '.join(map(str, first)) or 'none'
         fix = as_messages(first) or FIXES.no_key
-        raise ConfigError(
-            Problem(
-                path=place,
-                message=f'has neither "text" nor "messages" (its keys: {keys}); {fix}',
-            )
-        )
+        raise mistake(place, f'has neither "text" nor "messages" (its keys: {keys}); {fix}')
     for number, text in enumerate(_texts(file)):
         yield Document(name=f'{file.name}:{number:012}', text=text)
 

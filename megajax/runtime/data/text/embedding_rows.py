@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import ConfigError, Problem, mistake
 
 if TYPE_CHECKING:
     from megajax.runtime.data.text.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ class NoRowError(ConfigError):
             'take this token out of the text, use a data.chat_template without it, or in a new '
             f'model model.vocab_size={size}'
         )
-        super().__init__(Problem(path='data.tokenizer', message=message))
+        super().__init__(Problem('data.tokenizer', message))
 
 
 def fit_to_rows(tokenizer: 'Tokenizer', rows: int, spec: str, special: Sequence[str]) -> None:
@@ -49,9 +49,7 @@ def fit_to_rows(tokenizer: 'Tokenizer', rows: int, spec: str, special: Sequence[
             f'use {size} or more. Weights with {rows} rows have none for {beyond[used[0]]} '
             f'(id {used[0]}) and need {needed[used[0]]}'
         )
-        raise ConfigError(
-            Problem(path='model.vocab_size', message=message, others=('data.tokenizer',))
-        )
+        raise mistake('model.vocab_size', message, 'data.tokenizer')
     logger.warning(
         'data.tokenizer: no row in the embedding for %s; a text that has one is rejected',
         ', '.join(beyond.values()),

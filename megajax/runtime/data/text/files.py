@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import ConfigError, mistake
 from megajax.base.files.exists import exists, is_file
 from megajax.base.render.text import typed
 from megajax.runtime.data.sources.contents import json_text
@@ -74,9 +74,10 @@ def find_corpus(corpus: str) -> Corpus:
     no such file, or if a folder cannot be read.
     """
     if is_remote(corpus):
-        raise corpus_error(
+        raise mistake(
+            'data.corpus',
             f'{corpus} is a URL, which only training reads: run megajax data build OUT --input '
-            f'{typed(corpus)}, and set data.corpus=OUT'
+            f'{typed(corpus)}, and set data.corpus=OUT',
         )
     if corpus == 'stdlib':
         root = Path(sysconfig.get_path('stdlib'))
@@ -84,7 +85,7 @@ def find_corpus(corpus: str) -> Corpus:
         return Corpus([_file(path, root) for path in modules if is_file(path)], [])
     root = Path(corpus).expanduser()
     if not exists(root, 'data.corpus'):
-        raise corpus_error(f'no such file or folder: {root}{_near(root)}; give {KINDS}')
+        raise mistake('data.corpus', f'no such file or folder: {root}{_near(root)}; give {KINDS}')
     if is_file(root, 'data.corpus'):
         return Corpus([_file(root, root.parent)._replace(alone=True)], [])
     paths = sorted(_walk(root))
@@ -168,7 +169,9 @@ def _walk(root: Path, skip: frozenset[str] = frozenset(), *, links: bool = True)
 
 def _unreadable(error: OSError) -> None:
     fix = 'make it readable, or move it out of the corpus'
-    raise corpus_error(f'{error.filename} cannot be read: {error.strerror}; {fix}') from error
+    raise mistake(
+        'data.corpus', f'{error.filename} cannot be read: {error.strerror}; {fix}'
+    ) from error
 
 
 def _few(names: Sequence[str]) -> str:
@@ -185,8 +188,3 @@ def _near(path: Path) -> str:
     near = [str(path.with_name(name)) for name in get_close_matches(path.name, names, MOST_NAMES)]
     here = '' if path.is_absolute() else f' in {Path.cwd()}'
     return here + f' (similar names: {", ".join(near)})' * bool(near)
-
-
-def corpus_error(message: str) -> ConfigError:
-    """Return the ConfigError that names the key of the corpus."""
-    return ConfigError(Problem(path='data.corpus', message=message))

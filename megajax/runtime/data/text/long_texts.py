@@ -28,8 +28,8 @@ class UncuttableError(ConfigError):
     def __init__(self) -> None:
         super().__init__(
             Problem(
-                path='data.tokenizer',
-                message='does not read a long text in parts as it reads the whole; '
+                'data.tokenizer',
+                'does not read a long text in parts as it reads the whole; '
                 'split the text into several documents',
             )
         )

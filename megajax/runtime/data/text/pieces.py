@@ -15,8 +15,7 @@ from itertools import groupby
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
-from megajax.base.errors import ConfigError
-from megajax.runtime.data.text.byte_tokens import tokenizer_error
+from megajax.base.errors import ConfigError, mistake
 
 if TYPE_CHECKING:
     import tokenizers
@@ -96,10 +95,11 @@ class MarkedTokenizer:
         return piece.text if piece.token is None else self._marks[piece.token]
 
     def _not_found(self, i: int) -> ConfigError:
-        return tokenizer_error(
+        return mistake(
+            'data.tokenizer',
             f'does not find its special token {self._names(i)} within a document, because of the '
             'text around it; set "single_word" and "normalized" to false for this token in '
-            'tokenizer.json'
+            'tokenizer.json',
         )
 
 

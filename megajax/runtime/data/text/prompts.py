@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import mistake
 from megajax.runtime.data.sources.inputs import format_of
 from megajax.runtime.data.sources.objects import read_objects
 from megajax.runtime.data.sources.shapes import as_prompt
@@ -23,7 +23,7 @@ def read_prompts(path: Path) -> list[str]:
         prompts = prompts if prompts[-1] else prompts[:-1]
     if not prompts:
         message = "holds no prompts; write one per line, or JSON lines with 'prompt'"
-        raise ConfigError(Problem(path=str(path), message=message))
+        raise mistake(path, message)
     return prompts
 
 
@@ -33,5 +33,5 @@ def _prompts(path: Path) -> Iterator[str]:
             keys = ', '.join(map(str, line)) or 'none'
             fix = as_prompt(line) or 'give it one'
             message = f"has no text under 'prompt' (its keys: {keys}); {fix}"
-            raise ConfigError(Problem(path=place, message=message))
+            raise mistake(place, message)
         yield line['prompt']

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from megajax.base.errors import ConfigError, reason
+from megajax.base.errors import ConfigError, mistake, reason
 from megajax.base.files.exists import is_file
 from megajax.base.files.pointers import repair
 from megajax.runtime.data.text.byte_level import END_OF_DOCUMENT, bpe_backend, bytes_backend
 from megajax.runtime.data.text.byte_tokens import (
     UNFINISHED,
     count_token_bytes,
-    tokenizer_error,
     without_broken_bytes,
 )
 from megajax.runtime.data.text.embedding_rows import NoRowError, fit_to_rows
@@ -68,9 +67,10 @@ class Tokenizer:
         vocab = backend.get_vocab()
         ends = [names.end] if names.end else [end for end in END_OF_DOCUMENT if end in vocab]
         if not ends or ends[0] not in vocab:
-            raise tokenizer_error(
+            raise mistake(
+                'data.tokenizer',
                 f'{spec} has no end-of-document token; name it as eos_token in a '
-                f'tokenizer_config.json next to it, or add one of {", ".join(END_OF_DOCUMENT)}'
+                f'tokenizer_config.json next to it, or add one of {", ".join(END_OF_DOCUMENT)}',
             )
         self._backend, self._spec, self.names = backend, spec, names
         self.named_tokens = dict(names.named)
@@ -144,9 +144,10 @@ class Tokenizer:
 
     def _unknown(self, error: Exception) -> ConfigError:
         # the text has a character that the vocabulary lacks, and there is no token for unknown ones
-        return tokenizer_error(
+        return mistake(
+            'data.tokenizer',
             f'{self._spec} cannot encode a text ({reason(error)}); '
-            'use a tokenizer that knows every text, such as a byte-level BPE'
+            'use a tokenizer that knows every text, such as a byte-level BPE',
         )
 
     def encode_pieces(
@@ -165,8 +166,9 @@ class Tokenizer:
         if self._marked is None or self._marked.guard in text:
             guard = next((guard for guard in GUARDS if guard not in text), '')
             if not guard:
-                raise tokenizer_error(
-                    'cannot read a text that has all noncharacters from U+FDD0 to U+FDEE'
+                raise mistake(
+                    'data.tokenizer',
+                    'cannot read a text that has all noncharacters from U+FDD0 to U+FDEE',
                 )
             self._marked = MarkedTokenizer(self._backend, guard)
         try:
@@ -250,14 +252,16 @@ def make_tokenizer(
         else load_tokenizer(spec)
     )
     if not special and not tokenizer.is_lossless:
-        raise tokenizer_error(
+        raise mistake(
+            'data.tokenizer',
             f'{spec} is a WordPiece tokenizer, whose tokens cannot be converted back to the text; '
-            'use a byte-level BPE or one with byte fallback'
+            'use a byte-level BPE or one with byte fallback',
         )
     if missing := [name for name in special if tokenizer.token_id(name) is None]:
-        raise tokenizer_error(
+        raise mistake(
+            'data.tokenizer',
             f'{spec} has no {", ".join(missing)}, which model.objective=masked_lm needs; '
-            'give a tokenizer.json that has them'
+            'give a tokenizer.json that has them',
         )
     fit_to_rows(tokenizer, vocab_size, spec, special)
     return tokenizer
@@ -307,13 +311,16 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     file = Path(path).expanduser()
     if not is_file(file, 'data.tokenizer'):
-        raise tokenizer_error(f"there is no file {path}; give a tokenizer.json, 'bpe' or 'bytes'")
+        raise mistake(
+            'data.tokenizer', f"there is no file {path}; give a tokenizer.json, 'bpe' or 'bytes'"
+        )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # `tokenizers` raises no more specific error
-        raise tokenizer_error(
+        raise mistake(
+            'data.tokenizer',
             f'{path} is not a tokenizer.json ({error}); {repair(file)}, or give one that the '
-            "tokenizers library wrote, 'bpe' or 'bytes'"
+            "tokenizers library wrote, 'bpe' or 'bytes'",
         ) from error
     names, backend = name_tokens(file, backend)
     return Tokenizer(backend, path, names)

@@ -22,7 +22,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import mistake
 from megajax.base.files.exists import exists, is_file
 
 MAGIC = b'MMIDIDX\x00\x00'
@@ -157,12 +157,12 @@ def read_pair(prefix: str | Path) -> Sequences:
             fix += f'; if {bin_path.name} is an array of ids alone, as nanoGPT writes it, '
             fix += f'docs/data.md shows how to write {idx_path.name}'
         here = '' if prefix.is_absolute() else f' in {prefix.absolute().parent}'
-        raise _problem(prefix, f'there is no {" and no ".join(missing)}{here}; {fix}')
+        raise mistake(prefix, f'there is no {" and no ".join(missing)}{here}; {fix}')
     try:
         tokens = _map(bin_path, np.uint8)
         dtype, arrays = read_index(idx_path, len(tokens))
     except OSError as error:
-        raise _problem(
+        raise mistake(
             Path(error.filename or idx_path), f'cannot be read: {error.strerror}; make it readable'
         ) from error
     lengths, pointers, documents = arrays
@@ -210,20 +210,20 @@ def _parse(path: Path, index: np.ndarray) -> tuple[np.dtype, Arrays]:
     """Return the dtype of the tokens, and the lengths, pointers and document boundaries."""
     again = 'copy it again, or build it again'
     if len(index) < HEADER.size:
-        raise _problem(
+        raise mistake(
             path, f'has {len(index)} bytes, and the header alone has {HEADER.size}; {again}'
         )
     magic, version, code, num_sequences, num_boundaries = HEADER.unpack(
         index[: HEADER.size].tobytes()
     )
     if magic != MAGIC:
-        raise _problem(
+        raise mistake(
             path,
             f'at byte 0: {magic!r} instead of {MAGIC!r}, so this is not an index of tokens; '
             'give the prefix of a .bin and .idx',
         )
     if version != VERSION:
-        raise _problem(
+        raise mistake(
             path, f'at byte 9: version {version}, but only version {VERSION} is supported; {again}'
         )
     if code not in DTYPES or np.issubdtype(DTYPES[code], np.floating):
@@ -232,7 +232,7 @@ def _parse(path: Path, index: np.ndarray) -> tuple[np.dtype, Arrays]:
             for known, dtype in DTYPES.items()
             if np.issubdtype(dtype, np.integer)
         )
-        raise _problem(
+        raise mistake(
             path, f'at byte 17: {code} is not a dtype of tokens; known are {integers}; {again}'
         )
     without_modes = HEADER.size + 12 * num_sequences + 8 * num_boundaries
@@ -240,7 +240,7 @@ def _parse(path: Path, index: np.ndarray) -> tuple[np.dtype, Arrays]:
         counts = (
             f'{num_sequences} sequences and {num_boundaries} document boundaries (bytes 18 and 26)'
         )
-        raise _problem(
+        raise mistake(
             path,
             f'has {len(index)} bytes, and {counts} need {without_modes}, '
             f'or {num_sequences} more with modes; {again}',
@@ -270,13 +270,13 @@ def _check_index(
         some_pointers = pointers[first : first + CHUNK]
         if (bad := _first(some_lengths < 0)) is not None:
             where = f'at byte {HEADER.size + 4 * (first + bad)}: sequence {first + bad}'
-            raise _problem(
+            raise mistake(
                 path,
                 f'{where} has {some_lengths[bad]} tokens, fewer than 0; {again}',
             )
         if (bad := _first(some_pointers != expected)) is not None:
             byte = HEADER.size + 4 * len(lengths) + 8 * (first + bad)
-            raise _problem(
+            raise mistake(
                 path,
                 f'at byte {byte}: sequence {first + bad} begins at byte {some_pointers[bad]}, '
                 f'and the lengths before it add up to {expected[bad]}; {again}',
@@ -284,7 +284,7 @@ def _check_index(
         total = int(expected[-1]) + itemsize * int(some_lengths[-1])
     if num_bytes != total:
         size = f'has {num_bytes} bytes, and the lengths in {path.name} add up to {total}'
-        raise _problem(
+        raise mistake(
             path.with_suffix('.bin'),
             f'{size}: {abs(total - num_bytes)} too {"few" if num_bytes < total else "many"}; '
             f'{again}',
@@ -295,21 +295,21 @@ def _check_index(
 def _check_documents(path: Path, documents: np.ndarray, num_sequences: int, again: str) -> None:
     begin = HEADER.size + 12 * num_sequences
     if not len(documents) or documents[0] != 0:
-        raise _problem(
+        raise mistake(
             path, f'at byte {begin}: the document boundaries do not begin with 0; {again}'
         )
     for first in range(0, len(documents), CHUNK):
         part = documents[first : first + CHUNK + 1]  # one more, to compare chunks with each other
         if (bad := _first(part[1:] < part[:-1])) is not None:
             where = f'at byte {begin + 8 * (first + bad + 1)}: document {first + bad + 1}'
-            raise _problem(
+            raise mistake(
                 path,
                 f'{where} begins with sequence {part[bad + 1]}, before document {first + bad}; '
                 f'{again}',
             )
     if documents[-1] != num_sequences:
         where = f'at byte {begin + 8 * (len(documents) - 1)}'
-        raise _problem(
+        raise mistake(
             path,
             f'{where}: the documents end with sequence {documents[-1]}, '
             f'and there are {num_sequences}; {again}',
@@ -327,7 +327,3 @@ def _expected_pointers(lengths: np.ndarray, itemsize: int) -> Iterator[tuple[int
 
 def _first(is_bad: np.ndarray) -> int | None:
     return int(is_bad.argmax()) if is_bad.any() else None
-
-
-def _problem(path: Path, message: str) -> ConfigError:
-    return ConfigError(Problem(path=str(path), message=message))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.base.errors import ConfigError, Problem, replacing
+from megajax.base.errors import mistake, replacing
 from megajax.runtime.data.sources.block_cache import BlockCache, locked
 from megajax.runtime.data.sources.inputs import SUFFIXES
 from megajax.runtime.data.sources.manifest import Manifest
@@ -101,11 +101,9 @@ class RemoteTokens:
         ids = self[start:stop]
         if (bad := first_bad(ids, vocab_size)) is not None:
             message = f'{vocab_size} ids end below {ids[bad]}, which is token {start + bad}'
-            raise ConfigError(
-                Problem(
-                    path='model.vocab_size',
-                    message=f'{message}; use {ids[bad] + 1} or more, or build the files again',
-                    place=f'{self._file.url}: at byte {(start + bad) * self.itemsize}',
-                )
+            raise mistake(
+                'model.vocab_size',
+                f'{message}; use {ids[bad] + 1} or more, or build the files again',
+                place=f'{self._file.url}: at byte {(start + bad) * self.itemsize}',
             )
         return ids

@@ -11,7 +11,7 @@ from tempfile import NamedTemporaryFile
 
 import numpy as np
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import ConfigError, mistake
 from megajax.base.files.bounded_json import parse_json
 from megajax.runtime.data.tokens.indexed import Sequences, TokenIds, paths
 
@@ -70,13 +70,8 @@ def _out_of_range(sequences: Sequences, vocab_size: int, high: int) -> ConfigErr
     place = f'{paths(sequences.name)[0]}: at byte {token * tokens.itemsize}'
     message = f'{vocab_size} ids end below {bad_id}, which is token {token} of {sequences.name}'
     fix = f'use {high + 1} or more' if bad_id >= 0 else 'build the files again'
-    return ConfigError(
-        Problem(
-            path='model.vocab_size',
-            message=f'{message}; {fix}',
-            others=('data.corpus', 'data.blend'),
-            place=place,
-        )
+    return mistake(
+        'model.vocab_size', f'{message}; {fix}', 'data.corpus', 'data.blend', place=place
     )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.base.errors import ConfigError, Problem
+from megajax.base.errors import ConfigError, mistake
 from megajax.runtime.data.tokens.indexed import Sequences, paths
 from megajax.runtime.data.tokens.token_ids import first_bad
 
@@ -120,4 +120,4 @@ def _look(path: Path) -> _Look | None:
 
 
 def _problem(path: Path, message: str) -> ConfigError:
-    return ConfigError(Problem(path=str(path), message=f'{message}; {AGAIN}'))
+    return mistake(path, f'{message}; {AGAIN}')
