@@ -27,7 +27,7 @@ from megajax.analysis.plan.published.tables import rows as published
 from megajax.core.config import Config
 from megajax.core.hardware.targets import num_hosts
 from megajax.core.train.overlap import EARLY, OPTIONS, SLOTS
-from megajax.xla.hlo.kernels import moved_without_products
+from megajax.xla.hlo.kernels import kernels
 from megajax.xla.hlo.program import Program
 
 # name | preset, data x model, parallelism, rows of a data shard, further overrides; PLAIN is a loop
@@ -179,7 +179,11 @@ def measure(name: str, words: list[str]) -> dict[str, object]:
     return line | {
         'compute_ms': f'{1e3 * told.compute_seconds:.3f}',
         'exposed_ms': f'{1e3 * told.exposed_seconds:.3f}',
-        'moved': moved_without_products(Program(step.text)),
+        'moved': sum(
+            kernel.times * kernel.bytes
+            for kernel in kernels(Program(step.text))
+            if not kernel.products
+        ),
         'state': step.arguments,
         'temporaries': step.temporaries,
         'findings': sum(finding.level == 'error' for finding in told.findings)

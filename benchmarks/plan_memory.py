@@ -137,7 +137,7 @@ def by_axis(figures: Mapping[str, float]) -> str:
 def measure(config: megajax.Config) -> Line:
     from megajax.analysis.inspect.audit import audit
     from megajax.analysis.inspect.compile import compile_for
-    from megajax.xla.hlo import launches
+    from megajax.xla.hlo.launches import is_launched, launching
     from megajax.xla.hlo.program import Program
     from megajax.xla.hlo.schedule import flops
 
@@ -154,7 +154,11 @@ def measure(config: megajax.Config) -> Line:
         total,
         compiled.arguments,
         f'{gflops:.3f}',
-        launches.num_launches(program),
+        # A library call counts as one kernel, although cuDNN's backward pass launches several.
+        sum(
+            program.times[computation.name] * sum(map(is_launched, computation.instructions))
+            for computation in launching(program)
+        ),
         by_axis(sent),
         by_axis({axis: round(share, 3) for axis, share in found.overlapped_share.items()}),
         compiled.jax_version,

@@ -51,13 +51,6 @@ class Cluster:
         """Return the number of hosts; all hosts are full."""
         return self.num_devices // self.devices_per_host
 
-    def members_per_host(self, config: Config, axis: str) -> int:
-        """Return how many GPUs of a group over mesh axes share a host, or a domain of fast links.
-
-        `row+model` is over both axes.
-        """
-        return self._group(config, axis)[1]
-
     def _group(self, config: Config, axis: str) -> tuple[int, int]:
         """Return the size of a group, and how many of its GPUs share a domain."""
         sizes, axes = config.mesh.sizes, axis.split('+')

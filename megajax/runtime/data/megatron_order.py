@@ -8,7 +8,6 @@ which are in a shuffled order themselves.
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -53,21 +52,6 @@ class MegatronSamples:
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
-
-    @cached_property
-    def sample_index(self) -> np.ndarray:
-        """Megatron's sample index, [samples + 1, 2], for the samples before shuffling.
-
-        The columns are the position in `document_index` at which a sample begins, and its first
-        token within that sequence.
-        """
-        starts = np.arange(len(self) + 1, dtype=np.int64) * self.seq_len
-        positions = np.searchsorted(self._ends, starts, side='right')
-        positions[0] = 0  # even if the first sequence is empty
-        lengths = self.part.sequences.lengths[self.document_index[positions]]
-        offsets = starts - (self._ends[positions] - lengths)
-        offsets[0] = 0
-        return np.stack([positions, offsets], axis=1)
 
     def read(self, index: int, window: np.ndarray) -> tuple[int, list[int]]:
         """Fill `window` [S + 1] with sample `index`.

@@ -66,11 +66,6 @@ def kernels(program: Program) -> Iterator[Kernel]:
                 )
 
 
-def moved_without_products(program: Program) -> int:
-    """Return the bytes that all kernels without matmuls read and write in one run of a program."""
-    return sum(kernel.times * kernel.bytes for kernel in kernels(program) if not kernel.products)
-
-
 def _kind(
     program: Program,
     computation: Computation,

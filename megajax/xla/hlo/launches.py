@@ -1,4 +1,4 @@
-"""The number of kernels that a run of a compiled program launches on each device."""
+"""The instructions of a compiled program that are launched as kernels of their own."""
 
 from collections.abc import Iterator
 
@@ -17,18 +17,6 @@ _DECIDES = {'while', 'conditional', 'call', 'partition-id', 'replica-id'}
 # Opcodes that wait for earlier launches, or for the launches of a computation that they call.
 _WAITS = {'after-all', 'async-update', 'async-start', 'async-done'}
 _WITHOUT_KERNEL = _NAMES_MEMORY | _DECIDES | _WAITS
-
-
-def num_launches(program: Program) -> int:
-    """Count kernels, library calls, copies and collectives, each as many times as it runs.
-
-    A library call counts as one kernel, although cuDNN's backward pass of attention launches
-    several.
-    """
-    return sum(
-        program.times[computation.name] * sum(map(is_launched, computation.instructions))
-        for computation in launching(program)
-    )
 
 
 def launching(program: Program) -> Iterator[Computation]:

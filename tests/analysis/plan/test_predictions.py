@@ -8,7 +8,6 @@ import pytest
 from support import exhaustive, load_script, slow
 
 from megajax.analysis.plan.published.comparison import COLUMNS, errors, markdown, summary_rows
-from megajax.analysis.plan.published.fit import fit
 from megajax.analysis.plan.published.predictions import Prediction, predict
 from megajax.analysis.plan.published.tables import TABLES, rows
 from megajax.core.hardware.records import hardware, hardware_names
@@ -123,5 +122,5 @@ def test_of_the_degrees_that_were_measured_the_plan_chooses_the_fastest() -> Non
 def test_rates_beyond_the_peak_are_fitted_within_what_a_gpu_can_be() -> None:
     start = script.start('v100')
     beyond = [replace(row, published=1e6) for row in rows_of('v100')[:2]]
-    assert fit(start, beyond, ['matmul', 'half_size']).efficiency.matmul <= 1
-    assert fit(start, beyond, ['half_size']).efficiency.half_size >= 0
+    assert script.fit(start, beyond, ['matmul', 'half_size']).efficiency.matmul <= 1
+    assert script.fit(start, beyond, ['half_size']).efficiency.half_size >= 0

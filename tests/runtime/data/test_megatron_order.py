@@ -38,6 +38,20 @@ def datasets(run: str, number: int) -> list[MegatronSamples]:
     ]
 
 
+def sample_index(dataset: MegatronSamples) -> np.ndarray:
+    """Megatron's index, [samples + 1, 2]: where in `document_index` a sample begins, and at which
+    token of that sequence.
+    """
+    lengths = dataset.part.sequences.lengths[dataset.document_index]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    starts = np.arange(len(dataset) + 1, dtype=np.int64) * dataset.seq_len
+    positions = np.searchsorted(ends, starts, side='right')
+    positions[0] = 0  # even if the first sequence is empty
+    offsets = starts - (ends[positions] - lengths[positions])
+    offsets[0] = 0
+    return np.stack([positions, offsets], axis=1)
+
+
 def sample_order(run: str, number: int, found: list[MegatronSamples]) -> list[tuple[int, int]]:
     settings = RUNS[run]
     weights = [weight for _, weight in settings['blend'] if weight]
@@ -53,10 +67,13 @@ def sample_order(run: str, number: int, found: list[MegatronSamples]) -> list[tu
 @pytest.mark.parametrize('run', RUNS)
 def test_indices(run: str, split: str, number: int) -> None:
     for i, dataset in enumerate(datasets(run, number)):
-        for name in ('document_index', 'sample_index', 'shuffle_index'):
+        for name in ('document_index', 'shuffle_index'):
             np.testing.assert_array_equal(
                 getattr(dataset, name), RESULTS[f'{run}/{split}/{i}/{name}']
             )
+        np.testing.assert_array_equal(
+            sample_index(dataset), RESULTS[f'{run}/{split}/{i}/sample_index']
+        )
 
 
 @every_split

@@ -51,11 +51,6 @@ def source(table: str) -> str:
     return _lines(TABLES[table][0])[0].removeprefix('# ')
 
 
-def rows_to_fit(*gpus: str) -> list[PublishedRate]:
-    """Return the rows with one of these GPUs, from all tables, that are not held out."""
-    return [row for table in TABLES for row in rows(table) if row.gpu in gpus and not row.held_out]
-
-
 def _lines(file: str) -> list[str]:
     return (
         (resources.files('megajax.analysis.plan.published') / 'papers' / f'{file}.csv')

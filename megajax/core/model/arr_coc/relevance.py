@@ -150,11 +150,6 @@ def _slots(copies: jax.Array, layout: Layout) -> jax.Array:
     return slots.reshape(-1, *rest, out_sharding=layout('Ⓘ' + '-' * len(rest)))
 
 
-def num_slots(shards: int, model: int) -> int:
-    """Return the number of scorers' slots: the least multiple of `model` that fits all shards."""
-    return -(-len(SCORES) * shards // model) * model
-
-
 def question(loss_mask_BS: jax.Array, image_index_BS: jax.Array) -> jax.Array:
     """Return the tokens of the question [B, S]: the text before the answer.
 

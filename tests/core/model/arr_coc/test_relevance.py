@@ -20,7 +20,6 @@ from megajax.core.model.arr_coc.relevance import (
     Scorers,
     assess,
     definitions,
-    num_slots,
     query,
     question,
 )
@@ -53,6 +52,11 @@ def parameters(hidden: int = HIDDEN, width: int = WIDTH) -> RelevanceParameters:
         ),
         Balance(normal(NUM_SUMMARIES, 8), normal(width, 8), normal(8, 3)),
     )
+
+
+def num_slots(shards: int, model: int) -> int:
+    """The least multiple of `model` that fits the shards of all three scorers."""
+    return -(-3 * shards // model) * model
 
 
 def in_slots(scorers: Scorers, shards: int, model: int) -> Scorers:
