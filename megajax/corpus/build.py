@@ -44,6 +44,7 @@ from megajax.runtime.data.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 PLACES = 5  # most skipped lines that the summary names
+CHECKPOINT_SECONDS = 2.0  # longest time between two checkpoints of a build
 
 Report = Callable[[int, int], None]  # bytes read, bytes of all inputs
 
@@ -75,7 +76,6 @@ def build(
     report: Report = lambda read, total: None,
     unit: int = UNIT,
     checkpoint_units: int = 64,
-    checkpoint_seconds: float = 2.0,
 ) -> BuildSummary:
     """Build OUT.bin, OUT.idx, OUT.json and OUT.tokenizer.json.
 
@@ -110,7 +110,7 @@ def build(
                 saved_tokenizer(job, inputs, partial, tokenizer),
                 report,
             )
-            builder.encode(unit, checkpoint_units, checkpoint_seconds)
+            builder.encode(unit, checkpoint_units)
             builder.complete(out)
         partial.publish()
     return BuildSummary(
@@ -155,7 +155,7 @@ class _Builder:
             )
         partial.open(progress)
 
-    def encode(self, unit: int, checkpoint_units: int, checkpoint_seconds: float) -> None:
+    def encode(self, unit: int, checkpoint_units: int) -> None:
         """Read, encode and write all units from `progress.position` on."""
         job, progress = self._job, self._progress
         options = Options(
@@ -173,7 +173,7 @@ class _Builder:
                 self._report(after.read, self._total)
                 units_since += 1
                 seconds_since = time.monotonic() - saved_at
-                if units_since >= checkpoint_units or seconds_since > checkpoint_seconds:
+                if units_since >= checkpoint_units or seconds_since > CHECKPOINT_SECONDS:
                     self._partial.checkpoint(progress)
                     saved_at, units_since = time.monotonic(), 0
 

@@ -109,7 +109,7 @@ def _forward(
     if config.model.experts is not None:  # Mixtral's files name this module differently
         paths['experts'] = f'{of_layers}.{{}}.mlp'
     layers = model.get_submodule(of_layers)
-    _keep_input(layers[0], kept, 'embedding')
+    _keep_input(layers[0], kept)
     for index, layer in enumerate(layers):
         for name, path in paths.items():
             _keep(model.get_submodule(path.format(index)), kept, f'layers.{index}.{name}')
@@ -138,9 +138,9 @@ def _keep(module: Any, kept: dict[str, Any], site: str) -> None:
     module.register_forward_hook(hook)
 
 
-def _keep_input(module: Any, kept: dict[str, Any], site: str) -> None:
+def _keep_input(module: Any, kept: dict[str, Any]) -> None:
     def hook(_module: Any, arguments: Any, keywords: Any) -> None:
-        kept[site] = arguments[0] if arguments else keywords['hidden_states']
+        kept['embedding'] = arguments[0] if arguments else keywords['hidden_states']
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 

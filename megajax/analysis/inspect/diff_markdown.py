@@ -46,12 +46,7 @@ def _blocks(found: Difference) -> Iterator[str]:
         yield f'Config: {", ".join(keys)}'
     rows = [_row(row) for row in found.rows]
     if rows:
-        yield _folded(
-            'more collectives',
-            ('site', 'phase', 'axis', 'base', 'head', 'bytes', 'ratio'),
-            rows,
-            num_left=5,
-        )
+        yield _collectives(rows)
     totals = [_numbers(change) for change in found.totals if change.is_change]
     if totals:
         yield _table(('per step and device', 'base', 'head', 'change'), totals)
@@ -97,13 +92,14 @@ def _numbers(change: Change) -> tuple[str, ...]:
     return change.name, before, after, change.text
 
 
-def _folded(title: str, names: Sequence[str], rows: list[tuple[str, ...]], *, num_left: int) -> str:
+def _collectives(rows: list[tuple[str, ...]]) -> str:
     """Return a table of the first rows, and the rest folded below it."""
-    table = _table(names, rows[:MOST], num_left=num_left)
+    names = 'site', 'phase', 'axis', 'base', 'head', 'bytes', 'ratio'
+    table = _table(names, rows[:MOST], num_left=5)
     if len(rows) <= MOST:
         return table
-    rest = _table(names, rows[MOST:], num_left=num_left)
-    return f'{table}\n\n{_details_of(f"{len(rows) - MOST} {title}", rest)}'
+    rest = _table(names, rows[MOST:], num_left=5)
+    return f'{table}\n\n{_details_of(f"{len(rows) - MOST} more collectives", rest)}'
 
 
 def _details_of(summary: str, *blocks: str) -> str:

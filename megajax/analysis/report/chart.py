@@ -36,12 +36,11 @@ def chart(
     lines: Sequence[Line],
     *,
     y: str,
-    x: str = 'step',
     is_log: bool = False,
     from_zero: bool = False,
     legend: bool = True,
 ) -> Html:
-    """Return a figure of lines; `x` and `y` name the axes with their units.
+    """Return a figure of lines; `y` names its axis with its unit.
 
     The figure is empty if no line has a value. The y range covers the lines and most of the bands,
     and starts at zero if `from_zero` is set.
@@ -55,12 +54,12 @@ def chart(
     up = scale_of(heights, HEIGHT - BOTTOM, TOP, is_log=is_log)
     drawing = element(
         'svg',
-        _axes(across, up, x, y),
+        _axes(across, up, y),
         element('svg', *(_drawn(line, across, up) for line in lines), **_frame(across, up)),
         _strips(lines, across),
         viewBox=f'0 0 {WIDTH} {HEIGHT}',
         role='img',
-        aria_label=f'{title}: {y} by {x}',
+        aria_label=f'{title}: {y} by step',
     )
     keys = _legend(lines) if legend else Html()
     return element('figure', element('figcaption', title), drawing, keys)
@@ -96,7 +95,7 @@ def _frame(across: Scale, up: Scale) -> dict[str, str]:
     }
 
 
-def _axes(across: Scale, up: Scale, x: str, y: str) -> Html:
+def _axes(across: Scale, up: Scale, y: str) -> Html:
     bottom, parts = up.start, list[Html]()
     for tick in up.ticks:
         at = f'{up(tick):.1f}'
@@ -120,7 +119,7 @@ def _axes(across: Scale, up: Scale, x: str, y: str) -> Html:
     parts += [
         element('line', x1=LEFT, x2=WIDTH - RIGHT, y1=bottom, y2=bottom, class_='axis'),
         element('text', y, x=0, y=13, class_='unit'),
-        element('text', x, x=WIDTH - RIGHT, y=HEIGHT - 6, class_='unit end'),
+        element('text', 'step', x=WIDTH - RIGHT, y=HEIGHT - 6, class_='unit end'),
     ]
     return join(parts)
 

@@ -45,7 +45,7 @@ def _prediction(facts: Facts) -> Html:
     if isinstance(prediction, str):
         return element('p', f'No prediction: {prediction}.', class_='note')
     steps = facts.run.steps
-    measured = steps.median('step_ms')
+    measured, mfu = steps.median('step_ms'), steps.median('mfu')
     rows = [[name, duration(seconds), ''] for name, seconds in _predicted_parts(prediction)]
     rows += [
         [
@@ -53,12 +53,8 @@ def _prediction(facts: Facts) -> Html:
             duration(prediction.time.total),
             '-' if measured is None else duration(measured / 1e3),
         ],
-        ['MFU', f'{prediction.time.mfu:.1%}', _or(steps.median('mfu'), '{:.1%}')],
-        [
-            'memory per device',
-            si(prediction.bytes),
-            memory_of(facts.run),
-        ],
+        ['MFU', f'{prediction.time.mfu:.1%}', '-' if mfu is None else f'{mfu:.1%}'],
+        ['memory per device', si(prediction.bytes), memory_of(facts.run)],
     ]
     head = [f'{prediction.hardware.name}, {prediction.band}', 'predicted by plan', 'measured']
     note = (
@@ -77,10 +73,6 @@ def _predicted_parts(prediction: Prediction) -> Iterator[tuple[str, float]]:
     yield 'launch overhead', time.launches
     for axis in time.axes:
         yield f'exposed collectives, {axis}', time.waits(axis)
-
-
-def _or(value: float | None, form: str) -> str:
-    return '-' if value is None else form.format(value)
 
 
 def _collectives_headline(facts: Facts) -> str:

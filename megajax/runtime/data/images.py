@@ -49,11 +49,9 @@ def inside(folder: str | Path, name: str, *, place: str = '') -> Path:
     return path
 
 
-def read_size(
-    path: str | Path, *, place: str = '', max_pixels: int = MAX_PIXELS
-) -> tuple[int, int]:
+def read_size(path: str | Path, *, place: str = '') -> tuple[int, int]:
     """Return the height and width of an upright image, from the header of its file."""
-    with _open(path, place, max_pixels) as image:
+    with _open(path, place, MAX_PIXELS) as image:
         width, height = image.size
         return (width, height) if _orientation(image) >= _SIDEWAYS else (height, width)
 

@@ -111,7 +111,6 @@ def draw_word(
     word: str,
     random: np.random.Generator,
     *,
-    size: tuple[int, int] = WORD_SIZE,
     font: Font = 'bitmap',
 ) -> np.ndarray:
     """Return a gray image of a word, uint8 [H, W, 3].
@@ -119,7 +118,7 @@ def draw_word(
     The bitmap font begins at column 0, and at row 0 or 1. The scalable font has a random size and a
     random position at which the word fits.
     """
-    height, width = size
+    height, width = WORD_SIZE
     image = Image.new('L', (width, height), int(random.integers(190, 256)))
     ink = int(random.integers(0, 100))
     draw = ImageDraw.Draw(image)
