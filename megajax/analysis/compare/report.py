@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.analysis.compare.difference import Comparison, Side, Site
-from megajax.base.render.console import open_table
+from megajax.base.render.console import number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
 
 MAX_WEIGHTS = 3  # names shown of weights that differ
@@ -73,12 +73,9 @@ def _keys(comparison: Comparison) -> Table:
 
 
 def _sites(comparison: Comparison, *, every: bool) -> Table:
-    table = open_table()
-    table.add_column('site')
-    table.add_column('difference', justify='right', no_wrap=True)
-    table.add_column('at', no_wrap=True)
-    table.add_column('A', justify='right', no_wrap=True)
-    table.add_column('B', justify='right', no_wrap=True)
+    table = open_table(
+        'site', *number_columns('difference'), *text_columns('at'), *number_columns('A', 'B')
+    )
     for name, site in _rows(comparison, every=every):
         is_first = site is comparison.first
         table.add_row(

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from megajax.analysis.inspect.kernels import Total, total, totals
 from megajax.analysis.inspect.result import Inspection
-from megajax.base.render.console import open_table
+from megajax.base.render.console import number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
 
 LONGEST = 20  # groups of kernels that are listed one by one
@@ -37,11 +37,7 @@ def _table(
     groups: Iterable[tuple[tuple[str, ...], Total]],
     whole: Total,
 ) -> Table:
-    table = open_table(title=title)
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    for name in _NUMBERS:
-        table.add_column(name, justify='right', no_wrap=True)
+    table = open_table(*text_columns(*names), *number_columns(*_NUMBERS), title=title)
     for key, group in groups:
         table.add_row(*key, *_numbers(group, whole))
     table.add_row('total', '', '', *_numbers(whole, whole), style='bold')

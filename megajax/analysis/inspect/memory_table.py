@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from megajax.analysis.inspect.memory_result import HeldArrays, Memory
 from megajax.analysis.inspect.peak_groups import Key, by_source_line, grouped, total_bytes
-from megajax.base.render.console import open_table
+from megajax.base.render.console import number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import si
 
@@ -18,14 +17,19 @@ LEAST = 5e-4  # share of the memory: smaller uses share one row
 def memory_tables(memory: Memory) -> RenderableType:
     """Return tables of the memory at the peak: by use, and the largest arrays by source line."""
     by_use = grouped(memory.at_peak, lambda arrays: (arrays.use,))
-    uses = _table('memory per device at its peak', ('use',))
+    uses = open_table(
+        *text_columns('use'),
+        *number_columns('bytes', 'share'),
+        title='memory per device at its peak',
+    )
     for key, size in _shown(by_use, memory):
         uses.add_row(*key, *_numbers(size, memory))
     by_line = grouped(memory.at_peak, by_source_line)
     largest = [(key, arrays) for key, arrays in by_line.items() if key[-1] != '-'][:LARGEST]
-    lines = _table(
-        f'the {len(largest)} source lines with the largest arrays',
-        ('use', 'site', 'line', 'arrays'),
+    lines = open_table(
+        *text_columns('use', 'site', 'line', 'arrays'),
+        *number_columns('bytes', 'share'),
+        title=f'the {len(largest)} source lines with the largest arrays',
     )
     for key, arrays in largest:
         lines.add_row(*key, _arrays(arrays), *_numbers(total_bytes(arrays), memory))
@@ -40,15 +44,6 @@ def _shown(groups: Mapping[Key, list[HeldArrays]], memory: Memory) -> Iterator[t
     yield from ((key, size) for key, size in sizes.items() if size >= LEAST * memory.needed)
     if rest := sum(size for size in sizes.values() if size < LEAST * memory.needed):
         yield ('other',), rest
-
-
-def _table(title: str, names: tuple[str, ...]) -> Table:
-    table = open_table(title=title)
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    for name in ('bytes', 'share'):
-        table.add_column(name, justify='right', no_wrap=True)
-    return table
 
 
 def _numbers(size: int, memory: Memory) -> list[str]:

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,7 +11,7 @@ from megajax.analysis.inspect.kernel_table import kernel_tables
 from megajax.analysis.inspect.memory_table import memory_tables
 from megajax.analysis.inspect.result import Inspection, Overlap, Row, Transfer
 from megajax.analysis.inspect.run_report import run_lines
-from megajax.base.render.console import as_html, as_text, open_table
+from megajax.base.render.console import as_html, as_text, number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import si
 
@@ -82,21 +81,15 @@ def tables(
 
 def collectives_table(rows: list[Row], reference: str = 'Megatron') -> Table:
     """Return a table with a row per site, phase and axis; a cell has a line per kind of array."""
-    table = open_table(title='collectives per step and device')
-    for name in (
+    table = open_table(
         'site',
-        'phase',
-        'axis',
-        'XLA placed',
-        'bytes',
-        f'{reference} {"place" if "and" in reference else "places"}',
-        'bytes',
-        'ratio',
-        'verdict',
-    ):
-        table.add_column(
-            name, justify='right' if name in ('bytes', 'ratio') else 'left', no_wrap=name != 'site'
-        )
+        *text_columns('phase', 'axis', 'XLA placed'),
+        *number_columns('bytes'),
+        *text_columns(f'{reference} {"place" if "and" in reference else "places"}'),
+        *number_columns('bytes', 'ratio'),
+        *text_columns('verdict'),
+        title='collectives per step and device',
+    )
     for row in rows:
         ratio = (
             f'{row.wire_bytes / row.megatron_wire_bytes:.3f}' if row.megatron_wire_bytes else '-'
@@ -118,20 +111,13 @@ def collectives_table(rows: list[Row], reference: str = 'Megatron') -> Table:
 
 def schedule_table(inspection: Inspection) -> Table:
     """Return a table with a row per group of similar collectives, most bytes first."""
-    table = open_table(title='schedule')
-    numbers = 'bytes', 'ms', 'ms hidden'
-    for name in (
-        'site',
-        'phase',
-        'axis',
-        'collective',
-        *numbers,
-        'overlaps with',
-        'link',
+    table = open_table(
+        *text_columns('site', 'phase', 'axis', 'collective'),
+        *number_columns('bytes', 'ms', 'ms hidden'),
+        *text_columns('overlaps with', 'link'),
         'source',
-    ):
-        justify: Literal['left', 'right'] = 'right' if name in numbers else 'left'
-        table.add_column(name, justify=justify, no_wrap=name != 'source')
+        title='schedule',
+    )
     similar = defaultdict[tuple[str, ...], list[Overlap]](list)
     for overlap in sorted(inspection.schedule, key=lambda overlap: -overlap.transfer.wire_bytes):
         key = (

@@ -11,7 +11,7 @@ from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import BY_NAME, ProgramName, Software
 from megajax.analysis.plan.search import fewest_gpus, search, that_fits
-from megajax.base.render.console import open_table
+from megajax.base.render.console import number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
 from megajax.base.result import Result
 from megajax.core.config import Config, ConfigError
@@ -154,11 +154,12 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     """Return a comparison for a rich console."""
     has_prices = any(machine.price is not None for machine in comparison.machines)
     columns = ['tokens/s', 'days', 'GPU-hours', *(['cost'] if has_prices else [])]
-    table = open_table(title=f'{comparison.tokens:,.0f} tokens on {comparison.gpus} GPUs')
-    table.add_column('GPU', no_wrap=True)
-    for name in (*columns, 'fewest GPUs', 'longest sequence'):
-        table.add_column(name, justify='right', no_wrap=True)
-    table.add_column('fastest layout')
+    table = open_table(
+        *text_columns('GPU'),
+        *number_columns(*columns, 'fewest GPUs', 'longest sequence'),
+        'fastest layout',
+        title=f'{comparison.tokens:,.0f} tokens on {comparison.gpus} GPUs',
+    )
     for machine in comparison.machines:
         _add(table, machine, has_prices=has_prices)
     return Group(

@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megajax.analysis.plan.generation import Generation
-from megajax.base.render.console import open_table
+from megajax.base.render.console import number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import count, si
 
@@ -13,10 +13,7 @@ COLUMNS = 'model', 'weights', 'KV cache', 'prefill ms', 'ms/token', 'all-reduce'
 
 def generation_table(plan: Generation) -> RenderableType:
     """Return the table of a plan, for a rich console."""
-    table = open_table()
-    for column in COLUMNS:
-        table.add_column(column, justify='right', no_wrap=True)
-    table.add_column('', no_wrap=True)
+    table = open_table(*number_columns(*COLUMNS), *text_columns(''))
     for line in plan.lines:
         table.add_row(
             str(line.model),

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.analysis.plan.result import Candidate, Plan
-from megajax.base.render.console import as_html, as_text, open_table
+from megajax.base.render.console import as_html, as_text, number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
 from megajax.base.render.units import count, duration, si
 
@@ -208,11 +208,9 @@ def layouts_table(plan: Plan) -> Table:
     its row shows the smallest. 2-D tensor parallelism has one row. Pipelines have a row for each
     number of stages, with and without context parallelism.
     """
-    table = open_table(title=f'layouts, times {_band(plan)}')
-    table.add_column('', no_wrap=True)
-    for name in ('ms', 'MFU', 'memory'):
-        table.add_column(name, justify='right', no_wrap=True)
-    table.add_column('vs. fastest')
+    numbers = number_columns('ms', 'MFU', 'memory')
+    title = f'layouts, times {_band(plan)}'
+    table = open_table(*text_columns(''), *numbers, 'vs. fastest', title=title)
     for layout in _best_of_each(plan.layouts):
         ms, mfu = (
             (f'{1e3 * layout.seconds:,.1f}', f'{layout.mfu:.1%}')

@@ -3,7 +3,7 @@
 import io
 
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 _STYLE = (
     'font-family: monospace; font-size: 85%; line-height: 1.25; white-space: pre; overflow-x: auto'
@@ -11,11 +11,21 @@ _STYLE = (
 _HTML = f'<pre style="{_STYLE}">{{code}}</pre>'
 
 
-def open_table(*columns: str, title: str | None = None) -> Table:
+def open_table(*columns: Column | str, title: str | None = None) -> Table:
     """Return a table without lines; column names are bold, and the title is on the left."""
     table = Table(*columns, box=None, header_style='bold', pad_edge=False)
     table.title, table.title_justify = title, 'left'
     return table
+
+
+def text_columns(*headers: str) -> list[Column]:
+    """Return columns whose cells are not wrapped."""
+    return [Column(header, no_wrap=True) for header in headers]
+
+
+def number_columns(*headers: str) -> list[Column]:
+    """Return columns whose cells are on the right and not wrapped."""
+    return [Column(header, justify='right', no_wrap=True) for header in headers]
 
 
 def as_text(shown: RenderableType, *, width: int = 150) -> str:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from megajax.analysis.plan.published.predictions import Prediction, predict
 from megajax.analysis.plan.published.tables import OF_2026, TABLES, source
-from megajax.base.render.console import open_table
+from megajax.base.render.console import number_columns, open_table, text_columns
 from megajax.base.render.units import count
 from megajax.core.config import Config
 
@@ -67,11 +67,11 @@ def table_of(name: str) -> Table:
 
 def summary() -> Table:
     """Return a table that shows how well each published table is predicted."""
-    table = open_table(title='error of the predicted TFLOP/s per GPU')
-    for column in ('table', 'GPU', 'rows', 'held out: mean', 'max', 'fitted: mean', 'max'):
-        table.add_column(
-            column, justify='left' if column in ('table', 'GPU') else 'right', no_wrap=True
-        )
+    table = open_table(
+        *text_columns('table', 'GPU'),
+        *number_columns('rows', 'held out: mean', 'max', 'fitted: mean', 'max'),
+        title='error of the predicted TFLOP/s per GPU',
+    )
     for cells in summary_rows():
         table.add_row(*cells)
     return table
