@@ -1,7 +1,5 @@
 """Verdicts on pipeline and context parallelism, from a search of layouts."""
 
-from collections.abc import Callable
-
 from megajax.analysis.plan.describe import describe, judged, needs
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
@@ -19,11 +17,12 @@ def bubble(config: Config) -> float:
 def on_pipelines(ranking: Ranking, cluster: Cluster) -> str | None:
     """Say whether pipeline parallelism is worth it, and why not; None if it is not possible."""
     available = usable_memory(cluster)
-    piped, flat = _split(ranking, lambda choice: choice.mesh.stages > 1)
+    piped = ranking.fastest(lambda choice: choice.mesh.stages > 1)
+    flat = ranking.fastest(lambda choice: choice.mesh.stages == 1)
     if piped is None:
-        return _too_large(_smallest(ranking, lambda choice: choice.mesh.stages > 1), available)
+        return _too_large(ranking.smallest(lambda choice: choice.mesh.stages > 1), available)
     if flat is None:
-        least = _smallest(ranking, lambda choice: choice.mesh.stages == 1)
+        least = ranking.smallest(lambda choice: choice.mesh.stages == 1)
         why = needs(least.bytes, available) if least else 'does not divide'
         verdict = f'required: without it the smallest layout {why}; with {_stages(piped)}'
     else:
@@ -34,34 +33,19 @@ def on_pipelines(ranking: Ranking, cluster: Cluster) -> str | None:
 
 def on_contexts(ranking: Ranking, available: int) -> str | None:
     """Say whether context parallelism is worth it; None if it is not possible."""
-    sharded, whole = _split(ranking, lambda choice: choice.mesh.context > 1)
+    sharded = ranking.fastest(lambda choice: choice.mesh.context > 1)
+    whole = ranking.fastest(lambda choice: choice.mesh.context == 1)
     if sharded is None:
-        return _too_large(_smallest(ranking, lambda choice: choice.mesh.context > 1), available)
+        return _too_large(ranking.smallest(lambda choice: choice.mesh.context > 1), available)
     waits = sum(sharded.timed.share(axis) for axis in sharded.timed.axes if axis == 'context')
     if whole is None:
-        least = _smallest(ranking, lambda choice: choice.mesh.context == 1)
+        least = ranking.smallest(lambda choice: choice.mesh.context == 1)
         why = needs(least.bytes, available) if least else 'does not divide'
         verdict = f'required: without it the smallest layout {why}'
     else:
         name, than = f'context={sharded.mesh.context}', describe(whole.config)
         verdict = judged(name, sharded.timed, whole.timed, what='layout with it', than=than)
     return f'{verdict}; {waits:.1%} of its step is exposed communication of keys and values'
-
-
-def _split(ranking: Ranking, has: Callable[[Choice], bool]) -> tuple[Choice | None, Choice | None]:
-    """Return the fastest layout for which `has` is true, and the fastest of the rest."""
-    return (
-        next((choice for choice in ranking.fitting if has(choice)), None),
-        next((choice for choice in ranking.fitting if not has(choice)), None),
-    )
-
-
-def _smallest(ranking: Ranking, has: Callable[[Choice], bool]) -> Choice | None:
-    return min(
-        (choice for choice in ranking.too_large if has(choice)),
-        key=lambda choice: choice.bytes,
-        default=None,
-    )
 
 
 def _too_large(least: Choice | None, available: int) -> str | None:

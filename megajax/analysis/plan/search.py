@@ -5,7 +5,7 @@ The result shows which layouts fit, how fast each is, and why the others were no
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from megajax.analysis.plan.describe import ZERO_STAGES, describe, needs, no_layout
 from megajax.analysis.plan.kernel_time import peak_flops
@@ -67,6 +67,14 @@ class Ranking:
     def all(self) -> tuple[Choice, ...]:
         """All layouts, in the order of the fields above."""
         return *self.fitting, *self.slower, *self.too_large
+
+    def fastest(self, has: Callable[[Choice], bool]) -> Choice | None:
+        """Return the fastest of the layouts that fit for which `has` is true."""
+        return next(filter(has, self.fitting), None)
+
+    def smallest(self, has: Callable[[Choice], bool]) -> Choice | None:
+        """Return the smallest of the layouts that do not fit for which `has` is true."""
+        return next(filter(has, self.too_large), None)
 
 
 def search(

@@ -10,20 +10,20 @@ from megajax.core.config import Config
 def on_tensor_parallelism(ranking: Ranking, available: int) -> str:
     """Say whether tensor parallelism is worth it, and by how much it changes the time."""
     best = ranking.best
-    without = next((choice for choice in ranking.fitting if _group(choice) == 1), None)
-    with_it = next((choice for choice in ranking.fitting if _group(choice) > 1), None)
+    without = ranking.fastest(lambda choice: _group(choice) == 1)
+    with_it = ranking.fastest(lambda choice: _group(choice) > 1)
     if without and with_it:
         name, exposed = f'model={group_name(with_it.mesh)}', f'{_share(with_it):.1%} of its step'
         verdict = judged(name, with_it.timed, without.timed, what='layout with it')
         return f'{verdict}; {exposed} is exposed TP communication'
     if without:
         return 'not possible: no layout with it fits or divides the model and the batch'
-    least = min((choice.bytes for choice in ranking.too_large if _group(choice) == 1), default=None)
+    least = ranking.smallest(lambda choice: _group(choice) == 1)
     reason = next(
         (why for mesh, why in ranking.impossible.items() if mesh.rows * mesh.model == 1),
         'no layout divides the model and the batch',
     )
-    without_it = f'the smallest layout {needs(least, available)}' if least else reason
+    without_it = f'the smallest layout {needs(least.bytes, available)}' if least else reason
     return (
         f'required: without it {without_it}; with model={group_name(best.mesh)}, '
         f'{_share(best):.1%} of the step is exposed TP communication'
@@ -54,10 +54,8 @@ def on_sharding(ranking: Ranking) -> str:
 
 def on_experts(ranking: Ranking) -> str | None:
     """Say whether expert parallelism is worth it; None if no layout with it fits."""
-    sharded, whole = (
-        next((x for x in ranking.fitting if (x.config.mesh.experts > 1) == has_it), None)
-        for has_it in (True, False)
-    )
+    sharded = ranking.fastest(lambda choice: choice.config.mesh.experts > 1)
+    whole = ranking.fastest(lambda choice: choice.config.mesh.experts == 1)
     if sharded is None:
         return None
     name = f'experts={sharded.config.mesh.experts}'
@@ -73,8 +71,8 @@ def on_experts(ranking: Ranking) -> str | None:
 
 def on_grids(ranking: Ranking) -> str | None:
     """Say whether 2-D tensor parallelism is worth it, and how much it sends; None if impossible."""
-    grid = next((choice for choice in ranking.fitting if choice.mesh.rows > 1), None)
-    flat = next((choice for choice in ranking.fitting if choice.mesh.rows == 1), None)
+    grid = ranking.fastest(lambda choice: choice.mesh.rows > 1)
+    flat = ranking.fastest(lambda choice: choice.mesh.rows == 1)
     if grid is None:
         return None
     name, devices = group_name(grid.mesh), grid.config.mesh.tensor_parallel
