@@ -6,33 +6,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import P
-from jax.sharding import Mesh, NamedSharding
 from jax.stages import Lowered
 
 from megajax.xla.hlo.products import product_of
-from megajax.xla.hlo.program import Computation, Instruction, Program
-from megajax.xla.miscompiles.entry import Miscompile, Repro
-from megajax.xla.miscompiles.trace import Place, trace
+from megajax.xla.hlo.program import Instruction, Program
+from megajax.xla.miscompiles.entry import Miscompile, Repro, replicated
+from megajax.xla.miscompiles.trace import Place, places, trace
 
 _REORDERED = frozenset({'transpose', 'convert'})
 
 
 def detect(program: Program) -> Iterator[Instruction]:
     """Yield every matmul whose rows are repeated for each expert, and zero except in one copy."""
-    for computation in program.computations.values():
-        for instruction in computation.instructions:
-            if copies(program, computation, instruction) > 1:
-                yield instruction
+    for place in places(program):
+        if copies(program, place) > 1:
+            yield place.instruction
 
 
-def copies(program: Program, computation: Computation, instruction: Instruction) -> int:
+def copies(program: Program, place: Place) -> int:
     """Return how often a matmul repeats the rows of an operand; 1 if it is not of this kind."""
-    if product_of(computation, instruction) is None:
+    if product_of(*place) is None:
         return 1
-    place = Place(computation, instruction)
-    operands = range(min(len(instruction.operands), 2))
+    operands = range(min(len(place.instruction.operands), 2))
     return max((_copies(program, place.operand(index)) for index in operands), default=1)
 
 
@@ -74,20 +69,14 @@ def _repeated(program: Program, place: Place) -> Place:
 
 
 def _detail(program: Program, instruction: Instruction) -> str:
-    homes = program.computations.values()
-    home = next(home for home in homes if instruction.name in home.by_name)
-    count = copies(program, home, instruction)
+    count = copies(program, next(x for x in places(program) if x.instruction is instruction))
     return f'{count} times the FLOPs and {count} copies of the rows'
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
-    mesh = Mesh(np.array(devices), ('x',))
-
-    def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, P()))
-
-    sizes = shape(8, dtype=jnp.int32)
-    return jax.jit(jax.lax.ragged_dot).lower(shape(512, 128), shape(8, 128, 128), sizes)
+    operands = replicated(devices, (512, 128), (8, 128, 128), dtype=jnp.bfloat16)
+    sizes = replicated(devices, (8,), dtype=jnp.int32)
+    return jax.jit(jax.lax.ragged_dot).lower(*operands, *sizes)
 
 
 DENSE_RAGGED_DOT = Miscompile(

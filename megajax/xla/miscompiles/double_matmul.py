@@ -7,15 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import P, lax
-from jax.sharding import Mesh, NamedSharding
+from jax import lax
 from jax.stages import Lowered
 
 from megajax.xla.hlo.products import is_rematerialized
 from megajax.xla.hlo.program import Computation, Instruction, Program
-from megajax.xla.miscompiles.entry import Miscompile, Repro
-from megajax.xla.miscompiles.trace import Place, trace
+from megajax.xla.miscompiles.entry import Miscompile, Repro, replicated
+from megajax.xla.miscompiles.trace import Place, places, trace
 
 Key = tuple[object, ...]
 
@@ -23,15 +21,14 @@ Key = tuple[object, ...]
 def detect(program: Program) -> Iterator[Instruction]:
     """Yield every matmul that has the same operands and path as an earlier one, even in fusions."""
     first: dict[str, set[Key]] = defaultdict(set)
-    for computation in program.computations.values():
-        for instruction in computation.instructions:
-            is_cublas = '"__cublas$' in instruction.attributes
-            if is_cublas and not is_rematerialized(program, computation, instruction):
-                home = _home(program, computation)
-                key = _product(program, Place(computation, instruction))
-                if key in first[home]:
-                    yield instruction
-                first[home].add(key)
+    for place in places(program):
+        is_cublas = '"__cublas$' in place.instruction.attributes
+        if is_cublas and not is_rematerialized(program, *place):
+            home = _home(program, place.home)
+            key = _product(program, place)
+            if key in first[home]:
+                yield place.instruction
+            first[home].add(key)
 
 
 def _home(program: Program, computation: Computation) -> str:
@@ -66,11 +63,6 @@ def _value(program: Program, place: Place) -> Key:
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
-    mesh = Mesh(np.array(devices), ('x',))
-
-    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-
     def stacked(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
             h = x @ w
@@ -78,7 +70,8 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
         return lax.scan(layer, x, w)
 
-    return jax.jit(stacked).lower(shape(512, 512), shape(4, 512, 512))
+    arrays = replicated(devices, (512, 512), (4, 512, 512), dtype=jnp.bfloat16)
+    return jax.jit(stacked).lower(*arrays)
 
 
 DOUBLE_MATMUL = Miscompile(

@@ -14,17 +14,17 @@ from jax.stages import Lowered
 from megajax.core.config import Config
 from megajax.xla.hlo.program import Instruction, Program
 from megajax.xla.miscompiles.entry import Miscompile, Repro
+from megajax.xla.miscompiles.trace import places
 
 PASS = 'all-gather-to-collective-permute-simplifier'
 
 
 def detect(program: Program) -> Iterator[Instruction]:
     """Yield every permute in which no device sends, so that all of them receive zeros."""
-    for computation in program.computations.values():
-        for instruction in computation.instructions:
-            is_permute = instruction.opcode in ('collective-permute', 'collective-permute-start')
-            if is_permute and re.search(r'source_target_pairs=\{\s*\}', instruction.attributes):
-                yield instruction
+    for _, instruction in places(program):
+        is_permute = instruction.opcode in ('collective-permute', 'collective-permute-start')
+        if is_permute and re.search(r'source_target_pairs=\{\s*\}', instruction.attributes):
+            yield instruction
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:

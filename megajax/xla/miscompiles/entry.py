@@ -4,7 +4,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import Mesh, NamedSharding
 from jax.stages import Lowered
+from jax.typing import DTypeLike
 
 from megajax.core.config import Config
 from megajax.xla.hlo.program import Instruction, Program
@@ -25,6 +31,14 @@ class Repro:
     lower: Callable[[Sequence[Any]], Lowered]
     options: Options = dataclasses.field(default_factory=dict)  # options that trigger the bug
     is_wrong: Callable[[Any], bool] | None = None
+
+
+def replicated(
+    devices: Sequence[Any], *shapes: tuple[int, ...], dtype: DTypeLike = jnp.float32
+) -> list[jax.ShapeDtypeStruct]:
+    """Return arrays of these shapes, each of them whole on every device."""
+    sharding = NamedSharding(Mesh(np.array(devices), ('x',)), P())
+    return [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,13 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import P
-from jax.sharding import Mesh, NamedSharding
 from jax.stages import Lowered
 
 from megajax.xla.hlo.program import Instruction, Program
-from megajax.xla.miscompiles.entry import Miscompile, Repro
+from megajax.xla.miscompiles.entry import Miscompile, Repro, replicated
+from megajax.xla.miscompiles.trace import places
 
 _BIAS = re.compile(r'"epilogue":"\w*BIAS')
 
@@ -22,24 +20,18 @@ def detect(program: Program) -> Iterator[Instruction]:
 
     The text does not show the dim along which the vector should be added.
     """
-    for computation in program.computations.values():
-        for instruction in computation.instructions:
-            if '"__cublas$' in instruction.attributes and _BIAS.search(instruction.attributes):
-                rows, columns = instruction.results[0].shape[-2:]
-                if rows == columns:
-                    yield instruction
+    for _, instruction in places(program):
+        if '"__cublas$' in instruction.attributes and _BIAS.search(instruction.attributes):
+            rows, columns = instruction.results[0].shape[-2:]
+            if rows == columns:
+                yield instruction
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
-    mesh = Mesh(np.array(devices), ('x',))
-
-    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=NamedSharding(mesh, P()))
-
     def transposed(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
         return (x @ w + jnp.expand_dims(b, 0)).T
 
-    return jax.jit(transposed).lower(shape(32, 64), shape(64, 32), shape(32))
+    return jax.jit(transposed).lower(*replicated(devices, (32, 64), (64, 32), (32,)))
 
 
 MISPLACED_BIAS = Miscompile(

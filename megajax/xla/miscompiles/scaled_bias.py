@@ -6,13 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import P
-from jax.sharding import Mesh, NamedSharding
 from jax.stages import Lowered
 
 from megajax.xla.hlo.program import Instruction, Program
-from megajax.xla.miscompiles.entry import Miscompile, Repro
+from megajax.xla.miscompiles.entry import Miscompile, Repro, replicated
+from megajax.xla.miscompiles.trace import places
 
 _ALPHA = re.compile(r'"alpha_real":"?([-+.\deE]+)')
 _EPILOGUE = re.compile(r'"epilogue":"(\w+)"')
@@ -23,25 +21,19 @@ def detect(program: Program) -> Iterator[Instruction]:
 
     The correct program `a * (x @ w) + b` has the same text.
     """
-    for computation in program.computations.values():
-        for instruction in computation.instructions:
-            if '"__cublas$' in instruction.attributes:
-                alpha = _ALPHA.search(instruction.attributes)
-                epilogue = _EPILOGUE.search(instruction.attributes)
-                if alpha and epilogue and float(alpha[1]) != 1 and 'BIAS' in epilogue[1]:
-                    yield instruction
+    for _, instruction in places(program):
+        if '"__cublas$' in instruction.attributes:
+            alpha = _ALPHA.search(instruction.attributes)
+            epilogue = _EPILOGUE.search(instruction.attributes)
+            if alpha and epilogue and float(alpha[1]) != 1 and 'BIAS' in epilogue[1]:
+                yield instruction
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
-    mesh = Mesh(np.array(devices), ('x',))
-
-    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=NamedSharding(mesh, P()))
-
     def scaled(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
         return 1.5 * (x @ w + jnp.expand_dims(b, 0))
 
-    return jax.jit(scaled).lower(shape(256, 256), shape(256, 512), shape(512))
+    return jax.jit(scaled).lower(*replicated(devices, (256, 256), (256, 512), (512,)))
 
 
 SCALED_BIAS = Miscompile(

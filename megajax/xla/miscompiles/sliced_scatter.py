@@ -14,7 +14,7 @@ from megajax.xla.hlo.errors import HloError
 from megajax.xla.hlo.groups import device_groups
 from megajax.xla.hlo.program import Instruction, Program
 from megajax.xla.miscompiles.entry import Miscompile, Repro
-from megajax.xla.miscompiles.trace import Place, integer, trace
+from megajax.xla.miscompiles.trace import Place, integer, places, trace
 
 VOCAB, WIDTH, BATCH, LENGTH = 64, 16, 4, 16
 _REDUCTIONS = ('all-reduce', 'all-reduce-start', 'reduce-scatter')
@@ -24,11 +24,9 @@ _SUMMED = frozenset({'convert', 'all-reduce', 'all-reduce-start'})
 
 def detect(program: Program) -> Iterator[Instruction]:
     """Yield every sum to which each device adds a different slice of its scattered gradients."""
-    for computation in program.computations.values():
-        for instruction in computation.instructions:
-            place = Place(computation, instruction)
-            if instruction.opcode in _REDUCTIONS and _adds_other_slices(program, place):
-                yield instruction
+    for place in places(program):
+        if place.instruction.opcode in _REDUCTIONS and _adds_other_slices(program, place):
+            yield place.instruction
 
 
 def _adds_other_slices(program: Program, place: Place) -> bool:

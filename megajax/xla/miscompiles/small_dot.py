@@ -13,7 +13,7 @@ from jax.stages import Lowered
 
 from megajax.xla.hlo.program import DTYPE_BITS, Computation, Instruction, Program
 from megajax.xla.miscompiles.entry import Miscompile, Repro
-from megajax.xla.miscompiles.trace import Place, trace
+from megajax.xla.miscompiles.trace import Place, places, trace
 
 ROWS = 32_769
 MAX_CONTRACTED = 3  # elements; with 4 and more, results were correct
@@ -23,14 +23,13 @@ _ELEMENTWISE = frozenset({'multiply', 'add', 'subtract', 'negate', 'abs', 'conve
 
 def detect(program: Program) -> Iterator[Instruction]:
     """Yield every YNNPACK fusion of a matmul over at most three elements with its reduction."""
-    for computation in program.computations.values():
-        for instruction in computation.instructions:
-            if '"__ynn_fusion"' in instruction.attributes and instruction.called:
-                inside = program.computations[instruction.called[0]]
-                inner = inside.instructions
-                is_small = any(_is_small(inside, dot) for dot in inner)
-                if is_small and any(_sums_dot(program, inside, each) for each in inner):
-                    yield instruction
+    for _, instruction in places(program):
+        if '"__ynn_fusion"' in instruction.attributes and instruction.called:
+            inside = program.computations[instruction.called[0]]
+            inner = inside.instructions
+            is_small = any(_is_small(inside, dot) for dot in inner)
+            if is_small and any(_sums_dot(program, inside, each) for each in inner):
+                yield instruction
 
 
 def _is_small(inside: Computation, dot: Instruction) -> bool:

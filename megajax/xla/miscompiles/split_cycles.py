@@ -14,7 +14,7 @@ from jax.stages import Lowered
 
 from megajax.xla.hlo.program import Instruction, Program
 from megajax.xla.miscompiles.entry import Miscompile, Repro
-from megajax.xla.miscompiles.trace import Place, integer, trace
+from megajax.xla.miscompiles.trace import Place, integer, places, trace
 
 _PAIRS = re.compile(r'source_target_pairs="?=?"?\{((?:\{\d+,\d+\},?)*)\}')
 _WITH_BROADCAST = frozenset({'broadcast'})
@@ -22,11 +22,9 @@ _WITH_BROADCAST = frozenset({'broadcast'})
 
 def detect(program: Program) -> Iterator[Instruction]:
     """Yield every select that gives a device the one of two permutes that sends it nothing."""
-    for computation in program.computations.values():
-        for instruction in computation.instructions:
-            is_choice = instruction.opcode == 'select'
-            if is_choice and _loses_data(program, Place(computation, instruction)):
-                yield instruction
+    for place in places(program):
+        if place.instruction.opcode == 'select' and _loses_data(program, place):
+            yield place.instruction
 
 
 def _loses_data(program: Program, select: Place) -> bool:

@@ -1,7 +1,7 @@
 """Follow a value of a compiled program back to its origin, and compute integers per device."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from megajax.xla.hlo.program import Computation, Instruction, Program
@@ -36,6 +36,13 @@ class Place(NamedTuple):
     def operand(self, index: int) -> 'Place':
         """Return the place of an operand of the instruction."""
         return Place(self.home, self.home.by_name[self.instruction.operands[index]])
+
+
+def places(program: Program) -> Iterator[Place]:
+    """Yield every instruction of a program."""
+    for home in program.computations.values():
+        for instruction in home.instructions:
+            yield Place(home, instruction)
 
 
 def trace(
