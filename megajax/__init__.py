@@ -43,63 +43,32 @@ if TYPE_CHECKING:
     plan: PlanPackage
     __version__: str
 
-__all__ = [
-    'Config',
-    'ConfigError',
-    'Decoder',
-    'LanguageModel',
-    'Layout',
-    'Run',
-    'RunError',
-    'TrainState',
-    'compare',
-    'cross_entropy',
-    'gradients',
-    'init_state',
-    'inspect',
-    'learning_rate',
-    'load',
-    'load_params',
-    'loss',
-    'make_mesh',
-    'make_train_step',
-    'on_whole_matrices',
-    'place_batch',
-    'placements',
-    'plan',
-    'step_options',
-    'train',
-]
-
-_HOMES = {
-    'Config': 'megajax.core.config',
-    'ConfigError': 'megajax.core.config',
-    'Decoder': 'megajax.core.model.transformer',
-    'LanguageModel': 'megajax.core.model.transformer',
-    'Layout': 'megajax.core.parallel.layout',
-    'Run': 'megajax.runtime.run.run',
-    'RunError': 'megajax.core.config',
-    'TrainState': 'megajax.core.train.step',
-    'cross_entropy': 'megajax.core.model.loss',
-    'gradients': 'megajax.core.train.custom',
-    'init_state': 'megajax.core.train.step',
-    'learning_rate': 'megajax.core.train.optimizer',
-    'load': 'megajax.core.config',
-    'load_params': 'megajax.runtime.run.start',
-    'loss': 'megajax.core.train.custom',
-    'make_mesh': 'megajax.core.parallel.mesh',
-    'make_train_step': 'megajax.core.train.step',
-    'on_whole_matrices': 'megajax.core.train.whole_matrices',
-    'place_batch': 'megajax.core.train.feed',
-    'placements': 'megajax.core.parallel.placements',
-    'step_options': 'megajax.core.train.compiler_options',
+_NAMES = {
+    'core.config': ('Config', 'ConfigError', 'RunError', 'load'),
+    'core.model.loss': ('cross_entropy',),
+    'core.model.transformer': ('Decoder', 'LanguageModel'),
+    'core.parallel.layout': ('Layout',),
+    'core.parallel.mesh': ('make_mesh',),
+    'core.parallel.placements': ('placements',),
+    'core.train.compiler_options': ('step_options',),
+    'core.train.custom': ('gradients', 'loss'),
+    'core.train.feed': ('place_batch',),
+    'core.train.optimizer': ('learning_rate',),
+    'core.train.step': ('TrainState', 'init_state', 'make_train_step'),
+    'core.train.whole_matrices': ('on_whole_matrices',),
+    'runtime.run.run': ('Run',),
+    'runtime.run.start': ('load_params',),
 }
+_HOMES = {name: f'megajax.{home}' for home, names in _NAMES.items() for name in names}
 _PACKAGES = {
     'compare': 'megajax.analysis.compare',
     'inspect': 'megajax.analysis.inspect',
     'plan': 'megajax.analysis.plan',
     'train': 'megajax.core.train',
 }
+
+__all__ = [*_HOMES, *_PACKAGES]
+
 sys.meta_path.insert(0, OldNames())
 
 
