@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megajax.analysis.compare.difference import Comparison, Side, Site
+from megajax.analysis.compare.difference import Comparison, Site
 from megajax.base.render.console import number_columns, open_table, text_columns
 from megajax.base.render.folded import Folded
 
@@ -21,7 +21,7 @@ def to_text(comparison: Comparison, *, every: bool = False) -> RenderableType:
     A layer takes one row, unless it has the first difference or `every` is set.
     """
     parts: list[RenderableType] = [
-        Text(f'{letter}  {_side(side)}')
+        Text(f'{letter}  {side.source}, executed with {side.executed_with} on {side.platform}')
         for letter, side in (('A', comparison.a), ('B', comparison.b))
     ]
     if comparison.keys:
@@ -50,10 +50,6 @@ def verdict(comparison: Comparison) -> str:
 
 def _title(site: Site) -> str:
     return f'{site.name} forward' if site.phase == 'forward' else f'gradient of {site.name}'
-
-
-def _side(side: Side) -> str:
-    return f'{side.source}, executed with {side.executed_with} on {side.platform}'
 
 
 def _weights(comparison: Comparison) -> str:

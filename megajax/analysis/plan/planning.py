@@ -22,7 +22,6 @@ from megajax.analysis.plan.result import (
 )
 from megajax.analysis.plan.search import Choice, Ranking, memory_on, search, usable_memory
 from megajax.analysis.plan.time import StepTime, step_time
-from megajax.analysis.plan.transfers import PlannedTransfer
 from megajax.analysis.plan.verdicts import on_experts, on_grids, on_sharding, on_tensor_parallelism
 from megajax.analysis.plan.what_if import what_if
 from megajax.analysis.plan.window_verdict import on_windows
@@ -160,7 +159,10 @@ def _report(
         idle=time.idle,
         memory_bound=time.memory_bound,
         launches=time.launches,
-        transfers=[_transfer(transfer) for transfer in time.transfers],
+        transfers=[
+            TransferLine(**dataclasses.asdict(transfer), exposed=transfer.exposed)
+            for transfer in time.transfers
+        ],
         seconds=time.total,
         tokens_per_second=time.tokens_per_second,
         tflops_per_gpu=time.flops_per_gpu / 1e12,
@@ -232,10 +234,6 @@ def _efficiencies(gpu: Hardware, dtype: str) -> str:
         else 'unverified: no published throughput'
     )
     return f'efficiency vs. peak: {", ".join(parts)}; {source}'
-
-
-def _transfer(transfer: PlannedTransfer) -> TransferLine:
-    return TransferLine(**dataclasses.asdict(transfer), exposed=transfer.exposed)
 
 
 def _layout(choice: Choice, ranking: Ranking, available: int) -> Candidate:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megajax.analysis.plan.plot import new_figure
 from megajax.core.config import Config, ConfigError
-from megajax.core.counts.schedule import IDLE, Phase, Schedule, schedule_of
+from megajax.core.counts.schedule import IDLE, Schedule, schedule_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,11 +69,8 @@ def _title(config: Config, plan: Schedule) -> str:
 def _lengths(plan: Schedule, backward: float) -> Iterator[tuple[float, float]]:
     """Yield the lengths of the forward and of the backward half of each tick."""
     for phase in plan.phases:
-        yield from [_halves(phase, backward)] * phase.ticks
-
-
-def _halves(phase: Phase, backward: float) -> tuple[float, float]:
-    return 1.0 if phase.forward else 0.0, backward if phase.backward else 0.0
+        halves = float(phase.forward), backward * phase.backward
+        yield from [halves] * phase.ticks
 
 
 def boxes(plan: Schedule, lengths: list[tuple[float, float]]) -> Iterator[Box]:

@@ -35,7 +35,7 @@ def predictions(
     lines: list[tuple[StepPart, float, float, float]] = [
         ('products', spent(_is_product), products, plan.products - plan.idle),
         ('other kernels', others, roofline.compute - products, plan.memory_bound + plan.launches),
-        ('exposed transfers', spent(_is_transfer), roofline.exposed, plan.waits()),
+        ('exposed transfers', spent(lambda each: each.is_transfer), roofline.exposed, plan.waits()),
         ('idle', sum(measured.idle), 0.0, plan.idle),
         ('step', measured.step, roofline.compute + roofline.exposed, plan.total),
     ]
@@ -47,7 +47,3 @@ def predictions(
 
 def _is_product(work: Work) -> bool:
     return work.kind in PRODUCTS
-
-
-def _is_transfer(work: Work) -> bool:
-    return work.is_transfer

@@ -85,11 +85,7 @@ def section(runs: Sequence[Facts], points: int) -> Html:
 
 def tokenizers_differ(runs: Sequence[Facts]) -> bool:
     """Return whether the runs' tokenizers differ, or only some of the tokenizers are known."""
-    return len({_ids(facts.run) for facts in runs}) > 1
-
-
-def _ids(run: RunData) -> str | int:
-    return run.tokenizer or run.config.model.vocab_size
+    return len({facts.run.tokenizer or facts.run.config.model.vocab_size for facts in runs}) > 1
 
 
 def comparison(runs: Sequence[Facts]) -> str:
@@ -160,7 +156,7 @@ def _results(runs: Sequence[Facts]) -> Html:
         for name in line
         if name.startswith(('validation_', 'budget_'))
     )
-    head = ['run', 'steps', 'tokens', 'training loss', *(_result_name(name) for name in names)]
+    head = ['run', 'steps', 'tokens', 'training loss', *(name.replace('_', ' ') for name in names)]
     rows = [
         [
             join([chip(facts.color), facts.run.name]),
@@ -184,10 +180,6 @@ def tokens_of(run: RunData) -> int:
     others = max(run.last_step - int(is_count.sum()), 0)
     each = run.config.train.batch_size * run.config.train.seq_len
     return int(counts[is_count].sum()) + others * each
-
-
-def _result_name(name: str) -> str:
-    return name.replace('_', ' ')
 
 
 def _number(value: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 WRAPPED = 10  # minimum width of a cell that may be wrapped, in terminal columns
@@ -27,7 +27,7 @@ class Folded:
     names: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = [_Column.of(self.table, place, console) for place in _places(self.table)]
+        columns = [_Column.of(column, console) for column in self.table.columns]
         if _total(columns) <= options.max_width:
             yield self.table
             return
@@ -50,8 +50,7 @@ class _Column:
     is_right: bool
 
     @classmethod
-    def of(cls, table: Table, place: int, console: Console) -> '_Column':
-        column = table.columns[place]
+    def of(cls, column: Column, console: Console) -> '_Column':
         cells = [
             cell.copy()
             if isinstance(cell, Text)
@@ -72,10 +71,6 @@ class _Column:
     def needed(self) -> int:
         """Smallest readable width in terminal columns."""
         return min(self.width, WRAPPED) if self.may_wrap else self.width
-
-
-def _places(table: Table) -> range:
-    return range(len(table.columns))
 
 
 def _total(columns: Sequence[_Column]) -> int:

@@ -132,7 +132,7 @@ def _gradients(
                 _of_keys(k_2, is_earlier),
                 _of_keys(v_2, is_earlier),
                 o_2,
-                _by_head(lse_2),
+                jnp.moveaxis(lse_2, 2, 1),
                 do_2,
                 False,
                 lengths=documents.lengths(step),
@@ -228,7 +228,3 @@ def _to_chunks(
 def _halves(x: jax.Array, dim: int) -> Pair:
     first, second = jnp.split(x, 2, axis=dim)
     return first, second
-
-
-def _by_head(lse_RSN: jax.Array) -> jax.Array:
-    return jnp.moveaxis(lse_RSN, 2, 1)

@@ -283,7 +283,10 @@ class _Step:
     def judged(errors: Iterable[Leaf | Difference], limits: Sequence[float]) -> list[Leaf]:
         """Return the outputs' errors, judged by these limits."""
         pairs = zip(errors, limits, strict=True)
-        return [_leaf(each.name, each.error, limit) for each, limit in pairs]
+        return [
+            Leaf(name=each.name, error=each.error, limit=limit, ok=each.error <= limit)
+            for each, limit in pairs
+        ]
 
     def culprit(self, expected: Arrays, limits: Sequence[float]) -> str:
         """Return the compiler pass after which the program is wrong."""
@@ -307,7 +310,3 @@ def _on_one_device(x: np.ndarray, dtype: Any, *, device: jax.Device, exact: bool
 def _stored(x: jax.Array) -> np.ndarray:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if is_key else x)
-
-
-def _leaf(name: str, error: float, limit: float) -> Leaf:
-    return Leaf(name=name, error=error, limit=limit, ok=error <= limit)

@@ -168,9 +168,11 @@ def _content(
     content: object, vocabulary: Vocabulary, place: str
 ) -> str | list[dict[str, Any]] | None:
     """Return the content of a message; a text with image placeholders becomes a list of parts."""
-    if content is None or (isinstance(content, str) and not _has_places(content, vocabulary)):
-        return content
+    if content is None:
+        return None
     if isinstance(content, str):
+        if not vocabulary.sees or MARKER not in content:
+            return content
         first, *others = content.split(MARKER)
         parts: list[dict[str, Any]] = [{'type': 'text', 'text': first}]
         for text in others:
@@ -185,10 +187,6 @@ def _content(
     if not vocabulary.sees:
         _check_blind(sum(part['type'] == 'image' for part in content), place)
     return content
-
-
-def _has_places(text: str, vocabulary: Vocabulary) -> bool:
-    return vocabulary.sees and MARKER in text
 
 
 def _check_blind(pictures: int, place: str) -> None:
