@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+import jax
 import pytest
 from support import make_config
 
@@ -282,3 +283,11 @@ def test_a_pipeline_is_told_with_its_bubble_and_a_context_with_its_exchange(
     ]
     plain = make_config('gpt', model=sizes, train={'microbatches': 4, 'batch_size': 4})
     assert step_flops(config).model == step_flops(plain).model
+
+
+def test_simulated_devices_are_said_to_be_so_whatever_the_machine_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Report().mesh(jax.make_mesh((2, 2), ('data', 'model')))
+    said = 'mesh       data=2 x model=2, 4 devices, simulated on the CPU\n'
+    assert capsys.readouterr().out == said

@@ -75,7 +75,7 @@ class Report:
         device = mesh.devices.flat[0]
         axes = ' x '.join(f'{name}={size}' for name, size in mesh.shape.items())
         if is_simulated(mesh):
-            where = f'{mesh.size} devices, simulated: this machine has only a CPU'
+            where = f'{mesh.size} devices, simulated on the CPU'
         else:
             where = (
                 f'{mesh.size} x {device.device_kind}' if device.platform != 'cpu' else _cpus(mesh)
