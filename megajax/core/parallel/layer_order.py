@@ -93,7 +93,7 @@ def _is_stacked(x: Any) -> bool:
 
 
 def _is_shaped_like_parameter(x: nnx.Variable) -> bool:
-    shape = getattr(x.get_value(), 'shape', ())
+    shape: tuple[int, ...] = getattr(x.get_value(), 'shape', ())
     return len(shape) == len(x.declared.dims) and shape[0] > 1
 
 
