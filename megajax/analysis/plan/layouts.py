@@ -201,7 +201,6 @@ def layouts(
         mesh__virtual_stages=1,
         mesh__context=1,
         train__schedule='1f1b',
-        mesh__allow_model_across_hosts=config.mesh.allow_model_across_hosts or group > per_host,
     )
     sequence_parallel = (True,) if mesh.rows > 1 else (False, True) if group > 1 else (False,)
     # With flash attention, selective recomputation has no effect.

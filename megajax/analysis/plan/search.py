@@ -7,6 +7,7 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 
+from megajax.analysis.plan.accepted import accepted
 from megajax.analysis.plan.describe import ZERO_STAGES, describe, needs, no_layout
 from megajax.analysis.plan.kernel_time import peak_flops
 from megajax.analysis.plan.layouts import Mesh, changed, deep_meshes, is_frugal, layouts, meshes
@@ -128,7 +129,10 @@ def _possible(
     checked = dict[tuple[Section, ...], list[Problem]]()
     capability = cluster.hardware.compute_capability
     per_host, zero = cluster.devices_per_domain, program.zero
-    for candidate in layouts(config, mesh, per_host, capability, zero):
+    for listed in layouts(config, mesh, per_host, capability, zero):
+        candidate = accepted(listed, cluster)
+        if candidate is None:
+            continue
         # Any layout can recompute its activations.
         train = candidate.train.changed(recompute='none')
         alike = candidate.mesh, train, candidate.optim
@@ -244,8 +248,9 @@ def that_fits(
     larger = dataclasses.replace(cluster, num_devices=num_devices)
     for mesh in _meshes(config, larger, program):
         candidates = layouts(config, mesh, cluster.devices_per_domain, capability, program.zero)
-        for candidate in filter(is_frugal, candidates):
-            if program.problems(candidate):
+        for listed in filter(is_frugal, candidates):
+            candidate = accepted(listed, larger)
+            if candidate is None or program.problems(candidate):
                 continue
             if memory_on(candidate, cluster, savings).total <= have:
                 return candidate

@@ -1,6 +1,5 @@
 """Meshes of devices: the machine's GPUs or, if it has none, simulated devices on a CPU."""
 
-import collections
 import contextlib
 import math
 import os
@@ -20,6 +19,7 @@ from megajax.core.config.extras import install
 from megajax.core.config.rules import incompatibilities
 from megajax.core.hardware.memory import claim_gpu_memory
 from megajax.core.hardware.visible import visible_gpus
+from megajax.core.parallel.hosts import check_hosts, data_shards, nvlink_domain
 from megajax.core.parallel.layout import UNSHARDED
 
 # Mesh axes, outermost first. The axes that communicate most, with the computation waiting for the
@@ -140,85 +140,18 @@ def one_dimensional(config: Config) -> Config:
     return next(candidate for candidate in candidates if not incompatibilities(candidate))
 
 
-def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: bool) -> None:
-    """Raise ConfigError if groups of devices span hosts unnecessarily.
-
-    `hosts` has the host of each device of the mesh. A tensor-parallel group may span hosts only if
-    `cross_hosts` is set. The data shards of a replica may span hosts only if no number of replicas
-    avoids it.
-    """
-    if not cross_hosts:
-        _check_tensor_groups(hosts, sizes)
-    replicas, stages, data = sizes.get('replica', 1), sizes.get('stage', 1), _data(sizes)
-    if replicas == 1 or len(set(hosts)) == 1:
-        return
-    if 'row' in sizes:
-        raise ConfigError(
-            f'mesh.replicas={replicas} with mesh.model_rows={sizes["row"]} on several hosts: '
-            'a grid whose gradients are also summed between hosts is not supported yet; '
-            'set mesh.replicas=1, or mesh.model_rows=1'
-        )
-    devices = len(hosts) // stages  # number of devices of each stage, in groups of neighbors
-    if crossing := crossing_hosts(hosts, replicas * stages):
-        inside = [
-            count
-            for count in range(1, data + 1)
-            if data % count == 0 and not crossing_hosts(hosts, count * stages)
-        ]
-        if inside:
-            raise ConfigError(
-                f'mesh.replicas={replicas} makes groups of {devices // replicas} devices, which '
-                f'reach across hosts ({", ".join(crossing)}), and each layer would wait for their '
-                f'network: set mesh.replicas={inside[0]}, whose groups of '
-                f'{devices // inside[0]} devices stay in one host'
-            )
-
-
-def _check_tensor_groups(hosts: Sequence[str], sizes: Mapping[str, int]) -> None:
-    rows, model = sizes.get('row', 1), sizes['model']
-    crossing = crossing_hosts(hosts, len(hosts) // (rows * model))
-    if not crossing:
-        return
-    largest = math.gcd(*collections.Counter(hosts).values())
-    allow = 'or mesh.allow_model_across_hosts=true'
-    if rows > 1:
-        raise ConfigError(
-            f'mesh.model_rows={rows} x mesh.model={model} reaches across hosts '
-            f'({", ".join(crossing)}), and each layer would wait for their network: '
-            f'set their product to {largest} or a divisor of it, {allow}'
-        )
-    shards, remainder = divmod(_data(sizes) * model, largest)
-    example = '' if remainder else f'for example mesh.data={shards} mesh.model={largest}, '
-    raise ConfigError(
-        f'mesh.model={model} reaches across hosts ({", ".join(crossing)}), '
-        'and each layer would wait for their network: '
-        f'set mesh.model to {largest} or a divisor of it, {example}{allow}'
-    )
-
-
-def crossing_hosts(hosts: Sequence[str], num_groups: int) -> list[str]:
-    """Return the hosts of the first group of neighbors that spans several hosts, if any."""
-    size = len(hosts) // num_groups
-    groups = (set(hosts[i * size : (i + 1) * size]) for i in range(num_groups))
-    return next((sorted(group) for group in groups if len(group) > 1), [])
-
-
-def _data(sizes: Mapping[str, int]) -> int:
-    """Return `mesh.data`: the data shards of all replicas, including those along `expert`."""
-    return sizes.get('replica', 1) * sizes['data'] * sizes.get('expert', 1)
-
-
 def _words(sizes: Mapping[str, int]) -> str:
     """Return the sizes by the keys of the config, for example mesh.data=4 x mesh.model=2."""
     keys = {axis: size for axis, size in sizes.items() if axis != 'replica'}
-    keys = {**keys, 'data': _data(sizes)}
+    keys = {**keys, 'data': data_shards(sizes)}
     words = ' x '.join(f'mesh.{KEYS.get(axis, axis)}={size}' for axis, size in keys.items())
     return f'{words} (mesh.replicas={sizes["replica"]})' if 'replica' in sizes else words
 
 
 def _more_data(sizes: Mapping[str, int], count: int) -> str:
     """Return the settings with which the mesh has `count` devices."""
-    replicas, data = sizes.get('replica', 1), count * _data(sizes) // math.prod(sizes.values())
+    replicas = sizes.get('replica', 1)
+    data = count * data_shards(sizes) // math.prod(sizes.values())
     other = math.gcd(replicas, data)
     return f'mesh.data={data}' + (f' mesh.replicas={other}' if other != replicas else '')
 
@@ -252,7 +185,12 @@ def _within_hosts(
     """
     hosts = host_names()
     devices = sorted(devices, key=lambda device: hosts.index(hosts[device.process_index]))
-    check_hosts([hosts[device.process_index] for device in devices], sizes, cross_hosts=cross_hosts)
+    check_hosts(
+        [hosts[device.process_index] for device in devices],
+        sizes,
+        cross_hosts=cross_hosts,
+        domain=nvlink_domain(devices[0].device_kind),
+    )
     return devices
 
 
@@ -334,7 +272,7 @@ def _choices(sizes: Mapping[str, int], count: int) -> str:
     """Return the sizes of `data` and `model` that fit on `count` devices, in words."""
     groups = {axis: sizes[axis] for axis in ('replica', 'expert') if axis in sizes}
     shards = math.prod(groups.values())  # mesh.data must be a multiple of this number
-    others = math.prod(sizes.values()) // (_data(sizes) * sizes['model'])
+    others = math.prod(sizes.values()) // (data_shards(sizes) * sizes['model'])
     less = []
     if others > count:
         beside = [axis for axis in sizes if axis not in (*groups, *ALWAYS)]

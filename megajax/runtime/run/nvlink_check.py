@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from megajax.core.config.divisors import divisors
 from megajax.core.hardware.targets import is_nvidia
 from megajax.core.hardware.topology import Topology, topology_of_host
+from megajax.core.parallel.hosts import crossing_hosts, nvlink_domain
 from megajax.core.parallel.layout import EXPERT
-from megajax.core.parallel.mesh import crossing_hosts, host_names
+from megajax.core.parallel.mesh import host_names
 from megajax.runtime.run.log.report import Report
 
 TENSOR = ('row', 'model')  # the mesh axes for whose collectives every layer waits
@@ -31,28 +32,33 @@ def note_links(mesh: Mesh, report: Report) -> None:
     if mesh.shape.get(EXPERT, 1) > 1:
         names = host_names()
         hosts = [names[device.process_index] for device in mesh.devices.flat]
-        if note := experts_across_hosts(hosts, mesh.shape):
+        domain = nvlink_domain(mesh.devices.flat[0].device_kind)
+        if note := experts_across_hosts(hosts, mesh.shape, domain):
             report.say(f'note       {note}')
 
 
-def experts_across_hosts(hosts: Sequence[str], sizes: Mapping[str, int]) -> str | None:
+def experts_across_hosts(
+    hosts: Sequence[str], sizes: Mapping[str, int], domain: int = 0
+) -> str | None:
     """Return a line if devices that share the experts of a layer are on several hosts, else None.
 
-    `hosts` has the host of each device of the mesh. Devices that share experts are next to each
+    `hosts` has the host of each device of the mesh. NVLink joins `domain` devices even of several
+    hosts, and groups of at most so many need no line. Devices that share experts are next to each
     other in the mesh, together with their context and tensor-parallel groups.
     """
     axes, experts = list(sizes), sizes[EXPERT]
     group = math.prod(sizes[axis] for axis in axes[axes.index(EXPERT) :])
-    crossing = crossing_hosts(hosts, len(hosts) // group)
+    crossing = crossing_hosts(hosts, len(hosts) // group, domain)
     if not crossing:
         return None
     fits = [
         count
         for count in divisors(experts)
-        if not crossing_hosts(hosts, len(hosts) * experts // (group * count))
+        if not crossing_hosts(hosts, len(hosts) * experts // (group * count), domain)
     ]
     most = max(fits, default=1)
-    advice = f'use mesh.experts={most}' + (' to stay within a host' if most > 1 else '')
+    within = ' to stay within NVLink' if domain else ' to stay within a host'
+    advice = f'use mesh.experts={most}' + (within if most > 1 else '')
     return (
         f'mesh.experts={experts} reaches across hosts ({", ".join(crossing)}), so the all-to-alls '
         f'of each layer wait for their network; {advice}'

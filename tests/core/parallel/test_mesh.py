@@ -11,7 +11,6 @@ import megajax
 from megajax.core.parallel.mesh import (
     _simulate_cpu_devices,
     axis_sizes,
-    check_hosts,
     concrete,
     is_simulated,
     make_mesh,
@@ -84,83 +83,6 @@ def test_too_few_devices_are_told_by_the_keys_of_the_config(sizes, words, fits):
     message = str(refusal.value)
     assert message.startswith(f'{words}, but jax has 8 (CPU)')
     assert message.endswith(fits)
-
-
-def hosts(*counts: int) -> list[str]:
-    return [f'host{number}' for number, count in enumerate(counts) for _ in range(count)]
-
-
-@pytest.mark.parametrize(
-    ('places', 'sizes', 'cross_hosts', 'message'),
-    [
-        (
-            hosts(8, 8, 8, 8),
-            {'replica': 2, 'data': 16, 'model': 1},
-            False,
-            'mesh.replicas=2 makes groups of 16 devices, which reach across hosts (host0, host1), '
-            'and each layer would wait for their network: set mesh.replicas=4, whose groups of 8 '
-            'devices stay in one host',
-        ),
-        (
-            hosts(6, 6),
-            {'replica': 3, 'data': 4, 'model': 1},
-            False,
-            'mesh.replicas=3 makes groups of 4 devices, which reach across hosts (host0, host1), '
-            'and each layer would wait for their network: set mesh.replicas=2, whose groups of 6 '
-            'devices stay in one host',
-        ),
-        (
-            hosts(4, 4, 4, 4),
-            {'stage': 2, 'data': 1, 'model': 8},
-            False,
-            'mesh.model=8 reaches across hosts (host0, host1), and each layer would wait for '
-            'their network: set mesh.model to 4 or a divisor of it, for example mesh.data=2 '
-            'mesh.model=4, or mesh.allow_model_across_hosts=true',
-        ),
-        (
-            hosts(8, 8),
-            {'data': 2, 'row': 2, 'model': 8},
-            False,
-            'mesh.model_rows=2 x mesh.model=8 reaches across hosts (host0, host1), and each layer '
-            'would wait for their network: set their product to 8 or a divisor of it, or '
-            'mesh.allow_model_across_hosts=true',
-        ),
-        (
-            hosts(8, 8),
-            {'replica': 2, 'data': 2, 'row': 2, 'model': 2},
-            True,
-            'mesh.replicas=2 with mesh.model_rows=2 on several hosts: a grid whose gradients are '
-            'also summed between hosts is not supported yet; set mesh.replicas=1, or '
-            'mesh.model_rows=1',
-        ),
-    ],
-)
-def test_groups_that_need_not_cross_hosts_are_refused_with_those_that_stay(
-    places, sizes, cross_hosts, message
-):
-    with pytest.raises(megajax.ConfigError) as refusal:
-        check_hosts(places, sizes, cross_hosts=cross_hosts)
-    assert str(refusal.value) == message
-
-
-@pytest.mark.parametrize(
-    ('places', 'sizes', 'cross_hosts'),
-    [
-        (hosts(8, 8), {'data': 16, 'model': 1}, False),  # ZeRO over all hosts, for its memory
-        (hosts(8, 8), {'replica': 2, 'data': 4, 'model': 2}, False),
-        (hosts(8, 8), {'replica': 4, 'data': 2, 'model': 2}, False),
-        (hosts(8, 8), {'replica': 2, 'data': 1, 'model': 8}, False),
-        (hosts(8, 8), {'stage': 2, 'data': 2, 'context': 2, 'model': 2}, False),
-        # A group of replicas has data shards in each stage, and each of these stays in a host.
-        (hosts(4, 4, 4, 4), {'replica': 2, 'stage': 2, 'data': 2, 'model': 2}, False),
-        # No number of replicas keeps a group inside a host.
-        (hosts(4, 4, 4, 4), {'replica': 2, 'data': 1, 'model': 8}, True),
-        (hosts(8), {'replica': 2, 'data': 1, 'row': 2, 'model': 2}, False),
-        (hosts(8, 8), {'data': 1, 'row': 2, 'model': 8}, True),
-    ],
-)
-def test_groups_inside_hosts_and_those_that_cannot_be_are_allowed(places, sizes, cross_hosts):
-    check_hosts(places, sizes, cross_hosts=cross_hosts)
 
 
 def on(mesh, shard='none', schedule='1f1b', **model):

@@ -1,0 +1,53 @@
+"""Training accepts every layout that a plan lists, on the hosts that it was planned for."""
+
+import pytest
+
+from megajax.analysis.plan.accepted import accepted
+from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.search import search
+from megajax.core.config import load
+from megajax.core.hardware.records import hardware
+from megajax.core.parallel.hosts import check_hosts
+
+
+def planned(name: str, rows: int, gpu: str, gpus: int):
+    config = changed(load(name), train__batch_size=rows, train__seq_len=2048)
+    cluster = Cluster.of(hardware(gpu), gpus)
+    return cluster, search(config, cluster)
+
+
+@pytest.mark.parametrize(
+    ('name', 'rows', 'gpu', 'gpus'),
+    [
+        ('gemma3_27b', 16, 'h100', 64),  # tensor-parallel groups that fill a host, and replicas
+        ('llama3_8b', 24, 'h100', 24),  # groups of 3 and 6 GPUs on hosts of 8
+        ('llama3_8b', 8, 'gb200', 16),  # groups over hosts of 4 that NVLink joins
+        ('llama3_8b', 64, 'gb200', 128),  # replicas of 64 GPUs that NVLink joins
+    ],
+)
+def test_training_accepts_every_listed_layout(name, rows, gpu, gpus):
+    cluster, found = planned(name, rows, gpu, gpus)
+    hosts = [f'host{device // cluster.devices_per_host}' for device in range(gpus)]
+    domain = cluster.hardware.devices_per_domain or 0
+    for choice in found.all:
+        mesh = choice.config.mesh
+        check_hosts(hosts, mesh.sizes, cross_hosts=mesh.allow_model_across_hosts, domain=domain)
+
+
+def test_groups_over_hosts_need_no_permission_where_nvlink_joins_them():
+    _, found = planned('llama3_8b', 8, 'gb200', 16)
+    meshes = [choice.config.mesh for choice in found.all]
+    assert any(mesh.model > 4 for mesh in meshes)
+    assert not any(mesh.allow_model_across_hosts for mesh in meshes)
+
+
+def test_a_grid_has_no_replicas_on_several_hosts():
+    cluster = Cluster.of(hardware('h100'), 64)
+    mesh = {'data': 16, 'model_rows': 2, 'model': 2}
+    one, two = (
+        changed(load('llama3_8b'), **{f'mesh__{key}': n for key, n in sizes.items()})
+        for sizes in (mesh, mesh | {'replicas': 2})
+    )
+    assert accepted(one, cluster) is one
+    assert accepted(two, cluster) is None
