@@ -35,17 +35,20 @@ def imbalance_of_run(config: Path) -> float:
 def of_busiest(product: Product, config: Config, imbalance: float) -> Product:
     """Return a matmul of experts as the busiest device computes it, one expert at a time.
 
-    That device has `imbalance` times the mean rows. Other matmuls are returned unchanged.
+    That device has `imbalance` times the mean rows. With fewer rows than experts, it reads only as
+    many experts as it has rows. Other matmuls are returned unchanged.
     """
     experts = config.model.experts
     if not product.of_experts or experts is None:
         return product
     m, n, k = product.sizes
     is_sum = product.name.endswith(' weight')  # sums over the rows
-    rows, own = k if is_sum else m, experts.count // config.mesh.experts
-    each = max(1, round(product.batch * rows * _excess(config, imbalance) / own))
+    own = experts.count // config.mesh.experts
+    rows = product.batch * (k if is_sum else m) * _excess(config, imbalance)
+    used = own if is_sum else min(own, math.ceil(rows))
+    each = max(1, round(rows / used))
     sizes = (m, n, each) if is_sum else (each, n, k)
-    return dataclasses.replace(product, sizes=sizes, batch=own)
+    return dataclasses.replace(product, sizes=sizes, batch=used)
 
 
 def exchanges_of_tokens(config: Config, imbalance: float) -> Iterator[Expected]:

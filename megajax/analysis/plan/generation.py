@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megajax.analysis.plan.experts import of_busiest
 from megajax.analysis.plan.kernel_time import peak_flops, product_seconds
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
@@ -170,9 +171,12 @@ def _tokens_cached(step: Config, tokens: int) -> tuple[Fraction, Fraction]:
 
 
 def _prompt(step: Config, cluster: Cluster) -> float:
-    """Return the seconds of a pass over the prompts; the head computes only the last tokens."""
+    """Return the seconds of a pass over the prompts; the head computes only the last tokens.
+
+    The load of experts is taken to be balanced.
+    """
     layers = (x for x in products(step, flash=True) if x.where != 'head' and x.phase == 'forward')
-    computing = sum(product_seconds(x, step, cluster) for x in layers)
+    computing = sum(product_seconds(of_busiest(x, step, 1.0), step, cluster) for x in layers)
     return computing + _sending(step, cluster, step.train.batch_size * step.train.seq_len)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megajax.analysis.plan.describe import group_name
+from megajax.analysis.plan.experts import of_busiest
 from megajax.analysis.plan.kernel_time import peak_flops, product_seconds
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import Choice, search
@@ -117,7 +118,8 @@ class _Point(NamedTuple):
 def _points(config: Config, cluster: Cluster) -> list[_Point]:
     """Return a point for each weight; weights with the same coordinates share a point."""
     sums = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
-    for product in products(config, flash=True):
+    for counted in products(config, flash=True):
+        product = of_busiest(counted, config, 1.0)
         if product.name != 'attention':
             dense = DENSE * product.name.startswith(DENSE)
             name = dense + product.name.removeprefix(DENSE).split()[0]

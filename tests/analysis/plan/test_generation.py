@@ -87,6 +87,18 @@ def test_a_token_reads_and_multiplies_only_its_own_experts() -> None:
         assert line.token == pytest.approx((read + cached) / rate, rel=1e-3)
 
 
+def test_a_prompt_reads_as_many_experts_as_it_has_rows_for_up_to_all() -> None:
+    config = load('qwen3_30b_a3b')
+    lengths = 1, 15, 16, 17, 100, 112, 1000, 1024
+    seconds = [planned(config, gpus=1, prompt=n, batch=1).lines[0].first_token for n in lengths]
+    assert seconds == sorted(seconds)
+    bandwidth = H100.memory_bandwidth * H100.efficiency.memory
+    of_expert = 48 * 3 * config.model.hidden_size * 768
+    for length, time in zip(lengths, seconds, strict=True):
+        assert time > 2 * min(8 * length, 128) * of_expert / bandwidth
+    assert seconds[-1] < 1.3 * seconds[2]  # the weights take most of the time
+
+
 def test_shards_without_a_head_of_keys_and_values_copy_one() -> None:
     by_shards = {line.model: line.cache for line in planned(load('qwen3_8b'), gpus=32).lines}
     assert by_shards[16] == by_shards[8] == by_shards[32]
