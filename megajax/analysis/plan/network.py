@@ -1,9 +1,12 @@
 """Predict the time of a collective on a cluster, as rings over links in and between hosts."""
 
 import dataclasses
+import functools
 from functools import cached_property
 from math import prod
 from typing import Self
+
+import numpy as np
 
 from megajax.core.config import Config, ConfigError
 from megajax.core.hardware.records import Hardware
@@ -34,38 +37,53 @@ class Cluster:
 
     @cached_property
     def devices_per_domain(self) -> int:
-        """Return the number of GPUs that the fast links join, in one host or in several.
+        """Return the number of GPUs of which the domains of fast links consist.
 
-        Domains consist of whole hosts and have equally many GPUs, as in clusters of NVL72 racks
-        that use 64 GPUs of each.
+        A domain has whole hosts. All have this size if equal domains can have more than half of the
+        GPUs that the links join, as in clusters of NVL72 racks that use 64 GPUs of each; otherwise
+        a domain has one or several times as many (`domains`).
         """
-        most = self.hardware.devices_per_domain or 0
-        if self.devices_per_host != min(self.num_devices, self.hardware.devices_per_host):
-            # the hosts differ from the hosts that the GPUs are sold in
-            return self.devices_per_host
-        sizes = range(self.devices_per_host, most + 1, self.devices_per_host)
+        sizes = range(self.devices_per_host, self._most + 1, self.devices_per_host)
         return max((n for n in sizes if self.num_devices % n == 0), default=self.devices_per_host)
+
+    @cached_property
+    def domains(self) -> tuple[int, ...]:
+        """Return the number of GPUs in each domain that fast links join, in one or several hosts.
+
+        They are as few and as equal as possible: 76 GPUs of NVL72 racks are 40 and 36.
+        """
+        return _domains(self.num_devices, self.devices_per_domain, self._most)
+
+    @property
+    def _most(self) -> int:
+        """The most GPUs that fast links join.
+
+        Hosts other than those that the GPUs are sold in have no links between them.
+        """
+        is_sold = self.devices_per_host == min(self.num_devices, self.hardware.devices_per_host)
+        return max(self.devices_per_host, (self.hardware.devices_per_domain or 0) * is_sold)
 
     @property
     def num_hosts(self) -> int:
         """Return the number of hosts; all hosts are full."""
         return self.num_devices // self.devices_per_host
 
-    def _group(self, config: Config, axis: str) -> tuple[int, int]:
-        """Return the size of a group, and how many of its GPUs share a domain."""
+    def _group(self, config: Config, axis: str) -> tuple[int, int, int]:
+        """Return the size of a group, how many of its GPUs share a domain, and its domains."""
         sizes, axes = config.mesh.sizes, axis.split('+')
         names = [*sizes]
         inner = names[1 + max(names.index(name) for name in axes if name in sizes) :]
         size = prod(sizes.get(name, 1) for name in axes)
         # Distance between two neighbors; `mesh.sizes` is outermost first.
         apart = prod(sizes[name] for name in inner)
-        return size, min(size, max(1, self.devices_per_domain // apart))
+        groups = prod(sizes.values()) // (size * apart)
+        cluster = self.num_devices, self.devices_per_domain, self._most
+        return size, *_parts(groups, size, apart, *cluster)
 
     def ring(self, config: Config, axis: str) -> 'Ring':
         """Return the ring of the GPUs of one group over mesh axes."""
         inside, across = self.hardware.inside_host, self.hardware.across_hosts
-        size, members = self._group(config, axis)
-        hosts = -(-size // members)
+        size, members, hosts = self._group(config, axis)
         bandwidth = self.hardware.ring_bandwidth(members=members, hosts=hosts)
         return Ring(
             size=size,
@@ -76,6 +94,36 @@ class Cluster:
             latency_inside=inside.latency,
             latency_across=across.latency,
         )
+
+
+@functools.cache
+def _domains(num_devices: int, unit: int, most: int) -> tuple[int, ...]:
+    """Return the sizes of the fewest domains of at most `most` devices, in multiples of `unit`."""
+    units = num_devices // unit
+    count = -(-units // (most // unit))
+    each, larger = divmod(units, count)
+    return (unit * (each + 1),) * larger + (unit * each,) * (count - larger)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(
+    groups: int, size: int, apart: int, num_devices: int, unit: int, most: int
+) -> tuple[int, int]:
+    """Return the fewest devices that a group has in a domain, and the most domains of a group.
+
+    Each of `groups` blocks of `apart` groups has `size` devices of each group, `apart` devices from
+    each other.
+    """
+    domains = _domains(num_devices, unit, most)
+    # A mesh of more devices than the cluster has goes on with the same domains.
+    rounds, position = np.divmod(np.arange(groups * size * apart), num_devices)
+    domain = rounds * len(domains) + np.searchsorted(np.cumsum(domains), position, side='right')
+    count = int(domain[-1]) + 1
+    group = np.arange(groups * apart).reshape(groups, 1, apart)
+    place = group * count + domain.reshape(groups, size, apart)
+    places, members = np.unique(place, return_counts=True)
+    _, parts = np.unique(places // count, return_counts=True)
+    return int(members.min()), int(parts.max())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -114,3 +114,37 @@ def test_hosts_of_unequal_size_are_refused():
     ):
         Cluster.of(H100, 12)
     assert Cluster.of(H100, 12, 4).num_hosts == 3
+
+
+@pytest.mark.parametrize(
+    ('gpus', 'domains'),
+    [
+        (64, (64,)),
+        (72, (72,)),
+        (76, (40, 36)),
+        (80, (40, 40)),
+        (128, (64, 64)),
+        (148, (52, 48, 48)),
+        (152, (56, 48, 48)),  # so that tensor-parallel groups of 8 stay in a domain
+    ],
+)
+def test_nvlink_domains_are_few_and_as_equal_as_possible(gpus, domains):
+    assert Cluster.of(hardware('gb200'), gpus).domains == domains
+
+
+def test_a_group_over_unequal_domains_has_the_cards_of_its_smallest_part():
+    cluster = Cluster.of(hardware('gb200'), 76)
+    config = on(19, 4)
+    assert cluster.ring(config, 'model').hosts == 1
+    assert cluster.members_per_host(config, 'data') == 9
+    assert cluster.ring(config, 'data').hosts == 2
+    assert cluster.members_per_host(on(76, 1), 'data') == 36
+    # Of the groups of 19, that of the GPUs 38 to 56 has two GPUs in the first domain.
+    assert cluster.members_per_host(on(76, 1, replicas=4), 'data') == 2
+
+
+def test_groups_that_do_not_divide_a_host_cross_hosts():
+    cluster, config = Cluster.of(H100, 24), on(24, 1, replicas=4)
+    assert cluster.ring(config, 'data').size == 6
+    assert cluster.ring(config, 'data').hosts == 2
+    assert cluster.members_per_host(config, 'data') == 2
