@@ -202,43 +202,62 @@ def _hardware(
     bandwidth: float,
     link: Link | None,
 ) -> Hardware:
+    """Return the record of a known GPU, or of the device, with what was measured."""
     best = {dtype: max(rate for _, rate in measured) for dtype, measured in rates.items()}
-    peaks = known.peak_flops if known else best
-    training: Dtype = max(best, key=best.__getitem__)
-    matmul, half_size = fit_products(rates[training], peaks[training])
     by = f'measured by megajax plan calibrate, jax {jax.__version__}'
-    memory_bandwidth = known.memory_bandwidth if known else bandwidth
+    record = known or _unknown(device, best, bandwidth, by)
+    if link and not known:
+        record = record.model_copy(update={'across_hosts': link})
+    training: Dtype = max(best, key=best.__getitem__)
+    peak = record.peak_flops[training]
+    matmul, half_size = fit_products(rates[training], peak)
+    of_memory = min(1.0, bandwidth / record.memory_bandwidth)
+    others = 'the others are those of the known GPU' if known else 'flash is not measured'
+    sources = {
+        'efficiency': f'{by}: half_size from matmuls in {training}, matmul from training '
+        f'steps, and memory; {others}',
+        'reference': f'{by}: the fastest matmul in {training}, and memory; {others}',
+    }
+    return record.model_copy(
+        update={
+            'name': device.device_kind,
+            'devices_per_host': jax.local_device_count(),
+            'inside_host': link or record.inside_host,
+            'efficiency': record.efficiency.changed(
+                matmul=matmul, half_size=half_size, memory=of_memory
+            ),
+            'reference': record.reference.changed(
+                matmul=min(1.0, best[training] / peak), memory=of_memory
+            ),
+            # The fit, and the die, have other efficiencies.
+            'fit': None,
+            'die': None,
+            'sources': record.sources | sources | ({'inside_host': by} if link else {}),
+        }
+    )
+
+
+def _unknown(device: jax.Device, peaks: dict[Dtype, float], bandwidth: float, by: str) -> Hardware:
+    """Return the record of a device whose peaks are the highest rates that were measured."""
     return Hardware(
         name=device.device_kind,
         device_kinds=(device.device_kind,),
         peak_flops=peaks,
-        memory=known.memory if known else _memory(device),
-        memory_bandwidth=memory_bandwidth,
-        power=known.power if known else UNKNOWN_POWER,
+        memory=_memory(device),
+        memory_bandwidth=bandwidth,
+        power=UNKNOWN_POWER,
         devices_per_host=jax.local_device_count(),
-        inside_host=link or (known.inside_host if known else UNKNOWN),
-        across_hosts=known.across_hosts if known else (link or UNKNOWN),
-        efficiency=Efficiency(
-            matmul=matmul,
-            half_size=half_size,
-            flash=known.efficiency.flash if known else None,
-            memory=min(1.0, bandwidth / memory_bandwidth),
-        ),
-        reference=Reference(
-            matmul=min(1.0, best[training] / peaks[training]),
-            flash=known.reference.flash if known else None,
-            memory=min(1.0, bandwidth / memory_bandwidth),
-        ),
+        inside_host=UNKNOWN,
+        across_hosts=UNKNOWN,
+        efficiency=Efficiency(matmul=1.0, half_size=0.0, memory=1.0),
+        reference=Reference(matmul=1.0, memory=1.0),
         sources={
-            'peak_flops': "the vendor's" if known else f'the fastest matmul, {by}',
-            'memory_bandwidth': "the vendor's" if known else by,
-            'power': "the vendor's" if known else 'not measured: set it',
-            'inside_host': by if link else 'not measured: there is only one device',
+            'peak_flops': f'the fastest matmul, {by}',
+            'memory_bandwidth': by,
+            'power': 'not measured: set it',
+            'inside_host': 'not measured: there is only one device',
             'across_hosts': 'not measured: set it',
-            'memory': "the vendor's" if known else 'the memory that jax can use on this machine',
-            'efficiency': f'{by}: half_size from matmuls in {training}, matmul from training '
-            'steps; flash is not measured',
-            'reference': f'{by}: the fastest matmul in {training}; flash is not measured',
+            'memory': 'the memory that jax can use on this machine',
         },
     )
 
