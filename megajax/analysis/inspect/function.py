@@ -41,6 +41,10 @@ class FunctionInspection(Result):
     jax_version: str
     transfers: list[FunctionTransfer] = Field(description='the most bytes first')
     matmul_flops: float = Field(description='FLOPs, multiplied by the trip counts of loops')
+    unknown_loops: list[str] = Field(
+        default_factory=list,
+        description='loops with matmuls, of unknown length, which count as one step',
+    )
     known_miscompiles: list[str]
 
     def sent_over(self, axis: str) -> float:
@@ -80,8 +84,10 @@ def inspect_function(
     `jax.ShapeDtypeStruct`s with shardings; or, without `args`, a `jax.stages.Lowered` or
     `Compiled`. The mesh is `mesh`, or the mesh of the arguments, or the current mesh. `target` is
     a GPU to compile for (none is needed); with cpu, the program is compiled for the devices of the
-    arguments. `trip_count` is the number of steps of loops whose length XLA does not know. Raises
-    ValueError for a function or a target that cannot be compiled, and without a mesh.
+    arguments. `trip_count` is the number of steps of loops whose length XLA does not know; without
+    it, one that communicates is an error. If the data decides which branch runs, the branch that
+    sends the most, or else has the most FLOPs, counts each time. Raises ValueError for a function
+    or a target that cannot be compiled, and without a mesh.
     """
     check_trip_count(trip_count)
     if target == 'cpu':
@@ -98,6 +104,7 @@ def inspect_function(
         jax_version=jax.__version__,
         transfers=_transfers(program, sizes),
         matmul_flops=sum(product.flops * times for product, _, _, times in products(program)),
+        unknown_loops=program.runs.unknown_loops,
         known_miscompiles=[str(finding) for finding in detect_in(program)],
     )
 
@@ -166,5 +173,9 @@ def _tables(found: FunctionInspection) -> RenderableType:
         Folded(table),
         Text(f'bytes sent  {sent}'),
         Text(f'matmul work  {found.matmul_flops / 1e9:,.3f} GFLOP'),
+        *(
+            Text(f'unknown loop  counts as one step, give a trip_count: {place}')
+            for place in found.unknown_loops
+        ),
         *(Text(f'known miscompile  {line}') for line in found.known_miscompiles),
     )

@@ -62,6 +62,50 @@ def test_equal_transfers_of_a_line_are_one_row_and_axes_of_one_device_are_not_sh
     assert 'stage' not in str(found)
 
 
+def either(x: jax.Array, w: jax.Array, n: jax.Array) -> jax.Array:
+    return jax.lax.cond(n > 0, lambda: x @ w, lambda: (x + 1) @ w.T)
+
+
+def largest(x: jax.Array, w: jax.Array, n: jax.Array) -> jax.Array:
+    return jax.lax.switch(n, [lambda: x, lambda: x @ w, lambda: x @ w @ w])
+
+
+def in_the_first_step(x: jax.Array, w: jax.Array, n: jax.Array) -> jax.Array:
+    def body(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        return jax.lax.cond(i == 0, lambda: x @ w, lambda: x), None
+
+    return jax.lax.scan(body, x, jnp.arange(10))[0]
+
+
+def until(x: jax.Array, w: jax.Array, n: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, n, lambda _, x: x @ w, x)
+
+
+@pytest.mark.parametrize(
+    ('function', 'trip_count', 'times', 'unknown'),
+    [
+        (either, None, 1, 0),
+        (largest, None, 2, 0),
+        (in_the_first_step, None, 1, 0),
+        (until, None, 1, 1),
+        (until, 6, 6, 0),
+    ],
+)
+def test_only_the_matmuls_that_run_count(function, trip_count, times, unknown) -> None:
+    mesh = jax.make_mesh((2,), ('data',), axis_types=(AxisType.Auto,))
+
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        whole = jax.NamedSharding(mesh, jax.P())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    arguments = array(jnp.float32, 16, 16), array(jnp.float32, 16, 16), array(jnp.int32)
+    found = megajax.inspect(function, *arguments, trip_count=trip_count)
+    assert found.matmul_flops == times * 2 * 16**3
+    assert len(found.unknown_loops) == unknown
+    assert ('unknown loop' in str(found)) == bool(unknown)
+    assert all(f'{__file__}:' in place for place in found.unknown_loops)
+
+
 def test_a_line_of_an_installed_package_is_named_from_its_package_on(mesh) -> None:
     library: dict[str, Any] = {'jnp': jnp, 'P': jax.P}
     code = (
