@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from megajax.analysis.profile.trace import Event
 from megajax.xla.hlo.launches import is_launched, launching
+from megajax.xla.hlo.products import target_of
 from megajax.xla.hlo.program import Instruction, Program
 from megajax.xla.hlo.transfers import kind_of
 
@@ -183,4 +184,4 @@ def _launches(instruction: Instruction) -> str:
         return 'nccl'
     if instruction.opcode != 'custom-call':
         return 'copy'
-    return 'cudnn' if 'cudnn' in instruction.attributes else 'library'
+    return 'cudnn' if 'cudnn' in target_of(instruction) else 'library'

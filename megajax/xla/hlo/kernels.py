@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, get_args
 
 from megajax.xla.hlo.launches import is_launched, launching
 from megajax.xla.hlo.memory import bytes_moved
-from megajax.xla.hlo.products import Product, inside
+from megajax.xla.hlo.products import Product, inside, target_of
 from megajax.xla.hlo.program import Computation, Instruction, Program
 from megajax.xla.hlo.transfers import kind_of
 
@@ -73,8 +73,8 @@ def _kind(
     multiplied: tuple[Product, ...],
 ) -> Kind:
     if multiplied:
-        is_gradient = 'Backward' in instruction.attributes
         if any(product.is_attention for product in multiplied):
+            is_gradient = 'Backward' in target_of(instruction)
             return 'attention gradient' if is_gradient else 'attention'
         return 'matmul'
     if instruction.opcode == 'custom-call':

@@ -9,6 +9,7 @@ from megajax.xla.hlo import mosaic
 from megajax.xla.hlo.convolutions import multiplications
 from megajax.xla.hlo.program import Array, Computation, Instruction, Program
 
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 Number = TypeVar('Number', int, float)
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)[}\]]')
@@ -35,20 +36,15 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
     """Return the matmul that an instruction itself computes; None for any other instruction."""
     if instruction.opcode not in ('dot', 'convolution', 'custom-call'):
         return None
-    operands = [computation.by_name[name].results[0] for name in instruction.operands]
+    operands = [_first(computation.by_name[name]) for name in instruction.operands]
     if instruction.opcode == 'convolution':
         return _convolution(instruction, *operands)
-    if 'fmha' in instruction.attributes:
-        size = _score_elements(instruction) * operands[0].shape[-1]
-        if window := window_of(instruction.attributes):
-            length = operands[0].shape[1]
-            size = size * keys_in_window(window, length) // length
-        flops = (10 if 'Backward' in instruction.attributes else 4) * size
-        is_causal = bool(re.search(r'"mask_type": ?"(PADDING_)?CAUSAL"', instruction.attributes))
-        dtype, sizes = operands[0]
-        return Product(flops, dtype, is_attention=True, is_causal=is_causal, sizes=sizes)
-    if kernel := mosaic.grouped(instruction.attributes):
-        return _grouped(kernel, operands[-2:], instruction.results[0])
+    if instruction.opcode == 'custom-call':
+        target = target_of(instruction)
+        if 'fmha' in target:
+            return _attention(instruction, operands[0])
+        if kernel := mosaic.grouped(instruction.attributes):
+            return _grouped(kernel, operands[-2:], instruction.results[0])
     match = _CONTRACTED.search(instruction.attributes)
     if not match:
         return None
@@ -57,6 +53,27 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
     batch = _size_along(left, _BATCH.search(instruction.attributes))
     m = prod(left.shape) // (batch * k)
     return Product(2 * result * k, left.dtype, sizes=(batch, m, result // (batch * m), k))
+
+
+def target_of(instruction: Instruction) -> str:
+    """Return the name of the function that a custom call calls; empty for other instructions."""
+    match = _TARGET.search(instruction.attributes) if instruction.opcode == 'custom-call' else None
+    return match[1] if match else ''
+
+
+def _first(instruction: Instruction) -> Array:
+    """Return the array of an instruction, or the first of its tuple, which may be empty."""
+    return instruction.results[0] if instruction.results else Array('token', ())
+
+
+def _attention(instruction: Instruction, query: Array) -> Product:
+    size = _score_elements(instruction) * query.shape[-1]
+    if window := window_of(instruction.attributes):
+        length = query.shape[1]
+        size = size * keys_in_window(window, length) // length
+    flops = (10 if target_of(instruction).endswith('Backward') else 4) * size
+    is_causal = bool(re.search(r'"mask_type": ?"(PADDING_)?CAUSAL"', instruction.attributes))
+    return Product(flops, query.dtype, is_attention=True, is_causal=is_causal, sizes=query.shape)
 
 
 def _convolution(instruction: Instruction, left: Array, right: Array) -> Product:

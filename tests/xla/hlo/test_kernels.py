@@ -102,6 +102,14 @@ def test_attention_has_the_flops_of_its_scores_wherever_a_compiler_writes_their_
     assert later != CALLS[kind]
 
 
+@pytest.mark.parametrize('kind', ['matmul', 'attention'])
+def test_names_of_scopes_do_not_change_what_a_kernel_computes(kind: Kind) -> None:
+    scoped = f'{CALLS[kind]}, metadata={{op_name="jit(f)/fmha/Backward/dot_general"}}'
+    (kernel,), (plain,) = of_call(scoped), of_call(CALLS[kind])
+    assert kernel.kind == kind
+    assert kernel.flops == plain.flops > 0
+
+
 def test_every_kind_has_an_example_here() -> None:
     assert {*BODIES, *CALLS} == {*KINDS}
 
