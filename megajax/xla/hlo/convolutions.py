@@ -1,7 +1,8 @@
 """Count the multiplications of a convolution, which XLA for TPUs uses for every matmul.
 
 Batch and contracted dims become spatial dims of a window that is padded or dilated, so that most
-positions of the window lie outside of the array. Only the others count.
+positions of the window lie outside of the array. Only the others count. On GPUs, cuDNN computes
+convolutions and their gradients.
 """
 
 import functools
@@ -16,14 +17,29 @@ _WINDOW = re.compile(r'\bwindow=\{([^}]*)\}')
 _DEFAULTS = {'stride': 1, 'pad': 0, 'lhs_dilate': 1, 'rhs_dilate': 1}
 
 
-def multiplications(instruction: Instruction, left: Array, right: Array) -> int:
-    """Return the number of multiplications of a convolution of these two arrays."""
-    labels = _LABELS.search(instruction.attributes)
-    if labels is None:
-        raise HloError(f'a convolution without dim_labels: {instruction.line}')
+def of_cudnn(instruction: Instruction, target: str, first: Array, second: Array) -> tuple[int, int]:
+    """Return the multiplications of cuDNN's convolution `target`, and its result's features.
+
+    `first` and `second` are its first operands. The gradients of the input and of the filter have
+    the labels and the window of the convolution itself.
+    """
+    result = instruction.results[0]
+    match target:
+        case '__cudnn$convBackwardInput':
+            arrays, place, features = (result, second, first), 0, 'f'
+        case '__cudnn$convBackwardFilter':
+            arrays, place, features = (first, result, second), 1, 'o'
+        case _:
+            arrays, place, features = (first, second, result), 2, 'f'
+    count = multiplications(instruction, *arrays)
+    return count, result.shape[_labels(instruction)[place].index(features)]
+
+
+def multiplications(instruction: Instruction, left: Array, right: Array, result: Array) -> int:
+    """Return the number of multiplications of a convolution of two arrays."""
     of_left, of_right, of_result = (
         dict(zip(names, array.shape, strict=True))
-        for names, array in zip(labels.groups(), (left, right, instruction.results[0]), strict=True)
+        for names, array in zip(_labels(instruction), (left, right, result), strict=True)
     )
     window = _window(instruction)
     positions = (
@@ -37,6 +53,14 @@ def multiplications(instruction: Instruction, left: Array, right: Array) -> int:
         if dim.isdecimal()
     )
     return of_result['b'] * of_result['f'] * of_right['i'] * prod(positions)
+
+
+def _labels(instruction: Instruction) -> tuple[str, ...]:
+    """Return the names of the dims of the input, of the filter and of the result."""
+    labels = _LABELS.search(instruction.attributes)
+    if labels is None:
+        raise HloError(f'a convolution without dim_labels: {instruction.line}')
+    return labels.groups()
 
 
 def _window(instruction: Instruction) -> dict[str, list[str]]:

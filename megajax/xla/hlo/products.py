@@ -6,7 +6,7 @@ from math import prod
 from typing import NamedTuple, TypeVar
 
 from megajax.xla.hlo import mosaic
-from megajax.xla.hlo.convolutions import multiplications
+from megajax.xla.hlo.convolutions import multiplications, of_cudnn
 from megajax.xla.hlo.program import Array, Computation, Instruction, Program
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -33,9 +33,19 @@ class Product(NamedTuple):
 
 
 def product_of(computation: Computation, instruction: Instruction) -> Product | None:
-    """Return the matmul that an instruction itself computes; None for any other instruction."""
+    """Return the matmul or convolution of an instruction itself; None for any other instruction.
+
+    A complex matmul counts as four real ones.
+    """
     if instruction.opcode not in ('dot', 'convolution', 'custom-call'):
         return None
+    product = _product(computation, instruction)
+    if product and product.dtype in ('c64', 'c128'):
+        return product._replace(flops=4 * product.flops)
+    return product
+
+
+def _product(computation: Computation, instruction: Instruction) -> Product | None:
     operands = [_first(computation.by_name[name]) for name in instruction.operands]
     if instruction.opcode == 'convolution':
         return _convolution(instruction, *operands)
@@ -45,6 +55,8 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
             return _attention(instruction, operands[0])
         if kernel := mosaic.grouped(instruction.attributes):
             return _grouped(kernel, operands[-2:], instruction.results[0])
+        if target.startswith('__cudnn$conv'):
+            return _of_cudnn(instruction, target, *operands[:2])
     match = _CONTRACTED.search(instruction.attributes)
     if not match:
         return None
@@ -77,11 +89,20 @@ def _attention(instruction: Instruction, query: Array) -> Product:
 
 
 def _convolution(instruction: Instruction, left: Array, right: Array) -> Product:
-    count, result = multiplications(instruction, left, right), instruction.results[0]
-    n = result.shape[-1]
-    return Product(
-        2 * count, left.dtype, sizes=(1, prod(result.shape) // n, n, count // prod(result.shape))
-    )
+    result = instruction.results[0]
+    count = multiplications(instruction, left, right, result)
+    return _as_matmul(count, left.dtype, result, result.shape[-1])
+
+
+def _of_cudnn(instruction: Instruction, target: str, first: Array, second: Array) -> Product:
+    count, features = of_cudnn(instruction, target, first, second)
+    return _as_matmul(count, first.dtype, instruction.results[0], features)
+
+
+def _as_matmul(count: int, dtype: str, result: Array, n: int) -> Product:
+    """Return a convolution as a matmul whose result has `n` columns."""
+    elements = prod(result.shape)
+    return Product(2 * count, dtype, sizes=(1, elements // n, n, count // elements))
 
 
 def _grouped(kernel: mosaic.Grouped, factors: list[Array], result: Array) -> Product:

@@ -1,0 +1,73 @@
+"""Convolutions that cuDNN computes, in lines that jax 0.10.2 compiled for an H100, and complex
+matmuls.
+"""
+
+import pytest
+
+from megajax.xla.hlo.errors import HloError
+from megajax.xla.hlo.products import Product, product_of
+from megajax.xla.hlo.program import Program
+
+INPUT, FILTER, OUTPUT = 'f32[4,33,33,8]', 'f32[16,3,3,8]', 'f32[4,16,16,16]'
+WINDOW = 'window={size=3x3 stride=2x2}'
+LABELS = 'dim_labels=b01f_o01i->b01f'
+MULTIPLIED = (4 * 16 * 16) * 16 * (3 * 3 * 8)
+
+
+def read(call: str, *operands: str) -> Product | None:
+    lines = [f'%p{i} = {array} parameter({i})' for i, array in enumerate(operands)]
+    names = ', '.join(f'%p{i}' for i in range(len(operands)))
+    text = '\n  '.join([*lines, f'ROOT %o = {call.replace("()", f"({names})", 1)}'])
+    program = Program(f'HloModule f\n\nENTRY %main () -> f32[] {{\n  {text}\n}}\n')
+    return product_of(program.entry, program.entry.root)
+
+
+def convolution(target: str, result: str, *operands: str, attributes: str = LABELS):
+    call = f'({result}, u8[0]{{0}}) custom-call(), {WINDOW}, {attributes}'
+    config = '"cudnn_conv_backend_config":{"activation_mode":"kNone","conv_result_scale":1}'
+    target = f'custom_call_target="__cudnn${target}", backend_config={{{config}}}'
+    return read(f'{call}, {target}', *operands)
+
+
+@pytest.mark.parametrize(
+    ('target', 'result', 'operands', 'sizes'),
+    [
+        ('convForward', OUTPUT, (INPUT, FILTER), (1, 4 * 16 * 16, 16, 72)),
+        ('convBiasActivationForward', OUTPUT, (INPUT, FILTER, 'f32[16]'), (1, 1024, 16, 72)),
+        # Of 33 x 33 places, those beside the window's stride are read by fewer outputs.
+        ('convBackwardInput', INPUT, (OUTPUT, FILTER), (1, 4 * 33 * 33, 8, 33)),
+        ('convBackwardFilter', FILTER, (INPUT, OUTPUT), (1, 3 * 3 * 8, 16, 4 * 16 * 16)),
+    ],
+)
+def test_a_convolution_and_its_gradients_have_the_same_flops(target, result, operands, sizes):
+    product = convolution(target, result, *operands)
+    assert product == Product(2 * MULTIPLIED, 'f32', sizes=sizes)
+
+
+def test_a_convolution_with_features_first_has_as_many_columns_as_features():
+    labels = 'dim_labels=bf01_oi01->bf01'
+    arrays = 'f32[4,16,16,16]', 'f32[4,8,33,33]', 'f32[16,8,3,3]'
+    product = convolution('convForward', *arrays, attributes=labels)
+    assert product == Product(2 * MULTIPLIED, 'f32', sizes=(1, 1024, 16, 72))
+
+
+def test_groups_of_features_multiply_only_their_own():
+    arrays = OUTPUT, INPUT, 'f32[16,3,3,2]'
+    product = convolution('convForward', *arrays, attributes=f'{LABELS}, feature_group_count=4')
+    assert product.flops == 2 * MULTIPLIED // 4
+
+
+def test_a_call_without_labels_is_an_error():
+    with pytest.raises(HloError, match='without dim_labels'):
+        convolution('convForward', OUTPUT, INPUT, FILTER, attributes='sharding={replicated}')
+
+
+@pytest.mark.parametrize(('dtype', 'times'), [('f32', 1), ('c64', 4), ('c128', 4)])
+def test_a_complex_matmul_is_four_real_ones(dtype, times):
+    dims = 'lhs_contracting_dims={1}, rhs_contracting_dims={0}'
+    product = read(f'{dtype}[4,16] dot(), {dims}', f'{dtype}[4,8]', f'{dtype}[8,16]')
+    assert product == Product(times * 2 * 4 * 8 * 16, dtype, sizes=(1, 4, 16, 8))
+
+
+def test_a_call_with_an_empty_tuple_is_no_matmul():
+    assert read('f32[4] custom-call(), custom_call_target="other"', '()') is None
