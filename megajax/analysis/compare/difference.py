@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from megajax.analysis.compare.recording import Arrays, Recording
 from megajax.analysis.inspect.emulated_step import ROUNDING
 from megajax.analysis.inspect.tolerances import limits
+from megajax.base.result import Result
 from megajax.core.config import Config, ConfigError
 from megajax.core.config.differences import differences
 from megajax.core.config.load import reload
@@ -17,11 +18,7 @@ FORWARD, GRADIENT = 'forward', 'gradient'
 LOSS = 'loss'
 
 
-class _Result(BaseModel):
-    model_config = ConfigDict(frozen=True, extra='forbid')
-
-
-class Site(_Result):
+class Site(Result):
     """One result of a pass in both recordings."""
 
     name: str
@@ -43,7 +40,7 @@ class Site(_Result):
         return self.error <= self.limit
 
 
-class Side(_Result):
+class Side(Result):
     """One side of a comparison."""
 
     source: str
@@ -53,7 +50,7 @@ class Side(_Result):
     platform: str
 
 
-class Comparison(_Result):
+class Comparison(Result):
     """The differences of two passes, site by site, in the order of computation."""
 
     a: Side

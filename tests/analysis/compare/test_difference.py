@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import make_config
 
-from megajax.analysis.compare.difference import compare_recordings
+from megajax.analysis.compare.difference import Comparison, compare_recordings
 from megajax.analysis.compare.recording import About, Recording, read_recording, write_recording
 from megajax.analysis.compare.report import to_text, verdict
 from megajax.base.render.console import as_text
@@ -52,7 +52,12 @@ def test_what_is_not_a_number_is_equal_only_to_itself() -> None:
         comparison = compare_recordings(broken, other)
         assert comparison.first is not None
         assert comparison.first.error == np.inf
-        json.loads(comparison.model_dump_json(), parse_constant=pytest.fail)
+        written = comparison.model_dump_json()
+        json.loads(written, parse_constant=pytest.fail)
+        read = Comparison.model_validate_json(written)
+        assert read.first.error == np.inf
+        assert np.isnan(read.first.a) or read.first.a == np.inf
+        assert read.model_dump_json() == written
 
 
 def test_a_gradient_that_is_all_rounding_is_relative_to_the_others() -> None:

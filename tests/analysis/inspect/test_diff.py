@@ -14,7 +14,7 @@ from megajax.analysis.inspect.audit import audit
 from megajax.analysis.inspect.compile import compile_for
 from megajax.analysis.inspect.diff import Change, difference
 from megajax.analysis.inspect.diff_markdown import MOST, to_markdown
-from megajax.analysis.inspect.result import Finding, Kernel
+from megajax.analysis.inspect.result import Compared, Finding, Kernel, StepRun
 from megajax.commands.main import app
 
 SMALL = 'model.num_layers=1', 'model.vocab_size=300', 'train.batch_size=8', 'mesh.data=1'
@@ -60,6 +60,20 @@ def with_kernels(inspection: Inspection, **milliseconds: float) -> Inspection:
             'exposed_seconds': 0.0,
         }
     )
+
+
+def test_an_infinite_or_undefined_error_of_a_run_is_read_as_it_was_written(one, tmp_path) -> None:
+    results = [
+        Compared(name=name, error=float(error), limit=1e-5)
+        for name, error in (('loss', 'inf'), ('gradient of norm.weight', 'nan'))
+    ]
+    run = StepRun(config='', shrunk=[], exact=False, seconds=1.0, results=results)
+    file = tmp_path / 'wrong.json'
+    file.write_text(one.model_copy(update={'runs': [run]}).model_dump_json())
+    json.loads(file.read_text(), parse_constant=pytest.fail)
+    read = Inspection.model_validate_json(file.read_text())
+    assert [str(each.error) for each in read.runs[0].results] == ['inf', 'nan']
+    assert CliRunner().invoke(app, [*DIFF, str(file), str(file)]).exit_code == 0
 
 
 def test_a_step_does_not_differ_from_itself(one) -> None:
