@@ -1,7 +1,8 @@
 """Compare two inspections: of two commits, two configs or two versions of jax."""
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
@@ -12,6 +13,7 @@ from megajax.analysis.inspect.result import Finding, Inspection, Row, Transfer
 
 LEAST = 1e-3  # share of a step: parts that change by less are omitted
 LARGE = 10  # a ratio that is easier to read than a percentage
+_LINE = re.compile(r'\.py:\d+')
 
 
 class Change(NamedTuple):
@@ -56,7 +58,7 @@ class Difference(NamedTuple):
     `sent` has the bytes of all collectives, and `rows` has the collectives that differ, the largest
     change of bytes first. `totals` has the numbers of the whole step, and `memory` has the memory
     at the peak, by use. `parts` and `arrays` list only what differs by more than LEAST of the
-    total. Arrays are matched by use, site and file, not by line, because lines move.
+    total. Arrays and findings are matched by file, not by line, because lines move.
     """
 
     keys: list[tuple[str, str, str]]  # keys of the config, with both values
@@ -86,9 +88,24 @@ def difference(before: Inspection, after: Inspection) -> Difference:
         parts=_large([*_changes(before, after, _parts)]),
         memory=[*_changes(before, after, _memory)],
         arrays=_large([*_changes(before, after, _arrays)]),
-        new=[each for each in after.findings if each not in before.findings],
-        gone=[each for each in before.findings if each not in after.findings],
+        new=[*_only_in(after.findings, before.findings)],
+        gone=[*_only_in(before.findings, after.findings)],
     )
+
+
+def _only_in(own: Sequence[Finding], others: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the findings that the others lack, even with other line numbers: lines move."""
+    moved = Counter(_without_lines(each) for each in others if each not in own)
+    for each in own:
+        if each not in others:
+            if moved[_without_lines(each)]:
+                moved[_without_lines(each)] -= 1
+            else:
+                yield each
+
+
+def _without_lines(finding: Finding) -> Finding:
+    return finding.model_copy(update={'message': _LINE.sub('.py', finding.message)})
 
 
 def _changed_rows(before: Inspection, after: Inspection) -> Iterator[ChangedRow]:

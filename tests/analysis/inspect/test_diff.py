@@ -62,6 +62,25 @@ def with_kernels(inspection: Inspection, **milliseconds: float) -> Inspection:
     )
 
 
+def test_a_finding_whose_line_moved_is_neither_new_nor_gone(one) -> None:
+    def found(*lines: int, size: int = 8) -> Inspection:
+        message = 'all-reduce of f32[{}] at jit(step)/mlp (core/model/mlp.py:{} < step.py:9)'
+        findings = [
+            Finding(level='error', rule='fp32 communication', message=message.format(size, line))
+            for line in lines
+        ]
+        return one.model_copy(update={'findings': findings})
+
+    moved = difference(found(26), found(27))
+    assert not moved.new
+    assert not moved.gone
+    # One of two lines is that of before.
+    twice = difference(found(26), found(26, 27))
+    assert twice.new == found(27).findings
+    other = difference(found(26), found(26, size=16))
+    assert (other.new, other.gone) == (found(26, size=16).findings, found(26).findings)
+
+
 def test_an_infinite_or_undefined_error_of_a_run_is_read_as_it_was_written(one, tmp_path) -> None:
     results = [
         Compared(name=name, error=float(error), limit=1e-5)
