@@ -134,17 +134,16 @@ def test_nvlink_domains_are_few_and_as_equal_as_possible(gpus, domains):
 
 def test_a_group_over_unequal_domains_has_the_cards_of_its_smallest_part():
     cluster = Cluster.of(hardware('gb200'), 76)
-    config = on(19, 4)
-    assert cluster.ring(config, 'model').hosts == 1
-    assert cluster.members_per_host(config, 'data') == 9
-    assert cluster.ring(config, 'data').hosts == 2
-    assert cluster.members_per_host(on(76, 1), 'data') == 36
+    assert cluster.ring(on(19, 4), 'model').hosts == 1
     # Of the groups of 19, that of the GPUs 38 to 56 has two GPUs in the first domain.
-    assert cluster.members_per_host(on(76, 1, replicas=4), 'data') == 2
+    for config, members in ((on(19, 4), 9), (on(76, 1), 36), (on(76, 1, replicas=4), 2)):
+        ring = cluster.ring(config, 'data')
+        assert ring.hosts == 2
+        assert ring.bandwidth == cluster.hardware.ring_bandwidth(members=members, hosts=2)
 
 
 def test_groups_that_do_not_divide_a_host_cross_hosts():
     cluster, config = Cluster.of(H100, 24), on(24, 1, replicas=4)
-    assert cluster.ring(config, 'data').size == 6
-    assert cluster.ring(config, 'data').hosts == 2
-    assert cluster.members_per_host(config, 'data') == 2
+    ring = cluster.ring(config, 'data')
+    assert (ring.size, ring.hosts) == (6, 2)
+    assert ring.bandwidth == H100.ring_bandwidth(members=2, hosts=2)
