@@ -1,16 +1,15 @@
 """Limits on a compiled step, read from a file for CI: `megajax inspect --budget`."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, NonNegativeFloat, field_validator
 
 from megajax.analysis.inspect.kernels import total, totals
 from megajax.analysis.inspect.result import Finding, Inspection
 from megajax.core.config.section import Section
+from megajax.core.parallel.mesh import Axis
 from megajax.xla.hlo.kernels import KINDS, Kind
-
-Axis = Literal['replica', 'stage', 'data', 'context', 'row', 'model']
 
 
 class Budget(Section):

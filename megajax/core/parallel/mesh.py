@@ -7,7 +7,7 @@ import re
 import reprlib
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -24,7 +24,8 @@ from megajax.core.parallel.layout import UNSHARDED
 
 # Mesh axes, outermost first. The axes that communicate most, with the computation waiting for the
 # result, are innermost.
-AXES = ('replica', 'stage', 'data', 'expert', 'context', 'row', 'model')
+Axis = Literal['replica', 'stage', 'data', 'expert', 'context', 'row', 'model']
+AXES: tuple[Axis, ...] = get_args(Axis)
 ALWAYS = ('data', 'model')  # axes of every mesh, even with one device
 KEYS = {
     'stage': 'stages',

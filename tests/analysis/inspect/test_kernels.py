@@ -16,6 +16,7 @@ from megajax.core.config.records import read_record
 from megajax.core.counts.product import Product
 from megajax.core.counts.products import products
 from megajax.core.hardware.targets import has_compiler
+from megajax.core.parallel.mesh import AXES
 from megajax.xla.hlo.kernels import kernels
 from megajax.xla.hlo.program import Program
 
@@ -91,6 +92,11 @@ def test_a_mistake_in_a_budget_is_named(tmp_path: Path) -> None:
 
 def test_a_budget_of_an_earlier_release_limits_matmuls_as_products() -> None:
     assert Budget.model_validate({'kinds': {'product': 2}}) == Budget(kinds={'matmul': 2})
+
+
+@pytest.mark.parametrize('axis', AXES)
+def test_every_axis_of_a_mesh_has_a_limit(axis: str) -> None:
+    assert Budget.model_validate({'wire': {axis: 6}}).wire == {axis: 6}
 
 
 @pytest.mark.parametrize('microbatches', [1, 4])
