@@ -264,8 +264,15 @@ def _show_generation(
     from megajax.analysis.plan.generation import plan_generation
     from megajax.analysis.plan.generation_report import generation_table
 
-    size = {'prompt': prompt or 1024, 'tokens': int(tokens or 256), 'batch': batch or 1}
-    result = plan_generation(config, gpu=gpu, gpus=gpus, link=link, **size)
+    result = plan_generation(
+        config,
+        gpu=gpu,
+        gpus=gpus,
+        prompt=prompt,
+        tokens=None if tokens is None else int(tokens),
+        batch=batch or 1,
+        link=link,
+    )
     if json:
         with_folder(json).write_text(result.model_dump_json(indent=2))
     _console().print(generation_table(result))

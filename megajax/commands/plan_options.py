@@ -131,7 +131,11 @@ GenerateOption = Annotated[
     typer.Option('--generate', help='Plan text generation: memory and latency.'),
 ]
 PromptTokens = Annotated[
-    int | None, typer.Option(min=1, help='Prompt length in tokens, with --generate; default: 1024.')
+    int | None,
+    typer.Option(
+        min=1,
+        help='Prompt length in tokens, with --generate; default: 1024, or what the model supports.',
+    ),
 ]
 NumPrompts = Annotated[
     int | None, typer.Option(min=1, help='Prompts per batch, with --generate; default: 1.')

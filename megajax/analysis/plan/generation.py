@@ -30,6 +30,8 @@ from megajax.core.hardware.records import LinkName, hardware
 from megajax.xla.hlo.program import Array
 from megajax.xla.hlo.transfers import ring_bytes
 
+PROMPT, TOKENS = 1024, 256  # tokens of the prompt and after it, if the model supports as many
+
 
 class GenerationLine(BaseModel):
     """Generation with one degree of tensor parallelism; bytes are per GPU."""
@@ -63,19 +65,21 @@ def plan_generation(
     *,
     gpu: str,
     gpus: int | None,
-    prompt: int,
-    tokens: int,
-    batch: int,
+    prompt: int | None = None,
+    tokens: int | None = None,
+    batch: int = 1,
     link: LinkName | None = None,
 ) -> Generation:
     """Plan text generation for every degree of tensor parallelism up to `gpus` (default: a host).
 
+    By default, there are 256 tokens after a prompt of 1024, or as many as the model supports.
     Raises ConfigError for a model that does not generate text, or for more tokens than the model
     supports.
     """
     model, record = config.model, hardware(gpu, link)
     if model.is_bert:
         raise ConfigError(f'model.objective={model.objective}: the model does not generate text')
+    prompt, tokens = _lengths(model.max_seq_len, prompt, tokens)
     if prompt + tokens > model.max_seq_len:
         raise ConfigError(
             f'--prompt {prompt} and --tokens {tokens} add up to {prompt + tokens} tokens, more '
@@ -87,6 +91,15 @@ def plan_generation(
         for step in _meshes(config, count, prompt, batch)
     ]
     return Generation(hardware=record.name, prompt=prompt, tokens=tokens, batch=batch, lines=lines)
+
+
+def _lengths(most: int, prompt: int | None, tokens: int | None) -> tuple[int, int]:
+    """Return the tokens of the prompt and those after it, by default at most `most` together."""
+    if tokens is None:
+        tokens = min(TOKENS, most // 2 if prompt is None else most - prompt)
+    if prompt is None:
+        prompt = min(PROMPT, most - tokens)
+    return max(1, prompt), max(1, tokens)
 
 
 def _meshes(config: Config, gpus: int, prompt: int, batch: int) -> Iterator[Config]:

@@ -119,6 +119,23 @@ def test_what_cannot_be_generated_is_refused_by_name() -> None:
         planned(load('bert_336m'), prompt=16, tokens=16)
 
 
+@pytest.mark.parametrize(
+    ('name', 'given', 'expected'),
+    [
+        ('llama3_8b', {}, (1024, 256)),
+        ('gpt2_124m', {}, (768, 256)),
+        ('gpt2_124m', {'prompt': 1000}, (1000, 24)),
+        ('gpt2_124m', {'tokens': 100}, (924, 100)),
+        ('tiny', {}, (64, 64)),
+    ],
+)
+def test_by_default_prompt_and_tokens_are_as_long_as_the_model_supports(
+    name: str, given: dict[str, int], expected: tuple[int, int]
+) -> None:
+    found = plan_generation(load(name), gpu='h100', gpus=1, **given)
+    assert (found.prompt, found.tokens) == expected
+
+
 def test_the_command_shows_the_table() -> None:
     command = [
         sys.executable,
