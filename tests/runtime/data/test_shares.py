@@ -153,7 +153,7 @@ def test_an_empty_file_has_no_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ('name', 'content'), [('a.bin', bytes(1000)), ('a.gz', gzip.compress(bytes(1000)))]
+    ('name', 'content'), [('a.bin', bytes(1000)), ('a.gz', gzip.compress(bytes(1000), mtime=0))]
 )
 def test_among_texts_a_file_that_is_not_text_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: bytes
