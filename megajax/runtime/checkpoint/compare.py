@@ -168,7 +168,7 @@ def check_same_arrays(
 
 
 def check_same_order(path: Path, there: Record, here: Record, state: Any) -> None:
-    """Raise ConfigError if the layers of an optimizer's state would be restored in another order.
+    """Raise ConfigError if the layers of an optimizer's state would get a different order.
 
     A checkpoint has the layers in the order of the model, except in the state of an optimizer that
     is not shaped like its parameters: it has them in the order of the stages that wrote it.

@@ -27,8 +27,8 @@ class Profiler:
     With several processes, each has its own subfolder. Next to the trace, process 0 writes the text
     of `compiled`, the program of the steps, and the config. If a trace cannot be taken or written,
     a warning is logged. If the context is left during a trace, the unfinished trace is written. A
-    run that resumes after `done` steps traces those of the named steps that are left, and logs
-    which are done.
+    run that resumes after `done` steps traces the named steps that are left, and logs which are
+    done.
     """
 
     compiled: Compiled | None = None
