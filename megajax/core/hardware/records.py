@@ -154,7 +154,13 @@ def _with_link(gpu: Hardware, link: LinkName | None) -> Hardware:
         raise ConfigError(
             f'--link pcie: the record of {gpu.name} has no pcie: {{bandwidth, latency}}; add it'
         )
-    return gpu.model_copy(update={'inside_host': gpu.pcie, 'name': f'{gpu.name} over PCIe'})
+    return gpu.model_copy(
+        update={
+            'inside_host': gpu.pcie,
+            'devices_per_domain': None,  # PCIe joins no hosts
+            'name': f'{gpu.name} over PCIe',
+        }
+    )
 
 
 def _hardware(name: str | Path) -> Hardware:

@@ -138,12 +138,17 @@ def test_a_gpu_without_a_record_gets_the_page_that_says_how_to_write_one(name):
         hardware(name)
 
 
+def test_pcie_joins_no_hosts():
+    assert hardware('gb200').devices_per_domain == 72
+    assert hardware('gb200', 'pcie').devices_per_domain is None
+
+
 @pytest.mark.parametrize('name', hardware_names())
 def test_gpus_without_nvlink_send_over_pcie(name):
     gpu, over_pcie = hardware(name), hardware(name, 'pcie')
     assert over_pcie.inside_host == gpu.pcie
     assert gpu.pcie.bandwidth <= gpu.inside_host.bandwidth
-    others = {'inside_host', 'name'}
+    others = {'inside_host', 'name', 'devices_per_domain'}
     assert over_pcie.model_dump(exclude=others) == gpu.model_dump(exclude=others)
 
 
