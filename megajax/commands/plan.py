@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 OPTIONS_OF = {
     'table': (),
     'generate': ('gpu', 'gpus', 'link', 'prompt', 'tokens', 'batch', 'json'),
-    'compare': ('gpus', 'tokens', 'global_batch_size', 'program', 'json'),
+    'compare': ('gpus', 'gpus_per_host', 'tokens', 'global_batch_size', 'program', 'json'),
 }
 OLD_NAMES = {
     '--failures': '--mtbf-gpu-hours',
@@ -113,7 +113,9 @@ def for_config(
     if generate:
         return _show_generation(config, json, gpu, gpus, link, prompt, tokens, batch)
     if compare:
-        return _show_comparison(config, compare, json, gpus, tokens, global_batch_size, program)
+        return _show_comparison(
+            config, compare, json, gpus, gpus_per_host, tokens, global_batch_size, program
+        )
     result = _planned(
         config,
         gpu,
@@ -283,6 +285,7 @@ def _show_comparison(
     machines: str,
     json: Path | None,
     gpus: int | None,
+    gpus_per_host: int | None,
     tokens: float | None,
     target_batch: int | None,
     program: 'ProgramName',
@@ -293,6 +296,7 @@ def _show_comparison(
         config,
         read_prices(machines),
         gpus=gpus,
+        gpus_per_host=gpus_per_host,
         tokens=tokens or 1e9,
         target_batch=target_batch,
         program=program,

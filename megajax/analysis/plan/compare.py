@@ -34,7 +34,8 @@ class Machine(Result):
     price: float | None = Field(description='price of a GPU-hour, as given')
     cost: float | None = Field(description='cost of all tokens in the currency of the price')
     fewest_gpus: int | None = Field(
-        description='the smallest power of two of GPUs that a layout fits on, up to `gpus`'
+        description='the fewest GPUs, a power of two or that many full hosts, that a layout '
+        'fits on, up to `gpus`'
     )
     longest_sequence: int | None = Field(
         description='the most tokens of a sequence that fit on `gpus` GPUs: train.seq_len times a '
@@ -60,6 +61,7 @@ def compare(
     prices: dict[str, float | None],
     *,
     gpus: int | None = None,
+    gpus_per_host: int | None = None,
     tokens: float = 1e9,
     target_batch: int | None = None,
     program: ProgramName = 'megajax',
@@ -67,7 +69,8 @@ def compare(
     """Return the fastest layout of a config on each type of GPU, for a number of tokens.
 
     `prices` has the price of a GPU-hour by the name of the GPU, or None. `gpus` defaults to the
-    size of the config's mesh. `target_batch` replaces `train.batch_size`. Machines are sorted by
+    size of the config's mesh, and `gpus_per_host` to the hosts that each GPU is sold in.
+    `target_batch` replaces `train.batch_size`. Machines are sorted by
     cost if each has a price, else by time.
 
     A GPU that does not compute in the config's dtype has no layout. Raises ConfigError if none
@@ -81,7 +84,7 @@ def compare(
     if not any(dtype in each.peak_flops for each in found.values()):
         check_dtype(dtype, next(iter(found.values())))
     machines = [
-        _machine(config, Cluster.of(found[gpu], count), software, gpu, price, tokens)
+        _machine(config, Cluster.of(found[gpu], count, gpus_per_host), software, gpu, price, tokens)
         for gpu, price in prices.items()
     ]
     has_prices = all(machine.price is not None for machine in machines)
@@ -164,7 +167,10 @@ def comparison_table(comparison: Comparison) -> RenderableType:
         _add(table, machine, has_prices=has_prices)
     return Group(
         Folded(table),
-        Text('fewest GPUs: the smallest power of two on which the batch fits'),
+        Text(
+            'fewest GPUs: the smallest power of two, or that many full hosts, on which the batch '
+            'fits'
+        ),
         Text(
             'longest sequence: train.seq_len times the largest power of two that fits, up to '
             f'{LONGEST:,} tokens'

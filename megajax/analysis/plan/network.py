@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from functools import cached_property
 from math import prod
 from typing import Self
@@ -67,6 +68,15 @@ class Cluster:
     def num_hosts(self) -> int:
         """Return the number of hosts; all hosts are full."""
         return self.num_devices // self.devices_per_host
+
+    def counts(self, most: int) -> list[int]:
+        """Return powers of two, of GPUs in a host and of full hosts, up to `most` GPUs."""
+        per_host = self.devices_per_host
+        inside = itertools.takewhile(
+            lambda count: count < per_host, (1 << power for power in itertools.count())
+        )
+        hosts = (per_host << power for power in itertools.count())
+        return [*itertools.takewhile(lambda count: count <= most, itertools.chain(inside, hosts))]
 
     def _group(self, config: Config, axis: str) -> tuple[int, int, int]:
         """Return the size of a group, how many of its GPUs share a domain, and its domains."""

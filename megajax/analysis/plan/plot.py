@@ -146,7 +146,7 @@ def scaling(config: Config, cluster: Cluster) -> 'Figure':
     """
     figure = new_figure()
     axes = figure.subplots()
-    choices = fastest(config, cluster, powers(max(512, cluster.num_devices)))
+    choices = fastest(config, cluster, cluster.counts(max(512, cluster.num_devices)))
     gpus, shares = list(choices), [100 * choice.timed.mfu for choice in choices.values()]
     axes.plot(gpus, shares, marker='o', color='black')
     for count, share in zip(gpus, shares, strict=True):
@@ -177,16 +177,11 @@ def fastest(config: Config, cluster: Cluster, counts: Sequence[int]) -> dict[int
     for count in counts:
         try:
             choices[count] = search(
-                config, Cluster.of(cluster.hardware, count, min(count, cluster.devices_per_host))
+                config, Cluster.of(cluster.hardware, count, cluster.devices_per_host)
             ).best
         except ConfigError:
             continue
     return choices
-
-
-def powers(most: int) -> list[int]:
-    """Return the powers of two up to `most`."""
-    return [1 << power for power in range(most.bit_length())]
 
 
 def new_figure() -> 'Figure':

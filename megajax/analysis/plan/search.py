@@ -260,14 +260,13 @@ def that_fits(
 def fewest_gpus(
     config: Config, cluster: Cluster, program: Software, savings: Savings = NO_SAVINGS
 ) -> int | None:
-    """Return the smallest power of two of GPUs that a layout of the same batch fits on.
+    """Return the smallest number of GPUs that a layout of the same batch fits on.
 
-    It is at most the size of the cluster; None if no layout fits.
+    It is a power of two, or that many full hosts, and at most the size of the cluster; None if no
+    layout fits.
     """
-    count = 1
-    while count <= cluster.num_devices:
-        fewer = Cluster.of(cluster.hardware, count)
+    for count in cluster.counts(cluster.num_devices):
+        fewer = Cluster.of(cluster.hardware, count, cluster.devices_per_host)
         if that_fits(config, count, fewer, program, savings):
             return count
-        count *= 2
     return None

@@ -32,6 +32,22 @@ def test_more_memory_needs_fewer_gpus() -> None:
     assert large.fewest_gpus < small.fewest_gpus
 
 
+def test_hosts_may_have_any_number_of_gpus() -> None:
+    config = load('llama3_8b', ('mesh.data=12', 'train.batch_size=12', 'train.microbatches=1'))
+    gpus = {'h100': None, 'a100_40gb': None}
+    of_six = compare(config, gpus, gpus=12, gpus_per_host=6).machines
+    assert [machine.fewest_gpus for machine in of_six] == [4, 6]
+    with pytest.raises(ConfigError, match='do not fill hosts of 8'):
+        compare(config, {'h100': None}, gpus=12)
+
+
+def test_the_command_takes_the_gpus_per_host() -> None:
+    asked = '--compare', 'h100,a100', '--gpus', '6', '--gpus-per-host', '3'
+    done = CliRunner().invoke(app, ['plan', 'gpt2_124m', 'train.batch_size=12', *asked])
+    assert done.exit_code == 0
+    assert 'on 6 GPUs' in done.stdout
+
+
 def test_a_machine_on_which_nothing_fits_is_last() -> None:
     config = load(
         'llama3_70b', ('mesh.data=8', 'mesh.model=1', 'train.batch_size=8', 'train.microbatches=1')

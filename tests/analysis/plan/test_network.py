@@ -107,6 +107,19 @@ def test_replicas_are_apart_and_rows_of_a_grid_are_near(keys, axis, size, hosts)
     assert (ring.size, ring.hosts) == (size, hosts)
 
 
+@pytest.mark.parametrize(
+    ('per_host', 'most', 'counts'),
+    [
+        (8, 64, [1, 2, 4, 8, 16, 32, 64]),
+        (6, 48, [1, 2, 4, 6, 12, 24, 48]),
+        (3, 7, [1, 2, 3, 6]),
+        (1, 4, [1, 2, 4]),
+    ],
+)
+def test_counts_are_powers_of_two_of_gpus_and_hosts(per_host, most, counts):
+    assert Cluster.of(H100, 24, per_host).counts(most) == counts
+
+
 def test_hosts_of_unequal_size_are_refused():
     with pytest.raises(
         ConfigError,
