@@ -107,11 +107,10 @@ def make_train_step(
     """Return `train_step(state, batch) -> (state, metrics)`, compiled at its first call.
 
     The input state is donated. A batch holds `tokens`, `labels` and `loss_mask`, each [B, S], and
-    may hold `segment_ids` and `positions`. The mask has each label's weight, at least 0, in the
-    loss, which is a weighted mean. A batch for BERT also holds `token_types` and `swapped`
-    [B, 1]. BERT's loss is the sum of masked-token loss (`nll`) and sentence-order loss. If loss or
-    gradients are not finite, parameters and optimizer stay the same, bit for bit; also after a
-    spike, unless `train.spike` is off.
+    may hold `segment_ids` and `positions`. The mask has the weights of a weighted mean. A batch for
+    BERT also holds `token_types` and `swapped` [B, 1]. BERT's loss is the sum of masked-token loss
+    (`nll`) and sentence-order loss. If loss or gradients are not finite, parameters and optimizer
+    stay the same, bit for bit; also after a spike, unless `train.spike` is off.
 
     An `optimizer` replaces `optim.kind`, clipping and weight decay. `lr` in the metrics is
     `learning_rate(config)` of the updates applied so far, which the optimizer should use.
