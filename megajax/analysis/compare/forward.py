@@ -51,9 +51,10 @@ def make_forward(config: Config) -> Callable[..., Sites]:
     def forward(
         params: nnx.State, batch: Batch, key: jax.Array, scales: jax.Array | None = None
     ) -> Sites:
-        load = routing.init_load(config)
+        batch, share = with_weights(batch, config, layout), routing.init_load(config)
+        load = None if share is None else routing.Load.of(share, batch)
         weights, primals, _ = StepWeights.of(params, config, layout, scales, load)
-        shards = jax.tree.map(lambda x: split(x, 1, layout)[0], with_weights(batch, config, layout))
+        shards = jax.tree.map(lambda x: split(x, 1, layout)[0], batch)
 
         def of_shard(shard: Batch) -> Sites:
             model, used = objective.model(primals, weights)

@@ -75,11 +75,18 @@ def of_documents(config: Config) -> Iterator[Expected]:
     """Yield the all-gather of a step's documents, or of BERT's segments (`model/documents.py`).
 
     Each context shard has only the ids of its own tokens. For BERT, the shards also find out which
-    sequences have a masked token.
+    sequences have a masked token, and for experts, where the padding of each sequence begins.
     """
-    if config.mesh.context == 1 or not (config.data.document_mask or config.model.is_bert):
+    if config.mesh.context == 1:
         return
     rows = config.microbatch_rows * config.train.microbatches
+    if config.model.experts is not None:
+        ends = Array('s32', (rows,))
+        yield Expected.over(
+            config, Site('documents', 'step', 'context'), REDUCE, ends, 1, DOCUMENTS
+        )
+    if not (config.data.document_mask or config.model.is_bert):
+        return
     ids = Array('s32', (rows, config.train.seq_len))
     site = Site('documents', 'step', 'context')
     yield Expected.over(config, site, GATHER, ids, 1, DOCUMENTS)

@@ -48,12 +48,11 @@ class Settings(NamedTuple):
         """The devices that hold the layer's experts."""
         return Peers(EXPERT, self.layout.num_shards('X'), self.is_abstract)
 
-    def over_context(self, x: jax.Array) -> tuple[jax.Array, int]:
-        """Return the sum of x over the context shards, and how many there are."""
-        shards = dict(self.layout.sizes).get(CONTEXT, 1)
-        if shards == 1 or self.is_abstract:
-            return x, shards
-        return lax.psum(x, CONTEXT), shards  # all-reduce over context
+    def over_context(self, x: jax.Array) -> jax.Array:
+        """Return the sum of x over the context shards."""
+        if dict(self.layout.sizes).get(CONTEXT, 1) == 1 or self.is_abstract:
+            return x
+        return lax.psum(x, CONTEXT)  # all-reduce over context
 
 
 class Saved(NamedTuple):
@@ -111,8 +110,10 @@ def backward(
     dy_nD = (weight_TY[..., None] * dy_T1D).astype(x_BTD.dtype).reshape(-1, x_TD.shape[-1])
     dx_nD, gradients = _of_rounds(dy_nD, x_TD, saved, sent, local)
     if 'load' in arrays:
-        is_dropped_TY = sent.is_dropped_n.reshape(expert_TY.shape)
-        gradients['load'] = router.statistics(logit_Tx, expert_TY, is_dropped_TY, how.experts)
+        is_dropped_TY, real_T = sent.is_dropped_n.reshape(expert_TY.shape), local.real_T
+        gradients['load'] = router.statistics(
+            logit_Tx, expert_TY, is_dropped_TY, real_T, how.experts
+        )
         dlogit_Tx += local.once(local.auxiliary(logit_Tx, expert_TY, x_BSD.shape[1]))
     of_router, router_Dx = x_TD.astype(jnp.float32), local.router_Dx
     highest = lax.Precision.HIGHEST
@@ -196,6 +197,12 @@ class _Local(NamedTuple):
         return self.arrays[name].reshape(-1) if name in self.arrays else None
 
     @property
+    def real_T(self) -> jax.Array:
+        """1 for tokens that count, 0 for padding."""
+        real_T: jax.Array = self.arrays['real'].reshape(-1)
+        return real_T
+
+    @property
     def up(self) -> jax.Array:
         """The weights [x, D, hidden] of the first matmul."""
         w = self.arrays['up']
@@ -251,19 +258,21 @@ class _Local(NamedTuple):
 
     def auxiliary(self, logit_Tx: jax.Array, expert_TY: jax.Array, length: int) -> jax.Array:
         """Return the gradients of the balance loss and the z-loss with respect to the logits."""
-        experts, load = self.how.experts, self.arrays['load']
+        experts, load, real_T = self.how.experts, self.arrays['load'], self.real_T
         token = load[router.TOKEN, 0]
         pressure = load[router.PRESSURE][None]
         if experts.balance_over == 'sequence':
             # DeepSeek-V3 and Megatron count these, too
             best_TY = router.best(logit_Tx, expert_TY, experts)
-            of_sequence = best_TY.reshape(-1, length * experts.active)
-            chosen_Bx = jax.vmap(lambda one: router.counts(one, experts.count))(of_sequence)
-            chosen_Bx, shards = self.how.over_context(chosen_Bx)
-            share_Bx = chosen_Bx / (length * experts.active * shards)
+            best_BSY, real_BS1 = (
+                x.reshape(-1, length, x.shape[-1]) for x in (best_TY, real_T[:, None])
+            )
+            count = jax.vmap(lambda best, real: router.counts(best, real, experts.count))
+            chosen_Bx = self.how.over_context(count(best_BSY, real_BS1))
+            share_Bx = chosen_Bx / jnp.maximum(chosen_Bx.sum(-1, keepdims=True), 1)
             pressure_Bx = experts.balance_loss * experts.count * token * share_Bx
             pressure = jnp.repeat(pressure_Bx, length, 0)
-        return router.auxiliary_gradient(logit_Tx, pressure, token, experts)
+        return router.auxiliary_gradient(logit_Tx, pressure, token, real_T, experts)
 
     def summed(self, gradients: Arrays) -> Arrays:
         """Return the gradients of `arrays`, summed over devices unless the step does so later.

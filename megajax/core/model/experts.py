@@ -92,6 +92,8 @@ class Experts(Sublayer):
         }
         parameters = [(name, x) for name, x in given.items() if x is not None]
         values: Arrays = {name: x.get_value() for name, x in parameters}
+        if 'load' in values:
+            values['real'] = rows.real_BS
         slotted = {name: x for name, x in values.items() if isinstance(x, Slotted)}
         how = Settings(
             experts,
@@ -206,7 +208,7 @@ def _own_of_shards(
 
 def _has_gradient(name: str, how: Settings) -> bool:
     is_of_expert = name in MATRICES or name in ('up_bias', 'down_bias')
-    return name != 'selection_bias' and not (how.is_frozen and is_of_expert)
+    return name not in ('selection_bias', 'real') and not (how.is_frozen and is_of_expert)
 
 
 def _dims_saved(how: Settings) -> dict[str, str]:

@@ -73,12 +73,16 @@ def probabilities(logit_Tx: jax.Array, experts: ExpertsConfig) -> jax.Array:
 
 
 def auxiliary_gradient(
-    logit_Tx: jax.Array, pressure_Tx: jax.Array, token: jax.Array, experts: ExpertsConfig
+    logit_Tx: jax.Array,
+    pressure_Tx: jax.Array,
+    token: jax.Array,
+    real_T: jax.Array,
+    experts: ExpertsConfig,
 ) -> jax.Array:
     """Return the gradient of the balance loss and of the z-loss with respect to the logits.
 
-    `pressure_Tx` is the gradient of the balance loss with respect to `probabilities`, and `token`
-    is the share of one token among all tokens.
+    `pressure_Tx` is the gradient of the balance loss with respect to `probabilities`, `token` is
+    the share of one token among all tokens, and `real_T` is 0 for padding, which has no loss.
     """
 
     def loss(logit_Tx: jax.Array) -> jax.Array:
@@ -87,23 +91,30 @@ def auxiliary_gradient(
             total += experts.z_loss * token * jnp.square(jax.nn.logsumexp(logit_Tx, -1)).sum()
         return total
 
-    return jax.grad(loss)(logit_Tx)
+    return real_T[:, None] * jax.grad(loss)(logit_Tx)
 
 
-def counts(expert_TY: jax.Array, num_experts: int) -> jax.Array:
-    """Return how often each expert is chosen."""
-    return jnp.zeros(num_experts).at[expert_TY.reshape(-1)].add(1.0)
+def counts(expert_TY: jax.Array, weight_TY: jax.Array, num_experts: int) -> jax.Array:
+    """Return the sum of the weights with which each expert is chosen."""
+    weight_TY = jnp.broadcast_to(weight_TY, expert_TY.shape)
+    return jnp.zeros(num_experts).at[expert_TY.reshape(-1)].add(weight_TY.reshape(-1))
 
 
 def statistics(
-    logit_Tx: jax.Array, expert_TY: jax.Array, is_dropped_TY: jax.Array, experts: ExpertsConfig
+    logit_Tx: jax.Array,
+    expert_TY: jax.Array,
+    is_dropped_TY: jax.Array,
+    real_T: jax.Array,
+    experts: ExpertsConfig,
 ) -> jax.Array:
-    """Return the statistics [STATISTICS, x] of these tokens."""
-    chosen_x = counts(expert_TY, experts.count)
-    dropped_x = jnp.zeros(experts.count).at[expert_TY.reshape(-1)].add(is_dropped_TY.reshape(-1))
+    """Return the statistics [STATISTICS, x] of these tokens, without padding (`real_T` is 0)."""
+    real_T1 = real_T[:, None]
+    chosen_x = counts(expert_TY, real_T1, experts.count)
+    dropped_x = counts(expert_TY, real_T1 * is_dropped_TY, experts.count)
     score_Tx = probabilities(logit_Tx, experts)
-    entropy_x = -jnp.where(score_Tx > 0, score_Tx * jnp.log(score_Tx), 0).sum(0)
-    return jnp.stack([chosen_x, score_Tx.sum(0), entropy_x, dropped_x])
+    entropy_Tx = -jnp.where(score_Tx > 0, score_Tx * jnp.log(score_Tx), 0)
+    score_x, entropy_x = (real_T1 * score_Tx).sum(0), (real_T1 * entropy_Tx).sum(0)
+    return jnp.stack([chosen_x, score_x, entropy_x, dropped_x])
 
 
 def _scores(logit_Tx: jax.Array, experts: ExpertsConfig) -> jax.Array:

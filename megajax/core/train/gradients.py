@@ -67,8 +67,10 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
     ) -> tuple[Sums, nnx.State, Seen]:
         batch = scale_weights(loss_scale, with_weights(batch, config, layout))
         load = routing.init_load(config) if load is None else load
+        of_experts = None if load is None else routing.Load.of(load, batch)
         scales = None if scales is None else scaling.on_stages(scales, layout)
-        weights, primals, narrow = StepWeights.of(params, config, layout, scales, load, loss_scale)
+        given = params, config, layout, scales, of_experts, loss_scale
+        weights, primals, narrow = StepWeights.of(*given)
         microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
         sums, gradients = of_microbatches(primals, weights, microbatches, key)
         gradients, routed = routing.detached(gradients, layout)

@@ -21,7 +21,8 @@ OF_ROWS = 'rows', 'swapped', 'row_weights'
 def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     """Return a batch with the weight of each token in the loss, and the row indices for dropout.
 
-    Without a counted token, all weights are zero.
+    Without a counted token, all weights are zero. With experts, the batch gets `real`: 0 for the
+    padding at the end of sequences, on which no counted token depends, and 1 for all other tokens.
     On context shards the tokens are not in order, so the batch also gets their places.
     """
     # Weights that add up to one over the global batch make the mean exact, however the mask is
@@ -29,11 +30,15 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     mask_BS = batch['loss_mask']
     total = mask_BS.sum()
     added = {'weights': mask_BS / jnp.where(total > 0, total, 1)}
-    if config.model.has_dropout or config.relevance is not None:
-        added['rows'] = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
-    if 'swapped' in batch:
+    if config.model.is_bert:
         real_B1 = real_rows(batch)
         added['row_weights'] = real_B1 / jnp.maximum(real_B1.sum(), 1)
+        if config.model.experts is not None:
+            added['real'] = _outside_padding(batch, real_B1)
+    elif config.model.experts is not None:
+        added['real'] = _up_to_last_label(batch, layout)
+    if config.model.has_dropout or config.relevance is not None:
+        added['rows'] = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
     rest = {name: x for name, x in batch.items() if name != 'loss_mask'}
     return for_shards({**rest, **added}, config, layout)
 
@@ -49,7 +54,7 @@ def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
     """
     if not layout.mesh_axes('S'):
         return batch
-    (rows, length), shards = batch['tokens'].shape, layout.num_shards('S')
+    rows, shards = len(batch['tokens']), layout.num_shards('S')
     added = {}
     if 'segment_ids' in batch:
         ids, by_heads = batch['segment_ids'], config.mesh.exchanges_heads
@@ -59,8 +64,7 @@ def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
             else of_all_shards(ids, layout, ordered=by_heads)
         )
     if 'positions' not in batch:
-        place_BS = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1, out_sharding=layout('BS'))
-        added['positions'] = position_at(place_BS, length, shards)
+        added['positions'] = places(batch, layout)
     for name in filter(batch.__contains__, OF_ROWS):
         x_B1 = batch[name].reshape(rows, 1, out_sharding=layout('B-'))
         added[name] = jax.reshard(jnp.broadcast_to(x_B1, (rows, shards)), layout('BS'))
@@ -68,6 +72,28 @@ def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:
         is_first = jnp.arange(shards, out_sharding=layout('S'))[None] == 0
         added['row_weights'] = jnp.where(is_first, added['row_weights'], 0)
     return batch | added
+
+
+def places(batch: Batch, layout: Layout) -> jax.Array:
+    """Return the place [B, S] of each token in its sequence."""
+    shape, shards = batch['tokens'].shape, layout.num_shards('S')
+    place_BS = jax.lax.broadcasted_iota(jnp.int32, shape, 1, out_sharding=layout('BS'))
+    return place_BS if shards == 1 else position_at(place_BS, shape[1], shards)
+
+
+def _up_to_last_label(batch: Batch, layout: Layout) -> jax.Array:
+    """Return [B, S]: 1 for tokens up to the last counted one, and 0 for those after it."""
+    place_BS = places(batch, layout)
+    last_B1 = jnp.where(batch['loss_mask'] > 0, place_BS, -1).max(-1, keepdims=True)
+    return (place_BS <= last_B1).astype(jnp.float32)
+
+
+def _outside_padding(batch: Batch, real_B1: jax.Array) -> jax.Array:
+    """Return [B, S]: 1 for tokens of BERT, and 0 for padding, which is the last segment."""
+    if (segment_BS := batch.get('segment_ids')) is None:
+        return jnp.broadcast_to(real_B1, batch['tokens'].shape)
+    is_first_BS = segment_BS == segment_BS.astype(jnp.int32).min(-1, keepdims=True)
+    return real_B1 * is_first_BS
 
 
 def real_rows(batch: Batch) -> jax.Array:
@@ -78,7 +104,13 @@ def real_rows(batch: Batch) -> jax.Array:
 def rows_of(shard: Batch, key: jax.Array | None = None) -> Rows:
     """Return the arrays next to a shard's tokens; `key` is for dropout."""
     keys = None if key is None or 'rows' not in shard else sequence_keys(key, shard['rows'].ravel())
-    return Rows(shard.get('positions'), shard.get('segment_ids'), shard.get('token_types'), keys)
+    return Rows(
+        shard.get('positions'),
+        shard.get('segment_ids'),
+        shard.get('token_types'),
+        keys,
+        real_BS=shard.get('real'),
+    )
 
 
 def images_of(shard: Batch, key: jax.Array | None = None) -> Images | None:

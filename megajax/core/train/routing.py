@@ -5,10 +5,10 @@ batch. No device knows these shares in its forward pass, so a step uses the shar
 before. The gradients are therefore equal on every mesh and with any number of microbatches, and no
 layer waits for a collective. The reports are sums over tokens for each expert
 (`router.statistics`). They leave the backward pass as the gradient of a slot, like the counts of
-fp8 (`scaling.py`).
+fp8 (`scaling.py`). Neither the losses nor the reports count padding (`microbatches.py`).
 """
 
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,21 @@ from megajax.core.counts.layers import layers_of, stacks
 from megajax.core.model import router
 from megajax.core.model.zero_sharding import sum_of_vector
 from megajax.core.parallel.layout import UNSHARDED, Layout
+from megajax.core.train.feed import Batch
 from megajax.core.train.loss_scale import LossScale
+
+
+class Load(NamedTuple):
+    """The load of a step's experts."""
+
+    share_Lx: jax.Array  # each expert's share of the assignments in the step before
+    padding: jax.Array  # number of all tokens divided by the number of tokens without padding
+
+    @classmethod
+    def of(cls, share_Lx: jax.Array, batch: Batch) -> Self:
+        """Return the load for a batch with the places of its padding."""
+        count = (batch['real'] > 0).sum(dtype=jnp.int32)
+        return cls(share_Lx, batch['real'].size / jnp.maximum(count, 1))
 
 
 def init_load(config: Config) -> jax.Array | None:
@@ -35,7 +49,7 @@ def init_load(config: Config) -> jax.Array | None:
 def attached(
     weights: Any,
     primals: Any,
-    load_Lx: jax.Array,
+    load: 'Load',
     loss_scale: LossScale | None,
     config: Config,
     layout: Layout,
@@ -45,9 +59,9 @@ def attached(
     assert experts is not None
     token = (1 if loss_scale is None else loss_scale.value) / (train.batch_size * train.seq_len)
     is_over_batch = experts.balance_over == 'batch'
-    pressure = experts.balance_loss * experts.count * token * is_over_batch * load_Lx
+    pressure = experts.balance_loss * experts.count * token * is_over_batch * load.share_Lx
     zeros = jnp.zeros_like(pressure)
-    rows = {router.PRESSURE: pressure, router.TOKEN: zeros + token}
+    rows = {router.PRESSURE: load.padding * pressure, router.TOKEN: zeros + load.padding * token}
     values = jnp.stack([rows.get(row, zeros) for row in router.STATISTICS], 1)
     values = values[np.array(layout.layer_order(len(values)))]
 
@@ -75,9 +89,9 @@ def detached(gradients: Any, layout: Layout) -> tuple[Any, jax.Array | None]:
 
 
 def shares(sums_L4x: jax.Array) -> jax.Array:
-    """Return each expert's share [layer, expert] of the assignments."""
+    """Return each expert's share [layer, expert] of the assignments; zeros if there are none."""
     chosen_Lx = sums_L4x[:, router.CHOSEN]
-    return chosen_Lx / chosen_Lx.sum(-1, keepdims=True)
+    return chosen_Lx / jnp.maximum(chosen_Lx.sum(-1, keepdims=True), 1)
 
 
 def after_step(
@@ -89,7 +103,8 @@ def after_step(
     frozen.
     """
     experts, layout = config.model.experts, Layout.of(config)
-    load_Lx = jnp.where(taken, shares(sums_L4x), load_Lx)
+    share_Lx = shares(sums_L4x)
+    load_Lx = jnp.where(taken & (share_Lx.max() > 0), share_Lx, load_Lx)
     if experts is None or not experts.selection_bias or config.model.is_decoder_frozen:
         return params, load_Lx
     chosen_Lx = sums_L4x[:, router.CHOSEN]
@@ -105,21 +120,22 @@ def metrics(sums_L4x: jax.Array, config: Config) -> dict[str, jax.Array]:
 
     `expert_load` is the largest load of an expert divided by the mean load, `router_entropy` the
     mean entropy of a token's scores in nats, and `idle_experts` the number of experts that received
-    no token. With `balance_loss` over the batch, the result also has that loss; with `capacity`, it
-    has the share of dropped assignments.
+    no token. Padding does not count. With `balance_loss` over the batch, the result also has that
+    loss; with `capacity`, it has the share of dropped assignments.
     """
-    experts, train = config.model.experts, config.train
+    experts = config.model.experts
     assert experts is not None
     chosen_Lx, scores_Lx, entropy_Lx, dropped_Lx = jnp.moveaxis(sums_L4x, 1, 0)
-    tokens = train.batch_size * train.seq_len
+    all_L = jnp.maximum(chosen_Lx.sum(-1), 1)
+    tokens_L = all_L / experts.active
     found = {
-        'expert_load': (chosen_Lx.max(-1) / chosen_Lx.mean(-1)).max(),
-        'router_entropy': (entropy_Lx.sum(-1) / tokens).mean(),
+        'expert_load': (chosen_Lx.max(-1) / (all_L / experts.count)).max(),
+        'router_entropy': (entropy_Lx.sum(-1) / tokens_L).mean(),
         'idle_experts': (chosen_Lx == 0).sum(),
     }
     if experts.balance_loss and experts.balance_over == 'batch':
-        balance_L = experts.count * (shares(sums_L4x) * scores_Lx).sum(-1) / tokens
+        balance_L = experts.count * (shares(sums_L4x) * scores_Lx).sum(-1) / tokens_L
         found['balance_loss'] = experts.balance_loss * balance_L.sum()
     if experts.capacity is not None:
-        found['dropped'] = dropped_Lx.sum() / chosen_Lx.sum()
+        found['dropped'] = dropped_Lx.sum() / all_L.sum()
     return found

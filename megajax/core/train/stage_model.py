@@ -30,7 +30,7 @@ from megajax.core.train.stage_arrays import of_own_experts, split_layers, with_l
 
 Tree = Any
 HEAD = SAME, SAME, BOTH, BOTH
-BESIDE = 'positions', 'segment_ids', 'rows'  # the arrays of a batch that layers read
+BESIDE = 'positions', 'segment_ids', 'rows', 'real'  # the arrays of a batch that layers read
 
 
 class StageModel:

@@ -98,12 +98,12 @@ class StepWeights(NamedTuple):
         config: Config,
         layout: Layout,
         scales: jax.Array | None = None,
-        load: jax.Array | None = None,
+        load: routing.Load | None = None,
         loss_scale: LossScale | None = None,
     ) -> Self:
         """Return the parameters as a step uses them; without `scales`, fp8 computes in bf16.
 
-        With experts, `load` is their load in the step before.
+        `load` is given with experts.
         """
         is_fp8, shard = config.train.dtype == 'fp8', config.overlap.shard
         if config.train.has_current_scales:

@@ -47,6 +47,15 @@ def test_it_sends_two_all_to_alls_in_each_pass_and_nothing_more_if_the_load_is_b
     assert flops.compiled == flops.expected + of_unused_blocks(sharded)
 
 
+@pytest.mark.parametrize('name', [slow('experts'), exhaustive('bert_experts')])
+def test_context_shards_find_out_once_where_the_padding_begins(name: str) -> None:
+    sharded = make_config(name, mesh={'data': 2, 'context': 2}, train={'microbatches': 2})
+    inspection = megajax.inspect(sharded, target='cpu')
+    assert all(row.verdict != 'MORE' for row in inspection.rows)
+    [row] = [row for row in inspection.rows if row.site == 'documents']
+    assert row.wire_bytes == row.expected_wire_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_stages_send_no_more_than_in_every_tick() -> None:

@@ -123,6 +123,7 @@ def run(config: Config, shares_x: np.ndarray) -> tuple[Arrays, Arrays]:
         if experts.balance_over == 'batch':
             load[router.PRESSURE] = experts.balance_loss * experts.count * token * shares_x
         arrays['load'] = jax.device_put(load, layout('--'))
+        arrays['real'] = jax.device_put(np.ones(whole['x'].shape[:2], np.float32), layout('BS'))
         dims = tuple((name, DIMS[name]) for name in weights)
         how = Settings(experts, config.model.activation, layout, dims)
         x_BTD, dy_BTD = (jax.device_put(whole[key], layout('BTD')) for key in ('x', 'cotangent'))

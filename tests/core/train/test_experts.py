@@ -130,6 +130,35 @@ def test_the_selection_bias_moves_towards_experts_with_few_tokens() -> None:
     assert moved.min() < 0 < moved.max()
 
 
+@pytest.mark.parametrize('over', ['batch', slow('sequence')])
+def test_padding_moves_no_router(over: str) -> None:
+    """Rows of 24 tokens, of which the last 8 to 15 are padding, are those of 16 tokens."""
+    balanced = {'balance_loss': 0.1, 'balance_over': over, 'z_loss': 0.01, 'selection_bias': True}
+    experts = {'count': 8, 'active': 2, 'ffn_size': 32, **balanced}
+    found = {}
+    for length in (16, 24):
+        config = make_config(
+            'llama', model={'experts': experts, 'num_layers': 1}, train={'seq_len': length}
+        )
+        short = make_batch(make_config('llama', train={'seq_len': 16}))
+        short['loss_mask'] = short['loss_mask'] * (np.arange(16) < 8 + np.arange(8)[:, None])
+        batch = {name: np.pad(x, [(0, 0), (0, length - 16)]) for name, x in short.items()}
+        with on_mesh(config):
+            state, metrics = make_train_step(config)(random_state(config), place_batch(batch))
+            found[length] = gather(state.params) | {'load': np.asarray(state.load)}
+            found[length] |= {name: np.asarray(metrics[name]) for name in ('router_entropy',)}
+    assert_close(found[24], found[16], LIMIT)
+
+
+def test_without_a_counted_token_the_load_stays() -> None:
+    config = Setting('experts', 1, 1).config
+    assert config.model.experts is not None
+    load = init_load(config)
+    none = jnp.zeros((len(load), len(STATISTICS), config.model.experts.count))
+    assert (after_step({}, load, none, jnp.array(True), config)[1] == load).all()
+    assert all(np.isfinite(x) for x in metrics(none, config).values())
+
+
 @pytest.mark.slow
 def test_a_step_that_is_skipped_leaves_the_load_and_the_selection_bias() -> None:
     setting = Setting('capacity', 1, 1)
