@@ -59,6 +59,9 @@ OLD_NAMES = {
 }
 
 
+Asked = dict[str, Any]  # keyword arguments of `plan` and `compare`
+
+
 class _Group(DefaultGroup):
     default = 'for'
 
@@ -112,21 +115,17 @@ def for_config(
     plots = _checked_plots(roofline=roofline, scaling=scaling, schedule=schedule)
     if generate:
         return _show_generation(config, json, gpu, gpus, link, prompt, tokens, batch)
+    asked: Asked = {'gpus': gpus, 'gpus_per_host': gpus_per_host, 'tokens': tokens}
+    asked |= {'target_batch': global_batch_size, 'program': program}
     if compare:
-        return _show_comparison(
-            config, compare, json, gpus, gpus_per_host, tokens, global_batch_size, program
-        )
+        return _show_comparison(config, compare, json, asked)
     result = _planned(
         config,
         gpu,
         verify,
         mtbf_gpu_hours,
-        gpus=gpus,
-        gpus_per_host=gpus_per_host,
+        **asked,
         link=link,
-        tokens=tokens,
-        target_batch=global_batch_size,
-        program=program,
         price=gpu_hour_price,
         storage=storage_bandwidth,
         imbalance=_imbalance(config, source) if imbalance is None else imbalance,
@@ -280,27 +279,11 @@ def _show_generation(
     _console().print(generation_table(result))
 
 
-def _show_comparison(
-    config: Config,
-    machines: str,
-    json: Path | None,
-    gpus: int | None,
-    gpus_per_host: int | None,
-    tokens: float | None,
-    target_batch: int | None,
-    program: 'ProgramName',
-) -> None:
+def _show_comparison(config: Config, machines: str, json: Path | None, asked: Asked) -> None:
     from megajax.analysis.plan.compare import compare, read_prices
 
-    result = compare(
-        config,
-        read_prices(machines),
-        gpus=gpus,
-        gpus_per_host=gpus_per_host,
-        tokens=tokens or 1e9,
-        target_batch=target_batch,
-        program=program,
-    )
+    asked |= {'tokens': asked['tokens'] or 1e9}
+    result = compare(config, read_prices(machines), **asked)
     if json:
         with_folder(json).write_text(result.model_dump_json(indent=2))
     _console().print(str(result), soft_wrap=True, markup=False)

@@ -212,7 +212,7 @@ def _hardware(
     peak = record.peak_flops[training]
     matmul, half_size = fit_products(rates[training], peak)
     of_memory = min(1.0, bandwidth / record.memory_bandwidth)
-    others = 'the others are those of the known GPU' if known else 'flash is not measured'
+    others = "the others are the known GPU's" if known else 'flash is not measured'
     sources = {
         'efficiency': f'{by}: half_size from matmuls in {training}, matmul from training '
         f'steps, and memory; {others}',

@@ -17,6 +17,7 @@ from math import prod
 from megajax.analysis.plan.early_memory import copied_weights, embedding_gradient, of_last_layer
 from megajax.analysis.plan.encoder import with_encoder
 from megajax.analysis.plan.live_memory import Held
+from megajax.analysis.plan.period_memory import of_period
 from megajax.analysis.plan.sizes import FLOAT32, NO_SAVINGS, Savings, Sizes
 from megajax.analysis.plan.stage_memory import moments_of_stage
 from megajax.core.config import Config
@@ -226,7 +227,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             gathered_weights=in_passes + weights,
             gradients=summed + table + _of_layers(sizes, in_layers),
             activations=sizes.kept,
-            workspace=buffers + sizes.of_period + embedding + copies + sizes.of_adapters,
+            workspace=buffers + of_period(sizes) + embedding + copies + sizes.of_adapters,
         ),
         'embedding': Held(
             gathered_weights=in_passes if is_gathered else 0,

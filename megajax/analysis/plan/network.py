@@ -125,7 +125,7 @@ def _parts(
     each other.
     """
     domains = _domains(num_devices, unit, most)
-    # A mesh of more devices than the cluster has goes on with the same domains.
+    # A mesh of more devices than the cluster has continues with the same domains.
     rounds, position = np.divmod(np.arange(groups * size * apart), num_devices)
     domain = rounds * len(domains) + np.searchsorted(np.cumsum(domains), position, side='right')
     count = int(domain[-1]) + 1

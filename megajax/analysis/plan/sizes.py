@@ -251,41 +251,6 @@ class Sizes:
         up = max(kind.up for kind in self.kinds)
         return up + (self.itemsize * self.table if is_made_once else 0)
 
-    @property
-    def of_period(self) -> int:
-        """Return the bytes that a loop over periods of a pattern needs beyond a loop over layers.
-
-        Without full recomputation, the gradients of all outputs of a period exist at once. With it,
-        the gradients of two more layers do (twice the mean of a period); ZeRO-3 has the gradients
-        and the gathered weights of a period, and the gradients of the layers left over. A loop
-        reads a copy of its weights if there are layers outside it. `stage_memory.py` counts what a
-        pipeline needs to recompute a loop.
-        """
-        if not self.loops_over_periods:
-            return 0
-        first, length = self.model.first_dense, len(self.model.pattern)
-        periods, left_over = divmod(self.chunk_layers - first, length)
-        kinds = [self.kinds[-1 if layer.experts else 0] for layer in self.model.pattern]
-        period = [*kinds[first % length :], *kinds[: first % length]]
-        is_copied = first or left_over
-        copied = periods * sum(kind.copied_weights for kind in period) if is_copied else 0
-        if self.config.train.recompute != 'full':
-            of_all = self.queries + 2 * self.keys + 2 * FLOAT32 * self.whole // self.itemsize
-            return copied + sum(kind.up + of_all for kind in period[1:])
-        if self.config.mesh.stages > 1:
-            return 0
-        if self.config.optim.shard == 'weights':
-            gathered = sum((FLOAT32 + self.itemsize) * kind.matrices for kind in period[1:])
-            return copied + gathered + FLOAT32 * sum(kind.matrices for kind in period[:left_over])
-        return copied + 2 * FLOAT32 * sum(kind.matrices for kind in period) // length
-
-    @property
-    def loops_over_periods(self) -> bool:
-        """Whether the layers of a chunk are a loop over periods; XLA unrolls a single period."""
-        length = len(self.model.pattern)
-        periods = (self.chunk_layers - self.model.first_dense) // length
-        return not self.is_ordered and length > 1 and periods > 1
-
 
 class AtRest(NamedTuple):
     """Numbers of parameters of a GPU, stored between steps (with padding) and in a step."""

@@ -6,6 +6,7 @@ H100s. In each tick a stage runs one chunk of its layers forward and one backwar
 """
 
 from megajax.analysis.plan.live_memory import Held
+from megajax.analysis.plan.period_memory import loops_over_periods, of_period
 from megajax.analysis.plan.sizes import FLOAT32, Sizes
 from megajax.core.config import Config
 
@@ -29,7 +30,7 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     of_chunk = FLOAT32 * (sizes.learned - tables) // mesh.virtual_stages
     live = sizes.kept_by_chunk
     # The gradients of a recomputed loop over periods are also stacked in the order of the layers.
-    twice = of_chunk if recompute == 'full' and sizes.loops_over_periods else 0
+    twice = of_chunk if recompute == 'full' and loops_over_periods(sizes) else 0
     again = 0
     is_ring = mesh.context > 1 and mesh.context_exchange == 'ring'
     if early and mesh.stages * mesh.virtual_stages == 2 and not is_ring:
@@ -53,7 +54,7 @@ def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             gradients=sums + of_chunk + twice,
             activations=slots + live,
             workspace=max(kind.in_backward for kind in sizes.kinds)
-            + sizes.of_period
+            + of_period(sizes)
             + _copied(sizes)
             + again
             + sizes.of_adapters
