@@ -213,7 +213,7 @@ def test_the_readme_has_the_error_of_the_predicted_rates() -> None:
     mean, largest = re.search(
         r'^\| all \|\s*\| \d+ \| ([\d.]+)% \| ([\d.]+)%', text, flags=re.MULTILINE
     ).groups()
-    assert f'On {sum(map(int, held_out))} measured training rates' in README
+    assert f'On {sum(map(int, held_out))} training throughputs held out' in README
     assert f'off by {mean}% on average and {largest}% at worst' in README
 
 
