@@ -52,7 +52,7 @@ def make_forward(config: Config) -> Callable[..., Sites]:
         params: nnx.State, batch: Batch, key: jax.Array, scales: jax.Array | None = None
     ) -> Sites:
         batch, share = with_weights(batch, config, layout), routing.init_load(config)
-        load = None if share is None else routing.Load.of(share, batch)
+        load = None if share is None else routing.Load.of(share, batch, config.train)
         weights, primals, _ = StepWeights.of(params, config, layout, scales, load)
         shards = jax.tree.map(lambda x: split(x, 1, layout)[0], batch)
 

@@ -83,7 +83,7 @@ def _read_program(folder: Path) -> tuple[Config, str, Program]:
             f'({reason(error)}): trace some steps again (train.profile)'
         ) from error
     name = re.match(r'HloModule ([^,\s]+)', text)
-    return load(folder / CONFIG), name[1] if name else '', program
+    return load(folder / CONFIG, is_recorded=True), name[1] if name else '', program
 
 
 def _num_devices(traces: list[Trace]) -> int:

@@ -138,7 +138,7 @@ def _read(folder: Path, name: str) -> RunData:
     return RunData(
         name=name,
         folder=folder,
-        config=load(folder / CONFIG),
+        config=load(folder / CONFIG, is_recorded=True),
         steps=steps,
         evaluations=evaluations,
         summary=_summary(folder / SUMMARY),

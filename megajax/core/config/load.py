@@ -26,6 +26,7 @@ from megajax.core.config.overrides import KEYS, Setting, members, read_overrides
 from megajax.core.config.renamed import RENAMED, current
 from megajax.core.config.rules import incompatibilities
 from megajax.core.config.schema import SECTIONS, Checked, Config, keys_of
+from megajax.core.config.unused_rules import Unused
 
 CONFIG = 'config.yaml'  # file name in the folder of a run
 RECIPES = 'recipes'  # name of the recipes' folder, inside the presets' folder
@@ -49,12 +50,14 @@ def load(
     *,
     own: bool = True,
     chosen: Iterable[str] = (),
+    is_recorded: bool = False,
 ) -> Config:
     """Read a preset, recipe or YAML file, apply `section.key=value` overrides and check the result.
 
     If two overrides set the same key, the last one wins. Without `own`, the config may be one that
-    only other software runs. Keys that are still to be `chosen` may conflict. Raises ConfigError
-    with every mistake in the file and the overrides and every conflict between keys, each with its
+    only other software runs. Keys that are still to be `chosen` may conflict. If a run has recorded
+    the file (`is_recorded`), keys in it that have no effect are left out. Raises ConfigError with
+    every mistake in the file and the overrides and every conflict between keys, each with its
     line or override.
     """
     file = _find(source)
@@ -62,7 +65,7 @@ def load(
     written = _read_file(file, problems)
     overridden = read_overrides(overrides, problems, written or {})
     checked = Checked(own=own, chosen=tuple(chosen))
-    return _resolve(written, overridden, str(file), problems, checked)
+    return _resolve(written, overridden, str(file), problems, checked, is_recorded=is_recorded)
 
 
 def reload(
@@ -70,7 +73,7 @@ def reload(
 ) -> Config:
     """Return the Config of sections read from `place`, for example the record of a checkpoint.
 
-    Raises ConfigError as `load` does.
+    Keys in it that have no effect are left out. Raises ConfigError as `load` does.
     """
     problems: list[Problem] = []
     written: dict[str, Setting] = {}
@@ -85,7 +88,7 @@ def reload(
         else:
             problems.append(Problem(path, unknown(path, problems), place=place))
     overridden = read_overrides(overrides, problems, written)
-    return _resolve(written, overridden, place, problems, Checked())
+    return _resolve(written, overridden, place, problems, Checked(), is_recorded=True)
 
 
 def runs_in(folder: Path) -> list[str]:
@@ -107,16 +110,22 @@ def _resolve(
     file: str,
     problems: list[Problem],
     checked: Checked,
+    *,
+    is_recorded: bool,
 ) -> Config:
     """Return the config of these settings.
 
-    Raises ConfigError with `problems` and every further mistake.
+    Raises ConfigError with `problems` and every further mistake. If `written` is recorded, keys in
+    it that have no effect, also because of `overridden` ones, are left out.
     """
     if written is None:
         raise ConfigError(*problems)
-    settings = written | overridden
+    settings, before = written | overridden, [*problems]
     sections, unsettled = _validate(settings, file, problems)
-    for problem in incompatibilities(Config.model_construct(**sections), **checked._asdict()):
+    found = incompatibilities(Config.model_construct(**sections), **checked._asdict())
+    if is_recorded and (kept := _without_unused(written, found, overridden)) != written:
+        return _resolve(kept, overridden, file, before, checked, is_recorded=True)
+    for problem in found:
         keys = [problem.path, *problem.others]
         keys += [source for key in keys if key not in settings for source in sources(key)]
         if unsettled.isdisjoint(keys):
@@ -125,6 +134,21 @@ def _resolve(
     if problems:
         raise ConfigError(*problems)
     return Config.model_validate(sections, context=checked)
+
+
+def _without_unused(
+    written: dict[str, Setting], problems: Sequence[Problem], overridden: Mapping[str, Setting]
+) -> dict[str, Setting]:
+    """Return the settings without keys that have no effect, also inside a section's value."""
+    kept, unused = dict(written), {one.path for one in problems if isinstance(one, Unused)}
+    for path in unused - overridden.keys():
+        section, _, key = path.rpartition('.')
+        if path in kept:
+            del kept[path]
+        elif section in kept and section not in overridden:
+            value = {name: x for name, x in kept[section].value.items() if name != key}
+            kept[section] = kept[section]._replace(value=value)
+    return kept
 
 
 def _place(keys: Sequence[str], settings: Mapping[str, Setting]) -> str | None:

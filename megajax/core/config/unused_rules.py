@@ -1,5 +1,6 @@
 """Reject keys that have no effect, because of the values of other keys."""
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,10 @@ from megajax.core.config.section import Section
 
 if TYPE_CHECKING:
     from megajax.core.config.schema import Config
+
+
+class Unused(Problem):
+    """A key that has no effect; a config that a run recorded may have such keys (`load.reload`)."""
 
 
 def of_learning_rate(config: 'Config') -> Iterator[Problem]:
@@ -42,7 +47,10 @@ def of_model(config: 'Config') -> Iterator[Problem]:
     """Check that keys of positions and experts have an effect."""
     model, position = config.model, f'model.position={config.model.position}'
     if not any(layer.rotates for layer in model.pattern):
-        yield from _unused(model, 'model.rope_theta', position, 'model.position=rope')
+        is_of_layers = model.position not in ('learned', 'none')
+        setting = 'model.layers, none of which rotates' if is_of_layers else position
+        needed = 'model.layers=null' if is_of_layers else 'model.position=rope'
+        yield from _unused(model, 'model.rope_theta', setting, needed)
     if model.position not in ('mrope', 'rope_2d'):  # a text model with rope_2d is rejected
         yield from _unused(model, 'model.mrope_section', position, 'model.position=mrope')
     if (experts := model.experts) is None:
@@ -69,7 +77,7 @@ def of_vision(config: 'Config') -> Iterator[Problem]:
             f'{list(vision.freeze)} has no effect with lora, which freezes everything except its '
             'adapters; remove it, or remove lora'
         )
-        yield Problem('vision.freeze', message, others=('lora',))
+        yield Unused('vision.freeze', message, others=('lora',))
 
 
 def _unused(section: Section, path: str, setting: str, needed: str) -> Iterator[Problem]:
@@ -79,4 +87,4 @@ def _unused(section: Section, path: str, setting: str, needed: str) -> Iterator[
     if value != type(section).model_fields[name].default:
         shown = list(value) if isinstance(value, tuple) else value
         message = f'{shorten(str(shown))} has no effect with {setting}; remove it, or set {needed}'
-        yield Problem(path, message, others=(setting.partition('=')[0],))
+        yield Unused(path, message, others=(re.split('[=,]', setting)[0],))

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 RECOMPUTE = 'recompute'  # the named scope of recomputed operations
 Tree = Any
 # A function of the parameters to differentiate, of a tree that both passes get, and of x.
-Run = Callable[[Tree, Tree, jax.Array], jax.Array]
+Run = Callable[[Tree, Tree, Tree], Tree]
 
 
 class Passes(NamedTuple):
@@ -71,33 +72,40 @@ def on_views(run: Run, view: Callable[[Tree], Tree]) -> Run:
 
     A view is a slice or another shape of stacked layers. jax saves the views that the backward pass
     reads, and XLA stores them as copies. This function's backward pass views the parameters again.
+    `given` gets no gradient.
     """
 
-    def apply(params: Tree, given: Tree, x: jax.Array) -> jax.Array:
-        # `custom_vjp` differentiates with respect to arguments only.
-        closed_run, closed_over = jax.closure_convert(run, view(params), view(given), x)
+    def apply(params: Tree, given: Tree, x: Tree) -> Tree:
+        # `custom_vjp` differentiates with respect to arguments only, so what `run` closes over
+        # becomes an argument.
+        traced, y = jax.make_jaxpr(run, return_shape=True)(view(params), view(given), x)
+
+        def closed_run(params: Tree, closed_over: Tree, given: Tree, x: Tree) -> Tree:
+            evaluate = jaxpr_as_fun(traced.replace(consts=closed_over))
+            return jax.tree.unflatten(
+                jax.tree.structure(y), evaluate(*jax.tree.leaves((params, given, x)))
+            )
+
         passes = keeping_residuals(
-            lambda params, given, x: closed_run(params[0], given, x, *params[1])
+            lambda params, given, x: closed_run(params[0], params[1], given, x)
         )
 
         @jax.custom_vjp
-        def function(params: Tree, closed_over: Tree, given: Tree, x: jax.Array) -> jax.Array:
-            return closed_run(view(params), view(given), x, *closed_over)
+        def function(params: Tree, closed_over: Tree, given: Tree, x: Tree) -> Tree:
+            return closed_run(view(params), closed_over, view(given), x)
 
-        def forward(
-            params: Tree, closed_over: Tree, given: Tree, x: jax.Array
-        ) -> tuple[jax.Array, Tree]:
+        def forward(params: Tree, closed_over: Tree, given: Tree, x: Tree) -> tuple[Tree, Tree]:
             y, kept = passes.forward((view(params), closed_over), view(given), x)
             return y, (params, closed_over, given, kept)
 
-        def backward(saved: Tree, dy: jax.Array) -> tuple[Tree, Tree, None, jax.Array]:
+        def backward(saved: Tree, dy: Tree) -> tuple[Tree, Tree, None, Tree]:
             params, closed_over, given, kept = saved
             views, pullback = jax.vjp(view, params)
             (dviews, dclosed), dx = passes.backward((views, closed_over), view(given), kept, dy)
             return *pullback(dviews), dclosed, None, dx
 
         function.defvjp(forward, backward)
-        return function(params, closed_over, given, x)
+        return function(params, traced.consts, given, x)
 
     return apply
 

@@ -67,7 +67,7 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, Seen]
     ) -> tuple[Sums, nnx.State, Seen]:
         batch = scale_weights(loss_scale, with_weights(batch, config, layout))
         load = routing.init_load(config) if load is None else load
-        of_experts = None if load is None else routing.Load.of(load, batch)
+        of_experts = None if load is None else routing.Load.of(load, batch, config.train)
         scales = None if scales is None else scaling.on_stages(scales, layout)
         given = params, config, layout, scales, of_experts, loss_scale
         weights, primals, narrow = StepWeights.of(*given)

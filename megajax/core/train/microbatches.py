@@ -34,7 +34,7 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
         real_B1 = real_rows(batch)
         added['row_weights'] = real_B1 / jnp.maximum(real_B1.sum(), 1)
         if config.model.experts is not None:
-            added['real'] = _outside_padding(batch, real_B1)
+            added['real'] = _outside_padding(batch, real_B1, layout)
     elif config.model.experts is not None:
         added['real'] = _up_to_last_label(batch, layout)
     if config.model.has_dropout or config.relevance is not None:
@@ -88,10 +88,10 @@ def _up_to_last_label(batch: Batch, layout: Layout) -> jax.Array:
     return (place_BS <= last_B1).astype(jnp.float32)
 
 
-def _outside_padding(batch: Batch, real_B1: jax.Array) -> jax.Array:
-    """Return [B, S]: 1 for tokens of BERT, and 0 for padding, which is the last segment."""
+def _outside_padding(batch: Batch, real_B1: jax.Array, layout: Layout) -> jax.Array:
+    """Return [B, S]: 1 for tokens of BERT, which are the first segment, and 0 for padding."""
     if (segment_BS := batch.get('segment_ids')) is None:
-        return jnp.broadcast_to(real_B1, batch['tokens'].shape)
+        return jax.reshard(jnp.broadcast_to(real_B1, batch['tokens'].shape), layout('BS'))
     is_first_BS = segment_BS == segment_BS.astype(jnp.int32).min(-1, keepdims=True)
     return real_B1 * is_first_BS
 

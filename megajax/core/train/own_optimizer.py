@@ -15,14 +15,12 @@ def on_any_mesh(update: optax.TransformUpdateFn) -> optax.TransformUpdateFn:
 
     def sharded(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         try:
-            jax.eval_shape(update, updates, state, params)
+            return update(updates, state, params)
         except Exception as error:  # jax's error for shardings is not public
+            if 'sharding' not in f'{type(error).__name__}: {error}'.lower():
+                raise
             of_xla = jax.sharding.auto_axes(update, out_sharding=(_specs(updates), _specs(state)))
-            try:
-                return of_xla(updates, state, params)
-            except Exception:
-                raise error from None
-        return update(updates, state, params)
+            return of_xla(updates, state, params)
 
     return sharded
 

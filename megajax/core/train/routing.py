@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from megajax.core.config import Config
+from megajax.core.config import Config, TrainConfig
 from megajax.core.counts.layers import layers_of, stacks
 from megajax.core.model import router
 from megajax.core.model.zero_sharding import sum_of_vector
@@ -28,13 +28,13 @@ class Load(NamedTuple):
     """The load of a step's experts."""
 
     share_Lx: jax.Array  # each expert's share of the assignments in the step before
-    padding: jax.Array  # number of all tokens divided by the number of tokens without padding
+    weight: jax.Array  # a token's weight in a mean, in units of 1 / (batch_size * seq_len)
 
     @classmethod
-    def of(cls, share_Lx: jax.Array, batch: Batch) -> Self:
+    def of(cls, share_Lx: jax.Array, batch: Batch, train: TrainConfig) -> Self:
         """Return the load for a batch with the places of its padding."""
         count = (batch['real'] > 0).sum(dtype=jnp.int32)
-        return cls(share_Lx, batch['real'].size / jnp.maximum(count, 1))
+        return cls(share_Lx, train.batch_size * train.seq_len / jnp.maximum(count, 1))
 
 
 def init_load(config: Config) -> jax.Array | None:
@@ -49,7 +49,7 @@ def init_load(config: Config) -> jax.Array | None:
 def attached(
     weights: Any,
     primals: Any,
-    load: 'Load',
+    load: Load,
     loss_scale: LossScale | None,
     config: Config,
     layout: Layout,
@@ -61,13 +61,13 @@ def attached(
     is_over_batch = experts.balance_over == 'batch'
     pressure = experts.balance_loss * experts.count * token * is_over_batch * load.share_Lx
     zeros = jnp.zeros_like(pressure)
-    rows = {router.PRESSURE: load.padding * pressure, router.TOKEN: zeros + load.padding * token}
+    rows = {router.PRESSURE: load.weight * pressure, router.TOKEN: zeros + load.weight * token}
     values = jnp.stack([rows.get(row, zeros) for row in router.STATISTICS], 1)
     values = values[np.array(layout.layer_order(len(values)))]
 
     def attach(params: Any, x: jax.Array) -> Any:
-        load = nnx.Param(jax.reshard(x, layout('L--')), declared=router.LOAD)
-        slots = {'layers': {'experts': {'router': {'load': load}}}}
+        param = nnx.Param(jax.reshard(x, layout('L--')), declared=router.LOAD)
+        slots = {'layers': {'experts': {'router': {'load': param}}}}
         return nnx.merge_state(params, nnx.State(slots))
 
     return attach(weights, values), attach(primals, jnp.zeros_like(values))

@@ -39,7 +39,7 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
     if began:
         with readable(began.parent):
             if began.is_file():
-                return load(began, overrides), began.stem
+                return load(began, overrides, is_recorded=True), began.stem
     if isinstance(start, str) and start:
         return _config_of_start(Path(start), overrides)
     if began:

@@ -5,6 +5,7 @@ checkpoint can ever be complete.
 """
 
 import contextlib
+import os
 import secrets
 import socket
 import time
@@ -65,7 +66,7 @@ def _create(path: Path) -> None:
 
 def _appears(path: Path) -> bool:
     deadline = time.monotonic() + SECONDS
-    while not path.exists():
+    while not os.path.exists(path):  # False also for a folder that this process may not enter
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)

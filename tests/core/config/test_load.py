@@ -344,3 +344,20 @@ def test_blanks_around_the_key_of_an_override_are_no_part_of_it() -> None:
 def test_numbers_may_be_written_with_an_exponent_alone(written: str, tmp_path: Path) -> None:
     assert load(write(tmp_path, f'{MODEL}optim: {{lr: {written}}}\n')).optim.lr == 5e-4
     assert load('tiny', [f'optim.lr={written}', 'optim.min_lr=0']).optim.lr == 5e-4
+
+
+def test_recorded_keys_without_effect_are_left_out_and_a_users_are_refused() -> None:
+    """An earlier version may have accepted them, and an override may take their effect away."""
+    stored = load('tiny_moe').model_dump(mode='json')
+    stored['train']['schedule'] = 'gpipe'
+    stored['optim']['decay_steps'] = 100
+    stored['model']['experts'] |= {'balance_loss': 0.0, 'balance_over': 'sequence'}
+    config = reload(stored, place='record.json')
+    assert (config.train.schedule, config.optim.decay_steps) == ('1f1b', 100)
+    assert config.model.experts.balance_over == 'batch'
+    constant = 'optim.schedule=constant'
+    assert reload(stored, [constant], place='record.json').optim.decay_steps is None
+    with pytest.raises(ConfigError, match='decay_steps: 90 has no effect'):
+        reload(stored, [constant, 'optim.decay_steps=90'], place='record.json')
+    with pytest.raises(ConfigError, match='gpipe has no effect'):
+        load('tiny_moe', ['train.schedule=gpipe'])
