@@ -1,5 +1,6 @@
 """Evaluate a state: compute its losses on the validation data and report them."""
 
+import logging
 import math
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ from jax.stages import Compiled
 
 from megajax.core.config import Config, mistake
 from megajax.core.train.evaluation import make_eval_step
+from megajax.runtime.checkpoint.digests import find_steps
 from megajax.runtime.data import Batch as HostBatch
 from megajax.runtime.data import Data
 from megajax.runtime.data.synthetic_batches import PictureBatches
@@ -19,6 +21,8 @@ from megajax.runtime.run.ocr_eval import Reader
 from megajax.runtime.run.placed_batches import PlacedBatches
 from megajax.runtime.run.stop import StopWatch
 from megajax.runtime.run.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
 
 
 class Evaluation:
@@ -98,7 +102,10 @@ class Evaluation:
 
 
 def check_best_interval(config: Config) -> None:
-    """Raise ConfigError if the best checkpoints are to be kept, and some are never evaluated."""
+    """Raise ConfigError if the best checkpoints are to be kept, and some are never evaluated.
+
+    A run that has begun continues, with a warning.
+    """
     every, eval_every = config.checkpoint.every, config.train.eval_every
     if config.checkpoint.keep_best and every < config.train.steps and every % eval_every:
         multiple = -(-every // eval_every) * eval_every
@@ -107,7 +114,10 @@ def check_best_interval(config: Config) -> None:
             f'checkpoint.every={every} is not a multiple of train.eval_every={eval_every}; use '
             f'checkpoint.every={multiple}, or train.eval_every={every}'
         )
-        raise mistake('checkpoint.keep_best', message)
+        error = mistake('checkpoint.keep_best', message)
+        if not (config.run.dir and find_steps(Path(config.run.dir) / 'checkpoints')):
+            raise error
+        logger.warning('%s', error)
 
 
 def check_best(config: Config, data: Data) -> None:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
-from checkpoints import tiny
+from checkpoints import make_state, tiny
+from support import on_mesh
 
 from megajax.core.config import Config, ConfigError
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.data import load_data
 from megajax.runtime.run.evaluation import check_best, check_best_interval
 
@@ -48,3 +50,19 @@ def test_the_best_checkpoints_are_chosen_among_all_that_are_due(
         return
     with pytest.raises(ConfigError, match=f'^checkpoint.keep_best: 2 needs .*; {fix}$'):
         check_best_interval(config(keep_best=2))
+
+
+def test_a_run_that_has_begun_continues_with_checkpoints_that_are_never_evaluated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny(
+        train={'eval_every': 2, 'steps': 12},
+        checkpoint={'every': 3, 'keep_best': 2},
+        run={'dir': str(tmp_path)},
+    )
+    with pytest.raises(ConfigError, match='needs the validation loss of each checkpoint'):
+        check_best_interval(config)
+    with on_mesh(config), Checkpoints(tmp_path / 'checkpoints', config) as checkpoints:
+        checkpoints.save(make_state(config, 3), 3)
+    check_best_interval(config)
+    assert 'checkpoint.every=3 is not a multiple of train.eval_every=2' in caplog.text
