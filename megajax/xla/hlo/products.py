@@ -83,7 +83,7 @@ def _attention(instruction: Instruction, query: Array) -> Product:
     if window := window_of(instruction.attributes):
         length = query.shape[1]
         size = size * keys_in_window(window, length) // length
-    flops = (10 if target_of(instruction).endswith('Backward') else 4) * size
+    flops = (10 if 'Backward' in target_of(instruction) else 4) * size
     is_causal = bool(re.search(r'"mask_type": ?"(PADDING_)?CAUSAL"', instruction.attributes))
     return Product(flops, query.dtype, is_attention=True, is_causal=is_causal, sizes=query.shape)
 

@@ -1,5 +1,5 @@
-"""Convolutions that cuDNN computes, in lines that jax 0.10.2 compiled for an H100, and complex
-matmuls.
+"""Convolutions that cuDNN computes, in lines that jax 0.10.2 compiled for an H100, complex matmuls,
+and attention.
 """
 
 import pytest
@@ -71,3 +71,13 @@ def test_a_complex_matmul_is_four_real_ones(dtype, times):
 
 def test_a_call_with_an_empty_tuple_is_no_matmul():
     assert read('f32[4] custom-call(), custom_call_target="other"', '()') is None
+
+
+@pytest.mark.parametrize('precision', ['', 'F8'])
+@pytest.mark.parametrize(('direction', 'matmuls'), [('', 2), ('Backward', 5)])
+def test_attention_multiplies_twice_and_its_gradient_five_times(precision, direction, matmuls):
+    array = 'f8e4m3fn[1,16,2,8]'
+    call = f'custom-call(), custom_call_target="__cudnn$fmhaSoftmax{direction}{precision}"'
+    config = 'backend_config={"intermediate_tensor_shape":{"dimensions":["1","2","16","16"]}}'
+    product = read(f'{array} {call}, {config}', array, array, array)
+    assert product.flops == matmuls * 2 * (2 * 16 * 16) * 8
