@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from megajax.core.config import ConfigError
+from megajax.core.config.divisors import divisors
 from megajax.core.hardware.records import hardware_of
 
 
@@ -34,14 +35,16 @@ def check_hosts(
         inside = [
             count
             for count in range(1, data)
-            if data % count == 0 and not crossing_hosts(hosts, count * stages)
+            if data % count == 0 and not crossing_hosts(hosts, count * stages, domain)
         ]
         if inside:
+            is_in_hosts = not crossing_hosts(hosts, inside[0] * stages)
+            near = 'stay in one host' if is_in_hosts else 'NVLink joins'
             raise ConfigError(
                 f'mesh.replicas={replicas} makes groups of {devices // replicas} devices, which '
                 f'reach across hosts ({", ".join(crossing)}), and each layer would wait for their '
                 f'network: set mesh.replicas={inside[0]}, whose groups of '
-                f'{devices // inside[0]} devices stay in one host'
+                f'{devices // inside[0]} devices {near}'
             )
 
 
@@ -50,7 +53,9 @@ def _check_tensor_groups(hosts: Sequence[str], sizes: Mapping[str, int], domain:
     crossing = crossing_hosts(hosts, len(hosts) // (rows * model), domain)
     if not crossing:
         return
-    largest = math.gcd(*collections.Counter(hosts).values())
+    # Groups that divide a host stay in it, and NVLink joins groups of up to `domain` devices.
+    joined = (size for size in divisors(len(hosts)) if size <= domain)
+    largest = max([math.gcd(*collections.Counter(hosts).values()), *joined])
     allow = 'or mesh.allow_model_across_hosts=true'
     if rows > 1:
         raise ConfigError(

@@ -103,6 +103,34 @@ def test_groups_that_nvlink_joins_may_span_hosts(sizes, domain, refused):
 
 
 @pytest.mark.parametrize(
+    ('sizes', 'fix', 'follows'),
+    [
+        (
+            {'replica': 2, 'data': 144, 'model': 1},
+            'set mesh.replicas=4, whose groups of 72 devices NVLink joins',
+            {'replica': 4, 'data': 72, 'model': 1},
+        ),
+        (
+            {'data': 2, 'model': 144},
+            'set mesh.model to 72 or a divisor of it, for example mesh.data=4 mesh.model=72, or',
+            {'data': 4, 'model': 72},
+        ),
+        (
+            {'data': 1, 'row': 2, 'model': 144},
+            'set their product to 72 or a divisor of it, or',
+            {'data': 4, 'row': 2, 'model': 36},
+        ),
+    ],
+)
+def test_the_largest_groups_that_nvlink_joins_are_named(sizes, fix, follows):
+    places = hosts(*[4] * 72)
+    with pytest.raises(megajax.ConfigError) as refusal:
+        check_hosts(places, sizes, cross_hosts=False, domain=72)
+    assert fix in str(refusal.value)
+    check_hosts(places, follows, cross_hosts=False, domain=72)
+
+
+@pytest.mark.parametrize(
     ('kind', 'joined'), [('NVIDIA GB200', 72), ('NVIDIA H100 80GB HBM3', 0), ('cpu', 0)]
 )
 def test_nvlink_joins_gpus_of_several_hosts_only_in_racks(kind, joined):
