@@ -9,7 +9,7 @@ numbers are computed; nothing is timed.
 from collections.abc import Iterator
 from fractions import Fraction
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from megajax.analysis.plan.experts import of_busiest
 from megajax.analysis.plan.kernel_time import peak_flops, product_seconds
@@ -17,6 +17,7 @@ from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import usable_memory
 from megajax.analysis.plan.sizes import BYTES
+from megajax.base.result import Result
 from megajax.core.config import Config, ConfigError, MeshConfig, ModelConfig
 from megajax.core.config.divisors import divisors
 from megajax.core.config.lora import without_adapters
@@ -33,10 +34,8 @@ from megajax.xla.hlo.transfers import ring_bytes
 PROMPT, TOKENS = 1024, 256  # tokens of the prompt and after it, if the model supports as many
 
 
-class GenerationLine(BaseModel):
+class GenerationLine(Result):
     """Generation with one degree of tensor parallelism; bytes are per GPU."""
-
-    model_config = ConfigDict(frozen=True)
 
     model: int = Field(description='GPUs that share each matrix')
     weights: int = Field(description='bytes of the weights, in train.dtype')
@@ -48,10 +47,8 @@ class GenerationLine(BaseModel):
     tokens_per_second: float = Field(description='tokens of all sequences, after the first token')
 
 
-class Generation(BaseModel):
+class Generation(Result):
     """Generation of `tokens` tokens after prompts of `prompt` tokens, `batch` at once."""
-
-    model_config = ConfigDict(frozen=True)
 
     hardware: str
     prompt: int

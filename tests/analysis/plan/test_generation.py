@@ -166,3 +166,9 @@ def test_a_wrong_call_exits_2_and_names_the_fix(options: list[str], message: str
     done = run_here('plan', 'gpt2_124m', *options)
     assert (done.returncode, done.stdout) == (2, '')
     assert message in ' '.join(done.stderr.split())
+
+
+def test_infinite_numbers_survive_json(lines: dict[int, GenerationLine]) -> None:
+    line = lines[1].model_copy(update={'token': float('inf')})
+    plan = Generation(hardware='h100', prompt=1, tokens=1, batch=1, lines=[line])
+    assert Generation.model_validate_json(plan.model_dump_json()) == plan
