@@ -16,8 +16,9 @@ def accepted(config: Config, cluster: Cluster) -> Config | None:
     `mesh.allow_model_across_hosts` set.
     """
     mesh = config.mesh
-    per_host, per_domain = cluster.devices_per_host, cluster.devices_per_domain
-    domain = per_domain if per_domain > per_host else 0
+    per_host, most = cluster.devices_per_host, cluster.most_joined
+    # Training knows how many GPUs NVLink joins, but not how many of them each domain has.
+    domain = most if most > per_host else 0
 
     def is_accepted(cross_hosts: bool) -> bool:
         return _is_accepted(per_host, domain, cross_hosts, tuple(mesh.sizes.items()))

@@ -37,14 +37,14 @@ class Cluster:
         return cls(hardware=hardware, num_devices=num_devices, devices_per_host=per_host)
 
     @cached_property
-    def devices_per_domain(self) -> int:
+    def domain_unit(self) -> int:
         """Return the number of GPUs of which the domains of fast links consist.
 
         A domain has whole hosts. All have this size if equal domains can have more than half of the
         GPUs that the links join, as in clusters of NVL72 racks that use 64 GPUs of each; otherwise
         a domain has one or several times as many (`domains`).
         """
-        sizes = range(self.devices_per_host, self._most + 1, self.devices_per_host)
+        sizes = range(self.devices_per_host, self.most_joined + 1, self.devices_per_host)
         return max((n for n in sizes if self.num_devices % n == 0), default=self.devices_per_host)
 
     @cached_property
@@ -53,11 +53,16 @@ class Cluster:
 
         They are as few and as equal as possible: 76 GPUs of NVL72 racks are 40 and 36.
         """
-        return _domains(self.num_devices, self.devices_per_domain, self._most)
+        return _domains(self.num_devices, self.domain_unit, self.most_joined)
 
     @property
-    def _most(self) -> int:
-        """The most GPUs that fast links join.
+    def smallest_domain(self) -> int:
+        """Return the number of GPUs in the smallest domain: larger groups span domains."""
+        return min(self.domains)
+
+    @property
+    def most_joined(self) -> int:
+        """Return the most GPUs that fast links join, however many a domain here has.
 
         Hosts other than those that the GPUs are sold in have no links between them.
         """
@@ -87,7 +92,7 @@ class Cluster:
         # Distance between two neighbors; `mesh.sizes` is outermost first.
         apart = prod(sizes[name] for name in inner)
         groups = prod(sizes.values()) // (size * apart)
-        cluster = self.num_devices, self.devices_per_domain, self._most
+        cluster = self.num_devices, self.domain_unit, self.most_joined
         return size, *_parts(groups, size, apart, *cluster)
 
     def ring(self, config: Config, axis: str) -> 'Ring':

@@ -118,7 +118,7 @@ def search(
 
 def _meshes(config: Config, cluster: Cluster, program: Software) -> Iterator[Mesh]:
     yield from meshes(cluster.num_devices, has_grids=program.has_grids)
-    yield from deep_meshes(config, cluster.num_devices, cluster.devices_per_domain)
+    yield from deep_meshes(config, cluster.num_devices, cluster.smallest_domain)
 
 
 def _possible(
@@ -128,7 +128,7 @@ def _possible(
     choices, reason = list[Choice](), ''
     checked = dict[tuple[Section, ...], list[Problem]]()
     capability = cluster.hardware.compute_capability
-    per_host, zero = cluster.devices_per_domain, program.zero
+    per_host, zero = cluster.smallest_domain, program.zero
     for listed in layouts(config, mesh, per_host, capability, zero):
         candidate = accepted(listed, cluster)
         if candidate is None:
@@ -245,11 +245,11 @@ def that_fits(
 ) -> Config | None:
     """Return a layout with the same batch that fits on a number of GPUs; None if none does."""
     have, capability = usable_memory(cluster), cluster.hardware.compute_capability
-    larger = dataclasses.replace(cluster, num_devices=num_devices)
-    for mesh in _meshes(config, larger, program):
-        candidates = layouts(config, mesh, cluster.devices_per_domain, capability, program.zero)
+    resized = dataclasses.replace(cluster, num_devices=num_devices)
+    for mesh in _meshes(config, resized, program):
+        candidates = layouts(config, mesh, resized.smallest_domain, capability, program.zero)
         for listed in filter(is_frugal, candidates):
-            candidate = accepted(listed, larger)
+            candidate = accepted(listed, resized)
             if candidate is None or program.problems(candidate):
                 continue
             if memory_on(candidate, cluster, savings).total <= have:

@@ -3,7 +3,7 @@
 import pytest
 
 from megajax.analysis.plan.accepted import accepted
-from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.layouts import Mesh, changed
 from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.search import search
 from megajax.core.config import load
@@ -51,3 +51,17 @@ def test_a_grid_has_no_replicas_on_several_hosts():
     )
     assert accepted(one, cluster) is one
     assert accepted(two, cluster) is None
+
+
+def test_groups_over_unequal_domains_need_the_permission_that_training_asks_for():
+    cluster = Cluster.of(hardware('gb200'), 76)  # of which NVLink joins 40 and 36
+    inside = changed(load('llama3_8b'), mesh__data=4, mesh__model=19)
+    assert accepted(inside, cluster) is inside
+    beyond = accepted(changed(inside, mesh__data=1, mesh__model=76), cluster)
+    assert beyond.mesh.allow_model_across_hosts
+
+
+def test_groups_up_to_the_smallest_of_unequal_domains_are_compared():
+    _, found = planned('llama3_8b', 19, 'gb200', 76)
+    compared = {*found.impossible, *(choice.mesh for choice in found.all)}
+    assert Mesh(1, 1, 19, stages=4) in compared  # 19 of the 36 GPUs in the second domain
