@@ -36,6 +36,16 @@ class Cluster:
             )
         return cls(hardware=hardware, num_devices=num_devices, devices_per_host=per_host)
 
+    def resized(self, num_devices: int) -> Self:
+        """Return a cluster of another number of these GPUs.
+
+        A part of a host grows to full hosts if the GPUs fill hosts; other hosts keep their size.
+        """
+        per_host, sold = self.devices_per_host, self.hardware.devices_per_host
+        if self.num_hosts == 1 and (num_devices <= sold or num_devices % sold == 0):
+            per_host = max(per_host, sold)
+        return self.of(self.hardware, num_devices, per_host)
+
     @cached_property
     def domain_unit(self) -> int:
         """Return the number of GPUs of which the domains of fast links consist.

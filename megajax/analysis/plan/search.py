@@ -245,7 +245,7 @@ def that_fits(
 ) -> Config | None:
     """Return a layout with the same batch that fits on a number of GPUs; None if none does."""
     have, capability = usable_memory(cluster), cluster.hardware.compute_capability
-    resized = dataclasses.replace(cluster, num_devices=num_devices)
+    resized = cluster.resized(num_devices)
     for mesh in _meshes(config, resized, program):
         candidates = layouts(config, mesh, resized.smallest_domain, capability, program.zero)
         for listed in filter(is_frugal, candidates):

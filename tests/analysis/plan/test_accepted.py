@@ -5,7 +5,8 @@ import pytest
 from megajax.analysis.plan.accepted import accepted
 from megajax.analysis.plan.layouts import Mesh, changed
 from megajax.analysis.plan.network import Cluster
-from megajax.analysis.plan.search import search
+from megajax.analysis.plan.programs import MEGAJAX
+from megajax.analysis.plan.search import search, that_fits
 from megajax.core.config import load
 from megajax.core.hardware.records import hardware
 from megajax.core.parallel.hosts import check_hosts
@@ -65,3 +66,10 @@ def test_groups_up_to_the_smallest_of_unequal_domains_are_compared():
     _, found = planned('llama3_8b', 19, 'gb200', 76)
     compared = {*found.impossible, *(choice.mesh for choice in found.all)}
     assert Mesh(1, 1, 19, stages=4) in compared  # 19 of the 36 GPUs in the second domain
+
+
+def test_a_layout_for_more_gpus_than_part_of_a_host_is_judged_on_full_hosts():
+    config = changed(load('llama3_8b'), train__batch_size=2, train__seq_len=2048)
+    larger = that_fits(config, 16, Cluster.of(hardware('h100'), 2), MEGAJAX)
+    assert larger.mesh.model == 8
+    assert not larger.mesh.allow_model_across_hosts

@@ -160,3 +160,20 @@ def test_groups_that_do_not_divide_a_host_cross_hosts():
     ring = cluster.ring(config, 'data')
     assert (ring.size, ring.hosts) == (6, 2)
     assert ring.bandwidth == H100.ring_bandwidth(members=2, hosts=2)
+
+
+@pytest.mark.parametrize(
+    ('gpus', 'per_host', 'count', 'resized'),
+    [
+        (2, None, 16, (16, 8)),  # part of a host grows to full hosts
+        (3, None, 6, (6, 6)),
+        (3, None, 12, (12, 3)),  # which 12 GPUs do not fill
+        (6, None, 6, (6, 6)),
+        (8, None, 64, (64, 8)),
+        (12, 6, 24, (24, 6)),  # hosts of another size remain
+        (16, 16, 32, (32, 16)),
+    ],
+)
+def test_a_part_of_a_host_grows_to_full_hosts(gpus, per_host, count, resized):
+    cluster = Cluster.of(H100, gpus, per_host).resized(count)
+    assert (cluster.num_devices, cluster.devices_per_host) == resized
