@@ -34,8 +34,8 @@ class Machine(Result):
     price: float | None = Field(description='price of a GPU-hour, as given')
     cost: float | None = Field(description='cost of all tokens in the currency of the price')
     fewest_gpus: int | None = Field(
-        description='the fewest GPUs, a power of two or that many full hosts, that a layout '
-        'fits on, up to `gpus`'
+        description='the fewest GPUs that a layout fits on: a power of two, that many full hosts, '
+        'or `gpus`'
     )
     longest_sequence: int | None = Field(
         description='the most tokens of a sequence that fit on `gpus` GPUs: train.seq_len times a '
@@ -169,7 +169,7 @@ def comparison_table(comparison: Comparison) -> RenderableType:
         Folded(table),
         Text(
             'fewest GPUs: the smallest power of two, or that many full hosts, on which the batch '
-            'fits'
+            'fits, or all GPUs'
         ),
         Text(
             'longest sequence: train.seq_len times the largest power of two that fits, up to '

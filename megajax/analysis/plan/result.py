@@ -85,8 +85,8 @@ class WhatIf(Result):
     seconds: float
     largest_microbatch: int = Field(description='sequences per data shard that fit; 0 if none')
     fewest_gpus: int | None = Field(
-        description='the fewest GPUs, a power of two or that many full hosts, that a layout '
-        'fits on, up to `gpus`'
+        description='the fewest GPUs that a layout fits on: a power of two, that many full hosts, '
+        'or `gpus`'
     )
     host_bytes: int = Field(default=0, description='bytes of activations in the memory of a host')
 

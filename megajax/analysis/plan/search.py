@@ -262,10 +262,10 @@ def fewest_gpus(
 ) -> int | None:
     """Return the smallest number of GPUs that a layout of the same batch fits on.
 
-    It is a power of two, or that many full hosts, and at most the size of the cluster; None if no
-    layout fits.
+    It is a power of two, that many full hosts, or the size of the cluster; None if no layout fits.
     """
-    for count in cluster.counts(cluster.num_devices):
+    most = cluster.num_devices
+    for count in sorted({*cluster.counts(most), most}):
         fewer = Cluster.of(cluster.hardware, count, cluster.devices_per_host)
         if that_fits(config, count, fewer, program, savings):
             return count

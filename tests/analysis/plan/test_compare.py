@@ -41,6 +41,14 @@ def test_hosts_may_have_any_number_of_gpus() -> None:
         compare(config, {'h100': None}, gpus=12)
 
 
+def test_all_gpus_may_be_the_fewest() -> None:
+    keys = 'mesh.data=24', 'mesh.model=1', 'train.batch_size=24', 'train.microbatches=1'
+    config = load('llama3_70b', ('model.num_layers=96', 'train.seq_len=2048', *keys))
+    (machine,) = compare(config, {'h100': None}, gpus=24).machines
+    assert machine.layout is not None
+    assert machine.fewest_gpus == 24  # 16 are too few
+
+
 def test_the_command_takes_the_gpus_per_host() -> None:
     asked = '--compare', 'h100,a100', '--gpus', '6', '--gpus-per-host', '3'
     done = CliRunner().invoke(app, ['plan', 'gpt2_124m', 'train.batch_size=12', *asked])
