@@ -329,8 +329,11 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--reset-position-ids', 'data.document_mask does both: give both, or neither'),
         ('--data-path web books news', '--data-path web books news: give each prefix its weight'),
         ('--fp16 --bf16', 'give one of the two'),
-        ('--hiden-size 4', r'--hiden-size 4: is no argument .* did you mean --hidden-size\?'),
-        ('--zzzz', '--zzzz: is no argument'),
+        (
+            '--hiden-size 4',
+            r'--hiden-size 4: is not a known argument .* did you mean --hidden-size\?',
+        ),
+        ('--zzzz', '--zzzz: is not a known argument'),
         ('--seed many', '--seed many: expected a whole number'),
         ('--lr inf', '--lr inf: expected a number'),
         ('--bf16 yes', '--bf16 yes: expected no value'),

@@ -110,7 +110,7 @@ def test_jax_gets_the_gpus_of_the_process_unless_the_user_has_chosen(monkeypatch
 def test_hosts_whose_processes_are_numbered_in_turn_still_hold_whole_groups(monkeypatch):
     monkeypatch.setattr(mesh, 'host_names', lambda: ['a', 'b', 'a', 'b'])
     devices = [
-        SimpleNamespace(process_index=process, id=2 * process + i)
+        SimpleNamespace(process_index=process, id=2 * process + i, device_kind='cpu')
         for process in range(4)
         for i in range(2)
     ]

@@ -1,5 +1,6 @@
 """A resumed run traces the steps that are left, and says which are already done."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -36,5 +37,6 @@ def test_where_there_is_a_trace_it_is_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / FOLDER).mkdir()
-    Profiler(tmp_path, tiny(train={'profile': {'start': 5, 'steps': 3}}), done=8)
-    assert caplog.messages == []
+    with caplog.at_level(logging.INFO):
+        Profiler(tmp_path, tiny(train={'profile': {'start': 5, 'steps': 3}}), done=8)
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
