@@ -33,7 +33,7 @@ from megajax.core.hardware.records import hardware
 from megajax.xla.hlo.program import Array
 
 RESULTS = Path(__file__).parents[3] / 'benchmarks/results'
-LINES = [*csv.DictReader((RESULTS / '2026-11-28_plan_experts.csv').open(newline=''))]
+LINES = [*csv.DictReader((RESULTS / '2026-11-30_plan_experts.csv').open(newline=''))]
 ON_8 = Cluster.of(hardware('h100'), 8)
 
 
