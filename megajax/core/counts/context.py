@@ -42,6 +42,7 @@ SOURCES = {
 IN_FP32 = 'gradients of keys and values are summed in fp32'
 ENDS = 'a window needs the ends of the neighboring chunks only'
 DOCUMENTS = 'each shard needs the documents of all tokens of its sequences'
+PADDING = 'each shard needs the place at which the padding of its sequences begins'
 
 
 def over_context(config: Config, layers: int) -> Iterator[Expected]:
@@ -80,15 +81,12 @@ def of_documents(config: Config) -> Iterator[Expected]:
     if config.mesh.context == 1:
         return
     rows = config.microbatch_rows * config.train.microbatches
+    site = Site('documents', 'step', 'context')
     if config.model.experts is not None:
-        ends = Array('s32', (rows,))
-        yield Expected.over(
-            config, Site('documents', 'step', 'context'), REDUCE, ends, 1, DOCUMENTS
-        )
+        yield Expected.over(config, site, REDUCE, Array('s32', (rows,)), 1, PADDING)
     if not (config.data.document_mask or config.model.is_bert):
         return
     ids = Array('s32', (rows, config.train.seq_len))
-    site = Site('documents', 'step', 'context')
     yield Expected.over(config, site, GATHER, ids, 1, DOCUMENTS)
     if config.model.is_bert:
         yield Expected.over(config, site, REDUCE, Array('f32', (rows,)), 1, DOCUMENTS)

@@ -84,7 +84,8 @@ def places(batch: Batch, layout: Layout) -> jax.Array:
 def _up_to_last_label(batch: Batch, layout: Layout) -> jax.Array:
     """Return [B, S]: 1 for tokens up to the last counted one, and 0 for those after it."""
     place_BS = places(batch, layout)
-    last_B1 = jnp.where(batch['loss_mask'] > 0, place_BS, -1).max(-1, keepdims=True)
+    counted_BS = jnp.where(batch['loss_mask'] > 0, place_BS, -1)
+    last_B1 = counted_BS.max(-1, keepdims=True)  # all-reduce over context
     return (place_BS <= last_B1).astype(jnp.float32)
 
 
@@ -92,8 +93,8 @@ def _outside_padding(batch: Batch, real_B1: jax.Array, layout: Layout) -> jax.Ar
     """Return [B, S]: 1 for tokens of BERT, which are the first segment, and 0 for padding."""
     if (segment_BS := batch.get('segment_ids')) is None:
         return jax.reshard(jnp.broadcast_to(real_B1, batch['tokens'].shape), layout('BS'))
-    is_first_BS = segment_BS == segment_BS.astype(jnp.int32).min(-1, keepdims=True)
-    return real_B1 * is_first_BS
+    first_B1 = segment_BS.astype(jnp.int32).min(-1, keepdims=True)  # all-reduce over context
+    return real_B1 * (segment_BS == first_B1)
 
 
 def real_rows(batch: Batch) -> jax.Array:
