@@ -6,7 +6,7 @@ import math
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.network import Cluster
 from megajax.core.config import Config, ConfigError
-from megajax.core.parallel.hosts import check_hosts
+from megajax.core.parallel.hosts import Hosts, check_hosts
 
 
 def accepted(config: Config, cluster: Cluster) -> Config | None:
@@ -33,9 +33,15 @@ def _is_accepted(
     per_host: int, domain: int, cross_hosts: bool, axes: tuple[tuple[str, int], ...]
 ) -> bool:
     sizes = dict(axes)
-    hosts = [str(device // per_host) for device in range(math.prod(sizes.values()))]
+    hosts = _hosts(math.prod(sizes.values()), per_host, domain)
     try:
-        check_hosts(hosts, sizes, cross_hosts=cross_hosts, domain=domain)
+        check_hosts(hosts, sizes, cross_hosts=cross_hosts)
     except ConfigError:
         return False
     return True
+
+
+@functools.lru_cache(maxsize=8)
+def _hosts(num_devices: int, per_host: int, domain: int) -> Hosts:
+    names = (str(host) for host in range(num_devices // per_host))
+    return Hosts([name for name in names for _ in range(per_host)], domain)

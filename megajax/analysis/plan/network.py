@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Self
 
 import numpy as np
@@ -65,7 +65,7 @@ class Cluster:
         """
         return _domains(self.num_devices, self.domain_unit, self.most_joined)
 
-    @property
+    @cached_property
     def smallest_domain(self) -> int:
         """Return the number of GPUs in the smallest domain: larger groups span domains."""
         return min(self.domains)
@@ -139,16 +139,26 @@ def _parts(
     Each of `groups` blocks of `apart` groups has `size` devices of each group, `apart` devices from
     each other.
     """
-    domains = _domains(num_devices, unit, most)
+    domains, repeated = _domains(num_devices, unit, most), 0
+    if len(set(domains)) == 1:
+        each = domains[0]
+        if apart >= each:
+            return 1, size
+        # What a group has in equal domains repeats along it, and blocks repeat too: two rounds of a
+        # group, and the blocks that differ, show all.
+        period = each // gcd(apart, each)
+        rounds = max(0, size // period - 2)
+        size, repeated = size - rounds * period, rounds * period * apart // each
+        groups = min(groups, each // gcd(size * apart, each))
     # A mesh of more devices than the cluster has continues with the same domains.
-    rounds, position = np.divmod(np.arange(groups * size * apart), num_devices)
-    domain = rounds * len(domains) + np.searchsorted(np.cumsum(domains), position, side='right')
+    again, position = np.divmod(np.arange(groups * size * apart), num_devices)
+    domain = again * len(domains) + np.searchsorted(np.cumsum(domains), position, side='right')
     count = int(domain[-1]) + 1
     group = np.arange(groups * apart).reshape(groups, 1, apart)
     place = group * count + domain.reshape(groups, size, apart)
     places, members = np.unique(place, return_counts=True)
     _, parts = np.unique(places // count, return_counts=True)
-    return int(members.min()), int(parts.max())
+    return int(members.min()), int(parts.max()) + repeated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,28 +1,70 @@
 """The hosts of a mesh's devices: which groups of devices may span them."""
 
-import collections
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 from megajax.core.config import ConfigError
 from megajax.core.config.divisors import divisors
 from megajax.core.hardware.records import hardware_of
 
 
-def check_hosts(
-    hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: bool, domain: int = 0
-) -> None:
+class Hosts:
+    """The host of each device of a mesh, in the order of the mesh.
+
+    NVLink joins `domain` devices even of several hosts (`devices_per_domain`); groups of at most so
+    many devices count as within a host.
+    """
+
+    def __init__(self, names: Sequence[str], domain: int = 0) -> None:
+        self.names, self.domain = names, domain
+
+    def __len__(self) -> int:
+        """Return the number of devices."""
+        return len(self.names)
+
+    @cached_property
+    def largest_inside(self) -> int:
+        """Return the size of the largest equal groups of neighbors that each stay in one host.
+
+        Groups stay in their hosts if their size divides it.
+        """
+        return math.gcd(len(self), *self._starts())
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all devices are in one host."""
+        return self.largest_inside == len(self)
+
+    def span(self, size: int) -> bool:
+        """Return whether any of the groups of `size` neighbors is on hosts that NVLink leaves."""
+        return size > self.domain and self.largest_inside % size > 0
+
+    def crossed(self, size: int) -> str:
+        """Return the names of the first two hosts of the first group that spans several."""
+        second = next(start for start in self._starts() if start % size)
+        last = self.names[second // size * size + size - 1]
+        both = self.names[second - 1], self.names[second]
+        return ', '.join([*both, *(['...'] if last not in both else [])])
+
+    def _starts(self) -> Iterator[int]:
+        """Yield the position of each device in another host than the device before it."""
+        pairs = enumerate(itertools.pairwise(self.names), start=1)
+        return (place for place, (before, here) in pairs if before != here)
+
+
+def check_hosts(hosts: Hosts, sizes: Mapping[str, int], *, cross_hosts: bool) -> None:
     """Raise ConfigError if groups of devices span hosts unnecessarily.
 
-    `hosts` has the host of each device of the mesh, and NVLink joins `domain` devices even of
-    several hosts (`devices_per_domain`). Groups of at most so many may span hosts. A larger
-    tensor-parallel group may do so only if `cross_hosts` is set, and the data shards of a replica
-    only if no number of replicas avoids it that leaves each replica several shards.
+    A tensor-parallel group that NVLink does not join may span hosts only if `cross_hosts` is set,
+    and the data shards of a replica only if no number of replicas avoids it that leaves each
+    replica several shards.
     """
     if not cross_hosts:
-        _check_tensor_groups(hosts, sizes, domain)
+        _check_tensor_groups(hosts, sizes)
     replicas, stages, data = sizes.get('replica', 1), sizes.get('stage', 1), data_shards(sizes)
-    if replicas == 1 or len(set(hosts)) == 1:
+    if replicas == 1 or hosts.is_one:
         return
     if 'row' in sizes:
         raise ConfigError(
@@ -31,57 +73,41 @@ def check_hosts(
             'set mesh.replicas=1, or mesh.model_rows=1'
         )
     devices = len(hosts) // stages  # number of devices of each stage, in groups of neighbors
-    if crossing := crossing_hosts(hosts, replicas * stages, domain):
-        inside = [
-            count
-            for count in range(1, data)
-            if data % count == 0 and not crossing_hosts(hosts, count * stages, domain)
-        ]
-        if inside:
-            is_in_hosts = not crossing_hosts(hosts, inside[0] * stages)
-            near = 'stay in one host' if is_in_hosts else 'NVLink joins'
-            raise ConfigError(
-                f'mesh.replicas={replicas} makes groups of {devices // replicas} devices, which '
-                f'reach across hosts ({", ".join(crossing)}), and each layer would wait for their '
-                f'network: set mesh.replicas={inside[0]}, whose groups of '
-                f'{devices // inside[0]} devices {near}'
-            )
-
-
-def _check_tensor_groups(hosts: Sequence[str], sizes: Mapping[str, int], domain: int) -> None:
-    rows, model = sizes.get('row', 1), sizes['model']
-    crossing = crossing_hosts(hosts, len(hosts) // (rows * model), domain)
-    if not crossing:
+    size = devices // replicas
+    if not hosts.span(size):
         return
-    # Groups that divide a host stay in it, and NVLink joins groups of up to `domain` devices.
-    joined = (size for size in divisors(len(hosts)) if size <= domain)
-    largest = max([math.gcd(*collections.Counter(hosts).values()), *joined])
+    inside = (count for count in divisors(data) if count < data)
+    if count := next((n for n in inside if not hosts.span(devices // n)), None):
+        within = devices // count
+        near = 'NVLink joins' if hosts.largest_inside % within else 'stay in one host'
+        raise ConfigError(
+            f'mesh.replicas={replicas} makes groups of {size} devices, which '
+            f'reach across hosts ({hosts.crossed(size)}), and each layer would wait for their '
+            f'network: set mesh.replicas={count}, whose groups of {within} devices {near}'
+        )
+
+
+def _check_tensor_groups(hosts: Hosts, sizes: Mapping[str, int]) -> None:
+    rows, model = sizes.get('row', 1), sizes['model']
+    if not hosts.span(rows * model):
+        return
+    joined = (size for size in divisors(len(hosts)) if size <= hosts.domain)
+    largest = max(hosts.largest_inside, *joined, 1)
+    crossed = hosts.crossed(rows * model)
     allow = 'or mesh.allow_model_across_hosts=true'
     if rows > 1:
         raise ConfigError(
             f'mesh.model_rows={rows} x mesh.model={model} reaches across hosts '
-            f'({", ".join(crossing)}), and each layer would wait for their network: '
+            f'({crossed}), and each layer would wait for their network: '
             f'set their product to {largest} or a divisor of it, {allow}'
         )
     shards, remainder = divmod(data_shards(sizes) * model, largest)
     example = '' if remainder else f'for example mesh.data={shards} mesh.model={largest}, '
     raise ConfigError(
-        f'mesh.model={model} reaches across hosts ({", ".join(crossing)}), '
+        f'mesh.model={model} reaches across hosts ({crossed}), '
         'and each layer would wait for their network: '
         f'set mesh.model to {largest} or a divisor of it, {example}{allow}'
     )
-
-
-def crossing_hosts(hosts: Sequence[str], num_groups: int, domain: int = 0) -> list[str]:
-    """Return the hosts of the first group of neighbors that spans several hosts, if any.
-
-    Groups of at most `domain` devices count as within a host.
-    """
-    size = len(hosts) // num_groups
-    if size <= domain:
-        return []
-    groups = (set(hosts[i * size : (i + 1) * size]) for i in range(num_groups))
-    return next((sorted(group) for group in groups if len(group) > 1), [])
 
 
 def nvlink_domain(device_kind: str) -> int:

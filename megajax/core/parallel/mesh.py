@@ -19,7 +19,7 @@ from megajax.core.config.extras import install
 from megajax.core.config.rules import incompatibilities
 from megajax.core.hardware.memory import claim_gpu_memory
 from megajax.core.hardware.visible import visible_gpus
-from megajax.core.parallel.hosts import check_hosts, data_shards, nvlink_domain
+from megajax.core.parallel.hosts import Hosts, check_hosts, data_shards, nvlink_domain
 from megajax.core.parallel.layout import UNSHARDED
 
 # Mesh axes, outermost first. The axes that communicate most, with the computation waiting for the
@@ -186,12 +186,9 @@ def _within_hosts(
     """
     hosts = host_names()
     devices = sorted(devices, key=lambda device: hosts.index(hosts[device.process_index]))
-    check_hosts(
-        [hosts[device.process_index] for device in devices],
-        sizes,
-        cross_hosts=cross_hosts,
-        domain=nvlink_domain(devices[0].device_kind),
-    )
+    names = [hosts[device.process_index] for device in devices]
+    domain = nvlink_domain(devices[0].device_kind)
+    check_hosts(Hosts(names, domain), sizes, cross_hosts=cross_hosts)
     return devices
 
 

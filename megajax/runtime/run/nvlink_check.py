@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from megajax.core.config.divisors import divisors
 from megajax.core.hardware.targets import is_nvidia
 from megajax.core.hardware.topology import Topology, topology_of_host
-from megajax.core.parallel.hosts import crossing_hosts, nvlink_domain
+from megajax.core.parallel.hosts import Hosts, nvlink_domain
 from megajax.core.parallel.layout import EXPERT
 from megajax.core.parallel.mesh import host_names
 from megajax.runtime.run.log.report import Report
@@ -31,36 +31,28 @@ def note_links(mesh: Mesh, report: Report) -> None:
             report.say(f'note       {note}')
     if mesh.shape.get(EXPERT, 1) > 1:
         names = host_names()
-        hosts = [names[device.process_index] for device in mesh.devices.flat]
+        places = [names[device.process_index] for device in mesh.devices.flat]
         domain = nvlink_domain(mesh.devices.flat[0].device_kind)
-        if note := experts_across_hosts(hosts, mesh.shape, domain):
+        if note := experts_across_hosts(Hosts(places, domain), mesh.shape):
             report.say(f'note       {note}')
 
 
-def experts_across_hosts(
-    hosts: Sequence[str], sizes: Mapping[str, int], domain: int = 0
-) -> str | None:
+def experts_across_hosts(hosts: Hosts, sizes: Mapping[str, int]) -> str | None:
     """Return a line if devices that share the experts of a layer are on several hosts, else None.
 
-    `hosts` has the host of each device of the mesh. NVLink joins `domain` devices even of several
-    hosts, and groups of at most so many need no line. Devices that share experts are next to each
-    other in the mesh, together with their context and tensor-parallel groups.
+    Groups that NVLink joins need no line. Devices that share experts are next to each other in the
+    mesh, together with their context and tensor-parallel groups.
     """
     axes, experts = list(sizes), sizes[EXPERT]
     group = math.prod(sizes[axis] for axis in axes[axes.index(EXPERT) :])
-    crossing = crossing_hosts(hosts, len(hosts) // group, domain)
-    if not crossing:
+    if not hosts.span(group):
         return None
-    fits = [
-        count
-        for count in divisors(experts)
-        if not crossing_hosts(hosts, len(hosts) * experts // (group * count), domain)
-    ]
+    fits = (count for count in divisors(experts) if not hosts.span(group // experts * count))
     most = max(fits, default=1)
-    within = ' to stay within NVLink' if domain else ' to stay within a host'
+    within = ' to stay within NVLink' if hosts.domain else ' to stay within a host'
     advice = f'use mesh.experts={most}' + (within if most > 1 else '')
     return (
-        f'mesh.experts={experts} reaches across hosts ({", ".join(crossing)}), so the all-to-alls '
+        f'mesh.experts={experts} reaches across hosts ({hosts.crossed(group)}), so the all-to-alls '
         f'of each layer wait for their network; {advice}'
     )
 

@@ -9,7 +9,7 @@ from megajax.analysis.plan.programs import MEGAJAX
 from megajax.analysis.plan.search import search, that_fits
 from megajax.core.config import load
 from megajax.core.hardware.records import hardware
-from megajax.core.parallel.hosts import check_hosts
+from megajax.core.parallel.hosts import Hosts, check_hosts
 
 
 def planned(name: str, rows: int, gpu: str, gpus: int):
@@ -29,11 +29,11 @@ def planned(name: str, rows: int, gpu: str, gpus: int):
 )
 def test_training_accepts_every_listed_layout(name, rows, gpu, gpus):
     cluster, found = planned(name, rows, gpu, gpus)
-    hosts = [f'host{device // cluster.devices_per_host}' for device in range(gpus)]
-    domain = cluster.hardware.devices_per_domain or 0
+    names = [f'host{device // cluster.devices_per_host}' for device in range(gpus)]
+    hosts = Hosts(names, cluster.hardware.devices_per_domain or 0)
     for choice in found.all:
         mesh = choice.config.mesh
-        check_hosts(hosts, mesh.sizes, cross_hosts=mesh.allow_model_across_hosts, domain=domain)
+        check_hosts(hosts, mesh.sizes, cross_hosts=mesh.allow_model_across_hosts)
 
 
 def test_groups_over_hosts_need_no_permission_where_nvlink_joins_them():

@@ -1,8 +1,11 @@
 """Rings: the formula, and which links a group of a mesh axis crosses."""
 
+import math
+from collections import Counter
+
 import pytest
 
-from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.network import Cluster, _parts
 from megajax.core.config import Config, ConfigError
 from megajax.core.hardware.records import hardware
 
@@ -160,6 +163,24 @@ def test_groups_that_do_not_divide_a_host_cross_hosts():
     ring = cluster.ring(config, 'data')
     assert (ring.size, ring.hosts) == (6, 2)
     assert ring.bandwidth == H100.ring_bandwidth(members=2, hosts=2)
+
+
+@pytest.mark.parametrize('each', [1, 4, 6, 8])
+@pytest.mark.parametrize('blocks', [1, 2, 5])
+@pytest.mark.parametrize('apart', [1, 2, 3, 6, 10])
+@pytest.mark.parametrize('size', [2, 7, 24])
+def test_the_parts_of_groups_in_equal_domains_are_those_that_counting_finds(
+    size, apart, blocks, each
+):
+    counts = [
+        Counter((block * size * apart + first + apart * step) // each for step in range(size))
+        for block in range(blocks)
+        for first in range(apart)
+    ]
+    fewest = min(min(domains.values()) for domains in counts)
+    domains_of_a_group = max(map(len, counts))
+    gpus = math.lcm(size * apart * blocks, each)  # which has at least as many full domains
+    assert _parts(blocks, size, apart, gpus, each, each) == (fewest, domains_of_a_group)
 
 
 @pytest.mark.parametrize(

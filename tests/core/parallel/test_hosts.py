@@ -5,11 +5,12 @@ import contextlib
 import pytest
 
 import megajax
-from megajax.core.parallel.hosts import check_hosts, nvlink_domain
+from megajax.core.parallel.hosts import Hosts, check_hosts, nvlink_domain
 
 
-def hosts(*counts: int) -> list[str]:
-    return [f'host{number}' for number, count in enumerate(counts) for _ in range(count)]
+def hosts(*counts: int, domain: int = 0) -> Hosts:
+    names = [f'host{number}' for number, count in enumerate(counts) for _ in range(count)]
+    return Hosts(names, domain)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_groups_inside_hosts_and_those_that_cannot_be_are_allowed(places, sizes,
 )
 def test_groups_that_nvlink_joins_may_span_hosts(sizes, domain, refused):
     with pytest.raises(megajax.ConfigError) if refused else contextlib.nullcontext():
-        check_hosts(hosts(4, 4, 4, 4), sizes, cross_hosts=False, domain=domain)
+        check_hosts(hosts(4, 4, 4, 4, domain=domain), sizes, cross_hosts=False)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +124,36 @@ def test_groups_that_nvlink_joins_may_span_hosts(sizes, domain, refused):
     ],
 )
 def test_the_largest_groups_that_nvlink_joins_are_named(sizes, fix, follows):
-    places = hosts(*[4] * 72)
+    places = hosts(*[4] * 72, domain=72)
     with pytest.raises(megajax.ConfigError) as refusal:
-        check_hosts(places, sizes, cross_hosts=False, domain=72)
+        check_hosts(places, sizes, cross_hosts=False)
     assert fix in str(refusal.value)
-    check_hosts(places, follows, cross_hosts=False, domain=72)
+    check_hosts(places, follows, cross_hosts=False)
+
+
+@pytest.mark.parametrize(
+    ('counts', 'size', 'spans', 'named'),
+    [
+        ((8, 8), 8, False, None),
+        ((8, 8), 16, True, 'host0, host1'),
+        ((8, 8, 8, 8), 16, True, 'host0, host1'),
+        ((8, 8, 8, 8), 32, True, 'host0, host1, ...'),
+        ((4, 8), 4, False, None),
+        ((4, 8), 6, True, 'host0, host1'),
+        ((9, 9), 3, False, None),
+        ((9, 9), 2, True, 'host0, host1'),
+        ((8,), 8, False, None),
+    ],
+)
+def test_the_first_hosts_of_a_group_that_spans_hosts_are_named(counts, size, spans, named):
+    places = hosts(*counts)
+    assert places.span(size) == spans
+    if named:
+        assert places.crossed(size) == named
+
+
+def test_hosts_whose_devices_alternate_hold_no_group():
+    assert Hosts(['a', 'b'] * 4).largest_inside == 1
 
 
 @pytest.mark.parametrize(

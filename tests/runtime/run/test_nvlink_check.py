@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megajax.core.hardware.topology import Topology, read_topology
+from megajax.core.parallel.hosts import Hosts
 from megajax.core.parallel.mesh import make_mesh
 from megajax.runtime.run.nvlink_check import experts_across_hosts, slow_links
 
@@ -58,7 +59,7 @@ def test_hidden_gpus_keep_their_numbers() -> None:
 def test_experts_on_several_hosts_are_named_with_the_number_that_fits(
     sizes: dict[str, int], advice: str | None
 ) -> None:
-    said = experts_across_hosts(['a'] * 4 + ['b'] * 4, sizes)
+    said = experts_across_hosts(Hosts(['a'] * 4 + ['b'] * 4), sizes)
     if advice is None:
         assert said is None
     else:
