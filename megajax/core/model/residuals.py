@@ -20,7 +20,7 @@ Tree = Any
 Run = Callable[[Tree, Tree, Tree], Tree]
 
 
-class Passes(NamedTuple):
+class LayerPasses(NamedTuple):
     """Two functions, which a pipeline maps over stages and shards; `forward` runs first."""
 
     forward: Callable[[Tree, Tree, jax.Array], tuple[jax.Array, Tree]]  # -> (y, kept)
@@ -28,7 +28,7 @@ class Passes(NamedTuple):
     backward: Callable[[Tree, Tree, Tree, jax.Array], tuple[Tree, jax.Array]]
 
 
-def keeping_inputs(run: Run) -> Passes:
+def keeping_inputs(run: Run) -> LayerPasses:
     """Return passes that save only x; the backward pass runs the layers again."""
 
     def forward(params: Tree, given: Tree, x: jax.Array) -> tuple[jax.Array, Tree]:
@@ -39,10 +39,10 @@ def keeping_inputs(run: Run) -> Passes:
             _, pullback = jax.vjp(lambda params, x: run(params, given, x), params, x)
         return pullback(dy)
 
-    return Passes(forward, backward)
+    return LayerPasses(forward, backward)
 
 
-def keeping_residuals(run: Run) -> Passes:
+def keeping_residuals(run: Run) -> LayerPasses:
     """Return passes that save the residuals of differentiation."""
     # The structure of `jax.vjp`'s result and, for each leaf, either its index in the tree that is
     # passed again or a function that restores it from the saved array. Every trace of the forward
@@ -64,7 +64,7 @@ def keeping_residuals(run: Run) -> Passes:
         ]
         return jax.tree.unflatten(structure, leaves)(dy)
 
-    return Passes(forward, backward)
+    return LayerPasses(forward, backward)
 
 
 def on_views(run: Run, view: Callable[[Tree], Tree]) -> Run:

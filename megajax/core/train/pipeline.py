@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.counts.schedule import IDLE, Phase, Schedule, make_schedule, schedule_of
-from megajax.core.model.residuals import Passes, keeping_inputs, keeping_residuals
+from megajax.core.model.residuals import LayerPasses, keeping_inputs, keeping_residuals
 from megajax.core.parallel.layout import STAGES, Layout
 from megajax.core.parallel.pipeline_ops import BOTH, add, load, select, send, store
 from megajax.core.train.feed import Batch
@@ -103,7 +103,7 @@ def evaluate_pipelined(
     return carry[1]
 
 
-def _start(model: StageModel, passes: Passes) -> Carry:
+def _start(model: StageModel, passes: LayerPasses) -> Carry:
     """Return the carry before the first tick: zeros."""
     schedule, layout = model.schedule, model.layout
     x, zero = model.zeros('BTD'), model.zeros('')
@@ -121,7 +121,7 @@ def _start(model: StageModel, passes: Passes) -> Carry:
 
 
 def _tick(
-    carry: Carry, tick: Tick, *, model: StageModel, passes: Passes, phase: Phase
+    carry: Carry, tick: Tick, *, model: StageModel, passes: LayerPasses, phase: Phase
 ) -> tuple[Carry, None]:
     """Run one tick of a phase, as scheduled."""
     ring = _ring(model.schedule)
@@ -156,7 +156,7 @@ def _evaluation_tick(
 
 
 def _forward(
-    model: StageModel, passes: Passes, x: jax.Array, pass_Z3: jax.Array
+    model: StageModel, passes: LayerPasses, x: jax.Array, pass_Z3: jax.Array
 ) -> tuple[jax.Array, Tree]:
     """Run each stage's chunk of layers; also return the values that the backward pass needs."""
     forward = model.over(passes.forward, model.kinds_of_layers, model.given_kinds, BOTH)
@@ -182,7 +182,9 @@ def _head(
     return carry._replace(outside=outside, sums=sums, turn=turn)
 
 
-def _backward(carry: Carry, dy: jax.Array, tick: Tick, model: StageModel, passes: Passes) -> Carry:
+def _backward(
+    carry: Carry, dy: jax.Array, tick: Tick, model: StageModel, passes: LayerPasses
+) -> Carry:
     """Add the gradients of each stage's chunk and, on the first stage, of the embedding."""
     schedule = model.schedule
     microbatch_Z, chunk_Z, slot_Z = jnp.moveaxis(tick.backward_Z3, -1, 0)
