@@ -50,7 +50,7 @@ def write_sums(folder: Path) -> None:
 
 def read_sums(folder: Path) -> Sums:
     """Return the digests of a step. Raises ValueError if they are incomplete."""
-    *lines, last = (folder / SUMS).read_bytes().decode('ascii').removesuffix('\n').split('\n')
+    *lines, last = (folder / SUMS).read_bytes().decode().removesuffix('\n').split('\n')
     matches = [re.fullmatch(r'([0-9a-f]{64})  (\S.*)', line) for line in lines]
     digests = {match[2]: match[1] for match in matches if match}
     total = re.fullmatch(r'# (\d+) files, (\d+) bytes', last)

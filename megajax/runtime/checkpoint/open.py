@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
+from megajax.base.errors import reason
 from megajax.core.config import CheckpointError, Config, LoraConfig, overridden, reload
 from megajax.core.config.lora import without_adapters
 from megajax.core.model.merged import merged
@@ -138,9 +139,7 @@ def _restore(folder: Path, config: Config, *, with_adapters: bool = True) -> nnx
         restored = handler.restore(folder / 'state', args=args)['params']
         return tree_on_stages(to_current(restored), Layout.of(config))
     except Exception as error:
-        raise CheckpointError(
-            f'{folder} cannot be restored: {str(error).splitlines()[0]}'
-        ) from error
+        raise CheckpointError(f'{folder} cannot be restored: {reason(error)}') from error
     finally:
         handler.close()
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megajax.base.files.bounded_json import parse_json
 from megajax.base.render.text import typed
-from megajax.core.config import CheckpointError, Config
+from megajax.core.config import CheckpointError, Config, ConfigError, reload
 from megajax.core.config.differences import differences
 from megajax.core.config.renamed import current
 from megajax.core.config.schema import keys_of
@@ -201,10 +201,10 @@ def _with_defaults(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any
             for name, section in config.items()
             if name in Config.model_fields
         }
-        return Config.model_validate(known).model_dump(mode='json') | {
+        return reload(known, place=RECORD).model_dump(mode='json') | {
             name: config[name] for name in config.keys() - known.keys()
         }
-    except ValidationError:  # the record is from a version of megajax with different rules
+    except ConfigError:  # the record is from a version of megajax with different rules
         return config
 
 

@@ -53,6 +53,12 @@ def test_sha256sum_agrees(step: Path) -> None:
     assert subprocess.run(check, cwd=step, capture_output=True, check=False).returncode == 1
 
 
+def test_a_name_may_have_any_letters(step: Path) -> None:
+    (step / '検索.jinja').write_text('{{ messages }}')
+    write_sums(step)
+    assert '検索.jinja' in read_sums(step).digests
+
+
 @pytest.mark.parametrize('name', FILES)
 def test_a_changed_file_is_named(step: Path, name: str) -> None:
     path = step / name

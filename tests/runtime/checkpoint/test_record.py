@@ -11,6 +11,7 @@ from megajax.runtime.checkpoint.record import (
     RECORD,
     VALIDATION,
     changed_corpora,
+    config_differences,
     make_record,
     read_record,
     recorded_step,
@@ -36,6 +37,13 @@ def test_a_loss_that_is_none_is_left_out(tmp_path: Path, loss: str) -> None:
     write(tmp_path)
     (tmp_path / VALIDATION).write_bytes(loss.encode(errors='surrogateescape'))
     assert read_record(tmp_path).validation_loss in (None, float('-inf'))
+
+
+def test_keys_that_have_no_effect_today_change_no_model() -> None:
+    now = make_record(make_config(model={'position': 'learned'}), 7)
+    model = now.config['model'] | {'rope_theta': 500_000.0}
+    old = now.model_copy(update={'config': now.config | {'model': model}})
+    assert config_differences(old, now) == {}
 
 
 @pytest.mark.parametrize('size', [None, 'two', [2], 10**400, 2.5])
