@@ -83,8 +83,9 @@ def test_on_cpus_each_process_simulates_its_share_of_the_mesh_and_all_meet_on_lo
         ['train', 'tiny'],
         processes=2,
         needed=4,
-        environ={'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_mine=1'},
+        environ={'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_mine=1', 'MEGAJAX_BIND': '10.0.0.5'},
     )
+    assert {one['MEGAJAX_BIND'] for one in plan.variables} == {'127.0.0.1'}
     assert plan.command == (sys.executable, '-m', 'megajax', 'train', 'tiny')
     first, second = plan.variables
     assert (first['MEGAJAX_PROCESS'], second['MEGAJAX_PROCESS']) == ('0', '1')

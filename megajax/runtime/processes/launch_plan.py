@@ -12,6 +12,7 @@ from megajax.base.errors import ConfigError
 from megajax.core.config.extras import install
 from megajax.core.hardware.visible import visible_gpus
 from megajax.runtime.processes.environment import (
+    BIND,
     COORDINATOR,
     LOCAL_DEVICES,
     POD_INDEX,
@@ -80,6 +81,8 @@ def make_plan(
         )
     first = processes * _index_of_host(hosts, host, environ)
     run = {COORDINATOR: _coordinator(hosts, environ), PROCESSES: str(hosts * processes)}
+    if hosts == 1:
+        run[BIND] = '127.0.0.1'  # where the coordinator is, whatever this host's variable says
     place = _gpus_of if gpus else _cpus_of
     return LaunchPlan(
         command=(sys.executable, '-m', 'megajax', *arguments),
