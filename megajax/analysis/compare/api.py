@@ -72,7 +72,8 @@ def compare(
         if overrides and first.kind == second.kind == 'dump':
             raise ConfigError(f'{a} and {b} are dumps of computed numbers: remove {overrides[0]}')
         sides = _with_like_adapters(_sides([first, second], transformers))
-        check_comparable(sides[0].config, sides[1].config, names=[a, b])
+        fixed = [side.recording is not None for side in sides]
+        check_comparable(sides[0].config, sides[1].config, names=[a, b], fixed=fixed)
         batch = _batch(sides, data=data)
         _make_meshes(sides)
         return compare_recordings(

@@ -95,6 +95,13 @@ def _check(source: Source, config: Config, batch: Mapping[str, np.ndarray]) -> N
             'loss.label_smoothing=0 loss.z_loss=0 data.document_mask=false, '
             'or remove --transformers'
         )
+    experts = config.model.experts
+    if experts and (experts.balance_loss or experts.z_loss or experts.capacity is not None):
+        raise ConfigError(
+            '--transformers supports routers without losses of their own and without a capacity: '
+            'set model.experts.balance_loss=0 model.experts.z_loss=0 model.experts.capacity=null, '
+            'or remove --transformers'
+        )
 
 
 def _forward(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megajax.analysis.compare.recording import SUFFIX
 from megajax.core.config import Config, ConfigError, load, overridden, reload
-from megajax.interop.huggingface.families import read_config_json
+from megajax.interop.huggingface.families import OF_ROUTING, read_config_json
 from megajax.runtime.checkpoint.digests import is_finished, readable, sound_checkpoint
 from megajax.runtime.checkpoint.record import RECORD, TOKENIZER, read_record
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from megajax.runtime.data import Data
 
 Kind = Literal['config', 'run', 'huggingface', 'dump']
-# A Hugging Face directory has no values for these keys, no loss section and perhaps no dropout. It
-# takes them from the other side or, if both sides are directories, from here.
+# A Hugging Face directory has no values for these keys, no loss section, and perhaps no dropout and
+# no losses of routers. It takes them from the other side or, if both sides are directories, from
+# here.
 SHARED = 'batch_size', 'seq_len', 'dtype', 'fp8_scaling', 'seed'
 ALONE = {'batch_size': 2, 'dtype': 'float32'}
 ALONE_TOKENS = 128  # sequence length, unless the model's maximum is smaller
@@ -107,9 +108,12 @@ class Source:
         )
         sections: dict[str, Any] = {'model': model, 'train': train}
         if like is not None:
-            dropout = {key: getattr(like.model, key) for key in DROPOUT}
+            taken: dict[str, Any] = {key: getattr(like.model, key) for key in DROPOUT}
+            if like.model.experts is not None and 'experts' in model:
+                routing = like.model.experts.model_dump(mode='json', include=set(OF_ROUTING))
+                taken['experts'] = model['experts'] | routing
             sections |= {
-                'model': model | dropout,
+                'model': model | taken,
                 'loss': like.loss.model_dump(mode='json'),
                 'data': {'document_mask': like.data.document_mask},
             }
@@ -160,8 +164,13 @@ class Source:
         return jax.jit(lambda: make_params(config))()
 
 
-def check_comparable(a: Config, b: Config, *, names: Sequence[str]) -> None:
-    """Raise ConfigError with every key that must be equal on both sides but is not."""
+def check_comparable(
+    a: Config, b: Config, *, names: Sequence[str], fixed: Sequence[bool] = (False, False)
+) -> None:
+    """Raise ConfigError with every key that must be equal on both sides but is not.
+
+    `fixed` says of each side whether it is a dump, whose config cannot change.
+    """
     must_agree = {
         'model': ('num_layers', 'hidden_size', 'vocab_size', 'objective'),
         'train': ('batch_size', 'seq_len'),
@@ -173,7 +182,10 @@ def check_comparable(a: Config, b: Config, *, names: Sequence[str]) -> None:
             if x != y:
                 is_batch = section == 'train'
                 same = 'batch shape' if is_batch else 'architecture'
-                fix = f'; set --b {section}.{key}={x}' if is_batch else ''
+                side, value = ('a', y) if fixed[1] else ('b', x)
+                fix = (
+                    f'; set --{side} {section}.{key}={value}' if is_batch and not all(fixed) else ''
+                )
                 problems.append(
                     f'{section}.{key}: {x} in {names[0]} but {y} in {names[1]}; compare needs '
                     f'the same {same} on both sides{fix}'

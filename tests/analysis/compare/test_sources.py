@@ -21,12 +21,13 @@ from megajax.analysis.compare import sources
 from megajax.analysis.compare.api import _batch, _Side
 from megajax.analysis.compare.in_transformers import check_installed
 from megajax.analysis.compare.recording import read_recording
-from megajax.analysis.compare.sources import Source
+from megajax.analysis.compare.sources import Source, check_comparable
 from megajax.commands.main import app
 from megajax.core.config import Config, ConfigError, dump, load
 from megajax.core.config.load import dump_sections
 from megajax.core.parallel.mesh import mesh_for
 from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
+from megajax.interop.huggingface.families import write_family
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.hf_files import TEMPLATE, Companions
 from megajax.runtime.data import load_data
@@ -222,6 +223,25 @@ def test_the_first_batch_of_the_data_is_taken_where_it_is_asked_for(tmp_path: Pa
     assert np.array_equal(recording.batch['tokens'], expected['tokens'])
     with pytest.raises(ConfigError, match=r'--data: \S*a\.npz contains its own batch'):
         raise command(file, file, '--data').exception or AssertionError
+
+
+def test_a_directory_routes_tokens_as_the_other_side_does(tmp_path: Path) -> None:
+    experts = {'z_loss': 0.01, 'balance_loss': 0.1, 'balance_over': 'sequence', 'capacity': 1.25}
+    overrides = [f'model.experts.{key}={value}' for key, value in experts.items()]
+    config = load('tiny_moe', ['model.experts.scale=1', *overrides])
+    family, keys = write_family(config.model)
+    (tmp_path / 'config.json').write_text(json.dumps(keys))
+    with Source.opened(str(tmp_path), []) as source:
+        assert source.family == family
+        theirs = source.config(config).model.experts
+    assert theirs == config.model.experts
+
+
+def test_a_fix_changes_the_side_that_is_no_dump() -> None:
+    two, four = (load('tiny', [f'train.batch_size={rows}']) for rows in (8, 16))
+    for fixed, fix in (((False, True), '--a {}=16'), ((True, False), '--b {}=8')):
+        with pytest.raises(ConfigError, match=f'set {fix.format("train.batch_size")}$'):
+            check_comparable(two, four, names=['a', 'b'], fixed=fixed)
 
 
 @pytest.mark.parametrize(
