@@ -17,9 +17,10 @@ from megajax.analysis.profile.attribute import (
 )
 from megajax.analysis.profile.measure import measure
 from megajax.analysis.profile.predict import predictions
-from megajax.analysis.profile.result import Profile
+from megajax.analysis.profile.result import Prediction, Profile
 from megajax.analysis.profile.traced import Traced, read_traced
 from megajax.analysis.profile.work import ProgramWork
+from megajax.core.config import ConfigError
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.records import Hardware, hardware, hardware_of
 
@@ -50,6 +51,13 @@ def _profile(run: Path, traced: Traced, record: Hardware | None) -> Profile:
     median, slowest = order[(len(order) - 1) // 2], order[-1]
     devices = Devices(measured, measured[median], measured[slowest])
     processes = process_lines(traces, lines)
+    expected, reason = list[Prediction](), None
+    if record:
+        try:
+            given = record, devices.median, program.num_devices, per_host
+            expected = predictions(config, work, *given)
+        except ConfigError as error:
+            reason = str(error)
     return Profile(
         run=str(run),
         steps=traced.steps,
@@ -65,9 +73,6 @@ def _profile(run: Path, traced: Traced, record: Hardware | None) -> Profile:
         slowest_device=slowest,
         processes=processes,
         slowest_process=max(processes, key=lambda process: process.own).process,
-        predictions=(
-            predictions(config, work, record, devices.median, program.num_devices, per_host)
-            if record
-            else []
-        ),
+        predictions=expected,
+        not_predicted=reason,
     )

@@ -172,6 +172,8 @@ def _notes(profile: Profile) -> Iterator[str]:
             f'{_ms(graphs)} ms are in CUDA graphs, whose kernels the trace does not name; to see '
             'them, trace with XLA_FLAGS=--xla_gpu_enable_command_buffer='
         )
+    if profile.not_predicted is not None:
+        yield f'plan has no prediction: {profile.not_predicted}'
     if profile.hardware is None:
         device = 'this CPU' if profile.device == 'cpu' else profile.device
         yield (

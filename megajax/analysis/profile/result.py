@@ -122,7 +122,12 @@ class Profile(Result):
     slowest_device: int
     processes: list[ProcessLine]
     slowest_process: int
-    predictions: list[Prediction] = Field(description='empty if there is no record of the GPU')
+    predictions: list[Prediction] = Field(
+        description='empty if there is no record of the GPU, or none of its speed in train.dtype'
+    )
+    not_predicted: str | None = Field(
+        default=None, description='why there is no prediction, although there is a record'
+    )
 
     @property
     def median(self) -> DeviceLine:

@@ -31,6 +31,12 @@ def test_it_is_of_its_gpu_and_its_parts_are_the_step(result: Profile) -> None:
     assert sum(part.median for part in result.parts) == pytest.approx(result.median.step)
 
 
+def test_a_gpu_without_a_speed_in_the_dtype_has_no_prediction(run: Path) -> None:
+    result = profile(run, gpu='v100')
+    assert result.predictions == []
+    assert result.not_predicted.startswith('train.dtype=bfloat16: NVIDIA V100')
+
+
 def test_every_kernel_of_its_cuda_graphs_has_an_instruction(result: Profile) -> None:
     parts = {part.name: part.launches for part in result.parts}
     assert 'CUDA graph' not in parts
