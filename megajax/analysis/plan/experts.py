@@ -1,12 +1,13 @@
 """The work of the experts on the device that gets the most tokens."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 
+from megajax.base.files.bounded_json import parse_json
 from megajax.core.config import Config
 from megajax.core.config.load import CONFIG
 from megajax.core.counts.collective import EXCHANGE, Expected
@@ -27,9 +28,17 @@ def imbalance_of_run(config: Path) -> float:
     metrics = config.with_name('metrics.jsonl')
     if config.name != CONFIG or not metrics.exists():
         return 1.0
-    steps = map(json.loads, metrics.read_text().splitlines())
-    loads = [step['expert_load'] for step in steps if 'expert_load' in step]
+    loads = [*_loads(metrics)]
     return fmean(loads[-LAST_STEPS:]) if loads else 1.0
+
+
+def _loads(metrics: Path) -> Iterator[float]:
+    for line in metrics.read_bytes().splitlines():
+        with suppress(ValueError):  # the run was killed while it wrote the line
+            step = parse_json(line)
+            # JSON has no infinite numbers, so the run writes null for them.
+            if isinstance(step, dict) and isinstance(load := step.get('expert_load'), float | int):
+                yield load
 
 
 def of_busiest(product: Product, config: Config, imbalance: float) -> Product:

@@ -307,6 +307,9 @@ def test_a_run_gives_the_load_of_its_last_steps(tmp_path: Path) -> None:
     lines = [*map(json.dumps, steps), json.dumps({'step': 149, 'eval_loss': 1.0})]
     (tmp_path / 'metrics.jsonl').write_text('\n'.join(lines))
     assert imbalance_of_run(config) == 1.5
+    with (tmp_path / 'metrics.jsonl').open('a') as file:  # not finite, and cut by a kill
+        file.write('\n{"step": 150, "expert_load": null}\n{"step": 151, "expert_l')
+    assert imbalance_of_run(config) == 1.5
     assert imbalance_of_run(tmp_path / 'other.yaml') == 1
 
 
