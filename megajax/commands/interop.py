@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megajax.base.errors import ConfigError
 from megajax.base.render.logs import log_to_terminal
 from megajax.interop.huggingface.families import ARCHITECTURES
 from megajax.runtime.checkpoint.hf_files import TEMPLATE
 
+DEFAULT_SHARD_GB = 5
 import_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -89,7 +91,10 @@ def export_hf(
     dtype: Annotated[
         Dtype | None, typer.Option(help='Default: the dtype of the import, or float32.')
     ] = None,
-    shard_gb: Annotated[float, typer.Option(min=0, help='Maximum file size in GB.')] = 5.0,
+    shard_gb: Annotated[
+        float | None,
+        typer.Option(min=0, help=f'Maximum file size in GB; default: {DEFAULT_SHARD_GB}.'),
+    ] = None,
     adapter: Annotated[
         bool, typer.Option('--adapter', help='Write only the LoRA adapters, in PEFT format.')
     ] = False,
@@ -101,6 +106,11 @@ def export_hf(
 
     The directory appears only when it is complete. Adapters are merged into the weights.
     """
+    merged = {'--dtype': dtype, '--shard-gb': shard_gb}
+    for option, value in (merged if adapter else {'--base': base}).items():
+        if value is not None:
+            fix = 'with --adapter: remove it' if adapter else 'without --adapter: add --adapter'
+            raise ConfigError(f'{option} {value} has no effect {fix}')
     _on_the_host()
     if adapter:
         from megajax.interop.huggingface.adapters import export_adapters
@@ -110,7 +120,11 @@ def export_hf(
     from megajax.interop.huggingface.directories import export_huggingface
 
     as_family, in_dtype = export_huggingface(
-        source, out, family=family, dtype=dtype, shard_bytes=int(shard_gb * 1e9)
+        source,
+        out,
+        family=family,
+        dtype=dtype,
+        shard_bytes=int((DEFAULT_SHARD_GB if shard_gb is None else shard_gb) * 1e9),
     )
     print(f'{out}: {as_family} in {in_dtype}')
 

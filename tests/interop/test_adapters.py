@@ -9,7 +9,9 @@ import pytest
 from checkpoints import make_state
 from safetensors.numpy import load_file
 from support import exhaustive, on_mesh, slow
+from typer.testing import CliRunner
 
+from megajax.commands.main import app
 from megajax.core.config import Config, ConfigError, LoraConfig, load
 from megajax.core.model.parameters import map_parameters
 from megajax.interop.huggingface.adapters import export_adapters
@@ -51,6 +53,20 @@ def tuned(family: str, folder: Path) -> Config:
     """The model of a directory, with adapters."""
     import_huggingface(DATA / family, folder, ['train.dtype=float32'])
     return load(folder / 'config.yaml').model_copy(update={'lora': LORA})
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['--adapter', '--dtype', 'bfloat16'], '--dtype bfloat16 has no effect with --adapter'),
+        (['--adapter', '--shard-gb', '2'], '--shard-gb 2.0 has no effect with --adapter'),
+        (['--base', 'ORG/NAME'], '--base ORG/NAME has no effect without --adapter'),
+    ],
+)
+def test_an_option_of_the_other_kind_of_export_is_refused(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ['export', 'hf', 'run', 'out', *options])
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
 
 
 def export(run: Path, base: Path, folder: Path, family: str) -> None:
