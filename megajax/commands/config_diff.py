@@ -23,6 +23,7 @@ def config_diff(before: Source, after: Source) -> None:
 
 def _sections(source: str) -> dict[str, dict[str, Any]]:
     config = Path(source) / CONFIG
-    sections = load(config if config.is_file() else source).model_dump(mode='json')
+    is_run = config.is_file()
+    sections = load(config if is_run else source, is_recorded=is_run).model_dump(mode='json')
     # A config without a section, such as vision, has no keys of that section.
     return {name: keys for name, keys in sections.items() if keys is not None}

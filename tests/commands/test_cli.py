@@ -211,10 +211,14 @@ def test_a_shell_completes_commands(shell: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_two_configs_differ_in_what_is_written_and_what_is_left_out(tmp_path: Path) -> None:
     (tmp_path / 'config.yaml').write_text(
-        megajax('config', 'show', 'tiny', 'train.steps=70', 'mesh.model=1').stdout
+        megajax('config', 'show', 'tiny', 'model.position=learned', 'mesh.model=1').stdout
     )
     found = CliRunner().invoke(app, ['config', 'diff', 'tiny', str(tmp_path)]).stdout
-    assert found == 'mesh.model: 2 -> 1\ntrain.steps: 600 -> 70\n'
+    assert found == 'mesh.model: 2 -> 1\nmodel.position: rope -> learned\n'
+    text = (tmp_path / 'config.yaml').read_text()
+    # An earlier version has recorded a key that has no effect.
+    (tmp_path / 'config.yaml').write_text(text.replace('theta: 10000.0', 'theta: 500000.0'))
+    assert CliRunner().invoke(app, ['config', 'diff', 'tiny', str(tmp_path)]).stdout == found
     assert not CliRunner().invoke(app, ['config', 'diff', 'tiny', 'tiny']).stdout
     assert 'vision.patch_size: None -> ' in (
         CliRunner().invoke(app, ['config', 'diff', 'tiny', 'tiny_vlm']).stdout
