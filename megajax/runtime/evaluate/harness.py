@@ -29,6 +29,12 @@ from megajax.runtime.generate import Generator, Request
 
 logger = logging.getLogger(__name__)
 
+# Attributes of the harness's tasks, and what such a task does.
+UNSUPPORTED = {
+    'UNSAFE_CODE': 'executes code that the model writes',
+    'MULTIMODAL': 'shows images or plays sounds',
+}
+
 NO_KEYS: Mapping[str, Any] = {}
 # Keys of a generation_config.json that transformers applies, and that have no effect here.
 UNUSED = (
@@ -234,6 +240,10 @@ class Tasks(TaskManager):
     def load(self, task_list: Any) -> Any:
         """Load tasks and groups."""
         loaded = super().load(task_list)
+        for name, task in loaded['tasks'].items():
+            for kind, does in UNSUPPORTED.items():
+                if getattr(task, kind, False):
+                    raise ConfigError(f'{name} {does}, which is not supported; choose other tasks')
         asked = [
             (name, task.get_config('generation_kwargs') or {})
             for name, task in loaded['tasks'].items()
@@ -252,21 +262,21 @@ def evaluate_tasks(
 ) -> dict[str, dict[str, float]]:
     """Return the harness's results for each task, by name and metric.
 
-    A task is NAME, or FOLDER/NAME for your own task, from the YAML files in a folder. `generation`
-    is the model's generation_config.json. Raises ConfigError for a task that the harness does not
-    know, or that sets options that are not supported.
+    A task is NAME, which may have wildcards, or FOLDER/NAME for your own task, from the YAML files
+    in a folder. `generation` is the model's generation_config.json. Raises ConfigError for a task
+    that the harness does not know, or that needs what is not supported.
     """
     folders = sorted({str(Path(task).parent) for task in tasks if '/' in task})
     manager = Tasks(config.model.max_seq_len, folders or None)
-    names = [Path(task).name for task in tasks]
-    if unknown := [name for name in names if not manager.match_tasks([name])]:
+    found = {name: manager.match_tasks([name]) for name in (Path(task).name for task in tasks)}
+    if unknown := [name for name, matches in found.items() if not matches]:
         raise ConfigError(
             f'lm-evaluation-harness knows no task {", ".join(unknown)}: '
             'lm_eval ls tasks lists its own'
         )
     evaluation = simple_evaluate(
         model=HarnessModel(config, params, tokenizer, generation),
-        tasks=names,
+        tasks=[*dict.fromkeys(name for matches in found.values() for name in matches)],
         task_manager=manager,
         bootstrap_iters=0,
     )

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from megajax.runtime.generate.image_prompts import PromptImages, pad, stack
 from megajax.runtime.generate.prompt_images import SeenPrompts, see
 from megajax.runtime.generate.sampling import most_probable
 from megajax.runtime.generate.weights import inference_config
+from megajax.xla.miscompiles import mesh_target, workarounds
 
 ROWS = 8  # number of windows in a batch
 # minimum number of tokens; windows are padded to this length or a larger power of two
@@ -62,7 +64,7 @@ class Scorer:
 
     def __init__(self, config: Config, params: nnx.State):
         self.config, self.params = config, params
-        self._score = _make_score(config)
+        self._score = _make_score(config, mesh_target())
 
     def __call__(self, windows: Iterable[Window]) -> Iterator[Scored]:
         """Yield the scores of each window, in order; a batch is padded to its longest window."""
@@ -132,8 +134,8 @@ def hidden_of_shards(
 
 
 @functools.cache
-def _make_score(config: Config) -> jax.stages.Wrapped:
-    """Return the compiled function `score(params, token_BS, label_BS, ...)`.
+def _make_score(config: Config, target: str) -> jax.stages.Wrapped:
+    """Return the function `score(params, token_BS, label_BS, ...)`, compiled for a target.
 
     For sequences with images, `score` also takes the images, the positions of the tokens, [B, S] or
     [B, S, 3], and whether each label counts. Its results, replicated on every device, are the
@@ -143,7 +145,7 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
     layout, computation = Layout.of(config), Computation.of(without_order(config))
     loss, graph = Loss.of(config, layout), model_graph(config.model, layout)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=workarounds(target))
     def score(
         params: nnx.State,
         token_BS: jax.Array,
