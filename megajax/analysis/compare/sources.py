@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megajax.analysis.compare.recording import SUFFIX
 from megajax.core.config import Config, ConfigError, load, overridden, reload
-from megajax.interop.huggingface.families import OF_ROUTING, read_config_json
+from megajax.core.config.experts import OF_ROUTING
+from megajax.interop.huggingface.families import read_config_json
 from megajax.runtime.checkpoint.digests import is_finished, readable, sound_checkpoint
 from megajax.runtime.checkpoint.record import RECORD, TOKENIZER, read_record
 

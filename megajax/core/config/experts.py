@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from megajax.core.config.schema import Config
 
 NumExperts = Annotated[PositiveInt, Field(le=2**16)]
+# The keys that only training reads; evaluation, for example, drops no tokens.
+OF_ROUTING = frozenset(
+    {'bias_rate', 'balance_loss', 'balance_over', 'z_loss', 'capacity', 'capacity_group'}
+)
 
 
 class ExpertsConfig(Section):
@@ -146,6 +150,14 @@ def _dense(config: 'Config', experts: ExpertsConfig) -> Iterator[Problem]:
             'use mesh.stages=1, or model.experts.first_dense=0'
         )
         yield Problem(path, message, others=('mesh.stages',))
+    vision = config.vision
+    if first and vision is not None and vision.is_crossed and vision.cross_every < model.num_layers:
+        message = (
+            f'{first}: the layers between cross-attention layers are alike, so the first of them '
+            f'have experts as the others do; use vision.cross_every={model.num_layers}, or '
+            'model.experts.first_dense=0'
+        )
+        yield Problem(path, message, others=('vision.fusion', 'vision.cross_every'))
     if all(layer.experts is None for layer in model.layer_configs):
         message = (
             f'no layer has experts, since model.num_layers={model.num_layers}, '

@@ -262,6 +262,7 @@ def _describe(config: Config, mesh: Mesh, report: Report, advise: Advise | None)
     report.mesh(mesh)
     note_links(mesh, report)
     report.parallelism(resolved(config, on_gpu=mesh.devices.flat[0].platform not in ('cpu', 'tpu')))
+    report.experts(config)
     if advise and (line := advise(config, mesh)):
         report.say(line)
 

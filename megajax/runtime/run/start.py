@@ -17,6 +17,8 @@ from jax.experimental import multihost_utils
 
 from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, Config, ConfigError, Problem, RunError, mistake
+from megajax.core.config.differences import differences
+from megajax.core.config.experts import OF_ROUTING
 from megajax.core.parallel.mesh import check_current_mesh
 from megajax.runtime.checkpoint.digests import SUMS, find_steps, sound_checkpoint
 from megajax.runtime.checkpoint.open import restore_params
@@ -33,8 +35,16 @@ from megajax.runtime.data.token_pairs import manifest_of, prefixes_of
 from megajax.runtime.processes.consensus import from_first
 from megajax.runtime.run.infer_config import NO_FILES, candidates_of_start, tokenizer_of
 
+EXPERTS = 'model.experts'
 # Keys that do not change the meaning of the weights.
-HARMLESS = ('model.dropout', 'model.attention_dropout', 'model.init_std', 'vision.freeze', *OF_ROWS)
+HARMLESS = (
+    'model.dropout',
+    'model.attention_dropout',
+    'model.init_std',
+    'vision.freeze',
+    *OF_ROWS,
+    *(f'{EXPERTS}.{key}' for key in OF_ROUTING),
+)
 # Keys that change when the context is lengthened.
 ROTARY = ('model.max_seq_len', 'model.rope_theta', 'model.rope_scaling')
 
@@ -123,6 +133,15 @@ def _check_same_model(
 ) -> None:
     there = read_record(start)
     different = config_differences(there, make_record(config, there.step))
+    if None not in (pair := different.get(EXPERTS, (None, None))):
+        del different[EXPERTS]
+        different |= differences(*({EXPERTS: experts} for experts in pair))
+    if config.vision is not None and there.config.get('vision') is None:
+        message = (
+            f'{start}, {source}, has no encoder of images, and a run cannot add one; remove the '
+            'section vision'
+        )
+        raise mistake('vision', message, START_FROM)
     free = HARMLESS + (ROTARY if config.model.position in ('rope', 'mrope') else ())
     problems = []
     for key, (old, new) in different.items():

@@ -47,6 +47,13 @@ def test_a_mistake_is_rejected_with_the_key_and_a_fix(overrides: list[str], said
     assert said in str(error.value)
 
 
+def test_the_layers_between_cross_attention_layers_are_alike() -> None:
+    crossed = ['vision.fusion=cross_attention', 'vision.cross_every=1', 'vision.deepstack=[]']
+    first = ['model.experts={count: 4, active: 2, ffn_size: 32, first_dense: 1}']
+    with pytest.raises(ConfigError, match=r'first_dense: 1: .*; use vision.cross_every=3, or'):
+        load('tiny_vlm', [*crossed, *first])
+
+
 def test_the_size_of_an_mlp_is_no_limit_for_experts() -> None:
     assert load('tiny', [EXPERTS % '', 'model.ffn_size=333', 'mesh.model=2']).model.experts
 

@@ -291,3 +291,14 @@ def test_simulated_devices_are_said_to_be_so_whatever_the_machine_has(
     Report().mesh(jax.make_mesh((2, 2), ('data', 'model')))
     said = 'mesh       data=2 x model=2, 4 devices, simulated on the CPU\n'
     assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    ('active', 'normalize', 'is_noted'), [(1, True, True), (1, False, False), (2, True, False)]
+)
+def test_a_router_that_the_loss_does_not_train_is_noted(
+    active: int, normalize: bool, is_noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = f'{{count: 4, active: {active}, normalize: {normalize}, ffn_size: 64}}'
+    Report().experts(load('tiny', [f'model.experts={experts}']))
+    assert ('normalize=false' in capsys.readouterr().out) == is_noted

@@ -180,6 +180,37 @@ def test_what_leaves_the_weights_their_meaning_may_differ_and_is_said(
     ]
 
 
+def test_how_tokens_are_routed_in_training_may_differ_and_the_experts_may_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    experts = {'count': 4, 'active': 2, 'ffn_size': 16}
+    old = tiny(model={'bias': False, 'experts': experts})
+    with Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:
+        checkpoints.save(make_state(old, 1), 1)
+
+    def starts(**keys: Any) -> Path | None:
+        model = {'bias': False, 'experts': experts | keys}
+        return find_start(starting(tmp_path / 'source', model=model), tmp_path / 'new')
+
+    with caplog.at_level(logging.INFO):
+        assert starts(balance_loss=0.01, balance_over='sequence')
+    said = [line for record in caplog.records if 'experts' in (line := record.message)]
+    assert said == [
+        'start      model.experts.balance_loss: 0.0 -> 0.01',
+        'start      model.experts.balance_over: batch -> sequence',
+    ]
+    with pytest.raises(
+        ConfigError, match=r'experts.active: 1, but 2 .* set model.experts.active=2'
+    ):
+        starts(active=1)
+
+
+def test_a_run_cannot_add_an_encoder(source: Path) -> None:
+    run = {'start_from': str(source)}
+    with pytest.raises(ConfigError, match=r'has no encoder of images.*; remove the section vision'):
+        find_start(vlm(run=run), source.parent / 'new')
+
+
 def test_another_window_of_a_pattern_is_rejected_with_a_fix_for_the_shell(tmp_path: Path) -> None:
     old = tiny(model=ROTARY | {'num_layers': 2, 'layers': [{'window': 8}, {}]})
     with Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:

@@ -15,7 +15,7 @@ from typing import Any
 from megajax.base.files.json_file import read_json
 from megajax.base.render.text import shorten
 from megajax.core.config import ConfigError, LayerConfig, ModelConfig, VisionConfig
-from megajax.core.config.experts import ExpertsConfig
+from megajax.core.config.experts import OF_ROUTING, ExpertsConfig
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.reader import Keys, Reader
 
@@ -36,10 +36,6 @@ UNSUPPORTED = {  # families that users are likely to have, and why they are reje
 }
 # Keys of `model` that only some families can express.
 IN_TRAINING = frozenset({'dropout', 'attention_dropout', 'init_std'})
-# Keys of `model.experts` that only training reads; evaluation, for example, drops no tokens.
-OF_ROUTING = frozenset(
-    {'bias_rate', 'balance_loss', 'balance_over', 'z_loss', 'capacity', 'capacity_group'}
-)
 # Keys of `model` that a pattern of layers may set for each layer.
 OF_A_LAYER = LayerConfig.model_fields.keys() - {'repeat'}
 # Keys of `vision` that are not in config.json: they belong to a run, or to

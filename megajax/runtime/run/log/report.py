@@ -121,6 +121,16 @@ class Report:
                 f'values {" and ".join(filter(None, each))}'
             )
 
+    def experts(self, config: Config) -> None:
+        """Print a note if the loss cannot train the routers."""
+        experts = config.model.experts
+        if experts is not None and experts.active == 1 and experts.normalize:
+            self.say(
+                'note       model.experts.active=1 with normalize=true: the weight of the one '
+                'expert is constant, so the loss does not train the routers; start a run with '
+                'model.experts.normalize=false to train them'
+            )
+
     def loss_scale(self, first: float, held: float) -> None:
         """Print fp16's first loss scale, and the scale at which the first gradients are finite."""
         before = f'overflow at {first:,.0f}, and ' if held < first else ''
