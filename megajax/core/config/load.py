@@ -253,7 +253,13 @@ def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, S
             if path not in KEYS and path not in RENAMED:
                 problems.append(Problem(path, unknown(path, problems), place=place))
             else:
-                path, plain = current(path, construct(value), place)
+                old, (path, plain) = path, current(path, construct(value), place)
+                if path in settings:
+                    line = settings[path].place.rpartition(':')[2]
+                    message = (
+                        f'is another name of {path}, written on line {line}; delete one of them'
+                    )
+                    problems.append(Problem(old, message, place=place))
                 settings[path] = Setting(plain, place)
     return settings
 

@@ -49,7 +49,7 @@ def of_model(config: 'Config') -> Iterator[Problem]:
     if not any(layer.rotates for layer in model.pattern):
         is_of_layers = model.position not in ('learned', 'none')
         setting = 'model.layers, none of which rotates' if is_of_layers else position
-        needed = 'model.layers=null' if is_of_layers else 'model.position=rope'
+        needed = 'model.layers=[]' if is_of_layers else 'model.position=rope'
         yield from _unused(model, 'model.rope_theta', setting, needed)
     if model.position not in ('mrope', 'rope_2d'):  # a text model with rope_2d is rejected
         yield from _unused(model, 'model.mrope_section', position, 'model.position=mrope')

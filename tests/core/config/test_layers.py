@@ -84,6 +84,10 @@ def test_null_and_a_key_that_is_left_out_differ() -> None:
             ['model.layers: [1].rope_scaling: yarn needs original_max_seq_len'],
         ),
         (['model.layers=[{}, {window: -1}]'], ['model.layers: [1].window must be greater']),
+        (
+            ['model.rope_theta=5e5', 'model.layers=[{position: none}]'],
+            ['model.rope_theta: 500000.0 has no effect', 'or set model.layers=[]'],
+        ),
         (['model.layers=4'], ['model.layers: must be a list', 'model.num_layers=4?']),
         (
             ['model.layers=[{}, {position: none, rope_theta: 1e6}]'],

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megajax.core.config import load, reload
+from megajax.core.config import ConfigError, load, reload
 from megajax.runtime.checkpoint.record import Record, config_differences
+
+MODEL = '{num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, max_seq_len: 1024}'
 
 
 @pytest.mark.parametrize(('old', 'new'), [('default', 'auto'), ('overlap', 'batch_split')])
@@ -27,8 +29,7 @@ def test_an_old_name_in_a_file_is_named_with_its_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / 'run.yaml'
-    model = '{num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, max_seq_len: 1024}'
-    file.write_text(f'model: {model}\ntrain:\n  xla: overlap\n')
+    file.write_text(f'model: {MODEL}\ntrain:\n  xla: overlap\n')
     assert load(file).train.overlap == 'batch_split'
     assert caplog.messages[0].startswith(f'{file}:3: train.xla=overlap is now')
 
@@ -55,3 +56,11 @@ def test_a_wrong_value_is_a_mistake_of_the_new_key() -> None:
         match=r"train\.overlap: must be 'auto', 'none', 'batch_split' or 'sequence_split'",
     ):
         load('tiny', ['train.xla=on'])
+
+
+def test_both_names_of_a_key_are_written_twice(tmp_path: Path) -> None:
+    file = tmp_path / 'run.yaml'
+    file.write_text(f'model: {MODEL}\ntrain:\n  overlap: none\n  xla: overlap\n')
+    message = r'yaml:4: train.xla: is another name of train.overlap, written on line 3; delete one'
+    with pytest.raises(ConfigError, match=message):
+        load(file)
