@@ -34,7 +34,10 @@ def merged(params: nnx.State, config: Config) -> nnx.State:
         a, b = (flat[*adapter, which] for which in 'AB')
         letters = f'{a.declared.dims},{b.declared.dims}->{declared.dims}'.lower()
         spec = layout(declared.dims)
-        return w + scale * jnp.einsum(letters, a.get_value(), b.get_value(), out_sharding=spec)
+        product = jnp.einsum(
+            letters, a.get_value(), b.get_value(), out_sharding=spec, precision='highest'
+        )
+        return w + scale * product
 
     def learned(declared: Parameter) -> Parameter:
         return dataclasses.replace(declared, is_frozen=False)
