@@ -85,7 +85,7 @@ class VisionConfig(Section):
     """How image embeddings enter the model. tokens: they replace placeholder tokens.
     cross_attention: gated layers, one after every `cross_every`, attend to them (Flamingo, Llama
     3.2), and one token marks each image, which is visible to it and the later tokens of its
-    document.
+    sequence (of its document, with data.document_mask).
     """
     cross_every: Annotated[Count, Unit('layers')] = 4
     """Number of layers between two cross-attention layers."""
