@@ -56,7 +56,7 @@ def saved_tokenizer(
                 size,
             )
     try:
-        tokenizer.save(partial.folder / NEW)
+        tokenizer.save_json(partial.folder / NEW)  # without the names, which are written below
     except Exception as error:  # tokenizers raises no narrower exception
         raise mistake(
             saved, f'cannot be written: {error}; free disk space, or choose another OUT'

@@ -280,6 +280,21 @@ def test_a_killed_build_goes_on(
     assert not partial.exists()
 
 
+def test_a_build_with_named_tokens_can_be_killed_and_leaves_no_folder(
+    corpus: Path, tmp_path: Path
+) -> None:
+    byte_tokenizer().save(tmp_path / 'tokenizer.json')
+    eod = byte_tokenizer().decode([byte_tokenizer().eod])
+    names = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': eod}
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(names))
+    wanted = job(tmp_path / 'out', corpus, tokenizer=str(tmp_path / 'tokenizer.json'))
+    assert end(wanted, before='progress.json', count=5).returncode == -signal.SIGKILL
+    summary = build(wanted, unit=2000)
+    assert 0 < summary.encoded < summary.progress.text_bytes
+    assert json.loads(files(tmp_path / 'out')['.tokenizer_config.json'])['eos_token'] == eod
+    assert not (tmp_path / 'out.partial').exists()
+
+
 @pytest.mark.parametrize(
     'name', [slow('out.tokenizer.json'), exhaustive('out.json'), slow('out.bin'), 'out.idx']
 )

@@ -229,8 +229,12 @@ class Tokenizer:
 
     def save(self, path: str | Path) -> None:
         """Write a tokenizer.json, and its tokens' names to a tokenizer_config.json next to it."""
-        self._backend.save(str(path))
+        self.save_json(path)
         self.names.save(Path(path))
+
+    def save_json(self, path: str | Path) -> None:
+        """Write a tokenizer.json under any name, without its tokens' names."""
+        self._backend.save(str(path))
 
 
 def make_tokenizer(
