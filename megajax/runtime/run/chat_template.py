@@ -39,7 +39,11 @@ def companions_of_run(config: Config, run: Path, start: Path | None) -> Companio
     if path is not None and (start is not None or not _began_with(path, run, there)):
         companions = there.with_template(read_template(path).texts[DEFAULT])
     template = companions.template('')
-    if template is None or config.data.blend or not _has_messages(config):
+    # A streamed corpus has no messages; to look for some would copy a remote one.
+    is_text = bool(config.data.blend) or config.data.order == 'streamed'
+    # The cache knows the tokens of a remote corpus by the tokenizer that the run will use.
+    own = with_own_tokenizer(config, run, start)
+    if template is None or is_text or not _has_messages(own):
         return companions
     logger.info('chat       messages are written by %s', _name(config, start or run))
     if start is not None and path is not None and there.chat_templates not in ({}, template.texts):

@@ -6,13 +6,15 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from runtime.data import stores
 from support import make_config, on_mesh, random_state
 
 from megajax.core.config import Config, ConfigError
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.hf_files import TEMPLATE, Companions, read_companions
 from megajax.runtime.data import load_data
-from megajax.runtime.run.chat_template import companions_of_run, template_of_run
+from megajax.runtime.data.text.tokenizer import train_bpe
+from megajax.runtime.run.chat_template import companions_of_run, read_corpus, template_of_run
 
 TEXT = '{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}'
 DATED = '{{ strftime_now("%H:%M:%S") }}' + TEXT
@@ -113,3 +115,34 @@ def test_a_corpus_without_messages_needs_no_template(folder: Path) -> None:
     companions = companions_of_run(config(corpus='a.txt'), folder / 'run', came_with(folder, DATED))
     assert companions.template('').now is None
     assert companions.chat_template == DATED
+
+
+def test_a_streamed_corpus_is_not_copied_to_look_for_messages(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
+    (folder / 'a.jsonl').write_text((json.dumps({'text': 'text ' * 99}) + '\n') * 20)
+    start = came_with(folder, DATED)
+    with stores.web(folder) as server:
+        streamed = config(corpus=f'{server.url}/a.jsonl', order='streamed')
+        companions = companions_of_run(streamed, folder / 'run', start)
+        assert server.asked == []
+    assert companions.template('').now is None
+
+
+def test_a_run_that_starts_from_a_model_reads_its_kept_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('XDG_CACHE_HOME', str(folder / 'cache'))
+    (folder / 'a.jsonl').write_text((json.dumps({'text': 'text ' * 99}) + '\n') * 20)
+    start = came_with(folder, TEXT)
+    train_bpe(['some text ' * 99], 270).save(start / 'tokenizer.json')
+    with stores.web(folder) as server:
+        auto = config(corpus=f'{server.url}/a.jsonl', tokenizer='auto')
+        run = auto.run.model_copy(update={'start_from': str(start)})
+        auto = auto.model_copy(update={'run': run})
+        read_corpus(auto, folder / 'run', start)
+        for copy in (folder / 'cache').rglob('a.jsonl'):
+            copy.unlink()
+        read_corpus(auto, folder / 'run', start)
+    assert server.asked == ['/a.jsonl']
