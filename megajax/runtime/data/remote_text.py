@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ from megajax.base.errors import replacing
 from megajax.base.render.text import typed
 from megajax.core.config import Config, mistake
 from megajax.runtime.data.sources.block_cache import locked
-from megajax.runtime.data.sources.remote import is_remote, names_below
+from megajax.runtime.data.sources.inputs import format_of, name_of
+from megajax.runtime.data.sources.remote import is_remote, is_web, names_below
 from megajax.runtime.data.sources.remote_file import RemoteFile
 from megajax.runtime.data.text_tokens import KeptTokens
 from megajax.runtime.data.token_pairs import GB, cache_of, naming_key, prefixes_of
@@ -56,7 +58,7 @@ def local_text(config: Config) -> Iterator[LocalText]:
     here = cache_of(config).folder / sha256(keys.encode()).hexdigest()[:32]
     here.mkdir(exist_ok=True)
     corpus = here / next(iter(files)) if len(files) == 1 else here
-    root = url[: url.rindex('/')] if len(files) == 1 else url
+    root = url[: name_of(url).rindex('/')] if len(files) == 1 else url
     data = config.data.model_copy(update={'corpus': str(corpus)})
     local = config.model_copy(update={'data': data})
     versions = {f'{VERSION_OF}{file.url}': file.fingerprint for file in files.values()}
@@ -73,12 +75,27 @@ def open_files(config: Config, url: str) -> dict[str, RemoteFile]:
 
     Raises ConfigError if there are none, or if one cannot be read.
     """
-    names = names_below(url)
+    names = _without_queries(names_below(url))
     if unsafe := [name for name in names if '..' in PurePosixPath(name).parts]:
         raise mistake(url, f'{unsafe[0]} leads out of its folder; rename it')
     with ThreadPoolExecutor(DOWNLOADS) as threads:
         opened = threads.map(partial(RemoteFile, cache=cache_of(config)), names.values())
         return dict(zip(names, opened, strict=True))
+
+
+def _without_queries(urls: Mapping[str, str]) -> dict[str, str]:
+    """Return the URLs by their names without queries such as `?download=true`.
+
+    A query stays if two files would get the same name, or if only the query has a known suffix, as
+    in `get?file=a.jsonl`.
+    """
+    short = {name: name.partition('?')[0] if is_web(url) else name for name, url in urls.items()}
+    count = Counter(short.values())
+    for name, without in short.items():
+        in_query = format_of(without) == 'text' != format_of(name)
+        if not without or count[without] > 1 or in_query:
+            short[name] = name
+    return {short[name]: url for name, url in urls.items()}
 
 
 def _download(config: Config, here: Path, files: Mapping[str, RemoteFile]) -> None:

@@ -75,6 +75,22 @@ def test_a_glob_has_the_batches_of_the_folder(here: Path, there: str) -> None:
     check_the_same(str(here), f'{there}/[abc].*')
 
 
+@pytest.mark.parametrize(
+    ('name', 'query'),
+    [('a.jsonl', 'download=true'), ('c.parquet', 'path=x/y'), ('d.txt', 'v=1')],
+)
+def test_a_query_does_not_change_how_a_file_is_read(here: Path, name: str, query: str) -> None:
+    with stores.web(here) as server:
+        check_the_same(f'{here}/{name}', f'{server.url}/{name}?{query}')
+
+
+def test_a_query_that_names_the_file_decides_how_it_is_read(here: Path) -> None:
+    for name in ('get', 'get?file=a.jsonl'):
+        (here / name).write_bytes((here / 'a.jsonl').read_bytes())
+    with stores.web(here) as server:
+        check_the_same(f'{here}/get?file=a.jsonl', f'{server.url}/get?file=a.jsonl')
+
+
 @pytest.mark.parametrize('name', ['a.jsonl', 'chat.jsonl'])
 def test_the_second_start_reads_no_file_again(here: Path, name: str) -> None:
     with stores.web(here) as server:
