@@ -152,6 +152,19 @@ def test_a_table_of_messages_whose_first_row_has_none_is_read_as_messages(folder
     assert shown(load_data(text_config(folder))) == 'Red.<|endoftext|>'
 
 
+@pytest.mark.parametrize(('text', 'chat'), [('a.jsonl', 'b.jsonl'), ('b.jsonl', 'a.jsonl')])
+def test_files_of_text_and_of_messages_are_read_in_every_order(
+    folder: Path, text: str, chat: str
+) -> None:
+    write(folder, {'text': 'Blue.'}, {'text': 'Red.'}, name=text)
+    write(folder, {'messages': [{**TURNS[0], 'content': 'What?'}, TURNS[1]]}, name=chat)
+    data = load_data(text_config(folder))
+    assert data.summary.startswith('3 documents; ')
+    rows = (data.train[0], data.validation[0])
+    learned = ''.join(data.tokenizer.decode(x['labels'][x['loss_mask'] == 1]) for x in rows)
+    assert ('What?' in learned, 'Red.' in learned, 'Blue.' in learned) == (False, True, True)
+
+
 def test_messages_are_read_from_a_file_whose_name_is_not_utf_8(folder: Path) -> None:
     chat = [{**TURNS[0], 'content': 'What?'}, TURNS[1]]
     write(folder, *[{'messages': chat}] * 2, name=os.fsdecode(b'caf\xe9.jsonl'))

@@ -205,8 +205,7 @@ def keeps_documents(config: Config, corpus: str) -> bool:
     files = files_of(corpus)
     if config.vision is not None or config.data.chat_template is not None:
         return bool(files)
-    lines = (line for path, _ in files for _, line in read_objects(path))
-    return 'messages' in next(lines, {})
+    return any('messages' in next(read_objects(path), ('', {}))[1] for path, _ in files)
 
 
 def _warn_of_copies(parts: Sequence[Sequence[FileDocument]]) -> None:
