@@ -38,6 +38,7 @@ from megajax.runtime.data.sources.inputs import Input, find_inputs
 from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.sources.pieces import UNIT
 from megajax.runtime.data.sources.read import check_inputs, read_units
+from megajax.runtime.data.sources.remote import UnansweredError
 from megajax.runtime.data.text.spelled_tokens import letters_warning, tokens_note
 from megajax.runtime.data.text.tokenizer import Tokenizer
 
@@ -84,8 +85,9 @@ def build(
     are cut after a line break and joined again. The output does not depend on the number of
     workers. `train_bpe` trains on the first bytes of each file, in proportion to its size on disk,
     with a total of 256 MB of text. After a kill, the same job resumes from the last checkpoint,
-    unless it reads a stream. If an input, the disk or the job is faulty, it raises ConfigError with
-    the file, the position and the fix, and leaves no files behind.
+    unless it reads a stream, and so it does after an error of the network. If an input, the disk or
+    the job is faulty, it raises ConfigError with the file, the position and the fix, and leaves no
+    files behind.
     """
     started = time.perf_counter()
     out = Path(job.out).expanduser()
@@ -123,10 +125,13 @@ def build(
 
 @contextmanager
 def _cleaned_up(partial: Partial) -> Iterator[None]:
-    """Delete the folder after a ConfigError, but not after an interrupt or UnfinishedError."""
+    """Delete the folder after a ConfigError, unless the same command may succeed later.
+
+    It may after an interrupt, an UnfinishedError or an error of the network.
+    """
     try:
         yield
-    except UnfinishedError:
+    except (UnfinishedError, UnansweredError):
         raise
     except ConfigError:
         partial.discard()

@@ -19,6 +19,7 @@ from runtime.data.test_inputs import LINES, WRITERS, units, write, write_parquet
 from megajax.core.config import ConfigError
 from megajax.corpus.build import build
 from megajax.corpus.job import Job, fingerprint
+from megajax.corpus.partial import read_progress
 from megajax.runtime.data.sources import remote
 from megajax.runtime.data.sources.inputs import find_inputs
 from megajax.runtime.data.sources.parse import parse
@@ -27,13 +28,16 @@ from megajax.runtime.data.sources.read import read_units
 
 
 class Server(SimpleHTTPRequestHandler):
-    """A web server of a folder, without ranges, that breaks off a file named cut.jsonl."""
+    """A web server of a folder, without ranges.
+
+    It breaks off a file named cut.jsonl, as long as there is no file named whole.
+    """
 
     def log_message(self, *_: Any) -> None:
         pass
 
     def copyfile(self, source: Any, outputfile: Any) -> None:
-        if self.path == '/cut.jsonl':
+        if self.path == '/cut.jsonl' and not Path(self.directory, 'whole').exists():
             outputfile.write(source.read(5000))
         else:
             super().copyfile(source, outputfile)
@@ -207,3 +211,21 @@ def test_a_build_of_a_url_is_that_of_the_file(tmp_path: Path, memory: str) -> No
     for suffix in ('bin', 'idx'):
         here, there = (tmp_path / f'{name}.{suffix}' for name in ('here', 'there'))
         assert there.read_bytes() == here.read_bytes()
+
+
+def test_a_build_goes_on_after_an_answer_that_broke_off(tmp_path: Path, web: str) -> None:
+    for name in ('a', 'cut'):
+        write(tmp_path, f'{name}.jsonl', LINES)
+    job = Job(
+        out=str(tmp_path / 'out'),
+        inputs=(f'{web}/a.jsonl', f'{web}/cut.jsonl'),
+        tokenizer='bytes',
+        workers=1,
+    )
+    with pytest.raises(ConfigError, match=r'cut\.jsonl: .*; check the network, and run the same'):
+        build(job, unit=1000, checkpoint_units=1)
+    assert read_progress(tmp_path / 'out').tokens > 0  # type: ignore[union-attr]
+    (tmp_path / 'whole').touch()
+    summary = build(job, unit=1000)
+    assert 0 < summary.encoded < summary.progress.text_bytes
+    assert not (tmp_path / 'out.partial').exists()

@@ -238,11 +238,16 @@ def _suffix(path: str) -> str:
 
 
 def unreadable(input: Input, error: Exception) -> ConfigError:
-    """Return the ConfigError for a file that ends early or cannot be read to its end."""
+    """Return the ConfigError for a file that ends early or cannot be read to its end.
+
+    It is an UnansweredError if the response of a server was cut off.
+    """
     reason = getattr(error, 'strerror', None) or str(error).splitlines()[0].rstrip('. ')
-    return mistake(
-        input.path, f'cannot be read to its end: {reason}; copy it again, or leave it out'
-    )
+    message = f'cannot be read to its end: {reason}'
+    if isinstance(error, remote.CutOffError):
+        fix = 'check the network, and run the same command again'
+        return remote.UnansweredError(Problem(input.path, f'{message}; {fix}'))
+    return mistake(input.path, f'{message}; copy it again, or leave it out')
 
 
 def optional(module: str, path: str) -> Any:

@@ -115,8 +115,12 @@ def open_remote(url: str, size: int, *, at_any_place: bool = False) -> Iterator[
         yield cast(BinaryIO, io.BufferedReader(raw, BUFFER))
 
 
+class CutOffError(OSError):
+    """An error in the middle of a response, which may be transient."""
+
+
 class _Raw(io.RawIOBase):
-    """A file of fsspec whose errors are OSErrors, and which raises EOFError if it ends early.
+    """A file of fsspec that raises CutOffError after an error, and if it ends early.
 
     If a server denies access to the content, a ConfigError is raised; a gated repository still
     shows names and sizes.
@@ -145,11 +149,11 @@ class _Raw(io.RawIOBase):
         except Exception as error:  # each filesystem has errors of its own
             if _is_refusal(error):
                 raise _unreadable(self._url, error) from error
-            raise OSError(f'{reason(error)} at byte {self._at}') from error
+            raise CutOffError(f'{reason(error)} at byte {self._at}') from error
         buffer[: len(data)] = data
         self._at += len(data)
         if not data and self._at < self._size:
-            raise EOFError(f'it ends after {self._at} of {self._size} bytes')
+            raise CutOffError(f'it ends after {self._at} of {self._size} bytes')
         return len(data)
 
 
