@@ -325,7 +325,7 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--fp8-format hybrid --no-fp8-wgrad', '--no-fp8-wgrad: is not supported: gradients'),
         ('--cp-comm-type a2a+p2p', r'--cp-comm-type a2a\+p2p'),
         ('--recompute-modules mlp', '--recompute-modules mlp: .* full'),
-        ('--eod-mask-loss', '--eod-mask-loss: is not supported'),
+        ('--eod-mask-loss', '--eod-mask-loss: is not supported alone: give --reset-position-ids'),
         ('--reset-position-ids', 'data.document_mask does both: give both, or neither'),
         ('--data-path web books news', '--data-path web books news: give each prefix its weight'),
         ('--fp16 --bf16', 'give one of the two'),
@@ -430,6 +430,15 @@ def test_the_null_tokenizer_has_the_tokens_of_the_newest_release(tmp_path: Path)
     assert 'Earlier releases add this token: then set 101. vocab_size: 100 ' in text
     assert '--null-tokenizer-eod-id 9: the corpus' in convert(line + ' --null-tokenizer-eod-id 9')
     assert 'Earlier releases' not in convert(SMALL)
+
+
+def test_documents_are_separated_as_by_the_three_arguments(tmp_path: Path) -> None:
+    two = SMALL + '--reset-position-ids --reset-attention-mask '
+    assert config_of(two + '--eod-mask-loss', tmp_path).data.document_mask
+    assert config_of(two + '--eod-mask-loss', tmp_path) == config_of(two, tmp_path)
+    note = '  # The first token of a document has no loss, as with --eod-mask-loss.'
+    assert note in convert(two)
+    assert note not in convert(two + '--eod-mask-loss')
 
 
 def test_a_tokenizer_of_unknown_size_is_named() -> None:

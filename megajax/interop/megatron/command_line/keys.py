@@ -84,7 +84,7 @@ KEYS = """
     data.corpus: data_path
     data.blend: data_path
     data.tokenizer: tokenizer_model
-    data.document_mask: reset_position_ids reset_attention_mask
+    data.document_mask: reset_position_ids reset_attention_mask eod_mask_loss
     checkpoint.every: save_interval
     checkpoint.keep_every: save_retain_interval
     run.dir: save

@@ -310,6 +310,11 @@ def _data(line: Line, problems: list[str]) -> Keys:
             '--reset-position-ids, --reset-attention-mask: data.document_mask does both: '
             'give both, or neither'
         )
+    if line.get('eod_mask_loss') and not any(resets):
+        problems.append(
+            '--eod-mask-loss: is not supported alone: give --reset-position-ids and '
+            '--reset-attention-mask too, which data.document_mask includes, or leave it out'
+        )
     return data | {'document_mask': all(resets)}
 
 

@@ -51,7 +51,7 @@ READ: Mapping[type, str] = {
         untie_embeddings_and_output_weights sequence_parallel fp16 bf16
         use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2 grad_reduce_in_bf16
         use_precision_aware_optimizer profile deterministic_mode reset_position_ids
-        reset_attention_mask use_checkpoint_args no_position_embedding
+        reset_attention_mask eod_mask_loss use_checkpoint_args no_position_embedding
         no_fp8_wgrad first_last_layers_bf16
         moe_router_pre_softmax moe_router_enable_expert_bias moe_router_force_load_balancing
         moe_apply_probs_on_input moe_use_upcycling moe_shared_expert_gate muon_nesterov
@@ -245,7 +245,6 @@ INSTEAD: Mapping[str, str] = {
     'apply_wd_to_qk_layernorm': 'weight decay is not applied to norms: leave it out',
     'train_data': 'build .bin and .idx with `megajax data build`, and give --data-path',
     'bert_no_binary_head': 'BERT always has its sentence-order head',
-    'eod_mask_loss': 'the token at the end of a document has a loss: leave it out',
     'exit_interval': 'end after a number of steps with --train-iters, or after a time with '
     '--exit-duration-in-mins',
     'skip_train': 'use `megajax eval`',

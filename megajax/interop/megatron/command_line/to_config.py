@@ -174,6 +174,11 @@ def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str
             "As in megatron-core 0.19, --vocab-size counts NullTokenizer's end-of-document token. "
             f'Earlier releases add this token: then set {line.get("vocab_size") + 1}.'
         )
+    if config.data.document_mask and not line.get('eod_mask_loss'):
+        notes['  document_mask:'] = (
+            "The first token of a document has no loss, as with --eod-mask-loss. The line's "
+            'arguments let Megatron-LM predict it from the document before.'
+        )
     if line.get('save'):
         notes['  dir:'] = (
             f"This is not {line.get('save')}, the folder of Megatron-LM's checkpoints."
