@@ -68,6 +68,27 @@ SAME = {
 }
 
 
+@pytest.mark.parametrize(
+    ('options', 'gpus'),
+    [
+        ('-N 4 --ntasks-per-node=8', 32),
+        ('-N4 --ntasks-per-node=8', 32),
+        ('--ntasks=32 --ntasks-per-node=8', 32),
+        ('-n 32 --ntasks-per-node 8', 32),
+        ('-N 4 -n32', 32),
+        ('--ntasks-per-node=8', 8),
+    ],
+)
+def test_slurms_options_give_the_number_of_gpus(options: str, gpus: int, tmp_path: Path) -> None:
+    arguments = ARGUMENTS.replace('--global-batch-size 8', '--global-batch-size 32')
+    program = f'pretrain_gpt.py {arguments}'
+    script = f'#SBATCH {options}\nsrun -l numactl -N 0 nice -n 10 python -u {program}'
+    for text in (script, f'/usr/bin/srun {options} python {program}'):
+        assert f'\n# {gpus} GPUs: ' in converted(text, tmp_path)
+    nested = f'#SBATCH -N 4 -n 4\nsrun torchrun --nproc_per_node 8 {program}'
+    assert '\n# 32 GPUs: ' in converted(nested, tmp_path)
+
+
 @pytest.mark.parametrize('name', SAME)
 def test_forms_of_one_script_have_one_config(name: str, tmp_path: Path) -> None:
     expected = converted(PLAIN, tmp_path)

@@ -33,8 +33,11 @@ TYPES = {name: kind for kind, block in READ.items() for name in names(block)}
 REASONS = {name: reason for reason, block in NO_MEANING.items() for name in names(block)}
 KNOWN = sorted({*known_names(), *ONLY})
 # Arguments of torchrun, deepspeed and srun.
-PROCESSES = ('nproc_per_node', 'num_gpus', 'ntasks_per_node')
+PROCESSES = ('nproc_per_node', 'num_gpus')
 NODES = ('nnodes', 'num_nodes', 'nodes')
+SHORT = {'N': 'nodes', 'n': 'ntasks'}  # short options of Slurm's programs
+# Slurm's programs, and programs between them and the training that have such options too.
+SLURM, NOT_SLURM = ('srun', 'sbatch'), ('nice', 'ionice', 'numactl', 'taskset')
 MAX_TEXT_CHARACTERS = 2**20
 VARIABLE = re.compile(r'\$\{[^}]*\}|\$\w+')
 PLACEHOLDER = re.compile(r'<\w[^>]*>?')
@@ -79,7 +82,7 @@ def read_line(words: Sequence[str], *, world_size: int | None = None) -> Line:
     words, reasons, place = _expanded(words)
     program = program_of(words)
     start = 0 if program is None else program + 1
-    launcher = {name: values for name, values, _ in _arguments(words[:start])}
+    launcher = {name: values for name, values, _ in _arguments(list(_without_short(words[:start])))}
     arguments: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     unused: dict[str, list[str]] = {}
@@ -257,6 +260,16 @@ PARSERS: Mapping[type, Callable[[str], Any]] = {
 WORDS = {int: 'a whole number', float: 'a number', str: 'a word', bool: 'no value'}
 
 
+def _without_short(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words of a launcher with Slurm's `-N 4` and `-n32` under their long names."""
+    is_slurm = False
+    for word in words:
+        program = word.rpartition('/')[2]
+        is_slurm = program in SLURM or (is_slurm and program not in NOT_SLURM)
+        short = re.fullmatch(r'-([Nn])(\d*)', word) if is_slurm else None
+        yield f'--{SHORT[short[1]]}{"=" * bool(short[2])}{short[2]}' if short else word
+
+
 def _world_size(launcher: Mapping[str, list[str]], words: Sequence[str]) -> int | None:
     """Return the number of processes that a launcher starts, one for each GPU."""
     for word in words:
@@ -268,7 +281,8 @@ def _world_size(launcher: Mapping[str, list[str]], words: Sequence[str]) -> int 
         texts = [text for text in given if re.fullmatch(r'(\d+:)?\d{1,9}', text)]
         return int(texts[0].rpartition(':')[2]) if texts else None if given else default
 
-    processes, nodes = number(PROCESSES), number(NODES, 1)
-    if processes is not None:
-        return None if nodes is None else processes * nodes
-    return number(('ntasks',))
+    # Slurm divides the tasks over nodes that the options need not name.
+    if 'ntasks' in launcher and not any(name in launcher for name in PROCESSES):
+        return number(('ntasks',))
+    processes, nodes = number((*PROCESSES, 'ntasks_per_node')), number(NODES, 1)
+    return None if processes is None or nodes is None else processes * nodes
