@@ -304,6 +304,40 @@ def test_the_tokens_of_a_checkpoint_are_those_of_its_release(
 
 
 @pytest.mark.parametrize(
+    ('arguments', 'size', 'rows'),
+    [
+        ({'tokenizer_type': 'GPT2BPETokenizer', 'padded_vocab_size': 50304}, 50257, 47),
+        (
+            {
+                'tokenizer_type': 'GPT2BPETokenizer',
+                'padded_vocab_size': 51200,
+                'tensor_model_parallel_size': 8,
+            },
+            50257,
+            943,
+        ),
+        ({'tokenizer_type': 'Llama2Tokenizer', 'padded_vocab_size': 32000}, 32000, 0),
+        # These sizes are not the padding of the usual vocabulary.
+        ({'tokenizer_type': 'Llama2Tokenizer', 'padded_vocab_size': 32128}, 32128, 0),
+        ({'tokenizer_type': 'GPT2BPETokenizer', 'padded_vocab_size': 32768}, 32768, 0),
+        ({'tokenizer_type': 'HuggingFaceTokenizer', 'padded_vocab_size': 50304}, 50304, 0),
+    ],
+)
+def test_the_padding_of_a_usual_vocabulary_is_left_out(
+    arguments: dict[str, Any], size: int, rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = {
+        'num_layers': 2,
+        'hidden_size': 16,
+        'num_attention_heads': 4,
+        'max_position_embeddings': 8,
+        'vocab_size': None,
+    }
+    assert read_arguments(base | arguments, 'x')['vocab_size'] == size
+    assert (f'x: left out: {rows} rows of the vocabulary' in caplog.text) == bool(rows)
+
+
+@pytest.mark.parametrize(
     ('name', 'neutral', 'value'),
     [
         ('softmax_type', 'vanilla', 'learnable'),

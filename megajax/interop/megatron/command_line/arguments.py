@@ -38,7 +38,15 @@ ONLY: dict[str, Only] = {
     'activation_func_clamp_value': Only((), 'activations are not limited: leave it out'),
     'experimental_attention_variant': Only((), 'every layer has softmax attention: leave it out'),
 }
+MULTIPLE = 128  # the default of make_vocab_size_divisible_by
 NULL, EOD = 'NullTokenizer', 'null_tokenizer_eod_id'
+# Vocabulary sizes of the tokenizer types that have only one vocabulary.
+VOCABULARIES = {
+    'GPT2BPETokenizer': 50257,
+    'BertWordPieceLowerCase': 30522,
+    'BertWordPieceCase': 28996,
+    'Llama2Tokenizer': 32000,
+}
 # Constants in Megatron, which has no arguments for them.
 SCALING = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_seq_len': 8192}
 
@@ -75,7 +83,8 @@ def read_arguments(arguments: Mapping[str, Any], file: str) -> Keys:
     try:
         if problems := _problems(arguments, file):
             raise ConfigError(*problems)
-        return _model(arguments, arguments.get('position_embedding_type') == 'rope')
+        size = _vocab_size(arguments, file)
+        return _model(arguments, size, arguments.get('position_embedding_type') == 'rope')
     except (TypeError, ArithmeticError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -102,7 +111,7 @@ def _problems(arguments: Mapping[str, Any], file: str) -> list[str]:
     return problems
 
 
-def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
+def _model(arguments: Mapping[str, Any], vocab_size: Any, rope: bool) -> Keys:
     def get(name: str, default: Any = None) -> Any:
         value = arguments.get(name)
         return default if value is None else value
@@ -124,7 +133,7 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
         else heads,
         'head_dim': get('kv_channels', hidden // heads),
         'ffn_size': get('ffn_hidden_size', 4 * hidden),
-        'vocab_size': _vocab_size(arguments),
+        'vocab_size': vocab_size,
         'max_seq_len': get('max_position_embeddings'),
         'norm': get('normalization', 'LayerNorm').lower(),
         # The newer name comes first: megatron-core 0.19 copies the older one from the checkpoint
@@ -157,12 +166,27 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
     return {key: value for key, value in model.items() if value is not None}
 
 
-def _vocab_size(arguments: Mapping[str, Any]) -> Any:
-    """Return the number of tokens; with the padding if the arguments have no other number."""
-    if (size := arguments.get('vocab_size')) is None:
-        return arguments.get('padded_vocab_size')
-    # NullTokenizer added an end-of-document token before megatron-core 0.19, which has EOD.
-    return size + (arguments.get('tokenizer_type') == NULL and EOD not in arguments)
+def _vocab_size(arguments: Mapping[str, Any], file: str) -> Any:
+    """Return the number of tokens; with the padding if the arguments do not tell their number.
+
+    Logs a warning if only the type of the tokenizer tells the number.
+    """
+    if (size := arguments.get('vocab_size')) is not None:
+        # NullTokenizer added an end-of-document token before megatron-core 0.19, which has EOD.
+        return size + (arguments.get('tokenizer_type') == NULL and EOD not in arguments)
+    kind, padded = arguments.get('tokenizer_type'), arguments.get('padded_vocab_size')
+    size = VOCABULARIES.get(kind) if isinstance(kind, str) else None
+    multiple = arguments.get('make_vocab_size_divisible_by') or MULTIPLE
+    multiple *= arguments.get('tensor_model_parallel_size') or 1
+    if size is None or padded != -(-size // multiple) * multiple:
+        return padded
+    if padded > size:
+        logger.warning(
+            '%s: left out: %d rows of the vocabulary, the padding of the %d tokens of %s; if the '
+            'run had another vocabulary, set model.vocab_size',
+            *(file, padded - size, size, kind),
+        )
+    return size
 
 
 def _of_layers(arguments: Mapping[str, Any], num_layers: int, rope: bool) -> Keys:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megajax.core.config import ConfigError
 from megajax.core.config.section import plain_number
-from megajax.interop.megatron.command_line.arguments import EOD, read_arguments
+from megajax.interop.megatron.command_line.arguments import EOD, VOCABULARIES, read_arguments
 from megajax.interop.megatron.command_line.line import Line
 from megajax.interop.megatron.command_line.muon import muon_of
 
@@ -42,13 +42,6 @@ DEFAULTS: Mapping[str, Any] = {
     'profile_step_end': 12,
 }
 NEEDED = ('num_layers', 'hidden_size', 'num_attention_heads', 'seq_length', 'lr')
-# Vocabulary sizes of the tokenizer types that have only one vocabulary.
-VOCABULARIES = {
-    'GPT2BPETokenizer': 50257,
-    'BertWordPieceLowerCase': 30522,
-    'BertWordPieceCase': 28996,
-    'Llama2Tokenizer': 32000,
-}
 SCHEDULES = {
     'constant': 'constant',
     'linear': 'linear',
