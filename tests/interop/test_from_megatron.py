@@ -328,6 +328,10 @@ def test_all_faults_of_a_line_are_named_at_once() -> None:
         ('--eod-mask-loss', '--eod-mask-loss: is not supported alone: give --reset-position-ids'),
         ('--reset-position-ids', 'data.document_mask does both: give both, or neither'),
         ('--data-path web books news', '--data-path web books news: give each prefix its weight'),
+        (
+            '--data-path 0.5 a 0.3 b 0.2 a',
+            '--data-path 0.5 a 0.3 b 0.2 a: names a twice, .* name it once, with the sum',
+        ),
         ('--fp16 --bf16', 'give one of the two'),
         (
             '--hiden-size 4',

@@ -312,9 +312,15 @@ def _data(line: Line, problems: list[str]) -> Keys:
 
 
 def _blend(paths: list[str], problems: list[str]) -> Keys:
+    prefixes = paths[1::2]
+    if twice := [path for number, path in enumerate(prefixes) if path in prefixes[:number]]:
+        problems.append(
+            f'--data-path {" ".join(paths)}: names {twice[0]} twice, which data.blend cannot: '
+            'name it once, with the sum of its weights'
+        )
     try:
         weights = [float(weight) for weight in paths[::2]]
-        return dict(zip(paths[1::2], weights, strict=True))
+        return dict(zip(prefixes, weights, strict=True))
     except ValueError:
         problems.append(
             f'--data-path {" ".join(paths)}: give each prefix its weight before it, '
