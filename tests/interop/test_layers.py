@@ -99,6 +99,21 @@ def test_a_preset_is_written_as_its_family(preset: str, family: str, scale: int 
     assert ModelConfig(**read_family(keys, '')[1]) == model
 
 
+@pytest.mark.parametrize(('preset', 'scale'), [('gemma3_1b', 34.0), ('gemma3_27b', 73.5)])
+def test_the_scale_that_transformers_rounds_to_bfloat16_is_written(
+    preset: str, scale: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(preset).model
+    assert np.float32(model.embedding_scale).astype(ml_dtypes.bfloat16) == scale
+    expected = write_family(model)
+    assert not caplog.text
+    assert write_family(model.model_copy(update={'embedding_scale': scale})) == expected
+    assert f'embedding_scale={scale:g}: config.json has no key for it' in caplog.text
+    other = model.model_copy(update={'embedding_scale': scale + 0.25})
+    with pytest.raises(ConfigError, match=r'gemma3_text does not support model\.embedding_scale='):
+        write_family(other)
+
+
 def test_a_family_without_windows_is_not_chosen_for_them() -> None:
     model = model_of('mistral', sliding_window=8)
     assert write_family(model)[0] == 'mistral'

@@ -2,15 +2,20 @@
 
 Every file in this folder defines families; to add a family, add a file. A family is read strictly:
 a setting that megajax's decoder does not implement is rejected with its key and value. A model is
-written as a family only if reading the written file gives the same model.
+written as a family only if reading the written file gives the same model, or one whose scale of the
+embeddings is the model's after transformers has rounded it to bfloat16.
 """
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
+
+import ml_dtypes
+import numpy as np
 
 from megajax.base.files.json_file import read_json
 from megajax.base.render.text import shorten
@@ -18,6 +23,8 @@ from megajax.core.config import ConfigError, LayerConfig, ModelConfig, VisionCon
 from megajax.core.config.experts import OF_ROUTING, ExpertsConfig
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.reader import Keys, Reader
+
+logger = logging.getLogger(__name__)
 
 POST_NORM = 'norms come after the residual connections, but only models with norms before them are'
 UNSUPPORTED = {  # families that users are likely to have, and why they are rejected
@@ -100,7 +107,8 @@ def read_config_json(folder: Path) -> tuple[str, Keys, list[str]]:
 def write_family(model: ModelConfig, family: str | None = None) -> tuple[str, Keys]:
     """Return a model's family, by default the first that fits, and its config.json.
 
-    Raises ConfigError, with the keys that are not supported, if no family fits.
+    Raises ConfigError, with the keys that are not supported, if no family fits. Logs a warning if
+    transformers has the model's scale of the embeddings only in bfloat16.
     """
     if family and family not in ARCHITECTURES:
         raise ConfigError(f'family {family}: choose among {", ".join(ARCHITECTURES)}')
@@ -114,6 +122,7 @@ def write_family(model: ModelConfig, family: str | None = None) -> tuple[str, Ke
         keys |= {'architectures': [ARCHITECTURES[candidate]], 'model_type': candidate}
         different = _differences(model, keys)
         if not different:
+            _warn_of_scale(model, keys)
             return candidate, keys
         problems.append(f'{candidate} does not support {", ".join(different)}')
     raise ConfigError(
@@ -128,6 +137,8 @@ def _differences(model: ModelConfig, keys: Keys) -> list[str]:
     except ConfigError as error:
         return str(error).splitlines()
     names = ModelConfig.model_fields.keys() - IN_TRAINING - OF_A_LAYER - {'layers'}
+    if model.embedding_scale == _in_bfloat16(back.embedding_scale):
+        names -= {'embedding_scale'}
     if model.position != 'mrope':
         names -= {'mrope_section'}
     pairs: list[tuple[str, Any, Any, set[str]]] = []
@@ -149,6 +160,20 @@ def _differences(model: ModelConfig, keys: Keys) -> list[str]:
         for name in type(ours).model_fields
         if name in names and getattr(ours, name) != getattr(theirs, name)
     ]
+
+
+def _warn_of_scale(model: ModelConfig, keys: Keys) -> None:
+    scale = read_family(keys, 'config.json')[1].get('embedding_scale', 1.0)
+    if scale != model.embedding_scale:
+        logger.warning(
+            'model.embedding_scale=%g: config.json has no key for it; transformers multiplies by '
+            'it in bfloat16, and by %.8g in float32',
+            *(model.embedding_scale, scale),
+        )
+
+
+def _in_bfloat16(value: float) -> float:
+    return float(np.float32(value).astype(ml_dtypes.bfloat16))
 
 
 def _different_layers(model: ModelConfig, back: ModelConfig) -> list[str]:
