@@ -108,11 +108,19 @@ def test_names_of_transformer_engine_and_of_older_versions(tmp_path: Path) -> No
         .replace('decoder.', 'encoder.'): x
         for key, x in weights.items()
     }
+    # Names of the later releases before megatron-core.
+    newer = {
+        key.replace('input_layernorm', 'input_norm')
+        .replace('post_attention_layernorm', 'post_attention_norm')
+        .replace('final_layernorm', 'final_norm'): x
+        for key, x in old.items()
+    }
     runs = []
     for kind, names in (
         ('core', weights),
         ('engine', engine),
         ('old', {f'language_model.{key}': x for key, x in old.items()}),
+        ('newer', {f'language_model.{key}': x for key, x in newer.items()}),
     ):
         write_ranks(tmp_path / kind, names, 1, arguments_of(oracle))
         import_megatron(tmp_path / kind, tmp_path / f'run_{kind}')
