@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax.base.errors import mistake
-from megajax.runtime.data.sources.manifest import Manifest, manifest_path
+from megajax.runtime.data.sources.manifest import Manifest
 from megajax.runtime.data.text.spelled_tokens import SpelledTokens
 from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.tokens.indexed import CHUNK, Sequences, paths, read_pair
@@ -110,7 +110,7 @@ def verify(
     manifest = Manifest.read(prefix)
     if manifest:
         lines.append(f'{manifest.tokenizer_path}: the tokenizer that made the tokens')
-        _check_manifest(manifest, manifest_path(prefix), sequences)
+        manifest.check_counts(len(sequences.documents) - 1, len(sequences.tokens))
         _check_digest(bin_path, manifest.bin_sha256, progress)
         lines.append(f'{bin_path}: matches the SHA-256 in its manifest')
     limit = vocab_size or (manifest.vocab_size if manifest else None)
@@ -123,17 +123,6 @@ def verify(
             + ('' if limit is None else f', all below {limit}')
         )
     return lines
-
-
-def _check_manifest(manifest: Manifest, path: Path, sequences: Sequences) -> None:
-    actual = {'documents': len(sequences.documents) - 1, 'tokens': len(sequences.tokens)}
-    for key, value in actual.items():
-        if getattr(manifest, key) != value:
-            message = (
-                f'{key} is {getattr(manifest, key)}, but the files have {value}; '
-                'the manifest belongs to other files: copy all files of one build'
-            )
-            raise mistake(path, message)
 
 
 def _check_digest(path: Path, expected: str, progress: Progress) -> None:

@@ -42,13 +42,15 @@ class Pair(NamedTuple):
 def open_pair(config: Config, prefix: str) -> Pair:
     """Open token files.
 
-    Raises ConfigError with file, byte and fix.
+    Raises ConfigError with file, byte and fix, also if the manifest belongs to other files.
     """
     if is_remote(prefix):
         with naming_key(config):
             return Pair(*read_remote_pair(prefix, cache_of(config), config.model.vocab_size))
     sequences = watched(read_pair(prefix), config.model.vocab_size)
-    return Pair(sequences, Manifest.read(prefix), {})
+    if manifest := Manifest.read(prefix):
+        manifest.check_counts(len(sequences.documents) - 1, len(sequences.tokens))
+    return Pair(sequences, manifest, {})
 
 
 def manifest_of(config: Config, prefix: str) -> Manifest | None:
@@ -68,6 +70,8 @@ def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | No
         high = manifest.max_token if manifest else None
         unchecked = tokenizer if manifest is None else None
         if not versions:
+            if manifest and manifest.max_token >= vocab_size and len(sequences.tokens):
+                _check_largest(manifest, sequences)
             check_token_ids(sequences, vocab_size, high)
             if unchecked is not None and len(sequences.tokens):
                 _, largest = token_range(sequences)
@@ -80,6 +84,13 @@ def check_pairs(config: Config, pairs: Sequence[Pair], tokenizer: Tokenizer | No
             read = partial(_read_known, config, unchecked, sequences)
             checked[number] = checked[number]._replace(sequences=replace(sequences, reader=read))
     return checked
+
+
+def _check_largest(manifest: Manifest, sequences: Sequences) -> None:
+    _, largest = token_range(sequences)
+    if largest != manifest.max_token:
+        difference = f'{manifest.max_token}, but the largest id in the files is {largest}'
+        raise manifest.of_other_files('max_token', difference)
 
 
 def _read_known(

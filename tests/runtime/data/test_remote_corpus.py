@@ -2,6 +2,7 @@
 is found.
 """
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,6 +204,15 @@ def test_ids_outside_the_vocabulary_are_found_by_the_manifest_or_when_they_are_r
     (here / 'web.json').unlink()
     with pytest.raises(ConfigError, match=r'web\.bin: at byte \d+: model.vocab_size: 100 ids end'):
         load_data(config(f'data.corpus=file://{here}/web', *IDS, 'model.vocab_size=100')).train[0]
+
+
+def test_a_manifest_of_other_files_is_named(here: Path) -> None:
+    manifest = json.loads((here / 'web.json').read_text())
+    (here / 'web.json').write_text(json.dumps(manifest | {'tokens': 7}))
+    url = f'file://{here}/web'
+    message = rf'data\.corpus: {url}\.json: tokens is 7, but the files have'
+    with pytest.raises(ConfigError, match=message):
+        load_data(config(f'data.corpus={url}', *IDS))
 
 
 def test_ids_that_the_tokenizer_lacks_are_found_when_they_are_read(here: Path) -> None:

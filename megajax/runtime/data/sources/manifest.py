@@ -16,7 +16,7 @@ from pydantic import (
     ValidationError,
 )
 
-from megajax.base.errors import mistake
+from megajax.base.errors import ConfigError, mistake
 from megajax.base.files.exists import exists, is_file
 
 
@@ -68,6 +68,17 @@ class Manifest(BaseModel):
     def tokenizer_path(self) -> Path:
         """The path of the tokenizer.json that made the pair."""
         return self._path.with_name(self.tokenizer)
+
+    def check_counts(self, documents: int, tokens: int) -> None:
+        """Raise ConfigError if the files have other numbers of documents or tokens."""
+        for key, actual in (('documents', documents), ('tokens', tokens)):
+            if (recorded := getattr(self, key)) != actual:
+                raise self.of_other_files(key, f'{recorded}, but the files have {actual}')
+
+    def of_other_files(self, key: str, difference: str) -> ConfigError:
+        """Return the error for a value that the files contradict."""
+        fix = 'the manifest belongs to other files: copy all files of one build'
+        return mistake(self._path, f'{key} is {difference}; {fix}')
 
     def _check_tokenizer(self, path: Path) -> None:
         file = (

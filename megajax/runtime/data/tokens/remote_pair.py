@@ -49,8 +49,9 @@ def read_remote_pair(prefix: str, cache: BlockCache, vocab_size: int) -> RemoteP
             for file in files[1:]:
                 file.download(here / file.url.rpartition('/')[2])
             dtype, (lengths, pointers, documents) = read_index(here / f'{name}.idx', bin_file.size)
-            manifest = Manifest.read(here / name)
-    tokens = RemoteTokens(bin_file, dtype)
+            tokens = RemoteTokens(bin_file, dtype)
+            if manifest := Manifest.read(here / name):
+                manifest.check_counts(len(documents) - 1, len(tokens))
     sequences = Sequences(
         name=prefix,
         tokens=tokens,
