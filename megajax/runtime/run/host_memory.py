@@ -13,6 +13,7 @@ from megajax.core.config import Config, ConfigError
 from megajax.core.counts.parameters import dtype_at_rest, num_at_rest, num_moments, parameters
 from megajax.core.hardware.memory import host_memory
 from megajax.core.parallel.layout import Layout
+from megajax.core.parallel.mesh import host_names
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}
 # Bytes of address space that jax and its threads need on two cores, for a model of any size.
@@ -20,21 +21,23 @@ ADDRESSES = 2 * 10**9
 
 
 def check_host_memory(config: Config, mesh: Mesh) -> None:
-    """Raise ConfigError if this process's CPU devices need more memory than the host has.
+    """Raise ConfigError if the CPU devices of this host need more memory than it has.
 
-    The host's memory includes its swap. Also raises ConfigError if the devices need more address
-    space than the process may use.
+    The host's memory includes its swap. Also raises ConfigError if this process's devices need more
+    address space than it may use. All processes must call this.
     """
     if any(device.platform != 'cpu' for device in mesh.devices.flat):
         return
-    count, have = mesh.size // jax.process_count(), host_memory()
-    needed = count * state_bytes(config)
+    hosts, process, each = host_names(), jax.process_index(), state_bytes(config)
+    count = sum(hosts[device.process_index] == hosts[process] for device in mesh.devices.flat)
+    needed, have = count * each, host_memory()
     if have is not None and needed > have:
         where = 'a CPU' if count == 1 else f'{count} simulated devices'
         raise ConfigError(
             f'training on {where} needs at least {needed / 1e9:.1f} GB for parameters, gradients '
             f'and moments, and this host has {have / 1e9:.1f} GB: {_remedy(config, have)}'
         )
+    needed = sum(device.process_index == process for device in mesh.devices.flat) * each
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < ADDRESSES + needed:
         raise ConfigError(
@@ -62,9 +65,10 @@ def state_bytes(config: Config) -> int:
 
 def _remedy(config: Config, have: int) -> str:
     mesh = config.mesh
-    fewer = mesh.model_copy(update={'data': 1, 'replicas': 1})
+    fewer = mesh.model_copy(update={'data': 1, 'replicas': 1, 'experts': 1})
     needed = fewer.num_devices * state_bytes(config.model_copy(update={'mesh': fewer}))
     if needed > have or mesh.data == 1:
         return 'train a smaller model here, or this one on GPUs'
-    keys = 'mesh.data=1' + (' mesh.replicas=1' if mesh.replicas > 1 else '')
+    replaced = [f' mesh.{key}=1' for key in ('replicas', 'experts') if getattr(mesh, key) > 1]
+    keys = ''.join(['mesh.data=1', *replaced])
     return f'set {keys} (at least {needed / 1e9:.1f} GB), or train a smaller model'

@@ -34,6 +34,17 @@ def test_too_many_devices_for_a_host_are_refused_with_the_bytes_and_a_way_out(mo
         check_host_memory(config, mesh_for(config))
 
 
+def test_the_way_out_of_a_mixture_of_experts_has_all_experts_on_a_device(monkeypatch):
+    sizes = ['mesh.data=4', 'mesh.experts=4', 'mesh.model=1', 'optim.shard=weights']
+    config = load('tiny_moe', sizes)
+    alone = load('tiny_moe', [*sizes, 'mesh.data=1', 'mesh.experts=1'])
+    needed, less = (x.mesh.num_devices * state_bytes(x) for x in (config, alone))
+    assert less < needed
+    monkeypatch.setattr(host_memory, 'host_memory', lambda: less)
+    with pytest.raises(ConfigError, match=r'set mesh.data=1 mesh.experts=1 \(at least '):
+        check_host_memory(config, mesh_for(config))
+
+
 def test_a_limit_of_address_space_is_named_before_xla_ends_the_process(monkeypatch):
     monkeypatch.setattr(host_memory, 'ADDRESSES', 10**15)
     monkeypatch.setattr(host_memory, 'host_memory', lambda: None)
