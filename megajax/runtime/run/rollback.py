@@ -1,5 +1,7 @@
 """Roll a run back to its newest checkpoint after a rejected step."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -45,12 +47,25 @@ class Rollbacks:
             )
         return target
 
+    def _with_more_batches(self, needed: int) -> Data:
+        """Return data with the same batches and more, if the order of a longer run begins so."""
+        old, data = self.data.train, self.data
+        if data.train_of is None:
+            return data
+        longer = data.train_of(old.samples_before(needed))
+        if longer.passes != old.passes:
+            return data
+        return dataclasses.replace(data, train=longer.going_on(0, old.samples_before(0)))
+
     def restore(self, step: int, target: int, batches: int) -> TrainState:
         """Return the state of `target`, which continues after the first `batches` batches.
 
         Newer checkpoints are deleted. Raises NumericError if the data has too few batches left.
         """
-        if batches + self.config.train.steps - target > len(self.data.train):
+        needed = batches + self.config.train.steps - target
+        if needed >= len(self.data.train):  # the last batch may not be full
+            self.data = self._with_more_batches(needed)
+        if needed > len(self.data.train):
             raise NumericError(
                 f'step {step} cannot be rolled back: '
                 f'the data has too few batches left for the steps after {target}'

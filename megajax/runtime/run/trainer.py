@@ -329,7 +329,8 @@ class Trainer:
 
     def _read_on(self) -> PlacedBatches:
         first = int(self.state.batches)
-        return PlacedBatches(self.data.train, first, first + self.config.train.steps - self.step)
+        last = first + self.config.train.steps - self.step
+        return PlacedBatches(self._rollbacks.data.train, first, last)
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate the state, then continue the prompts; return the losses, {} without data."""
