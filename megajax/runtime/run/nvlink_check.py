@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
 from megajax.core.config.divisors import divisors
@@ -25,9 +26,9 @@ def note_links(mesh: Mesh, report: Report) -> None:
     All processes must call this.
     """
     is_tensor = mesh.shape['model'] * mesh.shape.get('row', 1) > 1
-    if is_tensor and is_nvidia(mesh.devices.flat[0]) and (topology := topology_of_host()):
-        note = slow_links(mesh, topology, process=jax.process_index())
-        if note:
+    if is_tensor and is_nvidia(mesh.devices.flat[0]):
+        gpus, topology = gpus_of_host(mesh), topology_of_host()
+        if topology and (note := slow_links(mesh, topology, gpus)):
             report.say(f'note       {note}')
     if mesh.shape.get(EXPERT, 1) > 1:
         names = host_names()
@@ -57,22 +58,37 @@ def experts_across_hosts(hosts: Hosts, sizes: Mapping[str, int]) -> str | None:
     )
 
 
-def slow_links(
-    mesh: Mesh, topology: Topology, *, process: int, environ: Mapping[str, str] = os.environ
-) -> str | None:
-    """Return a line about the first tensor-parallel group of a process that uses PCIe, or None.
+def gpus_of_host(mesh: Mesh, environ: Mapping[str, str] = os.environ) -> dict[int, int]:
+    """Return nvidia-smi's number of each device of this host, by the id of the device.
 
-    The line has nvidia-smi's numbers of the GPUs; CUDA_VISIBLE_DEVICES may hide some GPUs.
+    CUDA_VISIBLE_DEVICES may hide some GPUs. All processes must call this.
     """
     visible = _visible(environ)
+    numbers = [device.local_hardware_id for device in mesh.local_devices]
+    numbers = [visible[number] for number in numbers] if visible else numbers
+    own = np.array([[device.id for device in mesh.local_devices], numbers])[None]
+    everywhere = own if jax.process_count() == 1 else process_allgather(own, tiled=True)
+    hosts = host_names()
+    here = [host == hosts[jax.process_index()] for host in hosts]
+    return {
+        device: number
+        for devices, numbers in everywhere[here].tolist()
+        for device, number in zip(devices, numbers, strict=True)
+    }
+
+
+def slow_links(mesh: Mesh, topology: Topology, gpus: Mapping[int, int]) -> str | None:
+    """Return a line about the first tensor-parallel group of a host that uses PCIe, or None.
+
+    `gpus` are the numbers of the host's devices (`gpus_of_host`).
+    """
     sizes = [mesh.shape[axis] for axis in mesh.axis_names if axis in TENSOR]
     for group in mesh.devices.reshape(-1, int(np.prod(sizes))):
-        own = [device.local_hardware_id for device in group if device.process_index == process]
-        gpus = [visible[gpu] for gpu in own] if visible else own
-        if pairs := topology.over_pcie(gpus):
-            together = max(len(gpus) for gpus in topology.nvlink_groups)
+        own = sorted(gpus[device.id] for device in group if device.id in gpus)
+        if pairs := topology.over_pcie(own):
+            together = max(len(joined) for joined in topology.nvlink_groups)
             return (
-                f'model={mesh.shape["model"]} joins GPUs {", ".join(map(str, sorted(gpus)))} over '
+                f'model={mesh.shape["model"]} joins GPUs {", ".join(map(str, own))} over '
                 f'PCIe ({topology.words(pairs)}); {_advice(together)}'
             )
     return None

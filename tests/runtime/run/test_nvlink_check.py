@@ -7,7 +7,7 @@ import pytest
 from megajax.core.hardware.topology import Topology, read_topology
 from megajax.core.parallel.hosts import Hosts
 from megajax.core.parallel.mesh import make_mesh
-from megajax.runtime.run.nvlink_check import experts_across_hosts, slow_links
+from megajax.runtime.run.nvlink_check import experts_across_hosts, gpus_of_host, slow_links
 
 TOPOLOGIES = Path(__file__).parents[2] / 'core/hardware/topologies'
 
@@ -15,7 +15,8 @@ TOPOLOGIES = Path(__file__).parents[2] / 'core/hardware/topologies'
 def note(name: str, data: int, model: int, **environ: str) -> str | None:
     topology = read_topology((TOPOLOGIES / f'{name}.txt').read_text())
     assert isinstance(topology, Topology)
-    return slow_links(make_mesh(data, model), topology, process=0, environ=environ)
+    mesh = make_mesh(data, model)
+    return slow_links(mesh, topology, gpus_of_host(mesh, environ))
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,15 @@ def test_a_group_over_two_pairs_is_named_with_the_size_that_fits() -> None:
         'model=4 joins GPUs 0, 1, 2, 3 over PCIe (SYS); '
         'at most 2 GPUs of this host share NVLink: use mesh.model of at most that'
     )
+
+
+def test_a_group_of_several_processes_is_judged_by_the_gpus_of_its_host() -> None:
+    topology = read_topology((TOPOLOGIES / 'nvlink_pairs.txt').read_text())
+    mesh = make_mesh(1, 4)
+    ids = [device.id for device in mesh.devices.flat]
+    said = slow_links(mesh, topology, dict(zip(ids[:2], (1, 2), strict=True)))
+    assert said.startswith('model=4 joins GPUs 1, 2 over PCIe')
+    assert slow_links(mesh, topology, dict(zip(ids[:2], (2, 3), strict=True))) is None
 
 
 def test_without_nvlink_data_parallelism_is_advised() -> None:
