@@ -14,9 +14,6 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 from megajax.base.files.json_file import read_json
 from megajax.base.render.text import shorten
 from megajax.core.config import ConfigError, LayerConfig, ModelConfig, VisionConfig
@@ -173,6 +170,9 @@ def _warn_of_scale(model: ModelConfig, keys: Keys) -> None:
 
 
 def _in_bfloat16(value: float) -> float:
+    import ml_dtypes  # here, because reading a config needs no numpy
+    import numpy as np
+
     return float(np.float32(value).astype(ml_dtypes.bfloat16))
 
 
