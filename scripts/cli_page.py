@@ -36,8 +36,10 @@ Every command exits with one of these codes. The codes above 2 come from `train`
 | 75 | stopped by a signal or a time limit, or another process was lost | run the same command again: it resumes |
 | 124 | the run hung, and the watchdog ended it | read `watchdog.log`, then run the same command again |
 
-If a signal that is not a request to stop ends a process, `launch` exits with 128 plus its number,
-as a shell does. jax itself ends a process with 134 (SIGABRT) if the coordinator is gone.
+If a crash such as SIGSEGV ends a process, `launch` exits with 128 plus the signal's number, as a
+shell does. It exits with 75 after SIGKILL, which the kernel sends if memory runs out, and after
+SIGABRT, with which jax ends a process whose coordinator is gone: a restart may help. A process that
+`launch` did not start exits with 134 after SIGABRT.
 """  # noqa: E501
 
 
