@@ -88,9 +88,8 @@ class Trainer:
         """
         steps = self.config.train.steps
         self.stop.check()
-        if self.step == 0 or (
-            len(self.data.validation) and not self.checkpoints.is_evaluated(self.step)
-        ):
+        has_some = len(self.data.validation) > 0
+        if self.step == 0 or (has_some and not self.checkpoints.is_evaluated(self.step)):
             self._evaluate_if_due()
         if self.step >= steps:
             self.report.say(
