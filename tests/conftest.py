@@ -7,6 +7,7 @@ import platform
 import shutil
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,8 +66,14 @@ hypothesis.settings.register_profile('without a deadline', deadline=None)
 hypothesis.settings.load_profile('without a deadline')
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest test: at the end it would run alone for two minutes."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption('--share', metavar='K/N', default='1/1', help='run share K of N of the tests')
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of `--share`, and begin with the longest: alone, it takes two minutes."""
+    share, shares = map(int, config.getoption('--share').split('/'))
+    items[:] = [x for x in items if zlib.crc32(x.nodeid.encode()) % shares == share % shares]
     items.sort(key=lambda item: item.path.name != 'test_readme_commands.py')
 
 
