@@ -35,6 +35,7 @@ from megajax.runtime.checkpoint.compare import (
     holds_array,
     holds_parameters_only,
     log_differences,
+    log_schedule,
     renames,
 )
 from megajax.runtime.checkpoint.digests import unusable, write_file, write_sums
@@ -86,14 +87,10 @@ class Checkpoints:
         self._closed = False
         self._begun = time.monotonic()
         leave_failed_saves_to_us()
+        policy = preservation_policy(config.checkpoint, self._losses.of, self._folders.is_junk)
         try:
             self._manager = Manager(
-                self.folder,
-                restore_gb=restore_gb(config.model),
-                policy=preservation_policy(
-                    config.checkpoint, self._losses.of, self._folders.is_junk
-                ),
-                seal=self._seal,
+                self.folder, restore_gb=restore_gb(config.model), policy=policy, seal=self._seal
             )
         except OSError as error:
             raise ConfigError(
@@ -145,11 +142,13 @@ class Checkpoints:
         try:
             parts = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
             state = tree_on_stages(abstract._replace(**to_current(parts)), Layout.of(self.config))
-            return in_dtype(state, self.config)
+            state = in_dtype(state, self.config)
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise
         except Exception as error:
             raise CheckpointError(f'{path} cannot be restored: {reason(error)}') from error
+        log_schedule(there, here, taken=int(state.guard.taken))
+        return state
 
     def poll(self, step: int) -> bool:
         """Whether to save the state after `step` now; all processes call this after each step.

@@ -94,8 +94,6 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
             else ''
         )
         logger.info('resume     %s: %s -> %s%s', key, old, new, effect)
-    if not is_import:
-        _log_schedule(there, here)
     for name, (old, new) in version_differences(there, here).items():
         logger.warning(
             'resume     %s %s -> %s: the results may differ in their last bits from a run with '
@@ -106,12 +104,15 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
         )
 
 
-def _log_schedule(there: Record, here: Record) -> None:
-    """Log how the changes of a resumed run affect the learning rate, if they affect it."""
+def log_schedule(there: Record, here: Record, taken: int) -> None:
+    """Log how the changes of a resumed run affect the learning rate, if they affect it.
+
+    The rate is that of the next step after `taken` steps, not counting the skipped ones.
+    """
     (optim, steps), (old_optim, old_steps) = map(_schedule, (here, there))
     ends, old_ends = optim.decay_steps or steps, old_optim.decay_steps or old_steps
     rate, old_rate = (
-        float(make_schedule(*pair)(there.step)) for pair in ((optim, steps), (old_optim, old_steps))
+        float(make_schedule(*pair)(taken)) for pair in ((optim, steps), (old_optim, old_steps))
     )
     end = ''
     if ends != old_ends and optim.schedule != 'constant':

@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 
 from megajax.commands.checkpoint import checkpoint_app
 from megajax.core.config import CheckpointError, Config, ConfigError
+from megajax.core.train.optimizer import make_schedule
 from megajax.core.train.step import init_state
 from megajax.runtime.checkpoint import checkpoints as module
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
-from megajax.runtime.checkpoint.compare import log_differences
+from megajax.runtime.checkpoint.compare import log_schedule
 from megajax.runtime.checkpoint.digests import STAMP, SUMS, sound_checkpoint, write_sums
 from megajax.runtime.checkpoint.record import RECORD, Record, make_record, read_record
 from megajax.runtime.data.text.tokenizer import byte_tokenizer, train_bpe
@@ -328,14 +329,15 @@ def test_what_may_change_is_said(folder: Path, caplog: pytest.LogCaptureFixture)
         caplog.at_level(logging.INFO),
         Checkpoints(folder, config, data={'corpus': 'b'}) as checkpoints,
     ):
-        checkpoints.restore(2)
+        taken = checkpoints.restore(2).guard.taken
+    rate, before = (make_schedule(x.optim, x.train.steps)(taken) for x in (config, tiny()))
     said = [record.message for record in caplog.records if record.message.startswith('resume')]
     assert [line.split(maxsplit=1)[1] for line in said] == [
         'optim.lr: 0.00015 -> 0.5',
         'train.steps: 1000 -> 7',
         'data corpus: a -> b',
-        'learning rate: 0.4059 at step 3, which had 0.00015 before the change, and min_lr at step '
-        '7 instead of 1000; optim.decay_steps=1000 keeps the old end',
+        f'learning rate: {rate:.4g} at step 3, which had {before:.4g} before the change, and '
+        'min_lr at step 7 instead of 1000; optim.decay_steps=1000 keeps the old end',
     ]
 
 
@@ -367,9 +369,21 @@ def test_a_resume_says_what_becomes_of_the_learning_rate(
         return make_record(tiny(**merged), 100)
 
     with caplog.at_level(logging.INFO):
-        log_differences(record({}), record(after), is_import=False)
+        log_schedule(record({}), record(after), taken=100)
     rates = [record.message for record in caplog.records if 'learning rate' in record.message]
     assert rates == ([] if said is None else [f'resume     learning rate: {said}'])
+
+
+def test_skipped_steps_do_not_move_the_learning_rate(caplog: pytest.LogCaptureFixture) -> None:
+    warmup = {'warmup_steps': 49, 'schedule': 'constant', 'lr': 1.0}
+    there, here = (
+        make_record(tiny(optim=warmup | {'lr': rate}, train={'steps': 100}), 30)
+        for rate in (1.0, 2.0)
+    )
+    with caplog.at_level(logging.INFO):
+        log_schedule(there, here, taken=24)
+    (said,) = caplog.messages
+    assert 'learning rate: 1 at step 31, which had 0.5 before' in said
 
 
 def test_other_data_under_the_same_name_is_a_mistake_unless_the_config_asks_for_other_data(
