@@ -84,10 +84,9 @@ def build(
     unless it has no tokens. A text document of more than `unit` bytes is encoded in pieces, which
     are cut after a line break and joined again. The output does not depend on the number of
     workers. `train_bpe` trains on the first bytes of each file, in proportion to its size on disk,
-    with a total of 256 MB of text. After a kill, the same job resumes from the last checkpoint,
-    unless it reads a stream, and so it does after an error of the network. If an input, the disk or
-    the job is faulty, it raises ConfigError with the file, the position and the fix, and leaves no
-    files behind.
+    with a total of 256 MB of text. After a kill or a network error, the same job resumes from the
+    last checkpoint, unless it reads a stream. If an input, the disk or the job is faulty, it raises
+    ConfigError with the file, the position and the fix, and leaves no files behind.
     """
     started = time.perf_counter()
     out = Path(job.out).expanduser()

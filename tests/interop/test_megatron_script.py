@@ -76,6 +76,7 @@ SAME = {
         ('--ntasks=32 --ntasks-per-node=8', 32),
         ('-n 32 --ntasks-per-node 8', 32),
         ('-N 4 -n32', 32),
+        ('--ntasks=$SLURM_NTASKS --ntasks-per-node=8 --nodes=4', 32),
         ('--ntasks-per-node=8', 8),
     ],
 )

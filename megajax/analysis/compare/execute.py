@@ -1,6 +1,7 @@
 """Run one forward and one backward pass of a config on its mesh, and record its numbers."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +38,9 @@ def execute(
     mesh = mesh_for(config)
     check_host_memory(config, mesh)
     # On GPUs, the default for fp32 is TF32, whose rounding is larger than the differences sought.
-    precision = 'highest' if config.train.dtype == 'float32' else None
-    with jax.default_matmul_precision(precision), jax.set_mesh(mesh):
+    is_fp32 = config.train.dtype == 'float32'
+    in_full = jax.default_matmul_precision('highest') if is_fp32 else nullcontext()
+    with in_full, jax.set_mesh(mesh):
         params, placed = load(config), place_batch(batch)
         key, weights = dropout_key(config.train.seed, 0), digests(params, config)
         scales = _scales(config, params, placed)

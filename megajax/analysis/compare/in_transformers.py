@@ -13,7 +13,9 @@ import megajax
 from megajax.analysis.compare.recording import About, Arrays, Recording
 from megajax.analysis.compare.site_names import site_names, sites
 from megajax.analysis.compare.sources import Source
+from megajax.base.render.text import typed
 from megajax.core.config import Config, ConfigError, MeshConfig, OptimConfig
+from megajax.core.config.experts import OF_ROUTING
 from megajax.core.config.extras import install
 from megajax.interop.huggingface.families import FAMILIES
 
@@ -97,10 +99,15 @@ def _check(source: Source, config: Config, batch: Mapping[str, np.ndarray]) -> N
         )
     experts = config.model.experts
     if experts and (experts.balance_loss or experts.z_loss or experts.capacity is not None):
+        without = {key: type(experts).model_fields[key].default for key in sorted(OF_ROUTING)}
+        fix = ' '.join(
+            typed(f'model.experts.{key}={"null" if value is None else value}')
+            for key, value in without.items()
+            if getattr(experts, key) != value
+        )
         raise ConfigError(
             '--transformers supports routers without losses of their own and without a capacity: '
-            'set model.experts.balance_loss=0 model.experts.z_loss=0 model.experts.capacity=null, '
-            'or remove --transformers'
+            f'set {fix}, or remove --transformers'
         )
 
 

@@ -253,13 +253,11 @@ def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, S
             if path not in KEYS and path not in RENAMED:
                 problems.append(Problem(path, unknown(path, problems), place=place))
             else:
-                old, (path, plain) = path, current(path, construct(value), place)
+                name, (path, plain) = path, current(path, construct(value), place)
                 if path in settings:
                     line = settings[path].place.rpartition(':')[2]
-                    message = (
-                        f'is another name of {path}, written on line {line}; delete one of them'
-                    )
-                    problems.append(Problem(old, message, place=place))
+                    message = f'the key of line {line} under another name; delete one of the two'
+                    problems.append(Problem(name, message, place=place))
                 settings[path] = Setting(plain, place)
     return settings
 

@@ -107,7 +107,7 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
 def log_schedule(there: Record, here: Record, taken: int) -> None:
     """Log how the changes of a resumed run affect the learning rate, if they affect it.
 
-    The rate is that of the next step after `taken` steps, not counting the skipped ones.
+    The next step has the rate after `taken` steps, since skipped steps do not count.
     """
     (optim, steps), (old_optim, old_steps) = map(_schedule, (here, there))
     ends, old_ends = optim.decay_steps or steps, old_optim.decay_steps or old_steps

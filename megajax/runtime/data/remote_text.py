@@ -15,7 +15,7 @@ from megajax.base.errors import replacing
 from megajax.base.render.text import typed
 from megajax.core.config import Config, mistake
 from megajax.runtime.data.sources.block_cache import locked
-from megajax.runtime.data.sources.inputs import format_of, name_of
+from megajax.runtime.data.sources.inputs import name_of
 from megajax.runtime.data.sources.remote import is_remote, is_web, names_below
 from megajax.runtime.data.sources.remote_file import RemoteFile
 from megajax.runtime.data.text_tokens import KeptTokens
@@ -86,13 +86,13 @@ def open_files(config: Config, url: str) -> dict[str, RemoteFile]:
 def _without_queries(urls: Mapping[str, str]) -> dict[str, str]:
     """Return the URLs by their names without queries such as `?download=true`.
 
-    A query stays if two files would get the same name, or if only the query has a known suffix, as
-    in `get?file=a.jsonl`.
+    A query stays if two files would get the same name, or if only the query has a suffix, as in
+    `get?file=a.jsonl.gz`.
     """
     short = {name: name.partition('?')[0] if is_web(url) else name for name, url in urls.items()}
     count = Counter(short.values())
     for name, without in short.items():
-        in_query = format_of(without) == 'text' != format_of(name)
+        in_query = not PurePosixPath(without).suffix and PurePosixPath(name).suffix
         if not without or count[without] > 1 or in_query:
             short[name] = name
     return {short[name]: url for name, url in urls.items()}

@@ -69,12 +69,10 @@ def gpus_of_host(mesh: Mesh, environ: Mapping[str, str] = os.environ) -> dict[in
     own = np.array([[device.id for device in mesh.local_devices], numbers])[None]
     everywhere = own if jax.process_count() == 1 else process_allgather(own, tiled=True)
     hosts = host_names()
-    here = [host == hosts[jax.process_index()] for host in hosts]
-    return {
-        device: number
-        for devices, numbers in everywhere[here].tolist()
-        for device, number in zip(devices, numbers, strict=True)
-    }
+    here = everywhere[[host == hosts[jax.process_index()] for host in hosts]]
+    if len(np.unique(here[:, 1])) < here[:, 1].size:  # each process numbers the GPUs that it sees
+        here = own
+    return dict(zip(here[:, 0].ravel().tolist(), here[:, 1].ravel().tolist(), strict=True))
 
 
 def slow_links(mesh: Mesh, topology: Topology, gpus: Mapping[int, int]) -> str | None:

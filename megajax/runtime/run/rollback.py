@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from megajax.core.config import Config, NumericError
+from megajax.core.config import Config, ConfigError, NumericError
 from megajax.core.train.step import TrainState
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.data import Data
@@ -47,23 +47,15 @@ class Rollbacks:
             )
         return target
 
-    def _with_more_batches(self, needed: int) -> Data:
-        """Return data with the same batches and more, if the order of a longer run begins so."""
-        old, data = self.data.train, self.data
-        if data.train_of is None:
-            return data
-        longer = data.train_of(old.samples_before(needed))
-        if longer.passes != old.passes:
-            return data
-        return dataclasses.replace(data, train=longer.going_on(0, old.samples_before(0)))
-
     def restore(self, step: int, target: int, batches: int) -> TrainState:
         """Return the state of `target`, which continues after the first `batches` batches.
 
-        Newer checkpoints are deleted. Raises NumericError if the data has too few batches left.
+        Newer checkpoints are deleted. A blend may be ordered again, which takes as long as at the
+        start of the run. Raises NumericError if the data has too few batches left.
         """
         needed = batches + self.config.train.steps - target
-        if needed >= len(self.data.train):  # the last batch may not be full
+        if needed >= len(self.data.train) and self.config.data.blend:
+            # The last batch may not be full. One corpus has no more samples in its passes.
             self.data = self._with_more_batches(needed)
         if needed > len(self.data.train):
             raise NumericError(
@@ -79,3 +71,16 @@ class Rollbacks:
         return restored._replace(
             batches=jax.device_put(np.int32(batches), restored.batches.sharding)
         )
+
+    def _with_more_batches(self, needed: int) -> Data:
+        """Return data with the same batches and more, if the order of a longer run begins so."""
+        old, data = self.data.train, self.data
+        if data.train_of is None:
+            return data
+        try:
+            longer = data.train_of(old.samples_before(needed))
+        except ConfigError:  # too many samples for the weights of the blend
+            return data
+        if longer.passes != old.passes:
+            return data
+        return dataclasses.replace(data, train=longer.going_on(0, old.samples_before(0)))

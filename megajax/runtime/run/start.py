@@ -138,7 +138,7 @@ def _check_same_model(
         different |= differences(*({EXPERTS: experts} for experts in pair))
     if config.vision is not None and there.config.get('vision') is None:
         message = (
-            f'{start}, {source}, has no encoder of images, and a run cannot add one; remove the '
+            f'{start}, {source}, has no encoder of images, and none can be added; remove the '
             'section vision'
         )
         raise mistake('vision', message, START_FROM)

@@ -63,7 +63,7 @@ class Trainer:
         stop: StopWatch,
         watchdog: Watchdog,
     ):
-        self.config, self.data, self.state = config, data, state
+        self.config, self.state = config, state
         self.report, self.metrics, self.sampler = report, metrics, sampler
         self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
         self.step = self._saved = int(state.step)
@@ -88,8 +88,8 @@ class Trainer:
         """
         steps = self.config.train.steps
         self.stop.check()
-        has_some = len(self.data.validation) > 0
-        if self.step == 0 or (has_some and not self.checkpoints.is_evaluated(self.step)):
+        has_validation = len(self._rollbacks.data.validation) > 0
+        if self.step == 0 or (has_validation and not self.checkpoints.is_evaluated(self.step)):
             self._evaluate_if_due()
         if self.step >= steps:
             self.report.say(
@@ -313,7 +313,7 @@ class Trainer:
 
     def _roll_back(self) -> None:
         """Return to the newest checkpoint; continue with the batches after the rejected one."""
-        self._begin('restore', 'rolling back', 'checkpoint')
+        self._begin('restore', 'rolling back', 'corpus' if self.config.data.blend else 'checkpoint')
         step = self._rollbacks.find_target(self.step)
         batches = int(self.state.batches) - (self._ahead is not None)
         self._ahead = self._failure = None

@@ -58,9 +58,12 @@ def test_a_wrong_value_is_a_mistake_of_the_new_key() -> None:
         load('tiny', ['train.xla=on'])
 
 
-def test_both_names_of_a_key_are_written_twice(tmp_path: Path) -> None:
-    file = tmp_path / 'run.yaml'
-    file.write_text(f'model: {MODEL}\ntrain:\n  overlap: none\n  xla: overlap\n')
-    message = r'yaml:4: train.xla: is another name of train.overlap, written on line 3; delete one'
+@pytest.mark.parametrize('names', ['overlap xla', 'xla overlap'])
+def test_both_names_of_a_key_are_written_twice(names: str, tmp_path: Path) -> None:
+    file, (first, second) = tmp_path / 'run.yaml', names.split()
+    values = {'overlap': 'none', 'xla': 'overlap'}
+    lines = f'  {first}: {values[first]}\n  {second}: {values[second]}\n'
+    file.write_text(f'model: {MODEL}\ntrain:\n{lines}')
+    message = rf'yaml:4: train.{second}: the key of line 3 under another name; delete one'
     with pytest.raises(ConfigError, match=message):
         load(file)

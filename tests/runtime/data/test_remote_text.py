@@ -1,6 +1,7 @@
 """Text, JSON lines and Parquet with a URL give the batches that they give on the disk."""
 
 import errno
+import gzip
 import json
 import os
 import signal
@@ -84,11 +85,14 @@ def test_a_query_does_not_change_how_a_file_is_read(here: Path, name: str, query
         check_the_same(f'{here}/{name}', f'{server.url}/{name}?{query}')
 
 
-def test_a_query_that_names_the_file_decides_how_it_is_read(here: Path) -> None:
-    for name in ('get', 'get?file=a.jsonl'):
-        (here / name).write_bytes((here / 'a.jsonl').read_bytes())
+@pytest.mark.parametrize('suffix', ['jsonl', 'jsonl.gz'])
+def test_a_query_that_names_the_file_decides_how_it_is_read(here: Path, suffix: str) -> None:
+    content = (here / 'a.jsonl').read_bytes()
+    for name in ('get', f'get?file=a.{suffix}'):
+        is_packed = suffix.endswith('gz')
+        (here / name).write_bytes(gzip.compress(content) if is_packed else content)
     with stores.web(here) as server:
-        check_the_same(f'{here}/get?file=a.jsonl', f'{server.url}/get?file=a.jsonl')
+        check_the_same(f'{here}/get?file=a.{suffix}', f'{server.url}/get?file=a.{suffix}')
 
 
 @pytest.mark.parametrize('name', ['a.jsonl', 'chat.jsonl'])

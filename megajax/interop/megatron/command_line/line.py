@@ -266,8 +266,9 @@ def _without_short(words: Sequence[str]) -> Iterator[str]:
     for word in words:
         program = word.rpartition('/')[2]
         is_slurm = program in SLURM or (is_slurm and program not in NOT_SLURM)
-        short = re.fullmatch(r'-([Nn])(\d*)', word) if is_slurm else None
-        yield f'--{SHORT[short[1]]}{"=" * bool(short[2])}{short[2]}' if short else word
+        short = re.fullmatch(r'-([Nn])(\d\S*)?', word) if is_slurm else None
+        value = f'={short[2]}' if short and short[2] else ''
+        yield f'--{SHORT[short[1]]}{value}' if short else word
 
 
 def _world_size(launcher: Mapping[str, list[str]], words: Sequence[str]) -> int | None:
@@ -282,7 +283,7 @@ def _world_size(launcher: Mapping[str, list[str]], words: Sequence[str]) -> int 
         return int(texts[0].rpartition(':')[2]) if texts else None if given else default
 
     # Slurm divides the tasks over nodes that the options need not name.
-    if 'ntasks' in launcher and not any(name in launcher for name in PROCESSES):
-        return number(('ntasks',))
+    if not any(name in launcher for name in PROCESSES) and (tasks := number(('ntasks',))):
+        return tasks
     processes, nodes = number((*PROCESSES, 'ntasks_per_node')), number(NODES, 1)
     return None if processes is None or nodes is None else processes * nodes

@@ -124,11 +124,12 @@ class Report:
     def experts(self, config: Config) -> None:
         """Print a note if the loss cannot train the routers."""
         experts = config.model.experts
-        if experts is not None and experts.active == 1 and experts.normalize:
+        is_new = config.run.start_from is None and config.lora is None
+        if experts is not None and experts.active == 1 and experts.normalize and is_new:
             self.say(
                 'note       model.experts.active=1 with normalize=true: the weight of the one '
-                'expert is constant, so the loss does not train the routers; start a run with '
-                'model.experts.normalize=false to train them'
+                'expert is constant, so the loss does not train the routers; to train them, begin '
+                'a run from random weights with model.experts.normalize=false'
             )
 
     def loss_scale(self, first: float, held: float) -> None:
