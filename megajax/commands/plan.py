@@ -118,7 +118,7 @@ def for_config(
     asked: Asked = {'gpus': gpus, 'gpus_per_host': gpus_per_host, 'tokens': tokens}
     asked |= {'target_batch': global_batch_size, 'program': program}
     if compare:
-        return _show_comparison(config, compare, json, asked)
+        return _show_comparison(config, compare, json, asked, _imbalance(config, source))
     result = _planned(
         config,
         gpu,
@@ -131,7 +131,7 @@ def for_config(
         imbalance=_imbalance(config, source) if imbalance is None else imbalance,
         savings=what_if,
     )
-    _draw(plots, result, gpu, link)
+    _draw(plots, result, config, program, gpu, link)
     _show(result, json=json, layout=write)
 
 
@@ -279,11 +279,13 @@ def _show_generation(
     _console().print(generation_table(result))
 
 
-def _show_comparison(config: Config, machines: str, json: Path | None, asked: Asked) -> None:
+def _show_comparison(
+    config: Config, machines: str, json: Path | None, asked: Asked, imbalance: float
+) -> None:
     from megajax.analysis.plan.compare import compare, read_prices
 
     asked |= {'tokens': asked['tokens'] or 1e9}
-    result = compare(config, read_prices(machines), **asked)
+    result = compare(config, read_prices(machines), **asked, imbalance=imbalance)
     if json:
         with_folder(json).write_text(result.model_dump_json(indent=2))
     _console().print(str(result), soft_wrap=True, markup=False)
@@ -316,17 +318,30 @@ def _checked_plots(**paths: Path | None) -> dict[str, Path]:
     return plots
 
 
-def _draw(plots: dict[str, Path], result: 'Plan', gpu: str, link: 'LinkName | None') -> None:
+def _draw(
+    plots: dict[str, Path],
+    result: 'Plan',
+    asked: Config,
+    program: 'ProgramName',
+    gpu: str,
+    link: 'LinkName | None',
+) -> None:
     if not plots:
         return
     from megajax.analysis.plan import plot, schedule_plot
+    from megajax.analysis.plan.layouts import changed
     from megajax.analysis.plan.network import Cluster
+    from megajax.analysis.plan.programs import BY_NAME
     from megajax.core.hardware.records import hardware
 
     config = result.planned()
     cluster = Cluster.of(hardware(gpu, link), result.gpus, result.gpus_per_host)
     for name, path in plots.items():
         if name == 'schedule':
-            schedule_plot.schedule(config).savefig(with_folder(path))
-        else:
-            getattr(plot, name)(config, cluster).savefig(with_folder(path))
+            figure = schedule_plot.schedule(config)
+        elif name == 'roofline':
+            figure = plot.roofline(config, cluster)
+        else:  # which searches: the overlap schedule of `config` is already chosen
+            of_batch = changed(asked, train__batch_size=config.train.batch_size)
+            figure = plot.scaling(of_batch, cluster, BY_NAME[program])
+        figure.savefig(with_folder(path))

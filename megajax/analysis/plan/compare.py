@@ -1,5 +1,7 @@
 """Compare GPUs for a config: the fastest layout on each, its cost, and the limits of its memory."""
 
+import dataclasses
+
 from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -65,20 +67,24 @@ def compare(
     tokens: float = 1e9,
     target_batch: int | None = None,
     program: ProgramName = 'megajax',
+    imbalance: float = 1.0,
 ) -> Comparison:
     """Return the fastest layout of a config on each type of GPU, for a number of tokens.
 
     `prices` has the price of a GPU-hour by the name of the GPU, or None. `gpus` defaults to the
     size of the config's mesh, and `gpus_per_host` to the hosts that each GPU is sold in.
-    `target_batch` replaces `train.batch_size`. Machines are sorted by
-    cost if each has a price, else by time.
+    `target_batch` replaces `train.batch_size`. `imbalance` is the ratio of the tokens of the
+    busiest device in a group of experts to the mean. Machines are sorted by cost if each has a
+    price, else by time.
 
     A GPU that does not compute in the config's dtype has no layout. Raises ConfigError if none
     does, and for an unknown GPU.
     """
-    count, software = gpus or config.mesh.num_devices, BY_NAME[program]
+    count = gpus or config.mesh.num_devices
+    software = dataclasses.replace(BY_NAME[program], imbalance=imbalance)
     if target_batch:
         config = changed(config, train__batch_size=target_batch)
+    config = software.without_order(config)
     found = {gpu: hardware(gpu) for gpu in prices}
     dtype = config.train.dtype
     if not any(dtype in each.peak_flops for each in found.values()):

@@ -6,7 +6,6 @@ per sequence, so they are latency-bound (Pope et al., 2022). The prompt is compu
 numbers are computed; nothing is timed.
 """
 
-from collections.abc import Iterator
 from fractions import Fraction
 
 from pydantic import Field
@@ -82,10 +81,19 @@ def plan_generation(
             f'--prompt {prompt} and --tokens {tokens} add up to {prompt + tokens} tokens, more '
             f'than model.max_seq_len={model.max_seq_len}: ask for fewer'
         )
-    count = gpus or record.devices_per_host
+    per_host = record.devices_per_host
+    counts = [
+        count
+        for count in divisors(model.num_heads)
+        if count <= (gpus or per_host) and (count <= per_host or count % per_host == 0)
+    ]
+    steps = [_step(config, count, prompt, batch) for count in counts]
+    if problems := incompatibilities(steps[0]):
+        raise ConfigError(*problems)
     lines = [
         _line(step, Cluster.of(record, step.mesh.model), tokens)
-        for step in _meshes(config, count, prompt, batch)
+        for step in steps
+        if not incompatibilities(step)
     ]
     return Generation(hardware=record.name, prompt=prompt, tokens=tokens, batch=batch, lines=lines)
 
@@ -99,26 +107,27 @@ def _lengths(most: int, prompt: int | None, tokens: int | None) -> tuple[int, in
     return max(1, prompt), max(1, tokens)
 
 
-def _meshes(config: Config, gpus: int, prompt: int, batch: int) -> Iterator[Config]:
-    """Yield the config of a pass over the prompts, for each degree that divides the model."""
-    others = {'mesh': MeshConfig(), 'vision': None, 'relevance': None}
-    text = without_adapters(config).model_copy(update=others)
-    for count in divisors(config.model.num_heads):
-        step = changed(
-            text,
-            mesh__model=count,
-            train__batch_size=batch,
-            train__microbatches=1,
-            train__seq_len=prompt,
-            train__recompute='none',
-            train__schedule='1f1b',
-            train__dtype=config.train.compute_dtype,
-            train__overlap='none',
-            train__unroll=False,
-            optim__shard='none',
-        )
-        if count <= gpus and not incompatibilities(step):
-            yield step
+def _step(config: Config, count: int, prompt: int, batch: int) -> Config:
+    """Return the config of a pass over the prompts, on `count` tensor-parallel GPUs."""
+    model, experts = config.model, config.model.experts
+    if experts is not None:  # which drop no tokens outside training
+        without = experts.model_copy(update={'capacity': None, 'capacity_group': None})
+        model = model.model_copy(update={'experts': without})
+    others = {'mesh': MeshConfig(), 'model': model, 'vision': None, 'relevance': None}
+    return changed(
+        without_adapters(config).model_copy(update=others),
+        mesh__model=count,
+        train__batch_size=batch,
+        train__microbatches=1,
+        train__seq_len=prompt,
+        train__recompute='none',
+        train__schedule='1f1b',
+        train__dtype=config.train.compute_dtype,
+        train__fp8_scaling='delayed',
+        train__overlap='none',
+        train__unroll=False,
+        optim__shard='none',
+    )
 
 
 def _line(step: Config, cluster: Cluster, tokens: int) -> GenerationLine:

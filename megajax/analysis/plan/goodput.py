@@ -79,12 +79,13 @@ def faults(
         * (BYTES[dtype_at_rest(one, config)] + moment * num_moments(one, config))
         for _, one in parameters(config.model)
     )
-    of_gpu = Sizes(config)
+    of_gpu, checkpoint = Sizes(config), config.checkpoint
+    minutes = float('inf') if checkpoint.minutes is None else checkpoint.minutes
     return Faults(
         checkpoint_bytes=size,
         hold_up=(of_gpu.parameters_at_rest + of_gpu.moments) / HOST_LINK,
         write=size / (storage or STORAGE * cluster.num_hosts),
         between_failures=3600 * gpu_hours_to_failure / cluster.num_devices,
         restart=restart,
-        interval=config.checkpoint.every * time.total,
+        interval=min(checkpoint.every * time.total, 60 * minutes),
     )

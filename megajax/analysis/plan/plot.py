@@ -9,6 +9,7 @@ from megajax.analysis.plan.describe import group_name
 from megajax.analysis.plan.experts import of_busiest
 from megajax.analysis.plan.kernel_time import peak_flops, product_seconds
 from megajax.analysis.plan.network import Cluster
+from megajax.analysis.plan.programs import MEGAJAX, Software
 from megajax.analysis.plan.search import Choice, search
 from megajax.analysis.plan.sizes import BYTES
 from megajax.base.files.outputs import check_outputs
@@ -139,14 +140,15 @@ def _points(config: Config, cluster: Cluster) -> list[_Point]:
     ]
 
 
-def scaling(config: Config, cluster: Cluster) -> 'Figure':
+def scaling(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> 'Figure':
     """Plot the MFU of the fastest layout on 1 to 512 GPUs, or more if the cluster is larger.
 
     The batch size is the config's for any number of GPUs.
     """
     figure = new_figure()
     axes = figure.subplots()
-    choices = fastest(config, cluster, cluster.counts(max(512, cluster.num_devices)))
+    counts = cluster.counts(max(512, cluster.num_devices))
+    choices = fastest(config, cluster, counts, program)
     gpus, shares = list(choices), [100 * choice.timed.mfu for choice in choices.values()]
     axes.plot(gpus, shares, marker='o', color='black')
     for count, share in zip(gpus, shares, strict=True):
@@ -171,14 +173,14 @@ def scaling(config: Config, cluster: Cluster) -> 'Figure':
     return figure
 
 
-def fastest(config: Config, cluster: Cluster, counts: Sequence[int]) -> dict[int, Choice]:
+def fastest(
+    config: Config, cluster: Cluster, counts: Sequence[int], program: Software = MEGAJAX
+) -> dict[int, Choice]:
     """Return the fastest layout on each number of GPUs on which any layout fits."""
     choices = {}
     for count in counts:
         try:
-            choices[count] = search(
-                config, Cluster.of(cluster.hardware, count, cluster.devices_per_host)
-            ).best
+            choices[count] = search(config, cluster.resized(count), program).best
         except ConfigError:
             continue
     return choices

@@ -68,7 +68,9 @@ class FaultsLine(Result):
         description='seconds until a checkpoint is on disk; training continues meanwhile'
     )
     between_failures: float = Field(description='seconds between failures of any GPU')
-    interval: float = Field(description='seconds between checkpoints, from checkpoint.every')
+    interval: float = Field(
+        description='seconds between checkpoints, from checkpoint.every and checkpoint.minutes'
+    )
     goodput: float = Field(
         description='share of the time spent on steps that are not lost to failures'
     )

@@ -156,7 +156,7 @@ class Timer:
         self._in_groups: dict[tuple[object, ...], _InGroup] = {}
         self._flops: dict[tuple[object, ...], Flops] = {}
         self._once: dict[bool, Flops] = {}
-        self._forward: tuple[float, float] | None = None
+        self._forward: tuple[float, float, float] | None = None
 
     def step(self, config: Config) -> StepTime:
         """Return the time of a step of `config`."""
@@ -186,21 +186,24 @@ class Timer:
     def floor(self, config: Config) -> float:
         """Return a lower bound on the seconds of a step's matmuls, without listing them."""
         mesh, train, rates = config.mesh, config.train, self.cluster.hardware.efficiency
-        layers, head = self._flops_forward(config)
-        if train.recompute == 'full':
-            # Recomputation runs all matmuls of a layer but the last: at least half of the FLOPs.
-            layers *= 3.5 / 3
+        forward, head, left_out = self._flops_forward(config)
+        # Recomputation runs all matmuls of a layer but the last: at least half of the FLOPs.
+        layers = forward * (3.5 if train.recompute == 'full' else 3) - left_out
         if mesh.stages > 1:
             layers *= ticks(config) / (mesh.virtual_stages * train.microbatches)
         fastest = max(rates.matmul, rates.flash or 0.0, rates.flash_2 or 0.0)
-        return 3 * (layers + head) / mesh.num_devices / (peak_flops(config, self.cluster) * fastest)
+        flops = (layers + 3 * head) / mesh.num_devices
+        return flops / (peak_flops(config, self.cluster) * fastest)
 
-    def _flops_forward(self, config: Config) -> tuple[float, float]:
-        """Return the FLOPs of layers and head in a forward pass, with half of the scores masked."""
+    def _flops_forward(self, config: Config) -> tuple[float, float, float]:
+        """Return the FLOPs of layers and head in a forward pass, with half of the scores masked.
+
+        The third number is the FLOPs of frozen weights' gradients, which a step leaves out.
+        """
         if self._forward is None:
             flops = step_flops(changed(config, train__recompute='none', train__overlap='none'))
             attention = flops.attention / 2 if config.model.causal else flops.attention
-            self._forward = flops.layers + attention, flops.head
+            self._forward = flops.layers + attention, flops.head, flops.left_out
         return self._forward
 
     def computing(self, config: Config) -> float:

@@ -113,9 +113,11 @@ def _sharding(config: Config) -> str:
 
 
 def _loss(choice: Choice, best: Choice) -> str:
-    if choice.time is None:
-        return f'does not fit ({choice.bytes / 1e9:.1f} GB)'
-    return f'{choice.time.total / best.timed.total - 1:+.1%}'
+    if choice.time is not None:
+        return f'{choice.time.total / best.timed.total - 1:+.1%}'
+    if choice.at_least is not None:
+        return f'at least {choice.at_least / best.timed.total - 1:+.1%}'
+    return f'does not fit ({choice.bytes / 1e9:.1f} GB)'
 
 
 def _group(choice: Choice) -> int:

@@ -104,6 +104,23 @@ def test_shards_without_a_head_of_keys_and_values_copy_one() -> None:
     assert by_shards[16] == by_shards[8] == by_shards[32]
 
 
+def test_groups_fill_hosts() -> None:
+    found = plan_generation(load('megatron_2.5b'), gpu='h100', gpus=16)
+    assert [line.model for line in found.lines] == [1, 2, 4, 5]  # of 20 heads, not 10 GPUs
+
+
+@pytest.mark.parametrize(
+    'overrides',
+    [
+        ['train.dtype=fp8', 'train.fp8_scaling=current'],
+        ['model.experts={count: 8, active: 2, ffn_size: 64, capacity: 1.5, capacity_group: 64}'],
+    ],
+)
+def test_keys_that_only_training_reads_do_not_matter(overrides: list[str]) -> None:
+    config = load('tiny', ['mesh.data=1', 'mesh.model=1', *overrides])
+    assert plan_generation(config, gpu='h100', gpus=1, prompt=50, tokens=8).lines
+
+
 def test_the_mesh_of_training_does_not_matter(lines: dict[int, GenerationLine]) -> None:
     mesh = 'mesh.data=2', 'mesh.model=4', 'mesh.model_rows=2', 'train.microbatches=1'
     config = load('llama3_8b', [*mesh, 'mesh.sequence_parallel=true'])

@@ -96,3 +96,14 @@ def test_a_checkpoint_has_no_moments_of_what_is_frozen():
     cluster = Cluster.of(hardware('a100'), 8)
     found = faults(config, step_time(config, cluster), cluster)
     assert found.checkpoint_bytes == pytest.approx(4 * num_parameters(config.model), rel=0.03)
+
+
+def test_a_checkpoint_is_due_by_steps_or_by_minutes():
+    cluster = Cluster.of(hardware('h100'), 1)
+    often, seldom = (
+        load('gpt2_124m', ['mesh.data=1', 'mesh.model=1', 'checkpoint.every=1000', *more])
+        for more in (['checkpoint.minutes=1'], [])
+    )
+    time = step_time(seldom, cluster)
+    assert faults(often, time, cluster).interval == 60
+    assert faults(seldom, time, cluster).interval == 1000 * time.total

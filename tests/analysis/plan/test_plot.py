@@ -52,3 +52,10 @@ def test_a_larger_model_starts_where_it_fits():
     found = fastest(config, CLUSTER, [1, 8])
     assert 1 not in found
     assert 8 in found
+
+
+def test_more_gpus_than_part_of_a_host_are_full_hosts():
+    config = megajax.load('gpt2_124m', ['mesh.data=2', 'train.batch_size=16'])
+    found = fastest(config, Cluster.of(hardware('h100'), 2), [16])
+    whole = fastest(config, Cluster.of(hardware('h100'), 16), [16])
+    assert found[16].timed.total == whole[16].timed.total

@@ -17,7 +17,7 @@ from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, MEGATRON
 from megajax.analysis.plan.search import Ranking, _order, search, usable_memory
 from megajax.analysis.plan.verdicts import grid_ratio
-from megajax.core.config import Config, ConfigError, load
+from megajax.core.config import Config, ConfigError, LoraConfig, load
 from megajax.core.config.mesh_rules import replicas_within_hosts
 from megajax.core.hardware.records import Hardware, hardware
 
@@ -120,13 +120,15 @@ def random_case(seed: int) -> tuple[Config, Cluster]:
         train__batch_size=gpus * chance.choice([1, 2, 4]),
         train__dtype=chance.choice(['bfloat16', 'float32']),
     )
+    if seed % 2 and name != 'bert':  # frozen weights have no gradients
+        config = config.model_copy(update={'lora': LoraConfig(rank=4)})
     whole = Cluster.of(record, gpus, per_host)
     sizes = sorted(choice.bytes for choice in search(config, whole, prune=False).all)
     memory = int(chance.choice(sizes[: len(sizes) // 2 + 1]) / 0.89)
     return config, Cluster.of(record.model_copy(update={'memory': memory}), gpus, per_host)
 
 
-@pytest.mark.parametrize('seed', [0, exhaustive(1), 2, *map(exhaustive, range(3, 50))])
+@pytest.mark.parametrize('seed', [0, 1, exhaustive(2), *map(exhaustive, range(3, 50))])
 def test_the_best_of_a_pruned_search_is_the_best_of_all(seed):
     config, cluster = random_case(seed)
     pruned, full = (search(config, cluster, prune=prune) for prune in (True, False))
