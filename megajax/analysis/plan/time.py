@@ -192,14 +192,10 @@ class Timer:
         if mesh.stages > 1:
             layers *= ticks(config) / (mesh.virtual_stages * train.microbatches)
         fastest = max(rates.matmul, rates.flash or 0.0, rates.flash_2 or 0.0)
-        flops = (layers + 3 * head) / mesh.num_devices
-        return flops / (peak_flops(config, self.cluster) * fastest)
+        return (layers + 3 * head) / mesh.num_devices / (peak_flops(config, self.cluster) * fastest)
 
     def _flops_forward(self, config: Config) -> tuple[float, float, float]:
-        """Return the FLOPs of layers and head in a forward pass, with half of the scores masked.
-
-        The third number is the FLOPs of frozen weights' gradients, which a step leaves out.
-        """
+        """Return the forward FLOPs of layers (half of the scores) and head, and `left_out`."""
         if self._forward is None:
             flops = step_flops(changed(config, train__recompute='none', train__overlap='none'))
             attention = flops.attention / 2 if config.model.causal else flops.attention
