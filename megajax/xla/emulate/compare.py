@@ -129,6 +129,21 @@ def nudged(x: np.ndarray, share: float, seed: int = 0) -> np.ndarray:
     return np.asarray(x * factors, x.dtype)
 
 
+def inexact(arrays: Sequence[np.ndarray]) -> set[int]:
+    """Return the indices of the arrays whose last digits are rounded.
+
+    Masks, ids and other whole numbers are exact: a mask of 0.9999999 would change the meaning of
+    `(1 - mask) * -1e9`. If all arrays are whole numbers, only masks of zeros and ones are exact.
+    """
+    floats = {
+        place for place, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact) and x.size
+    }
+    whole = {place for place in floats if (arrays[place] == np.rint(arrays[place])).all()}
+    if whole < floats:
+        return floats - whole
+    return {place for place in floats if not np.isin(arrays[place], (0, 1)).all()}
+
+
 def _limit(floor: float, explained: float) -> float:
     """Return the larger one; results that are not numbers explain no error."""
     return max(floor, explained) if np.isfinite(explained) else floor

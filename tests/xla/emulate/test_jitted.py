@@ -13,7 +13,7 @@ from megajax.core.config import ConfigError
 from megajax.core.hardware.targets import has_compiler
 from megajax.xla.emulate import jitted
 from megajax.xla.emulate.arguments import on_devices, simulated_mesh, values
-from megajax.xla.emulate.compare import difference
+from megajax.xla.emulate.compare import difference, inexact
 from megajax.xla.emulate.one_device import CpuModule
 from megajax.xla.emulate.result import NOT_COVERED, GpuRun, Leaf
 
@@ -285,6 +285,29 @@ def test_a_wrong_output_is_wrong_though_another_is_rounding_alone(miscompile):
     x = others.array(others.mesh_of(data=8), (64, 500), 'data')
     run = megajax.inspect.run(lambda x: ((x - x.mean(0)[None]).sum(0), 2 * x), x)
     assert '[1]' in [leaf.name for leaf in run.leaves if not leaf.ok]
+
+
+def test_rounding_to_what_is_not_a_number_allows_no_error(miscompile):
+    miscompile(' multiply(', ' add(')
+    x, w = jnp.array([1.0, 0.5, 0.25]), jnp.array([2.5, 3.5, 4.5])
+    run = megajax.inspect.run(lambda x, w: jnp.sqrt(1 - x) * w, x, w)
+    assert not run.ok
+    assert run.leaves[0].limit < 1
+
+
+def test_a_mask_is_not_rounded(miscompile):
+    miscompile(' multiply(', ' add(')
+    x, mask = jnp.linspace(0.1, 1, 8), jnp.array([1.0, 0] * 4)
+    run = megajax.inspect.run(lambda x, m: jax.nn.softmax(x + (1 - m) * -1e9), x, mask)
+    assert not run.ok
+    assert run.leaves[0].limit < 1e-3
+
+
+def test_whole_numbers_are_rounded_only_if_nothing_else_is():
+    x, mask, ids = np.array([0.5, 2]), np.array([0.0, 1]), np.array([0.0, 3])
+    wide, narrow = np.array([2.0, 1j]), x.astype(jnp.bfloat16)
+    assert inexact([x, mask, ids, narrow, wide, wide / 2, np.arange(3)]) == {0, 3, 5}
+    assert inexact([ids, mask, mask.astype(jnp.bfloat16), np.arange(3)]) == {0}
 
 
 @pytest.mark.parametrize('exact', [False, True])
