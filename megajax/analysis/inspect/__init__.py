@@ -173,9 +173,9 @@ def run(
         mesh: the mesh to use if the arguments have none.
         reference: a correct function of the same arguments, run on one device. The default is
             `function` itself on one device, or, if it has a `jax.shard_map`, on the mesh.
-        exact: compute in fp32 wherever either program uses 16-bit types.
-        limit: the largest error that passes; the default is 1e-5, or 3e-2 with 16-bit types, or
-            2e-5 with `exact`.
+        exact: compute in fp32 wherever either program uses 8- or 16-bit types.
+        limit: the largest error that passes; the default is 1e-5, or 3e-2 with 16-bit types, 0.4
+            with FP8, or 2e-5 with `exact`.
         compiler_options: XLA's options for the GPU program.
         bisect: if an output is wrong, find the compiler pass after which it is wrong.
         seed: the seed of the random arguments.

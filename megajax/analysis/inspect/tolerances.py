@@ -4,7 +4,13 @@ from collections.abc import Callable, Iterable
 
 from megajax.analysis.inspect.result import Compared
 from megajax.core.config import Config
-from megajax.xla.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, Difference
+from megajax.xla.emulate.compare import (
+    LIMIT,
+    LIMIT_8_BITS,
+    LIMIT_16_BITS,
+    LIMIT_EXACT,
+    Difference,
+)
 
 # Relative to the largest element of a gradient, and to the loss. bf16 has 8 bits of precision and
 # FP8 4: if FP8 programs differ by bf16 rounding, gradients of a small model differ by up to 0.25.
@@ -13,7 +19,7 @@ LIMITS = {
     'float32': (LIMIT, 1e-5),
     'exact': (LIMIT_EXACT, 1e-5),
     '16 bits': (LIMIT_16_BITS, 1e-3),
-    '8 bits': (0.4, 1e-3),
+    '8 bits': (LIMIT_8_BITS, 1e-3),
 }
 # The loss is a mean over tokens, each with its own rounding error. On one device, rounding changed
 # the loss of 42 random models by at most half of this, divided by the root of the number of tokens.

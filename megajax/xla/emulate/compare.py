@@ -8,9 +8,9 @@ import numpy as np
 
 from megajax.xla.emulate.execute import Index
 
-# Limits of the error, relative to the largest element of a result: for fp32, for 16-bit types, and
-# for 16-bit types that are computed in fp32.
-LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
+# Limits of the error, relative to the largest element of a result: for fp32, for 16-bit types, for
+# FP8, and for 8- and 16-bit types that are computed in fp32.
+LIMIT, LIMIT_16_BITS, LIMIT_8_BITS, LIMIT_EXACT = 1e-5, 3e-2, 0.4, 2e-5
 # Two 16-bit programs round differently. An error may be MARGIN times the rounding error on one
 # device, in the largest element and in the norm. The norm of fewer than FEW elements is not
 # reliable.

@@ -195,5 +195,5 @@ def _on(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sharding:
 
 def widened(x: Any) -> Any:
     """Return the array, cast to fp32 if its dtype has 8 or 16 bits."""
-    narrow = x.dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
-    return np.asarray(x, np.float32) if narrow else x
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits in (8, 16)
+    return np.asarray(x, np.float32) if is_narrow else x

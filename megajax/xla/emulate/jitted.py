@@ -33,6 +33,7 @@ from megajax.xla.emulate.arguments import (
 from megajax.xla.emulate.bisect import dump_options, first_wrong, modules
 from megajax.xla.emulate.compare import (
     LIMIT,
+    LIMIT_8_BITS,
     LIMIT_16_BITS,
     LIMIT_EXACT,
     Difference,
@@ -51,9 +52,9 @@ from megajax.xla.emulate.execute import (
 from megajax.xla.emulate.one_device import CpuModule
 from megajax.xla.emulate.result import GpuRun, Leaf
 
-_NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
+_FLOAT_8, _FLOAT_16 = re.compile(r'\bf8\w+\['), re.compile(r'\bb?f16\[')
 _PASS_OTHERS = 'pass arguments for which it is (abstract ones are drawn at random)'
-_NO_BITS = 'exact=True: the function reads the bits of 16-bit values as integers'
+_NO_BITS = 'exact=True: the function reads the bits of 8- or 16-bit values as integers'
 NUDGES = 4  # random changes of the inputs' last digits
 MARGIN = 4  # ratio of an output's limit to its change when the arguments are nudged
 Arrays = Sequence[np.ndarray]
@@ -186,7 +187,8 @@ class _Step:
         self.gpus = gpu_devices(target, hosts=hosts, per_host=count // hosts)
         self.program = compile_for_gpu(traced, self.gpus, options)
         paths, _ = jax.tree_util.tree_flatten_with_path(traced.out_info)
-        self.is_narrow = bool(_NARROW_FLOAT.search(self.program.text))
+        self.has_8_bits = bool(_FLOAT_8.search(self.program.text))
+        self.is_narrow = self.has_8_bits or bool(_FLOAT_16.search(self.program.text))
         self.names = [jax.tree_util.keystr(path) for path, _ in paths]
 
     @property
@@ -194,7 +196,9 @@ class _Step:
         """The limit that belongs to the coarsest rounding in the program."""
         if not self.is_narrow:
             return LIMIT
-        return LIMIT_EXACT if self.exact else LIMIT_16_BITS
+        if self.exact:
+            return LIMIT_EXACT
+        return LIMIT_8_BITS if self.has_8_bits else LIMIT_16_BITS
 
     def expected(self, args: tuple[Any, ...], reference: Reference) -> tuple[list[np.ndarray], str]:
         """Return the correct outputs and their source. Raises ValueError if one is not a number."""
@@ -248,12 +252,12 @@ class _Step:
         source = 'one device'
         if module.is_manual and module.num_devices > 1:
             source = f"the CPU's own program on {module.num_devices} simulated devices"
-        if self.exact and module.reads_16_bits:
+        if self.exact and module.reads_bits:
             raise ValueError(_NO_BITS)
         # If rounded to 16 bits, the sums on one device are no closer to the exact values than the
         # GPU's.
         with _pass_a_reference():
-            return module.run(inputs, self.devices, exact=not module.reads_16_bits), source
+            return module.run(inputs, self.devices, exact=not module.reads_bits), source
 
     def _of_reference(
         self, args: tuple[Any, ...], reference: Any, inputs: Arrays

@@ -28,7 +28,7 @@ Devices = Sequence[jax.Device]
 _CONSTRAINTS = {'sdy.sharding_constraint', 'sdy.reshard', 'sdy.propagation_barrier'}
 _DECLARATIONS = {'sdy.mesh', 'sdy.sharding_group'}
 _MANUAL = re.compile(r'\bsdy\.manual_computation\b|@SPMDFullToShardShape\b')
-_BITS = re.compile(r'\bstablehlo\.bitcast_convert .*b?f16>')
+_BITS = re.compile(r'\bstablehlo\.bitcast_convert .*(?:b?f16|f8\w+)>')
 _NARROW = re.compile(r'tensor<(?:[^<>]*x)?(?:b?f16|f8\w+)(?:,|>)')
 
 
@@ -43,7 +43,7 @@ class CpuModule:
         self._bytecode = mlir.module_to_bytecode(module)
         text = str(module)
         self.is_manual = bool(_MANUAL.search(text))
-        self.reads_16_bits = bool(_BITS.search(text))
+        self.reads_bits = bool(_BITS.search(text))
 
     def run(self, values: Sequence[Any], devices: Devices, *, exact: bool) -> list[np.ndarray]:
         """Return the results for all of the function's arguments, computed on one of the devices.

@@ -83,7 +83,14 @@ def test_exactly_the_arguments_and_results_of_16_bits_are_wide_too():
     assert (rounded.astype(np.float32) != exact).any()
 
 
-@pytest.mark.parametrize('dtype', [jnp.bfloat16, np.float16, np.float32, np.int16, np.complex64])
-def test_only_floats_of_16_bits_are_widened(dtype):
-    wide = widened(np.ones(2, dtype))
-    assert wide.dtype == (np.float32 if dtype in (jnp.bfloat16, np.float16) else dtype)
+NARROW = [jnp.bfloat16, np.float16, jnp.float8_e4m3fn, jnp.float8_e5m2fnuz, jnp.float8_e8m0fnu]
+
+
+@pytest.mark.parametrize('dtype', NARROW)
+def test_floats_of_8_and_16_bits_are_widened(dtype):
+    assert widened(np.ones(2, dtype)).dtype == np.float32
+
+
+@pytest.mark.parametrize('dtype', [np.float32, np.int16, np.int8, np.complex64])
+def test_nothing_else_is_widened(dtype):
+    assert widened(np.ones(2, dtype)).dtype == dtype

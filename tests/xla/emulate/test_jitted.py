@@ -80,7 +80,7 @@ def test_a_function_that_reads_the_bits_of_16_bit_numbers_is_known():
     for dtype, reads in ((jnp.bfloat16, True), (jnp.float32, False)):
         draw = functools.partial(jax.random.normal, shape=(8,), dtype=dtype)
         module, _ = on_one_device(draw, (key,))
-        assert module.reads_16_bits == reads
+        assert module.reads_bits == reads
 
 
 def test_the_mesh_is_that_of_the_arguments_the_one_given_or_the_one_set():
@@ -320,6 +320,28 @@ def test_16_bits_are_allowed_their_rounding_unless_they_are_computed_exactly(sta
     assert wide.limit < 1e-4
     assert (narrow.limit < 1e-4) == exact
     assert exact or narrow.limit > jnp.finfo(jnp.bfloat16).eps
+
+
+@pytest.mark.parametrize('dtype', [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3])
+def test_fp8_is_allowed_its_rounding_unless_it_is_computed_exactly(stand_in, dtype):
+    x = jnp.linspace(1, 2, 64)
+    rounded, exact = (
+        megajax.inspect.run(lambda x: x.astype(dtype), x, exact=exact) for exact in (False, True)
+    )
+    assert 0.03 < rounded.leaves[0].error < rounded.limit == 0.4
+    assert exact.ok
+    assert exact.limit < 1e-4
+    assert megajax.inspect.run(lambda x: x.astype(jnp.float32) * 3, x.astype(dtype)).ok
+
+
+def test_fp8_arguments_that_are_read_as_bits_are_not_widened(stand_in):
+    x = jnp.arange(8, dtype=jnp.uint8) + 50
+    as_fp8 = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float8_e4m3fn)
+    run = megajax.inspect.run(as_fp8, x)
+    assert run.ok
+    assert run.leaves[0].error == 0
+    with pytest.raises(ValueError, match='the bits of 8- or 16-bit values'):
+        megajax.inspect.run(as_fp8, x, exact=True)
 
 
 def test_a_reference_takes_the_place_of_one_device_and_must_return_as_much(stand_in):
