@@ -6,9 +6,15 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from megajax.xla.emulate.arguments import one_shape
+from megajax.xla.emulate.arguments import (
+    AnyMesh,
+    context,
+    on_devices,
+    one_shape,
+    simulated_mesh,
+)
 from megajax.xla.hlo.collectives import Collective, collectives
 from megajax.xla.hlo.permutes import SHOWN, DevicePairs, Pairs, along, fault
 from megajax.xla.hlo.program import Program
@@ -23,7 +29,7 @@ def check_collectives(
     args: tuple[Any, ...],
     expected: Mapping[str, Mapping[str, int]],
     *,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: AnyMesh | None = None,
     trip_count: int | None = None,
     permutes: Mapping[str, Declared] | None = None,
 ) -> None:
@@ -36,7 +42,7 @@ def check_collectives(
     function, args, sizes = prepared(function, args, mesh)
     axes = {'+'.join(_axes(name, sizes)): Counter(counts) for name, counts in expected.items()}
     allowed = {_axes(name, sizes): _allowed(name, pairs, sizes) for name, pairs in declared.items()}
-    program = Program(program_text(compiled_program(function, args)), trip_count=trip_count)
+    program = Program(program_text(compiled_program(function, args, mesh)), trip_count=trip_count)
     executed = [collective for collective in collectives(program, sizes) if collective.times]
     if faults := [*_faulty_permutes(executed, allowed, prod(sizes.values()))]:
         head = 'the compiled function has permutes that lose data or differ from their declaration'
@@ -46,7 +52,7 @@ def check_collectives(
 
 
 def prepared(
-    function: Any, args: tuple[Any, ...], mesh: Mesh | AbstractMesh | None
+    function: Any, args: tuple[Any, ...], mesh: AnyMesh | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, int]]:
     """Return what to compile, its arguments, and the axis sizes of its mesh.
 
@@ -54,7 +60,7 @@ def prepared(
     ValueError if there is no mesh.
     """
     if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
-        function = compiled_program(function, args)
+        function = compiled_program(function, args, mesh)
         return function, (), _mesh(mesh, function.input_shardings) or _current_mesh()
     return function, args, _mesh(mesh, args) or _current_mesh()
 
@@ -75,8 +81,13 @@ def _check_counts(expected: Mapping[str, Counter[str]], placed: Sequence[Collect
         raise AssertionError(_message(expected, actual, placed))
 
 
-def compiled_program(function: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
-    """Return the compiled program of anything that contains one or can be compiled to one."""
+def compiled_program(
+    function: Any, args: tuple[Any, ...], mesh: AnyMesh | None
+) -> jax.stages.Compiled:
+    """Return the compiled program of anything that contains one or can be compiled to one.
+
+    A function is compiled for `mesh`, or else for the mesh of the arguments or the current mesh.
+    """
     if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
         if args:
             name = type(function).__name__
@@ -85,7 +96,11 @@ def compiled_program(function: Any, args: tuple[Any, ...]) -> jax.stages.Compile
     if not hasattr(function, 'lower') and callable(function):
         function = jax.jit(function)
     can_lower = hasattr(function, 'lower') and not isinstance(function, str | bytes)
-    compiled = function.lower(*args).compile() if can_lower else None
+    compiled = None
+    if can_lower:
+        with context(args, mesh):
+            placed = on_devices(args, simulated_mesh(args, mesh))
+            compiled = function.lower(*placed).compile()
     compiled = getattr(compiled, 'compiled', compiled)  # equinox wraps jax's Compiled
     if not isinstance(compiled, jax.stages.Compiled):
         raise ValueError(
@@ -105,7 +120,7 @@ def _axes(name: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis in mesh if axis in axes)
 
 
-def _mesh(mesh: Mesh | AbstractMesh | None, shardings: Any) -> dict[str, int] | None:
+def _mesh(mesh: AnyMesh | None, shardings: Any) -> dict[str, int] | None:
     """Return the axis sizes of `mesh`, or else of the meshes in a tree of shardings or arrays.
 
     Raises ValueError if two meshes of the tree differ.

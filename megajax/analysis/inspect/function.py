@@ -92,7 +92,7 @@ def inspect_function(
     check_trip_count(trip_count)
     if target == 'cpu':
         function, args, sizes = prepared(function, args, mesh)
-        text = program_text(compiled_program(function, args))
+        text = program_text(compiled_program(function, args, mesh))
     else:
         from megajax.xla.emulate.jitted import gpu_text  # only for a GPU
 

@@ -1,6 +1,7 @@
 """The arguments of a user's function: the mesh that they are on, and their values."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -55,10 +56,17 @@ def cpu_devices(count: int) -> list[jax.Device]:
     return devices[:count]
 
 
-def have_devices(args: tuple[Any, ...]) -> bool:
-    """Return whether any argument is on a mesh of real devices, not on an abstract mesh."""
+def context(args: tuple[Any, ...], mesh: AnyMesh | None) -> AbstractContextManager[Any]:
+    """Return a context in which a function of these arguments is traced.
+
+    It sets `simulated_mesh(args, mesh)`, unless the arguments alone are on a mesh of real devices:
+    then the caller can set it.
+    """
     on_meshes = filter(_is_on_a_mesh, jax.tree.leaves(args))
-    return any(isinstance(leaf.sharding.mesh, Mesh) for leaf in on_meshes)
+    have_devices = any(isinstance(leaf.sharding.mesh, Mesh) for leaf in on_meshes)
+    devices_mesh = simulated_mesh(args, mesh)
+    is_needed = devices_mesh is not None and (mesh is not None or not have_devices)
+    return jax.set_mesh(devices_mesh) if is_needed else nullcontext()
 
 
 def on_devices(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:

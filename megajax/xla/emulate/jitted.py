@@ -16,15 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.mesh import empty_concrete_mesh  # jax has no public way to leave jax.set_mesh
-from jax.sharding import Mesh
 from jax.stages import Traced
 
 from megajax.core.hardware.targets import GPUS, check_target, gpu_devices, num_hosts
 from megajax.xla.emulate.arguments import (
     AnyMesh,
     arrays_in,
+    context,
     cpu_devices,
-    have_devices,
     of_arrays,
     on_devices,
     simulated_mesh,
@@ -84,7 +83,7 @@ def run(
         reference = of_arrays(reference, args)
     function, args = _traceable(fn, args)
     devices_mesh = simulated_mesh(args, mesh)
-    with _context(devices_mesh, is_needed=mesh is not None or not have_devices(args)):
+    with context(args, mesh):
         traced = function.trace(*on_devices(args, devices_mesh))
     step = _Step(traced, args, target, exact, compiler_options or {}, seed)
     expected, compared_with = step.expected(args, reference)
@@ -124,7 +123,7 @@ def gpu_text(
     devices_mesh = simulated_mesh(args, mesh)
     if devices_mesh is None:
         raise ValueError('no mesh: place the arguments on one, call jax.set_mesh or give mesh=')
-    with _context(devices_mesh, is_needed=mesh is not None or not have_devices(args)):
+    with context(args, mesh):
         traced = function.trace(*on_devices(args, devices_mesh))
     count = num_devices(traced)
     hosts = num_hosts(count)
@@ -149,11 +148,6 @@ def _traceable(fn: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
 def _is_of_equinox(fn: Any) -> bool:
     """Return whether Equinox made the function (`eqx.filter_jit`): it takes more than arrays."""
     return callable(fn) and type(fn).__module__.split('.')[0] == 'equinox'
-
-
-def _context(mesh: Mesh | None, *, is_needed: bool) -> contextlib.AbstractContextManager[Any]:
-    """Return a context with the mesh that the caller could not set because devices are missing."""
-    return contextlib.nullcontext() if mesh is None or not is_needed else jax.set_mesh(mesh)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from inspect_collectives import arguments_of_mlp
 from jax.sharding import AxisType
@@ -115,6 +116,30 @@ def test_a_line_of_an_installed_package_is_named_from_its_package_on(mesh) -> No
     with jax.set_mesh(mesh):
         found = megajax.inspect(library['f'], *arguments_of_mlp(mesh)[:2])
     assert ' peer/layers.py:1' in str(found)
+
+
+@pytest.mark.parametrize('types', [(AxisType.Auto,) * 2, EXPLICIT])
+def test_a_function_is_compiled_for_the_mesh_that_is_given(types) -> None:
+    mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=types)
+
+    def total(x: jax.Array) -> jax.Array:
+        place = jax.reshard if types == EXPLICIT else jax.lax.with_sharding_constraint
+        return place(jnp.tanh(place(x, jax.P('data', 'model'))), jax.P('data'))
+
+    x = np.ones((8, 16), np.float32)
+    for given in (mesh, mesh.abstract_mesh):
+        found = megajax.inspect(total, x, mesh=given)
+        assert found.counts() == {'model': {'all-gather': 1}}
+        megajax.inspect.assert_collectives(total, x, mesh=given, model={'all-gather': 1})
+
+
+def test_arguments_on_an_abstract_mesh_are_compiled_for_it(mesh) -> None:
+    sharding = jax.NamedSharding(mesh.abstract_mesh, jax.P('data'))
+    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=sharding)
+    assert megajax.inspect(lambda x: x.sum(0), x).counts() == {'data': {'all-reduce': 1}}
+    other = jax.make_mesh((8,), ('data',))
+    with pytest.raises(ValueError, match='several meshes'):
+        megajax.inspect(lambda x: x.sum(0), x, mesh=other)
 
 
 def test_a_compiled_program_is_inspected_too(mesh) -> None:
