@@ -24,7 +24,7 @@ from megajax.analysis.inspect.minimize import smallest
 from megajax.analysis.inspect.tolerances import has_16_bits
 from megajax.core.config import Config, dump
 from megajax.xla.emulate.bisect import Culprit, dump_options, first_wrong, modules
-from megajax.xla.hlo.errors import HloError
+from megajax.xla.emulate.result import NOT_FOUND, culprit_line
 
 PACKAGES = 'jax', 'jaxlib', 'jax-cuda12-plugin', 'jax-cuda13-plugin', 'megajax', 'flax', 'numpy'
 CONFIG, SMALLEST, HLO = 'config.yaml', 'smallest.yaml', 'hlo'
@@ -95,8 +95,8 @@ def _files_of_wrong(config: Config, case: Case, folder: Path) -> str:
 
         try:
             culprit = first_wrong(modules(dumps), is_right)
-        except (ValueError, HloError) as error:
-            return f'not found: {error}'
+        except (ValueError, RuntimeError) as error:
+            return f'{NOT_FOUND}{error}'
         _copy_modules(culprit, folder)
         if culprit.before is not None:
             _reduce(dumps, folder / HLO, case.target, step.options)
@@ -134,13 +134,14 @@ def _readme(case: Case, folder: Path) -> str:
         'versions.json': 'versions and XLA flags',
     }
     worst = [worst for worst in (case.as_compiled, case.exact) if worst and worst.wrong]
+    first = culprit_line(case.culprit, 'compiler pass ')
     lines = [
         f'# {case.verdict}: seed {case.seed}, step {case.number}, {case.target}',
         '',
         f'jax {jax.__version__}. Smallest config: `{case.smallest}`',
         '',
         *(f'{each.name} differs by {each.error} (limit {each.limit:.1e}).' for each in worst),
-        *([f'First wrong after compiler pass {case.culprit}.'] if case.culprit else []),
+        *([f'{first[0].upper()}{first[1:]}.'] if case.culprit else []),
         *(['```', case.message, '```'] if case.message else []),
         '',
         '```',

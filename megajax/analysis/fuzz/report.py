@@ -10,7 +10,7 @@ from megajax.analysis.fuzz.case import Case, Worst
 from megajax.analysis.fuzz.draw import described
 from megajax.base.render.console import open_table
 from megajax.core.config import Config
-from megajax.xla.emulate.result import NOT_COVERED
+from megajax.xla.emulate.result import NOT_COVERED, culprit_line
 
 
 def line(case: Case) -> str:
@@ -45,7 +45,7 @@ def _finding(case: Case) -> list[Text]:
     config = Config.model_validate(case.config, strict=False)
     texts = [Text(line(case), style='bold red'), Text(f'  {described(config)}')]
     if case.culprit:
-        texts.append(Text(f'  first wrong after compiler pass {case.culprit}'))
+        texts.append(Text(f'  {culprit_line(case.culprit, "compiler pass ")}'))
     if case.smallest:
         texts.append(Text(f'  smallest wrong config: {case.smallest}'))
     return [*texts, Text()]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from megajax.analysis.inspect.result import Compared, StepRun
-from megajax.xla.emulate.result import NOT_COVERED
+from megajax.xla.emulate.result import NOT_COVERED, culprit_line
 
 SHOWN = 5
 
@@ -41,7 +41,7 @@ def _run(run: StepRun) -> Iterator[Text]:
     yield from map(_line, run.results[:SHOWN])
     yield from (Text(f'  {each.name}: {each.note}') for each in run.results if each.note)
     if run.culprit:
-        yield Text(f'first wrong after compiler pass {run.culprit}', style='bold red')
+        yield Text(culprit_line(run.culprit, 'compiler pass '), style='bold red')
     if run.smallest:
         yield Text(f'smallest wrong config of this family:\n{run.smallest}')
 

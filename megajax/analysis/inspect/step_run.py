@@ -15,6 +15,7 @@ from megajax.analysis.inspect.result import StepRun
 from megajax.analysis.inspect.shrink import shrink
 from megajax.analysis.inspect.tolerances import Say, has_16_bits
 from megajax.core.config import Config, dump
+from megajax.xla.emulate.result import NOT_FOUND
 
 
 def run_in_child(
@@ -77,13 +78,20 @@ def _explained(
 
     def is_wrong(simpler: Config) -> bool:
         exact = step_run.exact and has_16_bits(simpler)
-        worst = EmulatedStep(simpler, target).results(exact=exact)[0]
+        try:
+            worst = EmulatedStep(simpler, target).results(exact=exact)[0]
+        except Exception as error:  # another fault: only the config is known to be valid
+            say(f'not executed: {error}')
+            return False
         say(f'{"wrong" if not worst.ok else "right"}: {worst.name} differs by {worst.error:.1e}')
         return not worst.ok
 
     updates = {}
     if bisect:
-        updates['culprit'] = culprit(config, target, exact=step_run.exact, say=say)
+        try:
+            updates['culprit'] = culprit(config, target, exact=step_run.exact, say=say)
+        except (ValueError, RuntimeError) as error:
+            updates['culprit'] = f'{NOT_FOUND}{error}'
     if minimize:
         updates['smallest'] = dump(smallest(config, is_wrong))
     return step_run.model_copy(update=updates)

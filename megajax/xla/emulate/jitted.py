@@ -49,7 +49,7 @@ from megajax.xla.emulate.execute import (
     widened,
 )
 from megajax.xla.emulate.one_device import CpuModule
-from megajax.xla.emulate.result import GpuRun, Leaf
+from megajax.xla.emulate.result import NOT_FOUND, GpuRun, Leaf
 
 _FLOAT_8, _FLOAT_16 = re.compile(r'\bf8\w+\['), re.compile(r'\bb?f16\[')
 _PASS_OTHERS = 'pass arguments for which it is (abstract ones are drawn at random)'
@@ -291,7 +291,7 @@ class _Step:
         ]
 
     def culprit(self, expected: Arrays, limits: Sequence[float]) -> str:
-        """Return the compiler pass after which the program is wrong."""
+        """Return the compiler pass after which the program is wrong, or why none was found."""
 
         def is_right(text: str) -> bool:
             program = dataclasses.replace(self.program, text=text)
@@ -299,8 +299,11 @@ class _Step:
 
         with tempfile.TemporaryDirectory() as folder:
             dumps = dump_options(Path(folder))
-            compile_for_gpu(self.traced, self.gpus, {**self.options, **dumps})
-            return str(first_wrong(modules(Path(folder)), is_right))
+            try:
+                compile_for_gpu(self.traced, self.gpus, {**self.options, **dumps})
+                return str(first_wrong(modules(Path(folder)), is_right))
+            except (ValueError, RuntimeError) as error:
+                return f'{NOT_FOUND}{error}'
 
 
 def _on_one_device(x: np.ndarray, dtype: Any, *, device: jax.Device, exact: bool) -> jax.Array:

@@ -16,6 +16,14 @@ _OWN_PROGRAM = (
     'requests is not checked: pass reference= for an independent check.'
 )
 MAX_ROWS = 20
+NOT_FOUND = 'not found: '  # begins a culprit that says why there is none
+
+
+def culprit_line(culprit: str, kind: str = '') -> str:
+    """Return a line on the pass after which a program is wrong, or on why none was found."""
+    if culprit.startswith(NOT_FOUND):
+        return f'first wrong compiler pass {culprit}'
+    return f'first wrong after {kind}{culprit}'
 
 
 class Leaf(Result):
@@ -75,7 +83,7 @@ def _tables(run: GpuRun) -> RenderableType:
         parts.append(Text(f'... {len(run.leaves) - MAX_ROWS} more with smaller errors'))
     parts += [Text(), _conclusion(run)]
     if run.culprit:
-        parts.append(Text(f'first wrong after {run.culprit}', style='bold red'))
+        parts.append(Text(culprit_line(run.culprit), style='bold red'))
     parts += [Text(f'known miscompile: {line}') for line in run.known_miscompiles]
     if run.compared_with.startswith("the CPU's own"):
         parts.append(Text(_OWN_PROGRAM))

@@ -10,8 +10,9 @@ from megajax.analysis.inspect.report import si
 from megajax.analysis.inspect.result import Compared, StepRun
 from megajax.analysis.inspect.run_report import run_lines
 from megajax.analysis.inspect.step_run import run, run_in_child
-from megajax.core.config import Config
+from megajax.core.config import Config, dump
 from megajax.xla.emulate.result import NOT_COVERED
+from megajax.xla.hlo.errors import HloError
 
 RIGHT = [Compared(name=f'gradient of {letter}', error=1e-6, limit=1e-5) for letter in 'abcdefg']
 WRONG = [Compared(name='gradient of lost', error=1.0, limit=1e-5), *RIGHT]
@@ -99,6 +100,33 @@ def test_a_program_of_16_bits_runs_twice_and_what_is_wrong_is_looked_into(
     assert [one.culprit for one in found] == [f'{dtype} on h100, exact={one}' for one in exact]
     assert heard[0] == 'compiling the step for h100 ...'
     assert all(one.shrunk == [] and one.smallest == '' for one in found)
+
+
+def test_a_wrong_step_is_told_though_a_search_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config('gpt', 2, 4, train={'dtype': 'float32'})
+
+    class Step:
+        """The emulated step, which is wrong, but can be executed only unchanged."""
+
+        def __init__(self, config, target):
+            self.config = config
+
+        def results(self, *, exact):
+            if self.config != config:
+                raise HloError('%dot.7: no layout')
+            return WRONG
+
+    def culprit(*_: object, **__: object) -> str:
+        raise ValueError('no pass is wrong')
+
+    monkeypatch.setattr('megajax.analysis.inspect.emulated_step.EmulatedStep', Step)
+    monkeypatch.setattr('megajax.analysis.inspect.bisect_pass.culprit', culprit)
+    heard: list[str] = []
+    [found] = run(config, 'h100', bisect=True, minimize=True, say=heard.append)
+    assert found.results == WRONG
+    assert found.smallest == dump(config)
+    assert 'not executed: %dot.7: no layout' in heard
+    assert 'first wrong compiler pass not found: no pass is wrong' in said(found)
 
 
 def test_the_process_of_its_own_runs_what_it_is_told_and_hands_the_result_back(

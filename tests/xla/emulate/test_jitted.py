@@ -258,6 +258,14 @@ def test_a_wrong_program_is_found_output_by_output_with_the_pass_that_made_it_wr
     assert megajax.inspect.run(several, x, count, limit=0.5, bisect=True).ok
 
 
+def test_a_wrong_program_is_told_though_no_pass_is_found(miscompile, monkeypatch):
+    miscompile(' multiply(', ' add(')
+    monkeypatch.setattr(jitted, 'modules', lambda folder: sorted(folder.iterdir())[:1])
+    run = megajax.inspect.run(several, jnp.linspace(3, 4, 64), jnp.arange(64), bisect=True)
+    assert not run.ok
+    assert run.culprit.startswith('not found: no pass is wrong')
+
+
 def test_one_wrong_integer_is_wrong_under_any_limit_and_comes_before_what_is_right(miscompile):
     miscompile(' multiply(', ' add(')
     x, count = jnp.linspace(3, 4, 64), jnp.zeros(64, int).at[5].set(3)
