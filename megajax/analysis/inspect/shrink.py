@@ -8,6 +8,7 @@ from typing import Any
 
 from megajax.core.config import Config
 from megajax.core.config.divisors import divisors
+from megajax.core.config.vision import RelevanceConfig, VisionConfig
 from megajax.core.counts.expert_kernels import KERNEL_STEP
 from megajax.core.counts.parameters import num_parameters
 from megajax.core.counts.runs import layers_of_chunk
@@ -85,11 +86,17 @@ def _changes(config: Config) -> dict[str, Any]:
 
 
 def _head_dim(config: Config) -> int:
-    """Return the head dim, which longrope fixes because it has a divisor for each rotary pair."""
+    """Return the head dim.
+
+    It stays if longrope has a divisor for each rotary pair, and if an odd number of the smaller
+    head's dims would be rotated.
+    """
     scalings = [layer.rope_scaling for layer in config.model.pattern]
     if any(scaling and scaling.type == 'longrope' for scaling in scalings):
         return config.model.head_dim
-    return min(config.model.head_dim, HEAD_DIM)
+    small = min(config.model.head_dim, HEAD_DIM)
+    rotated = int(small * config.model.rotary_fraction)
+    return small if rotated and rotated % 2 == 0 else config.model.head_dim
 
 
 def _layers_of_chunk(config: Config) -> int:
@@ -172,13 +179,12 @@ def _capacity_group(config: Config, context: int, seq_len: int) -> int | None:
 
 def _of_encoder(config: Config, head_dim: int, seq_len: int) -> dict[str, Any]:
     """Return two encoder layers with at most two taps, and images that fit into the sequence."""
-    vision, relevance = config.vision, config.relevance
+    vision = config.vision
     if vision is None:
         return {}
     heads, taps = min(vision.num_heads, 2), min(len(vision.deepstack), 2)
-    patches = vision.unit * (seq_len // 4 // vision.images)
-    if relevance is not None:
-        patches = vision.max_patches // relevance.num_regions * math.prod(REGIONS)
+    images = min(vision.images, seq_len // 4)
+    patches = min(vision.max_patches, vision.unit * (seq_len // 4 // images))
     changes = {
         'vision.num_layers': min(vision.num_layers, 2),
         'vision.num_heads': heads,
@@ -187,7 +193,8 @@ def _of_encoder(config: Config, head_dim: int, seq_len: int) -> dict[str, Any]:
         'vision.patch_size': min(vision.patch_size, 8),
         'vision.positions': min(vision.positions, 8),
         'vision.deepstack': list(range(taps)),
-        'vision.max_patches': min(vision.max_patches, patches),
+        'vision.images': images,
+        'vision.max_patches': patches,
         'vision.min_patches': 0,
         'vision.image_token': min(vision.image_token, VOCAB_SIZE - 1),
         # A layer of cross-attention after each period of the pattern.
@@ -195,12 +202,8 @@ def _of_encoder(config: Config, head_dim: int, seq_len: int) -> dict[str, Any]:
         if vision.is_crossed
         else vision.cross_every,
     }
-    if relevance is not None:
-        changes |= {
-            'relevance.regions': list(REGIONS),
-            'relevance.total_tokens': TOTAL_TOKENS,
-            'relevance.scorer_size': min(relevance.scorer_size, HEAD_DIM),
-        }
+    if config.relevance is not None:
+        changes |= _of_relevance(config.relevance, vision, seq_len)
     if config.model.position == 'mrope':
         pairs = head_dim // 2
         others = [
@@ -209,6 +212,19 @@ def _of_encoder(config: Config, head_dim: int, seq_len: int) -> dict[str, Any]:
         ]
         changes['model.mrope_section'] = [pairs - sum(others), *others]
     return changes
+
+
+def _of_relevance(relevance: RelevanceConfig, vision: VisionConfig, seq_len: int) -> dict[str, Any]:
+    """Return at most two regions per image, and images whose tokens fit into the sequence."""
+    regions = REGIONS if relevance.num_regions > 1 else relevance.regions
+    total = min(relevance.total_tokens, TOTAL_TOKENS)
+    return {
+        'relevance.regions': list(regions),
+        'relevance.total_tokens': total,
+        'relevance.scorer_size': min(relevance.scorer_size, HEAD_DIM),
+        'vision.images': min(vision.images, max(seq_len // total, 1)),
+        'vision.max_patches': vision.max_patches // relevance.num_regions * math.prod(regions),
+    }
 
 
 def _mesh(config: Config) -> dict[str, int]:

@@ -1,5 +1,7 @@
 """The smaller model that `inspect --run` executes keeps every kind of layer."""
 
+import operator
+
 import pytest
 from support import make_config
 
@@ -92,3 +94,41 @@ def test_groups_of_experts_and_of_tokens_stay_several() -> None:
     assert (small.count, small.groups, small.active_groups, small.active) == (16, 8, 4, 2)
     assert (small.first_dense, small.shared_ffn_size, small.capacity_group) == (1, 256, 32)
     assert 'model.experts.count 256 -> 16' in changes
+
+
+@pytest.mark.parametrize(
+    ('name', 'keys', 'kept'),
+    [
+        ('qwen3_vl_2b', ['vision.images=20'], {'vision.images': 16, 'vision.max_patches': 4}),
+        ('qwen3_vl_2b', ['vision.images=2'], {'vision.images': 2, 'vision.max_patches': 32}),
+        (
+            'arr_coc_32b',
+            ['relevance.regions=[1, 1]', 'relevance.total_tokens=400', 'vision.max_patches=1600'],
+            {'relevance.regions': (1, 1), 'vision.max_patches': 1600, 'vision.images': 1},
+        ),
+        (
+            'arr_coc_32b',
+            ['vision.images=3', 'train.seq_len=12800'],
+            {'relevance.regions': (2, 1), 'vision.max_patches': 3200, 'vision.images': 2},
+        ),
+        (
+            'arr_coc_32b',
+            [
+                'relevance.regions=[1, 1]',
+                'relevance.total_tokens=64',
+                'vision.max_patches=1600',
+                'train.seq_len=96',
+            ],
+            {'relevance.total_tokens': 64, 'train.seq_len': 96},
+        ),
+        (
+            'llama3_8b',
+            ['model.head_dim=80', 'model.rotary_fraction=0.4'],
+            {'model.head_dim': 80, 'model.rotary_dim': 32},
+        ),
+        ('llama3_8b', ['model.rotary_fraction=0.5'], {'model.head_dim': 64}),
+    ],
+)
+def test_a_valid_config_stays_valid(name: str, keys: list[str], kept: dict[str, object]) -> None:
+    shrunk, _ = shrink(load(name, keys))
+    assert {path: operator.attrgetter(path)(shrunk) for path in kept} == kept
