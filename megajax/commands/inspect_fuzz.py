@@ -63,6 +63,12 @@ def fuzz(
             print(f'{number}  {described(draw(seed, number, fixed or ()))}')
         return
     check_outputs(out)
+    reports = out.with_suffix('') if minimize else None
+    if reports is not None and (reports == out or reports.is_file()):
+        raise ConfigError(
+            f'--out {out}: with --minimize, the folder {reports} gets the findings, but a file has '
+            f'this name; use a different name, such as --out {out.with_suffix("")}-found.jsonl'
+        )
     from megajax.analysis.fuzz import run
     from megajax.analysis.fuzz.report import line, tables
     from megajax.core.hardware.targets import check_target
@@ -76,7 +82,7 @@ def fuzz(
         target=target,
         fixed=fixed or (),
         jobs=jobs,
-        reports=out.with_suffix('') if minimize else None,
+        reports=reports,
         say=lambda case: progress.print(line(case), style='dim', markup=False, soft_wrap=True),
     )
     Console(highlight=False).print(tables(cases), soft_wrap=True, markup=False)

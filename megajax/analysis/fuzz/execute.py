@@ -1,4 +1,4 @@
-"""Execute random steps in a child process, which prints a line before and after each.
+"""Execute random steps in a child process, which prints lines before and after each.
 
 `megajax.analysis.fuzz.run` starts it. A compiler that crashes or hangs ends only this process.
 """
@@ -28,7 +28,8 @@ MOST_LINES = 12  # most lines of a traceback
 OBJECTS = 100_000  # new objects after which Python collects; tracing a step makes many
 # Other steps use the other cores: waiting for the compiler's threads costs CPU time.
 ONE_THREAD = {'xla_gpu_force_compilation_parallelism': 1}
-BEGUN, DONE = 'begun ', 'done '  # precede a number, and a Case as JSON
+# These precede a number, a Case as JSON that is still to be explained, and the final Case.
+BEGUN, FOUND, DONE = 'begun ', 'found ', 'done '
 
 
 def executed(config: Config, target: str) -> dict[str, Worst]:
@@ -95,10 +96,13 @@ def _executed_or_explained(
 
     def execute(config: Config) -> Case:
         signal.alarm(PATIENCE)
-        return case(config, told, target)
+        tried = case(config, told, target)
+        signal.alarm(0)
+        return tried
 
     found = execute(draw(seed, number, fixed))
     if reports is not None and found.is_finding:
+        print(f'{FOUND}{found.model_dump_json()}', flush=True)
         found = explained(found, execute, Path(reports, f'{seed}-{number}'))
     return found
 

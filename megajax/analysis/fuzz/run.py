@@ -13,17 +13,21 @@ import jax
 
 from megajax.analysis.fuzz.case import Case, Key
 from megajax.analysis.fuzz.draw import LAYOUTS, draw
-from megajax.analysis.fuzz.execute import BEGUN, DONE
+from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND
 from megajax.analysis.inspect.child import call_in_child
 from megajax.base.files.outputs import with_folder
 from megajax.core.config import ConfigError
+from megajax.xla.emulate.result import NOT_FOUND
 
 MOST_STEPS = 40  # most steps per process, because compilers do not return all of their memory
+ENDED = 'the process ended: '
 MOST_CHARACTERS = 2000  # most characters of the error with which a process ends
 
 
 def read(file: Path) -> list[Case]:
     """Return the cases in a file; none if the file does not exist.
+
+    A later line replaces one with the same key.
 
     Raises ConfigError for a line that is not a case, except for an unfinished last line.
     """
@@ -32,12 +36,13 @@ def read(file: Path) -> list[Case]:
     text = file.read_text()
     lines = text.splitlines() if text.endswith('\n') or not text else text.splitlines()[:-1]
     try:
-        return [Case.model_validate_json(line) for line in lines]
+        cases = [Case.model_validate_json(line) for line in lines]
     except ValueError as error:
         raise ConfigError(
             f'{file} was not written by megajax inspect fuzz of this version: '
             f'{str(error).splitlines()[0]}; choose another file'
         ) from error
+    return [*{case.key: case for case in cases}.values()]
 
 
 def fuzz(
@@ -55,14 +60,19 @@ def fuzz(
 
     Cases that `file` already has for this target and version of jax are not executed again; the
     others are appended. `say` is called with each case when it is done. With `reports`, each
-    finding is minimized and bisected, and gets a folder in `reports`.
+    finding is minimized and bisected, and gets a folder in `reports`; a finding that `file` has
+    without this is executed again.
     """
     wanted: dict[Key, int] = {
         (seed, number, target, tuple(fixed), jax.__version__): number for number in range(count)
     }
     found = {case.key: case for case in read(file) if case.key in wanted}
     _end_line(with_folder(file))
-    numbers = (number for key, number in wanted.items() if key not in found)
+    numbers = (
+        number
+        for key, number in wanted.items()
+        if key not in found or (reports is not None and _is_unexplained(found[key]))
+    )
     models = itertools.groupby(numbers, lambda number: number // LAYOUTS)
     left = collections.deque([*layouts] for _, layouts in models)
     lock = threading.Lock()
@@ -80,6 +90,12 @@ def fuzz(
         for done in [pool.submit(_worker, left, at_once, task, lock, keep) for _ in range(jobs)]:
             done.result()
     return [found[key] for key in wanted]
+
+
+def _is_unexplained(case: Case) -> bool:
+    """Return whether a finding can be minimized, which one that ends its process cannot."""
+    is_stopped = case.message.startswith(ENDED) or case.culprit
+    return case.is_finding and not case.smallest and not is_stopped
 
 
 def _end_line(file: Path) -> None:
@@ -111,10 +127,13 @@ def _in_child(
     """Execute steps in one process, and return the numbers that are left after a crash."""
     begun: list[int] = []
     done: set[int] = set()
+    unexplained: dict[int, Case] = {}
 
     def hear(line: str) -> None:
         if line.startswith(BEGUN):
             begun.append(int(line.removeprefix(BEGUN)))
+        elif line.startswith(FOUND):
+            unexplained[begun[-1]] = Case.model_validate_json(line.removeprefix(FOUND))
         elif line.startswith(DONE):
             keep(Case.model_validate_json(line.removeprefix(DONE)))
             done.add(begun[-1])
@@ -129,12 +148,16 @@ def _in_child(
         except RuntimeError as error:
             if not begun or begun[-1] in done:  # the process ended between two steps
                 raise
-            keep(_crashed(task, begun[-1], str(error)))
+            why = f'{ENDED}{str(error)[-MOST_CHARACTERS:]}'
+            if (case := unexplained.get(begun[-1])) is not None:
+                keep(case.model_copy(update={'culprit': f'{NOT_FOUND}{why}'}))
+            else:
+                keep(_failed(task, begun[-1], why))
             done.add(begun[-1])
     return [number for number in numbers if number not in done]
 
 
-def _crashed(task: dict[str, object], number: int, message: str) -> Case:
+def _failed(task: dict[str, object], number: int, message: str) -> Case:
     fixed = task['fixed']
     assert isinstance(fixed, list)
     config = draw(int(str(task['seed'])), number, fixed)
@@ -145,7 +168,7 @@ def _crashed(task: dict[str, object], number: int, message: str) -> Case:
             'jax_version': jax.__version__,
             'config': config.model_dump(mode='json', exclude_unset=True),
             'verdict': 'failed',
-            'message': f'the process ended: {message[-MOST_CHARACTERS:]}',
+            'message': message,
         }
     )
 

@@ -11,7 +11,7 @@ from support import megajax as run_here
 from megajax.analysis.fuzz import run
 from megajax.analysis.fuzz.case import Case, Worst
 from megajax.analysis.fuzz.draw import LAYOUTS, draw
-from megajax.analysis.fuzz.execute import BEGUN, DONE
+from megajax.analysis.fuzz.execute import BEGUN, DONE, FOUND
 from megajax.analysis.fuzz.run import fuzz, read
 from megajax.core.config import ConfigError
 from megajax.core.hardware.targets import has_compiler
@@ -85,6 +85,43 @@ def test_a_step_that_ends_its_process_fails_and_another_process_does_the_rest(
     assert found[1].message.startswith('the process ended: x')
     assert found[1].message.endswith('SIGSEGV')
     assert found == read(file) == said
+
+
+def test_a_finding_is_kept_if_explaining_it_ends_the_process(tmp_path, monkeypatch):
+    wrong = case(0, 'wrong')
+
+    def child(module, file, *, target, say):
+        say(f'{BEGUN}0')
+        say(f'{FOUND}{wrong.model_dump_json()}')
+        raise RuntimeError('SIGSEGV')
+
+    monkeypatch.setattr(run, 'call_in_child', child)
+    file, reports = tmp_path / 'it.jsonl', tmp_path / 'it'
+    [found] = fuzz(file, seed=3, count=1, target='h100', reports=reports)
+    culprit = 'not found: the process ended: SIGSEGV'
+    assert found == wrong.model_copy(update={'culprit': culprit})
+    assert fuzz(file, seed=3, count=1, target='h100', reports=reports) == read(file) == [found]
+
+
+def test_findings_that_are_not_minimized_are_executed_again_to_be_minimized(tmp_path, monkeypatch):
+    started = children(monkeypatch, lambda number: '')
+    cases = case(0), case(1, 'wrong'), case(2, 'wrong', smallest='a=1'), case(3, 'failed')
+    file = written(tmp_path / 'it.jsonl', *cases, case(4, 'failed', message=f'{run.ENDED}SIGSEGV'))
+    options = {'seed': 3, 'count': 5, 'target': 'h100'}
+    assert fuzz(file, **options) == read(file)
+    assert started == []
+    found = fuzz(file, **options, reports=tmp_path / 'it')
+    assert started == [[1, 3]]
+    assert read(file) == found
+    assert [each.verdict for each in found] == ['right', 'right', 'wrong', 'right', 'failed']
+
+
+@pytest.mark.parametrize('name', ['it', 'it.jsonl'])
+def test_a_file_in_the_place_of_the_findings_is_rejected(tmp_path, name):
+    written(tmp_path / 'it', case(0))
+    done = run_here('inspect', 'fuzz', 1, '--out', tmp_path / name, '--minimize')
+    assert done.returncode == 2
+    assert 'it-found.jsonl' in done.stderr
 
 
 def test_a_process_that_ends_before_a_step_is_an_error(tmp_path, monkeypatch):
