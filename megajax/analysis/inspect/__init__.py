@@ -7,6 +7,7 @@
 `megajax.inspect.known_miscompiles` and `gathered_experts` read any compiled program.
 """
 
+import functools
 import importlib
 import sys
 import types
@@ -121,13 +122,17 @@ def known_miscompiles(program: Any) -> list[str]:
     """Return a line for each instruction of a compiled program that matches a known XLA miscompile.
 
     `program` is compiled HLO text or the result of `jax.jit(f).lower(...).compile()`.
-    `docs/miscompiles.md` lists the known miscompiles, and which of the findings a correct program
-    can show as well.
+    `docs/miscompiles.md` lists the known miscompiles. A match that a correct program can have as
+    well is left out unless the installed compiler has the bug.
     """
-    from megajax.xla.miscompiles import detect
-
     text = program if isinstance(program, str) else program.as_text()
-    return [str(finding) for finding in detect(text)]
+    return _known_miscompiles(text, 'cpu')
+
+
+def _known_miscompiles(text: str, target: str) -> list[str]:
+    from megajax.xla.miscompiles import confirmed, detect
+
+    return [str(finding) for finding in confirmed(detect(text), target)]
 
 
 def gathered_experts(program: Any) -> list[str]:
@@ -196,7 +201,7 @@ def run(
         compiler_options=compiler_options,
         bisect=bisect,
         seed=seed,
-        detect=known_miscompiles,
+        detect=functools.partial(_known_miscompiles, target=target),
     )
 
 

@@ -21,7 +21,7 @@ from megajax.xla.hlo.collectives import collectives
 from megajax.xla.hlo.products import products
 from megajax.xla.hlo.program import Program
 from megajax.xla.hlo.text import program_text
-from megajax.xla.miscompiles import detect_in
+from megajax.xla.miscompiles import confirmed, detect_in
 
 
 class FunctionTransfer(Result):
@@ -105,7 +105,7 @@ def inspect_function(
         transfers=_transfers(program, sizes),
         matmul_flops=sum(product.flops * times for product, _, _, times in products(program)),
         unknown_loops=program.runs.unknown_loops,
-        known_miscompiles=[str(finding) for finding in detect_in(program)],
+        known_miscompiles=[str(finding) for finding in confirmed(detect_in(program), target)],
     )
 
 

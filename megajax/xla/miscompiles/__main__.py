@@ -3,8 +3,7 @@
 import sys
 
 from megajax.xla.miscompiles.entry import Miscompile
-from megajax.xla.miscompiles.guard import DEFAULT_TARGET
-from megajax.xla.miscompiles.probe import Answer, ask
+from megajax.xla.miscompiles.probe import DEFAULT_TARGET, Answer, ask
 from megajax.xla.miscompiles.register import REGISTER
 
 

@@ -10,10 +10,9 @@ from megajax.base.errors import Problem, mistake
 from megajax.core.config import Config, ConfigError, MiscompileError
 from megajax.core.hardware.targets import GPUS
 from megajax.xla.miscompiles.entry import Miscompile, Option, Options, Sighting
-from megajax.xla.miscompiles.probe import ask, confirmed
+from megajax.xla.miscompiles.probe import DEFAULT_TARGET, ask, confirmed
 from megajax.xla.miscompiles.register import REGISTER, detect
 
-DEFAULT_TARGET = 'h100'  # stands for a GPU without a record
 _PIPELINED = ('xla_gpu_enable_pipelined_p2p', 'xla_gpu_experimental_pipeline_parallelism_opt_level')
 _OFF = 'false', '0', 'disable'
 _LISTS = ('xla_disable_hlo_passes',)  # options with comma-separated values

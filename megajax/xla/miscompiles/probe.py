@@ -14,6 +14,7 @@ from megajax.xla.hlo.program import Program
 from megajax.xla.miscompiles import answers
 from megajax.xla.miscompiles.entry import Miscompile, Options, Sighting, find
 
+DEFAULT_TARGET = 'h100'  # stands for a GPU without a record
 _FAILURES = RuntimeError, ValueError, TypeError  # XLA's errors are RuntimeErrors
 
 
@@ -82,11 +83,12 @@ def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
 
 
 def confirmed(findings: Sequence[Sighting], target: str) -> list[Sighting]:
-    """Return the findings that count for `target`.
+    """Return the findings that count for `target`; with cpu, GPU programs are DEFAULT_TARGET's.
 
     If a correct program can show a finding too, the finding is dropped unless the compiler has the
     bug.
     """
+    target = DEFAULT_TARGET if target == 'cpu' else target
     return [
         finding
         for finding in findings

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import megajax
 from megajax.analysis.inspect import known_miscompiles
-from megajax.xla.miscompiles import REGISTER, detect
+from megajax.xla.miscompiles import REGISTER, ask, confirmed, detect
 from megajax.xla.miscompiles.dense_ragged_dot import DENSE_RAGGED_DOT
 from megajax.xla.miscompiles.double_matmul import DOUBLE_MATMUL
 from megajax.xla.miscompiles.empty_permute import EMPTY_PERMUTE
@@ -100,6 +101,18 @@ def test_a_ragged_dot_on_cpus_and_each_of_its_gradients_repeat_the_rows_for_each
     lines = known_miscompiles(jax.jit(jax.grad(loss, (0, 1))).lower(*arrays).compile())
     assert len(lines) == (3 if count > 1 else 0)
     assert all(f'{count} times the FLOPs' in line for line in lines)
+
+
+def test_what_a_right_program_shows_too_counts_only_if_the_compiler_has_the_fault() -> None:
+    text, faults = texts.small_dot(40_000, 3), int(bool(ask(SMALL_DOT, 'cpu').is_faulty))
+    assert len(detect(text)) == 1
+    assert len(known_miscompiles(text)) == len(confirmed(detect(text), 'cpu')) == faults
+    rows = jax.ShapeDtypeStruct((40_000, 3), jnp.float32)
+    mesh = jax.make_mesh((1,), ('x',))
+    squares = jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2))
+    assert len(megajax.inspect(squares, rows, mesh=mesh).known_miscompiles) <= faults
+    biased = texts.product(1.5, 'BIAS')
+    assert len(known_miscompiles(biased)) == int(bool(ask(SCALED_BIAS, 'h100').is_faulty))
 
 
 def test_a_compiled_function_is_read_as_its_text_is() -> None:
