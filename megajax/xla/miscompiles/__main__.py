@@ -1,7 +1,9 @@
 """`python -m megajax.xla.miscompiles [TARGET]`: one line per bug of the installed XLA."""
 
-import sys
+import argparse
 
+from megajax.core.hardware.records import record_name
+from megajax.core.hardware.targets import GPUS
 from megajax.xla.miscompiles.entry import Miscompile
 from megajax.xla.miscompiles.probe import DEFAULT_TARGET, Answer, ask
 from megajax.xla.miscompiles.register import REGISTER
@@ -29,5 +31,17 @@ def _deed(entry: Miscompile, answer: Answer) -> str:
     return 'inspect and train reject an affected program'
 
 
+def main() -> None:
+    """Print the report for the GPU that the command line names."""
+    parser = argparse.ArgumentParser(prog='python -m megajax.xla.miscompiles')
+    parser.add_argument(
+        'target', nargs='?', default=DEFAULT_TARGET, type=record_name, help='GPU to compile for'
+    )
+    target = parser.parse_args().target
+    if target not in GPUS:
+        parser.error(f'target {target}: choose among {", ".join(GPUS)}')
+    print('\n'.join(report(target)))
+
+
 if __name__ == '__main__':
-    print('\n'.join(report(*sys.argv[1:] or [DEFAULT_TARGET])))
+    main()

@@ -277,6 +277,21 @@ def test_the_report_says_of_each_fault_what_is_done_about_it(answers: Answers) -
     assert 'are rejected (mesh.sequence_parallel, model.bias, mesh.data)' in uncured
 
 
+@pytest.mark.usefixtures('answers')
+def test_the_command_takes_a_gpu_by_any_of_its_names_and_rejects_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for names in (['H100'], ['a100'], []):
+        monkeypatch.setattr('sys.argv', ['miscompiles', *names])
+        __main__.main()
+        assert capsys.readouterr().out == f'none of the {len(REGISTER)} known miscompiles\n'
+    for names, message in ((['h1000'], 'target h1000: choose among a100'), (['a', 'b'], 'b')):
+        monkeypatch.setattr('sys.argv', ['miscompiles', *names])
+        with pytest.raises(SystemExit, match='2'):
+            __main__.main()
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ('mesh', 'is_refused'),
     [

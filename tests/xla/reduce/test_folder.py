@@ -46,6 +46,16 @@ def test_a_mistake_ends_with_one_line_before_the_search(
     assert capsys.readouterr().err.splitlines()[-1].endswith(f'error: {message}')
 
 
+def test_a_target_that_there_is_not_is_named_before_the_folder_is_written(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, 'argv', ['reduce', 'dumps', f'{tmp_path}/out', '--target', 'h1000'])
+    with pytest.raises(SystemExit, match='2'):
+        main()
+    assert 'target h1000: choose among a100, b200' in capsys.readouterr().err
+    assert not (tmp_path / 'out').exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ('entry', 'culprit'),
