@@ -54,6 +54,7 @@ from megajax.xla.emulate.result import NOT_FOUND, GpuRun, Leaf
 _FLOAT_8, _FLOAT_16 = re.compile(r'\bf8\w+\['), re.compile(r'\bb?f16\[')
 _PASS_OTHERS = 'pass arguments for which it is (abstract ones are drawn at random)'
 _NO_BITS = 'exact=True: the function reads the bits of 8- or 16-bit values as integers'
+_ONLY_ON_GPUS = re.compile('UNIMPLEMENTED|not supported by dot_general on CPU')
 NUDGES = 4  # random changes of the inputs' last digits
 MARGIN = 4  # ratio of an output's limit to its change when the arguments are nudged
 Arrays = Sequence[np.ndarray]
@@ -155,8 +156,9 @@ def _pass_a_reference() -> Iterator[None]:
     """Turn the error of an operation that CPUs do not have into a ValueError with the fix."""
     try:
         yield
-    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and 'UNIMPLEMENTED' not in str(error):
+    except (NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
+        is_missing = _ONLY_ON_GPUS.search(str(error))
+        if not (is_missing or isinstance(error, NotImplementedError)):
             raise
         raise ValueError(f'the function needs a GPU: pass reference= ({error})') from error
 

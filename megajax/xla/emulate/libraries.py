@@ -98,22 +98,26 @@ def _matmul(
 ) -> Arrays:
     """Compute cuBLASLt's alpha A B + beta C, plus the unscaled bias, then the activation.
 
-    The bias runs along the dim that is contiguous in memory.
+    The bias runs along the dim that is contiguous in memory. Integers are summed as integers.
     """
+    is_whole = jnp.issubdtype(results[0].abstract().dtype, jnp.integer)
+    number, wide = (int, _s32) if is_whole else (float, _wide)
+    if is_whole and not (float(config['alpha_real']).is_integer() and config['beta'] in (0, 1)):
+        raise HloError(f'no translation for a matmul of integers with fractions: {config}')
     rest, epilogue, dims = [*others], config['epilogue'], config['dot_dimension_numbers']
     batch, contracting = (
         tuple(tuple(map(int, dims.get(f'{side}_{kind}_dimensions', ()))) for side in ('lhs', 'rhs'))
         for kind in ('batch', 'contracting')
     )
-    y = config['alpha_real'] * lax.dot_general(
-        _wide(a), _wide(b), ((contracting[0], contracting[1]), (batch[0], batch[1]))
+    y = number(config['alpha_real']) * lax.dot_general(
+        wide(a), wide(b), ((contracting[0], contracting[1]), (batch[0], batch[1]))
     )
     if config['beta']:
-        y = y + config['beta'] * _wide(rest.pop(0))
+        y = y + number(config['beta']) * wide(rest.pop(0))
     if 'BIAS' in epilogue:
         minor = results[0].order[-1]
         others_dims = [dim for dim in range(y.ndim) if dim != minor]
-        y = y + jnp.expand_dims(_wide(rest.pop(0)), others_dims)
+        y = y + jnp.expand_dims(wide(rest.pop(0)), others_dims)
     before_activation = y
     if 'GELU' in epilogue:
         y = jax.nn.gelu(y, approximate=True)
@@ -205,6 +209,10 @@ def _per_query_head(x_BYKH: jax.Array, q_BSNH: jax.Array) -> jax.Array:
 
 def _wide(x: jax.Array) -> jax.Array:
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+
+def _s32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.int32)
 
 
 def _as_results(outputs: Sequence[jax.Array], results: Sequence[Shape]) -> Arrays:

@@ -363,6 +363,15 @@ def test_a_reference_takes_the_place_of_one_device_and_must_return_as_much(stand
         megajax.inspect.run(lambda x: 2 * x, x, reference=lambda x: (x, x))
 
 
+def test_an_operation_of_gpus_alone_needs_a_reference(stand_in):
+    x = np.ones((4, 4), np.float32)
+    tf32 = functools.partial(jnp.dot, precision=jax.lax.DotAlgorithmPreset.TF32_TF32_F32)
+    traced = jax.jit(tf32).trace(x, x)
+    needs_reference = pytest.raises(ValueError, match='the function needs a GPU: pass reference=')
+    with needs_reference, jitted._pass_a_reference():
+        CpuModule(traced)
+
+
 def test_a_typed_key_goes_to_a_reference_as_a_key_of_its_own_kind(stand_in):
     key = jax.random.key(3, impl='rbg')
     halves = megajax.inspect.run(jax.random.split, key, reference=jax.random.split)

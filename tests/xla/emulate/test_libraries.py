@@ -63,6 +63,24 @@ def test_products_of_cublas_are_scaled_then_biased_then_activated():
             close(found[f'%{epilogue}.1'], before)
 
 
+def test_integers_are_summed_as_integers():
+    a, b, c = np.full((1, 5, 4096), 127, np.int8), np.full((1, 4096, 4), 127, np.int8), 3
+    b[0, 7] = -3
+    lines = [
+        '%a = s8[5,4096]{1,0} parameter(0)',
+        '%b = s8[4096,4]{1,0} parameter(1)',
+        '%c = s32[5,4]{1,0} parameter(2)',
+        f'%y = s32[5,4]{{1,0}} custom-call(%a, %b, %c), {product("DEFAULT", alpha=1.0, beta=1.0)}',
+    ]
+    [found] = executed(module(lines), a, b, np.full((1, 5, 4), c, np.int32))
+    expected = 4095 * 127**2 - 3 * 127 + c
+    assert expected > 2**24
+    assert expected % 2  # which fp32 would round
+    np.testing.assert_array_equal(found, np.full((1, 5, 4), expected))
+    with pytest.raises(HloError, match='integers with fractions'):
+        for_cpu(module([*lines[:3], lines[3].replace('1.0', '0.5')]), 1)
+
+
 def test_a_product_of_batches_is_one_of_each():
     a, b, c = random(1, 3, 5, 8), random(1, 8, 3, 4), random(1, 3, 5, 4)
     dims = {
