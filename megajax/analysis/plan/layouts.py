@@ -248,7 +248,11 @@ def _overlaps(config: Config) -> Iterator[Config]:
 
 
 def is_frugal(config: Config) -> bool:
-    """Return whether a layout is among those of its mesh that need the least memory."""
+    """Return whether a layout is among those of its mesh that need the least memory.
+
+    Every mesh that can be divided has one. With context shards, rings are left out, because each
+    mesh also has a layout with an all-gather or an exchange of heads.
+    """
     shards = ('weights',) if config.mesh.stages == 1 else ('optimizer', 'weights')
     is_sharded = config.mesh.data * config.mesh.context > 1
     return (
@@ -256,7 +260,7 @@ def is_frugal(config: Config) -> bool:
         and config.optim.shard in (shards if is_sharded else ('none',))
         and config.mesh.replicas == 1
         and (config.train.microbatches == 1 or config.microbatch_rows <= 2 * config.mesh.model_rows)
-        and config.mesh.context_exchange == 'gather'
+        and (config.mesh.context == 1 or config.mesh.context_exchange != 'ring')
     )
 
 
