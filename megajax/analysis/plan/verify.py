@@ -4,6 +4,7 @@ from megajax.analysis.inspect.child import compile_in_child
 from megajax.analysis.plan.memory import memory
 from megajax.analysis.plan.result import Plan
 from megajax.core.config import Config, ConfigError
+from megajax.core.config.rules import incompatibilities
 from megajax.core.hardware.targets import GPUS, check_target
 
 
@@ -17,11 +18,19 @@ def check_verify(gpu: str) -> None:
 def verified(plan: Plan, gpu: str) -> Plan:
     """Return the plan with the bytes that XLA plans for its layout and for the fastest one.
 
-    If they are the same layout, it is compiled once.
+    If they are the same layout, it is compiled once. Raises ConfigError before compiling if
+    megajax's step does not support one of them, which another program's may.
     """
-    compiled = _compiled_bytes(plan.planned(), gpu, plan)
     is_best = plan.config == plan.best_config
-    best = compiled if is_best else _compiled_bytes(plan.fastest(), gpu, plan)
+    planned, fastest = plan.planned(), plan.fastest()
+    if problems := incompatibilities(planned) or incompatibilities(fastest):
+        raise ConfigError(
+            *problems,
+            "--verify compiles megajax's step, which does not support this config: leave out "
+            f'--verify to plan it for --program {plan.program}',
+        )
+    compiled = _compiled_bytes(planned, gpu, plan)
+    best = compiled if is_best else _compiled_bytes(fastest, gpu, plan)
     return plan.model_copy(update={'compiled_bytes': compiled, 'best_compiled_bytes': best})
 
 
