@@ -15,30 +15,32 @@ def accepted(config: Config, cluster: Cluster) -> Config | None:
     A layout whose tensor-parallel groups span hosts, and more than NVLink joins, has
     `mesh.allow_model_across_hosts` set.
     """
+    if not rejection(config, cluster):
+        return config
+    permitted = changed(config, mesh__allow_model_across_hosts=True)
+    return None if rejection(permitted, cluster) else permitted
+
+
+def rejection(config: Config, cluster: Cluster) -> str:
+    """Return the error of training with a layout on the hosts of a cluster; empty if it trains."""
     mesh = config.mesh
     per_host, most = cluster.devices_per_host, cluster.most_joined
     # Training knows how many GPUs NVLink joins, but not how many of them each domain has.
     domain = most if most > per_host else 0
-
-    def is_accepted(cross_hosts: bool) -> bool:
-        return _is_accepted(per_host, domain, cross_hosts, tuple(mesh.sizes.items()))
-
-    if is_accepted(mesh.allow_model_across_hosts):
-        return config
-    return changed(config, mesh__allow_model_across_hosts=True) if is_accepted(True) else None
+    return _rejection(per_host, domain, mesh.allow_model_across_hosts, tuple(mesh.sizes.items()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_accepted(
+def _rejection(
     per_host: int, domain: int, cross_hosts: bool, axes: tuple[tuple[str, int], ...]
-) -> bool:
+) -> str:
     sizes = dict(axes)
     hosts = _hosts(math.prod(sizes.values()), per_host, domain)
     try:
         check_hosts(hosts, sizes, cross_hosts=cross_hosts)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return str(error)
+    return ''
 
 
 @functools.lru_cache(maxsize=8)

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from megajax.analysis.plan.accepted import rejection
 from megajax.analysis.plan.band import band
 from megajax.analysis.plan.describe import describe, mesh_name, needs, why_slower
 from megajax.analysis.plan.goodput import GPU_HOURS_TO_FAILURE, Faults, faults
@@ -83,6 +84,7 @@ def plan(
         program=program,
         **_band(planned, time, cluster, software),
         is_from_search=not is_own,
+        train_error=(rejection(planned, cluster) or None) if software.is_own else None,
         tokens=tokens,
         days=time.days(tokens) if tokens else None,
         cost=_cost(time, cluster, tokens or TOKENS, price),

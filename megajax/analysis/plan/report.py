@@ -32,6 +32,7 @@ def tables(plan: Plan) -> RenderableType:
     return Group(
         Text(f'{plan.gpus} x {plan.hardware}, {count(hosts, "host")} of {plan.gpus_per_host}'),
         Text(f'{origin}{timed}: {plan.layout.name}'),
+        *_train_error(plan),
         Text(plan.efficiencies),
         *(
             [Text(f'times {_band(plan)}: {"; ".join(plan.band_reasons)}')]
@@ -65,6 +66,12 @@ def tables(plan: Plan) -> RenderableType:
             if verdict
         ),
     )
+
+
+def _train_error(plan: Plan) -> list[Text]:
+    if plan.train_error is None:
+        return []
+    return [Text(f'train rejects this layout: {plan.train_error}', style='bold red')]
 
 
 def _what_if(plan: Plan) -> list[RenderableType]:

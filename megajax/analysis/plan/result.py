@@ -160,6 +160,11 @@ class Plan(Result):
         description='whether the planned layout is the fastest, because the mesh of the config has '
         'a different number of GPUs'
     )
+    train_error: str | None = Field(
+        default=None,
+        description='the error of `train` with the planned layout on these hosts; None if it '
+        'trains, and for another program',
+    )
     memory: list[MemoryLine]
     memory_moment: str = Field(description='the part of the step that needs the most memory')
     memory_available: int = Field(description='usable bytes per GPU')

@@ -2,6 +2,7 @@
 
 import pytest
 
+import megajax
 from megajax.analysis.plan.accepted import accepted
 from megajax.analysis.plan.layouts import Mesh, changed
 from megajax.analysis.plan.network import Cluster
@@ -73,3 +74,29 @@ def test_a_layout_for_more_gpus_than_part_of_a_host_is_judged_on_full_hosts():
     larger = that_fits(config, 16, Cluster.of(hardware('h100'), 2), MEGAJAX)
     assert larger.mesh.model == 8
     assert not larger.mesh.allow_model_across_hosts
+
+
+ACROSS = 'mesh.data=1', 'mesh.model=16'
+FLAT = 'mesh.model=1', 'optim.shard=weights'
+GRID = 'mesh.model_rows=2', 'mesh.model=2', 'mesh.sequence_parallel=true', 'optim.shard=weights'
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'message'),
+    [
+        (ACROSS, 'or mesh.allow_model_across_hosts=true'),
+        ((*ACROSS, 'mesh.allow_model_across_hosts=true'), None),
+        (('mesh.data=24', 'mesh.replicas=3', *FLAT), None),
+        (('mesh.data=24', 'mesh.replicas=2', *FLAT), 'set mesh.replicas=3'),
+        (('mesh.data=4', 'mesh.replicas=2', *GRID), 'set mesh.replicas=1, or mesh.model_rows=1'),
+    ],
+)
+def test_a_plan_of_a_layout_gives_the_error_that_training_raises(overrides, message):
+    config = load('gpt2_345m', ['train.batch_size=24', 'train.microbatches=1', *overrides])
+    plan = megajax.plan(config, gpu='h100')
+    if message is None:
+        assert plan.train_error is None
+        assert 'train rejects' not in str(plan)
+    else:
+        assert message in plan.train_error
+        assert f'train rejects this layout: {plan.train_error}'[:100] in str(plan)
