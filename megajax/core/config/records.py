@@ -24,12 +24,13 @@ def read_record(
 ) -> Record:
     """Read a record from a YAML file; `hint` is added to the error if there is no such file.
 
-    `complete` adds the values that a record takes from a different file.
+    `complete` adds the values that a record takes from a different file; its ConfigError need not
+    name `file`.
 
     Raises ConfigError with every mistake in the file.
     """
     try:
-        return kind.model_validate(complete(parse(read_text(file))))
+        return kind.model_validate(_completed(parse(read_text(file)), complete, file))
     except FileNotFoundError:
         raise ConfigError(f'{file}: no such file{hint}') from None
     except OSError as error:
@@ -44,3 +45,10 @@ def read_record(
                 for detail in details
             )
         ) from error
+
+
+def _completed(record: Any, complete: Callable[[Any], Any], file: Path | Traversable) -> Any:
+    try:
+        return complete(record)
+    except ConfigError as error:
+        raise ConfigError(*(f'{file}: {problem}' for problem in error.problems)) from error

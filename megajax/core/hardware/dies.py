@@ -6,11 +6,13 @@ clock.
 """
 
 import functools
+import math
 from importlib import resources
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
+from megajax.base.errors import ConfigError
 from megajax.core.config.records import read_record
 from megajax.core.config.section import Section
 
@@ -115,16 +117,50 @@ def die(name: str) -> Die:
 
 
 def with_die(record: Any) -> Any:
-    """Return a GPU's record with the efficiencies of its die, if it names one."""
-    if not isinstance(record, dict) or not {'die', 'power', 'peak_flops', 'sources'} <= {*record}:
+    """Return a GPU's record with the efficiencies of its die, if it names one.
+
+    Raises ConfigError for figures from which the clock does not follow, and for efficiencies that
+    are not the die's.
+    """
+    if not isinstance(record, dict) or not isinstance(name := record.get('die'), str):
         return record
-    if record['die'] is None:
-        return record
-    shared = die(record['die'])
-    clock = shared.clock(float(record['power']), float(record['peak_flops']['bfloat16']))
-    return record | {
-        'efficiency': shared.efficiency.at_clock(clock).model_dump(),
-        'reference': shared.reference.model_dump(),
-        'fit': shared.fit and shared.fit.model_dump(),
-        'sources': shared.sources | record['sources'],
+    shared = die(name)
+    peaks = record.get('peak_flops')
+    peak = _figure('peak_flops.bfloat16', peaks.get('bfloat16') if isinstance(peaks, dict) else 0)
+    clock = shared.clock(_figure('power', record.get('power')), peak)
+    of_die: dict[str, Section | None] = {
+        'efficiency': shared.efficiency.at_clock(clock),
+        'reference': shared.reference,
+        'fit': shared.fit,
     }
+    for key, values in of_die.items():
+        if key in record and not _is_same(record[key], values):
+            raise ConfigError(
+                f'{key}: differs from the values of die: {name}; leave out {key} to use these, or '
+                'leave out die and give efficiency, reference and their sources'
+            )
+    sources = record.get('sources')
+    return record | {
+        **{key: values and values.model_dump() for key, values in of_die.items()},
+        'sources': shared.sources | sources if isinstance(sources, dict) else sources,
+    }
+
+
+def _figure(key: str, value: Any) -> float:
+    """Return a figure of a record that names a die; raise ConfigError if it is not positive."""
+    if isinstance(value, int | float) and 0 < value < math.inf:
+        return float(value)
+    raise ConfigError(
+        f'{key}: the clock of a die follows from it; give a positive number, or leave out die and '
+        'give efficiency, reference and their sources'
+    )
+
+
+def _is_same(given: Any, own: Section | None) -> bool:
+    """Return whether a section that a record gives has the values of its die."""
+    if given is None or own is None:
+        return given is own
+    try:
+        return type(own).model_validate(given) == own
+    except ValidationError:
+        return False
