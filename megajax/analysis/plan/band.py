@@ -51,7 +51,7 @@ def band(config: Config, time: StepTime, cluster: Cluster, program: Software) ->
 
 def _of_rows(fit: Fit, seen: Seen | None, program: Software) -> tuple[float, str]:
     if not fit.programs:
-        return fit.band, f'{fit.rows} measured steps'
+        return fit.band, count(fit.rows, 'measured step')
     if seen is None:
         return math.hypot(
             fit.band, OTHER_PROGRAM

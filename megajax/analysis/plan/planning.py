@@ -26,9 +26,11 @@ from megajax.analysis.plan.time import StepTime, step_time
 from megajax.analysis.plan.verdicts import on_experts, on_grids, on_sharding, on_tensor_parallelism
 from megajax.analysis.plan.what_if import what_if
 from megajax.analysis.plan.window_verdict import on_windows
+from megajax.base.render.units import count
 from megajax.core.config import Config, ConfigError, dump
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.flops import is_gpt, narayanan_flops
+from megajax.core.hardware.dies import Fit
 from megajax.core.hardware.records import Hardware, LinkName, hardware
 
 TOKENS = 1e9  # default number of tokens for the cost
@@ -230,12 +232,15 @@ def _efficiencies(gpu: Hardware, dtype: str) -> str:
         dtypes = {name for seen in (fit.programs.values() if fit else ()) for name in seen.dtypes}
         basis = 'fitted' if 'fp8' in dtypes else 'an assumption'
         parts.append(f'FP8 matmul {reached.matmul * reached.fp8:.0%} ({basis})')
-    source = (
-        f'fitted to {fit.rows} published throughputs, mean error {fit.mean:.1%}'
-        if fit
-        else 'unverified: no published throughput'
-    )
-    return f'efficiency vs. peak: {", ".join(parts)}; {source}'
+    return f'efficiency vs. peak: {", ".join(parts)}; {_fitted_to(fit)}'
+
+
+def _fitted_to(fit: Fit | None) -> str:
+    if fit is None:
+        return 'unverified: no published throughput'
+    # A calibration fits the machine's own steps, which are of no program.
+    rows = 'published throughput' if fit.programs else 'measured step'
+    return f'fitted to {count(fit.rows, rows)}, mean error {fit.mean:.1%}'
 
 
 def _layout(choice: Choice, ranking: Ranking, available: int) -> Candidate:

@@ -224,3 +224,13 @@ def test_the_command_measures_for_as_long_as_it_is_told(tmp_path, monkeypatch):
         app, ['plan', 'calibrate', str(tmp_path / 'here.yaml'), '--seconds', '7']
     )
     assert done.output == 'here.yaml in 7 s\n'
+
+
+def test_a_plan_names_the_steps_of_this_machine_as_what_it_was_fitted_to(tmp_path):
+    config = config_for(1, is_gpu=True)
+    own = fitted_to_step(hardware('h100').model_copy(update={'die': None}), config, [0.3] * 5)
+    (file := tmp_path / 'mine.yaml').write_text(own.model_dump_json())  # JSON is YAML
+    calibrated, known = (megajax.plan(config, gpu=gpu) for gpu in (file, 'h100'))
+    assert 'fitted to 1 measured step, mean error' in calibrated.efficiencies
+    assert calibrated.band_reasons[0].startswith('1 measured step (')
+    assert 'published throughputs, mean error' in known.efficiencies
