@@ -182,11 +182,12 @@ def _over_row(collective: Collective, scope: str | None, config: Config) -> Site
 def phase_of(op_name: str) -> Phase:
     """Return the phase of a path, from jax's transformations in it.
 
-    The overlap schedule recomputes and differentiates inside the scope of recomputation. The path
-    of its derivatives then has a transposition in or after that scope.
+    The overlap schedule recomputes and differentiates inside the backward pass, and a norm saves
+    its statistics. The path of a derivative then has a second transposition. A loop over a pattern
+    of layers has another one, without a name.
     """
-    before, scope, after = op_name.partition('rematted_computation')
-    if scope and 'transpose(' not in before.rpartition('/')[2] + after:
+    named = op_name.replace('transpose(jvp())', '').count('transpose(')
+    if 'rematted_computation' in op_name and named < 2:
         return 'recompute'
     if 'transpose(' in op_name:
         return 'backward'

@@ -147,7 +147,7 @@ class Checkpoints:
             raise
         except Exception as error:
             raise CheckpointError(f'{path} cannot be restored: {reason(error)}') from error
-        log_schedule(there, here, taken=int(state.guard.taken))
+        log_schedule(there, here, taken=int(state.guard.taken.addressable_data(0)))
         return state
 
     def poll(self, step: int) -> bool:

@@ -109,6 +109,7 @@ def test_keys_of_half_a_batch_are_attentions_too(kind, overlap, halves):
         # The overlap schedule differentiates inside the scope.
         ('transpose(jvp(layers))/transpose(jvp(rematted_computation/mlp))/dot', 'backward'),
         ('transpose(jvp(layers))/rematted_computation/transpose(jvp(mlp))/dot', 'backward'),
+        ('transpose(jvp(layers))/transpose(jvp(qk_norm))/rematted_computation/sum', 'backward'),
         # A pipeline stage recomputes in no transposition.
         ('while/body/recompute/vmap(jvp(layers))/mlp/dot', 'recompute'),
     ],

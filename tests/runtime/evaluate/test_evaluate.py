@@ -153,7 +153,7 @@ def spied(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Scorer, list
         shapes.append(token_BS.shape)
         return label_BS.astype(np.float32), label_BS % 2 == 0
 
-    monkeypatch.setattr('megajax.runtime.evaluate.score._make_score', lambda _: score)
+    monkeypatch.setattr('megajax.runtime.evaluate.score._make_score', lambda *_: score)
     return Scorer(config, nnx.State({})), shapes
 
 
