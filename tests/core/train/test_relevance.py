@@ -99,9 +99,10 @@ def test_levels_loss_and_gradients_are_those_of_one_device(config: Config) -> No
     (expected_loss, expected, level), (loss, gradients, levels) = map(results, (alone, config))
     np.testing.assert_array_equal(levels, level)
     assert relative_error(loss, expected_loss) <= LIMIT
-    # Attention to 400 vectors of noise cancels most of what relevance could learn from: on one
-    # device, parameters that differ in their last bit change gradients by up to 1.1e-5.
-    assert_close(gradients, expected, 4 * LIMIT if config.vision.is_crossed else LIMIT)
+    # On one device, parameters that differ in their last bit change gradients by up to 2.5e-6, and
+    # with cross-attention by up to 1.1e-5: attention to 400 vectors of noise cancels most of what
+    # relevance could learn from. Sums over eight devices add up to 5.1e-6.
+    assert_close(gradients, expected, (4 if config.vision.is_crossed else 2) * LIMIT)
 
 
 @pytest.mark.slow
