@@ -147,7 +147,8 @@ class Checkpoints:
             raise
         except Exception as error:
             raise CheckpointError(f'{path} cannot be restored: {reason(error)}') from error
-        log_schedule(there, here, taken=int(state.guard.taken.addressable_data(0)))
+        # Of a copy: an array whose value is read keeps a copy of its shards.
+        log_schedule(there, here, taken=int(state.guard.taken + 0))
         return state
 
     def poll(self, step: int) -> bool:
