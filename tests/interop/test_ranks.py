@@ -285,6 +285,13 @@ def test_arguments_become_a_model() -> None:
         read_arguments({'num_layers': 2}, 'x')
 
 
+def vocab_size(arguments: dict[str, Any]) -> int:
+    """The tokens of a checkpoint of a small model with these arguments."""
+    model = {'num_layers': 2, 'hidden_size': 16, 'num_attention_heads': 4}
+    keys = read_arguments(model | {'max_position_embeddings': 8} | arguments, 'x')
+    return keys['vocab_size']
+
+
 @pytest.mark.parametrize(
     ('arguments', 'size'),
     [
@@ -301,14 +308,7 @@ def test_arguments_become_a_model() -> None:
 def test_the_tokens_of_a_checkpoint_are_those_of_its_release(
     arguments: dict[str, Any], size: int
 ) -> None:
-    base = {
-        'num_layers': 2,
-        'hidden_size': 16,
-        'num_attention_heads': 4,
-        'max_position_embeddings': 8,
-        'padded_vocab_size': 64,
-    }
-    assert read_arguments(base | arguments, 'x')['vocab_size'] == size
+    assert vocab_size({'padded_vocab_size': 64} | arguments) == size
 
 
 @pytest.mark.parametrize(
@@ -334,14 +334,7 @@ def test_the_tokens_of_a_checkpoint_are_those_of_its_release(
 def test_the_padding_of_a_usual_vocabulary_is_left_out(
     arguments: dict[str, Any], size: int, rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    base = {
-        'num_layers': 2,
-        'hidden_size': 16,
-        'num_attention_heads': 4,
-        'max_position_embeddings': 8,
-        'vocab_size': None,
-    }
-    assert read_arguments(base | arguments, 'x')['vocab_size'] == size
+    assert vocab_size({'vocab_size': None} | arguments) == size
     assert (f'x: left out: {rows} rows of the vocabulary' in caplog.text) == bool(rows)
 
 

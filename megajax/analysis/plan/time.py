@@ -195,7 +195,7 @@ class Timer:
         return (layers + 3 * head) / mesh.num_devices / (peak_flops(config, self.cluster) * fastest)
 
     def _flops_forward(self, config: Config) -> tuple[float, float, float]:
-        """Return the forward FLOPs of layers (half of the scores) and head, and `left_out`."""
+        """Return the FLOPs of layers and head in a forward pass, and `Flops.left_out`."""
         if self._forward is None:
             flops = step_flops(changed(config, train__recompute='none', train__overlap='none'))
             attention = flops.attention / 2 if config.model.causal else flops.attention

@@ -256,7 +256,7 @@ def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, S
                 name, (path, plain) = path, current(path, construct(value), place)
                 if path in settings:
                     line = settings[path].place.rpartition(':')[2]
-                    message = f'the key of line {line} under another name; delete one of the two'
+                    message = f'is another name of the key on line {line}; delete one of the two'
                     problems.append(Problem(name, message, place=place))
                 settings[path] = Setting(plain, place)
     return settings

@@ -38,7 +38,7 @@ class Hosts:
         return self.largest_inside == len(self)
 
     def span(self, size: int) -> bool:
-        """Return whether any of the groups of `size` neighbors is on hosts that NVLink leaves."""
+        """Return whether any group of `size` neighbors is on several hosts not joined by NVLink."""
         return size > self.domain and self.largest_inside % size > 0
 
     def crossed(self, size: int) -> str:
@@ -92,7 +92,7 @@ def _check_tensor_groups(hosts: Hosts, sizes: Mapping[str, int]) -> None:
     if not hosts.span(rows * model):
         return
     joined = (size for size in divisors(len(hosts)) if size <= hosts.domain)
-    largest = max(hosts.largest_inside, *joined, 1)
+    largest = max([hosts.largest_inside, *joined])
     crossed = hosts.crossed(rows * model)
     allow = 'or mesh.allow_model_across_hosts=true'
     if rows > 1:

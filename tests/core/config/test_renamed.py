@@ -64,6 +64,6 @@ def test_both_names_of_a_key_are_written_twice(names: str, tmp_path: Path) -> No
     values = {'overlap': 'none', 'xla': 'overlap'}
     lines = f'  {first}: {values[first]}\n  {second}: {values[second]}\n'
     file.write_text(f'model: {MODEL}\ntrain:\n{lines}')
-    message = rf'yaml:4: train.{second}: the key of line 3 under another name; delete one'
+    message = rf'yaml:4: train.{second}: is another name of the key on line 3; delete one'
     with pytest.raises(ConfigError, match=message):
         load(file)
