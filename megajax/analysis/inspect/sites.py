@@ -182,12 +182,13 @@ def _over_row(collective: Collective, scope: str | None, config: Config) -> Site
 def phase_of(op_name: str) -> Phase:
     """Return the phase of a path, from jax's transformations in it.
 
-    The overlap schedule recomputes and differentiates inside the backward pass, and a norm saves
-    its statistics. The path of a derivative then has a second transposition. A loop over a pattern
-    of layers has another one, without a name.
+    `jax.checkpoint` puts `checkpoint/` before its scope of recomputation. The overlap schedule uses
+    that scope as the outermost one of a sublayer that it recomputes; the gradient of this sublayer
+    has the path of a scope inside another sublayer's or its own.
     """
-    named = op_name.replace('transpose(jvp())', '').count('transpose(')
-    if 'rematted_computation' in op_name and named < 2:
+    before, scope, after = op_name.partition('rematted_computation')
+    is_outermost = not {*SCOPES} & {*re.findall(r'\w+', before)}
+    if scope and 'transpose(' not in after and (before.endswith('checkpoint/') or is_outermost):
         return 'recompute'
     if 'transpose(' in op_name:
         return 'backward'

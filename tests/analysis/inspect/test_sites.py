@@ -98,18 +98,26 @@ def test_keys_of_half_a_batch_are_attentions_too(kind, overlap, halves):
         assert (found == Site('attention', 'forward', 'context')) == (part in halves)
 
 
+RECOMPUTED = 'rematted_computation/attention'
+# A layer of a loop over a pattern, which takes its weights again in the backward pass.
+PERIOD = 'transpose(jvp(layers))/transpose(jvp())/while/body'
+
+
 @pytest.mark.parametrize(
     ('op_name', 'phase'),
     [
         ('vmap(jvp(layers))/while/body/attention/dot', 'forward'),
         ('vmap(transpose(jvp(layers)))/while/body/checkpoint/attention/dot', 'backward'),
         ('transpose(jvp(layers))/while/checkpoint/rematted_computation/mlp/dot', 'recompute'),
-        # A loop over a pattern of layers, which takes its weights again.
-        ('transpose(jvp(layers))/transpose(jvp())/rematted_computation/mlp/dot', 'recompute'),
-        # The overlap schedule differentiates inside the scope.
-        ('transpose(jvp(layers))/transpose(jvp(rematted_computation/mlp))/dot', 'backward'),
+        ('transpose(jvp(attention))/core/checkpoint/rematted_computation/dot', 'recompute'),
+        (f'{PERIOD}/transpose(jvp(jvp()))/checkpoint/rematted_computation/mlp/dot', 'recompute'),
+        # The overlap schedule differentiates what it recomputes.
+        ('transpose(jvp(layers))/while/rematted_computation/mlp/dot', 'recompute'),
+        ('transpose(jvp(layers))/mlp/transpose(jvp(rematted_computation/mlp))/dot', 'backward'),
         ('transpose(jvp(layers))/rematted_computation/transpose(jvp(mlp))/dot', 'backward'),
-        ('transpose(jvp(layers))/transpose(jvp(qk_norm))/rematted_computation/sum', 'backward'),
+        (f'attention/transpose(jvp(qk_norm))/{RECOMPUTED}/jvp(qk_norm)/checkpoint/dot', 'backward'),
+        (f'{PERIOD}/transpose(jvp({RECOMPUTED}))/dot', 'recompute'),
+        (f'{PERIOD}/mlp/transpose(jvp(transpose(jvp({RECOMPUTED}))))/dot', 'backward'),
         # A pipeline stage recomputes in no transposition.
         ('while/body/recompute/vmap(jvp(layers))/mlp/dot', 'recompute'),
     ],
