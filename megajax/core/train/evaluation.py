@@ -4,6 +4,7 @@ import math
 
 import jax
 from flax import nnx
+from jax import lax
 from jax.stages import Wrapped
 
 from megajax.core.config import Config
@@ -24,6 +25,8 @@ Metrics = dict[str, jax.Array]
 def make_eval_step(config: Config) -> Wrapped:
     """Return `eval_step(params, batch)`, which sums metrics over a batch, without dropout.
 
+    It runs the batch in `train.microbatches` microbatches, or as many as divide the sequences of a
+    data shard, so it needs no more memory than a training step.
     The sums are `nll` in nats, `tokens`, and `bytes` if the batch holds `label_bytes`. For BERT,
     `nll` and `tokens` are the sums of masked-token prediction, and `order_nll` and `rows` are those
     for sentence-order prediction.
@@ -40,13 +43,13 @@ def make_eval_step(config: Config) -> Wrapped:
             return nll, order_nll
 
         weighted = for_shards(_with_weights(batch), config, layout)
-        count = _num_microbatches(config, len(batch['tokens']))
+        rows = len(batch['tokens']) // layout.num_shards('B')
+        count = math.gcd(rows, config.train.microbatches)
         microbatches = jax.tree.map(lambda x: split(x, count, layout), weighted)
         if config.mesh.stages > 1:
             nll, order_nll = evaluate_pipelined(objective, layout, params, microbatches)
         else:
-            shards = jax.tree.map(lambda x: x[0], microbatches)
-            nll, order_nll = over_shards(of_shard, layout)(shards)
+            nll, order_nll = lax.map(over_shards(of_shard, layout), microbatches)
         sums = {'nll': nll.sum(), 'tokens': batch['loss_mask'].sum()}
         if config.model.is_bert:
             assert order_nll is not None
@@ -61,10 +64,3 @@ def _with_weights(batch: Batch) -> Batch:
     if 'swapped' in batch:
         added['row_weights'] = real_rows(batch)
     return {**batch, **added}
-
-
-def _num_microbatches(config: Config, rows: int) -> int:
-    """Return the number of microbatches of a batch with this many sequences; 1 without stages."""
-    if config.mesh.stages == 1:
-        return 1
-    return math.gcd(rows // config.mesh.data, config.train.microbatches)

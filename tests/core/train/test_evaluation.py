@@ -1,0 +1,46 @@
+"""An evaluation runs the microbatches of a training step, and sums the same over all of them."""
+
+import jax
+import pytest
+from support import abstract_state, make_batch, make_config, on_mesh, random_params
+
+from megajax.core.config import Config
+from megajax.core.train.evaluation import make_eval_step
+from megajax.core.train.feed import place_batch
+
+
+def config_of(microbatches: int) -> Config:
+    return make_config(
+        'gpt',
+        2,
+        1,
+        model={'vocab_size': 64},
+        train={'batch_size': 32, 'microbatches': microbatches},
+    )
+
+
+def test_more_microbatches_need_less_memory() -> None:
+    def temporaries(microbatches: int) -> int:
+        config = config_of(microbatches)
+        with on_mesh(config):
+            batch = place_batch(make_batch(config))
+            step = make_eval_step(config).lower(abstract_state(config).params, batch).compile()
+        analysis = step.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    assert temporaries(16) < temporaries(1) / 8
+
+
+@pytest.mark.parametrize('rows', [32, 12])
+def test_the_sums_are_those_of_one_microbatch(rows: int) -> None:
+    """Also of a batch of 6 sequences per shard, which 16 microbatches do not divide."""
+
+    def sums(microbatches: int) -> dict[str, float]:
+        config = config_of(microbatches)
+        with on_mesh(config):
+            batch = place_batch({name: x[:rows] for name, x in make_batch(config).items()})
+            found = make_eval_step(config)(random_params(config, std=0.05), batch)
+        return jax.tree.map(float, found)
+
+    assert sums(16) == pytest.approx(sums(1), rel=1e-6)
