@@ -3,6 +3,7 @@
 import jax
 
 from megajax.core.config import Config, mistake
+from megajax.core.config.overlap_rules import resolved
 from megajax.core.counts.flash import uses_flash
 from megajax.core.hardware.targets import GPUS, capability_of
 from megajax.core.train.overlap import overlap_options
@@ -26,6 +27,7 @@ def step_options(config: Config) -> Options:
     options in XLA_FLAGS, and if the program would not run.
     """
     target = mesh_target()
+    config = resolved(config, on_gpu=target in GPUS)
     reject_affected(config, target)
     reject_pipelined_sends(config, target)
     if target not in GPUS:

@@ -51,3 +51,16 @@ def test_a_deterministic_step_never_has_cudnns_attention_in_several_places(
     ):
         sound = megajax.load('tiny', [*unrolled, 'model.attention_dropout=0', *others])
         compiler_options.step_options(sound)
+
+
+def test_a_custom_loop_gets_the_options_of_the_training_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both resolve `auto` in the same way; the overlap schedule needs its options."""
+    keys = 'mesh.data=2', 'mesh.model=2', 'optim.shard=weights', 'train.dtype=bfloat16'
+    config = megajax.load('tiny', [*keys, 'model.attention_dropout=0'])
+    monkeypatch.setattr(compiler_options, 'mesh_target', lambda: 'h100')
+    monkeypatch.setattr(compiler_options, 'capability_of', lambda device: HOPPER)
+    chosen = resolved(config, on_gpu=True)
+    assert chosen.overlap.in_order
+    assert compiler_options.step_options(config) == compiler_options.step_options(chosen)
