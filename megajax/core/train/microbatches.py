@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from megajax.core.config import Config
+from megajax.core.config import Config, mistake
 from megajax.core.model.arr_coc.relevance import question
 from megajax.core.model.documents import first_tokens, of_all_shards
 from megajax.core.model.dropout import sequence_keys
@@ -23,8 +23,10 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
 
     Without a counted token, all weights are zero. With experts, the batch gets `real`: 0 for the
     padding at the end of sequences, on which no counted token depends, and 1 for all other tokens.
-    On context shards the tokens are not in order, so the batch also gets their places.
+    On context shards the tokens are not in order, so the batch also gets their places. Raises
+    ConfigError if the groups of `model.experts.capacity` do not divide the sequences.
     """
+    _check_groups(batch, config)
     # Weights that add up to one over the global batch make the mean exact, however the mask is
     # distributed over the shards.
     mask_BS = batch['loss_mask']
@@ -41,6 +43,20 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
         added['rows'] = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
     rest = {name: x for name, x in batch.items() if name != 'loss_mask'}
     return for_shards({**rest, **added}, config, layout)
+
+
+def _check_groups(batch: Batch, config: Config) -> None:
+    experts, context = config.model.experts, config.mesh.context
+    if experts is None or experts.capacity is None or experts.capacity_group is None:
+        return
+    length, chunks = batch['tokens'].shape[1], 2 * context if context > 1 else 1
+    if length % (whole := chunks * experts.capacity_group):
+        of_chunks = f' in each of {chunks} parts of a sequence' if chunks > 1 else ''
+        message = (
+            f'{length} tokens in a row are not groups of model.experts.capacity_group='
+            f'{experts.capacity_group} tokens{of_chunks}; give a multiple of {whole}'
+        )
+        raise mistake('batch', message)
 
 
 def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:

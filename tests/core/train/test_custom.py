@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from optax.contrib import muon
 from support import (
+    abstract_state,
     assert_close,
     exhaustive,
     gather,
@@ -172,6 +173,20 @@ def test_a_batch_without_what_the_loss_needs_is_rejected_before_anything_compile
     batch = {name: np.zeros((8, length), np.int32) for name in names}
     with pytest.raises(ConfigError, match=message):
         megajax.loss(None, batch, make_config(name))
+
+
+@pytest.mark.parametrize(('context', 'length', 'whole'), [(1, 12, 8), (2, 24, 32)])
+def test_a_batch_that_groups_of_a_capacity_do_not_divide_is_rejected(
+    context: int, length: int, whole: int
+) -> None:
+    """Tokens beyond the last group would take the slots of another expert."""
+    experts = {'count': 4, 'active': 2, 'ffn_size': 64, 'capacity': 1.0, 'capacity_group': 8}
+    config = make_config('gpt', mesh={'context': context}, model={'dropout': 0, 'experts': experts})
+    batch = {name: np.zeros((8, length), np.int32) for name in ('tokens', 'labels', 'loss_mask')}
+    with on_mesh(config), pytest.raises(ConfigError, match=f'batch: .* a multiple of {whole}'):
+        jax.eval_shape(
+            lambda params: megajax.loss(params, batch, config), abstract_state(config).params
+        )
 
 
 def test_the_mask_has_weights_of_a_mean() -> None:
