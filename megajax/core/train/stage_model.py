@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from megajax.core.counts.schedule import Schedule
+from megajax.core.counts.schedule import IDLE, Schedule
 from megajax.core.parallel.layout import STAGE, STAGES, Layout
 from megajax.core.parallel.pipeline_ops import (
     BOTH,
@@ -91,13 +91,16 @@ class StageModel:
     def input(self, x: jax.Array, microbatch: jax.Array, pass_Z3: jax.Array) -> jax.Array:
         """Return the input of each stage's pass: x or, in the first chunk, the embedded tokens.
 
-        `microbatch` is the first stage's microbatch.
+        `microbatch` is the first stage's microbatch. An idle stage also gets embedded tokens: if
+        all were equal, a router would send them all to the same experts, and every stage would wait
+        for these.
         """
         # Every stage looks up the tokens: XLA would otherwise divide the repeated work among the
         # stages.
         embed = self.over(self._embed, SAME, SAME, BOTH)
         embedded = embed(self.outside, self.outside_weights, self._copied(microbatch))
-        return select(self.is_first_Z & (pass_Z3[:, 1] == 0), embedded, x)
+        begins_Z, is_idle_Z = self.is_first_Z & (pass_Z3[:, 1] == 0), pass_Z3[:, 0] == IDLE
+        return select(begins_Z | is_idle_Z, embedded, x)
 
     def differentiate_head(
         self, y: jax.Array, microbatch: jax.Array

@@ -7,11 +7,28 @@ Errors are relative to the largest element, see `support.relative_error`. The mo
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from steps import Setting, batch_of, evaluate, loss_and_gradients, train
-from support import abstract_state, assert_close, exhaustive, on_mesh, relative_error
+from support import (
+    abstract_state,
+    assert_close,
+    exhaustive,
+    make_batch,
+    make_config,
+    on_mesh,
+    random_params,
+    relative_error,
+)
 
+from megajax.core.counts.schedule import IDLE, schedule_of
+from megajax.core.parallel.layout import STAGES, Layout
+from megajax.core.train.feed import place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.core.train.microbatches import split, with_weights
+from megajax.core.train.objective import Objective
+from megajax.core.train.stage_model import StageModel
 
 # Parameters that differ in their last bit change these gradients by up to 1.0e-6 on one device.
 LIMIT = 2e-6
@@ -138,3 +155,25 @@ def test_two_runs_on_the_same_mesh_are_equal_to_the_bit() -> None:
     second = train(setting)
     assert first.losses == second.losses
     assert_close(second.params, first.params, 0)
+
+
+def test_an_idle_stage_gets_the_embedded_tokens_too() -> None:
+    """Equal tokens would all choose the same experts, for which every stage would wait."""
+    config = make_config('gpt', mesh={'stages': 2}, train={'microbatches': 2})
+    with on_mesh(config):
+        layout = Layout.of(config)
+        batch = with_weights(place_batch(make_batch(config)), config, layout)
+        microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
+        model = StageModel(
+            Objective.of(config, layout),
+            layout,
+            schedule_of(config),
+            random_params(config, std=0.05),
+            None,
+            microbatches,
+        )
+        passes_Z3 = jax.reshard(jnp.array([[0, 0, 0], [IDLE] * 3]), STAGES('Z-'))
+        x = model.input(model.zeros('BTD'), jnp.int32(0), passes_Z3)
+        first, idle = np.asarray(x)
+    np.testing.assert_array_equal(first, idle)
+    assert idle.any()
