@@ -1,4 +1,4 @@
-"""Megatron-LM's tensor parallelism, written for JAX.
+"""Megatron-LM's parallelism for transformers, in JAX and Flax NNX.
 
 The package exports the names that a notebook or a script needs. Each is imported on first use, so
 that `import megajax` is quick. `train`, `inspect` and `plan` are callable packages.

@@ -49,7 +49,8 @@ Prefix = Annotated[
     str,
     typer.Argument(
         metavar='OUT',
-        help='The prefix of the files: OUT.bin, OUT.idx, OUT.json, OUT.tokenizer.json.',
+        help='The prefix of the files: OUT.bin, OUT.idx, OUT.json, OUT.tokenizer.json and, if its '
+        'tokens have names, OUT.tokenizer_config.json.',
     ),
 ]
 Inputs = Annotated[

@@ -10,7 +10,7 @@ from megajax.base.files.outputs import check_outputs
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar='RUN', help='One or more run directories.')],
+    runs: Annotated[list[Path], typer.Argument(metavar='RUN...', help='Run directories.')],
     out: Annotated[
         Path | None,
         typer.Option(

@@ -116,10 +116,7 @@ def _divide(model: ModelConfig, count: int, layers: Any) -> tuple[Any, Any, Any]
 def _in_turn(
     layer_fn: LayerFn, x: Carry, each: Any, start: int, *, recompute: str, unroll: bool
 ) -> Carry:
-    """Apply stacked layers of one kind; the first of them is layer `start`.
-
-    A loop over layers saves no copy of their weights, unlike a loop over periods.
-    """
+    """Apply stacked layers of one kind; the first of them is layer `start`."""
     if recompute == 'full':
         # In a loop, no operation of the forward pass is in the same computation as its repetition.
         layer_fn = jax.checkpoint(layer_fn, prevent_cse=unroll)

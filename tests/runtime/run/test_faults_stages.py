@@ -142,7 +142,7 @@ def test_a_run_that_is_killed_with_other_stages_each_time_ends_as_the_undisturbe
         said += kill(begin(tmp_path, layout), at=at)
     said += end(begin(tmp_path, 'no stages'))
     for words in (
-        'bubble 12.5% of the time at work',
+        'bubble 12.5% of the busy time',
         f'resume     mesh.stages: {stages}',
         'resume     mesh.virtual_stages: 2 -> 1',
         'resume     mesh.context: 1 -> 2',

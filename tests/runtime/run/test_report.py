@@ -269,8 +269,7 @@ def test_a_pipeline_is_told_with_its_bubble_and_a_context_with_its_exchange(
     Report().parallelism(config)
     Report().parallelism(make_config('gpt'))
     assert capsys.readouterr().out.splitlines() == [
-        'pipeline   2 stages of 2 x 2 layers, 1f1b, 4 microbatches: bubble 12.5% of the time at '
-        'work',
+        'pipeline   2 stages of 2 x 2 layers, 1f1b, 4 microbatches: bubble 12.5% of the busy time',
         'context    2 shards of 16 tokens, which exchange keys and values all at once '
         '(mesh.context_exchange=gather)',
     ]

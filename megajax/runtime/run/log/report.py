@@ -103,7 +103,7 @@ class Report:
             self.say(
                 f'pipeline   {mesh.stages} stages of {chunks}{layers_of_chunk(config)} layers, '
                 f'{train.schedule}, {train.microbatches} microbatches: '
-                f'bubble {schedule.bubble:.1%} of the time at work'
+                f'bubble {schedule.bubble:.1%} of the busy time'
             )
         if mesh.context > 1:
             shard, windows = train.seq_len // mesh.context, windows_within(config)
