@@ -6,12 +6,14 @@ The encoder is replicated, and each GPU encodes some of the images.
 import dataclasses
 from typing import NamedTuple
 
+from megajax.analysis.plan.layer_memory import up_and_hidden
 from megajax.analysis.plan.live_memory import Held
 from megajax.analysis.plan.sizes import BYTES, FLOAT32, Sizes
 from megajax.core.config import Config
 from megajax.core.config.mesh import MeshConfig
 from megajax.core.config.model import encoder_layers
 from megajax.core.config.optim import OptimConfig
+from megajax.core.counts.layers import cross_layer
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.core.counts.vision import images_of_device, vectors
 
@@ -45,7 +47,7 @@ def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict
     # Up to ZeRO-1, gradients are not sharded, and the encoder's are already counted.
     counted = 0 if sizes.sums_early else encoder.gradients
     deep = len(vision.deepstack) * sizes.residual
-    deep_of = {'loss': 1, 'layout': 2, 'backward': 3, 'embedding': 1}
+    deep_of = {'loss': 1, 'layout': 2, 'backward': 3, 'experts': 3, 'embedding': 1}
 
     def with_images(name: str, held: Held) -> Held:
         of_layers = deep_of[name] * deep + (0 if name == 'embedding' else cross.kept)
@@ -58,9 +60,11 @@ def with_encoder(sizes: Sizes, moments: dict[str, Held], *, early: bool) -> dict
         )
 
     found = {name: with_images(name, held) for name, held in moments.items()}
-    backward, ended = found['backward'], found['embedding']
-    in_layer = cross.mask + max(backward.workspace, cross.buffers)
-    found['backward'] = dataclasses.replace(backward, workspace=in_layer)
+    buffers = {'backward': cross.buffers, 'experts': 0}
+    for name in buffers.keys() & found.keys():
+        in_layer = cross.mask + max(found[name].workspace, buffers[name])
+        found[name] = dataclasses.replace(found[name], workspace=in_layer)
+    ended = found['embedding']
     found['encoder'] = dataclasses.replace(
         ended,
         gradients=ended.gradients + encoder.gradients,
@@ -113,8 +117,8 @@ def cross_bytes(sizes: Sizes) -> CrossBytes:
     softmax = (FLOAT32 + sizes.itemsize) * scores
     key_values = 3 * 2 * layers * sizes.keys * seen // sizes.length
     queries = (3 if model.qk_norm else 2) * sizes.queries  # and attention's output
-    mlp = sizes.kinds[0]
-    of_layer = 2 * (sizes.residual + sizes.whole) + queries + mlp.up + mlp.hidden
+    _, mlp = cross_layer(model)
+    of_layer = 2 * (sizes.residual + sizes.whole) + queries + sum(up_and_hidden(sizes, mlp))
     of_layer += 0 if recompute == 'selective' else softmax
     return CrossBytes(
         kept=key_values + layers * (sizes.residual if recompute == 'full' else of_layer),

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from megajax.analysis.plan.expert_memory import ExpertArrays
-from megajax.core.counts.layers import Stack, layers_of, num_in_stack
+from megajax.core.counts.layers import Stack, Sublayer, layers_of, num_in_stack
 from megajax.core.counts.parameters import dim_sizes, elements
 
 if TYPE_CHECKING:
@@ -29,10 +29,7 @@ class LayerArrays:
         if self.experts is not None:
             self.up, self.hidden = self.experts.up, self.experts.hidden
         else:
-            (_, first, second, _), widths = stack.sublayer, dim_sizes(sizes.model)
-            shards = sizes.layout.shards
-            self.up = sizes.between * elements(first.outputs, widths, shards)
-            self.hidden = sizes.itemsize * sizes.tokens * elements(second.inputs, widths, shards)
+            self.up, self.hidden = up_and_hidden(sizes, stack.sublayer)
         self.kept = self._kept(sizes)  # saved by the forward pass without recomputation
         self.in_backward = self._in_backward(sizes)
         # The parameters in the matrices of a layer, in a step.
@@ -74,3 +71,10 @@ class LayerArrays:
             recomputed = sizes.config.train.recompute == 'selective'
             scores = (4 if recomputed else 2) * FLOAT32 * sizes.most_scores
         return max(mlp, self.up + outputs + heads + scores + 3 * sizes.whole)
+
+
+def up_and_hidden(sizes: 'Sizes', mlp: Sublayer) -> tuple[int, int]:
+    """Return the bytes of the result of an MLP's first matmul and of the input of its second."""
+    widths, shards = dim_sizes(sizes.model), sizes.layout.shards
+    up = sizes.between * elements(mlp.first.outputs, widths, shards)
+    return up, sizes.itemsize * sizes.tokens * elements(mlp.second.inputs, widths, shards)
