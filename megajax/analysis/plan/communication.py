@@ -26,7 +26,6 @@ from megajax.core.counts.experts import over_experts
 from megajax.core.counts.grid import over_grid
 from megajax.core.counts.megatron import few_kv_heads, over_model
 from megajax.core.counts.muon import exchanges
-from megajax.core.counts.parameters import count
 from megajax.core.counts.runs import Runs
 from megajax.core.counts.stages import between_lockstep_stages, gradients_of_lockstep_stages
 from megajax.core.counts.vision import (
@@ -35,7 +34,6 @@ from megajax.core.counts.vision import (
     images_over_devices,
     relevance_over_devices,
 )
-from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.program import Array
 
 
@@ -132,16 +130,10 @@ def over_data_shards(config: Config) -> list[Expected]:
     """Return the collectives of data parallelism and of the optimizer."""
     if config.mesh.stages > 1:
         of_parameters = [*gradients_of_lockstep_stages(config)]
-    elif config.vision is not None:
-        every, learned = counts_over_data(config)
-        of_parameters = [*over_data(config, every, learned=learned)]
     else:
-        of_parameters, shards = [], tuple(Layout.of(config).shards.items())
+        of_parameters = []
         for of_experts, axes in groups(config):
-            every, learned = (
-                count(config.model, shards, learned=only, of_experts=of_experts)
-                for only in (False, True)
-            )
+            every, learned = counts_over_data(config, of_experts)
             of_parameters += over_data(config, every, axes, learned=learned)
     return [*of_parameters, *exchanges(config), *_over_experts(config, is_of_step=True)]
 

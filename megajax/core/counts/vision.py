@@ -45,6 +45,8 @@ SOURCES = {
     'projection': 'models/vision/multimodal_projector.py MultimodalProjector.forward',
 }
 WHOLE = 'whole weights and some of the images on each device'
+# The mesh axes over which ZeRO shards an encoder's matrices, in addition to `model`.
+SHARDS_OF_REPLICA = 'data', 'expert'
 
 
 def images_of_microbatch(config: Config) -> int:
@@ -115,7 +117,7 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
     if mesh.model > 1:
         weights = Array(HLO_DTYPES[config.train.dtype], (matrices,))
         is_over_data = config.optim.shard != 'none' and mesh.data_shards > 1
-        axis = axes_text(config, 'data', 'model') if is_over_data else 'model'
+        axis = axes_text(config, *SHARDS_OF_REPLICA, 'model') if is_over_data else 'model'
         yield sent(Site('parameters', 'step', axis), GATHER, weights)
         if not is_learned(config):
             return
@@ -138,19 +140,23 @@ def padding_at_rest(config: Config) -> Expected | None:
     mesh, optim = config.mesh, config.optim
     if not added or optim.shard == 'none' or mesh.data_shards == 1:
         return None
-    site = Site('gradients', 'step' if optim.shard == 'optimizer' else 'backward', 'data')
+    phase: Phase = 'step' if optim.shard == 'optimizer' else 'backward'
+    site = Site('gradients', phase, axes_text(config, *SHARDS_OF_REPLICA))
     array = Array(HLO_DTYPES[optim.reduce_dtype], (added // mesh.model,))
     return Expected.over(config, site, SCATTER, array, 1, WHOLE)
 
 
-def counts_over_data(config: Config) -> tuple[Counts, Counts]:
+def counts_over_data(config: Config, of_experts: bool | None = None) -> tuple[Counts, Counts]:
     """Count a device's parameters that are gathered over `data`, and those with summed gradients.
 
-    An encoder's matrices are gathered over `model` too, and are not counted. The gradients of its
-    matrices are sharded over `model`, and the gradients of its vectors are summed over all axes.
+    `of_experts` is as in `count`. An encoder's matrices are gathered over `model` too, and are not
+    counted. The gradients of its matrices are sharded over `model`, and the gradients of its
+    vectors are summed over all axes.
     """
-    every, learned = (own_counts(config, learned=only) for only in (False, True))
-    if config.mesh.model == 1:
+    every, learned = (
+        own_counts(config, learned=only, of_experts=of_experts) for only in (False, True)
+    )
+    if config.vision is None or config.mesh.model == 1 or of_experts:
         return every, learned
     own = [x for _, x in parameters(config.model) if x.owner == 'encoder']
     to_learn = [x for x in own if not x.is_frozen]
