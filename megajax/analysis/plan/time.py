@@ -187,8 +187,9 @@ class Timer:
         """Return a lower bound on the seconds of a step's matmuls, without listing them."""
         mesh, train, rates = config.mesh, config.train, self.cluster.hardware.efficiency
         forward, head, left_out = self._flops_forward(config)
-        # Recomputation runs all matmuls of a layer but the last: at least half of the FLOPs.
-        layers = forward * (3.5 if train.recompute == 'full' else 3) - left_out
+        # All matmuls of a layer but its last, at least half of the FLOPs; none of a frozen encoder.
+        recomputed = (forward - (left_out / 2 if config.vision else 0)) / 2
+        layers = 3 * forward - left_out + (recomputed if train.recompute == 'full' else 0)
         if mesh.stages > 1:
             layers *= ticks(config) / (mesh.virtual_stages * train.microbatches)
         fastest = max(rates.matmul, rates.flash or 0.0, rates.flash_2 or 0.0)

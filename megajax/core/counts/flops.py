@@ -22,8 +22,8 @@ class Flops:
     layers: int  # matmuls with the weights of the layers
     attention: int  # scores, and their multiplication with the values
     head: int  # logits, and BERT's other heads
-    # Gradients of `layers` and `head` that a step does not compute: gradients of frozen weights,
-    # and of the input of a vision encoder's first matmul.
+    # Gradients that a step does not compute: gradients of frozen weights, of the input of a vision
+    # encoder's first matmul, and all gradients of a frozen encoder.
     left_out: int
     # Recomputation in the backward pass, and the matmuls of BERT's heads that are repeated on each
     # device of a tensor-parallel group.
@@ -71,12 +71,14 @@ def flops_once(config: Config, *, flash: bool) -> Flops:
     for product in undivided:
         if product.phase == 'forward':
             forward[product.where] += product.times * product.flops
-    names = {product.name for product in undivided}
+    gradients = {product.name for product in undivided if product.phase == 'backward'}
     left_out = sum(
         x.times * x.flops
         for x in undivided
-        for of_which in ('input', 'weight')
-        if x.where != 'attention' and x.phase == 'forward' and f'{x.name} {of_which}' not in names
+        for of_which in (' input', ' weight')
+        # The gradients of attention have the name of its forward pass.
+        if x.phase == 'forward'
+        and (x.name if x.where == 'attention' else x.name + of_which) not in gradients
     )
     return Flops(**forward, left_out=left_out, recomputed=0)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support import make_config
+from vlm import vlm
 
 from megajax.core.config import Config, ModelConfig, load, presets
 from megajax.core.counts.flash import missing_for_flash, uses_flash
@@ -65,6 +66,32 @@ def test_the_papers_formula_is_not_of_a_model_with_other_layers(other: str) -> N
     config = load('gpt2_345m', [position, other])
     assert is_gpt(load('gpt2_345m', [position]).model)
     assert not is_gpt(config.model)
+
+
+@pytest.mark.parametrize(
+    'frozen',
+    [
+        {'vision': {'freeze': ('encoder', 'merger')}},
+        {'vision': {'freeze': ('encoder',)}},
+        {'lora': {'rank': 4}},
+        {'vision': {'freeze': ('decoder',)}},
+        {},
+    ],
+    ids=str,
+)
+def test_a_step_that_repeats_nothing_executes_the_flops_of_the_model(frozen) -> None:
+    flops = step_flops(vlm(train={'recompute': 'none'}, **frozen), flash=False)
+    assert flops.recomputed == 0
+
+
+def test_a_frozen_encoder_has_a_third_of_its_flops() -> None:
+    parts = {'freeze': ('encoder', 'merger')}
+    learned, frozen = (
+        step_flops(vlm(vision={'num_layers': layers, **freeze}), flash=False).model
+        - step_flops(vlm(vision={'num_layers': 1, **freeze}), flash=False).model
+        for layers, freeze in ((3, {}), (3, parts))
+    )
+    assert learned == 3 * frozen
 
 
 def test_megatrons_largest_model_has_the_flops_that_its_table_implies() -> None:
