@@ -15,7 +15,7 @@ from megajax.core.config.model import encoder_layers
 from megajax.core.config.optim import OptimConfig
 from megajax.core.counts.layers import cross_layer
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
-from megajax.core.counts.vision import images_of_device, vectors
+from megajax.core.counts.vision import images_of_device, runs_backward, vectors
 
 
 class EncoderBytes(NamedTuple):
@@ -23,7 +23,9 @@ class EncoderBytes(NamedTuple):
 
     weights: int = 0  # the unsharded matrices, in `train.dtype`
     gradients: int = 0  # unsharded, in fp32
-    kept: int = 0  # saved by its layers, until the decoder's backward pass has ended
+    # Saved by its layers or, if these are frozen, by the mergers, until the decoder's backward pass
+    # has ended.
+    kept: int = 0
     buffers: int = 0  # in the backward pass of a layer
     vectors: int = 0  # vectors of a microbatch's images, on every device
 
@@ -84,12 +86,15 @@ def encoder_bytes(of_model: Sizes) -> EncoderBytes:
     learned = [x for x in own if not x.is_frozen]
     alone = Sizes(as_model(config), of_model.capability)
     again = alone.kinds[0].kept if config.train.recompute == 'full' else 0
+    # The inputs and the outputs of a merger's norm and activation, each as large as its patches.
+    of_mergers = 4 * (1 + len(config.vision.deepstack)) * alone.residual if learned else 0
+    has_backward = runs_backward(config)
     return EncoderBytes(
         weights=BYTES[config.train.dtype]
         * sum(elements(x.dims, sizes) for x in own if x.is_matrix),
         gradients=FLOAT32 * sum(elements(x.dims, sizes) for x in learned),
-        kept=alone.kept if learned else 0,
-        buffers=again + alone.kinds[0].in_backward if learned else 0,
+        kept=alone.kept if has_backward else of_mergers,
+        buffers=again + alone.kinds[0].in_backward if has_backward else 0,
         vectors=vectors(config).bytes,
     )
 

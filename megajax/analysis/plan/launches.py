@@ -12,7 +12,7 @@ from megajax.core.counts.context import blocks_of_others
 from megajax.core.counts.layers import num_with_experts
 from megajax.core.counts.muon import pools_of
 from megajax.core.counts.runs import Runs, layers_of_chunk, ticks
-from megajax.core.counts.vision import is_learned
+from megajax.core.counts.vision import runs_backward
 
 # Seconds from one kernel to the next, launched back to back: Gray (2019), Getting Started with CUDA
 # Graphs, measured 3.8 us per kernel on a V100, and 3.4 us in a graph, for kernels of 2.9 us.
@@ -63,7 +63,7 @@ def num_launches(config: Config) -> int:
     of_layer += int(of_block * blocks_of_others(config))
     of_layer += 25 if mesh.exchanges_heads else 0
     of_ticks = _of_tick(config) * ticks(config) if mesh.stages > 1 else 0
-    of_encoder = OF_ENCODER if config.vision and is_learned(config) else OF_FROZEN
+    of_encoder = OF_ENCODER if config.vision and runs_backward(config) else OF_FROZEN
     of_images = runs.encoder * of_encoder + runs.cross * OF_CROSS
     of_experts = num_with_experts(model, runs.layers) * _of_experts(config)
     return of_step + of_ticks + runs.layers * of_layer + of_experts + of_images + of_chunks

@@ -7,14 +7,18 @@ import dataclasses
 from collections.abc import Iterator
 from math import prod
 
+from megajax.analysis.plan.encoder import as_model
 from megajax.analysis.plan.expert_memory import ExpertArrays
 from megajax.analysis.plan.sizes import BYTES
 from megajax.core.config import Config
+from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.layers import num_in_stack, stacks
 from megajax.core.counts.muon import pools_of
 from megajax.core.counts.parameters import dim_sizes, elements, megatron_counts
 from megajax.core.counts.runs import Runs, ticks
+from megajax.core.counts.vision import runs_backward
 from megajax.core.counts.windows import scored_keys
+from megajax.core.hardware.records import Capability
 from megajax.core.parallel.layout import Layout
 
 
@@ -28,12 +32,18 @@ class Traffic:
 
 
 def traffic_of_layers(
-    config: Config, *, flash: bool, in_buffers: bool = True, at_experts: Config | None = None
+    config: Config,
+    *,
+    flash: bool,
+    in_buffers: bool = True,
+    at_experts: Config | None = None,
+    is_frozen: bool = False,
 ) -> Iterator[Traffic]:
     """Yield the operations of the layers; a fused one reads and writes each array once.
 
     `in_buffers` is whether tokens are sent to experts in buffers that have room for more than a
     balanced load. `at_experts` has the layout of the experts, if it differs from the other layers'.
+    Layers with `is_frozen` have no backward pass.
     """
     # Between the two matmuls of a sublayer, 2-D tensor parallelism shards the batch.
     model, t, widths = config.model, config.mesh.tensor_parallel, dim_sizes(config.model)
@@ -43,22 +53,42 @@ def traffic_of_layers(
     residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
     heads = tokens * elements(attention.first.outputs, widths) * size / t
     times = Runs.of_stages(config).layers
-    forwards = 2 if config.train.recompute == 'full' else 1
+    forwards, backwards = _passes(config, is_frozen=is_frozen)
     # Norms read and write one array; adding to the residual reads two and writes one. The backward
     # pass reads one more array.
-    of_norms = model.norms_of_layer * (2 * forwards + 3) * residual
+    of_norms = model.norms_of_layer * (2 * forwards + 3 * backwards) * residual
     yield Traffic(name='norms', bytes=of_norms, times=times)
-    yield Traffic(name='residual', bytes=2 * (3 * forwards + 2) * residual, times=times)
-    yield Traffic(name='heads', bytes=2 * (forwards + 1) * heads, times=times)
-    yield from _of_networks(config, at_experts or config, times, in_buffers=in_buffers)
+    yield Traffic(name='residual', bytes=2 * (3 * forwards + 2 * backwards) * residual, times=times)
+    yield Traffic(name='heads', bytes=2 * (forwards + backwards) * heads, times=times)
+    networks = _of_networks(
+        config, at_experts or config, times, in_buffers=in_buffers, is_frozen=is_frozen
+    )
+    yield from networks
     if not flash:
         keys, _ = scored_keys(model, config.train.seq_len)
         scores = tokens * model.num_heads / t * float(keys) * size
-        again = 1 if config.train.recompute == 'none' else 2
+        again = 1 if config.train.recompute == 'none' or is_frozen else 2
         dropout = 2 if model.attention_dropout else 0
-        yield Traffic(
-            name='softmax', bytes=((2 + dropout) * again + 3 + dropout) * scores, times=times
-        )
+        moved = (2 + dropout) * again + (3 + dropout) * backwards
+        yield Traffic(name='softmax', bytes=moved * scores, times=times)
+
+
+def traffic_of_images(
+    config: Config, *, flash: bool, capability: Capability | None
+) -> Iterator[Traffic]:
+    """Yield the operations of the layers of a vision encoder; nothing without one.
+
+    `flash` is whether layers have a flash kernel where it supports their heads.
+    """
+    if config.vision is not None:
+        encoder, is_frozen = as_model(config), not runs_backward(config)
+        flash = flash and uses_flash(encoder, capability)
+        yield from traffic_of_layers(encoder, flash=flash, is_frozen=is_frozen)
+
+
+def _passes(config: Config, *, is_frozen: bool) -> tuple[int, int]:
+    """Return how often a microbatch runs a layer forward, with recomputation, and backward."""
+    return (1, 0) if is_frozen else (2 if config.train.recompute == 'full' else 1, 1)
 
 
 def _tokens(config: Config) -> int:
@@ -67,12 +97,12 @@ def _tokens(config: Config) -> int:
 
 
 def _of_networks(
-    config: Config, at_experts: Config, runs: int, *, in_buffers: bool
+    config: Config, at_experts: Config, runs: int, *, in_buffers: bool, is_frozen: bool
 ) -> Iterator[Traffic]:
     """Yield the operations of MLPs and experts in this many runs of layers."""
     model, widths, size = config.model, dim_sizes(config.model), BYTES[config.train.dtype]
-    forwards = 2 if config.train.recompute == 'full' else 1
-    moved = (3 if model.is_gated else 2) * forwards + (5 if model.is_gated else 3)
+    forwards, backwards = _passes(config, is_frozen=is_frozen)
+    moved = (3 if model.is_gated else 2) * forwards + (5 if model.is_gated else 3) * backwards
     for (name, _, down, _), dim in stacks(model)[1:]:
         times = num_in_stack(model, dim, runs)
         if name == 'mlp':
@@ -87,7 +117,7 @@ def _of_networks(
         yield Traffic(name='activation', bytes=moved * experts.hidden, times=times)
         sent = _moved_in_buffers(experts) if in_buffers else _moved_exactly(config, experts)
         routed = 4 * experts.routing
-        yield Traffic(name='dispatch', bytes=(forwards + 1) * (sent + routed), times=times)
+        yield Traffic(name='dispatch', bytes=(forwards + backwards) * (sent + routed), times=times)
 
 
 def _moved_in_buffers(experts: ExpertArrays) -> float:

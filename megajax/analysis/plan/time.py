@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from megajax.analysis.plan.encoder import as_model
 from megajax.analysis.plan.experts import of_busiest
 from megajax.analysis.plan.fp8 import rounding_seconds
 from megajax.analysis.plan.kernel_time import (
@@ -23,6 +22,7 @@ from megajax.analysis.plan.kernel_time import (
 from megajax.analysis.plan.launches import launch_seconds
 from megajax.analysis.plan.layouts import changed
 from megajax.analysis.plan.memory_traffic import (
+    traffic_of_images,
     traffic_of_layers,
     traffic_of_loss,
     traffic_of_weights,
@@ -31,7 +31,6 @@ from megajax.analysis.plan.network import Cluster
 from megajax.analysis.plan.programs import MEGAJAX, Software
 from megajax.analysis.plan.transfers import PlannedTransfer, ProductKey, Waiting, transfers
 from megajax.core.config import Config
-from megajax.core.counts.flash import uses_flash
 from megajax.core.counts.flops import Flops, flops_once, step_flops
 from megajax.core.counts.muon import newton_schulz
 from megajax.core.counts.product import DENSE, Product
@@ -247,10 +246,8 @@ class Timer:
         of_layers = traffic_of_layers(
             config, flash=flash, in_buffers=program.sends_buffers, at_experts=at_experts
         )
-        moved = [*of_layers, *traffic_of_loss(at_head)]
-        if config.vision is not None:
-            encoder = as_model(config)
-            moved += traffic_of_layers(encoder, flash=flash and uses_flash(encoder, capability))
+        of_images = traffic_of_images(config, flash=flash, capability=capability)
+        moved = [*of_layers, *traffic_of_loss(at_head), *of_images]
         of_traffic = [traffic_seconds(operation, cluster) for operation in moved]
         times = [product.times for product in work] + [operation.times for operation in moved]
         if config.train.dtype == 'fp8':

@@ -96,6 +96,14 @@ def is_learned(config: Config) -> bool:
     )
 
 
+def runs_backward(config: Config) -> bool:
+    """Whether a step has a backward pass of the encoder's layers.
+
+    Relevance multiplies the patches by gates, whose gradient passes through a frozen encoder too.
+    """
+    return bool(config.relevance) or 'encoder' not in config.model.frozen_image_parts
+
+
 def images_over_devices(config: Config) -> Iterator[Expected]:
     """Yield the collectives of `core/model/images.py` and `core/train/zero.py`."""
     mesh, runs = config.mesh, config.train.microbatches

@@ -1,10 +1,15 @@
 """The memory of images on a GPU: of an encoder, and of the layers that attend to images."""
 
-from vlm import vlm
+import pytest
+from vlm import relevant, vlm
 
-from megajax.analysis.plan.encoder import cross_bytes
+from megajax.analysis.plan.encoder import cross_bytes, encoder_bytes
+from megajax.analysis.plan.launches import OF_ENCODER, OF_FROZEN, num_launches
 from megajax.analysis.plan.memory import memory
+from megajax.analysis.plan.memory_traffic import Traffic, traffic_of_images
 from megajax.analysis.plan.sizes import Sizes
+from megajax.core.config import Config
+from megajax.core.counts.flash import HOPPER
 
 EXPERTS = {'count': 8, 'active': 2, 'ffn_size': 4096}
 
@@ -24,3 +29,52 @@ def test_a_layer_that_attends_to_images_has_an_mlp_beside_experts() -> None:
             for model in ({}, {'experts': EXPERTS})
         )
         assert next(each) == next(each)
+
+
+ENCODER, BOTH = {'freeze': ('encoder',)}, {'freeze': ('encoder', 'merger')}
+WITHOUT_BACKWARD = [vlm(vision=ENCODER), vlm(vision=BOTH), vlm(lora={'rank': 4})]
+WITH_BACKWARD = [vlm(), vlm(vision={'freeze': ('merger',)})]
+
+
+@pytest.mark.parametrize(('config', 'mergers'), [*zip(WITHOUT_BACKWARD, (2, 0, 0), strict=True)])
+def test_a_frozen_encoder_saves_only_what_its_mergers_learn_from(
+    config: Config, mergers: int
+) -> None:
+    needed, learned = (encoder_bytes(Sizes(each)) for each in (config, vlm()))
+    of_patches = 4 * 32 * 16 * 2 * 16  # fp32, the width, the patches of two images in 16 sequences
+    assert needed.kept == 4 * mergers * of_patches
+    assert needed.buffers == 0 < learned.buffers
+
+
+@pytest.mark.parametrize('config', WITH_BACKWARD)
+def test_an_encoder_with_a_backward_pass_saves_its_layers(config: Config) -> None:
+    assert encoder_bytes(Sizes(config)).kept == encoder_bytes(Sizes(vlm())).kept
+
+
+def test_relevance_has_a_backward_pass_of_a_frozen_encoder() -> None:
+    frozen, learned = (encoder_bytes(Sizes(relevant(vision=vision))) for vision in (BOTH, {}))
+    assert (frozen.kept, frozen.buffers) == (learned.kept, learned.buffers)
+
+
+@pytest.mark.parametrize('config', WITHOUT_BACKWARD[:2])
+def test_a_frozen_encoder_has_fewer_kernels(config: Config) -> None:
+    assert num_launches(vlm()) - num_launches(config) == 2 * (OF_ENCODER - OF_FROZEN)
+
+
+def bytes_moved(config: Config) -> dict[str, float]:
+    rows: list[Traffic] = [*traffic_of_images(config, flash=False, capability=HOPPER)]
+    return {row.name: row.bytes * row.times for row in rows}
+
+
+@pytest.mark.parametrize('config', WITHOUT_BACKWARD)
+@pytest.mark.parametrize('recompute', ['none', 'full'])
+def test_a_frozen_encoder_moves_bytes_only_in_the_forward_pass(
+    config: Config, recompute: str
+) -> None:
+    train = config.train.model_copy(update={'recompute': recompute})
+    moved, of_patches = bytes_moved(config.model_copy(update={'train': train})), 4 * 32 * 16 * 32
+    layers = 2
+    assert moved['norms'] == layers * 2 * 2 * of_patches
+    assert moved['residual'] == layers * 2 * 3 * of_patches
+    assert bytes_moved(vlm())['norms'] == layers * 2 * 5 * of_patches
+    assert bytes_moved(vlm())['residual'] == layers * 2 * 5 * of_patches
