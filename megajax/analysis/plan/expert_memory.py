@@ -26,8 +26,9 @@ class ExpertArrays(NamedTuple):
     results: int  # results of each token's experts, on the token's device
     routing: int  # the router's logits and the chosen experts
     of_tokens: int  # results of the shared experts' first matmul
-    first_gradient: int  # fp32 gradients of a layer's weights: the weights of the first matmuls
-    gradients: int  # fp32 gradients of all weights of a layer
+    # fp32 gradients of a layer's weights, unless these are frozen: of the first matmuls' weights
+    first_gradient: int
+    gradients: int  # of all weights of a layer
 
     @classmethod
     def of(
@@ -59,7 +60,7 @@ class ExpertArrays(NamedTuple):
             if not name.startswith('layers.experts.') or not weight.is_matrix:
                 continue
             outputs = elements(weight.outputs.replace('X', ''), sizes, shards)
-            count = elements(weight.dims_of_layer, sizes, shards)
+            count = 0 if weight.is_frozen else elements(weight.dims_of_layer, sizes, shards)
             gradients += FLOAT32 * count
             if weight.inputs != 'D':
                 hidden += rows * elements(weight.inputs, sizes, shards) * weight.is_of_experts

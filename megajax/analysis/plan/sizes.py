@@ -248,8 +248,14 @@ class Sizes:
             return 0
         is_read_as_stored = self.config.mesh.stages > 1 or self.is_scattered
         is_made_once = self.config.train.microbatches > 1 and not is_read_as_stored
-        up = max(kind.up for kind in self.kinds)
-        return up + (self.itemsize * self.table if is_made_once else 0)
+        of_target = {
+            'qkv': self.queries + 2 * self.keys,
+            'out': self.whole,
+            'up': max(kind.up for kind in self.kinds),
+            'down': self.whole,
+        }
+        added = max(of_target[target] for target in self.config.lora.targets)
+        return added + (self.itemsize * self.table if is_made_once else 0)
 
 
 class AtRest(NamedTuple):
