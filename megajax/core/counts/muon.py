@@ -83,7 +83,7 @@ def over_tensor_parallel(config: Config) -> Iterator[Expected]:
         for _, x in parameters(config.model)
         if x.is_layer_matrix and not x.is_frozen
     )
-    own = count // (mesh.stages * mesh.data_shards * mesh.context * mesh.experts)
+    own = count // (mesh.stages * mesh.data_shards * mesh.context)
     site = Site('optimizer', 'step', 'model')
     yield Expected.over(config, site, GATHER, Array('f32', (own,)), 1, SOURCE)
 

@@ -113,8 +113,12 @@ def test_experts_that_have_a_device_each_are_not_exchanged() -> None:
     assert {form.pieces for form in of_experts} == {()}
 
 
-def test_megatron_gathers_over_tensor_parallel_ranks_in_fp32() -> None:
+@pytest.mark.parametrize('experts', [0, 1, 2, 4])
+def test_megatron_gathers_over_tensor_parallel_ranks_in_fp32(experts: int) -> None:
     config = muon('mesh.data=4 mesh.model=2 optim.shard=optimizer')
+    if experts:  # the data shards include the axis of experts
+        mesh = {'data': 4, 'model': 2, 'experts': experts}
+        config = make_config('experts', mesh=mesh, optim={'kind': 'muon', 'shard': 'optimizer'})
     (sent,) = [one for one in expected(config) if one.site.name == 'optimizer']
     assert (sent.kind, sent.site.axis) == (GATHER, 'model')
     assert sent.wire_bytes == 4 * num_matrix_elements(config) / 4 * 1 / 2
