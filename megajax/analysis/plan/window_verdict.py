@@ -40,10 +40,12 @@ def _without(config: Config) -> Config:
 
 
 def _attention_flops(config: Config, *, flash: bool) -> float:
-    """Return the FLOPs of attention in a step on a GPU; a flash kernel skips masked scores."""
-    flops = sum(
-        product.times * product.flops
+    """Return the FLOPs of attention in a step on a GPU; a causal flash kernel skips half of them.
+
+    Not every block is causal: blocks of other context shards and a vision encoder have no mask.
+    """
+    return sum(
+        product.times * product.flops / (2 if product.flash and product.is_causal else 1)
         for product in products(config, flash=flash)
         if product.where == 'attention'
     )
-    return flops / 2 if flash else flops

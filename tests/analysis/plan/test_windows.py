@@ -145,3 +145,16 @@ def test_a_plan_says_what_windows_save() -> None:
         assert re.search(r'without them the step takes \d+\.\d% longer$', saved)
     config = llama()
     assert on_windows(config, step_time(config, cluster), cluster, MEGAJAX) is None
+
+
+def test_the_verdict_halves_only_the_blocks_with_a_causal_mask() -> None:
+    """Without windows, a shard's own block is causal; the others are half as large, unmasked."""
+    cluster = Cluster.of(hardware('h100'), 64)
+    found = []
+    for context in (1, 4):
+        config = llama(GEMMA, f'mesh.context={context}', 'mesh.data=1', 'mesh.model=1')
+        said = on_windows(config, step_time(config, cluster), cluster, MEGAJAX)
+        assert said is not None
+        found += re.findall(r'([\d,.]+) without windows', said)
+    whole, of_shard = (float(flops.replace(',', '')) for flops in found)
+    assert 4 * of_shard == pytest.approx(whole, rel=0.01)
