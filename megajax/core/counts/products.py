@@ -22,6 +22,7 @@ from megajax.core.counts.parameters import declare, dim_sizes, elements, paramet
 from megajax.core.counts.product import DENSE, Phase, Product, Where, product_and_gradients
 from megajax.core.counts.relevance import level_products, network_products
 from megajax.core.counts.runs import Runs
+from megajax.core.counts.vision import runs_backward
 from megajax.core.counts.windows import block_in_chunk, keys_read, windows, windows_within
 from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.products import keys_in_window
@@ -38,8 +39,7 @@ def products(
     recomputes several layers at once. Pipeline stages also compute in their idle ticks.
     """
     layout = layout or Layout.of(config)
-    microbatches = config.train.microbatches
-    rows = config.train.batch_size // (layout.num_shards('B') * microbatches)
+    rows = config.train.batch_size // (layout.num_shards('B') * config.train.microbatches)
     runs = Runs.of_stages(config, layout)
     counted = _Counted(config, layout.shards, rows, runs.layers)
     # several layers in a tick
@@ -54,17 +54,17 @@ def products(
         *_of_relevance(config, rows, layout),
     ]
     # With LoRA, `_Counted` leaves out the gradients of the decoder's frozen weights.
-    freeze = config.model.frozen_image_parts
-    return [product for product in every if _is_needed(product, freeze)] if freeze else every
+    return [x for x in every if _is_needed(x, config)] if config.model.frozen_image_parts else every
 
 
-def _is_needed(product: Product, freeze: tuple[Part, ...]) -> bool:
+def _is_needed(product: Product, config: Config) -> bool:
     """Whether a step with frozen parts computes a matmul.
 
     A frozen weight has no gradient, and the backward pass ends where nothing before it is trained.
     """
     if product.phase == 'forward':
         return True
+    freeze = config.model.frozen_image_parts
     part: Part = 'decoder'
     if product.name.startswith('vision '):
         part = 'merger' if product.name.startswith('vision merger') else 'encoder'
@@ -72,7 +72,7 @@ def _is_needed(product: Product, freeze: tuple[Part, ...]) -> bool:
         return part not in freeze
     if product.name in ('cross key_value input', 'cross key_value A input'):  # of the vectors
         part = 'merger'
-    if part == 'decoder' or 'encoder' not in freeze:
+    if part == 'decoder' or runs_backward(config):
         return True
     return part == 'merger' and 'merger' not in freeze  # the merger's norm is learned, too
 

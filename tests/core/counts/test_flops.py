@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support import make_config
-from vlm import vlm
+from vlm import relevant, vlm
 
 from megajax.core.config import Config, ModelConfig, load, presets
 from megajax.core.counts.flash import missing_for_flash, uses_flash
@@ -92,6 +92,23 @@ def test_a_frozen_encoder_has_a_third_of_its_flops() -> None:
         for layers, freeze in ((3, {}), (3, parts))
     )
     assert learned == 3 * frozen
+
+
+@pytest.mark.parametrize('freeze', [('encoder',), ('encoder', 'merger')])
+def test_the_gates_of_relevance_need_a_backward_pass_of_a_frozen_encoder(freeze) -> None:
+    """All gradients but those of the frozen weights, of which attention has none."""
+    learned, frozen = (
+        step_flops(relevant(vision={'freeze': parts}), flash=False) for parts in ((), freeze)
+    )
+    model, vision = relevant().model, relevant().vision
+    D, W, rows = vision.hidden_size, vision.merged_size, 8 * vision.read_patches
+    layers = vision.num_layers * (4 * D * D + 2 * D * vision.ffn_size)
+    embedding = vision.num_channels * vision.patch_size**2 * D + vision.positions**2 * D
+    weights = 2 * rows * (layers + embedding)
+    if 'merger' in freeze:
+        weights += 2 * rows // vision.unit * W * (W + model.hidden_size)
+    assert learned.model - frozen.model == weights
+    assert frozen.recomputed == 0
 
 
 def test_megatrons_largest_model_has_the_flops_that_its_table_implies() -> None:
