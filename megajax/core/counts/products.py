@@ -53,7 +53,7 @@ def products(
         *_of_cross_attention(config, rows, layout),
         *_of_relevance(config, rows, layout),
     ]
-    # With LoRA, `_Counted` leaves out the gradients of the decoder's frozen weights.
+    # `_Counted` has left out the gradients of the decoder's frozen weights.
     return [x for x in every if _is_needed(x, config)] if config.model.frozen_image_parts else every
 
 
@@ -68,7 +68,7 @@ def _is_needed(product: Product, config: Config) -> bool:
     part: Part = 'decoder'
     if product.name.startswith('vision '):
         part = 'merger' if product.name.startswith('vision merger') else 'encoder'
-    if product.name.endswith(' weight'):
+    if product.name.endswith(' weight') and part != 'decoder':
         return part not in freeze
     if product.name in ('cross key_value input', 'cross key_value A input'):  # of the vectors
         part = 'merger'

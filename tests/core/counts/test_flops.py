@@ -4,6 +4,7 @@
 """
 
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from vlm import relevant, vlm
 from megajax.core.config import Config, ModelConfig, load, presets
 from megajax.core.counts.flash import missing_for_flash, uses_flash
 from megajax.core.counts.flops import is_gpt, narayanan_flops, step_flops
+from megajax.core.counts.products import products
 
 PAPER = [
     'gpt2_124m',
@@ -92,6 +94,14 @@ def test_a_frozen_encoder_has_a_third_of_its_flops() -> None:
         for layers, freeze in ((3, {}), (3, parts))
     )
     assert learned == 3 * frozen
+
+
+@pytest.mark.parametrize('make', [partial(vlm, crossed=True), relevant])
+def test_what_learns_beside_a_frozen_decoder_has_gradients(make) -> None:
+    frozen = products(make(vision={'freeze': ('decoder',)}), flash=False)
+    learned = {x.name for x in products(make(), flash=False) if x.name.endswith(' weight')}
+    beside = {name for name in learned if name.split()[0] in ('vision', 'cross', 'relevance')}
+    assert {x.name for x in frozen if x.name.endswith(' weight')} == beside < learned
 
 
 @pytest.mark.parametrize('freeze', [('encoder',), ('encoder', 'merger')])
