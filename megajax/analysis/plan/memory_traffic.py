@@ -156,16 +156,20 @@ def traffic_of_weights(
     ZeRO-2 on and with `adds_shards`, only each data shard's part.
     """
     mesh, optim = config.mesh, config.optim
-    every, count, of_replica = (
-        megatron_counts(config.model, mesh.model, mesh.stages, learned=learned, experts=experts).all
-        / mesh.model_rows
-        for learned, experts in ((False, mesh.experts), (True, mesh.experts), (True, 1))
+    every, learned, of_replica = (
+        megatron_counts(config.model, mesh.model, mesh.stages, learned=only, experts=experts)
+        for only, experts in ((False, mesh.experts), (True, mesh.experts), (True, 1))
     )
+    count = learned.all / mesh.model_rows
     # ZeRO shards experts over the devices that have the same experts.
-    own = of_replica / (mesh.data_shards * mesh.context) if optim.shard != 'none' else count
+    shards = mesh.data_shards * mesh.context
+    own = of_replica.all / mesh.model_rows / shards if optim.shard != 'none' else count
     microbatches = config.train.microbatches
     if BYTES[config.train.dtype] == 2:
-        yield Traffic(name='cast of weights', bytes=6 * every, times=1)
+        # Frozen matrices under adapters are stored in the compute dtype.
+        as_stored = every.matrices - learned.matrices if config.lora else 0
+        cast = (every.all - as_stored) / mesh.model_rows
+        yield Traffic(name='cast of weights', bytes=6 * cast, times=1)
     if microbatches > 1:
         adds_shards = adds_shards or optim.shard in ('gradients', 'weights')
         yield Traffic(

@@ -1,7 +1,8 @@
-"""The memory of a step that trains adapters beside frozen weights."""
+"""The memory and the memory-bound operations of a step with adapters beside frozen weights."""
 
 import pytest
 
+from megajax.analysis.plan.memory_traffic import traffic_of_weights
 from megajax.analysis.plan.sizes import Sizes
 from megajax.core.config import load
 
@@ -35,3 +36,12 @@ def test_frozen_experts_have_no_gradients(shard: str) -> None:
     assert trained is not None
     assert trained.gradients == 4 * 128 * 3 * 768 * 2048
     assert trained.first_gradient == trained.gradients * 2 // 3
+
+
+def test_only_weights_in_fp32_are_cast() -> None:
+    config = load('llama3_8b', [*ON_ONE_GPU, 'lora.rank=16'])
+    (cast,) = (x for x in traffic_of_weights(config) if x.name == 'cast of weights')
+    layers, width, hidden, keys = 32, 4096, 14336, 1024
+    # The inputs and the outputs of qkv, out, up and down.
+    adapters = 16 * (3 * width + hidden + 3 * width + 2 * keys + 2 * hidden)
+    assert cast.bytes == 6 * (layers * (adapters + 2 * width) + width)
