@@ -12,7 +12,7 @@ from megajax.analysis.plan.expert_memory import ExpertArrays
 from megajax.analysis.plan.sizes import BYTES
 from megajax.core.config import Config
 from megajax.core.counts.flash import uses_flash
-from megajax.core.counts.layers import num_in_stack, stacks
+from megajax.core.counts.layers import Sublayer, cross_layer, num_in_stack, stacks
 from megajax.core.counts.muon import pools_of
 from megajax.core.counts.parameters import dim_sizes, elements, megatron_counts
 from megajax.core.counts.runs import Runs, ticks
@@ -45,14 +45,48 @@ def traffic_of_layers(
     balanced load. `at_experts` has the layout of the experts, if it differs from the other layers'.
     Layers with `is_frozen` have no backward pass.
     """
+    times = Runs.of_stages(config).layers
+    attention = stacks(config.model)[0].sublayer
+    yield from _around_matmuls(config, attention, times, is_frozen=is_frozen)
+    networks = _of_networks(
+        config, at_experts or config, times, in_buffers=in_buffers, is_frozen=is_frozen
+    )
+    yield from networks
+    if not flash:
+        keys, _ = scored_keys(config.model, config.train.seq_len)
+        yield _softmax(config, float(keys), times, is_frozen=is_frozen)
+
+
+def traffic_of_images(
+    config: Config, *, flash: bool, capability: Capability | None
+) -> Iterator[Traffic]:
+    """Yield the operations of a vision encoder's layers, and of cross-attention layers, if any.
+
+    `flash` is whether layers have a flash kernel where it supports their heads; cross-attention has
+    none.
+    """
+    vision = config.vision
+    if vision is None:
+        return
+    encoder, is_frozen = as_model(config), not runs_backward(config)
+    flash = flash and uses_flash(encoder, capability)
+    yield from traffic_of_layers(encoder, flash=flash, is_frozen=is_frozen)
+    if times := Runs.of_stages(config).cross:
+        attention, mlp = cross_layer(config.model)
+        yield from _around_matmuls(config, attention, times)
+        yield _activation(config, mlp, times)
+        yield _softmax(config, vision.images * vision.vectors, times)
+
+
+def _around_matmuls(
+    config: Config, attention: Sublayer, times: int, *, is_frozen: bool = False
+) -> Iterator[Traffic]:
+    """Yield the operations of layers before and after their matmuls with weights."""
     # Between the two matmuls of a sublayer, 2-D tensor parallelism shards the batch.
-    model, t, widths = config.model, config.mesh.tensor_parallel, dim_sizes(config.model)
-    attention = stacks(model)[0].sublayer
-    tokens = _tokens(config)
+    model, t, tokens = config.model, config.mesh.tensor_parallel, _tokens(config)
     size = BYTES[config.train.dtype]
     residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
-    heads = tokens * elements(attention.first.outputs, widths) * size / t
-    times = Runs.of_stages(config).layers
+    heads = tokens * elements(attention.first.outputs, dim_sizes(model)) * size / t
     forwards, backwards = _passes(config, is_frozen=is_frozen)
     # Norms read and write one array; adding to the residual reads two and writes one. The backward
     # pass reads one more array.
@@ -60,30 +94,33 @@ def traffic_of_layers(
     yield Traffic(name='norms', bytes=of_norms, times=times)
     yield Traffic(name='residual', bytes=2 * (3 * forwards + 2 * backwards) * residual, times=times)
     yield Traffic(name='heads', bytes=2 * (forwards + backwards) * heads, times=times)
-    networks = _of_networks(
-        config, at_experts or config, times, in_buffers=in_buffers, is_frozen=is_frozen
-    )
-    yield from networks
-    if not flash:
-        keys, _ = scored_keys(model, config.train.seq_len)
-        scores = tokens * model.num_heads / t * float(keys) * size
-        again = 1 if config.train.recompute == 'none' or is_frozen else 2
-        dropout = 2 if model.attention_dropout else 0
-        moved = (2 + dropout) * again + (3 + dropout) * backwards
-        yield Traffic(name='softmax', bytes=moved * scores, times=times)
 
 
-def traffic_of_images(
-    config: Config, *, flash: bool, capability: Capability | None
-) -> Iterator[Traffic]:
-    """Yield the operations of the layers of a vision encoder; nothing without one.
+def _softmax(config: Config, keys: float, times: int, *, is_frozen: bool = False) -> Traffic:
+    """Return the softmax of layers whose queries have this many keys, without a flash kernel."""
+    model, size = config.model, BYTES[config.train.dtype]
+    scores = _tokens(config) * model.num_heads / config.mesh.tensor_parallel * keys * size
+    forwards, backwards = _passes(config, is_frozen=is_frozen)
+    if config.train.recompute == 'selective' and backwards:
+        forwards = 2
+    dropout = 2 if model.attention_dropout else 0
+    moved = (2 + dropout) * forwards + (3 + dropout) * backwards
+    return Traffic(name='softmax', bytes=moved * scores, times=times)
 
-    `flash` is whether layers have a flash kernel where it supports their heads.
-    """
-    if config.vision is not None:
-        encoder, is_frozen = as_model(config), not runs_backward(config)
-        flash = flash and uses_flash(encoder, capability)
-        yield from traffic_of_layers(encoder, flash=flash, is_frozen=is_frozen)
+
+def _activation(config: Config, mlp: Sublayer, times: int, *, is_frozen: bool = False) -> Traffic:
+    """Return the activation of layers with this MLP."""
+    size, t = BYTES[config.train.dtype], config.mesh.tensor_parallel
+    hidden = _tokens(config) * elements(mlp.second.inputs, dim_sizes(config.model)) * size / t
+    moved = _moved_in_activation(config, is_frozen=is_frozen)
+    return Traffic(name='activation', bytes=moved * hidden, times=times)
+
+
+def _moved_in_activation(config: Config, *, is_frozen: bool) -> int:
+    """Return how many arrays of the size of its result an activation reads and writes."""
+    forwards, backwards = _passes(config, is_frozen=is_frozen)
+    is_gated = config.model.is_gated
+    return (3 if is_gated else 2) * forwards + (5 if is_gated else 3) * backwards
 
 
 def _passes(config: Config, *, is_frozen: bool) -> tuple[int, int]:
@@ -100,24 +137,21 @@ def _of_networks(
     config: Config, at_experts: Config, runs: int, *, in_buffers: bool, is_frozen: bool
 ) -> Iterator[Traffic]:
     """Yield the operations of MLPs and experts in this many runs of layers."""
-    model, widths, size = config.model, dim_sizes(config.model), BYTES[config.train.dtype]
-    forwards, backwards = _passes(config, is_frozen=is_frozen)
-    moved = (3 if model.is_gated else 2) * forwards + (5 if model.is_gated else 3) * backwards
-    for (name, _, down, _), dim in stacks(model)[1:]:
+    model, size = config.model, BYTES[config.train.dtype]
+    passes = sum(_passes(config, is_frozen=is_frozen))
+    for sublayer, dim in stacks(model)[1:]:
         times = num_in_stack(model, dim, runs)
-        if name == 'mlp':
-            hidden = (
-                _tokens(config) * elements(down.inputs, widths) * size / config.mesh.tensor_parallel
-            )
-            yield Traffic(name='activation', bytes=moved * hidden, times=times)
+        if sublayer.name == 'mlp':
+            yield _activation(config, sublayer, times, is_frozen=is_frozen)
             continue
         layout, tokens = Layout.of(at_experts), _tokens(at_experts)
         experts = ExpertArrays.of(at_experts, layout, tokens, size, in_buffers=in_buffers)
         assert experts is not None
+        moved = _moved_in_activation(config, is_frozen=is_frozen)
         yield Traffic(name='activation', bytes=moved * experts.hidden, times=times)
         sent = _moved_in_buffers(experts) if in_buffers else _moved_exactly(config, experts)
         routed = 4 * experts.routing
-        yield Traffic(name='dispatch', bytes=(forwards + backwards) * (sent + routed), times=times)
+        yield Traffic(name='dispatch', bytes=passes * (sent + routed), times=times)
 
 
 def _moved_in_buffers(experts: ExpertArrays) -> float:

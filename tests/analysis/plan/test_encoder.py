@@ -78,3 +78,19 @@ def test_a_frozen_encoder_moves_bytes_only_in_the_forward_pass(
     assert moved['residual'] == layers * 2 * 3 * of_patches
     assert bytes_moved(vlm())['norms'] == layers * 2 * 5 * of_patches
     assert bytes_moved(vlm())['residual'] == layers * 2 * 5 * of_patches
+
+
+@pytest.mark.parametrize('experts', [None, EXPERTS])
+def test_layers_that_attend_to_images_move_their_own_bytes(experts: dict[str, int] | None) -> None:
+    """Two of them beside the two of the encoder, in fp32: 16 sequences of 24 tokens."""
+    config = vlm(crossed=True, model={'experts': experts}, train={'recompute': 'full'})
+    rows = [*traffic_of_images(config, flash=True, capability=HOPPER)]
+    moved = {x.name: x.bytes for x in rows[-5:]}
+    model, tokens = config.model, 4 * 16 * 24
+    assert {x.times for x in rows[-5:]} == {2}
+    assert moved['norms'] == 2 * (2 * 2 + 3) * tokens * model.hidden_size
+    assert moved['residual'] == 2 * (2 * 3 + 2) * tokens * model.hidden_size
+    assert moved['heads'] == 2 * 3 * tokens * model.num_heads * model.head_dim
+    assert moved['activation'] == (2 * 3 + 5) * tokens * model.ffn_size
+    of_images = 2 * 4  # each has 16 patches, merged by four
+    assert moved['softmax'] == (2 * 2 + 3) * tokens * model.num_heads * of_images
