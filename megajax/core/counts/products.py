@@ -234,7 +234,7 @@ class _Counted:
         if 'S' in self.shards:
             yield from self._attention_across(heads, counts['recompute'] // 2 * 2, flash=flash)
             return
-        for window, share in windows(model).items():
+        for window, share in windows(model).items() if keys is None else ((None, 1),):
             read = keys or keys_read(
                 window, self.length, flash=flash, dropout=model.attention_dropout
             )

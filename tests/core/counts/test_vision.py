@@ -1,4 +1,4 @@
-"""The collectives of an encoder's parameters, in a model with and without experts."""
+"""The collectives of an encoder's parameters, and the matmuls of layers that attend to images."""
 
 from math import prod
 
@@ -8,6 +8,7 @@ from vlm import vlm
 from megajax.analysis.plan.communication import over_data_shards
 from megajax.core.config import Config
 from megajax.core.counts.parameters import own_counts
+from megajax.core.counts.products import products
 from megajax.core.counts.vision import images_over_devices, padding_at_rest
 
 EXPERTS = {'model': {'experts': {'count': 8, 'active': 2, 'ffn_size': 32}}}
@@ -50,3 +51,11 @@ def test_an_encoder_is_stored_in_shards_along_experts_too(experts, axis, kind) -
     padding = padding_at_rest(config)  # 32 columns in 12 shards
     assert padding is not None
     assert padding.site.axis == axis
+
+
+def test_layers_that_attend_to_images_have_no_windows() -> None:
+    pattern = {'num_layers': 12, 'layers': [{'repeat': 5, 'window': 8}, {}]}
+    config = vlm(crossed=True, model=pattern, vision={'cross_every': 6})
+    assert config.model.num_cross_layers == 2
+    times = {x.phase: x.times for x in products(config, flash=False) if x.name == 'cross attention'}
+    assert times == {'forward': 4, 'backward': 8, 'recompute': 0}
