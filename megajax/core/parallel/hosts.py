@@ -76,7 +76,8 @@ def check_hosts(hosts: Hosts, sizes: Mapping[str, int], *, cross_hosts: bool) ->
     size = devices // replicas
     if not hosts.span(size):
         return
-    inside = (count for count in divisors(data) if count < data)
+    # A replica has all of its experts, so it has a multiple of their data shards.
+    inside = (count for count in divisors(data // sizes.get('expert', 1)) if count < data)
     if count := next((n for n in inside if not hosts.span(devices // n)), None):
         within = devices // count
         near = 'NVLink joins' if hosts.largest_inside % within else 'stay in one host'
@@ -102,7 +103,9 @@ def _check_tensor_groups(hosts: Hosts, sizes: Mapping[str, int]) -> None:
             f'set their product to {largest} or a divisor of it, {allow}'
         )
     shards, remainder = divmod(data_shards(sizes) * model, largest)
-    example = '' if remainder else f'for example mesh.data={shards} mesh.model={largest}, '
+    groups = sizes.get('replica', 1) * sizes.get('expert', 1)
+    fits = remainder == 0 and shards % groups == 0
+    example = f'for example mesh.data={shards} mesh.model={largest}, ' if fits else ''
     raise ConfigError(
         f'mesh.model={model} reaches across hosts ({crossed}), '
         'and each layer would wait for their network: '

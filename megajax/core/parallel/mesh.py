@@ -63,11 +63,7 @@ def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axe
     if len(devices) < needed:
         raise ConfigError(_too_few(sizes, devices))
     if jax.process_count() > 1 and len(devices) != needed:
-        raise ConfigError(
-            f'{_words(sizes)} leaves {len(devices) - needed} of {len(devices)} devices idle, and '
-            f'with {jax.process_count()} processes each must have its part: '
-            f'set {_more_data(sizes, len(devices))}'
-        )
+        raise ConfigError(left_idle(sizes, len(devices), jax.process_count()))
     if jax.process_count() > 1:
         devices = _within_hosts(devices, sizes, cross_hosts)
     return mesh_of(devices[:needed], sizes)
@@ -149,12 +145,24 @@ def _words(sizes: Mapping[str, int]) -> str:
     return f'{words} (mesh.replicas={sizes["replica"]})' if 'replica' in sizes else words
 
 
-def _more_data(sizes: Mapping[str, int], count: int) -> str:
-    """Return the settings with which the mesh has `count` devices."""
-    replicas = sizes.get('replica', 1)
-    data = count * data_shards(sizes) // math.prod(sizes.values())
-    other = math.gcd(replicas, data)
-    return f'mesh.data={data}' + (f' mesh.replicas={other}' if other != replicas else '')
+def left_idle(sizes: Mapping[str, int], count: int, processes: int) -> str:
+    """Return the error of a mesh that is smaller than the `count` devices of these processes.
+
+    It names a mesh of all devices: with more data shards, or with any other shape if no number of
+    data shards fits.
+    """
+    replicas, experts = sizes.get('replica', 1), sizes.get('expert', 1)
+    needed = math.prod(sizes.values())
+    data, rest = divmod(count * data_shards(sizes), needed)
+    if rest or data % experts:
+        fix = _choices(sizes, count, fill=True)
+    else:
+        other = math.gcd(replicas, data // experts)
+        fix = f'set mesh.data={data}' + (f' mesh.replicas={other}' if other != replicas else '')
+    return (
+        f'{_words(sizes)} leaves {count - needed} of {count} devices idle, and with {processes} '
+        f'processes each must have its part: {fix}'
+    )
 
 
 def is_simulated(mesh: Mesh) -> bool:
@@ -266,13 +274,16 @@ def _too_few(sizes: Mapping[str, int], devices: list[jax.Device]) -> str:
     return f'{message}: {choose}, or JAX_PLATFORMS=cpu to simulate them'
 
 
-def _choices(sizes: Mapping[str, int], count: int) -> str:
-    """Return the sizes of `data` and `model` that fit on `count` devices, in words."""
+def _choices(sizes: Mapping[str, int], count: int, *, fill: bool = False) -> str:
+    """Return the sizes of `data` and `model` that fit on `count` devices, in words.
+
+    With `fill`, they leave no device idle.
+    """
     groups = {axis: sizes[axis] for axis in ('replica', 'expert') if axis in sizes}
     shards = math.prod(groups.values())  # mesh.data must be a multiple of this number
     others = math.prod(sizes.values()) // (data_shards(sizes) * sizes['model'])
     less = []
-    if others > count:
+    if others > count or (fill and count % others):
         beside = [axis for axis in sizes if axis not in (*groups, *ALWAYS)]
         others, less = 1, [f'mesh.{KEYS.get(axis, axis)}=1' for axis in beside]
     free = count // others

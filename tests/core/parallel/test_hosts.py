@@ -33,6 +33,14 @@ def hosts(*counts: int, domain: int = 0) -> Hosts:
             'devices stay in one host',
         ),
         (
+            hosts(4, 4, 4),
+            {'data': 1, 'expert': 2, 'model': 6},
+            False,
+            'mesh.model=6 reaches across hosts (host0, host1), and each layer would wait for '
+            'their network: set mesh.model to 4 or a divisor of it, or '
+            'mesh.allow_model_across_hosts=true',
+        ),
+        (
             hosts(4, 4, 4, 4),
             {'stage': 2, 'data': 1, 'model': 8},
             False,
@@ -73,6 +81,8 @@ def test_groups_that_need_not_cross_hosts_are_refused_with_those_that_stay(
         (hosts(8, 8), {'replica': 2, 'data': 4, 'model': 2}, False),
         (hosts(8, 8), {'replica': 4, 'data': 2, 'model': 2}, False),
         (hosts(8, 8), {'replica': 2, 'data': 1, 'model': 8}, False),
+        # Smaller groups would not have all experts.
+        (hosts(8, 8, 8, 8), {'replica': 2, 'data': 1, 'expert': 4, 'model': 4}, False),
         (hosts(8, 8), {'stage': 2, 'data': 2, 'context': 2, 'model': 2}, False),
         # A group of replicas has data shards in each stage, and each of these stays in a host.
         (hosts(4, 4, 4, 4), {'replica': 2, 'stage': 2, 'data': 2, 'model': 2}, False),

@@ -13,6 +13,7 @@ from megajax.core.parallel.mesh import (
     axis_sizes,
     concrete,
     is_simulated,
+    left_idle,
     make_mesh,
     one_dimensional,
 )
@@ -83,6 +84,44 @@ def test_too_few_devices_are_told_by_the_keys_of_the_config(sizes, words, fits):
     message = str(refusal.value)
     assert message.startswith(f'{words}, but jax has 8 (CPU)')
     assert message.endswith(fits)
+
+
+@pytest.mark.parametrize(
+    ('sizes', 'words', 'fix'),
+    [
+        ({'data': 1, 'model': 8}, 'mesh.data=1 x mesh.model=8 leaves 16', 'set mesh.data=3'),
+        (
+            {'data': 1, 'model': 4, 'replica': 4},
+            'mesh.data=4 x mesh.model=4 (mesh.replicas=4) leaves 8',
+            'set mesh.data=6 mesh.replicas=2',
+        ),
+        (
+            {'data': 1, 'model': 4, 'expert': 2},
+            'mesh.data=2 x mesh.experts=2 x mesh.model=4 leaves 16',
+            'set mesh.data=6',
+        ),
+        (
+            {'data': 1, 'model': 8, 'expert': 2},
+            'mesh.data=2 x mesh.experts=2 x mesh.model=8 leaves 8',
+            'choose data x model among 24x1, 12x2, 8x3, 6x4, 4x6, 2x12',
+        ),
+        (
+            {'data': 1, 'model': 8, 'stage': 2},
+            'mesh.stages=2 x mesh.data=1 x mesh.model=8 leaves 8',
+            'choose data x model among 12x1, 6x2, 4x3, 3x4, 2x6, 1x12',
+        ),
+        (
+            {'data': 1, 'model': 2, 'stage': 5},
+            'mesh.stages=5 x mesh.data=1 x mesh.model=2 leaves 14',
+            'choose data x model among 24x1, 12x2, 8x3, 6x4, 4x6, 3x8, 2x12, 1x24 with '
+            'mesh.stages=1',
+        ),
+    ],
+)
+def test_a_mesh_that_leaves_processes_idle_is_told_one_of_all_devices(sizes, words, fix):
+    message = left_idle(axis_sizes(**sizes), 24, 3)
+    assert message.startswith(f'{words} of 24 devices idle, and with 3 processes each')
+    assert message.endswith(f': {fix}')
 
 
 def on(mesh, shard='none', schedule='1f1b', **model):
