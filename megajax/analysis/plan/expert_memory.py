@@ -9,8 +9,10 @@ room for 1.25 times a balanced load (`core/counts/expert_rows.py`).
 from typing import NamedTuple, Self
 
 from megajax.core.config import Config
+from megajax.core.counts.expert_kernels import smallest_block
 from megajax.core.counts.expert_rows import rows_sent, rows_with_unused
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
+from megajax.core.hardware.records import Capability
 from megajax.core.parallel.layout import Layout
 
 FLOAT32 = INT32 = 4
@@ -37,12 +39,14 @@ class ExpertArrays(NamedTuple):
         layout: Layout,
         tokens: int,
         itemsize: int,
+        capability: Capability | None,
         *,
         in_buffers: bool = True,
     ) -> Self | None:
         """Return the arrays for the `tokens` of a data shard; None for a model without experts.
 
-        Without `in_buffers`, the arrays have room for exactly a balanced load.
+        The GPU's `capability` decides the fewest rows of a block. Without `in_buffers`, the arrays
+        have room for exactly a balanced load.
         """
         model, experts, shards = config.model, config.model.experts, layout.shards
         if experts is None:
@@ -54,7 +58,7 @@ class ExpertArrays(NamedTuple):
         else:
             rows = slots = rows_sent(config, tokens, devices)
         if experts.capacity is None and in_buffers:
-            rows = rows_with_unused(config, tokens, shards)
+            rows = rows_with_unused(config, tokens, shards, smallest_block(capability))
         up = hidden = of_tokens = first = gradients = 0
         for name, weight in parameters(model):
             if not name.startswith('layers.experts.') or not weight.is_matrix:

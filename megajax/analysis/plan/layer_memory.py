@@ -24,7 +24,9 @@ class LayerArrays:
         self.count = num_in_stack(sizes.model, stack.dim, sizes.chunk_layers)  # in a chunk
         self.experts = None
         if stack.sublayer.name == 'experts':
-            self.experts = ExpertArrays.of(sizes.config, sizes.layout, sizes.tokens, sizes.itemsize)
+            self.experts = ExpertArrays.of(
+                sizes.config, sizes.layout, sizes.tokens, sizes.itemsize, sizes.capability
+            )
         # `up` is the result of the first matmul, `hidden` the input of the second.
         if self.experts is not None:
             self.up, self.hidden = self.experts.up, self.experts.hidden

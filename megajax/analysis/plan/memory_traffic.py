@@ -11,7 +11,7 @@ from megajax.analysis.plan.encoder import as_model
 from megajax.analysis.plan.expert_memory import ExpertArrays
 from megajax.analysis.plan.sizes import BYTES
 from megajax.core.config import Config
-from megajax.core.counts.flash import uses_flash
+from megajax.core.counts.flash import HOPPER, uses_flash
 from megajax.core.counts.layers import Sublayer, cross_layer, num_in_stack, stacks
 from megajax.core.counts.muon import pools_of
 from megajax.core.counts.parameters import dim_sizes, elements, megatron_counts
@@ -33,6 +33,7 @@ class Traffic:
 
 def traffic_of_layers(
     config: Config,
+    capability: Capability | None = HOPPER,
     *,
     flash: bool,
     in_buffers: bool = True,
@@ -43,15 +44,18 @@ def traffic_of_layers(
 
     `in_buffers` is whether tokens are sent to experts in buffers that have room for more than a
     balanced load. `at_experts` has the layout of the experts, if it differs from the other layers'.
-    Layers with `is_frozen` have no backward pass.
+    `capability` is the GPU's. Layers with `is_frozen` have no backward pass.
     """
     times = Runs.of_stages(config).layers
     attention = stacks(config.model)[0].sublayer
     yield from _around_matmuls(config, attention, times, is_frozen=is_frozen)
-    networks = _of_networks(
-        config, at_experts or config, times, in_buffers=in_buffers, is_frozen=is_frozen
-    )
-    yield from networks
+    for sublayer, dim in stacks(config.model)[1:]:
+        runs = num_in_stack(config.model, dim, times)
+        if sublayer.name == 'mlp':
+            yield _activation(config, sublayer, runs, is_frozen=is_frozen)
+        else:
+            there = at_experts or config
+            yield from _of_experts(config, there, runs, capability, in_buffers=in_buffers)
     if not flash:
         keys, _ = scored_keys(config.model, config.train.seq_len)
         yield _softmax(config, float(keys), times, is_frozen=is_frozen)
@@ -133,25 +137,23 @@ def _tokens(config: Config) -> int:
     return config.microbatch_rows * config.train.seq_len // config.mesh.context
 
 
-def _of_networks(
-    config: Config, at_experts: Config, runs: int, *, in_buffers: bool, is_frozen: bool
+def _of_experts(
+    config: Config,
+    at_experts: Config,
+    times: int,
+    capability: Capability | None,
+    *,
+    in_buffers: bool,
 ) -> Iterator[Traffic]:
-    """Yield the operations of MLPs and experts in this many runs of layers."""
-    model, size = config.model, BYTES[config.train.dtype]
-    passes = sum(_passes(config, is_frozen=is_frozen))
-    for sublayer, dim in stacks(model)[1:]:
-        times = num_in_stack(model, dim, runs)
-        if sublayer.name == 'mlp':
-            yield _activation(config, sublayer, times, is_frozen=is_frozen)
-            continue
-        layout, tokens = Layout.of(at_experts), _tokens(at_experts)
-        experts = ExpertArrays.of(at_experts, layout, tokens, size, in_buffers=in_buffers)
-        assert experts is not None
-        moved = _moved_in_activation(config, is_frozen=is_frozen)
-        yield Traffic(name='activation', bytes=moved * experts.hidden, times=times)
-        sent = _moved_in_buffers(experts) if in_buffers else _moved_exactly(config, experts)
-        routed = 4 * experts.routing
-        yield Traffic(name='dispatch', bytes=passes * (sent + routed), times=times)
+    """Yield the operations of this many runs of layers of experts."""
+    layout, tokens, size = Layout.of(at_experts), _tokens(at_experts), BYTES[config.train.dtype]
+    experts = ExpertArrays.of(at_experts, layout, tokens, size, capability, in_buffers=in_buffers)
+    assert experts is not None
+    moved = _moved_in_activation(config, is_frozen=False)
+    yield Traffic(name='activation', bytes=moved * experts.hidden, times=times)
+    sent = _moved_in_buffers(experts) if in_buffers else _moved_exactly(config, experts)
+    passes = sum(_passes(config, is_frozen=False))
+    yield Traffic(name='dispatch', bytes=passes * (sent + 4 * experts.routing), times=times)
 
 
 def _moved_in_buffers(experts: ExpertArrays) -> float:

@@ -244,7 +244,7 @@ class Timer:
         if config is not asked:
             of_products = _with_shorter_end(work, of_products, config)
         of_layers = traffic_of_layers(
-            config, flash=flash, in_buffers=program.sends_buffers, at_experts=at_experts
+            config, capability, flash=flash, in_buffers=program.sends_buffers, at_experts=at_experts
         )
         of_images = traffic_of_images(config, flash=flash, capability=capability)
         moved = [*of_layers, *traffic_of_loss(at_head), *of_images]

@@ -64,13 +64,15 @@ def rows_sent(config: Config, tokens: int, devices: int) -> int:
     return own * of_each
 
 
-def rows_with_unused(config: Config, tokens: int, shards: Mapping[str, int]) -> int:
+def rows_with_unused(
+    config: Config, tokens: int, shards: Mapping[str, int], smallest: int = SMALLEST_BLOCK
+) -> int:
     """Return the number of rows in all blocks of a device, used or not, without a capacity.
 
-    With several devices, this is the first round.
+    With several devices, this is the first round. A block has at least `smallest` rows.
     """
     experts, devices = config.model.experts, shards.get('X', 1)
     assert experts is not None
     own, assignments = experts.count // devices, tokens * experts.active
-    block = block_rows(assignments, own)
+    block = max(block_rows(assignments, own), smallest)
     return num_blocks(rows_sent(config, tokens, devices), own, block) * block

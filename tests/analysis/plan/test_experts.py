@@ -317,3 +317,17 @@ def test_the_published_rows_are_those_of_today() -> None:
     load_script('held_out')  # which the script imports
     script = load_script('plan_experts')
     assert script.table(script.rows()) in (RESULTS / '2026-11-29_plan_experts.md').read_text()
+
+
+@pytest.mark.parametrize(('capability', 'block'), [((9, 0), 64), ((10, 0), 16), (None, 16)])
+def test_the_kernels_of_hopper_have_rows_for_larger_blocks(
+    capability: tuple[int, int] | None, block: int
+) -> None:
+    """1024 tokens, of which each of 128 experts gets 64 rows on average."""
+    mesh = ['mesh.data=1', 'mesh.model=1', 'mesh.experts=1', 'train.microbatches=1']
+    short = ['train.seq_len=1024', 'train.batch_size=1']
+    experts = Sizes(load('qwen3_30b_a3b', [*mesh, *short]), capability).experts
+    assert experts is not None
+    rows = (1024 * 8 // block + 128) * block
+    assert rows == {64: 16384, 16: 10240}[block]
+    assert experts.rows == rows * 2048 * 2
