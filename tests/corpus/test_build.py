@@ -353,6 +353,10 @@ BAD = [
     (b'{"text": "a\xff"}', r'bad.jsonl:1: is not UTF-8 at byte 11 \(0xff\)'),
     (b'{"text": "\\ud800"}', r"bad.jsonl:1: 'text' has an unpaired surrogate at character 0"),
     (b'[' * 10**5, r'bad.jsonl:1: is not JSON'),
+    (
+        b'{"text": "a <image>", "images": ["a.png"]}',
+        r'bad.jsonl:1: has 1 images, but only the text is read; set data.corpus to the file',
+    ),
     (b' \n', '--input: contains no text: 0 documents'),
 ]
 
@@ -388,6 +392,22 @@ def test_bad_lines_are_skipped_and_counted(corpus: Path, tmp_path: Path) -> None
     )
     assert f'; {len(bad)} bad lines skipped ({tmp_path}/bad.jsonl:51, ' in str(summary)
     build(job(tmp_path / 'clean', corpus))
+    assert tokens_and_index(tmp_path / 'out') == tokens_and_index(tmp_path / 'clean')
+
+
+@pytest.mark.parametrize('unit', [40, 500])
+def test_rows_with_images_are_bad_and_others_are_read(unit: int, tmp_path: Path) -> None:
+    texts = [f'text {number}' for number in range(9)]
+    images = [['a.png', 'b.png'] if number in (3, 7) else [] for number in range(7)] + [None] * 2
+    images[5] = ['c.png']
+    table = pyarrow.table({'images': images, 'text': texts})
+    parquet.write_table(table, tmp_path / 'a.parquet', row_group_size=4)
+    with pytest.raises(ConfigError, match=r'a.parquet: row 4: has 2 images, but only the text'):
+        build(job(tmp_path / 'out', tmp_path / 'a.parquet'), unit=unit)
+    build(job(tmp_path / 'out', tmp_path / 'a.parquet', skip_bad=True), unit=unit)
+    text_alone = [texts[number] for number in (0, 1, 2, 4, 6, 7, 8)]
+    (tmp_path / 'a.jsonl').write_bytes(jsonl(text_alone))
+    build(job(tmp_path / 'clean', tmp_path / 'a.jsonl'))
     assert tokens_and_index(tmp_path / 'out') == tokens_and_index(tmp_path / 'clean')
 
 

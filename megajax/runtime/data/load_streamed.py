@@ -106,7 +106,11 @@ def load_streamed(config: Config) -> Streamed:
 def _split(config: Config, inputs: Mapping[str, Input]) -> tuple[Shares, np.ndarray, np.ndarray]:
     """Return the shares of a corpus, and the numbers of those to train and to validate on."""
     corpus, batch_size = config.data.corpus, config.train.batch_size
-    shares = Shares(inputs, FIXES._replace(messages='use data.order=stateless to train on chats'))
+    fixes = FIXES._replace(
+        messages='use data.order=stateless to train on chats',
+        images='use data.order=stateless to train on images, or remove "images"',
+    )
+    shares = Shares(inputs, fixes)
     if not len(shares):
         raise mistake('data.corpus', f'{corpus!r} contains no text; give {KINDS}')
     names = [shares.name(number) for number in range(len(shares))]

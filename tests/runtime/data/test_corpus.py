@@ -241,6 +241,15 @@ def texts(corpus: Path) -> list[str]:
     return [document.text for document in read_documents(str(corpus))]
 
 
+def test_a_text_corpus_leaves_out_no_images(tmp_path: Path) -> None:
+    line = {'text': 'A cat <image>', 'images': ['a.png', 'b.png']}
+    (tmp_path / 'a.jsonl').write_text(json.dumps({**line, 'images': []}))
+    assert texts(tmp_path) == ['A cat <image>']
+    (tmp_path / 'a.jsonl').write_text(json.dumps(line))
+    with pytest.raises(ConfigError, match=r'a.jsonl:1: has 2 images, .*use a model with'):
+        texts(tmp_path)
+
+
 def write_parquet(path: Path, **columns: list[object]) -> None:
     pyarrow = pytest.importorskip('pyarrow')
     from pyarrow import parquet

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from runtime.data import stores
 from runtime.data.test_inputs import write_parquet
 from runtime.data.test_load import assert_equal, config
+from vlm import vlm
 
 from megajax.base.errors import ConfigError
 from megajax.runtime.data import Data, load_data
@@ -240,6 +243,20 @@ def test_chats_and_token_files_are_for_another_order(here: Path, tmp_path: Path)
         shutil.copy(oracles / f'a{suffix}', tmp_path)
     with pytest.raises(ConfigError, match='streamed is for text, and'):
         load(tmp_path / 'a', 'data.tokenizer=none', 'train.sample_prompts=[]')
+
+
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.parquet'])
+def test_images_are_not_streamed_as_letters(name: str, tmp_path: Path) -> None:
+    rows = [{'text': 'A cat <image>' * 20, 'images': ['a.png']}] * 100
+    if name == 'a.parquet':
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+    else:
+        (tmp_path / name).write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    data = {'corpus': str(tmp_path / name), 'tokenizer': 'bytes', 'order': 'streamed'}
+    model = {'vocab_size': 300}
+    for sees in (vlm(data=data, model=model, vision={'image_token': 257}), None):
+        with pytest.raises(ConfigError, match=r'has 1 images, .*use data.order=stateless to'):
+            load_data(sees) if sees else load(tmp_path / name)
 
 
 @pytest.mark.parametrize(

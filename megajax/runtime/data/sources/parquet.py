@@ -8,7 +8,7 @@ from megajax.base.errors import mistake
 from megajax.runtime.data.sources.contents import check_parquet
 from megajax.runtime.data.sources.decompress import open_input
 from megajax.runtime.data.sources.inputs import Input, optional, unreadable
-from megajax.runtime.data.sources.parse import Fixes
+from megajax.runtime.data.sources.parse import IMAGES, TEXT, Fixes
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position
 
 SIGNS = 1 << 10  # number of bytes that are read to tell what else a file may be
@@ -26,13 +26,16 @@ def read_rows(
         _check_column(input, key, file.schema_arrow)
         total, row = file.metadata.num_rows, here.offset
         rows: list[bytes | None] = []
+        images: dict[int, int] = {}
         weight = 0
-        for text in _column(file, key, row):
+        for text, count in _texts(file, key, row):
+            if count:
+                images[len(rows)] = count
             rows.append(text)
             weight += len(text or b'') + 10
             if weight >= unit or row + len(rows) == total:
-                piece = InputPiece(input=input, offset=row, line=row + 1, data=rows)
-                row, rows, weight = row + len(rows), [], 0
+                piece = InputPiece(input=input, offset=row, line=row + 1, data=rows, images=images)
+                row, rows, images, weight = row + len(rows), [], {}, 0
                 yield piece, row == total, input.size * row // total
 
 
@@ -96,20 +99,33 @@ def _source(input: Input) -> Iterator[Any]:
         yield input.path
 
 
-def _column(file: Any, key: str, start: int) -> Iterator[bytes | None]:
+def _texts(file: Any, key: str, start: int) -> Iterator[tuple[bytes | None, int]]:
+    """Yield the texts from a row on, each with the number of images of its row."""
     first = 0
+    columns = [key, IMAGES] if key == TEXT and _lists_images(file.schema_arrow) else [key]
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if start < first + rows:
             for batch in file.iter_batches(
-                batch_size=256, row_groups=[group], columns=[key], use_threads=False
+                batch_size=256, row_groups=[group], columns=columns, use_threads=False
             ):
+                found = dict(zip(batch.schema.names, batch.columns, strict=True))
                 # as bytes, so that the worker can report which row is not UTF-8
-                texts = batch.column(0).cast('large_string').cast('large_binary').to_pylist()
-                yield from texts[max(start - first, 0) :]
+                texts = found[key].cast('large_string').cast('large_binary').to_pylist()
+                counts = [0] * len(texts)
+                if IMAGES in columns:
+                    counts = found[IMAGES].value_lengths().fill_null(0).to_pylist()
+                yield from list(zip(texts, counts, strict=True))[max(start - first, 0) :]
                 first += len(texts)
         else:
             first += rows
+
+
+def _lists_images(schema: Any) -> bool:
+    """Whether a Parquet file has a column with the images of each row."""
+    types = optional('pyarrow', IMAGES).types
+    kind = schema.field(IMAGES).type if schema.names.count(IMAGES) == 1 else None
+    return kind is not None and (types.is_list(kind) or types.is_large_list(kind))
 
 
 def _check_column(input: Input, key: str, schema: Any, fix: str | None = None) -> None:

@@ -16,9 +16,14 @@ class Fixes(NamedTuple):
     bad: str = 'fix it, or skip such lines with --skip-bad'
     no_key: str = 'set --json-key to one of them, or use --skip-bad'
     messages: str = 'set data.corpus to the file: megajax train and eval read messages as they are'
+    images: str = (
+        'set data.corpus to the file to train a model with a vision section, or remove "images"'
+    )
 
 
 FIXES = Fixes()
+# The keys of a line's text, and of the files of the images in it.
+TEXT, IMAGES = 'text', 'images'
 
 
 def parse(piece: InputPiece, key: str, fixes: Fixes = FIXES) -> Iterator[str | Problem]:
@@ -28,13 +33,14 @@ def parse(piece: InputPiece, key: str, fixes: Fixes = FIXES) -> Iterator[str | P
     """
     path = piece.input.path
     if isinstance(piece.data, list):
-        for row, text in enumerate(piece.data, piece.line):
-            place = f'{path}: row {row}'
-            yield (
-                _decode(text, place, fixes.bad)
-                if text is not None
-                else Problem(place, f'{key!r} is null, not text; {fixes.bad}')
-            )
+        for row, text in enumerate(piece.data):
+            place = f'{path}: row {piece.line + row}'
+            if text is None:
+                yield Problem(place, f'{key!r} is null, not text; {fixes.bad}')
+            elif images := piece.images.get(row):
+                yield _with_images(place, images, fixes)
+            else:
+                yield _decode(text, place, fixes.bad)
     elif piece.input.format == 'text':
         data = piece.data if piece.offset else piece.data.removeprefix(codecs.BOM_UTF8)
         fix = 'convert it, for example with iconv, or leave it out'
@@ -92,6 +98,9 @@ def _parse_line(line: bytes, key: str, place: str, fixes: Fixes) -> str | Proble
     text = document[key]
     if not isinstance(text, str):
         return Problem(place, f'{key!r} is {_short(json.dumps(text))}, not text; {fixes.bad}')
+    images = document.get(IMAGES)
+    if key == TEXT and isinstance(images, list) and images:
+        return _with_images(place, len(images), fixes)
     if not text.isascii():
         try:
             text.encode()
@@ -100,6 +109,11 @@ def _parse_line(line: bytes, key: str, place: str, fixes: Fixes) -> str | Proble
                 place, f'{key!r} has an unpaired surrogate at character {error.start}; {fixes.bad}'
             )
     return text
+
+
+def _with_images(place: str, count: int, fixes: Fixes) -> Problem:
+    """Return the Problem of a line or row whose images would be lost."""
+    return Problem(place, f'has {count} images, but only the text is read; {fixes.images}')
 
 
 def _short(value: str) -> str:

@@ -1,5 +1,6 @@
 """Pieces of raw corpus bytes, which the reader passes to the workers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megajax.runtime.data.sources.inputs import Input
@@ -32,6 +33,7 @@ class InputPiece:
     # end of the part of the text document before this piece, as context for its tokens
     before: bytes = b''
     after: bytes = b''  # beginning of the part of the text document after this piece
+    images: Mapping[int, int] = field(default_factory=dict)  # number of images of rows with images
 
     @property
     def weight(self) -> int:
