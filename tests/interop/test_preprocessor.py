@@ -11,7 +11,9 @@ import pytest
 from megajax.core.config import ConfigError, load
 from megajax.interop.huggingface.preprocessor import (
     DEFAULTS,
+    note_limit,
     read_preprocessor,
+    write_files,
     write_preprocessor,
 )
 from megajax.runtime.data.patches import PatchSize
@@ -30,6 +32,8 @@ from megajax.runtime.data.patches import PatchSize
         ('size', {'height': 224, 'width': 224}),
         ('size', {'longest_edge': 4096}),
         ('size', 224),
+        ('max_pixels', 'all'),
+        ('max_pixels', 256 * 6),
     ],
 )
 def test_pictures_that_are_prepared_otherwise_are_refused(key, value, tmp_path: Path) -> None:
@@ -44,19 +48,51 @@ def test_pictures_that_are_prepared_otherwise_are_refused(key, value, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ('keys', 'patches'),
+    ('keys', 'limits'),
     [
-        ({'size': {'shortest_edge': 1024, 'longest_edge': 4096}}, 4),
-        ({'size': {'shortest_edge': 0, 'longest_edge': 4096}}, 0),
-        ({'min_pixels': 512, 'size': {'shortest_edge': 1024}}, 2),
-        ({'min_pixels': 512, 'size': None, 'rescale_factor': 1 / 255}, 2),
+        ({'size': {'shortest_edge': 1024, 'longest_edge': 4096}}, (4, 16)),
+        ({'size': {'shortest_edge': 0, 'longest_edge': 4096}}, (0, 16)),
+        ({'min_pixels': 512, 'size': {'shortest_edge': 1024}}, (2,)),
+        ({'min_pixels': 512, 'size': None, 'rescale_factor': 1 / 255}, (2,)),
+        ({'min_pixels': 512, 'max_pixels': 2048, 'size': {'longest_edge': 4096}}, (2, 8)),
     ],
 )
-def test_the_least_area_of_a_picture_is_read_in_patches(keys, patches, tmp_path: Path) -> None:
+def test_the_areas_of_a_picture_are_read_in_patches(keys, limits, tmp_path: Path) -> None:
     vision = load('qwen3_vl_2b').vision
     whole = write_preprocessor(vision) | keys
     (tmp_path / 'preprocessor_config.json').write_text(json.dumps(whole))
-    assert read_preprocessor(tmp_path, vision.model_dump()) == {'min_patches': patches}
+    read = read_preprocessor(tmp_path, vision.model_dump())
+    assert read == dict(zip(('min_patches', 'max_patches'), limits, strict=False))
+
+
+def test_a_limit_above_that_of_the_run_is_said_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    vision, file = load('qwen3_vl_2b').vision, tmp_path / 'preprocessor_config.json'
+    size = {'shortest_edge': 65536, 'longest_edge': 16_777_216}
+    file.write_text(json.dumps(write_preprocessor(vision) | {'size': size}))
+    assert read_preprocessor(tmp_path, vision.model_dump()) == {'min_patches': 256}
+    note_limit(tmp_path, vision)
+    assert 'images above vision.max_patches=4,096 are scaled down' in caplog.text
+    assert 'the limit of the model is 65,536 patches' in caplog.text
+    caplog.clear()
+    note_limit(tmp_path, vision.model_copy(update={'max_patches': 65536}))
+    assert not caplog.text
+    processor = tmp_path / 'processor_config.json'
+    processor.write_text(json.dumps({'video_processor': {'fps': 2}}))
+    write_files(tmp_path, vision)
+    assert json.loads(file.read_text())['size'] == size
+    assert json.loads(processor.read_text()) == {'video_processor': {'fps': 2}}
+    nested = json.loads(file.read_text()) | {'size': {**size, 'longest_edge': 1 << 20}}
+    processor.write_text(json.dumps({'video_processor': {'fps': 2}, 'image_processor': nested}))
+    write_files(tmp_path, load('qwen3_vl_2b', ['vision.min_patches=512']).vision)
+    written = json.loads(processor.read_text())
+    assert written['video_processor'] == {'fps': 2}
+    assert written['image_processor'] == json.loads(file.read_text())
+    assert written['image_processor']['size'] == {
+        'shortest_edge': 512 * 256,
+        'longest_edge': 1 << 20,
+    }
 
 
 def test_missing_keys_have_the_defaults_of_the_class(tmp_path: Path) -> None:
@@ -123,7 +159,7 @@ def test_the_settings_of_transformers_5_are_preferred(tmp_path: Path) -> None:
     keys, processor = write_preprocessor(vision), tmp_path / 'processor_config.json'
     (tmp_path / 'preprocessor_config.json').write_text(json.dumps(keys))
     for whole, patches in (
-        ({'image_processor': keys | {'size': {'shortest_edge': 1024, 'longest_edge': 4096}}}, 4),
+        ({'image_processor': keys | {'size': {'shortest_edge': 1024, 'longest_edge': 1 << 20}}}, 4),
         ({'image_processor': None}, 256),
         ({'processor_class': 'Qwen3VLProcessor'}, 256),
     ):

@@ -191,6 +191,7 @@ def test_import_then_export_gives_the_same_tensors_bit_for_bit(tied: bool, tmp_p
     folder.mkdir()
     (folder / 'config.json').write_text(json.dumps(config_json(tied)))
     save_file(expected, folder / 'model.safetensors')
+    (folder / 'video_preprocessor_config.json').write_text('{"fps": 2}')
     import_huggingface(
         folder,
         tmp_path / 'run',
@@ -205,6 +206,7 @@ def test_import_then_export_gives_the_same_tensors_bit_for_bit(tied: bool, tmp_p
     assert written.keys() == expected.keys()
     for name, x in expected.items():
         np.testing.assert_array_equal(written[name], x, name)
+    assert (tmp_path / 'out' / 'video_preprocessor_config.json').read_text() == '{"fps": 2}'
     again = json.loads((tmp_path / 'out' / 'config.json').read_text())
     assert read_family(again, '') == read_family(config_json(tied), '')
     size = json.loads((tmp_path / 'out' / 'preprocessor_config.json').read_text())['size']

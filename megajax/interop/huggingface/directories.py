@@ -18,7 +18,7 @@ from megajax.core.config.lora import without_adapters
 from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.huggingface.families import read_config_json, write_family
 from megajax.interop.huggingface.hub import Repository
-from megajax.interop.huggingface.preprocessor import FILE, read_preprocessor, write_preprocessor
+from megajax.interop.huggingface.preprocessor import note_limit, read_preprocessor, write_files
 from megajax.interop.huggingface.tensors import (
     SHARD_BYTES,
     Tensor,
@@ -78,12 +78,14 @@ def import_huggingface(
     tokenizer = folder / 'tokenizer.json' if (folder / 'tokenizer.json').is_file() else None
     config = reload(settings(model, out, tokenizer), overrides, place=str(folder / 'config.json'))
     keys, vocab_size = read_json(folder / 'config.json'), config.model.vocab_size
-    companions = companions_of_model(folder, keys, vocab_size)
+    companions = companions_of_model(folder, keys, vocab_size, sees=config.vision is not None)
     if repository is not None:
         repository.fetch_weights()
     tensors = read_tensors(folder)
     if left:
         logger.warning('%s: unused keys: %s', folder / 'config.json', ', '.join(left))
+    if config.vision is not None:
+        note_limit(folder, config.vision)
     if config.data.tokenizer == 'none':
         logger.warning(
             '%s has no tokenizer.json: the run works on token ids only; for text, put the '
@@ -170,8 +172,7 @@ def export_huggingface(
             keys |= {'torch_dtype': usual, 'use_cache': True, **tokens}
             (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
             if model.vision is not None:
-                preprocessor = json.dumps(write_preprocessor(model.vision), indent=2)
-                (partial / FILE).write_text(preprocessor + '\n')
+                write_files(partial, model.vision)
             stored = ((name, x) for _, name, x in parts(checkpoint, [pieces]))
             arrays = (
                 _together([_cast(*next(stored), others.get(name, usual)) for _ in group])

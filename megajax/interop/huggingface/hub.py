@@ -18,14 +18,12 @@ from megajax.base.files.json_file import read_json
 from megajax.base.render.text import in_line, typed
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
-from megajax.interop.huggingface.preprocessor import FILES as PREPROCESSOR
 from megajax.interop.huggingface.tensors import ADAPTER, INDEX, SINGLE, check_adapter
 from megajax.runtime.checkpoint.hf_files import COMPANIONS, TEMPLATES
 
 DESCRIPTION = (
     'config.json',
     'tokenizer.json',
-    *PREPROCESSOR,
     INDEX,
     ADAPTER,
     *COMPANIONS,

@@ -20,6 +20,9 @@ from megajax.runtime.data.image_text.chat import DEFAULT, Template
 FOLDER = 'huggingface'
 GENERATION, TOKENIZER_CONFIG = 'generation_config.json', 'tokenizer_config.json'
 TEMPLATE, TEMPLATE_OF_PROCESSOR = 'chat_template.jinja', 'chat_template.json'
+# How a processor prepares images and videos; models without an encoder do not keep these files.
+PROCESSOR, IMAGES = 'processor_config.json', 'preprocessor_config.json'
+PREPARING = PROCESSOR, IMAGES, 'video_preprocessor_config.json'
 COMPANIONS = (
     GENERATION,
     TOKENIZER_CONFIG,
@@ -31,6 +34,7 @@ COMPANIONS = (
     'merges.txt',
     'vocab.txt',
     'tokenizer.model',
+    *PREPARING,
 )
 TOKEN_IDS = 'token_ids.json'  # the values of the NAMED keys of config.json
 CHAT_TIME = 'chat_time.txt'  # the time that the run's chat template gets
@@ -146,11 +150,13 @@ def read_companions(folder: Path) -> Companions:
     return Companions(_contents(folder / FOLDER, (*COMPANIONS, *OURS)))
 
 
-def companions_of_model(folder: Path, config: Mapping[str, Any], vocab_size: int) -> Companions:
+def companions_of_model(
+    folder: Path, config: Mapping[str, Any], vocab_size: int, *, sees: bool = False
+) -> Companions:
     """Return the companions of a Hugging Face directory, whose config.json is `config`.
 
-    Ids outside the vocabulary are left out; transformers' defaults can be such ids. Raises
-    ConfigError for a file that cannot be used.
+    `sees` is whether the model has an encoder. Ids outside the vocabulary are left out;
+    transformers' defaults can be such ids. Raises ConfigError for a file that cannot be used.
     """
 
     def in_vocabulary(value: object) -> bool:
@@ -158,7 +164,7 @@ def companions_of_model(folder: Path, config: Mapping[str, Any], vocab_size: int
         return all(type(i) is int and 0 <= i < vocab_size for i in ids)
 
     ids = {key: config[key] for key in NAMED if in_vocabulary(config.get(key))}
-    files = _contents(folder, COMPANIONS)
+    files = _contents(folder, [x for x in COMPANIONS if sees or x not in PREPARING])
     companions = Companions(files | {TOKEN_IDS: (json.dumps(ids, indent=2) + '\n').encode()})
     try:
         companions.token_ids, companions.ends, companions.chat_template  # noqa: B018
