@@ -89,6 +89,8 @@ class RowShape:
                 patches=self.patches,
                 first_slot=slot,
             )
+            if not self.mrope:  # each token of an image has its own position
+                position_S3[start:stop] = np.arange(stop - start)[:, None]
             position_S3[start:stop] += position
             segment_S[start:stop] = number
             for patches, grid in zip(document.patches, document.grids, strict=True):

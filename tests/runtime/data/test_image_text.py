@@ -375,6 +375,10 @@ def test_rows_hold_whole_documents(
         if document_mask:
             np.testing.assert_array_equal(view['segment_ids'][starts], np.arange(len(packed)))
             assert not view['positions'][starts].any()
+            if not mrope:  # as in a sequence of one document without the mask
+                each = np.concatenate([np.arange(len(document.tokens)) for document in packed])
+                size = min(len(each), shape.seq_len)
+                np.testing.assert_array_equal(view['positions'][:size], each[:size])
         elif mrope:
             text = view['positions'][view['image_index'] < 0]
             assert (text == text[:, :1]).all()
