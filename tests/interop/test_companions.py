@@ -179,7 +179,43 @@ def test_templates_of_several_names_are_those_of_transformers(
     assert found.chat_templates == templates
     found.write(tmp_path / 'run')
     assert read_companions(tmp_path / 'run') == found
-    assert found.with_template('mine').chat_templates == {'default': 'mine'}
+    mine = found.with_template('mine')
+    mine.write(tmp_path / 'run')
+    assert mine.chat_templates == {'default': 'mine'}
+    assert read_companions(tmp_path / 'run') == mine
+
+
+@pytest.mark.parametrize('folder', ['processor_config', 'preprocessor_config'])
+def test_the_template_of_a_processor_is_the_one_that_it_reads(folder: str, tmp_path: Path) -> None:
+    (tmp_path / f'{folder}.json').write_text('{"processor_class": "Qwen3VLProcessor"}')
+    (tmp_path / 'chat_template.json').write_text('{"chat_template": "of the processor"}')
+    (tmp_path / 'chat_template.jinja').write_text('of the tokenizer')
+    (tmp_path / 'tokenizer_config.json').write_text('{"chat_template": "old"}')
+    assert companions_of_model(tmp_path, {}, 50).chat_template == 'of the tokenizer'
+    found = companions_of_model(tmp_path, {}, 50, sees=True)
+    assert found.chat_template == 'of the processor'
+    mine = found.with_template('mine')
+    assert mine.chat_template == 'mine'
+    assert 'chat_template.json' not in mine.files
+    if folder == 'processor_config':
+        (tmp_path / f'{folder}.json').write_text('{"chat_template": "first", "a": 1}')
+        first = companions_of_model(tmp_path, {}, 50, sees=True)
+        assert first.chat_template == 'first'
+        mine = first.with_template('mine')
+        assert mine.chat_template == 'mine'
+        assert json.loads(mine.files['processor_config.json']) == {'a': 1}
+
+
+def test_a_processor_gets_the_template_of_an_export(tmp_path: Path) -> None:
+    transformers = pytest.importorskip('transformers', reason="it is in the extra 'test-hf'")
+    (tmp_path / 'preprocessor_config.json').write_text('{}')
+    (tmp_path / 'chat_template.json').write_text('{"chat_template": "old"}')
+    found = companions_of_model(tmp_path, {}, 50, sees=True)
+    for companions, expected in ((found, 'old'), (found.with_template('mine'), 'mine')):
+        out = tmp_path / expected
+        companions.write(out)
+        read = transformers.ProcessorMixin.get_processor_dict(out / FOLDER)[0]
+        assert read['chat_template'] == expected == companions.chat_template
 
 
 def test_an_import_writes_its_chat_template_as_a_file_to_train_with(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ GENERATION, TOKENIZER_CONFIG = 'generation_config.json', 'tokenizer_config.json'
 TEMPLATE, TEMPLATE_OF_PROCESSOR = 'chat_template.jinja', 'chat_template.json'
 # How a processor prepares images and videos; models without an encoder do not keep these files.
 PROCESSOR, IMAGES = 'processor_config.json', 'preprocessor_config.json'
-PREPARING = PROCESSOR, IMAGES, 'video_preprocessor_config.json'
+PREPARING = frozenset({PROCESSOR, IMAGES, 'video_preprocessor_config.json'})
 COMPANIONS = (
     GENERATION,
     TOKENIZER_CONFIG,
@@ -34,7 +34,7 @@ COMPANIONS = (
     'merges.txt',
     'vocab.txt',
     'tokenizer.model',
-    *PREPARING,
+    *sorted(PREPARING),
 )
 TOKEN_IDS = 'token_ids.json'  # the values of the NAMED keys of config.json
 CHAT_TIME = 'chat_time.txt'  # the time that the run's chat template gets
@@ -85,7 +85,14 @@ class Companions:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The templates that transformers finds, by name."""
+        """The templates that transformers finds, by name.
+
+        The processor of a model that reads images has other sources than a tokenizer.
+        """
+        if PREPARING & self.files.keys():
+            for file in (PROCESSOR, TEMPLATE_OF_PROCESSOR):
+                if found := _named(self._read(file).get('chat_template')):
+                    return found
         names = {TEMPLATE: DEFAULT}
         names |= {name: Path(name).stem for name in self.files if name.startswith(f'{TEMPLATES}/')}
         in_files = {
@@ -95,18 +102,10 @@ class Companions:
         }
         if in_files:
             return in_files
-        found = self._read(TOKENIZER_CONFIG).get('chat_template')
-        if found is None:
-            found = self._read(TEMPLATE_OF_PROCESSOR).get('chat_template')
-        if isinstance(found, list):  # several templates, by name
-            listed = [each for each in found if isinstance(each, dict)]
-            found = {each.get('name'): each.get('template') for each in listed}
-        templates = found if isinstance(found, dict) else {DEFAULT: found}
-        return {
-            name: text
-            for name, text in templates.items()
-            if isinstance(name, str) and isinstance(text, str)
-        }
+        of_tokenizer = self._read(TOKENIZER_CONFIG).get('chat_template')
+        if of_tokenizer is None:
+            of_tokenizer = self._read(TEMPLATE_OF_PROCESSOR).get('chat_template')
+        return _named(of_tokenizer)
 
     def template(self, name: str) -> Template | None:
         """Return the chat templates, called `name` in messages, with the time that they use."""
@@ -117,8 +116,15 @@ class Companions:
         return Template(name=name, texts=self.chat_templates, now=now)
 
     def with_template(self, text: str) -> 'Companions':
-        """Return these files with one chat template, in the file that transformers reads first."""
+        """Return these files with one chat template, in the file that transformers reads first.
+
+        The files of a processor that take precedence over it lose theirs.
+        """
         kept = {x: files for x, files in self.files.items() if not x.startswith(f'{TEMPLATES}/')}
+        kept.pop(TEMPLATE_OF_PROCESSOR, None)
+        if 'chat_template' in (processor := self._read(PROCESSOR)):
+            del processor['chat_template']
+            kept[PROCESSOR] = (json.dumps(processor, indent=2) + '\n').encode()
         return replace(self, files={**kept, TEMPLATE: text.encode()})
 
     def with_chat_time(self, now: datetime | None) -> 'Companions':
@@ -127,12 +133,18 @@ class Companions:
         return replace(self, files=kept | ({CHAT_TIME: now.isoformat().encode()} if now else {}))
 
     def write(self, folder: Path) -> None:
-        """Write the files that are new or different to the subfolder of a run or a checkpoint."""
+        """Make these the files in the subfolder of a run or a checkpoint, and delete any others.
+
+        An old template that stayed there would be read with the new one, or instead of it.
+        """
         for name, content in self.files.items():
             path = folder / FOLDER / name
             if not path.is_file() or path.read_bytes() != content:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(path, content)
+        for name in _found(folder / FOLDER, (*COMPANIONS, *OURS)):
+            if name not in self.files:
+                (folder / FOLDER / name).unlink()
 
     def _read(self, name: str) -> dict[str, Any]:
         """Return the object of a JSON file, or {} if there is no such file."""
@@ -143,6 +155,19 @@ class Companions:
         if not isinstance(keys, dict):
             raise ConfigError(f'{name}: not a JSON object')
         return keys
+
+
+def _named(templates: object) -> dict[str, str]:
+    """Return the templates of a key `chat_template`, one or several, by name."""
+    if isinstance(templates, list):
+        listed = [each for each in templates if isinstance(each, dict)]
+        templates = {each.get('name'): each.get('template') for each in listed}
+    named = templates if isinstance(templates, dict) else {DEFAULT: templates}
+    return {
+        name: text
+        for name, text in named.items()
+        if isinstance(name, str) and isinstance(text, str)
+    }
 
 
 def read_companions(folder: Path) -> Companions:
@@ -173,14 +198,20 @@ def companions_of_model(
     return companions
 
 
+def _found(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return the names that exist in a folder, and those of its templates."""
+    templates = sorted(f'{TEMPLATES}/{path.name}' for path in (folder / TEMPLATES).glob('*.jinja'))
+    try:
+        return [name for name in (*names, *templates) if (folder / name).is_file()]
+    except OSError as error:
+        raise ConfigError(f'{folder}: cannot be read: {error.strerror}') from error
+
+
 def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    templates = sorted(path.name for path in (folder / TEMPLATES).glob('*.jinja'))
     contents = {}
-    for name in (*names, *(f'{TEMPLATES}/{template}' for template in templates)):
+    for name in _found(folder, names):
         path = folder / name
         try:
-            if not path.is_file():
-                continue
             with path.open('rb') as file:
                 content = file.read(MAX_BYTES + 1)
         except OSError as error:
