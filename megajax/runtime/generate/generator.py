@@ -10,6 +10,7 @@ from flax import nnx
 
 from megajax.core.config import Config, ConfigError
 from megajax.runtime.data import Tokenizer
+from megajax.runtime.data.image_text.turns import MARKER
 from megajax.runtime.data.text.corpus import Document, naming_lines
 from megajax.runtime.generate.continuation import Continuation
 from megajax.runtime.generate.engine import NO_TOKEN, Start, engine
@@ -259,13 +260,21 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Encode each prompt as the start of a document.
 
-    Raises ConfigError with every prompt that leaves no room for a token in `model.max_seq_len`.
+    Raises ConfigError with every prompt that leaves no room for a token in `model.max_seq_len`, or
+    that stands for images.
     """
     config = inference_config(config)
     if tokenizer is None:
         raise ConfigError(
             'the model has no tokenizer, so it cannot read a prompt: import it with '
             'its tokenizer.json, or train it with data.tokenizer'
+        )
+    if config.vision is not None and (
+        places := [number for number, text in enumerate(prompts, 1) if MARKER in text]
+    ):
+        raise ConfigError(
+            f'prompt {places[0]} contains {MARKER}, which stands for an image, and no image is '
+            f'given: run megajax generate with a single --prompt and --image for each {MARKER}'
         )
     limit = config.model.max_seq_len
     before = tokenizer.start or [tokenizer.eod]  # the end of the previous document

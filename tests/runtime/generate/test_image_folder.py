@@ -173,6 +173,7 @@ def test_the_command_writes_a_line_for_each_picture(
             {'images': Path(), 'prompt': ['<image>', '<image>']},
             'single --prompt that contains <image> once',
         ),
+        ({'prompt': ['What?', 'See <image>.']}, 'prompt 2 contains <image>, which stands for an'),
     ],
 )
 def test_a_wrong_command_is_refused(run: Path, settings: dict[str, object], message: str) -> None:
