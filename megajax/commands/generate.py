@@ -18,7 +18,14 @@ from megajax.commands.generate_images import (
     check_images,
     draw_budget,
 )
-from megajax.commands.generate_output import as_json, as_text, is_cut, note_cut, write_results
+from megajax.commands.generate_output import (
+    as_json,
+    as_text,
+    is_cut,
+    note_cut,
+    note_letters,
+    write_results,
+)
 from megajax.core.config import ConfigError
 from megajax.core.config.extras import install
 from megajax.core.config.overrides import is_override
@@ -42,7 +49,7 @@ ImageFiles = Annotated[
     list[Path] | None,
     typer.Option(
         metavar='FILE',
-        help='An image for the next <image> in the prompt; can be repeated.',
+        help='An image for the next <image> in the prompt or chat; can be repeated.',
     ),
 ]
 ImageFolder = Annotated[
@@ -110,16 +117,16 @@ def generate(
     """
     from megajax.runtime.data.text.prompts import read_prompts  # here, because it imports numpy
 
-    of_images = {'--image': image, '--images': images, '--show-budget': show_budget}
-    check_chat(chat, system, {'--prompts': prompts, **of_images})
+    not_in_chat = {'--prompts': prompts, '--images': images, '--show-budget': show_budget}
+    check_chat(chat, system, not_in_chat)
     texts = [*(prompt or []), *(read_prompts(prompts) if prompts else [])]
     check_unicode('--prompt', prompt or [])
     check_unicode('--stop', stop or [])
     check_unicode('--system', [system or ''])
     check_unicode(str(prompts), texts[len(prompt or []) :])
-    if image and len(texts) > 1:
+    if image and len(texts) > 1 and not chat:
         raise ConfigError(f'--image needs a single prompt, not {len(texts)}: give one')
-    check_images(images, image, prompts, texts)
+    check_images(images, image, prompts, [''.join(texts)] if chat and image else texts)
     if show_budget is not None:
         check_budget(show_budget, image or [])
     # Not at the top, because it imports jax.
@@ -129,10 +136,14 @@ def generate(
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
     opened, jax = _open(run, overrides or [])
     if chat:
-        return converse(run, opened, overrides or [], request, system=system, said=prompt or None)
+        said, files = prompt or None, image or []
+        return converse(
+            run, opened, overrides or [], request, system=system, said=said, images=files
+        )
     if show_budget is not None and opened.config.relevance is None:
         raise ConfigError(f'--show-budget needs relevance, which {run} does not have: remove it')
     if images:
+        note_letters(texts, opened.tokenizer)
         return answer_all(opened, jax, (texts or ['<image>'])[0], images, request)
     rows = _continue(opened, jax, texts, image or [], request, as_lines=prompts is not None)
     if show_budget is not None and image:
@@ -152,6 +163,7 @@ def _continue(
     from megajax.runtime.generate import Generator, PromptReader, encode_prompts
 
     texts, pictures = texts or ['<image>' * len(image)], None
+    note_letters(texts, opened.tokenizer)
     if image:
         reader = PromptReader(opened.config, opened.tokenizer)
         ids, of_prompt = reader.read(reader.check(texts[0], image))

@@ -53,31 +53,36 @@ def converse(
     *,
     system: str | None,
     said: Sequence[str] | None,
+    images: Sequence[Path] = (),
 ) -> None:
     """Answer the texts in `said`, or the lines of standard input if it is None.
 
-    Raises ConfigError if the run has no chat template, or if a text cannot be answered. On a
-    terminal, the chat continues after a text that cannot be answered.
+        Each <image> in a text stands for the next of `images`. Raises ConfigError if the run has no
+    chat template, or if a text cannot be answered. On a terminal, the chat continues after a text
+    that cannot be answered.
     """
     import jax
 
     from megajax.runtime.data.image_text.load import open_chat
+    from megajax.runtime.data.synthetic_corpus import NO_TOKEN
     from megajax.runtime.generate import Generator
-    from megajax.runtime.generate.conversation import NO_IMAGE, Conversation
+    from megajax.runtime.generate.conversation import Conversation
 
-    tokenizer = opened.tokenizer
+    tokenizer, vision = opened.tokenizer, opened.config.vision
     if tokenizer is None:
         raise ConfigError(f'{run} has no tokenizer, so it cannot chat')
+    if images and vision is None:
+        raise ConfigError('this is a text-only model: give no images, or train with vision')
     template = opened.chat_template(run, overrides)
     if template is None:
         message = f'{run} has no chat template: add {KEY}=FILE, a Hugging Face chat template'
         raise mistake(KEY, message)
     with (
-        open_chat(tokenizer, NO_IMAGE, template) as chat,
+        open_chat(tokenizer, vision.image_token if vision else NO_TOKEN, template) as chat,
         jax.set_mesh(opened.mesh),
     ):
         generator = Generator(opened.config, opened.params, tokenizer)
-        conversation = Conversation(generator, chat, request, system)
+        conversation = Conversation(generator, chat, request, system, images)
         is_asked = said is None and sys.stdin.isatty()
         for turn in _lines(is_asked) if said is None else said:
             try:

@@ -12,6 +12,7 @@ from megajax.base.render.text import visible
 
 if TYPE_CHECKING:
     from megajax.core.config import Config
+    from megajax.runtime.data.text.tokenizer import Tokenizer
     from megajax.runtime.generate import Continuation, Request
 
 
@@ -84,6 +85,17 @@ def note_cut(number: int, total: int, request: 'Request', config: 'Config') -> N
             f'{number} of {total} texts were cut before --max-tokens {request.max_tokens}, at '
             f'model.max_seq_len={config.model.max_seq_len} including the prompt'
         )
+
+
+def note_letters(prompts: Sequence[str], tokenizer: 'Tokenizer | None') -> None:
+    """Print a note if prompts spell special tokens other than the place of an image."""
+    # Not at the top, because it imports numpy.
+    from megajax.runtime.data.text.spelled_tokens import prompts_warning
+
+    if tokenizer is not None:
+        names = tokenizer.special_tokens().keys() - {'<image>'}
+        if said := prompts_warning(prompts, names):
+            note(said)
 
 
 def note(text: str) -> None:

@@ -137,7 +137,14 @@ def test_each_line_of_a_pipe_is_a_turn_and_old_turns_are_said_to_be_forgotten(
         ('polite', [], b'x' * 200, 'this turn has 219 tokens in the chat template'),
         ('polite', [], b'\xff\n', 'is not UTF-8'),
         ('polite', ['--prompts', 'p.txt'], b'', '--chat takes its turns from --prompt or input'),
-        ('polite', ['--image', 'a.png'], b'', 'remove --image'),
+        ('polite', ['--images', '.'], b'', 'remove --images'),
+        ('polite', ['--image', 'p.txt'], b'', 'contains <image> 0 times, but --image is given 1'),
+        (
+            'polite',
+            ['--image', 'p.txt', '--prompt', 'a', '--prompt', '<image>'],
+            b'',
+            'this is a text-only model',
+        ),
     ],
 )
 def test_a_conversation_that_cannot_be_is_refused(

@@ -17,8 +17,10 @@ from support import exhaustive, megajax, slow
 from typer.testing import CliRunner
 
 from megajax.commands.generate_images import check_images
+from megajax.commands.generate_output import note_letters
 from megajax.commands.main import app
 from megajax.core.config import ConfigError
+from megajax.runtime.data.text.tokenizer import byte_tokenizer
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 258, max_seq_len: 64, \
@@ -291,3 +293,14 @@ def test_a_picture_that_breaks_off_ends_the_command_with_2(trained: Path, tmp_pa
     assert f'error: {data}:' in done.stderr
     assert 'bad.png: cannot be read' in done.stderr
     assert 'Traceback' not in done.stderr
+
+
+def test_a_prompt_that_spells_a_template_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = byte_tokenizer(('<image>', '<|im_start|>', '<|im_end|>'))
+    note_letters(['<image>What?', 'And <im_end>?'], tokenizer)
+    assert not capsys.readouterr().err
+    note_letters(['<|im_start|>user', '<image><|im_start|>What?<|im_end|>'], tokenizer)
+    said = (
+        'note: prompts spell special tokens (<|im_end|>, <|im_start|>), which are read as letters'
+    )
+    assert capsys.readouterr().err.startswith(said)

@@ -1,19 +1,28 @@
 """A conversation's turns, as tokens, within the positions of the model."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from chains import CHATML, END, START, TURNS, chain, chain_config, write_chain
+from PIL import Image
+from support import on_mesh, random_params
+from vlm import vlm
 
 from megajax.core.config import ConfigError
 from megajax.runtime.checkpoint.open import open_model
 from megajax.runtime.data.image_text.chat import DEFAULT, Template
+from megajax.runtime.data.image_text.documents import read_documents
 from megajax.runtime.data.image_text.load import open_chat
+from megajax.runtime.data.synthetic_corpus import NO_TOKEN, document_row_shape
 from megajax.runtime.data.text.tokenizer import byte_tokenizer
-from megajax.runtime.generate import Generator, Request, Sampling
-from megajax.runtime.generate.conversation import NO_IMAGE, Conversation
+from megajax.runtime.generate import Generator, Request, Sampling, prompt_of
+from megajax.runtime.generate.conversation import Conversation
 
 SAID = b'Yes!'
 
@@ -42,7 +51,7 @@ def conversing(
     request = Request(max_tokens=max_tokens, sampling=Sampling(temperature=0))
     with (
         open_chat(
-            opened.tokenizer, NO_IMAGE, Template(name='the template', texts={DEFAULT: template})
+            opened.tokenizer, NO_TOKEN, Template(name='the template', texts={DEFAULT: template})
         ) as chat,
         jax.set_mesh(opened.mesh),
     ):
@@ -143,3 +152,43 @@ def test_what_begins_the_next_turn_ends_no_answer(tmp_path: Path) -> None:
     with conversing(tmp_path, template=template) as (conversation, _):
         *_, row = conversation.answer('a')
     assert row.end == 'length'
+
+
+def test_images_are_where_training_has_them(tmp_path: Path) -> None:
+    for name, size in (('a', (8, 8)), ('b', (16, 8))):
+        Image.new('RGB', size, 'red').save(tmp_path / f'{name}.png')
+    tokenizer = byte_tokenizer(('<image>', *TURNS))
+    config = vlm(
+        model={'num_layers': 1, 'vocab_size': 260, 'max_seq_len': 96},
+        vision={'num_layers': 1, 'deepstack': (), 'image_token': 257, 'images': 1},
+    )
+    asked, prompts = ['<image>What?', 'Is it red?', 'And <image>?'], []
+
+    class Noting(Generator):
+        def stream(self, *arguments: Any) -> Iterator[list[object]]:
+            prompts.append((arguments[0][0], arguments[2] and arguments[2][0]))
+            return super().stream(*arguments)
+
+    request = Request(max_tokens=2, sampling=Sampling(temperature=0))
+    with on_mesh(config), open_chat(tokenizer, 257, None) as chat:
+        generator = Noting(config, random_params(config, std=0.1), tokenizer)
+        images = [tmp_path / 'a.png', tmp_path / 'b.png']
+        conversation = Conversation(generator, chat, request, None, images)
+        answers = [answer(conversation, text) for text in asked]
+        with pytest.raises(ConfigError, match='contains <image> 1 times, and 0 images are left'):
+            answer(conversation, 'More <image>')
+        shape = replace(document_row_shape(config), seq_len=96)
+        turns = []
+        for text, said in zip(asked, answers, strict=True):
+            turns += [{'role': 'user', 'content': text}, {'role': 'assistant', 'content': said}]
+        # the second image leaves no place for the first turn
+        for kept, name, (ids, arrays) in zip(
+            (turns[:2], turns[:4], turns[2:]), 'aab', prompts, strict=True
+        ):
+            line = {'messages': kept, 'images': [f'{name}.png']}
+            (tmp_path / 'a.jsonl').write_text(json.dumps(line))
+            (document,) = read_documents(tmp_path / 'a.jsonl', shape, tokenizer, chat)
+            assert document.tokens[: len(ids)].tolist() == ids
+            expected = prompt_of(document.read(shape), shape, len(ids))[1]
+            for here, there in zip(arrays, expected, strict=True):
+                np.testing.assert_array_equal(here, there)

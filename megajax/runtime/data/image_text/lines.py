@@ -148,7 +148,7 @@ def _messages(
             refuse(place, f'a message is {short(message)}, not an object with a "role"')
         content = message.get('content')
         if message['role'] != 'tool' or are_parts(content) or isinstance(content, str):
-            content = _content(content, vocabulary, place)
+            content = content_of(content, vocabulary, place)
         parts = content if are_parts(content) else []
         for part in parts:
             if part['type'] == 'image':
@@ -164,7 +164,7 @@ def _messages(
     return normalized, names
 
 
-def _content(
+def content_of(
     content: object, vocabulary: Vocabulary, place: str
 ) -> str | list[dict[str, Any]] | None:
     """Return the content of a message; a text with image placeholders becomes a list of parts."""

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -86,9 +86,41 @@ def pieces_of_chat(
             "the chat template marks nothing in this line as the assistant's, so nothing can be "
             'learned',
         )
+    pieces = _split(text, _cuts(len(text), spans), names, vocabulary, guard, place)
+    _check_all_is_read(rendering, place)
+    return pieces
+
+
+def pieces_of_prompt(
+    messages: Sequence[Message],
+    vocabulary: Vocabulary,
+    chat: Chat,
+    place: str,
+    names: Sequence[str] = (),
+) -> list[Piece]:
+    """Return the pieces of messages up to the beginning of the assistant's turn.
+
+    `names` are the images that they show, in order. Raises ConfigError if the template treats a
+    text differently when it spells a special token.
+    """
+    request = Request(messages=messages, begins=True)
+    guard, _, rendering = _render(request, vocabulary, chat, place)
+    whole = [(0, len(rendering.text), False)]
+    return _split(rendering.text, whole, names, vocabulary, guard, place)
+
+
+def _split(
+    text: str,
+    cuts: Iterable[tuple[int, int, bool]],
+    names: Sequence[str],
+    vocabulary: Vocabulary,
+    guard: Guard,
+    place: str,
+) -> list[Piece]:
+    """Return the pieces of the parts of a text, each of which is answered or not."""
     rest = list(reversed(names))
     pieces = []
-    for start, stop, answered in _cuts(len(text), spans):
+    for start, stop, answered in cuts:
         last = start
         for match in [*guard.pattern.finditer(text, start, stop), None]:
             end = match.start() if match else stop
@@ -98,7 +130,8 @@ def pieces_of_chat(
                 break
             last, name = match.end(), match.group()
             inner = name.removeprefix(VISION[0]).removesuffix(VISION[1])
-            if vocabulary.special.get(inner) == vocabulary.image_token or name == vocabulary.image:
+            is_image = vocabulary.special.get(inner) == vocabulary.image_token
+            if is_image or (vocabulary.sees and name == vocabulary.image):
                 around = [] if inner == name else [vocabulary.special[token] for token in VISION]
                 image = rest.pop() if rest else _unmatched(text, names, place)
                 pieces += [Piece(token=token) for token in around[:1]]
@@ -108,26 +141,7 @@ def pieces_of_chat(
                 pieces.append(Piece(token=vocabulary.special[name], answered=answered))
     if rest:
         _unmatched(text, names, place)
-    _check_all_is_read(rendering, place)
     return pieces
-
-
-def pieces_of_prompt(
-    messages: Sequence[Message], vocabulary: Vocabulary, chat: Chat, place: str
-) -> list[Piece]:
-    """Return the pieces of messages without images, up to the beginning of the assistant's turn.
-
-    Raises ConfigError if the template treats a text differently when it spells a special token.
-    """
-    request = Request(messages=messages, begins=True)
-    guard, _, rendering = _render(request, vocabulary, chat, place)
-    text, pieces, last = rendering.text, [], 0
-    for match in guard.pattern.finditer(text):
-        token = vocabulary.special.get(match.group())
-        if token is not None:
-            pieces += [Piece(text=guard.take(text[last : match.start()])), Piece(token=token)]
-            last = match.end()
-    return [*pieces, Piece(text=guard.take(text[last:]))]
 
 
 def end_of_turn(vocabulary: Vocabulary, chat: Chat, place: str) -> int | None:

@@ -35,6 +35,15 @@ def letters_warning(documents: int, names: Collection[str]) -> str:
     )
 
 
+def prompts_warning(texts: Iterable[str], names: Collection[str]) -> str:
+    """Return a warning if prompts spell the special tokens `names`; '' if none does."""
+    special = SpelledTokens(names)
+    spelled = set().union(*map(special.find, texts))
+    some = ', '.join(sorted(spelled)[:MOST_NAMES]) + ', ...' * (len(spelled) > MOST_NAMES)
+    message = f'prompts spell special tokens ({some}), which are read as letters; for turns of a'
+    return f'{message} chat, use --chat, whose template makes the tokens' if spelled else ''
+
+
 def tokens_note(documents: int, names: Collection[str]) -> str:
     """Return a note that `documents` spell the tokens `names`, which are read as special tokens."""
     return f'{_spelling(documents, names)}, which are read as these tokens'
