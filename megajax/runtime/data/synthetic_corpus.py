@@ -143,6 +143,7 @@ def _of_text(config: Config) -> dict[str, Any]:
         'seq_len': config.train.seq_len,
         'max_seq_len': config.model.max_seq_len,
         'multiple': length_multiple(config),
-        'mrope': config.model.position == 'mrope',
+        # A text model has one number per position.
+        'mrope': config.vision is not None and config.model.position == 'mrope',
         'document_mask': config.data.document_mask,
     }

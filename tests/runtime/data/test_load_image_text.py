@@ -126,6 +126,18 @@ def test_a_model_of_text_learns_the_turns_of_messages(folder: Path) -> None:
     assert data.summary == '2 documents; 1 sequences to train on, 1 to validate'
 
 
+@pytest.mark.parametrize('document_mask', [False, True])
+def test_chats_of_a_text_model_with_mrope_have_one_number_per_position(
+    folder: Path, document_mask: bool
+) -> None:
+    write(folder, *[{'messages': [{**TURNS[0], 'content': 'What?'}, TURNS[1]]}] * 2)
+    of_text = text_config(folder, document_mask=document_mask)
+    assert of_text.model.position == 'mrope'
+    batch = load_data(of_text).train[0]
+    assert kinds(batch) == kinds(abstract_batch(of_text))
+    assert ('positions' in batch) == document_mask
+
+
 @pytest.mark.parametrize('name', ['data.json', 'data.ndjson', 'data.parquet'])
 def test_messages_are_learned_from_every_kind_of_file(folder: Path, name: str) -> None:
     line = {'messages': [{**TURNS[0], 'content': 'What?'}, TURNS[1]]}
