@@ -11,10 +11,15 @@ from support import by_name, on_mesh, slow
 
 from megajax.core.config import Config, ConfigError, ModelConfig, load
 from megajax.interop.folder import settings
-from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
+from megajax.interop.huggingface.directories import (
+    _name_image_token,
+    export_huggingface,
+    import_huggingface,
+)
 from megajax.interop.huggingface.families import read_family, write_family
 from megajax.interop.huggingface.tensors import read_tensors
 from megajax.interop.huggingface.weights import from_huggingface
+from megajax.runtime.data.text.tokenizer import byte_tokenizer
 
 TEXT = {
     'model_type': 'qwen3_vl_text',
@@ -213,6 +218,52 @@ def test_import_then_export_gives_the_same_tensors_bit_for_bit(tied: bool, tmp_p
     assert size == {'shortest_edge': 8 * 16, 'longest_edge': 16 * 16}
     config = import_huggingface(tmp_path / 'out', tmp_path / 'again', ['vision.max_patches=16'])
     assert config.vision.min_patches == 8
+
+
+NAMES = {'eos_token': '<|endoftext|>', 'clean_up_tokenization_spaces': False}
+
+
+@pytest.mark.parametrize(
+    ('image', 'written', 'expected'),
+    [
+        ('<image>', None, {'extra_special_tokens': {'image_token': '<image>'}}),
+        ('<|image_pad|>', None, {}),
+        ('<image>', NAMES, {'extra_special_tokens': {'image_token': '<image>'}}),
+        (
+            '<image>',
+            NAMES | {'extra_special_tokens': ['<image>']},
+            {'extra_special_tokens': ['<image>'], 'image_token': '<image>'},
+        ),
+        ('<image>', NAMES | {'image_token': '<a>'}, {'image_token': '<a>'}),
+    ],
+)
+def test_an_export_names_its_token_for_an_image(
+    image: str, written: dict[str, Any] | None, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / 'model'
+    folder.mkdir()
+    keys = config_json() | {'image_token_id': 257}
+    (folder / 'config.json').write_text(json.dumps(keys))
+    save_file(tensors(), folder / 'model.safetensors')
+    tokenizer = byte_tokenizer((image,))
+    tokenizer.save(folder / 'tokenizer.json')
+    if written is not None:
+        (folder / 'tokenizer_config.json').write_text(json.dumps(written))
+    import_huggingface(folder, tmp_path / 'run', ['vision.max_patches=16'])
+    export_huggingface(tmp_path / 'run', tmp_path / 'out')
+    found = json.loads((tmp_path / 'out' / 'tokenizer_config.json').read_text())
+    assert {key: x for key, x in found.items() if 'image' in str((key, x))} == expected
+
+
+def test_transformers_finds_the_token_for_an_image(tmp_path: Path) -> None:
+    transformers = pytest.importorskip('transformers', reason="it is in the extra 'test-hf'")
+    byte_tokenizer(('<image>',)).save(tmp_path / 'tokenizer.json')
+    file = tmp_path / 'tokenizer_config.json'
+    for extra in ({}, {'extra_special_tokens': ['<image>']}):
+        file.write_text(json.dumps({'tokenizer_class': 'PreTrainedTokenizerFast'} | extra))
+        _name_image_token(file, '<image>')
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert (theirs.image_token, theirs.image_token_id) == ('<image>', 257)
 
 
 def test_the_encoders_heads_have_their_own_queries_keys_and_values() -> None:

@@ -50,6 +50,7 @@ BESIDE_PICTURES = {
     '<|vision_end|>': 'vision_end_token_id',
     '<|video_pad|>': 'video_token_id',
 }
+USUAL_IMAGE = '<|image_pad|>'  # the token for an image of a tokenizer that names none
 # Keys in the record of an imported checkpoint.
 DTYPE, REPOSITORY = 'imported in', 'imported from'
 OTHERS = 'tensors in other dtypes'  # their names and dtypes, as JSON
@@ -245,8 +246,25 @@ def _write_companions(checkpoint: Path, folder: Path, model: ModelConfig) -> dic
         (folder / TOKENIZER_CONFIG).write_text(
             json.dumps(about | {'clean_up_tokenization_spaces': False}, indent=2) + '\n'
         )
+    if model.vision is not None:
+        special = {i: name for name, i in tokenizer.special_tokens().items()}
+        _name_image_token(folder / TOKENIZER_CONFIG, special.get(model.vision.image_token))
     beside = {
         key: ids[name] for name, key in BESIDE_PICTURES.items() if model.vision and name in ids
     }
     begin_id = tokenizer.token_id(named['bos_token']) if 'bos_token' in named else None
     return {'bos_token_id': begin_id, 'eos_token_id': tokenizer.eod, **beside} | own
+
+
+def _name_image_token(path: Path, name: str | None) -> None:
+    """Tell the processor which token stands for an image, if it is not the usual one."""
+    keys = read_json(path)
+    extra = keys.get('extra_special_tokens') or {}
+    named = {**keys, **extra} if isinstance(extra, dict) else keys
+    if name in (None, USUAL_IMAGE) or 'image_token' in named:
+        return
+    if isinstance(extra, dict):
+        keys['extra_special_tokens'] = {**extra, 'image_token': name}
+    else:
+        keys['image_token'] = name
+    path.write_text(json.dumps(keys, indent=2) + '\n')
