@@ -22,6 +22,7 @@ from megajax.runtime.data.text.tokenizer import Tokenizer, byte_tokenizer
 
 TOKENIZER = byte_tokenizer(('<image>',))
 QWEN = byte_tokenizer(('<|im_start|>', '<|im_end|>', *VISION, '<|image_pad|>'))
+QWEN_IMAGE = QWEN.special_tokens()['<|image_pad|>']
 EOD, IMAGE = 256, 257
 KEYS = 'train.seq_len', 'vision.images'
 CHATML = """{%- for message in messages %}
@@ -122,6 +123,22 @@ def test_of_messages_the_turns_of_the_assistant_count(folder: Path) -> None:
     assert answered == f'A cat.{end}Yes.{end}'
 
 
+def test_a_part_whose_other_keys_are_null_is_read_as_without_them(folder: Path) -> None:
+    parts = [{'type': 'image', 'image': 'b.png'}, {'type': 'text', 'text': 'What is it?'}]
+    full = [{'text': None, 'image': None, **part} for part in parts]
+    template, shape = folder / 'chat.jinja', make_shape(100, image_token=QWEN_IMAGE)
+    template.write_text(
+        CHATML.replace("part.type == 'image'", "'image' in part or part.type == 'image'"), 'utf-8'
+    )
+    found = []
+    for content in (parts, full):
+        turns = [{'role': 'user', 'content': content}, {'role': 'assistant', 'content': 'A cat.'}]
+        batch = load_rows(write(folder, {'messages': turns}), shape, QWEN, template=template).train
+        found.append(batch[0]['tokens'][0].tolist())
+    assert found[0] == found[1]
+    assert found[0].count(QWEN_IMAGE) == 1
+
+
 @pytest.mark.parametrize('with_template', [False, True])
 def test_chatml_counts_what_generation_would_write(folder: Path, with_template: bool) -> None:
     content = [{'type': 'image', 'image': 'b.png'}, {'type': 'text', 'text': 'Say <|im_end|>'}]
@@ -133,7 +150,7 @@ def test_chatml_counts_what_generation_would_write(folder: Path, with_template: 
     }
     template = folder / 'chat.jinja'
     template.write_text(CHATML, 'utf-8')
-    image_token = QWEN.special_tokens()['<|image_pad|>']
+    image_token = QWEN_IMAGE
     data = load_rows(
         write(folder, line),
         make_shape(100, image_token=image_token),

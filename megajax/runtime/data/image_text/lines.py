@@ -186,7 +186,8 @@ def content_of(
             refuse(place, f'a part is {short(part)}, neither a text nor an image')
     if not vocabulary.sees:
         _check_blind(sum(part['type'] == 'image' for part in content), place)
-    return content
+    # Tables give every part all keys, and templates ask whether a part has a key.
+    return [{key: x for key, x in part.items() if x is not None} for part in content]
 
 
 def _check_blind(pictures: int, place: str) -> None:
