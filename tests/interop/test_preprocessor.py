@@ -141,8 +141,11 @@ def test_the_defaults_of_the_class_are_those_of_transformers(processor: Any) -> 
         assert getattr(processor, key) == value
 
 
+@pytest.mark.parametrize('size', [(40, 70), (12, 290), (300, 7)])
 @pytest.mark.parametrize('patches', [0, 2, 256])
-def test_transformers_prepares_pictures_with_what_is_written(processor: Any, patches: int) -> None:
+def test_transformers_prepares_pictures_with_what_is_written(
+    processor: Any, patches: int, size: tuple[int, int]
+) -> None:
     vision = load('qwen3_vl_2b', [f'vision.min_patches={patches}']).vision
     sizes = PatchSize(
         patch_size=vision.patch_size,
@@ -150,8 +153,8 @@ def test_transformers_prepares_pictures_with_what_is_written(processor: Any, pat
         max_patches=vision.max_patches,
         min_patches=vision.min_patches,
     )
-    found = processor(**write_preprocessor(vision))([np.zeros((40, 70, 3), np.uint8)])
-    assert found['image_grid_thw'].tolist() == [[1, *sizes.fit(40, 70)]]
+    found = processor(**write_preprocessor(vision))([np.zeros((*size, 3), np.uint8)])
+    assert found['image_grid_thw'].tolist() == [[1, *sizes.fit(*size)]]
 
 
 def test_the_settings_of_transformers_5_are_preferred(tmp_path: Path) -> None:

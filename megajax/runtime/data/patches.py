@@ -51,7 +51,8 @@ class PatchSize:
 
     @property
     def _least_area(self) -> int:
-        return self.min_patches * self.patch_size**2
+        # Without a minimum, one unit: a side below half a unit would otherwise be rounded to 0.
+        return (self.min_patches or self.merge_size**2) * self.patch_size**2
 
     def vectors(self, grid: Grid) -> int:
         """Return the number of embeddings of an image."""

@@ -30,6 +30,26 @@ def test_sizes_are_those_of_qwen3_vl(height: int, width: int, grid: tuple[int, i
     assert QWEN3_VL.fit(height, width) == grid
 
 
+# computed with transformers' `smart_resize(height, width, 32, least * 256, 16777216)`, where
+# 0 is written as the 4 patches of a vector
+@pytest.mark.parametrize(
+    ('height', 'width', 'least', 'grid'),
+    [
+        (12, 290, 0, (2, 10)),
+        (290, 12, 0, (10, 2)),
+        (16, 33, 0, (2, 4)),
+        (17, 290, 0, (2, 18)),
+        (1, 1, 0, (2, 2)),
+        (12, 290, 2, (2, 8)),
+    ],
+)
+def test_a_strip_below_half_a_vector_is_that_of_qwen3_vl(
+    height: int, width: int, least: int, grid: tuple[int, int]
+) -> None:
+    patches = PatchSize(patch_size=16, merge_size=2, max_patches=65_536, min_patches=least)
+    assert patches.fit(height, width) == grid
+
+
 @given(
     height=st.integers(1, 3000),
     width=st.integers(1, 3000),
@@ -57,7 +77,7 @@ def test_every_picture_fits_its_slot(
     assert 0 < rows * columns <= most
 
 
-@given(st.integers(16, 4000), st.integers(16, 4000))
+@given(st.integers(17, 4000), st.integers(17, 4000))
 def test_within_the_limits_a_side_changes_by_half_a_unit_at_most(height: int, width: int) -> None:
     patches = PatchSize(patch_size=16, merge_size=2, max_patches=1 << 20)
     if max(height, width) <= 200 * min(height, width):
