@@ -146,7 +146,7 @@ def write_preprocessor(vision: VisionConfig, kept: Path | None = None) -> Keys:
     """Return the keys of preprocessor_config.json; sizes are areas in pixels.
 
     Without a minimum, the smallest area is one vector's: transformers rejects an area of 0. The
-    largest area is that of the files in `kept`, which the model was imported with, if it is larger.
+    largest area comes from the files of the import, in `kept`, if it is larger there.
     """
     area = vision.patch_size**2
     limit = 0 if kept is None else _largest_area(kept)

@@ -199,7 +199,7 @@ def companions_of_model(
 
 
 def _found(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return the names that exist in a folder, and those of its templates."""
+    """Return the names that exist in a folder, and the names of its templates."""
     templates = sorted(f'{TEMPLATES}/{path.name}' for path in (folder / TEMPLATES).glob('*.jinja'))
     try:
         return [name for name in (*names, *templates) if (folder / name).is_file()]

@@ -67,7 +67,7 @@ class Conversation:
         self._vocabulary = Vocabulary(special=special, image_token=shape.image_token)
         self._system = [] if system is None else [Turn(_message('system', system))]
         self._turns: list[Turn] = []
-        self._images = list(images)  # those of later turns
+        self._images = list(images)  # for later turns
         end = end_of_turn(self._vocabulary, chat, PLACE)
         self._tokenizer.also_ends([] if end is None else [end])
 
