@@ -57,7 +57,7 @@ def converse(
 ) -> None:
     """Answer the texts in `said`, or the lines of standard input if it is None.
 
-        Each <image> in a text stands for the next of `images`. Raises ConfigError if the run has no
+    Each <image> in a text stands for the next of `images`. Raises ConfigError if the run has no
     chat template, or if a text cannot be answered. On a terminal, the chat continues after a text
     that cannot be answered.
     """
