@@ -28,12 +28,14 @@ from megajax.core.train.feed import place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.core.train.step import make_train_step
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.xla.emulate.compare import nudged
 
 SEED, COUNT = 20261128, 50
 LIMIT = 1e-5
 # As a share of the largest gradient. The exact gradient of some arrays is zero, such as of a bias
 # that is added to all keys, or of a router that chooses one expert: only rounding is computed.
 NOISE = 1e-6
+HALF_AN_ULP = 2**-23  # of numbers in fp32, as a share of their values
 IN_FP32 = 'train.dtype=float32', 'optim.reduce_dtype=float32'
 
 
@@ -51,12 +53,20 @@ def on_one_device(config: Config) -> Config:
     )
 
 
-def loss_and_gradients(config: Config) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss and the gradients of a step, from the same parameters on every mesh."""
+def loss_and_gradients(config: Config, nudge: float = 0) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss and the gradients of a step, from the same parameters on every mesh.
+
+    The parameters differ from these by up to a share `nudge` of their values.
+    """
+
+    def moved(x: jax.Array) -> jax.Array:
+        return jax.device_put(nudged(np.asarray(x), nudge), x.sharding)
+
     with on_mesh(config):
-        given = random_params(config, std=0.05), place_batch(make_batch(config))
+        params = random_params(config, std=0.05)
+        params = jax.tree.map(moved, params) if nudge else params
         function = jax.jit(make_loss_and_gradients(config))
-        (loss, _), gradients = function(*given, jax.random.key(0))
+        (loss, _), gradients = function(params, place_batch(make_batch(config)), jax.random.key(0))
         return float(loss), in_layer_order(gather(gradients), config)
 
 
@@ -76,7 +86,10 @@ def test_a_random_config_has_the_loss_and_gradients_of_one_device(number: int) -
         if not (error := relative_error(x, expected[name])) <= LIMIT
         and not max(np.abs(x).max(), np.abs(expected[name]).max()) <= noise
     }
-    assert not wrong
+    if wrong:  # unless the last bits of the parameters change as much on one device
+        _, others = loss_and_gradients(on_one_device(config), HALF_AN_ULP)
+        rounded = {name: relative_error(others[name], expected[name]) for name in wrong}
+        assert {name: error for name, error in wrong.items() if error > 2 * rounded[name]} == {}
 
 
 @pytest.mark.parametrize('number', [*map(exhaustive, range(0, COUNT, 10))])
