@@ -208,7 +208,7 @@ def test_the_page_has_the_error_of_the_counted_memory() -> None:
 
 
 def test_the_readme_has_the_error_of_the_predicted_rates() -> None:
-    text = (RESULTS / '2026-11-29_plan_tables.md').read_text()
+    text = (RESULTS / '2026-11-30_plan_tables.md').read_text()
     held_out = re.findall(r'^(\d+) rows held out', text, flags=re.MULTILINE)
     mean, largest = re.search(
         r'^\| all \|\s*\| \d+ \| ([\d.]+)% \| ([\d.]+)%', text, flags=re.MULTILINE
@@ -228,7 +228,7 @@ def test_the_readme_has_the_measured_rates_of_training() -> None:
 
 
 def test_the_page_has_the_error_of_the_older_rates() -> None:
-    text = (RESULTS / '2026-11-29_plan_tables.md').read_text()
+    text = (RESULTS / '2026-11-30_plan_tables.md').read_text()
     tables = re.split(r'^## ', text, flags=re.MULTILINE)[1:]
     older = [one for one in tables if one.splitlines()[0] not in OF_2026]
     count = sum(map(int, re.findall(r'^(\d+) rows? held out', '\n'.join(older), re.MULTILINE)))
@@ -238,7 +238,7 @@ def test_the_page_has_the_error_of_the_older_rates() -> None:
 
 
 def test_the_page_names_the_held_out_rates_that_are_far_off() -> None:
-    text = (RESULTS / '2026-11-29_plan_tables.md').read_text()
+    text = (RESULTS / '2026-11-30_plan_tables.md').read_text()
     errors = re.findall(r'\| ([+-][\d.]+)% \| held out \|', text)
     assert sum(abs(float(error)) > 20 for error in errors) == 5
     assert 'Five held-out rows are off by more than 20%' in PLAN
@@ -258,7 +258,7 @@ def test_the_page_has_the_ranks_of_the_published_meshes() -> None:
 
 
 def test_the_page_has_the_share_of_rates_within_their_bands() -> None:
-    text = (RESULTS / '2026-11-29_plan_tables.md').read_text()
+    text = (RESULTS / '2026-11-30_plan_tables.md').read_text()
     within, of, share = re.findall(r'^(\d+) of (\d+) held-out rows \((\d+%)\)', text, re.MULTILINE)[
         0
     ]
@@ -295,10 +295,10 @@ def test_the_readme_says_how_many_cases_of_faults_there_are() -> None:
     [
         ('2026-11-29_plan.md', ''),
         slow('2026-11-29_plan_pipelines.md', ''),
-        slow('2026-11-29_plan_images.md', ''),
+        slow('2026-11-30_plan_images.md', ''),
         slow('2026-11-29_plan_what_if.md', ''),
-        slow('2026-11-28_claims.md', 'mesh'),  # which rank no layouts
-        exhaustive('2026-11-28_claims.md', ''),
+        slow('2026-11-30_claims.md', 'mesh'),  # which rank no layouts
+        exhaustive('2026-11-30_claims.md', ''),
     ],
 )
 def test_plan_prints_what_is_stored(file: str, named: str) -> None:
