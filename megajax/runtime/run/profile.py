@@ -61,7 +61,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Mark step `step` in the trace; the trace starts and stops around the requested steps."""
+        """Mark step `step` in the trace, which starts before the first requested step."""
         if step == self._first:
             self._start()
         if not self._tracing:
@@ -69,7 +69,13 @@ class Profiler:
             return
         with jax.profiler.StepTraceAnnotation(STEP, step_num=step):
             yield
-        if step == self._last:
+
+    def end(self, step: int) -> None:
+        """Write the trace if `step` was the last requested step.
+
+        This takes seconds, so it is called after the time of the step has been taken.
+        """
+        if self._tracing and step == self._last:
             self._stop()
 
     def covers(self, step: int) -> bool:

@@ -172,8 +172,7 @@ class Trainer:
             if self._ahead is not None:
                 values = _floats(self._ahead.metrics)
                 ahead, self._ahead = self._ahead, None
-                end = self.clock.begin('other')
-                values |= self._complete(ahead, end, taken=values['taken'])
+                values |= self._complete(ahead, self.clock.begin('other'), taken=values['taken'])
                 self.metrics.write(self.step, **values)
             return int(self.state.step) == self.step
         except RuntimeError:  # the failed step has consumed the donated state
@@ -198,6 +197,7 @@ class Trainer:
         self._begin('productive', f'step {current.step}', kind)
         values = _floats(current.metrics)
         end = self.clock.begin('other')
+        self.profiler.end(current.step)
         if not values['finite']:
             self._check_read()
         values |= self._complete(current, end, taken=values['taken'])
