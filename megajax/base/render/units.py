@@ -2,17 +2,17 @@
 
 
 def si(count: float) -> str:
-    """Format bytes in the largest unit that gives at least 1: 25.4 GB."""
-    for unit in ('B', 'kB', 'MB', 'GB'):
-        if count < 1000:
-            return f'{count:.0f} B' if unit == 'B' else f'{count:.1f} {unit}'
+    """Format bytes in the largest unit that gives at least 1 when rounded: 25.4 GB."""
+    for unit, digits in (('B', 0), ('kB', 1), ('MB', 1), ('GB', 1)):
+        if round(count, digits) < 1000:
+            return f'{count:.{digits}f} {unit}'
         count /= 1000
     return f'{count:.1f} TB'
 
 
 def duration(seconds: float) -> str:
     """Format a time for people: 12.3 s, 4 min 5 s, 7 h 30 min."""
-    if seconds < 1:
+    if seconds < 0.9995:  # three digits of milliseconds would round to 1000
         return f'{1e3 * seconds:.3g} ms'
     if seconds < 99.95:
         return f'{seconds:.1f} s'
@@ -33,6 +33,8 @@ def count(number: int, one: str, many: str = '') -> str:
 
 def large(number: float) -> str:
     """Return a large number with three digits: 4.46 M, 1.2 T."""
+    if number >= 1e6:
+        number = float(f'{number:.3g}')  # 999.9 M rounds to 1 B
     for size, unit in ((1e12, 'T'), (1e9, 'B'), (1e6, 'M')):
         if number >= size:
             return f'{number / size:.3g} {unit}'
