@@ -1,12 +1,18 @@
 """A run of wandb is continued by its id, never goes back, and does not stop the training."""
 
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import make_config
 
+from megajax.core.config import NumericError, StopRequested
+from megajax.runtime.run.log.metrics import MetricsWriter
 from megajax.runtime.run.log.trackers import SECONDS, WANDB_ID, WandB
+
+CONFIG = make_config(run={'wandb': 'mine'})
 
 
 class UnreachedError(Exception):
@@ -19,7 +25,7 @@ class Service(SimpleNamespace):
     def __init__(self, step: int = 0, *, is_reached: bool = True):
         super().__init__(errors=SimpleNamespace(CommError=UnreachedError), Settings=dict)
         self.started, self.points, self.is_full = list[dict[str, Any]](), list[Any](), False
-        self.id, self.step, self.is_reached, self.is_done = 'abc', step, is_reached, False
+        self.id, self.step, self.is_reached, self.ended = 'abc', step, is_reached, list[Any]()
 
     def init(self, **given: Any) -> 'Service':
         self.started.append(given)
@@ -32,8 +38,11 @@ class Service(SimpleNamespace):
             raise OSError('full')
         self.points.append((step, values))
 
-    def finish(self) -> None:
-        self.is_done = True
+    def mark_preempting(self) -> None:
+        self.ended.append('preempting')
+
+    def finish(self, exit_code: int) -> None:
+        self.ended.append(exit_code)
 
 
 def test_a_run_is_continued_and_keeps_the_points_that_it_has(tmp_path, monkeypatch):
@@ -45,7 +54,7 @@ def test_a_run_is_continued_and_keeps_the_points_that_it_has(tmp_path, monkeypat
     first.write(1, {'loss': 9.0})
     first.write(2, {'accuracy': 0.5})  # the second part of a step
     first.close()
-    assert service.is_done
+    assert service.ended == [0]
     assert service.points == [(0, {'loss': 3.0}), (2, {'loss': 2.0}), (2, {'accuracy': 0.5})]
     assert (tmp_path / WANDB_ID).read_text() == 'abc\n'
     service.step = 3
@@ -79,3 +88,22 @@ def test_after_a_failure_nothing_more_is_written(tmp_path, monkeypatch):
     service.is_full = False
     tracker.write(1, {'loss': 3.0})
     assert service.points == []
+
+
+@pytest.mark.parametrize(
+    ('error', 'ended'),
+    [
+        (None, [0]),
+        (NumericError('nan'), [NumericError.exit_code]),
+        (ValueError('what nobody thought of'), [1]),
+        (KeyboardInterrupt(), [1]),
+        (StopRequested('SIGTERM'), ['preempting', StopRequested.exit_code]),
+    ],
+)
+def test_the_end_of_a_run_is_told_as_it_was(error, ended, tmp_path, monkeypatch):
+    service = Service()
+    monkeypatch.setitem(sys.modules, 'wandb', service)
+    with suppress(BaseException), MetricsWriter(tmp_path, 0, config=CONFIG):
+        if error:
+            raise error
+    assert service.ended == ended

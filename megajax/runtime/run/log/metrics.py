@@ -16,7 +16,7 @@ import jax
 
 from megajax.base.errors import reason
 from megajax.base.files.bounded_json import parse_json
-from megajax.core.config import Config, ConfigError
+from megajax.core.config import Config, ConfigError, RunError
 from megajax.core.config.extras import install
 from megajax.runtime.run.log.append import AppendedFile
 from megajax.runtime.run.log.trackers import TensorBoard, WandB
@@ -35,8 +35,8 @@ class Sink(Protocol):
     def rewind(self, step: int) -> None:
         """Discard the metrics of steps after `step`; with 0, discard all metrics."""
 
-    def close(self) -> None:
-        """Finish: no more metrics will come."""
+    def close(self, exit_code: int) -> None:
+        """Finish: no more metrics will come, and the run ends with `exit_code`."""
 
 
 class MetricsWriter:
@@ -102,8 +102,9 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._each(lambda sink: sink.close())
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        code = error.exit_code if isinstance(error, RunError) else int(error is not None)
+        self._each(lambda sink: sink.close(code))
 
 
 class JsonLines:
@@ -140,7 +141,7 @@ class JsonLines:
                 self._file.waiting.appendleft(piece)
         self._cut()
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Write the waiting lines and close the file."""
         self._cut()
         self._file.close()

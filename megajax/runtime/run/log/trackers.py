@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megajax.core.config import StopRequested
 from megajax.runtime.run.log.append import AppendedFile
 from megajax.runtime.run.log.without_torch import without_torch
 
@@ -73,7 +74,7 @@ class TensorBoard:
             )
         )
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Write the waiting events and close the file."""
         self._file.close()
 
@@ -153,6 +154,12 @@ class WandB:
     def rewind(self, step: int) -> None:
         """Do nothing: see `write`."""
 
-    def close(self) -> None:
-        """Send the remaining data, or keep them on disk if there is no network."""
-        self._run.finish()
+    def close(self, exit_code: int = 0) -> None:
+        """Send the remaining data, or keep them on disk if there is no network.
+
+        wandb shows a run with another `exit_code` than 0 as failed, or as preempted if the code
+        asks for a restart.
+        """
+        if exit_code == StopRequested.exit_code:
+            self._run.mark_preempting()
+        self._run.finish(exit_code)
