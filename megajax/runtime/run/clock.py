@@ -83,8 +83,9 @@ class RunSummary:
         # the step that the run has reached; None before it has a state
         self.step: int | None = None
         self.dispatched = 0  # the newest step that was dispatched to the devices
-        # The step and the time at which this start got its first state.
-        self.first_step, self.began = 0, time.monotonic()
+        # The first step of this start and the time of its end, from which the speed is measured.
+        self.first_step: int | None = None
+        self.began = time.monotonic()
         self.last_step: int = before.get('step', 0)  # the step that the previous start reached
         self._starts = before.get('starts', 0) + 1
         self._before = {
@@ -101,8 +102,16 @@ class RunSummary:
         lost_seconds = min(lost_seconds, self._before['productive'])
         self._before['productive'] -= lost_seconds
         self._before['lost'] += lost_seconds
-        self.step = self.first_step = step
-        self.began = time.monotonic()
+        self.step = step
+
+    def reach(self, step: int) -> None:
+        """Note that `step` is done.
+
+        The first one took longer than the others: everything before it was compiled.
+        """
+        self.step = step
+        if self.first_step is None:
+            self.first_step, self.began = step, time.monotonic()
 
     def write(self) -> None:
         """Replace the file; if that fails, log a warning, once."""

@@ -14,8 +14,8 @@ def where_it_stands(folder: Path, steps: int, summary: RunSummary, watchdog: Wat
     """Return a line with the current step, the phase, the time left and the newest checkpoint.
 
     The time left assumes that steps, with their evaluations and saves, stay as fast on average as
-    they have been since this start. The signal may come at any moment, so this function changes
-    nothing.
+    they have been since the first step of this start, which may compile. The signal may come at any
+    moment, so this function changes nothing.
     """
     phase = f'in phase {watchdog.phase!r} for {time.monotonic() - watchdog.since:.1f} s'
     if summary.step is None:
@@ -39,8 +39,8 @@ def _newest(folder: Path) -> str:
 
 
 def _time_left(steps: int, summary: RunSummary) -> list[str]:
-    done = (summary.step or 0) - summary.first_step
-    if not done:
+    step, first = summary.step, summary.first_step
+    if step is None or first is None or step <= first:
         return []
-    seconds = (time.monotonic() - summary.began) / done * (steps - (summary.step or 0))
+    seconds = (time.monotonic() - summary.began) / (step - first) * (steps - step)
     return [f'about {timedelta(seconds=round(seconds))} left']

@@ -211,7 +211,8 @@ class Trainer:
         start, self._last_end = max(done.start, self._last_end), end
         if self.config.run.watchdog_seconds == 'auto':
             self.watchdog.allow('step', MEASURED * (end - start))
-        self.step = self.summary.step = done.step
+        self.step = done.step
+        self.summary.reach(done.step)
         if not taken:
             self._skipped += 1
             self.clock.lose(end - max(done.after_batch, start))
@@ -327,9 +328,8 @@ class Trainer:
         self.clock.begin('other')
 
     def _read_on(self) -> PlacedBatches:
-        first = int(self.state.batches)
-        last = first + self.config.train.steps - self.step
-        return PlacedBatches(self._rollbacks.data.train, first, last)
+        first, left = int(self.state.batches), self.config.train.steps - self.step
+        return PlacedBatches(self._rollbacks.data.train, first, first + left)
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate the state, then continue the prompts; return the losses, {} without data."""

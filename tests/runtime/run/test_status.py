@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,14 +24,22 @@ def test_before_the_first_state_there_is_a_phase_alone(tmp_path: Path) -> None:
     assert said.endswith('no step is done yet')
 
 
-def test_the_time_left_is_that_of_steps_of_this_start(tmp_path: Path) -> None:
+def test_the_time_left_is_that_of_steps_after_the_first_of_this_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     summary, watchdog = RunSummary(tmp_path, Clock()), Watchdog(tmp_path, None)
     summary.begin(30, lost_seconds=0)
     assert 'left' not in where_it_stands(tmp_path, 40, summary, watchdog)
-    summary.step, summary.began = 32, summary.began - 60
-    said = where_it_stands(tmp_path, 40, summary, watchdog)
-    assert said.startswith("step 32 of 40 is done; in phase 'starting'")
-    assert said.endswith('about 0:04:00 left; newest checkpoint: none')
+    now = time.monotonic()
+    for step, seconds in ((31, 600), (32, 610), (33, 620)):  # first, 590 s of compilation
+        monkeypatch.setattr(time, 'monotonic', partial(float, now + seconds))
+        summary.reach(step)
+        said = where_it_stands(tmp_path, 40, summary, watchdog)
+        assert said.startswith(f"step {step} of 40 is done; in phase 'starting'")
+        assert ('left' in said) == (step > 31)
+    assert said.endswith('about 0:01:10 left; newest checkpoint: none')
+    summary.step = 30  # rolled back
+    assert 'left' not in where_it_stands(tmp_path, 40, summary, watchdog)
 
 
 def test_a_folder_that_cannot_be_read_is_named_and_no_error(
