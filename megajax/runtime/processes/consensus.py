@@ -1,5 +1,7 @@
 """Collectives and barriers on the host, with which the processes of a run reach agreement."""
 
+from datetime import datetime, timedelta
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -50,6 +52,16 @@ def from_first(*values: int) -> list[int]:
         int(value)
         for value in np.asarray(multihost_utils.broadcast_one_to_all(np.array(values, np.int32)))
     ]
+
+
+def local_time() -> datetime:
+    """Return the first process's local time in seconds, even if other hosts' time zones differ.
+
+    All processes must call it.
+    """
+    local, epoch = datetime.now(), datetime(1970, 1, 1)
+    days, seconds = from_first((local - epoch).days, (local - epoch).seconds)
+    return epoch + timedelta(days=days, seconds=seconds)
 
 
 class SaveBarrier:

@@ -1,7 +1,6 @@
 """Read the corpus of a run, and render its messages with the chat template of its model."""
 
 import logging
-from datetime import datetime, timedelta
 from pathlib import Path
 
 from megajax.core.config import Config
@@ -10,7 +9,7 @@ from megajax.runtime.data import Data, load_data
 from megajax.runtime.data.image_text.chat import DEFAULT, Template, read_template
 from megajax.runtime.data.image_text.load import keeps_documents
 from megajax.runtime.data.remote_text import local_text
-from megajax.runtime.processes.consensus import from_first
+from megajax.runtime.processes.consensus import local_time
 from megajax.runtime.run.infer_config import newest_data, with_own_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ def companions_of_run(config: Config, run: Path, start: Path | None) -> Companio
     if not template.asks_for_time:
         return companions
     known = template.now if start is None else None
-    return companions.with_chat_time(known or _now())
+    return companions.with_chat_time(known or local_time())
 
 
 def _has_messages(config: Config) -> bool:
@@ -74,11 +73,3 @@ def _began_with(path: str, run: Path, companions: Companions) -> bool:
 
 def _name(config: Config, run: Path) -> str:
     return config.data.chat_template or f'the chat template of {run}'
-
-
-def _now() -> datetime:
-    """Return the local time of the first process; the result is the same in all processes."""
-    local = datetime.now().replace(microsecond=0)
-    epoch = datetime(1970, 1, 1)
-    seconds = from_first(int((local - epoch).total_seconds()))[0]
-    return epoch + timedelta(seconds=seconds)

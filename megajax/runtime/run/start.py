@@ -1,19 +1,15 @@
 """Choose the run directory, and verify the checkpoint that `run.start_from` names."""
 
-import datetime
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 
 from megajax.base.render.text import typed
 from megajax.core.config import CheckpointError, Config, ConfigError, Problem, RunError, mistake
@@ -32,7 +28,7 @@ from megajax.runtime.checkpoint.record import (
 )
 from megajax.runtime.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.runtime.data.token_pairs import manifest_of, prefixes_of
-from megajax.runtime.processes.consensus import from_first
+from megajax.runtime.processes.consensus import from_first, local_time
 from megajax.runtime.run.infer_config import NO_FILES, candidates_of_start, tokenizer_of
 
 EXPERTS = 'model.experts'
@@ -200,5 +196,4 @@ def run_folder(config: Config, name: str) -> Path:
     if config.run.dir is not None:
         return Path(config.run.dir)
     # Use the clock of process 0: all processes write their parts of a checkpoint into one folder.
-    now = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
-    return Path('runs') / f'{name}-{datetime.datetime.fromtimestamp(now):%Y%m%d-%H%M%S}'
+    return Path('runs') / f'{name}-{local_time():%Y%m%d-%H%M%S}'

@@ -80,7 +80,7 @@ def test_a_run_keeps_the_time_that_its_template_saw_first(
             def now(cls) -> datetime:
                 return cls(2026, 11, 27, hour)
 
-        monkeypatch.setattr('megajax.runtime.run.chat_template.datetime', Clock)
+        monkeypatch.setattr('megajax.runtime.processes.consensus.datetime', Clock)
         return companions_of_run(config(), run, start)
 
     first = at(9, start)
