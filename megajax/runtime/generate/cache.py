@@ -128,7 +128,7 @@ def _attend_to_cache(
     The query's own key and value are not in the cache yet. The softmax is in fp32.
     """
     batch, groups, _, head_dim = cache.k_BKYH.shape
-    q_BNH = q_B1NH[:, 0] * scale
+    q_BNH = (q_B1NH[:, 0].astype(jnp.float32) * scale).astype(q_B1NH.dtype)  # as in `attention`
     q_BKGH = q_BNH.reshape(batch, groups, -1, head_dim, out_sharding=layout('BN-h'))
     score_BKGY = jnp.einsum(
         'bkgh,bkyh->bkgy', q_BKGH, cache.k_BKYH, preferred_element_type=jnp.float32

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import make_config, on_mesh
@@ -53,3 +54,42 @@ def test_a_token_attends_to_the_full_slots_of_its_window(window: int | None) -> 
                 weights = np.exp(scores) / (np.exp(scores).sum() + np.exp(sinks[head]))
                 expected = weights @ v[row, seen, head // 2]
                 np.testing.assert_allclose(found[row, 0, head], expected, atol=2e-6)
+
+
+def test_queries_are_scaled_in_fp32_as_in_a_prompt() -> None:
+    config = make_config('llama', model={'head_dim': 128})
+    layout, scale = Layout.of(config), config.model.query_scale
+    # A query whose product with 128**-0.5 is another if the factor is rounded to bf16, whether the
+    # compiler then rounds the product or not.
+    grid = jnp.arange(1, 2, 2**-7).astype(jnp.bfloat16)
+    scaled = (grid.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+    unrounded = grid.astype(jnp.float32) * jnp.bfloat16(scale).astype(jnp.float32)
+    others = scaled != unrounded.astype(jnp.bfloat16)
+    at = int(jnp.argmax(jnp.where(others, jnp.abs(scaled - unrounded), 0)))
+    weight = jax.nn.sigmoid(-128 * scaled[at].astype(jnp.float32))  # of the first token
+    ones = jnp.ones((2, 2, 4, 128), jnp.bfloat16)
+    first = jnp.array([1, 0], jnp.bfloat16)[None, :, None, None]
+    with on_mesh(config):
+        heads = [
+            jax.device_put(x, layout(dims))
+            for x, dims in (
+                (ones * grid[at], 'BSNH'),
+                ((-ones * first)[:, :, :2], 'BSKH'),
+                ((ones * first)[:, :, :2], 'BSKH'),
+            )
+        ]
+        segment_BS, first_B = (
+            jax.device_put(np.zeros(shape, np.int32), layout('B')) for shape in ((2, 2), 2)
+        )
+
+        @jax.jit
+        def last(*heads: jax.Array) -> tuple[jax.Array, jax.Array]:
+            whole, _ = prefill(config.model, layout, segment_BS, 4)(*heads, None)
+            before = [x[:, :1] for x in heads]
+            _, cache = prefill(config.model, layout, segment_BS[:, :1], 4)(*before, None)
+            core = decode(config.model, layout, cache, jnp.int32(1), first_B)
+            one, _ = core(*(x[:, 1:] for x in heads), None)
+            return whole[:, 1], one[:, 0]
+
+        for found in last(*heads):
+            np.testing.assert_array_equal(found, np.full(found.shape, weight.astype(found.dtype)))
