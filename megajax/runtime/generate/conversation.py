@@ -41,7 +41,8 @@ class Conversation:
 
     A conversation begins like a document in training, and text that spells a special token is
     encoded as text. For a model that reads images, each <image> in a text is the next of `images`.
-    An answer ends at the tokens that end a text or a turn of the template. `dropped` counts the
+    An answer ends at the tokens that end a text or a turn of the template. Later turns see the text
+    after its last special token, without reasoning or channels before it. `dropped` counts the
     oldest turns that the next answer no longer attends to. Turns are dropped if a prompt would
     leave too little of `model.max_seq_len` for the answer, which gets `room` tokens, or a quarter
     of the context if that is less, or if the turns have more than `vision.images`. The system
@@ -91,7 +92,21 @@ class Conversation:
                 assert row is not None
                 yield row
         finally:
-            self._turns.append(Turn(_message('assistant', row.text if row else '')))
+            self._turns.append(Turn(_message('assistant', self._last_part(row) if row else '')))
+
+    def _last_part(self, row: Continuation) -> str:
+        """Return the last text of an answer that no special token divides.
+
+        Special tokens separate reasoning or a name of a channel from the answer that they precede.
+        Templates write these tokens themselves, and may raise an error if a message spells them.
+        """
+        text, special = row.text, {i: name for name, i in self._vocabulary.special.items()}
+        for name in (special[i] for i in reversed(row.ids) if i in special):
+            before, found, after = text.rpartition(name)  # a stop may have cut it off
+            if after.strip() and found:
+                return after
+            text = before if found else text
+        return text
 
     def _asked(self, text: str) -> Turn:
         places = text.count(MARKER) if self._vocabulary.sees else 0

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,26 @@ def test_a_system_message_that_leaves_no_room_is_named(run: Path) -> None:
         said = f"the system's message and this turn have {length} tokens .* shorten one of them"
         with pytest.raises(ConfigError, match=said):
             answer(conversation, 'a')
+
+
+def test_of_an_answer_in_parts_the_last_is_remembered(tmp_path: Path) -> None:
+    follows = chain(b'Hm', then=START) | dict(pairwise([START, *SAID, END]))
+    write_chain(tmp_path, follows, chain_config(max_seq_len=128))
+    # gpt-oss's template refuses the special tokens around its channels in a content.
+    refusal = (
+        "{% if '<|im_start|>' in message['content'] %}{{ raise_exception('tags') }}{% endif %}"
+    )
+    template = CHATML.replace('<|im_start|>{{', refusal + '<|im_start|>{{', 1)
+    with conversing(tmp_path, template=template) as (conversation, prompts):
+        assert answer(conversation, 'a') == 'Hm<|im_start|>Yes!'
+        assert answer(conversation, 'b') == 'Hm<|im_start|>Yes!'
+    said = [*turn('user', 'a'), *turn('assistant', 'Yes!'), *turn('user', 'b')]
+    assert prompts[1] == [*said, *BEGINS]
+    with conversing(tmp_path, template=template, max_tokens=3) as (conversation, prompts):
+        assert answer(conversation, 'a') == 'Hm<|im_start|>'
+        answer(conversation, 'b')
+    said = [*turn('user', 'a'), *turn('assistant', 'Hm'), *turn('user', 'b')]
+    assert prompts[1] == [*said, *BEGINS]
 
 
 def test_an_answer_that_is_broken_off_is_remembered_as_far_as_it_came(run: Path) -> None:
