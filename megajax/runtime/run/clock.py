@@ -60,9 +60,13 @@ class Clock:
 
     def lose(self, seconds: float) -> None:
         """Move this many productive seconds to `lost`."""
-        seconds = min(seconds, self._seconds['productive'])
-        self._seconds['productive'] -= seconds
-        self._seconds['lost'] += seconds
+        self.move(seconds, 'productive', 'lost')
+
+    def move(self, seconds: float, source: Activity, target: Activity) -> None:
+        """Move this many seconds from an activity that has ended to another one."""
+        seconds = min(seconds, self._seconds[source])
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
 
     def seconds(self, *activities: Activity) -> float:
         """Return the seconds of these activities until now; without names, of all activities."""

@@ -1,7 +1,6 @@
 """The training loop: steps, rollbacks, evaluation and checkpoints."""
 
 import logging
-from typing import NamedTuple
 
 import jax
 
@@ -24,6 +23,7 @@ from megajax.runtime.run.profile import Profiler
 from megajax.runtime.run.replay import Replay
 from megajax.runtime.run.rollback import Rollbacks
 from megajax.runtime.run.sampler import Sampler
+from megajax.runtime.run.step_times import Dispatched, StepTimes, noting_end
 from megajax.runtime.run.stop import StopWatch
 from megajax.runtime.run.watchdog import Watchdog
 from megajax.runtime.run.watchdog_limits import MEASURED
@@ -31,15 +31,6 @@ from megajax.runtime.run.watchdog_limits import MEASURED
 logger = logging.getLogger(__name__)
 
 COMPANY = 5.0  # seconds to wait for other processes to fail after the same step
-
-
-class _Dispatched(NamedTuple):
-    """A step that was dispatched to the devices; its metrics have not been read yet."""
-
-    step: int
-    metrics: Metrics
-    start: float  # clock time in seconds, before the batch was read
-    after_batch: float  # clock time in seconds, after the batch was read
 
 
 class Trainer:
@@ -72,9 +63,9 @@ class Trainer:
         self._skipped = self.step - int(state.guard.taken)
         self._between_steps = BetweenSteps(self.clock)
         self._due = self._save_due = False
-        self._ahead: _Dispatched | None = None  # the step after `step`, with its metrics unread
+        self._ahead: Dispatched | None = None  # the step after `step`, with its metrics unread
         self._failure: Exception | None = None  # the error that dispatching this step raised
-        self._last_end = 0.0  # clock time in seconds at the end of the last step
+        self._times = StepTimes(self.clock)
         folder = checkpoints.folder.parent
         self._evaluation = Evaluation(
             config, data, folder, report=report, clock=self.clock, stop=stop, watchdog=watchdog
@@ -190,7 +181,7 @@ class Trainer:
         self._due = self.checkpoints.poll(current.step) or self._save_due
         if go_ahead and self._may_go_ahead(current.step):
             try:
-                self._ahead = self._dispatch(current.step + 1)
+                self._ahead = self._dispatch(current.step + 1, current.metrics)
             except Exception as error:  # raised after this step, which is completed first
                 self._failure = error
         kind = 'first step' if current.step == self._first else 'step'
@@ -206,29 +197,32 @@ class Trainer:
             self.summary.write_sometimes()
         return values
 
-    def _complete(self, done: _Dispatched, end: float, *, taken: float) -> dict[str, float]:
+    def _complete(self, done: Dispatched, end: float, *, taken: float) -> dict[str, float]:
         """Count a step whose metrics were read at `end`; return its rates and times."""
-        start, self._last_end = max(done.start, self._last_end), end
+        times = self._times.complete(done, end, self._ahead, taken=bool(taken))
         if self.config.run.watchdog_seconds == 'auto':
-            self.watchdog.allow('step', MEASURED * (end - start))
+            self.watchdog.allow('step', MEASURED * times.total)
         self.step = done.step
         self.summary.reach(done.step)
         if not taken:
             self._skipped += 1
-            self.clock.lose(end - max(done.after_batch, start))
-        return self._meter.measure(end - start) | {
-            'step_ms': 1e3 * (end - start),
-            'data_wait_ms': 1e3 * (done.after_batch - done.start),
+        return self._meter.measure(times.total) | {
+            'step_ms': 1e3 * times.total,
+            'data_wait_ms': 1e3 * times.data_wait,
             'checkpoint_ms': self._between_steps.checkpoint_ms(),
             'skipped_steps': self._skipped,
         }
 
-    def _dispatch(self, step: int) -> _Dispatched:
-        """Read the batch of a step and dispatch the step to the devices."""
+    def _dispatch(self, step: int, previous: Metrics | None = None) -> Dispatched:
+        """Read the batch of a step and dispatch the step to the devices.
+
+        `previous` are the metrics of the step before it, unless they have been read.
+        """
         self.summary.dispatched = step
         with self.profiler.step(step):
             start = self._begin('data_wait', 'data')
-            batch = next(self._batches)
+            with noting_end(previous) as ends:
+                batch = next(self._batches)
             kind = 'first step' if step == self._first else 'step'
             after_batch = self._begin('productive', f'step {step}', kind)
             if step == self._first:
@@ -236,7 +230,7 @@ class Trainer:
             self.state, metrics = self._run_step(step, batch)
             if self.profiler.covers(step):
                 jax.block_until_ready(metrics)  # the step's kernels must end within its trace event
-        return _Dispatched(step, metrics, start, after_batch)
+        return Dispatched(step, metrics, start, after_batch, *ends)
 
     def _may_go_ahead(self, step: int) -> bool:
         """Whether only the next step needs the state after `step`."""

@@ -11,8 +11,11 @@ from counting import CONFIG, make_counting_step
 from support import write_run
 
 from megajax.core.config import load
+from megajax.runtime.data import Batches
 from megajax.runtime.run import compile_step
+from megajax.runtime.run.clock import Clock
 from megajax.runtime.run.run import run
+from megajax.runtime.run.step_times import Dispatched, StepTimes, noting_end
 
 
 def train(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[int, Any]:
@@ -25,6 +28,89 @@ def train(folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dic
 
 def seconds(folder: Path) -> dict[str, float]:
     return json.loads((folder / 'run/summary.json').read_text())['seconds']
+
+
+def test_a_step_waits_for_its_own_batch_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, late = Batches.rows, 5
+
+    def read(batches: Batches, number: int, first: int, last: int) -> Any:
+        batch = rows(batches, number, first, last)
+        if number == late - 1:
+            time.sleep(3)
+        return batch
+
+    monkeypatch.setattr(Batches, 'rows', read)
+    lines = train(tmp_path, monkeypatch, 'checkpoint.every=100')
+    waited = {step: line['data_wait_ms'] for step, line in lines.items()}
+    assert waited.pop(late) > 1000
+    assert max(waited.values()) < 1000
+    slow = [step for step, line in lines.items() if line['step_ms'] > 1000]
+    assert slow == [late]
+    assert seconds(tmp_path)['data_wait'] > 1
+
+
+def clock_with(monkeypatch: pytest.MonkeyPatch, **durations: float) -> Clock:
+    now = [0.0]
+    monkeypatch.setattr(time, 'perf_counter', lambda: now[0])
+    clock = Clock()
+    for activity, duration in durations.items():
+        clock.begin(activity)
+        now[0] += duration
+    clock.begin('other')
+    return clock
+
+
+def test_devices_that_compute_do_not_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = clock_with(monkeypatch, data_wait=3.15)
+    # A batch every 1.05 s and steps of 1 s. While a step runs, the host waits for the next batch.
+    first, second, third, fourth = (
+        Dispatched(1, {}, 0.0, 0.0),
+        Dispatched(2, {}, 0.0, 1.05, 1.0),
+        Dispatched(3, {}, 1.05, 2.1, 2.05),
+        Dispatched(4, {}, 2.1, 3.15, 3.1),
+    )
+    times = StepTimes(clock)
+    assert times.complete(first, 1.06, second, taken=True) == pytest.approx((1.0, 0.0))
+    assert times.complete(second, 2.11, third, taken=True) == pytest.approx((1.05, 0.05))
+    assert times.complete(third, 3.16, fourth, taken=True) == pytest.approx((1.05, 0.05))
+    assert clock.seconds('data_wait') == pytest.approx(0.15)
+    assert clock.seconds('productive') == pytest.approx(3.0)
+
+
+def test_a_batch_that_comes_during_a_step_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = clock_with(monkeypatch, data_wait=0.2, productive=1.8)
+    times = StepTimes(clock)
+    first, second = Dispatched(1, {}, 0.0, 0.0), Dispatched(2, {}, 0.0, 0.2)
+    assert times.complete(first, 1.0, second, taken=True) == pytest.approx((1.0, 0.0))
+    assert clock.seconds('data_wait') == 0
+    assert times.complete(second, 2.0, None, taken=False) == pytest.approx((1.0, 0.0))
+    assert (clock.seconds('productive'), clock.seconds('lost')) == pytest.approx((1.0, 1.0))
+
+
+class Loss:
+    """A loss that is ready a tenth of a second from now."""
+
+    def __init__(self) -> None:
+        self.end = time.perf_counter() + 0.1
+
+    def is_ready(self) -> bool:
+        return time.perf_counter() >= self.end
+
+
+def test_the_end_of_a_step_is_noted_if_it_comes_before_the_batch() -> None:
+    loss = Loss()
+    with noting_end({'loss': loss}) as ends:
+        assert not ends
+        time.sleep(0.5)
+    assert loss.end <= ends[0] < loss.end + 0.3
+    with noting_end({'loss': Loss()}) as ends:
+        pass
+    assert ends == []
+    with noting_end(None) as ends:
+        pass
+    assert ends == []
 
 
 def test_writing_the_trace_is_no_part_of_a_step(

@@ -177,8 +177,8 @@ def test_a_run_that_is_stopped_at_its_start_says_what_it_saves_and_where(
     in_step = when == 'in the first step'
     dispatch = Trainer._dispatch
 
-    def ask_in_step(trainer: Trainer, step: int) -> Any:
-        dispatched = dispatch(trainer, step)
+    def ask_in_step(trainer: Trainer, *step: Any) -> Any:
+        dispatched = dispatch(trainer, *step)
         os.kill(os.getpid(), signal.SIGINT)
         return dispatched
 
