@@ -11,12 +11,14 @@ from jax.stages import Compiled
 
 from megajax.core.config import Config, dump
 from megajax.core.config.load import CONFIG
+from megajax.runtime.processes.consensus import all_are_here
 from megajax.runtime.run.saved_step import PROGRAM, compressed
 from megajax.xla.hlo.text import program_text
 
 FOLDER = 'profile'
 PROCESS = 'process_{}'
 STEP = 'train'  # the name of a step's event
+WRITTEN = 600.0  # seconds within which the first process must have written the program
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ class Profiler:
         return self._tracing or 0 < self._first <= step <= self._last
 
     def _start(self) -> None:
+        """Start the trace in all processes, once the first one has written the program."""
         self._first = 0  # do not trace this step again after a rollback
         try:
             if jax.process_index() == 0:
@@ -91,6 +94,8 @@ class Profiler:
             self._tracing = True
         except Exception as error:
             logger.warning('the trace could not be started: %s', error)
+        # Otherwise the others' first traced step would contain their wait for the first process.
+        all_are_here('trace', WRITTEN)
 
     def _write_program(self) -> None:
         assert self.compiled is not None

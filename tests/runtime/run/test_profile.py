@@ -1,12 +1,16 @@
 """A resumed run traces the steps that are left, and says which are already done."""
 
+import contextlib
 import logging
 from pathlib import Path
 
+import jax
 import pytest
 from checkpoints import tiny
 
+from megajax.runtime.run import profile
 from megajax.runtime.run.profile import FOLDER, Profiler
+from megajax.runtime.run.saved_step import PROGRAM
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,35 @@ def test_where_there_is_a_trace_it_is_no_warning(
     with caplog.at_level(logging.INFO):
         Profiler(tmp_path, tiny(train={'profile': {'start': 5, 'steps': 3}}), done=8)
     assert [record.levelno for record in caplog.records] == [logging.INFO]
+
+
+@pytest.mark.parametrize('fails', [False, True])
+def test_no_process_begins_a_traced_step_before_the_program_is_written(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def start_trace(folder: Path) -> None:
+        seen.append('start')
+        if fails:
+            raise RuntimeError('there is a trace already')
+
+    def all_are_here(where: str, seconds: float) -> bool:
+        seen.append(f'{where}, {(tmp_path / FOLDER / PROGRAM).exists()}')
+        return True
+
+    class Annotation(contextlib.nullcontext):
+        def __init__(self, name: str, step_num: int):
+            seen.append(f'step {step_num}')
+            super().__init__()
+
+    monkeypatch.setattr(jax.profiler, 'start_trace', start_trace)
+    monkeypatch.setattr(jax.profiler, 'StepTraceAnnotation', Annotation)
+    monkeypatch.setattr(profile, 'all_are_here', all_are_here)
+    profiler = Profiler(tmp_path, tiny(train={'profile': {'start': 5, 'steps': 3}}))
+    profiler.compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    for step in (5, 6, 7):
+        with profiler.step(step):
+            pass
+    # also a process that cannot trace: the others would wait for it
+    assert seen == ['start', 'trace, True', *([] if fails else ['step 6', 'step 7'])]
