@@ -20,12 +20,13 @@ class Dispatched(NamedTuple):
     metrics: Metrics
     start: float  # clock time in seconds, before the batch was read
     after_batch: float  # clock time in seconds, after the batch was read
+    replay: float = 0.0  # seconds for which it was repeated and compared
     # Clock time in seconds at which the previous step ended, if it did so before `after_batch`.
     previous_end: float = math.inf
 
 
 class Times(NamedTuple):
-    """The seconds of a step, including those for which it waited for its batch."""
+    """The seconds of a step, without its replay, and those for which it waited for its batch."""
 
     total: float
     data_wait: float
@@ -54,10 +55,10 @@ class StepTimes:
             overlap = min(end, ahead.after_batch) - ahead.start
             self._clock.move(overlap, 'data_wait', 'productive')
         start, self._last_end = max(done.start, self._last_end), end
-        data_wait = max(0.0, done.after_batch - start)
+        times = Times(end - start - done.replay, max(0.0, done.after_batch - start))
         if not taken:
-            self._clock.lose(end - start - data_wait)
-        return Times(end - start, data_wait)
+            self._clock.lose(times.total - times.data_wait)
+        return times
 
 
 @contextmanager

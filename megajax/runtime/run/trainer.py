@@ -209,6 +209,7 @@ class Trainer:
         return self._meter.measure(times.total) | {
             'step_ms': 1e3 * times.total,
             'data_wait_ms': 1e3 * times.data_wait,
+            **({'replay_ms': 1e3 * done.replay} if done.replay else {}),
             'checkpoint_ms': self._between_steps.checkpoint_ms(),
             'skipped_steps': self._skipped,
         }
@@ -227,10 +228,12 @@ class Trainer:
             after_batch = self._begin('productive', f'step {step}', kind)
             if step == self._first:
                 self.state = with_scales(self.config, self.state, batch)
+            replayed = self.clock.seconds('replay')
             self.state, metrics = self._run_step(step, batch)
+            replay = self.clock.seconds('replay') - replayed
             if self.profiler.covers(step):
                 jax.block_until_ready(metrics)  # the step's kernels must end within its trace event
-        return Dispatched(step, metrics, start, after_batch, *ends)
+        return Dispatched(step, metrics, start, after_batch, replay, *ends)
 
     def _may_go_ahead(self, step: int) -> bool:
         """Whether only the next step needs the state after `step`."""

@@ -12,8 +12,9 @@ from support import write_run
 
 from megajax.core.config import load
 from megajax.runtime.data import Batches
-from megajax.runtime.run import compile_step
+from megajax.runtime.run import compile_step, replay
 from megajax.runtime.run.clock import Clock
+from megajax.runtime.run.replay import Replay
 from megajax.runtime.run.run import run
 from megajax.runtime.run.step_times import Dispatched, StepTimes, noting_end
 
@@ -67,9 +68,9 @@ def test_devices_that_compute_do_not_wait_for_data(monkeypatch: pytest.MonkeyPat
     # A batch every 1.05 s and steps of 1 s. While a step runs, the host waits for the next batch.
     first, second, third, fourth = (
         Dispatched(1, {}, 0.0, 0.0),
-        Dispatched(2, {}, 0.0, 1.05, 1.0),
-        Dispatched(3, {}, 1.05, 2.1, 2.05),
-        Dispatched(4, {}, 2.1, 3.15, 3.1),
+        Dispatched(2, {}, 0.0, 1.05, 0.0, 1.0),
+        Dispatched(3, {}, 1.05, 2.1, 0.0, 2.05),
+        Dispatched(4, {}, 2.1, 3.15, 0.0, 3.1),
     )
     times = StepTimes(clock)
     assert times.complete(first, 1.06, second, taken=True) == pytest.approx((1.0, 0.0))
@@ -111,6 +112,34 @@ def test_the_end_of_a_step_is_noted_if_it_comes_before_the_batch() -> None:
     with noting_end(None) as ends:
         pass
     assert ends == []
+
+
+def test_the_replay_of_a_step_is_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare, compared = Replay._compare, 2.0
+
+    def slow(*given: Any) -> None:
+        time.sleep(compared)
+        compare(*given)
+
+    monkeypatch.setattr(replay, 'make_train_step', make_counting_step)
+    monkeypatch.setattr(Replay, '_compare', slow)
+    lines = train(tmp_path, monkeypatch, 'train.replay_every=4', 'train.deterministic=true')
+    assert [step for step, line in lines.items() if 'replay_ms' in line] == [4, 8]
+    assert lines[4]['replay_ms'] > 1e3 * compared
+    tokens = 2 * 16
+    for line in lines.values():
+        assert line['step_ms'] < 1e3 * compared
+        assert line['tokens_per_s'] == pytest.approx(1e3 * tokens / line['step_ms'])
+    assert seconds(tmp_path)['replay'] > 2 * compared
+
+
+def test_what_is_lost_of_a_repeated_step_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = clock_with(monkeypatch, productive=2.0, replay=3.0)
+    step = Dispatched(1, {}, 0.0, 0.0, 3.0)
+    assert StepTimes(clock).complete(step, 4.0, None, taken=False) == pytest.approx((1.0, 0.0))
+    assert (clock.seconds('productive'), clock.seconds('replay')) == pytest.approx((1.0, 3.0))
 
 
 def test_writing_the_trace_is_no_part_of_a_step(
