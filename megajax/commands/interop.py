@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     Family = str
 else:
     Family = Literal[tuple(ARCHITECTURES)]
+TransformerImpl = Literal['transformer_engine', 'local']
 Dtype = Literal['float32', 'bfloat16', 'float16']
 
 
@@ -169,24 +170,31 @@ def export_megatron_lm(
     virtual_stages: Annotated[
         int, typer.Option(min=1, help='Number of chunks of layers per stage.')
     ] = 1,
+    transformer_impl: Annotated[
+        TransformerImpl,
+        typer.Option(help="The --transformer-impl of Megatron-LM, which names a layer's tensors."),
+    ] = 'transformer_engine',
 ) -> None:
     """Write one checkpoint file per Megatron-LM rank.
 
     The files are mp_rank_TT/model_optim_rng.pt; with several pipeline stages, the folders are
-    mp_rank_TT_PPP. The directory appears when it is complete.
+    mp_rank_TT_PPP. The directory appears when it is complete. The command prints the arguments that
+    Megatron-LM needs to load the files.
     """
     _on_the_host()
     from megajax.interop.megatron.ranks import export_megatron
 
-    export_megatron(
+    arguments = export_megatron(
         source,
         out,
         ranks=tensor_parallel,
         stages=pipeline_parallel,
         virtual_stages=virtual_stages,
+        transformer_impl=transformer_impl,
     )
     of_stages = f' x {pipeline_parallel} pipeline stages' if pipeline_parallel > 1 else ''
     print(f'{out}: {tensor_parallel} ranks{of_stages} in float32')
+    print(f'load with  {arguments}')
 
 
 def _on_the_host() -> None:

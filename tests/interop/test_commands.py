@@ -47,7 +47,8 @@ def test_an_import_comes_back_and_goes_to_megatron_and_back(
     assert len(sizes) == 2
     assert (
         megajax('export', 'megatron', run, ranks, '--tensor-parallel', 2)
-        == f'{ranks}: 2 ranks in float32\n'
+        == f'{ranks}: 2 ranks in float32\nload with  --transformer-impl transformer_engine '
+        '--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1\n'
     )
     megajax('import', 'megatron', ranks, again)
     megajax('export', 'hf', again / 'checkpoints' / '0', tmp_path / 'last')

@@ -136,7 +136,11 @@ def test_an_export_is_what_each_rank_of_a_pipeline_would_hold(
     write_ranks(tmp_path / 'in', weights, 1, arguments)
     import_megatron(tmp_path / 'in', tmp_path / 'run')
     export_megatron(
-        tmp_path / 'run', tmp_path / 'out', ranks=ranks, stages=stages, virtual_stages=virtual
+        *(tmp_path / 'run', tmp_path / 'out'),
+        ranks=ranks,
+        stages=stages,
+        virtual_stages=virtual,
+        transformer_impl='local',
     )
     size = LAYERS // (stages * virtual)
     rows = [(0, 128 * (ranks - 1)), (0, 0)]  # a vocabulary of 128 on each rank
@@ -202,7 +206,11 @@ def test_megatron_core_loads_each_chunk_strictly_and_has_our_logits(
     write_ranks(tmp_path / 'in', weights, 1, arguments)
     import_megatron(tmp_path / 'in', tmp_path / 'run', ['train.dtype=float32'])
     export_megatron(
-        tmp_path / 'run', tmp_path / 'out', ranks=1, stages=stages, virtual_stages=virtual
+        *(tmp_path / 'run', tmp_path / 'out'),
+        ranks=1,
+        stages=stages,
+        virtual_stages=virtual,
+        transformer_impl='local',
     )
     token_BS = oracle_of(name)['tokens']
     expected = logits(tmp_path / 'run', token_BS, model=1)

@@ -7,7 +7,7 @@ each stage of each tensor-parallel rank.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from megajax.runtime.checkpoint.record import RECORD, read_record
 if TYPE_CHECKING:
     from megajax.interop.pieces import Pieces
 
+TransformerImpl = Literal['transformer_engine', 'local']
 MEGATRON_VOCAB_MULTIPLE = 128  # rows on each rank: Megatron's make_vocab_size_divisible_by
 LAYER = re.compile(r'decoder\.layers\.(\d+)\.')
 ITERATION = 'iteration of megatron'  # key in the record of an import
@@ -99,14 +100,21 @@ def _start(out: Path, config: Config, load: Callable[[Config], Any], progress: P
 
 
 def export_megatron(
-    source: Path, out: Path, *, ranks: int, stages: int = 1, virtual_stages: int = 1
-) -> None:
+    source: Path,
+    out: Path,
+    *,
+    ranks: int,
+    stages: int = 1,
+    virtual_stages: int = 1,
+    transformer_impl: TransformerImpl = 'transformer_engine',
+) -> str:
     """Write a checkpoint as Megatron-LM's release checkpoint for tensor-parallel `ranks`, in fp32.
 
     `source` is a run, whose newest checkpoint is written, or one checkpoint. For a pipeline, there
-    is a file for each of the `stages` of a rank, with `virtual_stages` chunks of layers. Host
-    memory holds one parameter and one of its tensors at a time. Raises ConfigError if ranks or
-    stages do not divide the model.
+    is a file for each of the `stages` of a rank, with `virtual_stages` chunks of layers. The
+    tensors have the names of `transformer_impl`. Returns the arguments of Megatron-LM that the
+    files depend on. Host memory holds one parameter and one of its tensors at a time. Raises
+    ConfigError if ranks or stages do not divide the model.
     """
     with sound_checkpoint(source) as checkpoint:
         record = read_record(checkpoint)
@@ -125,7 +133,13 @@ def export_megatron(
         chunks = chunks_of([config.model.num_layers // count] * count)
         pieces = [
             megatron_pieces(
-                config.model, shapes, rank=rank, ranks=ranks, vocab_rows=rows, chunk=chunk
+                config.model,
+                shapes,
+                rank=rank,
+                ranks=ranks,
+                vocab_rows=rows,
+                chunk=chunk,
+                is_fused=transformer_impl == 'transformer_engine',
             )
             for rank in range(ranks)
             for chunk in chunks
@@ -152,6 +166,26 @@ def export_megatron(
                     files[file].write(index, x)
             (partial / 'config.yaml').write_text(dump(config))
             (partial / TRACKER).write_text(RELEASE)
+    return _arguments(config.model, ranks, stages, virtual_stages, transformer_impl)
+
+
+def _arguments(
+    model: ModelConfig, ranks: int, stages: int, virtual_stages: int, transformer_impl: str
+) -> str:
+    given = [
+        f'--transformer-impl {transformer_impl}',
+        f'--tensor-model-parallel-size {ranks}',
+        f'--pipeline-model-parallel-size {stages}',
+    ]
+    if virtual_stages > 1:
+        layers = model.num_layers // (stages * virtual_stages)
+        given.append(f'--num-layers-per-virtual-pipeline-stage {layers}')
+    if model.zero_centered_norm:
+        given.append('--apply-layernorm-1p')
+    if model.experts is None:
+        return ' '.join(given)
+    # Each expert has its own tensors, which the grouped matmuls of Megatron-LM do not load.
+    return ' '.join((*given, '--expert-model-parallel-size 1, without --moe-grouped-gemm'))
 
 
 def _stored(pieces: 'Pieces') -> dict[str, Stored]:

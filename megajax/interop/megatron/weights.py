@@ -1,7 +1,7 @@
 """Convert megatron-core's weights to megajax's and back, using a table of names and dims.
 
-The names follow megatron-core's local layer specification (Transformer Engine's has the norms under
-`linear_qkv` and `linear_fc1`). Linear weights are [out, in], and each layer has its own names.
+The names follow megatron-core's local layer specification; FUSED has the names that differ in
+Transformer Engine's. Linear weights are [out, in], and each layer has its own names.
 Heads and gates have the same order in both formats: `linear_qkv` by key/value head, [queries, key,
 value] x head dim each, `linear_fc1` of SwiGLU [gate, up].
 
@@ -37,7 +37,7 @@ from megajax.interop.pieces import (
 from megajax.runtime.checkpoint.open import abstract_params
 
 TABLE, HEAD = 'embedding.table', 'output_layer.weight'
-MLP = 'decoder.layers.{}.mlp'
+ATTENTION, MLP = 'decoder.layers.{}.self_attention', 'decoder.layers.{}.mlp'
 EXPERT = f'{MLP}.experts.local_experts.{{}}'
 # megajax's parameter: (megatron-core's name, in which {} is replaced by the layer's index, and a
 # second {} by the expert's; its dims)
@@ -46,20 +46,14 @@ NAMES: dict[str, tuple[str, str]] = {
     'position.table': ('embedding.position_embeddings.weight', 'SD'),
     'layers.attention.norm.weight': ('decoder.layers.{}.input_layernorm.weight', 'D'),
     'layers.attention.norm.bias': ('decoder.layers.{}.input_layernorm.bias', 'D'),
-    'layers.attention.qkv.weight': ('decoder.layers.{}.self_attention.linear_qkv.weight', '(KCH)D'),
-    'layers.attention.qkv.bias': ('decoder.layers.{}.self_attention.linear_qkv.bias', '(KCH)'),
-    'layers.attention.query_norm.weight': (
-        'decoder.layers.{}.self_attention.q_layernorm.weight',
-        'H',
-    ),
-    'layers.attention.query_norm.bias': ('decoder.layers.{}.self_attention.q_layernorm.bias', 'H'),
-    'layers.attention.key_norm.weight': (
-        'decoder.layers.{}.self_attention.k_layernorm.weight',
-        'H',
-    ),
-    'layers.attention.key_norm.bias': ('decoder.layers.{}.self_attention.k_layernorm.bias', 'H'),
-    'layers.attention.out.weight': ('decoder.layers.{}.self_attention.linear_proj.weight', 'D(NH)'),
-    'layers.attention.out.bias': ('decoder.layers.{}.self_attention.linear_proj.bias', 'D'),
+    'layers.attention.qkv.weight': (f'{ATTENTION}.linear_qkv.weight', '(KCH)D'),
+    'layers.attention.qkv.bias': (f'{ATTENTION}.linear_qkv.bias', '(KCH)'),
+    'layers.attention.query_norm.weight': (f'{ATTENTION}.q_layernorm.weight', 'H'),
+    'layers.attention.query_norm.bias': (f'{ATTENTION}.q_layernorm.bias', 'H'),
+    'layers.attention.key_norm.weight': (f'{ATTENTION}.k_layernorm.weight', 'H'),
+    'layers.attention.key_norm.bias': (f'{ATTENTION}.k_layernorm.bias', 'H'),
+    'layers.attention.out.weight': (f'{ATTENTION}.linear_proj.weight', 'D(NH)'),
+    'layers.attention.out.bias': (f'{ATTENTION}.linear_proj.bias', 'D'),
     'layers.mlp.norm.weight': ('decoder.layers.{}.pre_mlp_layernorm.weight', 'D'),
     'layers.mlp.norm.bias': ('decoder.layers.{}.pre_mlp_layernorm.bias', 'D'),
     'layers.mlp.up.weight': (f'{MLP}.linear_fc1.weight', '(UF)D'),
@@ -80,6 +74,14 @@ NAMES: dict[str, tuple[str, str]] = {
     'norm.weight': ('decoder.final_layernorm.weight', 'D'),
     'norm.bias': ('decoder.final_layernorm.bias', 'D'),
     'head': (HEAD, 'VD'),
+}
+# Transformer Engine computes a norm in the linear layer that follows it. The norm before a router is
+# a module of its own, and so are the norms of queries and keys.
+FUSED: dict[str, tuple[str, str]] = {
+    'layers.attention.norm.weight': (f'{ATTENTION}.linear_qkv.layer_norm_weight', 'D'),
+    'layers.attention.norm.bias': (f'{ATTENTION}.linear_qkv.layer_norm_bias', 'D'),
+    'layers.mlp.norm.weight': (f'{MLP}.linear_fc1.layer_norm_weight', 'D'),
+    'layers.mlp.norm.bias': (f'{MLP}.linear_fc1.layer_norm_bias', 'D'),
 }
 KEYS = (
     'model.num_layers, norm, position, qk_norm, bias, qkv_bias and tie_embeddings '
@@ -142,11 +144,13 @@ def megatron_pieces(
     ranks: int = 1,
     vocab_rows: int | None = None,
     chunk: Chunk | None = None,
+    is_fused: bool = False,
 ) -> Pieces:
     """Return the pieces of each parameter on one rank of a tensor-parallel group.
 
     `vocab_rows` is the number of rows of the vocabulary on all ranks together, padding included.
-    For a pipeline, only the pieces in `chunk` are returned. Raises ConfigError for a model that
+    For a pipeline, only the pieces in `chunk` are returned. With `is_fused`, the norms have
+    Transformer Engine's names. Raises ConfigError for a model that
     Megatron-LM's files cannot represent, and if the ranks do not divide it.
     """
     chunk = chunk or chunks_of([model.num_layers])[0]
@@ -156,9 +160,9 @@ def megatron_pieces(
     if any(width % ranks for width in widths.values()):
         listed = ' and '.join(f'{key}={width}' for key, width in widths.items())
         raise ConfigError(f'{ranks} tensor-parallel ranks must divide {listed}')
-    pieces, dims = {}, dims_here(model)
+    pieces, dims, names = {}, dims_here(model), NAMES | FUSED if is_fused else NAMES
     for path, shape in shapes.items():
-        (name, there), here = tensors_of(NAMES, path, 'Megatron-LM'), dims[path]
+        (name, there), here = tensors_of(names, path, 'Megatron-LM'), dims[path]
         ends = dict(zip(here, shape, strict=True))
         parts = {
             dim: (end // ranks, end) for dim, end in ends.items() if dim in SHARDED_BY_MEGATRON
