@@ -143,6 +143,12 @@ def import_megatron_lm(
         int | None,
         typer.Option(min=1, help='Expected number of pipeline stages; default: not checked.'),
     ] = None,
+    finetune: Annotated[
+        bool,
+        typer.Option(
+            '--finetune', help="Begin a new corpus: do not store the checkpoint's consumed samples."
+        ),
+    ] = False,
 ) -> None:
     """Create a run at step 0 from a Megatron-LM checkpoint.
 
@@ -154,9 +160,17 @@ def import_megatron_lm(
     from megajax.interop.megatron.ranks import ITERATION, import_megatron
     from megajax.runtime.checkpoint.record import read_record
 
-    import_megatron(folder, out, overrides or (), ranks=tensor_parallel, stages=pipeline_parallel)
+    import_megatron(
+        folder,
+        out,
+        overrides or (),
+        ranks=tensor_parallel,
+        stages=pipeline_parallel,
+        finetune=finetune,
+    )
     record = read_record(out / 'checkpoints' / '0')
-    consumed = 'not in the checkpoint' if record.samples is None else f'{record.samples:,}'
+    missing = 'not stored (--finetune)' if finetune else 'not in the checkpoint'
+    consumed = missing if record.samples is None else f'{record.samples:,}'
     print(f'iteration  {record.data.get(ITERATION, 0)}, consumed samples: {consumed}')
     print(f'run        {out}\ncheckpoint {out}/checkpoints/0')
 

@@ -257,6 +257,21 @@ def test_a_run_is_not_written_among_the_checkpoints_of_megatron() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ('added', 'printed'),
+    [
+        ('', 'their/ckpt RUN`'),
+        ('--finetune', 'their/ckpt RUN --finetune`'),
+        ('--ckpt-step 1000', 'their/ckpt/iter_0001000 RUN`'),
+        ('--ckpt-step 0', 'their/ckpt RUN`'),
+    ],
+)
+def test_the_import_of_the_checkpoint_is_that_of_the_line(added: str, printed: str) -> None:
+    text = convert(f'{SMALL} --load their/ckpt {added}')
+    assert f'`megajax import megatron {printed}' in ' '.join(text.replace('\n#', '').split())
+    assert 'Without a meaning' not in text
+
+
 @pytest.mark.parametrize('norm', ['', '--normalization RMSNorm '])
 def test_norms_that_begin_at_one_plus_zero_convert(norm: str) -> None:
     text = convert(f'{SMALL}{norm}--apply-layernorm-1p')

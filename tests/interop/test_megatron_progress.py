@@ -46,3 +46,14 @@ def test_an_import_keeps_the_iteration_and_the_consumed_samples(
     record = read_record(tmp_path / 'run/checkpoints/0')
     assert (record.data[ITERATION], record.samples, record.order_of) == ('5', 40, 80)
     assert imported(tmp_path / 'run/checkpoints/0') == record
+
+
+def test_a_fine_tuning_run_begins_with_the_first_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.unpack_archive(STORED, tmp_path / 'theirs', filter='data')
+    monkeypatch.setattr(dist_checkpoint, 'progress_of', lambda _: Progress(5, 40, 80))
+    import_megatron(tmp_path / 'theirs', tmp_path / 'run', ['train.dtype=float32'], finetune=True)
+    record = read_record(tmp_path / 'run/checkpoints/0')
+    assert (record.data[ITERATION], record.samples, record.order_of) == ('5', None, None)
+    assert imported(tmp_path / 'run/checkpoints/0') is None

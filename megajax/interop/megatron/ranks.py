@@ -50,17 +50,21 @@ def import_megatron(
     *,
     ranks: int | None = None,
     stages: int | None = None,
+    finetune: bool = False,
 ) -> Config:
     """Make `out` a run at step 0 with a checkpoint's weights, merged over ranks and stages.
 
-    Returns the config of the run. The checkpoint's arguments, or a config.yaml next to the ranks,
+    Returns the config of the run. With `finetune`, as in Megatron-LM, the run does not continue
+    with the checkpoint's samples: a run from it begins with the first sample of its own corpus. The checkpoint's arguments, or a config.yaml next to the ranks,
     describe the model. Raises ConfigError for unsupported settings, for files that ask for more
     than tensors, and for incomplete weights.
     """
     check_new(out)
     folder = newest(folder)
     if is_dist(folder):
-        return _import_dist(folder, out, overrides, ranks=ranks, stages=stages)
+        return _import_dist(
+            folder, out, overrides, ranks=ranks, stages=stages, finetune=finetune
+        )
     files = [[read_rank(path) for path in group] for group in find_ranks(folder, ranks, stages)]
     first = files[0][0]
     if (experts := first.arguments.get('expert_model_parallel_size') or 1) != 1:
@@ -69,12 +73,19 @@ def import_megatron(
             'merged: save the checkpoint with --ckpt-format torch_dist'
         )
     config = _config(folder, first.path, first.arguments, out, overrides)
-    _start(out, config, lambda config: _merge(config, files), first.progress)
+    progress = _kept(first.progress, finetune=finetune)
+    _start(out, config, lambda config: _merge(config, files), progress)
     return config
 
 
 def _import_dist(
-    folder: Path, out: Path, overrides: Sequence[str], *, ranks: int | None, stages: int | None
+    folder: Path,
+    out: Path,
+    overrides: Sequence[str],
+    *,
+    ranks: int | None,
+    stages: int | None,
+    finetune: bool,
 ) -> Config:
     if ranks or stages:
         raise ConfigError(
@@ -85,8 +96,14 @@ def _import_dist(
     config = _config(folder, folder / COMMON, checkpoint.arguments, out, overrides)
     from megajax.interop.megatron.dist_import import merge_chunks
 
-    _start(out, config, lambda config: merge_chunks(config, checkpoint), checkpoint.progress)
+    progress = _kept(checkpoint.progress, finetune=finetune)
+    _start(out, config, lambda config: merge_chunks(config, checkpoint), progress)
     return config
+
+
+def _kept(progress: Progress, *, finetune: bool) -> Progress:
+    """Return what a run from the import continues with."""
+    return progress._replace(samples=None, total=None) if finetune else progress
 
 
 def _start(out: Path, config: Config, load: Callable[[Config], Any], progress: Progress) -> None:

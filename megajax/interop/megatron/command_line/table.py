@@ -23,7 +23,7 @@ READ: Mapping[type, str] = {
         moe_router_topk_limited_devices moe_shared_expert_intermediate_size moe_latent_size
         moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size muon_num_ns_steps
         lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
-        lr_wsd_decay_iters lr_wsd_decay_samples profile_step_start profile_step_end
+        lr_wsd_decay_iters lr_wsd_decay_samples profile_step_start profile_step_end ckpt_step
     """,
     float: """
         norm_epsilon rotary_percent rope_scaling_factor hidden_dropout attention_dropout
@@ -51,7 +51,7 @@ READ: Mapping[type, str] = {
         untie_embeddings_and_output_weights sequence_parallel fp16 bf16
         use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2 grad_reduce_in_bf16
         use_precision_aware_optimizer profile deterministic_mode reset_position_ids
-        reset_attention_mask eod_mask_loss use_checkpoint_args no_position_embedding
+        reset_attention_mask eod_mask_loss use_checkpoint_args no_position_embedding finetune
         no_fp8_wgrad first_last_layers_bf16
         moe_router_pre_softmax moe_router_enable_expert_bias moe_router_force_load_balancing
         moe_apply_probs_on_input moe_use_upcycling moe_shared_expert_gate muon_nesterov
@@ -174,7 +174,7 @@ NO_MEANING: Mapping[str, str] = {
     'a resumed run has the optimizer, the random state and the schedule of its checkpoint': """
         no_load_optim no_load_rng no_save_optim no_save_rng override_lr_scheduler
         override_opt_param_scheduler use_checkpoint_lr_scheduler use_checkpoint_opt_param_scheduler
-        exit_on_missing_checkpoint no_load_strict finetune ckpt_step resume_dataloader
+        exit_on_missing_checkpoint no_load_strict resume_dataloader
     """,
     FORMAT: """
         ckpt_format dist_ckpt_format use_dist_ckpt auto_detect_ckpt_format async_save

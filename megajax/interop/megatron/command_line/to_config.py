@@ -203,11 +203,13 @@ def _head(line: Line, config: Config) -> Iterator[str]:
     else:
         sizes = ' x '.join(f'{axis} {size}' for axis, size in mesh.sizes.items() if size > 1)
         yield f'# {line.world_size} GPUs: {sizes or "one"}'
-    if line.get('load'):
+    if folder := line.get('load'):
+        if step := line.get('ckpt_step'):
+            folder = f'{folder}/iter_{step:07}'
+        option = ' --finetune' if line.get('finetune') else ''
         yield from _comment(
-            'To continue from its checkpoint: `megajax import megatron '
-            f'{typed(line.get("load"))} RUN`, and then '
-            'run.start_from=RUN. The learning rate then restarts at step 1.'
+            f'To continue from its checkpoint: `megajax import megatron {typed(folder)} RUN'
+            f'{option}`, and then run.start_from=RUN. The learning rate then restarts at step 1.'
         )
 
 
