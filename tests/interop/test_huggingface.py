@@ -278,6 +278,10 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             'other.safetensors',
             'transformers_weights: "other.safetensors": only null is supported',
         ),
+        ('llama2', 'is_causal', False, 'is_causal: false: only true is supported'),
+        ('gemma3', 'is_causal', None, 'is_causal: null: only true is supported'),
+        ('gpt2', 'is_causal', False, 'is_causal: false: only true is supported'),
+        ('qwen3', 'per_layer_config', {'0': {}}, 'per_layer_config: {"0": {}}: only null is'),
         ('llama2', 'hidden_act', 'gelu', 'hidden_act: "gelu": only "silu" or "swish" is supported'),
         (
             'llama2',

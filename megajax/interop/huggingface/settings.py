@@ -32,6 +32,13 @@ def write_names(section: ModelConfig | VisionConfig, names: Names) -> Keys:
     return {key: getattr(section, ours) for ours, (key, _) in names.items()}
 
 
+def check_layers(read: Reader, *, causal: bool = True) -> None:
+    """Reject settings with which transformers 5 changes the layers of any family."""
+    read.only('per_layer_config', None, default=None)  # other sizes of some layers
+    if causal:
+        read.only('is_causal', True, default=True)  # otherwise, attention is bidirectional
+
+
 def read_gelu(read: Reader, key: str, default: str) -> str | None:
     """Read the activation, which must be a GELU, as `model.activation`."""
     activation = read.get(key, default)

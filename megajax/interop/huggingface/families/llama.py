@@ -28,7 +28,7 @@ from megajax.interop.huggingface.layers import (
 )
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_rope, write_scaling
-from megajax.interop.huggingface.settings import SIZES, read_names, write_names
+from megajax.interop.huggingface.settings import SIZES, check_layers, read_names, write_names
 
 # Linear layers are [out, in]. The queries of a key/value head are adjacent, as in megajax.
 TENSORS = {
@@ -83,6 +83,7 @@ def read_config(
     of rms_norm_eps, and `tied` of tie_word_embeddings. `rope` reads the keys of the rotary
     embedding.
     """
+    check_layers(read)
     read.only('hidden_act', 'silu', 'swish', default='silu')
     read.only('attention_dropout', 0, default=0)
     sizes = read_names(read, SIZES)
