@@ -1,5 +1,6 @@
 """Types of layers in config.json are read as the shortest pattern, and written back."""
 
+import importlib.util
 import json
 from typing import Any
 
@@ -97,6 +98,47 @@ def test_a_preset_is_written_as_its_family(preset: str, family: str, scale: int 
     chosen, keys = write_family(model)
     assert (chosen, keys.get('query_pre_attn_scalar')) == (family, scale)
     assert ModelConfig(**read_family(keys, '')[1]) == model
+
+
+def accepted_by_transformers(keys: dict[str, Any]) -> None:
+    if importlib.util.find_spec('transformers'):
+        from transformers import AutoConfig
+
+        AutoConfig.for_model(**json.loads(json.dumps(keys)))
+
+
+@pytest.mark.parametrize('name', ['gemma3', 'olmo3'])
+def test_windows_in_all_layers_are_written_with_a_rope_of_full_attention(name: str) -> None:
+    rope = {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': 1e4}
+    types = [SLIDING] * keys_of(name)['num_hidden_layers']
+    model = model_of(name, layer_types=types, rope_parameters={SLIDING: rope})
+    assert (model.rope_scaling or model.layer_configs[0].rope_scaling) is not None
+    _, keys = write_family(model, keys_of(name)['model_type'])
+    # transformers 5 adds rope_scaling to it, and otherwise raises KeyError.
+    assert keys['rope_parameters'] == {FULL: rope, SLIDING: rope}
+    again = ModelConfig(**read_family(keys, '')[1])
+    assert again.layer_configs == model.layer_configs
+    accepted_by_transformers(keys)
+
+
+@pytest.mark.parametrize(
+    ('preset', 'family'), [('llama3_8b', 'mistral'), ('gemma3_1b', None), ('gpt2_124m', None)]
+)
+def test_heads_that_do_not_divide_the_hidden_size_are_written_as_a_family_that_has_them(
+    preset: str, family: str | None
+) -> None:
+    model = load(preset).model
+    sizes = {'num_heads': 10, 'num_kv_heads': 5, 'head_dim': 64, 'hidden_size': 576}
+    if preset == 'gpt2_124m':
+        sizes |= {'num_kv_heads': 10, 'head_dim': 57}
+    model = model.model_copy(update=sizes | {'query_scale': sizes['head_dim'] ** -0.5})
+    if family is None:
+        with pytest.raises(ConfigError, match='(num_attention_heads|n_head): 10: does not divide'):
+            write_family(model)
+        return
+    chosen, keys = write_family(model)
+    assert chosen == family
+    accepted_by_transformers(keys)
 
 
 @pytest.mark.parametrize(('preset', 'scale'), [('gemma3_1b', 34.0), ('gemma3_27b', 73.5)])

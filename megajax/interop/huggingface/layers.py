@@ -128,6 +128,10 @@ def write_windows(model: ModelConfig, unused: int | None = None) -> Keys:
 
 
 def write_ropes(model: ModelConfig) -> Keys:
-    """Return `rope_parameters`, with an object for each type of layer in the model."""
+    """Return `rope_parameters`, with an object for each type of layer in the model.
+
+    There is always one for full attention, to which transformers 5 adds `rope_scaling`.
+    """
     layers = {kind: first_layer(model, kind) for kind in (FULL, SLIDING)}
+    layers[FULL] = layers[FULL] or layers[SLIDING]
     return {kind: write_parameters(layer) for kind, layer in layers.items() if layer}

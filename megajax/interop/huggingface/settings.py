@@ -39,6 +39,18 @@ def check_layers(read: Reader, *, causal: bool = True) -> None:
         read.only('is_causal', True, default=True)  # otherwise, attention is bidirectional
 
 
+def check_heads(
+    read: Reader, hidden: str = 'hidden_size', heads: str = 'num_attention_heads'
+) -> None:
+    """Reject a number of heads that does not divide the hidden size, even with a head_dim.
+
+    Some families in transformers have this limit.
+    """
+    sizes = read.keys.get(hidden), read.keys.get(heads)
+    if all(type(size) is int and size > 0 for size in sizes) and sizes[0] % sizes[1]:
+        read.refuse(heads, sizes[1], f'does not divide {hidden}={sizes[0]}')
+
+
 def read_gelu(read: Reader, key: str, default: str) -> str | None:
     """Read the activation, which must be a GELU, as `model.activation`."""
     activation = read.get(key, default)

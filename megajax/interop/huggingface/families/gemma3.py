@@ -15,6 +15,7 @@ from megajax.interop.huggingface.layers import (
     write_windows,
 )
 from megajax.interop.huggingface.reader import Keys, Reader
+from megajax.interop.huggingface.settings import check_heads
 
 LAYER = 'model.layers.{}.'
 TENSORS = llama.TENSORS | {
@@ -28,6 +29,7 @@ THETA = {FULL: ('rope_theta', 1e6), SLIDING: (LOCAL_THETA, 1e4)}
 
 
 def _own(read: Reader) -> Keys:
+    check_heads(read)
     read.only('hidden_activation', GELU, default=GELU)
     read.only('attention_bias', False, default=False)
     read.only('final_logit_softcapping', None, default=None)

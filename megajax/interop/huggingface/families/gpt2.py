@@ -6,6 +6,7 @@ from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.family import HEAD, Family, There
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.settings import (
+    check_heads,
     check_layers,
     Names,
     read_dropouts,
@@ -50,6 +51,7 @@ NAMES: Names = {
 def read_config(read: Reader) -> Keys:
     """Read the config.json of GPT-2."""
     check_layers(read)
+    check_heads(read, 'n_embd', 'n_head')
     read.only('scale_attn_weights', True, default=True)
     read.only('scale_attn_by_inverse_layer_idx', False, default=False)
     read.only('reorder_and_upcast_attn', False, default=False)

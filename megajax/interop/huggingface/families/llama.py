@@ -28,7 +28,13 @@ from megajax.interop.huggingface.layers import (
 )
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_rope, write_scaling
-from megajax.interop.huggingface.settings import SIZES, check_layers, read_names, write_names
+from megajax.interop.huggingface.settings import (
+    SIZES,
+    check_heads,
+    check_layers,
+    read_names,
+    write_names,
+)
 
 # Linear layers are [out, in]. The queries of a key/value head are adjacent, as in megajax.
 TENSORS = {
@@ -123,6 +129,7 @@ def only_layer_type(read: Reader, kind: str, fix: str = '') -> None:
 
 
 def _own_llama(read: Reader) -> Keys:
+    check_heads(read)
     only_layer_type(read, FULL)
     return read_biases(read)
 

@@ -7,6 +7,7 @@ from megajax.interop.huggingface.family import KEY, QUERIES, VALUE, Family, Ther
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.settings import (
     SIZES,
+    check_heads,
     check_layers,
     read_dropouts,
     read_gelu,
@@ -63,6 +64,7 @@ NAMES = {
 def read_config(read: Reader) -> Keys:
     """Read the config.json of MegatronBert."""
     check_layers(read, causal=False)
+    check_heads(read)
     read.only('tie_word_embeddings', True, default=True)
     read.only('type_vocab_size', 2, default=2)
     read.only('position_embedding_type', 'absolute', default='absolute')
