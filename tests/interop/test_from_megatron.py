@@ -1,8 +1,10 @@
 """A command line of Megatron-LM becomes the config that means the same, or is refused by name."""
 
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -466,9 +468,22 @@ def test_a_tokenizer_of_unknown_size_is_named() -> None:
         convert(line)
 
 
+@pytest.mark.parametrize('vocab', [[['a', -1.0], ['b', -2.0]], {'a': 0, 'b': 1}])
+def test_the_size_of_a_tokenizer_counts_its_vocabulary_and_added_tokens(
+    vocab: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / 'tokenizer.json'
+    line = SMALL.replace(
+        '--vocab-size 100', f'--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}'
+    )
+    for added, size in (([], 2), ([{'id': 0}], 2), ([{'id': 4}], 5)):
+        path.write_text(json.dumps({'added_tokens': added, 'model': {'vocab': vocab}}))
+        assert config_of(line, tmp_path).model.vocab_size == size
+
+
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / 'tokenizer.json'
-    path.write_text('{"added_tokens": [], "model": {"vocab": ["a"]}}')
+    path.write_text('{"added_tokens": [], "model": {"vocab": "a"}}')
     line = SMALL.replace(
         '--vocab-size 100', f'--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}'
     )

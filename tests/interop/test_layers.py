@@ -100,6 +100,19 @@ def test_a_preset_is_written_as_its_family(preset: str, family: str, scale: int 
     assert ModelConfig(**read_family(keys, '')[1]) == model
 
 
+@pytest.mark.parametrize('types', [{}, {'layer_types': None}])
+@pytest.mark.parametrize('period', ['LLLG', 0])
+def test_a_period_that_is_no_number_is_rejected_unless_types_are_given(
+    types: dict[str, Any], period: Any
+) -> None:
+    exaone = {'model_type': 'exaone4', 'architectures': None, 'sliding_window': 8}
+    exaone |= {'sliding_window_pattern': period}
+    with pytest.raises(ConfigError, match='sliding_window_pattern: .*: only a number of layers'):
+        model_of('olmo2', **exaone, **types)
+    model = model_of('olmo2', **exaone, layer_types=[FULL, SLIDING])
+    assert [layer.window for layer in model.layer_configs] == [None, 8]
+
+
 def accepted_by_transformers(keys: dict[str, Any]) -> None:
     if importlib.util.find_spec('transformers'):
         from transformers import AutoConfig

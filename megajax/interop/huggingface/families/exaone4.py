@@ -27,7 +27,8 @@ TENSORS = llama.TENSORS | {
 def _own(read: Reader) -> Keys:
     window = read.take('sliding_window', 'model.window', 4096)
     period = read.get('sliding_window_pattern', 4)
-    if 'layer_types' not in read.keys and window and (type(period) is not int or period < 1):
+    has_types = read.keys.get('layer_types') is not None
+    if not has_types and window and (type(period) is not int or period < 1):
         read.refuse('sliding_window_pattern', period, 'only a number of layers is supported')
         period = 1
     layers = read_windows(

@@ -123,7 +123,9 @@ def _vocab_size(line: Line) -> int:
         try:
             content = json.loads(Path(tokenizer).read_bytes())
             added = (token['id'] for token in content['added_tokens'])
-            return 1 + max(*content['model']['vocab'].values(), *added)
+            vocab = content['model']['vocab']
+            ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
+            return 1 + max([*ids, *added])
         except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f'{tokenizer}: is not a tokenizer.json: {error!r:.80}') from error
     raise ConfigError(
