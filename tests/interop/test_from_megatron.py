@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from megajax.commands.main import app
 from megajax.core.config import Config, ConfigError, load
+from megajax.interop.megatron.command_line.arguments import read_arguments
 from megajax.interop.megatron.command_line.line import KNOWN, read_line
 from megajax.interop.megatron.command_line.to_config import from_megatron
 
@@ -479,6 +480,45 @@ def test_the_size_of_a_tokenizer_counts_its_vocabulary_and_added_tokens(
     for added, size in (([], 2), ([{'id': 0}], 2), ([{'id': 4}], 5)):
         path.write_text(json.dumps({'added_tokens': added, 'model': {'vocab': vocab}}))
         assert config_of(line, tmp_path).model.vocab_size == size
+
+
+@pytest.mark.parametrize(
+    ('added', 'activation'),
+    [
+        ('', 'gelu_tanh'),
+        ('--no-bias-gelu-fusion', 'gelu'),
+        ('--no-bias-gelu-fusion --openai-gelu', 'gelu'),
+        ('--no-bias-gelu-fusion --openai-gelu --use-mcore-models', 'gelu'),
+        ('--no-bias-gelu-fusion --openai-gelu --use-legacy-models', 'gelu_tanh'),
+        ('--no-bias-gelu-fusion --use-legacy-models', 'gelu'),
+        ('--no-bias-gelu-fusion --use-te-activation-func', 'gelu_tanh'),
+        ('--disable-bias-linear --use-te-activation-func', 'gelu_tanh'),
+        ('--disable-bias-linear --use-te-activation-func --transformer-impl local', 'gelu'),
+        ('--swiglu --use-te-activation-func', 'swiglu'),
+    ],
+)
+def test_the_activation_is_that_of_megatron_core(
+    added: str, activation: str, tmp_path: Path
+) -> None:
+    assert config_of(f'{SMALL} {added}', tmp_path).model.activation == activation
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'activation'),
+    [
+        ({}, 'gelu_tanh'),  # of a release before megatron-core
+        ({'use_mcore_models': False}, 'gelu_tanh'),
+        ({'use_mcore_models': True}, 'gelu'),
+        ({'use_legacy_models': False}, 'gelu'),
+        ({'deprecated_use_mcore_models': False}, 'gelu'),
+    ],
+)
+def test_only_layers_before_megatron_core_read_the_gelu_of_openai(
+    arguments: dict[str, bool], activation: str
+) -> None:
+    model = {'num_layers': 2, 'hidden_size': 16, 'num_attention_heads': 4, 'vocab_size': 64}
+    model |= {'max_position_embeddings': 8, 'bias_gelu_fusion': False, 'openai_gelu': True}
+    assert read_arguments(model | arguments, 'x')['activation'] == activation
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:

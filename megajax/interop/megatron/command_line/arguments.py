@@ -39,6 +39,8 @@ ONLY: dict[str, Only] = {
     'experimental_attention_variant': Only((), 'every layer has softmax attention: leave it out'),
 }
 MULTIPLE = 128  # the default of make_vocab_size_divisible_by
+# Arguments that came with megatron-core's layers.
+OF_CORE = 'use_mcore_models', 'use_legacy_models', 'deprecated_use_mcore_models'
 NULL, EOD = 'NullTokenizer', 'null_tokenizer_eod_id'
 # Vocabulary sizes of the tokenizer types that have only one vocabulary.
 VOCABULARIES = {
@@ -122,8 +124,12 @@ def _model(arguments: Mapping[str, Any], vocab_size: Any, rope: bool) -> Keys:
         get('add_bias_linear', True),
         get('swiglu', False),
     )
-    # Both settings mean the tanh approximation of GELU.
-    fused = get('openai_gelu', False) or (bias and get('bias_gelu_fusion', True))
+    # All of these settings mean the tanh approximation of GELU.
+    approximated = (
+        (bias and get('bias_gelu_fusion', True))
+        or (get('use_te_activation_func', False) and get('transformer_impl') != 'local')
+        or (get('openai_gelu', False) and _is_legacy(arguments))
+    )
     model = {
         'num_layers': get('num_layers'),
         'hidden_size': hidden,
@@ -141,7 +147,7 @@ def _model(arguments: Mapping[str, Any], vocab_size: Any, rope: bool) -> Keys:
         'zero_centered_norm': get(
             'layernorm_zero_centered_gamma', get('apply_layernorm_1p', False)
         ),
-        'activation': 'swiglu' if gated else 'gelu_tanh' if fused else 'gelu',
+        'activation': 'swiglu' if gated else 'gelu_tanh' if approximated else 'gelu',
         'position': 'rope' if rope else 'learned',
         'qk_norm': get('qk_layernorm', False),
         'bias': bias,
@@ -164,6 +170,16 @@ def _model(arguments: Mapping[str, Any], vocab_size: Any, rope: bool) -> Keys:
         }
     model |= _of_layers(arguments, get('num_layers'), rope)
     return {key: value for key, value in model.items() if value is not None}
+
+
+def _is_legacy(arguments: Mapping[str, Any]) -> bool:
+    """Return whether the layers are Megatron-LM's own, from before megatron-core.
+
+    megatron-core has the argument --openai-gelu, but its layers do not read it.
+    """
+    if arguments.get('use_legacy_models') or arguments.get('use_mcore_models') is False:
+        return True
+    return arguments.keys().isdisjoint((*OF_CORE, EOD))
 
 
 def _vocab_size(arguments: Mapping[str, Any], file: str) -> Any:

@@ -13,7 +13,7 @@ KEYS = """
     model.vocab_size: vocab_size
     model.max_seq_len: max_position_embeddings
     model.norm: normalization
-    model.activation: swiglu openai_gelu bias_gelu_fusion
+    model.activation: swiglu openai_gelu bias_gelu_fusion use_te_activation_func
     model.position: position_embedding_type
     model.window: window_size
     model.layers: window_attn_skip_freq no_rope_freq

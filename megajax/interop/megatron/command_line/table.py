@@ -41,12 +41,13 @@ READ: Mapping[type, str] = {
         cp_comm_type data_parallel_sharding_strategy exp_avg_dtype exp_avg_sq_dtype
         split tokenizer_type tokenizer_model vocab_file load save wandb_project dataloader_type
         moe_router_score_function moe_router_load_balancing_type moe_router_dtype moe_layer_freq
-        moe_token_drop_policy
+        moe_token_drop_policy transformer_impl
         muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type muon_tp_mode
         muon_scalar_optimizer
     """,
     bool: """
         group_query_attention swiglu openai_gelu add_qkv_bias qk_layernorm apply_layernorm_1p
+        use_te_activation_func use_mcore_models use_legacy_models
         use_rope_scaling
         untie_embeddings_and_output_weights sequence_parallel fp16 bf16
         use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2 grad_reduce_in_bf16
@@ -98,16 +99,14 @@ READER = 'tokens are read by memory-mapped files'
 UNREAD = 'it is only read together with an argument of its own'
 NO_MEANING: Mapping[str, str] = {
     ATTENTION: 'use_flash_attn use_flash_attn_v2 attention_backend',
-    "layers are megajax's own": 'transformer_impl',
     KERNELS: """
         no_masked_softmax_fusion masked_softmax_fusion scaled_upper_triang_masked_softmax_fusion
         scaled_masked_softmax_fusion no_bias_swiglu_fusion no_bias_dropout_fusion
         bias_dropout_fusion no_rope_fusion no_persist_layer_norm no_gradient_accumulation_fusion
-        use_mcore_models use_legacy_models
         cross_entropy_loss_fusion cross_entropy_fusion_impl enable_cuda_graph cuda_graph_impl
         cuda_graph_scope cuda_graph_warmup_steps external_cuda_graph te_rng_tracker
         inference_rng_tracker apply_rope_fusion bias_activation_fusion memory_efficient_layer_norm
-        use_fused_weighted_squared_relu no_te_activation_func use_te_activation_func
+        use_fused_weighted_squared_relu no_te_activation_func
         disable_jit_fuser jit_fuser no_use_tokenizer_model_from_checkpoint_args onnx_safe
         moe_grouped_gemm moe_permute_fusion moe_router_fusion moe_router_padding_for_fp8
         moe_router_padding_for_quantization moe_pad_expert_input_to_capacity
