@@ -521,6 +521,15 @@ def test_only_layers_before_megatron_core_read_the_gelu_of_openai(
     assert read_arguments(model | arguments, 'x')['activation'] == activation
 
 
+def test_the_surplus_of_a_blend_is_that_of_its_order(tmp_path: Path) -> None:
+    one, two = '--data-path web', '--data-path 1 web 2 books'
+    surplus = '--mid-level-dataset-surplus'
+    for added in (f'{one} {surplus} 0.01', f'{two} {surplus} 0.005'):
+        assert config_of(f'{SMALL} {added}', tmp_path).data.order == 'megatron'
+    with pytest.raises(ConfigError, match=r'surplus 0\.01: is not supported .*: give 0\.005'):
+        convert(f'{SMALL} {two} {surplus} 0.01')
+
+
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / 'tokenizer.json'
     path.write_text('{"added_tokens": [], "model": {"vocab": "a"}}')

@@ -41,6 +41,7 @@ DEFAULTS: Mapping[str, Any] = {
     'profile_step_start': 10,
     'profile_step_end': 12,
 }
+SURPLUS = 0.005  # the default of mid_level_dataset_surplus
 NEEDED = ('num_layers', 'hidden_size', 'num_attention_heads', 'seq_length', 'lr')
 SCHEDULES = {
     'constant': 'constant',
@@ -296,6 +297,11 @@ def _data(line: Line, problems: list[str]) -> Keys:
         data['corpus'] = paths[0]
     elif paths:
         data['blend'] = _blend(paths, problems)
+        if line.get('mid_level_dataset_surplus') not in (None, SURPLUS):
+            problems.append(
+                f'{line.spelled["mid_level_dataset_surplus"]}: is not supported with several '
+                f'corpora, whose order depends on it: give {SURPLUS}'
+            )
     if paths and not line.is_bert:
         # The same samples in the same order; the corpus already consists of token ids.
         data |= {'order': 'megatron', 'tokenizer': _tokenizer(line) or 'none'}

@@ -33,6 +33,7 @@ READ: Mapping[type, str] = {
         moe_router_topk_scaling_factor moe_router_bias_update_rate moe_router_force_biased
         moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps moe_expert_capacity_factor
         moe_expert_rank_capacity_factor muon_momentum muon_extra_scale_factor
+        mid_level_dataset_surplus
     """,
     str: """
         position_embedding_type window_size window_attn_skip_freq no_rope_freq
@@ -208,7 +209,7 @@ NO_MEANING: Mapping[str, str] = {
     READER: """
         num_workers data_cache_path no_mmap_bin_files data_impl mmap_warmup lazy_loader
         no_create_attention_mask_in_dataloader num_dataset_builder_threads
-        object_storage_cache_path mid_level_dataset_surplus presplit_sentences
+        object_storage_cache_path presplit_sentences
         per_split_data_args_path dataloader_save
     """,
     'the corpus already consists of token ids; data.tokenizer names a tokenizer.json': """
