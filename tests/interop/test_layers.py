@@ -107,7 +107,7 @@ def test_a_period_that_is_no_number_is_rejected_unless_types_are_given(
 ) -> None:
     exaone = {'model_type': 'exaone4', 'architectures': None, 'sliding_window': 8}
     exaone |= {'sliding_window_pattern': period}
-    with pytest.raises(ConfigError, match='sliding_window_pattern: .*: only a number of layers'):
+    with pytest.raises(ConfigError, match=r'sliding_window_pattern: .*: only a number of layers'):
         model_of('olmo2', **exaone, **types)
     model = model_of('olmo2', **exaone, layer_types=[FULL, SLIDING])
     assert [layer.window for layer in model.layer_configs] == [None, 8]
@@ -146,7 +146,7 @@ def test_heads_that_do_not_divide_the_hidden_size_are_written_as_a_family_that_h
         sizes |= {'num_kv_heads': 10, 'head_dim': 57}
     model = model.model_copy(update=sizes | {'query_scale': sizes['head_dim'] ** -0.5})
     if family is None:
-        with pytest.raises(ConfigError, match='(num_attention_heads|n_head): 10: does not divide'):
+        with pytest.raises(ConfigError, match=r'(num_attention_heads|n_head): 10: does not divide'):
             write_family(model)
         return
     chosen, keys = write_family(model)

@@ -229,6 +229,31 @@ def assert_identical(actual: Arrays, expected: Arrays) -> None:
         np.testing.assert_array_equal(actual[name], x, err_msg=name, strict=True)
 
 
+LLAMA3 = {'type': 'llama3', 'factor': 8.0, 'original_max_seq_len': 8192}
+
+
+def of_experts(**experts: Any) -> Config:
+    keys = {'count': 8, 'active': 2, 'ffn_size': 8} | experts
+    return make_config('llama', model={'bias': False, 'experts': keys})
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        make_config('llama', model={'rope_scaling': LLAMA3}),
+        make_config('llama', model={'layers': [{'window': 4}, {}]}),
+        of_experts(),
+        of_experts(normalize=False),
+        of_experts(active=1, normalize=False),
+        of_experts(scores='sigmoid', selection_bias=True, groups=2),
+        of_experts(normalize=False, groups=4, active_groups=2, active=4),
+        of_experts(groups=2, active_groups=2),
+    ],
+)
+def test_what_megatrons_arguments_describe_is_converted(config: Config) -> None:
+    assert megatron_pieces(config.model, shapes_of(config.model))
+
+
 @pytest.mark.parametrize(
     ('config', 'said'),
     [
@@ -252,6 +277,31 @@ def assert_identical(actual: Arrays, expected: Arrays) -> None:
         (
             make_config('llama', model={'activation': 'geglu', 'qk_norm': False}),
             r'model\.activation=geglu: .* is read as SwiGLU; use model\.activation=swiglu',
+        ),
+        (
+            make_config('llama', model={'rope_scaling': LLAMA3 | {'original_max_seq_len': 4096}}),
+            r'model\.rope_scaling\.original_max_seq_len=4096: .* with 8192',
+        ),
+        (
+            make_config('llama', model={'rope_scaling': LLAMA3 | {'high_freq_factor': 8.0}}),
+            r'model\.rope_scaling\.high_freq_factor=8: .* with 4',
+        ),
+        (
+            make_config('llama', model={'layers': [{'window': 4}, {'window': 8}]}),
+            r'model\.window=4 and 8: Megatron-LM has one window',
+        ),
+        (of_experts(router_bias=True), r'router_bias=true: .* use false, as in model\.bias'),
+        (
+            of_experts(scores='sigmoid', normalize=False),
+            r'normalize=false: with scores=sigmoid and active=2, .* only normalize=true',
+        ),
+        (of_experts(scores='sigmoid', active=1), r'active=1, Megatron-LM has only normalize=false'),
+        (of_experts(active=1), r'scores=softmax and active=1, .* only normalize=false'),
+        (of_experts(selection_bias=True), r'selection_bias=true: .* only with scores=sigmoid'),
+        (of_experts(groups=2), r'groups=2: .* active is 2 \* active_groups'),
+        (
+            of_experts(groups=2, scores='sigmoid', active=4),
+            r'groups=2: .* active is 2 \* active_groups',
         ),
     ],
 )

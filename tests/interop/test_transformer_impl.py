@@ -17,7 +17,7 @@ from megajax.interop.megatron.weights import FUSED, NAMES
 from megajax.interop.runs import start_run
 from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
 
-EXPERTS = {'count': 2, 'active': 1, 'ffn_size': 8, 'first_dense': 1}
+EXPERTS = {'count': 4, 'active': 2, 'ffn_size': 8, 'first_dense': 1, 'router_bias': True}
 
 
 def written(folder: Path, **options: Any) -> tuple[dict[str, np.ndarray], str]:

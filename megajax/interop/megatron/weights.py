@@ -21,6 +21,7 @@ from megajax.core.counts.layers import layers_of
 from megajax.core.counts.parameters import SHARDED_BY_MEGATRON
 from megajax.core.parallel.layer_order import tree_on_stages
 from megajax.core.parallel.layout import Layout
+from megajax.interop.megatron.limits import check_model
 from megajax.interop.pieces import (
     Piece,
     Pieces,
@@ -75,8 +76,8 @@ NAMES: dict[str, tuple[str, str]] = {
     'norm.bias': ('decoder.final_layernorm.bias', 'D'),
     'head': (HEAD, 'VD'),
 }
-# Transformer Engine computes a norm in the linear layer that follows it. The norm before a router is
-# a module of its own, and so are the norms of queries and keys.
+# Transformer Engine computes a norm in the linear layer that follows it. The norm before a router
+# is a module of its own, and so are the norms of queries and keys.
 FUSED: dict[str, tuple[str, str]] = {
     'layers.attention.norm.weight': (f'{ATTENTION}.linear_qkv.layer_norm_weight', 'D'),
     'layers.attention.norm.bias': (f'{ATTENTION}.linear_qkv.layer_norm_bias', 'D'),
@@ -154,7 +155,7 @@ def megatron_pieces(
     Megatron-LM's files cannot represent, and if the ranks do not divide it.
     """
     chunk = chunk or chunks_of([model.num_layers])[0]
-    _check_model(model)
+    check_model(model)
     rows = (vocab_rows or model.vocab_size) // ranks
     widths = _widths(model)
     if any(width % ranks for width in widths.values()):
@@ -186,46 +187,6 @@ def _widths(model: ModelConfig) -> dict[str, int]:
         if experts.shared_ffn_size:
             widths['model.experts.shared_ffn_size'] = experts.shared_ffn_size
     return widths
-
-
-def _check_model(model: ModelConfig) -> None:
-    """Raise ConfigError for a model that Megatron-LM's files cannot represent."""
-    if model.is_bert:
-        raise ConfigError(
-            f'model.objective={model.objective}: '
-            "only next-token models can be converted from and to Megatron-LM's format"
-        )
-    if model.norm_position != 'before' or model.norms_all_heads:
-        raise ConfigError(
-            f'model.norm_position={model.norm_position}, model.qk_norm={model.qk_norm}: '
-            "Megatron-LM's format has norms before sublayers, and of queries and keys by the head; "
-            'a model like OLMo 2 can be exported with `megajax export hf`'
-        )
-    if model.embedding_scale != 1:
-        raise ConfigError(
-            f"model.embedding_scale={model.embedding_scale:g}: Megatron-LM's format has embeddings "
-            'without a scale; such a model can be exported with `megajax export hf`'
-        )
-    ropes = {(layer.rope_theta, layer.rope_scaling) for layer in model.pattern if layer.rotates}
-    if len(ropes) > 1 or any(x and x.type not in ('linear', 'llama3') for _, x in ropes):
-        raise ConfigError(
-            'model.rope_scaling: Megatron-LM has one rotary embedding for all layers, and no YaRN; '
-            'such a model can be exported with `megajax export hf`'
-        )
-    if model.attention_sinks:
-        raise ConfigError(
-            "model.attention_sinks=true: sinks cannot be converted from or to Megatron-LM's format"
-        )
-    if model.query_scale != model.head_dim**-0.5:
-        raise ConfigError(
-            f"model.query_scale={model.query_scale:g}: Megatron-LM's files name no scale of the "
-            f'scores, which is read as head_dim ** -0.5, {model.head_dim**-0.5:g}'
-        )
-    if model.is_gated and model.activation != 'swiglu':
-        raise ConfigError(
-            f"model.activation={model.activation}: Megatron-LM's files name no activation, and a "
-            'gated MLP is read as SwiGLU; use model.activation=swiglu'
-        )
 
 
 def _in_chunk(

@@ -6,9 +6,9 @@ from megajax.core.config import ModelConfig
 from megajax.interop.huggingface.family import HEAD, Family, There
 from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.settings import (
+    Names,
     check_heads,
     check_layers,
-    Names,
     read_dropouts,
     read_gelu,
     read_names,
