@@ -22,6 +22,7 @@ DATA = Path(__file__).parent / 'data'
 FAMILIES = (
     'gpt2',
     exhaustive('llama3'),
+    'bert',
     slow('phi3'),
     exhaustive('qwen3'),
     *map(slow, ('glm4', 'olmo3')),
@@ -29,12 +30,18 @@ FAMILIES = (
 LORA = LoraConfig(rank=4, alpha=6.0)
 TARGETS = {
     'gpt2': {'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'},
+    'bert': {f'self.{x}' for x in ('query', 'key', 'value')}
+    | {'output.dense', 'intermediate.dense'},
     'glm4': {f'self_attn.{x}_proj' for x in 'qkvo'} | {'mlp.gate_up_proj', 'mlp.down_proj'},
     'phi3': {'self_attn.qkv_proj', 'self_attn.o_proj', 'mlp.gate_up_proj', 'mlp.down_proj'},
 }
 OF_LLAMA = {f'self_attn.{x}_proj' for x in 'qkvo'} | {
     f'mlp.{x}_proj' for x in ('gate', 'up', 'down')
 }
+
+
+def folder_of(family: str) -> Path:
+    return DATA.parent / 'bert' if family == 'bert' else DATA / family
 
 
 def save(run: Path, config: Config, *, adds: bool = True) -> Path:
@@ -51,7 +58,7 @@ def save(run: Path, config: Config, *, adds: bool = True) -> Path:
 
 def tuned(family: str, folder: Path) -> Config:
     """The model of a directory, with adapters."""
-    import_huggingface(DATA / family, folder, ['train.dtype=float32'])
+    import_huggingface(folder_of(family), folder, ['train.dtype=float32'])
     return load(folder / 'config.yaml').model_copy(update={'lora': LORA})
 
 
@@ -91,7 +98,8 @@ def test_what_pefts_tensors_add_is_what_the_weights_have_more(family: str, tmp_p
     assert {*settings['target_modules']} == TARGETS.get(family, OF_LLAMA)
     assert (settings['r'], settings['lora_alpha']) == (4, 6.0)
     modules = {name.rsplit('.lora_', 1)[0] for name in alone}
-    assert len(modules) == config.model.num_layers * len(settings['target_modules'])
+    linears = 6 if family == 'bert' else len(settings['target_modules'])  # two output.dense
+    assert len(modules) == config.model.num_layers * linears
     for module in modules:
         a, b = (alone.pop(f'{module}.lora_{which}.weight') for which in 'AB')
         weight = settings['lora_alpha'] / settings['r'] * b @ a
@@ -116,11 +124,15 @@ def test_peft_computes_with_them_what_the_merged_weights_compute(
 
     def logits(path: Path) -> np.ndarray:
         # Phi-3's default is beyond a small vocabulary.
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, pad_token_id=None)
+        kind = transformers.AutoModelForCausalLM
+        if family == 'bert':
+            kind = transformers.AutoModelForPreTraining
+        model = kind.from_pretrained(path, pad_token_id=None)
         if path.name == 'without':
             model = peft.PeftModel.from_pretrained(model, tmp_path / 'alone')
         with torch.no_grad():
-            return model(token).logits.numpy()
+            output = model(token)
+        return (output.prediction_logits if family == 'bert' else output.logits).numpy()
 
     expected = logits(tmp_path / 'with')
     actual = logits(tmp_path / 'without')

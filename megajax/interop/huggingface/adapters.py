@@ -50,7 +50,7 @@ def export_adapters(
         with new_folder(out) as partial:
             modules = sorted({_module(tensor) for tensor in tensors})
             (partial / CONFIG).write_text(
-                json.dumps(_settings(config, modules, base), indent=2) + '\n'
+                json.dumps(_settings(config, modules, base, name), indent=2) + '\n'
             )
             (partial / WEIGHTS).write_bytes(save(tensors, metadata={'format': 'pt'}))
         return name
@@ -104,18 +104,19 @@ def _are_equal(a: np.ndarray, b: np.ndarray) -> bool:
     )
 
 
-def _settings(config: Config, modules: list[str], base: str | None) -> dict[str, Any]:
+def _settings(config: Config, modules: list[str], base: str | None, family: str) -> dict[str, Any]:
     assert config.lora is not None
     return {
         'peft_type': 'LORA',
-        'task_type': 'CAUSAL_LM',
+        # PEFT has no type for a model with BERT's two heads, and then needs none.
+        'task_type': None if config.model.is_bert else 'CAUSAL_LM',
         'base_model_name_or_path': base,
         'inference_mode': True,
         'r': config.lora.rank,
         'lora_alpha': config.lora.alpha,
         'lora_dropout': 0.0,
         'target_modules': modules,
-        'fan_in_fan_out': config.model.position == 'learned',  # GPT-2's weights are [in, out]
+        'fan_in_fan_out': family == 'gpt2',  # whose weights are [in, out]
         'bias': 'none',
     }
 
