@@ -196,7 +196,7 @@ def export_megatron_lm(
     Megatron-LM needs to load the files.
     """
     _on_the_host()
-    from megajax.interop.megatron.ranks import export_megatron
+    from megajax.interop.megatron.export import export_megatron
 
     arguments = export_megatron(
         source,

@@ -16,8 +16,9 @@ from megajax.interop.megatron.command_line.arguments import read_arguments
 from megajax.interop.megatron.dist_checkpoint import open_checkpoint, open_chunks
 from megajax.interop.megatron.dist_import import _blocks, merge_chunks
 from megajax.interop.megatron.dist_metadata import _overlapping
+from megajax.interop.megatron.export import export_megatron
 from megajax.interop.megatron.rank_files import FILE, local_name, read_rank
-from megajax.interop.megatron.ranks import export_megatron, import_megatron
+from megajax.interop.megatron.ranks import import_megatron
 from megajax.interop.megatron.weights import HEAD, from_megatron
 from megajax.runtime.checkpoint.compare import parameter_shapes, read_parameter
 

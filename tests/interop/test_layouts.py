@@ -11,7 +11,9 @@ from support import exhaustive, gather, on_mesh, slow
 from megajax.core.config import load
 from megajax.interop.huggingface.directories import export_huggingface
 from megajax.interop.huggingface.tensors import read_tensors
-from megajax.interop.megatron.ranks import export_megatron, find_ranks, import_megatron
+from megajax.interop.megatron.export import export_megatron
+from megajax.interop.megatron.rank_files import find_ranks
+from megajax.interop.megatron.ranks import import_megatron
 from megajax.interop.megatron.torch_files import load_torch
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 

@@ -22,8 +22,9 @@ from interop.oracles import (
 from support import gather
 
 from megajax.core.config import ConfigError
+from megajax.interop.megatron.export import export_megatron
 from megajax.interop.megatron.rank_files import FILE
-from megajax.interop.megatron.ranks import export_megatron, import_megatron
+from megajax.interop.megatron.ranks import import_megatron
 from megajax.interop.megatron.torch_files import Stored, load_torch, torch_files
 from megajax.runtime.checkpoint.open import open_model
 

@@ -26,8 +26,9 @@ from support import exhaustive, gather, relative_error, slow
 
 from megajax.core.config import Config, ConfigError, load
 from megajax.interop.megatron.command_line.arguments import read_arguments
-from megajax.interop.megatron.rank_files import find_ranks
-from megajax.interop.megatron.ranks import FILE, export_megatron, import_megatron
+from megajax.interop.megatron.export import export_megatron
+from megajax.interop.megatron.rank_files import FILE, find_ranks
+from megajax.interop.megatron.ranks import import_megatron
 from megajax.interop.megatron.torch_files import Inert, Namespace, load_torch
 from megajax.runtime.checkpoint.open import open_model
 

@@ -11,7 +11,9 @@ import pytest
 from checkpoints import tiny
 from support import random_params
 
-from megajax.interop.megatron.ranks import FILE, export_megatron, import_megatron
+from megajax.interop.megatron.export import export_megatron
+from megajax.interop.megatron.rank_files import FILE
+from megajax.interop.megatron.ranks import import_megatron
 from megajax.interop.megatron.torch_files import load_torch
 from megajax.interop.megatron.weights import FUSED, NAMES
 from megajax.interop.runs import start_run

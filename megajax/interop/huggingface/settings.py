@@ -46,9 +46,9 @@ def check_heads(
 
     Some families in transformers have this limit.
     """
-    sizes = read.keys.get(hidden), read.keys.get(heads)
-    if all(type(size) is int and size > 0 for size in sizes) and sizes[0] % sizes[1]:
-        read.refuse(heads, sizes[1], f'does not divide {hidden}={sizes[0]}')
+    size, number = read.keys.get(hidden), read.keys.get(heads)
+    if type(size) is int and type(number) is int and number > 0 and size % number:
+        read.refuse(heads, number, f'does not divide {hidden}={size}')
 
 
 def read_gelu(read: Reader, key: str, default: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Import and export of Megatron-LM checkpoints with one file for each rank.
+"""Import of Megatron-LM checkpoints of both formats, and the merging of files of ranks.
 
 The files are `mp_rank_TT/model_optim_rng.pt` (`rank_files.py`); in a pipeline, there is one for
 each stage of each tensor-parallel rank.
@@ -7,37 +7,26 @@ each stage of each tensor-parallel rank.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megajax.core.config import Config, ConfigError, ModelConfig, dump, load, reload
-from megajax.core.config.lora import without_adapters
-from megajax.interop.folder import check_new, new_folder, settings
+from megajax.core.config import Config, ConfigError, ModelConfig, load, reload
+from megajax.interop.folder import check_new, settings
 from megajax.interop.megatron.command_line.arguments import of_model, read_arguments
 from megajax.interop.megatron.dist_checkpoint import COMMON, is_dist, open_checkpoint
 from megajax.interop.megatron.rank_files import (
-    FILE,
-    RELEASE,
-    TRACKER,
-    VERSION,
     Progress,
     RankFile,
     chunk_names,
     find_ranks,
     newest,
-    rank_name,
     read_rank,
 )
-from megajax.interop.megatron.torch_files import Stored, torch_files
-from megajax.runtime.checkpoint.digests import sound_checkpoint
-from megajax.runtime.checkpoint.record import RECORD, read_record
 
 if TYPE_CHECKING:
     from megajax.interop.pieces import Pieces
 
-TransformerImpl = Literal['transformer_engine', 'local']
-MEGATRON_VOCAB_MULTIPLE = 128  # rows on each rank: Megatron's make_vocab_size_divisible_by
 LAYER = re.compile(r'decoder\.layers\.(\d+)\.')
 ITERATION = 'iteration of megatron'  # key in the record of an import
 COPY = 'output_layer.weight'  # copy of a tied embedding, on the last stage of a pipeline
@@ -54,17 +43,15 @@ def import_megatron(
 ) -> Config:
     """Make `out` a run at step 0 with a checkpoint's weights, merged over ranks and stages.
 
-    Returns the config of the run. With `finetune`, as in Megatron-LM, the run does not continue
-    with the checkpoint's samples: a run from it begins with the first sample of its own corpus. The checkpoint's arguments, or a config.yaml next to the ranks,
-    describe the model. Raises ConfigError for unsupported settings, for files that ask for more
-    than tensors, and for incomplete weights.
+    Returns the config of the run. The checkpoint's arguments, or a config.yaml next to the ranks,
+    describe the model. With `finetune`, as in Megatron-LM, a run from the import begins with the
+    first sample of its corpus, and not after the checkpoint's samples. Raises ConfigError for
+    unsupported settings, for files that ask for more than tensors, and for incomplete weights.
     """
     check_new(out)
     folder = newest(folder)
     if is_dist(folder):
-        return _import_dist(
-            folder, out, overrides, ranks=ranks, stages=stages, finetune=finetune
-        )
+        return _import_dist(folder, out, overrides, ranks=ranks, stages=stages, finetune=finetune)
     files = [[read_rank(path) for path in group] for group in find_ranks(folder, ranks, stages)]
     first = files[0][0]
     if (experts := first.arguments.get('expert_model_parallel_size') or 1) != 1:
@@ -114,115 +101,6 @@ def _start(out: Path, config: Config, load: Callable[[Config], Any], progress: P
         origin[ITERATION] = str(progress.iteration)
     place = {'samples': progress.samples, 'order_of': progress.total} if progress.samples else {}
     start_run(out, config, load, tokenizer=None, origin=origin, place=place)
-
-
-def export_megatron(
-    source: Path,
-    out: Path,
-    *,
-    ranks: int,
-    stages: int = 1,
-    virtual_stages: int = 1,
-    transformer_impl: TransformerImpl = 'transformer_engine',
-) -> str:
-    """Write a checkpoint as Megatron-LM's release checkpoint for tensor-parallel `ranks`, in fp32.
-
-    `source` is a run, whose newest checkpoint is written, or one checkpoint. For a pipeline, there
-    is a file for each of the `stages` of a rank, with `virtual_stages` chunks of layers. The
-    tensors have the names of `transformer_impl`. Returns the arguments of Megatron-LM that the
-    files depend on. Host memory holds one parameter and one of its tensors at a time. Raises
-    ConfigError if ranks or stages do not divide the model.
-    """
-    with sound_checkpoint(source) as checkpoint:
-        record = read_record(checkpoint)
-        config = without_adapters(reload(record.config, place=str(checkpoint / RECORD)))
-        _check_stages(config.model, stages, virtual_stages)
-        from megajax.interop.megatron.weights import chunks_of, megatron_pieces
-        from megajax.interop.runs import parts, weight_shapes
-
-        shapes = weight_shapes(checkpoint)
-        rows = (
-            -(-config.model.vocab_size // (MEGATRON_VOCAB_MULTIPLE * ranks))
-            * MEGATRON_VOCAB_MULTIPLE
-            * ranks
-        )
-        count = stages * virtual_stages
-        chunks = chunks_of([config.model.num_layers // count] * count)
-        pieces = [
-            megatron_pieces(
-                config.model,
-                shapes,
-                rank=rank,
-                ranks=ranks,
-                vocab_rows=rows,
-                chunk=chunk,
-                is_fused=transformer_impl == 'transformer_engine',
-            )
-            for rank in range(ranks)
-            for chunk in chunks
-        ]
-        contents, places = [], {}
-        for file in range(ranks * stages):
-            rank, stage = divmod(file, stages)
-            models, index = {}, 0
-            for number, name in enumerate(chunk_names(virtual_stages)):
-                holder = rank * count + number * stages + stage
-                models[name] = _stored(pieces[holder])
-                for tensor in models[name]:
-                    places[holder, tensor] = file, index
-                    index += 1
-            contents.append({'checkpoint_version': VERSION, 'iteration': record.step, **models})
-        names = [rank_name(rank, stage, stages) for rank in range(ranks) for stage in range(stages)]
-        with new_folder(out) as partial:
-            paths = [partial / RELEASE / name / FILE for name in names]
-            for path in paths:
-                path.parent.mkdir(parents=True)
-            with torch_files(paths, contents) as files:
-                for holder, name, x in parts(checkpoint, pieces):
-                    file, index = places[holder, name]
-                    files[file].write(index, x)
-            (partial / 'config.yaml').write_text(dump(config))
-            (partial / TRACKER).write_text(RELEASE)
-    return _arguments(config.model, ranks, stages, virtual_stages, transformer_impl)
-
-
-def _arguments(
-    model: ModelConfig, ranks: int, stages: int, virtual_stages: int, transformer_impl: str
-) -> str:
-    given = [
-        f'--transformer-impl {transformer_impl}',
-        f'--tensor-model-parallel-size {ranks}',
-        f'--pipeline-model-parallel-size {stages}',
-    ]
-    if virtual_stages > 1:
-        layers = model.num_layers // (stages * virtual_stages)
-        given.append(f'--num-layers-per-virtual-pipeline-stage {layers}')
-    if model.zero_centered_norm:
-        given.append('--apply-layernorm-1p')
-    if model.experts is None:
-        return ' '.join(given)
-    # Each expert has its own tensors, which the grouped matmuls of Megatron-LM do not load.
-    return ' '.join((*given, '--expert-model-parallel-size 1, without --moe-grouped-gemm'))
-
-
-def _stored(pieces: 'Pieces') -> dict[str, Stored]:
-    float32 = np.dtype(np.float32)
-    return {
-        piece.name: Stored(piece.shape, float32) for group in pieces.values() for piece in group
-    }
-
-
-def _check_stages(model: ModelConfig, stages: int, virtual_stages: int) -> None:
-    if virtual_stages > 1 and stages == 1:
-        raise ConfigError(
-            f'{virtual_stages} virtual stages need a pipeline: give --pipeline-parallel, or omit '
-            '--virtual-stages'
-        )
-    if model.num_layers % (stages * virtual_stages):
-        raise ConfigError(
-            f'{stages} pipeline stages x {virtual_stages} virtual stages must divide '
-            f'model.num_layers={model.num_layers}'
-        )
 
 
 def _config(

@@ -36,12 +36,12 @@ DEFAULTS: Mapping[str, Any] = {
     'adam_eps': 1e-8,
     'clip_grad': 1.0,
     'split': '969, 30, 1',
+    'mid_level_dataset_surplus': 0.005,
     'cp_comm_type': 'p2p',
     'data_parallel_sharding_strategy': 'optim_grads_params',
     'profile_step_start': 10,
     'profile_step_end': 12,
 }
-SURPLUS = 0.005  # the default of mid_level_dataset_surplus
 NEEDED = ('num_layers', 'hidden_size', 'num_attention_heads', 'seq_length', 'lr')
 SCHEDULES = {
     'constant': 'constant',
@@ -297,11 +297,9 @@ def _data(line: Line, problems: list[str]) -> Keys:
         data['corpus'] = paths[0]
     elif paths:
         data['blend'] = _blend(paths, problems)
-        if line.get('mid_level_dataset_surplus') not in (None, SURPLUS):
-            problems.append(
-                f'{line.spelled["mid_level_dataset_surplus"]}: is not supported with several '
-                f'corpora, whose order depends on it: give {SURPLUS}'
-            )
+        if _default(line, surplus := 'mid_level_dataset_surplus') != DEFAULTS[surplus]:
+            why = 'is not supported with several corpora, whose order depends on it'
+            problems.append(f'{line.spelled[surplus]}: {why}: give {DEFAULTS[surplus]}')
     if paths and not line.is_bert:
         # The same samples in the same order; the corpus already consists of token ids.
         data |= {'order': 'megatron', 'tokenizer': _tokenizer(line) or 'none'}

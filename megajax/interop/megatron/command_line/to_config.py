@@ -206,10 +206,11 @@ def _head(line: Line, config: Config) -> Iterator[str]:
     if folder := line.get('load'):
         if step := line.get('ckpt_step'):
             folder = f'{folder}/iter_{step:07}'
-        option = ' --finetune' if line.get('finetune') else ''
+        end = ' --finetune' if line.get('finetune') else ''
         yield from _comment(
             f'To continue from its checkpoint: `megajax import megatron {typed(folder)} RUN'
-            f'{option}`, and then run.start_from=RUN. The learning rate then restarts at step 1.'
+            + end
+            + '`, and then run.start_from=RUN. The learning rate then restarts at step 1.'
         )
 
 
