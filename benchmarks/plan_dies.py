@@ -14,7 +14,7 @@ from megajax.core.config import Config, load, presets
 from megajax.core.config.overlap_rules import resolved
 from megajax.core.hardware.records import Hardware, hardware
 
-HEAD = """# H100 and H200 as predicted, 2026-11-29
+HEAD = """# H100 and H200 as predicted, 2026-11-30
 
 `python benchmarks/plan_dies.py`: each preset's own layout in bf16. Nothing was executed. Memory
 explains at most the ratio in the last column: memory-bound operations are faster by the ratio of
