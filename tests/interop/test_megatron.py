@@ -24,6 +24,7 @@ from megajax.core.parallel.layout import Layout
 from megajax.core.train.feed import Batch
 from megajax.core.train.gradients import make_loss_and_gradients
 from megajax.core.train.step import init_state
+from megajax.interop.megatron.limits import check_arguments
 from megajax.interop.megatron.weights import from_megatron, megatron_pieces, to_megatron
 from megajax.interop.pieces import shapes_of
 
@@ -247,10 +248,12 @@ def of_experts(**experts: Any) -> Config:
         of_experts(active=1, normalize=False),
         of_experts(scores='sigmoid', selection_bias=True, groups=2),
         of_experts(normalize=False, groups=4, active_groups=2, active=4),
+        of_experts(count=12, scores='sigmoid', groups=4, active_groups=2, active=5),
         of_experts(groups=2, active_groups=2),
     ],
 )
 def test_what_megatrons_arguments_describe_is_converted(config: Config) -> None:
+    check_arguments(config.model)
     assert megatron_pieces(config.model, shapes_of(config.model))
 
 
@@ -278,6 +281,16 @@ def test_what_megatrons_arguments_describe_is_converted(config: Config) -> None:
             make_config('llama', model={'activation': 'geglu', 'qk_norm': False}),
             r'model\.activation=geglu: .* is read as SwiGLU; use model\.activation=swiglu',
         ),
+    ],
+)
+def test_what_megatrons_files_do_not_hold_is_refused_by_name(config: Config, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        megatron_pieces(config.model, shapes_of(config.model))
+
+
+@pytest.mark.parametrize(
+    ('config', 'said'),
+    [
         (
             make_config('llama', model={'rope_scaling': LLAMA3 | {'original_max_seq_len': 4096}}),
             r'model\.rope_scaling\.original_max_seq_len=4096: .* with 8192',
@@ -298,16 +311,18 @@ def test_what_megatrons_arguments_describe_is_converted(config: Config) -> None:
         (of_experts(scores='sigmoid', active=1), r'active=1, Megatron-LM has only normalize=false'),
         (of_experts(active=1), r'scores=softmax and active=1, .* only normalize=false'),
         (of_experts(selection_bias=True), r'selection_bias=true: .* only with scores=sigmoid'),
-        (of_experts(groups=2), r'groups=2: .* active is 2 \* active_groups'),
+        (of_experts(groups=2), r'groups=2: .* active // active_groups is 2'),
         (
             of_experts(groups=2, scores='sigmoid', active=4),
-            r'groups=2: .* active is 2 \* active_groups',
+            r'groups=2: .* active // active_groups is 2',
         ),
     ],
 )
-def test_what_megatrons_files_do_not_hold_is_refused_by_name(config: Config, said: str) -> None:
+def test_what_megatrons_arguments_cannot_describe_is_refused_by_name(
+    config: Config, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        megatron_pieces(config.model, shapes_of(config.model))
+        check_arguments(config.model)
 
 
 def test_every_wrong_name_and_shape_is_told_at_once() -> None:

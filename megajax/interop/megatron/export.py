@@ -9,6 +9,7 @@ import numpy as np
 from megajax.core.config import ConfigError, ModelConfig, dump, reload
 from megajax.core.config.lora import without_adapters
 from megajax.interop.folder import new_folder
+from megajax.interop.megatron.limits import check_arguments
 from megajax.interop.megatron.rank_files import (
     FILE,
     RELEASE,
@@ -43,12 +44,14 @@ def export_megatron(
     is a file for each of the `stages` of a rank, with `virtual_stages` chunks of layers. The
     tensors have the names of `transformer_impl`. Returns the arguments of Megatron-LM that the
     files depend on. Host memory holds one parameter and one of its tensors at a time. Raises
-    ConfigError if ranks or stages do not divide the model.
+    ConfigError if ranks or stages do not divide the model, and for a model that Megatron-LM cannot
+    express.
     """
     with sound_checkpoint(source) as checkpoint:
         record = read_record(checkpoint)
         config = without_adapters(reload(record.config, place=str(checkpoint / RECORD)))
         _check_stages(config.model, stages, virtual_stages)
+        check_arguments(config.model)
         from megajax.interop.megatron.weights import chunks_of, megatron_pieces
         from megajax.interop.runs import parts, weight_shapes
 

@@ -2,17 +2,28 @@
 
 from megajax.core.config import ConfigError, ModelConfig
 from megajax.core.config.experts import ExpertsConfig
+from megajax.core.config.layer import RopeScaling
 from megajax.interop.megatron.command_line.arguments import SCALING
 
 
-def check_model(model: ModelConfig) -> None:
-    """Raise ConfigError for a model that Megatron-LM's files cannot represent.
+def check_arguments(model: ModelConfig) -> None:
+    """Raise ConfigError for a model that Megatron-LM's arguments cannot describe.
 
-    Its arguments cannot describe such a model either.
+    Its files can hold the weights of such a model, but Megatron-LM would compute something else.
     """
     _check_layers(model)
     if model.experts is not None:
         _check_router(model, model.experts)
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise ConfigError for a model that Megatron-LM's files cannot represent."""
+    ropes = _ropes(model)
+    if len(ropes) > 1 or any(x and x.type not in ('linear', 'llama3') for _, x in ropes):
+        raise ConfigError(
+            'model.rope_scaling: Megatron-LM has one rotary embedding for all layers, and no YaRN; '
+            'such a model can be exported with `megajax export hf`'
+        )
     if model.is_bert:
         raise ConfigError(
             f'model.objective={model.objective}: '
@@ -45,14 +56,12 @@ def check_model(model: ModelConfig) -> None:
         )
 
 
+def _ropes(model: ModelConfig) -> set[tuple[float, RopeScaling | None]]:
+    return {(layer.rope_theta, layer.rope_scaling) for layer in model.pattern if layer.rotates}
+
+
 def _check_layers(model: ModelConfig) -> None:
-    ropes = {(layer.rope_theta, layer.rope_scaling) for layer in model.pattern if layer.rotates}
-    if len(ropes) > 1 or any(x and x.type not in ('linear', 'llama3') for _, x in ropes):
-        raise ConfigError(
-            'model.rope_scaling: Megatron-LM has one rotary embedding for all layers, and no YaRN; '
-            'such a model can be exported with `megajax export hf`'
-        )
-    for scaling in (scaling for _, scaling in ropes if scaling and scaling.type == 'llama3'):
+    for scaling in (x for _, x in _ropes(model) if x and x.type == 'llama3'):
         for key, value in SCALING.items():
             if getattr(scaling, key) != value:
                 raise ConfigError(
@@ -86,11 +95,11 @@ def _check_router(model: ModelConfig, experts: ExpertsConfig) -> None:
             f'{key}.selection_bias=true: Megatron-LM has this bias only with scores=sigmoid'
         )
     if experts.active_groups < experts.groups and (
-        (is_softmax and experts.normalize) or experts.active != 2 * experts.active_groups
+        (is_softmax and experts.normalize) or experts.active // experts.active_groups != 2
     ):
         raise ConfigError(
             f'{key}.groups={experts.groups}: Megatron-LM scores a group by its two best experts '
-            'only if active is 2 * active_groups, and with scores=softmax only with normalize=false'
+            'only if active // active_groups is 2, and, with scores=softmax, normalize=false'
         )
 
 
