@@ -126,7 +126,7 @@ def generate(
     check_unicode(str(prompts), texts[len(prompt or []) :])
     if image and len(texts) > 1 and not chat:
         raise ConfigError(f'--image needs a single prompt, not {len(texts)}: give one')
-    check_images(images, image, prompts, [''.join(texts)] if chat and image else texts)
+    check_images(images, image, prompts, [''.join(texts)] if chat and texts else texts)
     if show_budget is not None:
         check_budget(show_budget, image or [])
     # Not at the top, because it imports jax.

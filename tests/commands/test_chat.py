@@ -138,7 +138,13 @@ def test_each_line_of_a_pipe_is_a_turn_and_old_turns_are_said_to_be_forgotten(
         ('polite', [], b'\xff\n', 'is not UTF-8'),
         ('polite', ['--prompts', 'p.txt'], b'', '--chat takes its turns from --prompt or input'),
         ('polite', ['--images', '.'], b'', 'remove --images'),
-        ('polite', ['--image', 'p.txt'], b'', 'contains <image> 0 times, but --image is given 1'),
+        ('polite', ['--image', 'p.txt'], b'<image>', 'this is a text-only model'),
+        (
+            'polite',
+            ['--image', 'p.txt', '--prompt', 'a'],
+            b'',
+            'contains <image> 0 times, but --image is given 1',
+        ),
         (
             'polite',
             ['--image', 'p.txt', '--prompt', 'a', '--prompt', '<image>'],

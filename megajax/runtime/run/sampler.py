@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from megajax.core.config import Config
+from megajax.core.config import Config, mistake
 from megajax.core.parallel.mesh import one_dimensional
 from megajax.runtime.data import Tokenizer
+from megajax.runtime.data.image_text.turns import MARKER
 from megajax.runtime.generate import Generator, Request, encode_prompts
 from megajax.runtime.generate.weights import make_one_dimensional
 from megajax.runtime.run.log.metrics import JsonLines
@@ -40,6 +41,9 @@ class Sampler:
     ):
         self.prompts = config.train.sample_prompts
         self._config, self._tokenizer, self._report = config, tokenizer, report
+        if config.vision is not None and any(MARKER in prompt for prompt in self.prompts):
+            message = f'samples show no images: remove {MARKER} from the prompts'
+            raise mistake('train.sample_prompts', message)
         plain = one_dimensional(config)
         self._encoded = encode_prompts(plain, tokenizer, self.prompts) if self.prompts else []
         self._sinks: list[Any] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import laid_out, tiny
 from support import exhaustive, make_config, on_mesh, random_params, slow
+from vlm import vlm
 
 from megajax.base.render.text import visible
 from megajax.core.config import Config, ConfigError
@@ -46,6 +47,12 @@ def test_each_step_is_there_once_and_lost_ones_are_not(
     (events,) = (tmp_path / 'tensorboard' / 'samples').iterdir()
     assert f'    {lines[0]["two"].splitlines()[0]}'.encode() in events.read_bytes()
     assert len(checks) >= 6
+
+
+def test_prompts_with_the_place_of_an_image_are_refused_by_key(tmp_path: Path) -> None:
+    config = vlm(train={'sample_prompts': ('<image>What is it?',)})
+    with pytest.raises(ConfigError, match=r'train\.sample_prompts: samples show no images'):
+        Sampler(config, byte_tokenizer(), tmp_path, 0, report=Report())
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def prompts_warning(texts: Iterable[str], names: Collection[str]) -> str:
     special = SpelledTokens(names)
     spelled = set().union(*map(special.find, texts))
     some = ', '.join(sorted(spelled)[:MOST_NAMES]) + ', ...' * (len(spelled) > MOST_NAMES)
-    message = f'prompts spell special tokens ({some}), which are read as letters; for turns of a'
-    return f'{message} chat, use --chat, whose template makes the tokens' if spelled else ''
+    message = f'prompts spell special tokens ({some}), which are read as letters'
+    return f'{message}; if the model has a chat template, use --chat' if spelled else ''
 
 
 def tokens_note(documents: int, names: Collection[str]) -> str:
