@@ -112,7 +112,11 @@ def _limits(read: Reader, area: int, unit: int) -> Keys:
         read.refuse(most_key, most, 'only an area in pixels is supported')
     elif most < MAX_PATCHES * area:
         if most % (area * unit):
-            why = f'only multiples of a vector, {area * unit} pixels, are supported'
+            whole = most // (area * unit) * area * unit
+            why = (
+                f'only multiples of a vector, {area * unit} pixels, are supported; write {whole} '
+                'into the file'
+            )
             read.refuse(most_key, most, why)
         keys['max_patches'] = most // area
     return keys

@@ -108,7 +108,9 @@ def _split(config: Config, inputs: Mapping[str, Input]) -> tuple[Shares, np.ndar
     corpus, batch_size = config.data.corpus, config.train.batch_size
     fixes = FIXES._replace(
         messages='use data.order=stateless to train on chats',
-        images='use data.order=stateless to train on images, or remove "images"',
+        images=FIXES.images
+        if config.vision is None
+        else 'use data.order=stateless to train on images, or remove "images"',
     )
     shares = Shares(inputs, fixes)
     if not len(shares):

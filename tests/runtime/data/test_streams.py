@@ -254,9 +254,11 @@ def test_images_are_not_streamed_as_letters(name: str, tmp_path: Path) -> None:
         (tmp_path / name).write_text(''.join(json.dumps(row) + '\n' for row in rows))
     data = {'corpus': str(tmp_path / name), 'tokenizer': 'bytes', 'order': 'streamed'}
     model = {'vocab_size': 300}
-    for sees in (vlm(data=data, model=model, vision={'image_token': 257}), None):
-        with pytest.raises(ConfigError, match=r'has 1 images, .*use data.order=stateless to'):
-            load_data(sees) if sees else load(tmp_path / name)
+    sees = vlm(data=data, model=model, vision={'image_token': 257})
+    with pytest.raises(ConfigError, match=r'has 1 images, .*use data.order=stateless to'):
+        load_data(sees)
+    with pytest.raises(ConfigError, match=r'has 1 images, .*use a model with a vision section'):
+        load(tmp_path / name)
 
 
 @pytest.mark.parametrize(
