@@ -24,6 +24,7 @@ from megajax.core.counts.collective import (
     axes_text,
     passes,
 )
+from megajax.core.counts.data_parallel import SHARDS
 from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.parameters import (
     Counts,
@@ -45,8 +46,6 @@ SOURCES = {
     'projection': 'models/vision/multimodal_projector.py MultimodalProjector.forward',
 }
 WHOLE = 'whole weights and some of the images on each device'
-# The mesh axes over which ZeRO shards an encoder's matrices, in addition to `model`.
-SHARDS_OF_REPLICA = 'data', 'expert'
 
 
 def images_of_microbatch(config: Config) -> int:
@@ -125,7 +124,7 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
     if mesh.model > 1:
         weights = Array(HLO_DTYPES[config.train.dtype], (matrices,))
         is_over_data = config.optim.shard != 'none' and mesh.data_shards > 1
-        axis = axes_text(config, *SHARDS_OF_REPLICA, 'model') if is_over_data else 'model'
+        axis = axes_text(config, *SHARDS, 'model') if is_over_data else 'model'
         yield sent(Site('parameters', 'step', axis), GATHER, weights)
         if not is_learned(config):
             return
@@ -149,7 +148,7 @@ def padding_at_rest(config: Config) -> Expected | None:
     if not added or optim.shard == 'none' or mesh.data_shards == 1:
         return None
     phase: Phase = 'step' if optim.shard == 'optimizer' else 'backward'
-    site = Site('gradients', phase, axes_text(config, *SHARDS_OF_REPLICA))
+    site = Site('gradients', phase, axes_text(config, *SHARDS))
     array = Array(HLO_DTYPES[optim.reduce_dtype], (added // mesh.model,))
     return Expected.over(config, site, SCATTER, array, 1, WHOLE)
 

@@ -20,7 +20,8 @@ def loss(
     `params` come from `init_state(config)` or `load_params`, and `batch` from `place_batch`. `step`
     selects the dropout masks of that step of a run. `jax.value_and_grad(loss)` gives the gradients
     of the training step on any mesh and at any ZeRO stage, in one pass. Second derivatives are not
-    supported. On GPUs, compile with the options that work around known miscompiles of XLA:
+    supported. On GPUs, compile with the options that work around known miscompiles of XLA and that
+    `train.overlap` needs:
 
         @partial(jax.jit, compiler_options=megajax.step_options(config))
         def step(params, opt_state, batch):
@@ -30,8 +31,9 @@ def loss(
 
     Raises ConfigError for train.dtype=fp8 and float16, whose scales only `make_train_step` keeps,
     for a model with frozen parameters, which have no gradients, for a balance loss over the batch,
-    which needs the experts' load in the step before, for a batch without the arrays of the loss or
-    with sequences longer than `model.max_seq_len`, and if the current mesh is not the config's.
+    which needs the experts' load in the step before, for a batch without the arrays of the loss,
+    with sequences longer than `model.max_seq_len` or that the groups of the experts' capacity do
+    not divide, and if the current mesh is not the config's.
     Token ids are not checked: they must be below `model.vocab_size`.
     """
 

@@ -26,7 +26,8 @@ def make_eval_step(config: Config) -> Wrapped:
     """Return `eval_step(params, batch)`, which sums metrics over a batch, without dropout.
 
     It runs the batch in `train.microbatches` microbatches, or as many as divide the sequences of a
-    data shard, so it needs no more memory than a training step.
+    data shard. A batch of `train.batch_size` sequences needs no more memory than in training.
+
     The sums are `nll` in nats, `tokens`, and `bytes` if the batch holds `label_bytes`. For BERT,
     `nll` and `tokens` are the sums of masked-token prediction, and `order_nll` and `rows` are those
     for sentence-order prediction.

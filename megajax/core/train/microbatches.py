@@ -53,8 +53,9 @@ def _check_groups(batch: Batch, config: Config) -> None:
     if length % (whole := chunks * experts.capacity_group):
         of_chunks = f' in each of {chunks} parts of a sequence' if chunks > 1 else ''
         message = (
-            f'{length} tokens in a row are not groups of model.experts.capacity_group='
-            f'{experts.capacity_group} tokens{of_chunks}; give a multiple of {whole}'
+            f'{length} tokens in a row cannot be divided into groups of '
+            f'model.experts.capacity_group={experts.capacity_group} tokens{of_chunks}; '
+            f'give a multiple of {whole}'
         )
         raise mistake('batch', message)
 

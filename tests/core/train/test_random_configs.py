@@ -35,7 +35,7 @@ LIMIT = 1e-5
 # As a share of the largest gradient. The exact gradient of some arrays is zero, such as of a bias
 # that is added to all keys, or of a router that chooses one expert: only rounding is computed.
 NOISE = 1e-6
-HALF_AN_ULP = 2**-23  # of numbers in fp32, as a share of their values
+LAST_BITS = 2**-23  # of numbers in fp32, as a share of their values: one or two ulps
 IN_FP32 = 'train.dtype=float32', 'optim.reduce_dtype=float32'
 
 
@@ -87,7 +87,7 @@ def test_a_random_config_has_the_loss_and_gradients_of_one_device(number: int) -
         and not max(np.abs(x).max(), np.abs(expected[name]).max()) <= noise
     }
     if wrong:  # unless the last bits of the parameters change as much on one device
-        _, others = loss_and_gradients(on_one_device(config), HALF_AN_ULP)
+        _, others = loss_and_gradients(on_one_device(config), LAST_BITS)
         rounded = {name: relative_error(others[name], expected[name]) for name in wrong}
         assert {name: error for name, error in wrong.items() if error > 2 * rounded[name]} == {}
 
