@@ -183,7 +183,7 @@ def _groups(experts: ExpertsConfig) -> Iterator[Problem]:
 
 
 def _capacity(config: 'Config', experts: ExpertsConfig) -> Iterator[Problem]:
-    length = config.train.seq_len // (2 * config.mesh.context if config.mesh.context > 1 else 1)
+    length = config.train.seq_len // config.mesh.parts_of_sequence
     if experts.capacity is None:
         if experts.capacity_group is not None:
             message = (

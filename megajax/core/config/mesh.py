@@ -57,6 +57,11 @@ class MeshConfig(Section):
         return self.model_rows > 1
 
     @property
+    def parts_of_sequence(self) -> int:
+        """Consecutive parts that a sequence is cut into: two for each of several context shards."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
     def exchanges_heads(self) -> bool:
         """Whether context shards exchange tokens for heads (Ulysses)."""
         return self.context > 1 and self.context_exchange == 'all_to_all'

@@ -46,15 +46,15 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
 
 
 def _check_groups(batch: Batch, config: Config) -> None:
-    experts, context = config.model.experts, config.mesh.context
+    experts, parts = config.model.experts, config.mesh.parts_of_sequence
     if experts is None or experts.capacity is None or experts.capacity_group is None:
         return
-    length, chunks = batch['tokens'].shape[1], 2 * context if context > 1 else 1
-    if length % (whole := chunks * experts.capacity_group):
-        of_chunks = f' in each of {chunks} parts of a sequence' if chunks > 1 else ''
+    length = batch['tokens'].shape[1]
+    if length % (whole := parts * experts.capacity_group):
+        of_parts = f' in each of {parts} parts of a sequence' if parts > 1 else ''
         message = (
             f'{length} tokens in a row cannot be divided into groups of '
-            f'model.experts.capacity_group={experts.capacity_group} tokens{of_chunks}; '
+            f'model.experts.capacity_group={experts.capacity_group} tokens{of_parts}; '
             f'give a multiple of {whole}'
         )
         raise mistake('batch', message)

@@ -151,8 +151,8 @@ def megatron_pieces(
 
     `vocab_rows` is the number of rows of the vocabulary on all ranks together, padding included.
     For a pipeline, only the pieces in `chunk` are returned. With `is_fused`, the norms have
-    Transformer Engine's names. Raises ConfigError for a model that
-    Megatron-LM's files cannot represent, and if the ranks do not divide it.
+    Transformer Engine's names. Raises ConfigError for a model that Megatron-LM's files cannot
+    represent, and if the ranks do not divide it.
     """
     chunk = chunk or chunks_of([model.num_layers])[0]
     check_model(model)
