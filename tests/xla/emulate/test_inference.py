@@ -80,7 +80,7 @@ def run_prefill_and_decode(config: Config, sampling: Sampling, **options: bool) 
     ('name', 'data', 'model'), [('gpt', 2, 4), exhaustive('llama', 1, 4), exhaustive('bert', 2, 4)]
 )
 def test_evaluation(name, data, model):
-    config = step(name, data, model)
+    config = step(name, data, model, train={'microbatches': 2})
     with on_mesh(config):
         batch = place_batch(make_batch(config))
         megajax.inspect.run(make_eval_step(config), noisy_params(config), batch).raise_if_wrong()
