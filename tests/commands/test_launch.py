@@ -29,19 +29,25 @@ plan = LaunchPlan(
 )
 sys.exit(launch(plan, grace=1))
 """
-# Host 0 or 1 of two, each of two processes that say who they are among how many.
+# Host 0 or 1 of two, each of two processes that say who they are among how many. If there is a
+# second argument, the last process then finds a mistake in its config.
 HOST = """
 import sys
 from dataclasses import replace
 from megajax.runtime.processes.launch import launch
 from megajax.runtime.processes.launch_plan import make_plan
 meet = (
-    'import jax; from megajax.runtime.processes.distributed import initialize; '
-    'peers = initialize(); '
-    'print("met", jax.process_index(), jax.process_count(), len(jax.devices())); peers.done()'
+    'import sys, time, jax\\n'
+    'from megajax.base.errors import ConfigError\\n'
+    'from megajax.runtime.processes.distributed import processes\\n'
+    'with processes():\\n'
+    '    print("met", jax.process_index(), jax.process_count(), len(jax.devices()))\\n'
+    '    if sys.argv[1:]:\\n'
+    '        if jax.process_index() == 3: raise ConfigError("mistake")\\n'
+    '        time.sleep(60)\\n'
 )
 plan = make_plan([], processes=2, needed=4, hosts=2, host=int(sys.argv[1]))
-sys.exit(launch(replace(plan, command=(sys.executable, '-c', meet))))
+sys.exit(launch(replace(plan, command=(sys.executable, '-c', meet, *sys.argv[2:]))))
 """
 IGNORE = (
     'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); '
@@ -153,14 +159,15 @@ def test_a_host_without_its_place_is_refused(monkeypatch, host, needed, environ,
 
 
 @pytest.mark.slow
-def test_the_launches_of_two_hosts_meet_as_one_run():
+@pytest.mark.parametrize('mistake', [(), ('mistake',)])
+def test_the_launches_of_two_hosts_meet_as_one_run_and_end_with_one_code(mistake):
     with socket.create_server(('127.0.0.1', 0)) as server:
         port = server.getsockname()[1]
     environ = {'MEGAJAX_COORDINATOR': f'127.0.0.1:{port}', 'MEGAJAX_TOKEN': 64 * '5'}
     environ['JAX_PLATFORMS'] = 'cpu'
-    hosts = [start('-c', HOST, str(host), environ=environ) for host in (0, 1)]
+    hosts = [start('-c', HOST, str(host), *mistake, environ=environ) for host in (0, 1)]
     said = [process.communicate(timeout=120) for process in hosts]
-    assert [process.returncode for process in hosts] == [0, 0], said
+    assert [process.returncode for process in hosts] == 2 * [2 if mistake else 0], said
     assert [sorted(out.splitlines()) for out, _ in said] == [
         ['[0] met 0 4 4', '[1] met 1 4 4'],
         ['[2] met 2 4 4', '[3] met 3 4 4'],
@@ -298,11 +305,21 @@ def test_when_one_fails_the_others_are_ended_though_they_ignore_sigterm(failure,
     assert gone(int(re.search(r'\[0\] (\d+)', out)[1]))
 
 
-@pytest.mark.parametrize('later', [more(''), 'import time; time.sleep(0.5); '])
-def test_the_first_cause_is_named_and_not_the_process_that_ended_because_of_it(later):
-    process = start('-c', PAIR, 'os._exit(75)', f'{later}os._exit(3)')
-    assert 'process 1 of 2 failed with exit code 3' in process.communicate(timeout=30)[1]
-    assert process.returncode == 3
+@pytest.mark.parametrize(
+    ('first', 'later', 'code'),
+    [
+        more(75, 'os._exit(3)', 3),
+        (75, 'import time; time.sleep(0.5); os._exit(3)', 3),
+        # The cause is on another host: a scheduler must not start this one again, either.
+        (75, 'os._exit(82)', 2),
+        more(83, 'os._exit(1)', 1),
+    ],
+)
+def test_the_first_cause_is_named_and_not_the_process_that_ended_because_of_it(first, later, code):
+    process = start('-c', PAIR, f'os._exit({first})', later)
+    said = process.communicate(timeout=30)[1]
+    assert f'process 1 of 2 failed with exit code {code};' in said
+    assert process.returncode == code
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,10 @@ def processes(start: Start | None = None) -> Iterator[None]:
 
     `start` describes this process if its environment has been read already. If the environment
     names no processes, the block runs in this process alone. If a process leaves the block with an
-    exception, the others exit too: with its code if that is from 2 to 5 and `launch` did not start
-    them, otherwise with 75. `SystemExit(75)` must be raised by all processes. Processes that did
-    not reach each other in time also exit with code 75. Raises ConfigError as `initialize` does.
+    exception, the others exit too: with its code if that is from 2 to 5, otherwise with 75. If
+    `launch` started them, they exit with 82 to 85 instead of 2 to 5. `SystemExit(75)` must be
+    raised by all processes. Processes that did not reach each other in time also exit with code 75.
+    Raises ConfigError as `initialize` does.
     """
     peers = initialize(start)
     try:

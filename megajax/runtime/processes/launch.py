@@ -20,7 +20,7 @@ from typing import IO
 from megajax.base.render.text import visible
 from megajax.runtime.processes.environment import TOKEN
 from megajax.runtime.processes.launch_plan import LaunchPlan
-from megajax.runtime.processes.peers import LAUNCHED, RETRY
+from megajax.runtime.processes.peers import LAUNCHED, RETRY, followed
 from megajax.runtime.processes.signals import STOPS, TELL, Patience, drop_lost_outputs, take_stops
 from megajax.runtime.processes.token import make_token
 
@@ -39,10 +39,10 @@ MENDABLE = (*STOPS, signal.SIGKILL, signal.SIGABRT)
 def launch(plan: LaunchPlan, *, grace: float = GRACE) -> int:
     """Run the plan to its end; return 0, or the exit code of the process that failed first.
 
-    If signal n ended that process, the exit code is 75 if a restart can help (MENDABLE) or if a
-    process was stopped (SIGSTOP), otherwise 128 + n. When one process fails, the others get SIGTERM
-    and, after `grace` seconds, SIGKILL. The first signal that asks the run to stop is forwarded; a
-    SIGINT more than a second later ends all processes with SIGKILL.
+    That process may be on another host. If signal n ended it, the exit code is 75 if a restart can
+    help (MENDABLE) or if a process was stopped (SIGSTOP), otherwise 128 + n. When one process
+    fails, the others get SIGTERM and, after `grace` seconds, SIGKILL. The first signal that asks
+    the run to stop is forwarded; a SIGINT more than a second later ends all processes with SIGKILL.
     """
     group = _Group(plan, grace)
     with group.passing_signals():
@@ -137,9 +137,9 @@ class _Group:
         if not failed:
             # If there are fewer processes than planned, a signal came before all had started.
             return RETRY if len(self.processes) < len(self.plan.variables) else 0
-        # Exit code 75 means that a peer ended first.
-        first = min(failed, key=lambda index: self.processes[index].returncode == RETRY)
+        first = min(failed, key=lambda index: followed(self.processes[index].returncode) or 0)
         code = self.processes[first].returncode
+        code = followed(code) or code
         drop_lost_outputs()
         if self.signals:
             print(f'launch: ended by {self.signals[0].name}', file=sys.stderr)
@@ -166,13 +166,13 @@ class _Group:
         return [index for index, process in enumerate(self.processes) if process.poll()]
 
     def _failed_first(self) -> list[int]:
-        # Exit code 75 means that a peer ended first, or will end within seconds: the exit codes
-        # distinguish the cause from its consequences.
+        # A code that was passed on means that a peer ended first, or will end within seconds: the
+        # exit codes distinguish the cause from its consequences.
         deadline = time.monotonic() + self.grace
         while True:
             time.sleep(POLL)
             failed = self._failed()
-            only_consequences = all(self.processes[index].returncode == RETRY for index in failed)
+            only_consequences = all(followed(self.processes[index].returncode) for index in failed)
             if (
                 not only_consequences
                 or self.signals

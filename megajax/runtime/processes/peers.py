@@ -28,8 +28,10 @@ RETRY = 75  # exit code EX_TEMPFAIL, of a run that may succeed if it is started 
 # Exit codes of errors that would repeat, whichever process they occur in. The other processes exit
 # with them too, because a scheduler may see only the highest code of all processes.
 FINAL = range(2, 6)
-# Set by `launch`, which tells the process that failed first from the others by their code 75.
+# Set by `launch`, which must tell the process that failed first from the others. Their code is
+# therefore 75, or FOLLOWS plus a code in FINAL, and `launch` exits with the latter.
 LAUNCHED = 'MEGAJAX_LAUNCHED'
+FOLLOWS = 80
 MAX_MESSAGE_BYTES = 1 << 16  # maximum message length in bytes
 # Values in seconds, seconds and probes: a silent host counts as lost after 5 s.
 KEEPALIVE = {'TCP_KEEPIDLE': 2, 'TCP_KEEPINTVL': 1, 'TCP_KEEPCNT': 3}
@@ -213,9 +215,16 @@ class Peers:
 
 def _own_code(code: object) -> int:
     """Return the exit code of a process that ends because another one ends with `code`."""
-    if isinstance(code, int) and code in FINAL and LAUNCHED not in os.environ:
-        return code
+    if isinstance(code, int) and code in FINAL:
+        return FOLLOWS + code if LAUNCHED in os.environ else code
     return RETRY
+
+
+def followed(code: int) -> int | None:
+    """Return the code that a launched process passes on from another one, or None."""
+    if code == RETRY:
+        return RETRY
+    return code - FOLLOWS if code - FOLLOWS in FINAL else None
 
 
 def _receive(link: Connection) -> list[Message]:

@@ -333,7 +333,9 @@ def test_a_process_ends_when_another_does_early_unless_it_fails_itself(
         (1, False, 75),
         (124, False, 75),
         ('x', False, 75),
-        (2, True, 75),
+        (1, True, 75),
+        (2, True, 82),
+        (5, True, 85),
     ],
 )
 def test_a_process_has_the_exit_code_of_the_error_that_would_repeat(
