@@ -6,11 +6,14 @@ from megajax.core.hardware.records import Capability
 HOPPER = 9, 0
 
 
-def missing_for_flash(dtype: str, head_dim: int, capability: Capability | None) -> str:
-    """Return what a GPU of this capability or these heads lack for flash attention, or ''.
+def missing_for_flash(
+    dtype: str, head_dim: int, capability: Capability | None, masked_tokens: int = 0
+) -> str:
+    """Return what a GPU, these heads or this mask lack for flash attention, or ''.
 
     The backward pass supports head dims over 128 on Hopper only. An unknown GPU counts as
-    supporting 128.
+    supporting 128. `masked_tokens` is the length of the sequences if attention has a mask beside a
+    causal one or a window, otherwise 0.
     """
     if capability is not None and capability < (8, 0):
         return 'needs compute capability 8.0'
@@ -19,7 +22,9 @@ def missing_for_flash(dtype: str, head_dim: int, capability: Capability | None) 
     most = 256 if capability is not None and capability[0] == HOPPER[0] else 128
     if head_dim > most:
         return f'takes head dims up to {most} on this GPU'
-    return 'needs a head dim that is a multiple of 8' if head_dim % 8 else ''
+    if head_dim % 8:
+        return 'needs a head dim that is a multiple of 8'
+    return 'takes masks of an even number of tokens only' if masked_tokens % 2 else ''
 
 
 def uses_flash(
@@ -29,7 +34,19 @@ def uses_flash(
 
     With attention dropout, the result is true only if `with_dropout` is.
     """
-    model = config.model
-    return not missing_for_flash(config.train.dtype, model.head_dim, capability) and (
+    dtype, model = config.train.dtype, config.model
+    return not missing_for_flash(dtype, model.head_dim, capability, _masked_tokens(config)) and (
         with_dropout or model.attention_dropout == 0
     )
+
+
+def _masked_tokens(config: Config) -> int:
+    """Return `masked_tokens` of `missing_for_flash` for a step.
+
+    With a window in context shards, a mask is of one chunk.
+    """
+    mesh, window, tokens = config.mesh, config.model.window, config.train.seq_len
+    if config.model.causal and not config.data.document_mask:
+        return 0
+    has_halo = window is not None and window < tokens and not mesh.exchanges_heads
+    return tokens // (2 * mesh.context) if has_halo and mesh.context > 1 else tokens

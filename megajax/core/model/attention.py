@@ -165,9 +165,13 @@ def attend(
     With a `window`, a token attends to the last `window` tokens, including itself. Each head may
     have a sink (`passes.py`).
     """
-    device = jax.typeof(q_RSNH).sharding.mesh.abstract_device
+    mesh, tokens, halo = jax.typeof(q_RSNH).sharding.mesh, q_RSNH.shape[1], None
+    if exchange in ('gather', 'ring') and window is not None:
+        halo = window if window < tokens * mesh.shape[CONTEXT] else None
+    # With a halo, the mask is of one of a shard's two chunks.
+    masked_tokens = 0 if segment_RS is None else tokens if halo is None else tokens // 2
     has_dropout, kind = rate > 0 and key_R is not None, (str(q_RSNH.dtype), q_RSNH.shape[-1])
-    flash = can_flash(device, *kind, window, has_dropout=has_dropout)
+    flash = can_flash(mesh.abstract_device, *kind, window, masked_tokens, has_dropout=has_dropout)
     if exchange is not None:
         key_R2 = jax.random.key_data(key_R) if key_R is not None and rate > 0 else None
         beside = sinks_N, segment_RS, key_R2, rate
@@ -175,9 +179,8 @@ def attend(
         if exchange == 'all_to_all':
             masks = Masks(causal, window)
             return attend_by_heads(q_RSNH, k_RSKH, v_RSKH, masks, layout, kernel, scale, *beside)
-        length = q_RSNH.shape[1] * jax.typeof(q_RSNH).sharding.mesh.shape[CONTEXT]
-        if window is not None and window < length:
-            return attend_in_window(q_RSNH, k_RSKH, v_RSKH, window, kernel, scale, *beside)
+        if halo is not None:
+            return attend_in_window(q_RSNH, k_RSKH, v_RSKH, halo, kernel, scale, *beside)
         attend_to_all = attend_across if causal else attend_both_ways
         return attend_to_all(q_RSNH, k_RSKH, v_RSKH, exchange, kernel, scale, *beside)
     if flash:

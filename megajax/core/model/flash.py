@@ -16,17 +16,23 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def can_flash(
-    device: Any, dtype: str, head_dim: int, window: int | None = None, *, has_dropout: bool = False
+    device: Any,
+    dtype: str,
+    head_dim: int,
+    window: int | None = None,
+    masked_tokens: int = 0,
+    *,
+    has_dropout: bool = False,
 ) -> bool:
     """Whether cuDNN's flash attention runs on a device, which may be abstract, with these heads.
 
-    The log says so once for each kind of layer.
+    `masked_tokens` is as in `missing_for_flash`. The log says so once for each kind of layer.
     """
     missing = 'has no dropout' if has_dropout else ''
     if not is_nvidia(device):
         missing = 'needs an NVIDIA GPU'
     elif not missing:
-        missing = missing_for_flash(dtype, head_dim, capability_of(device))
+        missing = missing_for_flash(dtype, head_dim, capability_of(device), masked_tokens)
     kind = f'{device.device_kind}, {dtype}, head dim {head_dim}'
     logger.info(
         'attention: %s (%s%s)%s',

@@ -20,12 +20,15 @@ from support import (
     slow,
 )
 
+from megajax.core.config import load
+from megajax.core.counts.flash import missing_for_flash, uses_flash
 from megajax.core.hardware.targets import capability_of
 from megajax.core.model import attention, flash
 from megajax.core.model.kernels import KERNELS
 from megajax.core.parallel.layout import Layout
-from megajax.core.train.feed import place_batch
+from megajax.core.train.feed import abstract_batch, place_batch
 from megajax.core.train.gradients import make_loss_and_gradients
+from megajax.core.train.step import init_state
 
 
 def loss_and_gradients(name, data, model, microbatches, documents):
@@ -96,6 +99,35 @@ def test_a_run_says_which_kernel_it_takes_and_why_not_flash(
     assert can == ('cuDNN flash (' in caplog.text)
     assert not flash.can_flash(device, 'bfloat16', head_dim, 1024, has_dropout=True)
     assert f'bfloat16, head dim {head_dim}, window 1,024): flash attention ' in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'tokens'),
+    [
+        (['train.seq_len=31'], 0),
+        (['train.seq_len=31', 'data.document_mask=true'], 31),
+        (['train.seq_len=24', 'data.document_mask=true', 'mesh.context=4'], 6),
+        # A window within context shards: the kernel gets one of a shard's two chunks.
+        (['train.seq_len=24', 'data.document_mask=true', 'mesh.context=4', 'model.window=2'], 3),
+    ],
+)
+def test_a_mask_of_an_odd_number_of_tokens_is_not_for_the_kernel(
+    overrides, tokens, monkeypatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        attention, 'can_flash', lambda *kind, has_dropout: bool(asked.append(kind[-1]))
+    )
+    config = load('tiny', ['mesh.data=1', 'mesh.model=1', *overrides])
+    with on_mesh(config):
+        params = jax.eval_shape(lambda: init_state(config).params)
+        step = make_loss_and_gradients(config)
+        jax.eval_shape(step, params, abstract_batch(config), jax.random.key(0))
+    assert set(asked) == {tokens}
+    is_odd = tokens % 2 == 1
+    assert ('even' in missing_for_flash('bfloat16', 64, (9, 0), tokens)) == is_odd
+    in_bf16 = load('tiny', ['train.dtype=bfloat16', *overrides])
+    assert uses_flash(in_bf16) == (not is_odd)
 
 
 def test_a_gpu_without_a_record_has_the_capability_that_jax_reports(monkeypatch) -> None:
