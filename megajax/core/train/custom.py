@@ -31,10 +31,9 @@ def loss(
 
     Raises ConfigError for train.dtype=fp8 and float16, whose scales only `make_train_step` keeps,
     for a model with frozen parameters, which have no gradients, for a balance loss over the batch,
-    which needs the experts' load in the step before, for a batch without the arrays of the loss,
-    with sequences longer than `model.max_seq_len` or that the groups of the experts' capacity do
-    not divide, and if the current mesh is not the config's.
-    Token ids are not checked: they must be below `model.vocab_size`.
+    which needs the experts' load in the step before, for a batch without the arrays of the loss or
+    with a number of rows or tokens that the config would not accept, and if the current mesh is not
+    the config's. Token ids are not checked: they must be below `model.vocab_size`.
     """
 
     @jax.custom_vjp
@@ -127,11 +126,5 @@ def _check_batch(batch: Batch, config: Config) -> None:
         given = ', '.join(f'{name} {needed[name]}' for name in missing)
         message = (
             f'has no {" and no ".join(missing)}; give the array{"s" * (len(missing) > 1)} {given}'
-        )
-        raise mistake('batch', message)
-    length, most = batch['tokens'].shape[1], config.model.max_seq_len
-    if length > most:
-        message = (
-            f'{length} tokens in a row are more than model.max_seq_len={most}; give at most {most}'
         )
         raise mistake('batch', message)

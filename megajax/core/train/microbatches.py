@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from megajax.core.config import Config, mistake
+from megajax.core.config import Config, ConfigError, Problem
+from megajax.core.config.rules import incompatibilities
 from megajax.core.model.arr_coc.relevance import question
 from megajax.core.model.documents import first_tokens, of_all_shards
 from megajax.core.model.dropout import sequence_keys
@@ -24,9 +25,9 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     Without a counted token, all weights are zero. With experts, the batch gets `real`: 0 for the
     padding at the end of sequences, on which no counted token depends, and 1 for all other tokens.
     On context shards the tokens are not in order, so the batch also gets their places. Raises
-    ConfigError if the groups of `model.experts.capacity` do not divide the sequences.
+    ConfigError if the config would not accept these numbers of rows and tokens.
     """
-    _check_groups(batch, config)
+    _check_shape(batch, config)
     # Weights that add up to one over the global batch make the mean exact, however the mask is
     # distributed over the shards.
     mask_BS = batch['loss_mask']
@@ -45,19 +46,18 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     return for_shards({**rest, **added}, config, layout)
 
 
-def _check_groups(batch: Batch, config: Config) -> None:
-    experts, parts = config.model.experts, config.mesh.parts_of_sequence
-    if experts is None or experts.capacity is None or experts.capacity_group is None:
-        return
-    length = batch['tokens'].shape[1]
-    if length % (whole := parts * experts.capacity_group):
-        of_parts = f' in each of {parts} parts of a sequence' if parts > 1 else ''
-        message = (
-            f'{length} tokens in a row cannot be divided into groups of '
-            f'model.experts.capacity_group={experts.capacity_group} tokens{of_parts}; '
-            f'give a multiple of {whole}'
+def _check_shape(batch: Batch, config: Config) -> None:
+    """Raise ConfigError if the batch has a shape that the config would not accept."""
+    rows, length = batch['tokens'].shape
+    sizes = {'batch_size': rows, 'seq_len': length}
+    known = incompatibilities(config)
+    given = config.model_copy(update={'train': config.train.model_copy(update=sizes)})
+    problems = [problem for problem in incompatibilities(given) if problem not in known]
+    if problems:
+        of = f'{rows:,} rows of {length:,} tokens do not fit the config'
+        raise ConfigError(
+            *(Problem('batch', f'{of}: {problem}', problem.others) for problem in problems)
         )
-        raise mistake('batch', message)
 
 
 def for_shards(batch: Batch, config: Config, layout: Layout) -> Batch:

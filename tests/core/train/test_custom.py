@@ -1,5 +1,6 @@
 """A training loop of one's own has the loss and the gradients of the training step."""
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -145,45 +146,53 @@ def test_what_needs_more_than_parameters_and_a_batch_is_refused_by_key(
 
 
 @pytest.mark.parametrize(
-    ('name', 'names', 'length', 'message'),
+    ('name', 'names', 'message'),
     [
         (
             'gpt',
             ['tokens'],
-            16,
             r'batch: has no labels and no loss_mask; give the arrays labels \[rows, tokens\], ',
-        ),
-        (
-            'gpt',
-            ['tokens', 'labels', 'loss_mask'],
-            64,
-            'batch: 64 tokens .* model.max_seq_len=32; give',
         ),
         (
             'bert',
             ['tokens', 'labels', 'loss_mask', 'token_types'],
-            16,
             r'batch: has no swapped; give the array swapped \[rows, 1\]',
         ),
     ],
 )
 def test_a_batch_without_what_the_loss_needs_is_rejected_before_anything_compiles(
-    name: str, names: list[str], length: int, message: str
+    name: str, names: list[str], message: str
 ) -> None:
-    batch = {name: np.zeros((8, length), np.int32) for name in names}
+    batch = {name: np.zeros((8, 16), np.int32) for name in names}
     with pytest.raises(ConfigError, match=message):
         megajax.loss(None, batch, make_config(name))
 
 
-@pytest.mark.parametrize(('context', 'length', 'whole'), [(1, 12, 8), (2, 24, 32)])
-def test_a_batch_that_groups_of_a_capacity_do_not_divide_is_rejected(
-    context: int, length: int, whole: int
+GROUPS = {'count': 4, 'active': 2, 'ffn_size': 64, 'capacity': 1.0, 'capacity_group': 8}
+
+
+@pytest.mark.parametrize(
+    ('shape', 'keys', 'message'),
+    [
+        ((8, 64), {}, '64 exceeds model.max_seq_len=32'),
+        ((6, 32), {'mesh': {'data': 2}, 'train': {'microbatches': 2}}, '6 is not a multiple of'),
+        ((8, 18), {'mesh': {'context': 2}}, '18 is not a multiple of 4'),
+        ((8, 16), {'mesh': {'context': 2}, 'model': {'window': 8}}, 'model.window: a window of 8 tokens'),
+        # Tokens beyond the last group would take the slots of another expert.
+        ((8, 12), {'model': {'experts': GROUPS}}, 'model.experts.capacity_group: 8 '),
+        (
+            (8, 24),
+            {'model': {'experts': GROUPS}, 'mesh': {'context': 2}},
+            'model.experts.capacity_group: 8 ',
+        ),
+    ],
+)
+def test_a_batch_that_does_not_fit_the_config_is_rejected(
+    shape: tuple[int, int], keys: dict[str, dict[str, object]], message: str
 ) -> None:
-    """Tokens beyond the last group would take the slots of another expert."""
-    experts = {'count': 4, 'active': 2, 'ffn_size': 64, 'capacity': 1.0, 'capacity_group': 8}
-    config = make_config('gpt', mesh={'context': context}, model={'dropout': 0, 'experts': experts})
-    batch = {name: np.zeros((8, length), np.int32) for name in ('tokens', 'labels', 'loss_mask')}
-    with on_mesh(config), pytest.raises(ConfigError, match=f'batch: .* a multiple of {whole}'):
+    config = make_config('gpt', **{**keys, 'model': {'dropout': 0, **keys.get('model', {})}})
+    batch = {name: np.zeros(shape, np.int32) for name in ('tokens', 'labels', 'loss_mask')}
+    with on_mesh(config), pytest.raises(ConfigError, match=f'^batch: .*{re.escape(message)}'):
         jax.eval_shape(
             lambda params: megajax.loss(params, batch, config), abstract_state(config).params
         )
