@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 
 .PHONY: train test test-slow test-faults lint inspect docs presets bench clean
 
+# The JAX in .venv has no GPU support; JAX_PLATFORMS=cuda uses the GPUs if you have installed it.
+train: export JAX_PLATFORMS ?= cpu
 train: $(VENV)/.installed
 	$(BIN)/megajax train $(ARGS)
 

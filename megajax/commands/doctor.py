@@ -177,7 +177,7 @@ def _missing_gpus(diagnosis: Diagnosis, kind: str, count: int, environ: Mapping[
     visible = f'{gpus} GPU{" is" if gpus == 1 else "s are"} visible'
     if kind == 'cpu' and gpus and not any('cuda' in name for name in _plugins()):
         diagnosis.wrong(
-            f'{visible}, but jax has no plugin for them: runs use the CPU',
+            f'{visible}, but jax has no plugin for them: runs exit with code 2',
             install('cuda'),
         )
     elif kind == 'cpu' and gpus:

@@ -87,10 +87,16 @@ def export_hf(
     out: NewFolder,
     family: Annotated[
         Family | None,
-        typer.Option(help='Default: the family of the import, or the first that fits.'),
+        typer.Option(
+            help='Default: the family of an import that was not trained, otherwise the first that '
+            'fits.'
+        ),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help='Default: the dtype of the import, or float32.')
+        Dtype | None,
+        typer.Option(
+            help='Default: the dtype of an import that was not trained, otherwise float32.'
+        ),
     ] = None,
     shard_gb: Annotated[
         float | None,
