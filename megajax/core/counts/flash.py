@@ -12,8 +12,8 @@ def missing_for_flash(
     """Return what a GPU, these heads or this mask lack for flash attention, or ''.
 
     The backward pass supports head dims over 128 on Hopper only. An unknown GPU counts as
-    supporting 128. `masked_tokens` is the length of the sequences if attention has another mask than a
-    causal one or a window, otherwise 0.
+    supporting 128. `masked_tokens` is the length of the sequences if attention has a mask other
+    than a causal one or a window, otherwise 0.
     """
     if capability is not None and capability < (8, 0):
         return 'needs compute capability 8.0'

@@ -10,15 +10,13 @@ from jax import P
 
 from megajax.core.config import ModelConfig
 from megajax.core.counts.windows import block_of_window
-from megajax.core.model.context import attend_across
-from megajax.core.model.context_bidirectional import attend_both_ways
-from megajax.core.model.context_halo import attend_in_window
+from megajax.core.model import context, context_bidirectional, context_halo, flash
 from megajax.core.model.context_heads import Masks, attend_by_heads
 from megajax.core.model.dropout import dropout, fold_in
-from megajax.core.model.flash import can_flash, flash_attention
 from megajax.core.model.kernels import causal_mask
 from megajax.core.model.norm import Norm, NormOverHeads, make_head_norm, norm_queries_and_keys
 from megajax.core.model.parameters import Parameters
+from megajax.core.model.passes import attend_by
 from megajax.core.model.rotary import rotate
 from megajax.core.model.rows import NO_ROWS, Rows
 from megajax.core.model.sublayer import Sublayer
@@ -171,20 +169,26 @@ def attend(
     # With a halo, the mask is of one of a shard's two chunks.
     masked_tokens = 0 if segment_RS is None else tokens if halo is None else tokens // 2
     has_dropout, kind = rate > 0 and key_R is not None, (str(q_RSNH.dtype), q_RSNH.shape[-1])
-    flash = can_flash(mesh.abstract_device, *kind, window, masked_tokens, has_dropout=has_dropout)
+    has_flash = flash.can_flash(
+        mesh.abstract_device, *kind, window, masked_tokens, has_dropout=has_dropout
+    )
     if exchange is not None:
         key_R2 = jax.random.key_data(key_R) if key_R is not None and rate > 0 else None
-        beside = sinks_N, segment_RS, key_R2, rate
-        kernel = 'cudnn' if flash else 'xla'
+        beside, kernel = (segment_RS, sinks_N, key_R2), 'cudnn' if has_flash else 'xla'
         if exchange == 'all_to_all':
             masks = Masks(causal, window)
-            return attend_by_heads(q_RSNH, k_RSKH, v_RSKH, masks, layout, kernel, scale, *beside)
+            return attend_by_heads(
+                q_RSNH, k_RSKH, v_RSKH, masks, layout, kernel, scale, *beside, rate
+            )
         if halo is not None:
-            return attend_in_window(q_RSNH, k_RSKH, v_RSKH, halo, kernel, scale, *beside)
-        attend_to_all = attend_across if causal else attend_both_ways
-        return attend_to_all(q_RSNH, k_RSKH, v_RSKH, exchange, kernel, scale, *beside)
-    if flash:
-        return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal, window, scale, sinks_N)
+            passes = context_halo.passes(halo, kernel, scale, rate)
+        else:
+            to_all = context if causal else context_bidirectional
+            passes = to_all.passes(exchange, kernel, scale, rate)
+        return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, *beside)
+    if has_flash:
+        passes = flash.passes(causal, window, scale)
+        return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, segment_RS, sinks_N)
     core = partial(_attend_xla, layout=layout, causal=causal, rate=rate, window=window, scale=scale)
     attend_xla = jax.checkpoint(core, prevent_cse=False) if recompute else core
     return attend_xla(q_RSNH, k_RSKH, v_RSKH, segment_RS, key_R, sinks_N)

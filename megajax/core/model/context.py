@@ -12,7 +12,6 @@ replace the mask. The kernels count keys from the first one, so chunks of keys a
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,45 +21,22 @@ from megajax.core.model.context_exchange import How, Keys, Pair, Sums, by_token,
 from megajax.core.model.documents import shared
 from megajax.core.model.dropout import WeightDropout, positions_of_shard
 from megajax.core.model.kernels import KERNELS, Dropped, Lengths, same_document
-from megajax.core.model.passes import Passes, attend_by, on_each_device
+from megajax.core.model.passes import Passes, of_sequences, on_each_device
 from megajax.core.parallel.layout import CONTEXT
 
 
-def attend_across(
-    q_RSNH: jax.Array,
-    k_RSKH: jax.Array,
-    v_RSKH: jax.Array,
-    exchange: str,
-    kernel: str,
-    scale: float,
-    sinks_N: jax.Array | None = None,
-    first_RS: jax.Array | None = None,
-    key_R2: jax.Array | None = None,
-    rate: float = 0.0,
-) -> jax.Array:
-    """Return attention o_RSNH of a shard's tokens on all earlier tokens of their sequences.
-
-    `exchange` is `gather` or `ring`, `kernel` a key of KERNELS. With `first_RS`, the position of
-    the first token of each token's document, attention stays within documents. With `key_R2`, the
-    raw dropout key of each sequence, weights have dropout. Map this function over context shards.
-    """
-    passes = _passes(exchange, kernel, scale, rate)
-    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, first_RS, sinks_N, key_R2)
-
-
 @functools.cache
-def _passes(exchange: str, kernel: str, scale: float, rate: float) -> Passes:
-    passes = KERNELS[kernel].scaled(scale)
-    how = How(passes, is_ring=exchange == 'ring', rate=rate)
+def passes(exchange: str, kernel: str, scale: float, rate: float) -> Passes:
+    """Return the passes of a shard's tokens on all earlier tokens of their sequences.
 
-    def alone(*arrays: Any) -> tuple[jax.Array, ...]:
-        return passes.forward(*arrays[:3], True, same_document(arrays[3]))
-
-    def gradients_alone(*arrays: Any) -> tuple[jax.Array, ...]:
-        return passes.backward(*arrays[:6], True, same_document(arrays[6]))
-
+    `exchange` is `gather` or `ring`, `kernel` a key of KERNELS, and `rate` the dropout rate of
+    weights. Attention stays within documents if the passes get the position of the first token of
+    each token's document. Map them over context shards.
+    """
+    chosen = KERNELS[kernel].scaled(scale)
+    how = How(chosen, is_ring=exchange == 'ring', rate=rate)
     of_shards = Passes(functools.partial(_attend, how), functools.partial(_gradients, how))
-    return on_each_device(of_shards, Passes(alone, gradients_alone))
+    return on_each_device(of_shards, of_sequences(chosen, causal=True))
 
 
 def _attend(

@@ -7,7 +7,6 @@ a mask. Each shard has the segments of all tokens of its sequences (`documents.p
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,46 +15,22 @@ from jax import lax
 from megajax.core.model.context_exchange import How, Keys, Sums, merge
 from megajax.core.model.dropout import WeightDropout, positions_of_shard
 from megajax.core.model.kernels import KERNELS, Dropped
-from megajax.core.model.passes import Passes, attend_by, on_each_device
+from megajax.core.model.passes import Passes, of_sequences, on_each_device
 from megajax.core.parallel.layout import CONTEXT
 
 
-def attend_both_ways(
-    q_RSNH: jax.Array,
-    k_RSKH: jax.Array,
-    v_RSKH: jax.Array,
-    exchange: str,
-    kernel: str,
-    scale: float,
-    sinks_N: jax.Array | None = None,
-    segment_RY: jax.Array | None = None,
-    key_R2: jax.Array | None = None,
-    rate: float = 0.0,
-) -> jax.Array:
-    """Return attention o_RSNH of a shard's tokens on all tokens of their sequences.
-
-    `exchange` is `gather` or `ring`, `kernel` a key of KERNELS. With `segment_RY`, the segments of
-    the tokens of all shards in the order of shards, attention stays within segments. With `key_R2`,
-    the raw dropout key of each sequence, weights have dropout. Map this function over context
-    shards.
-    """
-    passes = _passes(exchange, kernel, scale, rate)
-    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, segment_RY, sinks_N, key_R2)
-
-
 @functools.cache
-def _passes(exchange: str, kernel: str, scale: float, rate: float) -> Passes:
-    passes = KERNELS[kernel].scaled(scale)
-    how = How(passes, is_ring=exchange == 'ring', rate=rate)
+def passes(exchange: str, kernel: str, scale: float, rate: float) -> Passes:
+    """Return the passes of a shard's tokens on all tokens of their sequences.
 
-    def alone(*arrays: Any) -> tuple[jax.Array, ...]:
-        return passes.forward(*arrays[:3], False)
-
-    def gradients_alone(*arrays: Any) -> tuple[jax.Array, ...]:
-        return passes.backward(*arrays[:6], False)
-
+    `exchange` is `gather` or `ring`, `kernel` a key of KERNELS, and `rate` the dropout rate of
+    weights. Attention stays within segments if the passes get the segments of the tokens of all
+    shards, in the order of shards. Map them over context shards.
+    """
+    chosen = KERNELS[kernel].scaled(scale)
+    how = How(chosen, is_ring=exchange == 'ring', rate=rate)
     of_shards = Passes(functools.partial(_attend, how), functools.partial(_gradients, how))
-    return on_each_device(of_shards, Passes(alone, gradients_alone))
+    return on_each_device(of_shards, of_sequences(chosen, causal=False, has_mask=False))
 
 
 def _attend(

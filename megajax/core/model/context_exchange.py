@@ -45,7 +45,7 @@ class Keys:
         # therefore waits for a block, and overlaps with the block after it.
         if step > 1:
             self._kv, _ = lax.optimization_barrier((self._kv, done[step - 2]))
-        self._kv = _pass_on(self._kv)
+        self._kv = pass_on(self._kv)
         return self._kv
 
 
@@ -68,7 +68,7 @@ class Sums:
         if self._ring:
             self._sums = tuple(
                 total.astype(jnp.float32) + x
-                for total, x in zip(_pass_on(self._sums), (dk, dv), strict=True)
+                for total, x in zip(pass_on(self._sums), (dk, dv), strict=True)
             )
             return
         shard = (lax.axis_index(CONTEXT) - step) % lax.axis_size(CONTEXT)
@@ -80,7 +80,7 @@ class Sums:
     def collect(self) -> Pair:
         """Return the sums of this shard's own keys and values, in their dtype."""
         if self._ring:
-            dk, dv = _pass_on(tuple(x.astype(self._dtype) for x in self._sums))
+            dk, dv = pass_on(tuple(x.astype(self._dtype) for x in self._sums))
             return dk, dv
         dk, dv = (  # reduce-scatter over context
             lax.psum_scatter(x, CONTEXT, scatter_dimension=0, tiled=True)[0].astype(self._dtype)
@@ -89,12 +89,12 @@ class Sums:
         return dk, dv
 
 
-def _pass_on(kv: Any) -> Any:
-    """Send this shard's arrays to the next shard, and receive the previous shard's."""
+def pass_on(arrays: Any, step: int = 1) -> Any:
+    """Send this shard's arrays to the shard `step` positions further around the ring."""
     shards = lax.axis_size(CONTEXT)
-    pairs = [(i, (i + 1) % shards) for i in range(shards)]
+    pairs = [(i, (i + step) % shards) for i in range(shards)]
     # permute over context
-    return jax.tree.map(lambda x: lax.ppermute(x, CONTEXT, pairs), kv)
+    return jax.tree.map(lambda x: lax.ppermute(x, CONTEXT, pairs), arrays)
 
 
 def merge(a: Pair, b: Pair) -> Pair:

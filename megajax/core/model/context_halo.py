@@ -19,54 +19,36 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.core.counts.windows import block_in_chunk
-from megajax.core.model.context_exchange import merge
+from megajax.core.model.context_exchange import merge, pass_on
 from megajax.core.model.documents import shared
 from megajax.core.model.dropout import WeightDropout
 from megajax.core.model.kernels import KERNELS, Dropped, Kernel, Lengths, same_document
-from megajax.core.model.passes import Passes, attend_by, on_each_device
+from megajax.core.model.passes import Passes, of_sequences, on_each_device
 from megajax.core.parallel.layout import CONTEXT
 from megajax.core.parallel.zigzag import position_at
 
 HIDDEN = 1e30  # a log-sum-exp with which every weight of a query is 0
 
 
-def attend_in_window(
-    q_RSNH: jax.Array,
-    k_RSKH: jax.Array,
-    v_RSKH: jax.Array,
-    window: int,
-    kernel: str,
-    scale: float,
-    sinks_N: jax.Array | None = None,
-    first_RS: jax.Array | None = None,
-    key_R2: jax.Array | None = None,
-    rate: float = 0.0,
-) -> jax.Array:
-    """Return attention o_RSNH of each of a shard's tokens on the last `window` tokens up to it.
-
-    `kernel` is a key of KERNELS. The halos are saved for the backward pass, which therefore sends
-    only their gradients. With `first_RS`, the position of the first token of each token's document,
-    attention stays within documents. With `key_R2`, the raw dropout key of each sequence, weights
-    have dropout. Map this function over context shards.
-    """
-    passes = _passes(window, kernel, scale, rate)
-    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, first_RS, sinks_N, key_R2)
-
-
 @functools.cache
-def _passes(window: int, kernel: str, scale: float, rate: float) -> Passes:
-    """Return the passes; they save the halos of keys and values."""
-    passes = KERNELS[kernel].scaled(scale)
-    how = _How(window, passes, is_flash=kernel == 'cudnn', rate=rate)
+def passes(window: int, kernel: str, scale: float, rate: float) -> Passes:
+    """Return the passes of each of a shard's tokens on the last `window` tokens up to it.
+
+    `kernel` is a key of KERNELS, and `rate` the dropout rate of weights. The halos of keys and
+    values are saved, so the backward pass sends only their gradients. Attention stays within
+    documents if the passes get the position of the first token of each token's document. Map them
+    over context shards.
+    """
+    chosen = KERNELS[kernel].scaled(scale)
+    how = _How(window, chosen, is_flash=kernel == 'cudnn', rate=rate)
+    whole = of_sequences(chosen, causal=True, window=window)
 
     def alone(*arrays: Any) -> tuple[jax.Array, ...]:
         halos = (x[:, : 2 * window] for x in arrays[1:3])
-        mask = same_document(arrays[3])
-        return *passes.forward(*arrays[:3], True, mask, window=window), *halos
+        return *whole.forward(*arrays), *halos
 
     def gradients_alone(*arrays: Any) -> tuple[jax.Array, ...]:
-        mask = same_document(arrays[8])
-        return passes.backward(*arrays[:5], arrays[7], True, mask, window=window)
+        return whole.backward(*arrays[:5], *arrays[7:])
 
     of_shards = Passes(functools.partial(_attend, how), functools.partial(_gradients, how))
     return on_each_device(of_shards, Passes(alone, gradients_alone), saved=2)
@@ -252,7 +234,7 @@ def _gradients(
 def _exchange(k: jax.Array, window: int) -> jax.Array:
     """Return the last keys before a shard's first chunk, and those before its second chunk."""
     first, second = (x[:, -window:] for x in jnp.split(k, 2, axis=1))
-    before_first, before_second = _pass_on(first, 1), _pass_on(second, -1)
+    before_first, before_second = pass_on(first), pass_on(second, -1)
     # The sequence's first chunk has nothing before it; `_Blocks.visible` hides what arrives there.
     return jnp.concatenate([before_first, jnp.where(_is_last(), first, before_second)], axis=1)
 
@@ -264,16 +246,9 @@ def _give_back(dk: jax.Array) -> jax.Array:
     `_exchange`.
     """
     of_first, of_second = dk[:, 0], dk[:, 1]
-    first = jnp.where(_is_last(), of_second, _pass_on(of_first, -1))
-    second = jnp.where(lax.axis_index(CONTEXT) == 0, 0, _pass_on(of_second, 1))
+    first = jnp.where(_is_last(), of_second, pass_on(of_first, -1))
+    second = jnp.where(lax.axis_index(CONTEXT) == 0, 0, pass_on(of_second))
     return jnp.stack([first, second], axis=1)
-
-
-def _pass_on(x: jax.Array, step: int) -> jax.Array:
-    """Send a shard's array to the shard `step` positions further around the ring."""
-    shards = lax.axis_size(CONTEXT)
-    # permute over context
-    return lax.ppermute(x, CONTEXT, [(i, (i + step) % shards) for i in range(shards)])
 
 
 def _is_last() -> jax.Array:

@@ -16,7 +16,7 @@ from jax import lax
 
 from megajax.core.model.dropout import WeightDropout
 from megajax.core.model.kernels import KERNELS, Dropped, same_document
-from megajax.core.model.passes import Passes, attend_by, on_each_device
+from megajax.core.model.passes import Passes, attend_by, of_sequences, on_each_device
 from megajax.core.model.per_device import per_device
 from megajax.core.parallel.layout import CONTEXT, UNSHARDED, Layout
 from megajax.core.parallel.zigzag import in_order, in_shards
@@ -39,8 +39,8 @@ def attend_by_heads(
     layout: Layout,
     kernel: str,
     scale: float,
-    sinks_N: jax.Array | None = None,
     document_RY: jax.Array | None = None,
+    sinks_N: jax.Array | None = None,
     key_R2: jax.Array | None = None,
     rate: float = 0.0,
 ) -> jax.Array:
@@ -77,13 +77,8 @@ def _passes(masks: Masks, kernel: str, scale: float, rate: float) -> Passes:
         mask, dropped = same_document(document_RY), _dropped(saved[0], key_R2, rate)
         return passes.backward(*saved, causal, mask, window=window, dropped=dropped)
 
-    def alone(*arrays: Any) -> tuple[jax.Array, ...]:
-        return passes.forward(*arrays[:3], causal)
-
-    def backward_alone(*arrays: Any) -> tuple[jax.Array, ...]:
-        return passes.backward(*arrays[:6], causal)
-
-    return on_each_device(Passes(forward, backward), Passes(alone, backward_alone))
+    whole = of_sequences(passes, causal=causal, has_mask=False)
+    return on_each_device(Passes(forward, backward), whole)
 
 
 def _dropped(q_RYNH: jax.Array, key_R2: jax.Array | None, rate: float) -> Dropped | None:

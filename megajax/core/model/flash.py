@@ -4,12 +4,10 @@ import functools
 import logging
 from typing import Any
 
-import jax
-
 from megajax.core.counts.flash import missing_for_flash
 from megajax.core.hardware.targets import capability_of, is_nvidia
-from megajax.core.model.kernels import KERNELS, same_document
-from megajax.core.model.passes import Passes, attend_by, on_each_device
+from megajax.core.model.kernels import KERNELS
+from megajax.core.model.passes import Passes, of_sequences, on_each_device
 
 logger = logging.getLogger(__name__)
 
@@ -44,37 +42,11 @@ def can_flash(
     return not missing
 
 
-def flash_attention(
-    q_RSNH: jax.Array,
-    k_RSKH: jax.Array,
-    v_RSKH: jax.Array,
-    segment_RS: jax.Array | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    sinks_N: jax.Array | None = None,
-) -> jax.Array:
-    """Return attention o_RSNH, causal or bidirectional, sharded like q; within segments, if given.
-
-    No scores are saved for the backward pass.
-    """
-    passes = _passes(causal, window, scale)
-    return attend_by(passes, q_RSNH, k_RSKH, v_RSKH, segment_RS, sinks_N)
-
-
 # cuDNN's kernel supports neither Explicit axes nor a second batch dim. Batch and heads are
 # independent, so each device runs it on its own.
 @functools.cache
-def _passes(causal: bool, window: int | None, scale: float) -> Passes:
-    def forward(
-        q: jax.Array, k: jax.Array, v: jax.Array, segment_RS: jax.Array | None, _: None
-    ) -> tuple[jax.Array, jax.Array]:
-        kernel = KERNELS['cudnn'].scaled(scale)
-        return kernel.forward(q, k, v, causal, same_document(segment_RS), window=window)
-
-    def backward(*arrays: Any) -> tuple[jax.Array, ...]:
-        *saved, segment_RS, _ = arrays
-        kernel = KERNELS['cudnn'].scaled(scale)
-        return kernel.backward(*saved, causal, same_document(segment_RS), window=window)
-
-    return on_each_device(Passes(forward, backward))
+def passes(causal: bool, window: int | None, scale: float) -> Passes:
+    """Return the passes of attention, causal or bidirectional; they save no scores."""
+    return on_each_device(
+        of_sequences(KERNELS['cudnn'].scaled(scale), causal=causal, window=window)
+    )

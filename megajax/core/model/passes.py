@@ -8,11 +8,12 @@ after their blocks of keys are merged.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from megajax.core.model.kernels import Kernel, same_document
 from megajax.core.model.per_device import Specs, per_device
 from megajax.core.parallel.layout import UNSHARDED
 
@@ -26,6 +27,22 @@ class Passes(NamedTuple):
     forward: Callable[..., Arrays]
     # (q, k, v, o, lse, others, do, segments or None, keys or None) -> dq, dk, dv
     backward: Callable[..., Arrays]
+
+
+def of_sequences(
+    kernel: Kernel, *, causal: bool, window: int | None = None, has_mask: bool = True
+) -> Passes:
+    """Return a kernel's passes for whole sequences; with a mask, they stay within segments."""
+
+    def within(kernel_pass: Callable[..., Arrays]) -> Callable[..., Arrays]:
+        def apply(*arrays: Any) -> Arrays:
+            *arrays_of_kernel, segment_RS, _ = arrays
+            mask = same_document(segment_RS) if has_mask else None
+            return kernel_pass(*arrays_of_kernel, causal, mask, window=window)
+
+        return apply
+
+    return Passes(within(kernel.forward), within(kernel.backward))
 
 
 def on_each_device(passes: Passes, unmapped: Passes | None = None, *, saved: int = 0) -> Passes:

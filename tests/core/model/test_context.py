@@ -11,8 +11,9 @@ from jax import P
 from jax.sharding import NamedSharding
 from support import exhaustive, slow
 
-from megajax.core.model.context import attend_across
+from megajax.core.model.context import passes
 from megajax.core.model.kernels import KERNELS
+from megajax.core.model.passes import attend_by
 from megajax.core.parallel.mesh import make_mesh
 from megajax.core.parallel.zigzag import position_at
 
@@ -89,7 +90,7 @@ def test_output_and_gradients_are_those_of_whole_sequences(
     def output_and_gradients(first, do, *arrays):
         def of_shard(first, do, *arrays):
             def attend(q, k, v, sinks=None):
-                return attend_across(q, k, v, exchange, 'xla', SCALE, sinks, first)
+                return attend_by(passes(exchange, 'xla', SCALE, 0.0), q, k, v, first, sinks)
 
             o, pullback = jax.vjp(attend, *arrays)
             return o, *pullback(do)

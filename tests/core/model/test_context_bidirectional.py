@@ -9,7 +9,8 @@ from jax import P
 from jax.sharding import NamedSharding
 from support import slow
 
-from megajax.core.model.context_bidirectional import attend_both_ways
+from megajax.core.model.context_bidirectional import passes
+from megajax.core.model.passes import attend_by
 from megajax.core.parallel.mesh import make_mesh
 from megajax.core.parallel.zigzag import position_at
 
@@ -38,7 +39,7 @@ def test_output_and_gradients_are_those_of_whole_sequences(shards: int, exchange
     def output_and_gradients(segment, do, *arrays):
         def of_shard(segment, do, *arrays):
             def attend(q, k, v):
-                return attend_both_ways(q, k, v, exchange, 'xla', SCALE, segment_RY=segment)
+                return attend_by(passes(exchange, 'xla', SCALE, 0.0), q, k, v, segment)
 
             o, pullback = jax.vjp(attend, *arrays)
             return o, *pullback(do)

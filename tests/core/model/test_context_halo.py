@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 from support import exhaustive, slow
 
 from megajax.core.model import context_halo
-from megajax.core.model.context_halo import attend_in_window
 from megajax.core.model.kernels import KERNELS
+from megajax.core.model.passes import attend_by
 from megajax.core.parallel.mesh import make_mesh
 from megajax.core.parallel.zigzag import position_at
 
@@ -20,9 +20,9 @@ ROWS, LENGTH, HEADS, GROUPS, HEAD_DIM = 2, 48, 4, 2, 8
 def xla_as_cudnn(monkeypatch: pytest.MonkeyPatch):
     """Compute cuDNN's blocks, which are whole chunks, with XLA's kernel."""
     monkeypatch.setitem(KERNELS, 'cudnn', KERNELS['xla'])
-    context_halo._passes.cache_clear()
+    context_halo.passes.cache_clear()
     yield
-    context_halo._passes.cache_clear()
+    context_halo.passes.cache_clear()
 
 
 def first_tokens() -> np.ndarray:
@@ -89,8 +89,8 @@ def test_output_and_gradients_are_those_of_whole_sequences(
     @jax.jit
     def output_and_gradients(q, k, v, do, *first):
         def attend(q, k, v, *first):
-            scale = HEAD_DIM**-0.5
-            return attend_in_window(q, k, v, window, kernel, scale, None, *first)
+            passes = context_halo.passes(window, kernel, HEAD_DIM**-0.5, 0.0)
+            return attend_by(passes, q, k, v, *first)
 
         mapped = jax.vmap(attend, spmd_axis_name=axes)
         o, pullback = jax.vjp(lambda *x: mapped(*x, *first), q, k, v)

@@ -51,7 +51,7 @@ def test_output_and_gradients_are_those_of_whole_sequences() -> None:
         def of_shard(do, document, *arrays):
             def attend(q, k, v, sinks):
                 masks = Masks(True, WINDOW)
-                return attend_by_heads(q, k, v, masks, LAYOUT, 'xla', SCALE, sinks, document)
+                return attend_by_heads(q, k, v, masks, LAYOUT, 'xla', SCALE, document, sinks)
 
             o, pullback = jax.vjp(attend, *arrays)
             return o, *pullback(do)

@@ -68,7 +68,7 @@ def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(
         return on_cpu.forward(q, k, v, *rest, **window)
 
     monkeypatch.setitem(KERNELS, 'cudnn', on_cpu._replace(forward=forward))
-    monkeypatch.setattr(attention, 'can_flash', lambda *_, **__: True)
+    monkeypatch.setattr(flash, 'can_flash', lambda *_, **__: True)
     flash_loss, flash_gradients = loss_and_gradients(name, data, model, microbatches, documents)
     assert set(seen) == {(8 // data // microbatches, 32, 8 // model, seen[0][-1])}
     assert relative_error(flash_loss, loss) < 1e-6
@@ -115,9 +115,7 @@ def test_a_mask_of_an_odd_number_of_tokens_is_not_for_the_kernel(
     overrides, tokens, monkeypatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(
-        attention, 'can_flash', lambda *kind, has_dropout: bool(asked.append(kind[-1]))
-    )
+    monkeypatch.setattr(flash, 'can_flash', lambda *kind, has_dropout: bool(asked.append(kind[-1])))
     config = load('tiny', ['mesh.data=1', 'mesh.model=1', *overrides])
     with on_mesh(config):
         params = jax.eval_shape(lambda: init_state(config).params)
@@ -144,8 +142,8 @@ def test_attention_with_dropout_to_apply_never_runs_the_kernel_which_has_none(
     rate, has_keys, monkeypatch
 ):
     seen = []
-    monkeypatch.setattr(attention, 'can_flash', lambda *_, has_dropout: not has_dropout)
-    monkeypatch.setattr(attention, 'flash_attention', lambda q, *_: seen.append(q) or q)
+    monkeypatch.setattr(flash, 'can_flash', lambda *_, has_dropout: not has_dropout)
+    monkeypatch.setattr(attention, 'attend_by', lambda _, q, *rest: seen.append(q) or q)
     config = make_config()
     with on_mesh(config):
         layout = Layout.of(config)

@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding
 from support import make_config
 
 from megajax.core.hardware.targets import compile_without_gpu, gpu_devices, has_compiler
+from megajax.core.model import flash
 from megajax.core.model.attention import attend
-from megajax.core.model.flash import flash_attention
 from megajax.core.model.kernels import KERNELS
+from megajax.core.model.passes import attend_by
 from megajax.core.parallel.layout import Layout
 from megajax.core.parallel.mesh import axis_sizes, mesh_of
 
@@ -124,7 +125,7 @@ def calls(text: str) -> list[str]:
 @needs_compiler
 @pytest.mark.parametrize(('window', 'written'), [(64, '64'), (None, '0')])
 def test_the_kernels_of_a_gpu_get_the_window_in_both_passes(window, written) -> None:
-    text = compiled_for('h100', 64, lambda *x: flash_attention(*x, None, True, window, SCALE))
+    text = compiled_for('h100', 64, lambda *x: attend_by(flash.passes(True, window, SCALE), *x))
     assert re.findall(r'"fmha_scale": ?([\d.]+)', text) == [str(SCALE)] * 2
     assert calls(text) == ['Softmax', 'SoftmaxBackward']
     assert re.findall(r'"sliding_window_length": ?"?(\d+)', text) == [written] * 2

@@ -9,9 +9,10 @@ import pytest
 from jax import P
 from support import make_config, on_mesh
 
+from megajax.core.model import flash
 from megajax.core.model.attention import attend
-from megajax.core.model.flash import flash_attention
 from megajax.core.model.kernels import KERNELS
+from megajax.core.model.passes import attend_by
 from megajax.core.parallel.layout import Layout
 
 ROWS, LENGTH, HEADS, GROUPS, HEAD_DIM, SCALE = 2, 24, 4, 2, 8, 0.4
@@ -72,7 +73,8 @@ def test_a_sink_is_one_more_column_of_the_softmax_and_so_are_its_gradients(
 
         def ours(q, k, v, sinks_N):
             if way == 'flash':
-                return flash_attention(q, k, v, segment_RS, True, window, SCALE, sinks_N)
+                passes = flash.passes(True, window, SCALE)
+                return attend_by(passes, q, k, v, segment_RS, sinks_N)
             settings = {'scale': SCALE, 'window': window, 'recompute': way == 'recomputed'}
             return attend(q, k, v, layout, segment_RS=segment_RS, sinks_N=sinks_N, **settings)
 

@@ -177,7 +177,7 @@ GROUPS = {'count': 4, 'active': 2, 'ffn_size': 64, 'capacity': 1.0, 'capacity_gr
         ((8, 64), {}, '64 exceeds model.max_seq_len=32'),
         ((6, 32), {'mesh': {'data': 2}, 'train': {'microbatches': 2}}, '6 is not a multiple of'),
         ((8, 18), {'mesh': {'context': 2}}, '18 is not a multiple of 4'),
-        ((8, 16), {'mesh': {'context': 2}, 'model': {'window': 8}}, 'model.window: a window of 8 tokens'),
+        ((8, 16), {'mesh': {'context': 2}, 'model': {'window': 8}}, 'a window of 8 tokens'),
         # Tokens beyond the last group would take the slots of another expert.
         ((8, 12), {'model': {'experts': GROUPS}}, 'model.experts.capacity_group: 8 '),
         (
