@@ -58,6 +58,16 @@ def changed(config: Config, **keys: object) -> Config:
     )
 
 
+def layout_key(config: Config) -> tuple[object, ...]:
+    """Return the values of a layout's keys except ZeRO stage, replicas, schedule and overlap."""
+    mesh, train = config.mesh, config.train
+    return (
+        *Mesh.of(config),
+        *(mesh.virtual_stages, mesh.context_exchange, mesh.experts, mesh.sequence_parallel),
+        *(train.microbatches, train.recompute),
+    )
+
+
 def meshes(num_devices: int, *, has_grids: bool) -> Iterator[Mesh]:
     """Yield every mesh of the devices, small tensor-parallel groups first.
 
@@ -89,6 +99,21 @@ def deep_meshes(config: Config, num_devices: int, per_host: int) -> Iterator[Mes
                     yield Mesh(data, 1, group, stages, context)
 
 
+def _on(mesh: Mesh, config: Config) -> Config:
+    return changed(
+        config,
+        mesh__data=mesh.data,
+        mesh__model_rows=mesh.rows,
+        mesh__model=mesh.model,
+        mesh__stages=mesh.stages,
+        mesh__context=mesh.context,
+        mesh__virtual_stages=1,
+        mesh__replicas=1,
+        mesh__experts=1,
+        train__schedule='1f1b',
+    )
+
+
 def _repetitions(layers: int, config: Config) -> tuple[int, ...]:
     """Return the numbers of chunks that divide `layers` into whole periods of the pattern."""
     periods, left_over = divmod(layers, len(config.model.pattern))
@@ -110,17 +135,8 @@ def deep_layouts(
     compete with transfers between stages.
     """
     on_mesh = changed(
-        config,
-        mesh__data=mesh.data,
-        mesh__model_rows=1,
-        mesh__model=mesh.model,
-        mesh__stages=mesh.stages,
-        mesh__virtual_stages=1,
-        mesh__context=mesh.context,
-        mesh__replicas=1,
-        mesh__experts=1,
+        _on(mesh, config),
         mesh__sequence_parallel=mesh.model > 1,
-        train__schedule='1f1b',
         train__overlap='none',
         train__unroll=False,
     )
@@ -189,19 +205,7 @@ def layouts(
     if not mesh.is_flat:
         yield from deep_layouts(config, mesh, per_host, capability, zero)
         return
-    group = mesh.rows * mesh.model
-    on_mesh = changed(
-        config,
-        mesh__data=mesh.data,
-        mesh__model_rows=mesh.rows,
-        mesh__model=mesh.model,
-        mesh__replicas=1,
-        mesh__experts=1,
-        mesh__stages=1,
-        mesh__virtual_stages=1,
-        mesh__context=1,
-        train__schedule='1f1b',
-    )
+    group, on_mesh = mesh.rows * mesh.model, _on(mesh, config)
     sequence_parallel = (True,) if mesh.rows > 1 else (False, True) if group > 1 else (False,)
     # With flash attention, selective recomputation has no effect.
     flash = uses_flash(config, capability)

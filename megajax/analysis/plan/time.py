@@ -20,7 +20,7 @@ from megajax.analysis.plan.kernel_time import (
     traffic_seconds,
 )
 from megajax.analysis.plan.launches import launch_seconds
-from megajax.analysis.plan.layouts import changed
+from megajax.analysis.plan.layouts import changed, layout_key
 from megajax.analysis.plan.memory_traffic import (
     traffic_of_images,
     traffic_of_layers,
@@ -286,14 +286,8 @@ def _with_half_size(cluster: Cluster, program: Software) -> Cluster:
 
 
 def _whatever_is_sharded(config: Config) -> tuple[object, ...]:
-    """Return the values of the keys in which layouts differ, except ZeRO stage and replicas."""
-    mesh, train = config.mesh, config.train
-    return (
-        *(mesh.data, mesh.experts, mesh.model_rows, mesh.model, mesh.sequence_parallel),
-        *(mesh.stages, mesh.virtual_stages, mesh.context, mesh.context_exchange),
-        *(train.microbatches, train.recompute, train.schedule),
-        *(train.overlap, train.unroll),
-    )
+    train = config.train
+    return *layout_key(config), train.schedule, train.overlap, train.unroll
 
 
 def _idle_share(config: Config) -> float:

@@ -2,7 +2,7 @@
 
 from megajax.analysis.plan.communication import over_tensor
 from megajax.analysis.plan.describe import ZERO_STAGES, group_name, judged, needs
-from megajax.analysis.plan.layouts import Mesh, changed
+from megajax.analysis.plan.layouts import changed, layout_key
 from megajax.analysis.plan.search import Choice, Ranking
 from megajax.core.config import Config
 
@@ -42,7 +42,7 @@ def on_sharding(ranking: Ranking) -> str:
     others = dict[tuple[str, bool], Choice]()
     for choice in ranking.all:
         config = choice.config
-        if _apart_from_sharding(config) == _apart_from_sharding(best.config):
+        if layout_key(config) == layout_key(best.config):
             others.setdefault((config.optim.shard, config.mesh.replicas > 1), choice)
     words = [
         f'{_sharding(choice.config)}: {_loss(choice, best)}'
@@ -93,16 +93,6 @@ def _sent_by_layers(config: Config) -> float:
         collective.wire_bytes * collective.times
         for collective in over_tensor(config)
         if collective.site.name in ('attention', 'mlp')
-    )
-
-
-def _apart_from_sharding(config: Config) -> tuple[object, ...]:
-    mesh, train = config.mesh, config.train
-    return (
-        *Mesh.of(config),
-        *(mesh.virtual_stages, mesh.context_exchange, mesh.experts),
-        mesh.sequence_parallel,
-        *(train.microbatches, train.recompute),
     )
 
 
