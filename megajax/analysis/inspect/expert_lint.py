@@ -10,7 +10,7 @@ from megajax.core.counts.data_parallel import SHARDS, SHARDS_OF_EXPERTS, with_pa
 from megajax.core.counts.declaration import Parameter
 from megajax.core.counts.experts import NUM_STATISTICS
 from megajax.core.counts.layers import num_with_experts
-from megajax.core.counts.parameters import dim_sizes, elements, parameters
+from megajax.core.counts.parameters import dim_sizes, elements, parameters, shape_of
 from megajax.core.parallel.layout import EXPERT, Layout
 from megajax.xla.hlo.collectives import Collective
 
@@ -55,10 +55,10 @@ def _of_experts_alone(config: Config) -> Mapping[Dims, str]:
     names, others = dict[Dims, str](), set[Dims]()
 
     def on_device(dims: str, shards: Mapping[str, int]) -> set[Dims]:
-        shape = [sizes[x.upper()] // shards.get(x, 1) for x in dims]
+        shape = shape_of(dims, sizes, shards)
         # A matmul may merge the gate and up dim with the hidden dim.
         joined = [(*shape[:cut], prod(shape[cut:])) for cut in range(1, len(shape))]
-        return {_sorted(each) for each in (tuple(shape), *joined)}
+        return {_sorted(each) for each in (shape, *joined)}
 
     for name, declared in parameters(config.model):
         at_rest = layout.shards_at_rest(declared.dims) if declared.is_matrix else layout.shards

@@ -11,7 +11,7 @@ from math import prod
 
 from megajax.analysis.inspect.result import Finding
 from megajax.core.config import Config
-from megajax.core.counts.parameters import dim_sizes, parameters
+from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
 from megajax.core.parallel.layout import CONTEXT, STAGE, Layout
 from megajax.core.train.pipeline import TO_NEXT, TO_PREVIOUS
 from megajax.xla.hlo.collectives import Collective
@@ -105,18 +105,14 @@ def _tables(config: Config) -> dict[tuple[int, ...], str]:
 
     Dims that a layer's matrix or a microbatch's tokens also have are omitted.
     """
-    sizes, shards = dict(dim_sizes(config.model)), Layout.of(config).shards
-
-    def on_device(dims: str) -> tuple[int, ...]:
-        return tuple(sizes[letter.upper()] // shards.get(letter, 1) for letter in dims)
-
+    sizes, shards = dim_sizes(config.model), Layout.of(config).shards
     tables, others = dict[tuple[int, ...], str](), set[tuple[int, ...]]()
     for name, x in parameters(config.model):
         if 'V' in x.dims and len(x.dims) > 1:
-            dims = on_device(x.dims)
+            dims = shape_of(x.dims, sizes, shards)
             tables |= {dims: name, dims[::-1]: name}
         elif x.is_stacked:
-            others.add(on_device(x.dims)[-2:])
+            others.add(shape_of(x.dims, sizes, shards)[-2:])
     tokens = config.train.seq_len // config.mesh.context
     return {
         dims: name for dims, name in tables.items() if dims not in others and tokens not in dims

@@ -7,7 +7,7 @@ from megajax.analysis.inspect.result import Finding
 from megajax.analysis.inspect.sites import site_of
 from megajax.core.config import Config
 from megajax.core.counts.data_parallel import with_padding
-from megajax.core.counts.parameters import dim_sizes, parameters
+from megajax.core.counts.parameters import dim_sizes, parameters, shape_of
 from megajax.core.parallel.layout import Layout
 from megajax.xla.hlo.collectives import Collective
 from megajax.xla.hlo.loop_residuals import stored_in
@@ -59,8 +59,7 @@ def _stacked(config: Config) -> dict[tuple[int, ...], int]:
     sizes['D'] = with_padding(config, sizes['D'])
 
     def on_device(dims: str) -> tuple[int, ...]:
-        each = (sizes[letter.upper()] // shards.get(letter, 1) for letter in dims)
-        return tuple(sorted(size for size in each if size > 1))
+        return tuple(sorted(size for size in shape_of(dims, sizes, shards) if size > 1))
 
     dims = [x.dims for _, x in parameters(config.model) if x.is_stacked and x.is_in_microbatches]
     of_a_layer = {on_device(letters[1:]) for letters in dims}

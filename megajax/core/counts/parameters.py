@@ -117,16 +117,18 @@ def dim_sizes(model: ModelConfig) -> Mapping[str, int]:
     return {**base_sizes(model), **of_encoder}
 
 
-def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of an array with these dims; a lowercase letter has its capital's size."""
-    return tuple(sizes[letter.upper()] for letter in dims)
+def shape_of(
+    dims: str, sizes: Mapping[str, int], shards: Mapping[str, int] = UNSHARDED
+) -> tuple[int, ...]:
+    """Return the shape on a device of an array with these dims.
+
+    A lowercase letter has its capital's size. `shards` has the number of shards of each letter.
+    """
+    return tuple(sizes[letter.upper()] // shards.get(letter, 1) for letter in dims)
 
 
 def elements(dims: str, sizes: Mapping[str, int], shards: Mapping[str, int] = UNSHARDED) -> int:
-    """Return how many elements of an array with these dims are on a device.
-
-    `shards` has the number of shards of each letter.
-    """
+    """Return how many elements of an array with these dims are on a device; see `shape_of`."""
     size = sharding = 1
     for letter in dims:
         size *= sizes[letter.upper()]
