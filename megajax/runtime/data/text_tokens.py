@@ -4,13 +4,14 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from megajax.base.errors import ConfigError
@@ -90,23 +91,18 @@ def _part(sequences: Sequences) -> Part:
 class KeptTokens:
     """A folder of the cache for the tokens of a remote text corpus.
 
-    `here` is the folder of the corpus, whose name depends on the version of each file. Raises
-    ConfigError if the tokenizer of the config cannot be used.
+    `here` is the folder of the corpus, whose name depends on the version of each file. A tokenizer
+    that is trained on the corpus is kept apart from the tokens, so that a run which resumes with
+    its own tokenizer finds the tokens, too. Raises ConfigError if the tokenizer of the config
+    cannot be used.
     """
 
     def __init__(self, config: Config, here: Path) -> None:
-        import tokenizers
-
         self._config = config
+        self._here = here / '.tokens'  # hidden, so that it is no part of the corpus
         self._tokenizer: Tokenizer | None = None
-        made_by = f'bpe {config.model.objective}'
         if not is_trained(config):
-            tokenizer = self._tokenizer = tokenizer_of_text(config, lambda: ())
-            made_by = f'{tokenizer.fingerprint} {tokenizer.eod} {tokenizer.start}'
-        size, split = config.model.vocab_size, config.data.split
-        keys = [VERSION, tokenizers.__version__, made_by, size, split]
-        # Hidden, so that it is no part of the corpus.
-        self._folder = here / '.tokens' / sha256(json.dumps(keys).encode()).hexdigest()[:32]
+            self._tokenizer = tokenizer_of_text(config, lambda: ())
         # The tokens that an earlier run or another process has kept, or None.
         self.found = self._read()
 
@@ -116,56 +112,95 @@ class KeptTokens:
         If several processes of a host ask, the first one tokenizes and the others wait.
         """
         if self.found is None:
-            self._folder.parent.mkdir(exist_ok=True)
-            with locked(self._folder.parent, wait=True):
+            self._here.mkdir(exist_ok=True)
+            with locked(self._here, wait=True):
                 self.found = self._read()
                 if self.found is None:
                     self.found = tokenize(self._config, self._tokenizer)
                     self._keep(self.found)
         return self.found
 
+    def _folder(self, made_by: str) -> Path:
+        """Return the folder of the tokens that a tokenizer makes, or of a trained tokenizer."""
+        import tokenizers
+
+        size, split = self._config.model.vocab_size, self._config.data.split
+        keys = [VERSION, tokenizers.__version__, made_by, size, split]
+        return self._here / sha256(json.dumps(keys).encode()).hexdigest()[:32]
+
+    def _trained(self) -> Path:
+        return self._folder(f'bpe {self._config.model.objective}')
+
+    def _tokens(self, tokenizer: Tokenizer) -> Path:
+        return self._folder(f'{tokenizer.fingerprint} {tokenizer.eod} {tokenizer.start}')
+
     def _read(self) -> TextTokens | None:
         """Return the kept tokens, mapped from their files; None if a file is missing or damaged."""
         try:
-            about = json.loads((self._folder / ABOUT).read_bytes())
-            for path in self._folder.iterdir():
-                os.utime(path)  # the time of its last use
-            if _sums(self._folder) != about['sums']:
-                return None
-            pairs = [read_pair(self._folder / name) for name in PARTS]
+            if self._tokenizer is None:
+                _read_about(self._trained())
+                trained = str(self._trained() / TOKENIZER)
+                self._tokenizer = tokenizer_of_text(self._config, lambda: (), trained=trained)
+            folder = self._tokens(self._tokenizer)
+            about = _read_about(folder)
+            pairs = [read_pair(folder / name) for name in PARTS]
+            summary, warnings = about['summary'], (*about['warnings'],)
         except (OSError, ValueError, KeyError, ConfigError):
             return None
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            trained = str(self._folder / TOKENIZER)
-            tokenizer = tokenizer_of_text(self._config, lambda: (), trained=trained)
         corpus = self._config.data.corpus
         train, validation = (_part(replace(pair, name=corpus)) for pair in pairs)
-        return TextTokens(tokenizer, (train, validation), about['summary'], (*about['warnings'],))
+        return TextTokens(self._tokenizer, (train, validation), summary, warnings)
 
     def _keep(self, found: TextTokens) -> None:
         """Write the tokens to the cache; if the disk is full, log a warning and do without."""
-        parent, new = self._folder.parent, None
         try:
-            new = Path(mkdtemp(dir=parent))
-            for name, part in zip(PARTS, found.parts, strict=True):
-                _write_pair(new / name, part.sequences)
-            found.tokenizer.save(new / TOKENIZER)
-            about = {'summary': found.summary, 'warnings': found.warnings, 'sums': _sums(new)}
-            (new / ABOUT).write_text(json.dumps(about))
-            for path in new.iterdir():
-                sync(path)
-            shutil.rmtree(self._folder, ignore_errors=True)
-            new.rename(self._folder)
+            with _new_folder(self._tokens(found.tokenizer)) as new:
+                for name, part in zip(PARTS, found.parts, strict=True):
+                    _write_pair(new / name, part.sequences)
+                _write_about(new, {'summary': found.summary, 'warnings': found.warnings})
+            if is_trained(self._config):
+                with _new_folder(self._trained()) as new:
+                    found.tokenizer.save(new / TOKENIZER)
+                    _write_about(new, {})
         except Exception as error:  # tokenizers raises no narrower exception
             logger.warning(
                 'run.data_cache: the tokens cannot be kept in %s, so the next start tokenizes '
                 'again: %s',
-                parent,
+                self._here,
                 error,
             )
-            if new is not None:
-                shutil.rmtree(new, ignore_errors=True)
+
+
+@contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder for the block to fill, which then replaces the folder `path`."""
+    new = Path(mkdtemp(dir=path.parent))
+    try:
+        yield new
+        for file in new.iterdir():
+            sync(file)
+        shutil.rmtree(path, ignore_errors=True)
+        new.rename(path)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def _write_about(folder: Path, about: Mapping[str, Any]) -> None:
+    (folder / ABOUT).write_text(json.dumps({**about, 'sums': _sums(folder)}))
+
+
+def _read_about(folder: Path) -> dict[str, Any]:
+    """Return what `_write_about` has written; raise ValueError if a file of the folder differs.
+
+    The time of the files' last use is then now.
+    """
+    about: dict[str, Any] = json.loads((folder / ABOUT).read_bytes())
+    for path in folder.iterdir():
+        os.utime(path)
+    if _sums(folder) != about['sums']:
+        raise ValueError(f'{folder}: a file is damaged')
+    return about
 
 
 def _write_pair(prefix: Path, sequences: Sequences) -> None:

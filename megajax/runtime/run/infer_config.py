@@ -20,7 +20,6 @@ from megajax.core.config import (
 from megajax.core.config.load import CONFIG, run_like, runs_in
 from megajax.runtime.checkpoint.digests import find_candidates, find_steps, readable
 from megajax.runtime.checkpoint.record import RECORD, START_FROM, TOKENIZER, read_record
-from megajax.runtime.data.sources.remote import is_remote
 
 DEFAULT = 'tiny'
 TRAINED = 'auto', 'bpe'  # values of `data.tokenizer` that train a tokenizer on a text
@@ -91,15 +90,14 @@ def with_own_tokenizer(config: Config, run: Path, start: Path | None = None) -> 
 
     A run can therefore resume after it was moved, and after that file was changed or deleted. A
     file that the config names for the first time is not replaced. A tokenizer that the run trained
-    on its texts (`auto`, `bpe`) is not trained again, because the texts may have changed; the cache
-    knows the tokens of a remote text by its training. With `data.tokenizer=auto`, the run's own
-    tokenizer may also be its initial weights' tokenizer; a new run finds it in the checkpoint
-    `start`.
+    on its texts (`auto`, `bpe`) is not trained again, because the texts may have changed. With
+    `data.tokenizer=auto`, the run's own tokenizer may also be its initial weights' tokenizer; a new
+    run finds it in the checkpoint `start`.
     """
     checkpoint, begun = newest_data(run) if start is None else (start, {})
     tokenizer = config.data.tokenizer
     if tokenizer in TRAINED:
-        is_own = begun.get('tokenizer') in TRAINED and not _is_same_remote(config, begun)
+        is_own = begun.get('tokenizer') in TRAINED
         is_own = is_own or (tokenizer == 'auto' and config.run.start_from is not None)
     else:
         is_own = tokenizer not in NO_FILES and tokenizer == begun.get('tokenizer')
@@ -107,17 +105,6 @@ def with_own_tokenizer(config: Config, run: Path, start: Path | None = None) -> 
         return config
     data = config.data.model_copy(update={'tokenizer': str(own)})
     return config.model_copy(update={'data': data})
-
-
-def _is_same_remote(config: Config, begun: Mapping[str, Any]) -> bool:
-    """Whether a run reads the same remote text as before, whose tokens are in the cache."""
-    data = config.data
-    same = (data.corpus, data.split, dict(data.blend)) == (
-        begun.get('corpus'),
-        begun.get('split'),
-        begun.get('blend', {}),
-    )
-    return same and is_remote(data.corpus) and data.order != 'streamed'
 
 
 def newest_data(run: Path) -> tuple[Path | None, Mapping[str, Any]]:

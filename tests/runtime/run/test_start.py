@@ -382,20 +382,6 @@ def test_a_tokenizer_that_was_trained_on_a_text_is_kept_when_the_text_grows(
     assert fresh.tokenizer.fingerprint != own.fingerprint
 
 
-def test_a_remote_text_keeps_the_training_by_which_the_cache_knows_its_tokens(
-    tmp_path: Path,
-) -> None:
-    text = {'corpus': 'https://example.com/text.jsonl', 'tokenizer': 'auto'}
-    own, config = byte_tokenizer(), tiny(data=text)
-    with Checkpoints(tmp_path / 'run/checkpoints', config, tokenizer=own) as checkpoints:
-        checkpoints.save(make_state(config, 3), 3)
-    assert with_own_tokenizer(config, tmp_path / 'run') == config
-    changed = {'split': '9,1,0'}, {'corpus': 'https://example.com/other'}, {'order': 'streamed'}
-    for keys in changed:
-        there = with_own_tokenizer(tiny(data=text | keys), tmp_path / 'run').data.tokenizer
-        assert there == str(tmp_path / 'run/checkpoints/3/tokenizer.json')
-
-
 def build_corpus(folder: Path, name: str, **options: Any) -> str:
     """Build tokens of a text in a folder, as `megajax data build` does."""
     text = folder / 'text.txt'

@@ -1,0 +1,95 @@
+"""A run on remote text keeps its trained tokenizer through every resume."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import make_state, tiny
+from runtime.data import stores
+from support import on_mesh
+
+from megajax.core.config import Config, ConfigError
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.record import read_record
+from megajax.runtime.run.chat_template import read_corpus
+
+
+@pytest.fixture(name='server')
+def make_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Web]:
+    """A server of two texts that have no words in common."""
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+    (tmp_path / 'web').mkdir()
+    write(tmp_path, 'a', 'one two three four ')
+    write(tmp_path, 'b', 'seventy eighty ninety ')
+    with stores.web(tmp_path / 'web') as server, on_mesh(tiny()):
+        yield server
+
+
+def write(tmp_path: Path, name: str, words: str) -> None:
+    lines = [json.dumps({'text': f'{words}{i} {i * i} ' * 50}) for i in range(60)]
+    (tmp_path / f'web/{name}.jsonl').write_text('\n'.join(lines))
+
+
+def config(corpus: str, *, allow: bool = False, **data: str) -> Config:
+    keys = {'corpus': corpus, 'tokenizer': 'auto', 'split': '90,10,0', **data}
+    return tiny(data=keys, train={'batch_size': 2}, run={'allow_changed_data': allow})
+
+
+def start(config: Config, run: Path) -> str | None:
+    """Start or resume a run, and save its next step; return the hash of its tokenizer."""
+    data, _ = read_corpus(config, run, None)
+    saved = run / 'checkpoints'
+    with Checkpoints(
+        saved, config, tokenizer=data.tokenizer, data=data.fingerprints
+    ) as checkpoints:
+        newest = checkpoints.newest_verified()
+        if newest is not None:
+            checkpoints.restore(newest)
+        step = (newest or 0) + 1
+        checkpoints.save(make_state(config, step), step)
+    return read_record(saved / str(step)).tokenizer_sha256
+
+
+@pytest.mark.parametrize(
+    ('old', 'new'),
+    [
+        ({}, {'corpus': '{}/b.jsonl'}),
+        ({}, {'split': '80,20,0'}),
+        ({'order': 'streamed'}, {}),
+    ],
+    ids=str,
+)
+def test_a_changed_key_of_the_data_lets_a_run_resume_again_and_again(
+    server: stores.Web, tmp_path: Path, old: dict[str, str], new: dict[str, str]
+) -> None:
+    before, after = (
+        {key: value.format(server.url) for key, value in {'corpus': '{}/a.jsonl', **keys}.items()}
+        for keys in (old, new)
+    )
+    first = start(config(**before), tmp_path / 'run')
+    assert first
+    for keys in (after, after, before, before):
+        assert start(config(**keys), tmp_path / 'run') == first
+
+
+def test_a_changed_remote_file_is_read_with_the_tokenizer_of_the_run_if_that_is_allowed(
+    server: stores.Web, tmp_path: Path
+) -> None:
+    url = f'{server.url}/a.jsonl'
+    first = start(config(url), tmp_path / 'run')
+    write(tmp_path, 'a', 'seventy eighty ninety ')
+    with pytest.raises(ConfigError, match=r'different data of the same name.*allow_changed_data'):
+        start(config(url), tmp_path / 'run')
+    assert start(config(url, allow=True), tmp_path / 'run') == first
+
+
+def test_a_resumed_run_finds_the_tokens_that_its_first_start_has_kept(
+    server: stores.Web, tmp_path: Path
+) -> None:
+    url = f'{server.url}/a.jsonl'
+    first = start(config(url), tmp_path / 'run')
+    for copy in (tmp_path / 'cache').rglob('a.jsonl'):
+        copy.unlink()
+    assert start(config(url), tmp_path / 'run') == first
+    assert server.asked == ['/a.jsonl']
