@@ -93,17 +93,29 @@ def _streamed(
 
 
 def _changes(data: Data, config: Config, there: Record) -> list[str]:
-    """Return the keys that have changed the samples or their order, or 'the corpus'."""
-    different = config_differences(there, make_record(config, there.step))
+    """Return the keys that have changed the samples or their order, or 'the corpus'.
+
+    The corpora of a blend also decide the order by their places in it.
+    """
+    different = set(config_differences(there, make_record(config, there.step)))
     old, new = _contents(there.data), _contents(data.fingerprints)
-    weights = [list(x.values()) for x in different.get('data.blend', ())]
-    same = {'data.corpus', 'data.blend'} if old == new and weights[:1] == weights[1:] else set()
-    changed = [key for key in (*OF_SAMPLES, *OF_ORDER) if key in different and key not in same]
+    before, after = (list(blend.items()) for blend in (_blend(there), config.data.blend))
+    if before != after:  # the keys of equal dicts may have another order
+        different.add('data.blend')
+    if old == new and [weight for _, weight in before] == [weight for _, weight in after]:
+        different -= {'data.corpus', 'data.blend'}
+    changed = [key for key in (*OF_SAMPLES, *OF_ORDER) if key in different]
     return ['the corpus'] if old and old != new and not changed else changed
 
 
-def _contents(fingerprints: Mapping[str, str]) -> set[str]:
-    return {value for name, value in fingerprints.items() if not name.startswith(VERSION_OF)}
+def _blend(there: Record) -> dict[str, float]:
+    blend: dict[str, float] = there.config['data'].get('blend', {})
+    return blend
+
+
+def _contents(fingerprints: Mapping[str, str]) -> list[str]:
+    """Return the fingerprints of the corpora, in the order of a blend."""
+    return [value for name, value in fingerprints.items() if not name.startswith(VERSION_OF)]
 
 
 def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> int:
@@ -114,7 +126,7 @@ def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> in
     """
     changed = _changes(data, config, there)
     old, new = _contents(there.data), _contents(data.fingerprints)
-    if old and old.isdisjoint(new) and {'data.corpus', 'data.blend'} & set(changed):
+    if old and set(old).isdisjoint(new) and {'data.corpus', 'data.blend'} & set(changed):
         logger.warning('resume     the corpus has changed: it is read from its first sample')
         return 0
     old_length, length = there.config['train']['seq_len'], config.train.seq_len

@@ -222,6 +222,36 @@ def test_the_same_corpus_by_another_name_is_the_same(
     assert not caplog.text
 
 
+@pytest.mark.parametrize('order', ['stateless', 'megatron'])
+@pytest.mark.parametrize(
+    'blend', ['{b: 0.3, a: 0.7}', '{b: 0.7, a: 0.3}', '{a: 0.3, b: 0.7}', '{b: 7, a: 3}']
+)
+def test_another_order_of_a_blend_is_said_to_be_another_order_of_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, order: str, blend: str
+) -> None:
+    run = Run(BLEND, f'data.order={order}')
+    run.start(4, FIRST)
+    again = blend.replace('a:', f'{PAIRS}/a:').replace('b:', f'{PAIRS}/b:')
+    run.start(4, FIRST, f'data.blend={again}')
+    expected = straight(BLEND, f'data.order={order}')
+    assert run.read != [next(expected) for _ in run.read]
+    assert 'data.blend: the order of samples has changed' in caplog.text
+
+
+def test_a_blend_that_was_moved_is_the_same_blend(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in 'ab':
+        for suffix in 'bin', 'idx':
+            shutil.copy(f'{PAIRS}/{name}.{suffix}', tmp_path / f'{name}.{suffix}')
+    run = Run(BLEND)
+    run.start(4, FIRST)
+    run.start(4, FIRST, f'data.blend={{{tmp_path}/a: 0.7, {tmp_path}/b: 0.3}}')
+    expected = straight(BLEND)
+    assert run.read == [next(expected) for _ in run.read]
+    assert 'resume' not in caplog.text
+
+
 def test_a_run_that_is_resumed_as_it_was_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level('INFO')
     for order in 'stateless', 'megatron':
