@@ -15,12 +15,14 @@ from megajax.base.errors import replacing
 from megajax.base.render.text import typed
 from megajax.core.config import Config, mistake
 from megajax.runtime.data.sources.block_cache import locked
-from megajax.runtime.data.sources.inputs import name_of
+from megajax.runtime.data.sources.inputs import format_of, name_of
 from megajax.runtime.data.sources.remote import is_remote, is_web, names_below
 from megajax.runtime.data.sources.remote_file import RemoteFile
+from megajax.runtime.data.text.files import check_no_tokens
 from megajax.runtime.data.text_tokens import KeptTokens
 from megajax.runtime.data.token_pairs import GB, cache_of, naming_key, prefixes_of
-from megajax.runtime.data.tokens.remote_pair import VERSION_OF
+from megajax.runtime.data.tokens.indexed import prefixes_among
+from megajax.runtime.data.tokens.remote_pair import FILES, VERSION_OF
 
 DOWNLOADS = 8  # files that are downloaded at the same time
 COPYING = '.copying'  # the folder whose lock a process holds while it downloads
@@ -73,9 +75,14 @@ def local_text(config: Config) -> Iterator[LocalText]:
 def open_files(config: Config, url: str) -> dict[str, RemoteFile]:
     """Return the files of a corpus by their names below its URL.
 
-    Raises ConfigError if there are none, or if one cannot be read.
+    Raises ConfigError if there are none, if texts are next to token files, or if one cannot be
+    read.
     """
     names = _without_queries(names_below(url))
+    prefixes = prefixes_among(set(names.values()))
+    built = {f'{prefix}{suffix}' for prefix in prefixes for suffix in FILES}
+    if all(format_of(each) == 'text' for each in set(names.values()) - built):
+        check_no_tokens(url, prefixes)
     if unsafe := [name for name in names if '..' in PurePosixPath(name).parts]:
         raise mistake(url, f'{unsafe[0]} leads out of its folder; rename it')
     with ThreadPoolExecutor(DOWNLOADS) as threads:

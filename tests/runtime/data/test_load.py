@@ -126,6 +126,24 @@ def test_text(folder: Path) -> None:
     assert labels.tolist() == expected[1:].tolist()
 
 
+def test_a_folder_of_token_files_is_not_read_as_text(folder: Path) -> None:
+    other = folder / 'other.bin'  # files of another program
+    for path in (other, other.with_suffix('.idx')):
+        path.write_bytes(b'\0' * 100)
+    load_data(config(f'data.corpus={folder}'))
+    prefix = build(folder / 'web')
+    message = rf'data\.corpus: {folder} contains token files \({prefix}\.idx\); give their prefix, '
+    for order in ('stateless', 'streamed'):
+        with pytest.raises(ConfigError, match=rf'{message}data\.corpus={prefix}, or move'):
+            load_data(config(f'data.corpus={folder}', f'data.order={order}'))
+    build(folder / 'sub')
+    with pytest.raises(ConfigError, match=rf'prefixes, data\.corpus={folder}/sub, mix them with'):
+        load_data(config(f'data.corpus={folder}'))
+    lines = '\n'.join(json.dumps({'text': f'line {i} ' * 9}) for i in range(40))
+    (folder / 'web.jsonl').write_text(lines)  # from which the token files were built
+    assert load_data(config(f'data.corpus={folder}')).summary.startswith('39 documents')
+
+
 def test_a_corpus_in_which_special_tokens_were_parsed_is_named(tmp_path: Path) -> None:
     prefix = build(tmp_path / 'web')
     settings = f'data.corpus={prefix}', 'model.vocab_size=265', 'data.tokenizer=auto'

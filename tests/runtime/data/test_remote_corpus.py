@@ -196,6 +196,18 @@ def test_a_missing_file_is_named_with_its_key(
     assert str(error.value).startswith(message.format(there))
 
 
+@pytest.mark.parametrize('order', ['stateless', 'streamed'])
+def test_a_glob_of_token_files_is_not_read_as_text(here: Path, there: str, order: str) -> None:
+    keys = f'data.corpus={there}/*', f'data.order={order}'
+    message = r'/\* contains token files .* prefix, data\.corpus=\w+://.*/web, or move'
+    with pytest.raises(ConfigError, match=message):
+        load_data(config(*keys))
+    lines = [json.dumps({'text': f'line {i} ' * 99}) for i in range(400)]
+    with fsspec.open(f'{there}/web.jsonl', 'w') as file:
+        file.write('\n'.join(lines))
+    assert load_data(config(*keys)).train[0]
+
+
 def test_ids_outside_the_vocabulary_are_found_by_the_manifest_or_when_they_are_read(
     here: Path,
 ) -> None:

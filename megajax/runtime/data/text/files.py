@@ -26,6 +26,7 @@ from megajax.runtime.data.sources.inputs import (
 from megajax.runtime.data.sources.pieces import Position
 from megajax.runtime.data.sources.read import HEAD, read_pieces
 from megajax.runtime.data.sources.remote import is_remote
+from megajax.runtime.data.tokens.indexed import is_index, prefixes_among
 
 NOT_STDLIB = frozenset(
     {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'}
@@ -71,7 +72,7 @@ def find_corpus(corpus: str) -> Corpus:
 
     The documents of a folder are its JSON lines and Parquet files. If there are none, they are its
     text files, except hidden files and a README.md about the data. Raises ConfigError if there is
-    no such file, or if a folder cannot be read.
+    no such file, if a folder cannot be read, or if the text files are next to token files.
     """
     if is_remote(corpus):
         raise mistake(
@@ -92,8 +93,24 @@ def find_corpus(corpus: str) -> Corpus:
     files = [_in_folder(path, root) for path in paths if is_file(path, 'data.corpus')]
     names, alone = documents_among({file.name: file.format for file in files})
     documents = [file._replace(alone=alone) for file in files if file.name in names]
+    if all(file.format == 'text' for file in documents):
+        prefixes = prefixes_among(set(map(str, paths)))
+        check_no_tokens(corpus, [prefix for prefix in prefixes if is_index(f'{prefix}.idx')])
     others = {path.relative_to(root).as_posix() for path in paths} - names
     return Corpus(documents, sorted(others))
+
+
+def check_no_tokens(corpus: str, prefixes: Sequence[str]) -> None:
+    """Raise ConfigError if a folder or glob of texts contains the token files of `prefixes`.
+
+    Their manifest and tokenizer would be read as texts.
+    """
+    if prefixes:
+        few = _few([f'{prefix}.idx' for prefix in prefixes])
+        prefix = 'their prefix' if len(prefixes) == 1 else 'one of their prefixes'
+        blend = ', mix them with data.blend' if len(prefixes) > 1 else ''
+        fix = f'give {prefix}, {typed(f"data.corpus={prefixes[0]}")}{blend}, or move them elsewhere'
+        raise mistake('data.corpus', f'{corpus} contains token files ({few}); {fix}')
 
 
 def documents_among(formats: Mapping[str, Format]) -> tuple[set[str], bool]:

@@ -14,7 +14,7 @@ usually one.
 
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -137,6 +137,18 @@ def is_pair(prefix: str | Path) -> bool:
     prefix = Path(prefix).expanduser()
     exists(prefix)  # an error names the path that the user gave
     return any(map(exists, paths(prefix)))
+
+
+def prefixes_among(names: Collection[str]) -> list[str]:
+    """Return the prefixes of which both token files are among paths or URLs, sorted."""
+    prefixes = {name.removesuffix('.idx') for name in names if name.endswith('.idx')}
+    return sorted(prefix for prefix in prefixes if f'{prefix}.bin' in names)
+
+
+def is_index(path: str | Path) -> bool:
+    """Whether a file begins as PREFIX.idx does; other programs use these suffixes, too."""
+    with Path(path).open('rb') as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def paths(prefix: str | Path) -> tuple[Path, Path]:
