@@ -53,6 +53,9 @@ class Ranges(SimpleHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
+    def send_error(self, code: int, *others: Any) -> None:
+        super().send_error(self.server.missing if code == 404 else code, *others)
+
     def do_GET(self) -> None:
         path = Path(self.translate_path(self.path))
         if not path.exists():
@@ -79,6 +82,7 @@ class Web(ThreadingHTTPServer):
     """A web server of a folder.
 
     It answers the next `failures` requests for content with 503, and all after the first `most`.
+    The answer for a file that does not exist is `missing`.
     """
 
     daemon_threads = True
@@ -86,7 +90,7 @@ class Web(ThreadingHTTPServer):
     def __init__(self, folder: Path):
         super().__init__(('127.0.0.1', 0), partial(Ranges, directory=str(folder)))
         self.failures, self.asked = 0, list[str]()
-        self.most = math.inf
+        self.most, self.missing = math.inf, 404
 
     @property
     def url(self) -> str:

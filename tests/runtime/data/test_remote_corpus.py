@@ -82,6 +82,20 @@ def test_a_remote_corpus_has_the_batches_of_its_files(here: Path, there: str, or
         assert_equal(batch, local.train.rows(step, rows.start, rows.stop))
 
 
+def test_a_corpus_is_read_though_the_server_denies_access_to_files_that_do_not_exist(
+    here: Path,
+) -> None:
+    write_long(here / 'long')
+    with stores.web(here) as server:
+        server.missing = 403
+        for name, *keys in (('web',), ('long', *IDS)):
+            local = load_data(config(f'data.corpus={here}/{name}', *keys))
+            check_the_same(local, load_data(config(f'data.corpus={server.url}/{name}', *keys)))
+        (here / 'web.idx').unlink()
+        with pytest.raises(ConfigError, match=r'/web\.idx: cannot be read: 403.* the credentials'):
+            load_data(config(f'data.corpus={server.url}/web'))
+
+
 def test_a_blend_mixes_local_and_remote_corpora(here: Path, there: str) -> None:
     build(here / 'code')
     blend = 'data.blend={{{}/web: 0.7, {}/code: 0.3}}'

@@ -95,6 +95,19 @@ def test_a_query_that_names_the_file_decides_how_it_is_read(here: Path, suffix: 
         check_the_same(f'{here}/get?file=a.{suffix}', f'{server.url}/get?file=a.{suffix}')
 
 
+@pytest.mark.parametrize('name', ['a.jsonl.gz', 'd.txt', 'e'])
+def test_a_file_is_read_though_the_server_denies_access_to_files_that_do_not_exist(
+    here: Path, name: str
+) -> None:
+    (here / 'a.jsonl.gz').write_bytes(gzip.compress((here / 'a.jsonl').read_bytes()))
+    (here / 'e').write_bytes((here / 'd.txt').read_bytes())
+    with stores.web(here) as server:
+        server.missing = 403
+        check_the_same(f'{here}/{name}', f'{server.url}/{name}')
+        with pytest.raises(ConfigError, match=r'/none: cannot be read: 403.* check the name and '):
+            load(f'{server.url}/none')
+
+
 @pytest.mark.parametrize('name', ['a.jsonl', 'chat.jsonl'])
 def test_the_second_start_reads_no_file_again(here: Path, name: str) -> None:
     with stores.web(here) as server:

@@ -70,7 +70,7 @@ def names_below(url: str) -> dict[str, str]:
 def look(url: str) -> tuple[int | None, str]:
     """Return the size of a file, or None if unknown, and a string that identifies its version.
 
-    Raises ConfigError if there is no such file.
+    Raises MissingError if there is no such file, and RefusedError if the server denies access.
     """
     files, path = _filesystem(url)
     files.invalidate_cache(path)
@@ -193,6 +193,14 @@ class MissingError(ConfigError):
     """An error that means: as far as the server says, there is no file of that name."""
 
 
+class RefusedError(ConfigError):
+    """An error that means: the server denies access to a file of that name.
+
+    A server may answer so for a file that does not exist: S3 does if the credentials cannot list
+    the bucket.
+    """
+
+
 class UnansweredError(ConfigError):
     """An error that may be transient, such as a network error."""
 
@@ -206,14 +214,14 @@ def _ask(url: str, question: Callable[[], Found]) -> Found:
             fix = 'check repository, revision and name; a private one needs HF_TOKEN'
         elif isinstance(cause := error.__cause__, Exception) and _is_refusal(cause):
             # for https, fsspec reports denied access as a missing file
-            raise _unreadable(url, cause) from error
+            raise RefusedError(*_unreadable(url, cause).problems) from error
         elif is_web(url) and _may_pass(cause):
             raise UnansweredError(*_unreadable(url, cause).problems) from error
         problem = Problem(url, f'there is no such file; {fix}')
         raise MissingError(problem) from error
     except Exception as error:  # each filesystem has errors of its own
-        refusal = _unreadable(url, error)
-        raise refusal if _is_refusal(error) else UnansweredError(*refusal.problems) from error
+        kind = RefusedError if _is_refusal(error) else UnansweredError
+        raise kind(*_unreadable(url, error).problems) from error
 
 
 def _is_refusal(error: Exception) -> bool:

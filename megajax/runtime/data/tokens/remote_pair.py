@@ -10,9 +10,9 @@ import numpy as np
 
 from megajax.base.errors import mistake, replacing
 from megajax.runtime.data.sources.block_cache import BlockCache, locked
-from megajax.runtime.data.sources.inputs import SUFFIXES
+from megajax.runtime.data.sources.inputs import COMPRESSED, SUFFIXES
 from megajax.runtime.data.sources.manifest import Manifest
-from megajax.runtime.data.sources.remote import MissingError, look
+from megajax.runtime.data.sources.remote import MissingError, RefusedError, look
 from megajax.runtime.data.sources.remote_file import RemoteFile, patiently
 from megajax.runtime.data.tokens.indexed import Sequences, read_index
 from megajax.runtime.data.tokens.token_ids import first_bad
@@ -65,16 +65,20 @@ def read_remote_pair(prefix: str, cache: BlockCache, vocab_size: int) -> RemoteP
 
 
 def is_remote_pair(prefix: str) -> bool:
-    """Whether a URL is the prefix of token files; one of the files suffices, as for local files."""
-    if any(x in prefix for x in '*?[') or prefix.lower().endswith(tuple(SUFFIXES)):
+    """Whether a URL is the prefix of token files; one of the files suffices, as for local files.
+
+    If access is denied to both, it is not: the URL may be that of a text.
+    """
+    if any(x in prefix for x in '*?[') or prefix.lower().endswith((*SUFFIXES, *COMPRESSED)):
         return False
     return any(_exists(f'{prefix}{suffix}') for suffix in ('.idx', '.bin'))
 
 
 def _exists(url: str) -> bool:
+    """Whether a server shows a file; it may deny access to one that does not exist."""
     try:
         patiently(url, lambda: look(url))
-    except MissingError:
+    except (MissingError, RefusedError):
         return False
     return True
 
