@@ -4,6 +4,7 @@ A batch depends only on the config and on the samples before it. R stands for a 
 dim B.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any, Self, SupportsInt
@@ -58,7 +59,8 @@ class Batches:
         self._samples, self._seq_len, self._document_mask = samples, seq_len, document_mask
 
     def __len__(self) -> int:
-        return max(-(-(len(self.order) - self.shift) // self.batch_size), 0)
+        steps = max(-(-(len(self.order) - self.shift) // self.batch_size), 0)
+        return min(steps, sys.maxsize)  # an endless order has as many samples
 
     @property
     def num_samples(self) -> int:

@@ -76,6 +76,15 @@ def test_what_is_read_ahead_is_what_is_read() -> None:
     assert step == 8
 
 
+@pytest.mark.parametrize('batch_size', [1, 2])
+def test_batches_that_begin_again_are_endless_whatever_their_size(batch_size: int) -> None:
+    batches = make_batches([1001], seed=3)
+    batches.batch_size = batch_size
+    again = batches.going_on(50, 0)
+    assert len(again) > 10**18
+    assert_equal(again[50], batches[0])
+
+
 @pytest.mark.parametrize('length', [0, 1, 2, 8, 9, 10, 32, 33, 34, 41, 1001])
 def test_in_order_every_label_counts_once(length: int) -> None:
     batches = make_batches([length])
