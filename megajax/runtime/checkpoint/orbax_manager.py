@@ -15,8 +15,10 @@ from megajax.core.config import ModelConfig
 from megajax.core.counts.parameters import dim_sizes, elements, parameters
 from megajax.runtime.processes.consensus import SaveBarrier
 
-# Seconds within which all processes must write their parts, and the first process must hash them.
-TIMEOUT = 3600
+# Seconds within which all processes must write their parts, and the first process must hash them: a
+# terabyte takes about half an hour. The watchdog and the connections between the processes end a
+# save that hangs earlier.
+TIMEOUT = 24 * 3600
 # Bytes below which a replica writes an array alone. By default the replicas write a slice each, and
 # each slice is a program of its own, whose compilation delays the first save.
 SMALLEST_SLICE = 2**20

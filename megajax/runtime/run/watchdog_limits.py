@@ -6,10 +6,10 @@ from megajax.core.config import Config
 from megajax.core.counts.parameters import num_parameters
 
 # Times were measured on two cores, idle unless stated otherwise. A limit is at least twenty times
-# the measured time, because machines are shared and file systems may be slow. It is at most half an
-# hour while a cluster is held, because a hang wastes as much time as the limit. Compiling: XLA's
-# GPU compiler takes 30 to 52 s for the 8.3B model's step. All layers share one program, so larger
-# models take no longer.
+# the measured time, because machines are shared and file systems may be slow. Except for the
+# checkpoint of a large model, it is at most half an hour while a cluster is held, because a hang
+# wastes as much time as the limit. Compiling: XLA's GPU compiler takes 30 to 52 s for the 8.3B
+# model's step. All layers share one program, so larger models take no longer.
 COMPILE = 1800.0
 # A first step waits for the last process to compile, and connects the devices (0.1 to 3 s over
 # gloo).
@@ -22,9 +22,10 @@ MEASURED = 10.0  # a step may take this many times the longest step so far, if t
 START = 900.0
 # The corpus: all ids are read once, at up to 1 GB/s; a cluster's file system may be far slower.
 CORPUS = 3600.0
-# A checkpoint is restored, verified and saved at 0.5 to 1.5 GB/s; the limit is a quarter of an hour
-# plus the time at 50 MB/s.
-CHECKPOINT, CHECKPOINT_BYTES_PER_SECOND = 900.0, 50e6
+# A checkpoint is restored, verified and saved at 0.5 to 1.5 GB/s. The limit is a quarter of an
+# hour, plus the time of a process for its share at 50 MB/s, plus the time of the first process,
+# which hashes the files of all processes while the others wait.
+CHECKPOINT, CHECKPOINT_BYTES_PER_SECOND, HASHED_BYTES_PER_SECOND = 900.0, 50e6, 250e6
 STATE_BYTES = 12  # bytes for each parameter: fp32 weights and two moments
 
 
@@ -37,9 +38,9 @@ def phase_limits(config: Config, processes: int) -> Mapping[str, float] | None:
     chosen = config.run.watchdog_seconds
     if chosen is None:
         return None
+    size = STATE_BYTES * num_parameters(config.model)
     checkpoint = (
-        CHECKPOINT
-        + STATE_BYTES * num_parameters(config.model) / processes / CHECKPOINT_BYTES_PER_SECOND
+        CHECKPOINT + size / processes / CHECKPOINT_BYTES_PER_SECOND + size / HASHED_BYTES_PER_SECOND
     )
     limits = {
         'start': START,

@@ -9,6 +9,7 @@ import pytest
 from support import make_config
 
 from megajax.core.config import load
+from megajax.runtime.checkpoint.orbax_manager import TIMEOUT
 from megajax.runtime.run.stall_report import HALF, PAGE, Place, _tell_half, _waited_for, decode
 from megajax.runtime.run.watchdog_limits import phase_limits
 
@@ -40,6 +41,14 @@ def test_a_checkpoint_has_the_time_of_a_slow_disk_for_what_a_process_has_of_it()
     config = load('megatron_8.3b')
     one, many = (phase_limits(config, processes)['checkpoint'] for processes in (1, 512))
     assert one > 12 * 8.3e9 / 50e6 > many
+
+
+def test_a_checkpoint_of_many_processes_has_the_time_in_which_one_of_them_hashes_all_of_it():
+    config = load('gpt3_175b')
+    measured = 12 * 175e9 / 0.5e9  # at the slowest rate at which a checkpoint was hashed
+    limit = phase_limits(config, 512)['checkpoint']
+    assert 2 * measured < limit < 2.5 * measured
+    assert limit < TIMEOUT  # Orbax's own, after which a save fails
 
 
 def place(index: int, beat: int, phase: str, **other) -> Place:
