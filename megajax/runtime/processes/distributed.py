@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import jax
 
-from megajax.core.config import RunError
+from megajax.core.config import RunError, StopRequested
 from megajax.runtime.processes.certificates import JAX_OPTION, check_certificates
 from megajax.runtime.processes.environment import LOCAL_DEVICES, Start, check_host_name, read_start
 from megajax.runtime.processes.peers import RETRY, Peers, end
@@ -41,9 +41,9 @@ def processes(start: Start | None = None) -> Iterator[None]:
     `start` describes this process if its environment has been read already. If the environment
     names no processes, the block runs in this process alone. If a process leaves the block with an
     exception, the others exit too: with its code if that is from 2 to 5, otherwise with 75. If
-    `launch` started them, they exit with 82 to 85 instead of 2 to 5. `SystemExit(75)` must be
-    raised by all processes. Processes that did not reach each other in time also exit with code 75.
-    Raises ConfigError as `initialize` does.
+    `launch` started them, they exit with 82 to 85 instead of 2 to 5. `SystemExit(75)` and
+    `StopRequested` must be raised by all processes. Processes that did not reach each other in time
+    also exit with code 75. Raises ConfigError as `initialize` does.
     """
     peers = initialize(start)
     try:
@@ -53,7 +53,7 @@ def processes(start: Start | None = None) -> Iterator[None]:
             _end_if_unreached(peers, error)
         code = _exit_code(error)
         # all processes stop here, as they do after a checkpoint on SIGTERM
-        if peers and code in (0, RETRY):
+        if peers and code in (0, RETRY) and isinstance(error, SystemExit | StopRequested):
             peers.done()
         elif peers:
             own = isinstance(error, RunError | KeyboardInterrupt | SystemExit)

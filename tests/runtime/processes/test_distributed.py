@@ -30,7 +30,7 @@ STEPS = """
 import sys, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from megajax.core.config import ConfigError
+from megajax.base.errors import ConfigError, UnreachableError
 from megajax.runtime.processes.distributed import processes
 from megajax.core.parallel.mesh import make_mesh
 
@@ -224,8 +224,9 @@ def test_a_killed_process_ends_the_other_within_seconds_in_a_line_that_names_it(
     [
         ('raise ArithmeticError("a loss of nan")', 1, 'failed (ArithmeticError: a loss of nan)'),
         ('raise ConfigError("mesh.model=3")', 2, 'failed (ConfigError: mesh.model=3)'),
+        ('raise UnreachableError("the URL")', 75, 'failed (UnreachableError: the URL)'),
     ],
-    ids=['exception', 'mistake of the user'],
+    ids=['exception', 'mistake of the user', 'a server that one process does not reach'],
 )
 def test_an_error_in_one_process_keeps_its_exit_code_and_ends_the_other(action, code, why):
     with Run(STEPS, action) as run:
