@@ -1,11 +1,11 @@
 """Connections of a run's processes to process 0, which tell all of them when one ends early.
 
 jax notices a dead process when its heartbeats stop, and then aborts with a stack dump. The kernel
-closes the connections of a process that dies for any reason, and its keepalive probes detect a lost
-host. Neither needs the process itself, so a process that compiles for a long time is not mistaken
-for dead. The connections of a frozen process stay open. When its signs of life stop, the other
-processes name it, but they do not end: a Python thread may be late although its process is not
-frozen. Only jax ends them, later. Messages are lines of JSON. Imports no jax.
+closes the connections of a process that dies for any reason, and those to a host that acknowledges
+nothing for five seconds. Neither needs the process itself, so a process that compiles for a long
+time is not mistaken for dead. The connections of a frozen process stay open. When its signs of life
+stop, the other processes name it, but they do not end: a Python thread may be late although its
+process is not frozen. Only jax ends them, later. Messages are lines of JSON. Imports no jax.
 """
 
 import contextlib
@@ -33,8 +33,14 @@ FINAL = range(2, 6)
 LAUNCHED = 'MEGAJAX_LAUNCHED'
 FOLLOWS = 80
 MAX_MESSAGE_BYTES = 1 << 16  # maximum message length in bytes
-# Values in seconds, seconds and probes: a silent host counts as lost after 5 s.
-KEEPALIVE = {'TCP_KEEPIDLE': 2, 'TCP_KEEPINTVL': 1, 'TCP_KEEPCNT': 3}
+# Values in seconds, seconds, probes and milliseconds: a silent host counts as lost after 5 s. The
+# kernel sends no probes while a message is unacknowledged; the last value limits that time.
+LOST_HOST = {
+    'TCP_KEEPIDLE': 2,
+    'TCP_KEEPINTVL': 1,
+    'TCP_KEEPCNT': 3,
+    'TCP_USER_TIMEOUT': 5000,
+}
 # Seconds for which a process waits for its own error after a peer has reported one.
 OWN_ERROR = 1.0
 BEAT = 2.0  # seconds between two signs of life that a process sends
@@ -58,7 +64,7 @@ class Connection:
         self.heard, self.silent = time.monotonic(), False
         self._pending, self._lock = b'', threading.Lock()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
+        for option, value in LOST_HOST.items():
             if hasattr(socket, option):  # not defined on every system
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
@@ -75,7 +81,7 @@ class Connection:
         try:
             received = self.socket.recv(MAX_MESSAGE_BYTES)
         except OSError as error:
-            # The socket's own timeout has no errno; a timeout of the keepalive probes has one.
+            # The socket's own timeout has no errno; that of a lost host has one.
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise
             received = b''

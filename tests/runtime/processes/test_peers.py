@@ -233,6 +233,8 @@ def test_the_kernel_notices_a_host_that_is_gone_within_seconds(
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     )
     assert idle + interval * count <= 5
+    # With data in flight, which each sign of life is, no probes are sent.
+    assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
 
 
 def test_silence_is_a_timeout_and_a_host_that_is_gone_an_end(
