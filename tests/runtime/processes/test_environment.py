@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 
 from megajax import load
 from megajax.core.config import ConfigError
+from megajax.core.hardware import visible
 from megajax.core.hardware.visible import visible_gpus
 from megajax.runtime.processes.environment import read_start
 
@@ -201,11 +202,32 @@ def test_gpus_are_those_that_cuda_shows(environ, count):
 def test_without_a_choice_gpus_are_those_that_nvidia_smi_lists(
     script, count, tmp_path, monkeypatch
 ):
-    command = tmp_path / 'nvidia-smi'
+    make_nvidia_smi(tmp_path, script, monkeypatch)
+    monkeypatch.setattr(visible, 'DEVICES', tmp_path)
+    assert visible_gpus({}) == count
+
+
+def make_nvidia_smi(folder, script, monkeypatch):
+    command = folder / 'nvidia-smi'
     command.write_text(f'#!/bin/sh\n{script}\n')
     command.chmod(0o755)
-    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
-    assert visible_gpus({}) == count
+    monkeypatch.setenv('PATH', str(folder), prepend=os.pathsep)
+
+
+@pytest.mark.parametrize('script', ['exit 9', None], ids=['fails', 'missing'])
+def test_gpus_that_nvidia_smi_cannot_list_are_those_with_a_device_file(
+    script, tmp_path, monkeypatch
+):
+    if script:
+        make_nvidia_smi(tmp_path, script, monkeypatch)
+    else:
+        monkeypatch.setenv('PATH', str(tmp_path))
+    for name in ('nvidia0', 'nvidia11', 'nvidiactl', 'nvidia-uvm', 'nvidia-caps'):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(visible, 'DEVICES', tmp_path)
+    assert visible_gpus({}) == 2
+    assert visible_gpus({'CUDA_VISIBLE_DEVICES': '0'}) == 1
+    assert visible_gpus({'JAX_PLATFORMS': 'cpu'}) == 0
 
 
 def test_the_slurm_example_makes_a_token_that_is_on_no_command_line():
