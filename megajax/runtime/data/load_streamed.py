@@ -2,7 +2,6 @@
 
 import json
 import logging
-import resource
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megajax.base.files.open_files import allow_open_files
 from megajax.core.config import Config, mistake
 from megajax.runtime.data import stateless_order
 from megajax.runtime.data.corpus_tokenizer import check_image_token, tokenizer_of_text
@@ -41,7 +41,6 @@ from megajax.runtime.data.tokens.remote_pair import VERSION_OF
 BPE_SAMPLE = 1 << 24  # number of characters on which the default tokenizer is trained
 LOOKED_AT = 100  # number of texts in which special tokens are looked for
 LOCAL_THREADS = 4  # number of threads that make batches of files on the disk
-OTHER_FILES = 1024  # number of files that a run may open in addition to its corpus
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ def load_streamed(config: Config) -> Streamed:
     for each in (batches, validation):
         each.read_threads = FETCHES if is_remote(corpus) else LOCAL_THREADS
     if not is_remote(corpus):
-        _allow_open_files(2 * train.batch_size)  # a compressed file for each stream
+        allow_open_files(2 * train.batch_size)  # a compressed file for each stream
     sizes = [[name, input.size] for name, input in sorted(inputs.items())]
     summary = (
         f'{sum(input.size for input in inputs.values()) / 1e6:,.1f} MB, streamed: '
@@ -151,16 +150,6 @@ def _remote(config: Config) -> tuple[dict[str, Input], dict[str, str]]:
         }
     versions = {f'{VERSION_OF}{files[name].url}': files[name].fingerprint for name in inputs}
     return {name: readable(input) for name, input in inputs.items()}, versions
-
-
-def _allow_open_files(count: int) -> None:
-    """Raise the limit of open files for `count` more, as far as the hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + OTHER_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _input(name: str, file: RemoteFile) -> Input:

@@ -10,10 +10,15 @@ from contextlib import closing
 from typing import NoReturn
 
 from megajax.base.errors import MAX_REASON_CHARACTERS, ConfigError
+from megajax.base.files.open_files import allow_open_files
 from megajax.runtime.processes.environment import BIND, COORDINATOR, START_TIMEOUT, TOKEN, Start
 from megajax.runtime.processes.handshake import Greetings, escape, own_host
 from megajax.runtime.processes.peers import Connection, Message, Peers, end
 from megajax.runtime.processes.token import is_signed, make_nonce, sign
+
+# Maximum number of connections between two processes: one of `Peers`, one of jax's coordinator, and
+# those of Gloo or NCCL.
+CONNECTIONS = 4
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +31,7 @@ def gather(start: Start) -> tuple[Peers, int]:
     names the address and the missing processes. Raises ConfigError if process 0 cannot listen, or
     if the processes have different values for their number.
     """
+    allow_open_files(CONNECTIONS * start.count)
     return _gather_all(start) if start.index == 0 else _join(start)
 
 

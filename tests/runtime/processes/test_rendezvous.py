@@ -1,6 +1,7 @@
 """Where process 0 waits for the others, and of what it warns."""
 
 import json
+import resource
 import socket
 import threading
 import time
@@ -99,3 +100,20 @@ def test_who_is_missing_is_named_once_while_process_0_waits(
         gather(replace(start('127.0.0.1'), count=3, timeout=0.2))
     (line,) = caplog.messages
     assert line.endswith('for up to 0.2 s: of 3 processes, 1, 2 have not connected yet')
+
+
+def test_a_run_of_many_processes_may_open_a_connection_to_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(line: str) -> NoReturn:
+        raise SystemExit(line)
+
+    monkeypatch.setattr(handshake, 'end', end)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
+    try:
+        with pytest.raises(SystemExit, match='did not connect'):
+            gather(replace(start('127.0.0.1'), count=512, timeout=0.01))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1024 + 3 * 512
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
