@@ -19,6 +19,9 @@ from megajax.runtime.processes.token import is_signed, make_nonce, sign
 # Maximum number of connections between two processes: one of `Peers`, one of jax's coordinator, and
 # those of Gloo or NCCL.
 CONNECTIONS = 4
+# Seconds for which the others wait longer than process 0, which knows the missing processes and so
+# names them first.
+LONGER = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +65,10 @@ def _gather_all(start: Start) -> tuple[Peers, int]:
 
 
 def _join(start: Start) -> tuple[Peers, int]:
-    deadline = time.monotonic() + start.timeout
-    link = Connection(_connect(start, deadline), f'process 0 on {start.host}')
-    # This is longer than process 0 waits: it knows which processes are missing, so it reports them
-    # first.
-    link.socket.settimeout(max(deadline - time.monotonic(), 0) + 5)
+    connection = _connect(start, time.monotonic() + start.timeout)
+    link = Connection(connection, f'process 0 on {start.host}')
+    # Process 0 may have started only now, and waits for all of this time.
+    link.socket.settimeout(start.timeout + LONGER)
     nonces = _greet(start, link)
     answer, *later = _receive(start, link)
     link.socket.settimeout(None)

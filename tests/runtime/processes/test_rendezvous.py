@@ -11,10 +11,22 @@ from typing import NoReturn
 import pytest
 
 from megajax.core.config import ConfigError
-from megajax.runtime.processes import handshake
+from megajax.runtime.processes import handshake, peers, rendezvous
 from megajax.runtime.processes.environment import Start
+from megajax.runtime.processes.peers import Peers
 from megajax.runtime.processes.rendezvous import _listen, gather
 from megajax.runtime.processes.token import sign
+
+
+@pytest.fixture(autouse=True)
+def only_this_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would end the process ends only the thread that here stands for it."""
+
+    def end(line: str, code: int = 75) -> NoReturn:
+        raise SystemExit(line)
+
+    for module in (handshake, peers, rendezvous):
+        monkeypatch.setattr(module, 'end', end)
 
 
 def start(bind: str | None, port: int = 0) -> Start:
@@ -75,12 +87,8 @@ def test_a_run_over_several_hosts_without_a_token_is_warned_of_once(
 
 
 def test_a_process_0_that_listens_on_all_interfaces_says_so(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def end(line: str) -> NoReturn:
-        raise SystemExit(line)
-
-    monkeypatch.setattr(handshake, 'end', end)
     for bind in (None, '127.0.0.1'):
         with pytest.raises(SystemExit, match='1 did not connect to process 0'):
             gather(replace(start(bind), timeout=0.01))
@@ -91,10 +99,6 @@ def test_a_process_0_that_listens_on_all_interfaces_says_so(
 def test_who_is_missing_is_named_once_while_process_0_waits(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end(line: str) -> NoReturn:
-        raise SystemExit(line)
-
-    monkeypatch.setattr(handshake, 'end', end)
     monkeypatch.setattr(handshake, 'SILENT_SECONDS', 0.02)
     with pytest.raises(SystemExit, match='1, 2 did not connect'):
         gather(replace(start('127.0.0.1'), count=3, timeout=0.2))
@@ -102,13 +106,32 @@ def test_who_is_missing_is_named_once_while_process_0_waits(
     assert line.endswith('for up to 0.2 s: of 3 processes, 1, 2 have not connected yet')
 
 
-def test_a_run_of_many_processes_may_open_a_connection_to_each(
+def test_who_comes_long_before_process_0_waits_for_the_last_one_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def end(line: str) -> NoReturn:
-        raise SystemExit(line)
+    monkeypatch.setattr(rendezvous, 'LONGER', 0.1)
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port = server.getsockname()[1]
+    met: dict[int, Peers] = {}
 
-    monkeypatch.setattr(handshake, 'end', end)
+    def meet(index: int) -> None:
+        met[index], _ = gather(replace(start('127.0.0.1', port), index=index, count=3, timeout=2))
+
+    threads = {index: threading.Thread(target=meet, args=(index,)) for index in (1, 0, 2)}
+    for thread in threads.values():  # they come at 0, 1.5 and 3 s
+        thread.start()
+        thread.join(1.5)
+    for thread in threads.values():
+        thread.join(10)
+    assert sorted(met) == [0, 1, 2]
+    for each in met.values():
+        each.done()
+    for index in (1, 2):
+        met[index].links[0].socket.shutdown(socket.SHUT_RDWR)
+    met[0].wait(10)
+
+
+def test_a_run_of_many_processes_may_open_a_connection_to_each() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, limits[1]))
     try:
