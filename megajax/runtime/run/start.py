@@ -16,7 +16,7 @@ from megajax.core.config import CheckpointError, Config, ConfigError, Problem, R
 from megajax.core.config.differences import differences
 from megajax.core.config.experts import OF_ROUTING
 from megajax.core.parallel.mesh import check_current_mesh
-from megajax.runtime.checkpoint.digests import SUMS, find_steps, sound_checkpoint
+from megajax.runtime.checkpoint.digests import SUMS, find_steps, is_step_name, sound_checkpoint
 from megajax.runtime.checkpoint.open import restore_params
 from megajax.runtime.checkpoint.record import (
     FAMILY,
@@ -106,21 +106,25 @@ def origin_of(start: Path) -> dict[str, str]:
 @contextmanager
 def _sound_in_all(wanted: Path) -> Iterator[Path]:
     """Enter `sound_checkpoint` in the first process and yield its result in all of them."""
-    sound, error = None, None
+    sound, found, error = None, -1, None
     with ExitStack() as held:
         if jax.process_index() == 0:
             try:
                 candidates_of_start(wanted)
                 sound = held.enter_context(sound_checkpoint(wanted))
+                found = read_record(sound).step
             except RunError as failure:
                 error = failure
-        step = from_first(int(sound.name) if sound else -1)[0]
+        step = from_first(found)[0]
         if step < 0:
             raise error or CheckpointError(
                 f'{START_FROM}={wanted} cannot be used: the first process reports the reason'
             )
+        # A copy with a name that is not a number is the only candidate.
         yield sound or next(
-            path.absolute() for path in candidates_of_start(wanted) if path.name == str(step)
+            path.absolute()
+            for path in candidates_of_start(wanted)
+            if path.name == str(step) or not is_step_name(path.name)
         )
 
 

@@ -81,6 +81,12 @@ def test_a_run_or_one_of_its_steps_is_found(source: Path, name: str, step: int) 
     ) == source / 'checkpoints' / str(step)
 
 
+@pytest.mark.parametrize('name', ['checkpoints/best', '4.holds-3'])
+def test_a_copy_is_found_by_any_name(source: Path, name: str) -> None:
+    copy = Path(shutil.copytree(source / 'checkpoints/3', source / name))
+    assert find_start(starting(copy), source.parent / 'new') == copy
+
+
 def test_of_a_run_the_newest_that_verifies_is_taken_and_of_a_step_nothing_else(
     source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
