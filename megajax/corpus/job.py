@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from megajax.base.errors import ConfigError, Problem
 from megajax.base.files.exists import exists
+from megajax.base.files.outputs import NO_URL, url_of
 from megajax.runtime.data.sources.inputs import Format, Input
 from megajax.runtime.data.text.tokenizer import Tokenizer
 
@@ -42,7 +43,9 @@ class Job:
 def check_job(job: Job, out: Path) -> None:
     """Raise ConfigError with every mistake in the options."""
     problems = []
-    if job.out.endswith('/') or out.suffix in ('.bin', '.idx', '.json'):
+    if url := url_of(out):
+        problems.append(Problem(url, f'is a URL; {NO_URL}'))
+    elif job.out.endswith('/') or out.suffix in ('.bin', '.idx', '.json'):
         kind = 'a folder' if job.out.endswith('/') else 'one of the files'
         problems.append(
             Problem(

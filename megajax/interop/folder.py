@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.base.files.locks import lock
-from megajax.base.files.outputs import sync
+from megajax.base.files.outputs import NO_URL, sync, url_of
 from megajax.core.config import ConfigError
 from megajax.runtime.checkpoint.digests import find_steps
 
@@ -20,6 +20,7 @@ SEQ_LEN = 1024  # tokens of a training sequence, unless the model's maximum is s
 
 def check_new(out: Path) -> None:
     """Raise ConfigError unless a run can start in `out`."""
+    _check_no_url(out)
     if out.exists() and not out.is_dir():
         raise ConfigError(f'{out} is a file: choose another path')
     if steps := find_steps(out / 'checkpoints'):
@@ -61,6 +62,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     The next conversion deletes the remains of a killed one. Raises ConfigError if OUT already
     exists, or if another process is writing it.
     """
+    _check_no_url(out)
     out = out.absolute()
     if out.exists():
         raise ConfigError(f'{out} already exists: delete it, or choose another path')
@@ -90,6 +92,11 @@ def new_folder(out: Path) -> Iterator[Path]:
         sync(out.parent)
     finally:
         os.close(descriptor)
+
+
+def _check_no_url(out: Path) -> None:
+    if url := url_of(out):
+        raise ConfigError(f'{url} is a URL: {NO_URL}')
 
 
 def _clear(folder: Path) -> None:

@@ -425,6 +425,7 @@ def test_a_bad_line_of_a_file_whose_name_is_not_utf_8_is_skipped(tmp_path: Path)
             {'out': '{folder}/corpus.jsonl/no/out'},
             'no/out: .*/corpus.jsonl is a file; choose another OUT',
         ),
+        ({'out': 's3://bucket/web'}, '^s3://bucket/web: is a URL; give a path on this machine'),
         ({'out': '{folder}/out.bin'}, 'out.bin: is the name of one of the files; give the prefix'),
         ({'tokenizer': None}, '--tokenizer: neither --tokenizer nor .* is given; give one'),
         ({'tokenizer': '{folder}/none.json'}, '--tokenizer: there is no file'),

@@ -6,7 +6,7 @@ import pytest
 
 from megajax.core.config import ConfigError
 from megajax.interop import folder
-from megajax.interop.folder import new_folder
+from megajax.interop.folder import check_new, new_folder
 
 
 def test_everything_is_on_disk_before_the_folder_has_its_name(
@@ -30,6 +30,18 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(
         'out.partial/deep/weights',
     }
     assert [path for path, is_there in synced if is_there] == ['.']
+
+
+def test_neither_a_run_nor_an_export_is_written_to_a_folder_named_after_a_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out, message = Path('gs://bucket/run'), '^gs://bucket/run is a URL: give a path on this'
+    with pytest.raises(ConfigError, match=message):
+        check_new(out)
+    with pytest.raises(ConfigError, match=message), new_folder(out):
+        pass
+    assert not any(tmp_path.iterdir())
 
 
 def test_what_fails_leaves_no_folder_and_the_next_begins_anew(tmp_path: Path) -> None:

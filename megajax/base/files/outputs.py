@@ -1,11 +1,14 @@
 """Check the output files of a command before it computes anything, and flush them to disk."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from megajax.base.errors import ConfigError
 from megajax.base.files.exists import exists
+
+NO_URL = 'give a path on this machine or on a shared file system, and copy the result there'
 
 
 def check_outputs(*paths: Path | None) -> None:
@@ -21,12 +24,24 @@ def output_problems(*paths: Path | None) -> Iterator[str]:
         if path.absolute() in [other.absolute() for other in given[:place]]:
             yield f'{path} would be written twice: give each output its own file'
         there = next(each for each in (path, *path.parents) if exists(each))
-        if path.is_dir():
+        if url := url_of(path):
+            yield f'{url} is a URL: {NO_URL}'
+        elif path.is_dir():
             yield f'{path} is a folder: give the name of a file in it'
         elif there != path and not there.is_dir():
             yield f'{path}: {there} is a file, not a folder: choose another file'
         elif not os.access(there, os.W_OK):
             yield f'{path} is not writable: change its permissions, or choose another file'
+
+
+def url_of(path: Path) -> str | None:
+    """Return the URL that this is the path of, or None if it is no URL.
+
+    A system call would take s3://bucket/key for a file in a folder named `s3:`.
+    """
+    scheme, *rest = path.parts or ('',)
+    is_url = rest and re.fullmatch(r'[A-Za-z][A-Za-z0-9+.-]*:', scheme)
+    return f'{scheme}//{"/".join(rest)}' if is_url else None
 
 
 def with_folder(path: Path) -> Path:

@@ -165,9 +165,9 @@ def _place(keys: Sequence[str], settings: Mapping[str, Setting]) -> str | None:
 
 
 def overridden(overrides: Sequence[str], path: str) -> Any:
-    """Return the value of the last valid override of a key, or None if there is none."""
+    """Return the value of the last override of a key; None if there is none or it is invalid."""
     setting = read_overrides(overrides, []).get(path)
-    return setting.value if setting else None
+    return values.valid(path, setting.value) if setting else None
 
 
 def dump(config: Config) -> str:

@@ -33,6 +33,7 @@ from megajax.core.config.section import (
     LONGEST_WAIT,
     Count,
     CountFromZero,
+    Folder,
     Fraction,
     Minutes,
     Name,
@@ -238,9 +239,9 @@ def _check_patience(value: Any) -> Any:
 class RunConfig(Section):
     """The run's directory, and how the run starts and ends."""
 
-    dir: Name | None = None
+    dir: Folder | None = None
     """Directory of the run; a run in it resumes. null: a new directory in runs/."""
-    start_from: Name | None = None
+    start_from: Folder | None = None
     """RUN or RUN/STEP: start from that checkpoint's weights, at step 0 with a new optimizer."""
     resume: Literal['auto', 'must', 'never'] = 'auto'
     """Resume from the newest checkpoint in `dir`: if there is one (auto), always (must), never."""
@@ -249,13 +250,13 @@ class RunConfig(Section):
     writes to its folder does not keep this key."""
     max_minutes: Minutes | None = None
     """Time after which to save a checkpoint and exit, for example before a queue's time limit."""
-    compile_cache: Name = 'auto'
+    compile_cache: Folder = 'auto'
     """Cache of compiled programs for the next start: auto, a folder, or none.
 
     auto is the run's folder. With several CPU devices it is none, because XLA may hang there in a
     program that it reads from a cache.
     """
-    data_cache: Name = 'auto'
+    data_cache: Folder = 'auto'
     """Cache of corpora at URLs: auto (the user's cache directory), or a folder."""
     data_cache_gb: Annotated[PositiveFloat, Unit('GB')] = 64.0
     """Maximum size of that cache, which all processes of a host share."""

@@ -5,8 +5,10 @@
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -19,6 +21,8 @@ from pydantic import (
     PositiveInt,
 )
 from pydantic_core import PydanticCustomError
+
+from megajax.base.files.outputs import url_of
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,17 @@ def check_path(text: str) -> str:
     return text
 
 
+def check_folder(text: str) -> str:
+    """Return the path of a folder, with the home directory for `~`.
+
+    Raises PydanticCustomError if no mounted file system can have it.
+    """
+    if url_of(Path(check_path(text))):
+        fault = 'a folder on this machine or on a shared file system and no URL'
+        raise PydanticCustomError('path', '{fault}', {'fault': fault})
+    return os.path.expanduser(text)
+
+
 def check_prompt(text: str) -> str:
     """Return a prompt whose sample can be in a line of samples.jsonl; else raise an error."""
     if text == 'step':
@@ -67,6 +82,7 @@ def plain_number(number: float) -> float:
 
 Prompt = Annotated[str, AfterValidator(check_prompt)]
 Name = Annotated[str, AfterValidator(check_path)]
+Folder = Annotated[str, AfterValidator(check_folder)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 # A step divides by these numbers, or by 1 - x, and fp32 would round smaller ones to 0. A position
 # is divided by several numbers to get an angle, which must not overflow.

@@ -64,6 +64,11 @@ def fault(path: str, value: Any) -> str | None:
     return None
 
 
+def valid(path: str, value: Any) -> Any:
+    """Return a value as a config has it, or None if the key cannot have it."""
+    return None if fault(path, value) else _adapter(path).validate_python(value)
+
+
 @functools.cache
 def _adapter(path: str) -> TypeAdapter[Any]:
     section, _, name = path.partition('.')

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.base.files.outputs import check_outputs, with_folder
+from megajax.base.files.outputs import check_outputs, url_of, with_folder
 from megajax.core.config import ConfigError
 
 
@@ -16,6 +16,17 @@ def test_the_folders_of_a_file_are_created_when_it_is_written_and_not_before(
     assert not list(tmp_path.iterdir())
     with_folder(path).write_text('{}')
     check_outputs(path)
+
+
+@pytest.mark.parametrize('url', ['s3://bucket/a/b.json', 'gs://bucket', 'HTTPS://host/a.json'])
+def test_no_folder_is_named_after_the_protocol_of_a_url(url: str) -> None:
+    with pytest.raises(ConfigError, match=f'^{url} is a URL: give a path on this machine'):
+        check_outputs(Path(url))
+
+
+@pytest.mark.parametrize('path', ['a:b/c', 's3:', '/s3:/bucket', './a/s3:/b'])
+def test_a_colon_alone_makes_no_url(path: str) -> None:
+    assert url_of(Path(path)) is None
 
 
 def test_every_file_that_cannot_be_written_is_named_at_once(tmp_path: Path) -> None:

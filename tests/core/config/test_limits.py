@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.base.errors import MAX_REASON_CHARACTERS, reason
-from megajax.core.config import ConfigError, load
+from megajax.core.config import ConfigError, load, overridden
 from megajax.core.config.keys import Key, keys_in
 
 HUGE = 2**63 - 1
@@ -64,6 +64,36 @@ def test_a_path_is_one_that_a_file_can_have(key: str) -> None:
     assert f"{key}: must be a name of at least one character, not ''" in message(f"{key}=''")
     assert f'{key}: must be at most 4,095 characters' in message(f'{key}={"x" * 256}')
     assert f'{key}: must be at most 4,095 characters' in message(f'{key}={"x/" * 2048}')
+
+
+FOLDERS = 'run.dir', 'run.start_from', 'run.compile_cache', 'run.data_cache'
+
+
+@pytest.mark.parametrize('key', FOLDERS)
+def test_a_folder_of_a_run_is_no_url(key: str) -> None:
+    for url in 'gs://bucket/run', 'S3://bucket', 'file:///scratch/run':
+        assert (
+            f'{key}: must be a folder on this machine or on a shared file system and no URL, not '
+            f"'{url}'" in message(f'{key}={url}')
+        )
+
+
+@pytest.mark.parametrize('key', FOLDERS)
+def test_a_folder_of_a_run_may_be_in_the_home_directory(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('HOME', str(tmp_path))
+    values = '~/runs/x', 'a~/~', 'auto'
+    found = [overridden(['run.dir=other', f'{key}={value}'], key) for value in values]
+    assert found == [f'{tmp_path}/runs/x', 'a~/~', 'auto']
+    run = load('tiny', [f'{key}=~/runs/x']).run
+    assert getattr(run, key.removeprefix('run.')) == f'{tmp_path}/runs/x'
+
+
+def test_an_override_that_is_no_value_of_its_key_is_none() -> None:
+    assert overridden(['run.dir=3'], 'run.dir') is None
+    assert overridden(['run.dir=a', 'run.dir=gs://bucket/run'], 'run.dir') is None
+    assert overridden(['train.steps=3'], 'train.steps') == 3
 
 
 def test_no_path_of_a_blend_has_nul() -> None:
