@@ -24,13 +24,18 @@ RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
 VALIDATION = 'validation_loss.json'
 PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 # Keys that change the arrays, or the numbers computed from them.
-FIXED = ('model.', 'vision.', 'lora.', 'train.dtype', 'optim.kind')
-# Keys of `vision` that only change the batches.
-OF_ROWS = ('vision.images', 'vision.max_patches', 'vision.min_patches')
+FIXED = ('model.', 'vision.', 'relevance.', 'lora.', 'train.dtype', 'optim.kind')
+# Keys that only change how many images, patches and tokens of images a batch has.
+OF_ROWS = (
+    'vision.images',
+    'vision.max_patches',
+    'vision.min_patches',
+    'relevance.total_tokens',
+)
 OWN = ('run.', 'checkpoint.')  # keys that configure the process, not the training
 # Keys that change the fingerprint of a corpus whose files are the same. Other keys do not: a corpus
 # or a share of a blend is compared only with the corpus of its own name.
-OF_FINGERPRINT = ('data.split', 'data.chat_template', 'vision.max_patches', 'vision.min_patches')
+OF_FINGERPRINT = ('data.split', 'data.chat_template', *OF_ROWS[1:])
 FAMILY = 'imported as'  # key of `data` and `origin`: the Hugging Face family of an import
 START_FROM = 'run.start_from'
 # Keys that matter only when a run begins, and change nothing afterwards.
@@ -186,11 +191,16 @@ def version_differences(there: Record, here: Record) -> dict[str, tuple[str, str
 
 
 def changed_corpora(there: Record, here: Record) -> dict[str, tuple[str, str]]:
-    """Return the corpora whose contents have changed, unless the config asks for other contents."""
+    """Return the corpora whose contents have changed, unless the config asks for other contents.
+
+    A different model may read other contents from the same files, so it returns none for one.
+    """
     different = config_differences(there, here)
     # Streamed text has its files' fingerprint, and other text its tokens'.
     asked = 'streamed' in different.get('data.order', ())
-    asked = asked or any(key in OF_FINGERPRINT for key in different)
+    asked = asked or any(
+        key in OF_FINGERPRINT or is_fixed(key, *pair) for key, pair in different.items()
+    )
     return {} if asked else _changed(there.data, here.data)
 
 

@@ -41,6 +41,8 @@ HARMLESS = (
     *OF_ROWS,
     *(f'{EXPERTS}.{key}' for key in OF_ROUTING),
 )
+# The parts of a model that a run cannot add, by section.
+OF_IMAGES = {'vision': 'encoder of images', 'relevance': 'scorers of regions'}
 # Keys that change when the context is lengthened.
 ROTARY = ('model.max_seq_len', 'model.rope_theta', 'model.rope_scaling')
 
@@ -136,12 +138,13 @@ def _check_same_model(
     if None not in (pair := different.get(EXPERTS, (None, None))):
         del different[EXPERTS]
         different |= differences(*({EXPERTS: experts} for experts in pair))
-    if config.vision is not None and there.config.get('vision') is None:
-        message = (
-            f'{start}, {source}, has no encoder of images, and none can be added; remove the '
-            'section vision'
-        )
-        raise mistake('vision', message, START_FROM)
+    for section, part in OF_IMAGES.items():
+        if getattr(config, section) is not None and there.config.get(section) is None:
+            message = (
+                f'{start}, {source}, has no {part}, and none can be added; remove the section '
+                f'{section}'
+            )
+            raise mistake(section, message, START_FROM)
     free = HARMLESS + (ROTARY if config.model.position in ('rope', 'mrope') else ())
     problems = []
     for key, (old, new) in different.items():
@@ -150,7 +153,7 @@ def _check_same_model(
         is_free = key in free or (key.startswith('lora.') and None in (old, new))
         if is_free or (key == 'model.layers' and _without_rotary(old) == _without_rotary(new)):
             logger.info('start      %s: %s -> %s', key, _text(old), _text(new))
-        elif key.startswith(('model.', 'vision.', 'lora.')):
+        elif key.startswith(('model.', 'vision.', 'relevance.', 'lora.')):
             fix = typed(f'{key}={_text(old)}')
             message = f'{_text(new)}, but {_text(old)} in {start}, {source}; set {fix}'
             problems.append(Problem(key, message))

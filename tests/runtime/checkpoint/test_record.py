@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 from support import make_config
+from vlm import relevant
 
 from megajax.runtime.checkpoint.record import (
     RECORD,
     VALIDATION,
     changed_corpora,
     config_differences,
+    is_fixed,
     make_record,
     read_record,
     recorded_step,
@@ -73,3 +75,33 @@ def test_only_keys_that_change_the_contents_of_a_corpus_ask_for_other_contents(
     asking = make_config(data={key: value})
     changed = changed_corpora(there, make_record(asking, 2, data={'corpus': 'b', 'another': 'c'}))
     assert changed == ({} if is_asked else {'corpus': ('a', 'b')})
+
+
+@pytest.mark.parametrize(
+    ('section', 'key', 'value', 'is_said'),
+    [
+        ('vision', 'min_patches', 4, False),
+        ('vision', 'image_token', 3, False),
+        ('relevance', 'total_tokens', 300, False),
+        ('relevance', 'regions', (1, 2), False),
+        ('train', 'batch_size', 4, True),
+        ('optim', 'lr', 1.0, True),
+    ],
+)
+def test_what_changes_the_rows_of_the_same_images_is_no_change_of_the_images(
+    section: str, key: str, value: Any, is_said: bool
+) -> None:
+    there = make_record(relevant(), 2, data={'corpus': 'a'})
+    asking = relevant(**{section: {key: value}})
+    changed = changed_corpora(there, make_record(asking, 2, data={'corpus': 'b'}))
+    assert changed == ({'corpus': ('a', 'b')} if is_said else {})
+
+
+@pytest.mark.parametrize(
+    ('key', 'is_free'),
+    [('total_tokens', True), ('regions', False), ('scorer_size', False), ('scorer_shards', False)],
+)
+def test_a_resumed_run_may_change_the_tokens_of_an_image_and_not_its_regions_or_scorers(
+    key: str, is_free: bool
+) -> None:
+    assert is_fixed(f'relevance.{key}', 1, 2) != is_free

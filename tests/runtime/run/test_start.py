@@ -14,7 +14,7 @@ import pytest
 from checkpoints import make_state, tiny
 from support import by_name, on_mesh, slow
 from typer.testing import CliRunner
-from vlm import vlm
+from vlm import relevant, vlm
 
 import megajax
 from megajax.commands.main import app
@@ -238,6 +238,33 @@ def test_frozen_parts_may_change_where_a_run_begins_and_the_encoder_may_not(
     assert find_start(vlm(vision=frozen, run=run), tmp_path / 'new')
     with pytest.raises(ConfigError, match=r'vision.num_heads: 2, but 4 .* set vision.num_heads=4'):
         find_start(vlm(vision={'num_heads': 2}, run=run), tmp_path / 'new')
+
+
+def test_regions_and_their_scorers_may_not_change_where_a_run_begins_and_the_tokens_may(
+    tmp_path: Path,
+) -> None:
+    old, run = relevant(), {'start_from': str(tmp_path / 'source')}
+    with on_mesh(old), Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:
+        checkpoints.save(make_state(old, 1), 1)
+    assert find_start(relevant(relevance={'total_tokens': 300}, run=run), tmp_path / 'new')
+    for changed, said in (
+        (
+            {'regions': (1, 2)},
+            r"regions: \[1, 2\], but \[2, 1\] .* set 'relevance.regions=\[2, 1\]'$",
+        ),
+        ({'scorer_size': 8}, r'scorer_size: 8, but 16 in .* set relevance.scorer_size=16$'),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            find_start(relevant(relevance=changed, run=run), tmp_path / 'new')
+
+
+def test_a_run_cannot_add_scorers(tmp_path: Path) -> None:
+    old = vlm()
+    with on_mesh(old), Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:
+        checkpoints.save(make_state(old, 1), 1)
+    config = relevant(run={'start_from': str(tmp_path / 'source')})
+    with pytest.raises(ConfigError, match=r'no scorers of regions.*; remove the section relevance'):
+        find_start(config, tmp_path / 'new')
 
 
 def test_weights_are_not_given_the_ids_of_another_tokenizer(source: Path) -> None:
