@@ -25,6 +25,7 @@ from megajax.runtime.checkpoint.record import (
     Record,
     changed_corpora,
     config_differences,
+    has_other_tokenizer,
     is_fixed,
     other_differences,
     version_differences,
@@ -55,11 +56,7 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
         for key, (a, b) in config_differences(there, here).items()
         if is_fixed(key, a, b) and not (is_import and key.startswith(OF_LEARNED))
     ]
-    if (
-        there.tokenizer_sha256
-        and here.tokenizer_sha256
-        and there.tokenizer_sha256 != here.tokenizer_sha256
-    ):
+    if has_other_tokenizer(there, here):
         different.append(f'tokenizer {there.tokenizer_sha256} there, {here.tokenizer_sha256} here')
     if different:
         fix = 'change these back, or choose another run.dir'

@@ -193,7 +193,8 @@ def version_differences(there: Record, here: Record) -> dict[str, tuple[str, str
 def changed_corpora(there: Record, here: Record) -> dict[str, tuple[str, str]]:
     """Return the corpora whose contents have changed, unless the config asks for other contents.
 
-    A different model may read other contents from the same files, so it returns none for one.
+    A different model or tokenizer may read other contents from the same files, so none are
+    returned for it. A tokenizer that was trained on the corpus differs because the corpus does.
     """
     different = config_differences(there, here)
     # Streamed text has its files' fingerprint, and other text its tokens'.
@@ -201,7 +202,14 @@ def changed_corpora(there: Record, here: Record) -> dict[str, tuple[str, str]]:
     asked = asked or any(
         key in OF_FINGERPRINT or is_fixed(key, *pair) for key, pair in different.items()
     )
+    asked = asked or ('data.tokenizer' in different and has_other_tokenizer(there, here))
     return {} if asked else _changed(there.data, here.data)
+
+
+def has_other_tokenizer(there: Record, here: Record) -> bool:
+    """Whether both records have a tokenizer, and not the same one."""
+    hashes = {there.tokenizer_sha256, here.tokenizer_sha256}
+    return len(hashes) > 1 and None not in hashes
 
 
 def _with_defaults(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

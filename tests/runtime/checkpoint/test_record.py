@@ -77,6 +77,18 @@ def test_only_keys_that_change_the_contents_of_a_corpus_ask_for_other_contents(
     assert changed == ({} if is_asked else {'corpus': ('a', 'b')})
 
 
+@pytest.mark.parametrize('key', ['run/tokenizer.json', 'auto'])
+@pytest.mark.parametrize('sha256', ['x', 'y', None])
+def test_a_text_in_the_tokens_of_a_tokenizer_that_the_config_names_anew_is_the_same_text(
+    key: str, sha256: str | None
+) -> None:
+    there = make_record(make_config(), 2, data={'corpus': 'a'}, tokenizer_sha256='x')
+    config = make_config(data={'tokenizer': key})
+    here = make_record(config, 2, data={'corpus': 'b'}, tokenizer_sha256=sha256)
+    is_other = (key, sha256) == ('run/tokenizer.json', 'y')
+    assert changed_corpora(there, here) == ({} if is_other else {'corpus': ('a', 'b')})
+
+
 @pytest.mark.parametrize(
     ('section', 'key', 'value', 'is_said'),
     [
