@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import make_state
 from safetensors.numpy import load_file
-from support import exhaustive, on_mesh, slow
+from support import by_name, exhaustive, on_mesh, slow
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
@@ -17,6 +17,8 @@ from megajax.core.model.parameters import map_parameters
 from megajax.interop.huggingface.adapters import export_adapters
 from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.checkpoint.open import restore_params
+from megajax.runtime.run.start import start_checkpoint
 
 DATA = Path(__file__).parent / 'data'
 FAMILIES = (
@@ -151,6 +153,27 @@ def test_a_base_with_other_weights_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'proj.weight differs from .*: megajax export hf RUN'):
         export_adapters(run, tmp_path / 'alone', base=str(tmp_path / 'with'))
     assert not (tmp_path / 'alone').exists()
+
+
+def test_an_import_of_the_merged_weights_begins_with_adapters_of_another_rank(
+    tmp_path: Path,
+) -> None:
+    config = tuned('gpt2', tmp_path / 'import')
+    run, merged = save(tmp_path / 'run', config), tmp_path / 'merged'
+    export_huggingface(run, merged)
+    import_huggingface(merged, tmp_path / 'base', ['train.dtype=float32'])
+    start = config.run.model_copy(update={'start_from': str(tmp_path / 'base')})
+    new = config.model_copy(update={'lora': LoraConfig(rank=8), 'run': start})
+    with on_mesh(new), start_checkpoint(new, tmp_path / 'new') as found:
+        assert found is not None
+        begun = by_name(restore_params(found, new))
+        plain = new.model_copy(update={'lora': None})
+        expected = by_name(restore_params(run / 'checkpoints/1', plain))
+    assert begun['layers.mlp.up.adapter.A'].shape[-1] == 8
+    assert 'layers.mlp.up.weight' in expected
+    for name, x in expected.items():
+        if name.startswith('layers.'):  # the embedding has rows of padding
+            np.testing.assert_allclose(begun[name], x, rtol=1e-5, atol=1e-5)
 
 
 def test_an_import_begins_without_adapters(tmp_path: Path) -> None:

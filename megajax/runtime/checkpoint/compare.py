@@ -51,22 +51,33 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
     moments, so they may differ from an import, which has no moments; adapters may also be added to
     an import.
     """
-    different = [
-        f'{key} {a} there, {b} here'
-        for key, (a, b) in config_differences(there, here).items()
-        if is_fixed(key, a, b) and not (is_import and key.startswith(OF_LEARNED))
-    ]
+    keys = {
+        key: pair
+        for key, pair in config_differences(there, here).items()
+        if is_fixed(key, *pair) and not (is_import and key.startswith(OF_LEARNED))
+    }
+    different = [f'{key} {a} there, {b} here' for key, (a, b) in keys.items()]
     if has_other_tokenizer(there, here):
         different.append(f'tokenizer {there.tokenizer_sha256} there, {here.tokenizer_sha256} here')
     if different:
         fix = 'change these back, or choose another run.dir'
         if all(line.startswith(OF_LEARNED) for line in different):
-            fix = 'change it back, or begin a new run with '
-            fix += typed(f'run.start_from={path.parent.parent}')
+            changes = any(key.startswith('lora.') and None not in keys[key] for key in keys)
+            fix = f'change it back, or {_with_its_weights(path.parent.parent, merges=changes)}'
         elif all(line.startswith('tokenizer ') for line in different):
             fix = f'set {typed(f"data.tokenizer={path / TOKENIZER}")}, or choose another run.dir'
         of = 'optimizer' if all(line.startswith('optim.') for line in different) else 'model'
         raise ConfigError(f'{path} contains a different {of} ({"; ".join(different)}): {fix}')
+
+
+def _with_its_weights(run: Path, *, merges: bool) -> str:
+    """Return how to begin a new run with a run's weights, also if its adapters must be merged."""
+    if not merges:
+        return f'begin a new run with {typed(f"run.start_from={run}")}'
+    return (
+        f'merge its adapters and begin a new run with others: megajax export hf {typed(run)} '
+        'MERGED, megajax import hf MERGED BASE, megajax train run.start_from=BASE lora.rank=...'
+    )
 
 
 def check_same_data(path: Path, there: Record, here: Record) -> None:

@@ -30,6 +30,7 @@ from megajax.runtime.run.start import start_checkpoint
 
 LORA = {'rank': 4, 'alpha': 6.0}
 SCALE = 1.5
+NEW = 'begin a new run with run.start_from=[^ ]*'
 IN_BF16 = {'train': {'dtype': 'bfloat16'}}
 LINEARS = (
     'layers.attention.qkv',
@@ -171,9 +172,32 @@ def test_a_run_cannot_change_them_and_another_run_only_have_them_added(
             begin(adapted().model_copy(update={'lora': LoraConfig(rank=8, alpha=6.0)}), tuned)
         with (
             Checkpoints(tuned.parent, tiny(**IN_BF16)) as checkpoints,
-            pytest.raises(ConfigError, match=r'lora.rank 4 there.*run.start_from='),
+            pytest.raises(ConfigError, match=rf'lora.rank 4 .*: change it back, or {NEW}$'),
         ):
             checkpoints.restore(3)
+        with (
+            Checkpoints(base.parent, adapted(train={'dtype': 'float32'})) as checkpoints,
+            pytest.raises(ConfigError, match=rf'lora.rank None .*: change it back, or {NEW}$'),
+        ):
+            checkpoints.restore(3)
+
+
+@pytest.mark.parametrize(
+    'changes', [{'rank': 8}, {'alpha': 8.0}, {'targets': ['up']}, {'rank': 8, 'targets': ['up']}]
+)
+def test_a_run_that_would_change_them_is_told_to_merge_them_first(
+    tuned: Path, changes: dict[str, Any]
+) -> None:
+    config = adapted(lora=LORA | changes)
+    with (
+        on_mesh(config),
+        Checkpoints(tuned.parent, config) as checkpoints,
+        pytest.raises(ConfigError) as error,
+    ):
+        checkpoints.restore(3)
+    fix = str(error.value).rpartition('change it back, or ')[2]
+    merge = f'megajax export hf {tuned.parent.parent} MERGED, megajax import hf MERGED BASE'
+    assert fix.startswith(f'merge its adapters and begin a new run with others: {merge}, ')
 
 
 def test_a_step_changes_them_alone_and_keeps_moments_of_them_alone() -> None:
