@@ -141,6 +141,18 @@ def test_peft_computes_with_them_what_the_merged_weights_compute(
     assert np.abs(actual - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
+def test_training_an_import_in_its_own_folder_keeps_the_names_of_its_family(tmp_path: Path) -> None:
+    config, run = tuned('phi3', tmp_path / 'run'), tmp_path / 'run'
+    for resumed, step in (0, 1), (1, 2):
+        with on_mesh(config), Checkpoints(run / 'checkpoints', config) as checkpoints:
+            checkpoints.restore(resumed)
+            checkpoints.save(make_state(config, step), step)
+    export_adapters(run, tmp_path / 'alone')
+    settings = json.loads((tmp_path / 'alone/adapter_config.json').read_text())
+    assert {*settings['target_modules']} == TARGETS['phi3']
+    assert export_huggingface(run, tmp_path / 'with') == ('phi3', 'float32')
+
+
 def test_a_base_with_other_weights_is_rejected(tmp_path: Path) -> None:
     config = tuned('llama3', tmp_path / 'import')
     run, base = save(tmp_path / 'run', config), save(tmp_path / 'base', config, adds=False)

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from interop.stored import DATA
 from safetensors.numpy import save_file
+from support import on_mesh, random_params
 
-from megajax.core.config import ConfigError
+from megajax.core.config import ConfigError, load
 from megajax.interop.huggingface.directories import export_huggingface, import_huggingface
 from megajax.interop.huggingface.tensors import SINGLE, read_tensors
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
+from megajax.runtime.run.start import origin_of
 
 NAME = 'transformer.h.1.mlp.c_fc.weight'
 
@@ -32,6 +35,25 @@ def test_a_number_that_the_dtype_does_not_have_is_refused_by_name(tmp_path: Path
     export_huggingface(tmp_path / 'run', tmp_path / 'out', dtype='bfloat16')
     exported = dict(read_tensors(tmp_path / 'out'))[NAME]
     np.testing.assert_array_equal(exported, tensors[NAME].astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(('bias', 'family'), [('false', 'phi3'), ('true', 'llama')])
+def test_a_run_has_the_family_of_its_import_or_the_first_that_fits_if_it_no_longer_fits(
+    bias: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import_huggingface(DATA / 'phi3', tmp_path / 'import', ['train.dtype=float32'])
+    config = load(
+        tmp_path / 'import/config.yaml', [f'model.{key}={bias}' for key in ('bias', 'qkv_bias')]
+    )
+    with (
+        on_mesh(config),
+        Checkpoints(tmp_path / 'run/checkpoints', config) as checkpoints,
+    ):
+        checkpoints.origin = origin_of(tmp_path / 'import/checkpoints/0')
+        checkpoints.save({'params': random_params(config, 0.5)}, 1)
+    assert export_huggingface(tmp_path / 'run', tmp_path / 'out')[0] == family
+    assert ('written as llama, because the family' in caplog.text) == (family == 'llama')
+    assert ('--family phi3 gives the reason' in caplog.text) == (family == 'llama')
 
 
 @pytest.mark.parametrize('prefix', ['transformer.', ''])

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from megajax.interop.huggingface.family import Family, There
 from megajax.interop.huggingface.tensors import INDEX, SINGLE, read_tensors
 from megajax.interop.pieces import cut, dims_here, groups_of, make_pieces, with_pairs
 from megajax.runtime.checkpoint.digests import sound_checkpoint
-from megajax.runtime.checkpoint.record import FAMILY, RECORD, read_record
+from megajax.runtime.checkpoint.record import RECORD, read_record
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'  # prefix of module names in PEFT's model
@@ -30,18 +30,19 @@ def export_adapters(
 
     `base` is the directory or the name of the model to which the adapters belong; PEFT reads this
     model if the user passes none. The modules have the names of `family`, or else of the family in
-    the config.json of `base`, or else of the import with which the run started. Raises ConfigError
-    if the checkpoint has no adapters, if no family can represent its model, if a directory `base`
-    has different weights, or if `out` already exists.
+    the config.json of `base`, or else of the import with which the training began. Raises
+    ConfigError if the checkpoint has no adapters, if no family can represent its model, if a
+    directory `base` has different weights, or if `out` already exists.
     """
     with sound_checkpoint(source) as checkpoint:
-        config = reload(read_record(checkpoint).config, place=str(checkpoint / RECORD))
+        record = read_record(checkpoint)
+        config = reload(record.config, place=str(checkpoint / RECORD))
         if config.lora is None:
             raise ConfigError(
                 f'{checkpoint} was trained without lora and has no adapters: export it without '
                 '--adapter'
             )
-        family = family or _family_of(base, read_record(checkpoint).origin)
+        family = family or _family_of(base) or record.family
         name, _ = write_family(without_adapters(config).model, family)
         _check_base(checkpoint, without_adapters(config).model, base, name)
         tensors = dict(_tensors(checkpoint, config, FAMILIES[name]))
@@ -56,11 +57,11 @@ def export_adapters(
         return name
 
 
-def _family_of(base: str | None, origin: Mapping[str, str]) -> str | None:
-    """Return the family of the model to which adapters belong; None if it is unknown."""
+def _family_of(base: str | None) -> str | None:
+    """Return the family in the config.json of a directory `base`; None if it is unknown."""
     file = Path(base or '') / 'config.json'
     family = read_json(file).get('model_type') if base and file.is_file() else None
-    return str(family) if family is not None else origin.get(FAMILY)
+    return None if family is None else str(family)
 
 
 def _check_base(checkpoint: Path, model: ModelConfig, base: str | None, family: str) -> None:

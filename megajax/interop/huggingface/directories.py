@@ -19,6 +19,7 @@ from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.huggingface.families import read_config_json, write_family
 from megajax.interop.huggingface.hub import Repository
 from megajax.interop.huggingface.preprocessor import note_limit, read_preprocessor, write_files
+from megajax.interop.huggingface.reader import Keys
 from megajax.interop.huggingface.tensors import (
     SHARD_BYTES,
     Tensor,
@@ -144,16 +145,17 @@ def export_huggingface(
 ) -> tuple[str, str]:
     """Write a checkpoint as a directory that transformers and vLLM load; return family and dtype.
 
-    `source` is a run, whose newest checkpoint is written, or one checkpoint. If an imported
-    checkpoint has not been trained since, family and dtype default to the import's, so that the
-    weights are restored bit for bit. Otherwise they default to the first family that fits and to
-    fp32, the dtype of checkpoints. Host memory holds one parameter and one of its tensors at a
-    time. Raises ConfigError if no family can represent this model, or if `out` already exists.
+    `source` is a run, whose newest checkpoint is written, or one checkpoint. The family defaults to
+    that of the import with which the training began, or to the first that fits. If an imported
+    checkpoint has not been trained since, the dtype defaults to the import's, so that the weights
+    are restored bit for bit, and otherwise to fp32, the dtype of checkpoints. Host memory holds one
+    parameter and one of its tensors at a time. Raises ConfigError if no family can represent this
+    model, or if `out` already exists.
     """
     with sound_checkpoint(source) as checkpoint:
         record = read_record(checkpoint)
         model = without_adapters(reload(record.config, place=str(checkpoint / RECORD))).model
-        family, keys = write_family(model, family or record.data.get(FAMILY))
+        family, keys = write_family(model, family) if family else _own_family(model, record)
         usual, others = (dtype, {}) if dtype else _dtypes_of(record, family)
         from megajax.interop.huggingface.weights import huggingface_pieces, joined_tensors
         from megajax.interop.runs import parts, weight_shapes
@@ -182,6 +184,22 @@ def export_huggingface(
             write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
         _warn_of_other_texts(out, record.tokenizer_sha256)
         return family, usual
+
+
+def _own_family(model: ModelConfig, record: Record) -> tuple[str, Keys]:
+    """Return the family of the model's import, or the first that fits, and its config.json."""
+    if record.family is None:
+        return write_family(model)
+    with suppress(ConfigError):
+        return write_family(model, record.family)
+    family, keys = write_family(model)
+    logger.warning(
+        'written as %s, because the family of the import no longer fits the config; '
+        '--family %s gives the reason',
+        family,
+        record.family,
+    )
+    return family, keys
 
 
 def _warn_of_other_texts(folder: Path, fingerprint: str | None) -> None:

@@ -122,7 +122,7 @@ class Checkpoints:
         if step != self._verified and self._folders.refuses(step):
             raise unusable(path)
         here, there = self._record(step), read_record(path)
-        self.restored, self.origin = there, there.origin
+        self.restored, self.origin = there, there.next_origin
         is_import = holds_parameters_only(path)
         check_same_data(path, there, here)  # first: the tokenizer may be trained on the data
         check_same_model(path, there, here, is_import=is_import)

@@ -65,9 +65,19 @@ class Record(BaseModel):
     validation_loss: float | None = None
     data: dict[str, str] = {}  # fingerprint of each corpus, by name
     versions: dict[str, str] = {}  # versions of the libraries and of Python
-    # The checkpoint in `run.start_from`, its step and the SHA-256 of its SHA256SUMS; otherwise
-    # empty.
+    # The checkpoint in `run.start_from`, its step and the SHA-256 of its SHA256SUMS, and the family
+    # of the import with which the run or that checkpoint began; otherwise empty.
     origin: dict[str, str] = {}
+
+    @property
+    def family(self) -> str | None:
+        """The Hugging Face family of the import with which the training began; None if unknown."""
+        return (self.data | self.origin).get(FAMILY)
+
+    @property
+    def next_origin(self) -> dict[str, str]:
+        """The origin of the checkpoints that follow this one in its run."""
+        return self.origin if self.family is None else self.origin | {FAMILY: self.family}
 
     @property
     def mesh(self) -> str:

@@ -100,7 +100,7 @@ def origin_of(start: Path) -> dict[str, str]:
     """Describe the checkpoint for the records of the run that begins with it."""
     digest = hashlib.sha256((start / SUMS).read_bytes()).hexdigest()
     record = read_record(start)
-    family = (record.data | record.origin).get(FAMILY)
+    family = record.family
     origin = {'checkpoint': str(start), 'step': str(record.step), 'sha256': digest}
     return origin if family is None else origin | {FAMILY: family}
 
