@@ -88,8 +88,8 @@ def export_hf(
     family: Annotated[
         Family | None,
         typer.Option(
-            help='Default: the family of an import that was not trained, otherwise the first that '
-            'fits.'
+            help='Default: the family of the import with which the training began, otherwise the '
+            'first that fits.'
         ),
     ] = None,
     dtype: Annotated[
