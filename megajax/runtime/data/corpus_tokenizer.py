@@ -1,6 +1,7 @@
 """Find the tokenizer of a run: trained on text, loaded, or the one that made the token files."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from megajax.base.render.text import typed
 from megajax.core.config import Config, mistake
@@ -106,11 +107,18 @@ def _fix(config: Config, made_by: Tokenizer, spec: str) -> str:
     again = f'build them again: megajax data build NEW --input FILES --tokenizer {typed(spec)}'
     if config.data.tokenizer == 'auto':
         return f'blend corpora that share a tokenizer; {again}'
-    if config.run.start_from is not None:
-        return f'{again}, and set data.corpus=NEW'
+    if config.run.start_from is not None or _is_of_run(config, spec):  # the weights have its ids
+        use = 'name NEW in data.blend' if config.data.blend else 'set data.corpus=NEW'
+        return f'{again}, and {use}'
     size = made_by.vocab_size
     vocabulary = f' model.vocab_size={size}' if size > config.model.vocab_size else ''
     return f'use data.tokenizer=auto{vocabulary}, or {again}'
+
+
+def _is_of_run(config: Config, path: str) -> bool:
+    """Whether a tokenizer.json is the one of the run that resumes, or of one of its checkpoints."""
+    folder = config.run.dir
+    return folder is not None and Path(path).absolute().is_relative_to(Path(folder).absolute())
 
 
 def check_image_token(config: Config, tokenizer: Tokenizer | None) -> None:

@@ -1,4 +1,4 @@
-"""A run on remote text keeps its trained tokenizer through every resume."""
+"""A run keeps the tokenizer that it began with through every resume."""
 
 import json
 from collections.abc import Iterator
@@ -8,11 +8,19 @@ import pytest
 from checkpoints import make_state, tiny
 from runtime.data import stores
 from support import on_mesh
+from typer.testing import CliRunner
 
+from megajax.commands.main import app
 from megajax.core.config import Config, ConfigError
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.run.chat_template import read_corpus
+
+
+@pytest.fixture(autouse=True)
+def mesh() -> Iterator[None]:
+    with on_mesh(tiny()):
+        yield
 
 
 @pytest.fixture(name='server')
@@ -20,20 +28,20 @@ def make_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sto
     """A server of two texts that have no words in common."""
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
     (tmp_path / 'web').mkdir()
-    write(tmp_path, 'a', 'one two three four ')
-    write(tmp_path, 'b', 'seventy eighty ninety ')
-    with stores.web(tmp_path / 'web') as server, on_mesh(tiny()):
+    write(tmp_path / 'web/a.jsonl', 'one two three four ')
+    write(tmp_path / 'web/b.jsonl', 'seventy eighty ninety ')
+    with stores.web(tmp_path / 'web') as server:
         yield server
 
 
-def write(tmp_path: Path, name: str, words: str) -> None:
+def write(path: Path, words: str) -> None:
     lines = [json.dumps({'text': f'{words}{i} {i * i} ' * 50}) for i in range(60)]
-    (tmp_path / f'web/{name}.jsonl').write_text('\n'.join(lines))
+    path.write_text('\n'.join(lines))
 
 
-def config(corpus: str, *, allow: bool = False, **data: str) -> Config:
+def config(corpus: str, *, run: dict[str, object] | None = None, **data: object) -> Config:
     keys = {'corpus': corpus, 'tokenizer': 'auto', 'split': '90,10,0', **data}
-    return tiny(data=keys, train={'batch_size': 2}, run={'allow_changed_data': allow})
+    return tiny(data=keys, train={'batch_size': 2}, run=run or {})
 
 
 def start(config: Config, run: Path) -> str | None:
@@ -78,10 +86,10 @@ def test_a_changed_remote_file_is_read_with_the_tokenizer_of_the_run_if_that_is_
 ) -> None:
     url = f'{server.url}/a.jsonl'
     first = start(config(url), tmp_path / 'run')
-    write(tmp_path, 'a', 'seventy eighty ninety ')
+    write(tmp_path / 'web/a.jsonl', 'seventy eighty ninety ')
     with pytest.raises(ConfigError, match=r'different data of the same name.*allow_changed_data'):
         start(config(url), tmp_path / 'run')
-    assert start(config(url, allow=True), tmp_path / 'run') == first
+    assert start(config(url, run={'allow_changed_data': True}), tmp_path / 'run') == first
 
 
 def test_a_resumed_run_finds_the_tokens_that_its_first_start_has_kept(
@@ -93,3 +101,37 @@ def test_a_resumed_run_finds_the_tokens_that_its_first_start_has_kept(
         copy.unlink()
     assert start(config(url), tmp_path / 'run') == first
     assert server.asked == ['/a.jsonl']
+
+
+def build(tmp_path: Path, name: str, *options: str) -> str:
+    """Build token files of a text, as `megajax data build` does; return their prefix."""
+    words = ['data', 'build', str(tmp_path / name), '--input', str(tmp_path / 'text.jsonl')]
+    done = CliRunner().invoke(app, [*words, *options])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ('began', 'is_blend'), [('auto', False), ('web.tokenizer.json', False), ('auto', True)]
+)
+def test_the_advice_on_tokens_of_another_tokenizer_ends_in_a_run_that_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: str, is_blend: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / 'text.jsonl', 'one two three four ')
+    web = build(tmp_path, 'web', '--train-bpe', '280')
+    other = build(tmp_path, 'other', '--train-bpe', '300')
+
+    def resumed(corpus: str) -> Config:
+        data = {'corpus': 'stdlib', 'blend': {corpus: 1.0}} if is_blend else {'corpus': corpus}
+        return config(**data, tokenizer=began, run={'dir': 'run'})
+
+    run = tmp_path / 'run'
+    first = start(resumed(web), run)
+    with pytest.raises(ConfigError) as error:
+        start(resumed(other), run)
+    message = str(error.value)
+    assert 'data.tokenizer=auto' not in message
+    assert message.endswith('name NEW in data.blend' if is_blend else 'set data.corpus=NEW')
+    option = message.rpartition('--input FILES ')[2].partition(', and')[0]
+    assert start(resumed(build(tmp_path, 'again', *option.split())), run) == first
