@@ -15,7 +15,7 @@ from megajax.base.errors import replacing
 from megajax.base.render.text import typed
 from megajax.core.config import Config, mistake
 from megajax.runtime.data.sources.block_cache import locked
-from megajax.runtime.data.sources.inputs import format_of, name_of
+from megajax.runtime.data.sources.inputs import format_of, without_query
 from megajax.runtime.data.sources.remote import is_remote, is_web, names_below
 from megajax.runtime.data.sources.remote_file import RemoteFile
 from megajax.runtime.data.text.files import check_no_tokens
@@ -60,7 +60,8 @@ def local_text(config: Config) -> Iterator[LocalText]:
     here = cache_of(config).folder / sha256(keys.encode()).hexdigest()[:32]
     here.mkdir(exist_ok=True)
     corpus = here / next(iter(files)) if len(files) == 1 else here
-    root = url[: name_of(url).rindex('/')] if len(files) == 1 else url
+    path = url.partition('?')[0] if is_web(url) else url
+    root = url[: path.rindex('/')] if len(files) == 1 else url
     data = config.data.model_copy(update={'corpus': str(corpus)})
     local = config.model_copy(update={'data': data})
     versions = {f'{VERSION_OF}{file.url}': file.fingerprint for file in files.values()}
@@ -93,14 +94,12 @@ def open_files(config: Config, url: str) -> dict[str, RemoteFile]:
 def _without_queries(urls: Mapping[str, str]) -> dict[str, str]:
     """Return the URLs by their names without queries such as `?download=true`.
 
-    A query stays if two files would get the same name, or if only the query has a suffix, as in
-    `get?file=a.jsonl.gz`.
+    A query stays if it names the file, or if two files would get the same name.
     """
-    short = {name: name.partition('?')[0] if is_web(url) else name for name, url in urls.items()}
+    short = {name: without_query(name) if is_web(url) else name for name, url in urls.items()}
     count = Counter(short.values())
     for name, without in short.items():
-        in_query = not PurePosixPath(without).suffix and PurePosixPath(name).suffix
-        if not without or count[without] > 1 or in_query:
+        if not without or count[without] > 1:
             short[name] = name
     return {short[name]: url for name, url in urls.items()}
 

@@ -103,6 +103,15 @@ def test_a_web_server_without_ranges_has_the_units_of_files(tmp_path: Path, web:
     check_the_same_units(tmp_path, web)
 
 
+def test_a_query_that_names_the_file_decides_how_it_is_read(tmp_path: Path, web: str) -> None:
+    for suffix in WRITERS:
+        write(tmp_path, f'a.jsonl{suffix}', LINES)
+        (tmp_path / 'get').write_bytes((tmp_path / f'a.jsonl{suffix}').read_bytes())
+        here = units(f'{tmp_path}/a.jsonl{suffix}', unit=2000)
+        for name in (f'get?file=a.jsonl{suffix}', f'a.jsonl{suffix}?version=1.5'):
+            assert contents(units(f'{web}/{name}', unit=2000)) == contents(here)
+
+
 def test_s3_has_the_units_of_files(tmp_path: Path, s3: str) -> None:
     write_all(tmp_path)
     copy(tmp_path, s3)

@@ -19,7 +19,7 @@ from runtime.data.test_load import SMALL, assert_equal, config
 from megajax.base.errors import UnreachableError
 from megajax.core.config import ConfigError
 from megajax.runtime.data import Data, load_data
-from megajax.runtime.data.sources import remote_file
+from megajax.runtime.data.sources import remote_file, shares
 from megajax.runtime.data.sources.block_cache import BlockCache, locked
 
 
@@ -86,13 +86,18 @@ def test_a_query_does_not_change_how_a_file_is_read(here: Path, name: str, query
 
 
 @pytest.mark.parametrize('suffix', ['jsonl', 'jsonl.gz'])
-def test_a_query_that_names_the_file_decides_how_it_is_read(here: Path, suffix: str) -> None:
+@pytest.mark.parametrize('order', ['stateless', 'streamed'])
+def test_a_query_that_names_the_file_decides_how_it_is_read(
+    here: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, order: str
+) -> None:
+    monkeypatch.setattr(shares, 'SMALLEST', 400)
     content = (here / 'a.jsonl').read_bytes()
     for name in ('get', f'get?file=a.{suffix}'):
         is_packed = suffix.endswith('gz')
         (here / name).write_bytes(gzip.compress(content) if is_packed else content)
     with stores.web(here) as server:
-        check_the_same(f'{here}/get?file=a.{suffix}', f'{server.url}/get?file=a.{suffix}')
+        name, key = f'get?file=a.{suffix}', f'data.order={order}'
+        check_the_same(f'{here}/{name}', f'{server.url}/{name}', key)
 
 
 @pytest.mark.parametrize('name', ['a.jsonl.gz', 'd.txt', 'e'])

@@ -217,8 +217,18 @@ def readable(input: Input) -> Input:
 
 
 def name_of(path: str) -> str:
-    """Return a path, or a URL without its query."""
-    return path.partition('?')[0] if remote.is_web(path) else path
+    """Return a path, or a URL without a query that does not name the file."""
+    return without_query(path) if remote.is_web(path) else path
+
+
+def without_query(address: str) -> str:
+    """Return an address on a web server, or its end, without a query such as ?download=true.
+
+    A query stays if only the query has a suffix, as in get?file=a.jsonl.gz.
+    """
+    path = address.partition('?')[0]
+    is_in_query = not Path(path.rpartition('/')[2]).suffix and Path(address).suffix
+    return address if is_in_query else path
 
 
 def format_of(path: str) -> Format:
