@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+from datetime import date
 from pathlib import Path
 from shutil import which
 
@@ -441,13 +442,76 @@ def test_lines_of_another_form_name_what_is_read(
     ],
 )
 def test_the_command_that_is_named_writes_messages(line: dict[str, object]) -> None:
-    command = as_messages(line).partition("jq -c '")[2].rpartition("' OLD")[0]
+    command = as_messages(line, 'a.jsonl:1').partition("jq -c '")[2].rpartition("' OLD")[0]
     done = subprocess.run(
         ['jq', '-c', command], input=json.dumps(line), capture_output=True, text=True, check=True
     )
     question, answer = json.loads(done.stdout)['messages']
     assert question == {'role': 'user', 'content': 'a'}
     assert answer == {'role': 'assistant', 'content': 'b'}
+
+
+def carried_out(message: str, old: Path) -> Path:
+    """The file that the command at the end of an error writes."""
+    new = old.with_name('new.jsonl')
+    programs = 'jq -c|gzip -dc|bzip2 -dc|xz -dc|python -c'
+    command = re.search(rf': ((?:{programs}) .* > NEW\.jsonl)', message)
+    assert command, message
+    words = command[1].replace('OLD', str(old)).replace('NEW.jsonl', str(new))
+    words = words.replace('python -c', f'{sys.executable} -c')
+    subprocess.run(['sh', '-c', words], check=True)
+    return new
+
+
+@pytest.mark.skipif(which('jq') is None, reason='jq is not installed')
+@pytest.mark.parametrize('suffix', ['jsonl', 'jsonl.gz', 'jsonl.bz2', 'JSONL.XZ', 'parquet'])
+def test_the_command_that_is_named_reads_the_file_as_it_is_stored(
+    tmp_path: Path, suffix: str
+) -> None:
+    rows = [{'question': f'é {i}', 'answer': 'b', 'day': date(2026, 1, 1 + i)} for i in range(3)]
+    old = tmp_path / f'old.{suffix}'
+    if suffix == 'parquet':
+        tables = pytest.importorskip('pyarrow.parquet')
+        tables.write_table(pytest.importorskip('pyarrow').Table.from_pylist(rows), old)
+    else:
+        pack = {'gz': gzip, 'bz2': bz2, 'xz': lzma}.get(suffix.lower().rpartition('.')[2])
+        content = '\n'.join(json.dumps(row, default=str) for row in rows).encode()
+        old.write_bytes(pack.compress(content) if pack else content)
+    with pytest.raises(ConfigError) as error:
+        read_documents(str(old))
+    chats = [json.loads(line)['messages'] for line in carried_out(str(error.value), old).open()]
+    assert [[turn['content'] for turn in turns] for turns in chats] == [
+        [row['question'], 'b'] for row in rows
+    ]
+    with pytest.raises(ConfigError) as error:
+        read_prompts(old)
+    new = carried_out(str(error.value), old)
+    assert read_prompts(new) == [row['question'] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ('content', 'plain'), [(ARRAY, 'a b.json'), ('text'.encode('utf-16'), 'a b.json')]
+)
+def test_a_compressed_file_is_unpacked_before_it_is_converted(
+    tmp_path: Path, content: bytes, plain: str
+) -> None:
+    write(tmp_path, {f'{plain}.gz': gzip.compress(content)})
+    with pytest.raises(ConfigError) as error:
+        read_documents(f'{tmp_path}/{plain}.gz')
+    subprocess.run(['sh', '-c', str(error.value).rpartition('; unpack it: ')[2]], check=True)
+    assert (tmp_path / plain).read_bytes() == content
+
+
+def test_a_parquet_file_without_texts_gets_the_advice_of_training(tmp_path: Path) -> None:
+    pyarrow, parquet = map(pytest.importorskip, ('pyarrow', 'pyarrow.parquet'))
+    for columns, message in (
+        ({'text': [['a']]}, r"'text' is list<.*>, not text; its columns: text; name a column"),
+        ({'messages': [[{'role': 'user', 'content': 'a'}]]}, r'; put lines with "messages" into a'),
+    ):
+        parquet.write_table(pyarrow.table(columns), tmp_path / 'a.parquet')
+        with pytest.raises(ConfigError, match=message) as error:
+            read_documents(str(tmp_path / 'a.parquet'))
+        assert '--json-key' not in str(error.value)
 
 
 def test_names_like_that_of_a_corpus_which_is_not_there_are_named(

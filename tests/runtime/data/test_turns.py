@@ -4,9 +4,11 @@ import json
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
+from runtime.data.test_corpus import carried_out
 
 from megajax.core.config import ConfigError
 from megajax.runtime.data.image_rows import RowShape
@@ -288,6 +290,22 @@ def test_marks_of_generation_may_count_a_role_of_another_name(tmp_path: Path) ->
     )
     line = {'messages': [*turns('a'), {'role': 'model', 'content': 'b'}]}
     assert shown(read(tmp_path, template, line))[1] == f'b<|end|>{EOD}'
+
+
+@pytest.mark.skipif(which('jq') is None, reason='jq is not installed')
+def test_the_command_that_joins_parts_reads_the_rows_of_parquet(tmp_path: Path) -> None:
+    pyarrow, parquet = map(pytest.importorskip, ('pyarrow', 'pyarrow.parquet'))
+    parts = [{'type': 'text', 'text': 'it'}, {'type': 'text', 'text': "'s"}]
+    said = [{'role': 'user', 'content': parts}, {'role': 'assistant', 'content': parts, 'x': None}]
+    old = tmp_path / 'old.parquet'
+    parquet.write_table(pyarrow.Table.from_pylist([{'messages': said}]), old)
+    given = Template(name='chat.jinja', texts={DEFAULT: PLAIN + BEGIN})
+    with open_chat(TOKENIZER, NO_TOKEN, given) as chat:
+        with pytest.raises(ConfigError, match='the parts of message 1') as error:
+            list(read_documents(old, SHAPE, TOKENIZER, chat))
+        new = carried_out(str(error.value), old)
+        (document,) = read_documents(new, SHAPE, TOKENIZER, chat)
+    assert shown(document)[1] == f"it's<|end|>{EOD}"
 
 
 def test_parts_that_a_template_prints_as_a_list_are_rejected(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def pieces_of(line: dict[str, Any], vocabulary: Vocabulary, chat: Chat, place: s
     if ('text' in given) == ('messages' in given):
         keys = ', '.join(map(str, line)) or 'none'
         fault = f'needs either "text" or "messages" (its keys: {short(keys)})'
-        refuse(place, fault, as_messages(line) or 'correct the line')
+        refuse(place, fault, as_messages(line, place) or 'correct the line')
     if 'text' in given:
         return pieces_of_text(given, vocabulary, place)
     _check(given, place)

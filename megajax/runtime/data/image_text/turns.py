@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from megajax.base.errors import mistake
 from megajax.runtime.data.image_text.chat import Chat, Message, Rendering, Request, are_parts
+from megajax.runtime.data.sources.commands import jq
 from megajax.runtime.data.text.pieces import GUARDS, Piece
 
 MARKER = '<image>'  # the image placeholder in a text
@@ -16,10 +17,8 @@ VISION = '<|vision_start|>', '<|vision_end|>'  # put around an image if a tokeni
 ASSISTANT = 'assistant'
 # names of the assistant in other datasets
 OTHER_NAMES = 'gpt', 'chatgpt', 'bot', 'chatbot', 'model', 'ai'
-JOIN = (
-    'make the content one text: jq -c \'.messages[].content |= (if type == "array" then '
-    'map(.text) | join("") else . end)\' OLD > NEW.jsonl'
-)
+# The jq program that joins the parts of each message.
+JOIN = '.messages[].content |= (if type == "array" then map(.text) | join("") else . end)'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +266,7 @@ def _check_no_list_is_printed(messages: Sequence[Message], text: str, place: str
         content = message.get('content')
         if content and are_parts(content) and str(content) in text:
             fault = f'the chat template writes the parts of message {number} as {short(content)}'
-            refuse(place, fault, JOIN)
+            refuse(place, fault, f'make the content one text: {jq(JOIN, place)}')
 
 
 def _up_to(request: Request, i: int, guard: Guard) -> Request:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from megajax.base.errors import ConfigError, Problem
 from megajax.base.files.pointers import POINTER
 from megajax.base.render.text import typed
+from megajax.runtime.data.sources.commands import UNPACK
 from megajax.runtime.data.sources.inputs import Input, name_of
 
 # maximum number of lines of a text that are parsed to tell whether it is JSON lines
@@ -49,7 +50,6 @@ SCRIPT = (
     'csv.field_size_limit(2**30); '
     "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin, dialect='{}')]"
 )
-UNPACK = {'': 'cat', '.gz': 'gzip -dc', '.zst': 'zstd -dc', '.bz2': 'bzip2 -dc', '.xz': 'xz -dc'}
 PAGE = (
     rb'(?i)\s*<(!doctype html|html)[\s>]',
     'an HTML page, perhaps an error page',
@@ -175,5 +175,11 @@ def _mistake(
     input: Input, kind: str, head: bytes, fix: str, error: type[ConfigError] = ConfigError
 ) -> ConfigError:
     first = head.lstrip(b'\r\n').split(b'\n', 1)[0][:80].decode(errors='backslashreplace').rstrip()
-    message = f'is {kind} (its first line: {first}); {fix.replace("{}", typed(input.path))}'
-    return error(Problem(input.path, message))
+    name, download = input.path, ''
+    if input.is_remote and (input.compression or not fix.startswith('rename')):
+        name, download = Path(name_of(name)).name, 'download it, and '
+    if '{}' in fix and input.compression:  # the commands read what the file contains
+        plain = typed(name.removesuffix(Path(name).suffix))
+        fix = f'unpack it: {UNPACK[input.compression]} {{}} > {plain}'
+    fix = (download if '{}' in fix else '') + fix.replace('{}', typed(name))
+    return error(Problem(input.path, f'is {kind} (its first line: {first}); {fix}'))

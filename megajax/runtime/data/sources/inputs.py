@@ -50,8 +50,7 @@ class Input:
     @property
     def compression(self) -> str:
         """The suffix of a compressed file, for example '.gz', or ''."""
-        suffix = Path(name_of(self.path)).suffix.lower()
-        return suffix if suffix in COMPRESSED else ''
+        return compression_of(self.path)
 
     @property
     def is_remote(self) -> bool:
@@ -229,6 +228,12 @@ def without_query(address: str) -> str:
     path = address.partition('?')[0]
     is_in_query = not Path(path.rpartition('/')[2]).suffix and Path(address).suffix
     return address if is_in_query else path
+
+
+def compression_of(path: str) -> str:
+    """Return the suffix of a compressed file or URL, for example '.gz', or ''."""
+    suffix = Path(name_of(path)).suffix.lower()
+    return suffix if suffix in COMPRESSED else ''
 
 
 def format_of(path: str) -> Format:

@@ -1,6 +1,6 @@
 """Read rows of Parquet files in pieces."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,15 +15,17 @@ SIGNS = 1 << 10  # number of bytes that are read to tell what else a file may be
 
 
 def read_rows(
-    input: Input, key: str, here: Position, unit: int
+    input: Input, key: str, here: Position, unit: int, fixes: Fixes | None = None
 ) -> Iterator[tuple[InputPiece, bool, int]]:
     """Yield pieces of rows of a Parquet file.
 
     Each piece comes with whether it is the last of the file, and with the bytes of the file read so
-    far, estimated from the number of rows.
+    far, estimated from the number of rows. Raises ConfigError with the advice of `fixes`, by
+    default that of a build, if there is no column of texts.
     """
     with _open(input) as file:
-        _check_column(input, key, file.schema_arrow)
+        fix = _advice(key, file.schema_arrow.names, fixes) if fixes else None
+        _check_column(input, key, file.schema_arrow, fix)
         total, row = file.metadata.num_rows, here.offset
         rows: list[bytes | None] = []
         images: dict[int, int] = {}
@@ -45,11 +47,8 @@ def group_sizes(input: Input, key: str, fixes: Fixes) -> list[int]:
     Raises ConfigError with the advice of `fixes` if it has no column of texts.
     """
     with _open(input) as file:
-        names = file.schema_arrow.names
-        fix = fixes.messages if 'messages' in names else fixes.no_key
-        if key in names:
-            fix = f'name a column of strings {key!r}'
-        _check_column(input, key, file.schema_arrow, f'its columns: {", ".join(names)}; {fix}')
+        schema = file.schema_arrow
+        _check_column(input, key, schema, _advice(key, schema.names, fixes))
         return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
 
 
@@ -126,6 +125,13 @@ def _lists_images(schema: Any) -> bool:
     types = optional('pyarrow', IMAGES).types
     kind = schema.field(IMAGES).type if schema.names.count(IMAGES) == 1 else None
     return kind is not None and (types.is_list(kind) or types.is_large_list(kind))
+
+
+def _advice(key: str, names: Sequence[str], fixes: Fixes) -> str:
+    fix = fixes.messages if 'messages' in names else fixes.no_key
+    if key in names:
+        fix = f'name a column of strings {key!r}'
+    return f'its columns: {", ".join(names)}; {fix}'
 
 
 def _check_column(input: Input, key: str, schema: Any, fix: str | None = None) -> None:

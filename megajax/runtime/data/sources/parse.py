@@ -93,7 +93,9 @@ def _parse_line(line: bytes, key: str, place: str, fixes: Fixes) -> str | Proble
         return document
     if key not in document:
         keys = _short(', '.join(document) or 'none')
-        fix = fixes.messages if 'messages' in document else as_messages(document) or fixes.no_key
+        fix = as_messages(document, place) or fixes.no_key
+        if 'messages' in document:
+            fix = fixes.messages
         return Problem(place, f'has no key {key!r} (its keys: {keys}); {fix}')
     text = document[key]
     if not isinstance(text, str):

@@ -10,6 +10,7 @@ from megajax.runtime.data.sources.contents import check_contents
 from megajax.runtime.data.sources.decompress import decompress, open_input, read_errors, skip
 from megajax.runtime.data.sources.inputs import Format, Input
 from megajax.runtime.data.sources.parquet import read_rows
+from megajax.runtime.data.sources.parse import Fixes
 from megajax.runtime.data.sources.pieces import UNIT, InputPiece, Position, Unit
 from megajax.runtime.data.text.long_texts import AROUND
 
@@ -54,15 +55,22 @@ def read_units(
 
 
 def read_pieces(
-    inputs: Sequence[Input], key: str, start: Position, unit: int = UNIT
+    inputs: Sequence[Input],
+    key: str,
+    start: Position,
+    unit: int = UNIT,
+    fixes: Fixes | None = None,
 ) -> Iterator[tuple[InputPiece, Position]]:
-    """Yield pieces of at most `unit` bytes, or one longer line, each with the position after it."""
+    """Yield pieces of at most `unit` bytes, or one longer line, each with the position after it.
+
+    `fixes` is the advice about a Parquet file without texts.
+    """
     before = sum(input.size for input in inputs[: start.number])
     for number in range(start.number, len(inputs)):
         input = inputs[number]
         here = start if number == start.number else Position(number=number)
         for piece, ended, read in (
-            read_rows(input, key, here, unit)
+            read_rows(input, key, here, unit, fixes)
             if input.format == 'parquet'
             else _text(input, key, here, unit)
         ):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megajax.base.render.text import typed
+from megajax.runtime.data.sources.commands import jq
 
 QUESTIONS = 'prompt', 'question', 'query', 'instruction', 'problem', 'inputs', 'input'
 ANSWERS = (
@@ -18,20 +18,19 @@ TURNS = f'{{role: ({SPEAKERS}), content: .value}}'
 ALTERNATE = '{role: ["user", "assistant"][.key % 2], content: .value}'
 
 
-def as_messages(document: Mapping[str, Any]) -> str:
-    """Return a conversion of a line to messages, for example from prompt and completion, or ''."""
+def as_messages(document: Mapping[str, Any], place: str) -> str:
+    """Return a conversion to messages, for example from prompt and completion, or ''.
+
+    It is for the file of the line or row at a place.
+    """
     turns = _turns(document)
-    return f'for a chat, write messages: {_jq("messages", turns)}' if turns else ''
+    return f'for a chat, write messages: {jq(f"{{messages: {turns}}}", place)}' if turns else ''
 
 
-def as_prompt(document: Mapping[str, Any]) -> str:
-    """Return a conversion of the question or text of a line to a prompt, or ''."""
+def as_prompt(document: Mapping[str, Any], place: str) -> str:
+    """Return a conversion of the question or text of a line or row to a prompt, or ''."""
     name = _text(document, (*QUESTIONS, *TEXTS))
-    return f'write it there: {_jq("prompt", f".{name}")}' if name else ''
-
-
-def _jq(key: str, value: str) -> str:
-    return f'jq -c {typed(f"{{{key}: {value}}}")} OLD > NEW.jsonl'
+    return f'write it there: {jq(f"{{prompt: .{name}}}", place)}' if name else ''
 
 
 def _turns(document: Mapping[str, Any]) -> str:

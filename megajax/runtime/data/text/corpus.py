@@ -185,14 +185,14 @@ def _lines(file: CorpusFile) -> Iterator[Document]:
     place, first = next(read_objects(file.path), ('', {'text': ''}))
     if not {'text', 'messages'} & first.keys():
         keys = ', '.join(map(str, first)) or 'none'
-        fix = as_messages(first) or FIXES.no_key
+        fix = as_messages(first, place) or FIXES.no_key
         raise mistake(place, f'has neither "text" nor "messages" (its keys: {keys}); {fix}')
     for number, text in enumerate(_texts(file)):
         yield Document(name=f'{file.name}:{number:012}', text=text)
 
 
 def _texts(file: CorpusFile, key: str = 'text') -> Iterator[str]:
-    for piece, _ in read_pieces([input_of(file)], key, Position()):
+    for piece, _ in read_pieces([input_of(file)], key, Position(), fixes=FIXES):
         for text in parse(piece, key, FIXES):
             if isinstance(text, Problem):
                 raise ConfigError(text)

@@ -31,7 +31,7 @@ def _prompts(path: Path) -> Iterator[str]:
     for place, line in read_objects(path):
         if not isinstance(line.get('prompt'), str):
             keys = ', '.join(map(str, line)) or 'none'
-            fix = as_prompt(line) or 'give it one'
+            fix = as_prompt(line, place) or 'give it one'
             message = f"has no text under 'prompt' (its keys: {keys}); {fix}"
             raise mistake(place, message)
         yield line['prompt']
