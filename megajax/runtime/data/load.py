@@ -48,6 +48,10 @@ from megajax.runtime.data.text.tokenizer import Tokenizer
 from megajax.runtime.data.text_tokens import KeptTokens, tokenize
 from megajax.runtime.data.token_pairs import check_pairs, open_pair, prefixes_of
 
+# Beginning of the name under which a checkpoint records the validation documents of a text; the
+# corpus follows.
+VALIDATION_OF = 'validation documents of '
+
 logger = logging.getLogger(__name__)
 
 
@@ -93,7 +97,10 @@ def load_data(config: Config, template: Template | None = None) -> Data:
         check_counted(local, data.tokenizer, data.train, data.validation)
     if not versions:
         return data
-    contents = dict.fromkeys([config.data.corpus], *data.fingerprints.values())
+    contents = {
+        f'{name.removesuffix(local.data.corpus)}{config.data.corpus}': value
+        for name, value in data.fingerprints.items()
+    }
     return replace(data, fingerprints={**contents, **versions})
 
 
@@ -170,7 +177,13 @@ def _load_text(config: Config, kept: KeptTokens | None) -> Data:
     for warning in warnings:
         logger.warning(warning)
     _check_tokens(train)
-    return _make(config, tokenizer, [train], [validation], summary)
+    data = _make(config, tokenizer, [train], [validation], summary)
+    if not validation.num_tokens:
+        return data
+    # The fingerprint of token files covers all parts of them.
+    name = f'{VALIDATION_OF}{validation.sequences.name}'
+    contents = data.fingerprints | {name: validation.sequences.fingerprint()}
+    return replace(data, fingerprints=contents)
 
 
 def _check_tokens(part: Part) -> None:

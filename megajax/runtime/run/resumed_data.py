@@ -14,6 +14,7 @@ from megajax.runtime.checkpoint.record import (
     read_record,
 )
 from megajax.runtime.data import Batches, Data
+from megajax.runtime.data.load import VALIDATION_OF
 from megajax.runtime.data.streams import Place, StreamedBatches
 from megajax.runtime.data.synthetic_batches import PictureBatches
 from megajax.runtime.data.tokens.remote_pair import VERSION_OF
@@ -114,8 +115,9 @@ def _blend(there: Record) -> dict[str, float]:
 
 
 def _contents(fingerprints: Mapping[str, str]) -> list[str]:
-    """Return the fingerprints of the corpora, in the order of a blend."""
-    return [value for name, value in fingerprints.items() if not name.startswith(VERSION_OF)]
+    """Return the fingerprints of the corpora to train on, in the order of a blend."""
+    others = VERSION_OF, VALIDATION_OF
+    return [value for name, value in fingerprints.items() if not name.startswith(others)]
 
 
 def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> int:

@@ -174,6 +174,18 @@ def test_the_vocabulary_is_made_from_training_documents_alone(folder: Path) -> N
     assert load_data(config(f'data.corpus={folder}')).tokenizer.fingerprint == before.fingerprint
 
 
+def test_a_changed_document_is_noticed_in_the_part_that_it_belongs_to(folder: Path) -> None:
+    key = f'data.corpus={folder}'
+    train, validation, _ = split_documents(read_documents(str(folder)), '95,5,0')
+    names = {train[0].name: str(folder), validation[0].name: f'validation documents of {folder}'}
+    for document, name in names.items():
+        before = load_data(config(key, 'data.tokenizer=bytes')).fingerprints
+        (folder / document).write_text('entirely different words\n' * 50, encoding='utf-8')
+        after = load_data(config(key, 'data.tokenizer=bytes')).fingerprints
+        assert {key for key in after if after[key] != before[key]} == {name}
+    assert load_data(config(key, 'data.split=1,0,0')).fingerprints.keys() == {str(folder)}
+
+
 @pytest.mark.slow  # it trains a tokenizer on 30 MB; test_tokenizer.py has one on less
 def test_the_standard_library_fills_a_vocabulary_and_compresses() -> None:
     data = load_data(load('tiny', ['mesh.data=1', 'mesh.model=1', 'model.vocab_size=512']))

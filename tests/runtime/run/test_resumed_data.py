@@ -222,6 +222,25 @@ def test_the_same_corpus_by_another_name_is_the_same(
     assert not caplog.text
 
 
+def test_validation_documents_do_not_decide_what_a_run_trains_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(40):
+        (tmp_path / f'{i}.txt').write_text(f'text {i} ' * 99)
+    text = [f'data.corpus={tmp_path}', 'data.tokenizer=bytes']
+    run = Run(*text)
+    run.start(4, FIRST)
+    assert run.record is not None
+    validation = f'validation documents of {tmp_path}'
+    for data in ({validation: 'other'}, {}):  # an older version did not record them
+        kept = {str(tmp_path): run.record.data[str(tmp_path)]}
+        run.record = run.record.model_copy(update={'data': {**kept, **data}})
+        run.start(2, FIRST)
+    expected = straight(*text)
+    assert run.read == [next(expected) for _ in run.read]
+    assert not caplog.text
+
+
 @pytest.mark.parametrize('order', ['stateless', 'megatron'])
 @pytest.mark.parametrize(
     'blend', ['{b: 0.3, a: 0.7}', '{b: 0.7, a: 0.3}', '{a: 0.3, b: 0.7}', '{b: 7, a: 3}']
