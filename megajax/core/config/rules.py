@@ -172,6 +172,13 @@ def _vocabulary(config: 'Config') -> Iterator[Problem]:
     yield Problem('model.vocab_size', message, others=(key,))
 
 
+def batch_multiple(config: 'Config') -> int:
+    """Return the number of which `train.batch_size` must be a multiple."""
+    train, mesh = config.train, config.mesh
+    is_split = train.overlap == 'batch_split' and config.overlap.num_parts > 1
+    return mesh.data * train.microbatches * mesh.model_rows * (2 if is_split else 1)
+
+
 def _batches(config: 'Config') -> Iterator[Problem]:
     train, data, rows = config.train, config.mesh.data, config.mesh.model_rows
     batch_size, shares = train.batch_size, data * train.microbatches
@@ -189,7 +196,7 @@ def _batches(config: 'Config') -> Iterator[Problem]:
         others += overlap_rules.PARTS_FOLLOW_FROM
     if rows > 1:
         reasons['mesh.model_rows'] = f'mesh.model_rows={rows} shards them'
-    parts = rows * (2 if 'train.overlap' in reasons else 1)
+    parts = batch_multiple(config) // shares
     if config.microbatch_rows % parts:
         message = (
             f'{batch_size} gives {config.microbatch_rows} sequences per microbatch and data shard, '

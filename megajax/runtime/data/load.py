@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from megajax.core.config import Config, mistake
+from megajax.core.config.rules import batch_multiple
 from megajax.runtime.data.batches import Batches, Order
 from megajax.runtime.data.blend_notes import note_early_end, note_unvalidated
 from megajax.runtime.data.corpus_tokenizer import (
@@ -158,6 +159,7 @@ def _load_image_text(config: Config, template: Template | None) -> Data:
         document_row_shape(config),
         tokenizer,
         batch_size=train.batch_size,
+        multiple=batch_multiple(config),
         seed=train.seed,
         split=data.split,
         template=template or data.chat_template,
@@ -253,13 +255,20 @@ def _stateless(
         note_early_end(config, parts, samples, order)
         return batches(samples, order)
     if len(samples) < batch_size:
+        largest = _largest_batch(config, len(samples))
         message = (
             f'{batch_size} is more than the {len(samples)} sequences of train.seq_len={seq_len} in '
             f'{sum(part.num_tokens for part in parts)} tokens; '
-            f'use at most {len(samples)}, a shorter train.seq_len or a larger corpus'
+            f'use {f"{largest}, " if largest else ""}a shorter train.seq_len or a larger corpus'
         )
         raise mistake('train.batch_size', message, 'train.seq_len', *CORPUS)
     return batches(samples, stateless_order.shuffled(samples.starts, weights, config.train.seed))
+
+
+def _largest_batch(config: Config, sequences: int) -> int:
+    """Return the largest batch size of the mesh that so many sequences fill; 0 if there is none."""
+    multiple = batch_multiple(config)
+    return sequences // multiple * multiple
 
 
 def _check_documents(

@@ -453,6 +453,12 @@ def test_too_few_rows_for_a_batch_are_refused(folder: Path) -> None:
     path = write(folder, {'text': 'one'}, {'text': 'two'})
     with pytest.raises(ConfigError, match=r'fills 1 training sequences .* use train.batch_size=1'):
         load_rows(path, batch_size=2)
+    lines = [{'text': 'x' * (SHAPE.seq_len - 5)}] * 5
+    long = write(folder, *lines, name='long.jsonl')
+    for multiple, fix in ((2, 'use train.batch_size=4, or more'), (8, 'is 8; use more documents')):
+        with pytest.raises(ConfigError, match=rf'fills 5 training sequences .*{fix}'):
+            load_rows(long, batch_size=8, multiple=multiple)
+    assert load_rows(long, batch_size=4, multiple=2).train[0]
 
 
 def test_a_prompt_is_the_beginning_of_the_document_that_was_trained_on(folder: Path) -> None:

@@ -294,6 +294,19 @@ def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Pa
     assert token_range(read_pair(pair)) == (0, 999)
 
 
+def test_the_batch_size_that_is_advised_for_a_small_corpus_fits_the_mesh(folder: Path) -> None:
+    keys = [f'data.corpus={folder}', 'train.seq_len=128', 'data.tokenizer=bytes']
+    mesh = ['mesh.data=4', 'train.microbatches=2']
+    with pytest.raises(ConfigError, match=r'128 is more than the \d+ sequences') as error:
+        load_data(config(*keys, *mesh, 'train.batch_size=128'))
+    size = int(str(error.value).rpartition('; use ')[2].partition(',')[0])
+    assert size % 8 == 0
+    assert load_data(config(*keys, *mesh, f'train.batch_size={size}')).train[0]
+    keys[0] += '/0.py'
+    with pytest.raises(ConfigError, match=r'; use a shorter train\.seq_len or a larger corpus$'):
+        load_data(config(*keys, *mesh, 'train.batch_size=128'))
+
+
 @pytest.mark.parametrize(
     ('overrides', 'message'),
     [

@@ -82,6 +82,7 @@ def load_image_text(
     tokenizer: Tokenizer,
     *,
     batch_size: int,
+    multiple: int = 1,
     seed: int,
     split: str,
     template: Template | str | Path | None = None,
@@ -92,7 +93,8 @@ def load_image_text(
     Documents are divided into training and validation by the hash of file and line, as for text.
     They are packed whole and in order into sequences; training reshuffles the sequences in each
     epoch. `template` and `ignored` are as for `open_chat`. Raises ConfigError if a line cannot be
-    used, if documents do not fit into sequences, or if the sequences do not fill a batch.
+    used, if documents do not fit into sequences, or if the sequences do not fill a batch, whose
+    size must be a multiple of `multiple`.
     """
     from megajax.runtime.data import stateless_order
 
@@ -111,10 +113,12 @@ def load_image_text(
     _warn_of_copies(parts)
     train, validation = (pack(part, shape) for part in parts)
     if len(train) < batch_size:
+        largest = len(train) // multiple * multiple
+        smaller = f'train.batch_size={largest}, or ' if largest else ''
         raise mistake(
             'data.corpus',
-            f'{corpus!r} fills {len(train)} training sequences of train.seq_len={shape.seq_len}; '
-            f'use train.batch_size={max(len(train), 1)}, or more documents',
+            f'{corpus!r} fills {len(train)} training sequences of train.seq_len={shape.seq_len}, '
+            f'and train.batch_size is {batch_size}; use {smaller}more documents',
             'train.batch_size',
             'train.seq_len',
             'data.split',
