@@ -220,7 +220,9 @@ class CheckpointConfig(Section):
     keep: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: Steps | None = None
-    """Also keep checkpoints whose step is a multiple of this."""
+    """Also keep checkpoints that are due at a multiple of this, even if a skipped step or a failed
+    save delays them.
+    """
     keep_best: Count | None = None
     """Also keep this many checkpoints with the lowest validation loss. Needs a checkpoint.every
     that is a multiple of train.eval_every. Checkpoints at other steps, by minutes or before a

@@ -8,7 +8,6 @@ least one committed step. With several processes, all call the same methods and 
 
 import contextlib
 import logging
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -39,6 +38,7 @@ from megajax.runtime.checkpoint.compare import (
     renames,
 )
 from megajax.runtime.checkpoint.digests import unusable, write_file, write_sums
+from megajax.runtime.checkpoint.due import DueSave
 from megajax.runtime.checkpoint.hf_files import Companions
 from megajax.runtime.checkpoint.log_filters import leave_failed_saves_to_us
 from megajax.runtime.checkpoint.losses import ValidationLosses
@@ -80,14 +80,13 @@ class Checkpoints:
         self._saving: Record | None = None
         self._padded: dict[str, Shape] = {}  # unpadded shapes of the arrays that are being saved
         self._failed: str | None = None  # the reason why the newest state is not on disk
-        self._retry, self._is_retry = False, False
         self._verified: int | None = None
         self._losses = ValidationLosses(self.folder)
         self._folders = StepFolders(self.folder)
         self._closed = False
-        self._begun = time.monotonic()
+        self._due = DueSave(config.checkpoint)
         leave_failed_saves_to_us()
-        policy = preservation_policy(config.checkpoint, self._losses.of, self._folders.is_junk)
+        policy = preservation_policy(config.checkpoint, self._losses.of, self._folders)
         try:
             self._manager = Manager(
                 self.folder, restore_gb=restore_gb(config.model), policy=policy, seal=self._seal
@@ -151,22 +150,21 @@ class Checkpoints:
         log_schedule(there, here, taken=int(state.guard.taken + 0))
         return state
 
-    def poll(self, step: int) -> bool:
-        """Whether to save the state after `step` now; all processes call this after each step.
+    def poll(self, step: int) -> int | None:
+        """Return the step since which a save is due, or None; all processes call this at each step.
 
         A save is due by `checkpoint.every`, by `checkpoint.minutes`, or, once, because the last
-        save failed. A failed save is logged here.
+        save failed, and stays due until it begins. A failed save is logged here.
         """
-        saving, minutes = self._saving is not None, self.config.checkpoint.minutes
+        saving, late = self._saving is not None, self._due.is_late
         running = saving and self._manager.is_saving_in_progress()
-        late = minutes is not None and time.monotonic() - self._begun > 60 * minutes
-        if saving or minutes:
+        if saving or self.config.checkpoint.minutes:
             answers = from_all(running, late)
             running = bool(answers[:, 0].any())
             late = bool(answers[0, 1])  # the clock of the first process counts
         if saving and not running:
             self._settle()
-        return step % self.config.checkpoint.every == 0 or self._retry or (late and not running)
+        return self._due.reach(step, is_late=late and not running)
 
     def save(
         self,
@@ -185,12 +183,13 @@ class Checkpoints:
         if self._saving and self._saving.step == step:
             return
         self._settle()
-        self._retry, self._is_retry, self._begun = False, self._retry, time.monotonic()
+        due = self._due.begin()
         if not self._make_room(step):
             return
         parts = _parts(state)
         self._padded = changed_shapes(parts, unpadded(parts, Layout.of(self.config)))
-        self._saving = self._record(step, validation_loss=validation_loss, **place)
+        since = None if due == step else due
+        self._saving = self._record(step, due=since, validation_loss=validation_loss, **place)
         self._losses.begin(step, validation_loss)
         self._folders.renew(step)
         error: Exception | None = self._folders.write_error()
@@ -235,7 +234,8 @@ class Checkpoints:
         self._settle()
         self._folders.remove_after(step)
         self._manager.reload()
-        self._verified, self._failed, self._retry = None, None, False
+        self._verified, self._failed = None, None
+        self._due.forget()
 
     def close(self, *, final: bool = False) -> None:
         """Wait until the save in progress is on disk.
@@ -291,7 +291,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except Exception as failure:
             error = error or failure
-        step, self._saving = self._saving.step, None
+        step, since, self._saving = self._saving.step, self._saving.due, None
         failed = bool(from_all(error is not None).any())
         finished = self._folders.is_finished(step)
         if finished:
@@ -313,8 +313,8 @@ class Checkpoints:
             )
         else:
             self._folders.remove_failed(step)
-            self._failed, self._retry = why, not self._is_retry
-            then = 'trying again' if self._retry else 'the next save is tried when it is due'
+            self._failed, retries = why, self._due.fail(since or step)
+            then = 'trying again' if retries else 'the next save is tried when it is due'
             logger.warning('checkpoint %d could not be written (%s); %s', step, why, then)
         self._manager.reload()
 

@@ -56,6 +56,8 @@ class Record(BaseModel):
     order_of: int | None = None
     # Whether a blend in megajax's own order has its exact weights; earlier versions rounded them.
     exact_weights: bool = False
+    # The earlier step since which the save was due, if that step was skipped or its save failed.
+    due: int | None = None
     # With data.order=streamed: the share, document and token at which each stream continues.
     streams: list[tuple[int, int, int]] | None = None
     time: datetime.datetime  # time of the state, in UTC
@@ -110,6 +112,7 @@ def make_record(
     samples: int | None = None,
     order_of: int | None = None,
     streams: Sequence[tuple[int, int, int]] | None = None,
+    due: int | None = None,
     tokenizer_sha256: str | None = None,
     validation_loss: float | None = None,
     data: Mapping[str, str] | None = None,
@@ -121,6 +124,7 @@ def make_record(
         samples=samples,
         order_of=order_of,
         exact_weights=True,
+        due=due,
         streams=None if streams is None else [*streams],
         time=datetime.datetime.now(datetime.UTC),
         config=config.model_dump(mode='json'),
@@ -150,6 +154,15 @@ def recorded_step(folder: Path) -> int | None:
     """Return the step of the state in a checkpoint's folder; None if its record is unreadable."""
     try:
         return int(parse_json((folder / RECORD).read_bytes())['step'])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
+
+
+def recorded_due(folder: Path) -> int | None:
+    """Return the step since which a checkpoint's save was due, or None if it was not delayed."""
+    try:
+        due = parse_json((folder / RECORD).read_bytes())['due']
+        return None if due is None else int(due)
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 

@@ -23,6 +23,7 @@ from megajax.runtime.checkpoint.digests import (
     problems,
     strangers,
 )
+from megajax.runtime.checkpoint.record import recorded_due
 from megajax.runtime.checkpoint.strays import delete_folder, move_aside, sweep, warn_of_strays
 from megajax.runtime.processes.consensus import from_first
 
@@ -95,6 +96,10 @@ class StepFolders:
         return (
             None if path.is_symlink() or foreign_step(path) is not None else step in self._refused
         )
+
+    def due(self, step: int) -> int:
+        """The step since which the save of `step` was due."""
+        return recorded_due(self.folder / str(step)) or step
 
     def is_finished(self, step: int) -> bool:
         """Whether the save of a step is finished; equal in all processes."""

@@ -46,6 +46,15 @@ class Evaluation:
         if isinstance(data.validation, PictureBatches) and data.tokenizer is not None:
             self._reader = Reader(config, data.validation, data.tokenizer, folder)
 
+    def is_due(self, step: int, *, since: int | None) -> bool:
+        """Whether the state after `step` is evaluated.
+
+        It is at multiples of `train.eval_every`, at the last step, and if its checkpoint is due
+        since a multiple, because its save was delayed.
+        """
+        every, before = self.config.train.eval_every, (since or step) - 1
+        return step // every != before // every or step == self.config.train.steps
+
     def evaluate(self, step: int, params: nnx.State) -> dict[str, float]:
         """Return and report the losses of the parameters after `step`; empty without data.
 

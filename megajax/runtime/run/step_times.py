@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
+import jax
+
 from megajax.core.train.step import Metrics
 from megajax.runtime.run.clock import Clock
 
@@ -23,6 +25,10 @@ class Dispatched(NamedTuple):
     replay: float = 0.0  # seconds for which it was repeated and compared
     # Clock time in seconds at which the previous step ended, if it did so before `after_batch`.
     previous_end: float = math.inf
+
+    def values(self) -> dict[str, float]:
+        """Wait for the step to end, and return its metrics."""
+        return {name: float(value) for name, value in jax.device_get(self.metrics).items()}
 
 
 class Times(NamedTuple):

@@ -62,7 +62,8 @@ class Trainer:
         self.summary, self.clock, self.profiler = summary, summary.clock, profiler
         self._skipped = self.step - int(state.guard.taken)
         self._between_steps = BetweenSteps(self.clock)
-        self._due = self._save_due = False
+        # The step since which a save is due, or was due when the restored state was saved.
+        self._due = checkpoints.restored.due if checkpoints.restored else None
         self._ahead: Dispatched | None = None  # the step after `step`, with its metrics unread
         self._failure: Exception | None = None  # the error that dispatching this step raised
         self._times = StepTimes(self.clock)
@@ -120,15 +121,17 @@ class Trainer:
                 self._one_step(progress)
 
     def _one_step(self, progress: StepReport, *, go_ahead: bool = True) -> None:
-        """Take one step, then save and evaluate if due, or roll back."""
+        """Take one step, then save and evaluate if due, or roll back.
+
+        An evaluation waits with the save, so that the checkpoint has a loss of its own.
+        """
         values = self._take_step(go_ahead=go_ahead)
         self.metrics.write(self.step, **values)  # first, because printing may fail
         progress.step(self.step, values)
-        if respond(self.config, self.step, values) == 'go on':
-            self._save_if_due(taken=bool(values['taken']))
-            self._evaluate_if_due()
-        else:
+        if respond(self.config, self.step, values) != 'go on':
             self._roll_back()
+        elif self._save_if_due(taken=bool(values['taken'])):
+            self._evaluate_if_due()
 
     def save_now(self) -> None:
         """Save the state unless it is saved already; called before a requested exit."""
@@ -161,7 +164,7 @@ class Trainer:
         """Whether the state is the result of the last step, including a step in flight."""
         try:
             if self._ahead is not None:
-                values = _floats(self._ahead.metrics)
+                values = self._ahead.values()
                 ahead, self._ahead = self._ahead, None
                 values |= self._complete(ahead, self.clock.begin('other'), taken=values['taken'])
                 self.metrics.write(self.step, **values)
@@ -178,7 +181,7 @@ class Trainer:
         if self._failure is not None:
             raise self._failure
         current, self._ahead = self._ahead or self._dispatch(self.step + 1), None
-        self._due = self.checkpoints.poll(current.step) or self._save_due
+        self._due = self.checkpoints.poll(current.step)
         if go_ahead and self._may_go_ahead(current.step):
             try:
                 self._ahead = self._dispatch(current.step + 1, current.metrics)
@@ -186,7 +189,7 @@ class Trainer:
                 self._failure = error
         kind = 'first step' if current.step == self._first else 'step'
         self._begin('productive', f'step {current.step}', kind)
-        values = _floats(current.metrics)
+        values = current.values()
         end = self.clock.begin('other')
         self.profiler.end(current.step)
         if not values['finite']:
@@ -242,7 +245,7 @@ class Trainer:
             step == self._first
             or step == self.config.train.steps
             or step % self.config.train.eval_every == 0
-            or self._due
+            or self._due is not None
             or (self.state.loss_scale is not None and is_searching_scale)
             or self.profiler.covers(step + 1)
             or self._replay.is_due(step + 1)
@@ -285,23 +288,26 @@ class Trainer:
 
         If a run is stopped during an evaluation, it repeats the evaluation when it resumes.
         """
-        if self.step % self.config.train.eval_every and self.step != self.config.train.steps:
-            return
-        if losses := self._evaluate():
+        is_due = self._evaluation.is_due(self.step, since=self._due)
+        if is_due and (losses := self._evaluate()):
             self.metrics.write(self.step, **losses)
             if self.step:
                 self.checkpoints.note_validation_loss(self.step, losses['validation_loss'])
 
-    def _save_if_due(self, *, taken: bool) -> None:
-        """Save if it is due; after a skipped step, wait for the next step that is applied."""
+    def _save_if_due(self, *, taken: bool) -> bool:
+        """Save if it is due; after a skipped step, wait for the next step that is applied.
+
+        Returns False if the save waits.
+        """
         last = self.step == self.config.train.steps
+        saves = last or (self._due is not None and taken)
         self._begin('checkpoint', 'checkpoint')
-        self._save_due = self._due and not taken
-        if (self._due and taken) or last:
+        if saves:
             self._save()
         if last and not self.checkpoints.wait():
             self._save()
         self.clock.begin('other')
+        return saves or self._due is None
 
     def _save(self) -> None:
         self._begin('checkpoint', 'saving', 'checkpoint')
@@ -341,7 +347,3 @@ class Trainer:
         """Begin an activity, and a phase with the limit of `kind`; return the time in seconds."""
         self.watchdog.beat(phase, kind)
         return self.clock.begin(activity)
-
-
-def _floats(metrics: Metrics) -> dict[str, float]:
-    return {name: float(value) for name, value in jax.device_get(metrics).items()}

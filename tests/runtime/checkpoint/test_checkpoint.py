@@ -476,6 +476,18 @@ def test_what_stays_is_what_any_key_asks_for(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ['2', '4', '6']
 
 
+def test_a_save_that_was_delayed_stays_as_the_one_that_was_due(tmp_path: Path) -> None:
+    config = tiny(checkpoint={'every': 2, 'keep': 1, 'keep_every': 4})
+    with Checkpoints(tmp_path, config) as checkpoints:
+        for due, step in (2, 3), (4, 6), (8, 8):
+            assert checkpoints.poll(due) == due
+            checkpoints.save(make_state(config, step), step)
+            checkpoints.wait()
+    with Checkpoints(tmp_path, config) as checkpoints:
+        checkpoints.save(make_state(config, 9), 9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['6', '8', '9']
+
+
 def test_a_step_that_is_being_read_is_deleted_after_a_later_save(folder: Path) -> None:
     with Checkpoints(folder, tiny(checkpoint={'keep': 1})) as checkpoints:
         with sound_checkpoint(folder.parent) as read:
@@ -505,13 +517,17 @@ def test_it_is_time_by_steps_and_by_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Checkpoints(tmp_path, tiny(checkpoint={'every': 10, 'minutes': 5})) as checkpoints:
-        assert [step for step in range(1, 31) if checkpoints.poll(step)] == [10, 20, 30]
-        now = module.time.monotonic()
-        monkeypatch.setattr(module.time, 'monotonic', lambda: now + 301)
-        assert checkpoints.poll(31)
-        checkpoints.save(make_state(tiny(), 31), 31)
+        assert [checkpoints.poll(step) for step in (9, 10, 11)] == [None, 10, 10]
+        checkpoints.save(make_state(tiny(), 11), 11)
         checkpoints.wait()
-        assert not checkpoints.poll(32)
+        assert checkpoints.poll(12) is None
+        now = time.monotonic()
+        monkeypatch.setattr(time, 'monotonic', lambda: now + 301)
+        assert checkpoints.poll(13) == 13
+        checkpoints.save(make_state(tiny(), 13), 13)
+        checkpoints.wait()
+        assert checkpoints.poll(14) is None
+    assert [read_record(tmp_path / step).due for step in ('11', '13')] == [10, None]
 
 
 def test_the_command_lists_and_compares(folder: Path) -> None:

@@ -170,6 +170,30 @@ def test_a_run_with_another_batch_size_records_the_samples_that_it_has_read(
     assert 'step 4 begins with sample 8 of the order' in caplog.text
 
 
+def test_after_a_skipped_step_the_checkpoint_that_was_due_is_saved_evaluated_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Batches.rows
+
+    def rows(batches: Batches, number: int, first: int, last: int) -> dict[str, np.ndarray]:
+        batch = whole(batches, number, first, last)
+        if len(batches) > 1000 and number in (3, 4):  # the batches of steps 4 and 5
+            batch['loss_mask'][0, 0] = np.nan
+        return batch
+
+    monkeypatch.setattr(Batches, 'rows', rows)
+    monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+    folder = write_run(tmp_path, CONFIG, split='1,0,0')
+    keys = ('data.split=9,1,0', 'train.nonfinite=skip', 'train.eval_every=2', 'train.steps=12')
+    keep = ('checkpoint.every=2', 'checkpoint.keep=1', 'checkpoint.keep_every=4')
+    run(load(folder / 'small.yaml', [f'run.dir={folder}/run', *keys, *keep]), name='small')
+    assert steps(folder / 'run') == [6, 8, 12]
+    record = read_record(folder / 'run/checkpoints/6')
+    assert (record.due, record.validation_loss is None) == (4, False)
+    lines = [json.loads(line) for line in (folder / 'run/metrics.jsonl').read_text().splitlines()]
+    assert [line['step'] for line in lines if 'validation_loss' in line] == [0, 2, 6, 8, 10, 12]
+
+
 @pytest.mark.parametrize('when', ['compiling', 'in the first step'])
 def test_a_run_that_is_stopped_at_its_start_says_what_it_saves_and_where(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
