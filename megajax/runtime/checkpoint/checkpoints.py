@@ -178,7 +178,8 @@ class Checkpoints:
 
         The record contains the position in the data, as `Batches.place` returns it. An import saves
         parameters only; a run that resumes from it begins with a fresh optimizer. Waits for the
-        previous save. A failure is logged here or by `poll`, and does not raise.
+        previous save. A failure is logged here or by `poll`, and does not raise. Raises
+        CheckpointError only if a folder of that name is not the run's and cannot be renamed.
         """
         if self._saving and self._saving.step == step:
             return

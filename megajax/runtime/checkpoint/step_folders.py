@@ -109,21 +109,28 @@ class StepFolders:
         """Return whether a usable checkpoint of `step` exists, and whether a folder is in the way.
 
         A folder that is not the run's own is moved aside. The first call also deletes unfinished
-        saves, and each call what threads of failed saves have written since.
+        saves, and each call what threads of failed saves have written since. Raises CheckpointError
+        if a folder cannot be moved aside.
         """
         path, sound, in_the_way = self.folder / str(step), False, False
+        error: CheckpointError | None = None
         if jax.process_index() == 0:
             if not self._swept:
                 sweep(self.folder)
             self.clear_failed()
-            in_the_way = move_aside(path) or is_finished(path) or path.is_symlink()
+            try:
+                in_the_way = move_aside(path) or is_finished(path) or path.is_symlink()
+            except CheckpointError as failure:
+                error = failure
             sound = (
                 is_finished(path)
                 and step not in self._refused
                 and not problems(path, contents=False)
             )
         self._swept = True
-        sound, in_the_way = map(bool, from_first(sound, in_the_way))
+        failed, sound, in_the_way = map(bool, from_first(error is not None, sound, in_the_way))
+        if failed:
+            raise error or CheckpointError(f'{path} is in the way: the first process says why')
         return sound, in_the_way
 
     def renew(self, step: int) -> None:

@@ -3,12 +3,14 @@
 The run does not delete such a path. It logs the path once, and moves it aside if it is in the way.
 """
 
-import contextlib
+import itertools
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
 
+from megajax.core.config import CheckpointError
 from megajax.runtime.checkpoint.digests import STAMP, foreign_step, is_finished, is_step_name
 
 logger = logging.getLogger(__name__)
@@ -31,15 +33,23 @@ def warn_of_strays(folder: Path, named: set[Path]) -> None:
 def move_aside(path: Path) -> bool:
     """Rename a folder whose name gives the wrong step; return False for any other.
 
-    The run does not own such a folder and must not delete it.
+    The run does not own such a folder and must not delete it. Raises CheckpointError if it cannot
+    be renamed.
     """
     step = foreign_step(path)
     if step is None:
         return False
-    new = path.with_name(f'{path.name}.holds-{step}')
-    with contextlib.suppress(OSError):
+    first = f'{path.name}.holds-{step}'
+    names = itertools.chain([first], (f'{first}.{number}' for number in itertools.count(2)))
+    new = next(other for other in map(path.with_name, names) if not os.path.lexists(other))
+    try:
         path.rename(new)
-        logger.warning('%s holds step %d and is in the way: it is now %s', path, step, new)
+    except OSError as error:
+        raise CheckpointError(
+            f'{path} holds step {step}, is in the way and cannot be renamed to {new.name}: '
+            f'{error.strerror}; move it to another folder'
+        ) from error
+    logger.warning('%s holds step %d and is in the way: it is now %s', path, step, new)
     return True
 
 
