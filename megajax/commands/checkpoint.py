@@ -1,6 +1,7 @@
 """The subcommands of `megajax checkpoint`: parse, call, render."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from rich.table import Column, Table
 
 from megajax.base.files.locks import folder_lock
 from megajax.base.render.folded import Folded
+from megajax.base.render.logs import log_to_terminal
 from megajax.base.render.text import visible
 from megajax.core.config import CheckpointError, ConfigError
 from megajax.runtime.checkpoint.digests import (
@@ -19,6 +21,7 @@ from megajax.runtime.checkpoint.digests import (
     problems,
     read_sums,
     readable,
+    sound_checkpoint,
 )
 from megajax.runtime.checkpoint.record import config_differences, read_record
 
@@ -93,28 +96,27 @@ def diff(
 ) -> None:
     """Show how two checkpoints differ: config keys, then parameters.
 
-    The difference of a parameter is max |a - b| / max |b|.
+    The difference of a parameter is max |a - b| / max |b|. Exits with code 4 if a checkpoint is
+    damaged.
     """
     if len(where) not in (2, 3):
         raise ConfigError(
             f'diff compares two checkpoints, not {len(where)} arguments: '
             'give RUN STEP STEP, or RUN/STEP RUN/STEP'
         )
-    a, b = (
-        find_step(Path(path))
-        for path in (where if len(where) == 2 else (f'{where[0]}/{step}' for step in where[1:]))
-    )
-    for key, (old, new) in config_differences(read_record(a), read_record(b)).items():
-        print(f'{key}: {old} -> {new}')
-    os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them
-    from megajax.runtime.checkpoint.compare import (
-        parameter_differences,  # here, because it imports jax
-    )
-
-    for name, difference in parameter_differences(a, b):
-        print(
-            f'{name}: {difference}' if isinstance(difference, str) else f'{name}: {difference:.3g}'
+    paths = where if len(where) == 2 else [f'{where[0]}/{step}' for step in where[1:]]
+    log_to_terminal()
+    with ExitStack() as held:
+        a, b = (held.enter_context(sound_checkpoint(find_step(Path(path)))) for path in paths)
+        for key, (old, new) in config_differences(read_record(a), read_record(b)).items():
+            print(f'{key}: {old} -> {new}')
+        os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them
+        from megajax.runtime.checkpoint.compare import (
+            parameter_differences,  # here, because it imports jax
         )
+
+        for name, found in parameter_differences(a, b):
+            print(f'{name}: {found}' if isinstance(found, str) else f'{name}: {found:.3g}')
 
 
 def _steps(run: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from megajax.core.config import CheckpointError, Config, ConfigError
 from megajax.core.train.optimizer import make_schedule
 from megajax.core.train.step import init_state
 from megajax.runtime.checkpoint import checkpoints as module
+from megajax.runtime.checkpoint import compare
 from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.compare import log_schedule
 from megajax.runtime.checkpoint.digests import STAMP, SUMS, sound_checkpoint, write_sums
@@ -548,6 +549,26 @@ def test_the_command_lists_and_compares(folder: Path) -> None:
     assert said[:3] == ['mesh.data: 1 -> 2', 'mesh.model: 1 -> 2', 'optim.lr: 0.5 -> 0.00015']
     assert 'embedding.table: 0.5' in said
     assert {line.split(': ')[1] for line in said[3:]} == {'0', '0.5'}
+    assert run.invoke(checkpoint_app, ['diff', f'{folder}/2', f'{folder}/2']).exit_code == 0
     missing = run.invoke(checkpoint_app, ['diff', str(folder.parent), '2', '9'])
     assert isinstance(missing.exception, ConfigError)
     assert 'choose one of steps' in str(missing.exception)
+
+
+def test_a_step_that_is_compared_is_intact_and_stays_until_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def difference(a: Path, b: Path) -> Iterator[tuple[str, float]]:
+        with Checkpoints(folder, tiny(checkpoint={'keep': 1})) as checkpoints:
+            for step in (3, 4):
+                checkpoints.save(make_state(tiny(), step), step)
+        yield 'all', float(a.is_dir() and b.is_dir())
+
+    monkeypatch.setattr(compare, 'parameter_differences', difference)
+    run, arguments = CliRunner(), ['diff', str(folder.parent), '1', '2']
+    said = run.invoke(checkpoint_app, arguments, catch_exceptions=False).output
+    assert 'all: 1' in said.splitlines()
+    truncate(folder / '2' / RECORD)
+    for steps in (['4', '2'], ['2', '4']):
+        with pytest.raises(CheckpointError, match='2 cannot be used: run megajax checkpoint veri'):
+            run.invoke(checkpoint_app, ['diff', str(folder.parent), *steps], catch_exceptions=False)
