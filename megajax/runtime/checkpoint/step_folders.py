@@ -56,7 +56,8 @@ class StepFolders:
         newest, count, num_refused = from_first(
             newest, len(steps) + len(foreign), len(self._refused)
         )
-        self._refused = set(from_first(*(sorted(self._refused) or [0] * num_refused)))
+        refused = sorted(self._refused) if jax.process_index() == 0 else [0] * num_refused
+        self._refused = set(from_first(*refused))
         if count and newest < 0:
             raise CheckpointError(
                 f'none of the {count} checkpoints in {self.folder} can be used: '

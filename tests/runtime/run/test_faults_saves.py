@@ -248,7 +248,14 @@ with processes():
         if first:
             checkpoints._due._begun -= 100
         assert checkpoints.poll(6)
-        checkpoints.save(make_state(6), 6)
+        for step in (6, 7, 8):
+            checkpoints.save(make_state(step), step)
+            assert checkpoints.wait()
+        for damaged in (8, 7):
+            if first:
+                (folder / f'c/{damaged}/record.json').write_text('{}')
+            assert checkpoints.newest_verified() == damaged - 1
+            assert checkpoints._folders._refused == {*range(damaged, 9)}
     print('well')
 """
 
