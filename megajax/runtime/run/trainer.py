@@ -295,10 +295,7 @@ class Trainer:
                 self.checkpoints.note_validation_loss(self.step, losses['validation_loss'])
 
     def _save_if_due(self, *, taken: bool) -> bool:
-        """Save if it is due; after a skipped step, wait for the next step that is applied.
-
-        Returns False if the save waits.
-        """
+        """Save if it is due; after a skipped step, wait for an applied one and return False."""
         last = self.step == self.config.train.steps
         saves = last or (self._due is not None and taken)
         self._begin('checkpoint', 'checkpoint')
@@ -320,7 +317,7 @@ class Trainer:
         self._begin('restore', 'rolling back', 'corpus' if self.config.data.blend else 'checkpoint')
         step = self._rollbacks.find_target(self.step)
         batches = int(self.state.batches) - (self._ahead is not None)
-        self._ahead = self._failure = None
+        self._ahead = self._failure = self._due = None
         self.state = self._rollbacks.restore(self.step, step, batches)
         self.step = self._saved = self.summary.step = step
         self._skipped = step - int(self.state.guard.taken)
@@ -329,6 +326,8 @@ class Trainer:
         self.clock.lose(self.metrics.lost_seconds())
         self._batches = self._read_on()
         self.clock.begin('other')
+        if step == 0:  # an import, whose metrics are deleted too
+            self._evaluate_if_due()
 
     def _read_on(self) -> PlacedBatches:
         first, left = int(self.state.batches), self.config.train.steps - self.step

@@ -11,11 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoints import make_state
 from counting import CONFIG, make_counting_step
 from runs import steps
-from support import write_run
+from support import on_mesh, write_run
 
 from megajax.core.config import Config, NumericError, load
+from megajax.runtime.checkpoint.checkpoints import Checkpoints
 from megajax.runtime.checkpoint.record import read_record
 from megajax.runtime.data import Batches
 from megajax.runtime.run import compile_step, trainer
@@ -192,6 +194,30 @@ def test_after_a_skipped_step_the_checkpoint_that_was_due_is_saved_evaluated_and
     assert (record.due, record.validation_loss is None) == (4, False)
     lines = [json.loads(line) for line in (folder / 'run/metrics.jsonl').read_text().splitlines()]
     assert [line['step'] for line in lines if 'validation_loss' in line] == [0, 2, 6, 8, 10, 12]
+
+
+def test_a_run_that_returns_to_its_import_keeps_the_loss_of_the_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Batches.rows
+
+    def rows(batches: Batches, number: int, first: int, last: int) -> dict[str, np.ndarray]:
+        batch = whole(batches, number, first, last)
+        if len(batches) > 1000 and number == 1:
+            batch['loss_mask'][0, 0] = np.nan
+        return batch
+
+    monkeypatch.setattr(Batches, 'rows', rows)
+    monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+    folder = write_run(tmp_path, CONFIG, split='1,0,0')
+    keys = ('data.split=9,1,0', 'train.eval_every=4', 'checkpoint.every=4')
+    config = load(folder / 'small.yaml', [f'run.dir={folder}/run', *keys])
+    with on_mesh(config), Checkpoints(folder / 'run/checkpoints', config) as checkpoints:
+        checkpoints.save({'params': make_state(config, 0).params}, 0)
+    run(config, name='small')
+    lines = [json.loads(line) for line in (folder / 'run/metrics.jsonl').read_text().splitlines()]
+    assert [line['step'] for line in lines] == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    assert [line['step'] for line in lines if 'validation_loss' in line] == [0, 4, 8]
 
 
 @pytest.mark.parametrize('when', ['compiling', 'in the first step'])
