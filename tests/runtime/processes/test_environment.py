@@ -258,27 +258,6 @@ def test_the_slurm_example_has_a_mesh_for_its_tasks():
     )
 
 
-def test_the_slurm_example_shows_a_container_the_run_and_the_corpus(tmp_path):
-    srun = tmp_path / 'bin/srun'
-    srun.parent.mkdir()
-    srun.write_text('#!/bin/sh\necho "$@"\n')
-    srun.chmod(0o755)
-    names = {
-        'PATH': f'{srun.parent}:{os.environ["PATH"]}',
-        'SLURM_JOB_ID': '7',
-        'IMAGE': 'image',
-        'RUN_DIR': str(tmp_path / 'run'),
-        'MOUNTS': '/a:/a',
-    }
-    command = ['bash', str(SCRIPTS / 'slurm.sbatch'), 'tiny', 'data.corpus=/shared/web']
-    said = subprocess.run(
-        command, env=os.environ | names, cwd=tmp_path, capture_output=True, text=True, check=True
-    ).stdout
-    mounts = [tmp_path, tmp_path / 'run', '/a', '/shared']
-    assert f'--container-mounts={",".join(f"{x}:{x}" for x in mounts)} ' in said
-    assert f'megajax train tiny data.corpus=/shared/web run.dir={tmp_path}/run' in said
-
-
 def test_the_slurm_example_asks_for_the_memory_of_its_hosts():
     options = (SCRIPTS / 'slurm.sbatch').read_text().splitlines()
     assert {'#SBATCH --mem=0', '#SBATCH --exclusive'} <= set(options)

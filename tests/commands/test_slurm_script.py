@@ -1,0 +1,94 @@
+"""What `scripts/slurm.sbatch` starts, with an `srun` that runs its command or prints it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SRUN = """#!/bin/sh
+options=
+while [ "$1" != megajax ]; do options="$options $1"; shift; done
+if [ "$2" = train ]; then echo "srun$options $@"; else "$@"; fi
+"""
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    programs = tmp_path / 'bin'
+    programs.mkdir()
+    megajax = f'#!/bin/sh\nexec {sys.executable} -m megajax "$@"\n'
+    for name, text in {'srun': SRUN, 'megajax': megajax}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    own = {
+        'PATH': f'{programs}:{os.environ["PATH"]}',
+        'PYTHONPATH': str(ROOT),
+        'SLURM_JOB_ID': '7',
+    }
+    return os.environ | own
+
+
+def run(folder: Path, environ: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ['bash', str(ROOT / 'scripts/slurm.sbatch'), *arguments]
+    return subprocess.run(
+        command, env=environ, cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def write_config(folder: Path, run_dir: str) -> None:
+    tiny = (ROOT / 'configs/tiny.yaml').read_text()
+    (folder / 'my.yaml').write_text(f'{tiny}\nrun:\n  dir: {run_dir}\n')
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'variable', 'expected'),
+    [
+        (['my.yaml'], '', 'runs/a folder'),
+        (['my.yaml'], '/shared/run', '/shared/run'),
+        (['my.yaml', 'run.dir=runs/b'], '/shared/run', 'runs/b'),
+        (['my.yaml', 'run.dir=null'], '', '{here}/runs/megajax-7'),
+        (['tiny'], '', '{here}/runs/megajax-7'),
+        (['run.start_from=runs/a'], '', '{here}/runs/megajax-7'),
+    ],
+)
+def test_the_folder_of_a_run_is_that_of_its_config_unless_it_is_given(
+    arguments: list[str],
+    variable: str,
+    expected: str,
+    tmp_path: Path,
+    environ: dict[str, str],
+) -> None:
+    write_config(tmp_path, 'runs/a folder')
+    done = run(tmp_path, environ | {'RUN_DIR': variable}, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f' run.dir={expected.format(here=tmp_path)}\n')
+
+
+@pytest.mark.parametrize('run_dir', ['"2024"', f'/shared/{"long name " * 20}x'])
+def test_a_folder_that_the_script_could_mistake_is_refused(
+    run_dir: str, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    write_config(tmp_path, run_dir)
+    done = run(tmp_path, environ, 'my.yaml')
+    assert (done.returncode, done.stdout) == (2, '')
+    assert done.stderr.endswith(': add run.dir=... to the arguments\n')
+
+
+def test_a_config_with_a_mistake_ends_the_job_before_its_tasks(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    done = run(tmp_path, environ, 'tiny', 'train.steps=none')
+    assert (done.returncode, done.stdout) == (2, '')
+    assert 'train.steps' in done.stderr
+
+
+def test_a_container_sees_the_run_and_the_corpus(tmp_path: Path, environ: dict[str, str]) -> None:
+    write_config(tmp_path, str(tmp_path / 'run'))
+    environ |= {'IMAGE': 'image', 'MOUNTS': '/a:/a'}
+    said = run(tmp_path, environ, 'my.yaml', 'data.corpus=/shared/web').stdout
+    mounts = [tmp_path, tmp_path / 'run', '/a', '/shared']
+    assert f'--container-mounts={",".join(f"{x}:{x}" for x in mounts)} ' in said
+    assert f'megajax train my.yaml data.corpus=/shared/web run.dir={tmp_path}/run' in said
