@@ -92,3 +92,17 @@ def test_a_container_sees_the_run_and_the_corpus(tmp_path: Path, environ: dict[s
     mounts = [tmp_path, tmp_path / 'run', '/a', '/shared']
     assert f'--container-mounts={",".join(f"{x}:{x}" for x in mounts)} ' in said
     assert f'megajax train my.yaml data.corpus=/shared/web run.dir={tmp_path}/run' in said
+
+
+def test_a_corpus_that_is_a_folder_is_seen_itself_and_never_the_root_of_the_host(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    environ |= {'IMAGE': 'image', 'RUN_DIR': str(tmp_path / 'run')}
+    (tmp_path / 'web').mkdir()
+    done = run(tmp_path, environ, 'tiny', f'data.corpus={tmp_path}/web')
+    assert f',{tmp_path}/web:{tmp_path}/web ' in done.stdout
+    assert f',{tmp_path}:{tmp_path}' not in done.stdout
+    assert ',/tmp:/tmp ' in run(tmp_path, environ, 'tiny', 'data.corpus=/tmp').stdout
+    done = run(tmp_path, environ, 'tiny', 'data.corpus=/no_such_corpus')
+    assert (done.returncode, done.stdout) == (2, '')
+    assert done.stderr.endswith('move the corpus into a folder\n')
