@@ -101,7 +101,7 @@ def _changes(data: Data, config: Config, there: Record) -> list[str]:
     different = set(config_differences(there, make_record(config, there.step)))
     old, new = _contents(there.data), _contents(data.fingerprints)
     before, after = (list(blend.items()) for blend in (_blend(there), config.data.blend))
-    if before != after:  # the keys of equal dicts may have another order
+    if before != after:  # the keys of equal dicts may be in a different order
         different.add('data.blend')
     if old == new and [weight for _, weight in before] == [weight for _, weight in after]:
         different -= {'data.corpus', 'data.blend'}

@@ -21,7 +21,7 @@ def read_rows(
 
     Each piece comes with whether it is the last of the file, and with the bytes of the file read so
     far, estimated from the number of rows. Raises ConfigError with the advice of `fixes`, by
-    default that of a build, if there is no column of texts.
+    default a build's, if there is no column of texts.
     """
     with _open(input) as file:
         fix = _advice(key, file.schema_arrow.names, fixes) if fixes else None

@@ -67,7 +67,7 @@ def read_remote_pair(prefix: str, cache: BlockCache, vocab_size: int) -> RemoteP
 def is_remote_pair(prefix: str) -> bool:
     """Whether a URL is the prefix of token files; one of the files suffices, as for local files.
 
-    If access is denied to both, it is not: the URL may be that of a text.
+    If access is denied to both, it is not: the file may be a text.
     """
     if any(x in prefix for x in '*?[') or prefix.lower().endswith((*SUFFIXES, *COMPRESSED)):
         return False
