@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ from megajax.runtime.run.status import where_it_stands
 from megajax.runtime.run.stop import StopWatch
 from megajax.runtime.run.trainer import Trainer
 from megajax.runtime.run.watchdog import Watchdog
-from megajax.runtime.run.watchdog_limits import phase_limits
+from megajax.runtime.run.watchdog_limits import make_watchdog
 
 # A function that is called with the run directory at the end of a run. It returns the path of a
 # file, or None if it failed.
@@ -125,18 +124,13 @@ def run(
     check_wandb(config)
     check_best_interval(config)
     clock = Clock()
-    with StopWatch(config.run.max_minutes) as stop, _leaving():
-        mesh = mesh_for(config)
-        _check_dtype(config, mesh)
-        check_host_memory(config, mesh)
-        report = Report()
-        _describe(config, mesh, report, advise)
-        folder = run_folder(config, name)
-        watchdog = Watchdog(
-            folder, _limits(config), index=jax.process_index(), count=jax.process_count()
-        )
+    with (
+        StopWatch(config.run.max_minutes) as stop,
+        _leaving(),
+        _started(config, name, advise) as (mesh, folder, report),
+    ):
+        watchdog = make_watchdog(config, folder)
         with (
-            run_lock(folder),
             _summed(folder, clock, report, at_end) as summary,
             watchdog,
             telling(lambda: where_it_stands(folder, config.train.steps, summary, watchdog)),
@@ -163,6 +157,26 @@ def run(
     )
     report.say(f'checkpoint {folder}/checkpoints/{step}')
     return Run(folder, step)
+
+
+@contextmanager
+def _started(
+    config: Config, name: str, advise: Advise | None
+) -> Iterator[tuple[Mesh, Path, Report]]:
+    """Open the devices, and the run directory, which is locked during the block.
+
+    What hangs meanwhile ends the run with its stacks on stderr.
+    """
+    with ExitStack() as held:
+        with make_watchdog(config, None):
+            mesh = mesh_for(config)
+            _check_dtype(config, mesh)
+            check_host_memory(config, mesh)
+            report = Report()
+            _describe(config, mesh, report, advise)
+            folder = run_folder(config, name)
+            held.enter_context(run_lock(folder))
+        yield mesh, folder, report
 
 
 def _train(
@@ -234,12 +248,6 @@ def _stop(trainer: Trainer, folder: Path) -> None:
     trainer.checkpoints.close(final=True)
     saved = f'{folder}/checkpoints/{trainer.step}' if trainer.step else 'none'
     trainer.report.say(f'run        {folder}\ncheckpoint {saved}')
-
-
-def _limits(config: Config) -> Mapping[str, float] | None:
-    if sys.platform != 'linux' and config.run.watchdog_seconds == 'auto':
-        return None
-    return phase_limits(config, jax.process_count())
 
 
 def _what_is_saved(summary: RunSummary) -> str:

@@ -147,6 +147,8 @@ def _now() -> str:
 
 
 def _append(path: str, text: bytes) -> None:
+    if not path:  # a run that is starting has no folder yet
+        return
     try:
         _write(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640), text)
     except OSError as error:

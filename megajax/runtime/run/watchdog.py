@@ -94,14 +94,19 @@ class _Timer:
 class Watchdog:
     """A context in which a phase that exceeds its limit ends the process with exit code 124.
 
-    The phase and all stacks are written to stderr and to `folder`/watchdog.log, and so is a warning
-    when half of the limit has passed. `limits` gives seconds by kind of phase
+    The phase and all stacks are written to stderr and, if there is a `folder`, to its watchdog.log,
+    and so is a warning when half of the limit has passed. `limits` gives seconds by kind of phase
     (`watchdog_limits.py`); None turns the watchdog off. `index` is the number of this process among
     `count` processes. Entering raises ConfigError unless the kernel is Linux.
     """
 
     def __init__(
-        self, folder: Path, limits: Mapping[str, float] | None, *, index: int = 0, count: int = 1
+        self,
+        folder: Path | None,
+        limits: Mapping[str, float] | None,
+        *,
+        index: int = 0,
+        count: int = 1,
     ):
         self.folder, self.limits, self.index, self.count = folder, dict(limits or {}), index, count
         self.phase, self.since = 'starting', time.monotonic()
@@ -167,7 +172,7 @@ class Watchdog:
 
     def _start_reporter(self) -> None:
         stacks, self._pipe = map(_above_stderr, os.pipe())
-        log = self.folder.absolute() / LOG
+        log = self.folder.absolute() / LOG if self.folder else ''
         command = [
             sys.executable,
             '-I',

@@ -1,9 +1,14 @@
-"""The limits of the watchdog: the maximum seconds of each phase of a run."""
+"""The watchdog of a run and its limits: the maximum seconds of each phase."""
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
+
+from jax._src.distributed import global_state
 
 from megajax.core.config import Config
 from megajax.core.counts.parameters import num_parameters
+from megajax.runtime.run.watchdog import Watchdog
 
 # Times were measured on two cores, idle unless stated otherwise. A limit is at least twenty times
 # the measured time, because machines are shared and file systems may be slow. Except for the
@@ -53,3 +58,15 @@ def phase_limits(config: Config, processes: int) -> Mapping[str, float] | None:
     if chosen == 'auto':
         return limits
     return {kind: max(limit, chosen) for kind, limit in limits.items()} | {'step': chosen}
+
+
+def make_watchdog(config: Config, folder: Path | None) -> Watchdog:
+    """Return the watchdog of this process; it logs to `folder` if that is known already.
+
+    By default there is no watchdog if the kernel is not Linux.
+    """
+    # `jax.process_index` would start the devices.
+    index, count = global_state.process_id, global_state.num_processes
+    is_on = config.run.watchdog_seconds != 'auto' or sys.platform == 'linux'
+    limits = phase_limits(config, count) if is_on else None
+    return Watchdog(folder, limits, index=index, count=count)

@@ -10,6 +10,8 @@ import pytest
 from runs import CONFIG, finish, start
 from support import write_run
 
+from megajax.runtime.run.watchdog import STALLED
+
 pytestmark = pytest.mark.faults
 
 PATIENCE = '--xla_cpu_collective_call_terminate_timeout_seconds'
@@ -18,6 +20,20 @@ import os
 from megajax.core.parallel.mesh import make_mesh
 make_mesh(1, 2)
 print(os.environ['XLA_FLAGS'])
+"""
+
+# The last process hangs.
+HANG = """
+import time
+from megajax.runtime.run import run, watchdog_limits
+
+def hang(*_):
+    if watchdog_limits.global_state.process_id == {last}:
+        time.sleep(1000)
+    return begin(*_)
+
+watchdog_limits.START = 4.0
+begin, run.{name} = run.{name}, hang
 """
 
 
@@ -95,3 +111,14 @@ def test_where_gpus_are_meant_a_run_does_not_take_the_cpu(
     assert (code, message in said) == (2, True), said
     assert 'set JAX_PLATFORMS=cpu to train on' in said
     assert not (folder / 'run').exists()
+
+
+@pytest.mark.parametrize(('hangs', 'processes'), [('mesh_for', 1), ('run_lock', 2)])
+def test_a_start_that_hangs_tells_where_and_ends(folder: Path, hangs: str, processes: int) -> None:
+    fault = HANG.format(name=hangs, last=processes - 1)
+    code, said = finish(start(folder, processes=processes, fault=fault), timeout=60)
+    assert code == STALLED, said
+    assert f'process 0 of {processes} (pid ' in said
+    assert "has been in phase 'starting' for 2 s and ends at 4 s" in said
+    assert 'in hang' in said
+    assert 'cannot be written' not in said
