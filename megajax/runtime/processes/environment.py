@@ -34,7 +34,7 @@ class Start:
     count: int
     host: str  # host of process 0
     port: int
-    bind: str | None  # the interface that process 0 listens on; None: all
+    bind: str | None  # the address that process 0 listens on; None: all of its interfaces
     timeout: float  # seconds until all processes must have connected
     # Indices among the visible GPUs; None: all of them, or the GPUs in JAX_LOCAL_DEVICE_IDS.
     gpus: tuple[int, ...] | None = None

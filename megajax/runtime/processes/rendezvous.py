@@ -22,6 +22,8 @@ CONNECTIONS = 4
 # Seconds for which the others wait longer than process 0, which knows the missing processes and so
 # names them first.
 LONGER = 5.0
+# `errno` of an address that is a name which does not resolve.
+UNRESOLVED = socket.EAI_NONAME, socket.EAI_AGAIN, socket.EAI_FAIL
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ def _gather_all(start: Start) -> tuple[Peers, int]:
     if start.bind is None:
         logger.warning(
             'process 0 listens on all interfaces, because it has none with the address of %s: '
-            'set %s to the interface that leads to the other hosts',
+            'set %s to the address of the interface that leads to the other hosts',
             start.host,
             BIND,
         )
@@ -159,6 +161,17 @@ def _listen(start: Start, port: int) -> socket.socket:
     except OSError as error:
         where = f'{start.bind or "all interfaces"}, port {port}'
         raise ConfigError(
-            f'process 0 cannot listen on {where} ({error.strerror}): '
-            f'choose a different port in {COORDINATOR}, or a different interface in {BIND}'
+            f'process 0 cannot listen on {where} ({error.strerror}): {_fix(error)}'
         ) from error
+
+
+def _fix(error: OSError) -> str:
+    if error.errno in UNRESOLVED:
+        return (
+            f'set {BIND} to the address of an interface of this host, such as 10.0.0.1, '
+            'not to the name of the interface'
+        )
+    return (
+        f'choose a different port in {COORDINATOR}, '
+        f'or the address of a different interface in {BIND}'
+    )

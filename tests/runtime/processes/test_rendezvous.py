@@ -52,6 +52,11 @@ def test_an_interface_that_this_host_has_not_is_refused_with_the_fix() -> None:
         _listen(start('192.0.2.1'), 0)
 
 
+def test_the_name_of_an_interface_is_refused_with_what_to_give_instead() -> None:
+    with pytest.raises(ConfigError, match='to the address of an interface of this host, such as'):
+        _listen(start('no-such-eth0'), 0)
+
+
 def connect(port: int) -> socket.socket:
     for _ in range(1000):
         try:
