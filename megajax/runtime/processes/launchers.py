@@ -110,7 +110,8 @@ def _torch(environ: Mapping[str, str]) -> Place:
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Place:
-    # mpirun's own address, which Open MPI exports up to version 4; process 0 runs on mpirun's host.
+    # mpirun's own address, which Open MPI exports up to version 4. Process 0 runs on mpirun's host,
+    # unless mpirun starts processes on other hosts only; then it cannot listen there.
     uri = re.match(r'(\d+)\..*tcp://([^,:]+)', environ.get('OMPI_MCA_orte_hnp_uri', ''))
     address = f'{uri[2]}:{_port(int(uri[1]) // 4096)}' if uri else None
     return Place(OPEN_MPI, address, _local(OPEN_MPI, environ))

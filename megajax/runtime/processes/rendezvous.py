@@ -3,6 +3,7 @@
 jax itself would abort with a stack dump if a process is missing or a port is in use.
 """
 
+import errno
 import logging
 import socket
 import time
@@ -170,6 +171,11 @@ def _fix(error: OSError) -> str:
         return (
             f'set {BIND} to the address of an interface of this host, such as 10.0.0.1, '
             'not to the name of the interface'
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f'no interface of this host has that address: set {COORDINATOR} to the host of '
+            f'process 0, or {BIND} to the address of one of its interfaces'
         )
     return (
         f'choose a different port in {COORDINATOR}, '

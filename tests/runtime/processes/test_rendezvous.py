@@ -47,7 +47,8 @@ def test_it_listens_on_the_interface_that_it_is_given_and_on_no_other(
 def test_an_interface_that_this_host_has_not_is_refused_with_the_fix() -> None:
     with pytest.raises(
         ConfigError,
-        match=r'^process 0 cannot listen on 192\.0\.2\.1, port 0 \(.+\): choose a different port ',
+        match=r'^process 0 cannot listen on 192\.0\.2\.1, port 0 \(.+\): no interface of this host '
+        'has that address: set MEGAJAX_COORDINATOR to the host of process 0, or MEGAJAX_BIND to ',
     ):
         _listen(start('192.0.2.1'), 0)
 
