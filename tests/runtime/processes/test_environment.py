@@ -16,6 +16,7 @@ from megajax import load
 from megajax.core.config import ConfigError
 from megajax.core.hardware import visible
 from megajax.core.hardware.visible import visible_gpus
+from megajax.runtime.processes import environment
 from megajax.runtime.processes.environment import read_start
 
 SCRIPTS = Path(__file__).parents[3] / 'scripts'
@@ -157,6 +158,23 @@ def test_process_0_listens_on_the_interface_that_its_name_resolves_to(where, ind
     }[where]
     start = read_start(HAND | {'MEGAJAX_COORDINATOR': f'{name}:81', 'MEGAJAX_PROCESS': index})
     assert start.bind == (here if (where, index) == ('here', '0') else None)
+
+
+def test_the_guide_names_every_variable_that_is_set_by_hand():
+    page = (SCRIPTS.parent / 'docs/hosts.md').read_text()
+    section = page.partition('### Set rank and world size yourself')[2].partition('\n#')[0]
+    named = re.findall(r'^\| `(\w+)` \|', section, flags=re.MULTILINE)
+    assert named == [
+        *(environment.COORDINATOR, environment.PROCESSES, environment.PROCESS),
+        *(environment.LOCAL_DEVICES, environment.TOKEN),
+        *(environment.BIND, environment.START_TIMEOUT),
+    ]
+
+
+def test_processes_that_are_numbered_by_hand_use_all_visible_gpus_unless_theirs_are_named():
+    gpus = {'CUDA_VISIBLE_DEVICES': '4,5,6,7'}
+    assert read_start(HAND | gpus).gpus is None
+    assert read_start(HAND | gpus | {'JAX_LOCAL_DEVICE_IDS': '1'}).gpus is None
 
 
 @pytest.mark.parametrize('given', ['0123456789abcdef', ' 0123456789abcdef\n'])
