@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
+from jax._src.xla_bridge import backends_are_initialized  # jax has no public way to ask
 
-from megajax.core.config import RunError, StopRequested
+from megajax.core.config import ConfigError, RunError, StopRequested
 from megajax.runtime.processes.certificates import JAX_OPTION, check_certificates
 from megajax.runtime.processes.environment import LOCAL_DEVICES, Start, check_host_name, read_start
 from megajax.runtime.processes.peers import RETRY, Peers, end
@@ -74,6 +75,11 @@ def initialize(start: Start | None = None) -> Peers | None:
     start = start or read_start()
     if start is None or jax.distributed.is_initialized():
         return None
+    if backends_are_initialized():
+        raise ConfigError(
+            f'jax is already in use, so this process cannot join the run of {start.count} '
+            "processes: join it (megajax.train) before the first use of jax's devices"
+        )
     check_host_name()
     check_certificates(
         os.environ, jax=jax.__version__, has_mutual_tls=hasattr(jax.config, JAX_OPTION)

@@ -78,6 +78,7 @@ raise ValueError('what went wrong')
 def test_jax_listens_on_the_interface_that_the_environment_names(monkeypatch, bind, interface):
     asked = {}
     start = Start(index=0, count=2, host='a', port=1, bind=bind, timeout=60)
+    monkeypatch.setattr(distributed, 'backends_are_initialized', lambda: False)
     monkeypatch.setattr(distributed, 'read_start', lambda: start)
     monkeypatch.setattr(distributed, 'gather', lambda _: (Peers(1, []), 1234))
     kept_from_proxies = []
@@ -96,6 +97,7 @@ def test_jax_listens_on_the_interface_that_the_environment_names(monkeypatch, bi
 def test_jax_gets_the_gpus_of_the_process_unless_the_user_has_chosen(monkeypatch, chosen, devices):
     asked = {}
     start = Start(index=0, count=2, host='a', port=1, bind=None, timeout=60, gpus=(2, 3))
+    monkeypatch.setattr(distributed, 'backends_are_initialized', lambda: False)
     monkeypatch.setattr(distributed, 'gather', lambda _: (Peers(1, []), 1234))
     monkeypatch.setattr(distributed, '_avoid_proxies', lambda _: None)
     monkeypatch.setattr(jax.config, 'update', lambda *_: None)
@@ -105,6 +107,31 @@ def test_jax_gets_the_gpus_of_the_process_unless_the_user_has_chosen(monkeypatch
         monkeypatch.setenv(distributed.LOCAL_DEVICES, chosen)
     distributed.initialize(start)
     assert asked['local_device_ids'] == devices
+
+
+def test_a_process_that_uses_jax_already_is_refused_before_it_waits_for_the_others():
+    code = """
+import jax
+from megajax.runtime.processes.distributed import processes
+jax.devices()
+with processes():
+    pass
+"""
+    variables = {
+        'MEGAJAX_COORDINATOR': '127.0.0.1:9',
+        'MEGAJAX_PROCESSES': '2',
+        'MEGAJAX_PROCESS': '1',
+        'MEGAJAX_START_TIMEOUT': '1',
+    }
+    done = subprocess.run(
+        [sys.executable, '-c', code],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert 'ConfigError: jax is already in use' in done.stderr
 
 
 def test_hosts_whose_processes_are_numbered_in_turn_still_hold_whole_groups(monkeypatch):
